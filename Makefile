@@ -1,0 +1,155 @@
+# rebatch: `make help` says what there is to make.
+
+# ---- what was asked for ------------------------------------------------------------------------
+CC = cc
+SAN =
+prefix = /usr/local
+DESTDIR =
+CFLAGS = -O2 -g
+
+VARIANT := $(if $(SAN),debug-$(SAN),release)
+BUILD := build/$(VARIANT)
+
+# ---- flags -------------------------------------------------------------------------------------
+WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
+            -Wcast-qual -Wvla -Wundef -Wformat=2
+SANITIZE := $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer)
+ALL_CFLAGS := -std=c17 -D_GNU_SOURCE -pthread -fPIC -fvisibility=hidden $(WARNINGS) \
+              -Iinclude $(CFLAGS) $(SANITIZE)
+LIBS := -lconfig -lm -pthread
+
+version_of = $(shell sed -n 's/^\#define REBATCH_VERSION_$(1) //p' include/rebatch/version.h)
+MAJOR := $(call version_of,MAJOR)
+VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
+
+# ---- what there is -----------------------------------------------------------------------------
+LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/recover/*.c src/probe/*.c \
+                      src/config/*.c)
+CLI_SRC := $(wildcard src/cli/*.c)
+GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
+GPT_SRC := $(filter-out $(GPT_MAINS),$(wildcard examples/gpt/*.c))
+TEST_SRC := $(wildcard tests/unit/*.c tests/integration/*.c tests/fault/*.c tests/fuzz/*.c)
+
+objects = $(patsubst %.c,$(BUILD)/%.o,$(1))
+LIB_OBJ := $(call objects,$(LIB_SRC))
+CLI_OBJ := $(call objects,$(CLI_SRC))
+GPT_OBJ := $(call objects,$(GPT_SRC))
+TEST_OBJ := $(call objects,$(TEST_SRC))
+
+STATIC := $(BUILD)/librebatch.a
+SONAME := librebatch.so.$(MAJOR)
+SHARED := $(BUILD)/librebatch.so.$(VERSION)
+COMMAND := $(BUILD)/rebatch
+GPT := $(BUILD)/examples/gpt/gpt
+DEMO := $(BUILD)/examples/gpt/demo
+MINIMAL := $(BUILD)/examples/minimal
+TESTS := $(BUILD)/tests/run
+
+.DEFAULT_GOAL := all
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) ## library, command and examples
+
+# ---- how it is made ----------------------------------------------------------------------------
+$(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
+$(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests
+$(BUILD)/bench/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
+# The arithmetic of the reference model: every contraction is written out, none is the compiler's.
+$(BUILD)/examples/%.o: private FOLDER_CFLAGS := -Iexamples -O3 -ffp-contract=off
+
+$(BUILD)/%.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(ALL_CFLAGS) $(FOLDER_CFLAGS) -MMD -MP -c -o $@ $<
+
+# Changed when the flags are, so that everything is built again.
+$(BUILD)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(CC) $(ALL_CFLAGS)' | cmp -s - $@ || { scripts/show-found; \
+	    echo '$(CC) $(ALL_CFLAGS)' > $@; }
+
+$(STATIC): $(LIB_OBJ)
+	@rm -f $@
+	$(Q)$(AR) rcs $@ $^
+
+$(SHARED): $(LIB_OBJ)
+	$(Q)$(CC) $(SANITIZE) -shared -Wl,-soname,$(SONAME) -Wl,--no-undefined -o $@ $^ $(LIBS)
+	@ln -sf $(@F) $(BUILD)/$(SONAME)
+	@ln -sf $(SONAME) $(BUILD)/librebatch.so
+
+$(COMMAND): $(CLI_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+
+$(GPT) $(DEMO): $(BUILD)/examples/gpt/%: $(GPT_OBJ) $(STATIC)
+$(GPT): $(BUILD)/examples/gpt/main.o
+$(DEMO): $(BUILD)/examples/gpt/demo.o
+$(GPT) $(DEMO):
+	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(STATIC) $(LIBS) -lmd
+
+$(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
+	$(Q)$(CC) $(SANITIZE) -o $@ $< -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/..' $(LIBS)
+
+$(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(STATIC)
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
+
+$(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+
+-include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(TEST_OBJ))
+-include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c))
+
+# ---- what people run ---------------------------------------------------------------------------
+# Several jobs at once, as many as processors, without the user having to say so.
+JOBS := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 1))
+SUBMAKE = @$(MAKE) --no-print-directory $(JOBS)
+
+demo: ## train under a cap that shrinks, recover, and compare with undisturbed training
+	@scripts/install-deps build
+	$(SUBMAKE) $(DEMO)
+	@$(DEMO)
+
+TEST_FLAGS =
+test: ## every test (SAN=address,undefined or SAN=thread for a sanitizer build)
+	@scripts/install-deps build test
+	$(SUBMAKE) $(TESTS) $(COMMAND)
+	@REBATCH_COMMAND=$(COMMAND) $(TESTS) $(TEST_FLAGS)
+
+test-valgrind: ## every test under valgrind
+	@scripts/install-deps build test valgrind
+	$(SUBMAKE) $(TESTS) $(COMMAND)
+	@REBATCH_COMMAND=$(COMMAND) scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
+
+lint: ## format, banned calls, include order, headers alone as C11 and C++17
+	@scripts/install-deps build lint
+	@scripts/lint
+
+bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/step
+	@$(BUILD)/bench/step
+
+PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
+install: all ## into DESTDIR/prefix
+	install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
+	    $(DESTDIR)$(prefix)/bin
+	install -m 644 $(PUBLIC_HEADERS) $(DESTDIR)$(prefix)/include/rebatch
+	install -m 644 $(STATIC) $(DESTDIR)$(prefix)/lib
+	install -m 755 $(SHARED) $(DESTDIR)$(prefix)/lib
+	ln -sf $(notdir $(SHARED)) $(DESTDIR)$(prefix)/lib/$(SONAME)
+	ln -sf $(SONAME) $(DESTDIR)$(prefix)/lib/librebatch.so
+	install -m 755 $(COMMAND) $(DESTDIR)$(prefix)/bin
+	sed -e 's|@prefix@|$(prefix)|' -e 's|@version@|$(VERSION)|' scripts/rebatch.pc.in \
+	    > $(DESTDIR)$(prefix)/lib/pkgconfig/rebatch.pc
+
+clean: ## remove build/
+	rm -rf build
+
+help: ## this list
+	@echo "make WHAT, where WHAT is"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 18
+	@echo "variables: CC CFLAGS SAN prefix DESTDIR; V=1 shows every command"
+
+Q := $(if $(V),,@)
+FORCE:
+.PHONY: all demo test test-valgrind lint bench-step install clean help FORCE

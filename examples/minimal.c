@@ -1,0 +1,63 @@
+/* The smallest training loop that survives running out of memory: it fits w in y = w x.
+ * A sample takes 1 MiB and the device has 24 MiB, so the batch of 64 cannot run as one. */
+#include <rebatch/rebatch.h>
+#include <stdio.h>
+
+struct model {
+    rebatch *rb;
+    double w, gradient;
+};
+
+static rebatch_status zero_grad(void *user)
+{
+    ((struct model *)user)->gradient = 0;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct model *model = user;
+    void *memory; /* taken back by rebatch if anything after it fails */
+    rebatch_status status = rebatch_pool_alloc(&memory, mb->pool, mb->count << 20, mb->stream, 0);
+    if (status)
+        return status; /* REBATCH_OOM: the same samples come again, fewer at a time */
+    double *prediction = memory;
+    for (size_t i = 0; i < mb->count; i++)
+        prediction[i] = model->w * (double)(mb->first + i);
+    rebatch_mutating(model->rb); /* from here on the gradient changes */
+    for (size_t i = 0; i < mb->count; i++) {
+        const double x = (double)(mb->first + i);
+        model->gradient += (prediction[i] - 3 * x) * x / (double)mb->batch;
+    }
+    return rebatch_pool_free(mb->pool, memory);
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct model *model = user;
+    rebatch_mutating(model->rb);
+    model->w -= 5e-4 * model->gradient;
+    return REBATCH_OK;
+}
+
+int main(void)
+{
+    const rebatch_step_ops ops = {sizeof ops,     zero_grad, forward_backward,
+                                  optimizer_step, NULL,      REBATCH_DECLARES_MUTATION};
+    struct model model = {0};
+    rebatch_device *device = NULL;
+    rebatch_step_report report;
+    rebatch_status status = rebatch_device_open_host(&device, 24 << 20, NULL);
+    if (!status)
+        status = rebatch_open(&model.rb, device, NULL);
+    for (int step = 0; step < 8 && !status; step++) {
+        status = rebatch_step(model.rb, &ops, 64, &model, &report);
+        printf("step %d: w = %.4f, micro-batch %zu x %u, %u out of memory\n", step, model.w,
+               report.micro_after, report.microbatches, report.ooms);
+    }
+    if (status)
+        fprintf(stderr, "%s\n", rebatch_last_error());
+    rebatch_close(model.rb);
+    rebatch_device_close(device);
+    return status ? 1 : 0;
+}

@@ -1,0 +1,66 @@
+/** @file config.h
+ *  Limits and behaviour from a file and from REBATCH_… environment variables.
+ *
+ *  The file is libconfig's: groups batch, memory, recovery, growth, device, log. docs/config.md
+ *  lists every key. A value comes from the environment if it is set there, else from the file, else
+ *  it is the default. Loading is all or nothing. */
+#ifndef REBATCH_CONFIG_H
+#define REBATCH_CONFIG_H
+
+#include "rebatch/device.h"
+#include "rebatch/status.h"
+#include "rebatch/step.h"
+
+/** Settings read from somewhere. Immutable: any thread. */
+typedef struct rebatch_config rebatch_config;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Read a file and the environment.
+ *  @param[out] out  owned by the caller, release with rebatch_config_free(); NULL on failure
+ *  @param path      NULL: no file, environment and defaults only
+ *  @return REBATCH_OK; REBATCH_E_IO when the file cannot be read; REBATCH_E_PARSE for a mistake in
+ *          it or in a variable: rebatch_last_error() has file, line and what was expected;
+ *          REBATCH_E_HOST_OOM. */
+REBATCH_API rebatch_status rebatch_config_load(rebatch_config **out, const char *path);
+
+/** NULL is allowed. */
+REBATCH_API void rebatch_config_free(rebatch_config *config);
+
+/** Open the device that the settings ask for: groups device and memory.
+ *  @param[out] out  owned by the caller, close with rebatch_device_close(); NULL on failure
+ *  @return as rebatch_device_open_host(); REBATCH_E_NO_DEVICE, REBATCH_E_UNSUPPORTED. */
+REBATCH_API rebatch_status rebatch_config_open_device(rebatch_device **out,
+                                                      const rebatch_config *config);
+
+/** Fill in a session's options. Stream and event callback stay as they are.
+ *  @param[in,out] options  struct_size set by the caller
+ *  @return REBATCH_OK, REBATCH_E_INVALID. */
+REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,
+                                                  const rebatch_config *config);
+
+/** One value as it would stand in a file, "64" or "\"22GiB\"", by its full name, "memory.limit".
+ *  @param[out] origin  where it came from: "default", "FILE:LINE" or the variable's name; may be
+ *                      NULL
+ *  @return a string owned by `config`; NULL when there is no such key. */
+REBATCH_API const char *rebatch_config_get(const rebatch_config *config, const char *key,
+                                           const char **origin);
+
+/** The full name of the n-th key, in the order of docs/config.md.
+ *  @return a string that is never freed; NULL past the last. Any thread. */
+REBATCH_API const char *rebatch_config_key(size_t n);
+
+/** Write a commented example file with every key at its default.
+ *  @return the length of the whole text without its zero byte, as snprintf does. Any thread. */
+REBATCH_API size_t rebatch_config_format_example(char *text, size_t size);
+
+/** Write docs/config.md's table of keys in Markdown.
+ *  @return the length of the whole text without its zero byte, as snprintf does. Any thread. */
+REBATCH_API size_t rebatch_config_format_reference(char *text, size_t size);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

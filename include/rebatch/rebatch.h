@@ -1,0 +1,17 @@
+/** @file rebatch.h
+ *  Survive running out of GPU memory in a training step, with the same bits.
+ *
+ *  This header brings in everything. A newcomer reads in this order:
+ *  step.h (wrap the training step), pool.h (allocate inside it), device.h (where memory comes
+ *  from), config.h (limits in a file), status.h (what can go wrong). */
+#ifndef REBATCH_REBATCH_H
+#define REBATCH_REBATCH_H
+
+#include "rebatch/config.h"
+#include "rebatch/device.h"
+#include "rebatch/pool.h"
+#include "rebatch/status.h"
+#include "rebatch/step.h"
+#include "rebatch/version.h"
+
+#endif

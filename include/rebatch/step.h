@@ -1,0 +1,265 @@
+/** @file step.h
+ *  Wrap a training step so that it survives running out of device memory.
+ *
+ *  @code
+ *  rebatch_open(&rb, device, NULL);
+ *  for (...)
+ *      status = rebatch_step(rb, &ops, batch, &model, NULL);   // ops: the three callbacks below
+ *  rebatch_close(rb);
+ *  @endcode
+ *
+ *  rebatch cuts the effective batch into micro-batches, and when one of them runs out of memory it
+ *  takes back what the attempt had allocated, halves the micro-batch and goes on with the same
+ *  samples. docs/contract.md is the whole contract, with the test that holds each sentence. */
+#ifndef REBATCH_STEP_H
+#define REBATCH_STEP_H
+
+#include "rebatch/device.h"
+#include "rebatch/pool.h"
+#include "rebatch/status.h"
+
+/** A session: a pool, a micro-batch size and what was learned about memory. Used by one thread at a
+ *  time. */
+typedef struct rebatch rebatch;
+
+/** One try at a part of the effective batch. */
+typedef struct rebatch_microbatch {
+    uint64_t step;         /**< number of the effective batch, from 0 */
+    size_t first;          /**< its samples are [first, first + count) */
+    size_t count;          /**< at least 1 */
+    size_t batch;          /**< samples in the effective batch; the weight of a sample is 1/batch */
+    uint32_t attempt;      /**< how often these samples were tried before */
+    bool probing;          /**< a trial: the results are thrown away */
+    rebatch_pool *pool;    /**< allocate from here: it is all taken back when the attempt fails */
+    rebatch_stream stream; /**< the session's stream */
+} rebatch_microbatch;
+
+/** Bits of rebatch_step_ops.flags. */
+enum {
+    /** Every callback calls rebatch_mutating() before it changes accumulators or parameters, each
+     *  time. Without this bit rebatch learns it of a callback when it first succeeds, and until
+     *  then takes it to change them from its first line. */
+    REBATCH_DECLARES_MUTATION = 1
+};
+
+/** The user's step. A callback answers REBATCH_OK, REBATCH_OOM, or any other status, which ends the
+ *  step and is passed through unchanged. `user` is the pointer given to rebatch_step(). */
+typedef struct rebatch_step_ops {
+    size_t struct_size; /**< sizeof(rebatch_step_ops) */
+    /** Set the accumulators (gradients, loss, token counts) to zero. May run again at any time
+     *  before the update, and must then have the same effect. */
+    rebatch_status (*zero_grad)(void *user);
+    /** Run samples [first, first + count) forward and backward and add what each contributes,
+     *  weighted by 1/batch. Allocate, rebatch_reserve() what the rest needs, rebatch_mutating(),
+     *  accumulate: in this order an OOM costs no more than this micro-batch. */
+    rebatch_status (*forward_backward)(const rebatch_microbatch *microbatch, void *user);
+    /** Apply the update. Allocate and reserve first, rebatch_mutating(), then change parameters. */
+    rebatch_status (*optimizer_step)(void *user);
+    /** Optional. Use less memory a sample from now on, for example by recomputing activations:
+     *  0 is none, 1 the mildest. Must not change the results.
+     *  @return REBATCH_OK; REBATCH_E_UNSUPPORTED when there is no such level. */
+    rebatch_status (*lighten)(unsigned level, void *user);
+    uint32_t flags; /**< bits of REBATCH_DECLARES_MUTATION */
+} rebatch_step_ops;
+
+/** Where an OOM struck: X(name, in words). */
+#define REBATCH_PHASES(X)                                                                          \
+    X(ZERO_GRAD, "zero_grad")                                                                      \
+    X(ADMISSION, "admission")                                                                      \
+    X(FORWARD, "forward_backward, before accumulating")                                            \
+    X(BACKWARD, "forward_backward, while accumulating")                                            \
+    X(OPTIMIZER, "optimizer_step, before updating")                                                \
+    X(UPDATE, "optimizer_step, while updating")
+
+typedef enum rebatch_phase {
+#define REBATCH_PHASE_(name, text) REBATCH_PHASE_##name,
+    REBATCH_PHASES(REBATCH_PHASE_)
+#undef REBATCH_PHASE_
+        REBATCH_PHASE_COUNT
+} rebatch_phase;
+
+/** What happened: X(name, level, in words). */
+#define REBATCH_EVENTS(X)                                                                          \
+    X(STEP, DEBUG, "step done")                                                                    \
+    X(RETRY, WARN, "out of memory, the same again")                                                \
+    X(SHRINK, WARN, "out of memory, smaller micro-batch")                                          \
+    X(LIGHTEN, WARN, "out of memory, less memory a sample")                                        \
+    X(GROW, INFO, "growing")                                                                       \
+    X(GROWTH_FAILED, INFO, "the growth did not hold")                                              \
+    X(EXHAUSTED, ERROR, "out of memory, nothing left to try")                                      \
+    X(TORN, ERROR, "out of memory within the update")
+
+typedef enum rebatch_log_level {
+    REBATCH_LOG_DEFAULT = 0, /**< INFO */
+    REBATCH_LOG_QUIET,
+    REBATCH_LOG_ERROR,
+    REBATCH_LOG_WARN,
+    REBATCH_LOG_INFO,
+    REBATCH_LOG_DEBUG
+} rebatch_log_level;
+
+typedef enum rebatch_event_kind {
+#define REBATCH_EVENT_(name, level, text) REBATCH_EVENT_##name,
+    REBATCH_EVENTS(REBATCH_EVENT_)
+#undef REBATCH_EVENT_
+} rebatch_event_kind;
+
+/** One thing that happened. Valid during the callback. */
+typedef struct rebatch_event {
+    rebatch_event_kind kind;
+    rebatch_log_level level;
+    uint64_t step;
+    rebatch_phase phase; /**< where the OOM struck; of OOM events */
+    uint32_t attempt;    /**< of these samples, from 0 */
+    size_t first, count; /**< the samples that were being tried; 0, 0 outside forward_backward */
+    size_t batch;        /**< the effective batch */
+    size_t micro_before, micro_after;       /**< the micro-batch size */
+    unsigned lighten_before, lighten_after; /**< the lighten level */
+    size_t redone_samples;    /**< samples that ran and will run again because of this */
+    uint64_t lost_ns;         /**< the time that their running took */
+    uint64_t asked_bytes;     /**< the request that failed; 0 when it was not the pool's */
+    uint64_t available_bytes; /**< what could be allocated after the attempt was taken back */
+} rebatch_event;
+
+/** What to do first about an OOM that the same size would meet again. */
+typedef enum rebatch_on_oom {
+    REBATCH_ON_OOM_DEFAULT = 0, /**< halve */
+    REBATCH_ON_OOM_HALVE,       /**< half of the micro-batch that failed */
+    REBATCH_ON_OOM_STOP         /**< nothing: the step ends with REBATCH_E_EXHAUSTED */
+} rebatch_on_oom;
+
+/** Options of a session. Zero means default. */
+typedef struct rebatch_options {
+    size_t struct_size;        /**< sizeof(rebatch_options) */
+    rebatch_pool_options pool; /**< of the session's pool; its struct_size may be 0: all defaults */
+    rebatch_stream stream;     /**< handed to the callbacks; borrowed; NULL: the default stream */
+
+    size_t micro_start;    /**< first micro-batch size; 0: the effective batch, as one */
+    size_t micro_smallest; /**< never cut smaller than this; 0: 1 sample */
+    size_t micro_largest;  /**< never larger than this; 0: the effective batch */
+
+    rebatch_on_oom on_oom;    /**< default: halve */
+    rebatch_toggle admission; /**< do not start an attempt whose memory is known not to be there;
+                                   default on */
+    rebatch_toggle lighten; /**< call the step's lighten at the smallest micro-batch; default on */
+    uint32_t max_attempts;  /**< callbacks run in vain in one step before it gives up; 0: 64 */
+
+    rebatch_toggle growth;  /**< grow again after clean steps; default on */
+    uint32_t grow_after;    /**< steps without OOM before the micro-batch grows; 0: 16 */
+    uint32_t grow_wait_max; /**< a failed growth doubles that wait, up to this; 0: 1024 */
+
+    rebatch_log_level log_level; /**< events above this are not reported; default INFO */
+    void (*on_event)(const rebatch_event *event, void *user); /**< NULL: none. It must not call
+                                                                   this session */
+    void *on_event_user;                                      /**< borrowed until rebatch_close() */
+} rebatch_options;
+#define REBATCH_OPTIONS_INIT                                                                       \
+    {                                                                                              \
+        sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
+            REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
+            NULL                                                                                   \
+    }
+
+/** What one call of rebatch_step() did. */
+typedef struct rebatch_step_report {
+    uint64_t step;                         /**< number of the effective batch, from 0 */
+    rebatch_status status;                 /**< what rebatch_step() answered */
+    uint32_t microbatches;                 /**< that count in the update: the accumulation steps */
+    uint32_t attempts;                     /**< runs of forward_backward, in vain or not */
+    uint32_t ooms;                         /**< in all */
+    uint32_t ooms_in[REBATCH_PHASE_COUNT]; /**< of them, by rebatch_phase */
+    size_t micro_before;                   /**< micro-batch size with which the step began */
+    size_t micro_after;                    /**< and ended */
+    unsigned lighten_level;                /**< at the end */
+    size_t redone_samples;   /**< samples that ran more than once, counted each time again */
+    uint64_t lost_ns;        /**< time that went into what was thrown away, and into recovering */
+    uint64_t peak_bytes;     /**< most live in the pool during the step */
+    uint64_t reserved_bytes; /**< held from the device at the end */
+    rebatch_oom_report oom;  /**< the last OOM of the pool in this step; asked_bytes 0 when none */
+} rebatch_step_report;
+
+/** Where guarded state lives. */
+typedef enum rebatch_guard_kind {
+    REBATCH_GUARD_HOST = 1,  /**< host memory, copied with memcpy */
+    REBATCH_GUARD_DEVICE = 2 /**< device memory, copied on the session's stream */
+} rebatch_guard_kind;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Open a session and its pool.
+ *  @param[out] out  owned by the caller, release with rebatch_close(); NULL on failure
+ *  @param device    borrowed; must outlive the session
+ *  @param options   copied; NULL means defaults
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
+REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
+                                        const rebatch_options *options);
+
+/** Release the session, its pool and whatever is still allocated from it. NULL is allowed. */
+REBATCH_API void rebatch_close(rebatch *rb);
+
+/** The session's pool: parameters and data may live there as well. Borrowed. */
+REBATCH_API rebatch_pool *rebatch_get_pool(const rebatch *rb);
+
+/** The micro-batch size with which the next step of `batch` samples begins. */
+REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
+
+/** Run one effective batch and its update, whatever it takes.
+ *  @param ops     borrowed for the call; lighten may be NULL
+ *  @param batch   samples in the effective batch, at least 1
+ *  @param user    handed to the callbacks
+ *  @param report  may be NULL; filled in on failure as well
+ *  @return REBATCH_OK: every sample counted exactly once and the update was applied once.
+ *          REBATCH_E_EXHAUSTED: no rung of the ladder is left; nothing of the failed attempt is
+ *          still allocated, parameters are those before the step, accumulators hold the samples
+ *          before the failed micro-batch, or, when the OOM struck while accumulating, something in
+ *          between: the next step's zero_grad clears them.
+ *          REBATCH_E_TORN: the OOM struck within the update: some parameters are new, some old;
+ *          restore a checkpoint.
+ *          REBATCH_E_INVALID, REBATCH_E_STATE (called from within a callback), REBATCH_E_DEVICE,
+ *          REBATCH_E_DEVICE_LOST; any status that a callback answered. Such a failure counts as a
+ *          step that did not happen: the next call has the same step number. */
+REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
+                                        void *user, rebatch_step_report *report);
+
+/** From within a callback: make sure of the memory that the rest of it will need. When this answers
+ *  REBATCH_OK, allocations whose sizes, each rounded up to REBATCH_POOL_UNIT_BYTES, add up to at
+ *  most `bytes` cannot fail (with caching on).
+ *  @return REBATCH_OK, REBATCH_OOM (return it from the callback), REBATCH_E_INVALID,
+ *          REBATCH_E_STATE outside a callback, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. */
+REBATCH_API rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
+
+/** From within a callback: from here on it changes accumulators or parameters. An OOM before this
+ *  costs one micro-batch; after it, the effective batch runs again from zero_grad. */
+REBATCH_API void rebatch_mutating(rebatch *rb);
+
+/** Have `bytes` bytes at `state` restored whenever work that may have changed them is thrown away:
+ *  RNG state, running statistics, cursors, pointers to what an attempt allocates. State changed
+ *  before the samples' work is taken back comes back to what it was before the attempt, or before
+ *  zero_grad when the effective batch runs again.
+ *  @param state  borrowed until rebatch_close(); device memory for REBATCH_GUARD_DEVICE
+ *  @return REBATCH_OK, REBATCH_OOM (device copies come from the pool), REBATCH_E_INVALID,
+ *          REBATCH_E_HOST_OOM, REBATCH_E_STATE from within a callback, REBATCH_E_UNSUPPORTED when
+ *          64 are guarded. */
+REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
+                                         rebatch_guard_kind kind);
+
+/** Leave the running callback with `status`, by longjmp, from any depth of calls in the callback's
+ *  thread: for code that checks errors by a macro that exits. What it held other than pool memory
+ *  is not released.
+ *  @return only when no callback of `rb` is running in this thread: REBATCH_E_STATE. */
+REBATCH_API rebatch_status rebatch_escape(rebatch *rb, rebatch_status status);
+
+/** Write an event as one line, without a newline.
+ *  @param text  may be NULL when `size` is 0; else ends in a zero byte, cut if too small
+ *  @return the length of the whole text without its zero byte, as snprintf does. Any thread. */
+REBATCH_API size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event);
+
+/** The words for a phase, "forward_backward, before accumulating" for example. Never freed. */
+REBATCH_API const char *rebatch_phase_text(rebatch_phase phase);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,106 @@
+/* What every other part stands on: error text, the heap seam, options, arithmetic, time.
+ * Must not know devices, pools or training. */
+#ifndef RBI_BASE_H
+#define RBI_BASE_H
+
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "rebatch/status.h"
+
+/* ---- error text (error.c) ---- */
+
+/* Sets this thread's error sentence and gives `status` back, so that a fault is said once, where it
+ * is found: `return rbi_error(REBATCH_E_INVALID, "batch is 0: expected at least 1 sample");` Uses
+ * no heap. */
+rebatch_status rbi_error(rebatch_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* ---- the one heap seam (heap.c) ---- */
+
+/* Zeroed memory for count * size bytes; NULL when there is none, or when the product overflows.
+ * Nothing else in the library may call malloc and its kin. */
+void *rbi_heap_calloc(size_t count, size_t size);
+/* Grows or makes an array; the old one stays valid on NULL. New bytes are not zeroed. */
+void *rbi_heap_resize(void *old, size_t count, size_t size);
+void rbi_heap_free(void *memory);
+
+/* Tests: the n-th call from now (1 = the next) fails, and `times` in a row; 0 disarms.
+ * Process-wide. */
+void rbi_heap_fail(uint64_t nth, uint64_t times);
+/* Heap calls that gave memory, and blocks not freed yet, since the process began. */
+uint64_t rbi_heap_calls(void);
+int64_t rbi_heap_live(void);
+
+/* ---- options (options.c) ---- */
+
+/* Copies a caller's options struct over ours, which holds defaults: at most `ours_size` bytes, so
+ * an older and shorter struct leaves our tail alone; a newer and longer one is refused unless its
+ * tail is zero. `given` may be NULL: nothing is copied. `name` is for the error text. */
+rebatch_status rbi_options_copy(void *ours, size_t ours_size, const void *given, const char *name);
+
+/* True unless `toggle` is off: for switches whose default is on. */
+static inline bool rbi_is_on(rebatch_toggle toggle)
+{
+    return toggle != REBATCH_OFF;
+}
+
+/* REBATCH_OK for a toggle that is one, else an error that names it. */
+rebatch_status rbi_check_toggle(rebatch_toggle toggle, const char *name);
+
+/* ---- checked arithmetic ---- */
+
+/* False, and *out untouched, when the result does not fit. */
+static inline bool rbi_add(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_add_overflow(a, b, out);
+}
+static inline bool rbi_mul(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_mul_overflow(a, b, out);
+}
+static inline bool rbi_is_power_of_two(size_t n)
+{
+    return n != 0 && (n & (n - 1)) == 0;
+}
+/* Rounds up to a multiple of `unit`, a power of two; false when that does not fit. */
+static inline bool rbi_round_up(size_t n, size_t unit, size_t *out)
+{
+    size_t sum;
+    if (!rbi_add(n, unit - 1, &sum))
+        return false;
+    *out = sum & ~(unit - 1);
+    return true;
+}
+static inline size_t rbi_min(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+static inline size_t rbi_max(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* ---- text (text.c) ---- */
+
+/* Appends to a text of limited size, counting what the whole would need, as snprintf does:
+ * `struct rbi_text t = {text, size, 0};` then rbi_text_add(&t, ...), then t.length. */
+struct rbi_text {
+    char *text;    /* may be NULL when size is 0 */
+    size_t size;   /* room, the zero byte included */
+    size_t length; /* of the whole text so far, however much of it fitted */
+};
+void rbi_text_add(struct rbi_text *t, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+void rbi_text_add_v(struct rbi_text *t, const char *format, va_list arguments);
+/* "1.5 GiB", "512 B": three significant digits; for people. */
+void rbi_text_add_bytes(struct rbi_text *t, uint64_t bytes);
+
+/* ---- time (time.c) ---- */
+
+/* Monotonic nanoseconds. */
+uint64_t rbi_now_ns(void);
+
+#endif

@@ -1,0 +1,36 @@
+/* Owns the rules for options structs: zero is default, append only, no unknown tail.
+ * Must not know any one struct. */
+#include <string.h>
+
+#include "base/base.h"
+
+rebatch_status rbi_options_copy(void *ours, size_t ours_size, const void *given, const char *name)
+{
+    if (!given)
+        return REBATCH_OK;
+    size_t given_size;
+    memcpy(&given_size, given, sizeof given_size);
+    if (given_size < sizeof given_size)
+        return rbi_error(REBATCH_E_INVALID,
+                         "%s.struct_size is %zu: expected sizeof(%s); use its _INIT macro", name,
+                         given_size, name);
+    const unsigned char *bytes = given;
+    for (size_t i = ours_size; i < given_size; i++)
+        if (bytes[i] != 0)
+            return rbi_error(
+                REBATCH_E_INVALID,
+                "%s has %zu bytes, this library knows %zu, and byte %zu beyond them is "
+                "not zero: an option that a newer header has",
+                name, given_size, ours_size, i);
+    memcpy(ours, given, rbi_min(ours_size, given_size));
+    memcpy(ours, &ours_size, sizeof ours_size);
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_check_toggle(rebatch_toggle toggle, const char *name)
+{
+    if (toggle == REBATCH_DEFAULT || toggle == REBATCH_ON || toggle == REBATCH_OFF)
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_INVALID, "%s is %d: expected REBATCH_DEFAULT, _ON or _OFF", name,
+                     (int)toggle);
+}

@@ -1,0 +1,103 @@
+/* One const table of operations a device. Below it stand host.c, cuda.c and the decorators; above
+ * it everything goes through the rbi_device_… functions of device.c, which also test the optional
+ * ones. Must not know pools or batches. */
+#ifndef RBI_DEVICE_H
+#define RBI_DEVICE_H
+
+#include "base/base.h"
+#include "rebatch/device.h"
+
+/* A point in a stream's work. Made once, recorded many times. */
+typedef struct rbi_event_object *rbi_event;
+
+/* Physical memory, wherever it is mapped. 0 is none. */
+typedef uint64_t rbi_physical;
+
+/* Every function that can fail returns a status and leaves the device as it was when it does. All
+ * of them are safe from several threads. `self` is what the open function made. Sizes of memory and
+ * mappings are multiples of granule_bytes(). */
+struct rbi_device_ops {
+    size_t struct_size;
+
+    /* -- must provide -- */
+    void (*close)(void *self);
+    size_t (*granule_bytes)(void *self);
+    rebatch_status (*memory)(void *self, rebatch_memory_info *out);
+    /* REBATCH_OOM when there is no room. The result is aligned to REBATCH_POOL_ALIGNMENT at least.
+     */
+    rebatch_status (*alloc)(void *self, void **out, size_t bytes);
+    rebatch_status (*free)(void *self, void *memory, size_t bytes);
+    rebatch_status (*copy)(void *self, void *to, const void *from, size_t bytes, rebatch_stream);
+    rebatch_status (*fill)(void *self, void *to, uint8_t value, size_t bytes, rebatch_stream);
+    rebatch_status (*stream_create)(void *self, rebatch_stream *out);
+    void (*stream_destroy)(void *self, rebatch_stream);
+    rebatch_status (*stream_synchronize)(void *self, rebatch_stream);
+    rebatch_status (*stream_call)(void *self, rebatch_stream, void (*function)(void *), void *user);
+    rebatch_status (*event_create)(void *self, rbi_event *out);
+    void (*event_destroy)(void *self, rbi_event);
+    rebatch_status (*event_record)(void *self, rbi_event, rebatch_stream);
+    rebatch_status (*event_query)(void *self, rbi_event, bool *done);
+    rebatch_status (*event_synchronize)(void *self, rbi_event);
+    rebatch_status (*stream_wait)(void *self, rebatch_stream, rbi_event);
+
+    /* -- may provide -- */
+    /* False for a stream that is certainly none of this device's; NULL: not known. */
+    bool (*stream_is_valid)(void *self, rebatch_stream);
+    rebatch_status (*set_capacity)(void *self, size_t bytes);
+    /* Takes the error that the runtime still holds from a call whose code nobody looked at, and
+     * clears it: REBATCH_OK when there is none. */
+    rebatch_status (*take_last_error)(void *self);
+
+    /* -- virtual memory: all of these, or none and then reserve is NULL --
+     * Address space is reserved, physical memory is created, and the one is mapped to the other; only
+     * created memory counts against the capacity. A created piece is mapped as a whole, at one place
+     * at a time. Mapped memory cannot be touched before set_access, which takes any range that is
+     * mapped throughout. unmap takes what one map mapped. release takes a piece that is not mapped. */
+    rebatch_status (*reserve)(void *self, void **out, size_t bytes);
+    rebatch_status (*unreserve)(void *self, void *address, size_t bytes);
+    rebatch_status (*create)(void *self, rbi_physical *out, size_t bytes);
+    rebatch_status (*release)(void *self, rbi_physical physical, size_t bytes);
+    rebatch_status (*map)(void *self, void *address, size_t bytes, rbi_physical physical);
+    rebatch_status (*set_access)(void *self, void *address, size_t bytes);
+    rebatch_status (*unmap)(void *self, void *address, size_t bytes);
+};
+
+struct rebatch_device {
+    const struct rbi_device_ops *ops;
+    void *self;
+    char name[64];
+};
+
+/* Wraps `self` into a device; on failure the caller still owns `self`. */
+rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,
+                                 const char *name);
+
+/* REBATCH_E_INVALID when not even one granule fits. */
+rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t granule_bytes);
+
+size_t rbi_device_granule_bytes(const rebatch_device *device);
+rebatch_status rbi_device_alloc(rebatch_device *device, void **out, size_t bytes);
+rebatch_status rbi_device_free(rebatch_device *device, void *memory, size_t bytes);
+/* The seven below are there only when this says so. */
+bool rbi_device_has_virtual_memory(const rebatch_device *device);
+rebatch_status rbi_device_reserve(rebatch_device *device, void **out, size_t bytes);
+rebatch_status rbi_device_unreserve(rebatch_device *device, void *address, size_t bytes);
+rebatch_status rbi_device_create_physical(rebatch_device *device, rbi_physical *out, size_t bytes);
+rebatch_status rbi_device_release_physical(rebatch_device *device, rbi_physical physical,
+                                           size_t bytes);
+rebatch_status rbi_device_map(rebatch_device *device, void *address, size_t bytes,
+                              rbi_physical physical);
+rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size_t bytes);
+rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t bytes);
+
+bool rbi_device_stream_is_valid(rebatch_device *device, rebatch_stream stream);
+rebatch_status rbi_device_take_last_error(rebatch_device *device);
+
+rebatch_status rbi_event_create(rebatch_device *device, rbi_event *out);
+void rbi_event_destroy(rebatch_device *device, rbi_event event);
+rebatch_status rbi_event_record(rebatch_device *device, rbi_event event, rebatch_stream stream);
+rebatch_status rbi_event_query(rebatch_device *device, rbi_event event, bool *done);
+rebatch_status rbi_event_synchronize(rebatch_device *device, rbi_event event);
+rebatch_status rbi_stream_wait(rebatch_device *device, rebatch_stream stream, rbi_event event);
+
+#endif

@@ -1,0 +1,366 @@
+/* Owns the fault device: counts the calls that pass to another device, and fails some by a plan.
+ * Must not know what the other device is. */
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+
+#include "device/device.h"
+
+#define MAX_ROOMS 64
+
+struct fault {
+    rebatch_device *inner;
+    struct rbi_device_ops ops;
+    pthread_mutex_t lock;    /* of everything below */
+    rebatch_fault_plan plan; /* its rooms point into `rooms` */
+    rebatch_fault_room rooms[MAX_ROOMS];
+    size_t rooms_done;
+    uint64_t seen, failed; /* failed <= seen */
+    uint64_t random;       /* state of the generator */
+};
+
+static const char *const call_texts[] = {
+#define CALL_TEXT(name, text) text,
+    REBATCH_FAULT_CALLS(CALL_TEXT)
+#undef CALL_TEXT
+};
+
+/* splitmix64 (Steele, Lea, Flood 2014): any seed is good, zero included. */
+static uint64_t next_random(uint64_t *state)
+{
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static bool is_due(const rebatch_fault_plan *plan, uint64_t call)
+{
+    if (plan->nth == 0 || call < plan->nth)
+        return false;
+    const uint64_t times = plan->times ? plan->times : 1;
+    return call - plan->nth < times;
+}
+
+/* Counts one call; REBATCH_OK when it may pass. */
+static rebatch_status gate(struct fault *fault, rebatch_fault_call kind)
+{
+    pthread_mutex_lock(&fault->lock);
+    const rebatch_fault_plan *plan = &fault->plan;
+    rebatch_status status = REBATCH_OK;
+    uint64_t number = 0;
+    size_t capacity = 0;
+    if (plan->calls & (uint32_t)kind) {
+        number = ++fault->seen;
+        while (fault->rooms_done < plan->room_count &&
+               plan->rooms[fault->rooms_done].at_call <= number)
+            capacity = plan->rooms[fault->rooms_done++].capacity_bytes;
+        const bool by_chance =
+            plan->permille && next_random(&fault->random) % 1000 < plan->permille;
+        if (is_due(plan, number) || by_chance) {
+            fault->failed++;
+            status = plan->status;
+        }
+    }
+    pthread_mutex_unlock(&fault->lock);
+
+    if (capacity)
+        (void)rebatch_device_set_capacity(fault->inner, capacity);
+    if (status)
+        (void)rbi_error(status, "fault by plan: call %" PRIu64 " failed (%s)", number,
+                        call_texts[__builtin_ctz((unsigned)kind)]);
+    return status;
+}
+
+#define PASS(kind, call)                                                                           \
+    do {                                                                                           \
+        struct fault *fault = self;                                                                \
+        rebatch_device *inner = fault->inner;                                                      \
+        const rebatch_status gate_status = gate(fault, kind);                                      \
+        return gate_status ? gate_status : (call);                                                 \
+    } while (0)
+
+static rebatch_device *inner_of(void *self)
+{
+    return ((struct fault *)self)->inner;
+}
+
+static void fault_close(void *self)
+{
+    struct fault *fault = self;
+    pthread_mutex_destroy(&fault->lock);
+    rbi_heap_free(fault);
+}
+
+static size_t fault_granule_bytes(void *self)
+{
+    return rbi_device_granule_bytes(inner_of(self));
+}
+
+static rebatch_status fault_memory(void *self, rebatch_memory_info *out)
+{
+    return rebatch_device_memory(inner_of(self), out);
+}
+
+static rebatch_status fault_alloc(void *self, void **out, size_t bytes)
+{
+    PASS(REBATCH_FAULT_ALLOC, rbi_device_alloc(inner, out, bytes));
+}
+
+static rebatch_status fault_free(void *self, void *memory, size_t bytes)
+{
+    return rbi_device_free(inner_of(self), memory, bytes);
+}
+
+static rebatch_status fault_copy(void *self, void *to, const void *from, size_t bytes,
+                                 rebatch_stream stream)
+{
+    PASS(REBATCH_FAULT_COPY, rebatch_copy(inner, to, from, bytes, stream));
+}
+
+static rebatch_status fault_fill(void *self, void *to, uint8_t value, size_t bytes,
+                                 rebatch_stream stream)
+{
+    PASS(REBATCH_FAULT_FILL, rebatch_fill(inner, to, value, bytes, stream));
+}
+
+static rebatch_status fault_stream_create(void *self, rebatch_stream *out)
+{
+    PASS(REBATCH_FAULT_STREAM, rebatch_stream_create(out, inner));
+}
+
+static void fault_stream_destroy(void *self, rebatch_stream stream)
+{
+    rebatch_stream_destroy(inner_of(self), stream);
+}
+
+static rebatch_status fault_stream_synchronize(void *self, rebatch_stream stream)
+{
+    PASS(REBATCH_FAULT_STREAM, rebatch_stream_synchronize(inner, stream));
+}
+
+static rebatch_status fault_stream_call(void *self, rebatch_stream stream, void (*function)(void *),
+                                        void *user)
+{
+    PASS(REBATCH_FAULT_STREAM, rebatch_stream_call(inner, stream, function, user));
+}
+
+static rebatch_status fault_event_create(void *self, rbi_event *out)
+{
+    PASS(REBATCH_FAULT_EVENT, rbi_event_create(inner, out));
+}
+
+static void fault_event_destroy(void *self, rbi_event event)
+{
+    rbi_event_destroy(inner_of(self), event);
+}
+
+static rebatch_status fault_event_record(void *self, rbi_event event, rebatch_stream stream)
+{
+    PASS(REBATCH_FAULT_EVENT, rbi_event_record(inner, event, stream));
+}
+
+static rebatch_status fault_event_query(void *self, rbi_event event, bool *done)
+{
+    return rbi_event_query(inner_of(self), event, done);
+}
+
+static rebatch_status fault_event_synchronize(void *self, rbi_event event)
+{
+    return rbi_event_synchronize(inner_of(self), event);
+}
+
+static rebatch_status fault_stream_wait(void *self, rebatch_stream stream, rbi_event event)
+{
+    PASS(REBATCH_FAULT_STREAM, rbi_stream_wait(inner, stream, event));
+}
+
+static bool fault_stream_is_valid(void *self, rebatch_stream stream)
+{
+    return rbi_device_stream_is_valid(inner_of(self), stream);
+}
+
+static rebatch_status fault_set_capacity(void *self, size_t bytes)
+{
+    return rebatch_device_set_capacity(inner_of(self), bytes);
+}
+
+static rebatch_status fault_take_last_error(void *self)
+{
+    PASS(REBATCH_FAULT_LAST_ERROR, rbi_device_take_last_error(inner));
+}
+
+static rebatch_status fault_reserve(void *self, void **out, size_t bytes)
+{
+    PASS(REBATCH_FAULT_RESERVE, rbi_device_reserve(inner, out, bytes));
+}
+
+static rebatch_status fault_unreserve(void *self, void *address, size_t bytes)
+{
+    PASS(REBATCH_FAULT_RELEASE, rbi_device_unreserve(inner, address, bytes));
+}
+
+static rebatch_status fault_create(void *self, rbi_physical *out, size_t bytes)
+{
+    PASS(REBATCH_FAULT_CREATE, rbi_device_create_physical(inner, out, bytes));
+}
+
+static rebatch_status fault_release(void *self, rbi_physical physical, size_t bytes)
+{
+    PASS(REBATCH_FAULT_RELEASE, rbi_device_release_physical(inner, physical, bytes));
+}
+
+static rebatch_status fault_map(void *self, void *address, size_t bytes, rbi_physical physical)
+{
+    PASS(REBATCH_FAULT_MAP, rbi_device_map(inner, address, bytes, physical));
+}
+
+static rebatch_status fault_set_access(void *self, void *address, size_t bytes)
+{
+    PASS(REBATCH_FAULT_ACCESS, rbi_device_set_access(inner, address, bytes));
+}
+
+static rebatch_status fault_unmap(void *self, void *address, size_t bytes)
+{
+    PASS(REBATCH_FAULT_UNMAP, rbi_device_unmap(inner, address, bytes));
+}
+
+/* A fault device has virtual memory when the device that it wraps has. */
+static const struct rbi_device_ops plain_ops = {
+    .struct_size = sizeof(struct rbi_device_ops),
+    .close = fault_close,
+    .granule_bytes = fault_granule_bytes,
+    .memory = fault_memory,
+    .alloc = fault_alloc,
+    .free = fault_free,
+    .copy = fault_copy,
+    .fill = fault_fill,
+    .stream_create = fault_stream_create,
+    .stream_destroy = fault_stream_destroy,
+    .stream_synchronize = fault_stream_synchronize,
+    .stream_call = fault_stream_call,
+    .event_create = fault_event_create,
+    .event_destroy = fault_event_destroy,
+    .event_record = fault_event_record,
+    .event_query = fault_event_query,
+    .event_synchronize = fault_event_synchronize,
+    .stream_wait = fault_stream_wait,
+    .stream_is_valid = fault_stream_is_valid,
+    .set_capacity = fault_set_capacity,
+    .take_last_error = fault_take_last_error,
+};
+
+static void add_virtual_memory(struct rbi_device_ops *ops)
+{
+    ops->reserve = fault_reserve;
+    ops->unreserve = fault_unreserve;
+    ops->create = fault_create;
+    ops->release = fault_release;
+    ops->map = fault_map;
+    ops->set_access = fault_set_access;
+    ops->unmap = fault_unmap;
+}
+
+/* ---- plans ---- */
+
+static rebatch_status check_plan(const rebatch_fault_plan *plan)
+{
+    if (plan->calls & ~(uint32_t)REBATCH_FAULT_ANY)
+        return rbi_error(REBATCH_E_INVALID, "plan.calls is 0x%x: expected bits of 0x%x",
+                         plan->calls, (unsigned)REBATCH_FAULT_ANY);
+    if (plan->permille > 1000)
+        return rbi_error(REBATCH_E_INVALID, "plan.permille is %u: expected at most 1000",
+                         plan->permille);
+    if (plan->room_count > MAX_ROOMS || (plan->room_count && !plan->rooms))
+        return rbi_error(REBATCH_E_INVALID, "plan has %zu rooms at %p: expected at most %d",
+                         plan->room_count, (const void *)plan->rooms, MAX_ROOMS);
+    for (size_t i = 1; i < plan->room_count; i++)
+        if (plan->rooms[i].at_call < plan->rooms[i - 1].at_call)
+            return rbi_error(REBATCH_E_INVALID,
+                             "plan.rooms[%zu].at_call is %" PRIu64 ": expected at least that of "
+                             "the one before, %" PRIu64,
+                             i, plan->rooms[i].at_call, plan->rooms[i - 1].at_call);
+    return REBATCH_OK;
+}
+
+static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
+{
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    rebatch_status status = rbi_options_copy(&plan, sizeof plan, given, "rebatch_fault_plan");
+    if (!status)
+        status = check_plan(&plan);
+    if (status)
+        return status;
+    if (plan.calls == 0)
+        plan.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE;
+    if (plan.status == REBATCH_OK)
+        plan.status = REBATCH_OOM;
+
+    pthread_mutex_lock(&fault->lock);
+    for (size_t i = 0; i < plan.room_count; i++)
+        fault->rooms[i] = plan.rooms[i];
+    plan.rooms = fault->rooms;
+    fault->plan = plan;
+    fault->rooms_done = 0;
+    fault->seen = 0;
+    fault->failed = 0;
+    fault->random = plan.seed;
+    pthread_mutex_unlock(&fault->lock);
+    return REBATCH_OK;
+}
+
+/* NULL, with an error, when `device` is no fault device. */
+static struct fault *fault_of(const rebatch_device *device)
+{
+    if (device && device->ops->close == fault_close)
+        return device->self;
+    (void)rbi_error(REBATCH_E_INVALID, "device %s is no fault device",
+                    device ? device->name : "NULL");
+    return NULL;
+}
+
+rebatch_status rebatch_fault_arm(rebatch_device *device, const rebatch_fault_plan *plan)
+{
+    struct fault *fault = fault_of(device);
+    return fault ? arm(fault, plan) : REBATCH_E_INVALID;
+}
+
+rebatch_status rebatch_fault_counts(const rebatch_device *device, uint64_t *seen, uint64_t *failed)
+{
+    struct fault *fault = fault_of(device);
+    if (!fault)
+        return REBATCH_E_INVALID;
+    pthread_mutex_lock(&fault->lock);
+    if (seen)
+        *seen = fault->seen;
+    if (failed)
+        *failed = fault->failed;
+    pthread_mutex_unlock(&fault->lock);
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *inner,
+                                         const rebatch_fault_plan *plan)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    *out = NULL;
+    if (!inner)
+        return rbi_error(REBATCH_E_INVALID, "inner is NULL: expected the device to pass calls to");
+    struct fault *fault = rbi_heap_calloc(1, sizeof *fault);
+    if (!fault)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a fault device");
+    fault->inner = inner;
+    fault->ops = plain_ops;
+    if (rbi_device_has_virtual_memory(inner))
+        add_virtual_memory(&fault->ops);
+    pthread_mutex_init(&fault->lock, NULL);
+    char name[64];
+    (void)snprintf(name, sizeof name, "fault(%.50s)", inner->name);
+    rebatch_status status = arm(fault, plan);
+    if (!status)
+        status = rbi_device_create(out, &fault->ops, fault, name);
+    if (status)
+        fault_close(fault);
+    return status;
+}

@@ -1,0 +1,100 @@
+/* Owns the host device's address space and the file that its physical memory lies in.
+ * Must not know caps or who asks. */
+#include "device/host_memory.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+/* ---- physical memory ---- */
+
+static rebatch_status open_file(struct rbi_host_file *file)
+{
+    if (file->descriptor >= 0)
+        return REBATCH_OK;
+    file->descriptor = memfd_create("rebatch", MFD_CLOEXEC);
+    if (file->descriptor < 0)
+        return rbi_error(REBATCH_E_DEVICE, "the machine gives no memory file: %s", strerror(errno));
+    file->end = (uint64_t)sysconf(_SC_PAGESIZE);
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_host_file_take(struct rbi_host_file *file, rbi_physical *out, size_t bytes)
+{
+    const rebatch_status status = open_file(file);
+    if (status)
+        return status;
+    if (ftruncate(file->descriptor, (off_t)(file->end + bytes)) != 0)
+        return rbi_error(REBATCH_OOM, "the machine has no room for %zu bytes: %s", bytes,
+                         strerror(errno));
+    *out = file->end;
+    file->end += bytes;
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_host_file_give(struct rbi_host_file *file, rbi_physical physical, size_t bytes)
+{
+    if (fallocate(file->descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)physical,
+                  (off_t)bytes) != 0)
+        return rbi_error(REBATCH_E_DEVICE, "the machine did not take back %zu bytes: %s", bytes,
+                         strerror(errno));
+    return REBATCH_OK;
+}
+
+void rbi_host_file_close(struct rbi_host_file *file)
+{
+    if (file->descriptor >= 0)
+        (void)close(file->descriptor);
+    *file = RBI_HOST_FILE_INIT;
+}
+
+/* ---- address space ---- */
+
+rebatch_status rbi_host_reserve(void **out, size_t bytes)
+{
+    void *address =
+        mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED)
+        return rbi_error(REBATCH_OOM, "the machine has no %zu bytes of address space: %s", bytes,
+                         strerror(errno));
+    *out = address;
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_host_unreserve(void *address, size_t bytes)
+{
+    if (munmap(address, bytes) != 0)
+        return rbi_error(REBATCH_E_DEVICE, "the machine did not take back the addresses at %p: %s",
+                         address, strerror(errno));
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_host_map(const struct rbi_host_file *file, void *address, size_t bytes,
+                            rbi_physical physical)
+{
+    if (mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->descriptor,
+             (off_t)physical) != address)
+        return rbi_error(REBATCH_OOM, "the machine could not map %zu bytes: %s", bytes,
+                         strerror(errno));
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_host_set_access(void *address, size_t bytes)
+{
+    if (mprotect(address, bytes, PROT_READ | PROT_WRITE) != 0)
+        return rbi_error(REBATCH_OOM, "the machine could not open %zu bytes: %s", bytes,
+                         strerror(errno));
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_host_unmap(void *address, size_t bytes)
+{
+    /* Nothing behind it, and still ours. */
+    if (mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+             0) != address)
+        return rbi_error(REBATCH_E_DEVICE, "the machine could not unmap %zu bytes: %s", bytes,
+                         strerror(errno));
+    return REBATCH_OK;
+}

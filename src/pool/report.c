@@ -1,0 +1,289 @@
+/* Owns what the pool says to people: the summary, and why a request failed.
+ * Must not know how memory is found. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "pool/pool.h"
+
+#define CELL_BYTES 24
+#define WIDTH 95
+
+/* ---- out of memory ---- */
+
+static bool holds_more(const rebatch_tag_usage *a, const rebatch_tag_usage *b)
+{
+    return a->live_bytes > b->live_bytes;
+}
+
+/* The tags that hold most, by insertion into the few places that there are; ties keep their order. */
+static void fill_in_tags(rebatch_oom_report *report, const rebatch_pool *pool)
+{
+    for (size_t i = 0; i < pool->tag_count; i++) {
+        if (pool->tags[i].live_bytes == 0)
+            continue;
+        rebatch_tag_usage usage;
+        rbi_tag_get_usage(pool, i, &usage);
+        size_t at = report->tag_count;
+        while (at > 0 && holds_more(&usage, &report->tags[at - 1]))
+            at--;
+        if (at == REBATCH_OOM_TAGS)
+            continue;
+        const size_t last = rbi_min(report->tag_count, REBATCH_OOM_TAGS - 1);
+        memmove(&report->tags[at + 1], &report->tags[at], (last - at) * sizeof usage);
+        report->tags[at] = usage;
+        if (report->tag_count < REBATCH_OOM_TAGS)
+            report->tag_count++;
+    }
+}
+
+static rebatch_status say_oom(const rebatch_oom_report *report)
+{
+    char text[320];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "asked for ");
+    rbi_text_add_bytes(&t, report->asked_bytes);
+    rbi_text_add(&t, " for %s: ", report->tag);
+    rbi_text_add_bytes(&t, report->device_free_bytes);
+    rbi_text_add(&t, " free on the device, ");
+    rbi_text_add_bytes(&t, report->live_bytes);
+    rbi_text_add(&t, " live and ");
+    rbi_text_add_bytes(&t, report->reserved_bytes);
+    rbi_text_add(&t, " reserved in the pool, ");
+    if (report->limit_bytes == UINT64_MAX) {
+        rbi_text_add(&t, "no limit");
+    } else {
+        rbi_text_add_bytes(&t, report->limit_bytes);
+        rbi_text_add(&t, " limit");
+    }
+    rbi_text_add(&t, "; up to ");
+    rbi_text_add_bytes(&t, report->would_fit_bytes);
+    rbi_text_add(&t, " would have fitted");
+    return rbi_error(REBATCH_OOM, "%s", text);
+}
+
+rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
+                                   size_t asked_bytes, const char *tag)
+{
+    rebatch_oom_report *report = &pool->oom;
+    memset(report, 0, sizeof *report);
+    size_t room;
+    rebatch_memory_info info;
+    (void)rbi_pool_room(&room, pool, &info); /* zeros when the device cannot say */
+    const size_t limit = rbi_pool_limit(pool, info.total_bytes);
+    report->asked_bytes = asked_bytes;
+    memcpy(report->tag, tag, strnlen(tag, sizeof report->tag - 1));
+    report->rung = request->rung;
+    report->limit_bytes = limit == SIZE_MAX ? UINT64_MAX : limit;
+    report->live_bytes = pool->stats.live_bytes;
+    report->reserved_bytes = pool->stats.reserved_bytes;
+    report->room_bytes = room;
+    report->device_total_bytes = info.total_bytes;
+    report->device_free_bytes = info.free_bytes;
+    report->largest_hole_bytes = rbi_pool_largest_hole(pool);
+    report->would_fit_bytes =
+        pool->caching && report->largest_hole_bytes > room ? report->largest_hole_bytes : room;
+    fill_in_tags(report, pool);
+    __atomic_fetch_add(&pool->stats.ooms, 1, __ATOMIC_RELAXED);
+    return say_oom(report);
+}
+
+rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the report");
+    memset(out, 0, sizeof *out);
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    *out = pool->oom;
+    pthread_mutex_unlock(&pool->lock);
+    return REBATCH_OK;
+}
+
+static const char *rung_text(rebatch_pool_rung rung)
+{
+    switch (rung) {
+#define RUNG_CASE(name, text)                                                                      \
+    case REBATCH_RUNG_##name:                                                                      \
+        return text;
+        REBATCH_POOL_RUNGS(RUNG_CASE)
+#undef RUNG_CASE
+    }
+    return "nothing known";
+}
+
+/* An empty text of `size` bytes, or one that only counts. */
+static struct rbi_text begin_text(char *text, size_t size)
+{
+    if (!text)
+        size = 0;
+    if (size > 0)
+        text[0] = '\0';
+    return (struct rbi_text){text, size, 0};
+}
+
+static void add_named_bytes(struct rbi_text *t, uint64_t bytes, const char *name)
+{
+    rbi_text_add_bytes(t, bytes);
+    rbi_text_add(t, "%s", name);
+}
+
+static void add_holders(struct rbi_text *t, const rebatch_oom_report *report)
+{
+    const uint32_t count =
+        report->tag_count < REBATCH_OOM_TAGS ? report->tag_count : REBATCH_OOM_TAGS;
+    for (uint32_t i = 0; i < count; i++) {
+        const rebatch_tag_usage *usage = &report->tags[i];
+        rbi_text_add(t, "%s%-31.31s ", i == 0 ? "  held by: " : "           ", usage->name);
+        add_named_bytes(t, usage->live_bytes, " now, ");
+        add_named_bytes(t, usage->peak_bytes, " at most\n");
+    }
+}
+
+size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom_report *report)
+{
+    struct rbi_text t = begin_text(text, size);
+    if (!report)
+        return 0;
+    if (report->asked_bytes == 0) {
+        rbi_text_add(&t, "no request has failed yet\n");
+        return t.length;
+    }
+    rbi_text_add(&t, "out of memory: asked for ");
+    rbi_text_add_bytes(&t, report->asked_bytes);
+    rbi_text_add(&t, " for %.31s\n  tried last: %s\n  pool:    ", report->tag,
+                 rung_text(report->rung));
+    add_named_bytes(&t, report->live_bytes, " live, ");
+    add_named_bytes(&t, report->reserved_bytes, " reserved, ");
+    if (report->limit_bytes == UINT64_MAX)
+        rbi_text_add(&t, "no limit, ");
+    else
+        add_named_bytes(&t, report->limit_bytes, " limit, ");
+    rbi_text_add(&t, "largest hole ");
+    add_named_bytes(&t, report->largest_hole_bytes, "\n  device:  ");
+    add_named_bytes(&t, report->device_free_bytes, " free of ");
+    add_named_bytes(&t, report->device_total_bytes, ", room for ");
+    add_named_bytes(&t, report->room_bytes, " within limit and headroom\n");
+    add_holders(&t, report);
+    rbi_text_add(&t, "  a request of up to ");
+    add_named_bytes(&t, report->would_fit_bytes, " would have been served\n");
+    return t.length;
+}
+
+/* ---- summary ---- */
+
+/* A number as wide as a column; in bytes with their unit. */
+static void add_cell(struct rbi_text *t, uint64_t value, bool is_bytes)
+{
+    char cell[CELL_BYTES] = "";
+    struct rbi_text c = {cell, sizeof cell, 0};
+    if (is_bytes)
+        rbi_text_add_bytes(&c, value);
+    else
+        rbi_text_add(&c, "%" PRIu64, value);
+    rbi_text_add(t, " %15s", cell);
+}
+
+static void add_line(struct rbi_text *t)
+{
+    for (int i = 0; i < WIDTH; i++)
+        rbi_text_add(t, "-");
+    rbi_text_add(t, "\n");
+}
+
+static void add_head(struct rbi_text *t, const char *name, const char *const *columns)
+{
+    add_line(t);
+    rbi_text_add(t, "%-31s", name);
+    for (; *columns; columns++)
+        rbi_text_add(t, " %15s", *columns);
+    rbi_text_add(t, "\n");
+    add_line(t);
+}
+
+static void add_row(struct rbi_text *t, const char *name, bool is_bytes, const uint64_t *values,
+                    size_t count)
+{
+    rbi_text_add(t, "%-31s", name);
+    for (size_t i = 0; i < count; i++)
+        add_cell(t, values[i], is_bytes);
+    rbi_text_add(t, "\n");
+}
+
+static void add_memory(struct rbi_text *t, const rebatch_pool *pool)
+{
+    static const char *const columns[] = {"current", "peak", "total allocated", "total freed",
+                                          NULL};
+    const rebatch_pool_stats *s = &pool->stats;
+    const uint64_t live[] = {s->live_bytes, s->live_peak_bytes, s->allocated_total_bytes,
+                             s->freed_total_bytes};
+    const uint64_t reserved[] = {s->reserved_bytes, s->reserved_peak_bytes,
+                                 pool->device_taken_bytes, pool->device_given_bytes};
+    const uint64_t blocks[] = {s->blocks, s->blocks_peak, s->allocations,
+                               s->frees + s->rolled_back_blocks};
+    add_head(t, "memory", columns);
+    add_row(t, "live", true, live, 4);
+    add_row(t, "reserved from the device", true, reserved, 4);
+    add_row(t, "blocks", false, blocks, 4);
+}
+
+static void add_tags(struct rbi_text *t, const rebatch_pool *pool)
+{
+    static const char *const columns[] = {"current", "peak", "at pool's peak", NULL};
+    add_head(t, "tag", columns);
+    for (size_t i = 0; i < pool->tag_count; i++) {
+        rebatch_tag_usage usage;
+        rbi_tag_get_usage(pool, i, &usage);
+        const uint64_t values[] = {usage.live_bytes, usage.peak_bytes, usage.at_peak_bytes};
+        if (i > 0 || usage.peak_bytes > 0)
+            add_row(t, usage.name, true, values, 3);
+    }
+}
+
+static void add_statistic(struct rbi_text *t, const char *name, uint64_t value, const char *unit,
+                          const char *what)
+{
+    const bool is_bytes = !strcmp(unit, "bytes");
+    rbi_text_add(t, "%-31s", name);
+    add_cell(t, value, is_bytes);
+    rbi_text_add(t, "  %s%s%s\n", is_bytes ? "" : unit, is_bytes ? "" : " ", what);
+}
+
+static void add_statistics(struct rbi_text *t, const rebatch_pool *pool)
+{
+    static const char *const columns[] = {"value", NULL};
+    add_head(t, "statistic", columns);
+#define ADD_STATISTIC(name, unit, what) add_statistic(t, #name, pool->stats.name, unit, what);
+    REBATCH_POOL_STATISTICS(ADD_STATISTIC)
+#undef ADD_STATISTIC
+}
+
+static void add_rungs(struct rbi_text *t, const rebatch_pool *pool)
+{
+    static const char *const columns[] = {"tried", NULL};
+    add_head(t, "where memory was looked for", columns);
+#define ADD_RUNG(name, text)                                                                       \
+    if (pool->rungs[REBATCH_RUNG_##name] > 0) {                                                    \
+        rbi_text_add(t, "%-31s", #name);                                                           \
+        add_cell(t, pool->rungs[REBATCH_RUNG_##name], false);                                      \
+        rbi_text_add(t, "  %s\n", text);                                                           \
+    }
+    REBATCH_POOL_RUNGS(ADD_RUNG)
+#undef ADD_RUNG
+}
+
+size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
+{
+    struct rbi_text t = begin_text(text, size);
+    if (!pool)
+        return 0;
+    pthread_mutex_lock(&pool->lock);
+    add_memory(&t, pool);
+    add_tags(&t, pool);
+    add_statistics(&t, pool);
+    add_rungs(&t, pool);
+    add_line(&t);
+    pthread_mutex_unlock(&pool->lock);
+    return t.length;
+}

@@ -1,0 +1,205 @@
+/* Owns the stack of scopes: what was allocated inside, which frees wait, and undoing it all.
+ * Must not know how memory is found.
+ *
+ * Blocks in use stand in one list by birth, so a scope is the end of that list from its first birth on:
+ * beginning and committing move nothing. */
+#include "pool/pool.h"
+
+#define INDEX_BITS 6
+_Static_assert(RBI_POOL_SCOPES == 1 << INDEX_BITS, "a handle holds the index of its scope");
+
+static struct rbi_scope *innermost(rebatch_pool *pool)
+{
+    return pool->depth ? &pool->scopes[pool->depth - 1] : NULL;
+}
+
+/* The open scope with this handle; NULL when there is none. */
+static struct rbi_scope *find_open(rebatch_pool *pool, rebatch_scope handle)
+{
+    const size_t index = handle & (RBI_POOL_SCOPES - 1);
+    if (index >= pool->depth || pool->scopes[index].handle != handle)
+        return NULL;
+    return &pool->scopes[index];
+}
+
+static rebatch_status refuse_scope(rebatch_scope handle)
+{
+    return rbi_error(REBATCH_E_INVALID, "scope is %u: expected one that is open", (unsigned)handle);
+}
+
+static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool)
+{
+    if (pool->depth == RBI_POOL_SCOPES)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "%d scopes are open: expected no more",
+                         RBI_POOL_SCOPES);
+    /* The serial makes a stale handle known; it is never 0, so that no handle is. */
+    const uint32_t serials = UINT32_MAX >> INDEX_BITS;
+    pool->scope_serial = pool->scope_serial == serials ? 1 : pool->scope_serial + 1;
+    struct rbi_scope *scope = &pool->scopes[pool->depth];
+    *scope = (struct rbi_scope){.handle = pool->scope_serial << INDEX_BITS | (uint32_t)pool->depth,
+                                .first_birth = pool->births,
+                                .live_at_begin = pool->stats.live_bytes,
+                                .live_most = pool->stats.live_bytes};
+    pool->depth++;
+    *out = scope->handle;
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the scope");
+    *out = 0;
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    status = begin_locked(out, pool);
+    pthread_mutex_unlock(&pool->lock);
+    return status;
+}
+
+bool rbi_pool_has_younger_scope(const rebatch_pool *pool, const struct rbi_block *block)
+{
+    return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
+}
+
+static void push_deferred(struct rbi_scope *scope, struct rbi_block *block)
+{
+    block->next_deferred = scope->deferred;
+    scope->deferred = block;
+}
+
+void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block)
+{
+    block->state = RBI_BLOCK_DEFERRED;
+    push_deferred(innermost(pool), block);
+    pool->stats.deferred_bytes += block->bytes;
+}
+
+/* Takes the next of the frees that wait in a scope; NULL when none is left. */
+static struct rbi_block *pop_deferred(struct rbi_scope *scope)
+{
+    struct rbi_block *block = scope->deferred;
+    if (block) {
+        scope->deferred = block->next_deferred;
+        block->next_deferred = NULL;
+    }
+    return block;
+}
+
+/* Adds what `from` has seen to `to`, the scope around it. */
+static void fold(struct rbi_scope *to, const struct rbi_scope *from)
+{
+    if (to->live_most < from->live_most)
+        to->live_most = from->live_most;
+    to->requested_bytes += from->requested_bytes;
+    to->allocations += from->allocations;
+    if (to->largest_bytes < from->largest_bytes)
+        to->largest_bytes = from->largest_bytes;
+}
+
+static void close_innermost(rebatch_pool *pool)
+{
+    const struct rbi_scope *scope = &pool->scopes[--pool->depth];
+    if (pool->depth)
+        fold(innermost(pool), scope);
+}
+
+static void commit_innermost(rebatch_pool *pool)
+{
+    struct rbi_scope *scope = innermost(pool);
+    close_innermost(pool);
+    struct rbi_block *block;
+    while ((block = pop_deferred(scope))) {
+        if (rbi_pool_has_younger_scope(pool, block)) {
+            push_deferred(innermost(pool), block);
+            continue;
+        }
+        pool->stats.deferred_bytes -= block->bytes;
+        rbi_pool_drop_block(pool, block, false);
+    }
+}
+
+rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    const struct rbi_scope *open = find_open(pool, scope);
+    if (!open)
+        status = refuse_scope(scope);
+    else if (open != innermost(pool))
+        status = rbi_error(REBATCH_E_INVALID, "scope is %u: expected the innermost open one, %u",
+                           (unsigned)scope, (unsigned)innermost(pool)->handle);
+    else
+        commit_innermost(pool);
+    pthread_mutex_unlock(&pool->lock);
+    return status;
+}
+
+static void rollback_innermost(rebatch_pool *pool)
+{
+    struct rbi_scope *scope = innermost(pool);
+    struct rbi_block *block;
+    while ((block = pop_deferred(scope))) {
+        pool->stats.deferred_bytes -= block->bytes;
+        block->state = RBI_BLOCK_LIVE;
+    }
+    while (pool->newest && pool->newest->birth >= scope->first_birth)
+        rbi_pool_drop_block(pool, pool->newest, true);
+    close_innermost(pool);
+    pool->stats.rollbacks++;
+}
+
+rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    const struct rbi_scope *open = find_open(pool, scope);
+    if (open) {
+        const size_t outside = (size_t)(open - pool->scopes);
+        pool->table.rollback++;
+        while (pool->depth > outside)
+            rollback_innermost(pool);
+    } else {
+        status = refuse_scope(scope);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return status;
+}
+
+static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
+                             const struct rbi_scope *scope)
+{
+    struct rbi_scope sum = *scope;
+    for (const struct rbi_scope *s = scope + 1; s < pool->scopes + pool->depth; s++)
+        fold(&sum, s);
+    out->live_bytes = (int64_t)(pool->stats.live_bytes - scope->live_at_begin);
+    out->peak_bytes = (int64_t)(sum.live_most - scope->live_at_begin);
+    out->requested_bytes = sum.requested_bytes;
+    out->allocations = sum.allocations;
+    out->largest_bytes = sum.largest_bytes;
+}
+
+rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *pool,
+                                       rebatch_scope scope)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the statistics");
+    *out = (rebatch_scope_stats){0};
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    const struct rbi_scope *open = find_open(pool, scope);
+    if (open)
+        get_stats_locked(out, pool, open);
+    else
+        status = refuse_scope(scope);
+    pthread_mutex_unlock(&pool->lock);
+    return status;
+}

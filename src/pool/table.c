@@ -1,0 +1,122 @@
+/* Owns the way from an address to its block, and the memory of what rollbacks took back.
+ * Must not know how blocks are made. */
+#include "pool/pool.h"
+
+#define SMALLEST_CAPACITY 256
+
+static size_t home_of(const struct rbi_table *table, const void *address)
+{
+    /* Fibonacci hashing: the high bits of the product depend on all bits of the unit's number. */
+    const uint64_t unit = (uint64_t)(uintptr_t)address / REBATCH_POOL_ALIGNMENT;
+    return (size_t)((unit * UINT64_C(0x9e3779b97f4a7c15)) >> 32) & (table->capacity - 1);
+}
+
+static size_t after(const struct rbi_table *table, size_t slot)
+{
+    return (slot + 1) & (table->capacity - 1);
+}
+
+/* Where `address` is, or the empty slot where it would go. */
+static size_t slot_of(const struct rbi_table *table, const void *address)
+{
+    size_t slot = home_of(table, address);
+    while (table->entries[slot].address && table->entries[slot].address != address)
+        slot = after(table, slot);
+    return slot;
+}
+
+/* Empties a slot and closes the gap, so that no probe ends early. */
+static void empty_slot(struct rbi_table *table, size_t gap)
+{
+    table->used--;
+    table->late -= table->entries[gap].block == NULL;
+    for (size_t slot = after(table, gap); table->entries[slot].address; slot = after(table, slot)) {
+        const size_t home = home_of(table, table->entries[slot].address);
+        const size_t mask = table->capacity - 1;
+        if (((slot - home) & mask) < ((slot - gap) & mask))
+            continue; /* its probe begins behind the gap */
+        table->entries[gap] = table->entries[slot];
+        gap = slot;
+    }
+    table->entries[gap] = (struct rbi_table_entry){NULL, NULL, 0};
+}
+
+/* Forgets what rollbacks up to number `last` took back. An entry that moves into a slot already seen
+ * was itself seen before: it would otherwise have had to pass the slot being emptied. */
+static void forget_late(struct rbi_table *table, uint64_t last)
+{
+    for (size_t slot = 0; slot < table->capacity;) {
+        const struct rbi_table_entry *entry = &table->entries[slot];
+        if (entry->address && !entry->block && entry->rollback <= last)
+            empty_slot(table, slot);
+        else
+            slot++;
+    }
+}
+
+static bool has_space(const struct rbi_table *table, size_t count)
+{
+    return (table->used + count) * 2 <= table->capacity;
+}
+
+static bool grow(struct rbi_table *table, size_t count)
+{
+    struct rbi_table larger = *table;
+    larger.capacity = rbi_max(SMALLEST_CAPACITY, table->capacity);
+    while (!has_space(&larger, count))
+        larger.capacity *= 2;
+    larger.entries = rbi_heap_calloc(larger.capacity, sizeof *larger.entries);
+    if (!larger.entries)
+        return false;
+    for (size_t i = 0; i < table->capacity; i++)
+        if (table->entries[i].address)
+            larger.entries[slot_of(&larger, table->entries[i].address)] = table->entries[i];
+    rbi_heap_free(table->entries);
+    *table = larger;
+    return true;
+}
+
+bool rbi_table_prepare(struct rbi_table *table, size_t count)
+{
+    if (has_space(table, count))
+        return true;
+    if (table->late > RBI_POOL_LATE_MOST) {
+        forget_late(table, table->rollback - 1);
+        if (has_space(table, count))
+            return true;
+    }
+    if (grow(table, count))
+        return true;
+    forget_late(table, table->rollback);
+    return has_space(table, count);
+}
+
+void rbi_table_put(struct rbi_table *table, struct rbi_block *block)
+{
+    struct rbi_table_entry *entry = &table->entries[slot_of(table, block->address)];
+    if (entry->address)
+        table->late--; /* rolled back before, now given out again */
+    else
+        table->used++;
+    *entry = (struct rbi_table_entry){block->address, block, 0};
+}
+
+struct rbi_table_entry *rbi_table_find(const struct rbi_table *table, const void *address)
+{
+    if (table->capacity == 0)
+        return NULL;
+    struct rbi_table_entry *entry = &table->entries[slot_of(table, address)];
+    return entry->address ? entry : NULL;
+}
+
+void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry)
+{
+    empty_slot(table, (size_t)(entry - table->entries));
+}
+
+void rbi_table_mark_late(struct rbi_table *table, struct rbi_table_entry *entry)
+{
+    entry->block = NULL;
+    entry->rollback = table->rollback;
+    table->late++;
+}

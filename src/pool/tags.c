@@ -1,0 +1,191 @@
+/* Owns the counting: statistics, tags, peaks, and the mark of the layers above.
+ * Must not know how memory is found. */
+#include <string.h>
+
+#include "pool/pool.h"
+
+void rbi_tags_init(rebatch_pool *pool)
+{
+    static const char untagged[] = "untagged";
+    memcpy(pool->tags[0].name, untagged, sizeof untagged);
+    pool->tag_count = 1;
+}
+
+/* To be called before a tag's live bytes change: see struct rbi_tag. */
+static void settle_peak(const rebatch_pool *pool, struct rbi_tag *tag)
+{
+    if (tag->peak_number == pool->peak_number)
+        return;
+    tag->at_peak_bytes = tag->live_bytes;
+    tag->peak_number = pool->peak_number;
+}
+
+static void raise(uint64_t *peak, uint64_t value)
+{
+    if (*peak < value)
+        *peak = value;
+}
+
+static void count_in_scope(rebatch_pool *pool, const struct rbi_block *block)
+{
+    if (!pool->depth)
+        return;
+    struct rbi_scope *scope = &pool->scopes[pool->depth - 1];
+    raise(&scope->live_most, pool->stats.live_bytes);
+    raise(&scope->largest_bytes, block->bytes);
+    scope->requested_bytes += block->requested_bytes;
+    scope->allocations++;
+}
+
+void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block)
+{
+    rebatch_pool_stats *stats = &pool->stats;
+    struct rbi_tag *tag = &pool->tags[block->tag];
+    settle_peak(pool, tag);
+    tag->live_bytes += block->bytes;
+    raise(&tag->peak_bytes, tag->live_bytes);
+    stats->live_bytes += block->bytes;
+    stats->requested_bytes += block->requested_bytes;
+    stats->blocks++;
+    stats->allocations++;
+    stats->allocated_total_bytes += block->bytes;
+    raise(&stats->blocks_peak, stats->blocks);
+    raise(&pool->mark_peak_bytes, stats->live_bytes);
+    if (stats->live_bytes > stats->live_peak_bytes) {
+        stats->live_peak_bytes = stats->live_bytes;
+        pool->peak_number++;
+    }
+    count_in_scope(pool, block);
+}
+
+void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block, bool rolled_back)
+{
+    rebatch_pool_stats *stats = &pool->stats;
+    struct rbi_tag *tag = &pool->tags[block->tag];
+    settle_peak(pool, tag);
+    tag->live_bytes -= block->bytes;
+    stats->live_bytes -= block->bytes;
+    stats->requested_bytes -= block->requested_bytes;
+    stats->blocks--;
+    stats->freed_total_bytes += block->bytes;
+    stats->frees += !rolled_back;
+    stats->rolled_back_blocks += rolled_back;
+}
+
+rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the statistics");
+    *out = (rebatch_pool_stats){0};
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    *out = pool->stats;
+    pthread_mutex_unlock(&pool->lock);
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    pool->stats.live_peak_bytes = pool->stats.live_bytes;
+    pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
+    pool->stats.blocks_peak = pool->stats.blocks;
+    pool->peak_number++;
+    for (size_t i = 0; i < pool->tag_count; i++)
+        pool->tags[i].peak_bytes = pool->tags[i].live_bytes;
+    pthread_mutex_unlock(&pool->lock);
+    return REBATCH_OK;
+}
+
+/* ---- tags ---- */
+
+static rebatch_status tag_locked(rebatch_tag *out, rebatch_pool *pool, const char *name)
+{
+    const size_t length = strnlen(name, sizeof pool->tags[0].name - 1);
+    for (size_t i = 0; i < pool->tag_count; i++) {
+        if (strlen(pool->tags[i].name) == length && !memcmp(pool->tags[i].name, name, length)) {
+            *out = (rebatch_tag)i;
+            return REBATCH_OK;
+        }
+    }
+    if (pool->tag_count == RBI_POOL_TAGS)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "tag \"%.31s\": %d tags exist: expected no more",
+                         name, RBI_POOL_TAGS - 1);
+    struct rbi_tag *tag = &pool->tags[pool->tag_count];
+    memcpy(tag->name, name, length);
+    *out = (rebatch_tag)pool->tag_count++;
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool, const char *name)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the tag");
+    *out = 0;
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    if (!name || !name[0])
+        return rbi_error(REBATCH_E_INVALID, "name is %s: expected a tag's name",
+                         name ? "empty" : "NULL");
+    pthread_mutex_lock(&pool->lock);
+    status = tag_locked(out, pool, name);
+    pthread_mutex_unlock(&pool->lock);
+    return status;
+}
+
+void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *out)
+{
+    const struct rbi_tag *from = &pool->tags[tag];
+    memcpy(out->name, from->name, sizeof out->name);
+    out->live_bytes = from->live_bytes;
+    out->peak_bytes = from->peak_bytes;
+    out->at_peak_bytes =
+        from->peak_number == pool->peak_number ? from->at_peak_bytes : from->live_bytes;
+}
+
+rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *pool,
+                                          rebatch_tag tag)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the usage");
+    memset(out, 0, sizeof *out);
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    pthread_mutex_lock(&pool->lock);
+    if (tag < pool->tag_count)
+        rbi_tag_get_usage(pool, tag, out);
+    else
+        status = rbi_error(REBATCH_E_INVALID, "tag is %u: expected 0 to %zu", (unsigned)tag,
+                           pool->tag_count - 1);
+    pthread_mutex_unlock(&pool->lock);
+    return status;
+}
+
+/* ---- the mark ---- */
+
+void rbi_pool_mark(rebatch_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    pool->mark_peak_bytes = pool->stats.live_bytes;
+    pthread_mutex_unlock(&pool->lock);
+}
+
+uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    const uint64_t peak = pool->mark_peak_bytes;
+    pthread_mutex_unlock(&pool->lock);
+    return peak;
+}
+
+uint64_t rbi_pool_oom_count(const rebatch_pool *pool)
+{
+    return __atomic_load_n(&pool->stats.ooms, __ATOMIC_RELAXED);
+}

@@ -1,0 +1,189 @@
+/* Owns the running of one callback: its scope, the way out of it, and what an OOM in it was.
+ * Must not know what is done about it. */
+#include "recover/recover.h"
+
+/* ---- what callbacks call ---- */
+
+static bool is_in_callback(const rebatch *rb)
+{
+    return rb && rb->running && pthread_equal(rb->thread, pthread_self());
+}
+
+rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
+{
+    if (!rb)
+        return rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    if (!rb->running)
+        return rbi_error(REBATCH_E_STATE, "rebatch_reserve() was called outside a callback");
+    return rebatch_pool_reserve(rb->pool, bytes, rb->options.stream);
+}
+
+void rebatch_mutating(rebatch *rb)
+{
+    if (rb)
+        rb->mutated = true;
+}
+
+rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
+{
+    if (!is_in_callback(rb))
+        return rbi_error(REBATCH_E_STATE,
+                         "rebatch_escape() was called outside a callback, or in another thread");
+    rb->escape_status =
+        status ? status
+               : rbi_error(REBATCH_E_INVALID, "rebatch_escape() was called with REBATCH_OK");
+    longjmp(rb->escape, 1);
+}
+
+/* ---- who declares that it mutates ---- */
+
+static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
+{
+    switch (which) {
+    case RBI_ZERO_GRAD:
+        return (void (*)(void))rb->ops->zero_grad;
+    case RBI_FORWARD_BACKWARD:
+        return (void (*)(void))rb->ops->forward_backward;
+    case RBI_OPTIMIZER:
+        return (void (*)(void))rb->ops->optimizer_step;
+    default:
+        return (void (*)(void))rb->ops->lighten;
+    }
+}
+
+/* A callback that does not declare is taken to change things from its first line. */
+static bool declares(const rebatch *rb, enum rbi_callback which)
+{
+    return (rb->ops->flags & REBATCH_DECLARES_MUTATION) ||
+           rb->declares[which] == address_of(rb, which);
+}
+
+static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
+{
+    const bool dirty = rb->mutated || !declares(rb, which);
+    switch (which) {
+    case RBI_FORWARD_BACKWARD:
+        return dirty ? REBATCH_PHASE_BACKWARD : REBATCH_PHASE_FORWARD;
+    case RBI_OPTIMIZER:
+        return dirty ? REBATCH_PHASE_UPDATE : REBATCH_PHASE_OPTIMIZER;
+    default:
+        return REBATCH_PHASE_ZERO_GRAD;
+    }
+}
+
+/* ---- running ---- */
+
+static rebatch_status call(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
+                           unsigned level)
+{
+    switch (which) {
+    case RBI_ZERO_GRAD:
+        return rb->ops->zero_grad(rb->user);
+    case RBI_FORWARD_BACKWARD:
+        return rb->ops->forward_backward(mb, rb->user);
+    case RBI_OPTIMIZER:
+        return rb->ops->optimizer_step(rb->user);
+    default:
+        return rb->ops->lighten(level, rb->user);
+    }
+}
+
+/* Nothing here is changed between setjmp and longjmp, so nothing needs to be volatile. */
+static rebatch_status call_with_way_out(rebatch *rb, enum rbi_callback which,
+                                        const rebatch_microbatch *mb, unsigned level)
+{
+    if (setjmp(rb->escape))
+        return rb->escape_status;
+    return call(rb, which, mb, level);
+}
+
+static bool is_fatal(rebatch_status status)
+{
+    return status && status != REBATCH_OOM;
+}
+
+/* An OOM is what it says only if the device is well: work that failed late surfaces now, and so
+ * does an error that nobody looked at. */
+static rebatch_status confirm_oom(rebatch *rb)
+{
+    const rebatch_status late = rebatch_stream_synchronize(rb->device, rb->options.stream);
+    const rebatch_status stale = rbi_device_take_last_error(rb->device);
+    return is_fatal(late) ? late : is_fatal(stale) ? stale : REBATCH_OOM;
+}
+
+/* Fills in rb->failure from what the pool saw. `live_before` is what lived when the callback began.
+ */
+static void note_failure(rebatch *rb, rebatch_phase phase, bool pool_failed, uint64_t live_before)
+{
+    struct rbi_failure *failure = &rb->failure;
+    *failure = (struct rbi_failure){.phase = phase};
+    if (pool_failed) {
+        const rebatch_oom_report *oom = &rb->report.oom;
+        (void)rebatch_pool_last_oom(&rb->report.oom, rb->pool);
+        failure->asked_bytes = oom->asked_bytes;
+        failure->need_bytes =
+            oom->asked_bytes + (oom->live_bytes > live_before ? oom->live_bytes - live_before : 0);
+    } else { /* somebody beside the pool needs memory, so the cache must not keep it */
+        size_t released = 0;
+        (void)rebatch_pool_trim(rb->pool, 0, &released);
+        failure->released_bytes = released;
+    }
+    size_t available;
+    (void)rebatch_pool_available(&available, rb->pool);
+    failure->available_bytes = available;
+}
+
+/* The scope of a callback that succeeded becomes part of what lives. */
+static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
+                             const rebatch_microbatch *mb)
+{
+    if (mb) {
+        rebatch_scope_stats stats;
+        (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
+        rbi_need_learn(rb, mb->count, stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0, true);
+    }
+    if (rebatch_scope_commit(rb->pool, scope)) {
+        (void)rebatch_scope_rollback(rb->pool, scope);
+        return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
+    }
+    if (rb->mutated)
+        rb->declares[which] = address_of(rb, which);
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
+                                unsigned level)
+{
+    rebatch_scope scope;
+    rebatch_status status = rebatch_scope_begin(&scope, rb->pool);
+    if (status)
+        return status;
+    const uint64_t ooms = rbi_pool_oom_count(rb->pool);
+    rb->mutated = false;
+    rb->thread = pthread_self();
+    rb->running = true;
+    status = call_with_way_out(rb, which, mb, level);
+    rb->running = false;
+
+    if (status == REBATCH_OK)
+        status = rbi_device_take_last_error(rb->device); /* an OOM that the callback swallowed */
+    if (status == REBATCH_OK)
+        return commit(rb, which, scope, mb);
+
+    const rebatch_phase phase = phase_of(rb, which);
+    if (status == REBATCH_OOM)
+        status = confirm_oom(rb);
+    const bool torn = status == REBATCH_OOM && phase == REBATCH_PHASE_UPDATE;
+    rebatch_scope_stats stats = {0};
+    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
+    rebatch_pool_stats pool = {0};
+    (void)rebatch_pool_get_stats(&pool, rb->pool);
+    if (torn)
+        (void)rebatch_scope_commit(rb->pool, scope);
+    else
+        (void)rebatch_scope_rollback(rb->pool, scope);
+    if (status == REBATCH_OOM)
+        note_failure(rb, phase, rbi_pool_oom_count(rb->pool) != ooms,
+                     pool.live_bytes - (uint64_t)stats.live_bytes);
+    return status;
+}

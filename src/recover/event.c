@@ -1,0 +1,76 @@
+/* Owns how what happened is said: events to the callback, and as one line of text.
+ * Must not know why it happened. */
+#include <inttypes.h>
+
+#include "recover/recover.h"
+
+static const struct {
+    rebatch_log_level level;
+    const char *text;
+} kinds[] = {
+#define KIND(name, event_level, event_text) {REBATCH_LOG_##event_level, event_text},
+    REBATCH_EVENTS(KIND)
+#undef KIND
+};
+
+void rbi_event_emit(const rebatch *rb, rebatch_event *event)
+{
+    event->level = kinds[event->kind].level;
+    event->step = rb->step;
+    if (rb->options.on_event && event->level <= rb->options.log_level)
+        rb->options.on_event(event, rb->options.on_event_user);
+}
+
+const char *rebatch_phase_text(rebatch_phase phase)
+{
+    switch (phase) {
+#define PHASE_CASE(name, text)                                                                     \
+    case REBATCH_PHASE_##name:                                                                     \
+        return text;
+        REBATCH_PHASES(PHASE_CASE)
+#undef PHASE_CASE
+    default:
+        return "no such phase";
+    }
+}
+
+static bool is_oom(rebatch_event_kind kind)
+{
+    return kind != REBATCH_EVENT_STEP && kind != REBATCH_EVENT_GROW &&
+           kind != REBATCH_EVENT_GROWTH_FAILED;
+}
+
+static void add_strike(struct rbi_text *t, const rebatch_event *event)
+{
+    rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
+    if (event->count)
+        rbi_text_add(t, ", samples %zu to %zu of %zu", event->first,
+                     event->first + event->count - 1, event->batch);
+    if (event->asked_bytes) {
+        rbi_text_add(t, ", asked ");
+        rbi_text_add_bytes(t, event->asked_bytes);
+    }
+    rbi_text_add(t, ", ");
+    rbi_text_add_bytes(t, event->available_bytes);
+    rbi_text_add(t, " available");
+}
+
+size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
+{
+    struct rbi_text t = {text, size, 0};
+    if (text && size)
+        text[0] = '\0';
+    if (!event)
+        return 0;
+    rbi_text_add(&t, "step %" PRIu64 ": %s", event->step, kinds[event->kind].text);
+    if (is_oom(event->kind))
+        add_strike(&t, event);
+    if (event->micro_before != event->micro_after)
+        rbi_text_add(&t, "; micro-batch %zu -> %zu", event->micro_before, event->micro_after);
+    if (event->lighten_before != event->lighten_after)
+        rbi_text_add(&t, "; lighten level %u -> %u", event->lighten_before, event->lighten_after);
+    if (event->redone_samples)
+        rbi_text_add(&t, "; %zu samples again, %.1f ms lost", event->redone_samples,
+                     (double)event->lost_ns / 1e6);
+    return t.length;
+}

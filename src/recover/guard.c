@@ -1,0 +1,94 @@
+/* Owns the copies of guarded state, and when they are taken and put back.
+ * Must not know what the state means. */
+#include <string.h>
+
+#include "recover/recover.h"
+
+static rebatch_status copy(rebatch *rb, const struct rbi_guard *guard, void *to, const void *from)
+{
+    if (guard->kind == REBATCH_GUARD_DEVICE)
+        return rebatch_copy(rb->device, to, from, guard->bytes, rb->options.stream);
+    memcpy(to, from, guard->bytes);
+    return REBATCH_OK;
+}
+
+static void *copy_at(const struct rbi_guard *guard, enum rbi_guard_point point)
+{
+    return point == RBI_GUARD_STEP ? guard->at_step : guard->at_attempt;
+}
+
+rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < rb->guard_count && !status; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        status = copy(rb, guard, copy_at(guard, point), guard->state);
+    }
+    return status;
+}
+
+rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point)
+{
+    rebatch_status first = REBATCH_OK; /* every guard gets its try */
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        const rebatch_status status = copy(rb, guard, guard->state, copy_at(guard, point));
+        if (!first)
+            first = status;
+    }
+    return first;
+}
+
+static void release(rebatch *rb, const struct rbi_guard *guard)
+{
+    if (guard->kind == REBATCH_GUARD_DEVICE) {
+        (void)rebatch_pool_free(rb->pool, guard->at_step);
+        (void)rebatch_pool_free(rb->pool, guard->at_attempt);
+    } else {
+        rbi_heap_free(guard->at_step);
+        rbi_heap_free(guard->at_attempt);
+    }
+}
+
+void rbi_guards_release(rebatch *rb)
+{
+    for (size_t i = 0; i < rb->guard_count; i++)
+        release(rb, &rb->guards[i]);
+    rb->guard_count = 0;
+}
+
+static rebatch_status make_copy(rebatch *rb, void **out, size_t bytes, rebatch_guard_kind kind)
+{
+    if (kind == REBATCH_GUARD_DEVICE)
+        return rebatch_pool_alloc(out, rb->pool, bytes, rb->options.stream, rb->guard_tag);
+    *out = rbi_heap_calloc(1, bytes);
+    return *out ? REBATCH_OK
+                : rbi_error(REBATCH_E_HOST_OOM, "no host memory to guard %zu bytes", bytes);
+}
+
+rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_guard_kind kind)
+{
+    if (!rb || !state || bytes == 0)
+        return rbi_error(REBATCH_E_INVALID,
+                         "rebatch_guard(%p, %p, %zu): expected a session, state and its size",
+                         (void *)rb, state, bytes);
+    if (kind != REBATCH_GUARD_HOST && kind != REBATCH_GUARD_DEVICE)
+        return rbi_error(REBATCH_E_INVALID,
+                         "kind is %d: expected REBATCH_GUARD_HOST or REBATCH_GUARD_DEVICE",
+                         (int)kind);
+    if (rb->ops)
+        return rbi_error(REBATCH_E_STATE, "rebatch_guard() was called within a step");
+    if (rb->guard_count == RBI_MAX_GUARDS)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "%d states are guarded already: the most there is",
+                         RBI_MAX_GUARDS);
+    struct rbi_guard guard = {.state = state, .bytes = bytes, .kind = kind};
+    rebatch_status status = make_copy(rb, &guard.at_step, bytes, kind);
+    if (!status)
+        status = make_copy(rb, &guard.at_attempt, bytes, kind);
+    if (status) {
+        release(rb, &guard);
+        return status;
+    }
+    rb->guards[rb->guard_count++] = guard;
+    return REBATCH_OK;
+}

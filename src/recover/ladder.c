@@ -1,0 +1,145 @@
+/* Owns the ladder that answers an OOM: once more, smaller, lighter, nothing left.
+ * Must not know how callbacks run. */
+#include <inttypes.h>
+
+#include "recover/recover.h"
+
+size_t rbi_micro_upper(const rebatch *rb, size_t batch)
+{
+    return rb->options.micro_largest ? rbi_min(rb->options.micro_largest, batch) : batch;
+}
+
+size_t rbi_micro_size(const rebatch *rb, size_t batch)
+{
+    return rbi_min(rb->micro, rbi_micro_upper(rb, batch));
+}
+
+/* "Once more" is worth it when what failed would fit now: something was released since, or the
+ * memory was there all along, in the wrong place or the wrong hands. */
+static bool can_retry_same(const rebatch *rb)
+{
+    const struct rbi_failure *failure = &rb->failure;
+    if (rb->retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
+        return false;
+    return failure->need_bytes ? failure->need_bytes <= failure->available_bytes
+                               : failure->released_bytes > 0;
+}
+
+static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
+{
+    if (!mb || mb->count <= rb->options.micro_smallest || rb->options.on_oom == REBATCH_ON_OOM_STOP)
+        return false;
+    rb->micro = rbi_max(mb->count / 2, rb->options.micro_smallest);
+    return true;
+}
+
+static bool lighten(rebatch *rb)
+{
+    if (!rb->ops->lighten || !rbi_is_on(rb->options.lighten) ||
+        rb->options.on_oom == REBATCH_ON_OOM_STOP)
+        return false;
+    const struct rbi_failure failure = rb->failure; /* of the callback before this one */
+    const rebatch_status status = rbi_callback_run(rb, RBI_LIGHTEN, NULL, rb->lighten + 1);
+    rb->failure = failure;
+    if (status)
+        return false;
+    rb->lighten++;
+    return true;
+}
+
+static rebatch_event_kind take_rung(rebatch *rb, const rebatch_microbatch *mb)
+{
+    if (rb->failure.phase == REBATCH_PHASE_UPDATE)
+        return REBATCH_EVENT_TORN;
+    if (rb->report.ooms >= rb->options.max_attempts)
+        return REBATCH_EVENT_EXHAUSTED;
+    if (can_retry_same(rb)) {
+        rb->retried_same = true;
+        return REBATCH_EVENT_RETRY;
+    }
+    rb->retried_same = false;
+    if (shrink(rb, mb))
+        return REBATCH_EVENT_SHRINK;
+    return lighten(rb) ? REBATCH_EVENT_LIGHTEN : REBATCH_EVENT_EXHAUSTED;
+}
+
+/* ---- saying it ---- */
+
+static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
+{
+    if (rb->report.ooms >= rb->options.max_attempts)
+        rbi_text_add(t, "; gave up after %u attempts in one step: raise max_attempts",
+                     rb->report.ooms);
+    else if (rb->options.on_oom == REBATCH_ON_OOM_STOP)
+        rbi_text_add(t, "; on_oom says stop");
+    else if (mb && rb->options.micro_smallest > 1)
+        rbi_text_add(t, "; the smallest micro-batch allowed is %zu: lower it",
+                     rb->options.micro_smallest);
+    else
+        rbi_text_add(t, "; there is nothing smaller or lighter to try: free memory, or raise the "
+                        "limit");
+}
+
+static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch *mb)
+{
+    char text[384];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "step %" PRIu64 ": out of memory in %s", rb->step,
+                 rebatch_phase_text(rb->failure.phase));
+    if (mb)
+        rbi_text_add(&t, " of %zu sample%s", mb->count, mb->count == 1 ? "" : "s");
+    if (rb->failure.need_bytes) {
+        rbi_text_add(&t, ", which needs at least ");
+        rbi_text_add_bytes(&t, rb->failure.need_bytes);
+    }
+    rbi_text_add(&t, ", with ");
+    rbi_text_add_bytes(&t, rb->failure.available_bytes);
+    rbi_text_add(&t, " available");
+    add_reason(&t, rb, mb);
+    return rbi_error(REBATCH_E_EXHAUSTED, "%s", text);
+}
+
+static rebatch_status say_torn(const rebatch *rb)
+{
+    return rbi_error(REBATCH_E_TORN,
+                     "step %" PRIu64 ": out of memory in optimizer_step after it began to change "
+                     "parameters: some are new, some old; restore a checkpoint, and reserve before "
+                     "rebatch_mutating()",
+                     rb->step);
+}
+
+static void count(rebatch *rb, const struct rbi_strike *strike)
+{
+    rb->report.ooms++;
+    rb->report.ooms_in[rb->failure.phase]++;
+    rb->report.lost_ns += strike->lost_ns;
+    if (strike->mb && rb->failure.need_bytes && rb->failure.phase != REBATCH_PHASE_ADMISSION)
+        rbi_need_learn(rb, strike->mb->count, rb->failure.need_bytes, false);
+}
+
+rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
+{
+    const rebatch_microbatch *mb = strike->mb;
+    rebatch_event event = {.phase = rb->failure.phase,
+                           .attempt = mb ? mb->attempt : 0,
+                           .first = mb ? mb->first : 0,
+                           .count = mb ? mb->count : 0,
+                           .batch = rb->batch,
+                           .micro_before = rbi_micro_size(rb, rb->batch),
+                           .lighten_before = rb->lighten,
+                           .lost_ns = strike->lost_ns,
+                           .asked_bytes = rb->failure.asked_bytes,
+                           .available_bytes = rb->failure.available_bytes};
+    count(rb, strike);
+    rbi_growth_oom(rb);
+    event.kind = take_rung(rb, mb);
+    event.micro_after = rbi_micro_size(rb, rb->batch);
+    event.lighten_after = rb->lighten;
+    const bool goes_on = event.kind != REBATCH_EVENT_TORN && event.kind != REBATCH_EVENT_EXHAUSTED;
+    event.redone_samples = goes_on ? strike->redone_samples : 0;
+    rb->report.redone_samples += event.redone_samples;
+    rbi_event_emit(rb, &event);
+    if (goes_on)
+        return REBATCH_OK;
+    return event.kind == REBATCH_EVENT_TORN ? say_torn(rb) : say_exhausted(rb, mb);
+}

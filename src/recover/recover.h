@@ -1,0 +1,151 @@
+/* The session, and what the files of this folder give each other.
+ * Must not know how memory is found. */
+#ifndef RBI_RECOVER_H
+#define RBI_RECOVER_H
+
+#include <pthread.h>
+#include <setjmp.h>
+
+#include "base/base.h"
+#include "device/device.h"
+#include "pool/pool.h"
+#include "rebatch/step.h"
+
+/* ---- guards (guard.c) ---- */
+
+#define RBI_MAX_GUARDS 64
+
+struct rbi_guard {
+    void *state; /* the user's */
+    size_t bytes;
+    rebatch_guard_kind kind;
+    void *at_step;    /* copy from before zero_grad */
+    void *at_attempt; /* copy from before the callback that runs */
+};
+
+enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
+
+rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point);
+rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point);
+void rbi_guards_release(rebatch *rb);
+
+/* ---- what is known about memory (need.c) ---- */
+
+#define RBI_KNOWN_SIZES 64
+
+/* What an attempt of `count` samples at a lighten level adds to what lives in the pool. */
+struct rbi_need {
+    size_t count; /* 0: the entry is empty */
+    unsigned lighten;
+    bool is_exact; /* it ran to its end; else it needed at least this */
+    uint64_t bytes;
+};
+
+void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes, bool is_exact);
+/* NULL when that size never ran. */
+const struct rbi_need *rbi_need_find(const rebatch *rb, size_t count, unsigned lighten);
+/* What a size will need: known, or put together from sizes that are; 0 when nothing is known. */
+uint64_t rbi_need_predict(const rebatch *rb, size_t count, unsigned lighten);
+
+/* ---- growth (growth.c) ---- */
+
+struct rbi_growth {
+    uint32_t wait;  /* clean steps before the next growth */
+    uint32_t clean; /* steps since the last OOM or growth */
+    bool on_trial;  /* grew, and not yet `wait` clean steps ago */
+};
+
+/* At the end of a step that succeeded. */
+void rbi_growth_step_done(rebatch *rb, size_t batch);
+/* An OOM struck an attempt. */
+void rbi_growth_oom(rebatch *rb);
+
+/* ---- callbacks (attempt.c) ---- */
+
+enum rbi_callback {
+    RBI_ZERO_GRAD,
+    RBI_FORWARD_BACKWARD,
+    RBI_OPTIMIZER,
+    RBI_LIGHTEN,
+    RBI_CALLBACKS
+};
+
+/* Runs one callback in a scope of its own. REBATCH_OK: the scope is committed. Else it was rolled
+ * back, except after an OOM within the update, of which nothing is undone. A REBATCH_OOM has left
+ * no stale error behind, the stream is idle, and rb->failure is filled in. */
+rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
+                                unsigned level);
+
+/* What is known about an OOM when its attempt was taken back. */
+struct rbi_failure {
+    rebatch_phase phase;
+    uint64_t asked_bytes;     /* 0: the pool did not fail, something else did */
+    uint64_t need_bytes;      /* what the attempt would have held at least; 0: not known */
+    uint64_t available_bytes; /* now */
+    uint64_t released_bytes;  /* given back to the device for others */
+};
+
+/* ---- the ladder (ladder.c) ---- */
+
+/* What was being done when an OOM struck. */
+struct rbi_strike {
+    const rebatch_microbatch *mb; /* NULL outside forward_backward */
+    size_t redone_samples;
+    uint64_t lost_ns;
+};
+
+/* Takes the next step of the ladder: REBATCH_OK when it is worth trying again (micro-batch and
+ * lighten level are set), else REBATCH_E_EXHAUSTED or REBATCH_E_TORN. Counts and reports it. */
+rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike);
+/* The largest micro-batch for a batch: the limits, but not what memory allows. */
+size_t rbi_micro_upper(const rebatch *rb, size_t batch);
+/* The size that the next micro-batch begins with. */
+size_t rbi_micro_size(const rebatch *rb, size_t batch);
+
+/* ---- events (event.c) ---- */
+
+void rbi_event_emit(const rebatch *rb, rebatch_event *event);
+
+/* ---- the session (session.c) ---- */
+
+struct rbi_failed_range {
+    size_t first, end;
+};
+
+struct rebatch {
+    rebatch_device *device;
+    rebatch_pool *pool;
+    rebatch_options options; /* every zero replaced by its default */
+
+    uint64_t step;
+    size_t micro; /* SIZE_MAX: as large as the limits allow */
+    unsigned lighten;
+    struct rbi_growth growth;
+    struct rbi_need known[RBI_KNOWN_SIZES];
+    size_t known_next; /* the entry to give up next */
+    size_t known_last; /* the entry learned last */
+    struct rbi_guard guards[RBI_MAX_GUARDS];
+    size_t guard_count;
+    rebatch_tag guard_tag;
+
+    /* of the step that runs */
+    const rebatch_step_ops *ops;
+    void *user;
+    size_t batch;
+    rebatch_step_report report;
+    struct rbi_failure failure;
+    struct rbi_failed_range *failed; /* room for options.max_attempts */
+    size_t failed_count;
+    bool retried_same; /* the rung "once more" is used up until something succeeds */
+
+    /* of the callback that runs */
+    bool running;
+    bool mutated;
+    pthread_t thread;
+    jmp_buf escape;
+    rebatch_status escape_status;
+    /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
+    void (*declares[RBI_CALLBACKS])(void);
+};
+
+#endif

@@ -1,0 +1,132 @@
+/* Owns the life of a session and its options.
+ * Must not know what happens in a step. */
+#include "recover/recover.h"
+
+#define DEFAULT_MAX_ATTEMPTS 64u
+#define MOST_ATTEMPTS 65536u
+#define DEFAULT_GROW_AFTER 16u
+#define DEFAULT_GROW_WAIT_MAX 1024u
+
+static rebatch_status check_sizes(const rebatch_options *o)
+{
+    if (o->micro_largest && o->micro_smallest > o->micro_largest)
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_smallest is %zu and micro_largest is %zu: expected smallest <= "
+                         "largest",
+                         o->micro_smallest, o->micro_largest);
+    if (o->micro_start && o->micro_start < o->micro_smallest)
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_start is %zu: expected at least micro_smallest, %zu",
+                         o->micro_start, o->micro_smallest);
+    if (o->micro_largest && o->micro_start > o->micro_largest)
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_start is %zu: expected at most micro_largest, %zu", o->micro_start,
+                         o->micro_largest);
+    return REBATCH_OK;
+}
+
+static rebatch_status check_options(const rebatch_options *o)
+{
+    rebatch_status status = check_sizes(o);
+    if (!status)
+        status = rbi_check_toggle(o->admission, "admission");
+    if (!status)
+        status = rbi_check_toggle(o->lighten, "lighten");
+    if (!status)
+        status = rbi_check_toggle(o->growth, "growth");
+    if (status)
+        return status;
+    if (o->on_oom > REBATCH_ON_OOM_STOP)
+        return rbi_error(REBATCH_E_INVALID, "on_oom is %d: expected REBATCH_ON_OOM_HALVE or _STOP",
+                         (int)o->on_oom);
+    if (o->log_level > REBATCH_LOG_DEBUG)
+        return rbi_error(REBATCH_E_INVALID, "log_level is %d: expected at most %d",
+                         (int)o->log_level, (int)REBATCH_LOG_DEBUG);
+    if (o->max_attempts > MOST_ATTEMPTS)
+        return rbi_error(REBATCH_E_INVALID, "max_attempts is %u: expected at most %u",
+                         o->max_attempts, MOST_ATTEMPTS);
+    if (o->grow_after > o->grow_wait_max)
+        return rbi_error(REBATCH_E_INVALID, "grow_after is %u: expected at most grow_wait_max, %u",
+                         o->grow_after, o->grow_wait_max);
+    return REBATCH_OK;
+}
+
+static void set_defaults(rebatch_options *o)
+{
+    if (o->micro_smallest == 0)
+        o->micro_smallest = 1;
+    if (o->max_attempts == 0)
+        o->max_attempts = DEFAULT_MAX_ATTEMPTS;
+    if (o->grow_after == 0)
+        o->grow_after = o->grow_wait_max ? (uint32_t)rbi_min(DEFAULT_GROW_AFTER, o->grow_wait_max)
+                                         : DEFAULT_GROW_AFTER;
+    if (o->grow_wait_max == 0)
+        o->grow_wait_max = (uint32_t)rbi_max(DEFAULT_GROW_WAIT_MAX, o->grow_after);
+    if (o->log_level == REBATCH_LOG_DEFAULT)
+        o->log_level = REBATCH_LOG_INFO;
+    if (o->on_oom == REBATCH_ON_OOM_DEFAULT)
+        o->on_oom = REBATCH_ON_OOM_HALVE;
+    if (o->pool.struct_size == 0)
+        o->pool = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
+}
+
+rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch_options *options)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    *out = NULL;
+    if (!device)
+        return rbi_error(REBATCH_E_INVALID, "device is NULL");
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    rebatch_status status = rbi_options_copy(&o, sizeof o, options, "rebatch_options");
+    if (status)
+        return status;
+    set_defaults(&o);
+    status = check_options(&o);
+    if (status)
+        return status;
+
+    rebatch *rb = rbi_heap_calloc(1, sizeof *rb);
+    if (!rb)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
+    rb->device = device;
+    rb->options = o;
+    rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
+    rb->growth.wait = o.grow_after;
+    rb->failed = rbi_heap_calloc(o.max_attempts, sizeof *rb->failed);
+    if (!rb->failed) {
+        status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
+        goto fail;
+    }
+    status = rebatch_pool_create(&rb->pool, device, &o.pool);
+    if (!status)
+        status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
+    if (status)
+        goto fail;
+    *out = rb;
+    return REBATCH_OK;
+
+fail:
+    rebatch_close(rb);
+    return status;
+}
+
+void rebatch_close(rebatch *rb)
+{
+    if (!rb)
+        return;
+    rbi_guards_release(rb);
+    rebatch_pool_destroy(rb->pool);
+    rbi_heap_free(rb->failed);
+    rbi_heap_free(rb);
+}
+
+rebatch_pool *rebatch_get_pool(const rebatch *rb)
+{
+    return rb ? rb->pool : NULL;
+}
+
+size_t rebatch_get_micro(const rebatch *rb, size_t batch)
+{
+    return rb ? rbi_micro_size(rb, batch) : 0;
+}

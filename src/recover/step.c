@@ -1,0 +1,271 @@
+/* Owns the step: the cutting of the effective batch, and what is run again after an OOM.
+ * Must not know how memory is found. */
+#include "recover/recover.h"
+
+/* ---- zero_grad ---- */
+
+static rebatch_status zero_grad(rebatch *rb)
+{
+    for (;;) {
+        const uint64_t began = rbi_now_ns();
+        rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL, 0);
+        if (status != REBATCH_OOM)
+            return status;
+        status = rbi_guards_restore(rb, RBI_GUARD_STEP);
+        if (!status)
+            status = rbi_ladder_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+        if (status)
+            return status;
+    }
+}
+
+/* ---- forward_backward ---- */
+
+/* Where the effective batch stands. Samples [0, next) are in the accumulators. */
+struct progress {
+    size_t next;
+    uint32_t microbatches; /* that made them */
+    uint64_t began_ns;     /* when the first of them did */
+    uint64_t attempt_ns;   /* when the attempt that runs began */
+};
+
+static uint32_t attempts_of(const rebatch *rb, size_t sample)
+{
+    uint32_t attempts = 0;
+    for (size_t i = 0; i < rb->failed_count; i++)
+        attempts += rb->failed[i].first <= sample && sample < rb->failed[i].end;
+    return attempts;
+}
+
+static void remember_failed(rebatch *rb, size_t first, size_t end)
+{
+    if (rb->failed_count < rb->options.max_attempts)
+        rb->failed[rb->failed_count++] = (struct rbi_failed_range){first, end};
+}
+
+/* Sees to it that memory that an attempt is known to need is there before it starts. The last
+ * resort is always allowed to try: what is known may be out of date. */
+static rebatch_status admit(rebatch *rb, size_t count)
+{
+    if (!rbi_is_on(rb->options.admission) || count <= rb->options.micro_smallest ||
+        rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
+        return REBATCH_OK;
+    const struct rbi_need *need = rbi_need_find(rb, count, rb->lighten);
+    if (!need || !need->is_exact)
+        return REBATCH_OK;
+    const rebatch_status status = rbi_pool_admit(rb->pool, need->bytes, rb->options.stream);
+    if (status != REBATCH_OOM)
+        return status;
+    size_t available;
+    (void)rebatch_pool_available(&available, rb->pool);
+    rb->failure = (struct rbi_failure){
+        .phase = REBATCH_PHASE_ADMISSION, .need_bytes = need->bytes, .available_bytes = available};
+    return REBATCH_OOM;
+}
+
+static rebatch_status try_samples(rebatch *rb, const rebatch_microbatch *mb)
+{
+    rebatch_status status = admit(rb, mb->count);
+    if (status)
+        return status;
+    status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+    if (status)
+        return status;
+    rb->report.attempts++;
+    return rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb, 0);
+}
+
+/* Nothing ran, so there is nothing to run again. */
+static rebatch_status refused(rebatch *rb, const struct progress *progress,
+                              const rebatch_microbatch *mb)
+{
+    return rbi_ladder_next(
+        rb, &(struct rbi_strike){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
+}
+
+/* The accumulators are as they were: only those samples run again. */
+static rebatch_status redo_samples(rebatch *rb, const struct progress *progress,
+                                   const rebatch_microbatch *mb)
+{
+    remember_failed(rb, mb->first, mb->first + mb->count);
+    const rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
+    if (status)
+        return status;
+    return rbi_ladder_next(rb,
+                           &(struct rbi_strike){.mb = mb,
+                                                .redone_samples = mb->count,
+                                                .lost_ns = rbi_now_ns() - progress->attempt_ns});
+}
+
+/* The accumulators are dirty: the effective batch runs again from zero_grad. */
+static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
+                                 const rebatch_microbatch *mb)
+{
+    const size_t end = mb->first + mb->count;
+    remember_failed(rb, 0, end);
+    rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_STEP);
+    if (!status)
+        status = rbi_ladder_next(
+            rb, &(struct rbi_strike){
+                    .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
+    if (!status)
+        status = zero_grad(rb);
+    const uint64_t now = rbi_now_ns();
+    *progress = (struct progress){.began_ns = now, .attempt_ns = now};
+    return status;
+}
+
+static rebatch_status answer_oom(rebatch *rb, struct progress *progress,
+                                 const rebatch_microbatch *mb)
+{
+    switch (rb->failure.phase) {
+    case REBATCH_PHASE_ADMISSION:
+        return refused(rb, progress, mb);
+    case REBATCH_PHASE_FORWARD:
+        return redo_samples(rb, progress, mb);
+    default:
+        return redo_batch(rb, progress, mb);
+    }
+}
+
+static rebatch_status accumulate(rebatch *rb)
+{
+    const uint64_t now = rbi_now_ns();
+    struct progress progress = {.began_ns = now, .attempt_ns = now};
+    rebatch_microbatch mb = {
+        .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
+    while (progress.next < rb->batch) {
+        mb.first = progress.next;
+        mb.count = rbi_min(rbi_micro_size(rb, rb->batch), rb->batch - progress.next);
+        mb.attempt = attempts_of(rb, mb.first);
+        rebatch_status status = try_samples(rb, &mb);
+        if (status == REBATCH_OOM) {
+            status = answer_oom(rb, &progress, &mb);
+        } else if (status == REBATCH_OK) {
+            progress.next += mb.count;
+            progress.microbatches++;
+            rb->retried_same = false;
+        }
+        if (status)
+            return status;
+        progress.attempt_ns = rbi_now_ns();
+    }
+    rb->report.microbatches = progress.microbatches;
+    return REBATCH_OK;
+}
+
+/* ---- optimizer_step ---- */
+
+static rebatch_status update(rebatch *rb)
+{
+    for (;;) {
+        const uint64_t began = rbi_now_ns();
+        rebatch_status status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        if (!status)
+            status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL, 0);
+        if (status != REBATCH_OOM)
+            return status;
+        if (rb->failure.phase == REBATCH_PHASE_OPTIMIZER)
+            status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
+        else
+            status = REBATCH_OK; /* torn: nothing can be undone */
+        if (!status)
+            status = rbi_ladder_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+        if (status)
+            return status;
+    }
+}
+
+/* ---- the step ---- */
+
+static rebatch_status check_step(const rebatch *rb, const rebatch_step_ops *ops, size_t batch)
+{
+    if (!rb || !ops)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "ops" : "rb");
+    if (rb->ops)
+        return rbi_error(REBATCH_E_STATE, "rebatch_step() was called from within a callback");
+    if (ops->struct_size < offsetof(rebatch_step_ops, lighten) || ops->struct_size > sizeof *ops)
+        return rbi_error(REBATCH_E_INVALID, "ops.struct_size is %zu: expected %zu",
+                         ops->struct_size, sizeof *ops);
+    const char *missing = !ops->zero_grad          ? "zero_grad"
+                          : !ops->forward_backward ? "forward_backward"
+                          : !ops->optimizer_step   ? "optimizer_step"
+                                                   : NULL;
+    if (missing)
+        return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
+    if (batch == 0)
+        return rbi_error(REBATCH_E_INVALID, "batch is 0: expected at least 1 sample");
+    return REBATCH_OK;
+}
+
+static void begin(rebatch *rb, size_t batch)
+{
+    rb->batch = batch;
+    rb->failed_count = 0;
+    rb->retried_same = false;
+    rb->report = (rebatch_step_report){.step = rb->step, .micro_before = rbi_micro_size(rb, batch)};
+    rbi_pool_mark(rb->pool);
+}
+
+/* A step that failed is a step that did not happen, as far as that is in our hands. */
+static rebatch_status run(rebatch *rb)
+{
+    rebatch_status status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    if (status)
+        return status;
+    status = zero_grad(rb);
+    if (!status)
+        status = accumulate(rb);
+    if (!status)
+        status = update(rb);
+    if (status && status != REBATCH_E_TORN)
+        (void)rbi_guards_restore(rb, RBI_GUARD_STEP);
+    return status;
+}
+
+static void end(rebatch *rb, rebatch_status status)
+{
+    rebatch_step_report *report = &rb->report;
+    rebatch_pool_stats stats = {0};
+    (void)rebatch_pool_get_stats(&stats, rb->pool);
+    report->status = status;
+    report->peak_bytes = rbi_pool_peak_since_mark(rb->pool);
+    report->reserved_bytes = stats.reserved_bytes;
+    if (status == REBATCH_OK) {
+        rbi_growth_step_done(rb, rb->batch);
+        rebatch_event event = {.kind = REBATCH_EVENT_STEP,
+                               .batch = rb->batch,
+                               .micro_before = report->micro_before,
+                               .micro_after = rbi_micro_size(rb, rb->batch),
+                               .redone_samples = report->redone_samples,
+                               .lost_ns = report->lost_ns};
+        rbi_event_emit(rb, &event);
+        rb->step++;
+    }
+    report->micro_after = rbi_micro_size(rb, rb->batch);
+    report->lighten_level = rb->lighten;
+}
+
+rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
+                            rebatch_step_report *report)
+{
+    if (report)
+        *report = (rebatch_step_report){0};
+    rebatch_status status = check_step(rb, ops, batch);
+    if (status) {
+        if (report)
+            report->status = status;
+        return status;
+    }
+    rebatch_step_ops complete = {0}; /* an older and shorter struct has no lighten and no flags */
+    (void)rbi_options_copy(&complete, sizeof complete, ops, "rebatch_step_ops");
+    rb->ops = &complete;
+    rb->user = user;
+    begin(rb, batch);
+    status = run(rb);
+    end(rb, status);
+    rb->ops = NULL;
+    if (report)
+        *report = rb->report;
+    return status;
+}
