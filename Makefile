@@ -78,7 +78,7 @@ $(SHARED): $(LIB_OBJ)
 	@ln -sf $(SONAME) $(BUILD)/librebatch.so
 
 $(COMMAND): $(CLI_OBJ) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
 $(GPT) $(DEMO): $(BUILD)/examples/gpt/%: $(GPT_OBJ) $(STATIC)
 $(GPT): $(BUILD)/examples/gpt/main.o
@@ -94,7 +94,7 @@ $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
 
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(TEST_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c))
@@ -129,6 +129,12 @@ bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
 	$(SUBMAKE) $(BUILD)/bench/step
 	@$(BUILD)/bench/step
 
+bench-pool: ## what an allocation costs, beside glibc's and mimalloc's; writes build/bench/pool.json
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/pool
+	@mkdir -p build/bench
+	@$(BUILD)/bench/pool
+
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 install: all ## into DESTDIR/prefix
 	install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
@@ -152,4 +158,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-valgrind lint bench-step install clean help FORCE
+.PHONY: all demo test test-valgrind lint bench-step bench-pool install clean help FORCE

@@ -18,17 +18,14 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct model *model = user;
     void *memory; /* taken back by rebatch if anything after it fails */
-    rebatch_status status = rebatch_pool_alloc(&memory, mb->pool, mb->count << 20, mb->stream, 0);
-    if (status)
-        return status; /* REBATCH_OOM: the same samples come again, fewer at a time */
-    double *prediction = memory;
+    if (rebatch_pool_alloc(&memory, mb->pool, mb->count << 20, mb->stream, 0))
+        return REBATCH_OOM; /* the same samples come again, fewer at a time */
+    double *error = memory;
     for (size_t i = 0; i < mb->count; i++)
-        prediction[i] = model->w * (double)(mb->first + i);
+        error[i] = (model->w - 3) * (double)(mb->first + i);
     rebatch_mutating(model->rb); /* from here on the gradient changes */
-    for (size_t i = 0; i < mb->count; i++) {
-        const double x = (double)(mb->first + i);
-        model->gradient += (prediction[i] - 3 * x) * x / (double)mb->batch;
-    }
+    for (size_t i = 0; i < mb->count; i++)
+        model->gradient += error[i] * (double)(mb->first + i) / (double)mb->batch;
     return rebatch_pool_free(mb->pool, memory);
 }
 
@@ -48,8 +45,7 @@ int main(void)
     rebatch_device *device = NULL;
     rebatch_step_report report;
     rebatch_status status = rebatch_device_open_host(&device, 24 << 20, NULL);
-    if (!status)
-        status = rebatch_open(&model.rb, device, NULL);
+    status = status ? status : rebatch_open(&model.rb, device, NULL);
     for (int step = 0; step < 8 && !status; step++) {
         status = rebatch_step(model.rb, &ops, 64, &model, &report);
         printf("step %d: w = %.4f, micro-batch %zu x %u, %u out of memory\n", step, model.w,

@@ -3,11 +3,12 @@
  *
  *  This header brings in everything. A newcomer reads in this order:
  *  step.h (wrap the training step), pool.h (allocate inside it), device.h (where memory comes
- *  from), config.h (limits in a file), status.h (what can go wrong). */
+ *  from), cuda.h (GPUs), config.h (limits in a file), status.h (what can go wrong). */
 #ifndef REBATCH_REBATCH_H
 #define REBATCH_REBATCH_H
 
 #include "rebatch/config.h"
+#include "rebatch/cuda.h"
 #include "rebatch/device.h"
 #include "rebatch/pool.h"
 #include "rebatch/status.h"

@@ -81,13 +81,13 @@ typedef enum rebatch_phase {
 /** What happened: X(name, level, in words). */
 #define REBATCH_EVENTS(X)                                                                          \
     X(STEP, DEBUG, "step done")                                                                    \
-    X(RETRY, WARN, "out of memory, the same again")                                                \
-    X(SHRINK, WARN, "out of memory, smaller micro-batch")                                          \
-    X(LIGHTEN, WARN, "out of memory, less memory a sample")                                        \
-    X(GROW, INFO, "growing")                                                                       \
-    X(GROWTH_FAILED, INFO, "the growth did not hold")                                              \
-    X(EXHAUSTED, ERROR, "out of memory, nothing left to try")                                      \
-    X(TORN, ERROR, "out of memory within the update")
+    X(RETRY, WARN, "out of memory")                                                                \
+    X(SHRINK, WARN, "out of memory")                                                               \
+    X(LIGHTEN, WARN, "out of memory")                                                              \
+    X(GROW, INFO, "there is room to grow")                                                         \
+    X(GROWTH_FAILED, INFO, "the last growth did not hold")                                         \
+    X(EXHAUSTED, ERROR, "out of memory, and nothing is left to try,")                              \
+    X(TORN, ERROR, "out of memory, and some parameters are changed,")
 
 typedef enum rebatch_log_level {
     REBATCH_LOG_DEFAULT = 0, /**< INFO */
@@ -118,6 +118,7 @@ typedef struct rebatch_event {
     size_t redone_samples;    /**< samples that ran and will run again because of this */
     uint64_t lost_ns;         /**< the time that their running took */
     uint64_t asked_bytes;     /**< the request that failed; 0 when it was not the pool's */
+    uint64_t needed_bytes;    /**< what the attempt would have held at least; 0: not known */
     uint64_t available_bytes; /**< what could be allocated after the attempt was taken back */
 } rebatch_event;
 

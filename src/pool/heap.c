@@ -216,7 +216,8 @@ static bool lies_wholly_with(const struct rbi_segment *segment,
     return segment->first->stream == stream && !segment->first->after;
 }
 
-/* The free segment that brings the cache down by `excess` with the least beyond, else the largest. */
+/* The free segment that brings the cache down by `excess` with the least beyond, else the
+ * largest. */
 static struct rbi_segment *choose_segment(const rebatch_pool *pool, uint64_t excess,
                                           const struct rbi_pool_stream *spared)
 {

@@ -152,7 +152,8 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
     return take_after_trim(out, pool, request);
 }
 
-/* Has one callback give up memory; true when it did. It runs without the lock, so that it can free. */
+/* Has one callback give up memory; true when it did. It runs without the lock, so that it can
+ * free. */
 static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_t wanted_bytes)
 {
     const uint64_t frees = pool->stats.frees;

@@ -103,8 +103,8 @@ static rebatch_status check_caller(const rebatch_pool *pool, const char *functio
                      function);
 }
 
-/* Readies a search: what it needs of the heap, and its stream, which is kept from being recycled by a
- * reference until close_request(). */
+/* Readies a search: what it needs of the heap, and its stream, which is kept from being recycled
+ * by a reference until close_request(). */
 static rebatch_status open_request(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
                                    rebatch_stream stream)
 {
@@ -198,8 +198,8 @@ static void leave_live_list(rebatch_pool *pool, struct rbi_block *block)
     block->previous = block->next = NULL;
 }
 
-/* With caching off a block is all that its segment holds. What the device does not take back now stays
- * cached, and every trim tries it again. */
+/* With caching off a block is all that its segment holds. What the device does not take back now
+ * stays cached, and every trim tries it again. */
 static void pass_back(rebatch_pool *pool, struct rbi_segment *segment)
 {
     for (struct rbi_block_use *use = segment->first->uses; use; use = use->next)
@@ -345,13 +345,14 @@ static rebatch_status look_for_room(rebatch_pool *pool, size_t bytes)
     return status == REBATCH_OK && bytes > room ? REBATCH_OOM : status;
 }
 
-/* Why the guarantee holds. Let `left` be `bytes` less the rounded sizes allocated since. Claim: there
- * is always a free block of at least `left` that the stream can have before fresh memory is given up.
- * At first it is the piece found here. An allocation of s <= left takes either another block, and the
- * piece stays, or that one, and as blocks are cut to exactly s in one place, left - s remain in one
- * piece. A free only adds free memory, and merging makes no piece smaller. An allocation for another
- * stream takes the piece, or a part of it, on the rungs OTHER_STREAMS or WAIT, which come before TRIM;
- * so none of these allocations gets as far as giving segments back, and the piece stays in the pool. */
+/* Why the guarantee holds. Let `left` be `bytes` less the rounded sizes allocated since. Claim:
+ * there is always a free block of at least `left` that the stream can have before fresh memory
+ * is given up. At first it is the piece found here. An allocation of s <= left takes either
+ * another block, and the piece stays, or that one, and as blocks are cut to exactly s in one
+ * place, left - s remain in one piece. A free only adds free memory, and merging makes no piece
+ * smaller. An allocation for another stream takes the piece, or a part of it, on the rungs
+ * OTHER_STREAMS or WAIT, which come before TRIM; so none of these allocations gets as far as
+ * giving segments back, and the piece stays in the pool. */
 static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t rounded,
                                      rebatch_stream stream)
 {

@@ -44,8 +44,8 @@ void rbi_nodes_destroy(struct rbi_nodes *nodes);
 enum rbi_block_state {
     RBI_BLOCK_FREE,     /* in a bin of its stream */
     RBI_BLOCK_LIVE,     /* in use */
-    RBI_BLOCK_DEFERRED, /* freed in a scope that is younger than it: counted as live till the commit */
-    RBI_BLOCK_PENDING /* freed, but another stream's work may still use it */
+    RBI_BLOCK_DEFERRED, /* freed in a scope younger than it; counted as live till the commit */
+    RBI_BLOCK_PENDING   /* freed, but another stream's work may still use it */
 };
 
 /* Another stream that uses a block, from rebatch_pool_use_on(). */
@@ -135,8 +135,8 @@ void rbi_table_mark_late(struct rbi_table *table, struct rbi_table_entry *entry)
 
 /* ---- scopes and tags ---- */
 
-/* Blocks with birth >= first_birth are inside. Sums and the peak are those of the time in which this
- * scope was the innermost; they are added to the parent's when it ends. */
+/* Blocks with birth >= first_birth are inside. Sums and the peak are those of the time in which
+ * this scope was the innermost; they are added to the parent's when it ends. */
 struct rbi_scope {
     rebatch_scope handle;
     uint64_t first_birth;
@@ -146,8 +146,8 @@ struct rbi_scope {
     struct rbi_block *deferred; /* freed inside, older than it: all birth < first_birth */
 };
 
-/* at_peak_bytes is up to date when peak_number == pool->peak_number; otherwise the tag has not changed
- * since the pool's last peak, and it is live_bytes. So a new peak costs nothing a tag. */
+/* at_peak_bytes is up to date when peak_number == pool->peak_number; otherwise the tag has not
+ * changed since the pool's last peak, and it is live_bytes. So a new peak costs nothing a tag. */
 struct rbi_tag {
     char name[32];
     uint64_t live_bytes, peak_bytes, at_peak_bytes;
@@ -209,8 +209,8 @@ rebatch_status rbi_pool_check(const rebatch_pool *pool);
 
 /* ---- segments, blocks, bins (heap.c); all with the lock held ---- */
 
-/* A free block of at least `bytes` whose work is done up to point `ready`, the smallest, of these the
- * one of the oldest segment, then of the lowest address; NULL when there is none. */
+/* A free block of at least `bytes` whose work is done up to point `ready`, the smallest, of
+ * these the one of the oldest segment, then of the lowest address; NULL when there is none. */
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
                                     uint64_t ready);
 /* Takes a free block, cut to `bytes`, out of its bin for `stream`; needs one spare node. */
@@ -222,10 +222,11 @@ struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block
 /* A new segment, `bytes` long, as one free block of `stream`; needs one spare node of each kind. */
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream);
-/* Gives a segment without blocks in use back once the work on it is done. Where it cannot, it stays. */
+/* Gives a segment without blocks in use back once the work on it is done. Where it cannot, it
+ * stays. */
 rebatch_status rbi_pool_release_segment(rebatch_pool *pool, struct rbi_segment *segment);
-/* Gives free segments back until at most `keep_bytes` are cached. Those that lie wholly with `spared`
- * (may be NULL) stay. */
+/* Gives free segments back until at most `keep_bytes` are cached. Those that lie wholly with
+ * `spared` (may be NULL) stay. */
 rebatch_status rbi_pool_trim_segments(rebatch_pool *pool, size_t keep_bytes,
                                       const struct rbi_pool_stream *spared, size_t *released_bytes);
 /* The segment and the block that `address` lies in; NULL when none. For messages: it walks. */
@@ -241,12 +242,13 @@ struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream 
 /* Notes that what the stream has enqueued so far may use a block that is being freed: the number of
  * that point. */
 uint64_t rbi_pool_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream);
-/* Makes a block that is in no list free: at once, or once the other streams that use it have done what
- * they have enqueued. */
+/* Makes a block that is in no list free: at once, or once the other streams that use it have
+ * done what they have enqueued. */
 void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block);
 /* Waits until `stream` has done what it had enqueued before point `until`. */
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
-/* Looks how far the streams have come, without waiting, and frees the pending blocks that are ready. */
+/* Looks how far the streams have come, without waiting, and frees the pending blocks that are
+ * ready. */
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);
 /* The same after waiting for all of them. */
 rebatch_status rbi_pool_await_streams(rebatch_pool *pool);
@@ -266,7 +268,8 @@ rebatch_status rbi_pool_prepare(rebatch_pool *pool);
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
-/* What the device could give now, in whole granules, within limit and headroom; `info` may be NULL. */
+/* What the device could give now, in whole granules, within limit and headroom; `info` may be
+ * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
 /* True in a thread that is within a pressure callback of `pool`. */
@@ -281,7 +284,8 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
 
 void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block);
 void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block, bool rolled_back);
-/* Was the innermost scope opened after the block was allocated? Then its free waits for the commit. */
+/* Was the innermost scope opened after the block was allocated? Then its free waits for the
+ * commit. */
 bool rbi_pool_has_younger_scope(const rebatch_pool *pool, const struct rbi_block *block);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);
 void rbi_tags_init(rebatch_pool *pool);
@@ -292,19 +296,23 @@ void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *
 
 /* ---- for the layers above ---- */
 
-/* Makes sure that the stream's free blocks come to `bytes` in total, not in one piece: takes only what
- * is short from the device, after giving other streams' cache back if need be. An answer of
- * REBATCH_OOM leaves rebatch_pool_last_oom() and the statistics of OOMs alone. No device call when the
- * cache suffices. With caching off it only looks whether the device has the room. */
+/* Makes sure that the stream's free blocks come to `bytes` in total, not in one piece: takes
+ * only what is short from the device, after giving other streams' cache back if need be. An
+ * answer of REBATCH_OOM leaves rebatch_pool_last_oom() and the statistics of OOMs alone. No
+ * device call when the cache suffices. With caching off it only looks whether the device has the
+ * room. */
 rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+/* Gives cached memory back when somebody else has taken what should be free: less than the
+ * headroom is left, or a cap was lowered below what is held. */
+rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */
 void rbi_pool_mark(rebatch_pool *pool);
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
 /* stats.ooms without the lock: may be read while other threads allocate. */
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
-/* Walks everything and checks the equations above; false, with the error text set, when one does not
- * hold. For tests. */
+/* Walks everything and checks the equations above; false, with the error text set, when one does
+ * not hold. For tests. */
 bool rbi_pool_is_valid(rebatch_pool *pool);
 
 #endif

@@ -6,7 +6,9 @@
 #include "pool/pool.h"
 
 #define CELL_BYTES 24
-#define WIDTH 95
+#define NAME_WIDTH 31
+#define CELL_WIDTH 15
+#define WIDTH (NAME_WIDTH + 4 * (CELL_WIDTH + 1))
 
 /* ---- out of memory ---- */
 
@@ -15,7 +17,8 @@ static bool holds_more(const rebatch_tag_usage *a, const rebatch_tag_usage *b)
     return a->live_bytes > b->live_bytes;
 }
 
-/* The tags that hold most, by insertion into the few places that there are; ties keep their order. */
+/* The tags that hold most, by insertion into the few places that there are; ties keep their
+ * order. */
 static void fill_in_tags(rebatch_oom_report *report, const rebatch_pool *pool)
 {
     for (size_t i = 0; i < pool->tag_count; i++) {
@@ -182,7 +185,7 @@ static void add_cell(struct rbi_text *t, uint64_t value, bool is_bytes)
         rbi_text_add_bytes(&c, value);
     else
         rbi_text_add(&c, "%" PRIu64, value);
-    rbi_text_add(t, " %15s", cell);
+    rbi_text_add(t, " %*s", CELL_WIDTH, cell);
 }
 
 static void add_line(struct rbi_text *t)
@@ -195,9 +198,9 @@ static void add_line(struct rbi_text *t)
 static void add_head(struct rbi_text *t, const char *name, const char *const *columns)
 {
     add_line(t);
-    rbi_text_add(t, "%-31s", name);
+    rbi_text_add(t, "%-*s", NAME_WIDTH, name);
     for (; *columns; columns++)
-        rbi_text_add(t, " %15s", *columns);
+        rbi_text_add(t, " %*s", CELL_WIDTH, *columns);
     rbi_text_add(t, "\n");
     add_line(t);
 }
@@ -205,7 +208,7 @@ static void add_head(struct rbi_text *t, const char *name, const char *const *co
 static void add_row(struct rbi_text *t, const char *name, bool is_bytes, const uint64_t *values,
                     size_t count)
 {
-    rbi_text_add(t, "%-31s", name);
+    rbi_text_add(t, "%-*s", NAME_WIDTH, name);
     for (size_t i = 0; i < count; i++)
         add_cell(t, values[i], is_bytes);
     rbi_text_add(t, "\n");
@@ -245,15 +248,14 @@ static void add_statistic(struct rbi_text *t, const char *name, uint64_t value, 
                           const char *what)
 {
     const bool is_bytes = !strcmp(unit, "bytes");
-    rbi_text_add(t, "%-31s", name);
+    rbi_text_add(t, "%-21s", name);
     add_cell(t, value, is_bytes);
     rbi_text_add(t, "  %s%s%s\n", is_bytes ? "" : unit, is_bytes ? "" : " ", what);
 }
 
 static void add_statistics(struct rbi_text *t, const rebatch_pool *pool)
 {
-    static const char *const columns[] = {"value", NULL};
-    add_head(t, "statistic", columns);
+    add_line(t);
 #define ADD_STATISTIC(name, unit, what) add_statistic(t, #name, pool->stats.name, unit, what);
     REBATCH_POOL_STATISTICS(ADD_STATISTIC)
 #undef ADD_STATISTIC
@@ -261,11 +263,10 @@ static void add_statistics(struct rbi_text *t, const rebatch_pool *pool)
 
 static void add_rungs(struct rbi_text *t, const rebatch_pool *pool)
 {
-    static const char *const columns[] = {"tried", NULL};
-    add_head(t, "where memory was looked for", columns);
+    add_line(t);
 #define ADD_RUNG(name, text)                                                                       \
     if (pool->rungs[REBATCH_RUNG_##name] > 0) {                                                    \
-        rbi_text_add(t, "%-31s", #name);                                                           \
+        rbi_text_add(t, "%-21s", #name);                                                           \
         add_cell(t, pool->rungs[REBATCH_RUNG_##name], false);                                      \
         rbi_text_add(t, "  %s\n", text);                                                           \
     }

@@ -1,8 +1,8 @@
 /* Owns the stack of scopes: what was allocated inside, which frees wait, and undoing it all.
  * Must not know how memory is found.
  *
- * Blocks in use stand in one list by birth, so a scope is the end of that list from its first birth on:
- * beginning and committing move nothing. */
+ * Blocks in use stand in one list by birth, so a scope is the end of that list from its first
+ * birth on: beginning and committing move nothing. */
 #include "pool/pool.h"
 
 #define INDEX_BITS 6

@@ -69,8 +69,8 @@ static rebatch_status query(rebatch_pool *pool, struct rbi_pool_stream *stream)
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
-/* One event a stream is under way at a time: it stands for all frees before it, and those after it wait
- * for the next. Where recording fails the frees are left to rbi_pool_await(). */
+/* One event a stream is under way at a time: it stands for all frees before it, and those after
+ * it wait for the next. Where recording fails the frees are left to rbi_pool_await(). */
 static void record(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     if (stream->in_flight || !stream->event || stream->done == stream->frees)

@@ -41,8 +41,8 @@ static void empty_slot(struct rbi_table *table, size_t gap)
     table->entries[gap] = (struct rbi_table_entry){NULL, NULL, 0};
 }
 
-/* Forgets what rollbacks up to number `last` took back. An entry that moves into a slot already seen
- * was itself seen before: it would otherwise have had to pass the slot being emptied. */
+/* Forgets what rollbacks up to number `last` took back. An entry that moves into a slot already
+ * seen was itself seen before: it would otherwise have had to pass the slot being emptied. */
 static void forget_late(struct rbi_table *table, uint64_t last)
 {
     for (size_t slot = 0; slot < table->capacity;) {

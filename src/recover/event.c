@@ -40,19 +40,34 @@ static bool is_oom(rebatch_event_kind kind)
            kind != REBATCH_EVENT_GROWTH_FAILED;
 }
 
+/* Where it struck, and how much was missing. */
 static void add_strike(struct rbi_text *t, const rebatch_event *event)
 {
     rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
     if (event->count)
-        rbi_text_add(t, ", samples %zu to %zu of %zu", event->first,
-                     event->first + event->count - 1, event->batch);
-    if (event->asked_bytes) {
-        rbi_text_add(t, ", asked ");
-        rbi_text_add_bytes(t, event->asked_bytes);
+        rbi_text_add(t, ": samples %zu-%zu", event->first, event->first + event->count - 1);
+    if (event->needed_bytes) {
+        rbi_text_add(t, event->count ? " need " : ": needs ");
+        rbi_text_add_bytes(t, event->needed_bytes);
+        rbi_text_add(t, ", there is ");
+        rbi_text_add_bytes(t, event->available_bytes);
     }
-    rbi_text_add(t, ", ");
-    rbi_text_add_bytes(t, event->available_bytes);
-    rbi_text_add(t, " available");
+}
+
+/* What is done about it. */
+static void add_answer(struct rbi_text *t, const rebatch_event *event)
+{
+    if (event->kind == REBATCH_EVENT_RETRY)
+        rbi_text_add(t, "; once more");
+    if (event->micro_before != event->micro_after)
+        rbi_text_add(t, "; micro-batch %zu -> %zu", event->micro_before, event->micro_after);
+    if (event->lighten_before != event->lighten_after)
+        rbi_text_add(t, "; lighten level %u -> %u", event->lighten_before, event->lighten_after);
+    if (event->redone_samples)
+        rbi_text_add(t, "; %zu samples again, %.1f ms lost", event->redone_samples,
+                     (double)event->lost_ns / 1e6);
+    else if (event->phase == REBATCH_PHASE_ADMISSION && is_oom(event->kind))
+        rbi_text_add(t, "; nothing ran in vain");
 }
 
 size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
@@ -65,12 +80,6 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
     rbi_text_add(&t, "step %" PRIu64 ": %s", event->step, kinds[event->kind].text);
     if (is_oom(event->kind))
         add_strike(&t, event);
-    if (event->micro_before != event->micro_after)
-        rbi_text_add(&t, "; micro-batch %zu -> %zu", event->micro_before, event->micro_after);
-    if (event->lighten_before != event->lighten_after)
-        rbi_text_add(&t, "; lighten level %u -> %u", event->lighten_before, event->lighten_after);
-    if (event->redone_samples)
-        rbi_text_add(&t, "; %zu samples again, %.1f ms lost", event->redone_samples,
-                     (double)event->lost_ns / 1e6);
+    add_answer(&t, event);
     return t.length;
 }

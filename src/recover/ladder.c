@@ -129,6 +129,7 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
                            .lighten_before = rb->lighten,
                            .lost_ns = strike->lost_ns,
                            .asked_bytes = rb->failure.asked_bytes,
+                           .needed_bytes = rb->failure.need_bytes,
                            .available_bytes = rb->failure.available_bytes};
     count(rb, strike);
     rbi_growth_oom(rb);

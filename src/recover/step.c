@@ -210,7 +210,9 @@ static void begin(rebatch *rb, size_t batch)
 /* A step that failed is a step that did not happen, as far as that is in our hands. */
 static rebatch_status run(rebatch *rb)
 {
-    rebatch_status status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_STEP);
     if (status)
         return status;
     status = zero_grad(rb);

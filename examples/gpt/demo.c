@@ -1,0 +1,263 @@
+/* The demonstration: trains under a cap that does not hold the first micro-batch, shrinks in the middle
+ * and later grows; trains again without a cap; and compares the two runs to the bit.
+ * Must not know how recovery works: it only watches. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "gpt/error.h"
+#include "gpt/ops.h"
+#include "gpt/train.h"
+#include "rebatch/rebatch.h"
+
+#define MIB ((size_t)1 << 20)
+#define STEPS 48
+#define BAR_WIDTH 30
+
+/* What the other users of the card do, and what they leave for us. */
+static const struct phase {
+    size_t step; /* from here on */
+    size_t cap_bytes;
+    const char *what;
+} phases[] = {
+    {0, 80 * MIB, "somebody else is on the card"},
+    {16, 48 * MIB, "another one comes"},
+    {30, 160 * MIB, "both leave"},
+};
+#define PHASES (sizeof phases / sizeof *phases)
+
+/* ---- looks ---- */
+
+struct look {
+    const char *strong, *alarm, *good, *plain;
+};
+
+static struct look look_for(FILE *file)
+{
+    const bool colours = isatty(fileno(file)) && !getenv("NO_COLOR");
+    return colours ? (struct look){"\033[1m", "\033[33m", "\033[32m", "\033[0m"}
+                   : (struct look){"", "", "", ""};
+}
+
+static double seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+static double mib(uint64_t bytes)
+{
+    return (double)bytes / (double)MIB;
+}
+
+/* '#' live, '=' reserved beyond it, '.' free, '|' the cap; the width is the largest cap there will be. */
+static void draw_bar(char bar[BAR_WIDTH + 2], uint64_t live, uint64_t reserved, uint64_t cap)
+{
+    const double unit = (double)phases[PHASES - 1].cap_bytes / BAR_WIDTH;
+    const int live_end = (int)ceil((double)live / unit);
+    const int reserved_end = (int)ceil((double)reserved / unit);
+    const int cap_end = (int)lround((double)cap / unit);
+    for (int i = 0; i <= BAR_WIDTH; i++)
+        bar[i] = i == cap_end       ? '|'
+                 : i > cap_end      ? ' '
+                 : i < live_end     ? '#'
+                 : i < reserved_end ? '='
+                                    : '.';
+    bar[BAR_WIDTH + 1] = '\0';
+}
+
+/* ---- one run ---- */
+
+struct run {
+    struct look look;
+    bool is_capped;
+    rebatch_device *device;
+    rebatch *rb;
+    struct gpt_trainer *trainer;
+    size_t micro_first, micro_least, micro_last;
+    uint64_t ooms, redone_samples, samples;
+    char hash[GPT_HASH_TEXT_BYTES];
+};
+
+static void on_event(const rebatch_event *event, void *user)
+{
+    const struct run *run = user;
+    char line[256];
+    (void)rebatch_event_format(line, sizeof line, event);
+    const bool grows = event->kind == REBATCH_EVENT_GROW;
+    printf("  %s%s %s%s\n", grows ? run->look.good : run->look.alarm, grows ? "+" : "!", line,
+           run->look.plain);
+}
+
+static rebatch_status open_run(struct run *run, const struct gpt_data *data,
+                               const struct gpt_train_options *options)
+{
+    const size_t cap = run->is_capped ? phases[0].cap_bytes : REBATCH_UNLIMITED;
+    rebatch_status status = rebatch_device_open_host(&run->device, cap, NULL);
+    if (status)
+        return status;
+    rebatch_options session = REBATCH_OPTIONS_INIT;
+    session.grow_after = 4;
+    session.on_event = on_event;
+    session.on_event_user = run;
+    status = rebatch_open(&run->rb, run->device, &session);
+    return status ? status
+                  : gpt_trainer_create(&run->trainer, run->rb, &gpt_host_ops, NULL, data, options);
+}
+
+static void close_run(struct run *run)
+{
+    gpt_trainer_destroy(run->trainer);
+    rebatch_close(run->rb);
+    rebatch_device_close(run->device);
+}
+
+static rebatch_status change_cap(struct run *run, size_t step)
+{
+    for (size_t i = 0; i < PHASES && run->is_capped; i++) {
+        if (phases[i].step != step)
+            continue;
+        printf("  %s~ %s: cap %.0f MiB%s\n", run->look.strong, phases[i].what,
+               mib(phases[i].cap_bytes), run->look.plain);
+        return rebatch_device_set_capacity(run->device, phases[i].cap_bytes);
+    }
+    return REBATCH_OK;
+}
+
+static void note(struct run *run, const rebatch_step_report *report)
+{
+    if (report->step == 0)
+        run->micro_first = run->micro_least = report->micro_before;
+    if (report->micro_after < run->micro_least)
+        run->micro_least = report->micro_after;
+    run->micro_last = report->micro_after;
+    run->ooms += report->ooms;
+    run->redone_samples += report->redone_samples;
+    run->samples += run->trainer->options.batch;
+}
+
+static void print_step(const struct run *run, const rebatch_step_report *report, double loss,
+                       double took)
+{
+    const struct gpt_train_options *options = &run->trainer->options;
+    const size_t batch = options->batch;
+    rebatch_memory_info memory;
+    (void)rebatch_device_memory(run->device, &memory);
+    char bar[BAR_WIDTH + 2];
+    draw_bar(bar, report->peak_bytes, report->reserved_bytes, memory.total_bytes);
+    printf("%3llu  loss %.4f  %2zu x %-2u [%s] %3.0f/%3.0f/%3.0f MiB %6.1fk tokens/s\n",
+           (unsigned long long)report->step, loss,
+           (batch + report->microbatches - 1) / report->microbatches, report->microbatches, bar,
+           mib(report->peak_bytes), mib(report->reserved_bytes), mib(memory.total_bytes),
+           (double)(batch * options->config.length) / took / 1e3);
+}
+
+static rebatch_status train(struct run *run)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t step = 0; step < STEPS && !status; step++) {
+        status = change_cap(run, step);
+        if (status)
+            return status;
+        rebatch_step_report report;
+        struct gpt_step_result result;
+        const double began = seconds();
+        status = gpt_trainer_step(run->trainer, &report, &result);
+        if (status)
+            return status;
+        note(run, &report);
+        if (run->is_capped)
+            print_step(run, &report, result.loss, seconds() - began);
+        else
+            printf(".");
+        fflush(stdout);
+    }
+    return gpt_trainer_hash(run->trainer, run->hash);
+}
+
+/* ---- both ---- */
+
+static void introduce(const struct gpt_train_options *options, const struct gpt_data *data,
+                      const struct look *look)
+{
+    const struct gpt_config *c = &options->config;
+    size_t parameters = 0;
+    for (size_t i = 0; i < gpt_tensor_count(c); i++) {
+        const struct gpt_tensor tensor = gpt_tensor_at(c, i);
+        parameters += tensor.rows * tensor.columns;
+    }
+    printf(
+        "%sA GPT of %.2f million parameters on %.0f KiB of text, %d updates of %zu samples of %zu "
+        "bytes.%s\n",
+        look->strong, (double)parameters / 1e6, (double)gpt_data_bytes(data) / 1024, STEPS,
+        options->batch, c->length, look->plain);
+    printf("Each line: step, loss, micro-batch x accumulation, memory live # reserved = free . "
+           "cap |, speed.\n");
+}
+
+/* Every claim of the last line is tested here. */
+static bool print_verdict(const struct run *capped, const struct run *free_run)
+{
+    const double first = capped->trainer->losses[0];
+    const double last = capped->trainer->losses[STEPS - 1];
+    const bool identical = strcmp(capped->hash, free_run->hash) == 0;
+    const bool ok = identical && last < first && capped->ooms > 0 && free_run->ooms == 0 &&
+                    capped->micro_least < capped->micro_first &&
+                    capped->micro_last > capped->micro_least;
+    printf("\nSHA-256 over weights, both moments of AdamW and every loss\n  with the cap  %s\n"
+           "  without       %s\n",
+           capped->hash, free_run->hash);
+    printf("%sdemo: %s ooms=%llu micro=%zu->%zu->%zu loss=%.2f->%.2f redone=%.1f%% "
+           "identical=%s%s\n",
+           ok ? capped->look.good : capped->look.alarm, ok ? "ok" : "failed",
+           (unsigned long long)capped->ooms, capped->micro_first, capped->micro_least,
+           capped->micro_last, first, last,
+           100.0 * (double)capped->redone_samples / (double)capped->samples,
+           identical ? "yes" : "no", capped->look.plain);
+    return ok;
+}
+
+static rebatch_status run_both(const struct gpt_train_options *options, const struct gpt_data *data,
+                               bool *ok)
+{
+    struct run capped = {.look = look_for(stdout), .is_capped = true};
+    struct run free_run = {.look = capped.look};
+    introduce(options, data, &capped.look);
+    rebatch_status status = open_run(&capped, data, options);
+    if (!status)
+        status = train(&capped);
+    if (!status) {
+        printf("\nThe same training without a cap, all %zu samples at once ", options->batch);
+        fflush(stdout);
+        status = open_run(&free_run, data, options);
+    }
+    if (!status)
+        status = train(&free_run);
+    if (!status)
+        *ok = print_verdict(&capped, &free_run);
+    close_run(&free_run);
+    close_run(&capped);
+    return status;
+}
+
+int main(void)
+{
+    struct gpt_train_options options;
+    struct gpt_data *data = NULL;
+    bool ok = false;
+    rebatch_status status = gpt_train_options_init(&options, "demo");
+    options.total_steps = STEPS;
+    options.learning_rate = 1e-3f;
+    if (!status)
+        status = gpt_data_open_default(&data, ".", options.config.length);
+    if (!status)
+        status = run_both(&options, data, &ok);
+    if (status)
+        fprintf(stderr, "demo: failed: %s: %s\n", rebatch_status_name(status), gpt_last_error());
+    gpt_data_close(data);
+    return ok ? 0 : 1;
+}

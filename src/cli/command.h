@@ -1,0 +1,27 @@
+/* What the files of the `rebatch` command share. Must not know the library's inside. */
+#ifndef RBI_CLI_COMMAND_H
+#define RBI_CLI_COMMAND_H
+
+#include <stddef.h>
+
+enum { RBI_EXIT_OK = 0, RBI_EXIT_FAILED = 1, RBI_EXIT_USAGE = 2 };
+
+/* A command: `run` takes what follows its name and gives the exit status. */
+struct rbi_command {
+    const char *name;
+    int (*run)(int count, char **arguments);
+};
+
+/* Runs the command that the first of `count` arguments, at least 1, names; `what` is for the sentence
+ * about a name that none has. */
+int rbi_command_run(const char *what, const struct rbi_command *commands, size_t command_count,
+                    int count, char **arguments);
+/* Says how a command is used, and gives RBI_EXIT_USAGE. */
+int rbi_command_refuse(const char *usage);
+
+/* ---- settings (config.c) ---- */
+
+int rbi_config_main(int count, char **arguments);
+int rbi_config_help(int count, char **arguments);
+
+#endif

@@ -1,0 +1,152 @@
+/* Owns `rebatch config`: looking for mistakes in settings, and showing them.
+ * Must not know how settings are read: public headers only. */
+#include "rebatch/config.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "cli/command.h"
+
+static const char config_help[] =
+    "usage: rebatch config check FILE | show [FILE] | example | reference\n"
+    "\n"
+    "A setting has the value of its REBATCH_GROUP_KEY variable if there is one, else that of\n"
+    "the file, else its default. `check` and `show` look at the variables too. What `show`\n"
+    "and `example` print can itself be used as a file:\n"
+    "\n"
+    "  rebatch config example > rebatch.cfg\n"
+    "  rebatch config check rebatch.cfg\n"
+    "  REBATCH_MEMORY_LIMIT=20GiB rebatch config show rebatch.cfg\n";
+
+static int load(rebatch_config **config, const char *path)
+{
+    if (rebatch_config_load(config, path) == REBATCH_OK)
+        return RBI_EXIT_OK;
+    fprintf(stderr, "%s\n", rebatch_last_error());
+    return RBI_EXIT_FAILED;
+}
+
+static int config_check(int count, char **paths)
+{
+    if (count != 1)
+        return rbi_command_refuse("config check FILE");
+    rebatch_config *config;
+    const int code = load(&config, paths[0]);
+    if (code)
+        return code;
+    unsigned all = 0;
+    unsigned in_file = 0;
+    unsigned in_variables = 0;
+    const char *key;
+    for (; (key = rebatch_config_key(all)) != NULL; all++) {
+        const char *origin;
+        (void)rebatch_config_get(config, key, &origin);
+        if (strchr(origin, ':'))
+            in_file++; /* "FILE:LINE": neither "default" nor a variable's name has a colon */
+        else if (strcmp(origin, "default") != 0)
+            in_variables++;
+    }
+    printf("%s: ok, %u of %u settings from the file", paths[0], in_file, all);
+    if (in_variables > 0)
+        printf(", %u from the environment", in_variables);
+    fputs("\n", stdout);
+    rebatch_config_free(config);
+    return RBI_EXIT_OK;
+}
+
+/* The name after the dot of "group.name". */
+static const char *name_of(const char *key)
+{
+    return strchr(key, '.') + 1;
+}
+
+/* The widest name and value, so that they stand in columns. */
+struct widths {
+    int name, value;
+};
+
+static struct widths measure(const rebatch_config *config)
+{
+    struct widths widths = {0, 0};
+    const char *key;
+    for (size_t i = 0; (key = rebatch_config_key(i)) != NULL; i++) {
+        const int name = (int)strlen(name_of(key));
+        const int value = (int)strlen(rebatch_config_get(config, key, NULL));
+        widths.name = name > widths.name ? name : widths.name;
+        widths.value = value > widths.value ? value : widths.value;
+    }
+    return widths;
+}
+
+/* Prints a file that would set what holds, with the origin of each value in a comment. */
+static int config_show(int count, char **paths)
+{
+    if (count > 1)
+        return rbi_command_refuse("config show [FILE]");
+    rebatch_config *config;
+    const int code = load(&config, count == 1 ? paths[0] : NULL);
+    if (code)
+        return code;
+    const struct widths widths = measure(config);
+    const char *before = ""; /* the key before, so that groups are seen to end */
+    const char *key;
+    for (size_t i = 0; (key = rebatch_config_key(i)) != NULL; i++) {
+        const int group = (int)(name_of(key) - key);
+        if (strncmp(before, key, (size_t)group) != 0)
+            printf("%s%.*s = {\n", i > 0 ? "};\n\n" : "", group - 1, key);
+        const char *origin;
+        const char *value = rebatch_config_get(config, key, &origin);
+        printf("    %-*s = %s;%*s  # %s\n", widths.name, name_of(key), value,
+               widths.value - (int)strlen(value), "", origin);
+        before = key;
+    }
+    fputs("};\n", stdout);
+    rebatch_config_free(config);
+    return RBI_EXIT_OK;
+}
+
+static int print_formatted(size_t (*format)(char *text, size_t size))
+{
+    static char text[65536];
+    if (format(text, sizeof text) >= sizeof text) {
+        fputs("rebatch: the text is longer than this command can hold\n", stderr);
+        return RBI_EXIT_FAILED;
+    }
+    fputs(text, stdout);
+    return RBI_EXIT_OK;
+}
+
+static int config_example(int count, char **arguments)
+{
+    (void)arguments;
+    return count == 0 ? print_formatted(rebatch_config_format_example)
+                      : rbi_command_refuse("config example");
+}
+
+static int config_reference(int count, char **arguments)
+{
+    (void)arguments;
+    return count == 0 ? print_formatted(rebatch_config_format_reference)
+                      : rbi_command_refuse("config reference");
+}
+
+int rbi_config_help(int count, char **arguments)
+{
+    (void)arguments;
+    if (count > 0)
+        return rbi_command_refuse("help config");
+    fputs(config_help, stdout);
+    return RBI_EXIT_OK;
+}
+
+int rbi_config_main(int count, char **arguments)
+{
+    static const struct rbi_command commands[] = {
+        {"check", config_check},         {"show", config_show},       {"example", config_example},
+        {"reference", config_reference}, {"--help", rbi_config_help}, {"-h", rbi_config_help},
+    };
+    if (count == 0)
+        return rbi_command_refuse("config check FILE | show [FILE] | example | reference");
+    return rbi_command_run("config command", commands, sizeof commands / sizeof *commands, count,
+                           arguments);
+}

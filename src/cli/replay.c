@@ -1,0 +1,79 @@
+/* Owns `rebatch replay`: traces one after the other, and its help.
+ * Must not know how a trace is read, run or printed. */
+#include <stdio.h>
+
+#include "cli/command.h"
+#include "cli/replay.h"
+
+static const char help[] =
+    "usage: rebatch replay [OPTION...] TRACE...\n"
+    "\n"
+    "Runs recorded allocations against a pool on a device without memory, so that any pool "
+    "setting\n"
+    "can be tried for any card on any machine. A trace is gzip or plain text, a line each:\n"
+    "\n"
+    "  a ID BYTES STREAM   allocate; stream 0 is the default one\n"
+    "  f ID                free\n"
+    "  u ID STREAM         another stream uses the block too\n"
+    "  # comment           'peak allocated N reserved M' in it are PyTorch's own figures\n"
+    "\n"
+    "options:\n"
+    "  --capacity SIZE   the device's memory; without it there is as much as the trace takes\n"
+    "  --smallest        look for the smallest capacity in which the trace runs, to one granule\n"
+    "  --limit SIZE|N%   the pool's limit; a share is one of the capacity\n"
+    "  --headroom SIZE   what the pool leaves free on the device\n"
+    "  --caching on|off  off: every call goes to the device\n"
+    "  --granule SIZE    of the device's memory, a power of two; 2MiB unless given\n"
+    "  --repeat N        timed samples a trace, of which the median is shown; 9 unless given\n"
+    "  --json            one object a trace, each on a line of its own, with exact figures\n"
+    "\n"
+    "columns:\n"
+    "  requested     most bytes asked for at once\n"
+    "  peak live     the same, each block rounded up to 512 B, as PyTorch's 'allocated' is\n"
+    "  reserved      most bytes that the pool held from the device\n"
+    "  utilisation   peak live / reserved\n"
+    "  PyTorch       the same of PyTorch's allocator, where the trace says it\n"
+    "  ns/pair       an allocation and its free, on a pool that has run the trace before\n"
+    "  device calls  for memory, in the first run\n"
+    "  largest hole  what could still be allocated in one piece when live memory first peaked,\n"
+    "                without reserving more\n"
+    "  smallest      capacity, and its ratio to peak live\n"
+    "\n"
+    "exit status: 0 every trace ran, 1 one could not be read or ran out of memory, 2 wrong usage\n";
+
+int rbi_replay_help(int count, char **arguments)
+{
+    (void)arguments;
+    if (count > 0)
+        return rbi_command_refuse("help replay");
+    fputs(help, stdout);
+    return RBI_EXIT_OK;
+}
+
+static bool replay(const char *path, const struct rbi_replay_settings *settings)
+{
+    struct rbi_trace trace;
+    struct rbi_replay_result result;
+    if (!rbi_trace_read(&trace, path))
+        return false;
+    const bool ok = rbi_replay_run(&result, &trace, settings);
+    if (ok)
+        rbi_replay_print_result(&trace, &result, settings);
+    rbi_trace_free(&trace);
+    return ok;
+}
+
+int rbi_replay_main(int count, char **arguments)
+{
+    struct rbi_replay_settings settings;
+    if (!rbi_replay_settings_read(&settings, count, arguments))
+        return RBI_EXIT_USAGE;
+    if (settings.help)
+        return rbi_replay_help(0, NULL);
+    int code = RBI_EXIT_OK;
+    rbi_replay_print_head(&settings);
+    for (size_t i = 0; i < settings.path_count; i++)
+        if (!replay(settings.paths[i], &settings))
+            code = RBI_EXIT_FAILED;
+    return code;
+}

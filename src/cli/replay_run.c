@@ -1,0 +1,381 @@
+/* Owns running a trace against a pool on a dry device, and what is measured by it.
+ * Must not know what a trace's file looks like, and how results are shown. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "cli/replay.h"
+
+/* A timed sample runs a short trace as often as it takes to make this many pairs. */
+#define SAMPLE_PAIRS 20000
+#define REPORT_BYTES 4096
+
+/* A pool with a device of its own, and the blocks and streams of the trace that runs on it. */
+struct rig {
+    rebatch_device *dry;
+    /* Around the dry device when calls are counted, else NULL: they fail nothing. Two, because a
+     * plain allocation's free is not among the calls that they know. */
+    rebatch_device *mappings, *allocs;
+    rebatch_device *device; /* the outermost of the three */
+    rebatch_pool *pool;
+    rebatch_stream *streams;
+    uint32_t stream_count;
+    void **blocks; /* by slot */
+};
+
+static void close_rig(struct rig *rig)
+{
+    rebatch_pool_destroy(rig->pool);
+    for (uint32_t i = 1; i < rig->stream_count; i++)
+        rebatch_stream_destroy(rig->device, rig->streams[i]);
+    free(rig->streams);
+    free(rig->blocks);
+    rebatch_device_close(rig->allocs);
+    rebatch_device_close(rig->mappings);
+    rebatch_device_close(rig->dry);
+}
+
+/* Puts the two counters around the device. */
+static rebatch_status count_calls(struct rig *rig)
+{
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.calls = REBATCH_FAULT_RESERVE | REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP |
+                 REBATCH_FAULT_ACCESS | REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE;
+    rebatch_status status = rebatch_device_open_fault(&rig->mappings, rig->dry, &plan);
+    plan.calls = REBATCH_FAULT_ALLOC;
+    if (!status)
+        status = rebatch_device_open_fault(&rig->allocs, rig->mappings, &plan);
+    if (!status)
+        rig->device = rig->allocs;
+    return status;
+}
+
+static rebatch_status say_status(const struct rbi_trace *trace, rebatch_status status)
+{
+    if (status)
+        fprintf(stderr, "%s: %s\n", trace->path, rebatch_last_error());
+    return status;
+}
+
+static rebatch_status make_streams(struct rig *rig, uint32_t count)
+{
+    rebatch_status status = REBATCH_OK;
+    for (rig->stream_count = 1; rig->stream_count < count && !status; rig->stream_count++)
+        status = rebatch_stream_create(&rig->streams[rig->stream_count], rig->device);
+    return status;
+}
+
+/* On failure the rig is closed and the reason said. */
+static rebatch_status open_rig(struct rig *rig, const struct rbi_trace *trace,
+                               const struct rbi_replay_settings *settings, bool counted)
+{
+    *rig = (struct rig){.stream_count = 0};
+    rig->streams = calloc(trace->streams, sizeof *rig->streams);
+    rig->blocks = calloc(trace->slots, sizeof *rig->blocks);
+    if (!rig->streams || !rig->blocks) {
+        fprintf(stderr, "%s: no host memory to run the trace\n", trace->path);
+        close_rig(rig);
+        return REBATCH_E_HOST_OOM;
+    }
+    rebatch_status status =
+        rebatch_device_open_dry(&rig->dry, settings->capacity_bytes, settings->granule_bytes);
+    rig->device = rig->dry;
+    if (!status && counted)
+        status = count_calls(rig);
+    if (!status)
+        status = make_streams(rig, trace->streams);
+    if (!status)
+        status = rebatch_pool_create(&rig->pool, rig->device, &settings->pool);
+    if (say_status(trace, status))
+        close_rig(rig);
+    return status;
+}
+
+/* Runs the first `count` operations. On failure *at is the one that failed. */
+static rebatch_status run_ops(size_t *at, struct rig *rig, const struct rbi_trace *trace,
+                              size_t count)
+{
+    rebatch_status status = REBATCH_OK;
+    const struct rbi_replay_op *const ops = trace->ops;
+    for (size_t i = 0; i < count; i++) {
+        void **const block = &rig->blocks[ops[i].slot];
+        switch (ops[i].kind) {
+        case RBI_REPLAY_ALLOC:
+            status =
+                rebatch_pool_alloc(block, rig->pool, ops[i].bytes, rig->streams[ops[i].stream], 0);
+            break;
+        case RBI_REPLAY_FREE:
+            status = rebatch_pool_free(rig->pool, *block);
+            break;
+        default: /* a block of no bytes has nothing to use */
+            if (*block)
+                status = rebatch_pool_use_on(rig->pool, *block, rig->streams[ops[i].stream]);
+            break;
+        }
+        if (status != REBATCH_OK) {
+            *at = i;
+            return status;
+        }
+    }
+    return REBATCH_OK;
+}
+
+/* Says where in the trace a run ended, and why. */
+static void say_failure(const struct rbi_trace *trace, struct rig *rig, size_t at,
+                        rebatch_status status)
+{
+    if (status != REBATCH_OOM) {
+        fprintf(stderr, "%s:%" PRIu64 ": %s\n", trace->path, trace->lines[at],
+                rebatch_last_error());
+        return;
+    }
+    char text[REPORT_BYTES] = "";
+    rebatch_oom_report report;
+    if (rebatch_pool_last_oom(&report, rig->pool) == REBATCH_OK)
+        (void)rebatch_oom_format(text, sizeof text, &report);
+    fprintf(stderr, "%s:%" PRIu64 ": the trace runs out of memory, after %zu of %zu operations\n%s",
+            trace->path, trace->lines[at], at, trace->op_count, text);
+}
+
+/* ---- the first run ---- */
+
+static rebatch_status read_figures(struct rbi_replay_result *result, struct rig *rig)
+{
+    rebatch_pool_stats stats;
+    uint64_t mappings = 0;
+    uint64_t allocs = 0;
+    rebatch_status status = rebatch_pool_get_stats(&stats, rig->pool);
+    if (!status)
+        status = rebatch_fault_counts(rig->mappings, &mappings, NULL);
+    if (!status)
+        status = rebatch_fault_counts(rig->allocs, &allocs, NULL);
+    /* Every plain allocation that was given back was one call more; with mapped memory there are
+     * none, and the counters have seen all. */
+    const uint64_t frees = stats.device_frees < allocs ? stats.device_frees : allocs;
+    result->pool_live_bytes = stats.live_peak_bytes;
+    result->peak_reserved_bytes = stats.reserved_peak_bytes;
+    result->device_calls = mappings + allocs + frees;
+    return status;
+}
+
+static bool run_once(struct rbi_replay_result *result, const struct rbi_trace *trace,
+                     const struct rbi_replay_settings *settings)
+{
+    struct rig rig;
+    if (open_rig(&rig, trace, settings, true))
+        return false;
+    size_t at;
+    rebatch_status status = run_ops(&at, &rig, trace, trace->op_count);
+    if (status)
+        say_failure(trace, &rig, at, status);
+    else
+        status = say_status(trace, read_figures(result, &rig));
+    close_rig(&rig);
+    return status == REBATCH_OK;
+}
+
+/* ---- the largest hole ---- */
+
+/* Whether `bytes` can be had at the peak with what is reserved there. */
+static rebatch_status try_hole(const struct rbi_trace *trace,
+                               const struct rbi_replay_settings *settings, uint64_t *waste,
+                               uint64_t bytes)
+{
+    struct rig rig;
+    rebatch_status status = open_rig(&rig, trace, settings, false);
+    if (status)
+        return status;
+    size_t at;
+    rebatch_pool_stats stats;
+    status = run_ops(&at, &rig, trace, trace->peak_op + 1);
+    if (!status)
+        status = rebatch_pool_get_stats(&stats, rig.pool);
+    if (!status)
+        *waste = stats.reserved_bytes - stats.live_bytes;
+    if (!status && bytes > 0) {
+        void *block;
+        const uint16_t stream = trace->ops[trace->peak_op].stream;
+        status = rebatch_pool_set_limit(rig.pool, stats.reserved_bytes);
+        if (!status)
+            status = rebatch_pool_alloc(&block, rig.pool, bytes, rig.streams[stream], 0);
+    }
+    if (status != REBATCH_OOM)
+        (void)say_status(trace, status);
+    close_rig(&rig);
+    return status;
+}
+
+/* Bisects between what is certain, nothing, and all that is reserved and not live. */
+static bool find_largest_hole(struct rbi_replay_result *result, const struct rbi_trace *trace,
+                              const struct rbi_replay_settings *settings)
+{
+    uint64_t waste;
+    rebatch_status status = try_hole(trace, settings, &waste, 0);
+    uint64_t fits = 0;
+    uint64_t too_large = status ? 1 : waste / REBATCH_POOL_UNIT_BYTES + 1;
+    for (uint64_t units = too_large - 1; fits + 1 < too_large;
+         units = fits + (too_large - fits) / 2) {
+        status = try_hole(trace, settings, &waste, units * REBATCH_POOL_UNIT_BYTES);
+        if (status == REBATCH_OOM)
+            too_large = units;
+        else if (status)
+            return false;
+        else
+            fits = units;
+    }
+    result->largest_hole_bytes = fits * REBATCH_POOL_UNIT_BYTES;
+    return status == REBATCH_OK || status == REBATCH_OOM;
+}
+
+/* ---- the smallest capacity ---- */
+
+static rebatch_status try_capacity(const struct rbi_trace *trace,
+                                   const struct rbi_replay_settings *settings,
+                                   uint64_t capacity_bytes)
+{
+    struct rbi_replay_settings small = *settings;
+    small.capacity_bytes = capacity_bytes;
+    struct rig rig;
+    rebatch_status status = open_rig(&rig, trace, &small, false);
+    if (status)
+        return status;
+    size_t at;
+    status = run_ops(&at, &rig, trace, trace->op_count);
+    if (status && status != REBATCH_OOM)
+        say_failure(trace, &rig, at, status);
+    close_rig(&rig);
+    return status;
+}
+
+/* A number of granules in which the trace runs, near what it reserved with all the room it wanted;
+ * *fails is moved up to the most that was tried in vain. 0 when something else than memory failed. */
+static uint64_t find_enough(uint64_t *fails, const struct rbi_replay_result *result,
+                            const struct rbi_trace *trace,
+                            const struct rbi_replay_settings *settings)
+{
+    const uint64_t granule = settings->granule_bytes;
+    const uint64_t most = settings->capacity_bytes / granule; /* known to be enough */
+    uint64_t enough = (result->peak_reserved_bytes + settings->pool.headroom_bytes) / granule + 1;
+    for (uint64_t step = 1;; step *= 2) {
+        if (enough >= most)
+            return most;
+        const rebatch_status status = try_capacity(trace, settings, enough * granule);
+        if (status != REBATCH_OOM)
+            return status ? 0 : enough;
+        *fails = enough;
+        enough += step;
+    }
+}
+
+static bool find_smallest(struct rbi_replay_result *result, const struct rbi_trace *trace,
+                          const struct rbi_replay_settings *settings)
+{
+    const uint64_t granule = settings->granule_bytes;
+    /* What is live at once must be there at once. */
+    uint64_t fails = trace->peak_live_bytes > 0 ? (trace->peak_live_bytes - 1) / granule : 0;
+    uint64_t runs = find_enough(&fails, result, trace, settings);
+    while (runs > fails + 1) {
+        const uint64_t middle = fails + (runs - fails) / 2;
+        const rebatch_status status = try_capacity(trace, settings, middle * granule);
+        if (status && status != REBATCH_OOM)
+            return false;
+        *(status ? &fails : &runs) = middle;
+    }
+    result->smallest_capacity_bytes = runs * granule;
+    return runs > 0;
+}
+
+/* ---- time ---- */
+
+static double now_ns(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec * 1e9 + (double)time.tv_nsec;
+}
+
+static int by_value(const void *a, const void *b)
+{
+    const double x = *(const double *)a;
+    const double y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Runs the trace and the frees at its end, `times` over: nanoseconds a pair. */
+static rebatch_status sample(double *ns_per_pair, struct rig *rig, const struct rbi_trace *trace,
+                             size_t times)
+{
+    size_t at;
+    rebatch_status status = REBATCH_OK;
+    const double began = now_ns();
+    for (size_t i = 0; i < times && !status; i++)
+        status = run_ops(&at, rig, trace, trace->closed_count);
+    *ns_per_pair = (now_ns() - began) / ((double)times * (double)trace->allocations);
+    return status;
+}
+
+/* All samples on one pool, which has run the trace before. */
+static rebatch_status sample_warm(double *samples, const struct rbi_trace *trace,
+                                  const struct rbi_replay_settings *settings)
+{
+    struct rig rig;
+    rebatch_status status = open_rig(&rig, trace, settings, false);
+    if (status)
+        return status;
+    const size_t times = SAMPLE_PAIRS / trace->allocations + 1;
+    status = sample(&samples[0], &rig, trace, 1);
+    for (unsigned i = 0; i < settings->repeat && !status; i++)
+        status = sample(&samples[i], &rig, trace, times);
+    if (status != REBATCH_OOM)
+        (void)say_status(trace, status);
+    close_rig(&rig);
+    return status;
+}
+
+/* Each sample on a pool of its own. */
+static rebatch_status sample_fresh(double *samples, const struct rbi_trace *trace,
+                                   const struct rbi_replay_settings *settings)
+{
+    rebatch_status status = REBATCH_OK;
+    for (unsigned i = 0; i < settings->repeat && !status; i++) {
+        struct rig rig;
+        status = open_rig(&rig, trace, settings, false);
+        if (status)
+            break;
+        status = say_status(trace, sample(&samples[i], &rig, trace, 1));
+        close_rig(&rig);
+    }
+    return status;
+}
+
+static bool measure_time(struct rbi_replay_result *result, const struct rbi_trace *trace,
+                         const struct rbi_replay_settings *settings)
+{
+    double *samples = calloc(settings->repeat, sizeof *samples);
+    if (!samples) {
+        fprintf(stderr, "%s: no host memory to time it\n", trace->path);
+        return false;
+    }
+    rebatch_status status = sample_warm(samples, trace, settings);
+    if (status == REBATCH_OOM) {
+        fprintf(stderr,
+                "%s: runs once, but not again on the same pool in this capacity: timed on fresh "
+                "pools\n",
+                trace->path);
+        status = sample_fresh(samples, trace, settings);
+    }
+    qsort(samples, settings->repeat, sizeof *samples, by_value);
+    result->ns_per_pair = samples[settings->repeat / 2];
+    free(samples);
+    return status == REBATCH_OK;
+}
+
+bool rbi_replay_run(struct rbi_replay_result *result, const struct rbi_trace *trace,
+                    const struct rbi_replay_settings *settings)
+{
+    *result = (struct rbi_replay_result){.ns_per_pair = 0};
+    return run_once(result, trace, settings) && find_largest_hole(result, trace, settings) &&
+           (!settings->smallest || find_smallest(result, trace, settings)) &&
+           measure_time(result, trace, settings);
+}

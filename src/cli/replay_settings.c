@@ -1,0 +1,249 @@
+/* Owns the arguments of `rebatch replay`: one table of options, and sizes as text.
+ * Must not know traces and pools beyond the settings of one. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cli/replay.h"
+
+#define GRANULE_BYTES ((size_t)2 << 20) /* as on CUDA devices */
+#define REPEAT_DEFAULT 9
+#define REPEAT_MOST 1000
+#define NUMBER_MOST ((uint64_t)SIZE_MAX >> 2) /* so that sums with it do not overflow */
+
+/* ---- values ---- */
+
+/* "22GiB", "1.5 MB", "1048576" -> bytes; "87.5%" -> permille, in *is_share. False when it is none. */
+static bool read_size(uint64_t *out, bool *is_share, const char *text)
+{
+    static const struct {
+        const char *name;
+        uint64_t bytes;
+    } units[] = {
+        {"", 1},
+        {"B", 1},
+        {"KB", UINT64_C(1000)},
+        {"MB", UINT64_C(1000000)},
+        {"GB", UINT64_C(1000000000)},
+        {"TB", UINT64_C(1000000000000)},
+        {"KiB", UINT64_C(1) << 10},
+        {"MiB", UINT64_C(1) << 20},
+        {"GiB", UINT64_C(1) << 30},
+        {"TiB", UINT64_C(1) << 40},
+        {"%", 10}, /* permille */
+    };
+    uint64_t whole = 0, fraction = 0, one = 1;
+    const char *at = text;
+    for (; *at >= '0' && *at <= '9'; at++)
+        if (__builtin_mul_overflow(whole, 10, &whole) ||
+            __builtin_add_overflow(whole, (uint64_t)(*at - '0'), &whole))
+            return false;
+    if (at == text)
+        return false;
+    if (*at == '.') {
+        const char *const point = at++;
+        for (; *at >= '0' && *at <= '9' && at - point <= 6; at++) {
+            fraction = fraction * 10 + (uint64_t)(*at - '0');
+            one *= 10;
+        }
+        if (at == point + 1)
+            return false;
+    }
+    while (*at == ' ')
+        at++;
+    for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
+        if (strcmp(at, units[i].name) != 0)
+            continue;
+        *is_share = strcmp(at, "%") == 0;
+        /* fraction < 10^6 and a unit is at most 2^40: the product fits. */
+        const uint64_t part = fraction * units[i].bytes;
+        if (part % one != 0 && units[i].bytes <= 10)
+            return false; /* neither bytes nor permille come in parts */
+        return !__builtin_mul_overflow(whole, units[i].bytes, out) &&
+               !__builtin_add_overflow(*out, part / one, out) && *out <= NUMBER_MOST;
+    }
+    return false;
+}
+
+static bool set_bytes(size_t *out, const char *text)
+{
+    uint64_t bytes;
+    bool is_share;
+    if (!read_size(&bytes, &is_share, text) || is_share || bytes == 0)
+        return false;
+    *out = bytes;
+    return true;
+}
+
+static bool set_capacity(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_bytes(&settings->capacity_bytes, text);
+}
+
+static bool set_granule(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_bytes(&settings->granule_bytes, text);
+}
+
+static bool set_headroom(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_bytes(&settings->pool.headroom_bytes, text);
+}
+
+static bool set_limit(struct rbi_replay_settings *settings, const char *text)
+{
+    uint64_t number;
+    bool is_share;
+    if (!read_size(&number, &is_share, text) || number == 0 || (is_share && number > 1000))
+        return false;
+    settings->pool.limit_bytes = is_share ? 0 : number;
+    settings->pool.limit_permille = is_share ? (uint32_t)number : 0;
+    return true;
+}
+
+static bool set_caching(struct rbi_replay_settings *settings, const char *text)
+{
+    const bool is_on = strcmp(text, "on") == 0;
+    settings->pool.caching = is_on ? REBATCH_ON : REBATCH_OFF;
+    return is_on || strcmp(text, "off") == 0;
+}
+
+static bool set_repeat(struct rbi_replay_settings *settings, const char *text)
+{
+    char *end;
+    const unsigned long number = strtoul(text, &end, 10);
+    settings->repeat = (unsigned)number;
+    return *text >= '0' && *text <= '9' && *end == '\0' && number >= 1 && number <= REPEAT_MOST;
+}
+
+static bool set_smallest(struct rbi_replay_settings *settings, const char *text)
+{
+    (void)text;
+    return settings->smallest = true;
+}
+
+static bool set_json(struct rbi_replay_settings *settings, const char *text)
+{
+    (void)text;
+    return settings->json = true;
+}
+
+static bool set_help(struct rbi_replay_settings *settings, const char *text)
+{
+    (void)text;
+    return settings->help = true;
+}
+
+/* ---- options ---- */
+
+struct option {
+    const char *name;
+    bool (*set)(struct rbi_replay_settings *settings, const char *text);
+    const char *expected; /* of the value; NULL: it takes none */
+};
+
+#define A_SIZE "a size of at least 1 byte such as 22GiB, 512 MB or 1048576"
+static const struct option options[] = {
+    {"--capacity", set_capacity, A_SIZE},
+    {"--smallest", set_smallest, NULL},
+    {"--json", set_json, NULL},
+    {"--limit", set_limit, A_SIZE ", or a share from 0.1% to 100%"},
+    {"--headroom", set_headroom, A_SIZE},
+    {"--caching", set_caching, "on or off"},
+    {"--granule", set_granule, A_SIZE},
+    {"--repeat", set_repeat, "a number from 1 to 1000"},
+    {"--help", set_help, NULL},
+    {"-h", set_help, NULL},
+};
+
+/* The option that an argument names, as `--name` or `--name=value`; NULL when it is none. */
+static const struct option *find_option(const char *argument, const char **value)
+{
+    const size_t length = strcspn(argument, "=");
+    *value = argument[length] ? argument + length + 1 : NULL;
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        if (strlen(options[i].name) == length && strncmp(argument, options[i].name, length) == 0)
+            return &options[i];
+    return NULL;
+}
+
+/* One option with its value, which may be the next argument; *at is moved to the last one used. */
+static bool read_option(struct rbi_replay_settings *settings, int *at, int count, char **arguments)
+{
+    const char *value;
+    const struct option *option = find_option(arguments[*at], &value);
+    if (!option) {
+        fprintf(stderr, "rebatch replay: there is no option '%.60s'; see 'rebatch help replay'\n",
+                arguments[*at]);
+        return false;
+    }
+    if (!option->expected && value) {
+        fprintf(stderr, "rebatch replay: %s is '%.60s': expected no value\n", option->name, value);
+        return false;
+    }
+    if (option->expected && !value && *at + 1 < count)
+        value = arguments[++*at];
+    if (option->expected && !value) {
+        fprintf(stderr, "rebatch replay: %s has no value: expected %s\n", option->name,
+                option->expected);
+        return false;
+    }
+    if (option->set(settings, value))
+        return true;
+    fprintf(stderr, "rebatch replay: %s is '%.60s': expected %s\n", option->name, value,
+            option->expected);
+    return false;
+}
+
+/* What only a real pool and device know about their settings: whether they take them. */
+static bool try_settings(const struct rbi_replay_settings *settings)
+{
+    rebatch_device *device = NULL;
+    rebatch_pool *pool = NULL;
+    rebatch_status status =
+        rebatch_device_open_dry(&device, settings->capacity_bytes, settings->granule_bytes);
+    if (!status)
+        status = rebatch_pool_create(&pool, device, &settings->pool);
+    if (status)
+        fprintf(stderr, "rebatch replay: %s\n", rebatch_last_error());
+    rebatch_pool_destroy(pool);
+    rebatch_device_close(device);
+    return status == REBATCH_OK;
+}
+
+static bool check(const struct rbi_replay_settings *settings)
+{
+    if (settings->help)
+        return true;
+    if (settings->path_count == 0) {
+        fputs("usage: rebatch replay [OPTION...] TRACE...; see 'rebatch help replay'\n", stderr);
+        return false;
+    }
+    if (settings->pool.limit_permille && settings->capacity_bytes == REBATCH_UNLIMITED) {
+        fputs("rebatch replay: --limit is a share: expected --capacity with it, of which it is\n",
+              stderr);
+        return false;
+    }
+    return try_settings(settings);
+}
+
+bool rbi_replay_settings_read(struct rbi_replay_settings *settings, int count, char **arguments)
+{
+    *settings = (struct rbi_replay_settings){
+        .capacity_bytes = REBATCH_UNLIMITED,
+        .granule_bytes = GRANULE_BYTES,
+        .pool = REBATCH_POOL_OPTIONS_INIT,
+        .repeat = REPEAT_DEFAULT,
+        .paths = arguments,
+    };
+    bool are_paths = false; /* after "--" */
+    for (int i = 0; i < count; i++) {
+        if (are_paths || arguments[i][0] != '-')
+            arguments[settings->path_count++] = arguments[i];
+        else if (strcmp(arguments[i], "--") == 0)
+            are_paths = true;
+        else if (!read_option(settings, &i, count, arguments))
+            return false;
+    }
+    return check(settings);
+}

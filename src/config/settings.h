@@ -1,0 +1,241 @@
+/* The one table of settings, and what the files of this folder share.
+ * Must not know what a setting does. */
+#ifndef RBI_SETTINGS_H
+#define RBI_SETTINGS_H
+
+#include "base/base.h"
+#include "rebatch/config.h"
+
+/* ---- the table ---- */
+
+/* X(name, what it is about), in the order of every listing. */
+#define RBI_GROUPS(X)                                                                              \
+    X(batch, "How the effective batch is cut into micro-batches. Sizes are in samples.")           \
+    X(memory, "What the pool may take from the device.")                                           \
+    X(recovery, "What happens when memory runs out.")                                              \
+    X(growth, "How the micro-batch grows again.")                                                  \
+    X(device, "Where memory comes from.")                                                          \
+    X(log, "What is reported to the event callback.")
+
+enum rbi_setting_kind {
+    RBI_COUNT,  /* a whole number from `least` to `most` */
+    RBI_SIZE,   /* bytes from `least` to `most`; as a number, or as text with a unit */
+    RBI_SWITCH, /* true or false */
+    RBI_CHOICE  /* one of `choices`, as text; its number is the index */
+};
+
+/* Sizes and counts above this would not survive libconfig's 64-bit integers. */
+#define RBI_NUMBER_MOST INT64_MAX
+
+/* X(id, members of struct rbi_setting), in the order of every listing. Everything that is known about
+ * settings is made from this: parser, types, defaults, ranges, variables, documents, example file. */
+#define RBI_SETTINGS(X)                                                                            \
+    X(BATCH_START, .key = "batch.start", .kind = RBI_COUNT, .initial = "0",                        \
+      .most = RBI_NUMBER_MOST, .help = "The first micro-batch. 0: the effective batch, uncut.")    \
+    X(BATCH_SMALLEST, .key = "batch.smallest", .kind = RBI_COUNT, .initial = "1", .least = 1,      \
+      .most = RBI_NUMBER_MOST, .help = "A micro-batch is never cut smaller than this.")            \
+    X(BATCH_LARGEST, .key = "batch.largest", .kind = RBI_COUNT, .initial = "0",                    \
+      .most = RBI_NUMBER_MOST,                                                                     \
+      .help = "A micro-batch never grows larger than this. 0: the effective batch.")               \
+    X(MEMORY_LIMIT, .key = "memory.limit", .kind = RBI_SIZE, .initial = "none", .least = 1,        \
+      .most = RBI_NUMBER_MOST, .share_of = "the device's memory", .may_be_none = true,             \
+      .help = "The most that the pool ever holds of the device's memory.")                         \
+    X(MEMORY_HEADROOM, .key = "memory.headroom", .kind = RBI_SIZE, .initial = "0",                 \
+      .most = RBI_NUMBER_MOST, .help = "Left free on the device, for libraries and the driver.")   \
+    X(MEMORY_CACHING, .key = "memory.caching", .kind = RBI_SWITCH, .initial = "true",              \
+      .help = "Keep freed memory for the next request. false sends every call straight to the "    \
+              "device, for memory checkers.")                                                      \
+    X(RECOVERY_ON_OOM, .key = "recovery.on_oom", .kind = RBI_CHOICE, .initial = "halve",           \
+      .choices = {"halve", "stop"},                                                                \
+      .help = "Try half of the micro-batch that failed, or end the step with an error.")           \
+    X(RECOVERY_ADMISSION, .key = "recovery.admission", .kind = RBI_SWITCH, .initial = "true",      \
+      .help = "Do not start a micro-batch whose memory is known not to be there.")                 \
+    X(RECOVERY_LIGHTEN, .key = "recovery.lighten", .kind = RBI_SWITCH, .initial = "true",          \
+      .help = "When the smallest micro-batch does not fit, have the step use less memory a "       \
+              "sample, if it can.")                                                                \
+    X(RECOVERY_MAX_ATTEMPTS, .key = "recovery.max_attempts", .kind = RBI_COUNT, .initial = "64",   \
+      .least = 1, .most = UINT32_MAX,                                                              \
+      .help = "Callbacks that may run in vain in one step before it gives up.")                    \
+    X(GROWTH_ENABLED, .key = "growth.enabled", .kind = RBI_SWITCH, .initial = "true",              \
+      .help = "Let the micro-batch grow again after clean steps.")                                 \
+    X(GROWTH_AFTER, .key = "growth.after", .kind = RBI_COUNT, .initial = "16", .least = 1,         \
+      .most = UINT32_MAX, .help = "Clean steps, in a row, before the micro-batch grows.")          \
+    X(GROWTH_WAIT_MAX, .key = "growth.wait_max", .kind = RBI_COUNT, .initial = "1024", .least = 1, \
+      .most = UINT32_MAX,                                                                          \
+      .help = "Each growth that fails doubles that wait, up to this many steps.")                  \
+    X(DEVICE_KIND, .key = "device.kind", .kind = RBI_CHOICE, .initial = "host",                    \
+      .choices = {"host"}, .help = "The device: host is the CPU's memory under a cap.")            \
+    X(DEVICE_CAPACITY, .key = "device.capacity", .kind = RBI_SIZE, .initial = "none",              \
+      .least = 65536, .most = RBI_NUMBER_MOST, .share_of = "the machine's memory",                 \
+      .may_be_none = true, .help = "All the memory that the host device has to give.")             \
+    X(LOG_LEVEL, .key = "log.level", .kind = RBI_CHOICE, .initial = "info",                        \
+      .choices = {"quiet", "error", "warn", "info", "debug"},                                      \
+      .help = "Events above this level are not reported.")
+
+#define RBI_CHOICES_MOST 6
+
+struct rbi_setting {
+    const char *key; /* "group.name" */
+    enum rbi_setting_kind kind;
+    const char *initial; /* the default, as it would stand in a variable */
+    uint64_t least, most;
+    const char *share_of; /* of what "90%" is a share; NULL: percentages are refused */
+    bool may_be_none;     /* "none" is a value */
+    const char *choices[RBI_CHOICES_MOST + 1]; /* up to the first NULL */
+    const char *help;                          /* whole sentences, in ASCII */
+};
+
+enum rbi_setting_id {
+#define RBI_SETTING_ID_(id, ...) RBI_##id,
+    RBI_SETTINGS(RBI_SETTING_ID_)
+#undef RBI_SETTING_ID_
+        RBI_SETTING_COUNT
+};
+
+enum {
+#define RBI_GROUP_ID_(name, text) RBI_GROUP_##name,
+    RBI_GROUPS(RBI_GROUP_ID_)
+#undef RBI_GROUP_ID_
+        RBI_GROUP_COUNT
+};
+
+struct rbi_group {
+    const char *name;
+    const char *help;
+};
+
+/* settings.c */
+extern const struct rbi_setting rbi_settings[RBI_SETTING_COUNT];
+extern const struct rbi_group rbi_groups[RBI_GROUP_COUNT];
+
+/* Whether `setting` belongs to the group of that name. */
+bool rbi_setting_is_in(const struct rbi_setting *setting, const char *group);
+/* The key without its group: "limit". */
+const char *rbi_setting_name(const struct rbi_setting *setting);
+/* The setting of a full key; NULL: there is none. */
+const struct rbi_setting *rbi_setting_find(const char *key);
+/* The group of that name; NULL: there is none. */
+const struct rbi_group *rbi_group_find(const char *name);
+
+/* "REBATCH_MEMORY_LIMIT" */
+#define RBI_VARIABLE_PREFIX "REBATCH_"
+struct rbi_variable {
+    char name[48];
+};
+struct rbi_variable rbi_setting_variable(const struct rbi_setting *setting);
+
+/* What may stand there: 'a whole number from 1 to 4294967295', '"halve" or "stop"'. */
+void rbi_setting_describe(struct rbi_text *t, const struct rbi_setting *setting);
+/* Adds the names of a group's settings, or of all groups for NULL: "limit, headroom or caching". */
+void rbi_setting_list(struct rbi_text *t, const char *group);
+
+/* ---- numbers (number.c) ---- */
+
+enum rbi_integer { RBI_INTEGER_NONE, RBI_INTEGER_FITS, RBI_INTEGER_TOO_LARGE };
+
+/* Reads what libconfig would take for an integer, of `length` bytes: "-5", "0x40", "64L". */
+enum rbi_integer rbi_integer_parse(const char *text, size_t length, int64_t *out);
+/* Whether libconfig takes it for a number with a fraction or an exponent. */
+bool rbi_is_float(const char *at, size_t length);
+
+/* Text such as "1.5 GiB" or "90%": what it says, rounded down, and what is wrong with it. */
+struct rbi_size {
+    uint64_t bytes;
+    uint32_t permille; /* of a share; then `bytes` is 0 */
+    char wrong[72];    /* "": nothing; else it follows the text in the error sentence */
+};
+struct rbi_size rbi_size_parse(const char *text, bool may_be_share);
+struct rbi_size rbi_size_wrong(const char *wrong);
+
+/* ---- values (value.c) ---- */
+
+/* The longest value that is one, quotes and zero byte included. */
+#define RBI_VALUE_BYTES 64
+
+/* One setting's value, and where it came from. */
+struct rbi_entry {
+    uint64_t number;            /* count, bytes, 0 or 1, index of the choice */
+    uint32_t permille;          /* of a share; then `number` is 0 */
+    bool is_none;               /* then `number` is 0 */
+    char text[RBI_VALUE_BYTES]; /* as it would stand in a file */
+    char *origin;               /* "FILE:LINE" or a variable; NULL: the default */
+};
+
+/* Where a value stands, for error texts: a line of a file, or a variable. */
+struct rbi_place {
+    const char *file; /* NULL: it is a variable */
+    uint32_t line;
+    const char *variable;
+};
+
+/* A place, or a text that came from outside, made fit for an error sentence: cut, and without control
+ * characters. */
+struct rbi_shown {
+    char text[160];
+};
+struct rbi_shown rbi_shown_place(const struct rbi_place *place);
+struct rbi_shown rbi_shown_path(const char *path);
+struct rbi_shown rbi_shown_text(const char *text, size_t length);
+
+/* Each sets the value of `entry`, or answers REBATCH_E_PARSE with the entry unchanged. From a file: */
+rebatch_status rbi_entry_set_integer(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                     int64_t integer, const struct rbi_place *place);
+rebatch_status rbi_entry_set_boolean(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                     bool boolean, const struct rbi_place *place);
+rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                    const char *text, const struct rbi_place *place);
+/* From a variable, or the table: text whose type is the setting's. */
+rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                  const char *text, const struct rbi_place *place);
+/* The error for a value of a type that no setting has: `shown` is '1.5, a number with a fraction'. */
+rebatch_status rbi_entry_refuse(const struct rbi_setting *setting, const struct rbi_place *place,
+                                const char *shown);
+
+/* ---- what is nearest (nearest.c) ---- */
+
+/* The best of the candidates that were offered, if any is near. */
+struct rbi_nearest {
+    const char *word; /* borrowed */
+    size_t length;
+    size_t distance;
+    const void *found; /* NULL: nothing is near */
+};
+struct rbi_nearest rbi_nearest_to(const char *word, size_t length);
+void rbi_nearest_offer(struct rbi_nearest *nearest, const char *candidate, const void *answer);
+/* The setting whose full key, or bare name, is nearest; those of `group` first, if it is not NULL. */
+const struct rbi_setting *rbi_nearest_setting(const char *group, const char *word, size_t length);
+
+/* ---- files (source.c) ---- */
+
+/* A file and what it includes, as one text that libconfig reads as it was meant. */
+struct rbi_source {
+    char *text; /* zero-terminated */
+    size_t length, room;
+    struct rbi_source_line {
+        uint32_t file; /* index into `files` */
+        uint32_t line;
+    } * lines; /* of each line of `text`, where it came from */
+    size_t line_count, line_room;
+    char **files;
+    size_t file_count;
+};
+
+/* Leaves `source` to be freed on failure too.
+ * REBATCH_E_IO, REBATCH_E_PARSE, REBATCH_E_HOST_OOM. */
+rebatch_status rbi_source_read(struct rbi_source *source, const char *path);
+void rbi_source_free(struct rbi_source *source);
+/* Where line `line`, from 1, of the text came from. */
+struct rbi_place rbi_source_place(const struct rbi_source *source, unsigned line);
+
+/* ---- the whole (config.c, file.c, environment.c) ---- */
+
+struct rebatch_config {
+    struct rbi_entry entries[RBI_SETTING_COUNT];
+};
+
+rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
+rebatch_status rbi_config_read_environment(struct rebatch_config *config);
+/* Remembers where an entry came from. REBATCH_E_HOST_OOM. */
+rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place);
+
+#endif

@@ -1,0 +1,228 @@
+/* Owns the reading of one value: types, units, ranges, and the sentence when it is wrong.
+ * Must not know files or the environment. */
+#include <inttypes.h>
+#include <string.h>
+#include <strings.h>
+
+#include "config/settings.h"
+
+/* ---- what error sentences show ---- */
+
+/* Copies text of which only `most` bytes are wanted, control characters as '?'; a character of several
+ * bytes is left out whole. */
+static void add_clean(struct rbi_text *t, const char *text, size_t length, size_t most)
+{
+    size_t end = rbi_min(length, most);
+    while (end < length && end > 0 && ((unsigned char)text[end] & 0xc0) == 0x80)
+        end--;
+    for (size_t i = 0; i < end; i++) {
+        const unsigned char c = (unsigned char)text[i];
+        rbi_text_add(t, "%c", c < 0x20 || c == 0x7f ? '?' : c);
+    }
+    if (end < length)
+        rbi_text_add(t, "...");
+}
+
+struct rbi_shown rbi_shown_text(const char *text, size_t length)
+{
+    struct rbi_shown shown = {""};
+    struct rbi_text t = {shown.text, sizeof shown.text, 0};
+    add_clean(&t, text, length, 60);
+    return shown;
+}
+
+struct rbi_shown rbi_shown_path(const char *path)
+{
+    struct rbi_shown shown = {""};
+    struct rbi_text t = {shown.text, sizeof shown.text, 0};
+    const size_t length = strlen(path);
+    const size_t most = 120; /* the end of a path says more than its beginning */
+    size_t from = length > most ? length - most : 0;
+    while (from > 0 && ((unsigned char)path[from] & 0xc0) == 0x80)
+        from++;
+    add_clean(&t, "...", from > 0 ? 3 : 0, 3);
+    add_clean(&t, path + from, length - from, most);
+    return shown;
+}
+
+struct rbi_shown rbi_shown_place(const struct rbi_place *place)
+{
+    if (!place->file)
+        return rbi_shown_text(place->variable, strlen(place->variable));
+    struct rbi_shown shown = rbi_shown_path(place->file);
+    struct rbi_text t = {shown.text, sizeof shown.text, strlen(shown.text)};
+    rbi_text_add(&t, ":%" PRIu32, place->line);
+    return shown;
+}
+
+/* What a value is, as type: 'a boolean: true or false'. */
+static void add_expected(struct rbi_text *t, const struct rbi_setting *setting)
+{
+    if (setting->kind == RBI_SWITCH)
+        rbi_text_add(t, "a boolean, ");
+    else if (setting->kind == RBI_CHOICE)
+        rbi_text_add(t, "text, ");
+    rbi_setting_describe(t, setting);
+}
+
+rebatch_status rbi_entry_refuse(const struct rbi_setting *setting, const struct rbi_place *place,
+                                const char *shown)
+{
+    char expected[256];
+    struct rbi_text t = {expected, sizeof expected, 0};
+    add_expected(&t, setting);
+    return rbi_error(REBATCH_E_PARSE, "%s: %s is %s: expected %s", rbi_shown_place(place).text,
+                     setting->key, shown, expected);
+}
+
+/* The same for text, with what is wrong about it: ", a negative number", or "". */
+static rebatch_status refuse_text(const struct rbi_setting *setting, const struct rbi_place *place,
+                                  const char *text, const char *wrong)
+{
+    char shown[sizeof(struct rbi_shown) + 64];
+    struct rbi_text t = {shown, sizeof shown, 0};
+    rbi_text_add(&t, "\"%s\"%s", rbi_shown_text(text, strlen(text)).text, wrong);
+    return rbi_entry_refuse(setting, place, shown);
+}
+
+/* ---- ranges ---- */
+
+static const char *negative(const struct rbi_setting *setting)
+{
+    return setting->kind == RBI_SIZE ? ", a negative size" : ", a negative number";
+}
+
+/* What is wrong with a number that has the right type; "" when nothing is. */
+static const char *out_of_range(const struct rbi_setting *setting, uint64_t number)
+{
+    if (number == 0 && setting->kind == RBI_SIZE && setting->least > 0)
+        return ", a cap of nothing";
+    if (number < setting->least)
+        return ", too small";
+    return number > setting->most ? ", too large" : "";
+}
+
+/* ---- setting a value ---- */
+
+static void set_number(struct rbi_entry *entry, uint64_t number)
+{
+    entry->number = number;
+    entry->permille = 0;
+    entry->is_none = false;
+}
+
+/* The value as it would stand in a file. Every caller's text fits. */
+__attribute__((format(printf, 2, 3))) static void set_text(struct rbi_entry *entry,
+                                                           const char *format, ...)
+{
+    struct rbi_text t = {entry->text, sizeof entry->text, 0};
+    va_list arguments;
+    va_start(arguments, format);
+    rbi_text_add_v(&t, format, arguments);
+    va_end(arguments);
+}
+
+rebatch_status rbi_entry_set_integer(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                     int64_t integer, const struct rbi_place *place)
+{
+    char shown[96];
+    struct rbi_text t = {shown, sizeof shown, 0};
+    rbi_text_add(&t, "%" PRId64, integer);
+    if (setting->kind != RBI_COUNT && setting->kind != RBI_SIZE) {
+        rbi_text_add(&t, ", a whole number");
+        return rbi_entry_refuse(setting, place, shown);
+    }
+    const char *wrong = integer < 0 ? negative(setting) : out_of_range(setting, (uint64_t)integer);
+    if (wrong[0]) {
+        rbi_text_add(&t, "%s", wrong);
+        return rbi_entry_refuse(setting, place, shown);
+    }
+    set_number(entry, (uint64_t)integer);
+    set_text(entry, "%" PRId64, integer);
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_entry_set_boolean(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                     bool boolean, const struct rbi_place *place)
+{
+    if (setting->kind != RBI_SWITCH)
+        return rbi_entry_refuse(setting, place, boolean ? "true, a boolean" : "false, a boolean");
+    set_number(entry, boolean);
+    set_text(entry, boolean ? "true" : "false");
+    return REBATCH_OK;
+}
+
+static struct rbi_size in_range(const struct rbi_setting *setting, struct rbi_size size)
+{
+    const char *wrong = out_of_range(setting, size.bytes);
+    return wrong[0] ? rbi_size_wrong(wrong) : size;
+}
+
+static rebatch_status set_size(struct rbi_entry *entry, const struct rbi_setting *setting,
+                               const char *text, const struct rbi_place *place)
+{
+    const bool is_none = setting->may_be_none && strcmp(text, "none") == 0;
+    struct rbi_size size = {0, 0, ""};
+    if (!is_none) {
+        size = rbi_size_parse(text, setting->share_of != NULL);
+        if (!size.wrong[0] && size.permille == 0)
+            size = in_range(setting, size);
+        if (!size.wrong[0] && strlen(text) + sizeof "\"\"" > sizeof entry->text)
+            size = rbi_size_wrong(", too long a text"); /* padded with zeros or blanks */
+        if (size.wrong[0])
+            return refuse_text(setting, place, text, size.wrong);
+    }
+    set_number(entry, size.bytes);
+    entry->permille = size.permille;
+    entry->is_none = is_none;
+    set_text(entry, "\"%s\"", text);
+    return REBATCH_OK;
+}
+
+static rebatch_status set_choice(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                 const char *text, const struct rbi_place *place)
+{
+    for (size_t i = 0; setting->choices[i]; i++) {
+        if (strcmp(setting->choices[i], text) != 0)
+            continue;
+        set_number(entry, i);
+        set_text(entry, "\"%s\"", text);
+        return REBATCH_OK;
+    }
+    return refuse_text(setting, place, text, "");
+}
+
+rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                    const char *text, const struct rbi_place *place)
+{
+    if (setting->kind == RBI_SIZE)
+        return set_size(entry, setting, text, place);
+    if (setting->kind == RBI_CHOICE)
+        return set_choice(entry, setting, text, place);
+    return refuse_text(setting, place, text, ", text");
+}
+
+rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                  const char *text, const struct rbi_place *place)
+{
+    int64_t integer = 0;
+    if (setting->kind == RBI_SWITCH) {
+        const bool is_true = strcasecmp(text, "true") == 0;
+        return is_true || strcasecmp(text, "false") == 0
+                   ? rbi_entry_set_boolean(entry, setting, is_true, place)
+                   : refuse_text(setting, place, text, "");
+    }
+    if (setting->kind == RBI_CHOICE)
+        return set_choice(entry, setting, text, place);
+    switch (rbi_integer_parse(text, strlen(text), &integer)) {
+    case RBI_INTEGER_FITS:
+        return rbi_entry_set_integer(entry, setting, integer, place);
+    case RBI_INTEGER_TOO_LARGE:
+        return refuse_text(setting, place, text,
+                           text[0] == '-' ? negative(setting) : ", too large a number");
+    case RBI_INTEGER_NONE:
+        break;
+    }
+    return setting->kind == RBI_SIZE ? set_size(entry, setting, text, place)
+                                     : refuse_text(setting, place, text, "");
+}

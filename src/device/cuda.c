@@ -1,0 +1,395 @@
+/* Owns the CUDA device: a GPU's primary context, its memory, streams and events, by the driver API.
+ * Must not know pools, kernels or who asks. */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "device/cuda_driver.h"
+#include "device/device.h"
+#include "rebatch/cuda.h"
+
+/* Values of cuda.h. */
+enum {
+    ATTRIBUTE_VIRTUAL_MEMORY = 102,
+    CODE_NOT_READY = 600,
+    EVENT_WITHOUT_TIMING = 2,
+    STREAM_NON_BLOCKING = 1,
+    LOCATION_DEVICE = 1,
+    KIND_PINNED = 1,
+    ACCESS_READ_WRITE = 3,
+    GRANULARITY_MINIMUM = 0
+};
+
+/* Without virtual memory an allocation is the driver's, which rounds small ones to this itself. */
+#define PLAIN_GRANULE_BYTES ((size_t)2 << 20)
+
+struct cuda {
+    const struct rbi_cuda_driver *driver;
+    rebatch_device *device; /* this one, for the room that ambiguous codes ask about */
+    int ordinal;
+    cu_context context; /* the primary one; NULL: not retained */
+    size_t granule_bytes;
+    struct cu_memory_kind kind;
+    int (*take_last_error)(void);
+    struct rbi_device_ops ops; /* without virtual memory where the GPU has none */
+    pthread_mutex_t lock;
+    size_t used_bytes;
+};
+
+/* ---- the context ---- */
+
+/* Makes the GPU's context current in this thread for one call; whatever was current comes back. */
+static bool enter(const struct cuda *cuda, int *code)
+{
+    cu_context current = NULL;
+    *code = cuda->driver->context_get(&current);
+    if (*code || current == cuda->context)
+        return false;
+    *code = cuda->driver->context_push(cuda->context);
+    return *code == 0;
+}
+
+static void leave(const struct cuda *cuda, bool entered)
+{
+    cu_context ours;
+    if (entered)
+        (void)cuda->driver->context_pop(&ours);
+}
+
+#define CALL(call)                                                                                 \
+    do {                                                                                           \
+        struct cuda *cuda = self;                                                                  \
+        int code;                                                                                  \
+        const bool entered = enter(cuda, &code);                                                   \
+        if (!code)                                                                                 \
+            code = cuda->driver->call;                                                             \
+        leave(cuda, entered);                                                                      \
+        return rebatch_from_cuda(cuda->device, code);                                              \
+    } while (0)
+
+static void cuda_close(void *self)
+{
+    struct cuda *cuda = self;
+    if (cuda->context)
+        (void)cuda->driver->context_release(cuda->ordinal);
+    pthread_mutex_destroy(&cuda->lock);
+    rbi_heap_free(cuda);
+}
+
+/* ---- memory ---- */
+
+static size_t cuda_granule_bytes(void *self)
+{
+    return ((struct cuda *)self)->granule_bytes;
+}
+
+static rebatch_status memory_info(void *self, rebatch_memory_info *out)
+{
+    CALL(memory_info(&out->free_bytes, &out->total_bytes));
+}
+
+static rebatch_status cuda_memory(void *self, rebatch_memory_info *out)
+{
+    struct cuda *cuda = self;
+    const rebatch_status status = memory_info(self, out);
+    pthread_mutex_lock(&cuda->lock);
+    out->used_bytes = cuda->used_bytes;
+    pthread_mutex_unlock(&cuda->lock);
+    return status;
+}
+
+/* What was taken or given back counts when the call has succeeded. */
+static rebatch_status count(void *self, rebatch_status status, size_t taken, size_t given)
+{
+    struct cuda *cuda = self;
+    if (status)
+        return status;
+    pthread_mutex_lock(&cuda->lock);
+    cuda->used_bytes += taken;
+    cuda->used_bytes -= given;
+    pthread_mutex_unlock(&cuda->lock);
+    return REBATCH_OK;
+}
+
+static rebatch_status alloc(void *self, cu_pointer *out, size_t bytes)
+{
+    CALL(alloc(out, bytes));
+}
+
+static rebatch_status cuda_alloc(void *self, void **out, size_t bytes)
+{
+    cu_pointer memory = 0;
+    const rebatch_status status = alloc(self, &memory, bytes);
+    *out = (void *)(uintptr_t)memory;
+    return count(self, status, bytes, 0);
+}
+
+static rebatch_status release_plain(void *self, void *memory)
+{
+    CALL(free((uintptr_t)memory));
+}
+
+static rebatch_status cuda_free(void *self, void *memory, size_t bytes)
+{
+    return count(self, release_plain(self, memory), 0, bytes);
+}
+
+static rebatch_status cuda_copy(void *self, void *to, const void *from, size_t bytes,
+                                rebatch_stream stream)
+{
+    CALL(copy((uintptr_t)to, (uintptr_t)from, bytes, stream));
+}
+
+static rebatch_status cuda_fill(void *self, void *to, uint8_t value, size_t bytes,
+                                rebatch_stream stream)
+{
+    CALL(fill((uintptr_t)to, value, bytes, stream));
+}
+
+/* ---- virtual memory ---- */
+
+static rebatch_status reserve(void *self, cu_pointer *out, size_t bytes)
+{
+    CALL(reserve(out, bytes, 0, 0, 0));
+}
+
+static rebatch_status cuda_reserve(void *self, void **out, size_t bytes)
+{
+    cu_pointer address = 0;
+    const rebatch_status status = reserve(self, &address, bytes);
+    *out = (void *)(uintptr_t)address;
+    return status;
+}
+
+static rebatch_status cuda_unreserve(void *self, void *address, size_t bytes)
+{
+    CALL(unreserve((uintptr_t)address, bytes));
+}
+
+static rebatch_status create(void *self, unsigned long long *out, size_t bytes)
+{
+    CALL(create(out, bytes, &cuda->kind, 0));
+}
+
+static rebatch_status cuda_create(void *self, rbi_physical *out, size_t bytes)
+{
+    unsigned long long physical = 0;
+    const rebatch_status status = create(self, &physical, bytes);
+    *out = physical;
+    return count(self, status, bytes, 0);
+}
+
+static rebatch_status release(void *self, rbi_physical physical)
+{
+    CALL(release(physical));
+}
+
+static rebatch_status cuda_release(void *self, rbi_physical physical, size_t bytes)
+{
+    return count(self, release(self, physical), 0, bytes);
+}
+
+static rebatch_status cuda_map(void *self, void *address, size_t bytes, rbi_physical physical)
+{
+    CALL(map((uintptr_t)address, bytes, 0, physical, 0));
+}
+
+static rebatch_status cuda_set_access(void *self, void *address, size_t bytes)
+{
+    struct cuda *c = self;
+    const struct cu_access access = {.location = c->kind.location, .flags = ACCESS_READ_WRITE};
+    CALL(set_access((uintptr_t)address, bytes, &access, 1));
+}
+
+static rebatch_status cuda_unmap(void *self, void *address, size_t bytes)
+{
+    CALL(unmap((uintptr_t)address, bytes));
+}
+
+/* ---- streams and events ---- */
+
+static rebatch_status cuda_stream_create(void *self, rebatch_stream *out)
+{
+    CALL(stream_create(out, STREAM_NON_BLOCKING));
+}
+
+static rebatch_status destroy_stream(void *self, rebatch_stream stream)
+{
+    CALL(stream_destroy(stream));
+}
+
+static rebatch_status cuda_stream_synchronize(void *self, rebatch_stream stream)
+{
+    CALL(stream_synchronize(stream));
+}
+
+static void cuda_stream_destroy(void *self, rebatch_stream stream)
+{
+    (void)cuda_stream_synchronize(self, stream);
+    (void)destroy_stream(self, stream);
+}
+
+static rebatch_status cuda_stream_call(void *self, rebatch_stream stream, void (*function)(void *),
+                                       void *user)
+{
+    CALL(stream_call(stream, function, user));
+}
+
+static rebatch_status cuda_event_create(void *self, rbi_event *out)
+{
+    CALL(event_create(out, EVENT_WITHOUT_TIMING));
+}
+
+static rebatch_status destroy_event(void *self, rbi_event event)
+{
+    CALL(event_destroy(event));
+}
+
+static void cuda_event_destroy(void *self, rbi_event event)
+{
+    (void)destroy_event(self, event);
+}
+
+static rebatch_status cuda_event_record(void *self, rbi_event event, rebatch_stream stream)
+{
+    CALL(event_record(event, stream));
+}
+
+/* "Not ready" is an answer, not an error. */
+static rebatch_status cuda_event_query(void *self, rbi_event event, bool *done)
+{
+    struct cuda *cuda = self;
+    int code;
+    const bool entered = enter(cuda, &code);
+    if (!code)
+        code = cuda->driver->event_query(event);
+    leave(cuda, entered);
+    *done = code == 0;
+    return code == CODE_NOT_READY ? REBATCH_OK : rebatch_from_cuda(cuda->device, code);
+}
+
+static rebatch_status cuda_event_synchronize(void *self, rbi_event event)
+{
+    CALL(event_synchronize(event));
+}
+
+static rebatch_status cuda_stream_wait(void *self, rebatch_stream stream, rbi_event event)
+{
+    CALL(stream_wait(stream, event, 0));
+}
+
+static rebatch_status cuda_take_last_error(void *self)
+{
+    struct cuda *cuda = self;
+    return cuda->take_last_error ? rebatch_from_cuda(cuda->device, cuda->take_last_error())
+                                 : REBATCH_OK;
+}
+
+/* ---- opening ---- */
+
+static const struct rbi_device_ops cuda_ops = {
+    .struct_size = sizeof(struct rbi_device_ops),
+    .close = cuda_close,
+    .granule_bytes = cuda_granule_bytes,
+    .memory = cuda_memory,
+    .alloc = cuda_alloc,
+    .free = cuda_free,
+    .copy = cuda_copy,
+    .fill = cuda_fill,
+    .stream_create = cuda_stream_create,
+    .stream_destroy = cuda_stream_destroy,
+    .stream_synchronize = cuda_stream_synchronize,
+    .stream_call = cuda_stream_call,
+    .event_create = cuda_event_create,
+    .event_destroy = cuda_event_destroy,
+    .event_record = cuda_event_record,
+    .event_query = cuda_event_query,
+    .event_synchronize = cuda_event_synchronize,
+    .stream_wait = cuda_stream_wait,
+    .take_last_error = cuda_take_last_error,
+    .reserve = cuda_reserve,
+    .unreserve = cuda_unreserve,
+    .create = cuda_create,
+    .release = cuda_release,
+    .map = cuda_map,
+    .set_access = cuda_set_access,
+    .unmap = cuda_unmap,
+};
+
+/* The shared runtime of this process, if it has one, keeps an error until somebody asks. */
+static int (*shared_runtime_last_error(void))(void)
+{
+    void *found = dlsym(RTLD_DEFAULT, "cudaGetLastError");
+    int (*function)(void) = NULL;
+    memcpy(&function, &found, sizeof found);
+    return function;
+}
+
+static rebatch_status find_granule(struct cuda *cuda)
+{
+    int has_virtual_memory = 0;
+    int code = cuda->driver->device_get_attribute(&has_virtual_memory, ATTRIBUTE_VIRTUAL_MEMORY,
+                                                  cuda->ordinal);
+    cuda->granule_bytes = PLAIN_GRANULE_BYTES;
+    if (!code && has_virtual_memory)
+        code = cuda->driver->granularity(&cuda->granule_bytes, &cuda->kind, GRANULARITY_MINIMUM);
+    else
+        cuda->ops.reserve = NULL;
+    return rebatch_from_cuda(NULL, code);
+}
+
+static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o, char *name,
+                               int name_size)
+{
+    rebatch_status status = rbi_cuda_driver_load(&cuda->driver);
+    if (status)
+        return status;
+    int count = 0;
+    status = rebatch_from_cuda(NULL, cuda->driver->device_get_count(&count));
+    if (status)
+        return status;
+    if (o->ordinal < 0 || o->ordinal >= count)
+        return rbi_error(REBATCH_E_NO_DEVICE,
+                         "ordinal is %d: expected 0 to %d, there are %d CUDA devices", o->ordinal,
+                         count - 1, count);
+    status = rebatch_from_cuda(NULL, cuda->driver->device_get(&cuda->ordinal, o->ordinal));
+    if (!status)
+        status =
+            rebatch_from_cuda(NULL, cuda->driver->device_get_name(name, name_size, cuda->ordinal));
+    if (!status)
+        status =
+            rebatch_from_cuda(NULL, cuda->driver->context_retain(&cuda->context, cuda->ordinal));
+    cuda->kind = (struct cu_memory_kind){
+        .type = KIND_PINNED, .location = {.type = LOCATION_DEVICE, .id = cuda->ordinal}};
+    return status ? status : find_granule(cuda);
+}
+
+rebatch_status rebatch_device_open_cuda(rebatch_device **out, const rebatch_cuda_options *options)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    *out = NULL;
+    rebatch_cuda_options o = REBATCH_CUDA_OPTIONS_INIT;
+    rebatch_status status = rbi_options_copy(&o, sizeof o, options, "rebatch_cuda_options");
+    if (status)
+        return status;
+    struct cuda *cuda = rbi_heap_calloc(1, sizeof *cuda);
+    if (!cuda)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a CUDA device");
+    pthread_mutex_init(&cuda->lock, NULL);
+    cuda->ops = cuda_ops;
+    cuda->take_last_error = o.take_last_error ? o.take_last_error : shared_runtime_last_error();
+    char gpu[48] = "";
+    char name[64];
+    status = open_gpu(cuda, &o, gpu, sizeof gpu);
+    (void)snprintf(name, sizeof name, "cuda:%d %s", o.ordinal, gpu);
+    if (!status)
+        status = rbi_device_create(&cuda->device, &cuda->ops, cuda, name);
+    if (status) {
+        cuda_close(cuda);
+        return status;
+    }
+    *out = cuda->device;
+    return REBATCH_OK;
+}
