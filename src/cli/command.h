@@ -12,8 +12,8 @@ struct rbi_command {
     int (*run)(int count, char **arguments);
 };
 
-/* Runs the command that the first of `count` arguments, at least 1, names; `what` is for the sentence
- * about a name that none has. */
+/* Runs the command that the first of `count` arguments, at least 1, names; `what` is for the
+ * sentence about a name that none has. */
 int rbi_command_run(const char *what, const struct rbi_command *commands, size_t command_count,
                     int count, char **arguments);
 /* Says how a command is used, and gives RBI_EXIT_USAGE. */

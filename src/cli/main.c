@@ -25,8 +25,8 @@ static const char main_help[] =
 
 /* ---- finding the command ---- */
 
-/* Whether one character more, less, other, or swapped with its neighbour makes `b` of `a`, or `a` is
- * how `b` begins. */
+/* Whether one character more, less, other, or swapped with its neighbour makes `b` of `a`, or
+ * `a` is how `b` begins. */
 static bool is_near(const char *a, const char *b)
 {
     size_t from = 0;

@@ -1,5 +1,4 @@
-/* Owns settings as a whole: defaults, the order of sources, what must fit together, and handing them to
- * those who use them.
+/* Owns settings as a whole: defaults, the order of sources, what must fit together, their use.
  * Must not know how a value is written. */
 #include "config/settings.h"
 

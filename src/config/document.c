@@ -73,8 +73,8 @@ size_t rebatch_config_format_example(char *text, size_t size)
 
 enum { COLUMNS = 4 };
 
-/* A row of the table: key, default, values and variable, padded so that the text is readable as it is;
- * the meaning comes last. */
+/* A row of the table: key, default, values and variable, padded so that the text is readable as
+ * it is; the meaning comes last. */
 struct row {
     char cells[COLUMNS][160];
 };

@@ -175,7 +175,8 @@ static rebatch_status read_tree(struct file *f, const config_t *tree, const char
         rbi_shown_path(path).text);
 }
 
-/* The last line with something in it, up to line `line`: what libconfig stumbled over stands there. */
+/* The last line with something in it, up to line `line`: what libconfig stumbled over stands
+ * there. */
 static unsigned find_line(const struct rbi_source *source, unsigned line, const char **begin,
                           size_t *length)
 {

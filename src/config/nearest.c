@@ -12,8 +12,9 @@ static char lower(char c)
     return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
 }
 
-/* The fewest single-character insertions, deletions, replacements and swaps of neighbours that make b
- * of a, no character touched twice (optimal string alignment); in time and space of a row. */
+/* The fewest single-character insertions, deletions, replacements and swaps of neighbours that
+ * make b of a, no character touched twice (optimal string alignment); in time and space of a
+ * row. */
 static size_t edit_distance(const char *a, size_t a_length, const char *b, size_t b_length)
 {
     size_t rows[3][WORD_MOST + 1]; /* row i is rows[i % 3] */

@@ -27,8 +27,9 @@ enum rbi_setting_kind {
 /* Sizes and counts above this would not survive libconfig's 64-bit integers. */
 #define RBI_NUMBER_MOST INT64_MAX
 
-/* X(id, members of struct rbi_setting), in the order of every listing. Everything that is known about
- * settings is made from this: parser, types, defaults, ranges, variables, documents, example file. */
+/* X(id, members of struct rbi_setting), in the order of every listing. Everything that is known
+ * about settings is made from this: parser, types, defaults, ranges, variables, documents,
+ * example file. */
 #define RBI_SETTINGS(X)                                                                            \
     X(BATCH_START, .key = "batch.start", .kind = RBI_COUNT, .initial = "0",                        \
       .most = RBI_NUMBER_MOST, .help = "The first micro-batch. 0: the effective batch, uncut.")    \
@@ -168,8 +169,8 @@ struct rbi_place {
     const char *variable;
 };
 
-/* A place, or a text that came from outside, made fit for an error sentence: cut, and without control
- * characters. */
+/* A place, or a text that came from outside, made fit for an error sentence: cut, and without
+ * control characters. */
 struct rbi_shown {
     char text[160];
 };
@@ -177,7 +178,8 @@ struct rbi_shown rbi_shown_place(const struct rbi_place *place);
 struct rbi_shown rbi_shown_path(const char *path);
 struct rbi_shown rbi_shown_text(const char *text, size_t length);
 
-/* Each sets the value of `entry`, or answers REBATCH_E_PARSE with the entry unchanged. From a file: */
+/* Each sets the value of `entry`, or answers REBATCH_E_PARSE with the entry unchanged. From a
+ * file: */
 rebatch_status rbi_entry_set_integer(struct rbi_entry *entry, const struct rbi_setting *setting,
                                      int64_t integer, const struct rbi_place *place);
 rebatch_status rbi_entry_set_boolean(struct rbi_entry *entry, const struct rbi_setting *setting,
@@ -187,7 +189,8 @@ rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_se
 /* From a variable, or the table: text whose type is the setting's. */
 rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_setting *setting,
                                   const char *text, const struct rbi_place *place);
-/* The error for a value of a type that no setting has: `shown` is '1.5, a number with a fraction'. */
+/* The error for a value of a type that no setting has: `shown` is '1.5, a number with a
+ * fraction'. */
 rebatch_status rbi_entry_refuse(const struct rbi_setting *setting, const struct rbi_place *place,
                                 const char *shown);
 
@@ -202,7 +205,8 @@ struct rbi_nearest {
 };
 struct rbi_nearest rbi_nearest_to(const char *word, size_t length);
 void rbi_nearest_offer(struct rbi_nearest *nearest, const char *candidate, const void *answer);
-/* The setting whose full key, or bare name, is nearest; those of `group` first, if it is not NULL. */
+/* The setting whose full key, or bare name, is nearest; those of `group` first, if it is not
+ * NULL. */
 const struct rbi_setting *rbi_nearest_setting(const char *group, const char *word, size_t length);
 
 /* ---- files (source.c) ---- */

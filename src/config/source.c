@@ -1,9 +1,10 @@
 /* Owns the text of a settings file with what it includes, and where each of its lines came from.
  * Must not know settings.
  *
- * libconfig is given the text, never a path, and only after a look at each token, because it leaves the
- * process when an included name is a folder, takes 99999999999 for 1215752191, and says no more than
- * "syntax error" about limit = 22GiB. What passes here means to libconfig what it says. */
+ * libconfig is given the text, never a path, and only after a look at each token, because it
+ * leaves the process when an included name is a folder, takes 99999999999 for 1215752191, and
+ * says no more than "syntax error" about limit = 22GiB. What passes here means to libconfig what
+ * it says. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -275,8 +276,8 @@ static rebatch_status refuse_run(const struct scan *s, const struct frame *f, si
     return rbi_error(REBATCH_E_PARSE, "%s", text);
 }
 
-/* An integer is written anew: libconfig 1.5 cuts off what is beyond 32 bits where there is no L, and
- * later ones read a leading zero as octal. */
+/* An integer is written anew: libconfig 1.5 cuts off what is beyond 32 bits where there is no L,
+ * and later ones read a leading zero as octal. */
 static rebatch_status emit_integer(struct scan *s, int64_t number)
 {
     char text[32];

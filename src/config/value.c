@@ -8,8 +8,8 @@
 
 /* ---- what error sentences show ---- */
 
-/* Copies text of which only `most` bytes are wanted, control characters as '?'; a character of several
- * bytes is left out whole. */
+/* Copies text of which only `most` bytes are wanted, control characters as '?'; a character of
+ * several bytes is left out whole. */
 static void add_clean(struct rbi_text *t, const char *text, size_t length, size_t most)
 {
     size_t end = rbi_min(length, most);

@@ -118,11 +118,11 @@ static void note_failure(rebatch *rb, rebatch_phase phase, bool pool_failed, uin
     struct rbi_failure *failure = &rb->failure;
     *failure = (struct rbi_failure){.phase = phase};
     if (pool_failed) {
-        const rebatch_oom_report *oom = &rb->report.oom;
-        (void)rebatch_pool_last_oom(&rb->report.oom, rb->pool);
-        failure->asked_bytes = oom->asked_bytes;
+        rebatch_oom_report oom;
+        (void)rebatch_pool_last_oom(&oom, rb->pool);
+        failure->asked_bytes = oom.asked_bytes;
         failure->need_bytes =
-            oom->asked_bytes + (oom->live_bytes > live_before ? oom->live_bytes - live_before : 0);
+            oom.asked_bytes + (oom.live_bytes > live_before ? oom.live_bytes - live_before : 0);
     } else { /* somebody beside the pool needs memory, so the cache must not keep it */
         size_t released = 0;
         (void)rebatch_pool_trim(rb->pool, 0, &released);

@@ -14,6 +14,12 @@ size_t rbi_micro_size(const rebatch *rb, size_t batch)
     return rbi_min(rb->micro, rbi_micro_upper(rb, batch));
 }
 
+/* Callbacks of this step that ran in vain; a refused admission ran nothing. */
+static uint32_t in_vain(const rebatch *rb)
+{
+    return rb->report.ooms - rb->report.ooms_in[REBATCH_PHASE_ADMISSION];
+}
+
 /* "Once more" is worth it when what failed would fit now: something was released since, or the
  * memory was there all along, in the wrong place or the wrong hands. */
 static bool can_retry_same(const rebatch *rb)
@@ -33,43 +39,55 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     return true;
 }
 
-static bool lighten(rebatch *rb)
+/* REBATCH_OK when there is a lighter level and it is in force, REBATCH_E_EXHAUSTED when there is none,
+ * else what the callback answered. */
+static rebatch_status lighten(rebatch *rb)
 {
     if (!rb->ops->lighten || !rbi_is_on(rb->options.lighten) ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP)
-        return false;
+        return REBATCH_E_EXHAUSTED;
     const struct rbi_failure failure = rb->failure; /* of the callback before this one */
     const rebatch_status status = rbi_callback_run(rb, RBI_LIGHTEN, NULL, rb->lighten + 1);
     rb->failure = failure;
-    if (status)
-        return false;
-    rb->lighten++;
-    return true;
+    if (status == REBATCH_OK)
+        rb->lighten++;
+    return status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED ? REBATCH_E_EXHAUSTED : status;
 }
 
-static rebatch_event_kind take_rung(rebatch *rb, const rebatch_microbatch *mb)
+/* Gives the rung that was taken, and the status of what that ran. */
+static rebatch_status take_rung(rebatch *rb, const rebatch_microbatch *mb, rebatch_event_kind *kind)
 {
+    *kind = REBATCH_EVENT_TORN;
     if (rb->failure.phase == REBATCH_PHASE_UPDATE)
-        return REBATCH_EVENT_TORN;
-    if (rb->report.ooms >= rb->options.max_attempts)
-        return REBATCH_EVENT_EXHAUSTED;
+        return REBATCH_E_TORN;
+    *kind = REBATCH_EVENT_EXHAUSTED;
+    if (in_vain(rb) >= rb->options.max_attempts)
+        return REBATCH_E_EXHAUSTED;
     if (can_retry_same(rb)) {
+        /* What is there may be in pieces: in a cache that is empty it is whole again. */
+        (void)rebatch_pool_trim(rb->pool, 0, NULL);
         rb->retried_same = true;
-        return REBATCH_EVENT_RETRY;
+        *kind = REBATCH_EVENT_RETRY;
+        return REBATCH_OK;
     }
     rb->retried_same = false;
-    if (shrink(rb, mb))
-        return REBATCH_EVENT_SHRINK;
-    return lighten(rb) ? REBATCH_EVENT_LIGHTEN : REBATCH_EVENT_EXHAUSTED;
+    if (shrink(rb, mb)) {
+        *kind = REBATCH_EVENT_SHRINK;
+        return REBATCH_OK;
+    }
+    const rebatch_status status = lighten(rb);
+    if (status == REBATCH_OK)
+        *kind = REBATCH_EVENT_LIGHTEN;
+    return status;
 }
 
 /* ---- saying it ---- */
 
 static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
 {
-    if (rb->report.ooms >= rb->options.max_attempts)
-        rbi_text_add(t, "; gave up after %u attempts in one step: raise max_attempts",
-                     rb->report.ooms);
+    if (in_vain(rb) >= rb->options.max_attempts)
+        rbi_text_add(t, "; gave up after %u attempts in vain in one step: raise max_attempts",
+                     in_vain(rb));
     else if (rb->options.on_oom == REBATCH_ON_OOM_STOP)
         rbi_text_add(t, "; on_oom says stop");
     else if (mb && rb->options.micro_smallest > 1)
@@ -133,14 +151,15 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
                            .available_bytes = rb->failure.available_bytes};
     count(rb, strike);
     rbi_growth_oom(rb);
-    event.kind = take_rung(rb, mb);
+    const rebatch_status status = take_rung(rb, mb, &event.kind);
+    if (status && status != REBATCH_E_TORN && status != REBATCH_E_EXHAUSTED)
+        return status;
     event.micro_after = rbi_micro_size(rb, rb->batch);
     event.lighten_after = rb->lighten;
-    const bool goes_on = event.kind != REBATCH_EVENT_TORN && event.kind != REBATCH_EVENT_EXHAUSTED;
-    event.redone_samples = goes_on ? strike->redone_samples : 0;
+    event.redone_samples = status ? 0 : strike->redone_samples;
     rb->report.redone_samples += event.redone_samples;
     rbi_event_emit(rb, &event);
-    if (goes_on)
+    if (status == REBATCH_OK)
         return REBATCH_OK;
-    return event.kind == REBATCH_EVENT_TORN ? say_torn(rb) : say_exhausted(rb, mb);
+    return status == REBATCH_E_TORN ? say_torn(rb) : say_exhausted(rb, mb);
 }

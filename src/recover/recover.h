@@ -95,7 +95,8 @@ struct rbi_strike {
 };
 
 /* Takes the next step of the ladder: REBATCH_OK when it is worth trying again (micro-batch and
- * lighten level are set), else REBATCH_E_EXHAUSTED or REBATCH_E_TORN. Counts and reports it. */
+ * lighten level are set), else REBATCH_E_EXHAUSTED, REBATCH_E_TORN, or what lighten answered.
+ * Counts and reports it. */
 rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike);
 /* The largest micro-batch for a batch: the limits, but not what memory allows. */
 size_t rbi_micro_upper(const rebatch *rb, size_t batch);
@@ -133,6 +134,7 @@ struct rebatch {
     void *user;
     size_t batch;
     rebatch_step_report report;
+    uint64_t pool_ooms; /* of the pool, when the step began */
     struct rbi_failure failure;
     struct rbi_failed_range *failed; /* room for options.max_attempts */
     size_t failed_count;

@@ -83,6 +83,9 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
         return status;
     set_defaults(&o);
     status = check_options(&o);
+    if (!status && !rbi_device_stream_is_valid(device, o.stream))
+        status = rbi_error(REBATCH_E_INVALID, "stream %p is not a stream of device %s",
+                           (void *)o.stream, device->name);
     if (status)
         return status;
 

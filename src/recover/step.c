@@ -178,21 +178,31 @@ static rebatch_status update(rebatch *rb)
 
 /* ---- the step ---- */
 
+/* Copies the table, which an older and shorter struct gives without lighten and flags. */
+static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *given)
+{
+    *out = (rebatch_step_ops){.struct_size = sizeof *out};
+    const rebatch_status status = rbi_options_copy(out, sizeof *out, given, "rebatch_step_ops");
+    if (status)
+        return status;
+    const char *missing = !out->zero_grad          ? "zero_grad"
+                          : !out->forward_backward ? "forward_backward"
+                          : !out->optimizer_step   ? "optimizer_step"
+                                                   : NULL;
+    if (missing)
+        return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
+    if (out->flags & ~(uint32_t)REBATCH_DECLARES_MUTATION)
+        return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
+                         (unsigned)REBATCH_DECLARES_MUTATION);
+    return REBATCH_OK;
+}
+
 static rebatch_status check_step(const rebatch *rb, const rebatch_step_ops *ops, size_t batch)
 {
     if (!rb || !ops)
         return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "ops" : "rb");
     if (rb->ops)
         return rbi_error(REBATCH_E_STATE, "rebatch_step() was called from within a callback");
-    if (ops->struct_size < offsetof(rebatch_step_ops, lighten) || ops->struct_size > sizeof *ops)
-        return rbi_error(REBATCH_E_INVALID, "ops.struct_size is %zu: expected %zu",
-                         ops->struct_size, sizeof *ops);
-    const char *missing = !ops->zero_grad          ? "zero_grad"
-                          : !ops->forward_backward ? "forward_backward"
-                          : !ops->optimizer_step   ? "optimizer_step"
-                                                   : NULL;
-    if (missing)
-        return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
     if (batch == 0)
         return rbi_error(REBATCH_E_INVALID, "batch is 0: expected at least 1 sample");
     return REBATCH_OK;
@@ -204,6 +214,7 @@ static void begin(rebatch *rb, size_t batch)
     rb->failed_count = 0;
     rb->retried_same = false;
     rb->report = (rebatch_step_report){.step = rb->step, .micro_before = rbi_micro_size(rb, batch)};
+    rb->pool_ooms = rbi_pool_oom_count(rb->pool);
     rbi_pool_mark(rb->pool);
 }
 
@@ -225,27 +236,33 @@ static rebatch_status run(rebatch *rb)
     return status;
 }
 
+static void succeed(rebatch *rb)
+{
+    rbi_growth_step_done(rb, rb->batch);
+    rebatch_event event = {.kind = REBATCH_EVENT_STEP,
+                           .batch = rb->batch,
+                           .micro_before = rb->report.micro_before,
+                           .micro_after = rbi_micro_size(rb, rb->batch),
+                           .redone_samples = rb->report.redone_samples,
+                           .lost_ns = rb->report.lost_ns};
+    rbi_event_emit(rb, &event);
+    rb->step++;
+}
+
 static void end(rebatch *rb, rebatch_status status)
 {
     rebatch_step_report *report = &rb->report;
+    report->status = status;
+    if (status == REBATCH_OK)
+        succeed(rb);
     rebatch_pool_stats stats = {0};
     (void)rebatch_pool_get_stats(&stats, rb->pool);
-    report->status = status;
     report->peak_bytes = rbi_pool_peak_since_mark(rb->pool);
     report->reserved_bytes = stats.reserved_bytes;
-    if (status == REBATCH_OK) {
-        rbi_growth_step_done(rb, rb->batch);
-        rebatch_event event = {.kind = REBATCH_EVENT_STEP,
-                               .batch = rb->batch,
-                               .micro_before = report->micro_before,
-                               .micro_after = rbi_micro_size(rb, rb->batch),
-                               .redone_samples = report->redone_samples,
-                               .lost_ns = report->lost_ns};
-        rbi_event_emit(rb, &event);
-        rb->step++;
-    }
     report->micro_after = rbi_micro_size(rb, rb->batch);
     report->lighten_level = rb->lighten;
+    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
+        (void)rebatch_pool_last_oom(&report->oom, rb->pool);
 }
 
 rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
@@ -253,15 +270,16 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
 {
     if (report)
         *report = (rebatch_step_report){0};
+    rebatch_step_ops own;
     rebatch_status status = check_step(rb, ops, batch);
+    if (!status)
+        status = read_ops(&own, ops);
     if (status) {
         if (report)
             report->status = status;
         return status;
     }
-    rebatch_step_ops complete = {0}; /* an older and shorter struct has no lighten and no flags */
-    (void)rbi_options_copy(&complete, sizeof complete, ops, "rebatch_step_ops");
-    rb->ops = &complete;
+    rb->ops = &own;
     rb->user = user;
     begin(rb, batch);
     status = run(rb);

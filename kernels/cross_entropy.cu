@@ -1,0 +1,151 @@
+/* Cross-entropy with its gradient in place of the logits, and the loss's sum. Owns rbk_cross_entropy and
+ * rbk_loss_sum. Must not know: how many tokens the effective batch has.
+ *
+ * One block a row, twice over it: once for the maximum and the sum of exponentials (online softmax,
+ * Milakov and Gimelshein, 2018), once for the gradient. The second reading comes from L2: the rows in
+ * flight are a few tens of megabytes. */
+#include "common.cuh"
+#include "reduce.cuh"
+#include "types.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+/* A small vocabulary does not feed a large block. The choice depends on the width alone, so a row's
+ * bits do not depend on anything else. */
+constexpr int LARGE_THREADS = 512;
+constexpr int SMALL_THREADS = 128;
+constexpr size_t LARGE_WIDTH = 4096;
+
+constexpr int LOSS_SAMPLES = 32;
+
+/* Logits of 8 columns, -inf beyond the vocabulary. */
+template <typename T>
+__device__ inline void load_logits(float (&x)[8], const T *row, int column, int vocabulary)
+{
+    load8(x, row + column);
+    if (column + 8 > vocabulary) {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (column + i >= vocabulary)
+                x[i] = -INFINITY;
+    }
+}
+
+/* The row's maximum, and the sum of exp(x - maximum); exponentials in base 2. */
+template <typename T>
+__device__ inline void row_softmax(float *maximum, float *sum, const T *row, int vocabulary)
+{
+    __shared__ float shared[WARPS_LIMIT];
+    float high = -INFINITY, total[1] = {0.0f};
+    for (int column = threadIdx.x * 8; column < vocabulary; column += blockDim.x * 8) {
+        float x[8];
+        load_logits(x, row, column, vocabulary);
+        float top = high;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            top = fmaxf(top, x[i]);
+        if (top > high) {
+            total[0] *= exp2f((high - top) * LOG2_E);
+            high = top;
+        }
+        const float base = high > -INFINITY ? high * LOG2_E : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            total[0] += exp2f(fmaf(x[i], LOG2_E, -base));
+    }
+    *maximum = block_max(high, shared);
+    if (high > -INFINITY) /* else the thread had no column, or nothing but -inf */
+        total[0] *= exp2f((high - *maximum) * LOG2_E);
+    block_sum(total, shared);
+    *sum = total[0];
+}
+
+template <typename T>
+__global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targets, int vocabulary,
+                                     int padded, float scale, const float *device_scale,
+                                     bool write_gradient)
+{
+    T *row = logits + (size_t)blockIdx.x * padded;
+    const int target = targets[blockIdx.x];
+    const bool counts = target >= 0 && target < vocabulary;
+    const float at_target = counts ? to_float(row[target]) : 0.0f;
+    float maximum, sum;
+    row_softmax(&maximum, &sum, row, vocabulary);
+    const float log_sum2 = fmaf(maximum, LOG2_E, log2f(sum));
+    if (threadIdx.x == 0)
+        loss[blockIdx.x] = counts ? log_sum2 * LN_2 - at_target : 0.0f;
+    if (!write_gradient)
+        return;
+    if (device_scale)
+        scale *= *device_scale;
+    for (int column = threadIdx.x * 8; column < padded; column += blockDim.x * 8) {
+        float x[8];
+        load_logits(x, row, column, vocabulary);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float p = exp2f(fmaf(x[i], LOG2_E, -log_sum2));
+            const float d = (p - (column + i == target ? 1.0f : 0.0f)) * scale;
+            x[i] = counts && column + i < vocabulary ? d : 0.0f;
+        }
+        store8(row + column, x);
+    }
+}
+
+/* One block. Warp w adds up sample first + w, then one thread adds the samples in order. */
+__global__ void loss_sum_kernel(float *sum, const float *loss, float scale, int batch, int length)
+{
+    __shared__ float samples[LOSS_SAMPLES];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    float total = sum[0];
+    for (int first = 0; first < batch; first += LOSS_SAMPLES) {
+        const int sample = first + warp;
+        float x = 0.0f;
+        if (sample < batch) {
+            const float *from = loss + (size_t)sample * length;
+#pragma unroll 8
+            for (int t = lane; t < length; t += WARP)
+                x += from[t];
+        }
+        x = warp_sum(x);
+        if (lane == 0)
+            samples[warp] = __fmul_rn(scale, x);
+        __syncthreads();
+        const int here = min(LOSS_SAMPLES, batch - first);
+        for (int s = 0; s < here; s++)
+            total = __fadd_rn(total, samples[s]);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0)
+        sum[0] = total;
+}
+
+extern "C" cudaError_t rbk_cross_entropy(float *loss, void *logits, const int32_t *targets,
+                                         size_t rows, size_t vocabulary, size_t padded, float scale,
+                                         const float *device_scale, int write_gradient,
+                                         rbk_dtype dtype, cudaStream_t stream)
+{
+    if (!are_arrays(logits) || !are_values(loss, targets) || !are_optional_values(device_scale) ||
+        !are_sizes(INDEX_LIMIT, rows, vocabulary) || vocabulary > padded || padded % CHUNK != 0 ||
+        padded >= INDEX_LIMIT - LARGE_THREADS * CHUNK)
+        return cudaErrorInvalidValue;
+    const unsigned threads = padded >= LARGE_WIDTH ? LARGE_THREADS : SMALL_THREADS;
+    return with_dtype(dtype, [=](auto tag) {
+        using T = typename decltype(tag)::type;
+        cross_entropy_kernel<T><<<(unsigned)rows, threads, 0, stream>>>(
+            loss, (T *)logits, targets, (int)vocabulary, (int)padded, scale, device_scale,
+            write_gradient != 0);
+        return cudaGetLastError();
+    });
+}
+
+extern "C" cudaError_t rbk_loss_sum(float *sum, const float *loss, float scale, size_t batch,
+                                    size_t length, cudaStream_t stream)
+{
+    if (!are_values(sum, loss) ||
+        !are_sizes(INDEX_LIMIT - LOSS_SAMPLES * WARP, batch, length))
+        return cudaErrorInvalidValue;
+    loss_sum_kernel<<<1, LOSS_SAMPLES * WARP, 0, stream>>>(sum, loss, scale, (int)batch,
+                                                           (int)length);
+    return cudaGetLastError();
+}

@@ -1,0 +1,234 @@
+/* Holds the pool when the heap or the device fails: at every call, once and for ever, nothing
+ * leaks, the pool stays valid, and it works again when memory is there. Seeds: none. */
+#include "unit/pool_help.h"
+
+struct world {
+    rebatch_device *host, *fault;
+    rebatch_pool *pool;
+    rebatch_stream stream;
+    void *spare;            /* what the pressure callback gives up */
+    rebatch_status allowed; /* the one failure that may be seen besides OOM and no host memory */
+};
+
+static void expect(const struct world *w, rebatch_status status)
+{
+    cr_assert(status == REBATCH_OK || status == REBATCH_OOM || status == REBATCH_E_HOST_OOM ||
+                  status == w->allowed,
+              "%s: %s", rebatch_status_name(status), rebatch_last_error());
+}
+
+static void *get(const struct world *w, size_t bytes, rebatch_stream stream, rebatch_tag tag)
+{
+    void *pointer;
+    const rebatch_status status = rebatch_pool_alloc(&pointer, w->pool, bytes, stream, tag);
+    expect(w, status);
+    cr_assert_eq(pointer != NULL, status == REBATCH_OK);
+    if (pointer)
+        memset(pointer, 0x3c, bytes);
+    return pointer;
+}
+
+static size_t give_spare(size_t wanted_bytes, void *user)
+{
+    struct world *w = user;
+    if (w->pool->depth > 0)
+        return 0; /* a free would wait for the scope, or be undone with it */
+    void *spare = w->spare;
+    w->spare = NULL;
+    (void)rebatch_pool_free(w->pool, spare);
+    return spare ? wanted_bytes : 0;
+}
+
+static void put_all(const struct world *w, void **blocks, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        cr_assert_eq(rebatch_pool_free(w->pool, blocks[i]), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+/* Scopes in scopes, with frees of older blocks in both; undone, or kept. */
+static void nest(const struct world *w, bool keep)
+{
+    void *blocks[8];
+    void *older = get(w, 3 * KIB, NULL, 0);
+    const rebatch_scope outer = begin(w->pool);
+    for (size_t i = 0; i < 4; i++)
+        blocks[i] = get(w, (i * 40 + 1) * KIB, i % 2 ? w->stream : NULL, 0);
+    const rebatch_scope inner = begin(w->pool);
+    put_all(w, &older, 1);
+    for (size_t i = 4; i < 8; i++)
+        blocks[i] = get(w, (i * 30 + 1) * KIB, NULL, 0);
+    if (blocks[5])
+        expect(w, rebatch_pool_use_on(w->pool, blocks[5], w->stream));
+    put_all(w, &blocks[2], 2);
+    assert_valid(w->pool);
+    if (keep) {
+        cr_assert_eq(rebatch_scope_commit(w->pool, inner), REBATCH_OK);
+        cr_assert_eq(rebatch_scope_commit(w->pool, outer), REBATCH_OK);
+    } else {
+        cr_assert_eq(rebatch_scope_rollback(w->pool, outer), REBATCH_OK);
+        put_all(w, &older, 1);
+    }
+    put_all(w, blocks, 2); /* late when undone */
+    put_all(w, &blocks[4], 4);
+    assert_valid(w->pool);
+}
+
+/* Touches every rung, both streams, scopes, tags, reserve, admit and trim. */
+static void work(struct world *w)
+{
+    rebatch_tag tag;
+    void *blocks[6];
+    cr_assert_eq(rebatch_pool_tag(&tag, w->pool, "work"), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_add_pressure(w->pool, give_spare, w), REBATCH_OK);
+    w->spare = get(w, 4 * GRANULE, NULL, tag);
+    for (size_t i = 0; i < 6; i++)
+        blocks[i] = get(w, (i + 1) * 20 * KIB, i % 3 ? NULL : w->stream, tag);
+    for (size_t i = 0; i < 6; i += 2)
+        if (blocks[i])
+            expect(w, rebatch_pool_use_on(w->pool, blocks[i], i % 4 ? w->stream : NULL));
+    put_all(w, blocks, 6);
+    nest(w, true);
+    nest(w, false);
+    expect(w, rebatch_pool_reserve(w->pool, 8 * GRANULE, NULL));
+    expect(w, rebatch_pool_reserve(w->pool, 6 * GRANULE, w->stream));
+    expect(w, rbi_pool_admit(w->pool, 10 * GRANULE, NULL));
+    for (size_t i = 0; i < 6; i++) /* more than there is */
+        blocks[i] = get(w, 4 * GRANULE, i % 2 ? NULL : w->stream, 0);
+    assert_valid(w->pool);
+    put_all(w, blocks, 6);
+    expect(w, rebatch_pool_trim(w->pool, 2 * GRANULE, NULL));
+    cr_assert_eq(rebatch_pool_set_limit(w->pool, 12 * GRANULE), REBATCH_OK);
+    blocks[0] = get(w, 11 * GRANULE, w->stream, tag);
+    put_all(w, blocks, 1);
+    put_all(w, &w->spare, 1);
+    w->spare = NULL;
+    assert_valid(w->pool);
+}
+
+static void build(struct world *w)
+{
+    memset(w, 0, sizeof *w);
+    cr_assert_eq(rebatch_device_open_host(&w->host, 20 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&w->fault, w->host, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_stream_create(&w->stream, w->fault), REBATCH_OK);
+}
+
+/* After the failures: everything works, and everything goes back. */
+static void tear_down(struct world *w)
+{
+    rbi_heap_fail(0, 0);
+    cr_assert_eq(rebatch_fault_arm(w->fault, NULL), REBATCH_OK);
+    if (w->pool) {
+        cr_assert_eq(rebatch_pool_set_limit(w->pool, 0), REBATCH_OK);
+        cr_assert_eq(stats_of(w->pool).live_bytes, 0);
+        put_all(w, (void *[]){take(w->pool, 20 * GRANULE)}, 1);
+        put_all(w, (void *[]){take_on(w->pool, 19 * GRANULE, w->stream)}, 1);
+        assert_valid(w->pool);
+        rebatch_pool_destroy(w->pool);
+    }
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(w->host, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0);
+    rebatch_stream_destroy(w->fault, w->stream);
+    rebatch_device_close(w->fault);
+    rebatch_device_close(w->host);
+}
+
+static const rebatch_toggle cachings[] = {REBATCH_ON, REBATCH_OFF};
+
+static void create_pool(struct world *w, rebatch_toggle caching)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.caching = caching;
+    expect(w, rebatch_pool_create(&w->pool, w->fault, &options));
+}
+
+/* The heap fails at every call of create and work, once and for ever. */
+Test(pool_faults, the_heap_fails_at_every_call)
+{
+    const int64_t live = rbi_heap_live();
+    for (int forever = 0; forever < 2; forever++) {
+        for (size_t c = 0; c < 2; c++) {
+            uint64_t calls = 0;
+            /* `calls` is what a run without failures makes; a few more for the streams' own. */
+            for (uint64_t nth = 0; nth <= calls + 3; nth++) {
+                struct world w;
+                build(&w);
+                const uint64_t before = rbi_heap_calls();
+                rbi_heap_fail(nth, forever ? UINT64_MAX : 1);
+                create_pool(&w, cachings[c]);
+                if (w.pool)
+                    work(&w);
+                if (nth == 0)
+                    calls = rbi_heap_calls() - before;
+                tear_down(&w);
+                cr_assert_eq(rbi_heap_live(), live);
+            }
+            cr_assert_gt(calls, 5);
+        }
+    }
+}
+
+/* Fails the device's calls of these kinds one after the other with `status`. */
+static void fail_device(uint32_t kinds, rebatch_status status, bool forever, rebatch_toggle caching)
+{
+    const int64_t live = rbi_heap_live();
+    uint64_t seen = 1;
+    for (uint64_t nth = 0; nth <= seen; nth++) {
+        struct world w;
+        build(&w);
+        w.allowed = status;
+        create_pool(&w, caching);
+        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+        plan.calls = kinds;
+        plan.nth = nth;
+        plan.times = forever ? REBATCH_FAULT_FOREVER : 1;
+        plan.status = status;
+        cr_assert_eq(rebatch_fault_arm(w.fault, &plan), REBATCH_OK);
+        work(&w);
+        if (nth == 0)
+            cr_assert_eq(rebatch_fault_counts(w.fault, &seen, NULL), REBATCH_OK);
+        tear_down(&w);
+        cr_assert_eq(rbi_heap_live(), live);
+    }
+    cr_assert_gt(seen, 1);
+}
+
+/* The device fails at every call, of each kind and of all, with an OOM and with another error, once
+ * and for ever. */
+Test(pool_faults, the_device_fails_at_every_call)
+{
+    static const uint32_t kinds[] = {REBATCH_FAULT_ALLOC, REBATCH_FAULT_EVENT,
+                                     REBATCH_FAULT_ALLOC | REBATCH_FAULT_STREAM |
+                                         REBATCH_FAULT_EVENT};
+    static const rebatch_status statuses[] = {REBATCH_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (size_t s = 0; s < sizeof statuses / sizeof *statuses; s++)
+            for (int forever = 0; forever < 2; forever++)
+                fail_device(kinds[k], statuses[s], forever, REBATCH_ON);
+    for (size_t s = 0; s < sizeof statuses / sizeof *statuses; s++)
+        for (int forever = 0; forever < 2; forever++)
+            fail_device(kinds[2], statuses[s], forever, REBATCH_OFF);
+}
+
+/* A device that fails by chance, a quarter of all calls, and whose capacity comes and goes. */
+Test(pool_faults, the_device_fails_by_chance)
+{
+    for (uint64_t seed = 1; seed <= 40; seed++) {
+        struct world w;
+        build(&w);
+        w.allowed = REBATCH_OOM;
+        create_pool(&w, cachings[seed % 2]);
+        const rebatch_fault_room rooms[] = {{5, 8 * GRANULE}, {15, 20 * GRANULE}};
+        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+        plan.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_STREAM | REBATCH_FAULT_EVENT;
+        plan.permille = 250;
+        plan.seed = seed;
+        plan.rooms = rooms;
+        plan.room_count = 2;
+        cr_assert_eq(rebatch_fault_arm(w.fault, &plan), REBATCH_OK);
+        work(&w);
+        cr_assert_eq(rebatch_device_set_capacity(w.host, 20 * GRANULE), REBATCH_OK);
+        tear_down(&w);
+    }
+}

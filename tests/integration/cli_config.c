@@ -1,0 +1,224 @@
+/* Owns the tests of the `rebatch` command: what it prints, where, and its exit status.
+ * Must not know the library's inside: it runs the program that REBATCH_COMMAND names. */
+#include <criterion/criterion.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "rebatch/rebatch.h"
+#include "unit/config_files.h"
+
+static char command[PATH_MAX];
+
+static void enter(void)
+{
+    const char *path = getenv("REBATCH_COMMAND");
+    cr_assert(path != NULL, "REBATCH_COMMAND does not name the command: use make test");
+    cr_assert(realpath(path, command) != NULL, "%s is not there", path);
+    config_enter();
+}
+
+TestSuite(cli_config, .init = enter, .fini = config_leave);
+
+/* What a run of the command left behind. */
+struct run {
+    int code;
+    char *out, *error;
+};
+
+/* Runs it with what a shell makes of `arguments`; out and error go to files unless they say
+ * else. */
+static struct run run(const char *arguments)
+{
+    char line[2 * PATH_MAX];
+    config_write("out", "");
+    config_write("error", "");
+    (void)snprintf(line, sizeof line, "exec 2>error >out; exec '%s' %s", command, arguments);
+    const int status = system(line);
+    cr_assert(WIFEXITED(status), "%s", arguments);
+    return (struct run){WEXITSTATUS(status), config_read("out"), config_read("error")};
+}
+
+static void done(struct run *r)
+{
+    free(r->out);
+    free(r->error);
+}
+
+static void expect(const char *arguments, int code, const char *out, const char *error)
+{
+    struct run r = run(arguments);
+    cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
+    cr_expect(strcmp(r.out, out) == 0, "'%s' prints\n%s\ninstead of\n%s", arguments, r.out, out);
+    cr_expect(strcmp(r.error, error) == 0, "'%s' complains\n%s\ninstead of\n%s", arguments, r.error,
+              error);
+    done(&r);
+}
+
+Test(cli_config, version)
+{
+    expect("--version", 0, "rebatch " REBATCH_VERSION "\n", "");
+}
+
+Test(cli_config, check)
+{
+    config_write("good.cfg", "memory = { limit = \"22GiB\"; headroom = \"1GiB\"; };\n");
+    config_write("bad.cfg", "memory = {\n  limt = \"22GiB\";\n};\n");
+    expect("config check good.cfg", 0, "good.cfg: ok, 2 of 16 settings from the file\n", "");
+    expect("config check bad.cfg", 1, "",
+           "bad.cfg:2: memory.limt is not a setting; did you mean memory.limit?\n");
+    expect("config check none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");
+    expect("config check ''", 1, "", "\"\" cannot be read: the name is empty\n");
+    setenv("REBATCH_MEMORY_LIMIT", "20GiB", 1);
+    setenv("REBATCH_LOG_LEVEL", "debug", 1);
+    expect("config check good.cfg", 0,
+           "good.cfg: ok, 1 of 16 settings from the file, 2 from the environment\n", "");
+    setenv("REBATCH_LOG_LEVEL", "loud", 1);
+    expect(
+        "config check good.cfg", 1, "",
+        "REBATCH_LOG_LEVEL: log.level is \"loud\": expected text, \"quiet\", \"error\", \"warn\", "
+        "\"info\" or \"debug\"\n");
+}
+
+Test(cli_config, show)
+{
+    config_write("a.cfg", "memory = {\n  limit = \"22GiB\";\n};\n");
+    setenv("REBATCH_BATCH_START", "64", 1);
+    expect("config show a.cfg", 0,
+           "batch = {\n"
+           "    start        = 64;       # REBATCH_BATCH_START\n"
+           "    smallest     = 1;        # default\n"
+           "    largest      = 0;        # default\n"
+           "};\n"
+           "\n"
+           "memory = {\n"
+           "    limit        = \"22GiB\";  # a.cfg:2\n"
+           "    headroom     = 0;        # default\n"
+           "    caching      = true;     # default\n"
+           "};\n"
+           "\n"
+           "recovery = {\n"
+           "    on_oom       = \"halve\";  # default\n"
+           "    admission    = true;     # default\n"
+           "    lighten      = true;     # default\n"
+           "    max_attempts = 64;       # default\n"
+           "};\n"
+           "\n"
+           "growth = {\n"
+           "    enabled      = true;     # default\n"
+           "    after        = 16;       # default\n"
+           "    wait_max     = 1024;     # default\n"
+           "};\n"
+           "\n"
+           "device = {\n"
+           "    kind         = \"host\";   # default\n"
+           "    capacity     = \"none\";   # default\n"
+           "};\n"
+           "\n"
+           "log = {\n"
+           "    level        = \"info\";   # default\n"
+           "};\n",
+           "");
+    expect("config show none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");
+}
+
+/* What is shown is a file that sets the same. */
+Test(cli_config, show_can_be_loaded)
+{
+    setenv("REBATCH_MEMORY_LIMIT", "12.5%", 1);
+    setenv("REBATCH_MEMORY_HEADROOM", "99999999999", 1);
+    struct run r = run("config show");
+    cr_assert(r.code == 0);
+    config_write("shown.cfg", r.out);
+    rebatch_config *variables;
+    rebatch_config *file;
+    cr_assert(rebatch_config_load(&variables, NULL) == REBATCH_OK);
+    unsetenv("REBATCH_MEMORY_LIMIT");
+    unsetenv("REBATCH_MEMORY_HEADROOM");
+    cr_assert(rebatch_config_load(&file, "shown.cfg") == REBATCH_OK, "%s", rebatch_last_error());
+    const char *key;
+    for (size_t i = 0; (key = rebatch_config_key(i)) != NULL; i++)
+        cr_expect(strcmp(rebatch_config_get(variables, key, NULL),
+                         rebatch_config_get(file, key, NULL)) == 0,
+                  "%s", key);
+    rebatch_config_free(variables);
+    rebatch_config_free(file);
+    done(&r);
+}
+
+Test(cli_config, example_and_reference)
+{
+    static char text[65536];
+    cr_assert(rebatch_config_format_example(text, sizeof text) < sizeof text);
+    expect("config example", 0, text, "");
+    config_write("example.cfg", text);
+    expect("config check example.cfg", 0, "example.cfg: ok, 16 of 16 settings from the file\n", "");
+    cr_assert(rebatch_config_format_reference(text, sizeof text) < sizeof text);
+    expect("config reference", 0, text, "");
+}
+
+Test(cli_config, help)
+{
+    struct run none = run("");
+    cr_expect(none.code == 2 && none.out[0] == '\0');
+    static const char *const ways[] = {"--help", "-h", "help"};
+    for (size_t i = 0; i < 3; i++)
+        expect(ways[i], 0, none.error, "");
+    cr_expect(strstr(none.error, "rebatch config check FILE") != NULL);
+    struct run config = run("help config");
+    cr_expect(config.code == 0 && strstr(config.out, "REBATCH_GROUP_KEY") != NULL);
+    expect("config --help", 0, config.out, "");
+    expect("config -h", 0, config.out, "");
+    done(&none);
+    done(&config);
+}
+
+Test(cli_config, wrong_usage)
+{
+    static const struct {
+        const char *arguments, *error;
+    } list[] = {
+        {"confg", "rebatch: there is no command 'confg'; did you mean 'config'?\n"},
+        {"conifg", "rebatch: there is no command 'conifg'; did you mean 'config'?\n"},
+        {"--versio", "rebatch: there is no command '--versio'; did you mean '--version'?\n"},
+        {"train", "rebatch: there is no command 'train'; see 'rebatch --help'\n"},
+        {"''", "rebatch: there is no command ''; see 'rebatch --help'\n"},
+        {"config chek a", "rebatch: there is no config command 'chek'; did you mean 'check'?\n"},
+        {"config shwo", "rebatch: there is no config command 'shwo'; did you mean 'show'?\n"},
+        {"config ref", "rebatch: there is no config command 'ref'; did you mean 'reference'?\n"},
+        {"config set", "rebatch: there is no config command 'set'; see 'rebatch --help'\n"},
+        {"help confi", "rebatch: there is no help on 'confi'; did you mean 'config'?\n"},
+        {"config", "usage: rebatch config check FILE | show [FILE] | example | reference\n"},
+        {"config check", "usage: rebatch config check FILE\n"},
+        {"config check a b", "usage: rebatch config check FILE\n"},
+        {"config show a b", "usage: rebatch config show [FILE]\n"},
+        {"config example a", "usage: rebatch config example\n"},
+        {"config reference a", "usage: rebatch config reference\n"},
+        {"help config a", "usage: rebatch help config\n"},
+        {"--version a", "usage: rebatch --version\n"},
+    };
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++)
+        expect(list[i].arguments, 2, "", list[i].error);
+}
+
+Test(cli_config, a_full_disk)
+{
+    static const char *const ways[] = {"config show >/dev/full", "config example >/dev/full",
+                                       "config reference >/dev/full", "--version >/dev/full",
+                                       "--help >/dev/full"};
+    static const char complaint[] = "rebatch: cannot write the output";
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        struct run full = run(ways[i]);
+        cr_expect(full.code == 1, "'%s' ends with %d", ways[i], full.code);
+        cr_expect(strncmp(full.error, complaint, strlen(complaint)) == 0, "%s", full.error);
+        done(&full);
+    }
+    expect("--version >/dev/full", 1, "",
+           "rebatch: cannot write the output: No space left on device\n");
+    struct run closed = run("config show >&-");
+    cr_expect(closed.code == 1 && closed.error[0] != '\0');
+    done(&closed);
+}

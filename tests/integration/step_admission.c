@@ -1,0 +1,278 @@
+/* Owns the tests of admission and of rebatch_reserve(): memory that is seen to before it is needed.
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+/* ---- admission ---- */
+
+/* A rig where 8, 4, 2 and 1 samples of 1 MiB each have run, one size a step, and 8 comes next. */
+static void open_known(struct rig *rig, rebatch_toggle admission, uint32_t max_attempts)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.admission = admission;
+    options.growth = REBATCH_OFF;
+    options.max_attempts = max_attempts;
+    rig_open(rig, MIB(64), &options);
+    rig->script.sample_bytes = MIB(1);
+    for (size_t batch = 8; batch > 0; batch /= 2)
+        cr_assert_eq(rig_step(rig, batch), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rig->rb, 8), 8);
+}
+
+Test(step_admission, a_size_that_ran_is_not_started_when_its_memory_is_gone)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_DEFAULT, 0);
+    rig_set_capacity(&rig, MIB(6));
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 u");
+    cr_assert_eq(rig.report.ooms, 1);
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
+    cr_assert_eq(rig.report.attempts, 2);
+    cr_assert_eq(rig.report.redone_samples, 0);
+    const rebatch_event *event = rig_event(&rig, REBATCH_EVENT_SHRINK);
+    cr_assert_not_null(event);
+    cr_assert_eq(event->phase, REBATCH_PHASE_ADMISSION);
+    cr_assert_eq(event->redone_samples, 0);
+    rig_close(&rig);
+}
+
+Test(step_admission, it_refuses_size_after_size_without_a_run)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_ON, 0);
+    rig_set_capacity(&rig, MIB(3));
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+2 f2+2 f4+2 f6+2 u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 2);
+    rig_close(&rig);
+}
+
+Test(step_admission, a_limit_of_the_pool_is_as_good_as_a_capacity)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_DEFAULT, 0);
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(rig.rb), MIB(6)), REBATCH_OK);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
+    rig_close(&rig);
+}
+
+Test(step_admission, memory_that_somebody_took_from_the_pool_is_gone_too)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_DEFAULT, 0);
+    void *taken;
+    cr_assert_eq(rebatch_pool_alloc(&taken, rebatch_get_pool(rig.rb), MIB(58), NULL, 0),
+                 REBATCH_OK);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 u");
+    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(rig.rb), taken), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_admission, refusals_run_nothing_and_do_not_count_as_attempts_in_vain)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_ON, 2);
+    rig_set_capacity(&rig, MIB(1) + KIB(512));
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK, "max_attempts bounds callbacks run in vain: %s",
+                 rebatch_last_error());
+    cr_assert_eq(rig.report.attempts, 8);
+    rig_close(&rig);
+}
+
+Test(step_admission, switched_off_the_size_is_started_and_fails)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_OFF, 0);
+    rig_set_capacity(&rig, MIB(6));
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+4~1 f4+4~1 u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 0);
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
+    rig_close(&rig);
+}
+
+Test(step_admission, a_size_that_never_ran_is_tried)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(6), NULL);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+4~1 f4+4~1 u");
+    rig_close(&rig);
+}
+
+Test(step_admission, the_smallest_size_may_try_all_the_same)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_ON, 0);
+    rig_set_capacity(&rig, KIB(512));
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+1!");
+    rig.script.sample_bytes = KIB(256); /* what was known is out of date */
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_admission, what_is_admitted_cannot_fail_in_the_device)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_ON, 0);
+    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, REBATCH_FAULT_FOREVER, REBATCH_OOM);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK); /* from the cache, whole */
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 u");
+    rig_close(&rig);
+}
+
+Test(step_admission, with_room_it_is_not_felt)
+{
+    struct rig rig;
+    open_known(&rig, REBATCH_ON, 0);
+    for (int i = 0; i < 10; i++) {
+        cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+        cr_assert_str_eq(script_trace(&rig.script), "z f0+8 u");
+        cr_assert_eq(rig.report.ooms, 0);
+    }
+    rig_close(&rig);
+}
+
+/* ---- rebatch_reserve() ---- */
+
+#define RESERVED_BYTES KIB(768)
+#define MOST_PIECES 256
+
+struct pieces {
+    uint64_t random;
+    bool reserve_first;
+    unsigned rounds;
+};
+
+/* Cuts `total` into pieces that add up to it when rounded, and allocates them. */
+static size_t allocate_pieces(rebatch_pool *pool, void *blocks[], size_t total, uint64_t *random)
+{
+    size_t left = total;
+    size_t count = 0;
+    while (left) {
+        size_t rounded = (1 + script_random(random) % 96) * REBATCH_POOL_UNIT_BYTES;
+        if (rounded > left || count == MOST_PIECES - 1)
+            rounded = left;
+        const size_t bytes = rounded - script_random(random) % REBATCH_POOL_UNIT_BYTES;
+        cr_assert_eq(rebatch_pool_alloc(&blocks[count], pool, bytes, NULL, 0), REBATCH_OK,
+                     "piece %zu of %zu bytes, %zu of %zu reserved bytes left", count, bytes, left,
+                     total);
+        memset(blocks[count], 0x33, bytes);
+        left -= rounded;
+        count++;
+    }
+    return count;
+}
+
+static rebatch_status reserve_and_use(struct script *s, enum script_callback callback,
+                                      const rebatch_microbatch *mb)
+{
+    struct pieces *pieces = s->inside_user;
+    if (callback == SCRIPT_LIGHTEN)
+        return REBATCH_OK;
+    rebatch_pool *pool = rebatch_get_pool(s->rb);
+    (void)mb;
+    void *blocks[MOST_PIECES];
+    cr_assert_eq(rebatch_reserve(s->rb, RESERVED_BYTES), REBATCH_OK);
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.nth = 1;
+    plan.times = REBATCH_FAULT_FOREVER;
+    cr_assert_eq(rebatch_fault_arm(s->device, &plan), REBATCH_OK);
+    const size_t count = allocate_pieces(pool, blocks, RESERVED_BYTES, &pieces->random);
+    cr_assert_eq(rebatch_fault_arm(s->device, NULL), REBATCH_OK);
+    for (size_t i = 0; i < count; i++) /* every third stays: the next reserve finds holes */
+        if (i % 3)
+            cr_assert_eq(rebatch_pool_free(pool, blocks[i]), REBATCH_OK);
+    pieces->rounds++;
+    return REBATCH_OK;
+}
+
+/* Seed 1. */
+Test(step_admission, what_was_reserved_cannot_fail_to_be_allocated)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    struct pieces pieces = {.random = 1};
+    rig.script.inside = reserve_and_use;
+    rig.script.inside_user = &pieces;
+    for (int i = 0; i < 30; i++)
+        cr_assert_eq(rig_step(&rig, 4), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_geq(pieces.rounds, 60);
+    rig_close(&rig);
+}
+
+static rebatch_status reserve_more_than_there_is(struct script *s, enum script_callback callback,
+                                                 const rebatch_microbatch *mb)
+{
+    (void)callback;
+    (void)mb;
+    cr_assert_eq(rebatch_reserve(s->rb, MIB(65)), REBATCH_OOM);
+    cr_assert_eq(rebatch_reserve(s->rb, SIZE_MAX) == REBATCH_OK, false);
+    cr_assert_eq(rebatch_reserve(s->rb, 0), REBATCH_OK);
+    return REBATCH_OK;
+}
+
+Test(step_admission, more_than_there_is_cannot_be_reserved)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rig.script.inside = reserve_more_than_there_is;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 0, "the callback coped");
+    rig_close(&rig);
+}
+
+Test(step_admission, reserve_outside_a_callback_is_refused)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    cr_assert_eq(rebatch_reserve(rig.rb, 512), REBATCH_E_STATE);
+    cr_assert_str_neq(rebatch_last_error(), "");
+    cr_assert_eq(rebatch_reserve(NULL, 512), REBATCH_E_INVALID);
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    cr_assert_eq(rebatch_reserve(rig.rb, 512), REBATCH_E_STATE);
+    rig_close(&rig);
+}
+
+/* The order that the contract asks for: what backward needs is reserved before anything is dirty,
+ * so an OOM never costs more than the micro-batch. */
+static uint32_t dirty_ooms(bool reserves)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(6), NULL);
+    rig.script.sample_bytes = KIB(512);
+    rig.script.late_bytes = MIB(2) + KIB(512);
+    rig.script.reserves = reserves;
+    cr_assert_eq(rig_step(&rig, 9), REBATCH_OK);
+    const uint32_t ooms = rig.report.ooms_in[REBATCH_PHASE_BACKWARD];
+    cr_assert_gt(rig.report.ooms, 0);
+    rig_close(&rig);
+    return ooms;
+}
+
+Test(step_admission, who_reserves_before_mutating_never_loses_the_batch)
+{
+    cr_assert_gt(dirty_ooms(false), 0);
+    cr_assert_eq(dirty_ooms(true), 0);
+}
+
+Test(step_admission, with_caching_off_reserve_only_looks_at_the_room)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.pool.caching = REBATCH_OFF;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.inside = reserve_more_than_there_is;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    cr_assert_eq(rig_used_bytes(&rig), 0, "nothing is held with caching off");
+    rig_close(&rig);
+}

@@ -1,0 +1,326 @@
+/* Owns the tests of the contract's table: where an OOM strikes, what is undone, what runs again.
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+/* A rig that has run one clean step of 16 samples, so that the cache holds memory: an OOM that is
+ * not the pool's then finds something to release, and the same is tried once more. */
+static void open_warm(struct rig *rig, const rebatch_options *options)
+{
+    rig_open(rig, MIB(64), options);
+    rig->script.base_bytes = MIB(1);
+    rig->script.zero_bytes = KIB(64);
+    rig->script.update_bytes = KIB(64);
+    cr_assert_eq(rig_step(rig, 16), REBATCH_OK);
+}
+
+static rebatch_options start_at(size_t micro)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = micro;
+    options.growth = REBATCH_OFF;
+    return options;
+}
+
+/* ---- zero_grad ---- */
+
+static void zero_grad_fails_once(enum script_when when, enum script_manner manner)
+{
+    struct rig rig;
+    open_warm(&rig, NULL);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    script_fail(&rig.script, SCRIPT_ZERO, 1, when, manner);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z! z f0+16 u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ZERO_GRAD], 1);
+    cr_assert_eq(rig.report.redone_samples, 0);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+    rig_close(&rig);
+}
+
+Test(step_contract, oom_in_zero_grad_runs_zero_grad_again)
+{
+    zero_grad_fails_once(SCRIPT_BEFORE, SCRIPT_RETURN);
+}
+
+Test(step_contract, oom_in_zero_grad_after_mutating_runs_zero_grad_again)
+{
+    zero_grad_fails_once(SCRIPT_WHILE, SCRIPT_RETURN);
+}
+
+Test(step_contract, oom_in_zero_grad_by_escape_runs_zero_grad_again)
+{
+    zero_grad_fails_once(SCRIPT_WHILE, SCRIPT_ESCAPE);
+}
+
+Test(step_contract, oom_in_zero_grad_that_was_swallowed_runs_zero_grad_again)
+{
+    zero_grad_fails_once(SCRIPT_WHILE, SCRIPT_SWALLOW);
+}
+
+/* ---- forward_backward ---- */
+
+static void forward_fails_once(enum script_when when, enum script_manner manner,
+                               const char *expected, rebatch_phase phase, size_t redone)
+{
+    const rebatch_options options = start_at(16);
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    script_fail(&rig.script, SCRIPT_FORWARD, 3, when, manner);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), expected);
+    cr_assert_eq(rig.report.ooms, 1);
+    cr_assert_eq(rig.report.ooms_in[phase], 1);
+    cr_assert_eq(rig.report.redone_samples, redone);
+    rig_close(&rig);
+}
+
+#define SAMPLES_ONLY "z f0+16 f16+16 f32+16! f32+8~1 f40+8~1 f48+8 f56+8 u"
+#define WHOLE_BATCH                                                                                \
+    "z f0+16 f16+16 f32+16! z f0+8~1 f8+8~1 f16+8~1 f24+8~1 f32+8~1 f40+8~1 f48+8 f56+8 u"
+
+Test(step_contract, oom_in_forward_before_mutating_redoes_those_samples_only)
+{
+    forward_fails_once(SCRIPT_BEFORE, SCRIPT_POOL, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
+}
+
+Test(step_contract, oom_in_forward_before_mutating_in_every_manner_is_the_same)
+{
+    forward_fails_once(SCRIPT_BEFORE, SCRIPT_RETURN, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
+    forward_fails_once(SCRIPT_BEFORE, SCRIPT_ESCAPE, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
+    forward_fails_once(SCRIPT_BEFORE, SCRIPT_SWALLOW, SAMPLES_ONLY, REBATCH_PHASE_FORWARD, 16);
+}
+
+Test(step_contract, oom_in_forward_after_mutating_redoes_the_batch_from_zero_grad)
+{
+    forward_fails_once(SCRIPT_WHILE, SCRIPT_POOL, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
+}
+
+Test(step_contract, oom_in_forward_after_mutating_in_every_manner_is_the_same)
+{
+    forward_fails_once(SCRIPT_WHILE, SCRIPT_RETURN, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
+    forward_fails_once(SCRIPT_WHILE, SCRIPT_ESCAPE, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
+    forward_fails_once(SCRIPT_WHILE, SCRIPT_SWALLOW, WHOLE_BATCH, REBATCH_PHASE_BACKWARD, 48);
+}
+
+Test(step_contract, oom_in_zero_grad_of_a_redone_batch_is_survived)
+{
+    const rebatch_options options = start_at(8);
+    struct rig rig;
+    open_warm(&rig, &options);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL);
+    script_fail(&rig.script, SCRIPT_ZERO, 2, SCRIPT_WHILE, SCRIPT_RETURN);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8! z! z f0+4~1 f4+4~1 f8+4~1 f12+4~1 u");
+    rig_close(&rig);
+}
+
+Test(step_contract, a_failed_attempt_gives_back_all_it_allocated)
+{
+    const rebatch_options options = start_at(16);
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.base_bytes = MIB(1);
+    rig.script.late_bytes = MIB(1);
+    void *kept;
+    cr_assert_eq(rebatch_pool_alloc(&kept, rebatch_get_pool(rig.rb), MIB(2), NULL, 0), REBATCH_OK);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 2);
+    cr_assert_eq(rig_live_bytes(&rig), MIB(2));
+    rig_close(&rig);
+}
+
+/* ---- optimizer_step ---- */
+
+static void update_fails_once_before(enum script_manner manner)
+{
+    struct rig rig;
+    open_warm(&rig, NULL);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, manner);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u! u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_OPTIMIZER], 1);
+    cr_assert_eq(rig.report.redone_samples, 0);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+    rig_close(&rig);
+}
+
+Test(step_contract, oom_in_the_optimizer_before_mutating_repeats_the_update_alone)
+{
+    update_fails_once_before(SCRIPT_RETURN);
+    update_fails_once_before(SCRIPT_ESCAPE);
+    update_fails_once_before(SCRIPT_SWALLOW);
+}
+
+static void update_tears(enum script_manner manner)
+{
+    struct rig rig;
+    open_warm(&rig, NULL);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, manner);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u!");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_UPDATE], 1);
+    cr_assert_eq(rig.script.updates, 0);
+    for (size_t i = 0; i < SCRIPT_PARAMETERS; i++)
+        cr_assert_eq(rig.script.parameters[i], i < SCRIPT_PARAMETERS / 2 ? 2 : 1,
+                     "parameter %zu was undone or went on", i);
+    cr_assert(script_is_whole(&rig.script, 16), "the gradients were touched");
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes + KIB(64),
+                 "what the update allocated is no longer there");
+    cr_assert(strstr(rebatch_last_error(), "checkpoint"), "the text is: %s", rebatch_last_error());
+    rig_close(&rig);
+}
+
+Test(step_contract, oom_in_the_optimizer_after_mutating_is_torn_and_nothing_is_undone)
+{
+    update_tears(SCRIPT_RETURN);
+    update_tears(SCRIPT_POOL);
+    update_tears(SCRIPT_ESCAPE);
+    update_tears(SCRIPT_SWALLOW);
+}
+
+Test(step_contract, a_torn_update_is_not_repeated_by_lightening_either)
+{
+    struct rig rig;
+    open_warm(&rig, NULL);
+    rig.script.lighten_levels = 3;
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u!");
+    rig_close(&rig);
+}
+
+/* ---- failures that are no OOM ---- */
+
+static void own_failure_passes(enum script_callback callback, enum script_when when,
+                               enum script_manner manner, const char *expected)
+{
+    const rebatch_options options = start_at(8);
+    struct rig rig;
+    open_warm(&rig, &options);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    script_fail(&rig.script, callback, 1, when, manner);
+    cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
+    cr_assert_str_eq(script_trace(&rig.script), expected);
+    cr_assert_eq(rig.report.ooms, 0);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes, "the attempt's allocations are still there");
+    cr_assert_eq(rebatch_get_micro(rig.rb, 16), 8);
+    rig.script.fault_count = 0;
+    script_restore(&rig.script);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_contract, a_failure_that_is_no_oom_passes_through_unchanged)
+{
+    static const enum script_manner manners[] = {SCRIPT_OWN, SCRIPT_OWN_ESCAPE};
+    for (size_t i = 0; i < 2; i++) {
+        for (int when = SCRIPT_BEFORE; when <= SCRIPT_WHILE; when++) {
+            own_failure_passes(SCRIPT_ZERO, when, manners[i], "z!");
+            own_failure_passes(SCRIPT_FORWARD, when, manners[i], "z f0+8!");
+            own_failure_passes(SCRIPT_UPDATE, when, manners[i], "z f0+8 f8+8 u!");
+        }
+    }
+}
+
+static rebatch_status answer_that(struct script *s, enum script_callback callback,
+                                  const rebatch_microbatch *mb)
+{
+    (void)mb;
+    const rebatch_status *answer = s->inside_user;
+    return callback == SCRIPT_FORWARD ? *answer : REBATCH_OK;
+}
+
+Test(step_contract, every_status_but_oom_passes_through_and_is_not_tried_again)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rig.script.inside = answer_that;
+    for (int number = 0; number <= 1100; number++) {
+        rebatch_status answer = (rebatch_status)number;
+        if (answer == REBATCH_OK || answer == REBATCH_OOM)
+            continue;
+        rig.script.inside_user = &answer;
+        cr_assert_eq(rig_step(&rig, 4), answer);
+        cr_assert_str_eq(script_trace(&rig.script), "z f0+4!");
+    }
+    rig.script.inside = NULL;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    rig_close(&rig);
+}
+
+/* ---- after EXHAUSTED ---- */
+
+Test(step_contract, exhausted_before_mutating_leaves_the_samples_before_in_the_accumulators)
+{
+    const rebatch_options options = start_at(4);
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 f8+4! f8+2~1! f8+1~2!");
+    cr_assert(script_holds(&rig.script, 8));
+    rig_close(&rig);
+}
+
+Test(step_contract, exhausted_while_accumulating_is_cleared_by_the_next_step)
+{
+    const rebatch_options options = start_at(4);
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_WHILE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
+    rig.script.fault_count = 0;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_contract, exhausted_in_the_optimizer_keeps_the_gradients)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
+    cr_assert(script_is_whole(&rig.script, 16));
+    cr_assert_eq(script_calls(&rig.script, SCRIPT_FORWARD), 1);
+    rig_close(&rig);
+}
+
+Test(step_contract, exhausted_leaves_nothing_allocated_and_close_gives_everything_back)
+{
+    const enum script_callback callbacks[] = {SCRIPT_ZERO, SCRIPT_FORWARD, SCRIPT_UPDATE};
+    for (size_t i = 0; i < 3; i++) {
+        struct rig rig;
+        open_warm(&rig, NULL);
+        rig.script.late_bytes = MIB(1);
+        const uint64_t live_bytes = rig_live_bytes(&rig);
+        script_fail(&rig.script, callbacks[i], 1, SCRIPT_BEFORE, SCRIPT_POOL)->times =
+            SCRIPT_FOREVER;
+        cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
+        cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+        rig_close(&rig); /* asserts that the device has it all back */
+    }
+}
+
+Test(step_contract, the_step_after_exhausted_has_the_same_number_and_succeeds)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
+    rig.script.fault_count = 0;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    cr_assert_eq(rig.report.step, 1);
+    cr_assert_eq(rig.script.calls[1].step, 1);
+    rig_close(&rig);
+}

@@ -1,0 +1,243 @@
+/* Owns the tests of growth: when the micro-batch grows again, how far, and what a failure costs.
+ * Must not know more of the library than its public headers say. */
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+static rebatch_options grow_after(uint32_t steps, uint32_t wait_max)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.grow_after = steps;
+    options.grow_wait_max = wait_max;
+    return options;
+}
+
+/* Runs one step that shrinks a batch of 64 to micro-batches of 16, by faults that do not return. */
+static void open_shrunk(struct rig *rig, const rebatch_options *options)
+{
+    rig_open(rig, MIB(128), options);
+    rig->script.sample_bytes = KIB(64);
+    script_fail(&rig->script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->more_than = 16;
+    rig->script.faults[0].times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rig->rb, 64), 16);
+    rig->script.fault_count = 0;
+}
+
+static void run_clean(struct rig *rig, uint32_t steps)
+{
+    while (steps--) {
+        cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+        cr_assert_eq(rig->report.ooms, 0);
+    }
+}
+
+Test(step_growth, after_grow_after_clean_steps_the_microbatch_doubles)
+{
+    const rebatch_options options = grow_after(4, 0);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    run_clean(&rig, 3);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16, "it grew too early");
+    run_clean(&rig, 1);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32, "it did not grow after 4 clean steps");
+    cr_assert_str_eq(rig_events(&rig), "GROW(16->32) STEP");
+    run_clean(&rig, 1);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+32 f32+32 u");
+    rig_close(&rig);
+}
+
+Test(step_growth, by_default_it_waits_for_16_clean_steps)
+{
+    struct rig rig;
+    open_shrunk(&rig, NULL);
+    run_clean(&rig, 15);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    run_clean(&rig, 1);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32);
+    rig_close(&rig);
+}
+
+Test(step_growth, an_oom_begins_the_count_anew)
+{
+    const rebatch_options options = grow_after(4, 0);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    run_clean(&rig, 3);
+    script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 1);
+    rig.script.fault_count = 0;
+    run_clean(&rig, 3);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    run_clean(&rig, 1);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32);
+    rig_close(&rig);
+}
+
+Test(step_growth, it_stops_at_the_effective_batch)
+{
+    const rebatch_options options = grow_after(1, 0);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    run_clean(&rig, 10);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+64 u");
+    cr_assert_str_eq(rig_events(&rig), "STEP", "it still grows");
+    rig_close(&rig);
+}
+
+Test(step_growth, it_stops_at_micro_largest)
+{
+    rebatch_options options = grow_after(1, 0);
+    options.micro_start = 8;
+    options.micro_largest = 24;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    size_t largest = 0;
+    for (int i = 0; i < 12; i++) {
+        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        cr_assert_leq(rebatch_get_micro(rig.rb, 64), 24);
+        largest = rebatch_get_micro(rig.rb, 64);
+    }
+    cr_assert_eq(largest, 24);
+    rig_close(&rig);
+}
+
+Test(step_growth, it_goes_beyond_the_start_size)
+{
+    rebatch_options options = grow_after(2, 0);
+    options.micro_start = 3;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    static const size_t expected[] = {3, 3, 6, 6, 12, 12, 20, 20, 20};
+    for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
+        cr_assert_eq(rebatch_get_micro(rig.rb, 20), expected[i], "before step %zu", i);
+        cr_assert_eq(rig_step(&rig, 20), REBATCH_OK);
+    }
+    rig_close(&rig);
+}
+
+Test(step_growth, it_can_be_switched_off)
+{
+    rebatch_options options = grow_after(1, 0);
+    options.growth = REBATCH_OFF;
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    run_clean(&rig, 40);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    rig_close(&rig);
+}
+
+Test(step_growth, without_room_it_does_not_grow_and_costs_nothing)
+{
+    const rebatch_options options = grow_after(1, 0);
+    struct rig rig;
+    rig_open(&rig, MIB(20), &options);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    run_clean(&rig, 40); /* no OOM in any of them */
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    rig_close(&rig);
+}
+
+Test(step_growth, it_grows_again_when_the_room_comes_back)
+{
+    const rebatch_options options = grow_after(2, 0);
+    struct rig rig;
+    rig_open(&rig, MIB(80), &options);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
+    rig_set_capacity(&rig, MIB(20));
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    run_clean(&rig, 10);
+    rig_set_capacity(&rig, MIB(80));
+    run_clean(&rig, 10);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
+    rig_close(&rig);
+}
+
+/* Steps from one failed growth to the next, with a wall at 16 samples that the pool does not see. */
+Test(step_growth, a_failed_growth_doubles_the_wait_up_to_the_longest)
+{
+    const rebatch_options options = grow_after(2, 8);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    rig.script.sample_bytes = 0;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->more_than = 16;
+    rig.script.faults[0].times = SCRIPT_FOREVER;
+    rig.script.faults[0].manner = SCRIPT_RETURN;
+    static const unsigned expected[] = {2, 4, 8, 8, 8};
+    unsigned clean = 0;
+    size_t failures = 0;
+    for (int i = 0; i < 100 && failures < 5; i++) {
+        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        if (rig.report.ooms == 0) {
+            clean++;
+            continue;
+        }
+        cr_assert_not_null(rig_event(&rig, REBATCH_EVENT_GROWTH_FAILED));
+        cr_assert_not_null(rig_event(&rig, REBATCH_EVENT_SHRINK));
+        cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+        cr_assert_eq(clean, expected[failures], "before failure %zu", failures);
+        failures++;
+        clean = 0;
+    }
+    cr_assert_eq(failures, 5);
+    rig_close(&rig);
+}
+
+Test(step_growth, an_oom_that_no_growth_brought_about_is_no_failed_growth)
+{
+    const rebatch_options options = grow_after(2, 64);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 1);
+    cr_assert_null(rig_event(&rig, REBATCH_EVENT_GROWTH_FAILED));
+    rig_close(&rig);
+}
+
+Test(step_growth, a_lighter_level_is_left_again)
+{
+    const rebatch_options options = grow_after(1, 0);
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(8);
+    rig.script.lighten_levels = 3;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    cr_assert_eq(rig.report.lighten_level, 2);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 4), 1);
+    rig_set_capacity(&rig, MIB(64));
+    unsigned level = 2;
+    for (int i = 0; i < 12; i++) {
+        cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+        cr_assert_eq(rig.report.ooms, 0);
+        cr_assert(rig.script.level == level || rig.script.level + 1 == level,
+                  "from level %u to level %u", level, rig.script.level);
+        level = rig.script.level;
+    }
+    cr_assert_eq(level, 0);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 4), 4);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 u");
+    rig_close(&rig);
+}
+
+Test(step_growth, small_batches_in_between_do_not_grow_beyond_what_they_showed)
+{
+    const rebatch_options options = grow_after(1, 0);
+    struct rig rig;
+    rig_open(&rig, MIB(20), &options);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    for (int i = 0; i < 40; i++) {
+        cr_assert_eq(rig_step(&rig, i % 2 ? 64 : 5), REBATCH_OK);
+        cr_assert_eq(rig.report.ooms, 0);
+    }
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    rig_close(&rig);
+}

@@ -1,0 +1,319 @@
+/* Owns the tests of rebatch_guard(): state that is put back when work is thrown away.
+ * Must not know more of the library than its public headers say. */
+#include <stdatomic.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+/* State that every callback moves on first thing, as an RNG's is, and what each call found. */
+struct state {
+    uint64_t *value; /* host or device memory */
+    uint64_t found[64];
+    size_t calls;
+};
+
+static rebatch_status move_on(struct script *s, enum script_callback callback,
+                              const rebatch_microbatch *mb)
+{
+    struct state *state = s->inside_user;
+    (void)mb;
+    if (callback == SCRIPT_LIGHTEN)
+        return REBATCH_OK;
+    cr_assert_lt(state->calls, 64);
+    state->found[state->calls++] = *state->value;
+    *state->value = *state->value * 6364136223846793005u + 1442695040888963407u;
+    return REBATCH_OK;
+}
+
+static uint64_t after(unsigned moves)
+{
+    uint64_t value = 42;
+    while (moves--)
+        value = value * 6364136223846793005u + 1442695040888963407u;
+    return value;
+}
+
+static void open_guarded(struct rig *rig, struct state *state, rebatch_guard_kind kind)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 8;
+    options.growth = REBATCH_OFF;
+    rig_open(rig, MIB(64), &options);
+    rig->script.base_bytes = MIB(1);
+    static uint64_t host;
+    void *block = &host;
+    if (kind == REBATCH_GUARD_DEVICE)
+        cr_assert_eq(rebatch_pool_alloc(&block, rebatch_get_pool(rig->rb), sizeof host,
+                                        rig->script.stream, 0),
+                     REBATCH_OK);
+    *state = (struct state){.value = block};
+    *state->value = 42;
+    cr_assert_eq(rebatch_guard(rig->rb, state->value, sizeof host, kind), REBATCH_OK);
+    rig->script.inside = move_on;
+    rig->script.inside_user = state;
+}
+
+/* Runs one step of 16 samples with one fault, and compares the moves that each call found done. */
+static void run_guarded(rebatch_guard_kind kind, enum script_callback callback, uint32_t nth,
+                        enum script_when when, enum script_manner manner, rebatch_status expected,
+                        const unsigned *moves, size_t calls, unsigned moves_at_end)
+{
+    struct rig rig;
+    struct state state;
+    open_guarded(&rig, &state, kind);
+    struct script_fault *fault = script_fail(&rig.script, callback, nth, when, manner);
+    if (expected == REBATCH_E_EXHAUSTED)
+        fault->times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 16), expected);
+    cr_assert_eq(rebatch_stream_synchronize(rig.device, rig.script.stream), REBATCH_OK);
+    cr_assert_eq(state.calls, calls, "calls were %s", script_trace(&rig.script));
+    for (size_t i = 0; i < calls; i++)
+        cr_assert_eq(state.found[i], after(moves[i]), "call %zu of %s", i,
+                     script_trace(&rig.script));
+    cr_assert_eq(*state.value, after(moves_at_end), "at the end of %s", script_trace(&rig.script));
+    rig_close(&rig);
+}
+
+/* For both kinds: the calls' moves as a list. */
+#define EXPECT_MOVES(callback, nth, when, manner, expected, at_end, ...)                           \
+    do {                                                                                           \
+        static const unsigned moves[] = {__VA_ARGS__};                                             \
+        const size_t calls = sizeof moves / sizeof moves[0];                                       \
+        run_guarded(REBATCH_GUARD_HOST, callback, nth, when, manner, expected, moves, calls,       \
+                    at_end);                                                                       \
+        run_guarded(REBATCH_GUARD_DEVICE, callback, nth, when, manner, expected, moves, calls,     \
+                    at_end);                                                                       \
+    } while (0)
+
+Test(step_guard, without_a_failure_nothing_is_put_back)
+{
+    struct rig rig;
+    struct state state;
+    open_guarded(&rig, &state, REBATCH_GUARD_HOST);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(*state.value, after(8));
+    rig_close(&rig);
+}
+
+Test(step_guard, oom_before_mutating_puts_back_what_was_before_the_attempt)
+{
+    /* z f0+8 f8+8! f8+4 f12+4 u */
+    EXPECT_MOVES(SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL, REBATCH_OK, 5, 0, 1, 2, 2, 3, 4);
+}
+
+Test(step_guard, oom_after_mutating_puts_back_what_was_before_zero_grad)
+{
+    /* z f0+8 f8+8! z f0+4 f4+4 f8+4 f12+4 u */
+    EXPECT_MOVES(SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL, REBATCH_OK, 6, 0, 1, 2, 0, 1, 2, 3,
+                 4, 5);
+}
+
+Test(step_guard, oom_in_zero_grad_puts_back_what_was_before_it)
+{
+    /* z by a CUDA code with nothing cached has nothing to retry; swallowed likewise: EXHAUSTED */
+    EXPECT_MOVES(SCRIPT_ZERO, 1, SCRIPT_WHILE, SCRIPT_POOL, REBATCH_E_EXHAUSTED, 0, 0);
+}
+
+Test(step_guard, oom_in_zero_grad_that_is_tried_again_finds_the_same_state)
+{
+    struct rig rig;
+    struct state state;
+    open_guarded(&rig, &state, REBATCH_GUARD_HOST);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK); /* the cache holds something to release now */
+    script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_WHILE, SCRIPT_RETURN);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z! z f0+8 f8+8 u");
+    cr_assert_eq(state.found[4], after(4));
+    cr_assert_eq(state.found[5], after(4));
+    cr_assert_eq(*state.value, after(8));
+    rig_close(&rig);
+}
+
+Test(step_guard, oom_in_the_optimizer_before_mutating_puts_back_what_was_before_it)
+{
+    /* z f0+8 f8+8 u! u */
+    EXPECT_MOVES(SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_RETURN, REBATCH_OK, 4, 0, 1, 2, 3, 3);
+}
+
+Test(step_guard, a_torn_update_puts_nothing_back)
+{
+    EXPECT_MOVES(SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_POOL, REBATCH_E_TORN, 4, 0, 1, 2, 3);
+}
+
+Test(step_guard, exhausted_puts_back_what_was_before_the_step)
+{
+    /* z f0+8 f8+8! f8+4! f8+2! f8+1! */
+    EXPECT_MOVES(SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL, REBATCH_E_EXHAUSTED, 0, 0, 1, 2, 2,
+                 2, 2);
+    EXPECT_MOVES(SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_POOL, REBATCH_E_EXHAUSTED, 0, 0, 1, 2, 3);
+}
+
+Test(step_guard, a_failure_that_is_no_oom_puts_back_what_was_before_the_step)
+{
+    EXPECT_MOVES(SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_OWN, SCRIPT_STATUS, 0, 0);
+    EXPECT_MOVES(SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_OWN, SCRIPT_STATUS, 0, 0, 1, 2);
+    EXPECT_MOVES(SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_OWN_ESCAPE, SCRIPT_STATUS, 0, 0, 1, 2, 3);
+}
+
+Test(step_guard, the_next_step_guards_anew)
+{
+    struct rig rig;
+    struct state state;
+    open_guarded(&rig, &state, REBATCH_GUARD_HOST);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    *state.value = after(20); /* changed between the steps: that is the user's, and stays */
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_OWN);
+    cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
+    cr_assert_eq(*state.value, after(20));
+    rig_close(&rig);
+}
+
+/* ---- pointers to what an attempt allocates ---- */
+
+struct cached {
+    void *workspace; /* guarded */
+    size_t made;
+};
+
+static rebatch_status make_once(struct script *s, enum script_callback callback,
+                                const rebatch_microbatch *mb)
+{
+    struct cached *cached = s->inside_user;
+    if (callback != SCRIPT_FORWARD || cached->workspace)
+        return REBATCH_OK;
+    cached->made++;
+    return rebatch_pool_alloc(&cached->workspace, mb->pool, KIB(64), mb->stream, 0);
+}
+
+Test(step_guard, a_guarded_pointer_to_what_was_taken_back_is_null_again)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    struct cached cached = {0};
+    cr_assert_eq(
+        rebatch_guard(rig.rb, &cached.workspace, sizeof cached.workspace, REBATCH_GUARD_HOST),
+        REBATCH_OK);
+    rig.script.inside = make_once;
+    rig.script.inside_user = &cached;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(cached.made, 2);
+    size_t bytes;
+    cr_assert_eq(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), cached.workspace),
+                 REBATCH_OK);
+    rig_close(&rig);
+}
+
+/* ---- a stream of its own ---- */
+
+static void move_on_there(void *user)
+{
+    uint64_t *value = user;
+    *value = *value * 6364136223846793005u + 1442695040888963407u;
+}
+
+/* Enqueues the change and does not wait: only the stream's order makes the copies right. */
+static rebatch_status enqueue_move(struct script *s, enum script_callback callback,
+                                   const rebatch_microbatch *mb)
+{
+    (void)callback;
+    (void)mb;
+    return rebatch_stream_call(s->device, s->stream, move_on_there, s->inside_user);
+}
+
+static void guard_on_stream(enum script_callback callback, uint32_t nth, enum script_when when,
+                            enum script_manner manner, rebatch_status expected, unsigned moves)
+{
+    struct rig rig;
+    rebatch_device *host;
+    rebatch_stream stream;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 8;
+    rig_open(&rig, MIB(64), &options); /* for its devices: the session that has a stream is next */
+    rebatch_close(rig.rb);
+    host = rig.device;
+    cr_assert_eq(rebatch_stream_create(&stream, host), REBATCH_OK);
+    options.stream = stream;
+    cr_assert_eq(rebatch_open(&rig.rb, host, &options), REBATCH_OK);
+    rig.script.rb = rig.rb;
+    rig.script.stream = stream;
+    void *value;
+    cr_assert_eq(rebatch_pool_alloc(&value, rebatch_get_pool(rig.rb), sizeof(uint64_t), stream, 0),
+                 REBATCH_OK);
+    *(uint64_t *)value = 42;
+    cr_assert_eq(rebatch_guard(rig.rb, value, sizeof(uint64_t), REBATCH_GUARD_DEVICE), REBATCH_OK);
+    rig.script.inside = enqueue_move;
+    rig.script.inside_user = value;
+    script_fail(&rig.script, callback, nth, when, manner);
+    cr_assert_eq(rig_step(&rig, 16), expected);
+    cr_assert_eq(rebatch_stream_synchronize(host, stream), REBATCH_OK);
+    cr_assert_eq(*(uint64_t *)value, after(moves), "after %s", script_trace(&rig.script));
+    rebatch_close(rig.rb);
+    rebatch_stream_destroy(host, stream);
+    rig.rb = NULL;
+    rig_close(&rig);
+}
+
+Test(step_guard, device_state_is_saved_and_put_back_in_the_streams_order)
+{
+    guard_on_stream(SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL, REBATCH_OK, 5);
+    guard_on_stream(SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL, REBATCH_OK, 6);
+    guard_on_stream(SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_OWN, SCRIPT_STATUS, 0);
+    guard_on_stream(SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_OWN, SCRIPT_STATUS, 0);
+    guard_on_stream(SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_POOL, REBATCH_E_TORN, 4);
+}
+
+/* ---- many, and bad ones ---- */
+
+Test(step_guard, sixty_four_states_can_be_guarded_and_no_more)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    uint32_t states[65] = {0};
+    for (size_t i = 0; i < 64; i++)
+        cr_assert_eq(rebatch_guard(rig.rb, &states[i], sizeof states[i], REBATCH_GUARD_HOST),
+                     REBATCH_OK);
+    cr_assert_eq(rebatch_guard(rig.rb, &states[64], sizeof states[64], REBATCH_GUARD_HOST),
+                 REBATCH_E_UNSUPPORTED);
+    cr_assert(strstr(rebatch_last_error(), "64"), "the text is: %s", rebatch_last_error());
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_guard, bad_arguments_are_refused_and_said)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    int state = 0;
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_guard(NULL, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
+    cr_assert_str_neq(rebatch_last_error(), "");
+    cr_assert_eq(rebatch_guard(rig.rb, NULL, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_guard(rig.rb, &state, 0, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_guard(rig.rb, &state, sizeof state, (rebatch_guard_kind)0),
+                 REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_guard(rig.rb, &state, sizeof state, (rebatch_guard_kind)3),
+                 REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "3"), "the text is: %s", rebatch_last_error());
+    rig_close(&rig);
+}
+
+Test(step_guard, a_device_guard_without_room_is_an_oom_and_leaves_nothing)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(4), NULL);
+    void *state;
+    cr_assert_eq(rebatch_pool_alloc(&state, rebatch_get_pool(rig.rb), MIB(1) + KIB(512), NULL, 0),
+                 REBATCH_OK);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    /* one copy would fit, two do not */
+    cr_assert_eq(rebatch_guard(rig.rb, state, MIB(1) + KIB(512), REBATCH_GUARD_DEVICE),
+                 REBATCH_OOM);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    rig_close(&rig);
+}

@@ -1,0 +1,295 @@
+/* Owns the tests of bad input to the step's calls: each is refused, said in a sentence, and changes
+ * nothing.
+ * Must not know more of the library than its public headers say. */
+#include <stddef.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+#define assert_text_has(part)                                                                      \
+    cr_assert(strstr(rebatch_last_error(), part), "\"%s\" is missing in: \"%s\"", part,            \
+              rebatch_last_error())
+
+/* ---- rebatch_open() ---- */
+
+static void refuse_options(const rebatch_options *options, const char *part, const char *other)
+{
+    rebatch_device *device;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    rebatch *rb = (rebatch *)&device; /* anything but NULL */
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_open(&rb, device, options), REBATCH_E_INVALID, "expected: %s", part);
+    cr_assert_null(rb);
+    assert_text_has(part);
+    assert_text_has(other);
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0);
+    rebatch_device_close(device);
+}
+
+Test(step_invalid, open_refuses_null)
+{
+    rebatch_device *device;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    rebatch *rb = (rebatch *)&device;
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_open(NULL, device, NULL), REBATCH_E_INVALID);
+    assert_text_has("out");
+    cr_assert_eq(rebatch_open(&rb, NULL, NULL), REBATCH_E_INVALID);
+    assert_text_has("device");
+    cr_assert_null(rb);
+    rebatch_device_close(device);
+}
+
+Test(step_invalid, open_takes_null_options_as_defaults)
+{
+    rebatch_device *device;
+    rebatch *rb;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rb, 64), 64);
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
+
+Test(step_invalid, open_refuses_a_struct_size_that_is_none)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.struct_size = 0;
+    refuse_options(&options, "struct_size", "0");
+    options.struct_size = sizeof(size_t) - 1;
+    refuse_options(&options, "struct_size", "7");
+}
+
+Test(step_invalid, open_refuses_a_newer_struct_that_uses_what_is_new)
+{
+    struct {
+        rebatch_options options;
+        uint64_t added;
+    } newer = {REBATCH_OPTIONS_INIT, 0};
+    newer.options.struct_size = sizeof newer;
+    rebatch_device *device;
+    rebatch *rb;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &newer.options), REBATCH_OK, "its tail is zero: %s",
+                 rebatch_last_error());
+    rebatch_close(rb);
+    rebatch_device_close(device);
+    newer.added = 1;
+    refuse_options(&newer.options, "rebatch_options", "zero");
+}
+
+Test(step_invalid, open_takes_an_older_struct_that_is_shorter)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 8;
+    options.struct_size = offsetof(rebatch_options, micro_smallest);
+    options.micro_smallest = SIZE_MAX; /* beyond what it has: not looked at */
+    rebatch_device *device;
+    rebatch *rb;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_get_micro(rb, 64), 8);
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
+
+Test(step_invalid, open_takes_pool_options_without_a_size_as_defaults)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.pool = (rebatch_pool_options){0};
+    rebatch_device *device;
+    rebatch *rb;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
+
+Test(step_invalid, open_refuses_bad_pool_options)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.pool.limit_permille = 1001;
+    refuse_options(&options, "limit_permille", "1001");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.pool.caching = (rebatch_toggle)3;
+    refuse_options(&options, "caching", "3");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.pool.struct_size = 3;
+    refuse_options(&options, "struct_size", "3");
+}
+
+Test(step_invalid, open_refuses_sizes_that_contradict_each_other)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_smallest = 17;
+    options.micro_largest = 13;
+    refuse_options(&options, "17", "13");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.micro_start = 5;
+    options.micro_smallest = 6;
+    refuse_options(&options, "5", "6");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.micro_start = 15;
+    options.micro_largest = 14;
+    refuse_options(&options, "15", "14");
+}
+
+Test(step_invalid, open_refuses_switches_and_choices_that_do_not_exist)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.admission = (rebatch_toggle)3;
+    refuse_options(&options, "admission", "3");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.lighten = (rebatch_toggle)77;
+    refuse_options(&options, "lighten", "77");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.growth = (rebatch_toggle)-1;
+    refuse_options(&options, "growth", "-1");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.on_oom = (rebatch_on_oom)9;
+    refuse_options(&options, "on_oom", "9");
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.log_level = (rebatch_log_level)6;
+    refuse_options(&options, "log_level", "6");
+}
+
+Test(step_invalid, open_refuses_a_wait_that_is_longer_than_the_longest)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.grow_after = 20;
+    options.grow_wait_max = 10;
+    refuse_options(&options, "20", "10");
+}
+
+Test(step_invalid, open_refuses_a_stream_of_another_device)
+{
+    rebatch_device *other;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    cr_assert_eq(rebatch_device_open_host(&other, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_stream_create(&options.stream, other), REBATCH_OK);
+    refuse_options(&options, "stream", "");
+    rebatch_stream_destroy(other, options.stream);
+    rebatch_device_close(other);
+}
+
+/* ---- rebatch_step() ---- */
+
+static void refuse_step(struct rig *rig, const rebatch_step_ops *ops, size_t batch,
+                        const char *part)
+{
+    rig->script.call_count = 0;
+    rebatch_clear_error();
+    rebatch_step_report report;
+    memset(&report, 0xff, sizeof report);
+    cr_assert_eq(rebatch_step(rig->rb, ops, batch, &rig->script, &report), REBATCH_E_INVALID);
+    assert_text_has(part);
+    cr_assert_eq(report.status, REBATCH_E_INVALID);
+    cr_assert_eq(report.attempts, 0);
+    cr_assert_eq(report.ooms, 0);
+    cr_assert_eq(rig->script.call_count, 0, "a callback ran");
+}
+
+Test(step_invalid, step_refuses_null_and_an_empty_batch)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_step(NULL, &rig.ops, 4, NULL, NULL), REBATCH_E_INVALID);
+    assert_text_has("rb");
+    refuse_step(&rig, NULL, 4, "ops");
+    refuse_step(&rig, &rig.ops, 0, "batch");
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_invalid, step_refuses_missing_callbacks_by_name)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rebatch_step_ops ops = rig.ops;
+    ops.zero_grad = NULL;
+    refuse_step(&rig, &ops, 4, "zero_grad");
+    ops = rig.ops;
+    ops.forward_backward = NULL;
+    refuse_step(&rig, &ops, 4, "forward_backward");
+    ops = rig.ops;
+    ops.optimizer_step = NULL;
+    refuse_step(&rig, &ops, 4, "optimizer_step");
+    ops = rig.ops;
+    ops.lighten = NULL; /* optional */
+    rig.script.batch = 4;
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 4, &rig.script, NULL), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_invalid, step_refuses_a_struct_size_that_is_none)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rebatch_step_ops ops = rig.ops;
+    ops.struct_size = 0;
+    refuse_step(&rig, &ops, 4, "struct_size");
+    ops.struct_size = sizeof(size_t);
+    refuse_step(&rig, &ops, 4, "");
+    rig_close(&rig);
+}
+
+Test(step_invalid, step_takes_an_older_struct_without_lighten_and_flags)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rebatch_step_ops ops = rig.ops;
+    ops.struct_size = offsetof(rebatch_step_ops, lighten);
+    rig.script.batch = 4;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    rebatch_step_report report;
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 4, &rig.script, &report), REBATCH_OK);
+    cr_assert_eq(report.ooms_in[REBATCH_PHASE_BACKWARD], 1, "the flag is beyond its end");
+    rig_close(&rig);
+}
+
+Test(step_invalid, step_takes_a_newer_struct_whose_tail_is_zero_and_refuses_any_other)
+{
+    struct {
+        rebatch_step_ops ops;
+        void *added;
+    } newer;
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    memset(&newer, 0, sizeof newer);
+    newer.ops = rig.ops;
+    newer.ops.struct_size = sizeof newer;
+    rig.script.batch = 4;
+    cr_assert_eq(rebatch_step(rig.rb, &newer.ops, 4, &rig.script, NULL), REBATCH_OK,
+                 "its tail is zero: %s", rebatch_last_error());
+    newer.added = &rig;
+    refuse_step(&rig, &newer.ops, 4, "rebatch_step_ops");
+    rig_close(&rig);
+}
+
+Test(step_invalid, step_refuses_flags_that_it_does_not_know)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rebatch_step_ops ops = rig.ops;
+    ops.flags = 0x10;
+    refuse_step(&rig, &ops, 4, "flags");
+    rig_close(&rig);
+}
+
+/* ---- the small ones ---- */
+
+Test(step_invalid, the_small_calls_take_null)
+{
+    rebatch_close(NULL);
+    rebatch_mutating(NULL);
+    cr_assert_null(rebatch_get_pool(NULL));
+    cr_assert_eq(rebatch_get_micro(NULL, 64), 0);
+    char text[8] = "x";
+    cr_assert_eq(rebatch_event_format(text, sizeof text, NULL), 0);
+    cr_assert_str_eq(text, "");
+}

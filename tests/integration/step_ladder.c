@@ -1,0 +1,368 @@
+/* Owns the tests of the ladder: once more, smaller, lighter, and what is said when nothing is left.
+ * Must not know more of the library than its public headers say. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+static bool text_has(const char *part)
+{
+    return strstr(rebatch_last_error(), part) != NULL;
+}
+
+#define assert_text_has(part)                                                                      \
+    cr_assert(text_has(part), "\"%s\" is missing in: %s", part, rebatch_last_error())
+
+static rebatch_options without_growth(void)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.growth = REBATCH_OFF;
+    return options;
+}
+
+/* ---- once more ---- */
+
+Test(step_ladder, a_passing_fault_is_tried_once_more_at_the_same_size)
+{
+    rebatch_options options = without_growth();
+    options.pool.caching = REBATCH_OFF;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.sample_bytes = MIB(1);
+    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 1, REBATCH_OOM);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+16~1 u");
+    cr_assert_str_eq(rig_events(&rig), "RETRY STEP");
+    cr_assert_eq(rebatch_get_micro(rig.rb, 16), 16);
+    rig_close(&rig);
+}
+
+Test(step_ladder, once_more_is_once_then_it_halves)
+{
+    rebatch_options options = without_growth();
+    options.pool.caching = REBATCH_OFF;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.sample_bytes = MIB(1);
+    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 2, REBATCH_OOM);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+16~1! f0+8~2 f8+8~2 u");
+    cr_assert_str_eq(rig_events(&rig), "RETRY SHRINK(16->8) STEP");
+    rig_close(&rig);
+}
+
+Test(step_ladder, once_more_is_possible_again_after_a_success)
+{
+    rebatch_options options = without_growth();
+    options.pool.caching = REBATCH_OFF;
+    options.micro_start = 8;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.sample_bytes = MIB(1);
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    for (int i = 0; i < 2; i++) {
+        plan.nth = 1;
+        cr_assert_eq(rebatch_fault_arm(rig.device, &plan), REBATCH_OK);
+        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+        cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1 f8+8 u");
+    }
+    rig_close(&rig);
+}
+
+Test(step_ladder, an_oom_beside_the_pool_is_tried_once_more_when_the_cache_was_released)
+{
+    rebatch_options options = without_growth();
+    options.micro_start = 8;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.sample_bytes = MIB(1);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_RETURN);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8! f8+8~1 u");
+    cr_assert_str_eq(rig_events(&rig), "RETRY STEP");
+    rig_close(&rig);
+}
+
+Test(step_ladder, what_could_not_fit_is_not_tried_again_at_the_same_size)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(6), &options);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.attempts, 4 + 16, "%s", script_trace(&rig.script));
+    cr_assert_str_eq(rig_events(&rig), "SHRINK(64->32) SHRINK(32->16) SHRINK(16->8) SHRINK(8->4) "
+                                       "STEP");
+    rig_close(&rig);
+}
+
+/* Memory that is there, but cached in pieces of the wrong size. */
+Test(step_ladder, fragmentation_of_the_cache_never_exhausts_a_step_that_fits_empty)
+{
+    rebatch_options options = without_growth();
+    options.admission = REBATCH_OFF;
+    struct rig rig;
+    rig_open(&rig, MIB(6), &options);
+    rig.script.sample_bytes = KIB(512);
+    rig.script.late_bytes = MIB(2) + KIB(512);
+    rig.script.reserves = true;
+    for (int i = 0; i < 20; i++) {
+        rig_set_capacity(&rig, MIB(i % 2 ? 4 : 6));
+        cr_assert_eq(rig_step(&rig, 9), REBATCH_OK, "step %d: %s: %s", i, rebatch_last_error(),
+                     script_trace(&rig.script));
+    }
+    rig_close(&rig);
+}
+
+/* ---- smaller ---- */
+
+Test(step_ladder, the_smaller_size_is_kept_for_the_following_steps)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(6), &options);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.micro_before, 16);
+    cr_assert_eq(rig.report.micro_after, 4);
+    for (int i = 0; i < 40; i++) {
+        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+        cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 f8+4 f12+4 u");
+    }
+    rig_close(&rig);
+}
+
+Test(step_ladder, stop_ends_the_step_at_the_first_oom)
+{
+    rebatch_options options = without_growth();
+    options.on_oom = REBATCH_ON_OOM_STOP;
+    struct rig rig;
+    rig_open(&rig, MIB(6), &options);
+    rig.script.sample_bytes = MIB(1);
+    rig.script.lighten_levels = 3;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16!");
+    cr_assert_str_eq(rig_events(&rig), "EXHAUSTED");
+    assert_text_has("on_oom");
+    cr_assert_eq(rebatch_get_micro(rig.rb, 16), 16);
+    rig_close(&rig);
+}
+
+Test(step_ladder, at_micro_smallest_it_ends_and_names_the_option)
+{
+    rebatch_options options = without_growth();
+    options.micro_smallest = 4;
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+8~1! f0+4~2!");
+    assert_text_has("micro-batch");
+    assert_text_has("4");
+    rig_close(&rig);
+}
+
+/* ---- lighter ---- */
+
+Test(step_ladder, at_the_smallest_size_it_lightens_level_by_level)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(8);
+    rig.script.lighten_levels = 3;
+    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+2! f0+1~1! l1 f0+1~2! l2 f0+1~3 f1+1~1 u");
+    cr_assert_str_eq(rig_events(&rig), "SHRINK(2->1) LIGHTEN(l0->l1) LIGHTEN(l1->l2) STEP");
+    cr_assert_eq(rig.report.lighten_level, 2);
+    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+1 f1+1 u");
+    rig_close(&rig);
+}
+
+Test(step_ladder, when_no_level_is_left_it_is_exhausted)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(64);
+    rig.script.lighten_levels = 2;
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+1! l1 f0+1~1! l2 f0+1~2! l3!");
+    cr_assert_eq(rig.report.lighten_level, 2);
+    rig_close(&rig);
+}
+
+Test(step_ladder, lightening_can_be_switched_off)
+{
+    rebatch_options options = without_growth();
+    options.lighten = REBATCH_OFF;
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(4);
+    rig.script.lighten_levels = 2;
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+1!");
+    rig_close(&rig);
+}
+
+Test(step_ladder, lightening_after_mutating_redoes_the_batch)
+{
+    rebatch_options options = without_growth();
+    options.micro_start = 1;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.lighten_levels = 1;
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+1 f1+1! l1 z f0+1~1 f1+1~1 u");
+    rig_close(&rig);
+}
+
+Test(step_ladder, an_oom_in_the_optimizer_may_be_answered_by_lightening)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.lighten_levels = 1;
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+2 u! l1 u");
+    rig_close(&rig);
+}
+
+Test(step_ladder, a_failure_of_lighten_that_is_no_oom_passes_through)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(4);
+    rig.script.lighten_levels = 2;
+    script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_OWN);
+    cr_assert_eq(rig_step(&rig, 1), SCRIPT_STATUS,
+                 "a callback's own status ends the step and is passed through: %s",
+                 rebatch_last_error());
+    rig_close(&rig);
+}
+
+/* ---- nothing left ---- */
+
+Test(step_ladder, exhausted_says_where_what_was_needed_what_was_there_and_what_would_help)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+    rig.script.sample_bytes = MIB(5);
+    cr_assert_eq(rig_step(&rig, 2), REBATCH_E_EXHAUSTED);
+    assert_text_has("step 1");
+    assert_text_has(rebatch_phase_text(REBATCH_PHASE_FORWARD));
+    assert_text_has("5.00 MiB");
+    assert_text_has("3.00 MiB");
+    assert_text_has("free memory");
+    assert_text_has("limit");
+    const rebatch_oom_report *oom = &rig.report.oom;
+    cr_assert_eq(oom->asked_bytes, MIB(5));
+    cr_assert_eq(oom->device_total_bytes, MIB(3));
+    cr_assert_leq(oom->would_fit_bytes, MIB(3));
+    rig_close(&rig);
+}
+
+Test(step_ladder, the_oom_report_names_who_holds_memory)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(8), &options);
+    rebatch_tag tag;
+    void *parameters;
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    cr_assert_eq(rebatch_pool_tag(&tag, pool, "parameters"), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&parameters, pool, MIB(5), NULL, tag), REBATCH_OK);
+    rig.script.sample_bytes = MIB(4);
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
+    cr_assert_geq(rig.report.oom.tag_count, 1);
+    cr_assert_str_eq(rig.report.oom.tags[0].name, "parameters");
+    cr_assert_eq(rig.report.oom.tags[0].live_bytes, MIB(5));
+    char text[4096];
+    cr_assert_lt(rebatch_oom_format(text, sizeof text, &rig.report.oom), sizeof text);
+    cr_assert(strstr(text, "parameters"), "%s", text);
+    rig_close(&rig);
+}
+
+Test(step_ladder, max_attempts_bounds_what_runs_in_vain)
+{
+    for (uint32_t most = 1; most <= 7; most++) {
+        rebatch_options options = without_growth();
+        options.max_attempts = most;
+        struct rig rig;
+        rig_open(&rig, MIB(64), &options);
+        script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times =
+            SCRIPT_FOREVER;
+        cr_assert_eq(rig_step(&rig, 128), REBATCH_E_EXHAUSTED);
+        cr_assert_eq(rig.report.attempts, most);
+        assert_text_has("max_attempts");
+        rig_close(&rig);
+    }
+}
+
+Test(step_ladder, max_attempts_counts_all_callbacks_of_the_step)
+{
+    rebatch_options options = without_growth();
+    options.max_attempts = 3;
+    options.micro_start = 8;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.base_bytes = MIB(1);
+    rig.script.lighten_levels = 8;
+    script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = 9;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(rig.report.ooms, 3);
+    cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 1);
+    rig_close(&rig);
+}
+
+Test(step_ladder, max_attempts_is_of_one_step)
+{
+    rebatch_options options = without_growth();
+    options.max_attempts = 2;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    for (size_t batch = 512; batch > 1; batch /= 2) { /* one OOM a step, eight steps */
+        script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+        cr_assert_eq(rig_step(&rig, batch), REBATCH_OK);
+        cr_assert_eq(rig.report.ooms, 1);
+        rig.script.fault_count = 0;
+    }
+    rig_close(&rig);
+}
+
+Test(step_ladder, by_default_it_gives_up_after_64)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.lighten_levels = 1000;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(rig.report.attempts, 64);
+    rig_close(&rig);
+}
+
+Test(step_ladder, zero_grad_that_always_fails_is_exhausted)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rig.script.base_bytes = MIB(1);
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_OK);
+    script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->times = SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(script_calls(&rig.script, SCRIPT_FORWARD), 0);
+    assert_text_has(rebatch_phase_text(REBATCH_PHASE_ZERO_GRAD));
+    rig_close(&rig);
+}

@@ -1,0 +1,344 @@
+/* Owns the tests of how an OOM, or what looks like one, reaches rebatch.
+ * Must not know more of the library than its public headers say. */
+#include <pthread.h>
+#include <stddef.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+static void open_warm(struct rig *rig)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 8;
+    options.growth = REBATCH_OFF;
+    rig_open(rig, MIB(64), &options);
+    rig->script.base_bytes = MIB(1);
+    cr_assert_eq(rig_step(rig, 16), REBATCH_OK);
+}
+
+/* ---- rebatch_escape() ---- */
+
+Test(step_reach, escape_leaves_every_callback_from_depth)
+{
+    struct rig rig;
+    open_warm(&rig);
+    script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_WHILE, SCRIPT_ESCAPE);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_ESCAPE);
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_ESCAPE);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(script_calls(&rig.script, SCRIPT_ZERO), 2);
+    cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 2);
+    cr_assert_eq(rig.report.ooms, 3);
+    rig_close(&rig);
+}
+
+Test(step_reach, escape_outside_a_callback_comes_back_with_an_error)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_escape(rig.rb, REBATCH_OOM), REBATCH_E_STATE);
+    cr_assert_str_neq(rebatch_last_error(), "");
+    cr_assert_eq(rebatch_escape(rig.rb, SCRIPT_STATUS), REBATCH_E_STATE);
+    cr_assert_eq(rebatch_escape(NULL, REBATCH_OOM), REBATCH_E_STATE);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
+static void *escape_there(void *user)
+{
+    rebatch *rb = user;
+    return rebatch_escape(rb, REBATCH_OOM) == REBATCH_E_STATE ? user : NULL;
+}
+
+static rebatch_status escape_in_another_thread(struct script *s, enum script_callback callback,
+                                               const rebatch_microbatch *mb)
+{
+    (void)callback;
+    (void)mb;
+    pthread_t thread;
+    void *refused = NULL;
+    cr_assert_eq(pthread_create(&thread, NULL, escape_there, s->rb), 0);
+    cr_assert_eq(pthread_join(thread, &refused), 0);
+    cr_assert_not_null(refused, "rebatch_escape() left a callback of another thread");
+    return REBATCH_OK;
+}
+
+Test(step_reach, escape_in_a_thread_without_a_callback_comes_back_with_an_error)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.inside = escape_in_another_thread;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 0);
+    rig_close(&rig);
+}
+
+static rebatch_status escape_with_success(struct script *s, enum script_callback callback,
+                                          const rebatch_microbatch *mb)
+{
+    (void)mb;
+    if (callback == SCRIPT_FORWARD)
+        (void)rebatch_escape(s->rb, REBATCH_OK);
+    return REBATCH_OK;
+}
+
+Test(step_reach, escape_with_ok_is_an_error_and_no_success)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.inside = escape_with_success;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "rebatch_escape"), "the text is: %s",
+              rebatch_last_error());
+    cr_assert_eq(script_calls(&rig.script, SCRIPT_FORWARD), 1);
+    cr_assert_eq(script_calls(&rig.script, SCRIPT_UPDATE), 0);
+    rig_close(&rig);
+}
+
+Test(step_reach, escape_from_lighten_is_survived)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.lighten_levels = 2;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = SCRIPT_FOREVER;
+    script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_ESCAPE)->times =
+        SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
+    rig_close(&rig);
+}
+
+/* ---- the device's last error ---- */
+
+Test(step_reach, an_oom_that_forward_swallowed_is_found)
+{
+    struct rig rig;
+    open_warm(&rig);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_SWALLOW);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK); /* rig_step() sees that no sample is missing */
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
+    rig.script.fault_count = 0;
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_SWALLOW);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_BACKWARD], 1);
+    rig_close(&rig);
+}
+
+Test(step_reach, an_oom_that_the_optimizer_swallowed_is_found)
+{
+    struct rig rig;
+    open_warm(&rig);
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_SWALLOW);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_OPTIMIZER], 1);
+    rig.script.fault_count = 0;
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_SWALLOW);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
+    rig_close(&rig);
+}
+
+static rebatch_status leave_last_error(struct script *s, enum script_callback callback,
+                                       const rebatch_microbatch *mb)
+{
+    (void)mb;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.calls = REBATCH_FAULT_LAST_ERROR;
+    plan.nth = 1;
+    plan.status = *(rebatch_status *)s->inside_user;
+    if (callback == SCRIPT_FORWARD)
+        cr_assert_eq(rebatch_fault_arm(s->device, &plan), REBATCH_OK);
+    return REBATCH_OK;
+}
+
+Test(step_reach, a_swallowed_error_that_is_no_oom_passes_through)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rebatch_status left = REBATCH_E_DEVICE;
+    rig.script.inside = leave_last_error;
+    rig.script.inside_user = &left;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_DEVICE);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8"); /* it answered OK */
+    left = REBATCH_E_DEVICE_LOST;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_DEVICE_LOST);
+    rig.script.inside = NULL;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
+static rebatch_status fail_and_leave_last_error(struct script *s, enum script_callback callback,
+                                                const rebatch_microbatch *mb)
+{
+    if (callback != SCRIPT_FORWARD || mb->count < 8)
+        return REBATCH_OK;
+    (void)leave_last_error(s, callback, mb);
+    return REBATCH_OOM;
+}
+
+Test(step_reach, no_stale_error_is_left_behind_by_an_oom)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL); /* nothing is cached, so the first rung is to halve */
+    rebatch_status left = REBATCH_OOM;
+    rig.script.inside = fail_and_leave_last_error;
+    rig.script.inside_user = &left;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+4~1 f4+4~1 u");
+    rig_close(&rig);
+}
+
+Test(step_reach, an_error_left_behind_overrides_the_oom_that_hid_it)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rebatch_status left = REBATCH_E_DEVICE_LOST;
+    rig.script.inside = fail_and_leave_last_error;
+    rig.script.inside_user = &left;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_E_DEVICE_LOST);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8!");
+    rig_close(&rig);
+}
+
+/* ---- late device errors ---- */
+
+static void lost_overrides(enum script_callback callback, enum script_when when,
+                           const char *expected)
+{
+    struct rig rig;
+    open_warm(&rig);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    script_fail(&rig.script, callback, 1, when, SCRIPT_LOST);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_DEVICE_LOST);
+    cr_assert_str_eq(script_trace(&rig.script), expected);
+    cr_assert_eq(rig.report.ooms, 0);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+    rig_fail_device(&rig, 0, 0, REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_reach, a_late_device_error_overrides_the_verdict_oom)
+{
+    lost_overrides(SCRIPT_ZERO, SCRIPT_BEFORE, "z!");
+    lost_overrides(SCRIPT_FORWARD, SCRIPT_BEFORE, "z f0+8!");
+    lost_overrides(SCRIPT_FORWARD, SCRIPT_WHILE, "z f0+8!");
+    lost_overrides(SCRIPT_UPDATE, SCRIPT_BEFORE, "z f0+8 f8+8 u!");
+    lost_overrides(SCRIPT_UPDATE, SCRIPT_WHILE, "z f0+8 f8+8 u!");
+}
+
+/* ---- an OOM that the callback copes with ---- */
+
+static rebatch_status cope(struct script *s, enum script_callback callback,
+                           const rebatch_microbatch *mb)
+{
+    (void)callback;
+    (void)mb;
+    void *workspace;
+    cr_assert_eq(rebatch_pool_alloc(&workspace, rebatch_get_pool(s->rb), SCRIPT_IMPOSSIBLE_BYTES,
+                                    s->stream, 0),
+                 REBATCH_OOM);
+    return REBATCH_OK;
+}
+
+Test(step_reach, an_optional_allocation_that_fails_is_no_oom)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.inside = cope;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
+    cr_assert_eq(rig.report.ooms, 0);
+    cr_assert_str_eq(rig_events(&rig), "STEP");
+    cr_assert_eq(rebatch_get_micro(rig.rb, 16), 8);
+    rig_close(&rig);
+}
+
+Test(step_reach, the_report_names_the_last_oom_of_the_pool_even_one_that_was_coped_with)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.inside = cope;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.oom.asked_bytes, SCRIPT_IMPOSSIBLE_BYTES);
+    rig.script.inside = NULL;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.oom.asked_bytes, 0, "that OOM was of the step before");
+    rig_close(&rig);
+}
+
+/* ---- rebatch_reserve() that fails ---- */
+
+static rebatch_status reserve_too_much(struct script *s, enum script_callback callback,
+                                       const rebatch_microbatch *mb)
+{
+    if (callback != SCRIPT_FORWARD || mb->count < 8)
+        return REBATCH_OK;
+    return rebatch_reserve(s->rb, SCRIPT_IMPOSSIBLE_BYTES);
+}
+
+Test(step_reach, a_reserve_that_fails_is_an_oom_like_any_other)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.inside = reserve_too_much;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+4~1 f4+4~1 f8+4 f12+4 u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
+    rig_close(&rig);
+}
+
+/* ---- calls from within a callback ---- */
+
+static rebatch_status step_within(struct script *s, enum script_callback callback,
+                                  const rebatch_microbatch *mb)
+{
+    (void)callback;
+    (void)mb;
+    struct rig *rig = s->inside_user;
+    rebatch_step_report report;
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_step(s->rb, &rig->ops, 4, s, &report), REBATCH_E_STATE);
+    cr_assert_eq(report.status, REBATCH_E_STATE);
+    cr_assert_str_neq(rebatch_last_error(), "");
+    static int state;
+    cr_assert_eq(rebatch_guard(s->rb, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_STATE);
+    return REBATCH_OK;
+}
+
+Test(step_reach, step_and_guard_within_a_callback_are_refused_and_change_nothing)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.inside = step_within;
+    rig.script.inside_user = &rig;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
+    rig_close(&rig);
+}
+
+static rebatch_status step_of_another(struct script *s, enum script_callback callback,
+                                      const rebatch_microbatch *mb)
+{
+    (void)mb;
+    struct rig *other = s->inside_user;
+    if (callback == SCRIPT_FORWARD)
+        cr_assert_eq(rig_step(other, 8), REBATCH_OK);
+    return REBATCH_OK;
+}
+
+Test(step_reach, another_session_may_step_within_a_callback)
+{
+    struct rig rig;
+    struct rig other;
+    open_warm(&rig);
+    open_warm(&other);
+    script_fail(&other.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_ESCAPE);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_ESCAPE);
+    rig.script.inside = step_of_another;
+    rig.script.inside_user = &other;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 1);
+    rig_close(&other);
+    rig_close(&rig);
+}

@@ -1,0 +1,287 @@
+/* Owns the rig of the step_* tests, and what holds of every step whatever happens in it.
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+/* ---- the rig ---- */
+
+static void collect(const rebatch_event *event, void *user)
+{
+    struct rig *rig = user;
+    if (rig->event_count < RIG_EVENTS)
+        rig->events[rig->event_count++] = *event;
+}
+
+void rig_open(struct rig *rig, size_t capacity_bytes, const rebatch_options *options)
+{
+    memset(rig, 0, sizeof *rig);
+    cr_assert_eq(rebatch_device_open_host(&rig->host, capacity_bytes, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&rig->device, rig->host, NULL), REBATCH_OK);
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    if (options)
+        o = *options;
+    if (!o.on_event) {
+        o.on_event = collect;
+        o.on_event_user = rig;
+    }
+    if (o.log_level == REBATCH_LOG_DEFAULT)
+        o.log_level = REBATCH_LOG_DEBUG;
+    cr_assert_eq(rebatch_open(&rig->rb, rig->device, &o), REBATCH_OK, "%s", rebatch_last_error());
+    rig->options = o;
+    rig->script.rb = rig->rb;
+    rig->script.stream = o.stream;
+    rig->script.device = rig->device;
+    rig->script.declares = true;
+    rig->ops = script_ops();
+    rig->ops.lighten = NULL;
+}
+
+void rig_close(struct rig *rig)
+{
+    rebatch_close(rig->rb);
+    cr_assert_eq(rig_used_bytes(rig), 0, "%zu bytes were not given back", rig_used_bytes(rig));
+    rebatch_device_close(rig->device);
+    rebatch_device_close(rig->host);
+}
+
+uint64_t rig_live_bytes(const struct rig *rig)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(rig->rb)), REBATCH_OK);
+    return stats.live_bytes;
+}
+
+size_t rig_used_bytes(const struct rig *rig)
+{
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(rig->host, &info), REBATCH_OK);
+    return info.used_bytes;
+}
+
+void rig_set_capacity(struct rig *rig, size_t capacity_bytes)
+{
+    cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(rig->rb), 0, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_set_capacity(rig->host, capacity_bytes), REBATCH_OK);
+}
+
+void rig_fail_device(struct rig *rig, uint32_t calls, uint64_t times, rebatch_status status)
+{
+    if (times)
+        script_arm(&rig->script, calls, times, status);
+    else
+        cr_assert_eq(rebatch_fault_arm(rig->device, NULL), REBATCH_OK);
+}
+
+const char *rig_events(struct rig *rig)
+{
+    static const char *const names[] = {
+#define NAME(name, level, text) #name,
+        REBATCH_EVENTS(NAME)
+#undef NAME
+    };
+    const size_t size = sizeof rig->text;
+    rig->text[0] = '\0';
+    for (size_t i = 0; i < rig->event_count; i++) {
+        const rebatch_event *event = &rig->events[i];
+        script_append(rig->text, size, "%s%s", i ? " " : "", names[event->kind]);
+        if (event->kind == REBATCH_EVENT_STEP)
+            continue;
+        if (event->micro_before != event->micro_after)
+            script_append(rig->text, size, "(%zu->%zu)", event->micro_before, event->micro_after);
+        if (event->lighten_before != event->lighten_after)
+            script_append(rig->text, size, "(l%u->l%u)", event->lighten_before,
+                          event->lighten_after);
+    }
+    return rig->text;
+}
+
+const rebatch_event *rig_event(const struct rig *rig, rebatch_event_kind kind)
+{
+    for (size_t i = 0; i < rig->event_count; i++)
+        if (rig->events[i].kind == kind)
+            return &rig->events[i];
+    return NULL;
+}
+
+/* ---- what holds of every step ---- */
+
+/* Whether an OOM in this call has to be taken for one after rebatch_mutating(). */
+static bool is_dirty(const struct rig *rig, const struct script_call *call)
+{
+    const bool trusted =
+        (rig->ops.flags & REBATCH_DECLARES_MUTATION) || rig->learned[call->callback];
+    return call->mutated || !trusted;
+}
+
+/* The contract's table as an automaton: what has to be called next, SCRIPT_CALLBACKS for nothing. */
+struct order {
+    enum script_callback next;
+    size_t first;  /* sample that comes next */
+    uint32_t vain; /* calls that ran into an OOM */
+    bool torn;
+};
+
+static void follow_forward(struct order *order, const struct rig *rig,
+                           const struct script_call *call)
+{
+    cr_assert_eq(call->first, order->first);
+    if (call->answer == REBATCH_OK) {
+        order->first += call->count;
+        order->next = order->first == rig->script.batch ? SCRIPT_UPDATE : SCRIPT_FORWARD;
+    } else if (is_dirty(rig, call)) {
+        order->next = SCRIPT_ZERO;
+    }
+}
+
+/* `call` is the next that is no lighten. */
+static void follow(struct order *order, struct rig *rig, const struct script_call *call)
+{
+    cr_assert_eq(call->callback, order->next, "this is not the call that the contract has next");
+    order->vain += call->answer == REBATCH_OOM;
+    if (call->answer != REBATCH_OK && call->answer != REBATCH_OOM) {
+        order->next = SCRIPT_CALLBACKS;
+    } else if (call->callback == SCRIPT_FORWARD) {
+        follow_forward(order, rig, call);
+    } else if (call->callback == SCRIPT_ZERO && call->answer == REBATCH_OK) {
+        order->next = SCRIPT_FORWARD;
+        order->first = 0;
+    } else if (call->callback == SCRIPT_UPDATE) {
+        order->torn = call->answer == REBATCH_OOM && is_dirty(rig, call);
+        if (call->answer == REBATCH_OK || order->torn)
+            order->next = SCRIPT_CALLBACKS;
+    }
+    if (call->answer == REBATCH_OK && call->mutated)
+        rig->learned[call->callback] = true;
+}
+
+static const struct script_call *last_call(const struct script *s, bool lighten_too)
+{
+    size_t i = s->call_count;
+    while (i && s->calls[i - 1].callback == SCRIPT_LIGHTEN && !lighten_too)
+        i--;
+    return i ? &s->calls[i - 1] : NULL;
+}
+
+/* EXHAUSTED only when the smallest size failed, all levels were tried, or attempts ran out. */
+static void check_exhausted(const struct rig *rig, const struct order *order)
+{
+    const struct script *s = &rig->script;
+    const rebatch_options *o = &rig->options;
+    const uint32_t most = o->max_attempts ? o->max_attempts : 64;
+    if (o->on_oom == REBATCH_ON_OOM_STOP || order->vain == most)
+        return;
+    const struct script_call *last = last_call(s, false);
+    const size_t smallest = o->micro_smallest ? o->micro_smallest : 1;
+    cr_assert_eq(last->answer, REBATCH_OOM, "EXHAUSTED without a try: %s", rebatch_last_error());
+    cr_assert(last->callback != SCRIPT_FORWARD || last->count <= smallest,
+              "EXHAUSTED with %zu samples, after %u in vain: %s", last->count, order->vain,
+              rebatch_last_error());
+    if (s->lighten_levels && o->lighten != REBATCH_OFF)
+        cr_assert(last_call(s, true)->callback == SCRIPT_LIGHTEN &&
+                      last_call(s, true)->answer != REBATCH_OK,
+                  "EXHAUSTED, but there is a level left");
+}
+
+static void check_order(struct rig *rig, rebatch_status status)
+{
+    struct script *s = &rig->script;
+    struct order order = {.next = SCRIPT_ZERO};
+    for (size_t i = 0; i < s->call_count; i++) {
+        const struct script_call *call = &s->calls[i];
+        if (call->callback != SCRIPT_LIGHTEN)
+            follow(&order, rig, call);
+        if (i >= 2 && call->count && call[-1].answer == REBATCH_OOM &&
+            call[-2].answer == REBATCH_OOM)
+            cr_assert(call->count != call[-1].count || call->count != call[-2].count,
+                      "three times the same size: %s", script_trace(s));
+    }
+    cr_assert_leq(order.vain, rig->options.max_attempts ? rig->options.max_attempts : 64);
+    cr_assert_eq(status == REBATCH_OK, s->updates == 1);
+    const struct script_call *last = last_call(s, false);
+    const bool is_own = last && last->answer == status; /* a callback's, passed through */
+    if (status == REBATCH_E_TORN && !is_own)
+        cr_assert(order.torn, "TORN, but the update had not begun");
+    if (status == REBATCH_OK || status == REBATCH_E_EXHAUSTED)
+        cr_assert(!order.torn, "TORN is not said");
+    if (status == REBATCH_E_EXHAUSTED && !is_own)
+        check_exhausted(rig, &order);
+    /* Once the update was applied, a lighten that fails cannot make it undone. */
+    if (last_call(s, true) && last_call(s, true)->answer == SCRIPT_STATUS && !s->updates)
+        cr_assert_eq(status, SCRIPT_STATUS, "%s", script_trace(s));
+}
+
+/* What step.h says of a step that succeeded. */
+static void check_success(const struct rig *rig, size_t batch, uint32_t version)
+{
+    const struct script *s = &rig->script;
+    size_t microbatches = 0;
+    size_t samples = 0;
+    for (size_t i = 0; i < s->call_count; i++) {
+        const struct script_call *call = &s->calls[i];
+        if (call->callback == SCRIPT_ZERO)
+            microbatches = 0;
+        if (call->callback == SCRIPT_FORWARD)
+            microbatches += call->answer == REBATCH_OK;
+        samples += call->count;
+    }
+    cr_assert(s->whole_at_update, "the update did not have every sample once");
+    for (size_t i = 0; i < SCRIPT_PARAMETERS; i++)
+        cr_assert_eq(s->parameters[i], version + 1);
+    cr_assert_eq(rig->report.microbatches, microbatches);
+    cr_assert_eq(rig->report.redone_samples, samples - batch);
+}
+
+static void check_report(const struct rig *rig, rebatch_status status)
+{
+    const rebatch_step_report *report = &rig->report;
+    uint32_t ooms = 0;
+    for (size_t i = 0; i < REBATCH_PHASE_COUNT; i++)
+        ooms += report->ooms_in[i];
+    cr_assert_eq(report->status, status);
+    cr_assert_eq(report->ooms, ooms);
+    cr_assert_eq(report->attempts, script_calls(&rig->script, SCRIPT_FORWARD));
+    cr_assert_eq(report->reserved_bytes, rig_used_bytes(rig), "reserved %ju, used %zu",
+                 (uintmax_t)report->reserved_bytes, rig_used_bytes(rig));
+    cr_assert_eq(report->lighten_level, rig->script.level);
+}
+
+rebatch_status rig_step(struct rig *rig, size_t batch)
+{
+    struct script *s = &rig->script;
+    cr_assert_leq(batch, SCRIPT_SAMPLES);
+    s->batch = batch;
+    s->updates = 0;
+    s->whole_at_update = false;
+    s->call_count = 0;
+    memset(s->tries, 0, sizeof s->tries);
+    for (size_t i = 0; i < s->fault_count; i++)
+        s->faults[i].seen = 0;
+    rig->event_count = 0;
+    rig->ops.lighten = s->lighten_levels ? script_ops().lighten : NULL;
+    const uint32_t version = s->parameters[0];
+    const uint64_t live_bytes = rig_live_bytes(rig);
+    const size_t micro = rebatch_get_micro(rig->rb, batch);
+
+    const rebatch_status status = rebatch_step(rig->rb, &rig->ops, batch, s, &rig->report);
+    check_report(rig, status);
+    check_order(rig, status);
+    cr_assert_eq(rig->report.step, rig->steps);
+    cr_assert_eq(rig->report.micro_before, micro);
+    cr_assert_eq(rig->report.micro_after, rebatch_get_micro(rig->rb, batch));
+    for (size_t i = 0; i < s->call_count; i++)
+        if (s->calls[i].callback == SCRIPT_FORWARD)
+            cr_assert_eq(s->calls[i].step, rig->steps);
+    if (status == REBATCH_OK) {
+        check_success(rig, batch, version);
+        rig->steps++;
+    } else if (status != REBATCH_E_TORN) {
+        cr_assert_eq(rig_live_bytes(rig), live_bytes, "the step failed, but something is left");
+    }
+    if (status == REBATCH_E_EXHAUSTED)
+        for (size_t i = 0; i < SCRIPT_PARAMETERS; i++)
+            cr_assert_eq(s->parameters[i], version, "EXHAUSTED, but a parameter changed");
+    return status;
+}

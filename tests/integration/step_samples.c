@@ -1,0 +1,295 @@
+/* Owns the tests of how the effective batch is cut, and of what an attempt may allocate and free.
+ * Must not know more of the library than its public headers say. */
+#include <stdlib.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+static void open_cut(struct rig *rig, size_t start, size_t smallest, size_t largest)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = start;
+    options.micro_smallest = smallest;
+    options.micro_largest = largest;
+    options.growth = REBATCH_OFF;
+    rig_open(rig, MIB(64), &options);
+}
+
+/* ---- cutting ---- */
+
+Test(step_samples, without_a_start_size_the_batch_is_one_microbatch)
+{
+    struct rig rig;
+    open_cut(&rig, 0, 0, 0);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 37), 37);
+    cr_assert_eq(rig_step(&rig, 37), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+37 u");
+    cr_assert_eq(rig.report.microbatches, 1);
+    rig_close(&rig);
+}
+
+Test(step_samples, a_batch_that_does_not_divide_has_a_smaller_last_microbatch)
+{
+    struct rig rig;
+    open_cut(&rig, 16, 0, 0);
+    cr_assert_eq(rig_step(&rig, 70), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 f16+16 f32+16 f48+16 f64+6 u");
+    cr_assert_eq(rig.report.microbatches, 5);
+    cr_assert_eq(rig.report.attempts, 5);
+    rig_close(&rig);
+}
+
+Test(step_samples, a_batch_smaller_than_the_microbatch_is_one_microbatch)
+{
+    struct rig rig;
+    open_cut(&rig, 16, 0, 0);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 5), 5);
+    cr_assert_eq(rig_step(&rig, 5), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+5 u");
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+1 u");
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16,
+                 "a small batch changed the size for large ones");
+    rig_close(&rig);
+}
+
+Test(step_samples, every_start_size_and_batch_counts_every_sample_once)
+{
+    for (size_t start = 0; start <= 64; start++) {
+        struct rig rig;
+        open_cut(&rig, start, 0, 0);
+        for (size_t batch = 1; batch <= 67; batch++)
+            cr_assert_eq(rig_step(&rig, batch), REBATCH_OK); /* rig_step() checks the marks */
+        rig_close(&rig);
+    }
+}
+
+Test(step_samples, micro_largest_is_never_exceeded)
+{
+    struct rig rig;
+    open_cut(&rig, 0, 0, 12);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 40), 12);
+    cr_assert_eq(rig_step(&rig, 40), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+12 f12+12 f24+12 f36+4 u");
+    rig_close(&rig);
+}
+
+Test(step_samples, odd_sizes_are_halved_downwards)
+{
+    struct rig rig;
+    open_cut(&rig, 7, 0, 0);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = 2;
+    cr_assert_eq(rig_step(&rig, 7), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script),
+                     "z f0+7! f0+3~1! f0+1~2 f1+1~2 f2+1~2 f3+1~1 f4+1~1 f5+1~1 f6+1~1 u");
+    rig_close(&rig);
+}
+
+Test(step_samples, micro_smallest_is_never_undercut_but_by_the_last_microbatch)
+{
+    struct rig rig;
+    open_cut(&rig, 7, 4, 0);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 14), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+7! f0+4~1 f4+4~1 f8+4 f12+2 u");
+    rig_close(&rig);
+}
+
+Test(step_samples, a_last_microbatch_that_fails_is_halved_by_its_own_size)
+{
+    struct rig rig;
+    open_cut(&rig, 16, 0, 0);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 22), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 f16+6! f16+3~1 f19+3~1 u");
+    rig_close(&rig);
+}
+
+Test(step_samples, the_attempt_number_is_how_often_the_samples_were_tried)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
+    script_fail(&rig.script, SCRIPT_FORWARD, 4, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 18), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script),
+                     "z f0+8 f8+8! f8+4~1 f12+4~1! z f0+2~1 f2+2~1 f4+2~1 f6+2~1 f8+2~2 f10+2~2 "
+                     "f12+2~2 f14+2~2 f16+2 u");
+    rig_close(&rig);
+}
+
+Test(step_samples, attempt_numbers_begin_again_with_the_next_step)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    rig.script.fault_count = 0;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 u");
+    rig_close(&rig);
+}
+
+Test(step_samples, the_step_number_counts_updates_and_begins_at_zero)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    for (uint64_t step = 0; step < 5; step++) {
+        cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+        cr_assert_eq(rig.report.step, step);
+        cr_assert_eq(rig.script.calls[1].step, step);
+        cr_assert_eq(rig.script.parameters[0], step + 1);
+    }
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_OWN);
+    cr_assert_eq(rig_step(&rig, 8), SCRIPT_STATUS);
+    cr_assert_eq(rig.report.step, 5);
+    rig.script.fault_count = 0;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(rig.report.step, 5);
+    rig_close(&rig);
+}
+
+Test(step_samples, sessions_on_one_device_do_not_disturb_each_other)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    rebatch *other;
+    cr_assert_eq(rebatch_open(&other, rig.device, NULL), REBATCH_OK);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 8), 4);
+    cr_assert_eq(rebatch_get_micro(other, 8), 8);
+    rebatch_close(other);
+    rig_close(&rig);
+}
+
+/* ---- what an attempt allocates and frees ---- */
+
+struct memory {
+    char *block;    /* allocated before the step or inside */
+    bool frees;     /* inside frees it */
+    bool allocates; /* inside allocates it and keeps it */
+    rebatch_status late_free;
+};
+
+static rebatch_status use_memory(struct script *s, enum script_callback callback,
+                                 const rebatch_microbatch *mb)
+{
+    struct memory *memory = s->inside_user;
+    if (callback != SCRIPT_FORWARD)
+        return REBATCH_OK;
+    if (memory->frees) {
+        cr_assert_eq(rebatch_pool_free(mb->pool, memory->block), REBATCH_OK);
+        memory->frees = false;
+    }
+    if (memory->allocates) {
+        memory->allocates = false;
+        return rebatch_pool_alloc((void **)&memory->block, mb->pool, KIB(4), mb->stream, 0);
+    }
+    return REBATCH_OK;
+}
+
+Test(step_samples, a_block_that_a_failed_attempt_freed_is_still_there)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    struct memory memory = {.frees = true};
+    rig.script.inside = use_memory;
+    rig.script.inside_user = &memory;
+    rig.script.base_bytes = KIB(4); /* of the same size, so that it would take the freed block */
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    cr_assert_eq(rebatch_pool_alloc((void **)&memory.block, pool, KIB(4), NULL, 0), REBATCH_OK);
+    memset(memory.block, 0x5a, KIB(4));
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 1);
+    size_t bytes;
+    cr_assert_eq(rebatch_pool_block_bytes(&bytes, pool, memory.block), REBATCH_OK);
+    cr_assert_eq(bytes, KIB(4));
+    for (size_t i = 0; i < KIB(4); i++)
+        cr_assert_eq(memory.block[i], 0x5a);
+    cr_assert_eq(rebatch_pool_free(pool, memory.block), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
+Test(step_samples, a_block_that_a_successful_attempt_freed_is_gone)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    struct memory memory = {.frees = true};
+    rig.script.inside = use_memory;
+    rig.script.inside_user = &memory;
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    cr_assert_eq(rebatch_pool_alloc((void **)&memory.block, pool, KIB(4), NULL, 0), REBATCH_OK);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
+Test(step_samples, what_a_successful_attempt_keeps_stays)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    struct memory memory = {.allocates = true};
+    rig.script.inside = use_memory;
+    rig.script.inside_user = &memory;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), KIB(4));
+    memset(memory.block, 1, KIB(4));
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), KIB(4));
+    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(rig.rb), memory.block), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_samples, a_late_free_of_what_was_taken_back_is_ignored_and_counted)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    struct memory memory = {.allocates = true};
+    rig.script.inside = use_memory;
+    rig.script.inside_user = &memory;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->times =
+        SCRIPT_FOREVER;
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(rig_live_bytes(&rig), 0);
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    cr_assert_eq(rebatch_pool_free(pool, memory.block), REBATCH_OK);
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
+    cr_assert_eq(stats.late_frees, 1);
+    cr_assert_eq(stats.live_bytes, 0);
+    rig_close(&rig);
+}
+
+/* ---- sizes that no script can hold ---- */
+
+static rebatch_status zero_nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status see_all(const rebatch_microbatch *mb, void *user)
+{
+    *(rebatch_microbatch *)user = *mb;
+    return SCRIPT_STATUS;
+}
+
+Test(step_samples, the_largest_batch_there_is_is_cut_without_overflow)
+{
+    struct rig rig;
+    open_cut(&rig, 0, 0, 0);
+    const rebatch_step_ops ops = {sizeof ops,   zero_nothing, see_all,
+                                  zero_nothing, NULL,         REBATCH_DECLARES_MUTATION};
+    rebatch_microbatch seen = {0};
+    cr_assert_eq(rebatch_step(rig.rb, &ops, SIZE_MAX, &seen, NULL), SCRIPT_STATUS);
+    cr_assert_eq(seen.first, 0);
+    cr_assert_eq(seen.count, SIZE_MAX);
+    cr_assert_eq(seen.batch, SIZE_MAX);
+    rig_close(&rig);
+}

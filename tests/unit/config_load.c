@@ -1,0 +1,428 @@
+/* Owns the tests of loading: every key from file and environment, who wins, options, device.
+ * Must not know how values are read. Nothing here is random. */
+#include <criterion/criterion.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "config/settings.h"
+#include "rebatch/rebatch.h"
+#include "unit/config_files.h"
+
+TestSuite(config_load, .init = config_enter, .fini = config_leave);
+
+/* Every key with a value that is not its default, as it stands in a file and in a variable. */
+static const struct value {
+    const char *key;
+    const char *file, *variable, *initial;
+} values[] = {
+    {"batch.start", "96", "96", "0"},
+    {"batch.smallest", "2", "2", "1"},
+    {"batch.largest", "128", "128", "0"},
+    {"memory.limit", "\"22GiB\"", "22GiB", "\"none\""},
+    {"memory.headroom", "268435456", "268435456", "0"},
+    {"memory.caching", "false", "false", "true"},
+    {"recovery.on_oom", "\"stop\"", "stop", "\"halve\""},
+    {"recovery.admission", "false", "false", "true"},
+    {"recovery.lighten", "false", "false", "true"},
+    {"recovery.max_attempts", "5", "5", "64"},
+    {"growth.enabled", "false", "false", "true"},
+    {"growth.after", "3", "3", "16"},
+    {"growth.wait_max", "100", "100", "1024"},
+    {"device.kind", "\"host\"", "host", "\"host\""}, /* there is no other kind yet */
+    {"device.capacity", "\"64MiB\"", "64MiB", "\"none\""},
+    {"log.level", "\"debug\"", "debug", "\"info\""},
+};
+enum { VALUES = sizeof values / sizeof *values };
+
+static rebatch_config *load(const char *path)
+{
+    rebatch_config *config;
+    const rebatch_status status = rebatch_config_load(&config, path);
+    cr_assert(status == REBATCH_OK, "%s", rebatch_last_error());
+    return config;
+}
+
+static void expect_value(const rebatch_config *config, const char *key, const char *value,
+                         const char *origin)
+{
+    const char *got_origin;
+    const char *got = rebatch_config_get(config, key, &got_origin);
+    cr_assert(got != NULL, "%s: %s", key, rebatch_last_error());
+    cr_expect(strcmp(got, value) == 0, "%s is %s instead of %s", key, got, value);
+    cr_expect(strcmp(got_origin, origin) == 0, "%s comes from %s instead of %s", key, got_origin,
+              origin);
+}
+
+/* 'group = {\n name = value;\n};\n': the value is in line 2. */
+static void write_value(const char *file, const struct value *value)
+{
+    char text[256];
+    const char *name = strchr(value->key, '.') + 1;
+    (void)snprintf(text, sizeof text, "%.*s = {\n %s = %s;\n};\n", (int)(name - value->key - 1),
+                   value->key, name, value->file);
+    config_write(file, text);
+}
+
+Test(config_load, keys_are_all_here_and_in_order)
+{
+    for (size_t i = 0; i < VALUES; i++) {
+        cr_assert(rebatch_config_key(i) != NULL, "%s", values[i].key);
+        cr_expect(strcmp(rebatch_config_key(i), values[i].key) == 0, "%s", values[i].key);
+    }
+    cr_expect(rebatch_config_key(VALUES) == NULL);
+    cr_expect(rebatch_config_key(SIZE_MAX) == NULL);
+}
+
+Test(config_load, defaults)
+{
+    rebatch_config *config = load(NULL);
+    for (size_t i = 0; i < VALUES; i++)
+        expect_value(config, values[i].key, values[i].initial, "default");
+    rebatch_config_free(config);
+    cr_expect(rbi_heap_live() == 0);
+}
+
+Test(config_load, every_key_from_a_file)
+{
+    for (size_t i = 0; i < VALUES; i++) {
+        write_value("t.cfg", &values[i]);
+        rebatch_config *config = load("t.cfg");
+        for (size_t k = 0; k < VALUES; k++)
+            expect_value(config, values[k].key, k == i ? values[k].file : values[k].initial,
+                         k == i ? "t.cfg:2" : "default");
+        rebatch_config_free(config);
+    }
+}
+
+Test(config_load, every_key_from_the_environment)
+{
+    for (size_t i = 0; i < VALUES; i++) {
+        const struct rbi_variable variable = rbi_setting_variable(&rbi_settings[i]);
+        cr_assert(setenv(variable.name, values[i].variable, 1) == 0);
+        rebatch_config *config = load(NULL);
+        for (size_t k = 0; k < VALUES; k++)
+            expect_value(config, values[k].key, k == i ? values[k].file : values[k].initial,
+                         k == i ? variable.name : "default");
+        rebatch_config_free(config);
+        unsetenv(variable.name);
+    }
+}
+
+Test(config_load, names_of_variables)
+{
+    cr_expect(strcmp(rbi_setting_variable(rbi_setting_find("memory.limit")).name,
+                     "REBATCH_MEMORY_LIMIT") == 0);
+    cr_expect(strcmp(rbi_setting_variable(rbi_setting_find("recovery.max_attempts")).name,
+                     "REBATCH_RECOVERY_MAX_ATTEMPTS") == 0);
+}
+
+Test(config_load, environment_wins_over_file_over_default)
+{
+    config_write("t.cfg", "batch = { start = 64;\n smallest = 4; };");
+    setenv("REBATCH_BATCH_START", "32", 1);
+    rebatch_config *config = load("t.cfg");
+    expect_value(config, "batch.start", "32", "REBATCH_BATCH_START");
+    expect_value(config, "batch.smallest", "4", "t.cfg:2");
+    expect_value(config, "batch.largest", "0", "default");
+    rebatch_config_free(config);
+    cr_expect(rbi_heap_live() == 0);
+}
+
+Test(config_load, variables_of_others_are_left_alone)
+{
+    static const char *const names[] = {
+        "REBATCH_COMMAND",         "REBATCH_SOURCE_DIR",   "REBATCH_",
+        "REBATCH_MEMORYLESS",      "REBATCH_LOG",          "REBATCH_FOO_LEVEL",
+        "REBATCH_RUN_BATCH_START", "XREBATCH_MEMORY_LIMIT"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        setenv(names[i], "22", 1);
+    rebatch_config_free(load(NULL));
+}
+
+Test(config_load, ways_to_write_a_value)
+{
+    config_write("t.cfg", "batch : { start = 0x40, smallest = 010 }\n"
+                          "memory = { limit = 99999999999; headroom = 4294967296L;\n"
+                          "           caching = FALSE; };\n"
+                          "device = { capacity = \"1.5 \" \"GiB\" }");
+    rebatch_config *config = load("t.cfg");
+    expect_value(config, "batch.start", "64", "t.cfg:1");
+    expect_value(config, "batch.smallest", "10", "t.cfg:1");
+    expect_value(config, "memory.limit", "99999999999", "t.cfg:2");
+    expect_value(config, "memory.headroom", "4294967296", "t.cfg:2");
+    expect_value(config, "memory.caching", "false", "t.cfg:3");
+    expect_value(config, "device.capacity", "\"1.5 GiB\"", "t.cfg:4");
+    rebatch_config_free(config);
+}
+
+Test(config_load, included_files_and_their_lines)
+{
+    config_write("more.cfg", "\n\nmemory = { limit = \"90%\"; };\n");
+    config_write("t.cfg", "batch = { start = 8; };\n@include \"more.cfg\"\n\nlog = { level = "
+                          "\"warn\"; };\n");
+    rebatch_config *config = load("t.cfg");
+    expect_value(config, "batch.start", "8", "t.cfg:1");
+    expect_value(config, "memory.limit", "\"90%\"", "more.cfg:3");
+    expect_value(config, "log.level", "\"warn\"", "t.cfg:4");
+    rebatch_config_free(config);
+}
+
+/* The variable of the folder is free as well: a pipe is read like a file. */
+Test(config_load, a_pipe_is_a_file)
+{
+    int ends[2];
+    static const char text[] = "batch = { start = 7; };";
+    cr_assert(pipe(ends) == 0);
+    cr_assert(write(ends[1], text, sizeof text - 1) == (ssize_t)(sizeof text - 1));
+    close(ends[1]);
+    char path[32];
+    (void)snprintf(path, sizeof path, "/dev/fd/%d", ends[0]);
+    rebatch_config *config = load(path);
+    cr_expect(strcmp(rebatch_config_get(config, "batch.start", NULL), "7") == 0);
+    rebatch_config_free(config);
+    close(ends[0]);
+}
+
+Test(config_load, null_arguments)
+{
+    rebatch_config *config = load(NULL);
+    rebatch_device *device;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    const char *origin = "before";
+    cr_expect(rebatch_config_load(NULL, NULL) == REBATCH_E_INVALID);
+    cr_expect(strcmp(rebatch_last_error(), "out is NULL") == 0);
+    cr_expect(rebatch_config_open_device(NULL, config) == REBATCH_E_INVALID);
+    cr_expect(rebatch_config_open_device(&device, NULL) == REBATCH_E_INVALID && !device);
+    cr_expect(rebatch_config_options(NULL, config) == REBATCH_E_INVALID);
+    cr_expect(strcmp(rebatch_last_error(), "options is NULL") == 0);
+    cr_expect(rebatch_config_options(&options, NULL) == REBATCH_E_INVALID);
+    cr_expect(rebatch_config_get(NULL, "log.level", &origin) == NULL && origin == NULL);
+    cr_expect(rebatch_config_get(config, NULL, NULL) == NULL);
+    cr_expect(rebatch_config_get(config, "memory.limt", NULL) == NULL);
+    cr_expect(strcmp(rebatch_last_error(),
+                     "memory.limt is not a setting; did you mean memory.limit?") == 0);
+    cr_expect(rebatch_config_get(config, "x", NULL) == NULL);
+    cr_expect(strcmp(rebatch_last_error(), "x is not a setting") == 0);
+    rebatch_config_free(NULL);
+    rebatch_config_free(config);
+}
+
+/* ---- options ---- */
+
+static void expect_options(const rebatch_options *o, const rebatch_options *e)
+{
+    cr_expect(o->struct_size == sizeof *o);
+    cr_expect(o->pool.struct_size == sizeof o->pool);
+    cr_expect(o->pool.limit_bytes == e->pool.limit_bytes, "limit %zu", o->pool.limit_bytes);
+    cr_expect(o->pool.limit_permille == e->pool.limit_permille);
+    cr_expect(o->pool.headroom_bytes == e->pool.headroom_bytes);
+    cr_expect(o->pool.caching == e->pool.caching);
+    cr_expect(o->micro_start == e->micro_start);
+    cr_expect(o->micro_smallest == e->micro_smallest);
+    cr_expect(o->micro_largest == e->micro_largest);
+    cr_expect(o->on_oom == e->on_oom);
+    cr_expect(o->admission == e->admission);
+    cr_expect(o->lighten == e->lighten);
+    cr_expect(o->max_attempts == e->max_attempts);
+    cr_expect(o->growth == e->growth);
+    cr_expect(o->grow_after == e->grow_after);
+    cr_expect(o->grow_wait_max == e->grow_wait_max);
+    cr_expect(o->log_level == e->log_level);
+}
+
+static void on_event(const rebatch_event *event, void *user)
+{
+    (void)event;
+    (void)user;
+}
+
+Test(config_load, options_at_the_defaults)
+{
+    const rebatch_options expected = {
+        .pool = {.caching = REBATCH_ON},
+        .micro_smallest = 1,
+        .on_oom = REBATCH_ON_OOM_HALVE,
+        .admission = REBATCH_ON,
+        .lighten = REBATCH_ON,
+        .max_attempts = 64,
+        .growth = REBATCH_ON,
+        .grow_after = 16,
+        .grow_wait_max = 1024,
+        .log_level = REBATCH_LOG_INFO,
+    };
+    rebatch_config *config = load(NULL);
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    cr_assert(rebatch_config_options(&options, config) == REBATCH_OK);
+    expect_options(&options, &expected);
+    rebatch_config_free(config);
+}
+
+Test(config_load, options_of_every_setting)
+{
+    const rebatch_options expected = {
+        .pool = {.limit_bytes = 23622320128, .headroom_bytes = 268435456, .caching = REBATCH_OFF},
+        .micro_start = 96,
+        .micro_smallest = 2,
+        .micro_largest = 128,
+        .on_oom = REBATCH_ON_OOM_STOP,
+        .admission = REBATCH_OFF,
+        .lighten = REBATCH_OFF,
+        .max_attempts = 5,
+        .growth = REBATCH_OFF,
+        .grow_after = 3,
+        .grow_wait_max = 100,
+        .log_level = REBATCH_LOG_DEBUG,
+    };
+    for (size_t i = 0; i < VALUES; i++)
+        setenv(rbi_setting_variable(&rbi_settings[i]).name, values[i].variable, 1);
+    rebatch_config *config = load(NULL);
+    int user = 0;
+    rebatch_stream stream = (rebatch_stream)(void *)&user; /* never used: only kept */
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.stream = stream;
+    options.on_event = on_event;
+    options.on_event_user = &user;
+    options.pool.limit_permille = 500; /* of before: the settings decide */
+    cr_assert(rebatch_config_options(&options, config) == REBATCH_OK, "%s", rebatch_last_error());
+    expect_options(&options, &expected);
+    cr_expect(options.stream == stream);
+    cr_expect(options.on_event == on_event && options.on_event_user == &user);
+    rebatch_config_free(config);
+}
+
+Test(config_load, options_of_a_share_and_every_level)
+{
+    static const char *const levels[] = {"quiet", "error", "warn", "info", "debug"};
+    setenv("REBATCH_MEMORY_LIMIT", "12.5%", 1);
+    for (int i = 0; i < 5; i++) {
+        setenv("REBATCH_LOG_LEVEL", levels[i], 1);
+        rebatch_config *config = load(NULL);
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        cr_assert(rebatch_config_options(&options, config) == REBATCH_OK);
+        cr_expect(options.log_level == (rebatch_log_level)(REBATCH_LOG_QUIET + i), "%s", levels[i]);
+        cr_expect(options.pool.limit_permille == 125 && options.pool.limit_bytes == 0);
+        rebatch_config_free(config);
+    }
+}
+
+Test(config_load, options_of_a_wrong_size_stay_as_they_are)
+{
+    rebatch_config *config = load(NULL);
+    struct {
+        rebatch_options options;
+        char tail[16];
+    } given;
+    const size_t sizes[] = {0,
+                            1,
+                            sizeof(size_t),
+                            sizeof(rebatch_options) / 2,
+                            offsetof(rebatch_options, log_level),
+                            sizeof given};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        memset(&given, 0xa5, sizeof given);
+        given.options.struct_size = sizes[i];
+        unsigned char before[sizeof given];
+        memcpy(before, &given, sizeof given);
+        cr_expect(rebatch_config_options(&given.options, config) == REBATCH_E_INVALID, "%zu",
+                  sizes[i]);
+        cr_expect(memcmp(before, &given, sizeof given) == 0, "%zu changed something", sizes[i]);
+    }
+    /* A newer header's options, none of the new ones in use, are as good as ours. */
+    memset(&given, 0, sizeof given);
+    given.options.struct_size = sizeof given;
+    cr_expect(rebatch_config_options(&given.options, config) == REBATCH_OK);
+    cr_expect(given.options.struct_size == sizeof given && given.options.max_attempts == 64);
+    rebatch_config_free(config);
+}
+
+/* ---- device ---- */
+
+static size_t total_of(rebatch_device *device)
+{
+    rebatch_memory_info info;
+    cr_assert(rebatch_device_memory(device, &info) == REBATCH_OK);
+    return info.total_bytes;
+}
+
+static size_t capacity_for(const char *text)
+{
+    if (text)
+        setenv("REBATCH_DEVICE_CAPACITY", text, 1);
+    rebatch_config *config = load(NULL);
+    rebatch_device *device;
+    cr_assert(rebatch_config_open_device(&device, config) == REBATCH_OK, "%s",
+              rebatch_last_error());
+    cr_expect(strcmp(rebatch_device_name(device), "host") == 0);
+    const size_t total = total_of(device);
+    rebatch_device_close(device);
+    rebatch_config_free(config);
+    return total;
+}
+
+Test(config_load, device)
+{
+    rebatch_device *unlimited;
+    cr_assert(rebatch_device_open_host(&unlimited, REBATCH_UNLIMITED, NULL) == REBATCH_OK);
+    const size_t machine = total_of(unlimited);
+    rebatch_device_close(unlimited);
+    cr_expect(capacity_for(NULL) == machine);
+    cr_expect(capacity_for("none") == machine);
+    cr_expect(capacity_for("64MiB") == 67108864);
+    cr_expect(capacity_for("65536") == 65536);
+    cr_expect(capacity_for("12.5%") == machine / 1000 * 125);
+    cr_expect(rbi_heap_live() == 0);
+}
+
+/* ---- memory ---- */
+
+Test(config_load, every_failing_heap_call)
+{
+    config_write("more.cfg", "memory = { limit = \"90%\"; };\n# a comment\n");
+    config_write("t.cfg", "batch = { start = 8; };\n@include \"more.cfg\"\n");
+    setenv("REBATCH_LOG_LEVEL", "warn", 1);
+    static const uint64_t times[] = {1, UINT64_MAX};
+    for (size_t t = 0; t < 2; t++) {
+        uint64_t n = 0;
+        rebatch_status status;
+        do {
+            rebatch_config *config;
+            rebatch_clear_error();
+            rbi_heap_fail(++n, times[t]);
+            status = rebatch_config_load(&config, "t.cfg");
+            rbi_heap_fail(0, 0);
+            cr_assert((config != NULL) == (status == REBATCH_OK));
+            if (status) {
+                cr_assert(status == REBATCH_E_HOST_OOM, "call %" PRIu64 ": %s", n,
+                          rebatch_status_name(status));
+                cr_assert(strstr(rebatch_last_error(), "no host memory") != NULL);
+            }
+            rebatch_config_free(config);
+            cr_assert(rbi_heap_live() == 0, "call %" PRIu64 " leaves something", n);
+        } while (status);
+        cr_expect(n > 8, "only %" PRIu64 " heap calls were seen", n);
+    }
+}
+
+Test(config_load, every_failing_heap_call_of_a_device)
+{
+    setenv("REBATCH_DEVICE_CAPACITY", "50%", 1);
+    rebatch_config *config = load(NULL);
+    const int64_t live = rbi_heap_live();
+    rebatch_status status;
+    uint64_t n = 0;
+    do {
+        rebatch_device *device;
+        rbi_heap_fail(++n, 1);
+        status = rebatch_config_open_device(&device, config);
+        rbi_heap_fail(0, 0);
+        cr_assert((device != NULL) == (status == REBATCH_OK));
+        cr_assert(!status || status == REBATCH_E_HOST_OOM);
+        rebatch_device_close(device);
+        cr_assert(rbi_heap_live() == live);
+    } while (status);
+    cr_expect(n > 1);
+    rebatch_config_free(config);
+}

@@ -1,0 +1,542 @@
+/* Holds what allocate and free promise: sizes, addresses, reuse, limits, and bad use.
+ * Seeds: 1 to 4 where a test draws. */
+#include <pthread.h>
+
+#include "unit/pool_help.h"
+
+/* Zero bytes are no failure: OK and NULL, and nothing is counted. */
+Test(pool_alloc, zero_bytes_are_ok_and_null)
+{
+    struct rig rig = rig_open(16, NULL);
+    void *pointer = &rig;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 0, NULL, 0), REBATCH_OK);
+    cr_assert_null(pointer);
+    give(rig.pool, NULL);
+    cr_assert_eq(stats_of(rig.pool).allocations, 0);
+    cr_assert_eq(stats_of(rig.pool).frees, 0);
+    rig_close(&rig);
+}
+
+/* A pointer is a multiple of 256, a block a multiple of 512 bytes. */
+Test(pool_alloc, blocks_are_aligned_and_rounded_up)
+{
+    struct rig rig = rig_open(64, NULL);
+    static const size_t sizes[] = {1, 511, 512, 513, 1024, 65535, 65536, 65537, 300001};
+    uint64_t live = 0;
+    uint64_t requested = 0;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        char *pointer = take(rig.pool, sizes[i]);
+        memset(pointer, 0x5a, sizes[i]);
+        const size_t rounded = (sizes[i] + UNIT - 1) / UNIT * UNIT;
+        size_t bytes;
+        cr_assert_eq((uintptr_t)pointer % REBATCH_POOL_ALIGNMENT, 0);
+        cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, pointer), REBATCH_OK);
+        cr_assert_eq(bytes, rounded);
+        live += rounded;
+        requested += sizes[i];
+    }
+    cr_assert_eq(stats_of(rig.pool).live_bytes, live);
+    cr_assert_eq(stats_of(rig.pool).requested_bytes, requested);
+    rig_close(&rig);
+}
+
+/* Missing arguments are refused with a text, and outputs are cleared. */
+Test(pool_alloc, missing_arguments_are_refused)
+{
+    struct rig rig = rig_open(16, NULL);
+    void *pointer = &rig;
+    size_t bytes = 1;
+    rebatch_pool *pool = rig.pool;
+    assert_refused(rebatch_pool_create(NULL, rig.device, NULL), REBATCH_E_INVALID, "out is NULL");
+    assert_refused(rebatch_pool_create(&pool, NULL, NULL), REBATCH_E_INVALID, "device is NULL");
+    cr_assert_null(pool);
+    assert_refused(rebatch_pool_alloc(NULL, rig.pool, 1, NULL, 0), REBATCH_E_INVALID, "out is");
+    assert_refused(rebatch_pool_alloc(&pointer, NULL, 1, NULL, 0), REBATCH_E_INVALID, "pool is");
+    cr_assert_null(pointer);
+    assert_refused(rebatch_pool_free(NULL, &rig), REBATCH_E_INVALID, "pool is NULL");
+    assert_refused(rebatch_pool_use_on(NULL, &rig, NULL), REBATCH_E_INVALID, "pool is NULL");
+    assert_refused(rebatch_pool_use_on(rig.pool, NULL, NULL), REBATCH_E_INVALID, "pointer is");
+    assert_refused(rebatch_pool_block_bytes(NULL, rig.pool, &rig), REBATCH_E_INVALID, "bytes is");
+    assert_refused(rebatch_pool_block_bytes(&bytes, rig.pool, NULL), REBATCH_E_INVALID, "pointer");
+    cr_assert_eq(bytes, 0);
+    assert_refused(rebatch_pool_reserve(NULL, 1, NULL), REBATCH_E_INVALID, "pool is NULL");
+    assert_refused(rebatch_pool_trim(NULL, 0, NULL), REBATCH_E_INVALID, "pool is NULL");
+    assert_refused(rebatch_pool_set_limit(NULL, 0), REBATCH_E_INVALID, "pool is NULL");
+    assert_refused(rebatch_pool_available(NULL, rig.pool), REBATCH_E_INVALID, "bytes is NULL");
+    assert_refused(rebatch_pool_available(&bytes, NULL), REBATCH_E_INVALID, "pool is NULL");
+    assert_refused(rebatch_pool_add_pressure(rig.pool, NULL, NULL), REBATCH_E_INVALID, "give_up");
+    assert_refused(rebatch_pool_add_pressure(NULL, NULL, NULL), REBATCH_E_INVALID, "pool is");
+    assert_refused(rebatch_pool_reset_peaks(NULL), REBATCH_E_INVALID, "pool is NULL");
+    assert_refused(rebatch_pool_get_stats(NULL, rig.pool), REBATCH_E_INVALID, "out is NULL");
+    assert_refused(rbi_pool_admit(NULL, 1, NULL), REBATCH_E_INVALID, "pool is NULL");
+    cr_assert_null(rebatch_pool_device(NULL));
+    cr_assert_eq(rebatch_pool_device(rig.pool), rig.device);
+    rebatch_pool_destroy(NULL);
+    rig_close(&rig);
+}
+
+/* Options out of range, and options of a newer header that are not zero, are refused. */
+Test(pool_alloc, wrong_options_are_refused)
+{
+    struct rig rig = rig_open(16, NULL);
+    rebatch_pool *pool;
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.limit_permille = 1001;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "1001");
+    options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
+    options.caching = (rebatch_toggle)7;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "is 7");
+    struct {
+        rebatch_pool_options known;
+        uint64_t newer;
+    } longer = {REBATCH_POOL_OPTIONS_INIT, 1};
+    longer.known.struct_size = sizeof longer;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &longer.known), REBATCH_E_INVALID,
+                   "not zero");
+    cr_assert_null(pool);
+    rig_close(&rig);
+}
+
+/* A size whose rounding overflows is invalid, for allocate, reserve and admit. */
+Test(pool_alloc, a_size_that_cannot_be_rounded_is_invalid)
+{
+    struct rig rig = rig_open(16, NULL);
+    static const size_t sizes[] = {SIZE_MAX, SIZE_MAX - 510, SIZE_MAX - 511, SIZE_MAX - 65534};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        void *pointer = &rig;
+        assert_refused(rebatch_pool_alloc(&pointer, rig.pool, sizes[i], NULL, 0), REBATCH_E_INVALID,
+                       "bytes is 18446744");
+        cr_assert_null(pointer);
+        assert_refused(rebatch_pool_reserve(rig.pool, sizes[i], NULL), REBATCH_E_INVALID, "bytes");
+        assert_refused(rbi_pool_admit(rig.pool, sizes[i], NULL), REBATCH_E_INVALID, "bytes is");
+    }
+    /* The largest that can be rounded is merely too much. */
+    void *pointer;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, SIZE_MAX - 65535, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
+    rig_close(&rig);
+}
+
+/* A pointer that is not the start of a block in use is refused, and the text says why. */
+Test(pool_alloc, a_wrong_pointer_is_refused_with_the_reason)
+{
+    struct rig rig = rig_open(64, NULL);
+    struct rig other = rig_open(64, NULL);
+    char *a = take(rig.pool, 4 * KIB);
+    char *b = take(rig.pool, 4 * KIB);
+    char *foreign = take(other.pool, 4 * KIB);
+    int local = 0;
+    assert_refused(rebatch_pool_free(rig.pool, &local), REBATCH_E_INVALID, "of this pool");
+    assert_refused(rebatch_pool_free(rig.pool, foreign), REBATCH_E_INVALID, "of this pool");
+    assert_refused(rebatch_pool_free(rig.pool, b + 512), REBATCH_E_INVALID, "512 bytes inside");
+    assert_refused(rebatch_pool_free(rig.pool, b + 1), REBATCH_E_INVALID, "1 bytes inside");
+    give(rig.pool, a);
+    assert_refused(rebatch_pool_free(rig.pool, a), REBATCH_E_INVALID, "freed already");
+    give(rig.pool, b);
+    assert_refused(rebatch_pool_free(rig.pool, b), REBATCH_E_INVALID, "freed already");
+    size_t bytes;
+    assert_refused(rebatch_pool_block_bytes(&bytes, rig.pool, b), REBATCH_E_INVALID, "freed");
+    assert_refused(rebatch_pool_use_on(rig.pool, b, NULL), REBATCH_E_INVALID, "freed already");
+    cr_assert_eq(stats_of(rig.pool).frees, 2);
+    rig_close(&rig);
+    rig_close(&other);
+}
+
+/* A stream that the device does not have, or no longer has, is refused. */
+Test(pool_alloc, a_stream_that_is_not_the_devices_is_refused)
+{
+    struct rig rig = rig_open(16, NULL);
+    rebatch_stream stream;
+    cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
+    void *pointer = take_on(rig.pool, 1, stream);
+    give(rig.pool, pointer);
+    rebatch_stream_destroy(rig.device, stream);
+    assert_refused(rebatch_pool_alloc(&pointer, rig.pool, 1, stream, 0), REBATCH_E_INVALID,
+                   "stream is");
+    cr_assert_null(pointer);
+    assert_refused(rebatch_pool_reserve(rig.pool, 1, stream), REBATCH_E_INVALID, "stream is");
+    assert_refused(rbi_pool_admit(rig.pool, 1, stream), REBATCH_E_INVALID, "stream is");
+    pointer = take(rig.pool, 1);
+    assert_refused(rebatch_pool_use_on(rig.pool, pointer, stream), REBATCH_E_INVALID, "stream is");
+    rig_close(&rig);
+}
+
+/* A tag that was not made is refused. */
+Test(pool_alloc, an_unknown_tag_is_refused)
+{
+    struct rig rig = rig_open(16, NULL);
+    void *pointer = &rig;
+    assert_refused(rebatch_pool_alloc(&pointer, rig.pool, 1, NULL, 1), REBATCH_E_INVALID,
+                   "tag is 1");
+    cr_assert_null(pointer);
+    rig_close(&rig);
+}
+
+/* A freed block is given out again without a call to the device. */
+Test(pool_alloc, a_freed_block_is_given_out_again)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *first = take(rig.pool, 100 * KIB);
+    give(rig.pool, first);
+    const uint64_t calls = stats_of(rig.pool).device_allocations;
+    cr_assert_eq(take(rig.pool, 100 * KIB), first);
+    cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
+    rig_close(&rig);
+}
+
+/* The smallest hole that fits is taken, of equal ones that of the lowest address. */
+Test(pool_alloc, the_best_fit_is_taken_and_ties_go_to_the_lowest_address)
+{
+    struct rig rig = rig_open(64, NULL);
+    static const size_t units[] = {8, 1, 5, 1, 6, 1, 5, 1, 7, 1};
+    char *blocks[10];
+    char *all = take(rig.pool, 36 * UNIT); /* so that the blocks lie one behind the other */
+    give(rig.pool, all);
+    for (int i = 0; i < 10; i++)
+        blocks[i] = take(rig.pool, units[i] * UNIT);
+    for (int i = 8; i >= 0; i -= 2)
+        give(rig.pool, blocks[i]);
+    cr_assert_eq(take(rig.pool, 5 * UNIT), blocks[2]);
+    cr_assert_eq(take(rig.pool, 5 * UNIT), blocks[6]);
+    cr_assert_eq(take(rig.pool, 5 * UNIT), blocks[4]);
+    cr_assert_eq(take(rig.pool, 8 * UNIT), blocks[0]);
+    cr_assert_eq(take(rig.pool, 2 * UNIT), blocks[8]);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
+/* Of equal holes in two segments that of the older segment is taken, wherever the device put
+ * them. */
+Test(pool_alloc, ties_between_segments_go_to_the_older_one)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *blocks[6];
+    for (int i = 0; i < 6; i++)
+        blocks[i] = take(rig.pool, 2 * GRANULE);
+    for (int i = 5; i >= 0; i--)
+        give(rig.pool, blocks[(i * 5 + 2) % 6]);
+    for (int i = 0; i < 6; i++)
+        cr_assert_eq(take(rig.pool, 2 * GRANULE), blocks[i]);
+    rig_close(&rig);
+}
+
+/* Free neighbours become one block at once, whatever the order of the frees. */
+Test(pool_alloc, free_neighbours_merge_in_every_order)
+{
+    static const int orders[6][3] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2},
+                                     {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+    struct rig rig = rig_open(64, NULL);
+    for (int o = 0; o < 6; o++) {
+        char *wall = take(rig.pool, UNIT);
+        void *blocks[3];
+        for (int i = 0; i < 3; i++)
+            blocks[i] = take(rig.pool, (size_t)(i + 1) * UNIT);
+        void *end = take(rig.pool, UNIT);
+        for (int i = 0; i < 3; i++) {
+            give(rig.pool, blocks[orders[o][i]]);
+            assert_valid(rig.pool);
+        }
+        void *whole = take(rig.pool, 6 * UNIT);
+        cr_assert_eq(whole, blocks[0]);
+        give(rig.pool, whole);
+        give(rig.pool, wall);
+        give(rig.pool, end);
+    }
+    cr_assert_eq(stats_of(rig.pool).device_allocations, 1);
+    rig_close(&rig);
+}
+
+/* Reserved stays close to live: small requests share a segment of four granules, large ones get
+ * their own size in whole granules; when four are not to be had one will do. */
+Test(pool_alloc, segments_are_as_large_as_needed)
+{
+    struct rig rig = rig_open(9, NULL);
+    void *small = take(rig.pool, 1);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * GRANULE);
+    void *more = take(rig.pool, 10 * KIB);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * GRANULE);
+    void *large = take(rig.pool, 4 * GRANULE - KIB);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * GRANULE);
+    void *rest = take(rig.pool, 4 * GRANULE - 12 * KIB);
+    (void)rest;
+    void *last = take(rig.pool, GRANULE - 1);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 9 * GRANULE);
+    (void)small, (void)more, (void)large, (void)last;
+    rig_close(&rig);
+}
+
+/* A request beyond the limit never reaches the device; one up to it is served. */
+Test(pool_alloc, a_request_beyond_the_limit_never_reaches_the_device)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.limit_bytes = 8 * GRANULE;
+    struct rig rig = rig_open(64, &options);
+    void *pointer;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 8 * GRANULE + 1, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
+    pointer = take(rig.pool, 8 * GRANULE);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 1, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(stats_of(rig.pool).device_allocations, 1);
+    rig_close(&rig);
+}
+
+/* A share of the device is a limit too, and of two limits the smaller one holds. */
+Test(pool_alloc, the_smaller_of_both_limits_holds)
+{
+    static const struct {
+        size_t granules;
+        uint32_t permille;
+        size_t fits;
+    } cases[] = {{0, 250, 16}, {8, 250, 8}, {32, 250, 16}, {0, 1000, 64}, {0, 0, 64}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+        options.limit_bytes = cases[i].granules * GRANULE;
+        options.limit_permille = cases[i].permille;
+        struct rig rig = rig_open(64, &options);
+        void *pointer;
+        cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * GRANULE + 1, NULL, 0),
+                     REBATCH_OOM);
+        cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * GRANULE, NULL, 0),
+                     REBATCH_OK);
+        rig_close(&rig);
+    }
+}
+
+/* The headroom is left free on the device. */
+Test(pool_alloc, the_headroom_stays_free)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.headroom_bytes = 4 * GRANULE - 1; /* which leaves no part of a granule either */
+    struct rig rig = rig_open(16, &options);
+    void *pointer;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 13 * GRANULE, NULL, 0), REBATCH_OOM);
+    pointer = take(rig.pool, 12 * GRANULE);
+    size_t bytes;
+    cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
+    cr_assert_eq(bytes, 0);
+    rig_close(&rig);
+}
+
+/* Trim gives whole free segments back until no more than asked are left, and no more than
+ * needed. */
+Test(pool_alloc, trim_gives_back_what_is_beyond_the_rest_to_keep)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *blocks[4];
+    for (size_t i = 0; i < 4; i++)
+        blocks[i] = take(rig.pool, (i + 2) * GRANULE); /* 2, 3, 4, 5 */
+    for (size_t i = 1; i < 4; i++)
+        give(rig.pool, blocks[i]);
+    size_t released = 1;
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 12 * GRANULE, &released), REBATCH_OK);
+    cr_assert_eq(released, 0);
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 9 * GRANULE, &released), REBATCH_OK);
+    cr_assert_eq(released, 3 * GRANULE);
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 0, &released), REBATCH_OK);
+    cr_assert_eq(released, 9 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 2 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).trims, 2);
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).trims, 2);
+    rig_close(&rig);
+}
+
+/* A limit below what is reserved trims what it can, and holds from then on; 0 takes it away. */
+Test(pool_alloc, a_lower_limit_trims)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.limit_permille = 500;
+    struct rig rig = rig_open(64, &options);
+    void *live = take(rig.pool, 4 * GRANULE);
+    void *cached = take(rig.pool, 8 * GRANULE);
+    give(rig.pool, cached);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, 2 * GRANULE), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * GRANULE);
+    void *pointer;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 1, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, 0), REBATCH_OK);
+    pointer = take(rig.pool, 60 * GRANULE);
+    give(rig.pool, live);
+    rig_close(&rig);
+}
+
+/* What is available: free blocks, and the room within limit and headroom. */
+Test(pool_alloc, available_is_free_blocks_and_room)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.limit_bytes = 20 * GRANULE;
+    struct rig rig = rig_open(64, &options);
+    size_t bytes;
+    cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
+    cr_assert_eq(bytes, 20 * GRANULE);
+    void *a = take(rig.pool, 8 * GRANULE);
+    (void)take(rig.pool, 2 * GRANULE + 1);
+    give(rig.pool, a);
+    cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
+    cr_assert_eq(bytes, 18 * GRANULE - UNIT);
+    rig_close(&rig);
+
+    /* A device without a cap has more than can be counted, or less than that; never a wrapped
+     * sum. */
+    cr_assert_eq(rebatch_device_open_host(&rig.device, REBATCH_UNLIMITED, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
+    a = take(rig.pool, 8 * GRANULE);
+    give(rig.pool, a);
+    cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
+    cr_assert_geq(bytes, 8 * GRANULE);
+    rig_close(&rig);
+}
+
+/* With caching off every call goes straight to the device; scopes, tags and statistics still
+ * work. */
+Test(pool_alloc, with_caching_off_nothing_is_kept)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.caching = REBATCH_OFF;
+    struct rig rig = rig_open(64, &options);
+    rebatch_tag tag;
+    cr_assert_not(rbi_pool_is_caching(rig.pool));
+    cr_assert_eq(rebatch_pool_tag(&tag, rig.pool, "weights"), REBATCH_OK);
+    for (uint64_t i = 1; i <= 3; i++) {
+        void *pointer;
+        cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 100, NULL, tag), REBATCH_OK);
+        cr_assert_eq(stats_of(rig.pool).reserved_bytes, GRANULE);
+        cr_assert_eq(stats_of(rig.pool).device_allocations, i);
+        give(rig.pool, pointer);
+        cr_assert_eq(stats_of(rig.pool).device_frees, i);
+        cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
+    }
+    void *old = take(rig.pool, GRANULE);
+    const rebatch_scope scope = begin(rig.pool);
+    void *inside = take(rig.pool, GRANULE);
+    give(rig.pool, old);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, GRANULE);
+    cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, GRANULE);
+    give(rig.pool, inside); /* late */
+    give(rig.pool, old);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
+    cr_assert_eq(stats_of(rig.pool).late_frees, 1);
+    rig_close(&rig);
+}
+
+/* Destroying gives everything back, blocks in use and open scopes included, and leaks nothing. */
+Test(pool_alloc, destroy_gives_everything_back)
+{
+    const int64_t before = rbi_heap_live();
+    struct rig rig = rig_open(64, NULL);
+    rebatch_stream stream;
+    cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
+    (void)take(rig.pool, GRANULE);
+    (void)begin(rig.pool);
+    void *shared = take_on(rig.pool, GRANULE, stream);
+    cr_assert_eq(rebatch_pool_use_on(rig.pool, shared, NULL), REBATCH_OK);
+    (void)take(rig.pool, 1);
+    rebatch_pool_destroy(rig.pool);
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(rig.device, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0);
+    rebatch_stream_destroy(rig.device, stream);
+    rebatch_device_close(rig.device);
+    cr_assert_eq(rbi_heap_live(), before);
+}
+
+static void one_round(rebatch_pool *pool, bool commit)
+{
+    void *blocks[100];
+    void *older = take(pool, KIB);
+    const rebatch_scope scope = begin(pool);
+    for (size_t i = 0; i < 100; i++)
+        blocks[i] = take(pool, (i + 1) * KIB);
+    for (size_t i = 0; i < 100; i += 2)
+        give(pool, blocks[i]);
+    if (commit) {
+        give(pool, older);
+        cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK);
+        for (size_t i = 1; i < 100; i += 2)
+            give(pool, blocks[i]);
+    } else {
+        cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK);
+        give(pool, older);
+    }
+}
+
+/* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call. */
+Test(pool_alloc, warm_calls_make_no_heap_call)
+{
+    struct rig rig = rig_open(512, NULL);
+    for (int i = 0; i < 4; i++)
+        one_round(rig.pool, i % 2);
+    const uint64_t calls = rbi_heap_calls();
+    for (int i = 0; i < 20; i++)
+        one_round(rig.pool, i % 2);
+    cr_assert_eq(rbi_heap_calls(), calls);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    rig_close(&rig);
+}
+
+/* Where a pointer lies: its segment's number, and how far in. */
+static uint64_t place_of(rebatch_pool *pool, const void *pointer)
+{
+    const struct rbi_block *block = rbi_pool_block_around(pool, pointer);
+    cr_assert_not_null(block);
+    return block->segment->number << 32 | (uint64_t)(block->address - block->segment->address);
+}
+
+/* The same calls give the same addresses, relative to the segments, wherever the device put
+ * them. */
+Test(pool_alloc, the_same_calls_give_the_same_addresses)
+{
+    struct rig rigs[2] = {rig_open(1024, NULL), rig_open(1024, NULL)};
+    void *blocks[2][64] = {{NULL}};
+    uint64_t random = 1;
+    for (int n = 0; n < 5000; n++) {
+        const size_t at = draw(&random) % 64;
+        const size_t bytes =
+            draw(&random) % 4 ? draw(&random) % (4 * KIB) + 1 : draw(&random) % (8 * GRANULE) + 1;
+        for (int r = 0; r < 2; r++) {
+            give(rigs[r].pool, blocks[r][at]);
+            blocks[r][at] = take(rigs[r].pool, bytes);
+        }
+        cr_assert_eq(place_of(rigs[0].pool, blocks[0][at]), place_of(rigs[1].pool, blocks[1][at]));
+    }
+    rig_close(&rigs[0]);
+    rig_close(&rigs[1]);
+}
+
+static void *churn(void *argument)
+{
+    rebatch_pool *pool = argument;
+    uint64_t random = 2 + (uint64_t)(uintptr_t)pthread_self() % 2;
+    void *blocks[16] = {NULL};
+    for (int n = 0; n < 3000; n++) {
+        const size_t at = draw(&random) % 16;
+        if (rebatch_pool_free(pool, blocks[at]) != REBATCH_OK)
+            return pool;
+        const size_t bytes = draw(&random) % (32 * KIB) + 1;
+        if (rebatch_pool_alloc(&blocks[at], pool, bytes, NULL, 0) != REBATCH_OK)
+            return pool;
+        memset(blocks[at], (int)at, bytes);
+    }
+    for (size_t i = 0; i < 16; i++)
+        if (rebatch_pool_free(pool, blocks[i]) != REBATCH_OK)
+            return pool;
+    return NULL;
+}
+
+/* Several threads may allocate and free at once. */
+Test(pool_alloc, threads_may_share_a_pool)
+{
+    struct rig rig = rig_open(256, NULL);
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++)
+        cr_assert_eq(pthread_create(&threads[i], NULL, churn, rig.pool), 0);
+    for (int i = 0; i < 4; i++) {
+        void *failed;
+        cr_assert_eq(pthread_join(threads[i], &failed), 0);
+        cr_assert_null(failed);
+    }
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    cr_assert_eq(stats_of(rig.pool).allocations, 4 * 3000);
+    rig_close(&rig);
+}

@@ -1,0 +1,94 @@
+/* What the pool's tests share: a pool on a host device, and calls that must succeed. */
+#ifndef POOL_HELP_H
+#define POOL_HELP_H
+
+#include <criterion/criterion.h>
+#include <string.h>
+
+#include "pool/pool.h"
+
+#define GRANULE ((size_t)65536)
+#define UNIT ((size_t)REBATCH_POOL_UNIT_BYTES)
+#define KIB ((size_t)1024)
+
+struct rig {
+    rebatch_device *device;
+    rebatch_pool *pool;
+};
+
+static inline struct rig rig_open(size_t granules, const rebatch_pool_options *options)
+{
+    struct rig rig = {NULL, NULL};
+    cr_assert_eq(rebatch_device_open_host(&rig.device, granules * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, options), REBATCH_OK);
+    return rig;
+}
+
+static inline void assert_valid(rebatch_pool *pool)
+{
+    cr_assert(rbi_pool_is_valid(pool), "%s", rebatch_last_error());
+}
+
+/* Closes both and makes sure that the device got everything back. */
+static inline void rig_close(struct rig *rig)
+{
+    assert_valid(rig->pool);
+    rebatch_pool_destroy(rig->pool);
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(rig->device, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0);
+    rebatch_device_close(rig->device);
+}
+
+static inline void *take_on(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    void *pointer;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, pool, bytes, stream, 0), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    return pointer;
+}
+
+static inline void *take(rebatch_pool *pool, size_t bytes)
+{
+    return take_on(pool, bytes, NULL);
+}
+
+static inline void give(rebatch_pool *pool, void *pointer)
+{
+    cr_assert_eq(rebatch_pool_free(pool, pointer), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+static inline rebatch_pool_stats stats_of(rebatch_pool *pool)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
+    return stats;
+}
+
+static inline rebatch_scope begin(rebatch_pool *pool)
+{
+    rebatch_scope scope;
+    cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
+    cr_assert_neq(scope, 0);
+    return scope;
+}
+
+/* The call is refused: with that status, and a text that has `words` in it. */
+#define assert_refused(call, wanted, words)                                                        \
+    do {                                                                                           \
+        rebatch_clear_error();                                                                     \
+        cr_assert_eq((call), (wanted));                                                            \
+        cr_assert(strstr(rebatch_last_error(), (words)), "\"%s\" lacks \"%s\"",                    \
+                  rebatch_last_error(), (words));                                                  \
+    } while (0)
+
+/* splitmix64: the tests' own generator, so that a seed means the same everywhere. */
+static inline uint64_t draw(uint64_t *state)
+{
+    uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+#endif

@@ -1,0 +1,373 @@
+/* Holds the whole pool against a naive model: random calls, nested scopes, streams, rollbacks.
+ * Seeds: 1 to 8; each of 25,000 calls. */
+#include <stdlib.h>
+
+#include "unit/pool_help.h"
+
+enum { CALLS = 25000, MOST = 400, DEPTH = 8, STREAMS = 3, TAGS = 4, LATE = 2000 };
+
+struct model_block {
+    unsigned char *address;
+    size_t bytes, rounded;
+    uint64_t birth;
+    size_t deferred_in; /* depth of the scope in which its free waits; 0: none */
+    rebatch_tag tag;
+    unsigned char mark; /* what its first and last bytes are */
+};
+
+struct model_scope {
+    rebatch_scope handle;
+    uint64_t first_birth;
+    int64_t live_at_begin, peak;
+    uint64_t requested, allocations, largest;
+};
+
+struct model {
+    struct rig rig;
+    rebatch_stream streams[STREAMS];
+    uint64_t random;
+    struct model_block blocks[MOST];
+    size_t count;
+    struct model_scope scopes[DEPTH];
+    size_t depth;
+    void *late[LATE]; /* taken back and not given out again */
+    size_t late_count;
+    uint64_t births, tag_bytes[TAGS];
+    rebatch_pool_stats want; /* those statistics that the model knows */
+};
+
+/* Enqueued: an earlier owner's work may still be under way on the stream. */
+static void mark_block(const struct model *m, const struct model_block *b, rebatch_stream stream)
+{
+    const size_t edge = rbi_min(b->bytes, 64);
+    cr_assert_eq(rebatch_fill(m->rig.device, b->address, b->mark, edge, stream), REBATCH_OK);
+    cr_assert_eq(rebatch_fill(m->rig.device, b->address + b->bytes - edge, b->mark, edge, stream),
+                 REBATCH_OK);
+}
+
+static void check_mark(const struct model *m, const struct model_block *b)
+{
+    const size_t edge = rbi_min(b->bytes, 64);
+    for (int i = 1; i < STREAMS; i++)
+        cr_assert_eq(rebatch_stream_synchronize(m->rig.device, m->streams[i]), REBATCH_OK);
+    for (size_t i = 0; i < edge; i++) {
+        cr_assert_eq(b->address[i], b->mark);
+        cr_assert_eq(b->address[b->bytes - 1 - i], b->mark);
+    }
+}
+
+/* Not always: it waits for the streams, and that hides mistakes. */
+static void check_marks_sometimes(struct model *m, size_t first, size_t count)
+{
+    if (draw(&m->random) % 4 == 0)
+        for (size_t i = first; i < first + count; i++)
+            check_mark(m, &m->blocks[i]);
+}
+
+/* A block leaves the model. */
+static void model_drop(struct model *m, size_t at, bool rolled_back)
+{
+    const struct model_block *b = &m->blocks[at];
+    m->want.live_bytes -= b->rounded;
+    m->want.requested_bytes -= b->bytes;
+    m->want.blocks--;
+    m->want.freed_total_bytes += b->rounded;
+    m->tag_bytes[b->tag] -= b->rounded;
+    if (rolled_back) {
+        m->want.rolled_back_blocks++;
+        cr_assert_lt(m->late_count, LATE);
+        m->late[m->late_count++] = b->address;
+    } else {
+        m->want.frees++;
+    }
+    m->blocks[at] = m->blocks[--m->count];
+}
+
+static void forget_late(struct model *m, const void *address)
+{
+    for (size_t i = 0; i < m->late_count; i++)
+        if (m->late[i] == address)
+            m->late[i--] = m->late[--m->late_count];
+}
+
+static size_t draw_size(struct model *m)
+{
+    const uint64_t kind = draw(&m->random) % 100;
+    const size_t most = kind < 50 ? 4 * KIB : kind < 90 ? GRANULE : 6 * GRANULE;
+    return draw(&m->random) % most + 1;
+}
+
+static void do_alloc(struct model *m)
+{
+    if (m->count == MOST)
+        return;
+    struct model_block b = {NULL, draw_size(m), 0, m->births, 0, 0, 0};
+    b.rounded = (b.bytes + UNIT - 1) / UNIT * UNIT;
+    b.tag = (rebatch_tag)(draw(&m->random) % TAGS);
+    b.mark = (unsigned char)draw(&m->random);
+    void *pointer;
+    const rebatch_stream stream = m->streams[draw(&m->random) % STREAMS];
+    const rebatch_status status = rebatch_pool_alloc(&pointer, m->rig.pool, b.bytes, stream, b.tag);
+    if (status == REBATCH_OOM) {
+        rebatch_oom_report report;
+        cr_assert_eq(rebatch_pool_last_oom(&report, m->rig.pool), REBATCH_OK);
+        cr_assert_eq(report.asked_bytes, b.bytes);
+        cr_assert_lt(report.would_fit_bytes, b.rounded);
+        m->want.ooms++;
+        return;
+    }
+    cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
+    b.address = pointer;
+    cr_assert_eq((uintptr_t)pointer % REBATCH_POOL_ALIGNMENT, 0);
+    for (size_t i = 0; i < m->count; i++) /* no overlap with any block in use */
+        cr_assert(b.address + b.rounded <= m->blocks[i].address ||
+                  m->blocks[i].address + m->blocks[i].rounded <= b.address);
+    mark_block(m, &b, stream);
+    forget_late(m, pointer);
+    m->blocks[m->count++] = b;
+    m->births++;
+    m->want.allocations++;
+    m->want.blocks++;
+    m->want.live_bytes += b.rounded;
+    m->want.requested_bytes += b.bytes;
+    m->want.allocated_total_bytes += b.rounded;
+    m->tag_bytes[b.tag] += b.rounded;
+    if (m->want.live_bytes > m->want.live_peak_bytes)
+        m->want.live_peak_bytes = m->want.live_bytes;
+    if (m->want.blocks > m->want.blocks_peak)
+        m->want.blocks_peak = m->want.blocks;
+    for (size_t i = 0; i < m->depth; i++) {
+        struct model_scope *s = &m->scopes[i];
+        const int64_t live = (int64_t)m->want.live_bytes - s->live_at_begin;
+        s->peak = live > s->peak ? live : s->peak;
+        s->requested += b.bytes;
+        s->allocations++;
+        s->largest = b.rounded > s->largest ? b.rounded : s->largest;
+    }
+}
+
+static void do_free(struct model *m)
+{
+    if (m->count == 0)
+        return;
+    const size_t at = draw(&m->random) % m->count;
+    struct model_block *b = &m->blocks[at];
+    if (b->deferred_in) {
+        cr_assert_eq(rebatch_pool_free(m->rig.pool, b->address), REBATCH_E_INVALID);
+        return;
+    }
+    if (draw(&m->random) % 50 == 0)
+        cr_assert_eq(rebatch_pool_free(m->rig.pool, b->address + 1), REBATCH_E_INVALID);
+    check_marks_sometimes(m, at, 1);
+    give(m->rig.pool, b->address);
+    if (m->depth && b->birth < m->scopes[m->depth - 1].first_birth) {
+        b->deferred_in = m->depth;
+        m->want.deferred_bytes += b->rounded;
+    } else {
+        model_drop(m, at, false);
+    }
+}
+
+static void do_late_free(struct model *m)
+{
+    if (m->late_count == 0)
+        return;
+    give(m->rig.pool, m->late[draw(&m->random) % m->late_count]);
+    m->want.late_frees++;
+}
+
+static void do_begin(struct model *m)
+{
+    if (m->depth == DEPTH)
+        return;
+    m->scopes[m->depth++] = (struct model_scope){
+        begin(m->rig.pool), m->births, (int64_t)m->want.live_bytes, 0, 0, 0, 0};
+}
+
+static void do_commit(struct model *m)
+{
+    if (m->depth == 0)
+        return;
+    check_marks_sometimes(m, 0, m->count);
+    m->depth--;
+    cr_assert_eq(rebatch_scope_commit(m->rig.pool, m->scopes[m->depth].handle), REBATCH_OK);
+    for (size_t i = m->count; i-- > 0;) {
+        struct model_block *b = &m->blocks[i];
+        if (b->deferred_in != m->depth + 1)
+            continue;
+        if (m->depth && b->birth < m->scopes[m->depth - 1].first_birth) {
+            b->deferred_in = m->depth;
+            continue;
+        }
+        m->want.deferred_bytes -= b->rounded;
+        model_drop(m, i, false);
+    }
+}
+
+static void do_rollback(struct model *m)
+{
+    if (m->depth == 0)
+        return;
+    const size_t to = draw(&m->random) % m->depth;
+    const struct model_scope *s = &m->scopes[to];
+    check_marks_sometimes(m, 0, m->count);
+    cr_assert_eq(rebatch_scope_rollback(m->rig.pool, s->handle), REBATCH_OK);
+    m->want.rollbacks += m->depth - to;
+    m->depth = to;
+    for (size_t i = m->count; i-- > 0;) {
+        struct model_block *b = &m->blocks[i];
+        if (b->deferred_in > to) {
+            b->deferred_in = 0;
+            m->want.deferred_bytes -= b->rounded;
+        }
+        if (b->birth >= s->first_birth)
+            model_drop(m, i, true);
+    }
+    if (m->late_count > LATE / 2) /* the model's own bound, not the pool's */
+        m->late_count = 0;
+}
+
+static void do_use_on(struct model *m)
+{
+    if (m->count == 0)
+        return;
+    const struct model_block *b = &m->blocks[draw(&m->random) % m->count];
+    const rebatch_stream stream = m->streams[draw(&m->random) % STREAMS];
+    cr_assert_eq(rebatch_pool_use_on(m->rig.pool, b->address, stream),
+                 b->deferred_in ? REBATCH_E_INVALID : REBATCH_OK);
+    if (!b->deferred_in)
+        mark_block(m, b, stream);
+}
+
+static void do_other(struct model *m)
+{
+    const size_t bytes = draw(&m->random) % (20 * GRANULE);
+    switch (draw(&m->random) % 4) {
+    case 0:
+        cr_assert_eq(rebatch_pool_trim(m->rig.pool, bytes, NULL), REBATCH_OK);
+        break;
+    case 1:
+        m->want.ooms += rebatch_pool_reserve(m->rig.pool, bytes, m->streams[0]) == REBATCH_OOM;
+        break;
+    case 2:
+        (void)rbi_pool_admit(m->rig.pool, bytes, m->streams[0]);
+        break;
+    default:
+        cr_assert_eq(rebatch_pool_set_limit(m->rig.pool, (60 + draw(&m->random) % 60) * GRANULE),
+                     REBATCH_OK);
+    }
+}
+
+static void compare(struct model *m)
+{
+    const rebatch_pool_stats got = stats_of(m->rig.pool);
+#define SAME(name) cr_assert_eq(got.name, m->want.name, #name)
+    SAME(live_bytes);
+    SAME(live_peak_bytes);
+    SAME(requested_bytes);
+    SAME(deferred_bytes);
+    SAME(blocks);
+    SAME(blocks_peak);
+    SAME(allocations);
+    SAME(frees);
+    SAME(allocated_total_bytes);
+    SAME(freed_total_bytes);
+    SAME(ooms);
+    SAME(rollbacks);
+    SAME(rolled_back_blocks);
+    SAME(late_frees);
+#undef SAME
+    for (size_t i = 0; i < m->depth; i++) {
+        const struct model_scope *s = &m->scopes[i];
+        rebatch_scope_stats stats;
+        cr_assert_eq(rebatch_scope_get_stats(&stats, m->rig.pool, s->handle), REBATCH_OK);
+        cr_assert_eq(stats.live_bytes, (int64_t)m->want.live_bytes - s->live_at_begin);
+        cr_assert_eq(stats.peak_bytes, s->peak);
+        cr_assert_eq(stats.requested_bytes, s->requested);
+        cr_assert_eq(stats.allocations, s->allocations);
+        cr_assert_eq(stats.largest_bytes, s->largest);
+    }
+    for (rebatch_tag t = 0; t < TAGS; t++) {
+        rebatch_tag_usage usage;
+        cr_assert_eq(rebatch_pool_get_tag_usage(&usage, m->rig.pool, t), REBATCH_OK);
+        cr_assert_eq(usage.live_bytes, m->tag_bytes[t]);
+    }
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(m->rig.device, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, got.reserved_bytes);
+}
+
+static void open_model(struct model *m, uint64_t seed, const rebatch_pool_options *options)
+{
+    memset(m, 0, sizeof *m);
+    m->random = seed;
+    m->rig = rig_open(100, options);
+    for (int i = 1; i < STREAMS; i++)
+        cr_assert_eq(rebatch_stream_create(&m->streams[i], m->rig.device), REBATCH_OK);
+    for (int i = 1; i < TAGS; i++) {
+        const char name[2] = {(char)('a' + i), 0};
+        rebatch_tag tag;
+        cr_assert_eq(rebatch_pool_tag(&tag, m->rig.pool, name), REBATCH_OK);
+    }
+}
+
+static void close_model(struct model *m)
+{
+    while (m->depth)
+        do_commit(m);
+    while (m->count) {
+        give(m->rig.pool, m->blocks[0].address);
+        model_drop(m, 0, false);
+    }
+    compare(m);
+    cr_assert_eq(rebatch_pool_trim(m->rig.pool, 0, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(m->rig.pool).reserved_bytes, 0);
+    rig_close(&m->rig);
+}
+
+static void run_model(uint64_t seed, int calls, const rebatch_pool_options *options)
+{
+    struct model *m = malloc(sizeof *m);
+    cr_assert_not_null(m);
+    open_model(m, seed, options);
+    for (int n = 0; n < calls; n++) {
+        const uint64_t kind = draw(&m->random) % 1000;
+        if (kind < 470)
+            do_alloc(m);
+        else if (kind < 840)
+            do_free(m);
+        else if (kind < 880)
+            do_begin(m);
+        else if (kind < 910)
+            do_commit(m);
+        else if (kind < 925)
+            do_rollback(m);
+        else if (kind < 955)
+            do_late_free(m);
+        else if (kind < 995)
+            do_use_on(m);
+        else
+            do_other(m);
+        if (n % 50 == 0) {
+            compare(m);
+            assert_valid(m->rig.pool);
+        }
+    }
+    close_model(m);
+    free(m);
+}
+
+/* Blocks never overlap, keep their content, and every statistic is that of a naive count. */
+Test(pool_random, the_pool_agrees_with_a_naive_model)
+{
+    for (uint64_t seed = 1; seed <= 8; seed++)
+        run_model(seed, CALLS, NULL);
+}
+
+/* The same with caching off, and nothing is cached. */
+Test(pool_random, the_pool_agrees_with_a_naive_model_without_caching)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.caching = REBATCH_OFF;
+    run_model(9, 4000, &options);
+}

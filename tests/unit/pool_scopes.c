@@ -1,0 +1,319 @@
+/* Holds what scopes promise: undoing, waiting frees, late frees, statistics.
+ * Seeds: none is drawn; pool_random.c does. */
+#include "unit/pool_help.h"
+
+static void commit(rebatch_pool *pool, rebatch_scope scope)
+{
+    cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(pool);
+}
+
+static void rollback(rebatch_pool *pool, rebatch_scope scope)
+{
+    cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(pool);
+}
+
+static rebatch_scope_stats scope_stats(rebatch_pool *pool, rebatch_scope scope)
+{
+    rebatch_scope_stats stats;
+    cr_assert_eq(rebatch_scope_get_stats(&stats, pool, scope), REBATCH_OK);
+    return stats;
+}
+
+/* A rollback takes back what was allocated inside and is still in use; the memory stays cached. */
+Test(pool_scopes, a_rollback_takes_back_what_was_allocated_inside)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *older = take(rig.pool, KIB);
+    const rebatch_scope scope = begin(rig.pool);
+    (void)take(rig.pool, GRANULE);
+    give(rig.pool, take(rig.pool, 2 * KIB));
+    (void)take(rig.pool, 3 * KIB);
+    const uint64_t reserved = stats_of(rig.pool).reserved_bytes;
+    rollback(rig.pool, scope);
+    const rebatch_pool_stats stats = stats_of(rig.pool);
+    cr_assert_eq(stats.live_bytes, KIB);
+    cr_assert_eq(stats.blocks, 1);
+    cr_assert_eq(stats.reserved_bytes, reserved);
+    cr_assert_eq(stats.rollbacks, 1);
+    cr_assert_eq(stats.rolled_back_blocks, 2);
+    cr_assert_eq(stats.frees, 1);
+    cr_assert_eq(stats.late_frees, 0);
+    give(rig.pool, older);
+    rig_close(&rig);
+}
+
+/* The free of an older block waits for the commit: until then nobody else gets the memory. */
+Test(pool_scopes, the_free_of_an_older_block_waits_for_the_commit)
+{
+    struct rig rig = rig_open(64, NULL);
+    char *older = take(rig.pool, 4 * KIB);
+    memset(older, 0x77, 4 * KIB);
+    const rebatch_scope scope = begin(rig.pool);
+    give(rig.pool, older);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, 4 * KIB);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 4 * KIB);
+    cr_assert_eq(stats_of(rig.pool).frees, 0);
+    for (int i = 0; i < 8; i++)
+        memset(take(rig.pool, 4 * KIB), 0x11, 4 * KIB);
+    for (size_t i = 0; i < 4 * KIB; i++)
+        cr_assert_eq(older[i], 0x77);
+    commit(rig.pool, scope);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, 0);
+    cr_assert_eq(stats_of(rig.pool).frees, 1);
+    cr_assert_eq(take(rig.pool, 4 * KIB), older);
+    rig_close(&rig);
+}
+
+/* A rollback forgets the frees of older blocks: they are in use as before, with their content. */
+Test(pool_scopes, a_rollback_forgets_the_frees_of_older_blocks)
+{
+    struct rig rig = rig_open(64, NULL);
+    char *older = take(rig.pool, 4 * KIB);
+    memset(older, 0x77, 4 * KIB);
+    const rebatch_scope scope = begin(rig.pool);
+    give(rig.pool, older);
+    rollback(rig.pool, scope);
+    size_t bytes;
+    cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, older), REBATCH_OK);
+    cr_assert_eq(older[4 * KIB - 1], 0x77);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, 0);
+    give(rig.pool, older);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    rig_close(&rig);
+}
+
+/* A second free of a block whose free waits is a double free, and its size cannot be asked. */
+Test(pool_scopes, freeing_a_waiting_block_again_is_refused)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *older = take(rig.pool, KIB);
+    const rebatch_scope scope = begin(rig.pool);
+    give(rig.pool, older);
+    size_t bytes;
+    assert_refused(rebatch_pool_free(rig.pool, older), REBATCH_E_INVALID, "freed already");
+    assert_refused(rebatch_pool_block_bytes(&bytes, rig.pool, older), REBATCH_E_INVALID, "freed");
+    assert_refused(rebatch_pool_use_on(rig.pool, older, NULL), REBATCH_E_INVALID, "freed already");
+    commit(rig.pool, scope);
+    rig_close(&rig);
+}
+
+/* A block that was allocated in the scope and is freed in it is free at once. */
+Test(pool_scopes, a_block_of_the_scope_itself_is_freed_at_once)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope scope = begin(rig.pool);
+    void *inside = take(rig.pool, KIB);
+    give(rig.pool, inside);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, 0);
+    cr_assert_eq(take(rig.pool, KIB), inside);
+    commit(rig.pool, scope);
+    cr_assert_eq(stats_of(rig.pool).blocks, 1);
+    rig_close(&rig);
+}
+
+/* What a committed scope allocated belongs to the scope around it, and goes when that is undone. */
+Test(pool_scopes, a_commit_hands_the_blocks_to_the_scope_around)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope outer = begin(rig.pool);
+    const rebatch_scope inner = begin(rig.pool);
+    void *block = take(rig.pool, KIB);
+    commit(rig.pool, inner);
+    cr_assert_eq(stats_of(rig.pool).blocks, 1);
+    rollback(rig.pool, outer);
+    cr_assert_eq(stats_of(rig.pool).blocks, 0);
+    give(rig.pool, block);
+    cr_assert_eq(stats_of(rig.pool).late_frees, 1);
+    rig_close(&rig);
+}
+
+/* At a commit a free that waits is carried out when the block is no older than the scope around,
+ * and waits on there when it is. */
+Test(pool_scopes, a_free_waits_on_in_the_scope_around_for_a_block_older_than_that)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *oldest = take(rig.pool, KIB);
+    const rebatch_scope outer = begin(rig.pool);
+    void *between = take(rig.pool, KIB);
+    const rebatch_scope inner = begin(rig.pool);
+    give(rig.pool, oldest);
+    give(rig.pool, between);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, 2 * KIB);
+    commit(rig.pool, inner);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, KIB);
+    cr_assert_eq(stats_of(rig.pool).frees, 1);
+    assert_refused(rebatch_pool_free(rig.pool, oldest), REBATCH_E_INVALID, "freed already");
+    assert_refused(rebatch_pool_free(rig.pool, between), REBATCH_E_INVALID, "freed already");
+    rollback(rig.pool, outer);
+    give(rig.pool, oldest);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    rig_close(&rig);
+}
+
+/* Rolling back an outer scope rolls back those inside first. */
+Test(pool_scopes, a_rollback_of_an_outer_scope_rolls_back_the_inner_ones)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *oldest = take(rig.pool, KIB);
+    const rebatch_scope outer = begin(rig.pool);
+    void *between = take(rig.pool, KIB);
+    const rebatch_scope inner = begin(rig.pool);
+    (void)take(rig.pool, KIB);
+    give(rig.pool, between);
+    give(rig.pool, oldest);
+    rollback(rig.pool, outer);
+    cr_assert_eq(stats_of(rig.pool).blocks, 1);
+    cr_assert_eq(stats_of(rig.pool).rollbacks, 2);
+    cr_assert_eq(stats_of(rig.pool).rolled_back_blocks, 2);
+    assert_refused(rebatch_scope_commit(rig.pool, inner), REBATCH_E_INVALID, "scope is");
+    assert_refused(rebatch_scope_commit(rig.pool, outer), REBATCH_E_INVALID, "scope is");
+    give(rig.pool,
+         between); /* its free was forgotten with the inner scope, then it was taken back */
+    cr_assert_eq(stats_of(rig.pool).late_frees, 1);
+    give(rig.pool, oldest);
+    rig_close(&rig);
+}
+
+/* A free of what a rollback took back is ignored and counted, until the address is given out
+ * again. */
+Test(pool_scopes, late_frees_are_ignored_until_the_address_is_given_out_again)
+{
+    struct rig rig = rig_open(64, NULL);
+    rebatch_scope scope = begin(rig.pool);
+    void *first = take(rig.pool, KIB);
+    void *second = take(rig.pool, KIB);
+    rollback(rig.pool, scope);
+    give(rig.pool, first);
+    give(rig.pool, first);
+    give(rig.pool, second);
+    cr_assert_eq(stats_of(rig.pool).late_frees, 3);
+    cr_assert_eq(stats_of(rig.pool).frees, 0);
+    void *again = take(rig.pool, 2 * KIB); /* begins where the first did, covers the second */
+    cr_assert_eq(again, first);
+    give(rig.pool, second);
+    cr_assert_eq(stats_of(rig.pool).late_frees, 4);
+    give(rig.pool, first);
+    cr_assert_eq(stats_of(rig.pool).frees, 1);
+    assert_refused(rebatch_pool_free(rig.pool, first), REBATCH_E_INVALID, "freed already");
+    /* Memory that went back to the device in between changes nothing. */
+    scope = begin(rig.pool);
+    first = take(rig.pool, 8 * GRANULE);
+    rollback(rig.pool, scope);
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
+    give(rig.pool, first);
+    cr_assert_eq(stats_of(rig.pool).late_frees, 5);
+    rig_close(&rig);
+}
+
+/* Only the innermost open scope can be committed; a stale, foreign or zero handle is refused. */
+Test(pool_scopes, a_handle_that_is_not_open_is_refused)
+{
+    struct rig rig = rig_open(64, NULL);
+    rebatch_scope_stats stats;
+    assert_refused(rebatch_scope_commit(rig.pool, 0), REBATCH_E_INVALID, "scope is 0");
+    assert_refused(rebatch_scope_rollback(rig.pool, 0), REBATCH_E_INVALID, "scope is 0");
+    assert_refused(rebatch_scope_get_stats(&stats, rig.pool, 0), REBATCH_E_INVALID, "scope is 0");
+    const rebatch_scope outer = begin(rig.pool);
+    const rebatch_scope inner = begin(rig.pool);
+    assert_refused(rebatch_scope_commit(rig.pool, outer), REBATCH_E_INVALID, "innermost");
+    commit(rig.pool, inner);
+    const rebatch_scope next = begin(rig.pool);
+    cr_assert_neq(next, inner);
+    assert_refused(rebatch_scope_commit(rig.pool, inner), REBATCH_E_INVALID, "scope is");
+    assert_refused(rebatch_scope_rollback(rig.pool, inner), REBATCH_E_INVALID, "scope is");
+    assert_refused(rebatch_scope_get_stats(&stats, rig.pool, inner), REBATCH_E_INVALID, "scope");
+    assert_refused(rebatch_scope_get_stats(NULL, rig.pool, next), REBATCH_E_INVALID, "out is");
+    assert_refused(rebatch_scope_get_stats(&stats, NULL, next), REBATCH_E_INVALID, "pool is");
+    assert_refused(rebatch_scope_begin(NULL, rig.pool), REBATCH_E_INVALID, "out is NULL");
+    rebatch_scope scope = 1;
+    assert_refused(rebatch_scope_begin(&scope, NULL), REBATCH_E_INVALID, "pool is NULL");
+    cr_assert_eq(scope, 0);
+    commit(rig.pool, next);
+    commit(rig.pool, outer);
+    rig_close(&rig);
+}
+
+/* 64 scopes can be open, not 65. */
+Test(pool_scopes, sixty_four_scopes_can_be_open)
+{
+    struct rig rig = rig_open(64, NULL);
+    rebatch_scope first = 0;
+    for (int i = 0; i < 64; i++) {
+        const rebatch_scope scope = begin(rig.pool);
+        first = first ? first : scope;
+        (void)take(rig.pool, KIB);
+    }
+    rebatch_scope scope = 1;
+    assert_refused(rebatch_scope_begin(&scope, rig.pool), REBATCH_E_UNSUPPORTED, "64 scopes");
+    cr_assert_eq(scope, 0);
+    rollback(rig.pool, first);
+    cr_assert_eq(stats_of(rig.pool).rolled_back_blocks, 64);
+    scope = begin(rig.pool);
+    commit(rig.pool, scope);
+    rig_close(&rig);
+}
+
+/* A scope's live bytes are those now less those at its beginning, its peak the most that was; what
+ * scopes inside did counts, undone or not. */
+Test(pool_scopes, statistics_of_nested_scopes_are_exact)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *older = take(rig.pool, 7 * KIB);
+    const rebatch_scope outer = begin(rig.pool);
+    void *a = take(rig.pool, 4 * KIB);
+    const rebatch_scope inner = begin(rig.pool);
+    void *b = take(rig.pool, 10 * KIB - 100);
+    rebatch_scope_stats in = scope_stats(rig.pool, inner);
+    rebatch_scope_stats out = scope_stats(rig.pool, outer);
+    cr_assert_eq(in.live_bytes, 10 * (int64_t)KIB);
+    cr_assert_eq(in.peak_bytes, 10 * (int64_t)KIB);
+    cr_assert_eq(in.requested_bytes, 10 * KIB - 100);
+    cr_assert_eq(in.allocations, 1);
+    cr_assert_eq(out.live_bytes, 14 * (int64_t)KIB);
+    cr_assert_eq(out.peak_bytes, 14 * (int64_t)KIB);
+    cr_assert_eq(out.allocations, 2);
+    cr_assert_eq(out.largest_bytes, 10 * KIB);
+    give(rig.pool, b);
+    give(rig.pool, older); /* waits: the memory is not there for others */
+    in = scope_stats(rig.pool, inner);
+    cr_assert_eq(in.live_bytes, 0);
+    cr_assert_eq(in.peak_bytes, 10 * (int64_t)KIB);
+    rollback(rig.pool, inner);
+    out = scope_stats(rig.pool, outer);
+    cr_assert_eq(out.live_bytes, 4 * (int64_t)KIB);
+    cr_assert_eq(out.peak_bytes, 14 * (int64_t)KIB);
+    cr_assert_eq(out.requested_bytes, 14 * KIB - 100);
+    give(rig.pool, a);
+    give(rig.pool, take(rig.pool, 12 * KIB));
+    cr_assert_eq(scope_stats(rig.pool, outer).peak_bytes, 14 * (int64_t)KIB);
+    cr_assert_eq(scope_stats(rig.pool, outer).allocations, 3);
+    commit(rig.pool, outer);
+    give(rig.pool, older);
+    rig_close(&rig);
+}
+
+/* Rollback and commit need nothing of the heap. */
+Test(pool_scopes, undoing_and_keeping_need_no_heap)
+{
+    struct rig rig = rig_open(512, NULL);
+    void *older[40];
+    for (size_t i = 0; i < 40; i++)
+        older[i] = take(rig.pool, (i + 1) * KIB);
+    const rebatch_scope outer = begin(rig.pool);
+    const rebatch_scope inner = begin(rig.pool);
+    for (size_t i = 0; i < 100; i++)
+        (void)take(rig.pool, (i + 1) * KIB);
+    rbi_heap_fail(1, UINT64_MAX);
+    for (size_t i = 0; i < 40; i++)
+        give(rig.pool, older[i]);
+    rollback(rig.pool, inner);
+    for (size_t i = 0; i < 40; i++)
+        give(rig.pool, older[i]);
+    commit(rig.pool, outer);
+    rbi_heap_fail(0, 0);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    cr_assert_eq(stats_of(rig.pool).frees, 40);
+    rig_close(&rig);
+}

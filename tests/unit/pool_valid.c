@@ -1,0 +1,57 @@
+/* Holds the walker: it accepts a pool in any state, and notices when an equation does not hold.
+ * Seeds: none. */
+#include "unit/pool_help.h"
+
+/* With one word of a valid pool changed, the walker says no; changed back, yes. */
+#define ASSERT_NOTICED(pool, word, wrong)                                                          \
+    do {                                                                                           \
+        const uint64_t right = (uint64_t)(word);                                                   \
+        assert_valid(pool);                                                                        \
+        (word) = (wrong);                                                                          \
+        cr_assert_not(rbi_pool_is_valid(pool), #word);                                             \
+        cr_assert(strstr(rebatch_last_error(), "does not hold"));                                  \
+        (word) = right;                                                                            \
+        assert_valid(pool);                                                                        \
+    } while (0)
+
+/* Every kind of mistake that the equations exclude is noticed. */
+Test(pool_valid, a_broken_equation_is_noticed)
+{
+    struct rig rig = rig_open(64, NULL);
+    rebatch_pool *pool = rig.pool;
+    void *older = take(pool, KIB);
+    void *a = take(pool, 4 * KIB);
+    (void)take(pool, GRANULE);
+    (void)begin(pool);
+    give(pool, older);
+    (void)take(pool, 2 * KIB);
+    struct rbi_block *block = rbi_pool_block_around(pool, a);
+    struct rbi_segment *segment = block->segment;
+    struct rbi_pool_stream *stream = pool->first_stream;
+    ASSERT_NOTICED(pool, pool->stats.live_bytes, 0);
+    ASSERT_NOTICED(pool, pool->stats.reserved_bytes, 5 * GRANULE + 1);
+    ASSERT_NOTICED(pool, pool->stats.requested_bytes, 1);
+    ASSERT_NOTICED(pool, pool->stats.deferred_bytes, 0);
+    ASSERT_NOTICED(pool, pool->stats.blocks, 3);
+    ASSERT_NOTICED(pool, pool->stats.frees, 1);
+    ASSERT_NOTICED(pool, pool->stats.freed_total_bytes, 512);
+    ASSERT_NOTICED(pool, pool->stats.live_peak_bytes, 1);
+    ASSERT_NOTICED(pool, pool->tags[0].live_bytes, 0);
+    ASSERT_NOTICED(pool, segment->used_bytes, 0);
+    ASSERT_NOTICED(pool, segment->bytes, GRANULE);
+    ASSERT_NOTICED(pool, block->bytes, 4 * KIB + 512);
+    ASSERT_NOTICED(pool, block->requested_bytes, 4 * KIB + 1);
+    ASSERT_NOTICED(pool, block->state, RBI_BLOCK_PENDING);
+    ASSERT_NOTICED(pool, block->birth, 0);
+    ASSERT_NOTICED(pool, block->tag, 3);
+    ASSERT_NOTICED(pool, stream->free_bytes, 1);
+    ASSERT_NOTICED(pool, stream->filled, 0);
+    ASSERT_NOTICED(pool, stream->references, 1);
+    ASSERT_NOTICED(pool, stream->done, UINT64_MAX);
+    ASSERT_NOTICED(pool, pool->table.used, 1);
+    ASSERT_NOTICED(pool, pool->table.late, 1);
+    ASSERT_NOTICED(pool, pool->scopes[0].first_birth, UINT64_MAX);
+    ASSERT_NOTICED(pool, pool->scopes[0].handle, 0);
+    ASSERT_NOTICED(pool, pool->births, 0);
+    rig_close(&rig);
+}
