@@ -1,6 +1,7 @@
-/* The allocation patterns that every contender runs, so that their figures can be laid side by side.
- * A contender gives two functions; a pattern returns nanoseconds a pair of allocation and free. What
- * is timed, and the order of calls and sizes, is fixed: figures of other machines rest on it. */
+/* The allocation patterns that every contender runs, so that their figures can be laid side by
+ * side. A contender gives two functions; a pattern returns nanoseconds a pair of allocation and
+ * free. What is timed, and the order of calls and sizes, is fixed: figures of other machines rest
+ * on it. */
 #ifndef BENCH_ALLOC_PATTERNS_H
 #define BENCH_ALLOC_PATTERNS_H
 

@@ -1,5 +1,5 @@
-/* Owns the traces of our own in bench/traces: allocation patterns that are harder than a plain step.
- * Must not know pools: it writes what programs ask for, whoever answers.
+/* Owns the traces of our own in bench/traces: allocation patterns that are harder than a plain
+ * step. Must not know pools: it writes what programs ask for, whoever answers.
  *
  *   make_traces [FOLDER]      (bench/traces)
  *

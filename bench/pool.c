@@ -1,13 +1,14 @@
-/* What the pool costs and how tightly it packs, beside glibc's malloc and mimalloc on the same calls.
- * Prints a table and writes build/bench/pool.json. Public headers only: it measures any pool.
+/* What the pool costs and how tightly it packs, beside glibc's malloc and mimalloc on the same
+ * calls. Prints a table and writes build/bench/pool.json. Public headers only: it measures any
+ * pool.
  *
- * What is measured: bookkeeping. Nobody touches the blocks, as nobody does on the host when they are
- * a GPU's. The pool runs on a dry device and touches none of them either. The other two keep headers
- * next to the blocks, and by default give large blocks back to the kernel at once, which then has to
- * fetch and clear pages again, thousands of nanoseconds each: the patterns ask for nothing of the
- * kind, so it would not be fair to count it. Hence both are told to keep what they have, glibc's
- * pages are fetched beforehand, each contender runs the same calls once before the clock starts, and
- * the faults that are still left are shown beside the figures. */
+ * What is measured: bookkeeping. Nobody touches the blocks, as nobody does on the host when they
+ * are a GPU's. The pool runs on a dry device and touches none of them either. The other two keep
+ * headers next to the blocks, and by default give large blocks back to the kernel at once, which
+ * then has to fetch and clear pages again, thousands of nanoseconds each: the patterns ask for
+ * nothing of the kind, so it would not be fair to count it. Hence both are told to keep what they
+ * have, glibc's pages are fetched beforehand, each contender runs the same calls once before the
+ * clock starts, and the faults that are still left are shown beside the figures. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <malloc.h>
@@ -457,9 +458,9 @@ static bool churn_alloc(struct churn_state *s, size_t bytes)
     return true;
 }
 
-/* Allocates 10,000 blocks while others are freed in any order, so that at most 97 % of the device is
- * in use; then allocates until memory runs out, if it has not before. Live bytes over capacity then:
- * what is missing to 1 is what the pool could not use, and less than one block. */
+/* Allocates 10,000 blocks while others are freed in any order, so that at most 97 % of the device
+ * is in use; then allocates until memory runs out, if it has not before. Live bytes over capacity
+ * then: what is missing to 1 is what the pool could not use, and less than one block. */
 static double run_churn(const struct churn *churn, uint64_t seed)
 {
     static struct churn_state s;

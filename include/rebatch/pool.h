@@ -45,7 +45,7 @@ typedef struct rebatch_pool_options {
     X(requested_bytes, "bytes", "asked for by the blocks in use, before rounding")                 \
     X(reserved_bytes, "bytes", "held from the device")                                             \
     X(reserved_peak_bytes, "bytes", "most reserved at once")                                       \
-    X(deferred_bytes, "bytes", "freed inside a scope, given back when it commits")                 \
+    X(deferred_bytes, "bytes", "of them, freed inside a scope: given back when it commits")        \
     X(blocks, "blocks", "in use")                                                                  \
     X(blocks_peak, "blocks", "most in use at once")                                                \
     X(allocations, "calls", "that gave a block")                                                   \
@@ -144,8 +144,8 @@ REBATCH_API rebatch_device *rebatch_pool_device(const rebatch_pool *pool);
  *  @param stream    the stream that will use it; others: rebatch_pool_use_on()
  *  @param tag       what it is for, from rebatch_pool_tag(); 0: untagged
  *  @return REBATCH_OK; REBATCH_OOM when the ladder found no memory (rebatch_pool_last_oom() says
- *          why); REBATCH_E_INVALID; REBATCH_E_HOST_OOM; REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST.
- *          Any thread. */
+ *          why); REBATCH_E_INVALID; REBATCH_E_STATE from within a pressure callback;
+ *          REBATCH_E_HOST_OOM; REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
 REBATCH_API rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
                                               rebatch_stream stream, rebatch_tag tag);
 
@@ -181,7 +181,7 @@ REBATCH_API rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes
 /** Give cached memory back to the device until at most `keep_bytes` of it are left, or as near as
  *  free memory allows.
  *  @param[out] released_bytes  may be NULL
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE_LOST. Any thread. */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
 REBATCH_API rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes,
                                              size_t *released_bytes);
 

@@ -29,10 +29,12 @@ static const char help[] =
     "\n"
     "columns:\n"
     "  requested     most bytes asked for at once\n"
-    "  peak live     the same, each block rounded up to 512 B, as PyTorch's 'allocated' is\n"
+    "  peak live     the same, each block rounded up to 512 B; PyTorch's 'allocated' is this,\n"
+    "                and what it leaves on the end of a block because it is not worth a cut\n"
     "  reserved      most bytes that the pool held from the device\n"
     "  utilisation   peak live / reserved\n"
-    "  PyTorch       the same of PyTorch's allocator, where the trace says it\n"
+    "  PyTorch       the same of PyTorch's allocator: allocated / reserved, where the trace says "
+    "it\n"
     "  ns/pair       an allocation and its free, on a pool that has run the trace before\n"
     "  device calls  for memory, in the first run\n"
     "  largest hole  what could still be allocated in one piece when live memory first peaked,\n"
@@ -50,13 +52,18 @@ int rbi_replay_help(int count, char **arguments)
     return RBI_EXIT_OK;
 }
 
-static bool replay(const char *path, const struct rbi_replay_settings *settings)
+/* False when the trace could not be read or did not run. The first row brings the table's head. */
+static bool replay(const char *path, const struct rbi_replay_settings *settings, bool *has_head)
 {
     struct rbi_trace trace;
     struct rbi_replay_result result;
     if (!rbi_trace_read(&trace, path))
         return false;
     const bool ok = rbi_replay_run(&result, &trace, settings);
+    if (ok && !*has_head) {
+        rbi_replay_print_head(settings);
+        *has_head = true;
+    }
     if (ok)
         rbi_replay_print_result(&trace, &result, settings);
     rbi_trace_free(&trace);
@@ -71,9 +78,9 @@ int rbi_replay_main(int count, char **arguments)
     if (settings.help)
         return rbi_replay_help(0, NULL);
     int code = RBI_EXIT_OK;
-    rbi_replay_print_head(&settings);
+    bool has_head = false;
     for (size_t i = 0; i < settings.path_count; i++)
-        if (!replay(settings.paths[i], &settings))
+        if (!replay(settings.paths[i], &settings, &has_head))
             code = RBI_EXIT_FAILED;
     return code;
 }

@@ -27,8 +27,8 @@ struct rbi_replay_settings {
     size_t path_count; /* of `paths`, which are arguments */
     char **paths;
 };
-/* Reads the arguments; moves the paths to the front of them. False, with the mistake said on stderr,
- * when they are wrong. */
+/* Reads the arguments; moves the paths to the front of them. False, with the mistake said on
+ * stderr, when they are wrong. */
 bool rbi_replay_settings_read(struct rbi_replay_settings *settings, int count, char **arguments);
 
 /* ---- traces (replay_trace.c) ---- */
@@ -57,7 +57,8 @@ struct rbi_trace {
     size_t peak_op;                /* the allocation that first reached peak_live_bytes */
     uint64_t torch_allocated_bytes, torch_reserved_bytes; /* PyTorch's peaks; 0: it does not say */
 };
-/* Reads gzip or plain text. False, with file, line and what was expected on stderr, when it cannot. */
+/* Reads gzip or plain text. False, with file, line and what was expected on stderr, when it
+ * cannot. */
 bool rbi_trace_read(struct rbi_trace *trace, const char *path);
 void rbi_trace_free(struct rbi_trace *trace);
 
@@ -71,8 +72,8 @@ struct rbi_replay_id {
     bool in_use;
 };
 
-/* Open addressing, linear probing, at most half full; an ID stays when it is freed, so that a second
- * free can be told from that of an unknown ID. */
+/* Open addressing, linear probing, at most half full; an ID stays when it is freed, so that a
+ * second free can be told from that of an unknown ID. */
 struct rbi_replay_ids {
     struct rbi_replay_id *entries;
     size_t capacity; /* a power of two, or 0 */

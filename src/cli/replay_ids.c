@@ -8,7 +8,8 @@
 
 static struct rbi_replay_id *probe(struct rbi_replay_id *entries, size_t capacity, uint64_t id)
 {
-    /* Fibonacci hashing: IDs that follow each other are spread, and the upper bits are the good ones. */
+    /* Fibonacci hashing: IDs that follow each other are spread, and the upper bits are the good
+     * ones. */
     size_t at = (size_t)((id * UINT64_C(0x9e3779b97f4a7c15)) >> 20) & (capacity - 1);
     while (entries[at].line != 0 && entries[at].id != id)
         at = (at + 1) & (capacity - 1);

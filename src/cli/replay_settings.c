@@ -13,7 +13,8 @@
 
 /* ---- values ---- */
 
-/* "22GiB", "1.5 MB", "1048576" -> bytes; "87.5%" -> permille, in *is_share. False when it is none. */
+/* "22GiB", "1.5 MB", "1048576" -> bytes; "87.5%" -> permille, in *is_share. False when it is
+ * none. */
 static bool read_size(uint64_t *out, bool *is_share, const char *text)
 {
     static const struct {

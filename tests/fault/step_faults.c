@@ -219,8 +219,11 @@ static bool run(struct result *result, rebatch_toggle caching, const rebatch_fau
         memcpy(result->moments, t.moments, sizeof result->moments);
         result->random = t.random;
     }
-    if (failed && t.device)
+    if (failed && t.device) {
         cr_assert_eq(rebatch_fault_counts(t.device, NULL, failed), REBATCH_OK);
+        /* a device that cannot be waited for cannot be closed in peace either */
+        cr_assert_eq(rebatch_fault_arm(t.device, NULL), REBATCH_OK);
+    }
     rbi_heap_fail(0, 0);
     tear_down(&t);
     cr_assert_eq(rbi_heap_live(), heap_live, "host memory leaked");

@@ -145,7 +145,7 @@ Test(gpt_train, memory_that_stays_away_ends_cleanly, .description = "seed 1, 2 s
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     run_whole(want, &options, 2);
     const uint64_t count = allocations_of(&options, 2);
-    for (uint64_t nth = 1; nth <= count; nth += 3) {
+    for (uint64_t nth = 1; nth <= count; nth++) {
         struct run run;
         rebatch_status status = REBATCH_OK;
         run_open(&run, &options);

@@ -145,6 +145,8 @@ uint64_t script_random(uint64_t *state);
 /* A rig with `capacity_bytes` of memory and a script that declares. Events of every level are
  * collected, unless the options set a log level. */
 void rig_open(struct rig *rig, size_t capacity_bytes, const rebatch_options *options);
+/* The same with a stream of its own, which rig_close() destroys. */
+void rig_open_on_stream(struct rig *rig, size_t capacity_bytes, const rebatch_options *options);
 /* Closes everything, and sees that the device got all of its memory back. */
 void rig_close(struct rig *rig);
 /* One rebatch_step(). What holds of every step whatever happens in it is checked here: the order of

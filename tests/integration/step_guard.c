@@ -1,6 +1,5 @@
 /* Owns the tests of rebatch_guard(): state that is put back when work is thrown away.
  * Must not know more of the library than its public headers say. */
-#include <stdatomic.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
@@ -228,18 +227,10 @@ static void guard_on_stream(enum script_callback callback, uint32_t nth, enum sc
                             enum script_manner manner, rebatch_status expected, unsigned moves)
 {
     struct rig rig;
-    rebatch_device *host;
-    rebatch_stream stream;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     options.micro_start = 8;
-    rig_open(&rig, MIB(64), &options); /* for its devices: the session that has a stream is next */
-    rebatch_close(rig.rb);
-    host = rig.device;
-    cr_assert_eq(rebatch_stream_create(&stream, host), REBATCH_OK);
-    options.stream = stream;
-    cr_assert_eq(rebatch_open(&rig.rb, host, &options), REBATCH_OK);
-    rig.script.rb = rig.rb;
-    rig.script.stream = stream;
+    rig_open_on_stream(&rig, MIB(64), &options);
+    rebatch_stream stream = rig.script.stream;
     void *value;
     cr_assert_eq(rebatch_pool_alloc(&value, rebatch_get_pool(rig.rb), sizeof(uint64_t), stream, 0),
                  REBATCH_OK);
@@ -249,11 +240,8 @@ static void guard_on_stream(enum script_callback callback, uint32_t nth, enum sc
     rig.script.inside_user = value;
     script_fail(&rig.script, callback, nth, when, manner);
     cr_assert_eq(rig_step(&rig, 16), expected);
-    cr_assert_eq(rebatch_stream_synchronize(host, stream), REBATCH_OK);
+    cr_assert_eq(rebatch_stream_synchronize(rig.device, stream), REBATCH_OK);
     cr_assert_eq(*(uint64_t *)value, after(moves), "after %s", script_trace(&rig.script));
-    rebatch_close(rig.rb);
-    rebatch_stream_destroy(host, stream);
-    rig.rb = NULL;
     rig_close(&rig);
 }
 

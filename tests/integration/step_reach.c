@@ -1,8 +1,9 @@
 /* Owns the tests of how an OOM, or what looks like one, reaches rebatch.
  * Must not know more of the library than its public headers say. */
 #include <pthread.h>
-#include <stddef.h>
+#include <stdatomic.h>
 #include <string.h>
+#include <time.h>
 
 #include <criterion/criterion.h>
 
@@ -341,4 +342,55 @@ Test(step_reach, another_session_may_step_within_a_callback)
     cr_assert_eq(rig.report.ooms, 1);
     rig_close(&other);
     rig_close(&rig);
+}
+
+/* ---- work that is still on the stream ---- */
+
+struct pending {
+    void *block;
+    atomic_int done;
+};
+
+static void use_late(void *user)
+{
+    struct pending *pending = user;
+    const struct timespec some_time = {.tv_nsec = 3000000};
+    (void)nanosleep(&some_time, NULL);
+    memset(pending->block, 7, KIB(64));
+    atomic_fetch_add(&pending->done, 1);
+}
+
+/* Leaves work on the stream that uses a block of the attempt. */
+static rebatch_status enqueue_late_use(struct script *s, enum script_callback callback,
+                                       const rebatch_microbatch *mb)
+{
+    struct pending *pending = s->inside_user;
+    if (callback != SCRIPT_FORWARD || mb->first)
+        return REBATCH_OK;
+    cr_assert_eq(rebatch_pool_alloc(&pending->block, mb->pool, KIB(64), mb->stream, 0), REBATCH_OK);
+    return rebatch_stream_call(s->device, s->stream, use_late, pending);
+}
+
+static void take_back_under_work(rebatch_toggle caching, enum script_manner manner,
+                                 rebatch_status expected, int uses)
+{
+    struct rig rig;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.pool.caching = caching;
+    rig_open_on_stream(&rig, MIB(64), &options);
+    struct pending pending = {0};
+    rig.script.inside = enqueue_late_use;
+    rig.script.inside_user = &pending;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, manner);
+    cr_assert_eq(rig_step(&rig, 8), expected);
+    rig_close(&rig); /* with the work of the last attempt still on the stream */
+    cr_assert_eq(atomic_load(&pending.done), uses);
+}
+
+Test(step_reach, work_still_on_the_stream_may_use_what_is_taken_back)
+{
+    take_back_under_work(REBATCH_ON, SCRIPT_POOL, REBATCH_OK, 2);
+    take_back_under_work(REBATCH_ON, SCRIPT_OWN, SCRIPT_STATUS, 1);
+    take_back_under_work(REBATCH_OFF, SCRIPT_POOL, REBATCH_OK, 2);
+    take_back_under_work(REBATCH_OFF, SCRIPT_OWN, SCRIPT_STATUS, 1);
 }

@@ -15,33 +15,49 @@ static void collect(const rebatch_event *event, void *user)
         rig->events[rig->event_count++] = *event;
 }
 
-void rig_open(struct rig *rig, size_t capacity_bytes, const rebatch_options *options)
+static void open_devices(struct rig *rig, size_t capacity_bytes)
 {
     memset(rig, 0, sizeof *rig);
     cr_assert_eq(rebatch_device_open_host(&rig->host, capacity_bytes, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_open_fault(&rig->device, rig->host, NULL), REBATCH_OK);
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    if (options)
-        o = *options;
-    if (!o.on_event) {
-        o.on_event = collect;
-        o.on_event_user = rig;
-    }
-    if (o.log_level == REBATCH_LOG_DEFAULT)
-        o.log_level = REBATCH_LOG_DEBUG;
-    cr_assert_eq(rebatch_open(&rig->rb, rig->device, &o), REBATCH_OK, "%s", rebatch_last_error());
-    rig->options = o;
+}
+
+static void open_session(struct rig *rig, const rebatch_options *options, rebatch_stream stream)
+{
+    rebatch_options *o = &rig->options;
+    *o = options ? *options : (rebatch_options)REBATCH_OPTIONS_INIT;
+    o->stream = stream;
+    o->on_event = collect;
+    o->on_event_user = rig;
+    if (o->log_level == REBATCH_LOG_DEFAULT)
+        o->log_level = REBATCH_LOG_DEBUG;
+    cr_assert_eq(rebatch_open(&rig->rb, rig->device, o), REBATCH_OK, "%s", rebatch_last_error());
     rig->script.rb = rig->rb;
-    rig->script.stream = o.stream;
+    rig->script.stream = stream;
     rig->script.device = rig->device;
     rig->script.declares = true;
     rig->ops = script_ops();
     rig->ops.lighten = NULL;
 }
 
+void rig_open(struct rig *rig, size_t capacity_bytes, const rebatch_options *options)
+{
+    open_devices(rig, capacity_bytes);
+    open_session(rig, options, NULL);
+}
+
+void rig_open_on_stream(struct rig *rig, size_t capacity_bytes, const rebatch_options *options)
+{
+    rebatch_stream stream;
+    open_devices(rig, capacity_bytes);
+    cr_assert_eq(rebatch_stream_create(&stream, rig->device), REBATCH_OK);
+    open_session(rig, options, stream);
+}
+
 void rig_close(struct rig *rig)
 {
     rebatch_close(rig->rb);
+    rebatch_stream_destroy(rig->device, rig->script.stream);
     cr_assert_eq(rig_used_bytes(rig), 0, "%zu bytes were not given back", rig_used_bytes(rig));
     rebatch_device_close(rig->device);
     rebatch_device_close(rig->host);

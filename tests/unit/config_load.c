@@ -170,7 +170,30 @@ Test(config_load, included_files_and_their_lines)
     rebatch_config_free(config);
 }
 
-/* The variable of the folder is free as well: a pipe is read like a file. */
+/* 0.cfg includes 1.cfg and so on: ten includes deep is allowed, eleven is not. */
+Test(config_load, included_files_to_the_deepest)
+{
+    for (int i = 0; i < 11; i++) {
+        char name[16];
+        char text[32];
+        (void)snprintf(name, sizeof name, "%d.cfg", i);
+        (void)snprintf(text, sizeof text, "@include \"%d.cfg\"\n", i + 1);
+        config_write(name, text);
+    }
+    config_write("10.cfg", "batch = { start = 7; };");
+    rebatch_config *config = load("0.cfg");
+    expect_value(config, "batch.start", "7", "10.cfg:1");
+    rebatch_config_free(config);
+    config_write("10.cfg", "@include \"11.cfg\"");
+    config_write("11.cfg", "batch = { start = 7; };");
+    cr_expect(rebatch_config_load(&config, "0.cfg") == REBATCH_E_PARSE);
+    cr_expect(strcmp(rebatch_last_error(),
+                     "10.cfg:1: @include \"11.cfg\" is nested deeper than 10: "
+                     "does a file include itself?") == 0,
+              "%s", rebatch_last_error());
+}
+
+/* A pipe is read like a file, so that a shell can make one up. */
 Test(config_load, a_pipe_is_a_file)
 {
     int ends[2];
@@ -291,6 +314,55 @@ Test(config_load, options_of_every_setting)
     cr_expect(options.stream == stream);
     cr_expect(options.on_event == on_event && options.on_event_user == &user);
     rebatch_config_free(config);
+}
+
+/* Each setting alone changes its own option and no other. */
+Test(config_load, options_of_one_setting_at_a_time)
+{
+#define MEMBER(key, member)                                                                        \
+    {                                                                                              \
+        key, offsetof(rebatch_options, member), sizeof((rebatch_options *)0)->member               \
+    }
+    static const struct {
+        const char *key;
+        size_t at, size;
+    } members[] = {
+        MEMBER("batch.start", micro_start),
+        MEMBER("batch.smallest", micro_smallest),
+        MEMBER("batch.largest", micro_largest),
+        MEMBER("memory.limit", pool.limit_bytes),
+        MEMBER("memory.headroom", pool.headroom_bytes),
+        MEMBER("memory.caching", pool.caching),
+        MEMBER("recovery.on_oom", on_oom),
+        MEMBER("recovery.admission", admission),
+        MEMBER("recovery.lighten", lighten),
+        MEMBER("recovery.max_attempts", max_attempts),
+        MEMBER("growth.enabled", growth),
+        MEMBER("growth.after", grow_after),
+        MEMBER("growth.wait_max", grow_wait_max),
+        MEMBER("log.level", log_level),
+    };
+    rebatch_config *defaults = load(NULL);
+    for (size_t i = 0; i < sizeof members / sizeof *members; i++) {
+        const struct value *value = values;
+        while (strcmp(value->key, members[i].key) != 0)
+            value++;
+        const struct rbi_variable variable = rbi_setting_variable(rbi_setting_find(value->key));
+        setenv(variable.name, value->variable, 1);
+        rebatch_config *config = load(NULL);
+        unsetenv(variable.name);
+        rebatch_options a = REBATCH_OPTIONS_INIT;
+        rebatch_options b = REBATCH_OPTIONS_INIT;
+        cr_assert(rebatch_config_options(&a, defaults) == REBATCH_OK);
+        cr_assert(rebatch_config_options(&b, config) == REBATCH_OK);
+        char *changed = (char *)&b + members[i].at;
+        const char *before = (const char *)&a + members[i].at;
+        cr_expect(memcmp(changed, before, members[i].size) != 0, "%s changes nothing", value->key);
+        memcpy(changed, before, members[i].size);
+        cr_expect(memcmp(&a, &b, sizeof a) == 0, "%s changes something else", value->key);
+        rebatch_config_free(config);
+    }
+    rebatch_config_free(defaults);
 }
 
 Test(config_load, options_of_a_share_and_every_level)

@@ -1,0 +1,588 @@
+/* Owns the tests of `rebatch replay`: its figures, its messages and its exit status.
+ * Must not know the library's inside: it runs the program that REBATCH_COMMAND names. No chance is
+ * in it: nothing has a seed. */
+#include <criterion/criterion.h>
+#include <limits.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "unit/config_files.h"
+
+#define MIB ((size_t)1 << 20)
+#define FIELDS_MOST 24
+
+static char command[PATH_MAX];
+static char traces[PATH_MAX]; /* tests/data/traces */
+static char bench[PATH_MAX];  /* bench/traces */
+
+static void find_folder(char absolute[PATH_MAX], const char *folder)
+{
+    const char *source = getenv("REBATCH_SOURCE_DIR");
+    char path[PATH_MAX];
+    (void)snprintf(path, sizeof path, "%s/%s", source ? source : ".", folder);
+    cr_assert(realpath(path, absolute) != NULL, "%s is not there", path);
+}
+
+static void enter(void)
+{
+    const char *path = getenv("REBATCH_COMMAND");
+    cr_assert(path != NULL, "REBATCH_COMMAND does not name the command: use make test");
+    cr_assert(realpath(path, command) != NULL, "%s is not there", path);
+    find_folder(traces, "tests/data/traces");
+    find_folder(bench, "bench/traces");
+    config_enter();
+}
+
+TestSuite(cli_replay, .init = enter, .fini = config_leave);
+
+/* ---- running ---- */
+
+struct run {
+    int code;
+    char *out, *error;
+};
+
+/* Runs `rebatch replay --repeat 1` with what a shell makes of the arguments: $T and $B are the
+ * folders of traces. A later --repeat is the one that counts. */
+static struct run run(const char *arguments)
+{
+    static char line[4 * PATH_MAX];
+    config_write("out", "");
+    config_write("error", "");
+    (void)snprintf(line, sizeof line,
+                   "exec 2>error >out; T='%s'; B='%s'; exec '%s' replay --repeat 1 %s", traces,
+                   bench, command, arguments);
+    const int status = system(line);
+    cr_assert(WIFEXITED(status), "%s", arguments);
+    return (struct run){WEXITSTATUS(status), config_read("out"), config_read("error")};
+}
+
+static void done(struct run *r)
+{
+    free(r->out);
+    free(r->error);
+}
+
+static void expect_error(const char *arguments, int code, const char *error)
+{
+    struct run r = run(arguments);
+    cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
+    cr_expect(r.out[0] == '\0', "'%s' prints\n%s", arguments, r.out);
+    cr_expect(strcmp(r.error, error) == 0, "'%s' complains\n%s\ninstead of\n%s", arguments, r.error,
+              error);
+    done(&r);
+}
+
+/* ---- reading JSON: one object of strings, numbers and nulls, on a line of its own ---- */
+
+struct field {
+    char key[40];
+    char text[128]; /* of a string */
+    double number;  /* NAN: null or a string */
+};
+
+struct object {
+    struct field fields[FIELDS_MOST];
+    size_t count;
+};
+
+static void expect_char(const char **at, char c)
+{
+    cr_assert(**at == c, "expected '%c' before '%.40s'", c, *at);
+    (*at)++;
+}
+
+static void read_string(const char **at, char *out, size_t size)
+{
+    size_t length = 0;
+    expect_char(at, '"');
+    while (**at != '"') {
+        char c = *(*at)++;
+        cr_assert((unsigned char)c >= ' ', "a bare control character in a string");
+        if (c == '\\') {
+            c = *(*at)++;
+            unsigned code;
+            if (c == 'u') {
+                cr_assert(sscanf(*at, "%4x", &code) == 1 && code < ' ', "\\u%.4s", *at);
+                c = (char)code;
+                *at += 4;
+            } else {
+                cr_assert(c == '"' || c == '\\', "\\%c", c);
+            }
+        }
+        cr_assert(length + 1 < size);
+        out[length++] = c;
+    }
+    out[length] = '\0';
+    (*at)++;
+}
+
+static void read_value(const char **at, struct field *field)
+{
+    field->number = NAN;
+    if (**at == '"') {
+        read_string(at, field->text, sizeof field->text);
+        return;
+    }
+    if (strncmp(*at, "null", 4) == 0) {
+        *at += 4;
+        return;
+    }
+    char *end;
+    cr_assert((**at >= '0' && **at <= '9') || **at == '-', "no JSON number: %.20s", *at);
+    field->number = strtod(*at, &end);
+    *at = end;
+}
+
+static struct object read_object(const char **at)
+{
+    static const struct object empty;
+    struct object object = empty;
+    expect_char(at, '{');
+    do {
+        if (object.count > 0) {
+            expect_char(at, ',');
+            expect_char(at, ' ');
+        }
+        cr_assert(object.count < FIELDS_MOST);
+        struct field *field = &object.fields[object.count++];
+        read_string(at, field->key, sizeof field->key);
+        expect_char(at, ':');
+        expect_char(at, ' ');
+        read_value(at, field);
+    } while (**at == ',');
+    expect_char(at, '}');
+    expect_char(at, '\n');
+    return object;
+}
+
+static const struct field *find(const struct object *object, const char *key)
+{
+    for (size_t i = 0; i < object->count; i++)
+        if (strcmp(object->fields[i].key, key) == 0)
+            return &object->fields[i];
+    return NULL;
+}
+
+static double number(const struct object *object, const char *key)
+{
+    const struct field *field = find(object, key);
+    cr_assert(field != NULL, "there is no %s", key);
+    return field->number;
+}
+
+/* The one object of a run that must succeed. */
+static struct object run_json(const char *arguments)
+{
+    char line[PATH_MAX];
+    (void)snprintf(line, sizeof line, "--json %s", arguments);
+    struct run r = run(line);
+    cr_assert(r.code == 0, "'%s' ends with %d: %s", line, r.code, r.error);
+    cr_expect(r.error[0] == '\0', "'%s' complains: %s", line, r.error);
+    const char *at = r.out;
+    const struct object object = read_object(&at);
+    cr_expect(*at == '\0', "more than one object: %s", r.out);
+    done(&r);
+    return object;
+}
+
+/* ---- figures ---- */
+
+static void check_tiny(const struct object *o)
+{
+    cr_expect(number(o, "allocations") == 3);
+    cr_expect(number(o, "peak_requested_bytes") == 6291456);
+    cr_expect(number(o, "peak_live_bytes") == 6291456);
+    cr_expect(number(o, "pool_peak_live_bytes") == 6291456);
+    cr_expect(number(o, "peak_reserved_bytes") == 6291456);
+    cr_expect(number(o, "utilisation") == 1);
+    cr_expect(number(o, "pytorch_utilisation") == 0.75);
+    cr_expect(number(o, "largest_hole_bytes") == 0);
+    cr_expect(number(o, "ns_per_pair") > 0);
+    cr_expect(number(o, "device_calls") >= 2, "two pieces of memory came from the device");
+}
+
+Test(cli_replay, figures_of_a_known_trace)
+{
+    const struct object plain = run_json("$T/tiny.trace");
+    check_tiny(&plain);
+    cr_expect(find(&plain, "smallest_capacity_bytes") == NULL, "nobody asked for it");
+    const struct object packed = run_json("--smallest $T/tiny.trace.gz");
+    check_tiny(&packed);
+    cr_expect(number(&packed, "smallest_capacity_bytes") == 6291456);
+    cr_expect(number(&packed, "smallest_to_live") == 1);
+    const char *name = find(&packed, "trace")->text;
+    cr_expect(strcmp(name + strlen(name) - strlen("/tiny.trace.gz"), "/tiny.trace.gz") == 0);
+}
+
+Test(cli_replay, sizes_round_up_to_units)
+{
+    config_write("t", "a 0 1 0\na 1 513 0\nf 0\nf 1\n");
+    const struct object o = run_json("t");
+    cr_expect(number(&o, "peak_requested_bytes") == 514);
+    cr_expect(number(&o, "peak_live_bytes") == 1536);
+    cr_expect(number(&o, "pool_peak_live_bytes") == 1536);
+    const double reserved = number(&o, "peak_reserved_bytes");
+    cr_expect(reserved >= 1536);
+    cr_expect(fabs(number(&o, "utilisation") - 1536 / reserved) < 1e-6);
+    cr_expect(isnan(number(&o, "pytorch_utilisation")), "the trace does not say it: null");
+}
+
+Test(cli_replay, the_hole_is_what_could_be_allocated_at_the_peak)
+{
+    config_write("t", "a 0 1024 0\n");
+    const struct object o = run_json("--capacity 2MiB t");
+    const size_t hole = (size_t)number(&o, "largest_hole_bytes");
+    cr_expect(hole >= MIB && hole <= 2 * MIB - 1024, "of the one granule: %zu", hole);
+    char text[128];
+    for (size_t more = 0; more <= 512; more += 512) {
+        (void)snprintf(text, sizeof text, "a 0 1024 0\na 1 %zu 0\n", hole + more);
+        config_write("t", text);
+        struct run r = run("--capacity 2MiB t");
+        cr_expect(r.code == (more == 0 ? 0 : 1), "%zu more than the hole: %s", more, r.error);
+        done(&r);
+    }
+    const struct object full = run_json("$T/tiny.trace");
+    cr_expect(number(&full, "largest_hole_bytes") == 0);
+}
+
+Test(cli_replay, streams_and_ids_that_come_again)
+{
+    const struct object o = run_json("--smallest --capacity 64MiB $T/streams.trace");
+    cr_expect(number(&o, "allocations") == 4);
+    cr_expect(number(&o, "peak_live_bytes") == 2097152);
+    cr_expect(number(&o, "smallest_capacity_bytes") == 2097152);
+}
+
+Test(cli_replay, a_file_as_people_write_it)
+{
+    config_write("t", "\n  # a comment, then DOS line ends, blanks, and no end of the last line\n"
+                      "\ta  1\t4096 0 \r\n   \r\nf 1\r\na 1 0 0\nu 1 3\nf 1\na 2 2097152 0");
+    const struct object o = run_json("t");
+    cr_expect(number(&o, "allocations") == 3);
+    cr_expect(number(&o, "peak_live_bytes") == 2097152);
+    config_write("t", "a 1 0 0\n");
+    const struct object none = run_json("--smallest t");
+    cr_expect(number(&none, "peak_live_bytes") == 0);
+    cr_expect(number(&none, "smallest_capacity_bytes") == 2097152, "one granule");
+    cr_expect(isnan(number(&none, "smallest_to_live")));
+}
+
+Test(cli_replay, the_same_call_gives_the_same_figures)
+{
+    const struct object first = run_json("--smallest $B/resnet50.trace.gz");
+    const struct object second = run_json("--smallest --repeat 2 $B/resnet50.trace.gz");
+    cr_assert(first.count == second.count);
+    for (size_t i = 0; i < first.count; i++) {
+        const struct field *a = &first.fields[i];
+        const struct field *b = &second.fields[i];
+        cr_expect(strcmp(a->key, b->key) == 0);
+        cr_expect(strcmp(a->key, "ns_per_pair") == 0 || strcmp(a->text, b->text) == 0);
+        cr_expect(strcmp(a->key, "ns_per_pair") == 0 || a->number == b->number ||
+                      (isnan(a->number) && isnan(b->number)),
+                  "%s: %g and %g", a->key, a->number, b->number);
+    }
+    /* What the file's first comment says, and what its lines add up to. */
+    cr_expect(number(&first, "allocations") == 3537);
+    cr_expect(fabs(number(&first, "pytorch_utilisation") - 2487157248.0 / 2703228928.0) < 1e-6);
+    cr_expect(number(&first, "peak_requested_bytes") == 2408323472);
+    cr_expect(number(&first, "peak_live_bytes") == 2408366592);
+    cr_expect(number(&first, "pool_peak_live_bytes") == 2408366592);
+    cr_expect(number(&first, "peak_reserved_bytes") >= 2408366592);
+}
+
+/* ---- the smallest capacity ---- */
+
+static void check_smallest(const char *trace, size_t granule_bytes)
+{
+    char line[PATH_MAX];
+    (void)snprintf(line, sizeof line, "--smallest --granule %zu %s", granule_bytes, trace);
+    const struct object o = run_json(line);
+    const size_t smallest = (size_t)number(&o, "smallest_capacity_bytes");
+    cr_expect(smallest % granule_bytes == 0);
+    cr_expect((double)smallest >= number(&o, "peak_live_bytes"));
+
+    (void)snprintf(line, sizeof line, "--capacity %zu --granule %zu %s", smallest, granule_bytes,
+                   trace);
+    struct run r = run(line);
+    cr_expect(r.code == 0, "'%s' must run: %s", line, r.error);
+    done(&r);
+    if (smallest == granule_bytes)
+        return; /* there is no smaller device */
+    (void)snprintf(line, sizeof line, "--capacity %zu --granule %zu %s", smallest - granule_bytes,
+                   granule_bytes, trace);
+    r = run(line);
+    cr_expect(r.code == 1, "'%s' must not run", line);
+    cr_expect(strstr(r.error, "the trace runs out of memory") != NULL, "%s", r.error);
+    done(&r);
+}
+
+Test(cli_replay, smallest_is_the_smallest)
+{
+    config_write("holes", "a 0 3000000 0\na 1 5000000 0\na 2 3000000 1\nf 1\na 3 1000000 0\n"
+                          "a 4 7000000 1\nf 0\nf 2\na 5 6000000 0\na 6 512 0\n");
+    check_smallest("$T/tiny.trace", 2 * MIB);
+    check_smallest("$T/streams.trace", 2 * MIB);
+    check_smallest("holes", 2 * MIB);
+    check_smallest("holes", 65536);
+    check_smallest("$B/vit-checkpointed.trace.gz", 2 * MIB);
+}
+
+Test(cli_replay, smallest_within_a_given_capacity_and_headroom)
+{
+    struct object o = run_json("--smallest --headroom 4MiB $T/tiny.trace");
+    cr_expect(number(&o, "smallest_capacity_bytes") == 10 * MIB);
+    o = run_json("--smallest --capacity 7MiB $T/tiny.trace");
+    cr_expect(number(&o, "smallest_capacity_bytes") == 6 * MIB);
+}
+
+/* ---- settings ---- */
+
+Test(cli_replay, settings_of_the_pool_hold)
+{
+    static const struct {
+        const char *arguments;
+        bool runs;
+    } cases[] = {
+        {"--capacity 6MiB", true},
+        {"--capacity 6291455", false},
+        {"--capacity=6144KiB", true},
+        {"--capacity 6.5MB", true},
+        {"--capacity 6.2MB", false},
+        {"--capacity '0.006 GiB'", true},
+        {"--limit 6MiB", true},
+        {"--limit 4MiB", false},
+        {"--limit 75% --capacity 8MiB", true},
+        {"--limit 74.9% --capacity 8MiB", false},
+        {"--headroom 2MiB --capacity 8MiB", true},
+        {"--headroom 3MiB --capacity 8MiB", false},
+        {"--caching off --capacity 6MiB", true},
+        {"--caching on --capacity 4MiB", false},
+        {"--granule 1MiB --capacity 6MiB", true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char line[PATH_MAX];
+        (void)snprintf(line, sizeof line, "%s $T/tiny.trace", cases[i].arguments);
+        struct run r = run(line);
+        cr_expect(r.code == (cases[i].runs ? 0 : 1), "'%s' ends with %d: %s", line, r.code,
+                  r.error);
+        done(&r);
+    }
+}
+
+Test(cli_replay, out_of_memory_says_where_and_why)
+{
+    struct run r = run("--json --capacity 4MiB $T/tiny.trace");
+    cr_expect(r.code == 1);
+    cr_expect(r.out[0] == '\0', "there is no object of a trace that did not run: %s", r.out);
+    char line[PATH_MAX + 100];
+    (void)snprintf(line, sizeof line,
+                   "%s/tiny.trace:3: the trace runs out of memory, after 1 of 5 operations\n",
+                   traces);
+    cr_expect(strncmp(r.error, line, strlen(line)) == 0, "%s", r.error);
+    cr_expect(strstr(r.error, "asked for 2.00 MiB") != NULL, "the pool's report follows: %s",
+              r.error);
+    done(&r);
+}
+
+/* ---- the table ---- */
+
+Test(cli_replay, the_table)
+{
+    struct run r = run("--smallest $T/tiny.trace none.trace $T/tiny.trace.gz");
+    cr_expect(r.code == 1, "one of them is not there");
+    cr_expect(strcmp(r.error, "none.trace: No such file or directory\n") == 0, "%s", r.error);
+    char *rest;
+    const char *head = strtok_r(r.out, "\n", &rest);
+    const char *first = strtok_r(NULL, "\n", &rest);
+    const char *second = strtok_r(NULL, "\n", &rest);
+    cr_assert(second != NULL && strtok_r(NULL, "\n", &rest) == NULL, "a head and two rows");
+    cr_expect(strncmp(head, "trace ", 6) == 0);
+    cr_expect(strlen(head) == strlen(first) && strlen(first) == strlen(second), "columns");
+    static const char *const headings[] = {"requested",    "peak live",    "reserved",
+                                           "utilisation",  "PyTorch",      "ns/pair",
+                                           "device calls", "largest hole", "smallest/live"};
+    for (size_t i = 0; i < sizeof headings / sizeof *headings; i++)
+        cr_expect(strstr(head, headings[i]) != NULL, "%s", headings[i]);
+    static const char *const cells[] = {"tiny.trace ", "6.000 MiB", "100.00 %",
+                                        " 75.00 %",    " 0 B",      " 1.0000"};
+    for (size_t i = 0; i < sizeof cells / sizeof *cells; i++)
+        cr_expect(strstr(first, cells[i]) != NULL, "'%s' is not in %s", cells[i], first);
+    done(&r);
+}
+
+Test(cli_replay, json_is_an_object_a_line)
+{
+    struct run r = run("--json $T/tiny.trace none.trace $T/tiny.trace.gz");
+    cr_expect(r.code == 1);
+    const char *at = r.out;
+    for (int i = 0; i < 2; i++) {
+        const struct object o = read_object(&at);
+        check_tiny(&o);
+    }
+    cr_expect(*at == '\0');
+    done(&r);
+    config_write("a \"b\" \\c\td", "a 0 1 0\n");
+    const struct object o = run_json("'a \"b\" \\c\td'");
+    cr_expect(strcmp(find(&o, "trace")->text, "a \"b\" \\c\td") == 0);
+}
+
+Test(cli_replay, help)
+{
+    struct run asked = run("--help");
+    struct run wrong = run("--help --nonsense");
+    cr_expect(asked.code == 0);
+    cr_expect(wrong.code == 2);
+    static const char *const words[] = {"--capacity", "--smallest", "--limit",
+                                        "--headroom", "--caching",  "--granule",
+                                        "--repeat",   "--json",     "peak live / reserved"};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        cr_expect(strstr(asked.out, words[i]) != NULL, "%s", words[i]);
+    done(&asked);
+    done(&wrong);
+}
+
+/* ---- mistakes ---- */
+
+#define FORMS "'a ID BYTES STREAM', 'f ID', 'u ID STREAM' or '# comment'"
+
+Test(cli_replay, mistakes_in_a_trace)
+{
+    static const struct {
+        const char *text, *error;
+    } cases[] = {
+        {"", "t: no allocation in it: expected lines 'a ID BYTES STREAM'\n"},
+        {"# nothing but this\n", "t: no allocation in it: expected lines 'a ID BYTES STREAM'\n"},
+        {"a 0 512\n", "t:1: found 'a 0 512': expected 'a ID BYTES STREAM'\n"},
+        {"a 0 512 0 0\n", "t:1: found 'a 0 512 0 0': expected 'a ID BYTES STREAM'\n"},
+        {"a 0 512 0\nf\n", "t:2: found 'f': expected 'f ID'\n"},
+        {"a 0 512 0\nf 0 1\n", "t:2: found 'f 0 1': expected 'f ID'\n"},
+        {"a 0 512 0\nu 0\n", "t:2: found 'u 0': expected 'u ID STREAM'\n"},
+        {"\n\nx 1\n", "t:3: found 'x 1': expected " FORMS "\n"},
+        {"alloc 1 512 0\n", "t:1: found 'alloc 1 512 0': expected " FORMS "\n"},
+        {"\x1b[2J\xff\n", "t:1: found '?[2J?': expected " FORMS "\n"},
+        {"a x 512 0\n", "t:1: ID is 'x': expected a whole number\n"},
+        {"a 0 5k 0\n", "t:1: BYTES is '5k': expected a whole number\n"},
+        {"a 0 -5 0\n", "t:1: BYTES is '-5': expected a whole number\n"},
+        {"a 0 5 1.0\n", "t:1: STREAM is '1.0': expected a whole number\n"},
+        {"a 0 18446744073709551616 0\n",
+         "t:1: BYTES is 18446744073709551616: expected at most 18446744073709551615\n"},
+        {"a 99999999999999999999 1 0\n",
+         "t:1: ID is 99999999999999999999: expected at most 18446744073709551615\n"},
+        {"a 0 18446744073709551615 0\n",
+         "t:1: BYTES is 18446744073709551615 on top of the 0 that are in use: expected no more "
+         "than 4611686018427387904 in all\n"},
+        {"a 0 4611686018427387904 0\na 1 1 0\n",
+         "t:2: BYTES is 1 on top of the 4611686018427387904 that are in use: expected no more "
+         "than 4611686018427387904 in all\n"},
+        {"a 0 512 0\n# x\na 0 512 0\n",
+         "t:3: ID 0 is in use since line 1: expected one that is new or was freed\n"},
+        {"f 7\n", "t:1: ID 7 is unknown: expected one that is in use\n"},
+        {"a 7 1 0\nf 7\n\nf 7\n", "t:4: ID 7 was freed on line 2: expected one that is in use\n"},
+        {"a 7 1 0\nu 8 1\n", "t:2: ID 8 is unknown: expected one that is in use\n"},
+        {"a 7 1 0\nf 7\nu 7 1\n", "t:3: ID 7 was freed on line 2: expected one that is in use\n"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        config_write("t", cases[i].text);
+        expect_error("t", 1, cases[i].error);
+    }
+    config_write_bytes("t", "a 0 5\0 0\n", 9);
+    expect_error("t", 1, "t:1: BYTES is '5?': expected a whole number\n");
+}
+
+Test(cli_replay, lines_that_are_too_long)
+{
+    char text[3000];
+    memset(text, '1', sizeof text);
+    memcpy(text, "a 0 ", 4);
+    text[sizeof text - 1] = '\0';
+    config_write("t", text);
+    expect_error("t", 1, "t:1: the line is longer than 1023 bytes: expected 'a ID BYTES STREAM'\n");
+    text[0] = '#';
+    memcpy(text + sizeof text - sizeof "\na 0 512 0\n", "\na 0 512 0\n", sizeof "\na 0 512 0\n");
+    config_write("t", text);
+    const struct object o = run_json("t");
+    cr_expect(number(&o, "allocations") == 1, "a comment may be as long as it likes");
+}
+
+Test(cli_replay, too_many_streams)
+{
+    char *text = calloc(2000, 32);
+    cr_assert(text != NULL);
+    size_t length = 0;
+    for (int i = 0; i < 2000; i++)
+        length += (size_t)sprintf(text + length, "a %d 512 %d\n", i, i);
+    config_write("t", text);
+    free(text);
+    expect_error("t", 1, "t:1025: STREAM is 1024: expected at most 1024 different ones\n");
+}
+
+Test(cli_replay, files_that_cannot_be_read)
+{
+    expect_error("none", 1, "none: No such file or directory\n");
+    expect_error("''", 1, ": No such file or directory\n");
+    expect_error(".", 1, ".: Is a directory\n");
+    char error[PATH_MAX + 64];
+    (void)snprintf(error, sizeof error, "%s/truncated.trace.gz: the gzip data end too early\n",
+                   traces);
+    expect_error("$T/truncated.trace.gz", 1, error);
+    (void)snprintf(error, sizeof error, "%s/damaged.trace.gz: the gzip data are damaged\n", traces);
+    expect_error("$T/damaged.trace.gz", 1, error);
+}
+
+#define A_SIZE "expected a size of at least 1 byte such as 22GiB, 512 MB or 1048576"
+
+Test(cli_replay, wrong_usage)
+{
+    static const struct {
+        const char *arguments, *error;
+    } cases[] = {
+        {"", "usage: rebatch replay [OPTION...] TRACE...; see 'rebatch help replay'\n"},
+        {"--json", "usage: rebatch replay [OPTION...] TRACE...; see 'rebatch help replay'\n"},
+        {"--jason t", "rebatch replay: there is no option '--jason'; see 'rebatch help replay'\n"},
+        {"--json=yes t", "rebatch replay: --json is 'yes': expected no value\n"},
+        {"--capacity", "rebatch replay: --capacity has no value: " A_SIZE "\n"},
+        {"--capacity 0 t", "rebatch replay: --capacity is '0': " A_SIZE "\n"},
+        {"--capacity -5 t", "rebatch replay: --capacity is '-5': " A_SIZE "\n"},
+        {"--capacity 1.5 t", "rebatch replay: --capacity is '1.5': " A_SIZE "\n"},
+        {"--capacity 12XiB t", "rebatch replay: --capacity is '12XiB': " A_SIZE "\n"},
+        {"--capacity 90% t", "rebatch replay: --capacity is '90%': " A_SIZE "\n"},
+        {"--capacity 99999999TiB t", "rebatch replay: --capacity is '99999999TiB': " A_SIZE "\n"},
+        {"--capacity= t", "rebatch replay: --capacity is '': " A_SIZE "\n"},
+        {"--headroom x t", "rebatch replay: --headroom is 'x': " A_SIZE "\n"},
+        {"--limit 101% --capacity 8MiB t",
+         "rebatch replay: --limit is '101%': " A_SIZE ", or a share from 0.1% to 100%\n"},
+        {"--limit 0.05% --capacity 8MiB t",
+         "rebatch replay: --limit is '0.05%': " A_SIZE ", or a share from 0.1% to 100%\n"},
+        {"--limit 90% t",
+         "rebatch replay: --limit is a share: expected --capacity with it, of which it is\n"},
+        {"--caching maybe t", "rebatch replay: --caching is 'maybe': expected on or off\n"},
+        {"--repeat 0 t", "rebatch replay: --repeat is '0': expected a number from 1 to 1000\n"},
+        {"--repeat 1001 t",
+         "rebatch replay: --repeat is '1001': expected a number from 1 to 1000\n"},
+        {"--repeat 2x t", "rebatch replay: --repeat is '2x': expected a number from 1 to 1000\n"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        expect_error(cases[i].arguments, 2, cases[i].error);
+    config_write("-t", "a 0 1 0\n");
+    struct run r = run("-- -t");
+    cr_expect(r.code == 0, "a path behind --: %s", r.error);
+    done(&r);
+}
+
+Test(cli_replay, settings_that_no_device_takes)
+{
+    static const char *const cases[] = {"--granule 3000 t", "--granule 512 t", "--capacity 1MiB t",
+                                        "--granule 1GiB --capacity 1MiB t"};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct run r = run(cases[i]);
+        cr_expect(r.code == 2, "'%s' ends with %d", cases[i], r.code);
+        cr_expect(strncmp(r.error, "rebatch replay: ", 16) == 0 && strstr(r.error, "expected"),
+                  "'%s' complains %s", cases[i], r.error);
+        done(&r);
+    }
+}
