@@ -102,7 +102,7 @@ $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 # ---- what people run ---------------------------------------------------------------------------
 # Several jobs at once, as many as processors, without the user having to say so.
 JOBS := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 1))
-SUBMAKE = @$(MAKE) --no-print-directory $(JOBS)
+SUBMAKE = @$(MAKE) -s --no-print-directory $(JOBS)
 
 demo: ## train under a cap that shrinks, recover, and compare with undisturbed training
 	@scripts/install-deps build
@@ -113,12 +113,12 @@ TEST_FLAGS =
 test: ## every test (SAN=address,undefined or SAN=thread for a sanitizer build)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(COMMAND)
-	@REBATCH_COMMAND=$(COMMAND) $(TESTS) $(TEST_FLAGS)
+	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) $(TESTS) $(TEST_FLAGS)
 
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
 	$(SUBMAKE) $(TESTS) $(COMMAND)
-	@REBATCH_COMMAND=$(COMMAND) scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
+	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=40 scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
 
 lint: ## format, banned calls, include order, headers alone as C11 and C++17
 	@scripts/install-deps build lint
@@ -148,6 +148,11 @@ install: all ## into DESTDIR/prefix
 	sed -e 's|@prefix@|$(prefix)|' -e 's|@version@|$(VERSION)|' scripts/rebatch.pc.in \
 	    > $(DESTDIR)$(prefix)/lib/pkgconfig/rebatch.pc
 
+test-install: ## install into a temporary folder and build examples/minimal.c against that
+	@scripts/install-deps build install
+	$(SUBMAKE) all
+	@scripts/test-install
+
 clean: ## remove build/
 	rm -rf build
 
@@ -158,4 +163,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-valgrind lint bench-step bench-pool install clean help FORCE
+.PHONY: all demo test test-valgrind lint bench-step bench-pool install test-install clean help FORCE

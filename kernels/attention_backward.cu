@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
             float p[M][STEP / 8][4] = {}, ds[M][STEP / 8][4] = {};
             multiply_transposed<T, D, M, STEP / 8>(p, keys, warp_row, q_tile, step);
             multiply_transposed<T, D, M, STEP / 8>(ds, values, warp_row, dout_tile, step);
-            const bool masked = query + step < first + warp_row + 16 * M - 1;
+            if (query + step < first + warp_row + 16 * M - 1)
+                mask_later_keys<M, STEP / 8, true>(p, first + warp_row, query + step);
             const float *const row =
                 reinterpret_cast<const float *>(shared + statistics_offset + now * statistics_bytes) +
                 step + (lane & 3) * 2;
@@ -149,13 +150,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         const float base = ((e & 1) ? log_sums.y : log_sums.x) * LOG2_E;
-                        float x = power_of_2(fmaf(p[m][n][e], scale2, -base));
-                        const int at_key = first + warp_row + m * 16 + lane / 4 + (e / 2) * 8;
-                        const int at_query = query + step + n * 8 + (lane & 3) * 2 + (e & 1);
-                        if (masked && at_key > at_query)
-                            x = 0.0f;
-                        p[m][n][e] = x;
-                        ds[m][n][e] = x * (ds[m][n][e] - ((e & 1) ? deltas.y : deltas.x));
+                        p[m][n][e] = power_of_2(fmaf(p[m][n][e], scale2, -base));
+                        ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - ((e & 1) ? deltas.y : deltas.x));
                     }
                 }
             }
@@ -239,19 +235,17 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
                                                    step);
             multiply_transposed<T, D, M, STEP / 8>(ds, douts, warp_row, values + now * row_bytes,
                                                    step);
-            const bool masked = key + step + STEP - 1 > warp_query;
+            if (key + step + STEP - 1 > warp_query)
+                mask_later_keys<M, STEP / 8, false>(s, warp_query, key + step);
 #pragma unroll
             for (int m = 0; m < M; m++) {
 #pragma unroll
                 for (int n = 0; n < STEP / 8; n++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        float x = power_of_2(fmaf(s[m][n][e], scale2, -base[m][e / 2]));
-                        const int at_key = key + step + n * 8 + (lane & 3) * 2 + (e & 1);
-                        const int at_query = warp_query + m * 16 + lane / 4 + (e / 2) * 8;
-                        if (masked && at_key > at_query)
-                            x = 0.0f;
-                        ds[m][n][e] = x * (ds[m][n][e] - row_delta[m][e / 2]);
+                        const float p =
+                            power_of_2(fmaf(s[m][n][e], scale2, -base[m][e / 2]));
+                        ds[m][n][e] = p * (ds[m][n][e] - row_delta[m][e / 2]);
                     }
                 }
             }

@@ -53,27 +53,6 @@ __device__ inline void softmax_step(float (&s)[M][MMA_KEYS / 8][4], float (&acc)
     }
 }
 
-/* Keys after the query do not count. */
-template <int M>
-__device__ inline void mask_later_keys(float (&s)[M][MMA_KEYS / 8][4], int warp_query,
-                                       int first_key)
-{
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-#pragma unroll
-        for (int n = 0; n < MMA_KEYS / 8; n++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int query = warp_query + m * 16 + lane / 4 + (e / 2) * 8;
-                const int key = first_key + n * 8 + (lane & 3) * 2 + (e & 1);
-                if (key > query)
-                    s[m][n][e] = -INFINITY;
-            }
-        }
-    }
-}
-
 /* The lanes' sums become the rows' sums: factor = 1 / sum, and the logarithms are written. */
 template <int M>
 __device__ inline void finish_softmax(float (&factor)[M][2], float *log_sum,
@@ -151,7 +130,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
             float s[M][MMA_KEYS / 8][4] = {};
             multiply_transposed<T, D, M, MMA_KEYS / 8>(s, operand, keys + now * key_bytes, 0);
             if (key + MMA_KEYS - 1 > first + warp_row)
-                mask_later_keys<M>(s, first + warp_row, key);
+                mask_later_keys<M, MMA_KEYS / 8, false>(s, first + warp_row, key);
             softmax_step<D, M>(s, acc, state, scale2);
             unsigned p[M][MMA_KEYS / 16][4];
             round_to_operand<T, M, MMA_KEYS / 8>(p, s);

@@ -39,12 +39,16 @@ __device__ inline void tile_load(shared_address tile, const T *from, size_t stri
                                  int length)
 {
     constexpr int chunks = D / 8;
+    constexpr int rows_at_once = MMA_THREADS / chunks;
+    static_assert(ROWS % rows_at_once == 0, "every thread copies the same number of chunks");
+    static_assert(rows_at_once % 8 == 0, "a thread's rows have the same swizzle");
+    const int row = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+    const shared_address to = tile + tile_offset<D>(row, chunk);
+    const T *source = from + (size_t)(first + row) * stride + chunk * 8;
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * chunks; i += MMA_THREADS) {
-        const int row = i / chunks, chunk = i % chunks;
-        const bool inside = first + row < length;
-        const T *source = from + (inside ? (size_t)(first + row) * stride : 0) + chunk * 8;
-        copy_async_16(tile + tile_offset<D>(row, chunk), source, inside);
+    for (int r = 0; r < ROWS; r += rows_at_once) {
+        const bool inside = first + row + r < length;
+        copy_async_16(to + r * tile_row_bytes<D>, inside ? source + r * stride : from, inside);
     }
 }
 
@@ -110,6 +114,28 @@ __device__ inline void multiply_transposed(float (&acc)[M][N][4], shared_address
             for (int m = 0; m < M; m++) {
                 multiply_16816<T>(acc[m][n], rows[m], columns[0], columns[1]);
                 multiply_16816<T>(acc[m][n + 1], rows[m], columns[2], columns[3]);
+            }
+        }
+    }
+}
+
+/** Keys after their query do not count: their products become -inf. Row 0 and column 0 of the
+ *  accumulators are at `row` and `column` of the sequence; the rows are queries and the columns keys, or
+ *  the other way round. */
+template <int M, int N, bool ROWS_ARE_KEYS>
+__device__ inline void mask_later_keys(float (&s)[M][N][4], int row, int column)
+{
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int at_row = row + m * 16 + lane / 4 + (e / 2) * 8;
+                const int at_column = column + n * 8 + (lane & 3) * 2 + (e & 1);
+                if (ROWS_ARE_KEYS ? at_row > at_column : at_column > at_row)
+                    s[m][n][e] = -INFINITY;
             }
         }
     }

@@ -202,6 +202,12 @@ GPT_INLINE void forward_body(size_t begin, size_t end, const void *user)
 }
 GPT_VARIANTS(forward)
 
+/* Heads of samples that are worth a thread. */
+static size_t head_grain(const struct gpt_attention *shape)
+{
+    return gpt_product_grain(shape->length * shape->length * shape->width);
+}
+
 rebatch_status gpt_host_attention_forward(const struct gpt_queue *queue, void *out, float *log_sums,
                                           const void *qkv, const struct gpt_attention *shape)
 {
@@ -209,7 +215,7 @@ rebatch_status gpt_host_attention_forward(const struct gpt_queue *queue, void *o
         return gpt_error(REBATCH_E_INVALID, "attention: width is %zu: expected at most %d",
                          shape->width, GPT_HEAD_WIDTH_MOST);
     const struct attention a = {.out = out, .log_sums = log_sums, .qkv = qkv, .shape = *shape};
-    return gpt_host_for(queue, shape->count * shape->heads, 1, forward, &a);
+    return gpt_host_for(queue, shape->count * shape->heads, head_grain(shape), forward, &a);
 }
 
 /* ---- backward ---- */
@@ -302,5 +308,5 @@ rebatch_status gpt_host_attention_backward(const struct gpt_queue *queue, void *
                                 .saved_log_sums = log_sums,
                                 .qkv = qkv,
                                 .shape = *shape};
-    return gpt_host_for(queue, shape->count * shape->heads, 1, backward, &a);
+    return gpt_host_for(queue, shape->count * shape->heads, head_grain(shape), backward, &a);
 }

@@ -156,9 +156,17 @@ void gpt_product_run_parallel(const struct gpt_product *product);
 rebatch_status gpt_host_for(const struct gpt_queue *queue, size_t count, size_t grain,
                             gpt_range_function function, const void *arguments);
 
-/* The least columns, or elements, that are worth a thread of their own. */
+/* The least columns, elements, or multiplications of a product, that are worth waking a thread for: some
+ * 10 microseconds' worth. */
 #define GPT_COLUMN_GRAIN 32
-#define GPT_ELEMENT_GRAIN 8192
+#define GPT_ELEMENT_GRAIN 16384
+#define GPT_PRODUCT_GRAIN 524288
+
+/* As many items as make GPT_PRODUCT_GRAIN. */
+static inline size_t gpt_product_grain(size_t item_multiplications)
+{
+    return item_multiplications < GPT_PRODUCT_GRAIN ? GPT_PRODUCT_GRAIN / item_multiplications : 1;
+}
 
 /* As many rows as make GPT_ELEMENT_GRAIN. */
 static inline size_t gpt_row_grain(size_t row_elements)

@@ -333,7 +333,9 @@ void gpt_product_run(const struct gpt_product *product)
 
 void gpt_product_run_parallel(const struct gpt_product *product)
 {
-    gpt_parallel_for(item_count(product), 1, run_items, product);
+    const size_t rows = product->m < CHUNK_ROWS ? product->m : CHUNK_ROWS;
+    const size_t grain = gpt_product_grain(rows * tile_set()->columns * product->k);
+    gpt_parallel_for(item_count(product), grain, run_items, product);
 }
 
 /* ---- the operations ---- */

@@ -1,5 +1,5 @@
-/* Owns what the codes of CUDA, cuBLAS, cuDNN and NCCL mean: out of memory, perhaps, lost, or the caller's.
- * Must not know who got the code, nor any of their headers. */
+/* Owns what the codes of CUDA, cuBLAS, cuDNN and NCCL mean: out of memory, perhaps, lost, or the
+ * caller's. Must not know who got the code, nor any of their headers. */
 #include "device/device.h"
 #include "rebatch/cuda.h"
 
@@ -20,10 +20,10 @@ struct code {
     const char *name;
 };
 
-/* Codes that stand in no table are MEANS_DEVICE. Sources: driver_types.h and cuda.h of CUDA 13.0 ("the
- * process must be terminated and relaunched" is what MEANS_LOST stands for), cublas_api.h,
- * cudnn_graph.h 9, nccl.h; 303 and cuDNN's internal errors were seen to hide an OOM when a module or a
- * library is loaded late. */
+/* Codes that stand in no table are MEANS_DEVICE. Sources: driver_types.h and cuda.h of CUDA 13.0
+ * ("the process must be terminated and relaunched" is what MEANS_LOST stands for), cublas_api.h,
+ * cudnn_graph.h 9, nccl.h; 303 and cuDNN's internal errors were seen to hide an OOM when a module
+ * or a library is loaded late. */
 static const struct code cuda_codes[] = {
     {0, 0, MEANS_OK, "success"},
     {1, 1, MEANS_INVALID, "invalid value"},
@@ -92,8 +92,8 @@ static const struct code nccl_codes[] = {
     {6, 6, MEANS_LOST, "a remote process failed: the communicator must be aborted"},
 };
 
-/* "Full": less is free than libraries and modules are known to ask for at once, 1 GiB, or on a small
- * device a sixteenth of it. */
+/* "Full": less is free than libraries and modules are known to ask for at once, 1 GiB, or on a
+ * small device a sixteenth of it. */
 #define FULL_BYTES ((size_t)1 << 30)
 #define FULL_SHARE 16
 

@@ -114,7 +114,7 @@ static rebatch_status count(void *self, rebatch_status status, size_t taken, siz
 
 static rebatch_status alloc(void *self, cu_pointer *out, size_t bytes)
 {
-    CALL(alloc(out, bytes));
+    CALL(plain_alloc(out, bytes));
 }
 
 static rebatch_status cuda_alloc(void *self, void **out, size_t bytes)
@@ -127,7 +127,7 @@ static rebatch_status cuda_alloc(void *self, void **out, size_t bytes)
 
 static rebatch_status release_plain(void *self, void *memory)
 {
-    CALL(free((uintptr_t)memory));
+    CALL(plain_free((uintptr_t)memory));
 }
 
 static rebatch_status cuda_free(void *self, void *memory, size_t bytes)

@@ -5,7 +5,7 @@
 
 #include "base/base.h"
 
-/* CUDA's own types, as far as they are passed. The layouts are those of cuda.h, which promises them. */
+/* CUDA's own types, as far as they are passed. The layouts are those of cuda.h, which keeps them. */
 typedef unsigned long long cu_pointer;
 typedef struct cu_context_object *cu_context;
 typedef struct rebatch_stream_object *cu_stream;
@@ -46,8 +46,8 @@ struct cu_access {
     X(context_push, cuCtxPushCurrent_v2, (cu_context context))                                     \
     X(context_pop, cuCtxPopCurrent_v2, (cu_context * context))                                     \
     X(memory_info, cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                   \
-    X(alloc, cuMemAlloc_v2, (cu_pointer * out, size_t bytes))                                      \
-    X(free, cuMemFree_v2, (cu_pointer memory))                                                     \
+    X(plain_alloc, cuMemAlloc_v2, (cu_pointer * out, size_t bytes))                                \
+    X(plain_free, cuMemFree_v2, (cu_pointer memory))                                               \
     X(copy, cuMemcpyAsync, (cu_pointer to, cu_pointer from, size_t bytes, cu_stream stream))       \
     X(fill, cuMemsetD8Async, (cu_pointer to, unsigned char value, size_t bytes, cu_stream stream)) \
     X(stream_create, cuStreamCreate, (cu_stream * out, unsigned flags))                            \
@@ -83,8 +83,8 @@ struct rbi_cuda_driver {
 #undef RBI_CUDA_MEMBER_
 };
 
-/* Loads the driver once and initialises it. REBATCH_E_NO_DEVICE when there is none, or it lacks a call:
- * then it is too old. */
+/* Loads the driver once and initialises it. REBATCH_E_NO_DEVICE when there is none, or it lacks a
+ * call: then it is too old. */
 rebatch_status rbi_cuda_driver_load(const struct rbi_cuda_driver **out);
 
 #endif

@@ -49,10 +49,11 @@ struct rbi_device_ops {
     rebatch_status (*take_last_error)(void *self);
 
     /* -- virtual memory: all of these, or none and then reserve is NULL --
-     * Address space is reserved, physical memory is created, and the one is mapped to the other; only
-     * created memory counts against the capacity. A created piece is mapped as a whole, at one place
-     * at a time. Mapped memory cannot be touched before set_access, which takes any range that is
-     * mapped throughout. unmap takes what one map mapped. release takes a piece that is not mapped. */
+     * Address space is reserved, physical memory is created, and the one is mapped to the other;
+     * only created memory counts against the capacity. A created piece is mapped as a whole, at one
+     * place at a time. Mapped memory cannot be touched before set_access, which takes any range
+     * that is mapped throughout. unmap takes what one map mapped. release takes a piece that is not
+     * mapped. */
     rebatch_status (*reserve)(void *self, void **out, size_t bytes);
     rebatch_status (*unreserve)(void *self, void *address, size_t bytes);
     rebatch_status (*create)(void *self, rbi_physical *out, size_t bytes);

@@ -5,8 +5,8 @@
 
 #include "device/device.h"
 
-/* A file in memory. A piece is its offset in it; offsets are used once, and a piece that was given back
- * takes no memory any more. Not safe from several threads by itself, but for mapping. */
+/* A file in memory. A piece is its offset in it; offsets are used once, and a piece that was given
+ * back takes no memory any more. Not safe from several threads by itself, but for mapping. */
 struct rbi_host_file {
     int descriptor; /* -1: not made yet */
     uint64_t end;   /* offset of the next piece; it begins at one page, so that no piece is 0 */

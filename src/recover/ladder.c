@@ -39,8 +39,8 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     return true;
 }
 
-/* REBATCH_OK when there is a lighter level and it is in force, REBATCH_E_EXHAUSTED when there is none,
- * else what the callback answered. */
+/* REBATCH_OK when there is a lighter level and it is in force, REBATCH_E_EXHAUSTED when there is
+ * none, else what the callback answered. */
 static rebatch_status lighten(rebatch *rb)
 {
     if (!rb->ops->lighten || !rbi_is_on(rb->options.lighten) ||

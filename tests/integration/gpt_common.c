@@ -83,6 +83,12 @@ double relative_error(const float *got, const double *want, size_t count)
     return size > 0.0 ? sqrt(difference / size) : sqrt(difference);
 }
 
+size_t stride_of_cases(size_t thinned)
+{
+    const char *preloaded = getenv("LD_PRELOAD"); /* valgrind comes in this way */
+    return preloaded && strstr(preloaded, "vgpreload") ? thinned : 1;
+}
+
 /* ---- text ---- */
 
 struct gpt_data *open_text(size_t length)

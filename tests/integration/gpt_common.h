@@ -45,6 +45,10 @@ double relative_error(const float *got, const double *want, size_t count);
                   gpt_last_error(), (words));                                                      \
     } while (0)
 
+/* 1, or under valgrind, where everything takes fifty times as long, `thinned`: long loops then take
+ * every so many-th of their cases. */
+size_t stride_of_cases(size_t thinned);
+
 /* ---- text ---- */
 
 /* The repository's text, at least; closed by the caller. */

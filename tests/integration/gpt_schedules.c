@@ -1,5 +1,5 @@
-/* The same bits under thousands of random schedules of OOMs, caps and sizes: a real model, tiny, so that
- * a schedule takes milliseconds. Public headers only. */
+/* The same bits under thousands of random schedules of OOMs, caps and sizes: a real model, tiny, so
+ * that a schedule takes milliseconds. Public headers only. */
 #include <criterion/criterion.h>
 #include <stdlib.h>
 
@@ -82,7 +82,8 @@ static void draw(struct run_options *options, rebatch_fault_plan *plan, rebatch_
     }
 }
 
-/* Runs the schedule to its end, then, if it ended in exhaustion, on with all the memory there is. */
+/* Runs the schedule to its end, then, if it ended in exhaustion, on with all the memory there
+ * is. */
 static void run_schedule(size_t batch, const struct reference *reference, uint64_t seed,
                          struct tally *tally)
 {

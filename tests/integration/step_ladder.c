@@ -99,6 +99,26 @@ Test(step_ladder, what_could_not_fit_is_not_tried_again_at_the_same_size)
     rig_close(&rig);
 }
 
+Test(step_ladder, a_limit_or_headroom_of_the_pool_is_as_good_as_a_cap)
+{
+    for (int i = 0; i < 3; i++) {
+        rebatch_options options = without_growth();
+        if (i == 0)
+            options.pool.limit_bytes = MIB(6);
+        else if (i == 1)
+            options.pool.limit_permille = 94; /* of 64 MiB: a little more than 6 */
+        else
+            options.pool.headroom_bytes = MIB(58);
+        struct rig rig;
+        rig_open(&rig, MIB(64), &options);
+        rig.script.sample_bytes = MIB(1);
+        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK, "case %d: %s", i, rebatch_last_error());
+        cr_assert_eq(rebatch_get_micro(rig.rb, 16), 4);
+        cr_assert_leq(rig_used_bytes(&rig), MIB(6) + KIB(64));
+        rig_close(&rig);
+    }
+}
+
 /* Memory that is there, but cached in pieces of the wrong size. */
 Test(step_ladder, fragmentation_of_the_cache_never_exhausts_a_step_that_fits_empty)
 {

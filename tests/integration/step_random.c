@@ -60,8 +60,9 @@ static void random_script(struct rig *rig, uint64_t *random)
 
 static void random_faults(struct script *s, uint64_t *random)
 {
-    static const enum script_callback callbacks[] = {
-        SCRIPT_FORWARD, SCRIPT_FORWARD, SCRIPT_FORWARD, SCRIPT_ZERO, SCRIPT_UPDATE, SCRIPT_LIGHTEN};
+    static const enum script_callback callbacks[] = {SCRIPT_FORWARD, SCRIPT_FORWARD, SCRIPT_FORWARD,
+                                                     SCRIPT_FORWARD, SCRIPT_ZERO,    SCRIPT_UPDATE,
+                                                     SCRIPT_LIGHTEN};
     static const enum script_manner manners[] = {SCRIPT_RETURN, SCRIPT_POOL, SCRIPT_ESCAPE,
                                                  SCRIPT_SWALLOW};
     size_t faults = 1 + below(random, 3);

@@ -1,6 +1,5 @@
 /* Owns the tests of how the effective batch is cut, and of what an attempt may allocate and free.
  * Must not know more of the library than its public headers say. */
-#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
@@ -263,6 +262,100 @@ Test(step_samples, a_late_free_of_what_was_taken_back_is_ignored_and_counted)
     cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
     cr_assert_eq(stats.late_frees, 1);
     cr_assert_eq(stats.live_bytes, 0);
+    rig_close(&rig);
+}
+
+/* ---- scopes of the caller's ---- */
+
+Test(step_samples, a_step_may_run_inside_a_scope_of_the_callers)
+{
+    struct rig rig;
+    open_cut(&rig, 8, 0, 0);
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    rebatch_scope scope;
+    struct memory memory = {.allocates = true};
+    cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
+    rig.script.inside = use_memory;
+    rig.script.inside_user = &memory;
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), KIB(4));
+    cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
+static rebatch_status leave_a_scope_open(struct script *s, enum script_callback callback,
+                                         const rebatch_microbatch *mb)
+{
+    (void)mb;
+    rebatch_scope scope;
+    void *block;
+    rebatch_pool *pool = rebatch_get_pool(s->rb);
+    if (callback != *(enum script_callback *)s->inside_user)
+        return REBATCH_OK;
+    cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
+    return rebatch_pool_alloc(&block, pool, KIB(4), s->stream, 0);
+}
+
+/* Whether a scope is open shows in the free of an older block: it waits. */
+static void expect_no_open_scope(struct rig *rig)
+{
+    rebatch_pool *pool = rebatch_get_pool(rig->rb);
+    const uint64_t live_bytes = rig_live_bytes(rig);
+    rebatch_scope scope;
+    rebatch_pool_stats stats;
+    void *block;
+    cr_assert_eq(rebatch_pool_alloc(&block, pool, KIB(4), NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_free(pool, block), REBATCH_OK);
+    cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
+    cr_assert_eq(stats.deferred_bytes, 0);
+    cr_assert_eq(stats.live_bytes, live_bytes);
+}
+
+Test(step_samples, scopes_that_a_failed_callback_left_open_are_closed)
+{
+    static const struct {
+        enum script_callback callback;
+        enum script_when when;
+        rebatch_status expected;
+    } cases[] = {{SCRIPT_ZERO, SCRIPT_WHILE, REBATCH_E_EXHAUSTED},
+                 {SCRIPT_FORWARD, SCRIPT_BEFORE, REBATCH_E_EXHAUSTED},
+                 {SCRIPT_FORWARD, SCRIPT_WHILE, REBATCH_E_EXHAUSTED},
+                 {SCRIPT_UPDATE, SCRIPT_BEFORE, REBATCH_E_EXHAUSTED},
+                 {SCRIPT_UPDATE, SCRIPT_WHILE, REBATCH_E_TORN}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        struct rig rig;
+        enum script_callback callback = cases[i].callback;
+        open_cut(&rig, 8, 0, 0);
+        rig.script.inside = leave_a_scope_open;
+        rig.script.inside_user = &callback;
+        script_fail(&rig.script, callback, 1, cases[i].when, SCRIPT_POOL)->times = SCRIPT_FOREVER;
+        cr_assert_eq(rig_step(&rig, 8), cases[i].expected);
+        expect_no_open_scope(&rig);
+        rig.script.fault_count = 0;
+        rig.script.inside = NULL;
+        script_restore(&rig.script);
+        for (int n = 0; n < 70; n++) /* more than there can be open scopes */
+            cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+        rig_close(&rig);
+    }
+}
+
+Test(step_samples, a_scope_that_a_successful_callback_left_open_is_said)
+{
+    struct rig rig;
+    enum script_callback callback = SCRIPT_FORWARD;
+    open_cut(&rig, 8, 0, 0);
+    rig.script.inside = leave_a_scope_open;
+    rig.script.inside_user = &callback;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_E_STATE);
+    cr_assert(strstr(rebatch_last_error(), "scope"), "%s", rebatch_last_error());
+    expect_no_open_scope(&rig);
+    rig.script.inside = NULL;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
     rig_close(&rig);
 }
 

@@ -1,0 +1,313 @@
+/* Owns the gpt program: its options, the training loop, and what it prints.
+ * Must not know how a step recovers. */
+#include <errno.h>
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "gpt/error.h"
+#include "gpt/train.h"
+#include "rebatch/rebatch.h"
+
+enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
+
+/* X(name, argument, what it does) */
+#define OPTIONS(X)                                                                                 \
+    X(preset, "NAME", "sizes of the model: tiny or demo (default demo)")                           \
+    X(data, "FILE", "train on this file; else on text that is on the machine anyway")              \
+    X(steps, "N", "updates (default 40)")                                                          \
+    X(batch, "N", "samples of an update (default 64)")                                             \
+    X(seed, "N", "of weights, dropout and samples (default 1)")                                    \
+    X(dropout, "P", "0 to less than 1 (default 0.1)")                                              \
+    X(rate, "R", "highest learning rate (default 0.003)")                                          \
+    X(eval, "N", "at the end, evaluate this many held-out samples")                                \
+    X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
+    X(cap, "SIZE", "memory of the device, 64MiB for example: REBATCH_DEVICE_CAPACITY")             \
+    X(micro, "N", "first micro-batch size: REBATCH_BATCH_START")                                   \
+    X(root, "FOLDER", "where the text of the default is looked for first (default .)")             \
+    X(help, NULL, "this text")
+
+enum request_option {
+#define OPTION(name, argument, text) OPTION_##name,
+    OPTIONS(OPTION)
+#undef OPTION
+        OPTION_COUNT
+};
+
+static void print_help(void)
+{
+    printf("gpt: train a small transformer on bytes, through running out of memory\n\n"
+           "usage: gpt [OPTION]...\n");
+#define OPTION(name, argument, text)                                                               \
+    printf("  --%-8s %-7s %s\n", #name, argument ? argument : "", text);
+    OPTIONS(OPTION)
+#undef OPTION
+    printf("\nGPT_THREADS in the environment is the number of threads that compute, and the\n"
+           "variables of `rebatch config reference` override the settings.\n"
+           "exit status: 0 all is well, 1 it failed, 2 wrong usage\n");
+}
+
+/* ---- options ---- */
+
+struct request {
+    struct gpt_train_options train;
+    size_t evaluation_samples;
+    const char *data, *config, *root;
+};
+
+static bool parse_count(size_t *out, const char *name, const char *text, size_t least)
+{
+    char *end;
+    errno = 0;
+    const unsigned long long value = strtoull(text, &end, 10);
+    if (text[0] >= '0' && text[0] <= '9' && *end == '\0' && errno == 0 && value >= least &&
+        value <= SIZE_MAX) {
+        *out = (size_t)value;
+        return true;
+    }
+    fprintf(stderr, "gpt: --%s is \"%s\": expected a number from %zu\n", name, text, least);
+    return false;
+}
+
+static bool parse_float(float *out, const char *name, const char *text)
+{
+    char *end;
+    errno = 0;
+    const float value = strtof(text, &end);
+    if (end != text && *end == '\0' && errno == 0) {
+        *out = value;
+        return true;
+    }
+    fprintf(stderr, "gpt: --%s is \"%s\": expected a number\n", name, text);
+    return false;
+}
+
+static bool set_variable(const char *name, const char *value)
+{
+    if (setenv(name, value, 1) == 0)
+        return true;
+    fprintf(stderr, "gpt: %s cannot be set: %s\n", name, strerror(errno));
+    return false;
+}
+
+/* Takes one option's argument in; the preset comes first, because it sets what the others change. */
+static bool apply(struct request *request, enum request_option option, const char *argument)
+{
+    struct gpt_train_options *train = &request->train;
+    size_t seed;
+    switch (option) {
+    case OPTION_preset:
+        if (gpt_train_options_init(train, argument) == REBATCH_OK)
+            return true;
+        fprintf(stderr, "gpt: %s\n", gpt_last_error());
+        return false;
+    case OPTION_data:
+        request->data = argument;
+        return true;
+    case OPTION_steps:
+        return parse_count(&train->total_steps, "steps", argument, 1);
+    case OPTION_batch:
+        return parse_count(&train->batch, "batch", argument, 1);
+    case OPTION_seed:
+        if (!parse_count(&seed, "seed", argument, 0))
+            return false;
+        train->seed = seed;
+        return true;
+    case OPTION_dropout:
+        return parse_float(&train->config.dropout, "dropout", argument);
+    case OPTION_rate:
+        return parse_float(&train->learning_rate, "rate", argument);
+    case OPTION_eval:
+        return parse_count(&request->evaluation_samples, "eval", argument, 1);
+    case OPTION_config:
+        request->config = argument;
+        return true;
+    case OPTION_cap:
+        return set_variable("REBATCH_DEVICE_CAPACITY", argument);
+    case OPTION_micro:
+        return set_variable("REBATCH_BATCH_START", argument);
+    case OPTION_root:
+        request->root = argument;
+        return true;
+    case OPTION_help:
+    case OPTION_COUNT:
+        break;
+    }
+    return false;
+}
+
+/* Finds the options' arguments. Whether to go on; else *code is what to exit with. */
+static bool find_options(const char *given[OPTION_COUNT], int count, char **arguments, int *code)
+{
+    static const struct option known[] = {
+#define OPTION(name, argument, text)                                                               \
+    {#name, argument ? required_argument : no_argument, NULL, OPTION_##name},
+        OPTIONS(OPTION)
+#undef OPTION
+            {NULL, 0, NULL, 0}};
+    *code = EXIT_USAGE;
+    for (int found; (found = getopt_long(count, arguments, "", known, NULL)) != -1;) {
+        if (found == '?')
+            return false;
+        if (found == OPTION_help) {
+            print_help();
+            *code = EXIT_OK;
+            return false;
+        }
+        given[found] = optarg;
+    }
+    if (optind < count) {
+        fprintf(stderr, "gpt: \"%s\" is no option; see gpt --help\n", arguments[optind]);
+        return false;
+    }
+    return true;
+}
+
+static bool read_request(struct request *request, int count, char **arguments, int *code)
+{
+    const char *given[OPTION_COUNT] = {[OPTION_preset] = "demo"};
+    *request = (struct request){.root = "."};
+    if (!find_options(given, count, arguments, code))
+        return false;
+    for (int i = 0; i < OPTION_COUNT; i++)
+        if (given[i] && !apply(request, (enum request_option)i, given[i]))
+            return false;
+    request->train.warmup_steps = request->train.total_steps / 10;
+    request->train.least_learning_rate = request->train.learning_rate / 10.0f;
+    return true;
+}
+
+/* ---- the run ---- */
+
+struct run {
+    rebatch_config *config;
+    rebatch_device *device;
+    rebatch *rb;
+    struct gpt_data *data;
+    struct gpt_trainer *trainer;
+};
+
+static void print_event(const rebatch_event *event, void *user)
+{
+    char line[512];
+    (void)user;
+    rebatch_event_format(line, sizeof line, event);
+    printf("  ! %s\n", line);
+}
+
+/* The operations for a device, found by its kind. */
+static rebatch_status find_ops(const struct gpt_ops **out, const rebatch_device *device)
+{
+    static const struct gpt_ops *const tables[] = {&gpt_host_ops};
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
+        if (strcmp(rebatch_device_name(device), tables[i]->name) == 0) {
+            *out = tables[i];
+            return REBATCH_OK;
+        }
+    return gpt_error(REBATCH_E_UNSUPPORTED, "the model has no operations for the device \"%s\"",
+                     rebatch_device_name(device));
+}
+
+static rebatch_status open_run(struct run *run, const struct request *request)
+{
+    const struct gpt_ops *ops;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.on_event = print_event;
+    rebatch_status status = rebatch_config_load(&run->config, request->config);
+    if (!status)
+        status = rebatch_config_options(&options, run->config);
+    if (!status)
+        status = request->data ? gpt_data_open(&run->data, request->data,
+                                               request->train.config.length)
+                               : gpt_data_open_default(&run->data, request->root,
+                                                       request->train.config.length);
+    if (!status)
+        status = rebatch_config_open_device(&run->device, run->config);
+    if (!status)
+        status = find_ops(&ops, run->device);
+    if (!status)
+        status = rebatch_open(&run->rb, run->device, &options);
+    if (!status)
+        status = gpt_trainer_create(&run->trainer, run->rb, ops, NULL, run->data, &request->train);
+    return status;
+}
+
+static void close_run(struct run *run)
+{
+    gpt_trainer_destroy(run->trainer);
+    rebatch_close(run->rb);
+    rebatch_device_close(run->device);
+    gpt_data_close(run->data);
+    rebatch_config_free(run->config);
+}
+
+static double now_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static rebatch_status run_step(struct run *run)
+{
+    const struct gpt_train_options *train = &run->trainer->options;
+    rebatch_step_report report;
+    struct gpt_step_result result;
+    const double began = now_seconds();
+    const rebatch_status status = gpt_trainer_step(run->trainer, &report, &result);
+    if (status == REBATCH_E_EXHAUSTED) {
+        char text[2048];
+        rebatch_oom_format(text, sizeof text, &report.oom);
+        fprintf(stderr, "%s\n", text);
+    }
+    if (status)
+        return status;
+    const double tokens = (double)(train->batch * train->config.length);
+    printf("step %4llu  loss %.4f  norm %.3f  rate %.5f  micro %zu x %u  peak %.1f MiB  "
+           "%.0f tokens/s\n",
+           (unsigned long long)report.step, result.loss, (double)result.gradient_norm,
+           (double)result.learning_rate, report.micro_after, report.microbatches,
+           (double)report.peak_bytes / 1048576.0, tokens / (now_seconds() - began));
+    fflush(stdout);
+    return REBATCH_OK;
+}
+
+static rebatch_status train(struct run *run, const struct request *request)
+{
+    const size_t steps = request->train.total_steps;
+    char hash[GPT_HASH_TEXT_BYTES];
+    double held_out;
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < steps && !status; i++)
+        status = run_step(run);
+    if (!status && request->evaluation_samples > 0) {
+        status = gpt_trainer_evaluate(run->trainer, request->evaluation_samples, &held_out);
+        if (!status)
+            printf("held-out loss %.4f over %zu samples\n", held_out,
+                   request->evaluation_samples);
+    }
+    if (!status)
+        status = gpt_trainer_hash(run->trainer, hash);
+    if (!status)
+        printf("gpt: steps=%zu loss=%.4f->%.4f sha256=%s\n", steps, run->trainer->losses[0],
+               run->trainer->losses[steps - 1], hash);
+    return status;
+}
+
+int main(int count, char **arguments)
+{
+    struct request request;
+    struct run run = {0};
+    int code;
+    if (!read_request(&request, count, arguments, &code))
+        return code;
+    rebatch_status status = open_run(&run, &request);
+    if (!status)
+        status = train(&run, &request);
+    if (status)
+        fprintf(stderr, "gpt: %s: %s\n", rebatch_status_text(status), gpt_last_error());
+    close_run(&run);
+    return status ? EXIT_FAILED : EXIT_OK;
+}
