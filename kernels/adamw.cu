@@ -6,11 +6,11 @@
 #include "types.cuh"
 
 struct adamw_rule {
-    float decay;                     /* 1 - learning rate * weight decay */
+    float decay; /* 1 - learning rate * weight decay */
     float beta1, beta2;
     float one_minus_beta1, one_minus_beta2;
-    float step;                      /* learning rate / (1 - beta1^update) */
-    float root;                      /* sqrt(1 - beta2^update) */
+    float step; /* learning rate / (1 - beta1^update) */
+    float root; /* sqrt(1 - beta2^update) */
     float epsilon;
 };
 

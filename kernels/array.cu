@@ -70,8 +70,8 @@ extern "C" cudaError_t rbk_scale(void *data, float factor, const float *device_f
         return cudaErrorInvalidValue;
     return with_dtype(dtype, [=](auto tag) {
         using T = typename decltype(tag)::type;
-        scale_kernel<T><<<chunk_blocks(count), CHUNK_THREADS, 0, stream>>>(
-            (T *)data, factor, device_factor, count);
+        scale_kernel<T><<<chunk_blocks(count), CHUNK_THREADS, 0, stream>>>((T *)data, factor,
+                                                                           device_factor, count);
         return cudaGetLastError();
     });
 }
@@ -83,8 +83,7 @@ extern "C" cudaError_t rbk_fill(void *data, float value, size_t count, rbk_dtype
         return cudaErrorInvalidValue;
     return with_dtype(dtype, [=](auto tag) {
         using T = typename decltype(tag)::type;
-        fill_kernel<T>
-            <<<chunk_blocks(count), CHUNK_THREADS, 0, stream>>>((T *)data, value, count);
+        fill_kernel<T><<<chunk_blocks(count), CHUNK_THREADS, 0, stream>>>((T *)data, value, count);
         return cudaGetLastError();
     });
 }

@@ -45,7 +45,7 @@ template <typename T, int D> struct head_view {
     const T *q, *k, *v, *dout;
     T *dq, *dk, *dv;
     const float *log_sum, *delta;
-    size_t stride;      /* of q, k, v and their gradients */
+    size_t stride; /* of q, k, v and their gradients */
     size_t dout_stride;
 
     __device__ head_view(T *dqkv, const T *dout_all, const T *qkv, const float *log_sum_all,
@@ -55,14 +55,14 @@ template <typename T, int D> struct head_view {
         const size_t part = (size_t)heads * D;
         stride = 3 * part;
         dout_stride = part;
-        const size_t at = blockIdx.z * length * stride + (size_t)blockIdx.y * D;
+        const size_t at = (size_t)blockIdx.z * length * stride + (size_t)blockIdx.y * D;
         q = qkv + at;
         k = q + part;
         v = k + part;
         dq = dqkv + at;
         dk = dq + part;
         dv = dk + part;
-        dout = dout_all + blockIdx.z * length * dout_stride + (size_t)blockIdx.y * D;
+        dout = dout_all + (size_t)blockIdx.z * length * dout_stride + (size_t)blockIdx.y * D;
         const size_t row = ((size_t)blockIdx.z * heads + blockIdx.y) * length;
         log_sum = log_sum_all + row;
         delta = delta_all + row;
@@ -88,6 +88,43 @@ __device__ inline void load_queries(shared_address queries, shared_address douts
     }
 }
 
+/* What STEP queries of a tile add to the dk and dv of the warp's keys. `key` and `query` are where the
+ * warp's keys and these queries begin in the sequence, `key_row` and `query_row` where in their tiles;
+ * `statistics` holds log_sum and delta of the tile. */
+template <typename T, int D, int M>
+__device__ __forceinline__ void
+add_queries(float (&dk)[M][D / 8][4], float (&dv)[M][D / 8][4], shared_address keys,
+            shared_address values, int key_row, int key, shared_address queries,
+            shared_address douts, int query_row, int query, const float *statistics, float scale2)
+{
+    constexpr int N = STEP / 8;
+    float p[M][N][4] = {}, ds[M][N][4] = {};
+    multiply_transposed<T, D, M, N>(p, keys, key_row, queries, query_row);
+    multiply_transposed<T, D, M, N>(ds, values, key_row, douts, query_row);
+    if (query < key + 16 * M - 1)
+        mask_later_keys<M, N, true>(p, key, query);
+    const float *const row = statistics + query_row + (threadIdx.x & 3) * 2;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float2 log_sums = *reinterpret_cast<const float2 *>(row + n * 8);
+        const float2 deltas = *reinterpret_cast<const float2 *>(row + passing_rows<D> + n * 8);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float base = ((e & 1) ? log_sums.y : log_sums.x) * LOG2_E;
+                p[m][n][e] = power_of_2(fmaf(p[m][n][e], scale2, -base));
+                ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - ((e & 1) ? deltas.y : deltas.x));
+            }
+        }
+    }
+    unsigned operand[M][N / 2][4];
+    round_to_operand<T, M, N>(operand, p);
+    multiply_rows<T, D, M, N / 2>(dv, operand, douts, query_row);
+    round_to_operand<T, M, N>(operand, ds);
+    multiply_rows<T, D, M, N / 2>(dk, operand, queries, query_row);
+}
+
 /* dk and dv of a tile of keys. Grid: tiles of keys, heads, samples. */
 template <typename T, int D>
 __global__ void __launch_bounds__(MMA_THREADS, 2)
@@ -108,7 +145,6 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
 
     const head_view<T, D> view(dqkv, dout, qkv, log_sum, delta, length);
     const int first = blockIdx.x * OWN;
-    const int lane = threadIdx.x & 31;
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const float scale2 = scale * LOG2_E;
 
@@ -127,39 +163,16 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
                          statistics + next * statistics_bytes, view, query + ROWS, length);
         }
         copy_async_commit();
-        const shared_address q_tile = queries + now * row_bytes;
-        const shared_address dout_tile = douts + now * row_bytes;
 #pragma unroll 1
         for (int step = 0; step < ROWS; step += STEP) {
             if (query + step + STEP - 1 < first + warp_row)
                 continue; /* before all of the warp's keys */
-            float p[M][STEP / 8][4] = {}, ds[M][STEP / 8][4] = {};
-            multiply_transposed<T, D, M, STEP / 8>(p, keys, warp_row, q_tile, step);
-            multiply_transposed<T, D, M, STEP / 8>(ds, values, warp_row, dout_tile, step);
-            if (query + step < first + warp_row + 16 * M - 1)
-                mask_later_keys<M, STEP / 8, true>(p, first + warp_row, query + step);
-            const float *const row =
-                reinterpret_cast<const float *>(shared + statistics_offset + now * statistics_bytes) +
-                step + (lane & 3) * 2;
-#pragma unroll
-            for (int n = 0; n < STEP / 8; n++) {
-                const float2 log_sums = *reinterpret_cast<const float2 *>(row + n * 8);
-                const float2 deltas = *reinterpret_cast<const float2 *>(row + ROWS + n * 8);
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float base = ((e & 1) ? log_sums.y : log_sums.x) * LOG2_E;
-                        p[m][n][e] = power_of_2(fmaf(p[m][n][e], scale2, -base));
-                        ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - ((e & 1) ? deltas.y : deltas.x));
-                    }
-                }
-            }
-            unsigned operand[M][STEP / 16][4];
-            round_to_operand<T, M, STEP / 8>(operand, p);
-            multiply_rows<T, D, M, STEP / 16>(dv, operand, dout_tile, step);
-            round_to_operand<T, M, STEP / 8>(operand, ds);
-            multiply_rows<T, D, M, STEP / 16>(dk, operand, q_tile, step);
+            add_queries<T, D, M>(dk, dv, keys, values, warp_row, first + warp_row,
+                                 queries + now * row_bytes, douts + now * row_bytes, step,
+                                 query + step,
+                                 reinterpret_cast<const float *>(shared + statistics_offset +
+                                                                 now * statistics_bytes),
+                                 scale2);
         }
         copy_async_wait<0>();
         __syncthreads();
@@ -173,6 +186,36 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
     }
     store_rows<T, D, M>(view.dk, view.stride, dk, scales, shared, warp_row, first, length);
     store_rows<T, D, M>(view.dv, view.stride, dv, one, shared + own_bytes, warp_row, first, length);
+}
+
+/* What STEP keys of a tile add to the dq of the warp's queries; the arguments are as in add_queries().
+ * `base` is log_sum * log2(e), for the rows lane / 4 and lane / 4 + 8 of each 16. */
+template <typename T, int D, int M>
+__device__ __forceinline__ void
+add_keys(float (&dq)[M][D / 8][4], const float (&base)[M][2], const float (&delta)[M][2],
+         shared_address queries, shared_address douts, int query_row, int query,
+         shared_address keys, shared_address values, int key_row, int key, float scale2)
+{
+    constexpr int N = STEP / 8;
+    float s[M][N][4] = {}, ds[M][N][4] = {};
+    multiply_transposed<T, D, M, N>(s, queries, query_row, keys, key_row);
+    multiply_transposed<T, D, M, N>(ds, douts, query_row, values, key_row);
+    if (key + STEP - 1 > query)
+        mask_later_keys<M, N, false>(s, query, key);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float p = power_of_2(fmaf(s[m][n][e], scale2, -base[m][e / 2]));
+                ds[m][n][e] = p * (ds[m][n][e] - delta[m][e / 2]);
+            }
+        }
+    }
+    unsigned operand[M][N / 2][4];
+    round_to_operand<T, M, N>(operand, ds);
+    multiply_rows<T, D, M, N / 2>(dq, operand, keys, key_row);
 }
 
 /* dq of a tile of queries. Grid: tiles of queries, most keys first; heads; samples. */
@@ -230,28 +273,9 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
         for (int step = 0; step < ROWS; step += STEP) {
             if (key + step > warp_query + 16 * M - 1)
                 break; /* after all of the warp's queries */
-            float s[M][STEP / 8][4] = {}, ds[M][STEP / 8][4] = {};
-            multiply_transposed<T, D, M, STEP / 8>(s, queries, warp_row, keys + now * row_bytes,
-                                                   step);
-            multiply_transposed<T, D, M, STEP / 8>(ds, douts, warp_row, values + now * row_bytes,
-                                                   step);
-            if (key + step + STEP - 1 > warp_query)
-                mask_later_keys<M, STEP / 8, false>(s, warp_query, key + step);
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-#pragma unroll
-                for (int n = 0; n < STEP / 8; n++) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float p =
-                            power_of_2(fmaf(s[m][n][e], scale2, -base[m][e / 2]));
-                        ds[m][n][e] = p * (ds[m][n][e] - row_delta[m][e / 2]);
-                    }
-                }
-            }
-            unsigned operand[M][STEP / 16][4];
-            round_to_operand<T, M, STEP / 8>(operand, ds);
-            multiply_rows<T, D, M, STEP / 16>(dq, operand, keys + now * row_bytes, step);
+            add_keys<T, D, M>(dq, base, row_delta, queries, douts, warp_row, warp_query,
+                              keys + now * row_bytes, values + now * row_bytes, step, key + step,
+                              scale2);
         }
         copy_async_wait<0>();
         __syncthreads();
@@ -362,7 +386,8 @@ __global__ void __launch_bounds__(PLAIN_THREADS, 1)
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
                 const float p = power_of_2(fmaf(s[r][c], scale, -own_log_sum[r]) * LOG2_E);
-                ds[r][c] = key + x + c * PLAIN_SIDE <= own + r ? p * (ds[r][c] - own_delta[r]) : 0.0f;
+                ds[r][c] =
+                    key + x + c * PLAIN_SIDE <= own + r ? p * (ds[r][c] - own_delta[r]) : 0.0f;
             }
         }
         plain_put_weights<D>(weights, ds);
@@ -394,9 +419,8 @@ static cudaError_t launch_kernel(backward_kernel<T> *kernel, const backward_call
         return status;
     const dim3 grid((unsigned)ceil_div(call.length, own_rows), (unsigned)call.heads,
                     (unsigned)call.batch);
-    kernel<<<grid, threads, shared_bytes, call.stream>>>(call.dqkv, call.dout, call.qkv,
-                                                         call.log_sum, call.delta,
-                                                         (int)call.length, call.scale);
+    kernel<<<grid, threads, shared_bytes, call.stream>>>(
+        call.dqkv, call.dout, call.qkv, call.log_sum, call.delta, (int)call.length, call.scale);
     return cudaGetLastError();
 }
 
@@ -417,9 +441,8 @@ template <typename T, int D> static cudaError_t launch_backward(const backward_c
 {
     if constexpr (std::is_same<T, float>::value) {
         const size_t bytes = plain_shared_floats<D>(2) * sizeof(float);
-        const cudaError_t status =
-            launch_kernel<T>(attention_backward_keys_plain_kernel<D>, call, PLAIN_OWN,
-                             PLAIN_THREADS, bytes);
+        const cudaError_t status = launch_kernel<T>(attention_backward_keys_plain_kernel<D>, call,
+                                                    PLAIN_OWN, PLAIN_THREADS, bytes);
         if (status != cudaSuccess)
             return status;
         return launch_kernel<T>(attention_backward_queries_plain_kernel<D>, call, PLAIN_OWN,
@@ -432,8 +455,8 @@ template <typename T, int D> static cudaError_t launch_backward(const backward_c
                              bytes + 4 * rows * sizeof(float));
         if (status != cudaSuccess)
             return status;
-        return launch_kernel<T>(attention_backward_queries_mma_kernel<T, D>, call, own,
-                                MMA_THREADS, bytes);
+        return launch_kernel<T>(attention_backward_queries_mma_kernel<T, D>, call, own, MMA_THREADS,
+                                bytes);
     }
 }
 
@@ -456,12 +479,11 @@ extern "C" cudaError_t rbk_attention_backward(void *dqkv, const void *dout, cons
         using T = typename decltype(tag)::type;
         return with_head_width(head_width, [=](auto width) {
             constexpr int D = decltype(width)::value;
-            const backward_call<T> call = {(T *)dqkv,      (const T *)dout, (const T *)qkv, log_sum,
-                                           (float *)scratch, batch,         length,         heads,
-                                           scale,          stream};
-            const cudaError_t status = launch_delta<T, D>((float *)scratch, (const T *)dout,
-                                                          (const T *)out, batch, length, heads,
-                                                          stream);
+            const backward_call<T> call = {
+                (T *)dqkv, (const T *)dout, (const T *)qkv, log_sum, (float *)scratch,
+                batch,     length,          heads,          scale,   stream};
+            const cudaError_t status = launch_delta<T, D>(
+                (float *)scratch, (const T *)dout, (const T *)out, batch, length, heads, stream);
             return status == cudaSuccess ? launch_backward<T, D>(call) : status;
         });
     });

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
 
     const int heads = gridDim.y;
     const size_t stride = (size_t)3 * heads * D;
-    const T *q = qkv + blockIdx.z * length * stride + (size_t)blockIdx.y * D;
+    const T *q = qkv + (size_t)blockIdx.z * length * stride + (size_t)blockIdx.y * D;
     const T *k = q + (size_t)heads * D;
     const T *v = k + (size_t)heads * D;
     const int first = (int)(gridDim.x - 1 - blockIdx.x) * OWN;
@@ -143,8 +143,40 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
     float factor[M][2];
     finish_softmax<M>(factor, log_sum + ((size_t)blockIdx.z * heads + blockIdx.y) * length, state,
                       scale2, first + warp_row, length);
-    T *to = out + (blockIdx.z * (size_t)length * heads + blockIdx.y) * D;
+    T *to = out + ((size_t)blockIdx.z * length * heads + blockIdx.y) * D;
     store_rows<T, D, M>(to, (size_t)heads * D, acc, factor, shared, warp_row, first, length);
+}
+
+/* softmax_step() for the plain units; `key` and `query` are the first of this thread's column and rows. */
+template <int D>
+__device__ __forceinline__ void
+plain_softmax_step(float (&s)[PLAIN_EACH][plain_rows<D> / PLAIN_SIDE],
+                   float (&acc)[PLAIN_EACH][plain_channels<D>::COUNT], float (&high)[PLAIN_EACH],
+                   float (&sum)[PLAIN_EACH], int key, int query, float scale2)
+{
+    constexpr int columns = plain_rows<D> / PLAIN_SIDE;
+#pragma unroll
+    for (int r = 0; r < PLAIN_EACH; r++) {
+        float top = high[r];
+#pragma unroll
+        for (int c = 0; c < columns; c++) {
+            if (key + c * PLAIN_SIDE > query + r)
+                s[r][c] = -INFINITY;
+            top = fmaxf(top, s[r][c]);
+        }
+        top = plain_row_max(top);
+        const float shrink = power_of_2((high[r] - top) * scale2);
+        high[r] = top;
+        sum[r] *= shrink;
+#pragma unroll
+        for (int c = 0; c < columns; c++) {
+            s[r][c] = power_of_2((s[r][c] - top) * scale2);
+            sum[r] += s[r][c];
+        }
+#pragma unroll
+        for (int i = 0; i < plain_channels<D>::COUNT; i++)
+            acc[r][i] *= shrink;
+    }
 }
 
 /* The same in fp32 on the plain units. */
@@ -153,7 +185,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS, 1)
     attention_forward_plain_kernel(float *out, float *log_sum, const float *qkv, int length,
                                    float scale2)
 {
-    constexpr int ROWS = plain_rows<D>, COLUMNS = ROWS / PLAIN_SIDE;
+    constexpr int ROWS = plain_rows<D>;
     extern __shared__ __align__(128) unsigned char shared[];
     float *const queries = reinterpret_cast<float *>(shared);
     float *const keys = queries + PLAIN_OWN * plain_stride<D>;
@@ -162,7 +194,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS, 1)
 
     const int heads = gridDim.y;
     const size_t stride = (size_t)3 * heads * D;
-    const float *q = qkv + blockIdx.z * length * stride + (size_t)blockIdx.y * D;
+    const float *q = qkv + (size_t)blockIdx.z * length * stride + (size_t)blockIdx.y * D;
     const float *k = q + (size_t)heads * D;
     const float *v = k + (size_t)heads * D;
     const int first = (int)(gridDim.x - 1 - blockIdx.x) * PLAIN_OWN;
@@ -183,30 +215,9 @@ __global__ void __launch_bounds__(PLAIN_THREADS, 1)
         plain_load<D, ROWS>(keys, k, stride, key, length);
         plain_load<D, ROWS>(values, v, stride, key, length);
         __syncthreads();
-        float s[PLAIN_EACH][COLUMNS];
+        float s[PLAIN_EACH][ROWS / PLAIN_SIDE];
         plain_dot<D>(s, queries, keys);
-#pragma unroll
-        for (int r = 0; r < PLAIN_EACH; r++) {
-            float top = high[r];
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                if (key + x + c * PLAIN_SIDE > own + r)
-                    s[r][c] = -INFINITY;
-                top = fmaxf(top, s[r][c]);
-            }
-            top = plain_row_max(top);
-            const float shrink = power_of_2((high[r] - top) * scale2);
-            high[r] = top;
-            sum[r] *= shrink;
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                s[r][c] = power_of_2((s[r][c] - top) * scale2);
-                sum[r] += s[r][c];
-            }
-#pragma unroll
-            for (int i = 0; i < plain_channels<D>::COUNT; i++)
-                acc[r][i] *= shrink;
-        }
+        plain_softmax_step<D>(s, acc, high, sum, key + x, own, scale2);
         plain_put_weights<D>(weights, s);
         plain_accumulate<D>(acc, weights, values);
     }
@@ -220,7 +231,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS, 1)
             log_sum[((size_t)blockIdx.z * heads + blockIdx.y) * length + own + r] =
                 fmaf(high[r], scale2, log2f(sum[r])) * LN_2;
     }
-    plain_store<D>(out + (blockIdx.z * (size_t)length * heads + blockIdx.y) * D, (size_t)heads * D,
+    plain_store<D>(out + ((size_t)blockIdx.z * length * heads + blockIdx.y) * D, (size_t)heads * D,
                    acc, factor, first, length);
 }
 

@@ -8,6 +8,8 @@
 #ifndef REBATCH_KERNELS_ATTENTION_PLAIN_CUH
 #define REBATCH_KERNELS_ATTENTION_PLAIN_CUH
 
+#include "exponential.cuh"
+
 constexpr int PLAIN_SIDE = 16;
 constexpr int PLAIN_THREADS = PLAIN_SIDE * PLAIN_SIDE;
 constexpr int PLAIN_OWN = 64;
@@ -76,8 +78,8 @@ __device__ inline void plain_dot(float (&product)[PLAIN_EACH][plain_rows<D> / PL
         float4 a[PLAIN_EACH], b[columns];
 #pragma unroll
         for (int r = 0; r < PLAIN_EACH; r++)
-            a[r] = *reinterpret_cast<const float4 *>(own + (y * PLAIN_EACH + r) * plain_stride<D> +
-                                                     d);
+            a[r] =
+                *reinterpret_cast<const float4 *>(own + (y * PLAIN_EACH + r) * plain_stride<D> + d);
 #pragma unroll
         for (int c = 0; c < columns; c++)
             b[c] = *reinterpret_cast<const float4 *>(other +

@@ -7,11 +7,9 @@
 #ifndef REBATCH_KERNELS_ATTENTION_TILE_CUH
 #define REBATCH_KERNELS_ATTENTION_TILE_CUH
 
+#include "exponential.cuh"
 #include "mma.cuh"
 #include "types.cuh"
-
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
 
 /** Threads of a block of the tensor-core kernels. */
 constexpr int MMA_WARPS = 4;

@@ -5,11 +5,9 @@
  * Milakov and Gimelshein, 2018), once for the gradient. The second reading comes from L2: the rows in
  * flight are a few tens of megabytes. */
 #include "common.cuh"
+#include "exponential.cuh"
 #include "reduce.cuh"
 #include "types.cuh"
-
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
 
 /* A small vocabulary does not feed a large block. The choice depends on the width alone, so a row's
  * bits do not depend on anything else. */
@@ -46,25 +44,54 @@ __device__ inline void row_softmax(float *maximum, float *sum, const T *row, int
         for (int i = 0; i < 8; i++)
             top = fmaxf(top, x[i]);
         if (top > high) {
-            total[0] *= exp2f((high - top) * LOG2_E);
+            total[0] *= power_of_2((high - top) * LOG2_E);
             high = top;
         }
         const float base = high > -INFINITY ? high * LOG2_E : 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            total[0] += exp2f(fmaf(x[i], LOG2_E, -base));
+            total[0] += power_of_2(fmaf(x[i], LOG2_E, -base));
     }
     *maximum = block_max(high, shared);
     if (high > -INFINITY) /* else the thread had no column, or nothing but -inf */
-        total[0] *= exp2f((high - *maximum) * LOG2_E);
+        total[0] *= power_of_2((high - *maximum) * LOG2_E);
     block_sum(total, shared);
     *sum = total[0];
 }
 
+/* The gradient of the row in its place; `counts` is whether it has a target. */
+template <typename T>
+__device__ inline void write_gradient(T *row, int target, bool counts, float log_sum2, float scale,
+                                      int vocabulary, int padded)
+{
+    for (int column = threadIdx.x * 8; column < padded; column += blockDim.x * 8) {
+        float x[8] = {};
+        if (counts && column < vocabulary) {
+            load_logits(x, row, column, vocabulary);
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                x[i] = power_of_2(fmaf(x[i], LOG2_E, -log_sum2));
+            if (target - column >= 0 && target - column < 8) {
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    x[i] -= column + i == target ? 1.0f : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                x[i] *= scale;
+            if (column + 8 > vocabulary) {
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    x[i] = column + i < vocabulary ? x[i] : 0.0f;
+            }
+        }
+        store8(row + column, x);
+    }
+}
+
 template <typename T>
 __global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targets, int vocabulary,
-                                     int padded, float scale, const float *device_scale,
-                                     bool write_gradient)
+                                     int padded, float scale, const float *device_scale, bool write)
 {
     T *row = logits + (size_t)blockIdx.x * padded;
     const int target = targets[blockIdx.x];
@@ -75,21 +102,9 @@ __global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targ
     const float log_sum2 = fmaf(maximum, LOG2_E, log2f(sum));
     if (threadIdx.x == 0)
         loss[blockIdx.x] = counts ? log_sum2 * LN_2 - at_target : 0.0f;
-    if (!write_gradient)
-        return;
-    if (device_scale)
-        scale *= *device_scale;
-    for (int column = threadIdx.x * 8; column < padded; column += blockDim.x * 8) {
-        float x[8];
-        load_logits(x, row, column, vocabulary);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float p = exp2f(fmaf(x[i], LOG2_E, -log_sum2));
-            const float d = (p - (column + i == target ? 1.0f : 0.0f)) * scale;
-            x[i] = counts && column + i < vocabulary ? d : 0.0f;
-        }
-        store8(row + column, x);
-    }
+    if (write)
+        write_gradient(row, target, counts, log_sum2, device_scale ? scale * *device_scale : scale,
+                       vocabulary, padded);
 }
 
 /* One block. Warp w adds up sample first + w, then one thread adds the samples in order. */
@@ -142,8 +157,7 @@ extern "C" cudaError_t rbk_cross_entropy(float *loss, void *logits, const int32_
 extern "C" cudaError_t rbk_loss_sum(float *sum, const float *loss, float scale, size_t batch,
                                     size_t length, cudaStream_t stream)
 {
-    if (!are_values(sum, loss) ||
-        !are_sizes(INDEX_LIMIT - LOSS_SAMPLES * WARP, batch, length))
+    if (!are_values(sum, loss) || !are_sizes(INDEX_LIMIT - LOSS_SAMPLES * WARP, batch, length))
         return cudaErrorInvalidValue;
     loss_sum_kernel<<<1, LOSS_SAMPLES * WARP, 0, stream>>>(sum, loss, scale, (int)batch,
                                                            (int)length);

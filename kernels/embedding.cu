@@ -202,9 +202,8 @@ extern "C" cudaError_t rbk_embedding_forward(void *out, const int32_t *tokens,
 }
 
 /* Sort the keys of `count` tokens; scratch holds two arrays of them. */
-static cudaError_t sort_positions(unsigned long long **sorted, const int32_t *tokens,
-                                  void *scratch, size_t count, size_t vocabulary,
-                                  cudaStream_t stream)
+static cudaError_t sort_positions(unsigned long long **sorted, const int32_t *tokens, void *scratch,
+                                  size_t count, size_t vocabulary, cudaStream_t stream)
 {
     unsigned long long *keys = (unsigned long long *)scratch;
     unsigned long long *other = keys + count;
@@ -241,8 +240,7 @@ extern "C" cudaError_t rbk_embedding_backward(float *token_grad, float *position
         return cudaErrorInvalidValue;
     const size_t count = batch * length;
     unsigned long long *keys;
-    const cudaError_t status =
-        sort_positions(&keys, tokens, scratch, count, vocabulary, stream);
+    const cudaError_t status = sort_positions(&keys, tokens, scratch, count, vocabulary, stream);
     if (status != cudaSuccess)
         return status;
     return with_dtype(dtype, [=](auto tag) {
@@ -254,9 +252,8 @@ extern "C" cudaError_t rbk_embedding_backward(float *token_grad, float *position
         cudaError_t launched = cudaGetLastError();
         if (launched != cudaSuccess)
             return launched;
-        gather_positions_kernel<T>
-            <<<chunk_blocks(length * width), CHUNK_THREADS, 0, stream>>>(
-                position_grad, (const T *)dout, (int)batch, length * width);
+        gather_positions_kernel<T><<<chunk_blocks(length * width), CHUNK_THREADS, 0, stream>>>(
+            position_grad, (const T *)dout, (int)batch, length * width);
         return cudaGetLastError();
     });
 }

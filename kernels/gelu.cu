@@ -78,9 +78,9 @@ extern "C" cudaError_t rbk_gelu_backward(void *din, const void *dout, const void
     });
 }
 
-extern "C" cudaError_t rbk_bias_gelu_forward(void *out, void *pre, const void *in,
-                                             const void *bias, size_t rows, size_t width,
-                                             rbk_dtype dtype, cudaStream_t stream)
+extern "C" cudaError_t rbk_bias_gelu_forward(void *out, void *pre, const void *in, const void *bias,
+                                             size_t rows, size_t width, rbk_dtype dtype,
+                                             cudaStream_t stream)
 {
     if (!are_arrays(out, in, bias) || !are_optional_arrays(pre) || !is_matrix(rows, width))
         return cudaErrorInvalidValue;

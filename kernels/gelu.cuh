@@ -7,7 +7,7 @@
 #ifndef REBATCH_KERNELS_GELU_CUH
 #define REBATCH_KERNELS_GELU_CUH
 
-constexpr float GELU_SLOPE = 1.5957691216057308f; /* 2 sqrt(2 / pi) */
+constexpr float GELU_SLOPE = 1.5957691216057308f;  /* 2 sqrt(2 / pi) */
 constexpr float GELU_CUBIC = 0.07135481627260025f; /* the same times 0.044715 */
 
 __device__ inline float gelu_gate(float x)

@@ -183,8 +183,8 @@ cudaError_t rbk_bias_backward(float *bias_grad, const void *dout, void *scratch,
 
 /** out = a + b. Also adds fp32 gradients, with RBK_F32.
  *  @param[out] out  [count]; in place on either is allowed */
-cudaError_t rbk_residual_add(void *out, const void *a, const void *b, size_t count,
-                             rbk_dtype dtype, cudaStream_t stream);
+cudaError_t rbk_residual_add(void *out, const void *a, const void *b, size_t count, rbk_dtype dtype,
+                             cudaStream_t stream);
 
 /** out = dropout(in): forward on activations, backward on their gradient.
  *  @param[out] out  [B, elements]; in place is allowed

@@ -132,8 +132,8 @@ __global__ void layer_norm_backward_kernel(T *din, float *gamma_partial, float *
             for (int i = 0; i < 8; i++) {
                 x[i] = (x[i] - row_mean[r]) * row_rstd[r];
                 const float centred = d[i] * g[i] - sums[2 * r] * inverse;
-                d[i] = fmaf(row_rstd[r], fmaf(-x[i], sums[2 * r + 1] * inverse, centred),
-                            residual[i]);
+                d[i] =
+                    fmaf(row_rstd[r], fmaf(-x[i], sums[2 * r + 1] * inverse, centred), residual[i]);
             }
             store8(din + (sample_row + first + r) * width + column, d);
         }
@@ -182,13 +182,14 @@ extern "C" size_t rbk_layer_norm_backward_scratch_bytes(size_t batch, size_t len
 
 extern "C" cudaError_t rbk_layer_norm_backward(void *din, float *gamma_grad, float *beta_grad,
                                                const void *dout, const void *residual_grad,
-                                               const void *in, const float *mean,
-                                               const float *rstd, const void *gamma, void *scratch,
+                                               const void *in, const float *mean, const float *rstd,
+                                               const void *gamma, void *scratch,
                                                size_t scratch_bytes, size_t batch, size_t length,
                                                size_t width, rbk_dtype dtype, cudaStream_t stream)
 {
     if (!are_arrays(din, gamma_grad, beta_grad, dout, in, gamma, scratch) ||
-        !are_values(mean, rstd) || !are_optional_arrays(residual_grad) || !is_batch(batch, length, width) ||
+        !are_values(mean, rstd) || !are_optional_arrays(residual_grad) ||
+        !is_batch(batch, length, width) ||
         scratch_bytes < rbk_layer_norm_backward_scratch_bytes(batch, length, width))
         return cudaErrorInvalidValue;
     const size_t tiles = ceil_div(length, TILE_ROWS);

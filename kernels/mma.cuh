@@ -1,6 +1,6 @@
 /** @file mma.cuh
  *  The PTX instructions that the attention kernels use, one function each: asynchronous copies into
- *  shared memory, matrix loads from it, the tensor cores' product, 2^x. Device side, sm_80 and later.
+ *  shared memory, matrix loads from it, the tensor cores' product. Device side, sm_80 and later.
  *  Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16". */
 #ifndef REBATCH_KERNELS_MMA_CUH
 #define REBATCH_KERNELS_MMA_CUH
@@ -74,9 +74,9 @@ __device__ inline void multiply_16816<__nv_bfloat16>(float (&c)[4], const unsign
                                                      unsigned b0, unsigned b1)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 template <>
@@ -84,17 +84,9 @@ __device__ inline void multiply_16816<__half>(float (&c)[4], const unsigned (&a)
                                               unsigned b1)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-/** 2^x in one instruction: 2 ulp, 2^-inf = 0, denormal results are 0 (PTX ISA, ex2.approx.ftz). */
-__device__ inline float power_of_2(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-    return y;
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 #endif

@@ -43,8 +43,7 @@ __global__ void final_sum_kernel(double *sum, const double *partial, int parts)
 __global__ void clip_kernel(float *clip, float *norm, const double *squared,
                             const float *inverse_scale, float limit)
 {
-    const float length =
-        (float)(sqrt(*squared) * (inverse_scale ? (double)*inverse_scale : 1.0));
+    const float length = (float)(sqrt(*squared) * (inverse_scale ? (double)*inverse_scale : 1.0));
     *clip = limit > 0.0f && length > limit ? limit / length : 1.0f;
     if (norm)
         *norm = length;

@@ -5,14 +5,14 @@
 #include "gpt/error.h"
 #include "gpt/host.h"
 
-/* Queries, and keys, of a block. A block's place is a function of t alone, and a sample's head is done
- * by one thread in one order, so that its bits depend on nothing else. */
+/* Queries, and keys, of a block. A block's place is a function of t alone, and a sample's head is
+ * done by one thread in one order, so that its bits depend on nothing else. */
 #define BLOCK 64
 
 struct attention {
-    float *out;          /* forward: [rows][heads][width] */
-    float *log_sums;     /* forward: [rows][heads] */
-    float *dqkv;         /* backward */
+    float *out;      /* forward: [rows][heads][width] */
+    float *log_sums; /* forward: [rows][heads] */
+    float *dqkv;     /* backward */
     const float *dout, *saved_out, *saved_log_sums;
     const float *qkv;
     struct gpt_attention shape;
@@ -135,15 +135,15 @@ static void add_over_queries(float *into, size_t into_row, const float *factors,
 
 /* ---- forward ---- */
 
-/* A block of queries while its keys pass by: the largest score so far, the sum of exponentials and the
- * sum of values, both relative to that largest score. */
+/* A block of queries while its keys pass by: the largest score so far, the sum of exponentials and
+ * the sum of values, both relative to that largest score. */
 struct running {
     float largest[BLOCK], sum[BLOCK];
     float values[BLOCK * GPT_HEAD_WIDTH_MOST];
     float scores[BLOCK * BLOCK];
 };
 
-/* Turns one query's scores into exponentials and brings what ran before to the new largest score. */
+/* Turns a query's scores into exponentials and brings what ran before to the new largest score. */
 GPT_INLINE void soften_row(struct running *r, size_t query, size_t keys, size_t width, float scale)
 {
     float *restrict scores = r->scores + query * BLOCK;
@@ -221,9 +221,9 @@ rebatch_status gpt_host_attention_forward(const struct gpt_queue *queue, void *o
 /* ---- backward ---- */
 
 struct slopes {
-    float weights[BLOCK * BLOCK];  /* softmax, made again from the saved log sums */
-    float dscores[BLOCK * BLOCK];  /* first the gradient of the weights, then of the scores */
-    float products[BLOCK];         /* dout . out of each query */
+    float weights[BLOCK * BLOCK]; /* softmax, made again from the saved log sums */
+    float dscores[BLOCK * BLOCK]; /* first the gradient of the weights, then of the scores */
+    float products[BLOCK];        /* dout . out of each query */
 };
 
 GPT_INLINE void clear_gradients(const struct head *h)
@@ -243,8 +243,8 @@ GPT_INLINE float dot(const float *restrict x, const float *restrict y, size_t co
     return gpt_sum_lanes(lanes);
 }
 
-/* weights = softmax from scores; dscores = weights (dweights - dout . out) scale. What a query may not
- * see is 0 in both. */
+/* weights = softmax from scores; dscores = weights (dweights - dout . out) scale. What a query may
+ * not see is 0 in both. */
 GPT_INLINE void slope_row(struct slopes *s, size_t i, size_t keys, float log_sum, float scale)
 {
     float *restrict weights = s->weights + i * BLOCK;
@@ -296,8 +296,7 @@ GPT_VARIANTS(backward)
 
 rebatch_status gpt_host_attention_backward(const struct gpt_queue *queue, void *dqkv,
                                            const void *dout, const void *out, const void *qkv,
-                                           const float *log_sums,
-                                           const struct gpt_attention *shape)
+                                           const float *log_sums, const struct gpt_attention *shape)
 {
     if (shape->width > GPT_HEAD_WIDTH_MOST)
         return gpt_error(REBATCH_E_INVALID, "attention: width is %zu: expected at most %d",

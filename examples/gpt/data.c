@@ -167,9 +167,9 @@ static rebatch_status append_default(struct gpt_data *data, const char *root)
 rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, size_t length)
 {
     const rebatch_status status = create(out);
-    return status ? status
-                  : finish(out, "the text found on this machine", length,
-                           append_default(*out, root));
+    return status
+               ? status
+               : finish(out, "the text found on this machine", length, append_default(*out, root));
 }
 
 void gpt_data_close(struct gpt_data *data)

@@ -23,8 +23,8 @@ enum gpt_split {
 rebatch_status gpt_data_open(struct gpt_data **out, const char *path, size_t length);
 
 /* Reads text that a machine has anyway, in a fixed order: the documents, licence and public headers
- * under `root`, which is the repository, and the files of /usr/share/common-licenses. What is not there
- * is left out.
+ * under `root`, which is the repository, and the files of /usr/share/common-licenses. What is not
+ * there is left out.
  *  @return as gpt_data_open() */
 rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, size_t length);
 
@@ -33,8 +33,8 @@ void gpt_data_close(struct gpt_data *data);
 
 size_t gpt_data_bytes(const struct gpt_data *data);
 
-/* Writes the length + 1 tokens of one sample. Which bytes they are is a function of the text, the split
- * and (seed, step, index) alone. `length` is at most that of the open. */
+/* Writes the length + 1 tokens of one sample. Which bytes they are is a function of the text, the
+ * split and (seed, step, index) alone. `length` is at most that of the open. */
 void gpt_data_sample(int32_t *out, const struct gpt_data *data, enum gpt_split split, uint64_t seed,
                      uint64_t step, size_t index, size_t length);
 

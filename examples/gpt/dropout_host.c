@@ -1,5 +1,5 @@
-/* Owns dropout on the host: which element is dropped is a function of what it is, and nothing is stored.
- * Must not know where in the model it stands. */
+/* Owns dropout on the host: which element is dropped is a function of what it is, and nothing is
+ * stored. Must not know where in the model it stands. */
 #include "gpt/error.h"
 #include "gpt/host.h"
 #include "gpt/random.h"

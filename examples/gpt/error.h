@@ -5,11 +5,11 @@
 
 #include "rebatch/status.h"
 
-/* Sets this thread's sentence and gives `status` back: the fault is said once, where it is found. */
+/* Sets this thread's sentence and gives `status` back: a fault is said once, where it is found. */
 rebatch_status gpt_error(rebatch_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* The sentence of the last failure in this thread, ours or the library's; "" when there was none. */
+/* The sentence of this thread's last failure, ours or the library's; "" when there was none. */
 const char *gpt_last_error(void);
 
 #endif

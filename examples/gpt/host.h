@@ -1,5 +1,5 @@
-/* What the host operations share: vector variants, fixed-order sums, exp, the matrix product, and the
- * way onto a stream. Must not know the model. */
+/* What the host operations share: vector variants, fixed-order sums, exp, the matrix product, and
+ * the way onto a stream. Must not know the model. */
 #ifndef GPT_HOST_H
 #define GPT_HOST_H
 
@@ -95,12 +95,12 @@ GPT_INLINE float gpt_sum_lanes(float lanes[GPT_LANES])
 
 /* ---- exp ---- */
 
-/* e^x to 2 units in the last place; 0 below -87.3 (where a float would be subnormal), e^88 above 88,
- * NaN for NaN. 2^round(x / ln 2) times a polynomial: the Taylor series of e^r, |r| <= ln 2 / 2, whose
- * first term left out is r^8 / 40320 < 6e-9. */
+/* e^x to 2 units in the last place; 0 below -87.3 (where a float would be subnormal), e^88 above
+ * 88, NaN for NaN. 2^round(x / ln 2) times a polynomial: the Taylor series of e^r, |r| <= ln 2 / 2,
+ * whose first term left out is r^8 / 40320 < 6e-9. */
 GPT_INLINE float gpt_exp(float x)
 {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it leaves an integer in the low bits */
     const float high = 0.693145751953125f, low = 1.42860682030941723e-6f; /* ln 2, in two parts */
     const float bounded = x > 88.0f ? 88.0f : x < -88.0f ? -88.0f : x;
     const float rounded = bounded * 1.44269504088896341f + shift;
@@ -127,8 +127,8 @@ GPT_INLINE float gpt_exp(float x)
 enum gpt_product_start { GPT_START_ZERO, GPT_START_BIAS, GPT_START_SUM };
 
 /* c(i, j) = start + a(i, 0) b(0, j) + a(i, 1) b(1, j) + ..., in this order, with one accumulator of
- * fp32 an element: the result does not depend on m, n, threads, or on how k is split over calls with
- * GPT_START_SUM.
+ * fp32 an element: the result does not depend on m, n, threads, or on how k is split over calls
+ * with GPT_START_SUM.
  *   a(i, k) = a[i * a_row + k * a_column]     m x k
  *   b(k, j) = b[k * b_row + j * b_column]     k x n; one of the strides is 1
  *   c(i, j) = c[i * c_row + j]                m x n */
@@ -151,13 +151,13 @@ void gpt_product_run_parallel(const struct gpt_product *product);
 
 /* ---- streams (ops_host.c) ---- */
 
-/* Runs gpt_parallel_for() on the queue's stream, after what was enqueued before, and waits for it when
- * the stream is not the default one: `arguments` may live on the caller's stack. */
+/* Runs gpt_parallel_for() on the queue's stream, after what was enqueued before, and waits for it
+ * when the stream is not the default one: `arguments` may live on the caller's stack. */
 rebatch_status gpt_host_for(const struct gpt_queue *queue, size_t count, size_t grain,
                             gpt_range_function function, const void *arguments);
 
-/* The least columns, elements, or multiplications of a product, that are worth waking a thread for: some
- * 10 microseconds' worth. */
+/* The least columns, elements, or multiplications of a product, that are worth waking a thread for:
+ * some 10 microseconds' worth. */
 #define GPT_COLUMN_GRAIN 32
 #define GPT_ELEMENT_GRAIN 16384
 #define GPT_PRODUCT_GRAIN 524288

@@ -92,7 +92,7 @@ static bool set_variable(const char *name, const char *value)
     return false;
 }
 
-/* Takes one option's argument in; the preset comes first, because it sets what the others change. */
+/* Takes one option's argument in. The preset comes first: it sets what the others change. */
 static bool apply(struct request *request, enum request_option option, const char *argument)
 {
     struct gpt_train_options *train = &request->train;
@@ -219,10 +219,10 @@ static rebatch_status open_run(struct run *run, const struct request *request)
     if (!status)
         status = rebatch_config_options(&options, run->config);
     if (!status)
-        status = request->data ? gpt_data_open(&run->data, request->data,
-                                               request->train.config.length)
-                               : gpt_data_open_default(&run->data, request->root,
-                                                       request->train.config.length);
+        status =
+            request->data
+                ? gpt_data_open(&run->data, request->data, request->train.config.length)
+                : gpt_data_open_default(&run->data, request->root, request->train.config.length);
     if (!status)
         status = rebatch_config_open_device(&run->device, run->config);
     if (!status)
@@ -285,8 +285,7 @@ static rebatch_status train(struct run *run, const struct request *request)
     if (!status && request->evaluation_samples > 0) {
         status = gpt_trainer_evaluate(run->trainer, request->evaluation_samples, &held_out);
         if (!status)
-            printf("held-out loss %.4f over %zu samples\n", held_out,
-                   request->evaluation_samples);
+            printf("held-out loss %.4f over %zu samples\n", held_out, request->evaluation_samples);
     }
     if (!status)
         status = gpt_trainer_hash(run->trainer, hash);

@@ -1,5 +1,5 @@
-/* Owns the host's matrix product and the three operations made of it: one accumulator an output element,
- * ascending k, whatever the shape, the tile or the thread. Must not know what is multiplied. */
+/* Owns the host's matrix product and the three operations made of it: one accumulator an element,
+ * ascending k, whatever the shape, tile or thread. Must not know what is multiplied. */
 #include <stdatomic.h>
 
 #include "gpt/host.h"
@@ -45,9 +45,10 @@ bool gpt_isa_force(enum gpt_isa isa)
 
 /* ---- tiles ---- */
 
-/* A tile is a few rows of c by one panel of columns. Its part of b is packed: [k][panel width], columns
- * that are not there as zeros, in pieces of DEPTH values of k, so that a piece stays in the first-level
- * cache. Between pieces the accumulators are in c: storing and loading fp32 changes nothing. */
+/* A tile is a few rows of c by one panel of columns. Its part of b is packed: [k][panel width],
+ * columns that are not there as zeros, in pieces of DEPTH values of k, so that a piece stays in the
+ * first-level cache. Between pieces the accumulators are in c: storing and loading fp32 changes
+ * nothing. */
 #define DEPTH 256
 #define PANEL_MOST 32
 #define ROWS_MOST 12
@@ -190,11 +191,13 @@ GPT_INLINE void tile_portable(const struct tile *t, const int rows)
     }
 #define TILES_TO_4(target, name)                                                                   \
     TILE(target, name, 1) TILE(target, name, 2) TILE(target, name, 3) TILE(target, name, 4)
-#define TILES_TO_6(target, name) TILES_TO_4(target, name) TILE(target, name, 5) TILE(target, name, 6)
+#define TILES_TO_6(target, name)                                                                   \
+    TILES_TO_4(target, name) TILE(target, name, 5) TILE(target, name, 6)
 #define TILES_TO_12(target, name)                                                                  \
     TILES_TO_6(target, name)                                                                       \
-    TILE(target, name, 7) TILE(target, name, 8) TILE(target, name, 9)                              \
-    TILE(target, name, 10) TILE(target, name, 11) TILE(target, name, 12)
+    TILE(target, name, 7)                                                                          \
+    TILE(target, name, 8) TILE(target, name, 9) TILE(target, name, 10) TILE(target, name, 11)      \
+        TILE(target, name, 12)
 
 TILES_TO_4(, tile_portable)
 static const struct tile_set portable_set = {
@@ -205,9 +208,10 @@ static const struct tile_set avx2_set = {
     6, 16, {tile_avx2_1, tile_avx2_2, tile_avx2_3, tile_avx2_4, tile_avx2_5, tile_avx2_6}};
 TILES_TO_12(GPT_TARGET_AVX512, tile_avx512)
 static const struct tile_set avx512_set = {
-    12, 32, {tile_avx512_1, tile_avx512_2, tile_avx512_3, tile_avx512_4,
-             tile_avx512_5, tile_avx512_6, tile_avx512_7, tile_avx512_8,
-             tile_avx512_9, tile_avx512_10, tile_avx512_11, tile_avx512_12}};
+    12,
+    32,
+    {tile_avx512_1, tile_avx512_2, tile_avx512_3, tile_avx512_4, tile_avx512_5, tile_avx512_6,
+     tile_avx512_7, tile_avx512_8, tile_avx512_9, tile_avx512_10, tile_avx512_11, tile_avx512_12}};
 #endif
 
 static const struct tile_set *tile_set(void)

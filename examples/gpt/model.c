@@ -229,10 +229,9 @@ static rebatch_status initialise(struct gpt_model *model)
     for (size_t i = 0; i < gpt_tensor_count(&model->config) && !status; i++) {
         const struct gpt_tensor tensor = gpt_tensor_at(&model->config, i);
         fill_initial(values, model, &tensor, i);
-        status =
-            rebatch_copy(model->queue.device, model->parameters.blocks[tensor.block] + tensor.offset,
-                         values, tensor.rows * tensor.columns * sizeof *values,
-                         model->queue.stream);
+        status = rebatch_copy(model->queue.device,
+                              model->parameters.blocks[tensor.block] + tensor.offset, values,
+                              tensor.rows * tensor.columns * sizeof *values, model->queue.stream);
         if (!status)
             status = rebatch_stream_synchronize(model->queue.device, model->queue.stream);
     }
@@ -277,8 +276,7 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
     status = name_tags(model);
     if (status)
         goto fail;
-    status =
-        gpt_set_create(&model->parameters, model, gpt_block_count(config), GPT_TAG_PARAMETERS);
+    status = gpt_set_create(&model->parameters, model, gpt_block_count(config), GPT_TAG_PARAMETERS);
     if (status)
         goto fail;
     status = initialise(model);

@@ -1,7 +1,7 @@
-/* A GPT-2-class transformer on bytes: token and position embedding, layers of causal attention and a
- * two-layer perceptron with GELU, each behind a layer norm and inside a residual, a final norm, and the
- * token embedding once more as the head. All its memory comes from a pool. Must not know how it is
- * trained. */
+/* A GPT-2-class transformer on bytes: token and position embedding, layers of causal attention and
+ * a two-layer perceptron with GELU, each behind a layer norm and inside a residual, a final norm,
+ * and the token embedding once more as the head. All its memory comes from a pool. Must not know
+ * how it is trained. */
 #ifndef GPT_MODEL_H
 #define GPT_MODEL_H
 
@@ -76,9 +76,9 @@ struct gpt_tensor gpt_tensor_at(const struct gpt_config *config, size_t index);
 
 /* One value a parameter, in device memory: the parameters themselves, their gradients, or a moment.
  * Block 0 holds the outer tensors, block 1 + l layer l. Gradients have one block more, of
- * [vocabulary][channels]: the head's gradient of the token embedding. It has accumulators of its own,
- * because the head's sums and the embedding's would else mix in an order that depends on how the batch
- * is cut. */
+ * [vocabulary][channels]: the head's gradient of the token embedding. It has accumulators of its
+ * own, because the head's sums and the embedding's would else mix in an order that depends on how
+ * the batch is cut. */
 struct gpt_set {
     float *blocks[GPT_LAYERS_MOST + 2];
     size_t count; /* of blocks; 0: the set is empty */
@@ -121,7 +121,7 @@ struct gpt_model {
  *  @param config    copied
  *  @param ops       borrowed
  *  @param pool      borrowed; must outlive the model
- *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, or what the device says */
+ *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, or a device's */
 rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config *config,
                                 const struct gpt_ops *ops, rebatch_pool *pool,
                                 rebatch_stream stream, uint64_t seed);
@@ -186,10 +186,10 @@ struct gpt_activations {
     void *losses;                  /* float [rows] */
 };
 
-/* Runs the samples up to their losses. Allocates from the model's pool and frees nothing on failure:
- * that is for the scope around it.
+/* Runs the samples up to their losses. Allocates from the model's pool and frees nothing on
+ * failure: that is for the scope around it.
  *  @param[out] out    released by gpt_backward() or gpt_activations_free()
- *  @param loss_scale  what a row's loss weighs in the gradient: 1 / tokens of the effective batch */
+ *  @param loss_scale  what a row's loss weighs in the gradient: 1 / tokens of the whole batch */
 rebatch_status gpt_forward(struct gpt_activations *out, struct gpt_model *model,
                            const struct gpt_samples *samples, float loss_scale);
 

@@ -1,15 +1,15 @@
 /* The operations that the model is made of, as one table a kind of device.
  *
  * An operation takes device memory and a queue, enqueues its work there and answers a status. It
- * allocates nothing. Rows are the tokens of a micro-batch, sample after sample: row = sample * T + t.
+ * allocates nothing. Rows are the tokens of a micro-batch, sample after sample: sample * T + t.
  *   "elements" (void *): activations and weights, of the table's element type
  *   float *, double *:   statistics, gradients, losses: always of that type
  *
  * Exactness, which each operation keeps and the comments below spell out:
- *   - what belongs to a row (or to a sample, in attention) depends on that row's (sample's) inputs alone,
- *     not on how many there are in the call or where in it they stand;
- *   - sums over rows are one chain an output element: it begins with the value that is there and adds
- *     the rows in ascending order, so that cutting the rows into several calls changes no bit.
+ *   - what belongs to a row (or to a sample, in attention) depends on that row's (sample's) inputs
+ *     alone, not on how many there are in the call or where in it they stand;
+ *   - sums over rows are one chain an output element: it begins with the value that is there and
+ *     adds the rows in ascending order, so that cutting the rows into several calls changes no bit.
  * Must not know the model, memory pools or training. */
 #ifndef GPT_OPS_H
 #define GPT_OPS_H
@@ -48,9 +48,9 @@ struct gpt_attention {
 };
 
 /* Which numbers decide what is dropped: Philox4x32-10 under the key `seed`, counter (element / 4,
- * first_sample + sample, site, step), word element % 4, where `element` counts from the beginning of
- * the sample. Dropped when the word is below probability * 2^32, else scaled by 1 / (1 - probability).
- * The same in forward and backward: no mask is stored. */
+ * first_sample + sample, site, step), word element % 4, where `element` counts from the beginning
+ * of the sample. Dropped when the word is below probability * 2^32, else multiplied with
+ * 1 / (1 - probability). The same in forward and backward: no mask is stored. */
 struct gpt_dropout {
     float probability; /* 0: nothing is dropped and nothing scaled */
     uint64_t seed, step;
@@ -71,13 +71,13 @@ struct gpt_ops {
     const char *name;     /* "host" */
     size_t element_bytes; /* of an element */
 
-    /* Takes what the operations need besides their arguments: library handles, workspaces. NULL when
-     * that is nothing. */
+    /* Takes what the operations need besides their arguments: library handles, workspaces. NULL
+     * when that is nothing. */
     rebatch_status (*open)(struct gpt_queue *queue);
     void (*close)(struct gpt_queue *queue);
 
     /* x[row] = token_table[token] + position_table[t]
-     * x: elements [count * length][channels]; tables: elements [vocabulary], [length] x [channels] */
+     * x: elements [count * length][channels]; tables: [vocabulary] and [length], x [channels] */
     rebatch_status (*embedding_forward)(const struct gpt_queue *queue, void *x,
                                         const struct gpt_tokens *tokens, const void *token_table,
                                         const void *position_table, size_t channels);
@@ -87,13 +87,14 @@ struct gpt_ops {
                                          float *dposition_table, const void *dx,
                                          const struct gpt_tokens *tokens, size_t channels);
 
-    /* y = (x - mean) * rstd * gamma + beta over each row's channels; rstd = 1 / sqrt(variance + 1e-5).
+    /* y = (x - mean) * rstd * gamma + beta over each row's channels, where
+     * rstd = 1 / sqrt(variance + 1e-5).
      * x, y: elements [rows][channels]; gamma, beta: elements [channels]; mean, rstd: [rows] */
     rebatch_status (*layernorm_forward)(const struct gpt_queue *queue, void *y, float *mean,
                                         float *rstd, const void *x, const void *gamma,
                                         const void *beta, size_t rows, size_t channels);
-    /* dx += the gradient of x, or, when `add` is false, dx = it; dgamma += dy * xhat and dbeta += dy,
-     * rows ascending. */
+    /* dx += the gradient of x, or, when `add` is false, dx = it; rows ascending:
+     * dgamma += dy * (x - mean) * rstd, dbeta += dy. */
     rebatch_status (*layernorm_backward)(const struct gpt_queue *queue, void *dx, float *dgamma,
                                          float *dbeta, const void *dy, const void *x,
                                          const float *mean, const float *rstd, const void *gamma,
@@ -111,8 +112,8 @@ struct gpt_ops {
                                              float *dbias, const void *dy, const void *x,
                                              const struct gpt_matmul *shape);
 
-    /* Causal attention: out = softmax(q k^T / sqrt(width), keys up to the query's own) v, a head and
-     * sample at a time; log_sums[row][head] = log of the sum of the exponentials.
+    /* Causal attention: out = softmax(q k^T / sqrt(width), keys up to the query's own) v, a head
+     * and sample at a time; log_sums[row][head] = log of the sum of the exponentials.
      * qkv: elements [rows][3][heads][width]; out: [rows][heads][width] */
     rebatch_status (*attention_forward)(const struct gpt_queue *queue, void *out, float *log_sums,
                                         const void *qkv, const struct gpt_attention *shape);
@@ -150,8 +151,8 @@ struct gpt_ops {
     /* partials[i] = sum of the squares of x's i-th GPT_NORM_CHUNK, in double. */
     rebatch_status (*sum_squares)(const struct gpt_queue *queue, double *partials, const float *x,
                                   size_t count);
-    /* norm_and_scale[0] = sqrt(sum of partials, ascending); [1] = what gradients are to be multiplied
-     * with so that their norm is at most `most`, or 1; a `most` of 0 is none. */
+    /* norm_and_scale[0] = sqrt(sum of partials, ascending); [1] = what gradients are to be
+     * multiplied with so that their norm is at most `most`, or 1; a `most` of 0 is none. */
     rebatch_status (*clip_scale)(const struct gpt_queue *queue, float *norm_and_scale,
                                  const double *partials, size_t count, float most);
     /* One tensor's update: g = gradient * *scale; m = beta1 m + (1 - beta1) g; v likewise of g^2;

@@ -1,5 +1,5 @@
-/* Owns the host's table of operations, its way onto a stream, and the small operations: embedding, layer
- * norm, GELU, cross-entropy. Must not know the model. */
+/* Owns the host's table of operations, its way onto a stream, and the small operations: embedding,
+ * layer norm, GELU, cross-entropy. Must not know the model. */
 #include <math.h>
 
 #include "gpt/error.h"
@@ -44,9 +44,9 @@ static void host_close(struct gpt_queue *queue)
 /* ---- embedding ---- */
 
 struct embedding {
-    float *x;                           /* forward */
+    float *x; /* forward */
     const float *tokens_from, *positions_from;
-    float *dtokens, *dpositions;        /* backward */
+    float *dtokens, *dpositions; /* backward */
     const float *dx;
     struct gpt_tokens tokens;
     size_t channels;
@@ -121,9 +121,9 @@ static rebatch_status embedding_backward(const struct gpt_queue *queue, float *d
 #define NORM_EPSILON 1e-5f
 
 struct layernorm {
-    float *y, *mean, *rstd;      /* forward */
+    float *y, *mean, *rstd; /* forward */
     const float *x, *gamma, *beta;
-    float *dx, *dgamma, *dbeta;  /* backward */
+    float *dx, *dgamma, *dbeta; /* backward */
     const float *dy, *saved_mean, *saved_rstd;
     size_t rows, channels;
     bool add;
@@ -183,8 +183,7 @@ GPT_INLINE void norm_slopes_body(size_t begin, size_t end, const void *user)
         const float average = gpt_sum_lanes(sums) * inverse;
         const float tilt = gpt_sum_lanes(products) * inverse;
         for (size_t j = 0; j < channels; j++) {
-            const float slope =
-                rstd * (dy[j] * gamma[j] - average - (x[j] - mean) * rstd * tilt);
+            const float slope = rstd * (dy[j] * gamma[j] - average - (x[j] - mean) * rstd * tilt);
             dx[j] = n->add ? dx[j] + slope : slope;
         }
     }
@@ -332,8 +331,7 @@ GPT_INLINE void entropy_rows_body(size_t begin, size_t end, const void *user)
 GPT_VARIANTS(entropy_rows)
 
 static rebatch_status cross_entropy(const struct gpt_queue *queue, float *losses, void *logits,
-                                    const struct gpt_tokens *tokens, size_t vocabulary,
-                                    float scale)
+                                    const struct gpt_tokens *tokens, size_t vocabulary, float scale)
 {
     const struct cross_entropy c = {losses, logits, *tokens, vocabulary, scale};
     return gpt_host_for(queue, tokens->count * tokens->length, gpt_row_grain(vocabulary),

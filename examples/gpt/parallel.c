@@ -22,9 +22,9 @@ struct job {
     atomic_size_t next;  /* first item that nobody has taken */
 };
 
-/* `user_lock` is held by the thread whose job runs; `lock` guards the rest. A worker joins job number
- * `generation` once, unless it comes too late: when nothing is left to take, the job is closed and only
- * those who joined are waited for. */
+/* `user_lock` is held by the thread whose job runs; `lock` guards the rest. A worker joins job
+ * number `generation` once, unless it comes too late: when nothing is left to take, the job is
+ * closed and only those who joined are waited for. */
 static struct {
     pthread_mutex_t user_lock, lock;
     pthread_cond_t work, done;

@@ -14,9 +14,9 @@
 typedef void (*gpt_range_function)(size_t begin, size_t end, const void *user);
 
 /* Calls `function` for ranges that make up [0, count), of at least `grain` items each (the last may
- * be smaller), in no particular order and in several threads; returns when all have run. Which thread
- * runs an item and where ranges are cut must not matter to the results. Calls from within, or beside
- * another one, run in the calling thread alone. */
+ * be smaller), in no particular order and in several threads; returns when all have run. Which
+ * thread runs an item and where ranges are cut must not matter to the results. Calls from within,
+ * or beside another one, run in the calling thread alone. */
 void gpt_parallel_for(size_t count, size_t grain, gpt_range_function function, const void *user);
 
 /* How many threads share the work, the calling one included. */

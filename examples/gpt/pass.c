@@ -77,8 +77,8 @@ static uint32_t perceptron_site(size_t layer)
 #define EMBEDDING_SITE 0u
 
 /* out = residual + dropout(x), over all rows. */
-static rebatch_status drop(struct gpt_model *model, const struct gpt_samples *samples, uint32_t site,
-                           void *out, const void *residual, const void *x)
+static rebatch_status drop(struct gpt_model *model, const struct gpt_samples *samples,
+                           uint32_t site, void *out, const void *residual, const void *x)
 {
     const struct gpt_config *config = &model->config;
     const struct gpt_dropout dropout = {.probability = samples->training ? config->dropout : 0.0f,
@@ -121,9 +121,8 @@ static rebatch_status attention_branch(struct gpt_model *model, const struct gpt
     const struct gpt_set *weights = &model->parameters;
     const size_t rows = rows_of(model, samples), channels = model->config.channels;
     const struct gpt_attention shape = attention_of(model, samples->count);
-    TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM1], acts[GPT_ACT_MEAN1],
-                               acts[GPT_ACT_RSTD1], x,
-                               gpt_layer(model, weights, layer, GPT_NORM1_GAMMA),
+    TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM1], acts[GPT_ACT_MEAN1], acts[GPT_ACT_RSTD1],
+                               x, gpt_layer(model, weights, layer, GPT_NORM1_GAMMA),
                                gpt_layer(model, weights, layer, GPT_NORM1_BETA), rows, channels));
     TRY(linear(model, acts[GPT_ACT_QKV], acts[GPT_ACT_NORM1], layer, GPT_QKV_WEIGHT, GPT_QKV_BIAS,
                &(struct gpt_matmul){rows, channels, 3 * channels, false}));
@@ -142,8 +141,8 @@ static rebatch_status perceptron_branch(struct gpt_model *model, const struct gp
     const struct gpt_queue *queue = &model->queue;
     const struct gpt_set *weights = &model->parameters;
     const size_t rows = rows_of(model, samples), channels = model->config.channels;
-    TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM2], acts[GPT_ACT_MEAN2],
-                               acts[GPT_ACT_RSTD2], acts[GPT_ACT_MIDDLE],
+    TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM2], acts[GPT_ACT_MEAN2], acts[GPT_ACT_RSTD2],
+                               acts[GPT_ACT_MIDDLE],
                                gpt_layer(model, weights, layer, GPT_NORM2_GAMMA),
                                gpt_layer(model, weights, layer, GPT_NORM2_BETA), rows, channels));
     TRY(linear(model, acts[GPT_ACT_WIDE], acts[GPT_ACT_NORM2], layer, GPT_WIDEN_WEIGHT,
@@ -163,10 +162,9 @@ static rebatch_status embed(struct gpt_activations *acts, struct gpt_model *mode
     TRY(take(&acts->embedded, model,
              rows_of(model, samples) * model->config.channels * model->ops->element_bytes,
              GPT_TAG_ACTIVATIONS));
-    TRY(model->ops->embedding_forward(&model->queue, acts->embedded, &tokens,
-                                      gpt_outer(model, weights, GPT_TOKENS),
-                                      gpt_outer(model, weights, GPT_POSITIONS),
-                                      model->config.channels));
+    TRY(model->ops->embedding_forward(
+        &model->queue, acts->embedded, &tokens, gpt_outer(model, weights, GPT_TOKENS),
+        gpt_outer(model, weights, GPT_POSITIONS), model->config.channels));
     return drop(model, samples, EMBEDDING_SITE, acts->embedded, NULL, acts->embedded);
 }
 
@@ -280,15 +278,14 @@ static rebatch_status linear_backward(const struct backward *b, void *dx, const 
     TRY(ops->matmul_backward_weight(&b->model->queue,
                                     gpt_layer(b->model, b->gradients, layer, weight),
                                     gpt_layer(b->model, b->gradients, layer, bias), dy, x, shape));
-    return ops->matmul_backward_input(&b->model->queue, dx, dy,
-                                      gpt_layer(b->model, &b->model->parameters, layer, weight),
-                                      shape);
+    return ops->matmul_backward_input(
+        &b->model->queue, dx, dy, gpt_layer(b->model, &b->model->parameters, layer, weight), shape);
 }
 
 /* The stream's gradient += what comes through a branch's norm. */
 static rebatch_status norm_backward(const struct backward *b, size_t layer, const void *x,
-                                    const void *mean, const void *rstd,
-                                    enum gpt_layer_tensor gamma, enum gpt_layer_tensor beta)
+                                    const void *mean, const void *rstd, enum gpt_layer_tensor gamma,
+                                    enum gpt_layer_tensor beta)
 {
     struct gpt_model *model = b->model;
     return model->ops->layernorm_backward(
@@ -315,14 +312,15 @@ static rebatch_status perceptron_backward(const struct backward *b, size_t layer
                          GPT_NORM2_GAMMA, GPT_NORM2_BETA);
 }
 
-static rebatch_status attention_branch_backward(const struct backward *b, size_t layer,
-                                                void **acts, const void *x)
+static rebatch_status attention_branch_backward(const struct backward *b, size_t layer, void **acts,
+                                                const void *x)
 {
     struct gpt_model *model = b->model;
     const struct scratch *s = &b->scratch;
     const size_t channels = model->config.channels;
     const struct gpt_attention shape = attention_of(model, b->samples->count);
-    /* Three quarters of the wide buffer are the gradient of qkv, the rest that of attention's output. */
+    /* Three quarters of the wide buffer are the gradient of qkv, the rest that of attention's
+     * output. */
     void *dqkv = s->wide;
     void *dout = (char *)s->wide + b->rows * 3 * channels * model->ops->element_bytes;
     TRY(drop(model, b->samples, attention_site(layer), s->branch, NULL, s->stream));
@@ -350,12 +348,11 @@ static rebatch_status finish_backward(const struct backward *b, struct gpt_activ
                                     &shape));
     TRY(ops->matmul_backward_input(&model->queue, b->scratch.branch, acts->logits,
                                    gpt_outer(model, &model->parameters, GPT_TOKENS), &shape));
-    TRY(ops->layernorm_backward(&model->queue, b->scratch.stream,
-                                gpt_outer(model, b->gradients, GPT_FINAL_GAMMA),
-                                gpt_outer(model, b->gradients, GPT_FINAL_BETA), b->scratch.branch,
-                                x, acts->final_mean, acts->final_rstd,
-                                gpt_outer(model, &model->parameters, GPT_FINAL_GAMMA), b->rows,
-                                model->config.channels, false));
+    TRY(ops->layernorm_backward(
+        &model->queue, b->scratch.stream, gpt_outer(model, b->gradients, GPT_FINAL_GAMMA),
+        gpt_outer(model, b->gradients, GPT_FINAL_BETA), b->scratch.branch, x, acts->final_mean,
+        acts->final_rstd, gpt_outer(model, &model->parameters, GPT_FINAL_GAMMA), b->rows,
+        model->config.channels, false));
     give_final(acts, model);
     return REBATCH_OK;
 }
@@ -365,8 +362,7 @@ static rebatch_status embed_backward(const struct backward *b)
     struct gpt_model *model = b->model;
     const struct gpt_tokens tokens = tokens_of(model, b->samples);
     TRY(drop(model, b->samples, EMBEDDING_SITE, b->scratch.stream, NULL, b->scratch.stream));
-    return model->ops->embedding_backward(&model->queue,
-                                          gpt_outer(model, b->gradients, GPT_TOKENS),
+    return model->ops->embedding_backward(&model->queue, gpt_outer(model, b->gradients, GPT_TOKENS),
                                           gpt_outer(model, b->gradients, GPT_POSITIONS),
                                           b->scratch.stream, &tokens, model->config.channels);
 }

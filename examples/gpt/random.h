@@ -5,8 +5,8 @@
 
 #include <stdint.h>
 
-/* Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11:
- * ten rounds over a counter of four words under a key of two. */
+/* Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+ * SC11: ten rounds over a counter of four words under a key of two. */
 #define GPT_PHILOX_ROUNDS 10
 #define GPT_PHILOX_MULTIPLY_0 0xD2511F53u
 #define GPT_PHILOX_MULTIPLY_1 0xCD9E8D57u

@@ -67,9 +67,9 @@ static rebatch_status check_options(const struct gpt_train_options *options)
 
 /* ---- memory that outlives a callback ---- */
 
-/* A set is published only at the end of the callback that allocated it. It can still be taken back: when
- * rebatch finds a late error behind a callback that succeeded. Then its blocks are no longer in use,
- * and the set is forgotten. */
+/* A set is published only at the end of the callback that allocated it. It can still be taken back:
+ * when rebatch finds a late error behind a callback that succeeded. Then its blocks are no longer
+ * in use, and the set is forgotten. */
 static void forget_if_taken_back(struct gpt_trainer *trainer, struct gpt_set *set)
 {
     size_t bytes;
@@ -130,9 +130,8 @@ static rebatch_status upload(int32_t **out, struct gpt_trainer *trainer, enum gp
         gpt_data_sample(trainer->staging + i * (length + 1), trainer->data, split,
                         trainer->options.seed, step, first + i, length);
     void *memory;
-    rebatch_status status =
-        rebatch_pool_alloc(&memory, model->pool, tokens * sizeof(int32_t), model->queue.stream,
-                           model->tags[GPT_TAG_DATA]);
+    rebatch_status status = rebatch_pool_alloc(&memory, model->pool, tokens * sizeof(int32_t),
+                                               model->queue.stream, model->tags[GPT_TAG_DATA]);
     if (!status)
         status = rebatch_copy(model->queue.device, memory, trainer->staging,
                               tokens * sizeof(int32_t), model->queue.stream);
@@ -152,8 +151,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     struct gpt_activations activations;
     int32_t *tokens;
     trainer->samples_seen += mb->count;
-    rebatch_status status =
-        upload(&tokens, trainer, GPT_TRAINING, mb->step, mb->first, mb->count);
+    rebatch_status status = upload(&tokens, trainer, GPT_TRAINING, mb->step, mb->first, mb->count);
     if (status)
         return status;
     samples.tokens = tokens;
@@ -232,13 +230,12 @@ static rebatch_status update_tensors(struct gpt_trainer *trainer, const struct g
     for (size_t i = 0; i < gpt_tensor_count(&model->config) && !status; i++) {
         const struct gpt_tensor tensor = gpt_tensor_at(&model->config, i);
         settings.weight_decay = tensor.rows > 1 ? options->weight_decay : 0.0f;
-        status = model->ops->adamw(&model->queue,
-                                   model->parameters.blocks[tensor.block] + tensor.offset,
-                                   moments[0].blocks[tensor.block] + tensor.offset,
-                                   moments[1].blocks[tensor.block] + tensor.offset,
-                                   trainer->gradients.blocks[tensor.block] + tensor.offset,
-                                   &trainer->scalars->norm_and_scale[1],
-                                   tensor.rows * tensor.columns, &settings);
+        status = model->ops->adamw(
+            &model->queue, model->parameters.blocks[tensor.block] + tensor.offset,
+            moments[0].blocks[tensor.block] + tensor.offset,
+            moments[1].blocks[tensor.block] + tensor.offset,
+            trainer->gradients.blocks[tensor.block] + tensor.offset,
+            &trainer->scalars->norm_and_scale[1], tensor.rows * tensor.columns, &settings);
     }
     return status;
 }
@@ -398,7 +395,8 @@ rebatch_status gpt_trainer_hash(struct gpt_trainer *trainer, char text[GPT_HASH_
 
 /* ---- evaluation ---- */
 
-/* Adds the losses of one chunk of held-out samples. Leaves what it allocated to the caller's scope. */
+/* Adds the losses of one chunk of held-out samples. Leaves what it allocated to the caller's
+ * scope. */
 static rebatch_status evaluate_chunk(struct gpt_trainer *trainer, size_t first, size_t count)
 {
     struct gpt_model *model = trainer->model;

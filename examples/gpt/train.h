@@ -1,5 +1,5 @@
-/* Training the model under rebatch: the three callbacks, AdamW, the loss, evaluation. Must not know how
- * a device computes. */
+/* Training the model under rebatch: the three callbacks, AdamW, the loss, evaluation. Must not know
+ * how a device computes. */
 #ifndef GPT_TRAIN_H
 #define GPT_TRAIN_H
 
@@ -11,15 +11,15 @@
 /* What a training run is a function of, besides the text. */
 struct gpt_train_options {
     struct gpt_config config;
-    size_t batch;         /* samples of an update; at least 1 */
-    uint64_t seed;        /* of weights, dropout and samples */
-    float learning_rate;  /* at its highest */
+    size_t batch;        /* samples of an update; at least 1 */
+    uint64_t seed;       /* of weights, dropout and samples */
+    float learning_rate; /* at its highest */
     float least_learning_rate;
-    size_t warmup_steps;  /* the rate rises over these */
-    size_t total_steps;   /* and falls as a cosine until here, then stays at its least */
+    size_t warmup_steps; /* the rate rises over these */
+    size_t total_steps;  /* and falls as a cosine until here, then stays at its least */
     float beta1, beta2, epsilon;
-    float weight_decay;   /* of matrices */
-    float clip;           /* most that the gradients' norm may be; 0: no clipping */
+    float weight_decay; /* of matrices */
+    float clip;         /* most that the gradients' norm may be; 0: no clipping */
 };
 
 /* Defaults for a preset's sizes: a batch of 64, 40 steps.
@@ -43,8 +43,8 @@ struct gpt_trainer {
     size_t staging_room;
 };
 
-/* @param[out] out   owned by the caller, release with gpt_trainer_destroy() before the session is closed;
- *                   NULL on failure
+/* @param[out] out   owned by the caller, release with gpt_trainer_destroy() before the session is
+ *                   closed; NULL on failure
  *  @param rb        borrowed; a session serves one trainer, which guards state in it
  *  @param ops       for the session's device; borrowed
  *  @param stream    the session's

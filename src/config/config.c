@@ -5,6 +5,8 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "rebatch/cuda.h"
+
 /* ---- loading ---- */
 
 rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place)
@@ -203,6 +205,18 @@ static rebatch_status set_capacity(rebatch_device *device, const struct rbi_entr
     return rebatch_device_set_capacity(device, machine.total_bytes / 1000 * entry->permille);
 }
 
+/* device.kind's choices, in their order. */
+enum { KIND_HOST, KIND_CUDA };
+
+static rebatch_status open_kind(rebatch_device **out, const rebatch_config *config)
+{
+    if (config->entries[RBI_DEVICE_KIND].number == KIND_HOST)
+        return rebatch_device_open_host(out, REBATCH_UNLIMITED, NULL);
+    rebatch_cuda_options options = REBATCH_CUDA_OPTIONS_INIT;
+    options.ordinal = (int)config->entries[RBI_DEVICE_ORDINAL].number;
+    return rebatch_device_open_cuda(out, &options);
+}
+
 rebatch_status rebatch_config_open_device(rebatch_device **out, const rebatch_config *config)
 {
     if (!out)
@@ -211,7 +225,7 @@ rebatch_status rebatch_config_open_device(rebatch_device **out, const rebatch_co
     if (!config)
         return rbi_error(REBATCH_E_INVALID, "config is NULL");
     rebatch_device *device = NULL;
-    rebatch_status status = rebatch_device_open_host(&device, REBATCH_UNLIMITED, NULL);
+    rebatch_status status = open_kind(&device, config);
     const struct rbi_entry *capacity = &config->entries[RBI_DEVICE_CAPACITY];
     if (!status && !capacity->is_none)
         status = set_capacity(device, capacity);

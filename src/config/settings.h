@@ -55,7 +55,7 @@ enum rbi_setting_kind {
       .help = "When the smallest micro-batch does not fit, have the step use less memory a "       \
               "sample, if it can.")                                                                \
     X(RECOVERY_MAX_ATTEMPTS, .key = "recovery.max_attempts", .kind = RBI_COUNT, .initial = "64",   \
-      .least = 1, .most = UINT32_MAX,                                                              \
+      .least = 1, .most = 65536,                                                                   \
       .help = "Callbacks that may run in vain in one step before it gives up.")                    \
     X(GROWTH_ENABLED, .key = "growth.enabled", .kind = RBI_SWITCH, .initial = "true",              \
       .help = "Let the micro-batch grow again after clean steps.")                                 \
@@ -65,7 +65,10 @@ enum rbi_setting_kind {
       .most = UINT32_MAX,                                                                          \
       .help = "Each growth that fails doubles that wait, up to this many steps.")                  \
     X(DEVICE_KIND, .key = "device.kind", .kind = RBI_CHOICE, .initial = "host",                    \
-      .choices = {"host"}, .help = "The device: host is the CPU's memory under a cap.")            \
+      .choices = {"host", "cuda"},                                                                 \
+      .help = "The device: an NVIDIA GPU, or host, the CPU's memory under a cap.")                 \
+    X(DEVICE_ORDINAL, .key = "device.ordinal", .kind = RBI_COUNT, .initial = "0",                  \
+      .most = INT32_MAX, .help = "Which GPU, counted as CUDA does.")                               \
     X(DEVICE_CAPACITY, .key = "device.capacity", .kind = RBI_SIZE, .initial = "none",              \
       .least = 65536, .most = RBI_NUMBER_MOST, .share_of = "the machine's memory",                 \
       .may_be_none = true, .help = "All the memory that the host device has to give.")             \

@@ -105,8 +105,8 @@ Test(kernels_arguments, dropout)
                                       RBK_F32, NULL));
     REFUSED(rbk_bias_dropout_residual(place(0), place(1), place(2), place(3), &key, 1, 1, 9,
                                       RBK_F32, NULL));
-    REFUSED(rbk_bias_dropout_residual(place(0), place(1), place(2), place(3), &key,
-                                      (size_t)1 << 30, (size_t)1 << 30, 8, RBK_F32, NULL));
+    REFUSED(rbk_bias_dropout_residual(place(0), place(1), place(2), place(3), &key, (size_t)1 << 30,
+                                      (size_t)1 << 30, 8, RBK_F32, NULL));
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         key.probability = bad[i];
         REFUSED(rbk_dropout(place(0), place(1), &key, 1, 8, RBK_F32, NULL));
@@ -177,8 +177,8 @@ Test(kernels_arguments, attention)
         for (size_t i = 0; i < sizeof bad_scales / sizeof *bad_scales; i++)
             REFUSED(rbk_attention_forward(place(0), floats(1), place(2), 1, 2, 1, 32, bad_scales[i],
                                           dtype, NULL));
-        REFUSED(rbk_attention_forward(place(0), floats(1), place(2), 0, 2, 1, 32, 0.1f, dtype,
-                                      NULL));
+        REFUSED(
+            rbk_attention_forward(place(0), floats(1), place(2), 0, 2, 1, 32, 0.1f, dtype, NULL));
         REFUSED(rbk_attention_forward(place(0), floats(1), place(2), 1, (size_t)1 << 24, 1, 32,
                                       0.1f, dtype, NULL));
         REFUSED(rbk_attention_forward(place(0), floats(1), place(2), 1, 2, 65536, 32, 0.1f, dtype,
@@ -191,7 +191,8 @@ Test(kernels_arguments, attention)
         REFUSED(rbk_attention_backward(place(0), place(1), place(2), place(3), floats(4), place(5),
                                        bytes, 1, 2, 1, 40, 0.1f, dtype, NULL));
     }
-    REFUSED(rbk_attention_forward(place(0), floats(1), place(2), 1, 2, 1, 32, 0.1f, NO_DTYPE, NULL));
+    REFUSED(
+        rbk_attention_forward(place(0), floats(1), place(2), 1, 2, 1, 32, 0.1f, NO_DTYPE, NULL));
     end();
 }
 
@@ -229,8 +230,8 @@ Test(kernels_arguments, optimizer)
                       8, RBK_BF16, NULL));
     REFUSED(rbk_adamw(floats(0), floats(1), floats(2), place(3), floats(4), &good, odd(5), NULL,
                       NULL, 8, RBK_BF16, NULL));
-    REFUSED(rbk_squared_norm(place(0), floats(1), place(2),
-                             rbk_squared_norm_scratch_bytes(8) - 1, 8, NULL));
+    REFUSED(rbk_squared_norm(place(0), floats(1), place(2), rbk_squared_norm_scratch_bytes(8) - 1,
+                             8, NULL));
     REFUSED(rbk_squared_norm(place(0), floats(1), place(2), BYTES, 0, NULL));
     REFUSED(rbk_clip_coefficient(floats(0), NULL, place(1), NULL, -1.0f, NULL));
     REFUSED(rbk_clip_coefficient(floats(0), NULL, NULL, NULL, 1.0f, NULL));

@@ -147,8 +147,8 @@ static void check_part(problem *p, const double *want, size_t part, const char *
     }
     /* with one key the softmax is constant: dq and dk are 0 */
     const double error = p->length > 1 || part == 2 ? sqrt(distance / size) : sqrt(distance);
-    cr_assert(error <= support_tolerance(p->dtype), "%s (%s, T=%zu, D=%zu): relative error %g", what,
-              support_dtype_name(p->dtype), p->length, p->width, error);
+    cr_assert(error <= support_tolerance(p->dtype), "%s (%s, T=%zu, D=%zu): relative error %g",
+              what, support_dtype_name(p->dtype), p->length, p->width, error);
 }
 
 static void check_against_reference(problem *p)

@@ -38,9 +38,8 @@ static void check_gelu(rbk_dtype dtype, support_random *random)
         want[i] = gelu(in.host[i]);
     support_expect_close(&out, want, support_tolerance(dtype), "gelu forward");
 
-    support_must(
-        rbk_gelu_backward(din.device, dout.device, in.device, TAIL_COUNT, dtype, NULL),
-        "gelu backward");
+    support_must(rbk_gelu_backward(din.device, dout.device, in.device, TAIL_COUNT, dtype, NULL),
+                 "gelu backward");
     for (size_t i = 0; i < TAIL_COUNT; i++)
         want[i] = dout.host[i] * gelu_derivative(in.host[i]);
     support_expect_close(&din, want, support_tolerance(dtype), "gelu backward");
@@ -275,9 +274,8 @@ static void check_dropout(rbk_dtype dtype, support_random *random)
     double *want = malloc(count * sizeof *want);
     size_t dropped = 0;
 
-    support_must(
-        rbk_dropout(out.device, in.device, &drop_key, DROP_BATCH, elements, dtype, NULL),
-        "dropout");
+    support_must(rbk_dropout(out.device, in.device, &drop_key, DROP_BATCH, elements, dtype, NULL),
+                 "dropout");
     for (size_t i = 0; i < count; i++) {
         const bool kept = is_kept(&drop_key, i / elements, i % elements);
         want[i] = kept ? in.host[i] / (1.0 - drop_key.probability) : 0.0;
@@ -292,9 +290,9 @@ static void check_dropout(rbk_dtype dtype, support_random *random)
 
     rbk_dropout_key key = drop_key;
     key.first_sample += 3;
-    support_must(rbk_dropout(part.device, support_at(&in, 3 * elements), &key, 1, elements, dtype,
-                             NULL),
-                 "dropout of a sample");
+    support_must(
+        rbk_dropout(part.device, support_at(&in, 3 * elements), &key, 1, elements, dtype, NULL),
+        "dropout of a sample");
     support_expect_same(&part, 0, &out, 3 * elements, elements, "dropout of a sample");
     key.probability = 0.0f;
     support_must(rbk_dropout(out.device, in.device, &key, DROP_BATCH, elements, dtype, NULL),
@@ -363,10 +361,9 @@ Test(kernels_elementwise, bias_dropout_residual)
 /* ---- cast, scale, fill ---- */
 
 /* Ties, subnormal numbers, the ends of the ranges, and what is no number. */
-static const double cast_values[] = {0.0,     -0.0,     1.0,          1.00390625, 1.01171875,
-                                     0x1p-14, 0x1p-24,  0x1.8p-25,    0x1p-25,    65504.0,
-                                     65519.0, 65520.0,  -1e5,         3e38,       0x1.FFp127,
-                                     1e-38,   INFINITY, -INFINITY,    NAN};
+static const double cast_values[] = {
+    0.0,     -0.0,    1.0,  1.00390625, 1.01171875, 0x1p-14, 0x1p-24,  0x1.8p-25, 0x1p-25, 65504.0,
+    65519.0, 65520.0, -1e5, 3e38,       0x1.FFp127, 1e-38,   INFINITY, -INFINITY, NAN};
 
 static void check_cast(rbk_dtype from, rbk_dtype to, support_random *random)
 {

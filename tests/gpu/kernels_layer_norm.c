@@ -53,10 +53,10 @@ static problem problem_create(size_t batch, size_t width, rbk_dtype dtype, suppo
 
 static void problem_destroy(problem *p)
 {
-    support_array *const arrays[] = {&p->in,   &p->gamma, &p->beta,        &p->dout,
-                                     &p->residual_grad,   &p->out,         &p->mean,
-                                     &p->rstd, &p->din,   &p->gamma_start, &p->beta_start,
-                                     &p->gamma_grad,      &p->beta_grad};
+    support_array *const arrays[] = {
+        &p->in,         &p->gamma,      &p->beta,     &p->dout, &p->residual_grad,
+        &p->out,        &p->mean,       &p->rstd,     &p->din,  &p->gamma_start,
+        &p->beta_start, &p->gamma_grad, &p->beta_grad};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
         support_array_free(arrays[i]);
     support_must(cudaFree(p->scratch), "cudaFree");
@@ -75,9 +75,9 @@ static void row_statistics(double *mean, double *rstd, const double *row, size_t
 
 static void forward(problem *p)
 {
-    support_must(rbk_layer_norm_forward(p->out.device, p->mean.device, p->rstd.device,
-                                        p->in.device, p->gamma.device, p->beta.device,
-                                        p->batch * LENGTH, p->width, EPSILON, p->dtype, NULL),
+    support_must(rbk_layer_norm_forward(p->out.device, p->mean.device, p->rstd.device, p->in.device,
+                                        p->gamma.device, p->beta.device, p->batch * LENGTH,
+                                        p->width, EPSILON, p->dtype, NULL),
                  "layer norm forward");
 }
 
@@ -87,14 +87,13 @@ static void backward(problem *p, support_array *din, const support_array *residu
                      size_t count)
 {
     const size_t row = first * LENGTH, at = row * p->width;
-    support_must(
-        rbk_layer_norm_backward(support_at(din, at), gamma_grad->device, beta_grad->device,
-                                support_at(&p->dout, at),
-                                residual_grad ? support_at(residual_grad, at) : NULL,
-                                support_at(&p->in, at), support_float_at(&p->mean, row),
-                                support_float_at(&p->rstd, row), p->gamma.device, p->scratch,
-                                p->scratch_bytes, count, LENGTH, p->width, p->dtype, NULL),
-        "layer norm backward");
+    support_must(rbk_layer_norm_backward(
+                     support_at(din, at), gamma_grad->device, beta_grad->device,
+                     support_at(&p->dout, at), residual_grad ? support_at(residual_grad, at) : NULL,
+                     support_at(&p->in, at), support_float_at(&p->mean, row),
+                     support_float_at(&p->rstd, row), p->gamma.device, p->scratch, p->scratch_bytes,
+                     count, LENGTH, p->width, p->dtype, NULL),
+                 "layer norm backward");
 }
 
 static void check_forward(problem *p)
@@ -106,9 +105,9 @@ static void check_forward(problem *p)
     for (size_t r = 0; r < rows; r++) {
         row_statistics(&mean[r], &rstd[r], p->in.host + r * width, width);
         for (size_t c = 0; c < width; c++)
-            want[r * width + c] = (p->in.host[r * width + c] - mean[r]) * rstd[r] *
-                                      p->gamma.host[c] +
-                                  p->beta.host[c];
+            want[r * width + c] =
+                (p->in.host[r * width + c] - mean[r]) * rstd[r] * p->gamma.host[c] +
+                p->beta.host[c];
     }
     support_expect_close(&p->out, want, support_tolerance(p->dtype), "layer norm: out");
     support_expect_close(&p->mean, mean, 1e-5, "layer norm: mean");
@@ -180,8 +179,8 @@ Test(kernels_layer_norm, against_reference)
     support_random random = {201};
     for (int d = 0; d < DTYPE_COUNT; d++) {
         for (size_t w = 0; w < WIDTH_COUNT; w++) {
-            problem p = problem_create(widths[w] > 2000 ? 1 : 2, widths[w], support_dtypes[d],
-                                       &random);
+            problem p =
+                problem_create(widths[w] > 2000 ? 1 : 2, widths[w], support_dtypes[d], &random);
             check_forward(&p);
             check_backward(&p);
             problem_destroy(&p);
@@ -218,10 +217,9 @@ static void check_rows(problem *p)
     for (size_t row = 0; row < 9; row++) {
         for (size_t rows = 1; rows <= 3 && rows <= row + 1; rows++) {
             const size_t first = row + 1 - rows;
-            support_must(rbk_layer_norm_forward(out.device, NULL, NULL,
-                                                support_at(&p->in, first * width), p->gamma.device,
-                                                p->beta.device, rows, width, EPSILON, p->dtype,
-                                                NULL),
+            support_must(rbk_layer_norm_forward(
+                             out.device, NULL, NULL, support_at(&p->in, first * width),
+                             p->gamma.device, p->beta.device, rows, width, EPSILON, p->dtype, NULL),
                          "layer norm of some rows");
             support_expect_same(&out, (rows - 1) * width, &p->out, row * width, width,
                                 "layer norm of some rows");

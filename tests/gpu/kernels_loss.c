@@ -87,11 +87,10 @@ static void compute_reference(problem *p)
 static void run(const problem *p, support_array *logits, support_array *loss, size_t first,
                 size_t rows, bool write)
 {
-    support_must(rbk_cross_entropy(support_float_at(loss, first),
-                                   support_at(logits, first * p->shape.padded),
-                                   p->device_targets + first, rows, p->shape.vocabulary,
-                                   p->shape.padded, SCALE, p->device_scale.device, write, p->dtype,
-                                   NULL),
+    support_must(rbk_cross_entropy(
+                     support_float_at(loss, first), support_at(logits, first * p->shape.padded),
+                     p->device_targets + first, rows, p->shape.vocabulary, p->shape.padded, SCALE,
+                     p->device_scale.device, write, p->dtype, NULL),
                  "cross-entropy");
 }
 
@@ -189,9 +188,9 @@ Test(kernels_loss, sum_of_many_samples)
     support_must(rbk_loss_sum(whole.device, loss.device, 1.0f, BATCH, LENGTH, NULL), "loss sum");
     support_expect_close(&whole, &want, 1e-5, "loss sum of many samples");
     for (size_t b = 0; b < BATCH; b += 50)
-        support_must(rbk_loss_sum(cut.device, support_float_at(&loss, b * LENGTH), 1.0f, 50, LENGTH,
-                                  NULL),
-                     "loss sum, cut");
+        support_must(
+            rbk_loss_sum(cut.device, support_float_at(&loss, b * LENGTH), 1.0f, 50, LENGTH, NULL),
+            "loss sum, cut");
     support_expect_same(&cut, 0, &whole, 0, 1, "loss sum of many samples, cut");
     support_array_free(&loss);
     support_array_free(&whole);

@@ -62,8 +62,7 @@ static void update(weights *w, const support_array *grad, const rbk_adamw_settin
                  "adamw");
 }
 
-static void reference_update(double *w, double *m, double *v, double g,
-                             const rbk_adamw_settings *s)
+static void reference_update(double *w, double *m, double *v, double g, const rbk_adamw_settings *s)
 {
     const double update_number = (double)s->update;
     *w *= 1.0 - (double)s->learning_rate * s->weight_decay;
@@ -167,6 +166,26 @@ Test(kernels_optimizer, squared_norm)
         const double got = read_double(sum);
         cr_assert(fabs(got - want) <= 1e-5 * want, "squared norm of %zu: %.9g, not %.9g", counts[i],
                   got, want);
+        support_must(cudaFree(sum), "cudaFree");
+        support_must(cudaFree(scratch), "cudaFree");
+        support_array_free(&in);
+    }
+}
+
+/* Ones: any element left out or taken twice shows. */
+Test(kernels_optimizer, squared_norm_takes_each_once)
+{
+    const size_t counts[] = {7, 2048 * 3 + 1, 2048 * 1024 + 2048 * 5 + 3};
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        support_array in = support_array_poisoned(RBK_F32, counts[i]);
+        const size_t bytes = rbk_squared_norm_scratch_bytes(counts[i]);
+        void *scratch = support_scratch(bytes);
+        double *sum = upload_double(0.0);
+        support_must(rbk_fill(in.device, -1.0f, counts[i], RBK_F32, NULL), "fill");
+        support_must(rbk_squared_norm(sum, in.device, scratch, bytes, counts[i], NULL),
+                     "squared norm");
+        cr_assert(read_double(sum) == (double)counts[i], "%.1f of %zu", read_double(sum),
+                  counts[i]);
         support_must(cudaFree(sum), "cudaFree");
         support_must(cudaFree(scratch), "cudaFree");
         support_array_free(&in);

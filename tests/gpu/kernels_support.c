@@ -11,8 +11,11 @@
 const rbk_dtype support_dtypes[DTYPE_COUNT] = {RBK_F32, RBK_BF16, RBK_F16};
 
 const size_t support_cuts[SUPPORT_CUT_COUNT][SUPPORT_CUT_BATCH + 1] = {
-    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0}, {2, 2, 2, 2, 2, 2, 1, 0}, {3, 3, 3, 3, 1, 0},
-    {8, 5, 0},                                  {12, 1, 0},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0},
+    {2, 2, 2, 2, 2, 2, 1, 0},
+    {3, 3, 3, 3, 1, 0},
+    {8, 5, 0},
+    {12, 1, 0},
 };
 
 const char *support_dtype_name(rbk_dtype dtype)
@@ -180,8 +183,7 @@ support_array support_array_copy(const support_array *array)
     support_array copy = support_array_poisoned(array->dtype, array->count);
     memcpy(copy.host, array->host, array->count * sizeof *copy.host);
     support_must(cudaMemcpy(copy.device, array->device,
-                            array->count * rbk_dtype_bytes(array->dtype),
-                            cudaMemcpyDeviceToDevice),
+                            array->count * rbk_dtype_bytes(array->dtype), cudaMemcpyDeviceToDevice),
                  "cudaMemcpy");
     return copy;
 }

@@ -1,5 +1,5 @@
-/* Owns the tests of what the reference model is built on: random numbers, threads, SHA-256, error text.
- * Must not know private headers of the library. */
+/* Owns the tests of what the reference model is built on: random numbers, threads, SHA-256, error
+ * text. Must not know private headers of the library. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>

@@ -45,9 +45,9 @@ double relative_error(const float *got, const double *want, size_t count);
                   gpt_last_error(), (words));                                                      \
     } while (0)
 
-/* 1, or under valgrind, where everything takes fifty times as long, `thinned`: long loops then take
- * every so many-th of their cases. */
-size_t stride_of_cases(size_t thinned);
+/* Every how many-th case a long loop takes: REBATCH_TEST_STRIDE, which is set where everything
+ * takes many times as long, but no more than `most`; else 1. */
+size_t stride_of_cases(size_t most);
 
 /* ---- text ---- */
 

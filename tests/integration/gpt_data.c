@@ -30,8 +30,7 @@ static void remove_file(void)
     unlink(path);
 }
 
-static void check_refused(const char *file, size_t length, rebatch_status status,
-                          const char *words)
+static void check_refused(const char *file, size_t length, rebatch_status status, const char *words)
 {
     struct gpt_data *data;
     ASSERT_ERROR(gpt_data_open(&data, file, length), status, words);

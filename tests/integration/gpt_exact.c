@@ -1,5 +1,5 @@
-/* Owns the tests that operations give the same bits however the work is cut: over calls, rows, threads
- * and instruction sets. Must not know private headers of the library. */
+/* Owns the tests that operations give the same bits however the work is cut: over calls, rows,
+ * threads and instruction sets. Must not know private headers of the library. */
 #include <string.h>
 
 #include <criterion/criterion.h>
@@ -112,11 +112,9 @@ static void check_weight_cuts(uint64_t *state)
         memcpy(whole, start, (IN * OUT + OUT) * sizeof *whole);
         memcpy(parts, start, (IN * OUT + OUT) * sizeof *parts);
         shape.rows = MANY;
-        ASSERT_OK(
-            ops->matmul_backward_weight(&queue, whole, whole + IN * OUT, dy, x, &shape));
+        ASSERT_OK(ops->matmul_backward_weight(&queue, whole, whole + IN * OUT, dy, x, &shape));
         shape.rows = cut;
-        ASSERT_OK(
-            ops->matmul_backward_weight(&queue, parts, parts + IN * OUT, dy, x, &shape));
+        ASSERT_OK(ops->matmul_backward_weight(&queue, parts, parts + IN * OUT, dy, x, &shape));
         shape.rows = MANY - cut;
         ASSERT_OK(ops->matmul_backward_weight(&queue, parts, parts + IN * OUT, dy + cut * OUT,
                                               x + cut * IN, &shape));
@@ -216,8 +214,8 @@ static void check_norm_parts(uint64_t *state)
         const size_t row = cuts[i].first * LENGTH, rows = cuts[i].count * LENGTH, to = i > 0;
         const size_t at = row * CHANNELS;
         float *mean = stats[to] + row, *rstd = stats[to] + SAMPLES * LENGTH + row;
-        ASSERT_OK(ops->layernorm_forward(&queue, y[to] + at, mean, rstd, x + at, gamma, gamma,
-                                         rows, CHANNELS));
+        ASSERT_OK(ops->layernorm_forward(&queue, y[to] + at, mean, rstd, x + at, gamma, gamma, rows,
+                                         CHANNELS));
         ASSERT_OK(ops->layernorm_backward(&queue, dx[to] + at, sums[to], sums[to] + CHANNELS,
                                           dy + at, x + at, mean, rstd, gamma, rows, CHANNELS,
                                           false));
@@ -244,8 +242,8 @@ static void check_dropout_and_gelu_parts(uint64_t *state)
     for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
         const struct gpt_dropout dropout = {0.2f, 9, 4, 2, 100 + cuts[i].first};
         const size_t at = cuts[i].first * sample, count = cuts[i].count * sample, to = i > 0;
-        ASSERT_OK(ops->dropout_add(&queue, y[to] + at, x + at, x + at, cuts[i].count, sample,
-                                   &dropout));
+        ASSERT_OK(
+            ops->dropout_add(&queue, y[to] + at, x + at, x + at, cuts[i].count, sample, &dropout));
         ASSERT_OK(ops->gelu_forward(&queue, z[to] + at, x + at, count));
         ASSERT_OK(ops->gelu_backward(&queue, z[to] + at, x + at, count));
     }
@@ -278,10 +276,10 @@ static void check_token_parts(uint64_t *state)
                                         LENGTH};
         const size_t at = cuts[i].first * sample, to = i > 0;
         ASSERT_OK(ops->embedding_forward(&queue, x[to] + at, &some, table, table, V));
-        ASSERT_OK(ops->cross_entropy(&queue, losses[to] + cuts[i].first * LENGTH, x[to] + at,
-                                     &some, V, 0.01f));
-        ASSERT_OK(ops->embedding_backward(&queue, sums[to], sums[to] + V * V, x[to] + at, &some,
-                                          V));
+        ASSERT_OK(ops->cross_entropy(&queue, losses[to] + cuts[i].first * LENGTH, x[to] + at, &some,
+                                     V, 0.01f));
+        ASSERT_OK(
+            ops->embedding_backward(&queue, sums[to], sums[to] + V * V, x[to] + at, &some, V));
     }
     ASSERT_SAME(x[1], x[0], SAMPLES * sample, "logits");
     ASSERT_SAME(losses[1], losses[0], SAMPLES * LENGTH, "losses");

@@ -1,5 +1,5 @@
-/* Owns the tests of the model as a whole: its loss and gradients against the reference in double, and
- * what it allocates. Must not know private headers of the library. */
+/* Owns the tests of the model as a whole: its loss and gradients against the reference in double,
+ * and what it allocates. Must not know private headers of the library. */
 #include <math.h>
 #include <string.h>
 
@@ -82,8 +82,7 @@ static void disturb(struct gpt_model *model, uint64_t *state)
 static void copy_parameters(double **blocks, const struct gpt_model *model)
 {
     for (size_t i = 0; i < gpt_block_count(&model->config); i++)
-        blocks[i] =
-            to_doubles(model->parameters.blocks[i], gpt_block_elements(&model->config, i));
+        blocks[i] = to_doubles(model->parameters.blocks[i], gpt_block_elements(&model->config, i));
 }
 
 /* Runs forward and backward; returns the mean loss and leaves complete gradients. */
@@ -106,7 +105,8 @@ static double run_model(struct gpt_model *model, const struct gpt_samples *sampl
     return sum / (double)rows;
 }
 
-/* Three parameters of a tensor: central differences of the reference's loss against the gradient. */
+/* Three parameters of a tensor: central differences of the reference's loss against the
+ * gradient. */
 static void check_tensor(struct gpt_model *model, const struct gpt_samples *samples,
                          const struct gpt_set *gradients, double **blocks, size_t index,
                          uint64_t *state)

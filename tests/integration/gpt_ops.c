@@ -93,8 +93,8 @@ static void check_layernorm(size_t rows, size_t C, uint64_t *state)
     float *dx = poisoned_floats(rows * C), *sum = random_floats(rows * C, 1.0f, state);
     double *want_sum = to_doubles(sum, rows * C), *want_dx = zero_doubles(rows * C);
     double *want_dgamma = to_doubles(dgamma, C), *want_dbeta = to_doubles(dbeta, C);
-    reference_layernorm_backward(want_dx, want_dgamma, want_dbeta, to_doubles(dy, rows * C),
-                                 wide_x, wide_gamma, rows, C);
+    reference_layernorm_backward(want_dx, want_dgamma, want_dbeta, to_doubles(dy, rows * C), wide_x,
+                                 wide_gamma, rows, C);
     ASSERT_OK(ops->layernorm_backward(&queue, dx, dgamma, dbeta, dy, x, mean, rstd, gamma, rows, C,
                                       false));
     ASSERT_CLOSE(dx, want_dx, rows * C);
@@ -162,7 +162,7 @@ static void check_matmul(size_t rows, size_t inputs, size_t outputs, bool transp
 
 static void check_matmuls(uint64_t *state)
 {
-    static const size_t shapes[][3] = {{1, 1, 1},    {1, 64, 192},  {7, 13, 5},   {64, 128, 33},
+    static const size_t shapes[][3] = {{1, 1, 1},     {1, 64, 192},  {7, 13, 5},   {64, 128, 33},
                                        {70, 257, 96}, {193, 64, 31}, {12, 600, 32}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         check_matmul(shapes[i][0], shapes[i][1], shapes[i][2], false, state);
@@ -323,8 +323,7 @@ static void check_cross_entropy(size_t V, float spread, uint64_t *state)
     double *want = zero_doubles(rows), *want_slopes = zero_doubles(rows * V);
     for (size_t row = 0; row < rows; row++) {
         const size_t target = (size_t)tokens.tokens[row / T * (T + 1) + row % T + 1];
-        want[row] =
-            reference_cross_entropy(want_slopes + row * V, wide + row * V, V, target);
+        want[row] = reference_cross_entropy(want_slopes + row * V, wide + row * V, V, target);
     }
     for (size_t i = 0; i < rows * V; i++)
         want_slopes[i] *= (double)scale;

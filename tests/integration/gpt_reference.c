@@ -110,8 +110,7 @@ void reference_attention(double *out, double *log_sums, const double *qkv,
         const size_t first = at / shape->length / shape->heads * shape->length;
         const double *base = qkv + first * row + head * width;
         double *o = out + (first + t) * channels + head * width;
-        const double log_sum =
-            soften(weights, base + t * row, base + channels, t, row, width);
+        const double log_sum = soften(weights, base + t * row, base + channels, t, row, width);
         if (log_sums)
             log_sums[(first + t) * shape->heads + head] = log_sum;
         for (size_t d = 0; d < width; d++) {
@@ -169,8 +168,7 @@ double reference_gelu_slope(double x)
 {
     const double factor = sqrt(2.0 / M_PI);
     const double t = tanh(factor * (x + 0.044715 * x * x * x));
-    return 0.5 * (1.0 + t) +
-           0.5 * x * (1.0 - t * t) * factor * (1.0 + 3.0 * 0.044715 * x * x);
+    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * factor * (1.0 + 3.0 * 0.044715 * x * x);
 }
 
 double reference_cross_entropy(double *dlogits, const double *logits, size_t vocabulary,

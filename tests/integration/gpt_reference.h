@@ -1,5 +1,5 @@
-/* The reference model once more, in double and as plainly as possible: what the host operations and the
- * whole model are measured against. Must not use any operation of the model. */
+/* The reference model once more, in double and as plainly as possible: what the host operations and
+ * the whole model are measured against. Must not use any operation of the model. */
 #ifndef GPT_REFERENCE_H
 #define GPT_REFERENCE_H
 

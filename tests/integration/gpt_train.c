@@ -1,5 +1,5 @@
-/* Owns the tests of training: the same bits for every cut of the batch and every OOM, and a loss that
- * falls. Must not know private headers of the library. */
+/* Owns the tests of training: the same bits for every cut of the batch and every OOM, and a loss
+ * that falls. Must not know private headers of the library. */
 #include <math.h>
 #include <string.h>
 
@@ -88,8 +88,8 @@ Test(gpt_train, the_hash_sees_everything, .description = "seeds 1 and 2")
 
 /* ---- the same bits through OOMs ---- */
 
-/* A batch of 4 and two steps: few enough allocations to fail each of them. Every allocation goes to the
- * device, so that each can fail. */
+/* A batch of 4 and two steps: few enough allocations to fail each of them. Every allocation goes to
+ * the device, so that each can fail. */
 static struct run_options short_run(void)
 {
     struct run_options options = tiny_run();

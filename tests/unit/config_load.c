@@ -31,7 +31,8 @@ static const struct value {
     {"growth.enabled", "false", "false", "true"},
     {"growth.after", "3", "3", "16"},
     {"growth.wait_max", "100", "100", "1024"},
-    {"device.kind", "\"host\"", "host", "\"host\""}, /* there is no other kind yet */
+    {"device.kind", "\"cuda\"", "cuda", "\"host\""},
+    {"device.ordinal", "3", "3", "0"},
     {"device.capacity", "\"64MiB\"", "64MiB", "\"none\""},
     {"log.level", "\"debug\"", "debug", "\"info\""},
 };
