@@ -1,7 +1,7 @@
 /* AdamW with fp32 master weights. Owns rbk_adamw. Must not know: which parameters it updates.
  *
- * One element is one function of its own numbers, written with explicit roundings, so that the compiler
- * cannot contract it differently for whole chunks and for the last one. */
+ * One element is one function of its own numbers, written with explicit roundings, so that the
+ * compiler cannot contract it differently for whole chunks and for the last one. */
 #include "common.cuh"
 #include "types.cuh"
 

@@ -2,15 +2,16 @@
  *
  * With p = exp(scale * <q, k> - log_sum), dp = <dout, v> and delta = <dout, out> of the query:
  * ds = p * (dp - delta), dv = sum of p dout, dk = scale * sum of ds q, dq = scale * sum of ds k.
- * A block of the first kernel owns keys and goes through the queries, one of the second owns queries and
- * goes through the keys. Both compute the products with the own rows as rows, so that p and ds come out
- * of the accumulators in the layout of the next product's operand and never pass through memory. */
+ * A block of the first kernel owns keys and goes through the queries, one of the second owns
+ * queries and goes through the keys. Both compute the products with the own rows as rows, so that p
+ * and ds come out of the accumulators in the layout of the next product's operand and never pass
+ * through memory. */
 #include "attention_launch.cuh"
 #include "attention_plain.cuh"
 #include "attention_tile.cuh"
 
-/* Rows of a tile that passes by, and how many of them are handled at once: what keeps two blocks on a
- * multiprocessor and the accumulators in registers. */
+/* Rows of a tile that passes by, and how many of them are handled at once: what keeps two blocks on
+ * a multiprocessor and the accumulators in registers. */
 template <int D> constexpr int passing_rows = D == 128 ? 32 : 64;
 constexpr int STEP = 32;
 
@@ -69,8 +70,8 @@ template <typename T, int D> struct head_view {
     }
 };
 
-/* Start copying a tile of queries, their output gradients, log_sum and delta. Queries past the end get
- * zeros everywhere: p = 1, but dout = 0 and ds = 0, so they add nothing. */
+/* Start copying a tile of queries, their output gradients, log_sum and delta. Queries past the end
+ * get zeros everywhere: p = 1, but dout = 0 and ds = 0, so they add nothing. */
 template <typename T, int D>
 __device__ inline void load_queries(shared_address queries, shared_address douts,
                                     shared_address statistics, const head_view<T, D> &view,
@@ -88,9 +89,9 @@ __device__ inline void load_queries(shared_address queries, shared_address douts
     }
 }
 
-/* What STEP queries of a tile add to the dk and dv of the warp's keys. `key` and `query` are where the
- * warp's keys and these queries begin in the sequence, `key_row` and `query_row` where in their tiles;
- * `statistics` holds log_sum and delta of the tile. */
+/* What STEP queries of a tile add to the dk and dv of the warp's keys. `key` and `query` are where
+ * the warp's keys and these queries begin in the sequence, `key_row` and `query_row` where in their
+ * tiles; `statistics` holds log_sum and delta of the tile. */
 template <typename T, int D, int M>
 __device__ __forceinline__ void
 add_queries(float (&dk)[M][D / 8][4], float (&dv)[M][D / 8][4], shared_address keys,
@@ -188,8 +189,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
     store_rows<T, D, M>(view.dv, view.stride, dv, one, shared + own_bytes, warp_row, first, length);
 }
 
-/* What STEP keys of a tile add to the dq of the warp's queries; the arguments are as in add_queries().
- * `base` is log_sum * log2(e), for the rows lane / 4 and lane / 4 + 8 of each 16. */
+/* What STEP keys of a tile add to the dq of the warp's queries; the arguments are as in
+ * add_queries(). `base` is log_sum * log2(e), for the rows lane / 4 and lane / 4 + 8 of each 16. */
 template <typename T, int D, int M>
 __device__ __forceinline__ void
 add_keys(float (&dq)[M][D / 8][4], const float (&base)[M][2], const float (&delta)[M][2],

@@ -1,22 +1,23 @@
 /* Causal attention forward. Owns rbk_attention_forward. Must not know: other samples or heads.
  *
- * One block a sample, head and tile of queries; keys and values pass by in tiles, two of each in shared
- * memory, the next on its way while one is used. The tiles with most keys start first. */
+ * One block a sample, head and tile of queries; keys and values pass by in tiles, two of each in
+ * shared memory, the next on its way while one is used. The tiles with most keys start first. */
 #include "attention_launch.cuh"
 #include "attention_plain.cuh"
 #include "attention_tile.cuh"
 
 constexpr int MMA_KEYS = 64;
 
-/* A row's softmax so far, for the rows lane / 4 and lane / 4 + 8 of each 16: the highest product, and
- * this lane's share of the sum of exponentials. */
+/* A row's softmax so far, for the rows lane / 4 and lane / 4 + 8 of each 16: the highest product,
+ * and this lane's share of the sum of exponentials. */
 template <int M> struct softmax_state {
     float high[M][2];
     float sum[M][2];
 };
 
 /* Products become probabilities relative to the highest product so far; what was added up before is
- * brought to the same scale. Every row has its key 0, so `high` is finite from the first tile on. */
+ * brought to the same scale. Every row has its key 0, so `high` is finite from the first tile on.
+ * */
 template <int D, int M>
 __device__ inline void softmax_step(float (&s)[M][MMA_KEYS / 8][4], float (&acc)[M][D / 8][4],
                                     softmax_state<M> &state, float scale2)
@@ -147,7 +148,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
     store_rows<T, D, M>(to, (size_t)heads * D, acc, factor, shared, warp_row, first, length);
 }
 
-/* softmax_step() for the plain units; `key` and `query` are the first of this thread's column and rows. */
+/* softmax_step() for the plain units; `key` and `query` are the first of this thread's column and
+ * rows. */
 template <int D>
 __device__ __forceinline__ void
 plain_softmax_step(float (&s)[PLAIN_EACH][plain_rows<D> / PLAIN_SIDE],

@@ -1,6 +1,6 @@
 /** @file attention_launch.cuh
- *  What the launchers of attention have in common: sizes of tiles, checks, the choice of head width.
- *  Host side. */
+ *  What the launchers of attention have in common: sizes of tiles, checks, the choice of head
+ *  width. Host side. */
 #ifndef REBATCH_KERNELS_ATTENTION_LAUNCH_CUH
 #define REBATCH_KERNELS_ATTENTION_LAUNCH_CUH
 

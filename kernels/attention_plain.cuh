@@ -97,8 +97,8 @@ __device__ inline void plain_dot(float (&product)[PLAIN_EACH][plain_rows<D> / PL
     }
 }
 
-/** Put a product where plain_accumulate() reads it. An own row's weights are written and read by one
- *  half of a warp, so the warp is all that has to wait. */
+/** Put a product where plain_accumulate() reads it. An own row's weights are written and read by
+ *  one half of a warp, so the warp is all that has to wait. */
 template <int D>
 __device__ inline void
 plain_put_weights(float *weights, const float (&product)[PLAIN_EACH][plain_rows<D> / PLAIN_SIDE])

@@ -50,9 +50,10 @@ __device__ inline void tile_load(shared_address tile, const T *from, size_t stri
     }
 }
 
-/** Where this lane's row of a 16x16 block at (row, column chunk `chunk`) begins; row is a multiple of
- *  16, chunk is even. Matrices: top left, bottom left, top right, bottom right. As it is, this is
- *  operand a of a row-major tile; transposed, operand b of the tile's rows as the inner dimension. */
+/** Where this lane's row of a 16x16 block at (row, column chunk `chunk`) begins; row is a multiple
+ *  of 16, chunk is even. Matrices: top left, bottom left, top right, bottom right. As it is, this
+ *  is operand a of a row-major tile; transposed, operand b of the tile's rows as the inner
+ *  dimension. */
 template <int D>
 __device__ inline shared_address block_address(shared_address tile, int row, int chunk)
 {
@@ -62,8 +63,8 @@ __device__ inline shared_address block_address(shared_address tile, int row, int
     return tile + (row + lane_row) * tile_row_bytes<D> + ((chunk ^ low) << 4);
 }
 
-/** The same with matrices top left, top right, bottom left, bottom right: operand b of two neighbouring
- *  products, of a tile that holds b's columns as rows. */
+/** The same with matrices top left, top right, bottom left, bottom right: operand b of two
+ *  neighbouring products, of a tile that holds b's columns as rows. */
 template <int D>
 __device__ inline shared_address columns_address(shared_address tile, int row, int chunk)
 {
@@ -118,8 +119,8 @@ __device__ inline void multiply_transposed(float (&acc)[M][N][4], shared_address
 }
 
 /** Keys after their query do not count: their products become -inf. Row 0 and column 0 of the
- *  accumulators are at `row` and `column` of the sequence; the rows are queries and the columns keys, or
- *  the other way round. */
+ *  accumulators are at `row` and `column` of the sequence; the rows are queries and the columns
+ *  keys, or the other way round. */
 template <int M, int N, bool ROWS_ARE_KEYS>
 __device__ inline void mask_later_keys(float (&s)[M][N][4], int row, int column)
 {
@@ -139,8 +140,8 @@ __device__ inline void mask_later_keys(float (&s)[M][N][4], int row, int column)
     }
 }
 
-/** Operand a of products over 16*K columns, from accumulators: rounded to T. An accumulator's layout is
- *  that of operand a, 8 columns at a time. */
+/** Operand a of products over 16*K columns, from accumulators: rounded to T. An accumulator's
+ *  layout is that of operand a, 8 columns at a time. */
 template <typename T, int M, int N>
 __device__ inline void round_to_operand(unsigned (&a)[M][N / 2][4], const float (&acc)[M][N][4])
 {
@@ -176,11 +177,13 @@ __device__ inline void multiply_rows(float (&acc)[M][D / 8][4], const unsigned (
     }
 }
 
-/** Round this warp's accumulators, times a factor for each of its rows, and write them to global memory
- *  16 bytes at a time, by way of the warp's own rows of a tile that nobody else reads any more.
+/** Round this warp's accumulators, times a factor for each of its rows, and write them to global
+ *  memory 16 bytes at a time, by way of the warp's own rows of a tile that nobody else reads any
+ *  more.
  *  @param row     of the tile where the warp's rows begin
  *  @param factor  [m][0] for row lane / 4 of the m-th 16, [m][1] for 8 rows further
- *  @param first   row of the sequence that is row 0 of the tile; rows from `length` on are left out */
+ *  @param first   row of the sequence that is row 0 of the tile; rows from `length` on are left out
+ *                 */
 template <typename T, int D, int M>
 __device__ inline void store_rows(T *to, size_t stride, const float (&acc)[M][D / 8][4],
                                   const float (&factor)[M][2], unsigned char *tile, int row,

@@ -1,6 +1,6 @@
 /** @file common.cuh
- *  What every launcher does before it launches: check pointers and sizes, turn the run-time dtype into
- *  a type. Host side only. */
+ *  What every launcher does before it launches: check pointers and sizes, turn the run-time dtype
+ *  into a type. Host side only. */
 #ifndef REBATCH_KERNELS_COMMON_CUH
 #define REBATCH_KERNELS_COMMON_CUH
 

@@ -1,9 +1,9 @@
-/* Cross-entropy with its gradient in place of the logits, and the loss's sum. Owns rbk_cross_entropy and
- * rbk_loss_sum. Must not know: how many tokens the effective batch has.
+/* Cross-entropy with its gradient in place of the logits, and the loss's sum. Owns
+ * rbk_cross_entropy and rbk_loss_sum. Must not know: how many tokens the effective batch has.
  *
  * One block a row, twice over it: once for the maximum and the sum of exponentials (online softmax,
- * Milakov and Gimelshein, 2018), once for the gradient. The second reading comes from L2: the rows in
- * flight are a few tens of megabytes. */
+ * Milakov and Gimelshein, 2018), once for the gradient. The second reading comes from L2: the rows
+ * in flight are a few tens of megabytes. */
 #include "common.cuh"
 #include "exponential.cuh"
 #include "reduce.cuh"

@@ -1,5 +1,5 @@
-/* Dropout keyed by (seed, step, site, sample, element), alone and fused with the bias before it and the
- * residual after it. Owns rbk_dropout and rbk_bias_dropout_residual. Must not know: the cut. */
+/* Dropout keyed by (seed, step, site, sample, element), alone and fused with the bias before it and
+ * the residual after it. Owns rbk_dropout and rbk_bias_dropout_residual. Must not know: the cut. */
 #include "common.cuh"
 #include "philox.cuh"
 #include "types.cuh"

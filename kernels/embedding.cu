@@ -43,8 +43,8 @@ __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, const T 
     store8(out + c.first, x);
 }
 
-/* keys[n] = (token, n), sorted inside each run of SORT_RUN by a bitonic network. A token that is not
- * in the vocabulary becomes the largest one, at the end. */
+/* keys[n] = (token, n), sorted inside each run of SORT_RUN by a bitonic network. A token that is
+ * not in the vocabulary becomes the largest one, at the end. */
 __global__ void sort_runs_kernel(unsigned long long *keys, const int32_t *tokens, int count,
                                  int vocabulary)
 {
@@ -78,8 +78,8 @@ __global__ void sort_runs_kernel(unsigned long long *keys, const int32_t *tokens
             keys[first + i] = run[i];
 }
 
-/* Merge neighbouring sorted runs of `run` keys: a key goes to its rank in its own run plus the number
- * of smaller keys in the other. All keys are different. */
+/* Merge neighbouring sorted runs of `run` keys: a key goes to its rank in its own run plus the
+ * number of smaller keys in the other. All keys are different. */
 __global__ void merge_runs_kernel(unsigned long long *out, const unsigned long long *in, int count,
                                   int run)
 {
@@ -115,8 +115,9 @@ template <> __device__ inline float4 load4<float>(const float *from)
     return *reinterpret_cast<const float4 *>(from);
 }
 
-/* token_grad[v,c] += dout[n,c] for the n of token v, ascending. One warp a sorted key and 128 channels;
- * the warp of a run's first key does the run. Grid: keys / GATHER_WARPS, channels / 128. */
+/* token_grad[v,c] += dout[n,c] for the n of token v, ascending. One warp a sorted key and 128
+ * channels; the warp of a run's first key does the run. Grid: keys / GATHER_WARPS, channels / 128.
+ * */
 template <typename T>
 __global__ void gather_tokens_kernel(float *token_grad, const T *dout,
                                      const unsigned long long *keys, int count, int width,

@@ -1,9 +1,9 @@
 /** @file gelu.cuh
  *  The GELU's tanh form and its derivative, for one number. Device side.
  *
- *  __expf and __fdividef are off by a few units in the last place (CUDA C++ Programming Guide, intrinsic
- *  functions), which is far below what the types and tolerances here need, and they treat infinities as
- *  the formula wants: exp(+inf) gives a gate of 0, exp(-inf) one of 1. */
+ *  __expf and __fdividef are off by a few units in the last place (CUDA C++ Programming Guide,
+ *  intrinsic functions), which is far below what the types and tolerances here need, and they treat
+ *  infinities as the formula wants: exp(+inf) gives a gate of 0, exp(-inf) one of 1. */
 #ifndef REBATCH_KERNELS_GELU_CUH
 #define REBATCH_KERNELS_GELU_CUH
 

@@ -2,27 +2,28 @@
  *  The GPU operations of the reference model: one launcher with C linkage each.
  *
  *  What holds for all of them:
- *  - Every pointer is device memory and not NULL unless its line says so. It starts at a multiple of 16
- *    bytes; tokens, targets, loss, mean, rstd, log_sum and single values ("one float") at one of their
- *    element's size. It stays the caller's and must be valid until the work on `stream` has run.
- *    Settings structs are host memory, copied by the call.
+ *  - Every pointer is device memory and not NULL unless its line says so. It starts at a multiple
+ *    of 16 bytes; tokens, targets, loss, mean, rstd, log_sum and single values ("one float") at one
+ *    of their element's size. It stays the caller's and must be valid until the work on `stream`
+ *    has run. Settings structs are host memory, copied by the call.
  *  - Arrays are dense, the last index runs fastest. B = batch (samples of the micro-batch),
  *    T = length (positions a sample), C = width (channels), H = heads, D = head width,
  *    V = vocabulary, R = rows (B*T where nothing else is said). Every size is at least 1.
  *  - `dtype` is the type of activations and of the working copy of the weights. Weight gradients,
  *    statistics, losses and the optimizer's state are fp32. Arithmetic is in fp32 (attention's
- *    products take fp16/bf16 operands and add in fp32); a result is rounded once, when it is stored.
- *  - Arguments are checked first: cudaErrorInvalidValue means that nothing was launched. Otherwise the
- *    value is cudaGetLastError() after the launch. Nothing is allocated and nothing waits, so a launcher
- *    may be called while an out-of-memory is being handled; scratch comes from the caller.
- *  - An output may be the same array as an input where its line says "in place"; any other overlap is
- *    not allowed.
+ *    products take fp16/bf16 operands and add in fp32); a result is rounded once, when it is
+ *    stored.
+ *  - Arguments are checked first: cudaErrorInvalidValue means that nothing was launched. Otherwise
+ *    the value is cudaGetLastError() after the launch. Nothing is allocated and nothing waits, so a
+ *    launcher may be called while an out-of-memory is being handled; scratch comes from the caller.
+ *  - An output may be the same array as an input where its line says "in place"; any other overlap
+ *    is not allowed.
  *  - Deterministic: no floating-point atomics. A row's result depends on that row alone: not on how
  *    many rows there are, nor where it stands.
  *  - "Cut-invariant" marks the operations that add over samples. They go on from what the fp32
- *    accumulator holds and add the samples in ascending order, so that any cut of an effective batch
- *    into micro-batches, handed over in ascending order, leaves the same bits. The sum inside one
- *    sample has a fixed shape that depends on T alone. */
+ *    accumulator holds and add the samples in ascending order, so that any cut of an effective
+ *    batch into micro-batches, handed over in ascending order, leaves the same bits. The sum inside
+ *    one sample has a fixed shape that depends on T alone. */
 #ifndef REBATCH_KERNELS_H
 #define REBATCH_KERNELS_H
 
@@ -73,7 +74,7 @@ extern "C" {
 /** Bytes of one element; 0 for a value that is no dtype. */
 size_t rbk_dtype_bytes(rbk_dtype dtype);
 
-/* ---- embedding ------------------------------------------------------------------------------- */
+/* ---- embedding ---- */
 
 /** out[b,t,c] = token_weight[tokens[b,t],c] + position_weight[t,c].
  *  A token outside [0, V) reads as a row of zeros.
@@ -92,8 +93,8 @@ size_t rbk_embedding_backward_scratch_bytes(size_t batch, size_t length);
 
 /** Gradients of both tables, cut-invariant. Each element is one chain of additions that starts from
  *  the accumulator: over ascending (b,t) with tokens[b,t] = v for token_grad[v,c], over ascending b
- *  for position_grad[t,c]. Positions are brought into the order (token, b, t) by sorting keys that are
- *  all different, so there is one order only. A token outside [0, V) gives no token gradient.
+ *  for position_grad[t,c]. Positions are brought into the order (token, b, t) by sorting keys that
+ *  are all different, so there is one order only. A token outside [0, V) gives no token gradient.
  *  @param[in,out] token_grad     [V,C] fp32
  *  @param[in,out] position_grad  [at least T,C] fp32
  *  @param dout                   [B,T,C]
@@ -104,11 +105,12 @@ cudaError_t rbk_embedding_backward(float *token_grad, float *position_grad, cons
                                    size_t batch, size_t length, size_t width, size_t vocabulary,
                                    rbk_dtype dtype, cudaStream_t stream);
 
-/* ---- layer norm (Ba et al., 2016) -------------------------------------------------------------- */
+/* ---- layer norm (Ba et al., 2016) ---- */
 
 /** out = (in - mean) * rstd * gamma + beta over the C channels of a row, rstd = 1 / sqrt(variance +
  *  epsilon), variance the mean squared distance from the mean (two passes).
- *  Order: a thread adds its 8 neighbouring channels, a warp adds by butterfly, then warps ascending.
+ *  Order: a thread adds its 8 neighbouring channels, a warp adds by butterfly, then warps
+ *  ascending.
  *  @param[out] out         [R,C]; in place on `in` is allowed
  *  @param[out] mean, rstd  [R] fp32; both NULL: not stored
  *  @param gamma, beta      [C]
@@ -122,12 +124,13 @@ size_t rbk_layer_norm_backward_scratch_bytes(size_t batch, size_t length, size_t
 
 /** With x = (in - mean) * rstd and g = dout * gamma, over a row:
  *  din = rstd * (g - mean(g) - x * mean(g * x)) + residual_grad;
- *  gamma_grad += sum of dout * x, beta_grad += sum of dout, cut-invariant: rows ascending inside tiles
- *  of 32 positions of one sample, tiles ascending, samples ascending.
+ *  gamma_grad += sum of dout * x, beta_grad += sum of dout, cut-invariant: rows ascending inside
+ *  tiles of 32 positions of one sample, tiles ascending, samples ascending.
  *  @param[out] din                       [B,T,C]; in place on `dout` or `residual_grad` is allowed
  *  @param[in,out] gamma_grad, beta_grad  [C] fp32
  *  @param dout                           [B,T,C]
- *  @param residual_grad                  [B,T,C]: the gradient that comes round the block; NULL: none
+ *  @param residual_grad                  [B,T,C]: the gradient that comes round the block; NULL:
+ *                                        none
  *  @param in, mean, rstd, gamma          as in the forward pass
  *  @param scratch                        of rbk_layer_norm_backward_scratch_bytes() */
 cudaError_t rbk_layer_norm_backward(void *din, float *gamma_grad, float *beta_grad,
@@ -137,7 +140,7 @@ cudaError_t rbk_layer_norm_backward(void *din, float *gamma_grad, float *beta_gr
                                     size_t length, size_t width, rbk_dtype dtype,
                                     cudaStream_t stream);
 
-/* ---- GELU, tanh form (Hendrycks and Gimpel, 2016) ------------------------------------------------ */
+/* ---- GELU, tanh form (Hendrycks and Gimpel, 2016) ---- */
 
 /** out = x / (1 + exp(-2u)), u = sqrt(2/pi) * (x + 0.044715 x^3): the same as x/2 * (1 + tanh u).
  *  @param[out] out  [count]; in place is allowed */
@@ -153,13 +156,14 @@ cudaError_t rbk_gelu_backward(void *din, const void *dout, const void *in, size_
 /** pre = in + bias, out = gelu(pre). GELU reads the rounded `pre`, so that rbk_gelu_forward() on a
  *  kept `pre` gives the same bits.
  *  @param[out] out  [R,C]
- *  @param[out] pre  [R,C], what rbk_gelu_backward() needs; in place on `in` is allowed; NULL: not kept
+ *  @param[out] pre  [R,C], what rbk_gelu_backward() needs; in place on `in` is allowed; NULL: not
+ *                   kept
  *  @param bias      [C]
  *  C: a multiple of 8. */
 cudaError_t rbk_bias_gelu_forward(void *out, void *pre, const void *in, const void *bias,
                                   size_t rows, size_t width, rbk_dtype dtype, cudaStream_t stream);
 
-/* ---- bias, residual, dropout --------------------------------------------------------------------- */
+/* ---- bias, residual, dropout ---- */
 
 /** out = in + bias.
  *  @param[out] out  [R,C]; in place is allowed
@@ -202,7 +206,7 @@ cudaError_t rbk_bias_dropout_residual(void *out, const void *in, const void *bia
                                       size_t batch, size_t length, size_t width, rbk_dtype dtype,
                                       cudaStream_t stream);
 
-/* ---- causal attention ------------------------------------------------------------------------------ */
+/* ---- causal attention ---- */
 
 /** out[b,t,h,:] = sum over s <= t of softmax_s(scale * <q[b,t,h], k[b,s,h]>) * v[b,s,h,:].
  *
@@ -221,9 +225,9 @@ cudaError_t rbk_attention_forward(void *out, float *log_sum, const void *qkv, si
 /** Scratch for rbk_attention_backward(). */
 size_t rbk_attention_backward_scratch_bytes(size_t batch, size_t length, size_t heads);
 
-/** Gradient of rbk_attention_forward(). Probabilities are computed again from q, k and `log_sum`. One
- *  kernel owns tiles of keys and adds dk and dv over ascending queries, another owns tiles of queries
- *  and adds dq over ascending keys, so that no two blocks add to the same place.
+/** Gradient of rbk_attention_forward(). Probabilities are computed again from q, k and `log_sum`.
+ *  One kernel owns tiles of keys and adds dk and dv over ascending queries, another owns tiles of
+ *  queries and adds dq over ascending keys, so that no two blocks add to the same place.
  *  @param[out] dqkv                [B,T,3,H,D]
  *  @param dout                     [B,T,H,D]
  *  @param qkv, out, log_sum, scale as in the forward pass
@@ -233,7 +237,7 @@ cudaError_t rbk_attention_backward(void *dqkv, const void *dout, const void *qkv
                                    size_t batch, size_t length, size_t heads, size_t head_width,
                                    float scale, rbk_dtype dtype, cudaStream_t stream);
 
-/* ---- loss -------------------------------------------------------------------------------------------- */
+/* ---- loss ---- */
 
 /** Cross-entropy of each row and, in place of the logits, its gradient:
  *  loss = log(sum over v < V of exp(logits[v])) - logits[target];
@@ -252,22 +256,23 @@ cudaError_t rbk_cross_entropy(float *loss, void *logits, const int32_t *targets,
                               const float *device_scale, int write_gradient, rbk_dtype dtype,
                               cudaStream_t stream);
 
-/** sum[0] += scale * (sum over t of loss[b,t]) for ascending b, cut-invariant. Inside a sample, lane i
- *  of a warp adds positions i, i+32, ... and the lanes are added by butterfly.
+/** sum[0] += scale * (sum over t of loss[b,t]) for ascending b, cut-invariant. Inside a sample,
+ *  lane i of a warp adds positions i, i+32, ... and the lanes are added by butterfly.
  *  @param[in,out] sum  one float
  *  @param loss         [B,T] */
 cudaError_t rbk_loss_sum(float *sum, const float *loss, float scale, size_t batch, size_t length,
                          cudaStream_t stream);
 
-/* ---- optimizer --------------------------------------------------------------------------------------- */
+/* ---- optimizer ---- */
 
 /** One AdamW update of `count` parameters, with g = grad * (*inverse_scale) * (*clip):
  *  w *= 1 - lr * decay;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
  *  w -= lr * (m / (1 - beta1^update)) / (sqrt(v / (1 - beta2^update)) + epsilon).
- *  The result of an element does not depend on where it stands, so the arrays may be updated in pieces.
+ *  The result of an element does not depend on where it stands, so the arrays may be updated in
+ *  pieces.
  *  @param[in,out] master, m, v  [count] fp32
- *  @param[out] working          [count] of `dtype`: the rounded copy; NULL: none. With RBK_F32 it may
- *                               be NULL and `master` used in its place
+ *  @param[out] working          [count] of `dtype`: the rounded copy; NULL: none. With RBK_F32 it
+ *                               may be NULL and `master` used in its place
  *  @param grad                  [count] fp32
  *  @param inverse_scale         one float, 1 / loss scale; NULL: 1
  *  @param clip                  one float, from rbk_clip_coefficient(); NULL: 1
@@ -281,8 +286,8 @@ cudaError_t rbk_adamw(float *master, float *m, float *v, void *working, const fl
 size_t rbk_squared_norm_scratch_bytes(size_t count);
 
 /** sum[0] += sum of in[i]^2. Order: a grid that depends on `count` alone, each thread's elements
- *  ascending in fp32, then threads, blocks and `sum` in fp64. Several arrays: one call each, always in
- *  the same order.
+ *  ascending in fp32, then threads, blocks and `sum` in fp64. Several arrays: one call each, always
+ *  in the same order.
  *  @param[in,out] sum  one double
  *  @param in           [count] fp32
  *  @param scratch      of rbk_squared_norm_scratch_bytes() */
@@ -303,7 +308,7 @@ cudaError_t rbk_clip_coefficient(float *clip, float *norm, const double *squared
  *  @param in            [count] fp32 */
 cudaError_t rbk_finite_check(uint32_t *flag, const float *in, size_t count, cudaStream_t stream);
 
-/* ---- plain array work ---------------------------------------------------------------------------------- */
+/* ---- plain array work ---- */
 
 /** out = in, rounded to nearest even. Too large for fp16 becomes infinite.
  *  @param[out] out  [count] of out_dtype; in place is allowed when both types are the same size */

@@ -38,8 +38,8 @@ __device__ inline void copy_async_commit()
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
 
-/** Wait until at most `PENDING` of this thread's groups are unfinished. Other threads' copies: their
- *  own wait, then a barrier. */
+/** Wait until at most `PENDING` of this thread's groups are unfinished. Other threads' copies:
+ *  their own wait, then a barrier. */
 template <int PENDING> __device__ inline void copy_async_wait()
 {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");

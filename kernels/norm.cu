@@ -28,7 +28,8 @@ __global__ void squares_kernel(double *partial, const float *in, size_t count)
         partial[blockIdx.x] = total;
 }
 
-/* sum[0] += the partial sums: thread i adds i, i + FINAL_THREADS, ..., then threads as block_sum. */
+/* sum[0] += the partial sums: thread i adds i, i + FINAL_THREADS, ..., then threads as block_sum.
+ * */
 __global__ void final_sum_kernel(double *sum, const double *partial, int parts)
 {
     __shared__ double shared[WARPS_LIMIT];

@@ -1,6 +1,7 @@
 /** @file philox.cuh
- *  Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11)
- *  and the dropout rule that kernels.h defines by it. Device side, but for dropout_rule_of(). */
+ *  Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+ *  SC'11) and the dropout rule that kernels.h defines by it. Device side, but for
+ *  dropout_rule_of(). */
 #ifndef REBATCH_KERNELS_PHILOX_CUH
 #define REBATCH_KERNELS_PHILOX_CUH
 

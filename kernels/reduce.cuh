@@ -1,8 +1,8 @@
 /** @file reduce.cuh
  *  Sums and maxima over a warp or a block in a fixed order. Device side.
  *
- *  The butterfly gives every lane the same bits: at each level both partners add the same two numbers,
- *  and an fp32 addition does not depend on their order. */
+ *  The butterfly gives every lane the same bits: at each level both partners add the same two
+ *  numbers, and an fp32 addition does not depend on their order. */
 #ifndef REBATCH_KERNELS_REDUCE_CUH
 #define REBATCH_KERNELS_REDUCE_CUH
 

@@ -143,8 +143,8 @@ __device__ inline chunk thread_chunk(size_t count)
     return {first, count - first < 8 ? (int)(count - first) : 8};
 }
 
-/** Elements that are not there read as 0. The arithmetic between load and store is thus the same code
- *  for a whole chunk and for the last one. */
+/** Elements that are not there read as 0. The arithmetic between load and store is thus the same
+ *  code for a whole chunk and for the last one. */
 template <typename T> __device__ inline void load_chunk(float (&v)[8], const T *from, chunk c)
 {
     if (c.size == 8) {

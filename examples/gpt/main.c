@@ -13,9 +13,11 @@
 
 enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
 
+#define PRESET_NAME(name, layers, channels, heads, length) " " name
+
 /* X(name, argument, what it does) */
 #define OPTIONS(X)                                                                                 \
-    X(preset, "NAME", "sizes of the model: tiny or demo (default demo)")                           \
+    X(preset, "NAME", "sizes of the model (default demo):" GPT_PRESETS(PRESET_NAME))               \
     X(data, "FILE", "train on this file; else on text that is on the machine anyway")              \
     X(steps, "N", "updates (default 40)")                                                          \
     X(batch, "N", "samples of an update (default 64)")                                             \

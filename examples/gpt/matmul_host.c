@@ -196,8 +196,8 @@ GPT_INLINE void tile_portable(const struct tile *t, const int rows)
 #define TILES_TO_12(target, name)                                                                  \
     TILES_TO_6(target, name)                                                                       \
     TILE(target, name, 7)                                                                          \
-    TILE(target, name, 8) TILE(target, name, 9) TILE(target, name, 10) TILE(target, name, 11)      \
-        TILE(target, name, 12)
+    TILE(target, name, 8)                                                                          \
+    TILE(target, name, 9) TILE(target, name, 10) TILE(target, name, 11) TILE(target, name, 12)
 
 TILES_TO_4(, tile_portable)
 static const struct tile_set portable_set = {

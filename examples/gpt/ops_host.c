@@ -33,7 +33,7 @@ rebatch_status gpt_host_for(const struct gpt_queue *queue, size_t count, size_t 
 static rebatch_status host_open(struct gpt_queue *queue)
 {
     queue->state = NULL;
-    return gpt_parallel_set_threads(0);
+    return gpt_parallel_prepare();
 }
 
 static void host_close(struct gpt_queue *queue)

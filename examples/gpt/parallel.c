@@ -192,6 +192,24 @@ void gpt_parallel_for(size_t count, size_t grain, gpt_range_function function, c
     pthread_mutex_unlock(&team.user_lock);
 }
 
+static rebatch_status refuse_variable(void)
+{
+    return gpt_error(REBATCH_E_INVALID, "GPT_THREADS is \"%s\": expected a number from 1 to %d",
+                     getenv("GPT_THREADS"), GPT_THREADS_MOST);
+}
+
+rebatch_status gpt_parallel_prepare(void)
+{
+    rebatch_status status = REBATCH_OK;
+    pthread_mutex_lock(&team.user_lock);
+    if (team.wanted == 0 && default_threads() == 0)
+        status = refuse_variable();
+    else
+        decide_threads();
+    pthread_mutex_unlock(&team.user_lock);
+    return status;
+}
+
 size_t gpt_parallel_threads(void)
 {
     pthread_mutex_lock(&team.user_lock);
@@ -208,10 +226,8 @@ rebatch_status gpt_parallel_set_threads(size_t threads)
                          GPT_THREADS_MOST);
     const size_t wanted = threads ? threads : default_threads();
     if (wanted == 0)
-        return gpt_error(REBATCH_E_INVALID, "GPT_THREADS is \"%s\": expected a number from 1 to %d",
-                         getenv("GPT_THREADS"), GPT_THREADS_MOST);
-    if (pthread_mutex_trylock(&team.user_lock) != 0)
-        return gpt_error(REBATCH_E_STATE, "the number of threads cannot change while they work");
+        return refuse_variable();
+    pthread_mutex_lock(&team.user_lock);
     stop_workers();
     team.wanted = wanted;
     pthread_mutex_unlock(&team.user_lock);

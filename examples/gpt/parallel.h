@@ -19,12 +19,17 @@ typedef void (*gpt_range_function)(size_t begin, size_t end, const void *user);
  * or beside another one, run in the calling thread alone. */
 void gpt_parallel_for(size_t count, size_t grain, gpt_range_function function, const void *user);
 
-/* How many threads share the work, the calling one included. */
+/* Decides how many threads share the work, the calling one included, unless that is decided: the
+ * environment's GPT_THREADS, else the processors that this process may use, at most
+ * GPT_THREADS_DEFAULT_MOST. REBATCH_E_INVALID when GPT_THREADS is no number from 1 to
+ * GPT_THREADS_MOST; work is then done without it. */
+rebatch_status gpt_parallel_prepare(void);
+
+/* How many there are. */
 size_t gpt_parallel_threads(void);
 
-/* Changes that number, from 1 to GPT_THREADS_MOST; 0 goes back to the default: the environment's
- * GPT_THREADS, else the processors that this process may use, at most GPT_THREADS_DEFAULT_MOST.
- * REBATCH_E_INVALID when the number, or GPT_THREADS, is none; REBATCH_E_STATE while work runs. */
+/* Decides it anew: 1 to GPT_THREADS_MOST, or 0 for what gpt_parallel_prepare() would. Waits until
+ * no work is running. */
 rebatch_status gpt_parallel_set_threads(size_t threads);
 
 #endif

@@ -150,6 +150,8 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     const float loss_scale = (float)(1.0 / ((double)mb->batch * (double)model->config.length));
     struct gpt_activations activations;
     int32_t *tokens;
+    if (mb->stream != model->queue.stream)
+        return gpt_error(REBATCH_E_INVALID, "the trainer's stream is not the session's");
     trainer->samples_seen += mb->count;
     rebatch_status status = upload(&tokens, trainer, GPT_TRAINING, mb->step, mb->first, mb->count);
     if (status)

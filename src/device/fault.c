@@ -263,7 +263,7 @@ static void add_virtual_memory(struct rbi_device_ops *ops)
 
 /* ---- plans ---- */
 
-static rebatch_status check_plan(const rebatch_fault_plan *plan)
+static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t granule_bytes)
 {
     if (plan->calls & ~(uint32_t)REBATCH_FAULT_ANY)
         return rbi_error(REBATCH_E_INVALID, "plan.calls is 0x%x: expected bits of 0x%x",
@@ -274,6 +274,12 @@ static rebatch_status check_plan(const rebatch_fault_plan *plan)
     if (plan->room_count > MAX_ROOMS || (plan->room_count && !plan->rooms))
         return rbi_error(REBATCH_E_INVALID, "plan has %zu rooms at %p: expected at most %d",
                          plan->room_count, (const void *)plan->rooms, MAX_ROOMS);
+    for (size_t i = 0; i < plan->room_count; i++) {
+        const rebatch_status status =
+            rbi_device_check_capacity(plan->rooms[i].capacity_bytes, granule_bytes);
+        if (status)
+            return status;
+    }
     for (size_t i = 1; i < plan->room_count; i++)
         if (plan->rooms[i].at_call < plan->rooms[i - 1].at_call)
             return rbi_error(REBATCH_E_INVALID,
@@ -288,7 +294,7 @@ static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     rebatch_status status = rbi_options_copy(&plan, sizeof plan, given, "rebatch_fault_plan");
     if (!status)
-        status = check_plan(&plan);
+        status = check_plan(&plan, rbi_device_granule_bytes(fault->inner));
     if (status)
         return status;
     if (plan.calls == 0)

@@ -1,5 +1,5 @@
-/* Owns the tests of GELU, bias, residual, dropout, cast, scale and fill. Must not know: the kernels'
- * insides. Run with -j1. */
+/* Owns the tests of GELU, bias, residual, dropout, cast, scale and fill. Must not know: the
+ * kernels' insides. Run with -j1. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -150,7 +150,8 @@ Test(kernels_elementwise, additions)
         check_additions(support_dtypes[d], &random);
 }
 
-/* Several tiles of positions, the last one short; several blocks of channels, the last one short. */
+/* Several tiles of positions, the last one short; several blocks of channels, the last one short.
+ * */
 #define BIAS_LENGTH 70
 #define BIAS_WIDTH 264
 

@@ -6,8 +6,9 @@
 
 #include "kernels_support.h"
 
-/* More positions than one run of the sort holds, so that runs are merged, an odd number of them; the
- * vocabulary is small, so that tokens have many positions, and one token is much more common. */
+/* More positions than one run of the sort holds, so that runs are merged, an odd number of them;
+ * the vocabulary is small, so that tokens have many positions, and one token is much more common.
+ * */
 #define BATCH SUPPORT_CUT_BATCH
 #define LENGTH 500
 #define POSITIONS (BATCH * LENGTH)
@@ -90,7 +91,8 @@ static void check_forward(problem *p)
     free(want);
 }
 
-/* The header promises the order of every addition, so the reference in float gives the very bits. */
+/* The header promises the order of every addition, so the reference in float gives the very bits.
+ * */
 static void check_backward(problem *p)
 {
     const size_t width = p->width;

@@ -1,5 +1,5 @@
-/* Owns the tests of cross-entropy and of the loss's sum. Must not know: the kernels' insides. Run with
- * -j1. */
+/* Owns the tests of cross-entropy and of the loss's sum. Must not know: the kernels' insides. Run
+ * with -j1. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-/* Owns the tests of AdamW, the gradient's norm, the clip coefficient and the finite check. Must not know:
- * the kernels' insides. Run with -j1. */
+/* Owns the tests of AdamW, the gradient's norm, the clip coefficient and the finite check. Must not
+ * know: the kernels' insides. Run with -j1. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -28,7 +28,8 @@ double support_tolerance(rbk_dtype dtype)
     return dtype == RBK_F32 ? 1e-5 : 1e-2;
 }
 
-/* A binary format: bits of the significand with the leading one, least normal exponent, largest number. */
+/* A binary format: bits of the significand with the leading one, least normal exponent, largest
+ * number. */
 static double round_to_format(double x, int bits, int least_exponent, double largest)
 {
     if (x == 0.0 || !isfinite(x))

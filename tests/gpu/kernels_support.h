@@ -1,7 +1,7 @@
 /** @file kernels_support.h
  *  What the kernel tests share: random arrays that exist on the device and, in double, on the host;
- *  poisoned outputs; comparisons. Run these tests with -j1: each test makes its own CUDA context, and
- *  Criterion would otherwise run as many at once as there are processors. */
+ *  poisoned outputs; comparisons. Run these tests with -j1: each test makes its own CUDA context,
+ *  and Criterion would otherwise run as many at once as there are processors. */
 #ifndef REBATCH_TESTS_KERNELS_SUPPORT_H
 #define REBATCH_TESTS_KERNELS_SUPPORT_H
 
@@ -77,7 +77,8 @@ void support_must(cudaError_t status, const char *what);
 void support_expect_close(support_array *got, const double *want, double tolerance,
                           const char *what);
 
-/** Elements [a_first, a_first + count) of one array and [b_first, ...) of another: the same bits. */
+/** Elements [a_first, a_first + count) of one array and [b_first, ...) of another: the same bits.
+ *  */
 void support_expect_same(const support_array *a, size_t a_first, const support_array *b,
                          size_t b_first, size_t count, const char *what);
 

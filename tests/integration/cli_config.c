@@ -67,7 +67,7 @@ Test(cli_config, check)
 {
     config_write("good.cfg", "memory = { limit = \"22GiB\"; headroom = \"1GiB\"; };\n");
     config_write("bad.cfg", "memory = {\n  limt = \"22GiB\";\n};\n");
-    expect("config check good.cfg", 0, "good.cfg: ok, 2 of 16 settings from the file\n", "");
+    expect("config check good.cfg", 0, "good.cfg: ok, 2 of 17 settings from the file\n", "");
     expect("config check bad.cfg", 1, "",
            "bad.cfg:2: memory.limt is not a setting; did you mean memory.limit?\n");
     expect("config check none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");
@@ -75,7 +75,7 @@ Test(cli_config, check)
     setenv("REBATCH_MEMORY_LIMIT", "20GiB", 1);
     setenv("REBATCH_LOG_LEVEL", "debug", 1);
     expect("config check good.cfg", 0,
-           "good.cfg: ok, 1 of 16 settings from the file, 2 from the environment\n", "");
+           "good.cfg: ok, 1 of 17 settings from the file, 2 from the environment\n", "");
     setenv("REBATCH_LOG_LEVEL", "loud", 1);
     expect(
         "config check good.cfg", 1, "",
@@ -115,6 +115,7 @@ Test(cli_config, show)
            "\n"
            "device = {\n"
            "    kind         = \"host\";   # default\n"
+           "    ordinal      = 0;        # default\n"
            "    capacity     = \"none\";   # default\n"
            "};\n"
            "\n"
@@ -155,7 +156,7 @@ Test(cli_config, example_and_reference)
     cr_assert(rebatch_config_format_example(text, sizeof text) < sizeof text);
     expect("config example", 0, text, "");
     config_write("example.cfg", text);
-    expect("config check example.cfg", 0, "example.cfg: ok, 16 of 16 settings from the file\n", "");
+    expect("config check example.cfg", 0, "example.cfg: ok, 17 of 17 settings from the file\n", "");
     cr_assert(rebatch_config_format_reference(text, sizeof text) < sizeof text);
     expect("config reference", 0, text, "");
 }

@@ -140,6 +140,7 @@ Test(gpt_basics, the_number_of_threads_is_checked)
     setenv("GPT_THREADS", "3", 1);
     ASSERT_OK(gpt_parallel_set_threads(0));
     cr_assert_eq(gpt_parallel_threads(), 3);
+    ASSERT_OK(gpt_parallel_prepare()); /* decided already */
     static const char *const bad[] = {"", "0", "-1", "65", "2x", "99999999999999999999999"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         setenv("GPT_THREADS", bad[i], 1);

@@ -50,8 +50,8 @@ Test(gpt_train, threads_and_instruction_sets_do_not_matter, .description = "seed
         for (size_t threads = 1; threads <= 3; threads++) {
             if (!gpt_isa_force((enum gpt_isa)isa))
                 continue;
+            ASSERT_OK(gpt_parallel_set_threads(threads));
             run_open(&run, &options);
-            ASSERT_OK(gpt_parallel_set_threads(threads)); /* opening went back to the default */
             run_steps(&run, 2);
             run_hash(&run, got);
             run_close(&run);
@@ -305,6 +305,21 @@ Test(gpt_train, refuses_bad_options)
     bad.config.heads = 0;
     check_refused(&run, &bad, "heads is 0");
     ASSERT_ERROR(gpt_train_options_init(&bad, ""), REBATCH_E_INVALID, "preset is \"\"");
+    run_close(&run);
+}
+
+Test(gpt_train, refuses_a_stream_that_is_not_the_session_s)
+{
+    struct run_options options = tiny_run();
+    struct run run;
+    struct gpt_trainer *trainer;
+    options.own_stream = true;
+    run_open(&run, &options);
+    ASSERT_OK(gpt_trainer_create(&trainer, run.rb, &gpt_host_ops, NULL, run.data, &options.train));
+    ASSERT_ERROR(gpt_trainer_step(trainer, NULL, NULL), REBATCH_E_INVALID,
+                 "the trainer's stream is not the session's");
+    gpt_trainer_destroy(run.trainer);
+    run.trainer = trainer;
     run_close(&run);
 }
 

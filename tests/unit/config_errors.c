@@ -19,6 +19,7 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
 #define CAPACITY                                                                                   \
     "expected bytes such as 1048576 or \"22GiB\", a share such as \"90%\" of the machine's "       \
     "memory, or \"none\"; at least 65536 bytes"
+#define UINT32_RANGE "expected a whole number from 1 to 4294967295"
 #define ATTEMPTS "expected a whole number from 1 to 65536"
 #define SYNTAX "expected GROUP = { KEY = VALUE; }; with quotes around text"
 
@@ -106,7 +107,7 @@ Test(config_errors, wrong_values)
          "t.cfg:1: batch.start is -4, a negative number: expected a whole number, 0 or more"},
         {"batch = { smallest = 0; };",
          "t.cfg:1: batch.smallest is 0, too small: expected a whole number, 1 or more"},
-        {"growth = { after = 0; };", "t.cfg:1: growth.after is 0, too small: " ATTEMPTS},
+        {"growth = { after = 0; };", "t.cfg:1: growth.after is 0, too small: " UINT32_RANGE},
         {"recovery = { max_attempts = 4294967296; };",
          "t.cfg:1: recovery.max_attempts is 4294967296, too large: " ATTEMPTS},
         {"memory = { limit = 0; };", "t.cfg:1: memory.limit is 0, a cap of nothing: " LIMIT},
