@@ -30,6 +30,9 @@ GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
 GPT_SRC := $(filter-out $(GPT_MAINS),$(wildcard examples/gpt/*.c))
 TEST_SRC := $(wildcard tests/unit/*.c tests/integration/*.c tests/fault/*.c tests/fuzz/*.c)
 
+KERNEL_SRC := $(wildcard kernels/*.cu)
+GPU_TEST_SRC := $(wildcard tests/gpu/*.c)
+
 objects = $(patsubst %.c,$(BUILD)/%.o,$(1))
 LIB_OBJ := $(call objects,$(LIB_SRC))
 CLI_OBJ := $(call objects,$(CLI_SRC))
@@ -44,6 +47,17 @@ GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
 MINIMAL := $(BUILD)/examples/minimal
 TESTS := $(BUILD)/tests/run
+KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
+KERNELS := $(BUILD)/libgpt_kernels.a
+GPU_TESTS := $(BUILD)/tests/gpu/run
+
+# CUDA is looked for where a kernel is asked for, and nowhere else.
+NVCC = $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
+CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+# GPU_ARCH=sm_90 builds for one GPU, which is faster; by default for all from sm_80 on.
+GPU_ARCH =
+GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH),-gencode arch=compute_80,code=[sm_80,compute_80] \
+             -gencode arch=compute_90,code=sm_90)
 
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
@@ -96,6 +110,23 @@ $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(STATIC)
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
+$(BUILD)/kernels/%.o: kernels/%.cu $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -fPIC,-Wall,-Wextra -MMD -MP \
+	    -MF $(@:.o=.d) -c -o $@ $<
+
+$(KERNELS): $(KERNEL_OBJ)
+	@rm -f $@
+	$(Q)$(AR) rcs $@ $^
+
+$(BUILD)/tests/gpu/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -Ikernels \
+    -isystem $(CUDA_HOME)/include
+
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC)) $(KERNELS) $(GPT_OBJ) $(STATIC)
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ -L$(CUDA_HOME)/lib64 -lcudart -lcriterion $(LIBS) -lmd -lstdc++
+
+-include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(TEST_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c))
 
@@ -114,6 +145,13 @@ test: ## every test (SAN=address,undefined or SAN=thread for a sanitizer build)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(COMMAND)
 	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) $(TESTS) $(TEST_FLAGS)
+
+kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
+	@scripts/install-deps build test
+	$(SUBMAKE) $(GPU_TESTS)
+
+test-gpu: kernels ## the tests that need a GPU
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
 
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
@@ -163,4 +201,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-valgrind lint bench-step bench-pool install test-install clean help FORCE
+.PHONY: all demo test kernels test-gpu test-valgrind lint bench-step bench-pool install test-install clean help FORCE

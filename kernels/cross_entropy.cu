@@ -90,11 +90,12 @@ __device__ inline void write_gradient(T *row, int target, bool counts, float log
 }
 
 template <typename T>
-__global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targets, int vocabulary,
+__global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targets,
+                                     size_t target_stride, unsigned length, int vocabulary,
                                      int padded, float scale, const float *device_scale, bool write)
 {
     T *row = logits + (size_t)blockIdx.x * padded;
-    const int target = targets[blockIdx.x];
+    const int target = targets[blockIdx.x / length * target_stride + blockIdx.x % length];
     const bool counts = target >= 0 && target < vocabulary;
     const float at_target = counts ? to_float(row[target]) : 0.0f;
     float maximum, sum;
@@ -108,27 +109,27 @@ __global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targ
 }
 
 /* One block. Warp w adds up sample first + w, then one thread adds the samples in order. */
-__global__ void loss_sum_kernel(float *sum, const float *loss, float scale, int batch, int length)
+__global__ void loss_sum_kernel(double *sum, const float *loss, int batch, int length)
 {
-    __shared__ float samples[LOSS_SAMPLES];
+    __shared__ double samples[LOSS_SAMPLES];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    float total = sum[0];
+    double total = sum[0];
     for (int first = 0; first < batch; first += LOSS_SAMPLES) {
         const int sample = first + warp;
-        float x = 0.0f;
+        double x = 0.0;
         if (sample < batch) {
             const float *from = loss + (size_t)sample * length;
 #pragma unroll 8
             for (int t = lane; t < length; t += WARP)
-                x += from[t];
+                x += (double)from[t];
         }
         x = warp_sum(x);
         if (lane == 0)
-            samples[warp] = __fmul_rn(scale, x);
+            samples[warp] = x;
         __syncthreads();
         const int here = min(LOSS_SAMPLES, batch - first);
         for (int s = 0; s < here; s++)
-            total = __fadd_rn(total, samples[s]);
+            total += samples[s];
         __syncthreads();
     }
     if (threadIdx.x == 0)
@@ -136,30 +137,32 @@ __global__ void loss_sum_kernel(float *sum, const float *loss, float scale, int 
 }
 
 extern "C" cudaError_t rbk_cross_entropy(float *loss, void *logits, const int32_t *targets,
-                                         size_t rows, size_t vocabulary, size_t padded, float scale,
+                                         size_t target_stride, size_t batch, size_t length,
+                                         size_t vocabulary, size_t padded, float scale,
                                          const float *device_scale, int write_gradient,
                                          rbk_dtype dtype, cudaStream_t stream)
 {
     if (!are_arrays(logits) || !are_values(loss, targets) || !are_optional_values(device_scale) ||
-        !are_sizes(INDEX_LIMIT, rows, vocabulary) || vocabulary > padded || padded % CHUNK != 0 ||
-        padded >= INDEX_LIMIT - LARGE_THREADS * CHUNK)
+        !are_sizes(INDEX_LIMIT, batch, length, vocabulary, target_stride) ||
+        !are_sizes(INDEX_LIMIT, batch * length) || target_stride < length || vocabulary > padded ||
+        padded % CHUNK != 0 || padded >= INDEX_LIMIT - LARGE_THREADS * CHUNK)
         return cudaErrorInvalidValue;
     const unsigned threads = padded >= LARGE_WIDTH ? LARGE_THREADS : SMALL_THREADS;
     return with_dtype(dtype, [=](auto tag) {
         using T = typename decltype(tag)::type;
-        cross_entropy_kernel<T><<<(unsigned)rows, threads, 0, stream>>>(
-            loss, (T *)logits, targets, (int)vocabulary, (int)padded, scale, device_scale,
-            write_gradient != 0);
+        cross_entropy_kernel<T><<<(unsigned)(batch * length), threads, 0, stream>>>(
+            loss, (T *)logits, targets, target_stride, (unsigned)length, (int)vocabulary,
+            (int)padded, scale, device_scale, write_gradient != 0);
         return cudaGetLastError();
     });
 }
 
-extern "C" cudaError_t rbk_loss_sum(float *sum, const float *loss, float scale, size_t batch,
-                                    size_t length, cudaStream_t stream)
+extern "C" cudaError_t rbk_loss_sum(double *sum, const float *loss, size_t batch, size_t length,
+                                    cudaStream_t stream)
 {
-    if (!are_values(sum, loss) || !are_sizes(INDEX_LIMIT - LOSS_SAMPLES * WARP, batch, length))
+    if (!are_values(sum) || !are_values(loss) ||
+        !are_sizes(INDEX_LIMIT - LOSS_SAMPLES * WARP, batch, length))
         return cudaErrorInvalidValue;
-    loss_sum_kernel<<<1, LOSS_SAMPLES * WARP, 0, stream>>>(sum, loss, scale, (int)batch,
-                                                           (int)length);
+    loss_sum_kernel<<<1, LOSS_SAMPLES * WARP, 0, stream>>>(sum, loss, (int)batch, (int)length);
     return cudaGetLastError();
 }

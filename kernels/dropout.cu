@@ -20,7 +20,8 @@ __global__ void dropout_kernel(T *out, const T *in, dropout_rule rule, size_t co
     store8(out + c.first, x);
 }
 
-/* out[b,t,c] = residual[b,t,c] + dropout(in[b,t,c] + bias[c]); width8 = width / 8 */
+/* out[b,t,c] = residual[b,t,c] + dropout(in[b,t,c] + bias[c]), without what is NULL;
+ * width8 = width / 8 */
 template <typename T>
 __global__ void bias_dropout_residual_kernel(T *out, const T *in, const T *bias, const T *residual,
                                              dropout_rule rule, size_t count, unsigned elements8,
@@ -32,10 +33,12 @@ __global__ void bias_dropout_residual_kernel(T *out, const T *in, const T *bias,
     const unsigned eighth = (unsigned)(c.first / 8);
     const unsigned sample = eighth / elements8;
     const unsigned element8 = eighth - sample * elements8;
-    float x[8], b[8], r[8];
+    float x[8], b[8] = {}, r[8] = {};
     load8(x, in + c.first);
-    load8(r, residual + c.first);
-    load8(b, bias + (size_t)(element8 % width8) * 8);
+    if (residual)
+        load8(r, residual + c.first);
+    if (bias)
+        load8(b, bias + (size_t)(element8 % width8) * 8);
 #pragma unroll
     for (int i = 0; i < 8; i++)
         x[i] += b[i];
@@ -74,7 +77,7 @@ extern "C" cudaError_t rbk_bias_dropout_residual(void *out, const void *in, cons
                                                  size_t batch, size_t length, size_t width,
                                                  rbk_dtype dtype, cudaStream_t stream)
 {
-    if (!are_arrays(out, in, bias, residual) || !is_dropout_key(key) ||
+    if (!are_arrays(out, in) || !are_optional_arrays(bias, residual) || !is_dropout_key(key) ||
         !are_sizes(INDEX_LIMIT, batch, length) || !is_matrix(batch * length, width) ||
         !is_sample(length * width))
         return cudaErrorInvalidValue;

@@ -19,11 +19,12 @@ constexpr int AHEAD = 8;
 /* Indices of keys and the block after them fit an int. */
 constexpr size_t TOKENS_LIMIT = (size_t)1 << 30;
 
-/* out[n,c] = token_weight[tokens[n],c] + position_weight[n % length,c]; width8 = width / 8 */
+/* out[b,t,c] = token_weight[tokens[b,t],c] + position_weight[t,c]; width8 = width / 8 */
 template <typename T>
-__global__ void embedding_forward_kernel(T *out, const int32_t *tokens, const T *token_weight,
-                                         const T *position_weight, size_t count, unsigned width8,
-                                         unsigned length, int vocabulary)
+__global__ void embedding_forward_kernel(T *out, const int32_t *tokens, size_t token_stride,
+                                         const T *token_weight, const T *position_weight,
+                                         size_t count, unsigned width8, unsigned length,
+                                         int vocabulary)
 {
     const chunk c = thread_chunk(count);
     if (c.size == 0)
@@ -32,11 +33,12 @@ __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, const T 
     const unsigned row = eighth / width8;
     const size_t column = (size_t)(eighth - row * width8) * 8;
     const size_t width = (size_t)width8 * 8;
-    const int token = tokens[row];
+    const unsigned sample = row / length, position = row - sample * length;
+    const int token = tokens[sample * token_stride + position];
     float x[8] = {}, p[8];
     if (token >= 0 && token < vocabulary)
         load8(x, token_weight + token * width + column);
-    load8(p, position_weight + row % length * width + column);
+    load8(p, position_weight + position * width + column);
 #pragma unroll
     for (int i = 0; i < 8; i++)
         x[i] += p[i];
@@ -45,15 +47,16 @@ __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, const T 
 
 /* keys[n] = (token, n), sorted inside each run of SORT_RUN by a bitonic network. A token that is
  * not in the vocabulary becomes the largest one, at the end. */
-__global__ void sort_runs_kernel(unsigned long long *keys, const int32_t *tokens, int count,
-                                 int vocabulary)
+__global__ void sort_runs_kernel(unsigned long long *keys, const int32_t *tokens,
+                                 size_t token_stride, int count, int length, int vocabulary)
 {
     __shared__ unsigned long long run[SORT_RUN];
     const int first = blockIdx.x * SORT_RUN;
     for (int i = threadIdx.x; i < SORT_RUN; i += SORT_THREADS) {
         unsigned long long key = LAST_KEY;
         if (first + i < count) {
-            const int token = tokens[first + i];
+            const int sample = (first + i) / length, position = (first + i) % length;
+            const int token = tokens[sample * token_stride + position];
             const unsigned bucket = token >= 0 && token < vocabulary ? token : 0xffffffffu;
             key = (unsigned long long)bucket << 32 | (unsigned)(first + i);
         }
@@ -183,33 +186,36 @@ __global__ void gather_positions_kernel(float *position_grad, const T *dout, int
     store8(position_grad + c.first, sum);
 }
 
-extern "C" cudaError_t rbk_embedding_forward(void *out, const int32_t *tokens,
+extern "C" cudaError_t rbk_embedding_forward(void *out, const int32_t *tokens, size_t token_stride,
                                              const void *token_weight, const void *position_weight,
                                              size_t batch, size_t length, size_t width,
                                              size_t vocabulary, rbk_dtype dtype,
                                              cudaStream_t stream)
 {
     if (!are_arrays(out, token_weight, position_weight) || !are_values(tokens) ||
-        !are_sizes(INDEX_LIMIT, batch, length, vocabulary) || !is_matrix(batch * length, width))
+        !are_sizes(INDEX_LIMIT, batch, length, vocabulary, token_stride) || token_stride < length ||
+        !is_matrix(batch * length, width))
         return cudaErrorInvalidValue;
     const size_t count = batch * length * width;
     return with_dtype(dtype, [=](auto tag) {
         using T = typename decltype(tag)::type;
         embedding_forward_kernel<T><<<chunk_blocks(count), CHUNK_THREADS, 0, stream>>>(
-            (T *)out, tokens, (const T *)token_weight, (const T *)position_weight, count,
-            (unsigned)(width / 8), (unsigned)length, (int)vocabulary);
+            (T *)out, tokens, token_stride, (const T *)token_weight, (const T *)position_weight,
+            count, (unsigned)(width / 8), (unsigned)length, (int)vocabulary);
         return cudaGetLastError();
     });
 }
 
-/* Sort the keys of `count` tokens; scratch holds two arrays of them. */
-static cudaError_t sort_positions(unsigned long long **sorted, const int32_t *tokens, void *scratch,
-                                  size_t count, size_t vocabulary, cudaStream_t stream)
+/* Sort the keys of the tokens [batch, length]; scratch holds two arrays of them. */
+static cudaError_t sort_positions(unsigned long long **sorted, const int32_t *tokens,
+                                  size_t token_stride, void *scratch, size_t batch, size_t length,
+                                  size_t vocabulary, cudaStream_t stream)
 {
+    const size_t count = batch * length;
     unsigned long long *keys = (unsigned long long *)scratch;
     unsigned long long *other = keys + count;
     sort_runs_kernel<<<(unsigned)ceil_div(count, SORT_RUN), SORT_THREADS, 0, stream>>>(
-        keys, tokens, (int)count, (int)vocabulary);
+        keys, tokens, token_stride, (int)count, (int)length, (int)vocabulary);
     cudaError_t status = cudaGetLastError();
     for (size_t run = SORT_RUN; run < count && status == cudaSuccess; run *= 2) {
         merge_runs_kernel<<<(unsigned)ceil_div(count, CHUNK_THREADS), CHUNK_THREADS, 0, stream>>>(
@@ -230,18 +236,20 @@ extern "C" size_t rbk_embedding_backward_scratch_bytes(size_t batch, size_t leng
 
 extern "C" cudaError_t rbk_embedding_backward(float *token_grad, float *position_grad,
                                               const void *dout, const int32_t *tokens,
-                                              void *scratch, size_t scratch_bytes, size_t batch,
-                                              size_t length, size_t width, size_t vocabulary,
-                                              rbk_dtype dtype, cudaStream_t stream)
+                                              size_t token_stride, void *scratch,
+                                              size_t scratch_bytes, size_t batch, size_t length,
+                                              size_t width, size_t vocabulary, rbk_dtype dtype,
+                                              cudaStream_t stream)
 {
     if (!are_arrays(token_grad, position_grad, dout, scratch) || !are_values(tokens) ||
-        !are_sizes(INDEX_LIMIT, batch, length, vocabulary) || batch * length > TOKENS_LIMIT ||
-        !is_matrix(batch * length, width) ||
+        !are_sizes(INDEX_LIMIT, batch, length, vocabulary, token_stride) || token_stride < length ||
+        batch * length > TOKENS_LIMIT || !is_matrix(batch * length, width) ||
         scratch_bytes < rbk_embedding_backward_scratch_bytes(batch, length))
         return cudaErrorInvalidValue;
     const size_t count = batch * length;
     unsigned long long *keys;
-    const cudaError_t status = sort_positions(&keys, tokens, scratch, count, vocabulary, stream);
+    const cudaError_t status =
+        sort_positions(&keys, tokens, token_stride, scratch, batch, length, vocabulary, stream);
     if (status != cudaSuccess)
         return status;
     return with_dtype(dtype, [=](auto tag) {
@@ -250,7 +258,7 @@ extern "C" cudaError_t rbk_embedding_backward(float *token_grad, float *position
                         (unsigned)ceil_div(width, GATHER_CHANNELS));
         gather_tokens_kernel<T><<<grid, GATHER_WARPS * WARP, 0, stream>>>(
             token_grad, (const T *)dout, keys, (int)count, (int)width, (int)vocabulary);
-        cudaError_t launched = cudaGetLastError();
+        const cudaError_t launched = cudaGetLastError();
         if (launched != cudaSuccess)
             return launched;
         gather_positions_kernel<T><<<chunk_blocks(length * width), CHUNK_THREADS, 0, stream>>>(

@@ -3,8 +3,8 @@
  *
  *  What holds for all of them:
  *  - Every pointer is device memory and not NULL unless its line says so. It starts at a multiple
- *    of 16 bytes; tokens, targets, loss, mean, rstd, log_sum and single values ("one float") at one
- *    of their element's size. It stays the caller's and must be valid until the work on `stream`
+ *    of 16 bytes; tokens, targets, loss, mean, rstd, log_sum, partial sums of squares and single
+ *    values ("one float") at one of their element's size. It stays the caller's and must be valid until the work on `stream`
  *    has run. Settings structs are host memory, copied by the call.
  *  - Arrays are dense, the last index runs fastest. B = batch (samples of the micro-batch),
  *    T = length (positions a sample), C = width (channels), H = heads, D = head width,
@@ -45,8 +45,8 @@ typedef enum rbk_dtype { RBK_F32 = 0, RBK_BF16 = 1, RBK_F16 = 2 } rbk_dtype;
  *  first_sample + the sample's index in the micro-batch) is decided by one word of
  *  Philox4x32-10 (Salmon et al., SC'11):
  *
- *      key     = { low 32 bits of seed, high 32 bits of seed }
- *      counter = { e / 4, low 32 bits of s, low 32 bits of step, site }
+ *      key     = { low 32 bits of seed, high 32 bits of seed ^ high 32 bits of step }
+ *      counter = { e / 4, low 32 bits of s, site, low 32 bits of step }
  *      word    = output[e % 4]
  *      kept    = word >= floor(probability * 2^32)
  *      y       = kept ? x * (1 / (1 - probability)) : 0      (all in fp32) */
@@ -79,14 +79,15 @@ size_t rbk_dtype_bytes(rbk_dtype dtype);
 /** out[b,t,c] = token_weight[tokens[b,t],c] + position_weight[t,c].
  *  A token outside [0, V) reads as a row of zeros.
  *  @param[out] out         [B,T,C]
- *  @param tokens           [B,T]
+ *  @param tokens           [B,T], samples token_stride >= T apart: T + 1, say, where targets are the
+ *                          same tokens one further
  *  @param token_weight     [V,C]
  *  @param position_weight  [at least T,C]
  *  C: a multiple of 8. */
-cudaError_t rbk_embedding_forward(void *out, const int32_t *tokens, const void *token_weight,
-                                  const void *position_weight, size_t batch, size_t length,
-                                  size_t width, size_t vocabulary, rbk_dtype dtype,
-                                  cudaStream_t stream);
+cudaError_t rbk_embedding_forward(void *out, const int32_t *tokens, size_t token_stride,
+                                  const void *token_weight, const void *position_weight,
+                                  size_t batch, size_t length, size_t width, size_t vocabulary,
+                                  rbk_dtype dtype, cudaStream_t stream);
 
 /** Scratch for rbk_embedding_backward(). */
 size_t rbk_embedding_backward_scratch_bytes(size_t batch, size_t length);
@@ -98,12 +99,13 @@ size_t rbk_embedding_backward_scratch_bytes(size_t batch, size_t length);
  *  @param[in,out] token_grad     [V,C] fp32
  *  @param[in,out] position_grad  [at least T,C] fp32
  *  @param dout                   [B,T,C]
+ *  @param tokens                 as in the forward pass
  *  @param scratch                of rbk_embedding_backward_scratch_bytes(); contents do not matter
  *  B*T: at most 2^30. */
 cudaError_t rbk_embedding_backward(float *token_grad, float *position_grad, const void *dout,
-                                   const int32_t *tokens, void *scratch, size_t scratch_bytes,
-                                   size_t batch, size_t length, size_t width, size_t vocabulary,
-                                   rbk_dtype dtype, cudaStream_t stream);
+                                   const int32_t *tokens, size_t token_stride, void *scratch,
+                                   size_t scratch_bytes, size_t batch, size_t length, size_t width,
+                                   size_t vocabulary, rbk_dtype dtype, cudaStream_t stream);
 
 /* ---- layer norm (Ba et al., 2016) ---- */
 
@@ -200,7 +202,9 @@ cudaError_t rbk_dropout(void *out, const void *in, const rbk_dropout_key *key, s
 /** out = residual + dropout(in + bias), rounded once. Its backward pass: the gradient itself for
  *  `residual`, rbk_dropout() of it for `in`, and rbk_bias_backward() of that for `bias`.
  *  @param[out] out  [B,T,C]; in place on `in` or `residual` is allowed
- *  @param bias      [C]; C: a multiple of 8; T*C below 2^34 */
+ *  @param bias      [C]; NULL: none
+ *  @param residual  [B,T,C]; NULL: none
+ *  C: a multiple of 8; T*C below 2^34. */
 cudaError_t rbk_bias_dropout_residual(void *out, const void *in, const void *bias,
                                       const void *residual, const rbk_dropout_key *key,
                                       size_t batch, size_t length, size_t width, rbk_dtype dtype,
@@ -244,23 +248,23 @@ cudaError_t rbk_attention_backward(void *dqkv, const void *dout, const void *qkv
  *  logits[v] = (softmax[v] - [v == target]) * scale * (*device_scale) for v < V, and 0 beyond.
  *  A target outside [0, V) takes its row out: loss 0, gradient 0.
  *  Order: a thread's columns ascending, a warp by butterfly, warps ascending; depends on Vp alone.
- *  @param[out] loss         [R] fp32, not scaled
- *  @param[in,out] logits    [R,Vp]; columns V..Vp-1 are padding and may hold anything
- *  @param targets           [R]
+ *  @param[out] loss         [B,T] fp32, not scaled
+ *  @param[in,out] logits    [B,T,Vp]; columns V..Vp-1 are padding and may hold anything
+ *  @param targets           [B,T], samples target_stride >= T apart
  *  @param padded            Vp >= V, a multiple of 8
  *  @param scale             1 / (target tokens of the effective batch), say
  *  @param device_scale      one float, e.g. the loss scale of fp16; NULL: 1
  *  @param write_gradient    0: leave the logits as they are (evaluation) */
-cudaError_t rbk_cross_entropy(float *loss, void *logits, const int32_t *targets, size_t rows,
-                              size_t vocabulary, size_t padded, float scale,
-                              const float *device_scale, int write_gradient, rbk_dtype dtype,
-                              cudaStream_t stream);
+cudaError_t rbk_cross_entropy(float *loss, void *logits, const int32_t *targets,
+                              size_t target_stride, size_t batch, size_t length, size_t vocabulary,
+                              size_t padded, float scale, const float *device_scale,
+                              int write_gradient, rbk_dtype dtype, cudaStream_t stream);
 
-/** sum[0] += scale * (sum over t of loss[b,t]) for ascending b, cut-invariant. Inside a sample,
- *  lane i of a warp adds positions i, i+32, ... and the lanes are added by butterfly.
- *  @param[in,out] sum  one float
- *  @param loss         [B,T] */
-cudaError_t rbk_loss_sum(float *sum, const float *loss, float scale, size_t batch, size_t length,
+/** sum[0] += sum over t of loss[b,t] for ascending b, in fp64, cut-invariant. Inside a sample, lane
+ *  i of a warp adds positions i, i+32, ... and the lanes are added by butterfly.
+ *  @param[in,out] sum  one double
+ *  @param loss         [B,T] fp32 */
+cudaError_t rbk_loss_sum(double *sum, const float *loss, size_t batch, size_t length,
                          cudaStream_t stream);
 
 /* ---- optimizer ---- */
@@ -282,25 +286,23 @@ cudaError_t rbk_adamw(float *master, float *m, float *v, void *working, const fl
                       const float *clip, const uint32_t *skip, size_t count, rbk_dtype dtype,
                       cudaStream_t stream);
 
-/** Scratch for rbk_squared_norm(). */
-size_t rbk_squared_norm_scratch_bytes(size_t count);
+/** A partial sum of squares covers this many elements. */
+#define RBK_NORM_CHUNK 4096
 
-/** sum[0] += sum of in[i]^2. Order: a grid that depends on `count` alone, each thread's elements
- *  ascending in fp32, then threads, blocks and `sum` in fp64. Several arrays: one call each, always
- *  in the same order.
- *  @param[in,out] sum  one double
- *  @param in           [count] fp32
- *  @param scratch      of rbk_squared_norm_scratch_bytes() */
-cudaError_t rbk_squared_norm(double *sum, const float *in, void *scratch, size_t scratch_bytes,
-                             size_t count, cudaStream_t stream);
+/** partial[i] = sum of the squares of in's i-th RBK_NORM_CHUNK elements. Order: a thread's 16
+ *  ascending in fp32, then threads in fp64.
+ *  @param[out] partial  [count / RBK_NORM_CHUNK, rounded up] fp64
+ *  @param in            [count] fp32 */
+cudaError_t rbk_sum_squares(double *partial, const float *in, size_t count, cudaStream_t stream);
 
-/** norm = sqrt(*squared) * (*inverse_scale); clip = norm > limit ? limit / norm : 1.
+/** norm = sqrt(sum of partial) * (*inverse_scale); clip = norm > limit ? limit / norm : 1.
+ *  Order: thread i of 1024 adds i, i+1024, ... in fp64, then warps by butterfly, then ascending.
  *  @param[out] clip      one float
  *  @param[out] norm      one float; NULL: not stored
- *  @param squared        one double, from rbk_squared_norm()
+ *  @param partial        [parts] fp64, from rbk_sum_squares(): of several arrays, one after the other
  *  @param inverse_scale  one float, 1 / loss scale; NULL: 1
  *  @param limit          the largest norm that stays as it is; 0: no clipping */
-cudaError_t rbk_clip_coefficient(float *clip, float *norm, const double *squared,
+cudaError_t rbk_clip_coefficient(float *clip, float *norm, const double *partial, size_t parts,
                                  const float *inverse_scale, float limit, cudaStream_t stream);
 
 /** Set flag[0] to 1 if any of in[i] is infinite or no number; it is never set to 0 here.

@@ -11,9 +11,9 @@ constexpr int TILE_ROWS = 32;
 
 /* One block: ROWS rows of [rows, width]. */
 template <typename T>
-__global__ void layer_norm_forward_kernel(T *out, float *mean, float *rstd, const T *in,
-                                          const T *gamma, const T *beta, int rows, int width,
-                                          float epsilon)
+__global__ __launch_bounds__(WARPS_LIMIT *WARP) void layer_norm_forward_kernel(
+    T *out, float *mean, float *rstd, const T *in, const T *gamma, const T *beta, int rows,
+    int width, float epsilon)
 {
     __shared__ float sums[ROWS * WARPS_LIMIT];
     const int column = threadIdx.x * 8;
@@ -71,10 +71,9 @@ __global__ void layer_norm_forward_kernel(T *out, float *mean, float *rstd, cons
 /* One block: a tile of TILE_ROWS positions of one sample. Writes din, and the tile's sums of
  * dout * x and of dout to gamma_partial and beta_partial [B, tiles, C]. Grid: tiles, samples. */
 template <typename T>
-__global__ void layer_norm_backward_kernel(T *din, float *gamma_partial, float *beta_partial,
-                                           const T *dout, const T *residual_grad, const T *in,
-                                           const float *mean, const float *rstd, const T *gamma,
-                                           int length, int width)
+__global__ __launch_bounds__(WARPS_LIMIT *WARP) void layer_norm_backward_kernel(
+    T *din, float *gamma_partial, float *beta_partial, const T *dout, const T *residual_grad,
+    const T *in, const float *mean, const float *rstd, const T *gamma, int length, int width)
 {
     __shared__ float shared[2 * ROWS * WARPS_LIMIT];
     const int column = threadIdx.x * 8;

@@ -1,50 +1,47 @@
-/* Squared norm, clip coefficient and finite check of gradients. Owns rbk_squared_norm*,
+/* Sums of squares, clip coefficient and finite check of gradients. Owns rbk_sum_squares,
  * rbk_clip_coefficient and rbk_finite_check. Must not know: what is done about the result. */
 #include "common.cuh"
 #include "reduce.cuh"
 #include "types.cuh"
 
-/* Partial sums: at most this many, so that one block adds them up. */
-constexpr size_t NORM_BLOCKS = 1024;
-constexpr int FINAL_THREADS = 256;
+constexpr int CLIP_THREADS = 1024;
+static_assert(RBK_NORM_CHUNK == 2 * CHUNK * CHUNK_THREADS, "two chunks a thread");
 
-/* partial[block] = sum of squares of chunks block, block + grid, ... */
-__global__ void squares_kernel(double *partial, const float *in, size_t count)
+/* partial[block] = sum of the squares of the block's elements: a thread has 8 neighbours of the
+ * first half and 8 of the second. */
+__global__ void sum_squares_kernel(double *partial, const float *in, size_t count)
 {
     __shared__ double shared[WARPS_LIMIT];
-    const size_t stride = (size_t)gridDim.x * blockDim.x * 8;
     float sum = 0.0f;
-    for (chunk c = thread_chunk(count); c.size > 0;) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const size_t first = (size_t)blockIdx.x * RBK_NORM_CHUNK +
+                             (half * CHUNK_THREADS + threadIdx.x) * (size_t)CHUNK;
+        const size_t left = first < count ? count - first : 0;
         float x[8];
-        load_chunk(x, in, c);
+        load_chunk(x, in, {first, left < CHUNK ? (int)left : CHUNK});
 #pragma unroll
         for (int i = 0; i < 8; i++)
             sum = fmaf(x[i], x[i], sum);
-        c.first += stride;
-        c.size = c.first >= count ? 0 : count - c.first < 8 ? (int)(count - c.first) : 8;
     }
     const double total = block_sum((double)sum, shared);
     if (threadIdx.x == 0)
         partial[blockIdx.x] = total;
 }
 
-/* sum[0] += the partial sums: thread i adds i, i + FINAL_THREADS, ..., then threads as block_sum.
- * */
-__global__ void final_sum_kernel(double *sum, const double *partial, int parts)
-{
-    __shared__ double shared[WARPS_LIMIT];
-    double x = 0.0;
-    for (int p = threadIdx.x; p < parts; p += FINAL_THREADS)
-        x += partial[p];
-    x = block_sum(x, shared);
-    if (threadIdx.x == 0)
-        sum[0] += x;
-}
-
-__global__ void clip_kernel(float *clip, float *norm, const double *squared,
+/* One block. */
+__global__ void clip_kernel(float *clip, float *norm, const double *partial, size_t parts,
                             const float *inverse_scale, float limit)
 {
-    const float length = (float)(sqrt(*squared) * (inverse_scale ? (double)*inverse_scale : 1.0));
+    __shared__ double shared[WARPS_LIMIT];
+    double sum = 0.0;
+#pragma unroll 4
+    for (size_t p = threadIdx.x; p < parts; p += CLIP_THREADS)
+        sum += partial[p];
+    sum = block_sum(sum, shared);
+    if (threadIdx.x != 0)
+        return;
+    const float length = (float)(sqrt(sum) * (inverse_scale ? (double)*inverse_scale : 1.0));
     *clip = limit > 0.0f && length > limit ? limit / length : 1.0f;
     if (norm)
         *norm = length;
@@ -64,40 +61,24 @@ __global__ void finite_kernel(uint32_t *flag, const float *in, size_t count)
         atomicOr(flag, 1u);
 }
 
-static size_t norm_blocks(size_t count)
+extern "C" cudaError_t rbk_sum_squares(double *partial, const float *in, size_t count,
+                                       cudaStream_t stream)
 {
-    const size_t blocks = ceil_div(count, (size_t)CHUNK * CHUNK_THREADS);
-    return blocks < NORM_BLOCKS ? blocks : NORM_BLOCKS;
-}
-
-extern "C" size_t rbk_squared_norm_scratch_bytes(size_t count)
-{
-    return norm_blocks(count) * sizeof(double);
-}
-
-extern "C" cudaError_t rbk_squared_norm(double *sum, const float *in, void *scratch,
-                                        size_t scratch_bytes, size_t count, cudaStream_t stream)
-{
-    if (!are_values(sum) || !are_arrays(in, scratch) || !is_count(count) ||
-        scratch_bytes < rbk_squared_norm_scratch_bytes(count))
+    if (!are_values(partial) || !are_arrays(in) || !is_count(count))
         return cudaErrorInvalidValue;
-    const size_t blocks = norm_blocks(count);
-    squares_kernel<<<(unsigned)blocks, CHUNK_THREADS, 0, stream>>>((double *)scratch, in, count);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess)
-        return status;
-    final_sum_kernel<<<1, FINAL_THREADS, 0, stream>>>(sum, (const double *)scratch, (int)blocks);
+    sum_squares_kernel<<<(unsigned)ceil_div(count, RBK_NORM_CHUNK), CHUNK_THREADS, 0, stream>>>(
+        partial, in, count);
     return cudaGetLastError();
 }
 
-extern "C" cudaError_t rbk_clip_coefficient(float *clip, float *norm, const double *squared,
-                                            const float *inverse_scale, float limit,
+extern "C" cudaError_t rbk_clip_coefficient(float *clip, float *norm, const double *partial,
+                                            size_t parts, const float *inverse_scale, float limit,
                                             cudaStream_t stream)
 {
-    if (!are_values(clip) || !are_optional_values(norm) || !are_values(squared) ||
-        !are_optional_values(inverse_scale) || !(limit >= 0.0f))
+    if (!are_values(clip) || !are_optional_values(norm, inverse_scale) || !are_values(partial) ||
+        parts == 0 || !(limit >= 0.0f))
         return cudaErrorInvalidValue;
-    clip_kernel<<<1, 1, 0, stream>>>(clip, norm, squared, inverse_scale, limit);
+    clip_kernel<<<1, CLIP_THREADS, 0, stream>>>(clip, norm, partial, parts, inverse_scale, limit);
     return cudaGetLastError();
 }
 

@@ -34,7 +34,8 @@ struct dropout_rule {
 static inline dropout_rule dropout_rule_of(const rbk_dropout_key *key)
 {
     dropout_rule rule;
-    rule.key = make_uint2((unsigned)key->seed, (unsigned)(key->seed >> 32));
+    rule.key =
+        make_uint2((unsigned)key->seed, (unsigned)(key->seed >> 32) ^ (unsigned)(key->step >> 32));
     rule.step = (unsigned)key->step;
     rule.site = key->site;
     rule.first_sample = (unsigned)key->first_sample;
@@ -58,7 +59,7 @@ __device__ inline void drop8(float (&v)[8], const dropout_rule &rule, unsigned s
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint4 words = philox4x32_10(
-            make_uint4(2 * eighth + half, rule.first_sample + sample, rule.step, rule.site),
+            make_uint4(2 * eighth + half, rule.first_sample + sample, rule.site, rule.step),
             rule.key);
         float *four = v + 4 * half;
         four[0] = words.x >= rule.threshold ? four[0] * rule.scale : 0.0f;

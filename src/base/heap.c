@@ -48,7 +48,8 @@ static void *counted(void *memory)
 
 void *rbi_heap_calloc(size_t count, size_t size)
 {
-    return fails_now() ? NULL : counted(calloc(count, size));
+    size_t bytes;
+    return fails_now() || !rbi_mul(count, size, &bytes) ? NULL : counted(calloc(1, bytes));
 }
 
 void *rbi_heap_resize(void *old, size_t count, size_t size)

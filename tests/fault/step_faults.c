@@ -162,8 +162,8 @@ static rebatch_status set_up(struct trainer *t, const rebatch_options *options,
     return status;
 }
 
-/* A step that failed once is called again, as a program would that can help itself: everything but a
- * torn update counts as not having happened. */
+/* A step that failed once is called again, as a program would that can help itself: everything but
+ * a torn update counts as not having happened. */
 static rebatch_status train(struct trainer *t, struct result *result, bool once)
 {
     for (uint64_t step = 0; step < STEPS;) {

@@ -149,17 +149,21 @@ Test(kernels_arguments, embedding)
 {
     const size_t bytes = rbk_embedding_backward_scratch_bytes(2, 3);
     begin();
-    REFUSED(rbk_embedding_forward(place(0), odd(1), place(2), place(3), 1, 1, 8, 5, RBK_F32, NULL));
     REFUSED(
-        rbk_embedding_forward(place(0), ints(1), place(2), place(3), 1, 1, 4, 5, RBK_F32, NULL));
+        rbk_embedding_forward(place(0), ints(1), 2, place(2), place(3), 1, 3, 8, 5, RBK_F32, NULL));
     REFUSED(
-        rbk_embedding_forward(place(0), ints(1), place(2), place(3), 1, 1, 8, 0, RBK_F32, NULL));
-    REFUSED(rbk_embedding_backward(floats(0), floats(1), place(2), ints(3), place(4), bytes - 1, 2,
+        rbk_embedding_forward(place(0), odd(1), 1, place(2), place(3), 1, 1, 8, 5, RBK_F32, NULL));
+    REFUSED(
+        rbk_embedding_forward(place(0), ints(1), 1, place(2), place(3), 1, 1, 4, 5, RBK_F32, NULL));
+    REFUSED(
+        rbk_embedding_forward(place(0), ints(1), 1, place(2), place(3), 1, 1, 8, 0, RBK_F32, NULL));
+    REFUSED(rbk_embedding_backward(floats(0), floats(1), place(2), ints(3), 1 << 16, place(4),
+                                   bytes - 1, 2, 3, 8, 5, RBK_F32, NULL));
+    REFUSED(rbk_embedding_backward(NULL, floats(1), place(2), ints(3), 1 << 16, place(4), bytes, 2,
                                    3, 8, 5, RBK_F32, NULL));
-    REFUSED(rbk_embedding_backward(NULL, floats(1), place(2), ints(3), place(4), bytes, 2, 3, 8, 5,
-                                   RBK_F32, NULL));
-    REFUSED(rbk_embedding_backward(floats(0), floats(1), place(2), ints(3), place(4), SIZE_MAX,
-                                   (size_t)1 << 16, (size_t)1 << 15, 8, 5, RBK_F32, NULL));
+    REFUSED(rbk_embedding_backward(floats(0), floats(1), place(2), ints(3), 1 << 16, place(4),
+                                   SIZE_MAX, (size_t)1 << 16, (size_t)1 << 15, 8, 5, RBK_F32,
+                                   NULL));
     end();
 }
 
@@ -199,15 +203,20 @@ Test(kernels_arguments, attention)
 Test(kernels_arguments, loss)
 {
     begin();
-    REFUSED(rbk_cross_entropy(floats(0), place(1), ints(2), 1, 9, 8, 1.0f, NULL, 1, RBK_F32, NULL));
+    REFUSED(rbk_cross_entropy(floats(0), place(1), ints(2), 1, 1, 1, 9, 8, 1.0f, NULL, 1, RBK_F32,
+                              NULL));
+    REFUSED(rbk_cross_entropy(floats(0), place(1), ints(2), 1, 1, 1, 9, 12, 1.0f, NULL, 1, RBK_F32,
+                              NULL));
     REFUSED(
-        rbk_cross_entropy(floats(0), place(1), ints(2), 1, 9, 12, 1.0f, NULL, 1, RBK_F32, NULL));
-    REFUSED(rbk_cross_entropy(floats(0), place(1), NULL, 1, 8, 8, 1.0f, NULL, 1, RBK_F32, NULL));
-    REFUSED(
-        rbk_cross_entropy(floats(0), place(1), ints(2), 1, 8, 8, 1.0f, odd(3), 1, RBK_F32, NULL));
-    REFUSED(rbk_cross_entropy(floats(0), place(1), ints(2), 0, 8, 8, 1.0f, NULL, 1, RBK_F32, NULL));
-    REFUSED(rbk_loss_sum(NULL, floats(1), 1.0f, 1, 1, NULL));
-    REFUSED(rbk_loss_sum(floats(0), floats(1), 1.0f, 1, 0, NULL));
+        rbk_cross_entropy(floats(0), place(1), NULL, 1, 1, 1, 8, 8, 1.0f, NULL, 1, RBK_F32, NULL));
+    REFUSED(rbk_cross_entropy(floats(0), place(1), ints(2), 1, 1, 1, 8, 8, 1.0f, odd(3), 1, RBK_F32,
+                              NULL));
+    REFUSED(rbk_cross_entropy(floats(0), place(1), ints(2), 1, 0, 1, 8, 8, 1.0f, NULL, 1, RBK_F32,
+                              NULL));
+    REFUSED(rbk_cross_entropy(floats(0), place(1), ints(2), 1, 1, 2, 8, 8, 1.0f, NULL, 1, RBK_F32,
+                              NULL));
+    REFUSED(rbk_loss_sum(NULL, floats(1), 1, 1, NULL));
+    REFUSED(rbk_loss_sum(place(0), floats(1), 1, 0, NULL));
     end();
 }
 
@@ -230,11 +239,12 @@ Test(kernels_arguments, optimizer)
                       8, RBK_BF16, NULL));
     REFUSED(rbk_adamw(floats(0), floats(1), floats(2), place(3), floats(4), &good, odd(5), NULL,
                       NULL, 8, RBK_BF16, NULL));
-    REFUSED(rbk_squared_norm(place(0), floats(1), place(2), rbk_squared_norm_scratch_bytes(8) - 1,
-                             8, NULL));
-    REFUSED(rbk_squared_norm(place(0), floats(1), place(2), BYTES, 0, NULL));
-    REFUSED(rbk_clip_coefficient(floats(0), NULL, place(1), NULL, -1.0f, NULL));
-    REFUSED(rbk_clip_coefficient(floats(0), NULL, NULL, NULL, 1.0f, NULL));
+    REFUSED(rbk_sum_squares(NULL, floats(1), 8, NULL));
+    REFUSED(rbk_sum_squares(place(0), odd(1), 8, NULL));
+    REFUSED(rbk_sum_squares(place(0), floats(1), 0, NULL));
+    REFUSED(rbk_clip_coefficient(floats(0), NULL, place(1), 1, NULL, -1.0f, NULL));
+    REFUSED(rbk_clip_coefficient(floats(0), NULL, place(1), 0, NULL, 1.0f, NULL));
+    REFUSED(rbk_clip_coefficient(floats(0), NULL, NULL, 1, NULL, 1.0f, NULL));
     REFUSED(rbk_finite_check(NULL, floats(1), 8, NULL));
     REFUSED(rbk_finite_check(place(0), floats(1), 0, NULL));
     end();

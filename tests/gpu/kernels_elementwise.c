@@ -254,9 +254,9 @@ Test(kernels_elementwise, philox_reference)
 
 static bool is_kept(const rbk_dropout_key *key, uint64_t sample, uint64_t element)
 {
-    uint32_t word[4] = {(uint32_t)(element / 4), (uint32_t)(key->first_sample + sample),
-                        (uint32_t)key->step, key->site};
-    philox(word, (uint32_t)key->seed, (uint32_t)(key->seed >> 32));
+    uint32_t word[4] = {(uint32_t)(element / 4), (uint32_t)(key->first_sample + sample), key->site,
+                        (uint32_t)key->step};
+    philox(word, (uint32_t)key->seed, (uint32_t)(key->seed >> 32) ^ (uint32_t)(key->step >> 32));
     return word[element % 4] >= (uint32_t)floor((double)key->probability * 0x1p32);
 }
 
@@ -341,6 +341,19 @@ static void check_bias_dropout_residual(rbk_dtype dtype, float probability, supp
                                            DROP_LENGTH, WIDTH, dtype, NULL),
                  "bias dropout residual of two samples");
     support_expect_same(&part, 0, &out, 2 * elements, 2 * elements, "bias dropout residual");
+
+    /* without bias and residual it is plain dropout */
+    support_must(rbk_bias_dropout_residual(out.device, in.device, NULL, NULL, &drop_key, DROP_BATCH,
+                                           DROP_LENGTH, WIDTH, dtype, NULL),
+                 "dropout alone");
+    support_must(
+        rbk_dropout(residual.device, in.device, &drop_key, DROP_BATCH, elements, dtype, NULL),
+        "dropout");
+    support_array_read(&out);
+    support_array_read(&residual);
+    for (size_t i = 0; i < count; i++)
+        cr_assert(out.host[i] == residual.host[i], "element %zu: %g, not %g", i, out.host[i],
+                  residual.host[i]);
 
     free(want);
     support_array_free(&in);

@@ -15,13 +15,16 @@
 #define VOCABULARY 61
 #define COMMON 17
 
+/* Samples' tokens are one further apart than they are long, as where targets follow the inputs. */
+#define STRIDE (LENGTH + 1)
+
 /* Some of a warp's lanes, two warps, and a warp and a bit. */
 static const size_t widths[] = {8, 256, 136};
 
 typedef struct problem {
     size_t width;
     rbk_dtype dtype;
-    int32_t tokens[POSITIONS];
+    int32_t tokens[BATCH * STRIDE];
     int32_t *device_tokens;
     support_array token_weight, position_weight, dout, out;
     support_array token_start, position_start, token_grad, position_grad;
@@ -35,14 +38,14 @@ static problem *problem_create(size_t width, rbk_dtype dtype, support_random *ra
     cr_assert(p != NULL);
     p->width = width;
     p->dtype = dtype;
-    for (size_t n = 0; n < POSITIONS; n++) {
+    for (size_t n = 0; n < BATCH * STRIDE; n++) {
         const uint64_t r = support_next(random);
         p->tokens[n] = r % 4 == 0 ? COMMON : (int32_t)(r / 4 % VOCABULARY);
     }
     p->tokens[3] = -1;
-    p->tokens[LENGTH + 1] = VOCABULARY;
-    p->tokens[POSITIONS - 1] = INT32_MAX;
-    p->device_tokens = support_upload_ints(p->tokens, POSITIONS);
+    p->tokens[STRIDE] = VOCABULARY;
+    p->tokens[BATCH * STRIDE - 2] = INT32_MAX;
+    p->device_tokens = support_upload_ints(p->tokens, BATCH * STRIDE);
     p->token_weight = support_array_random(dtype, VOCABULARY * width, 1.0, random);
     p->position_weight = support_array_random(dtype, LENGTH * width, 1.0, random);
     p->dout = support_array_random(dtype, POSITIONS * width, 1.0, random);
@@ -68,25 +71,28 @@ static void problem_destroy(problem *p)
     free(p);
 }
 
-static bool is_token(int32_t token)
+/* Token n of the positions, which are dense; -1 when it is outside the vocabulary. */
+static int32_t token_at(const problem *p, size_t n)
 {
-    return token >= 0 && token < VOCABULARY;
+    const int32_t token = p->tokens[n / LENGTH * STRIDE + n % LENGTH];
+    return token >= 0 && token < VOCABULARY ? token : -1;
 }
 
 static void check_forward(problem *p)
 {
     const size_t width = p->width;
     double *want = malloc(POSITIONS * width * sizeof *want);
-    support_must(rbk_embedding_forward(p->out.device, p->device_tokens, p->token_weight.device,
-                                       p->position_weight.device, BATCH, LENGTH, width, VOCABULARY,
-                                       p->dtype, NULL),
+    support_must(rbk_embedding_forward(p->out.device, p->device_tokens, STRIDE,
+                                       p->token_weight.device, p->position_weight.device, BATCH,
+                                       LENGTH, width, VOCABULARY, p->dtype, NULL),
                  "embedding forward");
-    for (size_t n = 0; n < POSITIONS; n++)
+    for (size_t n = 0; n < POSITIONS; n++) {
+        const int32_t token = token_at(p, n);
         for (size_t c = 0; c < width; c++)
             want[n * width + c] =
-                (is_token(p->tokens[n]) ? p->token_weight.host[(size_t)p->tokens[n] * width + c]
-                                        : 0.0) +
+                (token >= 0 ? p->token_weight.host[(size_t)token * width + c] : 0.0) +
                 p->position_weight.host[n % LENGTH * width + c];
+    }
     support_expect_close(&p->out, want, support_tolerance(p->dtype), "embedding forward");
     free(want);
 }
@@ -103,16 +109,16 @@ static void check_backward(problem *p)
             const float d = (float)p->dout.host[n * width + c];
             double *position = &position_want.host[n % LENGTH * width + c];
             *position = (float)*position + d;
-            if (!is_token(p->tokens[n]))
+            if (token_at(p, n) < 0)
                 continue;
-            double *token = &token_want.host[(size_t)p->tokens[n] * width + c];
+            double *token = &token_want.host[(size_t)token_at(p, n) * width + c];
             *token = (float)*token + d;
         }
     }
     support_array_write(&token_want);
     support_array_write(&position_want);
     support_must(rbk_embedding_backward(p->token_grad.device, p->position_grad.device,
-                                        p->dout.device, p->device_tokens, p->scratch,
+                                        p->dout.device, p->device_tokens, STRIDE, p->scratch,
                                         p->scratch_bytes, BATCH, LENGTH, width, VOCABULARY,
                                         p->dtype, NULL),
                  "embedding backward");
@@ -132,9 +138,9 @@ static void check_cuts(problem *p)
         for (const size_t *count = support_cuts[c]; *count > 0; first += *count++)
             support_must(rbk_embedding_backward(token_grad.device, position_grad.device,
                                                 support_at(&p->dout, first * LENGTH * p->width),
-                                                p->device_tokens + first * LENGTH, p->scratch,
-                                                p->scratch_bytes, *count, LENGTH, p->width,
-                                                VOCABULARY, p->dtype, NULL),
+                                                p->device_tokens + first * STRIDE, STRIDE,
+                                                p->scratch, p->scratch_bytes, *count, LENGTH,
+                                                p->width, VOCABULARY, p->dtype, NULL),
                          "embedding backward, cut");
         cr_assert(first == BATCH);
         support_expect_same(&token_grad, 0, &p->token_grad, 0, token_grad.count,
@@ -176,8 +182,8 @@ Test(kernels_embedding, one_token)
     for (size_t i = 0; i < FEW * WIDTH; i++)
         want[WIDTH + i % WIDTH] += dout.host[i];
     support_must(rbk_embedding_backward(token_grad.device, position_grad.device, dout.device,
-                                        device_tokens, scratch, bytes, 1, FEW, WIDTH, 2, RBK_F32,
-                                        NULL),
+                                        device_tokens, FEW, scratch, bytes, 1, FEW, WIDTH, 2,
+                                        RBK_F32, NULL),
                  "embedding backward");
     support_expect_close(&token_grad, want, 1e-5, "one token's gradient");
 

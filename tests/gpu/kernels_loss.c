@@ -9,44 +9,54 @@
 #include "kernels_support.h"
 
 typedef struct shape {
-    size_t rows, vocabulary, padded;
+    size_t batch, length, vocabulary, padded;
 } shape;
 
 /* A byte vocabulary; a padding that ends inside a chunk; less than a chunk; GPT-2's. */
-static const shape shapes[] = {{40, 256, 256}, {21, 1001, 1024}, {5, 3, 16}, {6, 50257, 50304}};
+static const shape shapes[] = {
+    {4, 10, 256, 256}, {3, 7, 1001, 1024}, {1, 5, 3, 16}, {2, 3, 50257, 50304}};
 #define SHAPE_COUNT (sizeof shapes / sizeof *shapes)
 #define SCALE 0.125f
 
+/* Targets are tokens one further: they begin at 4 bytes more, and samples are length + 1 apart. */
 typedef struct problem {
     shape shape;
+    size_t rows, stride;
     rbk_dtype dtype;
-    int32_t *targets, *device_targets;
+    int32_t *tokens, *device_tokens;
     support_array logits, gradient, loss, device_scale;
     double *want_loss, *want_gradient;
 } problem;
 
+static int32_t *target_of(const problem *p, size_t row)
+{
+    return &p->tokens[row / p->shape.length * p->stride + row % p->shape.length + 1];
+}
+
 static problem problem_create(shape size, rbk_dtype dtype, support_random *random)
 {
-    const size_t count = size.rows * size.padded;
-    problem p = {.shape = size, .dtype = dtype};
-    p.targets = malloc(size.rows * sizeof *p.targets);
+    const size_t rows = size.batch * size.length, stride = size.length + 1;
+    const size_t count = rows * size.padded;
+    problem p = {.shape = size, .rows = rows, .stride = stride, .dtype = dtype};
+    p.tokens = malloc(size.batch * stride * sizeof *p.tokens);
+    cr_assert(p.tokens != NULL);
+    for (size_t n = 0; n < size.batch * stride; n++)
+        p.tokens[n] = (int32_t)(support_next(random) % size.vocabulary);
     p.logits = support_array_random(dtype, count, 3.0, random);
-    for (size_t r = 0; r < size.rows; r++) {
-        p.targets[r] = (int32_t)(support_next(random) % size.vocabulary);
+    for (size_t r = 0; r < rows; r++)
         for (size_t v = size.vocabulary; v < size.padded; v++)
             p.logits.host[r * size.padded + v] = v % 2 ? INFINITY : NAN; /* may hold anything */
-    }
     support_array_write(&p.logits);
-    p.targets[0] = (int32_t)size.vocabulary - 1;
-    p.targets[1] = -100;
-    p.targets[2] = (int32_t)size.vocabulary;
-    p.device_targets = support_upload_ints(p.targets, size.rows);
+    *target_of(&p, 0) = (int32_t)size.vocabulary - 1;
+    *target_of(&p, 1) = -100;
+    *target_of(&p, 2) = (int32_t)size.vocabulary;
+    p.device_tokens = support_upload_ints(p.tokens, size.batch * stride);
     p.gradient = support_array_copy(&p.logits);
-    p.loss = support_array_poisoned(RBK_F32, size.rows);
+    p.loss = support_array_poisoned(RBK_F32, rows);
     p.device_scale = support_array_random(RBK_F32, 1, 1.0, random);
-    p.want_loss = calloc(size.rows, sizeof *p.want_loss);
+    p.want_loss = calloc(rows, sizeof *p.want_loss);
     p.want_gradient = calloc(count, sizeof *p.want_gradient);
-    cr_assert(p.targets && p.want_loss && p.want_gradient);
+    cr_assert(p.want_loss && p.want_gradient);
     return p;
 }
 
@@ -56,8 +66,8 @@ static void problem_destroy(problem *p)
     support_array_free(&p->gradient);
     support_array_free(&p->loss);
     support_array_free(&p->device_scale);
-    support_must(cudaFree(p->device_targets), "cudaFree");
-    free(p->targets);
+    support_must(cudaFree(p->device_tokens), "cudaFree");
+    free(p->tokens);
     free(p->want_loss);
     free(p->want_gradient);
 }
@@ -65,10 +75,11 @@ static void problem_destroy(problem *p)
 static void compute_reference(problem *p)
 {
     const double scale = (double)SCALE * p->device_scale.host[0];
-    for (size_t r = 0; r < p->shape.rows; r++) {
+    for (size_t r = 0; r < p->rows; r++) {
+        const int32_t target = *target_of(p, r);
         const double *row = p->logits.host + r * p->shape.padded;
         double *gradient = p->want_gradient + r * p->shape.padded;
-        if (p->targets[r] < 0 || (size_t)p->targets[r] >= p->shape.vocabulary)
+        if (target < 0 || (size_t)target >= p->shape.vocabulary)
             continue;
         double high = -INFINITY, sum = 0.0;
         for (size_t v = 0; v < p->shape.vocabulary; v++)
@@ -76,29 +87,39 @@ static void compute_reference(problem *p)
         for (size_t v = 0; v < p->shape.vocabulary; v++)
             sum += exp(row[v] - high);
         const double log_sum = high + log(sum);
-        p->want_loss[r] = log_sum - row[p->targets[r]];
+        p->want_loss[r] = log_sum - row[target];
         for (size_t v = 0; v < p->shape.vocabulary; v++)
             gradient[v] = exp(row[v] - log_sum) * scale;
-        gradient[p->targets[r]] -= scale;
+        gradient[target] -= scale;
     }
 }
 
-/* Rows [first, first + rows) in place in `logits`. */
-static void run(const problem *p, support_array *logits, support_array *loss, size_t first,
-                size_t rows, bool write)
+/* All rows, in place in `logits`. */
+static void run(const problem *p, support_array *logits, support_array *loss, bool write)
 {
-    support_must(rbk_cross_entropy(
-                     support_float_at(loss, first), support_at(logits, first * p->shape.padded),
-                     p->device_targets + first, rows, p->shape.vocabulary, p->shape.padded, SCALE,
-                     p->device_scale.device, write, p->dtype, NULL),
+    support_must(rbk_cross_entropy(loss->device, logits->device, p->device_tokens + 1, p->stride,
+                                   p->shape.batch, p->shape.length, p->shape.vocabulary,
+                                   p->shape.padded, SCALE, p->device_scale.device, write, p->dtype,
+                                   NULL),
                  "cross-entropy");
+}
+
+/* One row, in place in `logits`. */
+static void run_row(const problem *p, support_array *logits, support_array *loss, size_t row)
+{
+    const ptrdiff_t token = target_of(p, row) - p->tokens;
+    support_must(
+        rbk_cross_entropy(support_float_at(loss, row), support_at(logits, row * p->shape.padded),
+                          p->device_tokens + token, 1, 1, 1, p->shape.vocabulary, p->shape.padded,
+                          SCALE, p->device_scale.device, 1, p->dtype, NULL),
+        "cross-entropy of a row");
 }
 
 static void check_cross_entropy(problem *p)
 {
-    const size_t rows = p->shape.rows, count = rows * p->shape.padded;
+    const size_t rows = p->rows, count = rows * p->shape.padded;
     compute_reference(p);
-    run(p, &p->gradient, &p->loss, 0, rows, true);
+    run(p, &p->gradient, &p->loss, true);
     support_expect_close(&p->loss, p->want_loss, 1e-5, "cross-entropy: loss");
     support_expect_close(&p->gradient, p->want_gradient, support_tolerance(p->dtype),
                          "cross-entropy: gradient");
@@ -109,11 +130,11 @@ static void check_cross_entropy(problem *p)
     /* without the gradient the logits stay; row by row everything has the same bits */
     support_array loss = support_array_poisoned(RBK_F32, rows);
     support_array logits = support_array_copy(&p->logits);
-    run(p, &logits, &loss, 0, rows, false);
+    run(p, &logits, &loss, false);
     support_expect_same(&loss, 0, &p->loss, 0, rows, "cross-entropy: loss alone");
     support_expect_same(&logits, 0, &p->logits, 0, count, "cross-entropy: logits kept");
     for (size_t r = 0; r < rows; r++)
-        run(p, &logits, &loss, r, 1, true);
+        run_row(p, &logits, &loss, r);
     support_expect_same(&loss, 0, &p->loss, 0, rows, "cross-entropy: loss, row by row");
     support_expect_same(&logits, 0, &p->gradient, 0, count, "cross-entropy: gradient, row by row");
     support_array_free(&loss);
@@ -139,60 +160,46 @@ Test(kernels_loss, not_a_number_is_passed_on)
     problem p = problem_create(shapes[1], RBK_BF16, &random);
     p.logits.host[3 * p.shape.padded + 500] = NAN;
     support_array_write(&p.logits);
-    run(&p, &p.logits, &p.loss, 0, p.shape.rows, true);
+    run(&p, &p.logits, &p.loss, true);
     support_array_read(&p.loss);
     cr_assert(isnan(p.loss.host[3]));
     cr_assert(isfinite(p.loss.host[4]));
     problem_destroy(&p);
 }
 
-Test(kernels_loss, sum)
+/* Shapes of the sum: several warps' worth of positions, and more samples than come in at once. */
+static void check_sum(size_t batch, size_t length, support_random *random)
 {
-    enum { LENGTH = 75, BATCH = SUPPORT_CUT_BATCH };
-    support_random random = {503};
-    support_array loss = support_array_random(RBK_F32, BATCH * LENGTH, 1.0, &random);
-    support_array start = support_array_random(RBK_F32, 1, 1.0, &random);
-    support_array whole = support_array_copy(&start);
-    double want = 0.0;
-    for (size_t i = 0; i < BATCH * LENGTH; i++)
+    support_array loss = support_array_random(RBK_F32, batch * length, 1.0, random);
+    double *sum = support_scratch(sizeof *sum);
+    const double start = 3.5;
+    double whole, want = start;
+    for (size_t i = 0; i < batch * length; i++)
         want += loss.host[i];
-    want = start.host[0] + want * 0.25;
-    support_must(rbk_loss_sum(whole.device, loss.device, 0.25f, BATCH, LENGTH, NULL), "loss sum");
-    support_expect_close(&whole, &want, 1e-5, "loss sum");
-    for (int c = 0; c < SUPPORT_CUT_COUNT; c++) {
-        support_array cut = support_array_copy(&start);
-        size_t first = 0;
-        for (const size_t *count = support_cuts[c]; *count > 0; first += *count++)
-            support_must(rbk_loss_sum(cut.device, support_float_at(&loss, first * LENGTH), 0.25f,
-                                      *count, LENGTH, NULL),
+    support_must(cudaMemcpy(sum, &start, sizeof start, cudaMemcpyHostToDevice), "cudaMemcpy");
+    support_must(rbk_loss_sum(sum, loss.device, batch, length, NULL), "loss sum");
+    support_must(cudaMemcpy(&whole, sum, sizeof whole, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    cr_assert(fabs(whole - want) <= 1e-12 * (double)(batch * length), "loss sum %.17g, not %.17g",
+              whole, want);
+    for (size_t step = 1; step < batch; step += 7) {
+        double cut;
+        support_must(cudaMemcpy(sum, &start, sizeof start, cudaMemcpyHostToDevice), "cudaMemcpy");
+        for (size_t first = 0; first < batch; first += step)
+            support_must(rbk_loss_sum(sum, support_float_at(&loss, first * length),
+                                      first + step < batch ? step : batch - first, length, NULL),
                          "loss sum, cut");
-        support_expect_same(&cut, 0, &whole, 0, 1, "loss sum, cut");
-        support_array_free(&cut);
+        support_must(cudaMemcpy(&cut, sum, sizeof cut, cudaMemcpyDeviceToHost), "cudaMemcpy");
+        cr_assert(memcmp(&cut, &whole, sizeof cut) == 0, "loss sum by %zu: %.17g, not %.17g", step,
+                  cut, whole);
     }
+    support_must(cudaFree(sum), "cudaFree");
     support_array_free(&loss);
-    support_array_free(&start);
-    support_array_free(&whole);
 }
 
-/* More samples than the block brings in at once. */
-Test(kernels_loss, sum_of_many_samples)
+Test(kernels_loss, sum)
 {
-    enum { LENGTH = 3, BATCH = 100 };
-    support_random random = {504};
-    support_array loss = support_array_random(RBK_F32, BATCH * LENGTH, 1.0, &random);
-    support_array whole = support_array_random(RBK_F32, 1, 1.0, &random);
-    support_array cut = support_array_copy(&whole);
-    double want = whole.host[0];
-    for (size_t i = 0; i < BATCH * LENGTH; i++)
-        want += loss.host[i];
-    support_must(rbk_loss_sum(whole.device, loss.device, 1.0f, BATCH, LENGTH, NULL), "loss sum");
-    support_expect_close(&whole, &want, 1e-5, "loss sum of many samples");
-    for (size_t b = 0; b < BATCH; b += 50)
-        support_must(
-            rbk_loss_sum(cut.device, support_float_at(&loss, b * LENGTH), 1.0f, 50, LENGTH, NULL),
-            "loss sum, cut");
-    support_expect_same(&cut, 0, &whole, 0, 1, "loss sum of many samples, cut");
-    support_array_free(&loss);
-    support_array_free(&whole);
-    support_array_free(&cut);
+    support_random random = {503};
+    check_sum(SUPPORT_CUT_BATCH, 75, &random);
+    check_sum(100, 3, &random);
+    check_sum(1, 1, &random);
 }

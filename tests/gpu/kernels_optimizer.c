@@ -134,80 +134,77 @@ Test(kernels_optimizer, adamw_skips)
     support_array_free(&grad);
 }
 
-static double read_double(const double *device)
+/* The partial sums of an array, all of them. */
+static double *sum_squares(const support_array *in, size_t *parts)
 {
-    double x;
-    support_must(cudaMemcpy(&x, device, sizeof x, cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return x;
+    *parts = (in->count + RBK_NORM_CHUNK - 1) / RBK_NORM_CHUNK;
+    double *partial = support_scratch(*parts * sizeof *partial);
+    support_must(rbk_sum_squares(partial, in->device, in->count, NULL), "sum of squares");
+    return partial;
 }
 
-static double *upload_double(double x)
+/* From one element to several chunks and a bit. */
+Test(kernels_optimizer, sum_squares)
 {
-    double *device = support_scratch(sizeof x);
-    support_must(cudaMemcpy(device, &x, sizeof x, cudaMemcpyHostToDevice), "cudaMemcpy");
-    return device;
-}
-
-/* From one element to more blocks than there are partial sums. */
-Test(kernels_optimizer, squared_norm)
-{
-    const size_t counts[] = {1, COUNT, 2048 * 1024 + 2048 * 3 + 5};
+    const size_t counts[] = {1, RBK_NORM_CHUNK / 2 + 3, RBK_NORM_CHUNK, 5 * RBK_NORM_CHUNK + 13};
     support_random random = {603};
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         support_array in = support_array_random(RBK_F32, counts[i], 1.0, &random);
-        const size_t bytes = rbk_squared_norm_scratch_bytes(counts[i]);
-        void *scratch = support_scratch(bytes);
-        double *sum = upload_double(7.0);
-        double want = 7.0;
+        size_t parts;
+        double *device = sum_squares(&in, &parts), got[8], want[8] = {0.0};
+        cr_assert(parts <= 8);
+        support_must(cudaMemcpy(got, device, parts * sizeof *got, cudaMemcpyDeviceToHost),
+                     "cudaMemcpy");
         for (size_t n = 0; n < counts[i]; n++)
-            want += in.host[n] * in.host[n];
-        support_must(rbk_squared_norm(sum, in.device, scratch, bytes, counts[i], NULL),
-                     "squared norm");
-        const double got = read_double(sum);
-        cr_assert(fabs(got - want) <= 1e-5 * want, "squared norm of %zu: %.9g, not %.9g", counts[i],
-                  got, want);
-        support_must(cudaFree(sum), "cudaFree");
-        support_must(cudaFree(scratch), "cudaFree");
+            want[n / RBK_NORM_CHUNK] += in.host[n] * in.host[n];
+        for (size_t p = 0; p < parts; p++)
+            cr_assert(fabs(got[p] - want[p]) <= 1e-6 * want[p], "part %zu of %zu: %.9g, not %.9g",
+                      p, counts[i], got[p], want[p]);
+        support_must(cudaFree(device), "cudaFree");
         support_array_free(&in);
     }
 }
 
-/* Ones: any element left out or taken twice shows. */
-Test(kernels_optimizer, squared_norm_takes_each_once)
+/* Ones: any element left out or taken twice shows, in the parts and in their sum. */
+Test(kernels_optimizer, norm_takes_each_once)
 {
-    const size_t counts[] = {7, 2048 * 3 + 1, 2048 * 1024 + 2048 * 5 + 3};
+    const size_t counts[] = {7, RBK_NORM_CHUNK + 1, 3000 * RBK_NORM_CHUNK + 5};
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         support_array in = support_array_poisoned(RBK_F32, counts[i]);
-        const size_t bytes = rbk_squared_norm_scratch_bytes(counts[i]);
-        void *scratch = support_scratch(bytes);
-        double *sum = upload_double(0.0);
+        support_array results = support_array_poisoned(RBK_F32, 2);
         support_must(rbk_fill(in.device, -1.0f, counts[i], RBK_F32, NULL), "fill");
-        support_must(rbk_squared_norm(sum, in.device, scratch, bytes, counts[i], NULL),
-                     "squared norm");
-        cr_assert(read_double(sum) == (double)counts[i], "%.1f of %zu", read_double(sum),
-                  counts[i]);
-        support_must(cudaFree(sum), "cudaFree");
-        support_must(cudaFree(scratch), "cudaFree");
+        size_t parts;
+        double *partial = sum_squares(&in, &parts);
+        support_must(rbk_clip_coefficient(support_float_at(&results, 0),
+                                          support_float_at(&results, 1), partial, parts, NULL, 0.5f,
+                                          NULL),
+                     "clip coefficient");
+        support_array_read(&results);
+        const float norm = (float)sqrt((double)counts[i]);
+        cr_assert(results.host[1] == norm, "norm %.9g of %zu ones", results.host[1], counts[i]);
+        cr_assert(results.host[0] == 0.5f / norm, "clip %.9g", results.host[0]);
+        support_must(cudaFree(partial), "cudaFree");
         support_array_free(&in);
+        support_array_free(&results);
     }
 }
 
 static void check_clip(double squared, float inverse_scale, float limit, double want_clip,
                        double want_norm)
 {
-    double *device_squared = upload_double(squared);
+    double *partial = support_scratch(2 * sizeof *partial);
+    const double parts[2] = {squared * 0.25, squared * 0.75};
+    support_must(cudaMemcpy(partial, parts, sizeof parts, cudaMemcpyHostToDevice), "cudaMemcpy");
     support_array values = support_array_poisoned(RBK_F32, 3);
     values.host[2] = inverse_scale;
     support_array_write(&values);
     support_must(rbk_clip_coefficient(support_float_at(&values, 0), support_float_at(&values, 1),
-                                      device_squared, support_float_at(&values, 2), limit, NULL),
+                                      partial, 2, support_float_at(&values, 2), limit, NULL),
                  "clip coefficient");
     support_array_read(&values);
-    cr_assert(fabs(values.host[0] - want_clip) <= 1e-6 * want_clip, "clip %g, not %g",
-              values.host[0], want_clip);
-    cr_assert(fabs(values.host[1] - want_norm) <= 1e-6 * want_norm, "norm %g, not %g",
-              values.host[1], want_norm);
-    support_must(cudaFree(device_squared), "cudaFree");
+    cr_assert(values.host[0] == want_clip, "clip %g, not %g", values.host[0], want_clip);
+    cr_assert(values.host[1] == want_norm, "norm %g, not %g", values.host[1], want_norm);
+    support_must(cudaFree(partial), "cudaFree");
     support_array_free(&values);
 }
 

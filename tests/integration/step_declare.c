@@ -1,4 +1,4 @@
-/* Owns the tests of rebatch_mutating(): who declares, who is taken to have mutated, what is learned.
+/* Owns the tests of rebatch_mutating(): who declares, who is taken to have mutated, what is learnt.
  * Must not know more of the library than its public headers say. */
 #include <criterion/criterion.h>
 

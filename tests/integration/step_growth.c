@@ -160,7 +160,7 @@ Test(step_growth, it_grows_again_when_the_room_comes_back)
     rig_close(&rig);
 }
 
-/* Steps from one failed growth to the next, with a wall at 16 samples that the pool does not see. */
+/* Steps from one failed growth to the next: a wall at 16 samples that the pool does not see. */
 Test(step_growth, a_failed_growth_doubles_the_wait_up_to_the_longest)
 {
     const rebatch_options options = grow_after(2, 8);

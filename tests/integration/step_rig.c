@@ -132,7 +132,7 @@ static bool is_dirty(const struct rig *rig, const struct script_call *call)
     return call->mutated || !trusted;
 }
 
-/* The contract's table as an automaton: what has to be called next, SCRIPT_CALLBACKS for nothing. */
+/* The contract's table as an automaton: what has to be called next; SCRIPT_CALLBACKS: nothing. */
 struct order {
     enum script_callback next;
     size_t first;  /* sample that comes next */

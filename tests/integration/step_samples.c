@@ -1,5 +1,6 @@
 /* Owns the tests of how the effective batch is cut, and of what an attempt may allocate and free.
  * Must not know more of the library than its public headers say. */
+#include <pthread.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
@@ -162,6 +163,62 @@ Test(step_samples, sessions_on_one_device_do_not_disturb_each_other)
     cr_assert_eq(rebatch_get_micro(other, 8), 8);
     rebatch_close(other);
     rig_close(&rig);
+}
+
+/* ---- two threads ---- */
+
+#define THREAD_STEPS 200
+
+struct tenant {
+    rebatch_device *device;
+    struct script script;
+    int done; /* steps in which every sample counted once, in one update */
+};
+
+static void *train_there(void *user)
+{
+    struct tenant *tenant = user;
+    struct script *s = &tenant->script;
+    const rebatch_step_ops ops = script_ops();
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.grow_after = 2;
+    if (rebatch_open(&s->rb, tenant->device, &options) != REBATCH_OK)
+        return NULL;
+    for (int i = 0; i < THREAD_STEPS; i++) {
+        memset(s->tries, 0, sizeof s->tries);
+        s->call_count = 0;
+        s->updates = 0;
+        if (rebatch_step(s->rb, &ops, s->batch, s, NULL) != REBATCH_OK)
+            break;
+        tenant->done += s->whole_at_update && s->updates == 1;
+        (void)rebatch_pool_trim(rebatch_get_pool(s->rb), 0, NULL); /* room for the other */
+    }
+    rebatch_close(s->rb);
+    return NULL;
+}
+
+/* Each is the other's co-tenant: both at once do not fit as a whole, one sample each always does. */
+Test(step_samples, two_sessions_in_two_threads_share_a_device_too_small_for_both)
+{
+    static struct tenant tenants[2];
+    rebatch_device *device;
+    pthread_t threads[2];
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(10), NULL), REBATCH_OK);
+    for (size_t i = 0; i < 2; i++) {
+        tenants[i].device = device;
+        tenants[i].script.batch = 8;
+        tenants[i].script.declares = true;
+        tenants[i].script.sample_bytes = MIB(1);
+        cr_assert_eq(pthread_create(&threads[i], NULL, train_there, &tenants[i]), 0);
+    }
+    for (size_t i = 0; i < 2; i++)
+        cr_assert_eq(pthread_join(threads[i], NULL), 0);
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0);
+    for (size_t i = 0; i < 2; i++)
+        cr_assert_eq(tenants[i].done, THREAD_STEPS, "session %zu did %d steps", i, tenants[i].done);
+    rebatch_device_close(device);
 }
 
 /* ---- what an attempt allocates and frees ---- */

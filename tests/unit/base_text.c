@@ -87,7 +87,7 @@ Test(base_text, bytes_at_the_boundaries_of_units)
                          (uintmax_t)cases[i].bytes, bytes_text(cases[i].bytes));
 }
 
-/* Whatever the number: three digits (four from 1000 on), and no further off than half of the last. */
+/* Whatever the number: three digits (four from 1000 on), and at most half of the last one off. */
 static void check_bytes(uint64_t bytes)
 {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
