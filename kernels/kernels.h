@@ -4,8 +4,8 @@
  *  What holds for all of them:
  *  - Every pointer is device memory and not NULL unless its line says so. It starts at a multiple
  *    of 16 bytes; tokens, targets, loss, mean, rstd, log_sum, partial sums of squares and single
- *    values ("one float") at one of their element's size. It stays the caller's and must be valid until the work on `stream`
- *    has run. Settings structs are host memory, copied by the call.
+ *    values ("one float") at one of their element's size. It stays the caller's and must be valid
+ *    until the work on `stream` has run. Settings structs are host memory, copied by the call.
  *  - Arrays are dense, the last index runs fastest. B = batch (samples of the micro-batch),
  *    T = length (positions a sample), C = width (channels), H = heads, D = head width,
  *    V = vocabulary, R = rows (B*T where nothing else is said). Every size is at least 1.
@@ -38,6 +38,9 @@ typedef enum rbk_dtype { RBK_F32 = 0, RBK_BF16 = 1, RBK_F16 = 2 } rbk_dtype;
 /** Widths that the row-wise kernels take: multiples of the first, up to the second. */
 #define RBK_WIDTH_MULTIPLE 8
 #define RBK_WIDTH_LIMIT 8192
+
+/** Layer norm holds a row in one block's registers: it goes up to this. */
+#define RBK_LAYER_NORM_WIDTH_LIMIT 4096
 
 /** What a dropout mask depends on, and nothing else does.
  *
@@ -79,8 +82,8 @@ size_t rbk_dtype_bytes(rbk_dtype dtype);
 /** out[b,t,c] = token_weight[tokens[b,t],c] + position_weight[t,c].
  *  A token outside [0, V) reads as a row of zeros.
  *  @param[out] out         [B,T,C]
- *  @param tokens           [B,T], samples token_stride >= T apart: T + 1, say, where targets are the
- *                          same tokens one further
+ *  @param tokens           [B,T], samples token_stride >= T apart: T + 1, say, where the targets
+ *                          are the same tokens, one further
  *  @param token_weight     [V,C]
  *  @param position_weight  [at least T,C]
  *  C: a multiple of 8. */
@@ -116,7 +119,7 @@ cudaError_t rbk_embedding_backward(float *token_grad, float *position_grad, cons
  *  @param[out] out         [R,C]; in place on `in` is allowed
  *  @param[out] mean, rstd  [R] fp32; both NULL: not stored
  *  @param gamma, beta      [C]
- *  C: a multiple of 8, at most 8192. */
+ *  C: a multiple of 8, at most RBK_LAYER_NORM_WIDTH_LIMIT. */
 cudaError_t rbk_layer_norm_forward(void *out, float *mean, float *rstd, const void *in,
                                    const void *gamma, const void *beta, size_t rows, size_t width,
                                    float epsilon, rbk_dtype dtype, cudaStream_t stream);
@@ -299,7 +302,7 @@ cudaError_t rbk_sum_squares(double *partial, const float *in, size_t count, cuda
  *  Order: thread i of 1024 adds i, i+1024, ... in fp64, then warps by butterfly, then ascending.
  *  @param[out] clip      one float
  *  @param[out] norm      one float; NULL: not stored
- *  @param partial        [parts] fp64, from rbk_sum_squares(): of several arrays, one after the other
+ *  @param partial        [parts] fp64, from rbk_sum_squares(), of one array or several
  *  @param inverse_scale  one float, 1 / loss scale; NULL: 1
  *  @param limit          the largest norm that stays as it is; 0: no clipping */
 cudaError_t rbk_clip_coefficient(float *clip, float *norm, const double *partial, size_t parts,

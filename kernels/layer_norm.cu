@@ -1,20 +1,28 @@
 /* Layer norm forward and backward. Owns rbk_layer_norm_*. Must not know: where the rows come from.
  *
- * A thread owns 8 neighbouring channels and goes through the block's rows, ROWS at a time, so that
+ * A thread owns 8 neighbouring channels and goes through the block's rows, a few at a time, so that
  * enough loads are in flight and one barrier serves them all. */
 #include "common.cuh"
 #include "reduce.cuh"
 #include "types.cuh"
 
-constexpr int ROWS = 4;
+/* Rows at a time: what the registers hold. No sum depends on it. */
+template <typename T> constexpr int rows_at_once = sizeof(T) == 4 ? 2 : 4;
+
 constexpr int TILE_ROWS = 32;
 
-/* One block: ROWS rows of [rows, width]. */
+/* Of a block: with this bound a thread may use 128 registers, and needs no more. */
+constexpr int MOST_THREADS = RBK_LAYER_NORM_WIDTH_LIMIT / 8;
+
+/* One block: rows_at_once rows of [rows, width]. */
 template <typename T>
-__global__ __launch_bounds__(WARPS_LIMIT *WARP) void layer_norm_forward_kernel(
-    T *out, float *mean, float *rstd, const T *in, const T *gamma, const T *beta, int rows,
-    int width, float epsilon)
+__global__ __launch_bounds__(MOST_THREADS) void layer_norm_forward_kernel(T *out, float *mean,
+                                                                          float *rstd, const T *in,
+                                                                          const T *gamma,
+                                                                          const T *beta, int rows,
+                                                                          int width, float epsilon)
 {
+    constexpr int ROWS = rows_at_once<T>;
     __shared__ float sums[ROWS * WARPS_LIMIT];
     const int column = threadIdx.x * 8;
     const bool inside = column < width;
@@ -71,10 +79,11 @@ __global__ __launch_bounds__(WARPS_LIMIT *WARP) void layer_norm_forward_kernel(
 /* One block: a tile of TILE_ROWS positions of one sample. Writes din, and the tile's sums of
  * dout * x and of dout to gamma_partial and beta_partial [B, tiles, C]. Grid: tiles, samples. */
 template <typename T>
-__global__ __launch_bounds__(WARPS_LIMIT *WARP) void layer_norm_backward_kernel(
+__global__ __launch_bounds__(MOST_THREADS) void layer_norm_backward_kernel(
     T *din, float *gamma_partial, float *beta_partial, const T *dout, const T *residual_grad,
     const T *in, const float *mean, const float *rstd, const T *gamma, int length, int width)
 {
+    constexpr int ROWS = rows_at_once<T>;
     __shared__ float shared[2 * ROWS * WARPS_LIMIT];
     const int column = threadIdx.x * 8;
     const bool inside = column < width;
@@ -162,12 +171,13 @@ extern "C" cudaError_t rbk_layer_norm_forward(void *out, float *mean, float *rst
                                               cudaStream_t stream)
 {
     if (!are_arrays(out, in, gamma, beta) || !are_optional_values(mean, rstd) ||
-        (mean == nullptr) != (rstd == nullptr) || !is_matrix(rows, width) || !(epsilon >= 0.0f))
+        (mean == nullptr) != (rstd == nullptr) || !is_matrix(rows, width) ||
+        width > RBK_LAYER_NORM_WIDTH_LIMIT || !(epsilon >= 0.0f))
         return cudaErrorInvalidValue;
     return with_dtype(dtype, [=](auto tag) {
         using T = typename decltype(tag)::type;
         layer_norm_forward_kernel<T>
-            <<<(unsigned)ceil_div(rows, ROWS), threads_for(width), 0, stream>>>(
+            <<<(unsigned)ceil_div(rows, rows_at_once<T>), threads_for(width), 0, stream>>>(
                 (T *)out, mean, rstd, (const T *)in, (const T *)gamma, (const T *)beta, (int)rows,
                 (int)width, epsilon);
         return cudaGetLastError();
@@ -188,7 +198,7 @@ extern "C" cudaError_t rbk_layer_norm_backward(void *din, float *gamma_grad, flo
 {
     if (!are_arrays(din, gamma_grad, beta_grad, dout, in, gamma, scratch) ||
         !are_values(mean, rstd) || !are_optional_arrays(residual_grad) ||
-        !is_batch(batch, length, width) ||
+        !is_batch(batch, length, width) || width > RBK_LAYER_NORM_WIDTH_LIMIT ||
         scratch_bytes < rbk_layer_norm_backward_scratch_bytes(batch, length, width))
         return cudaErrorInvalidValue;
     const size_t tiles = ceil_div(length, TILE_ROWS);

@@ -1,5 +1,5 @@
-/* The demonstration: trains under a cap that does not hold the first micro-batch, shrinks in the middle
- * and later grows; trains again without a cap; and compares the two runs to the bit.
+/* The demonstration: trains under a cap that does not hold the first micro-batch, shrinks in the
+ * middle and later grows; trains again without a cap; and compares the two runs to the bit.
  * Must not know how recovery works: it only watches. */
 #include <math.h>
 #include <stdio.h>
@@ -54,7 +54,8 @@ static double mib(uint64_t bytes)
     return (double)bytes / (double)MIB;
 }
 
-/* '#' live, '=' reserved beyond it, '.' free, '|' the cap; the width is the largest cap there will be. */
+/* '#' live, '=' reserved beyond it, '.' free, '|' the cap; the width is the largest cap there will
+ * be. */
 static void draw_bar(char bar[BAR_WIDTH + 2], uint64_t live, uint64_t reserved, uint64_t cap)
 {
     const double unit = (double)phases[PHASES - 1].cap_bytes / BAR_WIDTH;

@@ -5,7 +5,8 @@
 
 #include "base/base.h"
 
-/* CUDA's own types, as far as they are passed. The layouts are those of cuda.h, which keeps them. */
+/* CUDA's own types, as far as they are passed. The layouts are those of cuda.h, which keeps
+ * them. */
 typedef unsigned long long cu_pointer;
 typedef struct cu_context_object *cu_context;
 typedef struct rebatch_stream_object *cu_stream;

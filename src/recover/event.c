@@ -48,6 +48,8 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, ": samples %zu-%zu", event->first, event->first + event->count - 1);
     if (event->needed_bytes) {
         rbi_text_add(t, event->count ? " need " : ": needs ");
+        if (event->phase != REBATCH_PHASE_ADMISSION) /* it did not get to the end */
+            rbi_text_add(t, "at least ");
         rbi_text_add_bytes(t, event->needed_bytes);
         rbi_text_add(t, ", there is ");
         rbi_text_add_bytes(t, event->available_bytes);

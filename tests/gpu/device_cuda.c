@@ -1,5 +1,5 @@
-/* The CUDA device on a real GPU: what the host device showed, confirmed. Run with -j1. Contexts are made
- * inside the tests, each of which is a process of its own. */
+/* The CUDA device on a real GPU: what the host device showed, confirmed. Run with -j1. Contexts are
+ * made inside the tests, each of which is a process of its own. */
 #include <criterion/criterion.h>
 #include <string.h>
 

@@ -129,6 +129,8 @@ Test(kernels_arguments, sums_over_samples)
                                    1e-5f, RBK_F32, NULL));
     REFUSED(rbk_layer_norm_forward(place(0), NULL, NULL, place(3), place(4), place(5), 1, 20, 1e-5f,
                                    RBK_F32, NULL));
+    REFUSED(rbk_layer_norm_forward(place(0), NULL, NULL, place(3), place(4), place(5), 1,
+                                   RBK_LAYER_NORM_WIDTH_LIMIT + 8, 1e-5f, RBK_F32, NULL));
     REFUSED(rbk_layer_norm_forward(place(0), NULL, NULL, place(3), place(4), place(5), 1, 8, -1.0f,
                                    RBK_F32, NULL));
     REFUSED(rbk_layer_norm_forward(place(0), NULL, NULL, place(3), place(4), place(5), 1, 8, NAN,

@@ -8,7 +8,7 @@
 #include "kernels_support.h"
 
 /* One thread, part of a warp, whole warps, a warp and a bit, and the widest block. */
-static const size_t widths[] = {8, 64, 768, 1032, 8192};
+static const size_t widths[] = {8, 64, 768, 1032, RBK_LAYER_NORM_WIDTH_LIMIT};
 #define WIDTH_COUNT (sizeof widths / sizeof *widths)
 
 /* Two tiles of positions and a short one. */

@@ -114,6 +114,10 @@ Test(step_growth, it_goes_beyond_the_start_size)
     for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
         cr_assert_eq(rebatch_get_micro(rig.rb, 20), expected[i], "before step %zu", i);
         cr_assert_eq(rig_step(&rig, 20), REBATCH_OK);
+        const rebatch_event *event = rig_event(&rig, REBATCH_EVENT_GROW);
+        cr_assert_eq(event != NULL, expected[i] != 20 && i % 2 == 1);
+        if (event)
+            cr_assert_eq(event->micro_after, expected[i + 1]);
     }
     rig_close(&rig);
 }
@@ -142,6 +146,32 @@ Test(step_growth, without_room_it_does_not_grow_and_costs_nothing)
     rig_close(&rig);
 }
 
+Test(step_growth, a_size_that_never_ran_is_not_tried_when_smaller_ones_show_that_it_cannot_fit)
+{
+    rebatch_options options = grow_after(1, 0);
+    options.micro_start = 4;
+    struct rig rig;
+    rig_open(&rig, MIB(12), &options);
+    rig.script.sample_bytes = MIB(1);
+    run_clean(&rig, 40); /* no OOM in any of them */
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 8);
+    rig_close(&rig);
+}
+
+Test(step_growth, without_room_a_lighter_level_is_kept_and_costs_nothing)
+{
+    const rebatch_options options = grow_after(1, 0);
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(8);
+    rig.script.lighten_levels = 3;
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.lighten_level, 2);
+    run_clean(&rig, 20); /* no OOM in any of them */
+    cr_assert_eq(rig.report.lighten_level, 2);
+    rig_close(&rig);
+}
+
 Test(step_growth, it_grows_again_when_the_room_comes_back)
 {
     const rebatch_options options = grow_after(2, 0);
@@ -160,33 +190,81 @@ Test(step_growth, it_grows_again_when_the_room_comes_back)
     rig_close(&rig);
 }
 
-/* Steps from one failed growth to the next: a wall at 16 samples that the pool does not see. */
+/* Lets every growth beyond 16 samples fail for a reason that the pool does not see. */
+static void build_wall(struct rig *rig)
+{
+    rig->script.sample_bytes = 0;
+    script_fail(&rig->script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_RETURN)->more_than = 16;
+    rig->script.faults[0].times = SCRIPT_FOREVER;
+}
+
+/* The clean steps between one failed growth and the next. */
+static void expect_waits(struct rig *rig, const unsigned *expected, size_t failures)
+{
+    for (size_t failure = 0; failure < failures; failure++) {
+        for (unsigned clean = 0; clean < expected[failure]; clean++) {
+            cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+            cr_assert_eq(rig->report.ooms, 0, "failure %zu came after %u clean steps", failure,
+                         clean);
+        }
+        cr_assert_eq(rig_step(rig, 64), REBATCH_OK);
+        cr_assert_gt(rig->report.ooms, 0, "there was no growth after %u clean steps",
+                     expected[failure]);
+        cr_assert_not_null(rig_event(rig, REBATCH_EVENT_GROWTH_FAILED));
+        cr_assert_not_null(rig_event(rig, REBATCH_EVENT_SHRINK));
+        cr_assert_eq(rebatch_get_micro(rig->rb, 64), 16);
+    }
+}
+
 Test(step_growth, a_failed_growth_doubles_the_wait_up_to_the_longest)
 {
+    static const unsigned expected[] = {2, 4, 8, 8, 8};
     const rebatch_options options = grow_after(2, 8);
     struct rig rig;
     open_shrunk(&rig, &options);
-    rig.script.sample_bytes = 0;
-    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->more_than = 16;
-    rig.script.faults[0].times = SCRIPT_FOREVER;
-    rig.script.faults[0].manner = SCRIPT_RETURN;
-    static const unsigned expected[] = {2, 4, 8, 8, 8};
-    unsigned clean = 0;
-    size_t failures = 0;
-    for (int i = 0; i < 100 && failures < 5; i++) {
-        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-        if (rig.report.ooms == 0) {
-            clean++;
-            continue;
-        }
-        cr_assert_not_null(rig_event(&rig, REBATCH_EVENT_GROWTH_FAILED));
-        cr_assert_not_null(rig_event(&rig, REBATCH_EVENT_SHRINK));
-        cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
-        cr_assert_eq(clean, expected[failures], "before failure %zu", failures);
-        failures++;
-        clean = 0;
-    }
-    cr_assert_eq(failures, 5);
+    build_wall(&rig);
+    expect_waits(&rig, expected, 5);
+    rig_close(&rig);
+}
+
+Test(step_growth, the_longest_wait_need_not_be_a_doubling)
+{
+    static const unsigned expected[] = {3, 6, 7, 7};
+    const rebatch_options options = grow_after(3, 7);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    build_wall(&rig);
+    expect_waits(&rig, expected, 4);
+    rig_close(&rig);
+}
+
+Test(step_growth, by_default_the_wait_goes_from_16_to_1024)
+{
+    static const unsigned expected[] = {16, 32, 64, 128, 256, 512, 1024, 1024};
+    struct rig rig;
+    open_shrunk(&rig, NULL);
+    build_wall(&rig);
+    expect_waits(&rig, expected, 8);
+    rig_close(&rig);
+}
+
+Test(step_growth, a_growth_that_held_ends_the_longer_wait)
+{
+    const rebatch_options options = grow_after(2, 64);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    build_wall(&rig);
+    expect_waits(&rig, (const unsigned[]){2, 4}, 2);
+    rig.script.fault_count = 0; /* the wall is gone; the wait is 8 */
+    run_clean(&rig, 8);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32);
+    run_clean(&rig, 8);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 64);
+    run_clean(&rig, 8); /* that held as well */
+    build_wall(&rig);
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    expect_waits(&rig, (const unsigned[]){2}, 1);
     rig_close(&rig);
 }
 

@@ -54,21 +54,48 @@ Test(step_ladder, once_more_is_once_then_it_halves)
     rig_close(&rig);
 }
 
-Test(step_ladder, once_more_is_possible_again_after_a_success)
+Test(step_ladder, once_more_is_possible_again_at_the_smaller_size)
 {
     rebatch_options options = without_growth();
     options.pool.caching = REBATCH_OFF;
-    options.micro_start = 8;
     struct rig rig;
     rig_open(&rig, MIB(64), &options);
     rig.script.sample_bytes = MIB(1);
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    for (int i = 0; i < 2; i++) {
-        plan.nth = 1;
-        cr_assert_eq(rebatch_fault_arm(rig.device, &plan), REBATCH_OK);
-        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-        cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1 f8+8 u");
-    }
+    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 3, REBATCH_OOM);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+16~1! f0+8~2! f0+8~3 f8+8~2 u");
+    rig_close(&rig);
+}
+
+Test(step_ladder, once_more_is_possible_again_after_a_success)
+{
+    rebatch_options options = without_growth();
+    options.micro_start = 8;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.sample_bytes = MIB(1); /* cached by each success, released by each OOM */
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_RETURN);
+    script_fail(&rig.script, SCRIPT_FORWARD, 4, SCRIPT_BEFORE, SCRIPT_RETURN);
+    cr_assert_eq(rig_step(&rig, 24), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8! f8+8~1 f16+8! f16+8~1 u");
+    rig_close(&rig);
+}
+
+Test(step_ladder, once_more_is_possible_again_in_the_next_step)
+{
+    rebatch_options options = without_growth();
+    options.pool.caching = REBATCH_OFF;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.sample_bytes = MIB(1);
+    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 1, REBATCH_OOM);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_OWN);
+    cr_assert_eq(rig_step(&rig, 8), SCRIPT_STATUS);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1!");
+    rig.script.fault_count = 0;
+    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 1, REBATCH_OOM);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1 u");
     rig_close(&rig);
 }
 
@@ -251,6 +278,23 @@ Test(step_ladder, an_oom_in_the_optimizer_may_be_answered_by_lightening)
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+2 u! l1 u");
+    rig_close(&rig);
+}
+
+Test(step_ladder, exhausted_names_what_failed_before_lightening_was_tried_in_vain)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    rig.script.sample_bytes = MIB(4);
+    rig.script.lighten_levels = 2;
+    script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+1! l1!");
+    assert_text_has(rebatch_phase_text(REBATCH_PHASE_FORWARD));
+    assert_text_has("4.00 MiB");
+    cr_assert_eq(rig.report.ooms, 1);
+    cr_assert_eq(rig_event(&rig, REBATCH_EVENT_EXHAUSTED)->asked_bytes, MIB(4));
     rig_close(&rig);
 }
 

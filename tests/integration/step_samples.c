@@ -197,7 +197,8 @@ static void *train_there(void *user)
     return NULL;
 }
 
-/* Each is the other's co-tenant: both at once do not fit as a whole, one sample each always does. */
+/* Each is the other's co-tenant: both at once do not fit as a whole, one sample each always does.
+ * */
 Test(step_samples, two_sessions_in_two_threads_share_a_device_too_small_for_both)
 {
     static struct tenant tenants[2];
