@@ -6,7 +6,8 @@
  * sample y, then row 0 of the threads adds the samples in order. */
 constexpr int SIDE = 32;
 
-__global__ void accumulate_kernel(float *sum, const float *partial, int batch, int parts, int width)
+__global__ void __launch_bounds__(SIDE *SIDE)
+    accumulate_kernel(float *sum, const float *partial, int batch, int parts, int width)
 {
     __shared__ float samples[SIDE][SIDE + 1];
     const int column = blockIdx.x * SIDE + threadIdx.x;

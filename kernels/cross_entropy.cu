@@ -90,9 +90,10 @@ __device__ inline void write_gradient(T *row, int target, bool counts, float log
 }
 
 template <typename T>
-__global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targets,
-                                     size_t target_stride, unsigned length, int vocabulary,
-                                     int padded, float scale, const float *device_scale, bool write)
+__global__ void __launch_bounds__(LARGE_THREADS)
+    cross_entropy_kernel(float *loss, T *logits, const int32_t *targets, size_t target_stride,
+                         unsigned length, int vocabulary, int padded, float scale,
+                         const float *device_scale, bool write)
 {
     T *row = logits + (size_t)blockIdx.x * padded;
     const int target = targets[blockIdx.x / length * target_stride + blockIdx.x % length];
@@ -109,7 +110,8 @@ __global__ void cross_entropy_kernel(float *loss, T *logits, const int32_t *targ
 }
 
 /* One block. Warp w adds up sample first + w, then one thread adds the samples in order. */
-__global__ void loss_sum_kernel(double *sum, const float *loss, int batch, int length)
+__global__ void __launch_bounds__(LOSS_SAMPLES *WARP)
+    loss_sum_kernel(double *sum, const float *loss, int batch, int length)
 {
     __shared__ double samples[LOSS_SAMPLES];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

@@ -47,8 +47,9 @@ __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, size_t t
 
 /* keys[n] = (token, n), sorted inside each run of SORT_RUN by a bitonic network. A token that is
  * not in the vocabulary becomes the largest one, at the end. */
-__global__ void sort_runs_kernel(unsigned long long *keys, const int32_t *tokens,
-                                 size_t token_stride, int count, int length, int vocabulary)
+__global__ void __launch_bounds__(SORT_THREADS)
+    sort_runs_kernel(unsigned long long *keys, const int32_t *tokens, size_t token_stride,
+                     int count, int length, int vocabulary)
 {
     __shared__ unsigned long long run[SORT_RUN];
     const int first = blockIdx.x * SORT_RUN;
@@ -122,9 +123,9 @@ template <> __device__ inline float4 load4<float>(const float *from)
  * channels; the warp of a run's first key does the run. Grid: keys / GATHER_WARPS, channels / 128.
  * */
 template <typename T>
-__global__ void gather_tokens_kernel(float *token_grad, const T *dout,
-                                     const unsigned long long *keys, int count, int width,
-                                     int vocabulary)
+__global__ void __launch_bounds__(GATHER_WARPS *WARP)
+    gather_tokens_kernel(float *token_grad, const T *dout, const unsigned long long *keys,
+                         int count, int width, int vocabulary)
 {
     const int lane = threadIdx.x % WARP;
     const int head = blockIdx.x * GATHER_WARPS + threadIdx.x / WARP;
@@ -144,8 +145,9 @@ __global__ void gather_tokens_kernel(float *token_grad, const T *dout,
             float4 ahead[AHEAD] = {};
 #pragma unroll
             for (int u = 0; u < AHEAD; u++) {
-                const unsigned row = __shfl_sync(FULL_WARP, (unsigned)key, k + u);
-                if (inside && k + u < here)
+                /* past the end the last row again, so that the loads do not wait for a branch */
+                const unsigned row = __shfl_sync(FULL_WARP, (unsigned)key, min(k + u, here - 1));
+                if (inside)
                     ahead[u] = load4(dout + (size_t)row * width + column);
             }
 #pragma unroll

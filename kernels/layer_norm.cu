@@ -16,11 +16,11 @@ constexpr int MOST_THREADS = RBK_LAYER_NORM_WIDTH_LIMIT / 8;
 
 /* One block: rows_at_once rows of [rows, width]. */
 template <typename T>
-__global__ __launch_bounds__(MOST_THREADS) void layer_norm_forward_kernel(T *out, float *mean,
-                                                                          float *rstd, const T *in,
-                                                                          const T *gamma,
-                                                                          const T *beta, int rows,
-                                                                          int width, float epsilon)
+__global__ __launch_bounds__(MOST_THREADS,
+                             1) void layer_norm_forward_kernel(T *out, float *mean, float *rstd,
+                                                               const T *in, const T *gamma,
+                                                               const T *beta, int rows, int width,
+                                                               float epsilon)
 {
     constexpr int ROWS = rows_at_once<T>;
     __shared__ float sums[ROWS * WARPS_LIMIT];
@@ -79,7 +79,7 @@ __global__ __launch_bounds__(MOST_THREADS) void layer_norm_forward_kernel(T *out
 /* One block: a tile of TILE_ROWS positions of one sample. Writes din, and the tile's sums of
  * dout * x and of dout to gamma_partial and beta_partial [B, tiles, C]. Grid: tiles, samples. */
 template <typename T>
-__global__ __launch_bounds__(MOST_THREADS) void layer_norm_backward_kernel(
+__global__ __launch_bounds__(MOST_THREADS, 1) void layer_norm_backward_kernel(
     T *din, float *gamma_partial, float *beta_partial, const T *dout, const T *residual_grad,
     const T *in, const float *mean, const float *rstd, const T *gamma, int length, int width)
 {

@@ -30,8 +30,9 @@ __global__ void sum_squares_kernel(double *partial, const float *in, size_t coun
 }
 
 /* One block. */
-__global__ void clip_kernel(float *clip, float *norm, const double *partial, size_t parts,
-                            const float *inverse_scale, float limit)
+__global__ void __launch_bounds__(CLIP_THREADS)
+    clip_kernel(float *clip, float *norm, const double *partial, size_t parts,
+                const float *inverse_scale, float limit)
 {
     __shared__ double shared[WARPS_LIMIT];
     double sum = 0.0;

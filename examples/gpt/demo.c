@@ -1,6 +1,7 @@
 /* The demonstration: trains under a cap that does not hold the first micro-batch, shrinks in the
  * middle and later grows; trains again without a cap; and compares the two runs to the bit.
  * Must not know how recovery works: it only watches. */
+#include <getopt.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,11 +12,15 @@
 #include "gpt/error.h"
 #include "gpt/ops.h"
 #include "gpt/train.h"
+#include "rebatch/cuda.h"
 #include "rebatch/rebatch.h"
 
 #define MIB ((size_t)1 << 20)
 #define STEPS 48
 #define BAR_WIDTH 30
+
+/* Memory of a GPU comes in pieces of this. */
+#define GPU_PIECE (2 * MIB)
 
 /* What the other users of the card do, and what they leave for us. */
 static const struct phase {
@@ -76,7 +81,10 @@ static void draw_bar(char bar[BAR_WIDTH + 2], uint64_t live, uint64_t reserved, 
 struct run {
     struct look look;
     bool is_capped;
+    bool is_cuda, has_hog; /* on a GPU; there, real pressure stands for the cap */
+    size_t cap_bytes;
     rebatch_device *device;
+    rebatch_pool *hog; /* what another user of the GPU holds */
     rebatch *rb;
     struct gpt_trainer *trainer;
     size_t micro_first, micro_least, micro_last;
@@ -98,7 +106,11 @@ static rebatch_status open_run(struct run *run, const struct gpt_data *data,
                                const struct gpt_train_options *options)
 {
     const size_t cap = run->is_capped ? phases[0].cap_bytes : REBATCH_UNLIMITED;
-    rebatch_status status = rebatch_device_open_host(&run->device, cap, NULL);
+    const struct gpt_ops *ops = run->is_cuda ? gpt_cuda_ops_get() : &gpt_host_ops;
+    if (!ops)
+        return gpt_error(REBATCH_E_UNSUPPORTED, "this program was built without CUDA");
+    rebatch_status status = run->is_cuda ? rebatch_device_open_cuda(&run->device, NULL)
+                                         : rebatch_device_open_host(&run->device, cap, NULL);
     if (status)
         return status;
     rebatch_options session = REBATCH_OPTIONS_INIT;
@@ -106,15 +118,72 @@ static rebatch_status open_run(struct run *run, const struct gpt_data *data,
     session.on_event = on_event;
     session.on_event_user = run;
     status = rebatch_open(&run->rb, run->device, &session);
-    return status ? status
-                  : gpt_trainer_create(&run->trainer, run->rb, &gpt_host_ops, NULL, data, options);
+    return status ? status : gpt_trainer_create(&run->trainer, run->rb, ops, NULL, data, options);
+}
+
+static void drop_hog(struct run *run)
+{
+    rebatch_pool_destroy(run->hog);
+    run->hog = NULL;
 }
 
 static void close_run(struct run *run)
 {
     gpt_trainer_destroy(run->trainer);
     rebatch_close(run->rb);
+    drop_hog(run);
     rebatch_device_close(run->device);
+}
+
+/* Takes what is free but for `leave_bytes`, in as large pieces as the driver gives. */
+static rebatch_status fill_hog(struct run *run, size_t leave_bytes)
+{
+    size_t piece = SIZE_MAX;
+    for (;;) {
+        rebatch_memory_info memory;
+        void *unused;
+        rebatch_status status = rebatch_device_memory(run->device, &memory);
+        if (status)
+            return status;
+        const size_t over = memory.free_bytes > leave_bytes ? memory.free_bytes - leave_bytes : 0;
+        piece = (piece < over ? piece : over) / GPU_PIECE * GPU_PIECE;
+        if (piece == 0)
+            return REBATCH_OK;
+        status = rebatch_pool_alloc(&unused, run->hog, piece, NULL, 0);
+        if (status == REBATCH_OOM)
+            piece /= 2;
+        else if (status)
+            return status;
+    }
+}
+
+/* Leaves the cap to the training's pool, what that holds already included. */
+static rebatch_status take_hog(struct run *run)
+{
+    rebatch_pool *pool = rebatch_get_pool(run->rb);
+    rebatch_pool_options uncached = REBATCH_POOL_OPTIONS_INIT;
+    rebatch_pool_stats stats;
+    uncached.caching = REBATCH_OFF;
+    drop_hog(run);
+    rebatch_status status = rebatch_pool_trim(pool, 0, NULL);
+    if (!status)
+        status = rebatch_pool_get_stats(&stats, pool);
+    if (!status)
+        status = rebatch_pool_create(&run->hog, run->device, &uncached);
+    if (status)
+        return status;
+    const size_t held = (size_t)stats.reserved_bytes;
+    return fill_hog(run, run->cap_bytes > held ? run->cap_bytes - held : 0);
+}
+
+static rebatch_status set_cap(struct run *run, size_t bytes)
+{
+    run->cap_bytes = bytes;
+    if (run->has_hog)
+        return take_hog(run);
+    if (run->is_cuda)
+        return rebatch_pool_set_limit(rebatch_get_pool(run->rb), bytes);
+    return rebatch_device_set_capacity(run->device, bytes);
 }
 
 static rebatch_status change_cap(struct run *run, size_t step)
@@ -124,7 +193,7 @@ static rebatch_status change_cap(struct run *run, size_t step)
             continue;
         printf("  %s~ %s: cap %.0f MiB%s\n", run->look.strong, phases[i].what,
                mib(phases[i].cap_bytes), run->look.plain);
-        return rebatch_device_set_capacity(run->device, phases[i].cap_bytes);
+        return set_cap(run, phases[i].cap_bytes);
     }
     return REBATCH_OK;
 }
@@ -146,14 +215,12 @@ static void print_step(const struct run *run, const rebatch_step_report *report,
 {
     const struct gpt_train_options *options = &run->trainer->options;
     const size_t batch = options->batch;
-    rebatch_memory_info memory;
-    (void)rebatch_device_memory(run->device, &memory);
     char bar[BAR_WIDTH + 2];
-    draw_bar(bar, report->peak_bytes, report->reserved_bytes, memory.total_bytes);
+    draw_bar(bar, report->peak_bytes, report->reserved_bytes, run->cap_bytes);
     printf("%3llu  loss %.4f  %2zu x %-2u [%s] %3.0f/%3.0f/%3.0f MiB %6.1fk tokens/s\n",
            (unsigned long long)report->step, loss,
            (batch + report->microbatches - 1) / report->microbatches, report->microbatches, bar,
-           mib(report->peak_bytes), mib(report->reserved_bytes), mib(memory.total_bytes),
+           mib(report->peak_bytes), mib(report->reserved_bytes), mib(run->cap_bytes),
            (double)(batch * options->config.length) / took / 1e3);
 }
 
@@ -181,6 +248,30 @@ static rebatch_status train(struct run *run)
 }
 
 /* ---- both ---- */
+
+struct request {
+    bool is_cuda, has_hog;
+};
+
+static bool read_request(struct request *out, int count, char **arguments)
+{
+    static const struct option known[] = {{"device", required_argument, NULL, 'd'},
+                                          {"hog", no_argument, NULL, 'h'},
+                                          {NULL, 0, NULL, 0}};
+    bool ok = true;
+    for (int found; ok && (found = getopt_long(count, arguments, "", known, NULL)) != -1;) {
+        out->has_hog = out->has_hog || found == 'h';
+        if (found == 'd')
+            out->is_cuda = strcmp(optarg, "cuda") == 0;
+        ok = found == 'h' || (found == 'd' && (out->is_cuda || strcmp(optarg, "host") == 0));
+    }
+    if (ok && optind == count && (out->is_cuda || !out->has_hog))
+        return true;
+    fprintf(stderr, "usage: demo [--device host]\n"
+                    "       demo --device cuda [--hog]\n"
+                    "  --hog  memory runs out because somebody else holds it, not by a limit\n");
+    return false;
+}
 
 static void introduce(const struct gpt_train_options *options, const struct gpt_data *data,
                       const struct look *look)
@@ -222,15 +313,34 @@ static bool print_verdict(const struct run *capped, const struct run *free_run)
     return ok;
 }
 
-static rebatch_status run_both(const struct gpt_train_options *options, const struct gpt_data *data,
+/* A GPU's code takes memory when it is first used. That is not what the cap is about: so one step
+ * comes first that does not count. */
+static rebatch_status warm_up(const struct gpt_train_options *options, const struct gpt_data *data)
+{
+    struct run run = {.look = look_for(stdout), .is_cuda = true};
+    rebatch_status status = open_run(&run, data, options);
+    if (!status)
+        status = gpt_trainer_step(run.trainer, NULL, NULL);
+    close_run(&run);
+    return status;
+}
+
+static rebatch_status run_both(const struct request *request,
+                               const struct gpt_train_options *options, const struct gpt_data *data,
                                bool *ok)
 {
-    struct run capped = {.look = look_for(stdout), .is_capped = true};
-    struct run free_run = {.look = capped.look};
+    struct run capped = {.look = look_for(stdout),
+                         .is_capped = true,
+                         .is_cuda = request->is_cuda,
+                         .has_hog = request->has_hog};
+    struct run free_run = {.look = capped.look, .is_cuda = request->is_cuda};
     introduce(options, data, &capped.look);
-    rebatch_status status = open_run(&capped, data, options);
+    rebatch_status status = request->is_cuda ? warm_up(options, data) : REBATCH_OK;
+    if (!status)
+        status = open_run(&capped, data, options);
     if (!status)
         status = train(&capped);
+    drop_hog(&capped);
     if (!status) {
         printf("\nThe same training without a cap, all %zu samples at once ", options->batch);
         fflush(stdout);
@@ -245,18 +355,21 @@ static rebatch_status run_both(const struct gpt_train_options *options, const st
     return status;
 }
 
-int main(void)
+int main(int count, char **arguments)
 {
+    struct request request = {0};
     struct gpt_train_options options;
     struct gpt_data *data = NULL;
     bool ok = false;
+    if (!read_request(&request, count, arguments))
+        return 2;
     rebatch_status status = gpt_train_options_init(&options, "demo");
     options.total_steps = STEPS;
     options.learning_rate = 1e-3f;
     if (!status)
         status = gpt_data_open_default(&data, ".", options.config.length);
     if (!status)
-        status = run_both(&options, data, &ok);
+        status = run_both(&request, &options, data, &ok);
     if (status)
         fprintf(stderr, "demo: failed: %s: %s\n", rebatch_status_name(status), gpt_last_error());
     gpt_data_close(data);

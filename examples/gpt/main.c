@@ -199,22 +199,26 @@ static void print_event(const rebatch_event *event, void *user)
     printf("  ! %s\n", line);
 }
 
-/* The operations for a device, found by its kind. */
+/* The operations for a device, found by its kind: a device's name is that, or begins with it and a
+ * colon. */
 static rebatch_status find_ops(const struct gpt_ops **out, const rebatch_device *device)
 {
-    static const struct gpt_ops *const tables[] = {&gpt_host_ops};
+    const struct gpt_ops *const tables[] = {&gpt_host_ops, gpt_cuda_ops_get()};
+    const char *name = rebatch_device_name(device);
+    const size_t kind_bytes = strcspn(name, ":");
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        if (strcmp(rebatch_device_name(device), tables[i]->name) == 0) {
+        if (tables[i] && strlen(tables[i]->name) == kind_bytes &&
+            strncmp(name, tables[i]->name, kind_bytes) == 0) {
             *out = tables[i];
             return REBATCH_OK;
         }
-    return gpt_error(REBATCH_E_UNSUPPORTED, "the model has no operations for the device \"%s\"",
-                     rebatch_device_name(device));
+    return gpt_error(REBATCH_E_UNSUPPORTED,
+                     "this program was built without operations for the device \"%s\"", name);
 }
 
 static rebatch_status open_run(struct run *run, const struct request *request)
 {
-    const struct gpt_ops *ops;
+    const struct gpt_ops *ops = NULL;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     options.on_event = print_event;
     rebatch_status status = rebatch_config_load(&run->config, request->config);

@@ -268,7 +268,8 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
     model->config = *config;
     model->pool = pool;
     model->seed = seed;
-    model->queue = (struct gpt_queue){.device = rebatch_pool_device(pool), .stream = stream};
+    model->queue = (struct gpt_queue){
+        .device = rebatch_pool_device(pool), .stream = stream, .sample_rows = config->length};
     status = ops->open(&model->queue);
     if (status)
         goto fail;

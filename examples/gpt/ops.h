@@ -9,7 +9,8 @@
  *   - what belongs to a row (or to a sample, in attention) depends on that row's (sample's) inputs
  *     alone, not on how many there are in the call or where in it they stand;
  *   - sums over rows are one chain an output element: it begins with the value that is there and
- *     adds the rows in ascending order, so that cutting the rows into several calls changes no bit.
+ *     adds the rows in ascending order, or, on a GPU, the sums of each sample's rows, which have an
+ *     order of their own; so cutting the samples into several calls changes no bit.
  * Must not know the model, memory pools or training. */
 #ifndef GPT_OPS_H
 #define GPT_OPS_H
@@ -24,7 +25,8 @@
 struct gpt_queue {
     rebatch_device *device;
     rebatch_stream stream;
-    void *state; /* what the table's open() made */
+    size_t sample_rows; /* T: rows of a sample, for sums over rows; the host's do not need it */
+    void *state;        /* what the table's open() made */
 };
 
 /* Sizes of the token ids and rows of a call: tokens are [count][length + 1], so that the target of
@@ -68,7 +70,7 @@ struct gpt_adamw {
 
 struct gpt_ops {
     size_t struct_size;
-    const char *name;     /* "host" */
+    const char *name;     /* "host", "cuda": of the kind of device */
     size_t element_bytes; /* of an element */
 
     /* Takes what the operations need besides their arguments: library handles, workspaces. NULL
@@ -113,7 +115,8 @@ struct gpt_ops {
                                              const struct gpt_matmul *shape);
 
     /* Causal attention: out = softmax(q k^T / sqrt(width), keys up to the query's own) v, a head
-     * and sample at a time; log_sums[row][head] = log of the sum of the exponentials.
+     * and sample at a time; log_sums = log of the sum of the exponentials, on the host [row][head],
+     * on a GPU [sample][head][t].
      * qkv: elements [rows][3][heads][width]; out: [rows][heads][width] */
     rebatch_status (*attention_forward)(const struct gpt_queue *queue, void *out, float *log_sums,
                                         const void *qkv, const struct gpt_attention *shape);
@@ -165,5 +168,9 @@ struct gpt_ops {
 
 /* The host's: fp32, in several threads (parallel.h), for any host device. */
 extern const struct gpt_ops gpt_host_ops;
+
+/* Those of NVIDIA GPUs: fp32, for channels, inputs and outputs that are multiples of 64, and heads
+ * 32, 64 or 128 wide. NULL in a program that was built without CUDA. */
+const struct gpt_ops *gpt_cuda_ops_get(void);
 
 #endif

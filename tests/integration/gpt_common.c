@@ -9,6 +9,7 @@
 #include <criterion/criterion.h>
 
 #include "gpt/error.h"
+#include "gpt/host.h"
 #include "step_common.h"
 
 /* ---- numbers ---- */
@@ -90,6 +91,13 @@ size_t stride_of_cases(size_t most)
     return stride < 1 ? 1 : stride < most ? stride : most;
 }
 
+void choose_quick_isa(void)
+{
+    const size_t valgrind_s = 40;
+    if (stride_of_cases(valgrind_s) == valgrind_s)
+        cr_assert(gpt_isa_force(GPT_ISA_PORTABLE));
+}
+
 /* ---- text ---- */
 
 struct gpt_data *open_text(size_t length)
@@ -115,6 +123,7 @@ void run_open(struct run *run, const struct run_options *options)
 {
     const size_t capacity = options->capacity_bytes ? options->capacity_bytes : REBATCH_UNLIMITED;
     *run = (struct run){0};
+    choose_quick_isa();
     ASSERT_OK(rebatch_device_open_host(&run->host, capacity, NULL));
     ASSERT_OK(rebatch_device_open_fault(&run->device, run->host, NULL));
     if (options->own_stream)

@@ -49,6 +49,11 @@ double relative_error(const float *got, const double *want, size_t count);
  * takes many times as long, but no more than `most`; else 1. */
 size_t stride_of_cases(size_t most);
 
+/* Valgrind works out a fused multiply-add lane by lane, in a function call each. Where cases are
+ * thinned as much as there, this takes the portable product, which has none. gpt_ops and gpt_exact
+ * still go through all instruction sets. */
+void choose_quick_isa(void);
+
 /* ---- text ---- */
 
 /* The repository's text, at least; closed by the caller. */

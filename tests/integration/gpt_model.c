@@ -18,6 +18,7 @@ static void set_up(void)
 {
     ASSERT_OK(rebatch_device_open_host(&device, REBATCH_UNLIMITED, NULL));
     ASSERT_OK(rebatch_pool_create(&pool, device, NULL));
+    choose_quick_isa();
 }
 
 static void tear_down(void)

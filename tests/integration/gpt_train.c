@@ -40,21 +40,29 @@ Test(gpt_train, clipping_is_at_work_in_these_tests)
     run_close(&run);
 }
 
-Test(gpt_train, threads_and_instruction_sets_do_not_matter, .description = "seed 1")
+static void hash_with(char text[GPT_HASH_TEXT_BYTES], enum gpt_isa isa, size_t threads)
 {
     const struct run_options options = tiny_run();
-    char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     struct run run;
-    run_whole(want, &options, 2);
+    run_open(&run, &options);
+    cr_assert(gpt_isa_force(isa));
+    ASSERT_OK(gpt_parallel_set_threads(threads));
+    run_steps(&run, stride_of_cases(2) == 1 ? 2 : 1);
+    run_hash(&run, text);
+    run_close(&run);
+}
+
+Test(gpt_train, threads_and_instruction_sets_do_not_matter, .description = "seed 1")
+{
+    char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
+    if (!gpt_isa_force(GPT_ISA_AVX2))
+        cr_skip("this machine has no AVX2");
+    hash_with(want, GPT_ISA_AVX2, 1);
     for (int isa = GPT_ISA_AVX2; isa <= GPT_ISA_AVX512; isa++)
         for (size_t threads = 1; threads <= 3; threads++) {
-            if (!gpt_isa_force((enum gpt_isa)isa))
+            if (!gpt_isa_force((enum gpt_isa)isa) || (isa == GPT_ISA_AVX2 && threads == 1))
                 continue;
-            ASSERT_OK(gpt_parallel_set_threads(threads));
-            run_open(&run, &options);
-            run_steps(&run, 2);
-            run_hash(&run, got);
-            run_close(&run);
+            hash_with(got, (enum gpt_isa)isa, threads);
             cr_assert_str_eq(got, want, "%zu threads, instruction set %d", threads, isa);
         }
 }
