@@ -27,7 +27,10 @@ LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/recover/*.c s
                       src/config/*.c)
 CLI_SRC := $(wildcard src/cli/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
-GPT_SRC := $(filter-out $(GPT_MAINS),$(wildcard examples/gpt/*.c))
+# The model's operations on a GPU; a build without CUDA has the stand-in that says so.
+GPT_CUDA_SRC := $(wildcard examples/gpt/*_cuda.c)
+GPT_NO_CUDA_SRC := $(wildcard examples/gpt/cuda_absent.c)
+GPT_SRC := $(filter-out $(GPT_MAINS) $(GPT_CUDA_SRC) $(GPT_NO_CUDA_SRC),$(wildcard examples/gpt/*.c))
 TEST_SRC := $(wildcard tests/unit/*.c tests/integration/*.c tests/fault/*.c tests/fuzz/*.c)
 
 KERNEL_SRC := $(wildcard kernels/*.cu)
@@ -37,6 +40,8 @@ objects = $(patsubst %.c,$(BUILD)/%.o,$(1))
 LIB_OBJ := $(call objects,$(LIB_SRC))
 CLI_OBJ := $(call objects,$(CLI_SRC))
 GPT_OBJ := $(call objects,$(GPT_SRC))
+GPT_CUDA_OBJ := $(call objects,$(GPT_CUDA_SRC))
+GPT_NO_CUDA_OBJ := $(call objects,$(GPT_NO_CUDA_SRC))
 TEST_OBJ := $(call objects,$(TEST_SRC))
 
 STATIC := $(BUILD)/librebatch.a
@@ -54,6 +59,7 @@ GPU_TESTS := $(BUILD)/tests/gpu/run
 # CUDA is looked for where a kernel is asked for, and nowhere else.
 NVCC = $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+CUDA_LIBS = -L$(CUDA_HOME)/lib64 -lcublasLt -lcudart -lstdc++
 # GPU_ARCH=sm_90 builds for one GPU, which is faster; by default for all from sm_80 on.
 GPU_ARCH =
 GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH),-gencode arch=compute_80,code=[sm_80,compute_80] \
@@ -94,23 +100,31 @@ $(SHARED): $(LIB_OBJ)
 $(COMMAND): $(CLI_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
-$(GPT) $(DEMO): $(BUILD)/examples/gpt/%: $(GPT_OBJ) $(STATIC)
 $(GPT): $(BUILD)/examples/gpt/main.o
 $(DEMO): $(BUILD)/examples/gpt/demo.o
-$(GPT) $(DEMO):
-	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(STATIC) $(LIBS) -lmd
+$(GPT) $(DEMO): $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LIBS) -lmd
+
+$(GPT)-cuda: $(BUILD)/examples/gpt/main.o
+$(DEMO)-cuda: $(BUILD)/examples/gpt/demo.o
+$(GPT)-cuda $(DEMO)-cuda: $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(CUDA_LIBS) $(LIBS) -lmd
 
 $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 	$(Q)$(CC) $(SANITIZE) -o $@ $< -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/..' $(LIBS)
 
-$(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(STATIC)
+$(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
 
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
-$(BUILD)/kernels/%.o: kernels/%.cu $(BUILD)/flags
+$(BUILD)/kernels/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(GPU_CODE)' | cmp -s - $@ || echo '$(GPU_CODE)' > $@
+
+$(BUILD)/kernels/%.o: kernels/%.cu $(BUILD)/kernels/flags
 	@mkdir -p $(@D)
 	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -fPIC,-Wall,-Wextra -MMD -MP \
 	    -MF $(@:.o=.d) -c -o $@ $<
@@ -122,12 +136,14 @@ $(KERNELS): $(KERNEL_OBJ)
 $(BUILD)/tests/gpu/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -Ikernels \
     -isystem $(CUDA_HOME)/include
 
-$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC)) $(KERNELS) $(GPT_OBJ) $(STATIC)
+$(GPT_CUDA_OBJ): private FOLDER_CFLAGS := -Iexamples -Ikernels -isystem $(CUDA_HOME)/include
+
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC)) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ -L$(CUDA_HOME)/lib64 -lcudart -lcriterion $(LIBS) -lmd -lstdc++
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
--include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(TEST_OBJ))
+-include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c))
 
 # ---- what people run ---------------------------------------------------------------------------
@@ -135,10 +151,12 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC)) $(KERNELS) $(GPT_OBJ) $(STATIC)
 JOBS := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 1))
 SUBMAKE = @$(MAKE) -s --no-print-directory $(JOBS)
 
-demo: ## train under a cap that shrinks, recover, and compare with undisturbed training
+DEVICE = host
+demo: ## train under a cap that shrinks, recover, and compare with undisturbed training (DEVICE=cuda)
 	@scripts/install-deps build
-	$(SUBMAKE) $(DEMO)
-	@$(DEMO)
+	$(SUBMAKE) $(if $(filter cuda,$(DEVICE)),$(DEMO)-cuda,$(DEMO))
+	@$(if $(filter cuda,$(DEVICE)),LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
+	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 TEST_FLAGS =
 test: ## every test (SAN=address,undefined or SAN=thread for a sanitizer build)
@@ -148,7 +166,7 @@ test: ## every test (SAN=address,undefined or SAN=thread for a sanitizer build)
 
 kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS)
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)

@@ -12,7 +12,6 @@
 #include "gpt/error.h"
 #include "gpt/ops.h"
 #include "gpt/train.h"
-#include "rebatch/cuda.h"
 #include "rebatch/rebatch.h"
 
 #define MIB ((size_t)1 << 20)

@@ -238,7 +238,8 @@ REBATCH_API void rebatch_mutating(rebatch *rb);
 /** Have `bytes` bytes at `state` restored whenever work that may have changed them is thrown away:
  *  RNG state, running statistics, cursors, pointers to what an attempt allocates. State changed
  *  before the samples' work is taken back comes back to what it was before the attempt, or before
- *  zero_grad when the effective batch runs again.
+ *  zero_grad when the effective batch runs again; so do not guard pointers to what a zero_grad that
+ *  succeeded has allocated, which stays.
  *  @param state  borrowed until rebatch_close(); device memory for REBATCH_GUARD_DEVICE
  *  @return REBATCH_OK, REBATCH_OOM (device copies come from the pool), REBATCH_E_INVALID,
  *          REBATCH_E_HOST_OOM, REBATCH_E_STATE from within a callback, REBATCH_E_UNSUPPORTED when
