@@ -159,7 +159,7 @@ demo: ## train under a cap that shrinks, recover, and compare with undisturbed t
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 TEST_FLAGS =
-test: ## every test (SAN=address,undefined or SAN=thread for a sanitizer build)
+test: ## every test (SAN=address,undefined for a sanitizer build)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(COMMAND)
 	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) $(TESTS) $(TEST_FLAGS)

@@ -28,8 +28,8 @@ typedef struct rebatch_memory_info {
 /** Options of a host device. */
 typedef struct rebatch_host_options {
     size_t struct_size;   /**< sizeof(rebatch_host_options) */
-    size_t granule_bytes; /**< every allocation is rounded up to this; a power of two;
-                               0: 65536 bytes */
+    size_t granule_bytes; /**< allocations are rounded up to this; a power of two of at least a
+                               page; 0: 65536 bytes */
 } rebatch_host_options;
 #define REBATCH_HOST_OPTIONS_INIT                                                                  \
     {                                                                                              \

@@ -43,7 +43,8 @@ enum {
 };
 
 /** The user's step. A callback answers REBATCH_OK, REBATCH_OOM, or any other status, which ends the
- *  step and is passed through unchanged. `user` is the pointer given to rebatch_step(). */
+ *  step and is passed through unchanged. It closes every scope that it opens (REBATCH_E_STATE).
+ *  `user` is the pointer given to rebatch_step(). */
 typedef struct rebatch_step_ops {
     size_t struct_size; /**< sizeof(rebatch_step_ops) */
     /** Set the accumulators (gradients, loss, token counts) to zero. May run again at any time
@@ -143,11 +144,14 @@ typedef struct rebatch_options {
     rebatch_toggle admission; /**< do not start an attempt whose memory is known not to be there;
                                    default on */
     rebatch_toggle lighten; /**< call the step's lighten at the smallest micro-batch; default on */
-    uint32_t max_attempts;  /**< callbacks run in vain in one step before it gives up; 0: 64 */
+    uint32_t max_attempts;  /**< callbacks run in vain in one step before it gives up; at most
+                                   65536; 0: 64 */
 
     rebatch_toggle growth;  /**< grow again after clean steps; default on */
-    uint32_t grow_after;    /**< steps without OOM before the micro-batch grows; 0: 16 */
-    uint32_t grow_wait_max; /**< a failed growth doubles that wait, up to this; 0: 1024 */
+    uint32_t grow_after;    /**< steps without OOM before the micro-batch grows; at most
+                                   grow_wait_max; 0: 16 */
+    uint32_t grow_wait_max; /**< a failed growth doubles that wait, up to this; one that held
+                                   ends the longer wait; 0: 1024 */
 
     rebatch_log_level log_level; /**< events above this are not reported; default INFO */
     void (*on_event)(const rebatch_event *event, void *user); /**< NULL: none. It must not call
@@ -172,7 +176,7 @@ typedef struct rebatch_step_report {
     size_t micro_before;                   /**< micro-batch size with which the step began */
     size_t micro_after;                    /**< and ended */
     unsigned lighten_level;                /**< at the end */
-    size_t redone_samples;   /**< samples that ran more than once, counted each time again */
+    size_t redone_samples;                 /**< samples that had to run again, counted each time */
     uint64_t lost_ns;        /**< time that went into what was thrown away, and into recovering */
     uint64_t peak_bytes;     /**< most live in the pool during the step */
     uint64_t reserved_bytes; /**< held from the device at the end */
@@ -250,6 +254,8 @@ REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
 /** Leave the running callback with `status`, by longjmp, from any depth of calls in the callback's
  *  thread: for code that checks errors by a macro that exits. What it held other than pool memory
  *  is not released.
+ *  A callback that itself runs a step of another session must not be left from within that step.
+ *  @param status  what the callback is to have answered; REBATCH_OK counts as REBATCH_E_INVALID
  *  @return only when no callback of `rb` is running in this thread: REBATCH_E_STATE. */
 REBATCH_API rebatch_status rebatch_escape(rebatch *rb, rebatch_status status);
 

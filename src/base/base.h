@@ -96,7 +96,7 @@ void rbi_text_add(struct rbi_text *t, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 void rbi_text_add_v(struct rbi_text *t, const char *format, va_list arguments)
     __attribute__((format(printf, 2, 0)));
-/* "1.5 GiB", "512 B": three significant digits; for people. */
+/* "1.50 GiB", "512 B": three significant digits; for people. */
 void rbi_text_add_bytes(struct rbi_text *t, uint64_t bytes);
 
 /* ---- time (time.c) ---- */

@@ -39,30 +39,35 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     return true;
 }
 
-/* REBATCH_OK when there is a lighter level and it is in force, REBATCH_E_EXHAUSTED when there is
- * none, else what the callback answered. */
-static rebatch_status lighten(rebatch *rb)
+/* Sets *is_lighter when there is a lighter level and it is in force. Gives what the callback
+ * answered, unless that only says that there is none. */
+static rebatch_status lighten(rebatch *rb, bool *is_lighter)
 {
+    *is_lighter = false;
     if (!rb->ops->lighten || !rbi_is_on(rb->options.lighten) ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP)
-        return REBATCH_E_EXHAUSTED;
+        return REBATCH_OK;
     const struct rbi_failure failure = rb->failure; /* of the callback before this one */
     const rebatch_status status = rbi_callback_run(rb, RBI_LIGHTEN, NULL, rb->lighten + 1);
     rb->failure = failure;
-    if (status == REBATCH_OK)
+    if (status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED)
+        return REBATCH_OK;
+    if (status == REBATCH_OK) {
         rb->lighten++;
-    return status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED ? REBATCH_E_EXHAUSTED : status;
+        *is_lighter = true;
+    }
+    return status;
 }
 
-/* Gives the rung that was taken, and the status of what that ran. */
+/* Finds the rung to take. Gives what lighten answered when that ends the step. */
 static rebatch_status take_rung(rebatch *rb, const rebatch_microbatch *mb, rebatch_event_kind *kind)
 {
     *kind = REBATCH_EVENT_TORN;
     if (rb->failure.phase == REBATCH_PHASE_UPDATE)
-        return REBATCH_E_TORN;
+        return REBATCH_OK;
     *kind = REBATCH_EVENT_EXHAUSTED;
     if (in_vain(rb) >= rb->options.max_attempts)
-        return REBATCH_E_EXHAUSTED;
+        return REBATCH_OK;
     if (can_retry_same(rb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
         (void)rebatch_pool_trim(rb->pool, 0, NULL);
@@ -75,8 +80,9 @@ static rebatch_status take_rung(rebatch *rb, const rebatch_microbatch *mb, rebat
         *kind = REBATCH_EVENT_SHRINK;
         return REBATCH_OK;
     }
-    const rebatch_status status = lighten(rb);
-    if (status == REBATCH_OK)
+    bool is_lighter;
+    const rebatch_status status = lighten(rb, &is_lighter);
+    if (is_lighter)
         *kind = REBATCH_EVENT_LIGHTEN;
     return status;
 }
@@ -131,8 +137,8 @@ static void count(rebatch *rb, const struct rbi_strike *strike)
     rb->report.ooms++;
     rb->report.ooms_in[rb->failure.phase]++;
     rb->report.lost_ns += strike->lost_ns;
-    if (strike->mb && rb->failure.need_bytes && rb->failure.phase != REBATCH_PHASE_ADMISSION)
-        rbi_need_learn(rb, strike->mb->count, rb->failure.need_bytes, false);
+    if (strike->mb && rb->failure.phase != REBATCH_PHASE_ADMISSION)
+        rbi_need_learn_least(rb, strike->mb->count, rb->failure.need_bytes);
 }
 
 rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
@@ -152,14 +158,15 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
     count(rb, strike);
     rbi_growth_oom(rb);
     const rebatch_status status = take_rung(rb, mb, &event.kind);
-    if (status && status != REBATCH_E_TORN && status != REBATCH_E_EXHAUSTED)
+    if (status)
         return status;
+    const bool goes_on = event.kind != REBATCH_EVENT_TORN && event.kind != REBATCH_EVENT_EXHAUSTED;
     event.micro_after = rbi_micro_size(rb, rb->batch);
     event.lighten_after = rb->lighten;
-    event.redone_samples = status ? 0 : strike->redone_samples;
+    event.redone_samples = goes_on ? strike->redone_samples : 0;
     rb->report.redone_samples += event.redone_samples;
     rbi_event_emit(rb, &event);
-    if (status == REBATCH_OK)
+    if (goes_on)
         return REBATCH_OK;
-    return status == REBATCH_E_TORN ? say_torn(rb) : say_exhausted(rb, mb);
+    return event.kind == REBATCH_EVENT_TORN ? say_torn(rb) : say_exhausted(rb, mb);
 }

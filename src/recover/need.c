@@ -25,7 +25,7 @@ const struct rbi_need *rbi_need_find(const rebatch *rb, size_t count, unsigned l
     return i < RBI_KNOWN_SIZES ? &rb->known[i] : NULL;
 }
 
-void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes, bool is_exact)
+static void learn(rebatch *rb, size_t count, uint64_t bytes, bool is_exact)
 {
     size_t i = find(rb, count, rb->lighten);
     if (i == RBI_KNOWN_SIZES) {
@@ -35,6 +35,18 @@ void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes, bool is_exact)
     rb->known_last = i;
     rb->known[i] = (struct rbi_need){
         .count = count, .lighten = rb->lighten, .is_exact = is_exact, .bytes = bytes};
+}
+
+void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes)
+{
+    learn(rb, count, bytes, true);
+}
+
+void rbi_need_learn_least(rebatch *rb, size_t count, uint64_t bytes)
+{
+    const struct rbi_need *known = rbi_need_find(rb, count, rb->lighten);
+    if (!known || known->bytes < bytes)
+        learn(rb, count, bytes, false);
 }
 
 /* The largest exact entry of a level below `count`, and with `below` the one below that. */

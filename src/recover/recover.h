@@ -41,7 +41,10 @@ struct rbi_need {
     uint64_t bytes;
 };
 
-void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes, bool is_exact);
+/* An attempt ran to its end. */
+void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes);
+/* An attempt failed when it would have needed that much; what is known to be more stays known. */
+void rbi_need_learn_least(rebatch *rb, size_t count, uint64_t bytes);
 /* NULL when that size never ran. */
 const struct rbi_need *rbi_need_find(const rebatch *rb, size_t count, unsigned lighten);
 /* What a size will need: known, or put together from sizes that are; 0 when nothing is known. */
