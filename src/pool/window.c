@@ -1,0 +1,209 @@
+/* Owns the choice of addresses for what no free block can hold: windows of free blocks and holes.
+ * Must not know rungs or limits. */
+#include "pool/pool.h"
+
+static size_t granules_for(const rebatch_pool *pool, size_t bytes)
+{
+    return (bytes + pool->granule_bytes - 1) >> (unsigned)__builtin_ctzll(pool->granule_bytes);
+}
+
+/* A free block that `stream` may have at once. */
+static bool is_usable(const struct rbi_block *block, const struct rbi_pool_stream *stream)
+{
+    return block && block->state == RBI_BLOCK_FREE &&
+           (block->stream == stream || block->freed_at <= block->stream->done);
+}
+
+bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
+                     struct rbi_pool_stream *stream)
+{
+    size_t whole;
+    if (!rbi_round_up(bytes, pool->granule_bytes, &whole))
+        return false;
+    struct rbi_block *hole = rbi_pool_find_fit(pool->space, whole, UINT64_MAX, SIZE_MAX);
+    if (!hole)
+        return false;
+    /* What is free before the hole ends where memory ends: the request begins there. */
+    const bool extends = is_usable(hole->before, stream) && hole->before->bytes < bytes;
+    *window = (struct rbi_window){extends ? hole->before : hole, hole, bytes, 0};
+    window->granules = granules_for(pool, extends ? bytes - hole->before->bytes : bytes);
+    return true;
+}
+
+/* ---- the best of all ---- */
+
+/* Free blocks and holes, one behind the other. Its wholly free granules count like any others,
+ * mapped or not; what it has besides are the free parts of granules at its ends.
+ *   bytes == lead + whole * granule + trail */
+struct run {
+    struct rbi_block *first, *last;
+    size_t bytes, lead, whole;
+};
+
+static bool is_in_run(const struct rbi_block *block)
+{
+    return block->state == RBI_BLOCK_FREE || block->state == RBI_BLOCK_HOLE;
+}
+
+/* The run that begins at `block` or behind it; false when there is none in the range. */
+static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block *block)
+{
+    while (block && !is_in_run(block))
+        block = block->after;
+    if (!block)
+        return false;
+    *run = (struct run){block, block, 0, 0, 0};
+    for (; block && is_in_run(block); block = block->after) {
+        run->last = block;
+        run->bytes += block->bytes;
+    }
+    const struct rbi_range *range = run->first->range;
+    const size_t offset = (size_t)(run->first->address - range->address);
+    run->lead = rbi_min(-offset & (pool->granule_bytes - 1), run->bytes);
+    run->whole = (run->bytes - run->lead) / pool->granule_bytes;
+    return true;
+}
+
+/* Whole granules that `bytes` from the run's beginning take. */
+static size_t granules_taken(const rebatch_pool *pool, const struct run *run, size_t bytes)
+{
+    if (bytes <= run->lead)
+        return 0;
+    return rbi_min(granules_for(pool, bytes - run->lead), run->whole);
+}
+
+/* Wholly free granules that are there, mapped or spare. */
+static size_t count_supply(const rebatch_pool *pool)
+{
+    size_t supply = pool->spare_count;
+    char *first;
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+        for (const struct rbi_block *b = r->first; b; b = b->after)
+            if (b->state == RBI_BLOCK_FREE)
+                supply += rbi_granules_within(pool, b, &first);
+    return supply;
+}
+
+/* Fills in a window at the beginning of a run. */
+static void open_window(struct rbi_window *window, const rebatch_pool *pool, const struct run *run,
+                        size_t bytes)
+{
+    *window = (struct rbi_window){run->first, run->first, bytes, 0};
+    size_t left = bytes;
+    for (struct rbi_block *b = run->first;; b = b->after) {
+        const size_t part = rbi_min(left, b->bytes);
+        if (b->state == RBI_BLOCK_HOLE)
+            window->granules += granules_for(pool, part);
+        window->last = b;
+        left -= part;
+        if (left == 0)
+            return;
+    }
+}
+
+bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
+                          size_t room)
+{
+    const size_t supply = count_supply(pool) + room;
+    struct run run, best = {NULL, NULL, 0, 0, 0};
+    size_t fewest = SIZE_MAX;
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
+        for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after) {
+            const size_t taken = granules_taken(pool, &run, bytes);
+            if (run.bytes >= bytes && taken < fewest) {
+                fewest = taken;
+                best = run;
+            }
+        }
+    }
+    if (fewest > supply)
+        return false;
+    open_window(window, pool, &best, bytes);
+    return true;
+}
+
+uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
+{
+    const size_t supply = count_supply(pool) + room;
+    uint64_t most = (uint64_t)supply * pool->granule_bytes; /* in addresses yet to be reserved */
+    struct run run;
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+        for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after)
+            most = rbi_max(most, run.whole <= supply ? run.bytes
+                                                     : run.lead + supply * pool->granule_bytes);
+    return most;
+}
+
+/* ---- taking it ---- */
+
+void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window)
+{
+    size_t left = window->bytes;
+    for (struct rbi_block *b = window->first;; b = b->after) {
+        rbi_pool_bin_remove(b);
+        const bool last = b == window->last;
+        size_t part = left;
+        if (b->state == RBI_BLOCK_HOLE)
+            part = granules_for(pool, left) * pool->granule_bytes;
+        if (last && part < b->bytes)
+            rbi_pool_bin_add(rbi_pool_split(pool, b, part));
+        b->state = RBI_BLOCK_HELD;
+        left -= rbi_min(left, b->bytes);
+        if (last)
+            return;
+    }
+}
+
+void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window)
+{
+    /* One that was put back may be part of its neighbour: the next is named before. */
+    struct rbi_block *const end = window->last->after;
+    for (struct rbi_block *b = window->first, *next; b != end; b = next) {
+        next = b->after;
+        if (next == end && b->state == RBI_BLOCK_HELD) {
+            (void)rbi_pool_put_block(pool, b);
+            return;
+        }
+        if (b->state == RBI_BLOCK_HELD)
+            (void)rbi_pool_put_block(pool, b);
+    }
+}
+
+rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool,
+                              struct rbi_window *window, struct rbi_pool_stream *stream)
+{
+    *out = NULL;
+    struct rbi_block *const end = window->last->after;
+    for (struct rbi_block *b = window->first; b != end; b = b->after) {
+        if (b->stream != pool->space)
+            continue;
+        const rebatch_status status = rbi_granules_map(pool, b);
+        if (status != REBATCH_OK) {
+            rbi_window_drop(pool, window);
+            return status;
+        }
+        rbi_pool_give_to(b, stream);
+    }
+    struct rbi_block *first = window->first;
+    rbi_pool_give_to(first, stream);
+    while (first->after != end) {
+        rbi_pool_give_to(first->after, stream);
+        rbi_pool_join(pool, first);
+    }
+    *out = rbi_pool_put_block(pool, first);
+    return REBATCH_OK;
+}
+
+void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    rbi_quick_flush_all(pool);
+    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+        for (struct rbi_block *b = r->first; b; b = b->after) {
+            if (b->state != RBI_BLOCK_FREE || b->stream == stream)
+                continue;
+            rbi_pool_bin_remove(b);
+            rbi_pool_give_to(b, stream);
+            b = rbi_pool_put_block(pool, b);
+        }
+    }
+}
