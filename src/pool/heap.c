@@ -72,8 +72,20 @@ static bool is_better(const struct rbi_block *a, const struct rbi_block *b)
 struct wanted {
     size_t bytes;
     uint64_t ready;
-    size_t most; /* the largest block that may be had */
+    size_t most;    /* the largest block that may be had */
+    size_t granule; /* 0: both zones */
+    bool small;
 };
+
+/* Small blocks stay among themselves, and in what is left of granules: one that lies alone in a
+ * granule keeps all of it from where it is needed. */
+static bool is_in_zone(const struct rbi_block *block, const struct wanted *wanted)
+{
+    if (wanted->granule == 0)
+        return true;
+    return wanted->small ? block->range->small || block->bytes < wanted->granule
+                         : !block->range->small;
+}
 
 /* The best of the first `looks` blocks of a bin, and of those behind them the first that fits. */
 static struct rbi_block *best_of(struct rbi_block *bin, const struct wanted *wanted)
@@ -82,15 +94,16 @@ static struct rbi_block *best_of(struct rbi_block *bin, const struct wanted *wan
     unsigned looks = 0;
     for (struct rbi_block *b = bin; b && (looks < LOOKS || !best); b = b->next, looks++)
         if (b->bytes >= wanted->bytes && b->bytes <= wanted->most && b->freed_at <= wanted->ready &&
-            (!best || is_better(b, best)))
+            is_in_zone(b, wanted) && (!best || is_better(b, best)))
             best = b;
     return best;
 }
 
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split)
+                                    uint64_t ready, size_t max_split, size_t granule)
 {
-    const struct wanted wanted = {bytes, ready, bytes < max_split ? max_split : SIZE_MAX};
+    const struct wanted wanted = {bytes, ready, bytes < max_split ? max_split : SIZE_MAX, granule,
+                                  rbi_is_small(bytes, granule)};
     const struct place at = place_of(bytes);
     uint32_t columns = stream->columns[at.row] & (UINT32_MAX << at.column);
     uint64_t rows = stream->rows & (UINT64_MAX << at.row) & ~(UINT64_C(1) << at.row);
@@ -106,6 +119,35 @@ struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t
         rows &= rows - 1;
         columns = stream->columns[row];
     }
+}
+
+/* The first block of the first bin from `at` on. */
+static struct rbi_block *first_from(const struct rbi_pool_stream *stream, unsigned row,
+                                    unsigned column)
+{
+    const uint32_t columns =
+        column < RBI_POOL_COLUMNS ? stream->columns[row] & (UINT32_MAX << column) : 0;
+    if (columns)
+        return stream->bins[row][__builtin_ctz(columns)];
+    const uint64_t rows = stream->rows & (UINT64_MAX << row) & ~(UINT64_C(1) << row);
+    if (!rows)
+        return NULL;
+    row = (unsigned)__builtin_ctzll(rows);
+    return stream->bins[row][__builtin_ctz(stream->columns[row])];
+}
+
+struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes)
+{
+    const struct place at = place_of(bytes);
+    return first_from(stream, at.row, at.column);
+}
+
+struct rbi_block *rbi_pool_next_free(const struct rbi_block *block)
+{
+    if (block->next)
+        return block->next;
+    const struct place at = place_of(block->bytes);
+    return first_from(block->stream, at.row, at.column + 1);
 }
 
 uint64_t rbi_pool_largest_hole(const rebatch_pool *pool)
@@ -171,14 +213,36 @@ struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, si
     return rest;
 }
 
-void rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                         struct rbi_pool_stream *stream)
+/* Of a block that is larger than asked for the end is taken where that leaves more granules whole:
+ * what is left of a granule can only be used where it is. */
+static bool leaves_more_from_end(const rebatch_pool *pool, const struct rbi_block *block,
+                                 size_t bytes)
+{
+    const size_t mask = pool->granule_bytes - 1;
+    const size_t first = (size_t)(block->address - block->range->address);
+    const size_t last = first + block->bytes;
+    const size_t from_start = (last & ~mask) - ((first + bytes + mask) & ~mask);
+    const size_t from_end = ((last - bytes) & ~mask) - ((first + mask) & ~mask);
+    return (ptrdiff_t)from_end > (ptrdiff_t)from_start;
+}
+
+struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                                      struct rbi_pool_stream *stream)
 {
     rbi_pool_bin_remove(block);
-    if (block->bytes > bytes)
-        rbi_pool_bin_add(rbi_pool_split(pool, block, bytes));
+    if (block->bytes > bytes) {
+        const size_t rest = block->bytes - bytes;
+        if (rest >= pool->granule_bytes && leaves_more_from_end(pool, block, bytes)) {
+            struct rbi_block *end = rbi_pool_split(pool, block, rest);
+            rbi_pool_bin_add(block);
+            block = end;
+        } else {
+            rbi_pool_bin_add(rbi_pool_split(pool, block, bytes));
+        }
+    }
     block->state = RBI_BLOCK_HELD;
     rbi_pool_give_to(block, stream);
+    return block;
 }
 
 void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left)

@@ -68,18 +68,17 @@ static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_
 static struct rbi_block *take(rebatch_pool *pool, const struct rbi_request *request,
                               struct rbi_block *block)
 {
-    if (!block)
-        return NULL;
-    rbi_pool_take_block(pool, block, request->bytes, request->stream);
-    return block;
+    return block ? rbi_pool_take_block(pool, block, request->bytes, request->stream) : NULL;
 }
 
 static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *request)
 {
-    rbi_quick_flush(pool, request->stream);
-    return take(pool, request,
-                rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX,
-                                  pool->max_split_bytes));
+    struct rbi_pool_stream *stream = request->stream;
+    rbi_quick_flush(pool, stream);
+    struct rbi_block *block =
+        rbi_pool_find_fit(
+        stream, request->bytes, UINT64_MAX, pool->max_split_bytes, rbi_pool_zones(pool));
+    return take(pool, request, block);
 }
 
 static struct rbi_block *take_other(rebatch_pool *pool, const struct rbi_request *request)
@@ -90,7 +89,7 @@ static struct rbi_block *take_other(rebatch_pool *pool, const struct rbi_request
             continue;
         rbi_quick_flush(pool, s);
         struct rbi_block *block =
-            rbi_pool_find_fit(s, request->bytes, s->done, pool->max_split_bytes);
+            rbi_pool_find_fit(s, request->bytes, s->done, pool->max_split_bytes, rbi_pool_zones(pool));
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -113,21 +112,38 @@ struct growth {
     const struct rbi_pool_stream *spared; /* keeps its free granules; may be NULL */
     size_t guard_bytes;                   /* to stay without memory behind it */
     bool by_remap;                        /* out: no fresh memory was needed */
+    bool at_end; /* out: what is served is at the end of what was found */
 };
 
 static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
                                   const struct growth *growth)
 {
-    const size_t bytes = growth->bytes + growth->guard_bytes;
+    const size_t bytes = growth->bytes;
     if (rbi_window_find(window, pool, bytes, growth->stream))
         return REBATCH_OK;
     size_t whole;
     if (!rbi_round_up(bytes, pool->granule_bytes, &whole))
         return REBATCH_OOM;
-    const rebatch_status status = rbi_range_reserve(pool, whole);
+    const rebatch_status status = rbi_range_reserve(pool, whole, rbi_is_small(bytes, rbi_pool_zones(pool)));
     if (status != REBATCH_OK)
         return status;
     return rbi_window_find(window, pool, bytes, growth->stream) ? REBATCH_OK : REBATCH_OOM;
+}
+
+/* A window that is a hole alone, whole granules long: for what needs a gap behind it, or shall add
+ * to what is free. */
+static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
+                                const struct growth *growth)
+{
+    const size_t bytes = growth->bytes + growth->guard_bytes;
+    struct rbi_block *hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, 0);
+    rebatch_status status = REBATCH_OK;
+    if (!hole && (status = rbi_range_reserve(pool, bytes, false)) == REBATCH_OK)
+        hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, 0);
+    if (status == REBATCH_OK && !hole)
+        status = REBATCH_OOM;
+    *window = (struct rbi_window){hole, hole, bytes, bytes / pool->granule_bytes, false};
+    return status;
 }
 
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
@@ -154,6 +170,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
 static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool,
                                   struct growth *growth, struct rbi_window *window)
 {
+    growth->at_end = window->at_end;
     rbi_window_hold(pool, window);
     const rebatch_status status = gather(pool, growth, window->granules);
     if (status != REBATCH_OK) {
@@ -175,8 +192,10 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 {
     *out = NULL;
     if (pool->has_space) {
-        struct growth growth = {bytes, stream, spared, 0, false};
-        return grow(out, pool, &growth);
+        struct growth growth = {bytes, stream, spared, 0, false, false};
+        struct rbi_window window;
+        const rebatch_status found = find_hole(&window, pool, &growth);
+        return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;
     }
     size_t room;
     const rebatch_status status = rbi_pool_room(&room, pool, NULL);
@@ -207,6 +226,19 @@ static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
     return status;
 }
 
+/* What a window became: the request lies at the end where that joins it to its neighbour. */
+static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request *request,
+                                   struct rbi_block *block, bool at_end)
+{
+    if (!block || !at_end || block->bytes == request->bytes)
+        return take(pool, request, block);
+    rbi_pool_bin_remove(block);
+    struct rbi_block *end = rbi_pool_split(pool, block, block->bytes - request->bytes);
+    rbi_pool_bin_add(block);
+    end->state = RBI_BLOCK_HELD;
+    return end;
+}
+
 /* A block whose end is that of its last granule, and a gap behind: both out of one window. */
 static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
                                    struct growth *growth)
@@ -219,15 +251,14 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
     struct rbi_window window;
     with_gap.bytes = whole;
     with_gap.guard_bytes = step;
-    rebatch_status status = find_window(&window, pool, &with_gap);
+    rebatch_status status = find_hole(&window, pool, &with_gap);
     if (status != REBATCH_OK)
         return status;
-    /* Only holes: a free block before it has a gap of its own behind. */
-    window = (struct rbi_window){window.last, window.last, whole + step, whole / step};
     rbi_window_hold(pool, &window);
     struct rbi_block *gap = rbi_pool_split(pool, window.first, whole);
     gap->state = RBI_BLOCK_GUARD;
     window.bytes = whole;
+    window.granules--;
     status = gather(pool, growth, window.granules);
     if (status == REBATCH_OK)
         status = rbi_window_map(out, pool, &window, growth->stream);
@@ -250,7 +281,7 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
-    struct growth growth = {request->bytes, request->stream, NULL, 0, false};
+    struct growth growth = {request->bytes, request->stream, NULL, 0, false, false};
     const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
     reach(pool, request, REBATCH_RUNG_REMAP);
     rebatch_status status;
@@ -261,7 +292,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
     } else {
         struct rbi_block *block = NULL;
         status = grow(&block, pool, &growth);
-        *out = take(pool, request, block);
+        *out = take_part(pool, request, block, growth.at_end);
     }
     if (!growth.by_remap) {
         pool->rungs[REBATCH_RUNG_REMAP] = remaps;
@@ -292,15 +323,15 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
         return status;
     rbi_pool_adopt(pool, request->stream);
     struct rbi_block *block = rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX,
-                                                pool->max_split_bytes);
-    struct rbi_window window;
+                                                pool->max_split_bytes, 0);
+    struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && !pool->guard &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {
-        struct growth growth = {request->bytes, request->stream, NULL, 0, false};
+        struct growth growth = {request->bytes, request->stream, NULL, 0, false, false};
         reach(pool, request, REBATCH_RUNG_REMAP);
         status = fill_window(&block, pool, &growth, &window);
     }
-    *out = pool->guard ? NULL : take(pool, request, block);
+    *out = pool->guard ? NULL : take_part(pool, request, block, window.at_end);
     return *out || status != REBATCH_OK ? status : REBATCH_OOM;
 }
 

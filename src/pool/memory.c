@@ -24,12 +24,16 @@ static rebatch_status look_for_room(rebatch_pool *pool, size_t bytes)
 static rebatch_status hold_piece(rebatch_pool *pool, struct rbi_request *request)
 {
     rbi_quick_flush(pool, request->stream);
-    if (rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, SIZE_MAX))
+    const size_t before = pool->promised_bytes;
+    pool->promised_bytes = rbi_max(before, request->bytes); /* no zones from here on */
+    if (rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, SIZE_MAX, 0))
         return REBATCH_OK;
     struct rbi_block *block;
     const rebatch_status status = rbi_pool_search(&block, pool, request);
     if (status == REBATCH_OK)
         (void)rbi_pool_put_block(pool, block);
+    else
+        pool->promised_bytes = before;
     return status;
 }
 

@@ -202,6 +202,8 @@ static void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
     else
         pool->oldest = block;
     pool->newest = block;
+    if (__builtin_expect(pool->promised_bytes != 0, 0))
+        pool->promised_bytes -= rbi_min(pool->promised_bytes, block->bytes);
     rbi_pool_count_alloc(pool, block);
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
 }

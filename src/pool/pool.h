@@ -151,6 +151,7 @@ struct rbi_range {
     size_t bytes;
     struct rbi_block *first;
     rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
+    bool small;              /* for small blocks */
     uint64_t number; /* of its creation: ties between ranges break by it, as the device's
                         addresses need not be the same in every run */
 };
@@ -301,6 +302,7 @@ struct rebatch_pool {
     uint32_t gc_permille;
     size_t headroom_bytes;
     size_t max_split_bytes; /* SIZE_MAX: none */
+    size_t promised_bytes;  /* of the last reserve, less what was allocated since */
     size_t ballast_bytes;   /* as asked for, in whole granules */
     uint32_t rounding_divisions;
     bool caching;
@@ -352,9 +354,24 @@ rebatch_status rbi_pool_check(const rebatch_pool *pool);
 /* A free block of at least `bytes` whose work is done up to point `ready`. Looks at up to eight of
  * the smallest class that can have one and of the next, and takes of those the smallest, of these
  * the one of the oldest range, then of the lowest address. NULL only when there is none. Larger
- * blocks than `max_split` are for requests of that size and more. */
+ * blocks than `max_split` are for requests of that size and more. Where `granule` is not 0, small
+ * requests keep to ranges for them and to parts of granules, and large ones out of those ranges. */
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split);
+                                    uint64_t ready, size_t max_split, size_t granule);
+/* Whether a request belongs among the small ones, where there are granules. */
+static inline bool rbi_is_small(size_t bytes, size_t granule)
+{
+    return bytes < granule / 4;
+}
+/* The granule for searches that keep small blocks apart, 0 for those that do not: while memory is
+ * promised by rebatch_pool_reserve(), all of it is for whatever comes. */
+static inline size_t rbi_pool_zones(const rebatch_pool *pool)
+{
+    return pool->has_space && pool->promised_bytes == 0 ? pool->granule_bytes : 0;
+}
+/* The blocks of the bins from that of `bytes` on, in the order of their classes; NULL at the end. */
+struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
+struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
 void rbi_pool_bin_add(struct rbi_block *block);
 void rbi_pool_bin_remove(struct rbi_block *block);
 /* A node for a piece of `range`, in no list. */
@@ -367,16 +384,19 @@ struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, si
 /* Makes a block and the one after it, both in no list, one. */
 void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left);
 void rbi_pool_give_to(struct rbi_block *block, struct rbi_pool_stream *stream);
-/* Takes a free block, cut to `bytes`, out of its bin for `stream`; needs one spare node. */
-void rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                         struct rbi_pool_stream *stream);
+/* Takes `bytes` of a free block out of its bin for `stream`; needs one spare node. */
+struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                                      struct rbi_pool_stream *stream);
 /* Puts a block that is in no list among the free ones of its stream, or among the holes; it merges
  * with its neighbours. Gives the block that it then is part of. */
 struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block);
 /* A block of exactly `bytes` that was freed just before; NULL: none. */
 static inline unsigned rbi_quick_slot(size_t bytes)
 {
-    return (unsigned)((bytes / REBATCH_POOL_UNIT_BYTES * UINT64_C(0x9e3779b97f4a7c15)) >> 58);
+    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
+    if (units <= RBI_POOL_QUICK)
+        return (unsigned)units - 1; /* small sizes, of which there are many, never collide */
+    return (unsigned)((units * UINT64_C(0x9e3779b97f4a7c15)) >> 58);
 }
 static inline struct rbi_block *rbi_quick_pop(struct rbi_pool_stream *stream, size_t bytes)
 {
@@ -409,7 +429,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
  * stays. */
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
-rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes);
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small);
 /* Makes `count` more granules; all or none. */
 rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
 /* Gives spare granules back until `keep` are left; how many it gave back. */
@@ -436,11 +456,12 @@ void rbi_pool_destroy_ranges(rebatch_pool *pool);
 /* ---- windows (window.c); all with the lock held ---- */
 
 /* Addresses for a request: the blocks first to last, free ones and holes, one behind the other.
- * What is served lies at the beginning. */
+ * What is served lies at the beginning, or at the end. */
 struct rbi_window {
     struct rbi_block *first, *last;
     size_t bytes;    /* to be had of them */
     size_t granules; /* that must be mapped for that */
+    bool at_end;
 };
 /* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,

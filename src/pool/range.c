@@ -116,7 +116,7 @@ static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
     return wanted;
 }
 
-rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes)
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
 {
     void *address;
     size_t wanted = choose_reservation(pool, bytes);
@@ -133,6 +133,7 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes)
     }
     struct rbi_range *range = add_range(pool, address, wanted, pool->space);
     range->granules = granules;
+    range->small = small;
     (void)rbi_pool_put_block(pool, range->first);
     return REBATCH_OK;
 }
