@@ -72,7 +72,7 @@ typedef struct rebatch_pool_options {
     X(ooms, "calls", "answered with REBATCH_OOM")                                                  \
     X(rollbacks, "scopes", "rolled back")                                                          \
     X(rolled_back_blocks, "blocks", "taken back by a rollback")                                    \
-    X(late_frees, "calls", "to free a block that a rollback had taken back; ignored")        \
+    X(late_frees, "calls", "to free a block that a rollback had taken back; ignored")              \
     X(remaps, "granules", "of free blocks, mapped elsewhere")                                      \
     X(quarantined_bytes, "bytes", "that the device did not unmap; never used again")               \
     X(collected_bytes, "bytes", "given back for exceeding the gc threshold")                       \

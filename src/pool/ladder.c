@@ -75,9 +75,8 @@ static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *
 {
     struct rbi_pool_stream *stream = request->stream;
     rbi_quick_flush(pool, stream);
-    struct rbi_block *block =
-        rbi_pool_find_fit(
-        stream, request->bytes, UINT64_MAX, pool->max_split_bytes, rbi_pool_zones(pool));
+    struct rbi_block *block = rbi_pool_find_fit(stream, request->bytes, UINT64_MAX,
+                                                pool->max_split_bytes, rbi_pool_zones(pool));
     return take(pool, request, block);
 }
 
@@ -88,8 +87,8 @@ static struct rbi_block *take_other(rebatch_pool *pool, const struct rbi_request
         if (s == request->stream)
             continue;
         rbi_quick_flush(pool, s);
-        struct rbi_block *block =
-            rbi_pool_find_fit(s, request->bytes, s->done, pool->max_split_bytes, rbi_pool_zones(pool));
+        struct rbi_block *block = rbi_pool_find_fit(s, request->bytes, s->done,
+                                                    pool->max_split_bytes, rbi_pool_zones(pool));
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -112,7 +111,7 @@ struct growth {
     const struct rbi_pool_stream *spared; /* keeps its free granules; may be NULL */
     size_t guard_bytes;                   /* to stay without memory behind it */
     bool by_remap;                        /* out: no fresh memory was needed */
-    bool at_end; /* out: what is served is at the end of what was found */
+    bool at_end;                          /* out: what is served is at the end of what was found */
 };
 
 static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
@@ -124,7 +123,8 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
     size_t whole;
     if (!rbi_round_up(bytes, pool->granule_bytes, &whole))
         return REBATCH_OOM;
-    const rebatch_status status = rbi_range_reserve(pool, whole, rbi_is_small(bytes, rbi_pool_zones(pool)));
+    const rebatch_status status =
+        rbi_range_reserve(pool, whole, rbi_is_small(bytes, rbi_pool_zones(pool)));
     if (status != REBATCH_OK)
         return status;
     return rbi_window_find(window, pool, bytes, growth->stream) ? REBATCH_OK : REBATCH_OOM;
@@ -167,8 +167,8 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
 }
 
 /* Fills a window with memory; with a guard the last granule of it stays a gap. */
-static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool,
-                                  struct growth *growth, struct rbi_window *window)
+static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool, struct growth *growth,
+                                  struct rbi_window *window)
 {
     growth->at_end = window->at_end;
     rbi_window_hold(pool, window);
@@ -268,12 +268,9 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
         (void)rbi_pool_put_block(pool, gap);
         return status;
     }
-    struct rbi_block *block = *out;
-    rbi_pool_bin_remove(block);
-    if (whole > growth->bytes) {
-        *out = rbi_pool_split(pool, block, whole - growth->bytes);
-        block->state = RBI_BLOCK_GUARD;
-    }
+    /* What is before it stays free; no request is served from parts of granules. */
+    const struct rbi_request request = {growth->bytes, growth->stream, REBATCH_RUNG_REMAP};
+    *out = take_part(pool, &request, *out, true);
     return REBATCH_OK;
 }
 
@@ -287,8 +284,6 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
     rebatch_status status;
     if (pool->guard) {
         status = take_guarded(out, pool, &growth);
-        if (status == REBATCH_OK)
-            (*out)->state = RBI_BLOCK_HELD;
     } else {
         struct rbi_block *block = NULL;
         status = grow(&block, pool, &growth);
@@ -322,8 +317,8 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     if (status != REBATCH_OK)
         return status;
     rbi_pool_adopt(pool, request->stream);
-    struct rbi_block *block = rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX,
-                                                pool->max_split_bytes, 0);
+    struct rbi_block *block =
+        rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, pool->max_split_bytes, 0);
     struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && !pool->guard &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {

@@ -114,7 +114,8 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
 {
     rebatch_status status = rbi_pool_check(pool);
     size_t rounded = 0;
-    if (status != REBATCH_OK || (status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
+    if (status != REBATCH_OK ||
+        (status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
@@ -144,7 +145,8 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
     if (status == REBATCH_OK)
         status = rbi_pool_trim_cache(pool, keep_bytes, NULL, &released);
     size_t room;
-    if (status == REBATCH_OK && pool->ballast_bytes && rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
+    if (status == REBATCH_OK && pool->ballast_bytes &&
+        rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
         rbi_ballast_arm(pool, room);
     rbi_lock_give(&pool->lock);
     if (released_bytes)

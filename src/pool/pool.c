@@ -70,8 +70,10 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
                              (unsigned)options->events);
     }
     if (!rbi_round_up(options->ballast_bytes, pool->granule_bytes, &pool->ballast_bytes))
-        return rbi_error(REBATCH_E_INVALID, "rebatch_pool_options.ballast_bytes is %zu: expected a "
-                         "size that can be rounded up", options->ballast_bytes);
+        return rbi_error(REBATCH_E_INVALID,
+                         "rebatch_pool_options.ballast_bytes is %zu: expected a "
+                         "size that can be rounded up",
+                         options->ballast_bytes);
     size_t room;
     if (pool->ballast_bytes && rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
         rbi_ballast_arm(pool, room); /* where there is no room yet, later */

@@ -12,7 +12,7 @@
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_TAGS 256 /* "untagged" included */
 #define RBI_POOL_PRESSURES 16
-#define RBI_POOL_ROWS 56 /* octaves of units, the first one for all sizes below 16 KiB */
+#define RBI_POOL_ROWS 56    /* octaves of units, the first one for all sizes below 16 KiB */
 #define RBI_POOL_COLUMNS 32 /* classes an octave */
 #define RBI_POOL_QUICK 64
 /* Rolled-back addresses that are remembered beyond those of the last rollback. */
@@ -52,8 +52,7 @@ static inline void rbi_lock_take(struct rbi_lock *lock)
     if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
         atomic_store_explicit(&lock->busy, 1, memory_order_relaxed);
         atomic_signal_fence(memory_order_seq_cst); /* the other side's membarrier does the rest */
-        if (__builtin_expect(
-                atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
+        if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
             lock->biased = true;
             return;
         }
@@ -103,7 +102,7 @@ enum rbi_block_state {
     RBI_BLOCK_LENT,     /* with a thread's cache, which knows whether it is in use */
     RBI_BLOCK_HELD,     /* for the moment out of all lists */
     RBI_BLOCK_HOLE,     /* addresses without memory, in a bin of pool->space */
-    RBI_BLOCK_GUARD,    /* beside a block in use of a guarding pool: before it, or the gap behind */
+    RBI_BLOCK_GUARD,    /* the gap behind a block in use of a guarding pool */
     RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
 };
 
@@ -127,12 +126,12 @@ struct rbi_block {
     struct rbi_pool_stream *stream;    /* the one it was allocated for, or was last free on */
     struct rbi_block *previous, *next; /* free, hole: its bin; quick: its list, pending: the pending
                                           list (next only); live and deferred: all by birth */
-    uint64_t birth;    /* number of the allocation; scopes compare it with their own beginning */
+    uint64_t birth; /* number of the allocation; scopes compare it with their own beginning */
     size_t requested_bytes;
     rebatch_tag tag;
-    uint8_t state; /* enum rbi_block_state */
-    bool late;     /* quick, pending: a rollback took it back */
-    uint32_t line_; /* keeps the rest off the first line */
+    uint8_t state;                    /* enum rbi_block_state */
+    bool late;                        /* quick, pending: a rollback took it back */
+    uint32_t line_;                   /* keeps the rest off the first line */
     struct rbi_block *before, *after; /* neighbours in the range */
     uint64_t freed_at; /* free, quick, pending: stream->frees then; 0: no work has touched it */
     struct rbi_range *range;
@@ -151,8 +150,8 @@ struct rbi_range {
     size_t bytes;
     struct rbi_block *first;
     rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
-    bool small;              /* for small blocks */
-    uint64_t number; /* of its creation: ties between ranges break by it, as the device's
+    bool small;             /* for small blocks */
+    uint64_t number;        /* of its creation: ties between ranges break by it, as the device's
                         addresses need not be the same in every run */
 };
 
@@ -478,8 +477,8 @@ void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window);
 void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window);
 /* Maps a held window, with granules that are spare: it becomes one free block of `stream`. Where it
  * cannot, the window is dropped. */
-rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool,
-                              struct rbi_window *window, struct rbi_pool_stream *stream);
+rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct rbi_window *window,
+                              struct rbi_pool_stream *stream);
 /* All free blocks become the stream's; all work must be done. */
 void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
 

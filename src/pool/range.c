@@ -125,8 +125,7 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
         status = rbi_device_reserve(pool->device, &address, wanted = bytes);
     if (status != REBATCH_OK)
         return status;
-    rbi_physical *granules =
-        rbi_heap_calloc(wanted / pool->granule_bytes, sizeof *granules);
+    rbi_physical *granules = rbi_heap_calloc(wanted / pool->granule_bytes, sizeof *granules);
     if (!granules) {
         (void)rbi_device_unreserve(pool->device, address, wanted);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes of addresses", wanted);
@@ -302,8 +301,7 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
         block = rest;
     }
     if (stop < end) {
-        struct rbi_block *rest =
-            block->bytes > step ? rbi_pool_split(pool, block, step) : NULL;
+        struct rbi_block *rest = block->bytes > step ? rbi_pool_split(pool, block, step) : NULL;
         quarantine(pool, block);
         pool->stats.quarantined_bytes += step;
         block = rest;
@@ -437,9 +435,9 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
 {
     *released_bytes = 0;
     rbi_quick_flush_all(pool);
-    const rebatch_status status =
-        pool->has_space ? trim_granules(pool, keep_bytes, spared, released_bytes)
-                        : trim_ranges(pool, keep_bytes, spared, released_bytes);
+    const rebatch_status status = pool->has_space
+                                      ? trim_granules(pool, keep_bytes, spared, released_bytes)
+                                      : trim_ranges(pool, keep_bytes, spared, released_bytes);
     pool->stats.trims += *released_bytes > 0;
     return status;
 }

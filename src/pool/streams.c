@@ -147,19 +147,15 @@ static void end_uses(rebatch_pool *pool, struct rbi_block *block)
     }
 }
 
-/* What stands guard over a block is free with it. */
+/* The gap behind a guarded block is a hole again with it. */
 static void put_away(rebatch_pool *pool, struct rbi_block *block)
 {
+    struct rbi_block *const gap = block->after;
     rbi_quick_push(pool, block);
     if (!pool->guard)
         return;
-    struct rbi_block *before = block->before, *after = block->after;
-    if (before && before->state == RBI_BLOCK_GUARD && before->stream != pool->space) {
-        before->freed_at = block->freed_at;
-        (void)rbi_pool_put_block(pool, before);
-    }
-    (void)rbi_pool_put_block(pool, after);
     rbi_quick_flush(pool, block->stream);
+    (void)rbi_pool_put_block(pool, gap);
 }
 
 void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)

@@ -91,18 +91,15 @@ static bool are_granules_valid(const rebatch_pool *pool, const struct rbi_range 
 {
     const size_t first = (size_t)(b->address - r->address) / pool->granule_bytes;
     const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->granule_bytes;
-    const bool gap = b->state == RBI_BLOCK_HOLE ||
-                     (b->state == RBI_BLOCK_GUARD && b->stream == pool->space);
+    const bool gap = b->state == RBI_BLOCK_HOLE || b->state == RBI_BLOCK_GUARD;
     for (size_t i = first; i <= last; i++) {
         CHECK(b->state == RBI_BLOCK_LOST || gap == (r->granules[i] == 0));
-        tally->lost_bytes +=
-            b->state == RBI_BLOCK_LOST && r->granules[i] ? pool->granule_bytes : 0;
+        tally->lost_bytes += b->state == RBI_BLOCK_LOST && r->granules[i] ? pool->granule_bytes : 0;
     }
     return true;
 }
 
-static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r,
-                           struct tally *tally)
+static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
 {
     CHECK(r->first && r->first->address == r->address && !r->first->before);
     CHECK((r->granules != NULL) == pool->has_space);

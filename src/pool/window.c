@@ -163,9 +163,9 @@ uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
     struct run run;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after)
-            most = rbi_max(most, run.whole <= supply ? run.bytes
-                                                     : rbi_max(run.lead, run.trail) +
-                                                           supply * pool->granule_bytes);
+            most = rbi_max(most, run.whole <= supply
+                                     ? run.bytes
+                                     : rbi_max(run.lead, run.trail) + supply * pool->granule_bytes);
     return most;
 }
 
@@ -176,8 +176,7 @@ static struct rbi_block *cut(rebatch_pool *pool, struct rbi_block *block, size_t
 {
     if (bytes >= block->bytes)
         return block;
-    struct rbi_block *rest =
-        rbi_pool_split(pool, block, at_end ? block->bytes - bytes : bytes);
+    struct rbi_block *rest = rbi_pool_split(pool, block, at_end ? block->bytes - bytes : bytes);
     rbi_pool_bin_add(at_end ? block : rest);
     return at_end ? rest : block;
 }
@@ -186,6 +185,7 @@ void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window)
 {
     const bool at_end = window->at_end;
     struct rbi_block *const far = at_end ? window->first : window->last;
+    const bool single = window->first == window->last;
     size_t left = window->bytes;
     for (struct rbi_block *b = at_end ? window->last : window->first;;) {
         rbi_pool_bin_remove(b);
@@ -199,6 +199,8 @@ void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window)
         left -= rbi_min(left, b->bytes);
         if (last) {
             *(at_end ? &window->first : &window->last) = b;
+            if (single)
+                window->first = window->last = b;
             return;
         }
         b = at_end ? b->before : b->after;
@@ -220,8 +222,8 @@ void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window)
     }
 }
 
-rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool,
-                              struct rbi_window *window, struct rbi_pool_stream *stream)
+rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct rbi_window *window,
+                              struct rbi_pool_stream *stream)
 {
     *out = NULL;
     struct rbi_block *const end = window->last->after;

@@ -200,10 +200,14 @@ static void fail_device(uint32_t kinds, rebatch_status status, bool forever, reb
  * and for ever. */
 Test(pool_faults, the_device_fails_at_every_call)
 {
-    static const uint32_t kinds[] = {REBATCH_FAULT_ANY,    REBATCH_FAULT_EVENT,
-                                     REBATCH_FAULT_CREATE, REBATCH_FAULT_MAP,
-                                     REBATCH_FAULT_ACCESS, REBATCH_FAULT_UNMAP,
-                                     REBATCH_FAULT_RESERVE, REBATCH_FAULT_RELEASE,
+    static const uint32_t kinds[] = {REBATCH_FAULT_ANY,
+                                     REBATCH_FAULT_EVENT,
+                                     REBATCH_FAULT_CREATE,
+                                     REBATCH_FAULT_MAP,
+                                     REBATCH_FAULT_ACCESS,
+                                     REBATCH_FAULT_UNMAP,
+                                     REBATCH_FAULT_RESERVE,
+                                     REBATCH_FAULT_RELEASE,
                                      REBATCH_FAULT_ALLOC | REBATCH_FAULT_STREAM |
                                          REBATCH_FAULT_EVENT};
     static const rebatch_status statuses[] = {REBATCH_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST};
