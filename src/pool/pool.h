@@ -23,7 +23,6 @@ enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_RUNGS(RBI_POOL_ONE_) };
 
 struct rbi_range;
 struct rbi_pool_stream;
-struct rbi_cache;
 
 /* ---- the lock (lock.c) ---- */
 
@@ -99,7 +98,6 @@ enum rbi_block_state {
     RBI_BLOCK_LIVE,     /* in use */
     RBI_BLOCK_DEFERRED, /* freed in a scope younger than it; counted as live till the commit */
     RBI_BLOCK_PENDING,  /* freed, but another stream's work may still use it */
-    RBI_BLOCK_LENT,     /* with a thread's cache, which knows whether it is in use */
     RBI_BLOCK_HELD,     /* for the moment out of all lists */
     RBI_BLOCK_HOLE,     /* addresses without memory, in a bin of pool->space */
     RBI_BLOCK_GUARD,    /* the gap behind a block in use of a guarding pool */
@@ -117,7 +115,7 @@ struct rbi_block_use {
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
  *   after == NULL || after->address == address + bytes && after->before == this
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
- *   live, deferred, quick, pending, lent: table[address] == this; else table[address] is no block
+ *   live, deferred, quick, pending: table[address] == this; else table[address] is no block
  *   live or deferred: previous->birth < birth < next->birth
  *   hole, lost: address and bytes are multiples of the granule */
 struct rbi_block {

@@ -47,9 +47,6 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         tally->quick_blocks += b->state == RBI_BLOCK_QUICK;
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
-    case RBI_BLOCK_LENT:
-        CHECK(known == b);
-        break;
     default:
         CHECK(!known);
         CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0);
