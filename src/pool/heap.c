@@ -172,11 +172,9 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool)
 struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
                                       size_t bytes, struct rbi_pool_stream *stream)
 {
-    struct rbi_block *block = rbi_nodes_take(&pool->block_nodes);
-    block->range = range;
-    block->address = address;
-    block->bytes = bytes;
-    block->stream = stream;
+    struct rbi_block *block = rbi_nodes_take_as_is(&pool->block_nodes);
+    *block =
+        (struct rbi_block){.range = range, .address = address, .bytes = bytes, .stream = stream};
     stream->references++;
     return block;
 }

@@ -87,6 +87,8 @@ struct rbi_nodes {
 bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count);
 /* A zeroed node; one must be spare. */
 void *rbi_nodes_take(struct rbi_nodes *nodes);
+/* The same, not zeroed. */
+void *rbi_nodes_take_as_is(struct rbi_nodes *nodes);
 void rbi_nodes_put(struct rbi_nodes *nodes, void *node);
 void rbi_nodes_destroy(struct rbi_nodes *nodes);
 
@@ -358,7 +360,7 @@ struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t
 /* Whether a request belongs among the small ones, where there are granules. */
 static inline bool rbi_is_small(size_t bytes, size_t granule)
 {
-    return bytes < granule / 4;
+    return bytes < granule / 64;
 }
 /* The granule for searches that keep small blocks apart, 0 for those that do not: while memory is
  * promised by rebatch_pool_reserve(), all of it is for whatever comes. */

@@ -329,14 +329,16 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
     return unmap_part(pool, block, first, count);
 }
 
-/* Small free blocks first: large ones are worth more as they are. A block that is put back while
- * the walk is on is smaller than it was, so it is not met again. */
+/* Large free blocks first: each that is taken apart leaves parts of granules at its ends, so the
+ * fewer the better. A block that is put back while the walk is on is met again at most in a class
+ * below, when it has nothing left to give. */
 void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
 {
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         uint64_t rows = s == spared ? 0 : s->rows;
-        for (; rows != 0; rows &= rows - 1) {
-            const unsigned row = (unsigned)__builtin_ctzll(rows);
+        while (rows != 0) {
+            const unsigned row = 63u - (unsigned)__builtin_clzll(rows);
+            rows &= ~(UINT64_C(1) << row);
             for (unsigned column = 0; column < RBI_POOL_COLUMNS; column++) {
                 struct rbi_block *next;
                 for (struct rbi_block *b = s->bins[row][column]; b; b = next) {
