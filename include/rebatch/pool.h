@@ -32,10 +32,23 @@ typedef struct rebatch_pool_options {
     size_t headroom_bytes;   /**< left free on the device for libraries and the driver; 0: none */
     rebatch_toggle caching;  /**< REBATCH_OFF: every call goes straight to the device, for memory
                                   checkers; default on */
+    size_t ballast_bytes;    /**< kept from the device until it says OOM itself, then given back so
+                                  that error paths can run; taken again when there is room. 0: none */
+    size_t max_split_bytes;  /**< free blocks larger than this are not split for requests that are
+                                  smaller than it; 0: no such bound */
+    uint32_t gc_threshold_permille; /**< above this share of the limit (of the device, without
+                                         one) free memory that was not used for longest goes back
+                                         to the device when the pool grows, 1 to 1000; 0: never */
+    uint32_t rounding_divisions; /**< sizes are rounded up to this many steps an octave, a power of
+                                      two up to 256; 0: to REBATCH_POOL_UNIT_BYTES alone */
+    rebatch_toggle guard; /**< REBATCH_ON: each block ends where memory ends, so that an overrun
+                               faults; costs a granule a block and device calls; default off */
+    uint32_t events;      /**< how many of the last allocations, frees, mappings, OOMs and rollbacks
+                               are kept for reports; 0: none */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
-        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT                                     \
+        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, 0, REBATCH_DEFAULT, 0     \
     }
 
 /** Statistics: X(name, unit, what it is). Struct, summary and documents are made from this list. */
@@ -59,7 +72,11 @@ typedef struct rebatch_pool_options {
     X(ooms, "calls", "answered with REBATCH_OOM")                                                  \
     X(rollbacks, "scopes", "rolled back")                                                          \
     X(rolled_back_blocks, "blocks", "taken back by a rollback")                                    \
-    X(late_frees, "calls", "to free a block that a rollback had taken back; ignored")
+    X(late_frees, "calls", "to free a block that a rollback had taken back; ignored")              \
+    X(remaps, "granules", "of free blocks, mapped elsewhere")                                      \
+    X(quarantined_bytes, "bytes", "that the device did not unmap; never used again")               \
+    X(collected_bytes, "bytes", "given back for exceeding the gc threshold")                       \
+    X(ballast_drops, "times", "the ballast was given up")
 
 typedef struct rebatch_pool_stats {
 #define REBATCH_POOL_STAT_(name, unit, text) uint64_t name; /**< see the list */

@@ -1,104 +1,192 @@
-/* Owns segments, the blocks that tile them, and the bins of free blocks.
- * Must not know scopes, tags or limits. */
+/* Owns the blocks that tile ranges, the bins of free ones, and the quick lists.
+ * Must not know scopes, tags, limits or how memory is mapped. */
 #include "pool/pool.h"
+
+/* How many blocks of a class are looked at: more find little better (bounded best fit). */
+#define LOOKS 8
+#define COLUMN_BITS 5
+_Static_assert(RBI_POOL_COLUMNS == 1 << COLUMN_BITS, "a row has one bit a column");
 
 /* ---- bins ---- */
 
-static unsigned class_of(size_t bytes)
+struct place {
+    unsigned row, column;
+};
+
+/* Row 0 has a class for every size below 32 units; row r those of the octave that begins at
+ * 2^(r + 4) units, in 32 steps. */
+static struct place place_of(size_t bytes)
 {
-    return 63u - (unsigned)__builtin_clzll(bytes / REBATCH_POOL_UNIT_BYTES);
+    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
+    if (units < RBI_POOL_COLUMNS)
+        return (struct place){0, (unsigned)units};
+    const unsigned log = 63u - (unsigned)__builtin_clzll(units);
+    return (struct place){log - COLUMN_BITS + 1,
+                          (unsigned)(units >> (log - COLUMN_BITS)) & (RBI_POOL_COLUMNS - 1)};
 }
 
-static void add_to_bin(struct rbi_block *block)
+void rbi_pool_bin_add(struct rbi_block *block)
 {
     struct rbi_pool_stream *stream = block->stream;
-    const unsigned class = class_of(block->bytes);
+    const struct place at = place_of(block->bytes);
+    struct rbi_block **bin = &stream->bins[at.row][at.column];
     block->previous = NULL;
-    block->next = stream->bins[class];
+    block->next = *bin;
     if (block->next)
         block->next->previous = block;
-    stream->bins[class] = block;
-    stream->filled |= UINT64_C(1) << class;
+    *bin = block;
+    stream->columns[at.row] |= 1u << at.column;
+    stream->rows |= UINT64_C(1) << at.row;
     stream->free_bytes += block->bytes;
 }
 
-static void remove_from_bin(struct rbi_block *block)
+void rbi_pool_bin_remove(struct rbi_block *block)
 {
     struct rbi_pool_stream *stream = block->stream;
-    const unsigned class = class_of(block->bytes);
-    if (block->previous)
-        block->previous->next = block->next;
-    else
-        stream->bins[class] = block->next;
+    stream->free_bytes -= block->bytes;
     if (block->next)
         block->next->previous = block->previous;
-    if (!stream->bins[class])
-        stream->filled &= ~(UINT64_C(1) << class);
-    stream->free_bytes -= block->bytes;
-    block->previous = block->next = NULL;
+    if (block->previous) {
+        block->previous->next = block->next;
+        return;
+    }
+    const struct place at = place_of(block->bytes);
+    stream->bins[at.row][at.column] = block->next;
+    if (block->next)
+        return;
+    stream->columns[at.row] &= ~(1u << at.column);
+    if (stream->columns[at.row] == 0)
+        stream->rows &= ~(UINT64_C(1) << at.row);
 }
 
 static bool is_better(const struct rbi_block *a, const struct rbi_block *b)
 {
     if (a->bytes != b->bytes)
         return a->bytes < b->bytes;
-    if (a->segment != b->segment)
-        return a->segment->number < b->segment->number;
+    if (a->range != b->range)
+        return a->range->number < b->range->number;
     return a->address < b->address;
 }
 
-struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready)
+/* What a search is for. */
+struct wanted {
+    size_t bytes;
+    uint64_t ready;
+    size_t most;    /* the largest block that may be had */
+    size_t granule; /* 0: both zones */
+    bool small;
+};
+
+/* Small blocks stay among themselves, and in what is left of granules: one that lies alone in a
+ * granule keeps all of it from where it is needed. */
+static bool is_in_zone(const struct rbi_block *block, const struct wanted *wanted)
 {
-    uint64_t classes = stream->filled & (UINT64_MAX << class_of(bytes));
-    for (; classes != 0; classes &= classes - 1) {
-        struct rbi_block *best = NULL;
-        for (struct rbi_block *b = stream->bins[__builtin_ctzll(classes)]; b; b = b->next)
-            if (b->bytes >= bytes && b->freed_at <= ready && (!best || is_better(b, best)))
-                best = b;
-        if (best)
-            return best;
+    if (wanted->granule == 0)
+        return true;
+    return wanted->small ? block->range->small || block->bytes < wanted->granule
+                         : !block->range->small;
+}
+
+/* The best of the first `looks` blocks of a bin, and of those behind them the first that fits. */
+static struct rbi_block *best_of(struct rbi_block *bin, const struct wanted *wanted)
+{
+    struct rbi_block *best = NULL;
+    unsigned looks = 0;
+    for (struct rbi_block *b = bin; b && (looks < LOOKS || !best); b = b->next, looks++)
+        if (b->bytes >= wanted->bytes && b->bytes <= wanted->most && b->freed_at <= wanted->ready &&
+            is_in_zone(b, wanted) && (!best || is_better(b, best)))
+            best = b;
+    return best;
+}
+
+struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
+                                    uint64_t ready, size_t max_split, size_t granule)
+{
+    const struct wanted wanted = {bytes, ready, bytes < max_split ? max_split : SIZE_MAX, granule,
+                                  rbi_is_small(bytes, granule)};
+    const struct place at = place_of(bytes);
+    uint32_t columns = stream->columns[at.row] & (UINT32_MAX << at.column);
+    uint64_t rows = stream->rows & (UINT64_MAX << at.row) & ~(UINT64_C(1) << at.row);
+    for (unsigned row = at.row;;) {
+        for (; columns != 0; columns &= columns - 1) {
+            struct rbi_block *best = best_of(stream->bins[row][__builtin_ctz(columns)], &wanted);
+            if (best)
+                return best;
+        }
+        if (rows == 0)
+            return NULL;
+        row = (unsigned)__builtin_ctzll(rows);
+        rows &= rows - 1;
+        columns = stream->columns[row];
     }
-    return NULL;
+}
+
+/* The first block of the first bin from `at` on. */
+static struct rbi_block *first_from(const struct rbi_pool_stream *stream, unsigned row,
+                                    unsigned column)
+{
+    const uint32_t columns =
+        column < RBI_POOL_COLUMNS ? stream->columns[row] & (UINT32_MAX << column) : 0;
+    if (columns)
+        return stream->bins[row][__builtin_ctz(columns)];
+    const uint64_t rows = stream->rows & (UINT64_MAX << row) & ~(UINT64_C(1) << row);
+    if (!rows)
+        return NULL;
+    row = (unsigned)__builtin_ctzll(rows);
+    return stream->bins[row][__builtin_ctz(stream->columns[row])];
+}
+
+struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes)
+{
+    const struct place at = place_of(bytes);
+    return first_from(stream, at.row, at.column);
+}
+
+struct rbi_block *rbi_pool_next_free(const struct rbi_block *block)
+{
+    if (block->next)
+        return block->next;
+    const struct place at = place_of(block->bytes);
+    return first_from(block->stream, at.row, at.column + 1);
+}
+
+uint64_t rbi_pool_largest_hole(const rebatch_pool *pool)
+{
+    uint64_t largest = 0;
+    for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
+        for (unsigned i = 0; i < RBI_POOL_QUICK; i++)
+            if (s->quick[i].newest)
+                largest = rbi_max(largest, s->quick[i].bytes);
+        if (s->rows == 0)
+            continue;
+        const unsigned row = 63u - (unsigned)__builtin_clzll(s->rows);
+        const unsigned column = 31u - (unsigned)__builtin_clz(s->columns[row]);
+        for (const struct rbi_block *b = s->bins[row][column]; b; b = b->next)
+            largest = rbi_max(largest, b->bytes);
+    }
+    return largest;
 }
 
 /* ---- blocks ---- */
 
-static struct rbi_block *make_block(rebatch_pool *pool, struct rbi_segment *segment, char *address,
-                                    size_t bytes, struct rbi_pool_stream *stream)
+struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
+                                      size_t bytes, struct rbi_pool_stream *stream)
 {
-    struct rbi_block *block = rbi_nodes_take(&pool->block_nodes);
-    block->segment = segment;
-    block->address = address;
-    block->bytes = bytes;
-    block->stream = stream;
+    struct rbi_block *block = rbi_nodes_take_as_is(&pool->block_nodes);
+    *block =
+        (struct rbi_block){.range = range, .address = address, .bytes = bytes, .stream = stream};
     stream->references++;
     return block;
 }
 
-static void discard_block(rebatch_pool *pool, struct rbi_block *block)
+void rbi_pool_discard_block(rebatch_pool *pool, struct rbi_block *block)
 {
     block->stream->references--;
     rbi_nodes_put(&pool->block_nodes, block);
 }
 
-void rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                         struct rbi_pool_stream *stream)
+void rbi_pool_give_to(struct rbi_block *block, struct rbi_pool_stream *stream)
 {
-    remove_from_bin(block);
-    if (block->bytes > bytes) {
-        struct rbi_block *rest = make_block(pool, block->segment, block->address + bytes,
-                                            block->bytes - bytes, block->stream);
-        rest->freed_at = block->freed_at;
-        rest->before = block;
-        rest->after = block->after;
-        if (rest->after)
-            rest->after->before = rest;
-        block->after = rest;
-        block->bytes = bytes;
-        add_to_bin(rest);
-    }
-    block->segment->used_bytes += bytes;
     if (block->stream == stream)
         return;
     block->stream->references--;
@@ -107,182 +195,154 @@ void rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t byt
     stream->references++;
 }
 
-/* Makes `left` and the free block after it one. */
-static void merge(rebatch_pool *pool, struct rbi_block *left)
+struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, size_t bytes)
+{
+    struct rbi_block *rest = rbi_pool_make_block(pool, block->range, block->address + bytes,
+                                                 block->bytes - bytes, block->stream);
+    rest->state = block->state;
+    rest->freed_at = block->freed_at;
+    rest->age = block->age;
+    rest->before = block;
+    rest->after = block->after;
+    if (rest->after)
+        rest->after->before = rest;
+    block->after = rest;
+    block->bytes = bytes;
+    return rest;
+}
+
+/* Of a block that is larger than asked for the end is taken where that leaves more granules whole:
+ * what is left of a granule can only be used where it is. */
+static bool leaves_more_from_end(const rebatch_pool *pool, const struct rbi_block *block,
+                                 size_t bytes)
+{
+    const size_t mask = pool->granule_bytes - 1;
+    const size_t first = (size_t)(block->address - block->range->address);
+    const size_t last = first + block->bytes;
+    const size_t from_start = (last & ~mask) - ((first + bytes + mask) & ~mask);
+    const size_t from_end = ((last - bytes) & ~mask) - ((first + mask) & ~mask);
+    return (ptrdiff_t)from_end > (ptrdiff_t)from_start;
+}
+
+struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                                      struct rbi_pool_stream *stream)
+{
+    rbi_pool_bin_remove(block);
+    if (block->bytes > bytes) {
+        const size_t rest = block->bytes - bytes;
+        if (rest >= pool->granule_bytes && leaves_more_from_end(pool, block, bytes)) {
+            struct rbi_block *end = rbi_pool_split(pool, block, rest);
+            rbi_pool_bin_add(block);
+            block = end;
+        } else {
+            rbi_pool_bin_add(rbi_pool_split(pool, block, bytes));
+        }
+    }
+    block->state = RBI_BLOCK_HELD;
+    rbi_pool_give_to(block, stream);
+    return block;
+}
+
+void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left)
 {
     struct rbi_block *right = left->after;
     left->bytes += right->bytes;
-    if (left->freed_at < right->freed_at)
-        left->freed_at = right->freed_at;
+    left->freed_at = left->freed_at < right->freed_at ? right->freed_at : left->freed_at;
+    left->age = left->age < right->age ? right->age : left->age;
     left->after = right->after;
     if (left->after)
         left->after->before = left;
-    discard_block(pool, right);
+    rbi_pool_discard_block(pool, right);
 }
 
-static bool can_merge(const struct rbi_block *a, const struct rbi_block *b)
+static bool can_join(const struct rbi_block *a, const struct rbi_block *b)
 {
-    return a && b && a->state == RBI_BLOCK_FREE && b->state == RBI_BLOCK_FREE &&
-           a->stream == b->stream;
+    return a && b && a->state == b->state && a->stream == b->stream;
 }
 
 struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    block->state = RBI_BLOCK_FREE;
-    block->segment->used_bytes -= block->bytes;
-    if (can_merge(block, block->after)) {
-        remove_from_bin(block->after);
-        merge(pool, block);
+    block->state = block->stream == pool->space ? RBI_BLOCK_HOLE : RBI_BLOCK_FREE;
+    if (can_join(block, block->after)) {
+        rbi_pool_bin_remove(block->after);
+        rbi_pool_join(pool, block);
     }
-    if (can_merge(block->before, block)) {
+    if (can_join(block->before, block)) {
         block = block->before;
-        remove_from_bin(block);
-        merge(pool, block);
+        rbi_pool_bin_remove(block);
+        rbi_pool_join(pool, block);
     }
-    add_to_bin(block);
+    rbi_pool_bin_add(block);
     return block;
 }
 
-/* ---- segments ---- */
+/* ---- quick lists ---- */
 
-rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
-                             struct rbi_pool_stream *stream)
+/* From the table, or from those in use, to the free ones. */
+static void settle(rebatch_pool *pool, struct rbi_block *block)
 {
-    *out = NULL;
-    void *address;
-    pool->stats.device_allocations++;
-    const rebatch_status status = rbi_device_alloc(pool->device, &address, bytes);
-    if (status != REBATCH_OK)
-        return status;
-    struct rbi_segment *segment = rbi_nodes_take(&pool->segment_nodes);
-    segment->address = address;
-    segment->bytes = bytes;
-    segment->number = pool->segments_made++;
-    segment->previous = pool->last_segment;
-    if (segment->previous)
-        segment->previous->next = segment;
+    struct rbi_table_entry *entry = rbi_table_find(&pool->table, block->address);
+    if (block->late)
+        rbi_table_mark_late(&pool->table, entry);
     else
-        pool->first_segment = segment;
-    pool->last_segment = segment;
-    segment->first = make_block(pool, segment, address, bytes, stream);
-    add_to_bin(segment->first);
-    pool->device_taken_bytes += bytes;
-    pool->stats.reserved_bytes += bytes;
-    if (pool->stats.reserved_peak_bytes < pool->stats.reserved_bytes)
-        pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
-    *out = segment->first;
-    return REBATCH_OK;
+        rbi_table_remove(&pool->table, entry);
+    block->late = false;
+    (void)rbi_pool_put_block(pool, block);
 }
 
-static void unlink_segment(rebatch_pool *pool, struct rbi_segment *segment)
+static void flush_slot(rebatch_pool *pool, struct rbi_pool_stream *stream, unsigned slot)
 {
-    if (segment->previous)
-        segment->previous->next = segment->next;
-    else
-        pool->first_segment = segment->next;
-    if (segment->next)
-        segment->next->previous = segment->previous;
-    else
-        pool->last_segment = segment->previous;
-    rbi_nodes_put(&pool->segment_nodes, segment);
-}
-
-rebatch_status rbi_pool_release_segment(rebatch_pool *pool, struct rbi_segment *segment)
-{
-    for (const struct rbi_block *b = segment->first; b; b = b->after) {
-        const rebatch_status status = rbi_pool_await(pool, b->stream, b->freed_at);
-        if (status != REBATCH_OK)
-            return status;
+    struct rbi_quick *quick = &stream->quick[slot];
+    struct rbi_block *block = quick->newest;
+    quick->newest = NULL;
+    stream->quick_filled &= ~(UINT64_C(1) << slot);
+    while (block) {
+        struct rbi_block *next = block->next;
+        stream->free_bytes -= block->bytes;
+        settle(pool, block);
+        block = next;
     }
-    const rebatch_status status = rbi_device_free(pool->device, segment->address, segment->bytes);
-    if (status != REBATCH_OK)
-        return status;
-    pool->stats.device_frees++;
-    pool->stats.reserved_bytes -= segment->bytes;
-    pool->device_given_bytes += segment->bytes;
-    for (struct rbi_block *b = segment->first; b;) {
-        struct rbi_block *next = b->after;
-        remove_from_bin(b);
-        discard_block(pool, b);
-        b = next;
-    }
-    unlink_segment(pool, segment);
-    return REBATCH_OK;
 }
 
-static bool lies_wholly_with(const struct rbi_segment *segment,
-                             const struct rbi_pool_stream *stream)
+/* Why quick lists cost no memory: every request that is not served by a block of just its size has
+ * all of them merged first (rbi_quick_flush), so it finds what it would find had each been merged
+ * when it was freed; and one that is served leaves no rest. */
+void rbi_quick_push(rebatch_pool *pool, struct rbi_block *block)
 {
-    return segment->first->stream == stream && !segment->first->after;
+    struct rbi_pool_stream *stream = block->stream;
+    const unsigned slot = rbi_quick_slot(block->bytes);
+    struct rbi_quick *quick = &stream->quick[slot];
+    if (quick->newest && quick->bytes != block->bytes)
+        flush_slot(pool, stream, slot);
+    block->state = RBI_BLOCK_QUICK;
+    block->next = quick->newest;
+    quick->newest = block;
+    quick->bytes = block->bytes;
+    stream->quick_filled |= UINT64_C(1) << slot;
+    stream->free_bytes += block->bytes;
 }
 
-/* The free segment that brings the cache down by `excess` with the least beyond, else the
- * largest. */
-static struct rbi_segment *choose_segment(const rebatch_pool *pool, uint64_t excess,
-                                          const struct rbi_pool_stream *spared)
+void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    struct rbi_segment *best = NULL;
-    for (struct rbi_segment *s = pool->first_segment; s; s = s->next) {
-        if (s->used_bytes != 0 || (spared && lies_wholly_with(s, spared)))
-            continue;
-        if (!best || (best->bytes < excess ? s->bytes > best->bytes
-                                           : s->bytes >= excess && s->bytes < best->bytes))
-            best = s;
-    }
-    return best;
+    while (stream->quick_filled)
+        flush_slot(pool, stream, (unsigned)__builtin_ctzll(stream->quick_filled));
 }
 
-rebatch_status rbi_pool_trim_segments(rebatch_pool *pool, size_t keep_bytes,
-                                      const struct rbi_pool_stream *spared, size_t *released_bytes)
+void rbi_quick_flush_all(rebatch_pool *pool)
 {
-    *released_bytes = 0;
-    for (;;) {
-        const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
-        if (cached <= keep_bytes)
-            break;
-        struct rbi_segment *segment = choose_segment(pool, cached - keep_bytes, spared);
-        if (!segment)
-            break;
-        const size_t bytes = segment->bytes;
-        const rebatch_status status = rbi_pool_release_segment(pool, segment);
-        if (status == REBATCH_OOM)
-            break; /* the device had no memory to wait with: the segment stays cached */
-        if (status != REBATCH_OK)
-            return status;
-        *released_bytes += bytes;
-    }
-    pool->stats.trims += *released_bytes > 0;
-    return REBATCH_OK;
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        rbi_quick_flush(pool, s);
 }
 
 struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address)
 {
     const uintptr_t wanted = (uintptr_t)address;
-    for (const struct rbi_segment *s = pool->first_segment; s; s = s->next) {
-        if (wanted < (uintptr_t)s->address || wanted - (uintptr_t)s->address >= s->bytes)
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
+        if (wanted < (uintptr_t)r->address || wanted - (uintptr_t)r->address >= r->bytes)
             continue;
-        for (struct rbi_block *b = s->first; b; b = b->after)
+        for (struct rbi_block *b = r->first; b; b = b->after)
             if (wanted - (uintptr_t)b->address < b->bytes)
                 return b;
     }
     return NULL;
-}
-
-uint64_t rbi_pool_largest_hole(const rebatch_pool *pool)
-{
-    uint64_t largest = 0;
-    for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
-        if (s->filled == 0)
-            continue;
-        for (const struct rbi_block *b = s->bins[63 - __builtin_clzll(s->filled)]; b; b = b->next)
-            largest = b->bytes > largest ? b->bytes : largest;
-    }
-    return largest;
-}
-
-void rbi_pool_destroy_segments(rebatch_pool *pool)
-{
-    for (const struct rbi_segment *s = pool->first_segment; s; s = s->next)
-        (void)rbi_device_free(pool->device, s->address, s->bytes);
-    pool->first_segment = pool->last_segment = NULL;
 }

@@ -2,6 +2,9 @@
  * Must not know what the memory is for. */
 #include "pool/pool.h"
 
+/* The block nodes of one search: a new range, a window's rest, the block's rest, and a guard. */
+#define SEARCH_NODES 4
+
 /* Requests of less than a granule share a segment of this many. */
 #define SHARED_GRANULES 4
 
@@ -12,13 +15,17 @@ bool rbi_pool_is_pressing(const rebatch_pool *pool)
     return pressing == pool;
 }
 
+size_t rbi_pool_promised(const rebatch_pool *pool)
+{
+    return SEARCH_NODES * (pool->pressing + 1);
+}
+
 rebatch_status rbi_pool_prepare(rebatch_pool *pool)
 {
-    /* One search makes at most one segment, of one block, and splits one block. Searches that are
-     * within a pressure callback keep what they were promised. */
+    /* Searches that are within a pressure callback keep what they were promised. */
     const size_t searches = pool->pressing + 1;
-    if (rbi_nodes_prepare(&pool->block_nodes, 2 * searches) &&
-        rbi_nodes_prepare(&pool->segment_nodes, searches) &&
+    if (rbi_nodes_prepare(&pool->block_nodes, rbi_pool_promised(pool)) &&
+        rbi_nodes_prepare(&pool->range_nodes, searches) &&
         rbi_table_prepare(&pool->table, searches))
         return REBATCH_OK;
     return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
@@ -61,14 +68,16 @@ static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_
 static struct rbi_block *take(rebatch_pool *pool, const struct rbi_request *request,
                               struct rbi_block *block)
 {
-    if (block)
-        rbi_pool_take_block(pool, block, request->bytes, request->stream);
-    return block;
+    return block ? rbi_pool_take_block(pool, block, request->bytes, request->stream) : NULL;
 }
 
 static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *request)
 {
-    return take(pool, request, rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX));
+    struct rbi_pool_stream *stream = request->stream;
+    rbi_quick_flush(pool, stream);
+    struct rbi_block *block = rbi_pool_find_fit(stream, request->bytes, UINT64_MAX,
+                                                pool->max_split_bytes, rbi_pool_zones(pool));
+    return take(pool, request, block);
 }
 
 static struct rbi_block *take_other(rebatch_pool *pool, const struct rbi_request *request)
@@ -77,7 +86,9 @@ static struct rbi_block *take_other(rebatch_pool *pool, const struct rbi_request
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (s == request->stream)
             continue;
-        struct rbi_block *block = rbi_pool_find_fit(s, request->bytes, s->done);
+        rbi_quick_flush(pool, s);
+        struct rbi_block *block = rbi_pool_find_fit(s, request->bytes, s->done,
+                                                    pool->max_split_bytes, rbi_pool_zones(pool));
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -91,8 +102,111 @@ static struct rbi_block *take_any(rebatch_pool *pool, const struct rbi_request *
     return block ? block : take_other(pool, request);
 }
 
-/* Fresh memory. What does not fit limit and headroom is not asked for. */
-static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
+/* ---- addresses and granules ---- */
+
+/* What a search of the rungs REMAP and DEVICE is after. */
+struct growth {
+    size_t bytes;
+    struct rbi_pool_stream *stream;
+    const struct rbi_pool_stream *spared; /* keeps its free granules; may be NULL */
+    size_t guard_bytes;                   /* to stay without memory behind it */
+    bool by_remap;                        /* out: no fresh memory was needed */
+    bool at_end;                          /* out: what is served is at the end of what was found */
+};
+
+static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
+                                  const struct growth *growth)
+{
+    const size_t bytes = growth->bytes;
+    if (rbi_window_find(window, pool, bytes, growth->stream))
+        return REBATCH_OK;
+    size_t whole;
+    if (!rbi_round_up(bytes, pool->granule_bytes, &whole))
+        return REBATCH_OOM;
+    const rebatch_status status =
+        rbi_range_reserve(pool, whole, rbi_is_small(bytes, rbi_pool_zones(pool)));
+    if (status != REBATCH_OK)
+        return status;
+    return rbi_window_find(window, pool, bytes, growth->stream) ? REBATCH_OK : REBATCH_OOM;
+}
+
+/* A window that is a hole alone, whole granules long: for what needs a gap behind it, or shall add
+ * to what is free. */
+static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
+                                const struct growth *growth)
+{
+    const size_t bytes = growth->bytes + growth->guard_bytes;
+    struct rbi_block *hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, 0);
+    rebatch_status status = REBATCH_OK;
+    if (!hole && (status = rbi_range_reserve(pool, bytes, false)) == REBATCH_OK)
+        hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, 0);
+    if (status == REBATCH_OK && !hole)
+        status = REBATCH_OOM;
+    *window = (struct rbi_window){hole, hole, bytes, bytes / pool->granule_bytes, false};
+    return status;
+}
+
+/* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
+static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t count)
+{
+    size_t room;
+    const rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    if (status != REBATCH_OK)
+        return status;
+    /* What cannot succeed shall not take blocks apart. */
+    const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+    if (count > (cached + room) / pool->granule_bytes)
+        return REBATCH_OOM;
+    if (pool->spare_count < count)
+        rbi_granules_harvest(pool, count, growth->spared);
+    growth->by_remap = pool->spare_count >= count;
+    if (growth->by_remap)
+        return REBATCH_OK;
+    const size_t missing = count - pool->spare_count;
+    return missing > room / pool->granule_bytes ? REBATCH_OOM : rbi_granules_create(pool, missing);
+}
+
+/* Fills a window with memory; with a guard the last granule of it stays a gap. */
+static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool, struct growth *growth,
+                                  struct rbi_window *window)
+{
+    growth->at_end = window->at_end;
+    rbi_window_hold(pool, window);
+    const rebatch_status status = gather(pool, growth, window->granules);
+    if (status != REBATCH_OK) {
+        rbi_window_drop(pool, window);
+        return status;
+    }
+    return rbi_window_map(out, pool, window, growth->stream);
+}
+
+static rebatch_status grow(struct rbi_block **out, rebatch_pool *pool, struct growth *growth)
+{
+    struct rbi_window window;
+    const rebatch_status status = find_window(&window, pool, growth);
+    return status == REBATCH_OK ? fill_window(out, pool, growth, &window) : status;
+}
+
+rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                             struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared)
+{
+    *out = NULL;
+    if (pool->has_space) {
+        struct growth growth = {bytes, stream, spared, 0, false, false};
+        struct rbi_window window;
+        const rebatch_status found = find_hole(&window, pool, &growth);
+        return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;
+    }
+    size_t room;
+    const rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    if (status != REBATCH_OK)
+        return status;
+    return bytes > room ? REBATCH_OOM : rbi_range_alloc(out, pool, bytes, stream);
+}
+
+/* Fresh memory of a device without granules. What does not fit limit and headroom is not asked
+ * for. */
+static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
 {
     reach(pool, request, REBATCH_RUNG_DEVICE);
@@ -107,16 +221,120 @@ static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
     if (pool->caching && request->bytes < pool->granule_bytes && shared <= room)
         bytes = shared;
     struct rbi_block *block;
-    status = rbi_pool_grow(&block, pool, bytes, request->stream);
+    status = rbi_range_alloc(&block, pool, bytes, request->stream);
     *out = take(pool, request, block);
     return status;
+}
+
+/* What a window became: the request lies at the end where that joins it to its neighbour. */
+static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request *request,
+                                   struct rbi_block *block, bool at_end)
+{
+    if (!block || !at_end || block->bytes == request->bytes)
+        return take(pool, request, block);
+    rbi_pool_bin_remove(block);
+    struct rbi_block *end = rbi_pool_split(pool, block, block->bytes - request->bytes);
+    rbi_pool_bin_add(block);
+    end->state = RBI_BLOCK_HELD;
+    return end;
+}
+
+/* A block whose end is that of its last granule, and a gap behind: both out of one window. */
+static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
+                                   struct growth *growth)
+{
+    const size_t step = pool->granule_bytes;
+    size_t whole;
+    if (!rbi_round_up(growth->bytes, step, &whole))
+        return REBATCH_OOM;
+    struct growth with_gap = *growth;
+    struct rbi_window window;
+    with_gap.bytes = whole;
+    with_gap.guard_bytes = step;
+    rebatch_status status = find_hole(&window, pool, &with_gap);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_window_hold(pool, &window);
+    struct rbi_block *gap = rbi_pool_split(pool, window.first, whole);
+    gap->state = RBI_BLOCK_GUARD;
+    window.bytes = whole;
+    window.granules--;
+    status = gather(pool, growth, window.granules);
+    if (status == REBATCH_OK)
+        status = rbi_window_map(out, pool, &window, growth->stream);
+    else
+        rbi_window_drop(pool, &window);
+    if (status != REBATCH_OK) {
+        (void)rbi_pool_put_block(pool, gap);
+        return status;
+    }
+    /* What is before it stays free; no request is served from parts of granules. */
+    const struct rbi_request request = {growth->bytes, growth->stream, REBATCH_RUNG_REMAP};
+    *out = take_part(pool, &request, *out, true);
+    return REBATCH_OK;
+}
+
+/* Free granules from elsewhere, then fresh ones, mapped where the request finds addresses. */
+static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
+                                  struct rbi_request *request)
+{
+    struct growth growth = {request->bytes, request->stream, NULL, 0, false, false};
+    const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
+    reach(pool, request, REBATCH_RUNG_REMAP);
+    rebatch_status status;
+    if (pool->guard) {
+        status = take_guarded(out, pool, &growth);
+    } else {
+        struct rbi_block *block = NULL;
+        status = grow(&block, pool, &growth);
+        *out = take_part(pool, request, block, growth.at_end);
+    }
+    if (!growth.by_remap) {
+        pool->rungs[REBATCH_RUNG_REMAP] = remaps;
+        reach(pool, request, REBATCH_RUNG_DEVICE);
+    }
+    return status;
+}
+
+static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
+                                 struct rbi_request *request)
+{
+    if (!pool->has_space)
+        return take_plain(out, pool, request);
+    const uint64_t held = pool->stats.reserved_bytes;
+    const rebatch_status status = take_mapped(out, pool, request);
+    if (pool->stats.reserved_bytes > held && status == REBATCH_OK)
+        rbi_pool_collect(pool);
+    return status;
+}
+
+/* All work is done: every free granule counts, and the place that needs fewest is looked for. */
+static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
+                                struct rbi_request *request)
+{
+    size_t room;
+    rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_pool_adopt(pool, request->stream);
+    struct rbi_block *block =
+        rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, pool->max_split_bytes, 0);
+    struct rbi_window window = {NULL, NULL, 0, 0, false};
+    if (!block && !pool->guard &&
+        rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {
+        struct growth growth = {request->bytes, request->stream, NULL, 0, false, false};
+        reach(pool, request, REBATCH_RUNG_REMAP);
+        status = fill_window(&block, pool, &growth, &window);
+    }
+    *out = pool->guard ? NULL : take_part(pool, request, block, window.at_end);
+    return *out || status != REBATCH_OK ? status : REBATCH_OOM;
 }
 
 static rebatch_status take_after_trim(struct rbi_block **out, rebatch_pool *pool,
                                       struct rbi_request *request)
 {
     size_t released;
-    rebatch_status status = rbi_pool_trim_segments(pool, 0, NULL, &released);
+    rebatch_status status = rbi_pool_trim_cache(pool, 0, NULL, &released);
     if (status != REBATCH_OK || released == 0)
         return status == REBATCH_OK ? REBATCH_OOM : status;
     status = take_fresh(out, pool, request);
@@ -124,32 +342,45 @@ static rebatch_status take_after_trim(struct rbi_block **out, rebatch_pool *pool
     return status;
 }
 
+static bool is_waiting(const rebatch_pool *pool, const struct rbi_request *request)
+{
+    /* Granules of the stream's own free blocks are of use elsewhere once its work is done. */
+    return rbi_pool_has_waiting(pool, pool->has_space ? NULL : request->stream);
+}
+
 /* Every rung below the pressure callbacks. REBATCH_OOM when none had memory. */
 static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct rbi_request *request)
 {
     rebatch_status status;
-    if (pool->caching) {
+    if (pool->caching && !pool->guard) {
         reach(pool, request, REBATCH_RUNG_CACHE);
         if ((*out = take_own(pool, request)))
             return REBATCH_OK;
-        if (pool->pending || pool->first_stream->next) {
+    }
+    if (pool->caching && (pool->pending || pool->has_space || pool->first_stream->next)) {
+        const bool others = pool->pending || pool->first_stream->next;
+        if (others)
             reach(pool, request, REBATCH_RUNG_OTHER_STREAMS);
-            if ((status = rbi_pool_poll_streams(pool)) != REBATCH_OK)
-                return status;
-            if ((*out = take_any(pool, request)))
-                return REBATCH_OK;
-        }
+        if ((status = rbi_pool_poll_streams(pool)) != REBATCH_OK)
+            return status;
+        rbi_quick_flush_all(pool);
+        if (others && !pool->guard && (*out = take_any(pool, request)))
+            return REBATCH_OK;
     }
     if ((status = take_fresh(out, pool, request)) != REBATCH_OOM)
         return status;
-    if (rbi_pool_has_waiting(pool, request->stream)) {
+    if (is_waiting(pool, request)) {
         reach(pool, request, REBATCH_RUNG_WAIT);
         if ((status = rbi_pool_await_streams(pool)) != REBATCH_OK)
             return status;
-        if (pool->caching && (*out = take_any(pool, request)))
+        if (pool->caching && !pool->guard && (*out = take_any(pool, request)))
             return REBATCH_OK;
+        if (pool->has_space && (status = take_fresh(out, pool, request)) != REBATCH_OOM)
+            return status;
     }
-    return take_after_trim(out, pool, request);
+    if (!pool->has_space)
+        return take_after_trim(out, pool, request);
+    return rbi_pool_has_waiting(pool, NULL) ? REBATCH_OOM : take_best(out, pool, request);
 }
 
 /* Has one callback give up memory; true when it did. It runs without the lock, so that it can
@@ -159,12 +390,12 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     const uint64_t frees = pool->stats.frees;
     pool->stats.pressure_calls++;
     pool->pressing++;
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     const rebatch_pool *outer = pressing;
     pressing = pool;
     const size_t given = pressure->give_up(wanted_bytes, pressure->user);
     pressing = outer;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     pool->pressing--;
     return given > 0 || pool->stats.frees != frees;
 }

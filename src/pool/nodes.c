@@ -33,11 +33,17 @@ bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count)
     return true;
 }
 
-void *rbi_nodes_take(struct rbi_nodes *nodes)
+void *rbi_nodes_take_as_is(struct rbi_nodes *nodes)
 {
     void *node = nodes->free;
     nodes->free = read_link(node);
     nodes->spare--;
+    return node;
+}
+
+void *rbi_nodes_take(struct rbi_nodes *nodes)
+{
+    void *node = rbi_nodes_take_as_is(nodes);
     memset(node, 0, nodes->node_bytes);
     return node;
 }

@@ -3,7 +3,7 @@
 #ifndef RBI_POOL_H
 #define RBI_POOL_H
 
-#include <pthread.h>
+#include <stdatomic.h>
 
 #include "base/base.h"
 #include "device/device.h"
@@ -12,15 +12,66 @@
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_TAGS 256 /* "untagged" included */
 #define RBI_POOL_PRESSURES 16
-#define RBI_POOL_CLASSES 64 /* one an octave of units */
+#define RBI_POOL_ROWS 56    /* octaves of units, the first one for all sizes below 16 KiB */
+#define RBI_POOL_COLUMNS 32 /* classes an octave */
+#define RBI_POOL_QUICK 64
 /* Rolled-back addresses that are remembered beyond those of the last rollback. */
 #define RBI_POOL_LATE_MOST 65536
 
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_RUNGS(RBI_POOL_ONE_) };
 
-struct rbi_segment;
+struct rbi_range;
 struct rbi_pool_stream;
+
+/* ---- the lock (lock.c) ---- */
+
+/* A lock of one word that belongs, as long as only one thread ever takes it, to that thread, which
+ * then needs no atomic read-modify-write: it says `busy`, and looks whether it still is the owner.
+ * A second thread ends that for good: it takes the word, names nobody the owner, has every
+ * processor pass a memory barrier (membarrier(2)) and waits until the old owner is not busy.
+ *   word: 0 free, 1 held, 2 held and waited for */
+struct rbi_lock {
+    _Atomic uint64_t owner; /* a thread's number, from 1, or one of the two below */
+    _Atomic uint32_t busy;
+    _Atomic uint32_t word;
+    bool biased; /* how the holder has it; the holder's */
+};
+#define RBI_LOCK_NOBODY (UINT64_MAX - 1)
+#define RBI_LOCK_SHARED UINT64_MAX
+void rbi_lock_init(struct rbi_lock *lock);
+void rbi_lock_take_slowly(struct rbi_lock *lock);
+void rbi_lock_give_slowly(struct rbi_lock *lock);
+/* This thread's number; 0 before its first call of rbi_lock_take_slowly(). */
+extern _Thread_local uint64_t rbi_lock_thread __attribute__((tls_model("initial-exec")));
+
+static inline void rbi_lock_take(struct rbi_lock *lock)
+{
+    const uint64_t self = rbi_lock_thread;
+    if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
+        atomic_store_explicit(&lock->busy, 1, memory_order_relaxed);
+        atomic_signal_fence(memory_order_seq_cst); /* the other side's membarrier does the rest */
+        if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
+            lock->biased = true;
+            return;
+        }
+        atomic_store_explicit(&lock->busy, 0, memory_order_release);
+    }
+    rbi_lock_take_slowly(lock);
+}
+
+static inline void rbi_lock_give(struct rbi_lock *lock)
+{
+    if (__builtin_expect(lock->biased, 1))
+        atomic_store_explicit(&lock->busy, 0, memory_order_release);
+    else
+        rbi_lock_give_slowly(lock);
+}
+/* False once a second thread has taken it. */
+static inline bool rbi_lock_has_owner(const struct rbi_lock *lock)
+{
+    return atomic_load_explicit(&lock->owner, memory_order_relaxed) != RBI_LOCK_SHARED;
+}
 
 /* ---- what the structs are made of (nodes.c) ---- */
 
@@ -36,6 +87,8 @@ struct rbi_nodes {
 bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count);
 /* A zeroed node; one must be spare. */
 void *rbi_nodes_take(struct rbi_nodes *nodes);
+/* The same, not zeroed. */
+void *rbi_nodes_take_as_is(struct rbi_nodes *nodes);
 void rbi_nodes_put(struct rbi_nodes *nodes, void *node);
 void rbi_nodes_destroy(struct rbi_nodes *nodes);
 
@@ -43,9 +96,14 @@ void rbi_nodes_destroy(struct rbi_nodes *nodes);
 
 enum rbi_block_state {
     RBI_BLOCK_FREE,     /* in a bin of its stream */
+    RBI_BLOCK_QUICK,    /* free, and in a quick list of its stream: not yet merged */
     RBI_BLOCK_LIVE,     /* in use */
     RBI_BLOCK_DEFERRED, /* freed in a scope younger than it; counted as live till the commit */
-    RBI_BLOCK_PENDING   /* freed, but another stream's work may still use it */
+    RBI_BLOCK_PENDING,  /* freed, but another stream's work may still use it */
+    RBI_BLOCK_HELD,     /* for the moment out of all lists */
+    RBI_BLOCK_HOLE,     /* addresses without memory, in a bin of pool->space */
+    RBI_BLOCK_GUARD,    /* the gap behind a block in use of a guarding pool */
+    RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
 };
 
 /* Another stream that uses a block, from rebatch_pool_use_on(). */
@@ -55,66 +113,89 @@ struct rbi_block_use {
     uint64_t until; /* of a pending block: done when stream->done >= until */
 };
 
-/* A piece of a segment.
+/* A piece of a range; the first line of the cache holds what allocate and free look at.
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
  *   after == NULL || after->address == address + bytes && after->before == this
- *   free && after free: after->stream != stream (else they would be one)
- *   live or deferred: table[address] == this, and previous->birth < birth < next->birth */
+ *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
+ *   live, deferred, quick, pending: table[address] == this; else table[address] is no block
+ *   live or deferred: previous->birth < birth < next->birth
+ *   hole, lost: address and bytes are multiples of the granule */
 struct rbi_block {
     char *address;
     size_t bytes;
-    size_t requested_bytes;
-    struct rbi_segment *segment;
     struct rbi_pool_stream *stream;    /* the one it was allocated for, or was last free on */
-    struct rbi_block *before, *after;  /* neighbours in the segment */
-    struct rbi_block *previous, *next; /* free: its bin; live and deferred: all by birth;
-                                           pending: the pending list (next only) */
-    struct rbi_block *next_deferred;   /* deferred: the scope's list */
-    struct rbi_block_use *uses;
-    uint64_t birth;    /* number of the allocation; scopes compare it with their own beginning */
-    uint64_t freed_at; /* free, pending: stream->frees then; 0: no work has touched it */
+    struct rbi_block *previous, *next; /* free, hole: its bin; quick: its list, pending: the pending
+                                          list (next only); live and deferred: all by birth */
+    uint64_t birth; /* number of the allocation; scopes compare it with their own beginning */
+    size_t requested_bytes;
     rebatch_tag tag;
-    uint8_t state; /* enum rbi_block_state */
+    uint8_t state;                    /* enum rbi_block_state */
+    bool late;                        /* quick, pending: a rollback took it back */
+    uint32_t line_;                   /* keeps the rest off the first line */
+    struct rbi_block *before, *after; /* neighbours in the range */
+    uint64_t freed_at; /* free, quick, pending: stream->frees then; 0: no work has touched it */
+    struct rbi_range *range;
+    struct rbi_block_use *uses;
+    struct rbi_block *next_deferred; /* deferred: the scope's list */
+    uint64_t age;                    /* free: pool->births when it was freed last */
 };
 
-/* One allocation of the device.
+/* A piece of address space, tiled by blocks. Either reserved, with granules of physical memory
+ * mapped into it one by one, or one plain allocation of the device.
  *   sum of block->bytes == bytes
- *   used_bytes == sum of block->bytes over blocks that are not free */
-struct rbi_segment {
-    struct rbi_segment *previous, *next; /* in order of creation */
+ *   granules == NULL || granules[i] != 0 just where block i's memory is not that of a hole */
+struct rbi_range {
+    struct rbi_range *previous, *next; /* in order of creation */
     char *address;
     size_t bytes;
-    size_t used_bytes;
     struct rbi_block *first;
-    uint64_t
-        number; /* of its creation: ties between segments break by it, as the device's addresses
-                        need not be the same in every run */
+    rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
+    bool small;             /* for small blocks */
+    uint64_t number;        /* of its creation: ties between ranges break by it, as the device's
+                        addresses need not be the same in every run */
+};
+
+/* Free blocks of one size, the last freed first. */
+struct rbi_quick {
+    size_t bytes;
+    struct rbi_block *newest;
 };
 
 /* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
  * freed; whatever was enqueued before point `done` has completed.
  *   done <= frees; in_flight: done < recorded <= frees
- *   free_bytes == sum of bytes over its free blocks; filled bit c == (bins[c] != NULL)
+ *   free_bytes == sum of bytes over its free and quick blocks
+ *   columns[r] bit c == (bins[r][c] != NULL); rows bit r == (columns[r] != 0)
+ *   quick_filled bit i == (quick[i].newest != NULL)
  *   references == blocks whose stream it is + uses that name it */
 struct rbi_pool_stream {
     struct rbi_pool_stream *next; /* in order of first use */
     rebatch_stream stream;
-    struct rbi_block *bins[RBI_POOL_CLASSES];
-    uint64_t filled;
     uint64_t free_bytes;
     uint64_t references;
     uint64_t frees, done, recorded;
     rbi_event event; /* NULL: none yet, or none to be had */
     bool in_flight;  /* `event` stands at point `recorded` */
+    uint64_t quick_filled;
+    struct rbi_quick quick[RBI_POOL_QUICK];
+    uint64_t rows;
+    uint32_t columns[RBI_POOL_ROWS];
+    struct rbi_block *bins[RBI_POOL_ROWS][RBI_POOL_COLUMNS];
 };
 
 /* ---- pointer -> block (table.c) ---- */
 
+/* `block` and `rollback` are one word: an odd one is the number, doubled, of the rollback that took
+ * the block back. */
 struct rbi_table_entry {
-    const char *address;     /* NULL: empty */
-    struct rbi_block *block; /* NULL: a rollback took it back */
-    uint64_t rollback;       /* which one */
+    const char *address; /* NULL: empty */
+    uintptr_t value;
 };
+/* NULL: a rollback took it back. */
+static inline struct rbi_block *rbi_table_block(const struct rbi_table_entry *entry)
+{
+    return entry->value & 1 ? NULL : (struct rbi_block *)entry->value;
+}
 
 /* Open addressing, linear probing; at most half full.
  *   used == entries that are not empty; late == entries without a block */
@@ -127,11 +208,56 @@ struct rbi_table {
 /* Makes sure that `count` more addresses can be put in; may forget old rollbacks. */
 bool rbi_table_prepare(struct rbi_table *table, size_t count);
 void rbi_table_put(struct rbi_table *table, struct rbi_block *block);
-/* NULL when there is no such entry; the entry is valid until the next change. */
-struct rbi_table_entry *rbi_table_find(const struct rbi_table *table, const void *address);
 void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry);
 /* Keeps the address as one that a rollback took back. */
 void rbi_table_mark_late(struct rbi_table *table, struct rbi_table_entry *entry);
+
+static inline size_t rbi_table_home(const struct rbi_table *table, const void *address)
+{
+    /* Fibonacci hashing: the high bits of the product depend on all bits of the unit's number. */
+    const uint64_t unit = (uint64_t)(uintptr_t)address / REBATCH_POOL_ALIGNMENT;
+    return (size_t)((unit * UINT64_C(0x9e3779b97f4a7c15)) >> 32) & (table->capacity - 1);
+}
+
+/* NULL when there is no such entry; the entry is valid until the next change. */
+static inline struct rbi_table_entry *rbi_table_find(const struct rbi_table *table,
+                                                     const void *address)
+{
+    if (table->capacity == 0)
+        return NULL;
+    size_t slot = rbi_table_home(table, address);
+    while (table->entries[slot].address != address) {
+        if (!table->entries[slot].address)
+            return NULL;
+        slot = (slot + 1) & (table->capacity - 1);
+    }
+    return &table->entries[slot];
+}
+
+/* ---- the last events (ring.c) ---- */
+
+#define RBI_POOL_EVENTS(X) X(ALLOC) X(FREE) X(MAP) X(UNMAP) X(OOM) X(ROLLBACK)
+enum rbi_pool_event_kind {
+#define RBI_POOL_EVENT_(name) RBI_POOL_EVENT_##name,
+    RBI_POOL_EVENTS(RBI_POOL_EVENT_)
+#undef RBI_POOL_EVENT_
+};
+
+/* ROLLBACK: bytes are the blocks taken back. OOM: address is NULL. */
+struct rbi_pool_event {
+    uint64_t number; /* from 0; gaps are none */
+    const char *address;
+    size_t bytes;
+    rebatch_stream stream;
+    rebatch_tag tag;
+    uint8_t kind; /* enum rbi_pool_event_kind */
+};
+
+struct rbi_ring {
+    struct rbi_pool_event *events; /* NULL: nothing is recorded */
+    size_t capacity;
+    uint64_t count; /* recorded since create */
+};
 
 /* ---- scopes and tags ---- */
 
@@ -161,30 +287,44 @@ struct rbi_pressure {
 
 /* Between calls:
  *   stats.live_bytes == sum of bytes over live and deferred blocks == sum of tags[].live_bytes
- *   stats.reserved_bytes == sum of segment->bytes
+ *   stats.reserved_bytes == bytes of plain ranges + granules mapped + granules spare + ballast
  *   stats.live_bytes == allocated_total_bytes - freed_total_bytes
- *   stats.blocks == allocations - frees - rolled_back_blocks == entries of the table with a block
+ *   stats.blocks == allocations - frees - rolled_back_blocks
  *   scopes[i].first_birth <= scopes[i + 1].first_birth <= births
  * Everything is under `lock`; a pressure callback runs without it. */
 struct rebatch_pool {
+    struct rbi_lock lock;
     rebatch_device *device;
     size_t granule_bytes;
     size_t limit_bytes; /* SIZE_MAX: none */
     uint32_t limit_permille;
+    uint32_t gc_permille;
     size_t headroom_bytes;
+    size_t max_split_bytes; /* SIZE_MAX: none */
+    size_t promised_bytes;  /* of the last reserve, less what was allocated since */
+    size_t ballast_bytes;   /* as asked for, in whole granules */
+    uint32_t rounding_divisions;
     bool caching;
-    pthread_mutex_t lock;
+    bool guard;
+    bool has_space; /* granules are mapped into reserved addresses */
 
-    struct rbi_nodes block_nodes, segment_nodes, use_nodes;
+    struct rbi_pool_stream *last_stream; /* of the last allocation; may be NULL */
+    struct rbi_nodes block_nodes, range_nodes, use_nodes;
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
-    struct rbi_segment *first_segment, *last_segment;
-    uint64_t segments_made;
+    struct rbi_range *first_range, *last_range;
+    uint64_t ranges_made;
     struct rbi_pool_stream *first_stream;
+    struct rbi_pool_stream *space; /* whose free blocks are the holes */
     struct rbi_block *pending;
     struct rbi_table table;
     struct rbi_block *oldest, *newest; /* live and deferred blocks by birth */
     uint64_t births;
+
+    /* Granules that are created and not mapped; there is space for all that are held. */
+    rbi_physical *spare;
+    size_t spare_count, spare_capacity, granules_held;
+    void *ballast; /* NULL: none, or given up */
 
     struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
@@ -197,51 +337,156 @@ struct rebatch_pool {
     struct rbi_pressure pressures[RBI_POOL_PRESSURES];
     size_t pressure_count;
 
-    rebatch_pool_stats stats;
+    rebatch_pool_stats stats; /* freed_total_bytes and blocks are worked out when asked for */
     uint64_t device_taken_bytes, device_given_bytes; /* since create */
     uint64_t rungs[RBI_POOL_RUNG_COUNT];             /* how often each was tried */
     uint64_t mark_peak_bytes;
     rebatch_oom_report oom;
+    struct rbi_ring ring;
 };
 
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
 rebatch_status rbi_pool_check(const rebatch_pool *pool);
 
-/* ---- segments, blocks, bins (heap.c); all with the lock held ---- */
+/* ---- blocks and bins (heap.c); all with the lock held ---- */
 
-/* A free block of at least `bytes` whose work is done up to point `ready`, the smallest, of
- * these the one of the oldest segment, then of the lowest address; NULL when there is none. */
+/* A free block of at least `bytes` whose work is done up to point `ready`. Looks at up to eight of
+ * the smallest class that can have one and of the next, and takes of those the smallest, of these
+ * the one of the oldest range, then of the lowest address. NULL only when there is none. Larger
+ * blocks than `max_split` are for requests of that size and more. Where `granule` is not 0, small
+ * requests keep to ranges for them and to parts of granules, and large ones out of those ranges. */
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready);
-/* Takes a free block, cut to `bytes`, out of its bin for `stream`; needs one spare node. */
-void rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                         struct rbi_pool_stream *stream);
-/* Puts a block that is in no list among the free ones of its stream; it merges with its neighbours.
- * Gives the block that it then is part of. */
+                                    uint64_t ready, size_t max_split, size_t granule);
+/* Whether a request belongs among the small ones, where there are granules. */
+static inline bool rbi_is_small(size_t bytes, size_t granule)
+{
+    return bytes < granule / 64;
+}
+/* The granule for searches that keep small blocks apart, 0 for those that do not: while memory is
+ * promised by rebatch_pool_reserve(), all of it is for whatever comes. */
+static inline size_t rbi_pool_zones(const rebatch_pool *pool)
+{
+    return pool->has_space && pool->promised_bytes == 0 ? pool->granule_bytes : 0;
+}
+/* The blocks of the bins from that of `bytes` on, in the order of their classes; NULL at the end. */
+struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
+struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
+void rbi_pool_bin_add(struct rbi_block *block);
+void rbi_pool_bin_remove(struct rbi_block *block);
+/* A node for a piece of `range`, in no list. */
+struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
+                                      size_t bytes, struct rbi_pool_stream *stream);
+void rbi_pool_discard_block(rebatch_pool *pool, struct rbi_block *block);
+/* Cuts a block that is in no list; gives the part behind `bytes`, which is in none either and of
+ * the same state. Needs one spare node. */
+struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, size_t bytes);
+/* Makes a block and the one after it, both in no list, one. */
+void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left);
+void rbi_pool_give_to(struct rbi_block *block, struct rbi_pool_stream *stream);
+/* Takes `bytes` of a free block out of its bin for `stream`; needs one spare node. */
+struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                                      struct rbi_pool_stream *stream);
+/* Puts a block that is in no list among the free ones of its stream, or among the holes; it merges
+ * with its neighbours. Gives the block that it then is part of. */
 struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block);
-/* A new segment, `bytes` long, as one free block of `stream`; needs one spare node of each kind. */
-rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
-                             struct rbi_pool_stream *stream);
-/* Gives a segment without blocks in use back once the work on it is done. Where it cannot, it
- * stays. */
-rebatch_status rbi_pool_release_segment(rebatch_pool *pool, struct rbi_segment *segment);
-/* Gives free segments back until at most `keep_bytes` are cached. Those that lie wholly with
- * `spared` (may be NULL) stay. */
-rebatch_status rbi_pool_trim_segments(rebatch_pool *pool, size_t keep_bytes,
-                                      const struct rbi_pool_stream *spared, size_t *released_bytes);
-/* The segment and the block that `address` lies in; NULL when none. For messages: it walks. */
+/* A block of exactly `bytes` that was freed just before; NULL: none. */
+static inline unsigned rbi_quick_slot(size_t bytes)
+{
+    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
+    if (units <= RBI_POOL_QUICK)
+        return (unsigned)units - 1; /* small sizes, of which there are many, never collide */
+    return (unsigned)((units * UINT64_C(0x9e3779b97f4a7c15)) >> 58);
+}
+static inline struct rbi_block *rbi_quick_pop(struct rbi_pool_stream *stream, size_t bytes)
+{
+    const unsigned slot = rbi_quick_slot(bytes);
+    struct rbi_quick *quick = &stream->quick[slot];
+    struct rbi_block *block = quick->newest;
+    if (!block || quick->bytes != bytes)
+        return NULL;
+    quick->newest = block->next;
+    if (!quick->newest)
+        stream->quick_filled &= ~(UINT64_C(1) << slot);
+    stream->free_bytes -= bytes;
+    return block;
+}
+void rbi_quick_push(rebatch_pool *pool, struct rbi_block *block);
+/* Merges all quick blocks of the stream with their neighbours. */
+void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream);
+void rbi_quick_flush_all(rebatch_pool *pool);
+/* The block that `address` lies in; NULL when none. For messages: it walks. */
 struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address);
 uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
-void rbi_pool_destroy_segments(rebatch_pool *pool);
+
+/* ---- ranges and granules (range.c); all with the lock held ---- */
+
+/* Lets a plain allocation of `bytes` become one free block of `stream`; needs one spare node of
+ * each kind. */
+rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                               struct rbi_pool_stream *stream);
+/* Gives a plain range without blocks in use back once the work on it is done. Where it cannot, it
+ * stays. */
+rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
+/* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small);
+/* Makes `count` more granules; all or none. */
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
+/* Gives spare granules back until `keep` are left; how many it gave back. */
+size_t rbi_granules_release(rebatch_pool *pool, size_t keep);
+/* Unmaps wholly free granules whose work is done, until `wanted` are spare or there are no more.
+ * Those of `spared` (may be NULL) stay. */
+void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
+/* Maps spare granules to a held hole, which keeps its state; nothing changes where it cannot, but
+ * for what is quarantined. */
+rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole);
+/* The wholly free granules of a block: where they begin, how many. */
+size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+/* Gives free memory back until at most `keep_bytes` are cached. What lies wholly with `spared`
+ * (may be NULL) stays. */
+rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
+                                   const struct rbi_pool_stream *spared, size_t *released_bytes);
+/* Above its threshold the pool gives the free granules back that were not used for longest. */
+void rbi_pool_collect(rebatch_pool *pool);
+void rbi_ballast_arm(rebatch_pool *pool, size_t room);
+/* True when there was one to give up. */
+bool rbi_ballast_drop(rebatch_pool *pool);
+void rbi_pool_destroy_ranges(rebatch_pool *pool);
+
+/* ---- windows (window.c); all with the lock held ---- */
+
+/* Addresses for a request: the blocks first to last, free ones and holes, one behind the other.
+ * What is served lies at the beginning, or at the end. */
+struct rbi_window {
+    struct rbi_block *first, *last;
+    size_t bytes;    /* to be had of them */
+    size_t granules; /* that must be mapped for that */
+    bool at_end;
+};
+/* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
+bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
+                     struct rbi_pool_stream *stream);
+/* The window that needs fewest granules in all; all work must be done and all free blocks be of
+ * one stream. False when those that are free and `room` granules do not suffice. */
+bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
+                          size_t room);
+/* The most bytes for which that would say yes. */
+uint64_t rbi_window_most(const rebatch_pool *pool, size_t room);
+/* Takes the window's blocks out of their bins, so that nothing else has them, cuts off what is
+ * beyond need, and puts them back. Needs two spare nodes. */
+void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window);
+void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window);
+/* Maps a held window, with granules that are spare: it becomes one free block of `stream`. Where it
+ * cannot, the window is dropped. */
+rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct rbi_window *window,
+                              struct rbi_pool_stream *stream);
+/* All free blocks become the stream's; all work must be done. */
+void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
 
 /* ---- streams (streams.c); all with the lock held ---- */
 
 /* NULL when the pool has not seen the stream, or, of open, when the heap has no memory. */
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream);
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
-/* Notes that what the stream has enqueued so far may use a block that is being freed: the number of
- * that point. */
-uint64_t rbi_pool_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream);
 /* Makes a block that is in no list free: at once, or once the other streams that use it have
  * done what they have enqueued. */
 void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block);
@@ -263,11 +508,17 @@ struct rbi_request {
     struct rbi_pool_stream *stream;
     rebatch_pool_rung rung; /* out: the last one tried */
 };
-/* What the heap must give before a search, so that the search itself needs nothing of it. */
+/* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
+/* The block nodes that must stay spare for searches under way. */
+size_t rbi_pool_promised(const rebatch_pool *pool);
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
+/* `bytes` more for the stream, in one free block: free granules first, not those of `spared`, then
+ * fresh memory. */
+rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                             struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
@@ -279,20 +530,61 @@ bool rbi_pool_is_pressing(const rebatch_pool *pool);
 
 /* Takes a live or deferred block out of use. */
 void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back);
+/* The size of a block for `bytes`. */
+rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
+rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream);
+rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function);
+/* Readies a search: what it needs of the heap, and its stream, which is kept from being recycled
+ * by a reference until rbi_request_close(). */
+rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
+                                rebatch_stream stream);
+void rbi_request_close(struct rbi_request *request);
 
 /* ---- counting (tags.c), scopes (scope.c), reports (report.c); with the lock held ---- */
 
 void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block);
 void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block, bool rolled_back);
+/* stats.blocks and stats.freed_total_bytes, which are not kept. */
+static inline uint64_t rbi_pool_blocks(const rebatch_pool *pool)
+{
+    return pool->stats.allocations - pool->stats.frees - pool->stats.rolled_back_blocks;
+}
 /* Was the innermost scope opened after the block was allocated? Then its free waits for the
  * commit. */
-bool rbi_pool_has_younger_scope(const rebatch_pool *pool, const struct rbi_block *block);
+static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
+                                              const struct rbi_block *block)
+{
+    return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
+}
+/* With those that are worked out. */
+void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);
 void rbi_tags_init(rebatch_pool *pool);
 /* Fills in the last OOM report, counts, and sets the thread's error text. Gives REBATCH_OOM. */
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
                                    size_t asked_bytes, const char *tag);
 void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *out);
+
+/* ---- looking in (ring.c) ---- */
+
+/* One word of test where nothing is recorded. */
+void rbi_ring_add(struct rbi_ring *ring, enum rbi_pool_event_kind kind, const char *address,
+                  size_t bytes, rebatch_stream stream, rebatch_tag tag);
+#define RBI_RECORD(pool, kind, address, bytes, stream, tag)                                        \
+    do {                                                                                           \
+        if (__builtin_expect((pool)->ring.events != NULL, 0))                                      \
+            rbi_ring_add(&(pool)->ring, RBI_POOL_EVENT_##kind, address, bytes, stream, tag);       \
+    } while (0)
+/* Copies the last events, at most `most` of them, oldest first; how many. Any thread. */
+size_t rbi_pool_get_events(struct rbi_pool_event *out, size_t most, rebatch_pool *pool);
+/* Visits ranges, and the blocks of each in the order of their addresses, quick ones merged. Either
+ * function may be NULL; a walk ends when one gives false. The lock is held meanwhile. Any thread. */
+struct rbi_pool_visitor {
+    bool (*range)(const struct rbi_range *range, void *user);
+    bool (*block)(const struct rbi_range *range, const struct rbi_block *block, void *user);
+    void *user;
+};
+void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor);
 
 /* ---- for the layers above ---- */
 

@@ -64,6 +64,13 @@ static rebatch_status say_oom(const rebatch_oom_report *report)
     return rbi_error(REBATCH_OOM, "%s", text);
 }
 
+static uint64_t would_fit(const rebatch_pool *pool, size_t room, uint64_t largest_hole_bytes)
+{
+    if (pool->has_space)
+        return rbi_window_most(pool, room / pool->granule_bytes);
+    return pool->caching ? rbi_max(largest_hole_bytes, room) : room;
+}
+
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
                                    size_t asked_bytes, const char *tag)
 {
@@ -83,9 +90,9 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     report->device_total_bytes = info.total_bytes;
     report->device_free_bytes = info.free_bytes;
     report->largest_hole_bytes = rbi_pool_largest_hole(pool);
-    report->would_fit_bytes =
-        pool->caching && report->largest_hole_bytes > room ? report->largest_hole_bytes : room;
+    report->would_fit_bytes = would_fit(pool, room, report->largest_hole_bytes);
     fill_in_tags(report, pool);
+    RBI_RECORD(pool, OOM, NULL, asked_bytes, request->stream->stream, 0);
     __atomic_fetch_add(&pool->stats.ooms, 1, __ATOMIC_RELAXED);
     return say_oom(report);
 }
@@ -98,9 +105,9 @@ rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     *out = pool->oom;
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return REBATCH_OK;
 }
 
@@ -214,11 +221,10 @@ static void add_row(struct rbi_text *t, const char *name, bool is_bytes, const u
     rbi_text_add(t, "\n");
 }
 
-static void add_memory(struct rbi_text *t, const rebatch_pool *pool)
+static void add_memory(struct rbi_text *t, const rebatch_pool *pool, const rebatch_pool_stats *s)
 {
     static const char *const columns[] = {"current", "peak", "total allocated", "total freed",
                                           NULL};
-    const rebatch_pool_stats *s = &pool->stats;
     const uint64_t live[] = {s->live_bytes, s->live_peak_bytes, s->allocated_total_bytes,
                              s->freed_total_bytes};
     const uint64_t reserved[] = {s->reserved_bytes, s->reserved_peak_bytes,
@@ -253,10 +259,10 @@ static void add_statistic(struct rbi_text *t, const char *name, uint64_t value, 
     rbi_text_add(t, "  %s%s%s\n", is_bytes ? "" : unit, is_bytes ? "" : " ", what);
 }
 
-static void add_statistics(struct rbi_text *t, const rebatch_pool *pool)
+static void add_statistics(struct rbi_text *t, const rebatch_pool_stats *stats)
 {
     add_line(t);
-#define ADD_STATISTIC(name, unit, what) add_statistic(t, #name, pool->stats.name, unit, what);
+#define ADD_STATISTIC(name, unit, what) add_statistic(t, #name, stats->name, unit, what);
     REBATCH_POOL_STATISTICS(ADD_STATISTIC)
 #undef ADD_STATISTIC
 }
@@ -279,12 +285,14 @@ size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
     struct rbi_text t = begin_text(text, size);
     if (!pool)
         return 0;
-    pthread_mutex_lock(&pool->lock);
-    add_memory(&t, pool);
+    rbi_lock_take(&pool->lock);
+    rebatch_pool_stats stats;
+    rbi_pool_get_stats(&stats, pool);
+    add_memory(&t, pool, &stats);
     add_tags(&t, pool);
-    add_statistics(&t, pool);
+    add_statistics(&t, &stats);
     add_rungs(&t, pool);
     add_line(&t);
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return t.length;
 }

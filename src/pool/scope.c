@@ -53,15 +53,10 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     status = begin_locked(out, pool);
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return status;
-}
-
-bool rbi_pool_has_younger_scope(const rebatch_pool *pool, const struct rbi_block *block)
-{
-    return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
 }
 
 static void push_deferred(struct rbi_scope *scope, struct rbi_block *block)
@@ -126,7 +121,7 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     const struct rbi_scope *open = find_open(pool, scope);
     if (!open)
         status = refuse_scope(scope);
@@ -135,7 +130,7 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
                            (unsigned)scope, (unsigned)innermost(pool)->handle);
     else
         commit_innermost(pool);
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return status;
 }
 
@@ -147,8 +142,10 @@ static void rollback_innermost(rebatch_pool *pool)
         pool->stats.deferred_bytes -= block->bytes;
         block->state = RBI_BLOCK_LIVE;
     }
+    const uint64_t before = pool->stats.rolled_back_blocks;
     while (pool->newest && pool->newest->birth >= scope->first_birth)
         rbi_pool_drop_block(pool, pool->newest, true);
+    RBI_RECORD(pool, ROLLBACK, NULL, pool->stats.rolled_back_blocks - before, NULL, 0);
     close_innermost(pool);
     pool->stats.rollbacks++;
 }
@@ -158,7 +155,7 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open) {
         const size_t outside = (size_t)(open - pool->scopes);
@@ -168,7 +165,7 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     } else {
         status = refuse_scope(scope);
     }
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return status;
 }
 
@@ -194,12 +191,12 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open)
         get_stats_locked(out, pool, open);
     else
         status = refuse_scope(scope);
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return status;
 }

@@ -2,6 +2,9 @@
  * Must not know how memory is found. */
 #include "pool/pool.h"
 
+/* While an event is under way it is looked at only after so many frees. */
+#define FREES_A_LOOK 16
+
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream)
 {
     struct rbi_pool_stream *s = pool->first_stream;
@@ -17,6 +20,8 @@ static struct rbi_pool_stream *reuse_stream(rebatch_pool *pool, rebatch_stream s
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (s->references != 0)
             continue;
+        if (pool->last_stream == s)
+            pool->last_stream = NULL;
         s->stream = stream;
         s->done = s->frees;
         s->in_flight = false;
@@ -48,6 +53,7 @@ struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream 
     *end = s;
     if (pool->first_stream->next)
         make_events(pool);
+    pool->last_stream = s;
     return s;
 }
 
@@ -87,11 +93,15 @@ static bool is_gone(const rebatch_pool *pool, const struct rbi_pool_stream *stre
     return stream->stream && !rbi_device_stream_is_valid(pool->device, stream->stream);
 }
 
-uint64_t rbi_pool_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
+/* Notes that what the stream has enqueued so far may use a block that is being freed: the number of
+ * that point. */
+static uint64_t note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     const uint64_t point = ++stream->frees;
-    if (!stream->event)
+    if (!pool->first_stream->next || !stream->event)
         return point; /* the only stream so far: nobody asks */
+    if (stream->in_flight && (point - stream->recorded) % FREES_A_LOOK != 0)
+        return point; /* one event stands for many frees */
     if (is_gone(pool, stream)) {
         note_done(stream, point);
         return point;
@@ -137,15 +147,27 @@ static void end_uses(rebatch_pool *pool, struct rbi_block *block)
     }
 }
 
+/* The gap behind a guarded block is a hole again with it. */
+static void put_away(rebatch_pool *pool, struct rbi_block *block)
+{
+    struct rbi_block *const gap = block->after;
+    rbi_quick_push(pool, block);
+    if (!pool->guard)
+        return;
+    rbi_quick_flush(pool, block->stream);
+    (void)rbi_pool_put_block(pool, gap);
+}
+
 void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    block->freed_at = rbi_pool_note_free(pool, block->stream);
+    block->freed_at = note_free(pool, block->stream);
+    block->age = pool->births;
     if (!block->uses) {
-        (void)rbi_pool_put_block(pool, block);
+        put_away(pool, block);
         return;
     }
     for (struct rbi_block_use *use = block->uses; use; use = use->next)
-        use->until = rbi_pool_note_free(pool, use->stream);
+        use->until = note_free(pool, use->stream);
     block->state = RBI_BLOCK_PENDING;
     block->next = pool->pending;
     pool->pending = block;
@@ -161,12 +183,14 @@ static void settle_pending(rebatch_pool *pool)
         }
         *at = block->next;
         end_uses(pool, block);
-        (void)rbi_pool_put_block(pool, block);
+        put_away(pool, block);
     }
 }
 
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool)
 {
+    if (pool->has_space)
+        make_events(pool);
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (s->done == s->frees)
             continue;

@@ -4,13 +4,6 @@
 
 #define SMALLEST_CAPACITY 256
 
-static size_t home_of(const struct rbi_table *table, const void *address)
-{
-    /* Fibonacci hashing: the high bits of the product depend on all bits of the unit's number. */
-    const uint64_t unit = (uint64_t)(uintptr_t)address / REBATCH_POOL_ALIGNMENT;
-    return (size_t)((unit * UINT64_C(0x9e3779b97f4a7c15)) >> 32) & (table->capacity - 1);
-}
-
 static size_t after(const struct rbi_table *table, size_t slot)
 {
     return (slot + 1) & (table->capacity - 1);
@@ -19,7 +12,7 @@ static size_t after(const struct rbi_table *table, size_t slot)
 /* Where `address` is, or the empty slot where it would go. */
 static size_t slot_of(const struct rbi_table *table, const void *address)
 {
-    size_t slot = home_of(table, address);
+    size_t slot = rbi_table_home(table, address);
     while (table->entries[slot].address && table->entries[slot].address != address)
         slot = after(table, slot);
     return slot;
@@ -29,16 +22,16 @@ static size_t slot_of(const struct rbi_table *table, const void *address)
 static void empty_slot(struct rbi_table *table, size_t gap)
 {
     table->used--;
-    table->late -= table->entries[gap].block == NULL;
+    table->late -= rbi_table_block(&table->entries[gap]) == NULL;
     for (size_t slot = after(table, gap); table->entries[slot].address; slot = after(table, slot)) {
-        const size_t home = home_of(table, table->entries[slot].address);
+        const size_t home = rbi_table_home(table, table->entries[slot].address);
         const size_t mask = table->capacity - 1;
         if (((slot - home) & mask) < ((slot - gap) & mask))
             continue; /* its probe begins behind the gap */
         table->entries[gap] = table->entries[slot];
         gap = slot;
     }
-    table->entries[gap] = (struct rbi_table_entry){NULL, NULL, 0};
+    table->entries[gap] = (struct rbi_table_entry){NULL, 0};
 }
 
 /* Forgets what rollbacks up to number `last` took back. An entry that moves into a slot already
@@ -47,7 +40,7 @@ static void forget_late(struct rbi_table *table, uint64_t last)
 {
     for (size_t slot = 0; slot < table->capacity;) {
         const struct rbi_table_entry *entry = &table->entries[slot];
-        if (entry->address && !entry->block && entry->rollback <= last)
+        if (entry->address && (entry->value & 1) && entry->value >> 1 <= last)
             empty_slot(table, slot);
         else
             slot++;
@@ -98,15 +91,7 @@ void rbi_table_put(struct rbi_table *table, struct rbi_block *block)
         table->late--; /* rolled back before, now given out again */
     else
         table->used++;
-    *entry = (struct rbi_table_entry){block->address, block, 0};
-}
-
-struct rbi_table_entry *rbi_table_find(const struct rbi_table *table, const void *address)
-{
-    if (table->capacity == 0)
-        return NULL;
-    struct rbi_table_entry *entry = &table->entries[slot_of(table, address)];
-    return entry->address ? entry : NULL;
+    *entry = (struct rbi_table_entry){block->address, (uintptr_t)block};
 }
 
 void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry)
@@ -116,7 +101,6 @@ void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry)
 
 void rbi_table_mark_late(struct rbi_table *table, struct rbi_table_entry *entry)
 {
-    entry->block = NULL;
-    entry->rollback = table->rollback;
+    entry->value = (uintptr_t)table->rollback << 1 | 1;
     table->late++;
 }

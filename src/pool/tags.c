@@ -46,10 +46,9 @@ void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block)
     raise(&tag->peak_bytes, tag->live_bytes);
     stats->live_bytes += block->bytes;
     stats->requested_bytes += block->requested_bytes;
-    stats->blocks++;
     stats->allocations++;
     stats->allocated_total_bytes += block->bytes;
-    raise(&stats->blocks_peak, stats->blocks);
+    raise(&stats->blocks_peak, rbi_pool_blocks(pool));
     raise(&pool->mark_peak_bytes, stats->live_bytes);
     if (stats->live_bytes > stats->live_peak_bytes) {
         stats->live_peak_bytes = stats->live_bytes;
@@ -66,10 +65,15 @@ void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block, bool
     tag->live_bytes -= block->bytes;
     stats->live_bytes -= block->bytes;
     stats->requested_bytes -= block->requested_bytes;
-    stats->blocks--;
-    stats->freed_total_bytes += block->bytes;
     stats->frees += !rolled_back;
     stats->rolled_back_blocks += rolled_back;
+}
+
+void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
+{
+    *out = pool->stats;
+    out->blocks = rbi_pool_blocks(pool);
+    out->freed_total_bytes = out->allocated_total_bytes - out->live_bytes;
 }
 
 rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool)
@@ -80,9 +84,9 @@ rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *poo
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
-    *out = pool->stats;
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_take(&pool->lock);
+    rbi_pool_get_stats(out, pool);
+    rbi_lock_give(&pool->lock);
     return REBATCH_OK;
 }
 
@@ -91,14 +95,14 @@ rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool)
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     pool->stats.live_peak_bytes = pool->stats.live_bytes;
     pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
-    pool->stats.blocks_peak = pool->stats.blocks;
+    pool->stats.blocks_peak = rbi_pool_blocks(pool);
     pool->peak_number++;
     for (size_t i = 0; i < pool->tag_count; i++)
         pool->tags[i].peak_bytes = pool->tags[i].live_bytes;
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return REBATCH_OK;
 }
 
@@ -133,9 +137,9 @@ rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool, const char
     if (!name || !name[0])
         return rbi_error(REBATCH_E_INVALID, "name is %s: expected a tag's name",
                          name ? "empty" : "NULL");
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     status = tag_locked(out, pool, name);
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return status;
 }
 
@@ -158,13 +162,13 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     if (tag < pool->tag_count)
         rbi_tag_get_usage(pool, tag, out);
     else
         status = rbi_error(REBATCH_E_INVALID, "tag is %u: expected 0 to %zu", (unsigned)tag,
                            pool->tag_count - 1);
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return status;
 }
 
@@ -172,16 +176,16 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
 
 void rbi_pool_mark(rebatch_pool *pool)
 {
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     pool->mark_peak_bytes = pool->stats.live_bytes;
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
 }
 
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
 {
-    pthread_mutex_lock(&pool->lock);
+    rbi_lock_take(&pool->lock);
     const uint64_t peak = pool->mark_peak_bytes;
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return peak;
 }
 

@@ -7,7 +7,7 @@
 /* What a walk over all blocks adds up to. */
 struct tally {
     uint64_t live_bytes, deferred_bytes, reserved_bytes, requested_bytes, live_blocks;
-    uint64_t blocks, free_blocks, pending_blocks;
+    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, granules, lost_bytes;
     uint64_t tag_bytes[RBI_POOL_TAGS];
 };
 
@@ -28,27 +28,51 @@ static bool is_known_stream(const rebatch_pool *pool, const struct rbi_pool_stre
     return false;
 }
 
+/* A block that is not in use, and not in the table unless it may be put back whole. */
+static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block *b,
+                                const struct rbi_table_entry *entry, struct tally *tally)
+{
+    const struct rbi_block *known = entry ? rbi_table_block(entry) : NULL;
+    const size_t offset = (size_t)(b->address - b->range->address);
+    switch (b->state) {
+    case RBI_BLOCK_FREE:
+    case RBI_BLOCK_HOLE:
+        CHECK((b->stream == pool->space) == (b->state == RBI_BLOCK_HOLE));
+        CHECK(!known && b->freed_at <= b->stream->frees);
+        tally->free_blocks++;
+        break;
+    case RBI_BLOCK_QUICK:
+    case RBI_BLOCK_PENDING:
+        CHECK(known == b && b->freed_at <= b->stream->frees);
+        tally->quick_blocks += b->state == RBI_BLOCK_QUICK;
+        tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
+        break;
+    default:
+        CHECK(!known);
+        CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0);
+        CHECK(b->state != RBI_BLOCK_GUARD || pool->guard);
+    }
+    CHECK((b->state != RBI_BLOCK_HOLE && b->state != RBI_BLOCK_LOST) ||
+          (offset % pool->granule_bytes == 0 && b->bytes % pool->granule_bytes == 0));
+    return true;
+}
+
 static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, struct tally *tally)
 {
-    const bool in_use = b->state == RBI_BLOCK_LIVE || b->state == RBI_BLOCK_DEFERRED;
     CHECK(b->bytes > 0 && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
     CHECK((uintptr_t)b->address % REBATCH_POOL_ALIGNMENT == 0);
-    CHECK(is_known_stream(pool, b->stream));
+    CHECK(b->stream == pool->space || is_known_stream(pool, b->stream));
     CHECK(!b->after || (b->after->address == b->address + b->bytes && b->after->before == b));
-    CHECK(!b->after || b->state != RBI_BLOCK_FREE || b->after->state != RBI_BLOCK_FREE ||
-          b->after->stream != b->stream);
+    CHECK(!b->after || (b->state != RBI_BLOCK_FREE && b->state != RBI_BLOCK_HOLE) ||
+          b->after->state != b->state || b->after->stream != b->stream);
     const struct rbi_table_entry *entry = rbi_table_find(&pool->table, b->address);
-    if (!in_use) {
-        CHECK(!entry || !entry->block);
-        CHECK(b->freed_at <= b->stream->frees);
-        tally->free_blocks += b->state == RBI_BLOCK_FREE;
-        tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
-        return true;
-    }
-    CHECK(entry && entry->block == b);
+    if (b->state != RBI_BLOCK_LIVE && b->state != RBI_BLOCK_DEFERRED)
+        return is_idle_block_valid(pool, b, entry, tally);
+    CHECK(entry && rbi_table_block(entry) == b && !b->late);
     CHECK(b->tag < pool->tag_count && b->birth < pool->births);
-    CHECK(b->requested_bytes <= b->bytes &&
-          b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
+    CHECK(b->requested_bytes <= b->bytes);
+    CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
+    CHECK(!pool->guard || (b->after && b->after->state == RBI_BLOCK_GUARD));
     tally->live_blocks++;
     tally->live_bytes += b->bytes;
     tally->requested_bytes += b->requested_bytes;
@@ -57,43 +81,97 @@ static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, 
     return true;
 }
 
-static bool are_segments_valid(const rebatch_pool *pool, struct tally *tally)
+/* Whether a block's granules are mapped just where it says so; of a lost one those that are left
+ * are the quarantined. */
+static bool are_granules_valid(const rebatch_pool *pool, const struct rbi_range *r,
+                               const struct rbi_block *b, struct tally *tally)
 {
-    const struct rbi_segment *previous = NULL;
-    for (const struct rbi_segment *s = pool->first_segment; s; previous = s, s = s->next) {
-        CHECK(s->previous == previous && (!previous || previous->number < s->number));
-        CHECK(s->first && s->first->address == s->address && !s->first->before);
-        size_t bytes = 0, used_bytes = 0;
-        for (const struct rbi_block *b = s->first; b; b = b->after) {
-            CHECK(b->segment == s);
-            if (!is_block_valid(pool, b, tally))
-                return false;
-            bytes += b->bytes;
-            used_bytes += b->state == RBI_BLOCK_FREE ? 0 : b->bytes;
-            tally->blocks++;
-        }
-        CHECK(bytes == s->bytes && used_bytes == s->used_bytes);
-        CHECK(bytes % pool->granule_bytes == 0);
-        tally->reserved_bytes += bytes;
+    const size_t first = (size_t)(b->address - r->address) / pool->granule_bytes;
+    const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->granule_bytes;
+    const bool gap = b->state == RBI_BLOCK_HOLE || b->state == RBI_BLOCK_GUARD;
+    for (size_t i = first; i <= last; i++) {
+        CHECK(b->state == RBI_BLOCK_LOST || gap == (r->granules[i] == 0));
+        tally->lost_bytes += b->state == RBI_BLOCK_LOST && r->granules[i] ? pool->granule_bytes : 0;
     }
-    CHECK(pool->last_segment == previous);
     return true;
 }
 
-static bool is_stream_valid(const struct rbi_pool_stream *s, uint64_t *free_blocks)
+static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
 {
-    uint64_t bytes = 0;
-    for (unsigned c = 0; c < RBI_POOL_CLASSES; c++) {
-        CHECK(((s->filled >> c & 1) != 0) == (s->bins[c] != NULL));
-        const struct rbi_block *previous = NULL;
-        for (const struct rbi_block *b = s->bins[c]; b; previous = b, b = b->next) {
-            CHECK(b->state == RBI_BLOCK_FREE && b->stream == s && b->previous == previous);
-            CHECK(b->bytes / REBATCH_POOL_UNIT_BYTES >> c == 1);
-            bytes += b->bytes;
-            (*free_blocks)++;
+    CHECK(r->first && r->first->address == r->address && !r->first->before);
+    CHECK((r->granules != NULL) == pool->has_space);
+    size_t bytes = 0;
+    for (const struct rbi_block *b = r->first; b; b = b->after) {
+        CHECK(b->range == r);
+        if (!is_block_valid(pool, b, tally) ||
+            (r->granules && !are_granules_valid(pool, r, b, tally)))
+            return false;
+        bytes += b->bytes;
+        tally->blocks++;
+    }
+    CHECK(bytes == r->bytes);
+    CHECK(bytes % pool->granule_bytes == 0);
+    if (!r->granules)
+        tally->reserved_bytes += bytes;
+    for (size_t i = 0; r->granules && i < bytes / pool->granule_bytes; i++)
+        tally->granules += r->granules[i] != 0;
+    return true;
+}
+
+static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
+{
+    const struct rbi_range *previous = NULL;
+    for (const struct rbi_range *r = pool->first_range; r; previous = r, r = r->next) {
+        CHECK(r->previous == previous && (!previous || previous->number < r->number));
+        if (!is_range_valid(pool, r, tally))
+            return false;
+    }
+    CHECK(pool->last_range == previous);
+    CHECK(pool->granules_held == tally->granules + pool->spare_count);
+    CHECK(pool->spare_count <= pool->spare_capacity || pool->spare_count == 0);
+    tally->reserved_bytes += pool->granules_held * pool->granule_bytes;
+    tally->reserved_bytes += pool->ballast ? pool->ballast_bytes : 0;
+    return true;
+}
+
+static bool is_bin_valid(const struct rbi_pool_stream *s, const struct rbi_block *bin,
+                         size_t *least_bytes, struct tally *found)
+{
+    const struct rbi_block *previous = NULL;
+    size_t most = 0;
+    for (const struct rbi_block *b = bin; b; previous = b, b = b->next) {
+        CHECK((b->state == RBI_BLOCK_FREE || b->state == RBI_BLOCK_HOLE) && b->stream == s);
+        CHECK(b->previous == previous && b->bytes >= *least_bytes);
+        most = rbi_max(most, b->bytes);
+        found->live_bytes += b->bytes;
+        found->free_blocks++;
+    }
+    *least_bytes = most ? most + 1 : *least_bytes; /* classes are in the order of sizes */
+    return true;
+}
+
+static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found)
+{
+    const uint64_t before = found->live_bytes;
+    size_t least_bytes = 0;
+    for (unsigned r = 0; r < RBI_POOL_ROWS; r++) {
+        CHECK((s->rows >> r & 1) == (s->columns[r] != 0));
+        for (unsigned c = 0; c < RBI_POOL_COLUMNS; c++) {
+            CHECK((s->columns[r] >> c & 1) == (s->bins[r][c] != NULL));
+            if (!is_bin_valid(s, s->bins[r][c], &least_bytes, found))
+                return false;
         }
     }
-    CHECK(bytes == s->free_bytes);
+    for (unsigned i = 0; i < RBI_POOL_QUICK; i++) {
+        CHECK((s->quick_filled >> i & 1) == (s->quick[i].newest != NULL));
+        for (const struct rbi_block *b = s->quick[i].newest; b; b = b->next) {
+            CHECK(b->state == RBI_BLOCK_QUICK && b->stream == s && b->bytes == s->quick[i].bytes);
+            CHECK(rbi_quick_slot(b->bytes) == i);
+            found->live_bytes += b->bytes;
+            found->quick_blocks++;
+        }
+    }
+    CHECK(found->live_bytes - before == s->free_bytes);
     CHECK(s->done <= s->frees);
     CHECK(!s->in_flight || (s->event && s->done < s->recorded && s->recorded <= s->frees));
     return true;
@@ -103,8 +181,8 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, uint64_t *free_bloc
 static uint64_t references_to(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
 {
     uint64_t references = 0;
-    for (const struct rbi_segment *s = pool->first_segment; s; s = s->next) {
-        for (const struct rbi_block *b = s->first; b; b = b->after) {
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
+        for (const struct rbi_block *b = r->first; b; b = b->after) {
             references += b->stream == stream;
             for (const struct rbi_block_use *use = b->uses; use; use = use->next)
                 references += use->stream == stream;
@@ -115,10 +193,13 @@ static uint64_t references_to(const rebatch_pool *pool, const struct rbi_pool_st
 
 static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tally)
 {
-    uint64_t free_blocks = 0;
+    struct tally found;
+    memset(&found, 0, sizeof found);
     uint64_t pending_blocks = 0;
+    if (!is_stream_valid(pool->space, &found))
+        return false;
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
-        if (!is_stream_valid(s, &free_blocks))
+        if (!is_stream_valid(s, &found))
             return false;
         CHECK(pool->pressing > 0 || references_to(pool, s) == s->references);
     }
@@ -126,7 +207,8 @@ static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tall
         CHECK(b->state == RBI_BLOCK_PENDING && b->uses);
         pending_blocks++;
     }
-    CHECK(free_blocks == tally->free_blocks);
+    CHECK(found.free_blocks == tally->free_blocks);
+    CHECK(found.quick_blocks == tally->quick_blocks);
     CHECK(pending_blocks == tally->pending_blocks);
     return true;
 }
@@ -134,19 +216,21 @@ static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tall
 static bool is_table_valid(const rebatch_pool *pool)
 {
     const struct rbi_table *table = &pool->table;
-    size_t used = 0, late = 0;
+    size_t used = 0, late = 0, in_use = 0;
     for (size_t i = 0; i < table->capacity; i++) {
         const struct rbi_table_entry *entry = &table->entries[i];
         if (!entry->address)
             continue;
         CHECK(rbi_table_find(table, entry->address) == entry);
-        CHECK(!entry->block || entry->block->address == entry->address);
-        CHECK(entry->block || entry->rollback <= table->rollback);
+        const struct rbi_block *block = rbi_table_block(entry);
+        CHECK(!block || block->address == entry->address);
+        CHECK(block || entry->value >> 1 <= table->rollback);
         used++;
-        late += entry->block == NULL;
+        late += block == NULL;
+        in_use += block && (block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED);
     }
     CHECK(used == table->used && late == table->late && 2 * used <= table->capacity);
-    CHECK(used - late == pool->stats.blocks);
+    CHECK(in_use == rbi_pool_blocks(pool));
     return true;
 }
 
@@ -159,7 +243,7 @@ static bool are_scopes_valid(const rebatch_pool *pool)
         blocks++;
         deferred += b->state == RBI_BLOCK_DEFERRED;
     }
-    CHECK(pool->newest == previous && blocks == pool->stats.blocks);
+    CHECK(pool->newest == previous && blocks == rbi_pool_blocks(pool));
     CHECK(pool->depth <= RBI_POOL_SCOPES);
     uint64_t first_birth = pool->births;
     for (size_t i = pool->depth; i-- > 0;) {
@@ -186,9 +270,9 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     CHECK(s->reserved_bytes == pool->device_taken_bytes - pool->device_given_bytes);
     CHECK(s->requested_bytes == tally->requested_bytes);
     CHECK(s->deferred_bytes == tally->deferred_bytes);
-    CHECK(s->blocks == tally->live_blocks && s->blocks <= s->blocks_peak);
-    CHECK(s->blocks == s->allocations - s->frees - s->rolled_back_blocks);
-    CHECK(s->live_bytes == s->allocated_total_bytes - s->freed_total_bytes);
+    CHECK(rbi_pool_blocks(pool) == tally->live_blocks);
+    CHECK(rbi_pool_blocks(pool) <= s->blocks_peak && s->live_bytes <= s->allocated_total_bytes);
+    CHECK(s->quarantined_bytes == tally->lost_bytes);
     for (size_t i = 0; i < pool->tag_count; i++) {
         CHECK(pool->tags[i].live_bytes == tally->tag_bytes[i]);
         CHECK(pool->tags[i].live_bytes <= pool->tags[i].peak_bytes);
@@ -200,10 +284,10 @@ bool rbi_pool_is_valid(rebatch_pool *pool)
 {
     struct tally tally;
     memset(&tally, 0, sizeof tally);
-    pthread_mutex_lock(&pool->lock);
-    const bool valid = are_segments_valid(pool, &tally) && are_streams_valid(pool, &tally) &&
+    rbi_lock_take(&pool->lock);
+    const bool valid = are_ranges_valid(pool, &tally) && are_streams_valid(pool, &tally) &&
                        is_table_valid(pool) && are_scopes_valid(pool) &&
                        are_sums_valid(pool, &tally);
-    pthread_mutex_unlock(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return valid;
 }

@@ -24,6 +24,19 @@ static inline struct rig rig_open(size_t granules, const rebatch_pool_options *o
     return rig;
 }
 
+/* As above, on a device that has no virtual memory: the pool then lives on plain allocations. */
+static inline struct rig rig_open_plain(size_t granules, const rebatch_pool_options *options)
+{
+    static struct rbi_device_ops plain; /* each test is a process of its own */
+    struct rig rig = {NULL, NULL};
+    cr_assert_eq(rebatch_device_open_host(&rig.device, granules * GRANULE, NULL), REBATCH_OK);
+    plain = *rig.device->ops;
+    plain.reserve = NULL;
+    rig.device->ops = &plain;
+    cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, options), REBATCH_OK);
+    return rig;
+}
+
 static inline void assert_valid(rebatch_pool *pool)
 {
     cr_assert(rbi_pool_is_valid(pool), "%s", rebatch_last_error());
@@ -56,6 +69,12 @@ static inline void *take(rebatch_pool *pool, size_t bytes)
 static inline void give(rebatch_pool *pool, void *pointer)
 {
     cr_assert_eq(rebatch_pool_free(pool, pointer), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+/* Merges what was freed and not yet merged, so that the next blocks come by best fit. */
+static inline void settle(rebatch_pool *pool)
+{
+    rbi_pool_walk(pool, &(struct rbi_pool_visitor){NULL, NULL, NULL});
 }
 
 static inline rebatch_pool_stats stats_of(rebatch_pool *pool)

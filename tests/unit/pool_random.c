@@ -1,5 +1,5 @@
 /* Holds the whole pool against a naive model: random calls, nested scopes, streams, rollbacks.
- * Seeds: 1 to 8; each of 25,000 calls. */
+ * Seeds: 1 to 8; each of 25,000 calls, times REBATCH_TEST_SCALE; 9 to 12. */
 #include <stdlib.h>
 
 #include "unit/pool_help.h"
@@ -297,11 +297,12 @@ static void compare(struct model *m)
     cr_assert_eq(info.used_bytes, got.reserved_bytes);
 }
 
-static void open_model(struct model *m, uint64_t seed, const rebatch_pool_options *options)
+static void open_model(struct model *m, uint64_t seed, const rebatch_pool_options *options,
+                       bool plain)
 {
     memset(m, 0, sizeof *m);
     m->random = seed;
-    m->rig = rig_open(100, options);
+    m->rig = plain ? rig_open_plain(100, options) : rig_open(100, options);
     for (int i = 1; i < STREAMS; i++)
         cr_assert_eq(rebatch_stream_create(&m->streams[i], m->rig.device), REBATCH_OK);
     for (int i = 1; i < TAGS; i++) {
@@ -325,11 +326,11 @@ static void close_model(struct model *m)
     rig_close(&m->rig);
 }
 
-static void run_model(uint64_t seed, int calls, const rebatch_pool_options *options)
+static void run_model(uint64_t seed, int calls, const rebatch_pool_options *options, bool plain)
 {
     struct model *m = malloc(sizeof *m);
     cr_assert_not_null(m);
-    open_model(m, seed, options);
+    open_model(m, seed, options, plain);
     for (int n = 0; n < calls; n++) {
         const uint64_t kind = draw(&m->random) % 1000;
         if (kind < 470)
@@ -360,8 +361,9 @@ static void run_model(uint64_t seed, int calls, const rebatch_pool_options *opti
 /* Blocks never overlap, keep their content, and every statistic is that of a naive count. */
 Test(pool_random, the_pool_agrees_with_a_naive_model)
 {
+    const char *scale = getenv("REBATCH_TEST_SCALE");
     for (uint64_t seed = 1; seed <= 8; seed++)
-        run_model(seed, CALLS, NULL);
+        run_model(seed, CALLS * (scale ? atoi(scale) : 1), NULL, false);
 }
 
 /* The same with caching off, and nothing is cached. */
@@ -369,5 +371,22 @@ Test(pool_random, the_pool_agrees_with_a_naive_model_without_caching)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = REBATCH_OFF;
-    run_model(9, 4000, &options);
+    run_model(9, 4000, &options, false);
+}
+
+/* The same on a device without virtual memory, where the pool lives on plain allocations. */
+Test(pool_random, the_pool_agrees_with_a_naive_model_on_plain_allocations)
+{
+    run_model(10, CALLS, NULL, true);
+    run_model(11, CALLS, NULL, true);
+}
+
+/* The same with every option that shapes the search. */
+Test(pool_random, the_pool_agrees_with_a_naive_model_with_options)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.max_split_bytes = 2 * GRANULE;
+    options.gc_threshold_permille = 700;
+    options.events = 16;
+    run_model(12, CALLS, &options, false);
 }

@@ -22,7 +22,7 @@ Test(pool_table, it_agrees_with_a_naive_list)
         struct rbi_table_entry *entry = rbi_table_find(&table, address_of(unit));
         cr_assert_eq(entry != NULL, model[unit] != ABSENT);
         if (model[unit] == PRESENT) {
-            cr_assert_eq(entry->block, &blocks[unit]);
+            cr_assert_eq(rbi_table_block(entry), &blocks[unit]);
             if (draw(&random) % 3 == 0) {
                 table.rollback++;
                 rbi_table_mark_late(&table, entry);
@@ -33,7 +33,7 @@ Test(pool_table, it_agrees_with_a_naive_list)
             }
             continue;
         }
-        cr_assert(!entry || !entry->block);
+        cr_assert(!entry || !rbi_table_block(entry));
         blocks[unit].address = address_of(unit);
         cr_assert(rbi_table_prepare(&table, 1));
         rbi_table_put(&table, &blocks[unit]);
@@ -86,7 +86,7 @@ Test(pool_table, without_heap_old_rollbacks_make_place)
     cr_assert(rbi_table_prepare(&table, 1));
     cr_assert_eq(table.late, 0);
     for (size_t i = 1; i < count; i += 2)
-        cr_assert_eq(rbi_table_find(&table, address_of(i))->block, &blocks[i]);
+        cr_assert_eq(rbi_table_block(rbi_table_find(&table, address_of(i))), &blocks[i]);
     rbi_heap_fail(0, 0);
     rbi_heap_free(table.entries);
 }

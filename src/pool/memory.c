@@ -1,0 +1,213 @@
+/* Owns memory as a whole: what is held ahead of its use, given back, limited, or under pressure.
+ * Must not know single blocks' lives. */
+#include "pool/pool.h"
+
+/* ---- ahead of its use ---- */
+
+/* With caching off nothing is held: REBATCH_OOM when the device has not the room now. */
+static rebatch_status look_for_room(rebatch_pool *pool, size_t bytes)
+{
+    size_t room;
+    const rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    return status == REBATCH_OK && bytes > room ? REBATCH_OOM : status;
+}
+
+/* Why the guarantee holds. Let `left` be `bytes` less the rounded sizes allocated since. Claim:
+ * there is always a free block of at least `left` that the stream can have before fresh memory
+ * is given up. At first it is the piece found here. An allocation of s <= left takes either
+ * another block, and the piece stays, or that one, and as blocks are cut to exactly s in one
+ * place, left - s remain in one piece. A free only adds free memory, and merging makes no piece
+ * smaller. An allocation for another stream takes the piece, or a part of it, on the rungs
+ * OTHER_STREAMS or WAIT, which come before TRIM; so none of these allocations gets as far as
+ * giving memory back, and the piece stays in the pool. Nor does REMAP take it apart: it takes only
+ * what is complete, and then OTHER_STREAMS has found the piece before. */
+static rebatch_status hold_piece(rebatch_pool *pool, struct rbi_request *request)
+{
+    rbi_quick_flush(pool, request->stream);
+    const size_t before = pool->promised_bytes;
+    pool->promised_bytes = rbi_max(before, request->bytes); /* no zones from here on */
+    if (rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, SIZE_MAX, 0))
+        return REBATCH_OK;
+    struct rbi_block *block;
+    const rebatch_status status = rbi_pool_search(&block, pool, request);
+    if (status == REBATCH_OK)
+        (void)rbi_pool_put_block(pool, block);
+    else
+        pool->promised_bytes = before;
+    return status;
+}
+
+static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t rounded,
+                                     rebatch_stream stream)
+{
+    struct rbi_request request;
+    rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
+    if (status != REBATCH_OK)
+        return status;
+    if (!pool->caching) {
+        request.rung = REBATCH_RUNG_DEVICE;
+        status = look_for_room(pool, rounded);
+    } else if (!pool->guard) {
+        status = hold_piece(pool, &request);
+    }
+    if (status == REBATCH_OOM)
+        status = rbi_pool_report_oom(pool, &request, bytes, "reserve");
+    rbi_request_close(&request);
+    return status;
+}
+
+rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK || bytes == 0)
+        return status;
+    size_t rounded = 0;
+    if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
+        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
+        (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    status = reserve_locked(pool, bytes, rounded, stream);
+    rbi_lock_give(&pool->lock);
+    return status;
+}
+
+/* Takes what `stream` lacks of `bytes` from the device, or from free granules of other streams. */
+static rebatch_status top_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
+{
+    if (stream->free_bytes >= bytes)
+        return REBATCH_OK;
+    size_t shortage;
+    if (!rbi_round_up(bytes - stream->free_bytes, pool->granule_bytes, &shortage))
+        return REBATCH_OOM;
+    rbi_quick_flush_all(pool);
+    struct rbi_block *block;
+    return rbi_pool_grow(&block, pool, shortage, stream, stream);
+}
+
+static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    if (!pool->caching)
+        return look_for_room(pool, bytes);
+    const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
+    if (known && known->free_bytes >= bytes)
+        return REBATCH_OK;
+    struct rbi_request request;
+    rebatch_status status = rbi_request_open(&request, pool, bytes, stream);
+    if (status != REBATCH_OK)
+        return status;
+    if (pool->has_space)
+        status = rbi_pool_poll_streams(pool);
+    if (status == REBATCH_OK)
+        status = top_up(pool, bytes, request.stream);
+    if (status == REBATCH_OOM && (status = rbi_pool_await_streams(pool)) == REBATCH_OK) {
+        size_t released;
+        status = rbi_pool_trim_cache(pool, 0, request.stream, &released);
+        if (status == REBATCH_OK)
+            status = top_up(pool, bytes, request.stream);
+    }
+    rbi_request_close(&request);
+    return status;
+}
+
+rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    size_t rounded = 0;
+    if (status != REBATCH_OK ||
+        (status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
+        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    status = admit_locked(pool, rounded, stream);
+    rbi_lock_give(&pool->lock);
+    return status;
+}
+
+bool rbi_pool_is_caching(const rebatch_pool *pool)
+{
+    return pool->caching;
+}
+
+/* ---- limits ---- */
+
+rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *released_bytes)
+{
+    if (released_bytes)
+        *released_bytes = 0;
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    size_t released = 0;
+    rbi_lock_take(&pool->lock);
+    if (pool->pending)
+        status = rbi_pool_await_streams(pool);
+    if (status == REBATCH_OK)
+        status = rbi_pool_trim_cache(pool, keep_bytes, NULL, &released);
+    size_t room;
+    if (status == REBATCH_OK && pool->ballast_bytes &&
+        rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
+        rbi_ballast_arm(pool, room);
+    rbi_lock_give(&pool->lock);
+    if (released_bytes)
+        *released_bytes = released;
+    return status;
+}
+
+rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
+    pool->limit_permille = 0;
+    const uint64_t reserved = pool->stats.reserved_bytes;
+    if (reserved > pool->limit_bytes) {
+        const uint64_t cached = reserved - pool->stats.live_bytes;
+        const uint64_t excess = reserved - pool->limit_bytes;
+        size_t released;
+        /* The limit holds whether or not the device takes memory back; its error comes again. */
+        (void)rbi_pool_trim_cache(pool, cached > excess ? cached - excess : 0, NULL, &released);
+    }
+    rbi_lock_give(&pool->lock);
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
+{
+    if (!bytes)
+        return rbi_error(REBATCH_E_INVALID, "bytes is NULL: expected where to put the sum");
+    *bytes = 0;
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    size_t room;
+    status = rbi_pool_room(&room, pool, NULL);
+    if (status == REBATCH_OK &&
+        !rbi_add(pool->stats.reserved_bytes - pool->stats.live_bytes, room, bytes))
+        *bytes = SIZE_MAX;
+    rbi_lock_give(&pool->lock);
+    return status;
+}
+
+rebatch_status rebatch_pool_add_pressure(rebatch_pool *pool,
+                                         size_t (*give_up)(size_t wanted_bytes, void *user),
+                                         void *user)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    if (!give_up)
+        return rbi_error(REBATCH_E_INVALID, "give_up is NULL: expected a function");
+    rbi_lock_take(&pool->lock);
+    if (pool->pressure_count < RBI_POOL_PRESSURES)
+        pool->pressures[pool->pressure_count++] = (struct rbi_pressure){give_up, user};
+    else
+        status =
+            rbi_error(REBATCH_E_UNSUPPORTED,
+                      "%d pressure callbacks are registered: expected no more", RBI_POOL_PRESSURES);
+    rbi_lock_give(&pool->lock);
+    return status;
+}

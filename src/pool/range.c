@@ -1,0 +1,539 @@
+/* Owns ranges of addresses and the granules behind them: reserve, create, map, unmap, give back.
+ * Must not know what memory is asked for, or why.
+ *
+ * A granule is one piece of physical memory of its own: a larger piece could only be unmapped as a
+ * whole, and would keep free memory from where it is needed. */
+#include "pool/pool.h"
+
+/* ---- bookkeeping ---- */
+
+static void note_taken(rebatch_pool *pool, size_t bytes)
+{
+    pool->device_taken_bytes += bytes;
+    pool->stats.reserved_bytes += bytes;
+    if (pool->stats.reserved_peak_bytes < pool->stats.reserved_bytes)
+        pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
+}
+
+static void note_given(rebatch_pool *pool, size_t bytes)
+{
+    pool->device_given_bytes += bytes;
+    pool->stats.reserved_bytes -= bytes;
+}
+
+/* A range that is one block, in no list. */
+static struct rbi_range *add_range(rebatch_pool *pool, void *address, size_t bytes,
+                                   struct rbi_pool_stream *stream)
+{
+    struct rbi_range *range = rbi_nodes_take(&pool->range_nodes);
+    range->address = address;
+    range->bytes = bytes;
+    range->number = pool->ranges_made++;
+    range->previous = pool->last_range;
+    if (range->previous)
+        range->previous->next = range;
+    else
+        pool->first_range = range;
+    pool->last_range = range;
+    range->first = rbi_pool_make_block(pool, range, address, bytes, stream);
+    return range;
+}
+
+/* All its blocks are free. */
+static void remove_range(rebatch_pool *pool, struct rbi_range *range)
+{
+    for (struct rbi_block *b = range->first; b;) {
+        struct rbi_block *next = b->after;
+        rbi_pool_bin_remove(b);
+        rbi_pool_discard_block(pool, b);
+        b = next;
+    }
+    if (range->previous)
+        range->previous->next = range->next;
+    else
+        pool->first_range = range->next;
+    if (range->next)
+        range->next->previous = range->previous;
+    else
+        pool->last_range = range->previous;
+    rbi_nodes_put(&pool->range_nodes, range);
+}
+
+/* ---- plain allocations ---- */
+
+rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                               struct rbi_pool_stream *stream)
+{
+    *out = NULL;
+    void *address;
+    pool->stats.device_allocations++;
+    rebatch_status status = rbi_device_alloc(pool->device, &address, bytes);
+    if (status == REBATCH_OOM && rbi_ballast_drop(pool)) {
+        pool->stats.device_allocations++;
+        status = rbi_device_alloc(pool->device, &address, bytes);
+    }
+    if (status != REBATCH_OK)
+        return status;
+    struct rbi_range *range = add_range(pool, address, bytes, stream);
+    note_taken(pool, bytes);
+    RBI_RECORD(pool, MAP, address, bytes, stream->stream, 0);
+    rbi_pool_bin_add(range->first);
+    *out = range->first;
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
+{
+    for (const struct rbi_block *b = range->first; b; b = b->after) {
+        const rebatch_status status = rbi_pool_await(pool, b->stream, b->freed_at);
+        if (status != REBATCH_OK)
+            return status;
+    }
+    const rebatch_status status = rbi_device_free(pool->device, range->address, range->bytes);
+    if (status != REBATCH_OK)
+        return status;
+    pool->stats.device_frees++;
+    note_given(pool, range->bytes);
+    RBI_RECORD(pool, UNMAP, range->address, range->bytes, NULL, 0);
+    remove_range(pool, range);
+    return REBATCH_OK;
+}
+
+/* ---- addresses ---- */
+
+/* An eighth more than could ever be mapped: addresses cost next to nothing. When blocks in use have
+ * cut them up so that no place is left for a large one, another piece like it is reserved. */
+static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
+{
+    rebatch_memory_info info;
+    if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
+        return bytes;
+    const size_t most = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
+    size_t wanted;
+    if (!rbi_add(most, most / 8, &wanted) ||
+        !rbi_round_up(rbi_max(wanted, bytes), pool->granule_bytes, &wanted))
+        return bytes;
+    return wanted;
+}
+
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
+{
+    void *address;
+    size_t wanted = choose_reservation(pool, bytes);
+    rebatch_status status = rbi_device_reserve(pool->device, &address, wanted);
+    if (status == REBATCH_OOM && wanted > bytes)
+        status = rbi_device_reserve(pool->device, &address, wanted = bytes);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_physical *granules = rbi_heap_calloc(wanted / pool->granule_bytes, sizeof *granules);
+    if (!granules) {
+        (void)rbi_device_unreserve(pool->device, address, wanted);
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes of addresses", wanted);
+    }
+    struct rbi_range *range = add_range(pool, address, wanted, pool->space);
+    range->granules = granules;
+    range->small = small;
+    (void)rbi_pool_put_block(pool, range->first);
+    return REBATCH_OK;
+}
+
+/* ---- spare granules ---- */
+
+/* There is space for all that are held, so that an unmapped one always has a place. */
+static bool prepare_spare(rebatch_pool *pool, size_t more)
+{
+    size_t capacity = rbi_max(pool->spare_capacity, 64);
+    while (capacity < pool->granules_held + more)
+        capacity *= 2;
+    if (capacity == pool->spare_capacity)
+        return true;
+    rbi_physical *spare = rbi_heap_resize(pool->spare, capacity, sizeof *spare);
+    if (!spare)
+        return false;
+    pool->spare = spare;
+    pool->spare_capacity = capacity;
+    return true;
+}
+
+size_t rbi_granules_release(rebatch_pool *pool, size_t keep)
+{
+    size_t released = 0;
+    while (pool->spare_count > keep) {
+        if (rbi_device_release_physical(pool->device, pool->spare[pool->spare_count - 1],
+                                        pool->granule_bytes) != REBATCH_OK)
+            break; /* it stays spare */
+        pool->spare_count--;
+        pool->granules_held--;
+        note_given(pool, pool->granule_bytes);
+        released++;
+    }
+    pool->stats.device_frees += released > 0;
+    return released;
+}
+
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count)
+{
+    if (!prepare_spare(pool, count))
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note %zu granules", count);
+    const size_t before = pool->spare_count;
+    pool->stats.device_allocations++;
+    for (size_t i = 0; i < count; i++) {
+        rbi_physical granule;
+        rebatch_status status =
+            rbi_device_create_physical(pool->device, &granule, pool->granule_bytes);
+        if (status == REBATCH_OOM && rbi_ballast_drop(pool))
+            status = rbi_device_create_physical(pool->device, &granule, pool->granule_bytes);
+        if (status != REBATCH_OK) {
+            (void)rbi_granules_release(pool, before);
+            return status;
+        }
+        pool->spare[pool->spare_count++] = granule;
+        pool->granules_held++;
+        note_taken(pool, pool->granule_bytes);
+    }
+    return REBATCH_OK;
+}
+
+/* ---- mapping ---- */
+
+static rbi_physical *granule_at(const rebatch_pool *pool, const struct rbi_block *block,
+                                const char *address)
+{
+    const struct rbi_range *range = block->range;
+    const unsigned shift = (unsigned)__builtin_ctzll(pool->granule_bytes);
+    return &range->granules[(size_t)(address - range->address) >> shift];
+}
+
+size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first)
+{
+    const size_t offset = (size_t)(block->address - block->range->address);
+    const size_t lead = -offset & (pool->granule_bytes - 1);
+    *first = block->address + lead;
+    if (block->bytes < lead)
+        return 0;
+    return (block->bytes - lead) >> (unsigned)__builtin_ctzll(pool->granule_bytes);
+}
+
+/* Unmaps from `at` to `to`; gives where it stopped. */
+static char *unmap(rebatch_pool *pool, const struct rbi_block *block, char *at, const char *to)
+{
+    for (; at < to; at += pool->granule_bytes) {
+        if (rbi_device_unmap(pool->device, at, pool->granule_bytes) != REBATCH_OK)
+            break;
+        rbi_physical *granule = granule_at(pool, block, at);
+        pool->spare[pool->spare_count++] = *granule;
+        *granule = 0;
+    }
+    return at;
+}
+
+/* The memory is there, but whether it is mapped is not known: nobody's from now on. */
+static void quarantine(rebatch_pool *pool, struct rbi_block *block)
+{
+    rbi_pool_give_to(block, pool->space);
+    block->state = RBI_BLOCK_LOST;
+}
+
+/* Takes back what rbi_granules_map() has mapped before it failed. */
+static void unwind(rebatch_pool *pool, struct rbi_block *hole, const char *to)
+{
+    for (char *at = hole->address; (at = unmap(pool, hole, at, to)) < to;
+         at += pool->granule_bytes) {
+        quarantine(pool, hole);
+        pool->stats.quarantined_bytes += pool->granule_bytes;
+    }
+}
+
+rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole)
+{
+    const size_t step = pool->granule_bytes;
+    char *const end = hole->address + hole->bytes;
+    char *at = hole->address;
+    rebatch_status status = REBATCH_OK;
+    for (; at < end; at += step) {
+        const rbi_physical granule = pool->spare[pool->spare_count - 1];
+        status = rbi_device_map(pool->device, at, step, granule);
+        if (status != REBATCH_OK)
+            break;
+        pool->spare_count--;
+        *granule_at(pool, hole, at) = granule;
+    }
+    if (status == REBATCH_OK)
+        status = rbi_device_set_access(pool->device, hole->address, hole->bytes);
+    if (status == REBATCH_OK)
+        RBI_RECORD(pool, MAP, hole->address, hole->bytes, NULL, 0);
+    else
+        unwind(pool, hole, at);
+    return status;
+}
+
+/* ---- free granules ---- */
+
+/* Cuts a block in no list before `at`, puts the part before it back, and gives the rest. */
+static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, const char *at)
+{
+    if (at == block->address)
+        return block;
+    struct rbi_block *rest = rbi_pool_split(pool, block, (size_t)(at - block->address));
+    (void)rbi_pool_put_block(pool, block);
+    return rest;
+}
+
+/* Unmaps `count` granules of a free block, from `first` on: what was unmapped becomes a hole. False
+ * when the device did not unmap one; that one is quarantined. Needs three spare nodes. */
+static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
+{
+    const size_t step = pool->granule_bytes;
+    const char *const end = first + count * step;
+    rbi_pool_bin_remove(block);
+    block->state = RBI_BLOCK_HELD;
+    const char *const stop = unmap(pool, block, first, end);
+    struct rbi_pool_stream *stream = block->stream;
+    const uint64_t freed_at = block->freed_at;
+    block = put_part(pool, block, first);
+    if (stop > first) {
+        RBI_RECORD(pool, UNMAP, first, (size_t)(stop - first), stream->stream, 0);
+        struct rbi_block *rest = stop < block->address + block->bytes
+                                     ? rbi_pool_split(pool, block, (size_t)(stop - first))
+                                     : NULL;
+        rbi_pool_give_to(block, pool->space);
+        (void)rbi_pool_put_block(pool, block);
+        block = rest;
+    }
+    if (stop < end) {
+        struct rbi_block *rest = block->bytes > step ? rbi_pool_split(pool, block, step) : NULL;
+        quarantine(pool, block);
+        pool->stats.quarantined_bytes += step;
+        block = rest;
+    }
+    if (block) {
+        block->freed_at = freed_at;
+        (void)rbi_pool_put_block(pool, block);
+    }
+    return stop == end;
+}
+
+/* Unmaps at most `most` of a block's wholly free granules, those next to a hole if there is one;
+ * false when no more can be done. */
+static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t most)
+{
+    char *first;
+    const size_t whole = rbi_granules_within(pool, block, &first);
+    if (whole == 0 || block->freed_at > block->stream->done)
+        return true;
+    if (!rbi_nodes_prepare(&pool->block_nodes, rbi_pool_promised(pool) + 3))
+        return false;
+    const size_t count = rbi_min(whole, most);
+    if (!block->before || block->before->state != RBI_BLOCK_HOLE)
+        first += (whole - count) * pool->granule_bytes;
+    return unmap_part(pool, block, first, count);
+}
+
+/* Large free blocks first: each that is taken apart leaves parts of granules at its ends, so the
+ * fewer the better. A block that is put back while the walk is on is met again at most in a class
+ * below, when it has nothing left to give. */
+void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
+{
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
+        uint64_t rows = s == spared ? 0 : s->rows;
+        while (rows != 0) {
+            const unsigned row = 63u - (unsigned)__builtin_clzll(rows);
+            rows &= ~(UINT64_C(1) << row);
+            for (unsigned column = 0; column < RBI_POOL_COLUMNS; column++) {
+                struct rbi_block *next;
+                for (struct rbi_block *b = s->bins[row][column]; b; b = next) {
+                    if (pool->spare_count >= wanted)
+                        return;
+                    next = b->next;
+                    const size_t before = pool->spare_count;
+                    if (b->bytes < pool->granule_bytes)
+                        break;
+                    const bool more = harvest_block(pool, b, wanted - before);
+                    pool->stats.remaps += pool->spare_count - before;
+                    if (!more)
+                        return;
+                }
+            }
+        }
+    }
+}
+
+/* ---- giving back ---- */
+
+static bool lies_wholly_with(const struct rbi_range *range, const struct rbi_pool_stream *stream)
+{
+    return range->first->stream == stream && !range->first->after;
+}
+
+static bool is_free(const struct rbi_range *range)
+{
+    for (const struct rbi_block *b = range->first; b; b = b->after)
+        if (b->state != RBI_BLOCK_FREE)
+            return false;
+    return true;
+}
+
+/* The free plain range that brings the cache down by `excess` with the least beyond, else the
+ * largest. */
+static struct rbi_range *choose_range(const rebatch_pool *pool, uint64_t excess,
+                                      const struct rbi_pool_stream *spared)
+{
+    struct rbi_range *best = NULL;
+    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+        if (!is_free(r) || (spared && lies_wholly_with(r, spared)))
+            continue;
+        if (!best || (best->bytes < excess ? r->bytes > best->bytes
+                                           : r->bytes >= excess && r->bytes < best->bytes))
+            best = r;
+    }
+    return best;
+}
+
+static rebatch_status trim_ranges(rebatch_pool *pool, size_t keep_bytes,
+                                  const struct rbi_pool_stream *spared, size_t *released_bytes)
+{
+    for (;;) {
+        const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+        if (cached <= keep_bytes)
+            return REBATCH_OK;
+        struct rbi_range *range = choose_range(pool, cached - keep_bytes, spared);
+        if (!range)
+            return REBATCH_OK;
+        const size_t bytes = range->bytes;
+        const rebatch_status status = rbi_range_free(pool, range);
+        if (status == REBATCH_OOM)
+            return REBATCH_OK; /* the device had no memory to wait with: the range stays cached */
+        if (status != REBATCH_OK)
+            return status;
+        *released_bytes += bytes;
+    }
+}
+
+static rebatch_status trim_granules(rebatch_pool *pool, size_t keep_bytes,
+                                    const struct rbi_pool_stream *spared, size_t *released_bytes)
+{
+    const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+    if (cached <= keep_bytes)
+        return REBATCH_OK;
+    rebatch_status status = REBATCH_OK;
+    if (rbi_pool_has_waiting(pool, NULL))
+        status = rbi_pool_await_streams(pool);
+    if (status != REBATCH_OK)
+        return status;
+    if (!spared && !rbi_pool_has_waiting(pool, NULL))
+        rbi_pool_adopt(pool, pool->first_stream); /* granules that two streams share are free too */
+    const size_t excess =
+        (size_t)((cached - keep_bytes + pool->granule_bytes - 1) / pool->granule_bytes);
+    const uint64_t remaps = pool->stats.remaps;
+    rbi_granules_harvest(pool, excess, spared);
+    pool->stats.remaps = remaps; /* they are not mapped elsewhere */
+    const size_t keep = pool->spare_count > excess ? pool->spare_count - excess : 0;
+    *released_bytes = rbi_granules_release(pool, keep) * pool->granule_bytes;
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
+                                   const struct rbi_pool_stream *spared, size_t *released_bytes)
+{
+    *released_bytes = 0;
+    rbi_quick_flush_all(pool);
+    const rebatch_status status = pool->has_space
+                                      ? trim_granules(pool, keep_bytes, spared, released_bytes)
+                                      : trim_ranges(pool, keep_bytes, spared, released_bytes);
+    pool->stats.trims += *released_bytes > 0;
+    return status;
+}
+
+/* The free block with whole granules, or the wholly free plain range's, that was used last longest
+ * ago. */
+static struct rbi_block *oldest_free(const rebatch_pool *pool)
+{
+    struct rbi_block *oldest = NULL;
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
+        for (struct rbi_block *b = r->first; b; b = b->after) {
+            char *first;
+            if (b->state != RBI_BLOCK_FREE || b->freed_at > b->stream->done ||
+                (r->granules ? rbi_granules_within(pool, b, &first) == 0 : b->bytes != r->bytes))
+                continue;
+            if (!oldest || b->age < oldest->age)
+                oldest = b;
+        }
+    }
+    return oldest;
+}
+
+void rbi_pool_collect(rebatch_pool *pool)
+{
+    rebatch_memory_info info;
+    if (pool->gc_permille == 0 || rebatch_device_memory(pool->device, &info) != REBATCH_OK)
+        return;
+    const size_t limit = rbi_min(rbi_pool_limit(pool, info.total_bytes), info.total_bytes);
+    const size_t threshold =
+        limit / 1000 * pool->gc_permille + limit % 1000 * pool->gc_permille / 1000;
+    const uint64_t before = pool->stats.reserved_bytes;
+    while (pool->stats.reserved_bytes > threshold) {
+        const size_t excess = (size_t)(pool->stats.reserved_bytes - threshold);
+        const size_t granules = (excess + pool->granule_bytes - 1) / pool->granule_bytes;
+        if (rbi_granules_release(pool, pool->spare_count - rbi_min(pool->spare_count, granules)))
+            continue;
+        struct rbi_block *block = pool->spare_count == 0 ? oldest_free(pool) : NULL;
+        if (!block || (block->range->granules ? !harvest_block(pool, block, granules)
+                                              : rbi_range_free(pool, block->range) != REBATCH_OK))
+            break;
+    }
+    pool->stats.collected_bytes += before - pool->stats.reserved_bytes;
+}
+
+/* ---- the ballast ---- */
+
+void rbi_ballast_arm(rebatch_pool *pool, size_t room)
+{
+    if (pool->ballast_bytes == 0 || pool->ballast || room < pool->ballast_bytes)
+        return;
+    if (rbi_device_alloc(pool->device, &pool->ballast, pool->ballast_bytes) == REBATCH_OK)
+        note_taken(pool, pool->ballast_bytes);
+    else
+        pool->ballast = NULL;
+}
+
+bool rbi_ballast_drop(rebatch_pool *pool)
+{
+    if (!pool->ballast ||
+        rbi_device_free(pool->device, pool->ballast, pool->ballast_bytes) != REBATCH_OK)
+        return false;
+    pool->ballast = NULL;
+    pool->stats.ballast_drops++;
+    note_given(pool, pool->ballast_bytes);
+    return true;
+}
+
+/* ---- the end ---- */
+
+/* Quarantined granules are tried once more. */
+static void destroy_granules(rebatch_pool *pool, struct rbi_range *range)
+{
+    for (size_t i = 0; i < range->bytes / pool->granule_bytes; i++) {
+        if (range->granules[i] == 0)
+            continue;
+        (void)rbi_device_unmap(pool->device, range->address + i * pool->granule_bytes,
+                               pool->granule_bytes);
+        (void)rbi_device_release_physical(pool->device, range->granules[i], pool->granule_bytes);
+    }
+    (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
+    rbi_heap_free(range->granules);
+}
+
+void rbi_pool_destroy_ranges(rebatch_pool *pool)
+{
+    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+        if (r->granules)
+            destroy_granules(pool, r);
+        else
+            (void)rbi_device_free(pool->device, r->address, r->bytes);
+    }
+    pool->first_range = pool->last_range = NULL;
+    (void)rbi_granules_release(pool, 0);
+    rbi_heap_free(pool->spare);
+    if (pool->ballast)
+        (void)rbi_device_free(pool->device, pool->ballast, pool->ballast_bytes);
+}

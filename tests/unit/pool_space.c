@@ -1,0 +1,334 @@
+/* Holds what granules promise: free ones are mapped where memory is needed before new ones are
+ * made, nothing is lost when a call of the device fails. Seeds: 1 and 2 where a test draws. */
+#include <signal.h>
+
+#include "unit/pool_help.h"
+
+static rebatch_pool_stats after_trim(rebatch_pool *pool)
+{
+    cr_assert_eq(rebatch_pool_trim(pool, 0, NULL), REBATCH_OK);
+    return stats_of(pool);
+}
+
+/* Blocks of any size lie one behind the other: what is reserved is what is live, in granules. */
+Test(pool_space, blocks_share_granules)
+{
+    struct rig rig = rig_open(64, NULL);
+    char *last = NULL;
+    for (int i = 0; i < 20; i++) {
+        char *block = take(rig.pool, GRANULE + 5 * UNIT);
+        cr_assert(!last || block == last + GRANULE + 5 * UNIT);
+        last = block;
+    }
+    const rebatch_pool_stats stats = stats_of(rig.pool);
+    cr_assert_eq(stats.reserved_bytes, (stats.live_bytes + GRANULE - 1) / GRANULE * GRANULE);
+    rig_close(&rig);
+}
+
+/* Free granules in several places serve one large request; the device is not asked, and what is in
+ * use keeps its content. */
+Test(pool_space, free_granules_are_mapped_elsewhere_before_new_ones_are_made)
+{
+    struct rig rig = rig_open(16, NULL);
+    char *blocks[8];
+    for (int i = 0; i < 8; i++) {
+        blocks[i] = take(rig.pool, 2 * GRANULE);
+        memset(blocks[i], i, 2 * GRANULE);
+    }
+    for (int i = 0; i < 8; i += 2)
+        give(rig.pool, blocks[i]);
+    const uint64_t calls = stats_of(rig.pool).device_allocations;
+    char *large = take(rig.pool, 8 * GRANULE);
+    memset(large, 0x55, 8 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
+    cr_assert_eq(stats_of(rig.pool).remaps, 8);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
+    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_REMAP], 1);
+    for (int i = 1; i < 8; i += 2)
+        for (size_t at = 0; at < 2 * GRANULE; at += 512)
+            cr_assert_eq(blocks[i][at], i);
+    rig_close(&rig);
+}
+
+/* Granules that another stream has freed and finished with are as good as one's own. */
+Test(pool_space, granules_of_other_streams_are_remapped_once_they_are_done)
+{
+    struct rig rig = rig_open(16, NULL);
+    rebatch_stream other;
+    cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
+    void *a = take(rig.pool, 8 * GRANULE);
+    void *b = take_on(rig.pool, 8 * GRANULE, other);
+    give(rig.pool, a);
+    give(rig.pool, b);
+    (void)take(rig.pool, 15 * GRANULE + 1);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
+    rig_close(&rig);
+}
+
+/* The last granules serve a request that begins in what a neighbour has left of one. */
+Test(pool_space, a_request_begins_where_its_neighbour_left_off)
+{
+    struct rig rig = rig_open(8, NULL);
+    char *first = take(rig.pool, 3 * GRANULE + 3 * UNIT);
+    char *rest = take(rig.pool, 5 * GRANULE - 3 * UNIT);
+    cr_assert_eq(rest, first + 3 * GRANULE + 3 * UNIT);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * GRANULE);
+    rig_close(&rig);
+}
+
+/* The pool does not say OOM while enough granules are free: random sizes up to a sixteenth of the
+ * device, and at each OOM all but a few parts of granules are in use. */
+Test(pool_space, an_oom_means_that_memory_is_gone)
+{
+    enum { BLOCKS = 200, GRANULES = 512 };
+    struct rig rig = {NULL, NULL};
+    cr_assert_eq(rebatch_device_open_dry(&rig.device, GRANULES * GRANULE, GRANULE), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
+    void *blocks[BLOCKS];
+    size_t count = 0;
+    uint64_t random = 1;
+    int ooms = 0;
+    for (int n = 0; n < 20000; n++) {
+        const size_t bytes = draw(&random) % (GRANULES / 16 * GRANULE) + 1;
+        void *block = NULL;
+        if (count < BLOCKS && draw(&random) % 100 < 60) {
+            if (rebatch_pool_alloc(&block, rig.pool, bytes, NULL, 0) == REBATCH_OK) {
+                blocks[count++] = block;
+                continue;
+            }
+            rebatch_oom_report report;
+            cr_assert_eq(rebatch_pool_last_oom(&report, rig.pool), REBATCH_OK);
+            cr_assert_lt(report.would_fit_bytes, bytes);
+            /* Besides what would have fitted only parts of granules at blocks' ends are free. */
+            cr_assert_geq(report.live_bytes + report.would_fit_bytes + 2 * GRANULE * count,
+                          GRANULES * GRANULE);
+            cr_assert_eq(rebatch_pool_alloc(&block, rig.pool, report.would_fit_bytes, NULL, 0),
+                         report.would_fit_bytes ? REBATCH_OK : REBATCH_OK, "%s",
+                         rebatch_last_error());
+            give(rig.pool, block);
+            ooms++;
+        }
+        if (count > 0) {
+            const size_t at = draw(&random) % count;
+            give(rig.pool, blocks[at]);
+            blocks[at] = blocks[--count];
+        }
+        if (n % 500 == 0)
+            assert_valid(rig.pool);
+    }
+    cr_assert_gt(ooms, 50);
+    rig_close(&rig);
+}
+
+/* A range whose unmap fails is quarantined: counted, never given out again, tried again at the
+ * end. */
+Test(pool_space, what_is_not_unmapped_is_quarantined)
+{
+    struct rig rig = rig_open(8, NULL);
+    rebatch_device *fault;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.calls = REBATCH_FAULT_UNMAP;
+    plan.nth = 2;
+    plan.status = REBATCH_E_DEVICE;
+    cr_assert_eq(rebatch_device_open_fault(&fault, rig.device, &plan), REBATCH_OK);
+    rebatch_pool *pool;
+    cr_assert_eq(rebatch_pool_create(&pool, fault, NULL), REBATCH_OK);
+    give(pool, take(pool, 4 * GRANULE));
+    (void)rebatch_pool_trim(pool, 0, NULL);
+    cr_assert_eq(stats_of(pool).quarantined_bytes, GRANULE);
+    assert_valid(pool);
+    cr_assert_eq(after_trim(pool).reserved_bytes, GRANULE);
+    (void)take(pool, 7 * GRANULE);
+    void *pointer;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, pool, 1, NULL, 0), REBATCH_OOM);
+    assert_valid(pool);
+    rebatch_pool_destroy(pool);
+    rebatch_device_close(fault);
+    rig_close(&rig);
+}
+
+/* A mapping that fails at any granule, or when it is opened, leaves everything as it was. */
+Test(pool_space, a_mapping_that_fails_is_unwound)
+{
+    static const uint32_t kinds[] = {REBATCH_FAULT_CREATE, REBATCH_FAULT_MAP, REBATCH_FAULT_ACCESS};
+    for (size_t k = 0; k < 3; k++) {
+        for (uint64_t nth = 1; nth <= (k == 2 ? 1 : 6); nth++) {
+            struct rig rig = rig_open(8, NULL);
+            rebatch_device *fault;
+            rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+            plan.calls = kinds[k];
+            plan.nth = nth;
+            plan.status = REBATCH_E_DEVICE;
+            cr_assert_eq(rebatch_device_open_fault(&fault, rig.device, &plan), REBATCH_OK);
+            rebatch_pool *pool;
+            cr_assert_eq(rebatch_pool_create(&pool, fault, NULL), REBATCH_OK);
+            void *pointer;
+            cr_assert_eq(rebatch_pool_alloc(&pointer, pool, 6 * GRANULE, NULL, 0),
+                         REBATCH_E_DEVICE);
+            assert_valid(pool);
+            cr_assert_eq(stats_of(pool).quarantined_bytes, 0);
+            cr_assert_eq(stats_of(pool).live_bytes, 0);
+            memset(take(pool, 8 * GRANULE), 1, 8 * GRANULE);
+            rebatch_pool_destroy(pool);
+            rebatch_device_close(fault);
+            rig_close(&rig);
+        }
+    }
+}
+
+/* With a guard each block ends where memory ends, and what is behind it is not mapped. */
+Test(pool_space, a_guarded_block_ends_where_memory_ends)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.guard = REBATCH_ON;
+    struct rig rig = rig_open(32, &options);
+    static const size_t sizes[] = {1, 512, GRANULE, GRANULE + 1, 3 * GRANULE - UNIT};
+    for (int round = 0; round < 4; round++) {
+        void *blocks[5];
+        for (size_t i = 0; i < 5; i++) {
+            char *block = blocks[i] = take(rig.pool, sizes[i]);
+            memset(block, 1, sizes[i]);
+            size_t bytes;
+            cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_OK);
+            const struct rbi_block *gap = rbi_pool_block_around(rig.pool, block + bytes);
+            cr_assert_eq(gap->state, RBI_BLOCK_GUARD);
+            cr_assert_eq(gap->range->granules[(gap->address - gap->range->address) / GRANULE], 0);
+            assert_valid(rig.pool);
+        }
+        for (size_t i = 0; i < 5; i++)
+            give(rig.pool, blocks[(i * 2) % 5]);
+        assert_valid(rig.pool);
+    }
+    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 12 * GRANULE);
+    rig_close(&rig);
+    rig = rig_open_plain(8, NULL);
+    rebatch_pool *pool;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_UNSUPPORTED,
+                   "guard");
+    rig_close(&rig);
+}
+
+Test(pool_space, an_overrun_of_a_guarded_block_faults, .signal = SIGSEGV)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.guard = REBATCH_ON;
+    struct rig rig = rig_open(8, &options);
+    volatile char *block = take(rig.pool, UNIT);
+    block[UNIT] = 1;
+}
+
+/* The ballast is held from the beginning, given up when the device says OOM, and taken again. */
+Test(pool_space, the_ballast_is_given_up_when_the_device_says_oom)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.ballast_bytes = 2 * GRANULE - 1;
+    struct rig rig = rig_open(16, NULL);
+    rebatch_device *fault;
+    cr_assert_eq(rebatch_device_open_fault(&fault, rig.device, NULL), REBATCH_OK);
+    rebatch_pool *pool;
+    cr_assert_eq(rebatch_pool_create(&pool, fault, &options), REBATCH_OK);
+    cr_assert_eq(stats_of(pool).reserved_bytes, 2 * GRANULE);
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.nth = 1;
+    cr_assert_eq(rebatch_fault_arm(fault, &plan), REBATCH_OK);
+    void *block = take(pool, GRANULE); /* the second try is served */
+    cr_assert_eq(stats_of(pool).ballast_drops, 1);
+    cr_assert_eq(stats_of(pool).reserved_bytes, GRANULE);
+    give(pool, block);
+    cr_assert_eq(after_trim(pool).reserved_bytes, 2 * GRANULE); /* armed again */
+    assert_valid(pool);
+    rebatch_pool_destroy(pool);
+    rebatch_device_close(fault);
+    rig_close(&rig);
+}
+
+/* Larger free blocks than max_split are left alone by smaller requests. */
+Test(pool_space, large_free_blocks_are_not_split_for_small_requests)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.max_split_bytes = 4 * GRANULE;
+    struct rig rig = rig_open_plain(64, &options);
+    char *large = take(rig.pool, 8 * GRANULE);
+    give(rig.pool, large);
+    char *small = take(rig.pool, GRANULE);
+    cr_assert(small < large || small >= large + 8 * GRANULE);
+    cr_assert_eq(take(rig.pool, 5 * GRANULE), large);
+    rig_close(&rig);
+}
+
+/* Sizes are rounded to steps of their octave; what was asked for is still known. */
+Test(pool_space, sizes_are_rounded_to_steps_of_their_octave)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.rounding_divisions = 4;
+    struct rig rig = rig_open(64, &options);
+    static const size_t cases[][2] = {{600, 1024}, {5000, 5120}, {33000, 40960}, {65536, 65536}};
+    for (size_t i = 0; i < 4; i++) {
+        size_t bytes;
+        cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, take(rig.pool, cases[i][0])),
+                     REBATCH_OK);
+        cr_assert_eq(bytes, cases[i][1]);
+    }
+    cr_assert_eq(stats_of(rig.pool).requested_bytes, 600 + 5000 + 33000 + 65536);
+    rig_close(&rig);
+    rebatch_pool *pool;
+    rig = rig_open(8, NULL);
+    options.rounding_divisions = 3;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "is 3");
+    options.rounding_divisions = 0;
+    options.gc_threshold_permille = 1001;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "1001");
+    rig_close(&rig);
+}
+
+/* The last events are kept in order, as many as asked for; none unless asked. */
+Test(pool_space, the_last_events_are_kept)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.events = 4;
+    struct rig rig = rig_open(16, &options);
+    struct rbi_pool_event events[8];
+    const rebatch_scope scope = begin(rig.pool);
+    void *a = take(rig.pool, KIB);
+    void *b = take(rig.pool, KIB);
+    give(rig.pool, a);
+    cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
+    void *pointer;
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 17 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rbi_pool_get_events(events, 8, rig.pool), 4);
+    static const uint8_t kinds[] = {RBI_POOL_EVENT_FREE, RBI_POOL_EVENT_FREE,
+                                    RBI_POOL_EVENT_ROLLBACK, RBI_POOL_EVENT_OOM};
+    for (size_t i = 0; i < 4; i++) {
+        cr_assert_eq(events[i].kind, kinds[i]);
+        cr_assert(i == 0 || events[i].number == events[i - 1].number + 1);
+    }
+    cr_assert_eq(events[1].address, b);
+    cr_assert_eq(events[3].bytes, 17 * GRANULE);
+    cr_assert_eq(rbi_pool_get_events(events, 1, rig.pool), 1);
+    cr_assert_eq(events[0].kind, RBI_POOL_EVENT_OOM);
+    rig_close(&rig);
+    rig = rig_open(16, NULL);
+    give(rig.pool, take(rig.pool, KIB));
+    cr_assert_eq(rbi_pool_get_events(events, 8, rig.pool), 0);
+    rig_close(&rig);
+}
+
+/* Above the threshold free memory goes back to the device when the pool grows. */
+Test(pool_space, free_memory_above_the_gc_threshold_goes_back)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.gc_threshold_permille = 500;
+    options.ballast_bytes = 0;
+    struct rig rig = rig_open(16, &options);
+    rebatch_stream other;
+    cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
+    void *cached = take(rig.pool, 6 * GRANULE);
+    void *wall = take(rig.pool, UNIT);
+    give(rig.pool, cached);
+    void *large = take(rig.pool, 8 * GRANULE);
+    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 10 * GRANULE);
+    assert_valid(rig.pool);
+    give(rig.pool, wall);
+    give(rig.pool, large);
+    rig_close(&rig);
+}
