@@ -65,8 +65,8 @@ void rbi_lock_give_slowly(struct rbi_lock *lock)
         (void)syscall(SYS_futex, &lock->word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
 
-/* The word is held: ends the ownership of another thread. That thread either saw `owner` change, and
- * then leaves `busy` alone, or had said `busy` before the barrier, and is waited for. */
+/* The word is held: ends the ownership of another thread. That thread either saw `owner` change,
+ * and then leaves `busy` alone, or had said `busy` before the barrier, and is waited for. */
 static void share(struct rbi_lock *lock)
 {
     atomic_store_explicit(&lock->owner, RBI_LOCK_SHARED, memory_order_relaxed);

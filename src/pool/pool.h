@@ -368,7 +368,8 @@ static inline size_t rbi_pool_zones(const rebatch_pool *pool)
 {
     return pool->has_space && pool->promised_bytes == 0 ? pool->granule_bytes : 0;
 }
-/* The blocks of the bins from that of `bytes` on, in the order of their classes; NULL at the end. */
+/* The blocks of the bins from that of `bytes` on, in the order of their classes; NULL at the end.
+ * */
 struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
 struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
 void rbi_pool_bin_add(struct rbi_block *block);
@@ -578,7 +579,8 @@ void rbi_ring_add(struct rbi_ring *ring, enum rbi_pool_event_kind kind, const ch
 /* Copies the last events, at most `most` of them, oldest first; how many. Any thread. */
 size_t rbi_pool_get_events(struct rbi_pool_event *out, size_t most, rebatch_pool *pool);
 /* Visits ranges, and the blocks of each in the order of their addresses, quick ones merged. Either
- * function may be NULL; a walk ends when one gives false. The lock is held meanwhile. Any thread. */
+ * function may be NULL; a walk ends when one gives false. The lock is held meanwhile. Any thread.
+ * */
 struct rbi_pool_visitor {
     bool (*range)(const struct rbi_range *range, void *user);
     bool (*block)(const struct rbi_range *range, const struct rbi_block *block, void *user);

@@ -248,8 +248,9 @@ Test(pool_alloc, free_neighbours_merge_in_every_order)
     rig_close(&rig);
 }
 
-/* Without virtual memory reserved stays close to live: small requests share a segment of four granules, large ones get
- * their own size in whole granules; when four are not to be had one will do. */
+/* Without virtual memory reserved stays close to live: small requests share a segment of four
+ * granules, large ones get their own size in whole granules; when four are not to be had one will
+ * do. */
 Test(pool_alloc, segments_are_as_large_as_needed)
 {
     struct rig rig = rig_open_plain(9, NULL);
