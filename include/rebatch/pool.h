@@ -33,7 +33,8 @@ typedef struct rebatch_pool_options {
     rebatch_toggle caching;  /**< REBATCH_OFF: every call goes straight to the device, for memory
                                   checkers; default on */
     size_t ballast_bytes;    /**< kept from the device until it says OOM itself, then given back so
-                                  that error paths can run; taken again when there is room. 0: none */
+                                  that error paths can run; taken again when there is room;
+                                  0: none */
     size_t max_split_bytes;  /**< free blocks larger than this are not split for requests that are
                                   smaller than it; 0: no such bound */
     uint32_t gc_threshold_permille; /**< above this share of the limit (of the device, without

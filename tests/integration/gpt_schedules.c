@@ -135,6 +135,9 @@ static void run_batches(size_t first, size_t last)
         for (uint64_t i = 0; i < SCHEDULES_A_BATCH; i++)
             run_schedule(batch, &reference, batch * 1000 + i, &tally);
     }
+    cr_assert_gt(tally.ooms, 0);
+    if (stride() > 1)
+        return; /* too few schedules for shares of them */
     cr_assert_gt(tally.ooms, tally.schedules, "%u OOMs in %u schedules", tally.ooms,
                  tally.schedules);
     cr_assert_gt(tally.shrunk, tally.schedules / 4);
