@@ -1,0 +1,407 @@
+/* Owns the tests of every CUDA operation against the host's, which are tested against a reference
+ * in double. Must not know private headers of the library. */
+#include <math.h>
+#include <string.h>
+
+#include "gpt_cuda_support.h"
+
+/* The same call on both queues: `arguments` is a macro that makes them for a side of the pairs. */
+#define ON_BOTH(member, arguments)                                                                 \
+    do {                                                                                           \
+        ASSERT_OK(host_ops->member(&on_host, arguments(host)));                                    \
+        ASSERT_OK(gpu_ops->member(&on_gpu, arguments(gpu)));                                       \
+    } while (0)
+
+/* ---- embedding ---- */
+
+static void check_embedding(size_t samples, size_t T, size_t C, size_t V, support_random *random)
+{
+    const struct pair ids = pair_tokens(samples, T, V, random);
+    const struct gpt_tokens host_tokens = {ids.host, samples, T},
+                            gpu_tokens = {ids.gpu, samples, T};
+    const struct pair table = pair_random(V * C, 1.0f, random);
+    const struct pair positions = pair_random(T * C, 1.0f, random);
+    const struct pair dx = pair_random(samples * T * C, 1.0f, random);
+    const struct pair x = pair_poisoned(samples * T * C);
+    const struct pair dtable = pair_random(V * C, 1.0f, random);
+    const struct pair dpositions = pair_random(T * C, 1.0f, random);
+#define FORWARD(side) x.side, &side##_tokens, table.side, positions.side, C
+    ON_BOTH(embedding_forward, FORWARD);
+#undef FORWARD
+#define BACKWARD(side) dtable.side, dpositions.side, dx.side, &side##_tokens, C
+    ON_BOTH(embedding_backward, BACKWARD);
+#undef BACKWARD
+    pair_expect_close(&x, "x");
+    pair_expect_close(&dtable, "dtoken_table");
+    pair_expect_close(&dpositions, "dposition_table");
+}
+
+Test(gpt_cuda_ops, embedding, .description = "seed 11")
+{
+    support_random random = {11};
+    queues_open(1);
+    check_embedding(3, 5, 64, 7, &random);
+    check_embedding(16, 32, 128, 256, &random);
+    queues_close();
+}
+
+/* ---- layer norm ---- */
+
+static void check_layernorm(size_t samples, size_t C, support_random *random)
+{
+    const size_t rows = samples * on_gpu.sample_rows;
+    const struct pair x = pair_random(rows * C, 3.0f, random);
+    const struct pair gamma = pair_random(C, 1.0f, random), beta = pair_random(C, 1.0f, random);
+    const struct pair dy = pair_random(rows * C, 1.0f, random);
+    const struct pair y = pair_poisoned(rows * C), dx = pair_poisoned(rows * C);
+    const struct pair mean = pair_poisoned(rows), rstd = pair_poisoned(rows);
+    const struct pair dgamma = pair_random(C, 1.0f, random), dbeta = pair_random(C, 1.0f, random);
+    const struct pair sum = pair_random(rows * C, 1.0f, random);
+#define FORWARD(side) y.side, mean.side, rstd.side, x.side, gamma.side, beta.side, rows, C
+    ON_BOTH(layernorm_forward, FORWARD);
+#undef FORWARD
+#define BACKWARD(side)                                                                             \
+    dx.side, dgamma.side, dbeta.side, dy.side, x.side, mean.side, rstd.side, gamma.side, rows, C,  \
+        false
+    ON_BOTH(layernorm_backward, BACKWARD);
+#undef BACKWARD
+#define ADDING(side)                                                                               \
+    sum.side, dgamma.side, dbeta.side, dy.side, x.side, mean.side, rstd.side, gamma.side, rows, C, \
+        true
+    ON_BOTH(layernorm_backward, ADDING);
+#undef ADDING
+    pair_expect_close(&y, "y");
+    pair_expect_close(&mean, "mean");
+    pair_expect_close(&rstd, "rstd");
+    pair_expect_close(&dx, "dx");
+    pair_expect_close(&sum, "dx, added");
+    pair_expect_close(&dgamma, "dgamma");
+    pair_expect_close(&dbeta, "dbeta");
+}
+
+Test(gpt_cuda_ops, layernorm, .description = "seed 12")
+{
+    support_random random = {12};
+    queues_open(33);
+    check_layernorm(1, 64, &random);
+    check_layernorm(7, 128, &random);
+    check_layernorm(3, 768, &random);
+    queues_close();
+}
+
+/* ---- matrix product ---- */
+
+static void check_matmul(size_t samples, size_t inputs, size_t outputs, bool transposed,
+                         support_random *random)
+{
+    const size_t rows = samples * on_gpu.sample_rows;
+    const struct gpt_matmul shape = {rows, inputs, outputs, transposed};
+    const struct pair x = pair_random(rows * inputs, 1.0f, random);
+    const struct pair w = pair_random(inputs * outputs, 1.0f, random);
+    const struct pair bias = pair_random(outputs, 1.0f, random);
+    const struct pair dy = pair_random(rows * outputs, 1.0f, random);
+    const struct pair y = pair_poisoned(rows * outputs), plain = pair_poisoned(rows * outputs);
+    const struct pair dx = pair_poisoned(rows * inputs);
+    const struct pair dw = pair_random(inputs * outputs, 1.0f, random);
+    const struct pair dbias = pair_random(outputs, 1.0f, random);
+#define WITH_BIAS(side) y.side, x.side, w.side, bias.side, &shape
+    ON_BOTH(matmul_forward, WITH_BIAS);
+#undef WITH_BIAS
+#define PLAIN(side) plain.side, x.side, w.side, NULL, &shape
+    ON_BOTH(matmul_forward, PLAIN);
+#undef PLAIN
+#define INPUT(side) dx.side, dy.side, w.side, &shape
+    ON_BOTH(matmul_backward_input, INPUT);
+#undef INPUT
+#define WEIGHT(side) dw.side, dbias.side, dy.side, x.side, &shape
+    ON_BOTH(matmul_backward_weight, WEIGHT);
+#undef WEIGHT
+    pair_expect_close(&y, "y with a bias");
+    pair_expect_close(&plain, "y");
+    pair_expect_close(&dx, "dx");
+    pair_expect_close(&dw, "dweight");
+    pair_expect_close(&dbias, "dbias");
+#define WITHOUT(side) dw.side, NULL, dy.side, x.side, &shape
+    ON_BOTH(matmul_backward_weight, WITHOUT);
+#undef WITHOUT
+    pair_expect_close(&dw, "dweight once more");
+}
+
+Test(gpt_cuda_ops, matmul, .description = "seed 13")
+{
+    static const size_t shapes[][3] = {{1, 64, 64},    {3, 64, 192},  {5, 256, 64},
+                                       {16, 128, 512}, {2, 768, 256}, {2, 64, 256}};
+    support_random random = {13};
+    for (size_t length = 31; length <= 64; length += 33) {
+        queues_open(length);
+        for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+            check_matmul(shapes[i][0], shapes[i][1], shapes[i][2], false, &random);
+            check_matmul(shapes[i][0], shapes[i][1], shapes[i][2], true, &random);
+        }
+        queues_close();
+    }
+}
+
+Test(gpt_cuda_ops, matmul_refuses_shapes_that_it_does_not_take)
+{
+    queues_open(32);
+    float *none = pair_poisoned(64).gpu;
+    ASSERT_ERROR(gpu_ops->matmul_forward(&on_gpu, none, none, none, NULL,
+                                         &(struct gpt_matmul){32, 65, 64, false}),
+                 REBATCH_E_UNSUPPORTED, "inputs is 65");
+    ASSERT_ERROR(gpu_ops->matmul_backward_input(&on_gpu, none, none, none,
+                                                &(struct gpt_matmul){32, 64, 100, false}),
+                 REBATCH_E_UNSUPPORTED, "outputs is 100");
+    ASSERT_ERROR(gpu_ops->matmul_backward_weight(&on_gpu, none, NULL, none, none,
+                                                 &(struct gpt_matmul){33, 64, 64, false}),
+                 REBATCH_E_INVALID, "33 rows");
+    ASSERT_ERROR(gpu_ops->matmul_forward(&on_gpu, none + 1, none, none, NULL,
+                                         &(struct gpt_matmul){32, 64, 64, false}),
+                 REBATCH_E_INVALID, "a multiple of 16 bytes");
+    queues_close();
+}
+
+/* ---- attention ---- */
+
+/* The host's [row][head] in the GPU's order, [sample][head][t]. */
+static void reorder_log_sums(const struct pair *pair, const struct gpt_attention *shape)
+{
+    const size_t T = shape->length, H = shape->heads;
+    float *values = pair->host, *copy = pair_poisoned(pair->count).host;
+    memcpy(copy, values, pair->count * sizeof *copy);
+    for (size_t sample = 0; sample < shape->count; sample++)
+        for (size_t t = 0; t < T; t++)
+            for (size_t head = 0; head < H; head++)
+                values[(sample * H + head) * T + t] = copy[(sample * T + t) * H + head];
+}
+
+static void check_attention(size_t samples, size_t T, size_t heads, size_t width,
+                            support_random *random)
+{
+    const struct gpt_attention shape = {samples, T, heads, width};
+    const size_t rows = samples * T, C = heads * width;
+    const struct pair qkv = pair_random(rows * 3 * C, 1.0f, random);
+    const struct pair dout = pair_random(rows * C, 1.0f, random);
+    const struct pair out = pair_poisoned(rows * C), sums = pair_poisoned(rows * heads);
+    const struct pair dqkv = pair_poisoned(rows * 3 * C);
+#define FORWARD(side) out.side, sums.side, qkv.side, &shape
+    ON_BOTH(attention_forward, FORWARD);
+#undef FORWARD
+#define BACKWARD(side) dqkv.side, dout.side, out.side, qkv.side, sums.side, &shape
+    ON_BOTH(attention_backward, BACKWARD);
+#undef BACKWARD
+    reorder_log_sums(&sums, &shape);
+    pair_expect_close(&out, "out");
+    pair_expect_close(&sums, "log_sums");
+    pair_expect_close(&dqkv, "dqkv");
+}
+
+Test(gpt_cuda_ops, attention, .description = "seed 14: lengths below, at and beyond a tile")
+{
+    support_random random = {14};
+    queues_open(1);
+    check_attention(2, 1, 2, 32, &random);
+    check_attention(3, 32, 2, 32, &random);
+    check_attention(2, 70, 2, 64, &random);
+    check_attention(1, 150, 1, 128, &random);
+    queues_close();
+}
+
+Test(gpt_cuda_ops, attention_refuses_heads_that_it_does_not_take)
+{
+    const struct gpt_attention shape = {1, 1, 1, 48};
+    queues_open(1);
+    float *none = pair_poisoned(144).gpu;
+    ASSERT_ERROR(gpu_ops->attention_forward(&on_gpu, none, none, none, &shape),
+                 REBATCH_E_UNSUPPORTED, "width is 48");
+    ASSERT_ERROR(gpu_ops->attention_backward(&on_gpu, none, none, none, none, none, &shape),
+                 REBATCH_E_UNSUPPORTED, "width is 48");
+    queues_close();
+}
+
+/* ---- GELU, add ---- */
+
+Test(gpt_cuda_ops, gelu_and_add, .description = "seed 15")
+{
+    support_random random = {15};
+    const size_t count = 20011;
+    queues_open(1);
+    const struct pair x = pair_random(count, 8.0f, &random);
+    const struct pair y = pair_poisoned(count), dy = pair_random(count, 1.0f, &random);
+    const struct pair sum = pair_random(count, 1.0f, &random);
+#define FORWARD(side) y.side, x.side, count
+    ON_BOTH(gelu_forward, FORWARD);
+#undef FORWARD
+#define BACKWARD(side) dy.side, x.side, count
+    ON_BOTH(gelu_backward, BACKWARD);
+#undef BACKWARD
+#define ADD(side) sum.side, x.side, count
+    ON_BOTH(add, ADD);
+#undef ADD
+    pair_expect_close(&y, "y");
+    pair_expect_close(&dy, "dy");
+    pair_expect_close(&sum, "sum");
+    queues_close();
+}
+
+/* ---- dropout ---- */
+
+static void check_dropout(const struct gpt_dropout *dropout, size_t samples, size_t elements,
+                          support_random *random)
+{
+    const size_t count = samples * elements;
+    const struct pair x = pair_random(count, 1.0f, random);
+    const struct pair residual = pair_random(count, 1.0f, random);
+    const struct pair out = pair_poisoned(count), alone = pair_poisoned(count);
+#define ADDED(side) out.side, residual.side, x.side, samples, elements, dropout
+    ON_BOTH(dropout_add, ADDED);
+#undef ADDED
+#define ALONE(side) alone.side, NULL, x.side, samples, elements, dropout
+    ON_BOTH(dropout_add, ALONE);
+#undef ALONE
+#define IN_PLACE(side) x.side, residual.side, x.side, samples, elements, dropout
+    ON_BOTH(dropout_add, IN_PLACE);
+#undef IN_PLACE
+    pair_expect_close(&out, "out");
+    pair_expect_close(&alone, "out without a residual");
+    pair_expect_close(&x, "out in place");
+}
+
+Test(gpt_cuda_ops, dropout, .description = "seed 16: the same elements as on the host")
+{
+    support_random random = {16};
+    const struct gpt_dropout some = {0.1f, 0x123456789abcdef0u, 3, 7, 1000};
+    const struct gpt_dropout late = {0.5f, 0xfedcba9876543210u, 0x500000002u, 0, 0};
+    const struct gpt_dropout none = {0.0f, 5, 0, 0, 0};
+    struct gpt_dropout wrong = {.probability = NAN};
+    queues_open(1);
+    check_dropout(&some, 3, 64 * 32, &random);
+    check_dropout(&late, 5, 776, &random);
+    check_dropout(&none, 2, 504, &random);
+    float *array = pair_poisoned(64).gpu;
+    ASSERT_ERROR(gpu_ops->dropout_add(&on_gpu, array, NULL, array, 1, 64, &wrong),
+                 REBATCH_E_INVALID, "dropout is nan");
+    ASSERT_ERROR(gpu_ops->dropout_add(&on_gpu, array, NULL, array, 1, 63, &some),
+                 REBATCH_E_UNSUPPORTED, "63 elements");
+    queues_close();
+}
+
+/* ---- loss ---- */
+
+static void check_loss(size_t samples, size_t V, float spread, support_random *random)
+{
+    const size_t T = on_gpu.sample_rows, rows = samples * T;
+    const struct pair ids = pair_tokens(samples, T, V, random);
+    const struct gpt_tokens host_tokens = {ids.host, samples, T},
+                            gpu_tokens = {ids.gpu, samples, T};
+    const struct pair logits = pair_random(rows * V, spread, random);
+    const struct pair losses = pair_poisoned(rows), again = pair_poisoned(rows);
+    const struct pair sum = pair_random_doubles(1, 10.0, random);
+#define EVALUATE(side) again.side, logits.side, &side##_tokens, V, 0.0f
+    ON_BOTH(cross_entropy, EVALUATE);
+#undef EVALUATE
+    pair_expect_close(&logits, "logits that were to be left alone");
+#define TRAIN(side) losses.side, logits.side, &side##_tokens, V, 0.125f
+    ON_BOTH(cross_entropy, TRAIN);
+#undef TRAIN
+#define SUM(side) sum.side, losses.side, rows
+    ON_BOTH(sum_losses, SUM);
+#undef SUM
+    pair_expect_close(&losses, "losses");
+    pair_expect_close(&again, "losses in evaluation");
+    pair_expect_close(&logits, "gradient of the logits");
+    pair_expect_close(&sum, "sum of losses");
+}
+
+Test(gpt_cuda_ops, loss, .description = "seed 17")
+{
+    support_random random = {17};
+    queues_open(37);
+    check_loss(3, 256, 1.0f, &random);
+    check_loss(2, 1024, 8.0f, &random);
+    queues_close();
+}
+
+/* ---- update ---- */
+
+static void check_norm(size_t count, float most, support_random *random)
+{
+    const struct pair x = pair_random(count, 1.0f, random);
+    const struct pair partials =
+        pair_poisoned_doubles((count + GPT_NORM_CHUNK - 1) / GPT_NORM_CHUNK);
+    const struct pair norm = pair_poisoned(2);
+#define SQUARES(side) partials.side, x.side, count
+    ON_BOTH(sum_squares, SQUARES);
+#undef SQUARES
+#define CLIP(side) norm.side, partials.side, partials.count, most
+    ON_BOTH(clip_scale, CLIP);
+#undef CLIP
+    pair_expect_close(&partials, "partial sums");
+    pair_expect_close(&norm, "norm and scale");
+}
+
+static void check_adamw(size_t count, const struct gpt_adamw *settings, support_random *random)
+{
+    /* Small weights, so that an update that is off shows. */
+    const struct pair weight = pair_random(count, 1e-2f, random);
+    const struct pair first = pair_random(count, 0.1f, random);
+    const struct pair second = pair_random(count, 1e-3f, random);
+    const struct pair gradient = pair_random(count, 1.0f, random);
+    const struct pair scale = pair_random(1, 1.0f, random);
+    float *squares = second.host;
+    for (size_t i = 0; i < count; i++)
+        squares[i] = fabsf(squares[i]);
+    ASSERT_OK(rebatch_copy(on_gpu.device, second.gpu, squares, count * sizeof *squares, NULL));
+#define UPDATE(side)                                                                               \
+    weight.side, first.side, second.side, gradient.side, scale.side, count, settings
+    ON_BOTH(adamw, UPDATE);
+#undef UPDATE
+    pair_expect_close(&weight, "weight");
+    pair_expect_close(&first, "first moment");
+    pair_expect_close(&second, "second moment");
+}
+
+Test(gpt_cuda_ops, update, .description = "seed 18")
+{
+    support_random random = {18};
+    const struct gpt_adamw early = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    const struct gpt_adamw late = {1e-2f, 0.9f, 0.999f, 1e-8f, 0.0f, 1000};
+    queues_open(1);
+    check_norm(1, 0.5f, &random);
+    check_norm(4096 * 3 + 17, 0.5f, &random);
+    check_norm(100000, 0.0f, &random);
+    check_adamw(20011, &early, &random);
+    check_adamw(64, &late, &random);
+    queues_close();
+}
+
+/* ---- opening ---- */
+
+Test(gpt_cuda_ops, open_refuses_what_it_cannot_serve)
+{
+    struct gpt_queue queue = {.sample_rows = 1};
+    ASSERT_OK(rebatch_device_open_host(&queue.device, REBATCH_UNLIMITED, NULL));
+    ASSERT_ERROR(gpt_cuda_ops_get()->open(&queue), REBATCH_E_INVALID, "expected an NVIDIA GPU");
+    queue.sample_rows = 0;
+    ASSERT_ERROR(gpt_cuda_ops_get()->open(&queue), REBATCH_E_INVALID, "0 rows");
+    cr_assert_null(queue.state);
+    rebatch_device_close(queue.device);
+}
+
+Test(gpt_cuda_ops, an_oom_when_opening_is_an_oom)
+{
+    struct gpt_queue queue = {.sample_rows = 1};
+    rebatch_device *gpu;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.nth = 1;
+    plan.times = REBATCH_FAULT_FOREVER;
+    ASSERT_OK(rebatch_device_open_cuda(&gpu, NULL));
+    ASSERT_OK(rebatch_device_open_fault(&queue.device, gpu, &plan));
+    cr_assert_eq(gpt_cuda_ops_get()->open(&queue), REBATCH_OOM);
+    cr_assert_null(queue.state);
+    ASSERT_OK(rebatch_fault_arm(queue.device, NULL));
+    ASSERT_OK(gpt_cuda_ops_get()->open(&queue));
+    gpt_cuda_ops_get()->close(&queue);
+    rebatch_device_close(queue.device);
+    rebatch_device_close(gpu);
+}
