@@ -364,7 +364,6 @@ int main(int count, char **arguments)
         return 2;
     rebatch_status status = gpt_train_options_init(&options, "demo");
     options.total_steps = STEPS;
-    options.learning_rate = 1e-3f;
     if (!status)
         status = gpt_data_open_default(&data, ".", options.config.length);
     if (!status)

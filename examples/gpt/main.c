@@ -23,7 +23,7 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(batch, "N", "samples of an update (default 64)")                                             \
     X(seed, "N", "of weights, dropout and samples (default 1)")                                    \
     X(dropout, "P", "0 to less than 1 (default 0.1)")                                              \
-    X(rate, "R", "highest learning rate (default 0.003)")                                          \
+    X(rate, "R", "highest learning rate (default 0.001)")                                          \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
     X(cap, "SIZE", "memory of the device, 64MiB for example: REBATCH_DEVICE_CAPACITY")             \

@@ -21,8 +21,8 @@ rebatch_status gpt_train_options_init(struct gpt_train_options *out, const char 
 {
     *out = (struct gpt_train_options){.batch = 64,
                                       .seed = 1,
-                                      .learning_rate = 3e-3f,
-                                      .least_learning_rate = 3e-4f,
+                                      .learning_rate = 1e-3f,
+                                      .least_learning_rate = 1e-4f,
                                       .warmup_steps = 4,
                                       .total_steps = 40,
                                       .beta1 = 0.9f,
