@@ -83,8 +83,7 @@ static bool is_in_zone(const struct rbi_block *block, const struct wanted *wante
 {
     if (wanted->granule == 0)
         return true;
-    return wanted->small ? block->range->small || block->bytes < wanted->granule
-                         : !block->range->small;
+    return wanted->small ? block->small || block->bytes < wanted->granule : !block->small;
 }
 
 /* The best of the first `looks` blocks of a bin, and of those behind them the first that fits. */
@@ -157,6 +156,8 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool)
         for (unsigned i = 0; i < RBI_POOL_QUICK; i++)
             if (s->quick[i].newest)
                 largest = rbi_max(largest, s->quick[i].bytes);
+        for (const struct rbi_block *b = s->loose; b; b = b->next)
+            largest = rbi_max(largest, b->bytes);
         if (s->rows == 0)
             continue;
         const unsigned row = 63u - (unsigned)__builtin_clzll(s->rows);
@@ -173,8 +174,11 @@ struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *rang
                                       size_t bytes, struct rbi_pool_stream *stream)
 {
     struct rbi_block *block = rbi_nodes_take_as_is(&pool->block_nodes);
-    *block =
-        (struct rbi_block){.range = range, .address = address, .bytes = bytes, .stream = stream};
+    *block = (struct rbi_block){.range = range,
+                                .address = address,
+                                .bytes = bytes,
+                                .stream = stream,
+                                .small = range->small};
     stream->references++;
     return block;
 }
@@ -201,7 +205,7 @@ struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, si
                                                  block->bytes - bytes, block->stream);
     rest->state = block->state;
     rest->freed_at = block->freed_at;
-    rest->age = block->age;
+    rest->birth = block->birth;
     rest->before = block;
     rest->after = block->after;
     if (rest->after)
@@ -243,12 +247,21 @@ struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *bloc
     return block;
 }
 
+struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                    size_t bytes)
+{
+    rbi_quick_flush(pool, stream);
+    struct rbi_block *block =
+        rbi_pool_find_fit(stream, bytes, UINT64_MAX, pool->max_split_bytes, rbi_pool_zones(pool));
+    return block ? rbi_pool_take_block(pool, block, bytes, stream) : NULL;
+}
+
 void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left)
 {
     struct rbi_block *right = left->after;
     left->bytes += right->bytes;
     left->freed_at = left->freed_at < right->freed_at ? right->freed_at : left->freed_at;
-    left->age = left->age < right->age ? right->age : left->age;
+    left->birth = left->birth < right->birth ? right->birth : left->birth;
     left->after = right->after;
     if (left->after)
         left->after->before = left;
@@ -278,8 +291,7 @@ struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block
 
 /* ---- quick lists ---- */
 
-/* From the table, or from those in use, to the free ones. */
-static void settle(rebatch_pool *pool, struct rbi_block *block)
+void rbi_pool_settle_block(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_table_entry *entry = rbi_table_find(&pool->table, block->address);
     if (block->late)
@@ -290,16 +302,12 @@ static void settle(rebatch_pool *pool, struct rbi_block *block)
     (void)rbi_pool_put_block(pool, block);
 }
 
-static void flush_slot(rebatch_pool *pool, struct rbi_pool_stream *stream, unsigned slot)
+static void settle_list(rebatch_pool *pool, struct rbi_block *block)
 {
-    struct rbi_quick *quick = &stream->quick[slot];
-    struct rbi_block *block = quick->newest;
-    quick->newest = NULL;
-    stream->quick_filled &= ~(UINT64_C(1) << slot);
     while (block) {
         struct rbi_block *next = block->next;
-        stream->free_bytes -= block->bytes;
-        settle(pool, block);
+        block->stream->free_bytes -= block->bytes;
+        rbi_pool_settle_block(pool, block);
         block = next;
     }
 }
@@ -307,25 +315,17 @@ static void flush_slot(rebatch_pool *pool, struct rbi_pool_stream *stream, unsig
 /* Why quick lists cost no memory: every request that is not served by a block of just its size has
  * all of them merged first (rbi_quick_flush), so it finds what it would find had each been merged
  * when it was freed; and one that is served leaves no rest. */
-void rbi_quick_push(rebatch_pool *pool, struct rbi_block *block)
+void rbi_quick_flush_slowly(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    struct rbi_pool_stream *stream = block->stream;
-    const unsigned slot = rbi_quick_slot(block->bytes);
-    struct rbi_quick *quick = &stream->quick[slot];
-    if (quick->newest && quick->bytes != block->bytes)
-        flush_slot(pool, stream, slot);
-    block->state = RBI_BLOCK_QUICK;
-    block->next = quick->newest;
-    quick->newest = block;
-    quick->bytes = block->bytes;
-    stream->quick_filled |= UINT64_C(1) << slot;
-    stream->free_bytes += block->bytes;
-}
-
-void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream)
-{
-    while (stream->quick_filled)
-        flush_slot(pool, stream, (unsigned)__builtin_ctzll(stream->quick_filled));
+    for (; stream->quick_filled; stream->quick_filled &= stream->quick_filled - 1) {
+        struct rbi_quick *quick = &stream->quick[__builtin_ctzll(stream->quick_filled)];
+        struct rbi_block *block = quick->newest;
+        quick->newest = NULL;
+        settle_list(pool, block);
+    }
+    struct rbi_block *block = stream->loose;
+    stream->loose = NULL;
+    settle_list(pool, block);
 }
 
 void rbi_quick_flush_all(rebatch_pool *pool)

@@ -50,6 +50,7 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->rounding_divisions = options->rounding_divisions;
     pool->caching = rbi_is_on(options->caching);
     pool->guard = options->guard == REBATCH_ON;
+    pool->plain = pool->caching && !pool->guard;
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
     pool->block_nodes.node_bytes = sizeof(struct rbi_block);
     pool->range_nodes.node_bytes = sizeof(struct rbi_range);
@@ -230,6 +231,20 @@ static rebatch_status alloc_by_search(void **out, rebatch_pool *pool, size_t byt
     return status;
 }
 
+/* The ladder's first rung, with nothing around it: NULL when that does not do, or might need the
+ * heap first. */
+static struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                     size_t rounded)
+{
+    if (!pool->plain || pool->block_nodes.spare < rbi_pool_promised(pool) ||
+        !rbi_table_has_space(&pool->table, pool->pressing + 1))
+        return NULL;
+    stream->misses += stream->misses < RBI_POOL_MISSES;
+    struct rbi_block *block = rbi_pool_take_own(pool, stream, rounded);
+    pool->rungs[REBATCH_RUNG_CACHE] += block != NULL;
+    return block;
+}
+
 /* A block of just this size that was freed before: it is still in the table, and there is nothing
  * to cut; so this needs nothing of the heap and no search. */
 static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
@@ -246,8 +261,12 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
             pool->last_stream = known;
     }
     struct rbi_block *block = known ? rbi_quick_pop(known, rounded) : NULL;
-    if (!block)
-        return alloc_by_search(out, pool, bytes, rounded, stream, tag);
+    if (!block) {
+        block = known ? take_cached(pool, known, rounded) : NULL;
+        if (!block)
+            return alloc_by_search(out, pool, bytes, rounded, stream, tag);
+        rbi_table_put(&pool->table, block);
+    }
     use_block(pool, block, bytes, tag);
     *out = block->address;
     return REBATCH_OK;
@@ -307,10 +326,13 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     rbi_pool_count_free(pool, block, rolled_back);
     leave_live_list(pool, block);
     block->late = rolled_back;
+    if (__builtin_expect(pool->caching, 1)) {
+        rbi_pool_retire_block(pool, block);
+        return;
+    }
     struct rbi_range *range = block->range;
     rbi_pool_retire_block(pool, block);
-    if (!pool->caching)
-        pass_back(pool, range);
+    pass_back(pool, range);
 }
 
 /* Says what is wrong with a pointer that is no block in use. */
@@ -391,6 +413,7 @@ static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, reb
     use->stream = other;
     use->next = block->uses;
     block->uses = use;
+    block->used = true;
     other->references++;
     return REBATCH_OK;
 }

@@ -59,6 +59,7 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
 
 static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, struct tally *tally)
 {
+    CHECK(b->small == b->range->small && b->used == (b->uses != NULL));
     CHECK(b->bytes > 0 && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
     CHECK((uintptr_t)b->address % REBATCH_POOL_ALIGNMENT == 0);
     CHECK(b->stream == pool->space || is_known_stream(pool, b->stream));
@@ -170,6 +171,11 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
             found->live_bytes += b->bytes;
             found->quick_blocks++;
         }
+    }
+    for (const struct rbi_block *b = s->loose; b; b = b->next) {
+        CHECK(b->state == RBI_BLOCK_QUICK && b->stream == s);
+        found->live_bytes += b->bytes;
+        found->quick_blocks++;
     }
     CHECK(found->live_bytes - before == s->free_bytes);
     CHECK(s->done <= s->frees);
