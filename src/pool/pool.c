@@ -211,6 +211,15 @@ static void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
 }
 
+/* One that was in use before may still be there. */
+static void list_block(rebatch_pool *pool, struct rbi_block *block)
+{
+    if (block->listed)
+        return;
+    rbi_table_put(&pool->table, block);
+    block->listed = true;
+}
+
 static rebatch_status alloc_by_search(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
                                       rebatch_stream stream, rebatch_tag tag)
 {
@@ -221,7 +230,7 @@ static rebatch_status alloc_by_search(void **out, rebatch_pool *pool, size_t byt
     struct rbi_block *block;
     status = rbi_pool_search(&block, pool, &request);
     if (status == REBATCH_OK) {
-        rbi_table_put(&pool->table, block);
+        list_block(pool, block);
         use_block(pool, block, bytes, tag);
         *out = block->address;
     } else if (status == REBATCH_OOM) {
@@ -265,7 +274,7 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         block = known ? take_cached(pool, known, rounded) : NULL;
         if (!block)
             return alloc_by_search(out, pool, bytes, rounded, stream, tag);
-        rbi_table_put(&pool->table, block);
+        list_block(pool, block);
     }
     use_block(pool, block, bytes, tag);
     *out = block->address;
@@ -282,8 +291,12 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
     if (status != REBATCH_OK || bytes == 0)
         return status;
     size_t rounded = 0;
-    if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
-        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
+    /* No call for what most calls have right. */
+    if (__builtin_expect(bytes <= SIZE_MAX / 4 && pool->rounding_divisions == 0, 1))
+        rounded = (bytes + REBATCH_POOL_UNIT_BYTES - 1) & ~(size_t)(REBATCH_POOL_UNIT_BYTES - 1);
+    else if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK)
+        return status;
+    if ((stream && (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK) ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_alloc")) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);

@@ -13,8 +13,9 @@
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_TAGS 256 /* "untagged" included */
 #define RBI_POOL_PRESSURES 16
-#define RBI_POOL_ROWS 56    /* octaves of units, the first one for all sizes below 16 KiB */
-#define RBI_POOL_COLUMNS 32 /* classes an octave */
+#define RBI_POOL_ROWS 56 /* octaves of units, the first one for all sizes below 16 KiB */
+#define RBI_POOL_COLUMN_BITS 5
+#define RBI_POOL_COLUMNS (1 << RBI_POOL_COLUMN_BITS) /* classes an octave */
 #define RBI_POOL_QUICK 64
 /* After so many requests in a row that the quick lists did not serve, blocks are merged as they are
  * freed; after so many of those the lists have another try. */
@@ -133,7 +134,7 @@ struct rbi_block_use {
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
  *   after == NULL || after->address == address + bytes && after->before == this
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
- *   live, deferred, quick, pending: table[address] == this; else table[address] is no block
+ *   listed == (table[address] == this); live, deferred, quick, pending: listed
  *   live or deferred: previous->birth < birth < next->birth
  *   small == range->small; used == (uses != NULL)
  *   hole, lost: address and bytes are multiples of the granule */
@@ -154,6 +155,7 @@ struct rbi_block {
     bool late;                        /* quick, pending: a rollback took it back */
     bool small;                       /* its range is for small blocks */
     bool used;                        /* other streams use it */
+    bool listed;                      /* it is in the table */
     struct rbi_block *before, *after; /* neighbours in the range */
     struct rbi_range *range;
     struct rbi_block_use *uses;
@@ -416,8 +418,56 @@ static inline size_t rbi_pool_zones(const rebatch_pool *pool)
  * */
 struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
 struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
-void rbi_pool_bin_add(struct rbi_block *block);
-void rbi_pool_bin_remove(struct rbi_block *block);
+struct rbi_place {
+    unsigned row, column;
+};
+
+/* Row 0 has a class for every size below 32 units; row r those of the octave that begins at
+ * 2^(r + 4) units, in 32 steps. */
+static inline struct rbi_place rbi_place_of(size_t bytes)
+{
+    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
+    if (units < RBI_POOL_COLUMNS)
+        return (struct rbi_place){0, (unsigned)units};
+    const unsigned log = 63u - (unsigned)__builtin_clzll(units);
+    return (struct rbi_place){log - RBI_POOL_COLUMN_BITS + 1,
+                              (unsigned)(units >> (log - RBI_POOL_COLUMN_BITS)) &
+                                  (RBI_POOL_COLUMNS - 1)};
+}
+
+static inline void rbi_pool_bin_add(struct rbi_block *block)
+{
+    struct rbi_pool_stream *stream = block->stream;
+    const struct rbi_place at = rbi_place_of(block->bytes);
+    struct rbi_block **bin = &stream->bins[at.row][at.column];
+    block->previous = NULL;
+    block->next = *bin;
+    if (block->next)
+        block->next->previous = block;
+    *bin = block;
+    stream->columns[at.row] |= 1u << at.column;
+    stream->rows |= UINT64_C(1) << at.row;
+    stream->free_bytes += block->bytes;
+}
+
+static inline void rbi_pool_bin_remove(struct rbi_block *block)
+{
+    struct rbi_pool_stream *stream = block->stream;
+    stream->free_bytes -= block->bytes;
+    if (block->next)
+        block->next->previous = block->previous;
+    if (block->previous) {
+        block->previous->next = block->next;
+        return;
+    }
+    const struct rbi_place at = rbi_place_of(block->bytes);
+    stream->bins[at.row][at.column] = block->next;
+    if (block->next)
+        return;
+    stream->columns[at.row] &= ~(1u << at.column);
+    if (stream->columns[at.row] == 0)
+        stream->rows &= ~(UINT64_C(1) << at.row);
+}
 /* A node for a piece of `range`, in no list. */
 struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
                                       size_t bytes, struct rbi_pool_stream *stream);
@@ -624,13 +674,69 @@ void rbi_request_close(struct rbi_request *request);
 
 /* ---- counting (tags.c), scopes (scope.c), reports (report.c); with the lock held ---- */
 
-void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block);
-void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block, bool rolled_back);
 /* stats.blocks and stats.freed_total_bytes, which are not kept. */
 static inline uint64_t rbi_pool_blocks(const rebatch_pool *pool)
 {
     return pool->stats.allocations - pool->stats.frees - pool->stats.rolled_back_blocks;
 }
+/* To be called before a tag's live bytes change: see struct rbi_tag. */
+static inline void rbi_tag_settle_peak(const rebatch_pool *pool, struct rbi_tag *tag)
+{
+    if (tag->peak_number == pool->peak_number)
+        return;
+    tag->at_peak_bytes = tag->live_bytes;
+    tag->peak_number = pool->peak_number;
+}
+
+static inline void rbi_raise(uint64_t *peak, uint64_t value)
+{
+    if (*peak < value)
+        *peak = value;
+}
+
+static inline void rbi_scope_count(rebatch_pool *pool, const struct rbi_block *block)
+{
+    struct rbi_scope *scope = &pool->scopes[pool->depth - 1];
+    rbi_raise(&scope->live_most, pool->stats.live_bytes);
+    rbi_raise(&scope->largest_bytes, block->bytes);
+    scope->requested_bytes += block->requested_bytes;
+    scope->allocations++;
+}
+
+static inline void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block)
+{
+    rebatch_pool_stats *stats = &pool->stats;
+    struct rbi_tag *tag = &pool->tags[block->tag];
+    rbi_tag_settle_peak(pool, tag);
+    tag->live_bytes += block->bytes;
+    rbi_raise(&tag->peak_bytes, tag->live_bytes);
+    stats->live_bytes += block->bytes;
+    stats->requested_bytes += block->requested_bytes;
+    stats->allocations++;
+    stats->allocated_total_bytes += block->bytes;
+    rbi_raise(&stats->blocks_peak, rbi_pool_blocks(pool));
+    rbi_raise(&pool->mark_peak_bytes, stats->live_bytes);
+    if (stats->live_bytes > stats->live_peak_bytes) {
+        stats->live_peak_bytes = stats->live_bytes;
+        pool->peak_number++;
+    }
+    if (pool->depth)
+        rbi_scope_count(pool, block);
+}
+
+static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block,
+                                       bool rolled_back)
+{
+    rebatch_pool_stats *stats = &pool->stats;
+    struct rbi_tag *tag = &pool->tags[block->tag];
+    rbi_tag_settle_peak(pool, tag);
+    tag->live_bytes -= block->bytes;
+    stats->live_bytes -= block->bytes;
+    stats->requested_bytes -= block->requested_bytes;
+    stats->frees += !rolled_back;
+    stats->rolled_back_blocks += rolled_back;
+}
+
 /* Was the innermost scope opened after the block was allocated? Then its free waits for the
  * commit. */
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,

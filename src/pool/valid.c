@@ -28,27 +28,25 @@ static bool is_known_stream(const rebatch_pool *pool, const struct rbi_pool_stre
     return false;
 }
 
-/* A block that is not in use, and not in the table unless it may be put back whole. */
+/* A block that is not in use. */
 static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block *b,
-                                const struct rbi_table_entry *entry, struct tally *tally)
+                                struct tally *tally)
 {
-    const struct rbi_block *known = entry ? rbi_table_block(entry) : NULL;
     const size_t offset = (size_t)(b->address - b->range->address);
     switch (b->state) {
     case RBI_BLOCK_FREE:
     case RBI_BLOCK_HOLE:
         CHECK((b->stream == pool->space) == (b->state == RBI_BLOCK_HOLE));
-        CHECK(!known && b->freed_at <= b->stream->frees);
+        CHECK(b->freed_at <= b->stream->frees);
         tally->free_blocks++;
         break;
     case RBI_BLOCK_QUICK:
     case RBI_BLOCK_PENDING:
-        CHECK(known == b && b->freed_at <= b->stream->frees);
+        CHECK(b->listed && b->freed_at <= b->stream->frees);
         tally->quick_blocks += b->state == RBI_BLOCK_QUICK;
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
     default:
-        CHECK(!known);
         CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0);
         CHECK(b->state != RBI_BLOCK_GUARD || pool->guard);
     }
@@ -67,9 +65,10 @@ static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, 
     CHECK(!b->after || (b->state != RBI_BLOCK_FREE && b->state != RBI_BLOCK_HOLE) ||
           b->after->state != b->state || b->after->stream != b->stream);
     const struct rbi_table_entry *entry = rbi_table_find(&pool->table, b->address);
+    CHECK(b->listed == (entry && rbi_table_block(entry) == b));
     if (b->state != RBI_BLOCK_LIVE && b->state != RBI_BLOCK_DEFERRED)
-        return is_idle_block_valid(pool, b, entry, tally);
-    CHECK(entry && rbi_table_block(entry) == b && !b->late);
+        return is_idle_block_valid(pool, b, tally);
+    CHECK(b->listed && !b->late);
     CHECK(b->tag < pool->tag_count && b->birth < pool->births);
     CHECK(b->requested_bytes <= b->bytes);
     CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
