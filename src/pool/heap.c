@@ -4,62 +4,13 @@
 
 /* How many blocks of a class are looked at: more find little better (bounded best fit). */
 #define LOOKS 8
-#define COLUMN_BITS 5
-_Static_assert(RBI_POOL_COLUMNS == 1 << COLUMN_BITS, "a row has one bit a column");
+
+/* Of what most allocations and frees pass through the calls are inlined. */
+#define HOT __attribute__((flatten))
 
 /* ---- bins ---- */
 
-struct place {
-    unsigned row, column;
-};
-
-/* Row 0 has a class for every size below 32 units; row r those of the octave that begins at
- * 2^(r + 4) units, in 32 steps. */
-static struct place place_of(size_t bytes)
-{
-    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
-    if (units < RBI_POOL_COLUMNS)
-        return (struct place){0, (unsigned)units};
-    const unsigned log = 63u - (unsigned)__builtin_clzll(units);
-    return (struct place){log - COLUMN_BITS + 1,
-                          (unsigned)(units >> (log - COLUMN_BITS)) & (RBI_POOL_COLUMNS - 1)};
-}
-
-void rbi_pool_bin_add(struct rbi_block *block)
-{
-    struct rbi_pool_stream *stream = block->stream;
-    const struct place at = place_of(block->bytes);
-    struct rbi_block **bin = &stream->bins[at.row][at.column];
-    block->previous = NULL;
-    block->next = *bin;
-    if (block->next)
-        block->next->previous = block;
-    *bin = block;
-    stream->columns[at.row] |= 1u << at.column;
-    stream->rows |= UINT64_C(1) << at.row;
-    stream->free_bytes += block->bytes;
-}
-
-void rbi_pool_bin_remove(struct rbi_block *block)
-{
-    struct rbi_pool_stream *stream = block->stream;
-    stream->free_bytes -= block->bytes;
-    if (block->next)
-        block->next->previous = block->previous;
-    if (block->previous) {
-        block->previous->next = block->next;
-        return;
-    }
-    const struct place at = place_of(block->bytes);
-    stream->bins[at.row][at.column] = block->next;
-    if (block->next)
-        return;
-    stream->columns[at.row] &= ~(1u << at.column);
-    if (stream->columns[at.row] == 0)
-        stream->rows &= ~(UINT64_C(1) << at.row);
-}
-
-static bool is_better(const struct rbi_block *a, const struct rbi_block *b)
+static inline bool is_better(const struct rbi_block *a, const struct rbi_block *b)
 {
     if (a->bytes != b->bytes)
         return a->bytes < b->bytes;
@@ -79,22 +30,21 @@ struct wanted {
 
 /* Small blocks stay among themselves, and in what is left of granules: one that lies alone in a
  * granule keeps all of it from where it is needed. */
-static bool is_in_zone(const struct rbi_block *block, const struct wanted *wanted)
+static inline bool is_in_zone(const struct rbi_block *block, const struct wanted *wanted)
 {
     if (wanted->granule == 0)
         return true;
-    return wanted->small ? block->range->small || block->bytes < wanted->granule
-                         : !block->range->small;
+    return wanted->small ? block->small || block->bytes < wanted->granule : !block->small;
 }
 
 /* The best of the first `looks` blocks of a bin, and of those behind them the first that fits. */
-static struct rbi_block *best_of(struct rbi_block *bin, const struct wanted *wanted)
+static inline struct rbi_block *best_of(struct rbi_block *bin, const struct wanted *wanted)
 {
     struct rbi_block *best = NULL;
     unsigned looks = 0;
     for (struct rbi_block *b = bin; b && (looks < LOOKS || !best); b = b->next, looks++)
-        if (b->bytes >= wanted->bytes && b->bytes <= wanted->most && b->freed_at <= wanted->ready &&
-            is_in_zone(b, wanted) && (!best || is_better(b, best)))
+        if (b->bytes >= wanted->bytes && (!best || is_better(b, best)) && is_in_zone(b, wanted) &&
+            b->bytes <= wanted->most && b->freed_at <= wanted->ready)
             best = b;
     return best;
 }
@@ -104,7 +54,7 @@ struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t
 {
     const struct wanted wanted = {bytes, ready, bytes < max_split ? max_split : SIZE_MAX, granule,
                                   rbi_is_small(bytes, granule)};
-    const struct place at = place_of(bytes);
+    const struct rbi_place at = rbi_place_of(bytes);
     uint32_t columns = stream->columns[at.row] & (UINT32_MAX << at.column);
     uint64_t rows = stream->rows & (UINT64_MAX << at.row) & ~(UINT64_C(1) << at.row);
     for (unsigned row = at.row;;) {
@@ -138,7 +88,7 @@ static struct rbi_block *first_from(const struct rbi_pool_stream *stream, unsign
 
 struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes)
 {
-    const struct place at = place_of(bytes);
+    const struct rbi_place at = rbi_place_of(bytes);
     return first_from(stream, at.row, at.column);
 }
 
@@ -146,7 +96,7 @@ struct rbi_block *rbi_pool_next_free(const struct rbi_block *block)
 {
     if (block->next)
         return block->next;
-    const struct place at = place_of(block->bytes);
+    const struct rbi_place at = rbi_place_of(block->bytes);
     return first_from(block->stream, at.row, at.column + 1);
 }
 
@@ -157,6 +107,8 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool)
         for (unsigned i = 0; i < RBI_POOL_QUICK; i++)
             if (s->quick[i].newest)
                 largest = rbi_max(largest, s->quick[i].bytes);
+        for (const struct rbi_block *b = s->loose; b; b = b->next)
+            largest = rbi_max(largest, b->bytes);
         if (s->rows == 0)
             continue;
         const unsigned row = 63u - (unsigned)__builtin_clzll(s->rows);
@@ -173,14 +125,19 @@ struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *rang
                                       size_t bytes, struct rbi_pool_stream *stream)
 {
     struct rbi_block *block = rbi_nodes_take_as_is(&pool->block_nodes);
-    *block =
-        (struct rbi_block){.range = range, .address = address, .bytes = bytes, .stream = stream};
+    *block = (struct rbi_block){.range = range,
+                                .address = address,
+                                .bytes = bytes,
+                                .stream = stream,
+                                .small = range->small};
     stream->references++;
     return block;
 }
 
 void rbi_pool_discard_block(rebatch_pool *pool, struct rbi_block *block)
 {
+    if (block->listed)
+        rbi_table_remove(&pool->table, rbi_table_find(&pool->table, block->address));
     block->stream->references--;
     rbi_nodes_put(&pool->block_nodes, block);
 }
@@ -201,7 +158,7 @@ struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, si
                                                  block->bytes - bytes, block->stream);
     rest->state = block->state;
     rest->freed_at = block->freed_at;
-    rest->age = block->age;
+    rest->birth = block->birth;
     rest->before = block;
     rest->after = block->after;
     if (rest->after)
@@ -243,19 +200,28 @@ struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *bloc
     return block;
 }
 
+HOT struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                        size_t bytes)
+{
+    rbi_quick_flush(pool, stream);
+    struct rbi_block *block =
+        rbi_pool_find_fit(stream, bytes, UINT64_MAX, pool->max_split_bytes, rbi_pool_zones(pool));
+    return block ? rbi_pool_take_block(pool, block, bytes, stream) : NULL;
+}
+
 void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left)
 {
     struct rbi_block *right = left->after;
     left->bytes += right->bytes;
     left->freed_at = left->freed_at < right->freed_at ? right->freed_at : left->freed_at;
-    left->age = left->age < right->age ? right->age : left->age;
+    left->birth = left->birth < right->birth ? right->birth : left->birth;
     left->after = right->after;
     if (left->after)
         left->after->before = left;
     rbi_pool_discard_block(pool, right);
 }
 
-static bool can_join(const struct rbi_block *a, const struct rbi_block *b)
+static inline bool can_join(const struct rbi_block *a, const struct rbi_block *b)
 {
     return a && b && a->state == b->state && a->stream == b->stream;
 }
@@ -278,28 +244,21 @@ struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block
 
 /* ---- quick lists ---- */
 
-/* From the table, or from those in use, to the free ones. */
-static void settle(rebatch_pool *pool, struct rbi_block *block)
+HOT void rbi_pool_settle_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    struct rbi_table_entry *entry = rbi_table_find(&pool->table, block->address);
-    if (block->late)
-        rbi_table_mark_late(&pool->table, entry);
-    else
-        rbi_table_remove(&pool->table, entry);
-    block->late = false;
+    if (__builtin_expect(block->late, 0)) {
+        rbi_table_mark_late(&pool->table, rbi_table_find(&pool->table, block->address));
+        block->late = block->listed = false;
+    }
     (void)rbi_pool_put_block(pool, block);
 }
 
-static void flush_slot(rebatch_pool *pool, struct rbi_pool_stream *stream, unsigned slot)
+static void settle_list(rebatch_pool *pool, struct rbi_block *block)
 {
-    struct rbi_quick *quick = &stream->quick[slot];
-    struct rbi_block *block = quick->newest;
-    quick->newest = NULL;
-    stream->quick_filled &= ~(UINT64_C(1) << slot);
     while (block) {
         struct rbi_block *next = block->next;
-        stream->free_bytes -= block->bytes;
-        settle(pool, block);
+        block->stream->free_bytes -= block->bytes;
+        rbi_pool_settle_block(pool, block);
         block = next;
     }
 }
@@ -307,25 +266,17 @@ static void flush_slot(rebatch_pool *pool, struct rbi_pool_stream *stream, unsig
 /* Why quick lists cost no memory: every request that is not served by a block of just its size has
  * all of them merged first (rbi_quick_flush), so it finds what it would find had each been merged
  * when it was freed; and one that is served leaves no rest. */
-void rbi_quick_push(rebatch_pool *pool, struct rbi_block *block)
+void rbi_quick_flush_slowly(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    struct rbi_pool_stream *stream = block->stream;
-    const unsigned slot = rbi_quick_slot(block->bytes);
-    struct rbi_quick *quick = &stream->quick[slot];
-    if (quick->newest && quick->bytes != block->bytes)
-        flush_slot(pool, stream, slot);
-    block->state = RBI_BLOCK_QUICK;
-    block->next = quick->newest;
-    quick->newest = block;
-    quick->bytes = block->bytes;
-    stream->quick_filled |= UINT64_C(1) << slot;
-    stream->free_bytes += block->bytes;
-}
-
-void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream)
-{
-    while (stream->quick_filled)
-        flush_slot(pool, stream, (unsigned)__builtin_ctzll(stream->quick_filled));
+    for (; stream->quick_filled; stream->quick_filled &= stream->quick_filled - 1) {
+        struct rbi_quick *quick = &stream->quick[__builtin_ctzll(stream->quick_filled)];
+        struct rbi_block *block = quick->newest;
+        quick->newest = NULL;
+        settle_list(pool, block);
+    }
+    struct rbi_block *block = stream->loose;
+    stream->loose = NULL;
+    settle_list(pool, block);
 }
 
 void rbi_quick_flush_all(rebatch_pool *pool)

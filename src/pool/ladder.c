@@ -2,23 +2,10 @@
  * Must not know what the memory is for. */
 #include "pool/pool.h"
 
-/* The block nodes of one search: a new range, a window's rest, the block's rest, and a guard. */
-#define SEARCH_NODES 4
-
 /* Requests of less than a granule share a segment of this many. */
 #define SHARED_GRANULES 4
 
-static _Thread_local const rebatch_pool *pressing;
-
-bool rbi_pool_is_pressing(const rebatch_pool *pool)
-{
-    return pressing == pool;
-}
-
-size_t rbi_pool_promised(const rebatch_pool *pool)
-{
-    return SEARCH_NODES * (pool->pressing + 1);
-}
+_Thread_local const rebatch_pool *rbi_pool_pressing;
 
 rebatch_status rbi_pool_prepare(rebatch_pool *pool)
 {
@@ -73,11 +60,7 @@ static struct rbi_block *take(rebatch_pool *pool, const struct rbi_request *requ
 
 static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *request)
 {
-    struct rbi_pool_stream *stream = request->stream;
-    rbi_quick_flush(pool, stream);
-    struct rbi_block *block = rbi_pool_find_fit(stream, request->bytes, UINT64_MAX,
-                                                pool->max_split_bytes, rbi_pool_zones(pool));
-    return take(pool, request, block);
+    return rbi_pool_take_own(pool, request->stream, request->bytes);
 }
 
 static struct rbi_block *take_other(rebatch_pool *pool, const struct rbi_request *request)
@@ -391,10 +374,10 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     pool->stats.pressure_calls++;
     pool->pressing++;
     rbi_lock_give(&pool->lock);
-    const rebatch_pool *outer = pressing;
-    pressing = pool;
+    const rebatch_pool *outer = rbi_pool_pressing;
+    rbi_pool_pressing = pool;
     const size_t given = pressure->give_up(wanted_bytes, pressure->user);
-    pressing = outer;
+    rbi_pool_pressing = outer;
     rbi_lock_take(&pool->lock);
     pool->pressing--;
     return given > 0 || pool->stats.frees != frees;

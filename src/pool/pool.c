@@ -50,6 +50,7 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->rounding_divisions = options->rounding_divisions;
     pool->caching = rbi_is_on(options->caching);
     pool->guard = options->guard == REBATCH_ON;
+    pool->plain = pool->caching && !pool->guard;
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
     pool->block_nodes.node_bytes = sizeof(struct rbi_block);
     pool->range_nodes.node_bytes = sizeof(struct rbi_range);
@@ -210,6 +211,15 @@ static void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
 }
 
+/* One that was in use before may still be there. */
+static void list_block(rebatch_pool *pool, struct rbi_block *block)
+{
+    if (block->listed)
+        return;
+    rbi_table_put(&pool->table, block);
+    block->listed = true;
+}
+
 static rebatch_status alloc_by_search(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
                                       rebatch_stream stream, rebatch_tag tag)
 {
@@ -220,7 +230,7 @@ static rebatch_status alloc_by_search(void **out, rebatch_pool *pool, size_t byt
     struct rbi_block *block;
     status = rbi_pool_search(&block, pool, &request);
     if (status == REBATCH_OK) {
-        rbi_table_put(&pool->table, block);
+        list_block(pool, block);
         use_block(pool, block, bytes, tag);
         *out = block->address;
     } else if (status == REBATCH_OOM) {
@@ -228,6 +238,20 @@ static rebatch_status alloc_by_search(void **out, rebatch_pool *pool, size_t byt
     }
     rbi_request_close(&request);
     return status;
+}
+
+/* The ladder's first rung, with nothing around it: NULL when that does not do, or might need the
+ * heap first. */
+static struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                     size_t rounded)
+{
+    if (!pool->plain || pool->block_nodes.spare < rbi_pool_promised(pool) ||
+        !rbi_table_has_space(&pool->table, pool->pressing + 1))
+        return NULL;
+    stream->misses += stream->misses < RBI_POOL_MISSES;
+    struct rbi_block *block = rbi_pool_take_own(pool, stream, rounded);
+    pool->rungs[REBATCH_RUNG_CACHE] += block != NULL;
+    return block;
 }
 
 /* A block of just this size that was freed before: it is still in the table, and there is nothing
@@ -246,8 +270,12 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
             pool->last_stream = known;
     }
     struct rbi_block *block = known ? rbi_quick_pop(known, rounded) : NULL;
-    if (!block)
-        return alloc_by_search(out, pool, bytes, rounded, stream, tag);
+    if (!block) {
+        block = known ? take_cached(pool, known, rounded) : NULL;
+        if (!block)
+            return alloc_by_search(out, pool, bytes, rounded, stream, tag);
+        list_block(pool, block);
+    }
     use_block(pool, block, bytes, tag);
     *out = block->address;
     return REBATCH_OK;
@@ -263,8 +291,12 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
     if (status != REBATCH_OK || bytes == 0)
         return status;
     size_t rounded = 0;
-    if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
-        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
+    /* No call for what most calls have right. */
+    if (__builtin_expect(bytes <= SIZE_MAX / 4 && pool->rounding_divisions == 0, 1))
+        rounded = (bytes + REBATCH_POOL_UNIT_BYTES - 1) & ~(size_t)(REBATCH_POOL_UNIT_BYTES - 1);
+    else if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK)
+        return status;
+    if ((stream && (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK) ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_alloc")) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
@@ -307,10 +339,13 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     rbi_pool_count_free(pool, block, rolled_back);
     leave_live_list(pool, block);
     block->late = rolled_back;
+    if (__builtin_expect(pool->caching, 1)) {
+        rbi_pool_retire_block(pool, block);
+        return;
+    }
     struct rbi_range *range = block->range;
     rbi_pool_retire_block(pool, block);
-    if (!pool->caching)
-        pass_back(pool, range);
+    pass_back(pool, range);
 }
 
 /* Says what is wrong with a pointer that is no block in use. */
@@ -391,6 +426,7 @@ static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, reb
     use->stream = other;
     use->next = block->uses;
     block->uses = use;
+    block->used = true;
     other->references++;
     return REBATCH_OK;
 }

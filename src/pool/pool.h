@@ -4,6 +4,7 @@
 #define RBI_POOL_H
 
 #include <stdatomic.h>
+#include <string.h>
 
 #include "base/base.h"
 #include "device/device.h"
@@ -12,9 +13,14 @@
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_TAGS 256 /* "untagged" included */
 #define RBI_POOL_PRESSURES 16
-#define RBI_POOL_ROWS 56    /* octaves of units, the first one for all sizes below 16 KiB */
-#define RBI_POOL_COLUMNS 32 /* classes an octave */
+#define RBI_POOL_ROWS 56 /* octaves of units, the first one for all sizes below 16 KiB */
+#define RBI_POOL_COLUMN_BITS 5
+#define RBI_POOL_COLUMNS (1 << RBI_POOL_COLUMN_BITS) /* classes an octave */
 #define RBI_POOL_QUICK 64
+/* After so many requests in a row that the quick lists did not serve, blocks are merged as they are
+ * freed; after so many of those the lists have another try. */
+#define RBI_POOL_MISSES 16
+#define RBI_POOL_MERGES 1024
 /* Rolled-back addresses that are remembered beyond those of the last rollback. */
 #define RBI_POOL_LATE_MOST 65536
 
@@ -88,8 +94,19 @@ bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count);
 /* A zeroed node; one must be spare. */
 void *rbi_nodes_take(struct rbi_nodes *nodes);
 /* The same, not zeroed. */
-void *rbi_nodes_take_as_is(struct rbi_nodes *nodes);
-void rbi_nodes_put(struct rbi_nodes *nodes, void *node);
+static inline void *rbi_nodes_take_as_is(struct rbi_nodes *nodes)
+{
+    void *node = nodes->free;
+    memcpy(&nodes->free, node, sizeof nodes->free);
+    nodes->spare--;
+    return node;
+}
+static inline void rbi_nodes_put(struct rbi_nodes *nodes, void *node)
+{
+    memcpy(node, &nodes->free, sizeof nodes->free);
+    nodes->free = node;
+    nodes->spare++;
+}
 void rbi_nodes_destroy(struct rbi_nodes *nodes);
 
 /* ---- blocks ---- */
@@ -113,31 +130,36 @@ struct rbi_block_use {
     uint64_t until; /* of a pending block: done when stream->done >= until */
 };
 
-/* A piece of a range; the first line of the cache holds what allocate and free look at.
+/* A piece of a range; the first line of the cache holds what allocate, free and a search look at.
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
  *   after == NULL || after->address == address + bytes && after->before == this
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
- *   live, deferred, quick, pending: table[address] == this; else table[address] is no block
+ *   listed == (table[address] == this); live, deferred, quick, pending: listed
  *   live or deferred: previous->birth < birth < next->birth
+ *   small == range->small; used == (uses != NULL)
  *   hole, lost: address and bytes are multiples of the granule */
 struct rbi_block {
-    char *address;
+    _Alignas(64) char *address;
     size_t bytes;
     struct rbi_pool_stream *stream;    /* the one it was allocated for, or was last free on */
     struct rbi_block *previous, *next; /* free, hole: its bin; quick: its list, pending: the pending
                                           list (next only); live and deferred: all by birth */
-    uint64_t birth; /* number of the allocation; scopes compare it with their own beginning */
-    size_t requested_bytes;
+    uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
+                       not in use: pool->births when it was freed last */
+    union {
+        size_t requested_bytes; /* live, deferred */
+        uint64_t freed_at;      /* otherwise stream->frees then; 0: no work has touched it */
+    };
     rebatch_tag tag;
     uint8_t state;                    /* enum rbi_block_state */
     bool late;                        /* quick, pending: a rollback took it back */
-    uint32_t line_;                   /* keeps the rest off the first line */
+    bool small;                       /* its range is for small blocks */
+    bool used;                        /* other streams use it */
+    bool listed;                      /* it is in the table */
     struct rbi_block *before, *after; /* neighbours in the range */
-    uint64_t freed_at; /* free, quick, pending: stream->frees then; 0: no work has touched it */
     struct rbi_range *range;
     struct rbi_block_use *uses;
     struct rbi_block *next_deferred; /* deferred: the scope's list */
-    uint64_t age;                    /* free: pool->births when it was freed last */
 };
 
 /* A piece of address space, tiled by blocks. Either reserved, with granules of physical memory
@@ -178,6 +200,9 @@ struct rbi_pool_stream {
     bool in_flight;  /* `event` stands at point `recorded` */
     uint64_t quick_filled;
     struct rbi_quick quick[RBI_POOL_QUICK];
+    struct rbi_block *loose; /* quick blocks of which another size has the list */
+    uint32_t misses;         /* requests since the quick lists served one, up to RBI_POOL_MISSES */
+    uint32_t merged;         /* frees merged at once since then */
     uint64_t rows;
     uint32_t columns[RBI_POOL_ROWS];
     struct rbi_block *bins[RBI_POOL_ROWS][RBI_POOL_COLUMNS];
@@ -206,8 +231,15 @@ struct rbi_table {
     uint64_t rollback; /* number of the last one */
 };
 /* Makes sure that `count` more addresses can be put in; may forget old rollbacks. */
-bool rbi_table_prepare(struct rbi_table *table, size_t count);
-void rbi_table_put(struct rbi_table *table, struct rbi_block *block);
+bool rbi_table_prepare_slowly(struct rbi_table *table, size_t count);
+static inline bool rbi_table_has_space(const struct rbi_table *table, size_t count)
+{
+    return (table->used + count) * 2 <= table->capacity;
+}
+static inline bool rbi_table_prepare(struct rbi_table *table, size_t count)
+{
+    return rbi_table_has_space(table, count) || rbi_table_prepare_slowly(table, count);
+}
 void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry);
 /* Keeps the address as one that a rollback took back. */
 void rbi_table_mark_late(struct rbi_table *table, struct rbi_table_entry *entry);
@@ -232,6 +264,19 @@ static inline struct rbi_table_entry *rbi_table_find(const struct rbi_table *tab
         slot = (slot + 1) & (table->capacity - 1);
     }
     return &table->entries[slot];
+}
+
+static inline void rbi_table_put(struct rbi_table *table, struct rbi_block *block)
+{
+    size_t slot = rbi_table_home(table, block->address);
+    while (table->entries[slot].address && table->entries[slot].address != block->address)
+        slot = (slot + 1) & (table->capacity - 1);
+    struct rbi_table_entry *entry = &table->entries[slot];
+    if (entry->address)
+        table->late--; /* rolled back before, now given out again */
+    else
+        table->used++;
+    *entry = (struct rbi_table_entry){block->address, (uintptr_t)block};
 }
 
 /* ---- the last events (ring.c) ---- */
@@ -306,6 +351,7 @@ struct rebatch_pool {
     uint32_t rounding_divisions;
     bool caching;
     bool guard;
+    bool plain;     /* caching && !guard */
     bool has_space; /* granules are mapped into reserved addresses */
 
     struct rbi_pool_stream *last_stream; /* of the last allocation; may be NULL */
@@ -372,8 +418,56 @@ static inline size_t rbi_pool_zones(const rebatch_pool *pool)
  * */
 struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
 struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
-void rbi_pool_bin_add(struct rbi_block *block);
-void rbi_pool_bin_remove(struct rbi_block *block);
+struct rbi_place {
+    unsigned row, column;
+};
+
+/* Row 0 has a class for every size below 32 units; row r those of the octave that begins at
+ * 2^(r + 4) units, in 32 steps. */
+static inline struct rbi_place rbi_place_of(size_t bytes)
+{
+    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
+    if (units < RBI_POOL_COLUMNS)
+        return (struct rbi_place){0, (unsigned)units};
+    const unsigned log = 63u - (unsigned)__builtin_clzll(units);
+    return (struct rbi_place){log - RBI_POOL_COLUMN_BITS + 1,
+                              (unsigned)(units >> (log - RBI_POOL_COLUMN_BITS)) &
+                                  (RBI_POOL_COLUMNS - 1)};
+}
+
+static inline void rbi_pool_bin_add(struct rbi_block *block)
+{
+    struct rbi_pool_stream *stream = block->stream;
+    const struct rbi_place at = rbi_place_of(block->bytes);
+    struct rbi_block **bin = &stream->bins[at.row][at.column];
+    block->previous = NULL;
+    block->next = *bin;
+    if (block->next)
+        block->next->previous = block;
+    *bin = block;
+    stream->columns[at.row] |= 1u << at.column;
+    stream->rows |= UINT64_C(1) << at.row;
+    stream->free_bytes += block->bytes;
+}
+
+static inline void rbi_pool_bin_remove(struct rbi_block *block)
+{
+    struct rbi_pool_stream *stream = block->stream;
+    stream->free_bytes -= block->bytes;
+    if (block->next)
+        block->next->previous = block->previous;
+    if (block->previous) {
+        block->previous->next = block->next;
+        return;
+    }
+    const struct rbi_place at = rbi_place_of(block->bytes);
+    stream->bins[at.row][at.column] = block->next;
+    if (block->next)
+        return;
+    stream->columns[at.row] &= ~(1u << at.column);
+    if (stream->columns[at.row] == 0)
+        stream->rows &= ~(UINT64_C(1) << at.row);
+}
 /* A node for a piece of `range`, in no list. */
 struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
                                       size_t bytes, struct rbi_pool_stream *stream);
@@ -387,6 +481,9 @@ void rbi_pool_give_to(struct rbi_block *block, struct rbi_pool_stream *stream);
 /* Takes `bytes` of a free block out of its bin for `stream`; needs one spare node. */
 struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
                                       struct rbi_pool_stream *stream);
+/* The same of the stream's own free blocks, found by rbi_pool_find_fit(); NULL: none. */
+struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                    size_t bytes);
 /* Puts a block that is in no list among the free ones of its stream, or among the holes; it merges
  * with its neighbours. Gives the block that it then is part of. */
 struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block);
@@ -409,11 +506,35 @@ static inline struct rbi_block *rbi_quick_pop(struct rbi_pool_stream *stream, si
     if (!quick->newest)
         stream->quick_filled &= ~(UINT64_C(1) << slot);
     stream->free_bytes -= bytes;
+    stream->misses = 0;
     return block;
 }
-void rbi_quick_push(rebatch_pool *pool, struct rbi_block *block);
+static inline void rbi_quick_push(struct rbi_block *block)
+{
+    struct rbi_pool_stream *stream = block->stream;
+    const unsigned slot = rbi_quick_slot(block->bytes);
+    struct rbi_quick *quick = &stream->quick[slot];
+    block->state = RBI_BLOCK_QUICK;
+    stream->free_bytes += block->bytes;
+    if (quick->newest && quick->bytes != block->bytes) {
+        block->next = stream->loose;
+        stream->loose = block;
+        return;
+    }
+    block->next = quick->newest;
+    quick->newest = block;
+    quick->bytes = block->bytes;
+    stream->quick_filled |= UINT64_C(1) << slot;
+}
+/* Merges a block in no list that is still in the table with its neighbours. */
+void rbi_pool_settle_block(rebatch_pool *pool, struct rbi_block *block);
 /* Merges all quick blocks of the stream with their neighbours. */
-void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream);
+void rbi_quick_flush_slowly(rebatch_pool *pool, struct rbi_pool_stream *stream);
+static inline void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    if (stream->quick_filled || stream->loose)
+        rbi_quick_flush_slowly(pool, stream);
+}
 void rbi_quick_flush_all(rebatch_pool *pool);
 /* The block that `address` lies in; NULL when none. For messages: it walks. */
 struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address);
@@ -511,8 +632,13 @@ struct rbi_request {
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
-/* The block nodes that must stay spare for searches under way. */
-size_t rbi_pool_promised(const rebatch_pool *pool);
+/* The block nodes that must stay spare for searches under way. One needs them for a new range, a
+ * window's rest, the block's rest, and a guard. */
+#define RBI_POOL_SEARCH_NODES 4
+static inline size_t rbi_pool_promised(const rebatch_pool *pool)
+{
+    return RBI_POOL_SEARCH_NODES * (pool->pressing + 1);
+}
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
@@ -525,7 +651,12 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
 /* True in a thread that is within a pressure callback of `pool`. */
-bool rbi_pool_is_pressing(const rebatch_pool *pool);
+extern _Thread_local const rebatch_pool *rbi_pool_pressing
+    __attribute__((tls_model("initial-exec")));
+static inline bool rbi_pool_is_pressing(const rebatch_pool *pool)
+{
+    return rbi_pool_pressing == pool;
+}
 
 /* ---- block life (pool.c) ---- */
 
@@ -543,13 +674,69 @@ void rbi_request_close(struct rbi_request *request);
 
 /* ---- counting (tags.c), scopes (scope.c), reports (report.c); with the lock held ---- */
 
-void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block);
-void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block, bool rolled_back);
 /* stats.blocks and stats.freed_total_bytes, which are not kept. */
 static inline uint64_t rbi_pool_blocks(const rebatch_pool *pool)
 {
     return pool->stats.allocations - pool->stats.frees - pool->stats.rolled_back_blocks;
 }
+/* To be called before a tag's live bytes change: see struct rbi_tag. */
+static inline void rbi_tag_settle_peak(const rebatch_pool *pool, struct rbi_tag *tag)
+{
+    if (tag->peak_number == pool->peak_number)
+        return;
+    tag->at_peak_bytes = tag->live_bytes;
+    tag->peak_number = pool->peak_number;
+}
+
+static inline void rbi_raise(uint64_t *peak, uint64_t value)
+{
+    if (*peak < value)
+        *peak = value;
+}
+
+static inline void rbi_scope_count(rebatch_pool *pool, const struct rbi_block *block)
+{
+    struct rbi_scope *scope = &pool->scopes[pool->depth - 1];
+    rbi_raise(&scope->live_most, pool->stats.live_bytes);
+    rbi_raise(&scope->largest_bytes, block->bytes);
+    scope->requested_bytes += block->requested_bytes;
+    scope->allocations++;
+}
+
+static inline void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block)
+{
+    rebatch_pool_stats *stats = &pool->stats;
+    struct rbi_tag *tag = &pool->tags[block->tag];
+    rbi_tag_settle_peak(pool, tag);
+    tag->live_bytes += block->bytes;
+    rbi_raise(&tag->peak_bytes, tag->live_bytes);
+    stats->live_bytes += block->bytes;
+    stats->requested_bytes += block->requested_bytes;
+    stats->allocations++;
+    stats->allocated_total_bytes += block->bytes;
+    rbi_raise(&stats->blocks_peak, rbi_pool_blocks(pool));
+    rbi_raise(&pool->mark_peak_bytes, stats->live_bytes);
+    if (stats->live_bytes > stats->live_peak_bytes) {
+        stats->live_peak_bytes = stats->live_bytes;
+        pool->peak_number++;
+    }
+    if (pool->depth)
+        rbi_scope_count(pool, block);
+}
+
+static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block,
+                                       bool rolled_back)
+{
+    rebatch_pool_stats *stats = &pool->stats;
+    struct rbi_tag *tag = &pool->tags[block->tag];
+    rbi_tag_settle_peak(pool, tag);
+    tag->live_bytes -= block->bytes;
+    stats->live_bytes -= block->bytes;
+    stats->requested_bytes -= block->requested_bytes;
+    stats->frees += !rolled_back;
+    stats->rolled_back_blocks += rolled_back;
+}
+
 /* Was the innermost scope opened after the block was allocated? Then its free waits for the
  * commit. */
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,

@@ -23,11 +23,12 @@ static void note_given(rebatch_pool *pool, size_t bytes)
 
 /* A range that is one block, in no list. */
 static struct rbi_range *add_range(rebatch_pool *pool, void *address, size_t bytes,
-                                   struct rbi_pool_stream *stream)
+                                   struct rbi_pool_stream *stream, bool small)
 {
     struct rbi_range *range = rbi_nodes_take(&pool->range_nodes);
     range->address = address;
     range->bytes = bytes;
+    range->small = small;
     range->number = pool->ranges_made++;
     range->previous = pool->last_range;
     if (range->previous)
@@ -74,7 +75,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
     }
     if (status != REBATCH_OK)
         return status;
-    struct rbi_range *range = add_range(pool, address, bytes, stream);
+    struct rbi_range *range = add_range(pool, address, bytes, stream, false);
     note_taken(pool, bytes);
     RBI_RECORD(pool, MAP, address, bytes, stream->stream, 0);
     rbi_pool_bin_add(range->first);
@@ -130,9 +131,8 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
         (void)rbi_device_unreserve(pool->device, address, wanted);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes of addresses", wanted);
     }
-    struct rbi_range *range = add_range(pool, address, wanted, pool->space);
+    struct rbi_range *range = add_range(pool, address, wanted, pool->space, small);
     range->granules = granules;
-    range->small = small;
     (void)rbi_pool_put_block(pool, range->first);
     return REBATCH_OK;
 }
@@ -455,7 +455,7 @@ static struct rbi_block *oldest_free(const rebatch_pool *pool)
             if (b->state != RBI_BLOCK_FREE || b->freed_at > b->stream->done ||
                 (r->granules ? rbi_granules_within(pool, b, &first) == 0 : b->bytes != r->bytes))
                 continue;
-            if (!oldest || b->age < oldest->age)
+            if (!oldest || b->birth < oldest->birth)
                 oldest = b;
         }
     }

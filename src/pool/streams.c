@@ -145,24 +145,34 @@ static void end_uses(rebatch_pool *pool, struct rbi_block *block)
         use->stream->references--;
         rbi_nodes_put(&pool->use_nodes, use);
     }
+    block->used = false;
 }
 
 /* The gap behind a guarded block is a hole again with it. */
 static void put_away(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_block *const gap = block->after;
-    rbi_quick_push(pool, block);
-    if (!pool->guard)
-        return;
-    rbi_quick_flush(pool, block->stream);
-    (void)rbi_pool_put_block(pool, gap);
+    rbi_pool_settle_block(pool, block);
+    if (pool->guard)
+        (void)rbi_pool_put_block(pool, gap);
 }
 
 void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    block->freed_at = note_free(pool, block->stream);
-    block->age = pool->births;
-    if (!block->uses) {
+    struct rbi_pool_stream *stream = block->stream;
+    block->freed_at = note_free(pool, stream);
+    block->birth = pool->births;
+    if (__builtin_expect(!block->used && !pool->guard, 1)) {
+        if (stream->misses < RBI_POOL_MISSES || block->late) {
+            rbi_quick_push(block);
+            return;
+        }
+        if (++stream->merged == RBI_POOL_MERGES)
+            stream->misses = stream->merged = 0;
+        rbi_pool_settle_block(pool, block);
+        return;
+    }
+    if (!block->used) {
         put_away(pool, block);
         return;
     }

@@ -47,16 +47,11 @@ static void forget_late(struct rbi_table *table, uint64_t last)
     }
 }
 
-static bool has_space(const struct rbi_table *table, size_t count)
-{
-    return (table->used + count) * 2 <= table->capacity;
-}
-
 static bool grow(struct rbi_table *table, size_t count)
 {
     struct rbi_table larger = *table;
     larger.capacity = rbi_max(SMALLEST_CAPACITY, table->capacity);
-    while (!has_space(&larger, count))
+    while (!rbi_table_has_space(&larger, count))
         larger.capacity *= 2;
     larger.entries = rbi_heap_calloc(larger.capacity, sizeof *larger.entries);
     if (!larger.entries)
@@ -69,29 +64,17 @@ static bool grow(struct rbi_table *table, size_t count)
     return true;
 }
 
-bool rbi_table_prepare(struct rbi_table *table, size_t count)
+bool rbi_table_prepare_slowly(struct rbi_table *table, size_t count)
 {
-    if (has_space(table, count))
-        return true;
     if (table->late > RBI_POOL_LATE_MOST) {
         forget_late(table, table->rollback - 1);
-        if (has_space(table, count))
+        if (rbi_table_has_space(table, count))
             return true;
     }
     if (grow(table, count))
         return true;
     forget_late(table, table->rollback);
-    return has_space(table, count);
-}
-
-void rbi_table_put(struct rbi_table *table, struct rbi_block *block)
-{
-    struct rbi_table_entry *entry = &table->entries[slot_of(table, block->address)];
-    if (entry->address)
-        table->late--; /* rolled back before, now given out again */
-    else
-        table->used++;
-    *entry = (struct rbi_table_entry){block->address, (uintptr_t)block};
+    return rbi_table_has_space(table, count);
 }
 
 void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry)

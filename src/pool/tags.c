@@ -11,64 +11,6 @@ void rbi_tags_init(rebatch_pool *pool)
     pool->tag_count = 1;
 }
 
-/* To be called before a tag's live bytes change: see struct rbi_tag. */
-static void settle_peak(const rebatch_pool *pool, struct rbi_tag *tag)
-{
-    if (tag->peak_number == pool->peak_number)
-        return;
-    tag->at_peak_bytes = tag->live_bytes;
-    tag->peak_number = pool->peak_number;
-}
-
-static void raise(uint64_t *peak, uint64_t value)
-{
-    if (*peak < value)
-        *peak = value;
-}
-
-static void count_in_scope(rebatch_pool *pool, const struct rbi_block *block)
-{
-    if (!pool->depth)
-        return;
-    struct rbi_scope *scope = &pool->scopes[pool->depth - 1];
-    raise(&scope->live_most, pool->stats.live_bytes);
-    raise(&scope->largest_bytes, block->bytes);
-    scope->requested_bytes += block->requested_bytes;
-    scope->allocations++;
-}
-
-void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block)
-{
-    rebatch_pool_stats *stats = &pool->stats;
-    struct rbi_tag *tag = &pool->tags[block->tag];
-    settle_peak(pool, tag);
-    tag->live_bytes += block->bytes;
-    raise(&tag->peak_bytes, tag->live_bytes);
-    stats->live_bytes += block->bytes;
-    stats->requested_bytes += block->requested_bytes;
-    stats->allocations++;
-    stats->allocated_total_bytes += block->bytes;
-    raise(&stats->blocks_peak, rbi_pool_blocks(pool));
-    raise(&pool->mark_peak_bytes, stats->live_bytes);
-    if (stats->live_bytes > stats->live_peak_bytes) {
-        stats->live_peak_bytes = stats->live_bytes;
-        pool->peak_number++;
-    }
-    count_in_scope(pool, block);
-}
-
-void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block, bool rolled_back)
-{
-    rebatch_pool_stats *stats = &pool->stats;
-    struct rbi_tag *tag = &pool->tags[block->tag];
-    settle_peak(pool, tag);
-    tag->live_bytes -= block->bytes;
-    stats->live_bytes -= block->bytes;
-    stats->requested_bytes -= block->requested_bytes;
-    stats->frees += !rolled_back;
-    stats->rolled_back_blocks += rolled_back;
-}
-
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
 {
     *out = pool->stats;

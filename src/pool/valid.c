@@ -28,27 +28,25 @@ static bool is_known_stream(const rebatch_pool *pool, const struct rbi_pool_stre
     return false;
 }
 
-/* A block that is not in use, and not in the table unless it may be put back whole. */
+/* A block that is not in use. */
 static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block *b,
-                                const struct rbi_table_entry *entry, struct tally *tally)
+                                struct tally *tally)
 {
-    const struct rbi_block *known = entry ? rbi_table_block(entry) : NULL;
     const size_t offset = (size_t)(b->address - b->range->address);
     switch (b->state) {
     case RBI_BLOCK_FREE:
     case RBI_BLOCK_HOLE:
         CHECK((b->stream == pool->space) == (b->state == RBI_BLOCK_HOLE));
-        CHECK(!known && b->freed_at <= b->stream->frees);
+        CHECK(b->freed_at <= b->stream->frees);
         tally->free_blocks++;
         break;
     case RBI_BLOCK_QUICK:
     case RBI_BLOCK_PENDING:
-        CHECK(known == b && b->freed_at <= b->stream->frees);
+        CHECK(b->listed && b->freed_at <= b->stream->frees);
         tally->quick_blocks += b->state == RBI_BLOCK_QUICK;
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
     default:
-        CHECK(!known);
         CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0);
         CHECK(b->state != RBI_BLOCK_GUARD || pool->guard);
     }
@@ -59,6 +57,7 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
 
 static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, struct tally *tally)
 {
+    CHECK(b->small == b->range->small && b->used == (b->uses != NULL));
     CHECK(b->bytes > 0 && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
     CHECK((uintptr_t)b->address % REBATCH_POOL_ALIGNMENT == 0);
     CHECK(b->stream == pool->space || is_known_stream(pool, b->stream));
@@ -66,9 +65,10 @@ static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, 
     CHECK(!b->after || (b->state != RBI_BLOCK_FREE && b->state != RBI_BLOCK_HOLE) ||
           b->after->state != b->state || b->after->stream != b->stream);
     const struct rbi_table_entry *entry = rbi_table_find(&pool->table, b->address);
+    CHECK(b->listed == (entry && rbi_table_block(entry) == b));
     if (b->state != RBI_BLOCK_LIVE && b->state != RBI_BLOCK_DEFERRED)
-        return is_idle_block_valid(pool, b, entry, tally);
-    CHECK(entry && rbi_table_block(entry) == b && !b->late);
+        return is_idle_block_valid(pool, b, tally);
+    CHECK(b->listed && !b->late);
     CHECK(b->tag < pool->tag_count && b->birth < pool->births);
     CHECK(b->requested_bytes <= b->bytes);
     CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
@@ -170,6 +170,11 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
             found->live_bytes += b->bytes;
             found->quick_blocks++;
         }
+    }
+    for (const struct rbi_block *b = s->loose; b; b = b->next) {
+        CHECK(b->state == RBI_BLOCK_QUICK && b->stream == s);
+        found->live_bytes += b->bytes;
+        found->quick_blocks++;
     }
     CHECK(found->live_bytes - before == s->free_bytes);
     CHECK(s->done <= s->frees);
