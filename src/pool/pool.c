@@ -73,6 +73,31 @@ rebatch_device *rebatch_pool_device(const rebatch_pool *pool)
     return pool ? pool->device : NULL;
 }
 
+/* ---- who listens ---- */
+
+static void record(const rebatch_pool *pool, enum rbi_pool_call call, const void *address,
+                   size_t bytes, rebatch_stream stream)
+{
+    if (pool->recorder.on_call)
+        pool->recorder.on_call(pool->recorder.user, call, address, bytes, stream);
+}
+
+void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder)
+{
+    pthread_mutex_lock(&pool->lock);
+    pool->recorder = recorder ? *recorder : (struct rbi_pool_recorder){NULL, NULL};
+    pthread_mutex_unlock(&pool->lock);
+}
+
+void rbi_pool_each_live(rebatch_pool *pool,
+                        void (*show)(void *user, const void *address, size_t bytes), void *user)
+{
+    pthread_mutex_lock(&pool->lock);
+    for (const struct rbi_block *block = pool->oldest; block; block = block->next)
+        show(user, block->address, block->bytes);
+    pthread_mutex_unlock(&pool->lock);
+}
+
 /* ---- allocate ---- */
 
 static rebatch_status check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
@@ -179,6 +204,8 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
         return status;
     pthread_mutex_lock(&pool->lock);
     status = alloc_locked(out, pool, bytes, rounded, stream, tag);
+    if (status == REBATCH_OK)
+        record(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     pthread_mutex_unlock(&pool->lock);
     return status;
 }
@@ -280,6 +307,8 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
         return status;
     pthread_mutex_lock(&pool->lock);
     status = free_locked(pool, pointer);
+    if (status == REBATCH_OK)
+        record(pool, RBI_POOL_FREE, pointer, 0, NULL);
     pthread_mutex_unlock(&pool->lock);
     return status;
 }
@@ -387,6 +416,8 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         return status;
     pthread_mutex_lock(&pool->lock);
     status = reserve_locked(pool, bytes, rounded, stream);
+    if (status == REBATCH_OK)
+        record(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
     pthread_mutex_unlock(&pool->lock);
     return status;
 }
