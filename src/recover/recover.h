@@ -56,7 +56,7 @@ size_t rbi_need_largest(const rebatch *rb, size_t least, size_t most, uint64_t a
 struct rbi_oracle {
     /* What `count` samples add to what lives in the pool, rounded as the pool does; never falls
      * with count. */
-    uint64_t (*need)(const void *user, size_t count);
+    uint64_t (*need)(void *user, size_t count);
     void (*destroy)(void *user);
     void *user;
     unsigned lighten; /* the level that it is about */
