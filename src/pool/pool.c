@@ -75,13 +75,6 @@ rebatch_device *rebatch_pool_device(const rebatch_pool *pool)
 
 /* ---- who listens ---- */
 
-static void record(const rebatch_pool *pool, enum rbi_pool_call call, const void *address,
-                   size_t bytes, rebatch_stream stream)
-{
-    if (pool->recorder.on_call)
-        pool->recorder.on_call(pool->recorder.user, call, address, bytes, stream);
-}
-
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder)
 {
     pthread_mutex_lock(&pool->lock);
@@ -205,7 +198,7 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
     pthread_mutex_lock(&pool->lock);
     status = alloc_locked(out, pool, bytes, rounded, stream, tag);
     if (status == REBATCH_OK)
-        record(pool, RBI_POOL_ALLOC, *out, bytes, stream);
+        rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     pthread_mutex_unlock(&pool->lock);
     return status;
 }
@@ -308,7 +301,7 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
     pthread_mutex_lock(&pool->lock);
     status = free_locked(pool, pointer);
     if (status == REBATCH_OK)
-        record(pool, RBI_POOL_FREE, pointer, 0, NULL);
+        rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
     pthread_mutex_unlock(&pool->lock);
     return status;
 }
@@ -417,7 +410,7 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
     pthread_mutex_lock(&pool->lock);
     status = reserve_locked(pool, bytes, rounded, stream);
     if (status == REBATCH_OK)
-        record(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
+        rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
     pthread_mutex_unlock(&pool->lock);
     return status;
 }

@@ -215,6 +215,14 @@ struct rebatch_pool {
     struct rbi_pool_recorder recorder;
 };
 
+/* Tells the recorder, if there is one. */
+static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call call,
+                                 const void *address, size_t bytes, rebatch_stream stream)
+{
+    if (pool->recorder.on_call)
+        pool->recorder.on_call(pool->recorder.user, call, address, bytes, stream);
+}
+
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
 rebatch_status rbi_pool_check(const rebatch_pool *pool);
 

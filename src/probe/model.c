@@ -9,6 +9,9 @@
 /* Sizes that code rounds up are rounded to powers of two, rarely to larger ones than this. */
 #define LARGEST_UNIT ((size_t)1 << 21)
 
+/* So many sizes are not multiples of one unit by chance, nor few of sizes that were rounded. */
+#define LEAST_SIZES 3
+
 static size_t common_unit(size_t a, size_t b)
 {
     const size_t bits = a | b | LARGEST_UNIT;
@@ -16,18 +19,36 @@ static size_t common_unit(size_t a, size_t b)
 }
 
 /* Through two points. When the rise does not divide by the run, the sizes were rounded up to some
- * unit: the largest that divides both is the most that it can be. True is then less than one
- * unit below either point, so a rise of one unit more bounds it from above. */
-static struct rbi_line line_through(size_t low, size_t low_bytes, size_t high, size_t high_bytes)
+ * unit: the largest that divides both is the most that it can be. The same holds when all sizes
+ * are multiples of one unit. What was rounded is less than a unit below either point, so a rise of
+ * one unit more bounds it from above. `unit`: that of all sizes, 1: none. */
+static struct rbi_line line_through(size_t low, size_t low_bytes, size_t high, size_t high_bytes,
+                                    size_t unit)
 {
     struct rbi_line line = {
         .count = high, .run = high - low, .bytes = (int64_t)high_bytes, .unit = 1};
     line.rise = (int64_t)high_bytes - (int64_t)low_bytes;
-    if (line.rise % (int64_t)line.run != 0) {
+    if (line.rise % (int64_t)line.run != 0)
         line.unit = common_unit(low_bytes, high_bytes);
+    else if (unit > 1)
+        line.unit = unit;
+    if (line.unit > 1 || line.rise % (int64_t)line.run != 0) {
         line.rise += (int64_t)line.unit;
     }
     return line;
+}
+
+/* Of every size of both traces, small ones too, of which there must be enough to tell. */
+static size_t unit_of_all(const struct rbi_trace *low, const struct rbi_trace *high)
+{
+    size_t bits = LARGEST_UNIT, sizes = 0;
+    for (size_t i = 0; i < low->event_count; i++)
+        bits |= low->events[i].bytes;
+    for (size_t i = 0; i < high->event_count; i++) {
+        bits |= high->events[i].bytes;
+        sizes += high->events[i].bytes != 0;
+    }
+    return sizes < LEAST_SIZES ? 1 : bits & (~bits + 1);
 }
 
 static struct rbi_line constant(size_t count, size_t bytes)
@@ -58,6 +79,7 @@ size_t rbi_line_at(const struct rbi_line *line, size_t count)
 
 /* Where the traces are compared, and which block of one is which of the model. */
 struct alignment {
+    size_t unit; /* of all sizes */
     const struct rbi_trace *low, *high;
     struct rbi_model *model;
     uint32_t *of_low, *of_high;     /* RBI_NO_BLOCK: not in the model */
@@ -108,8 +130,9 @@ static void add(struct alignment *a, size_t i, size_t j)
     } else if (high->kind == RBI_TRACE_FREE) {
         event->block = a->of_high[high->block];
     }
-    event->line = low ? line_through(a->low->count, low->bytes, a->high->count, high->bytes)
-                      : constant(a->high->count, high->bytes);
+    event->line =
+        low ? line_through(a->low->count, low->bytes, a->high->count, high->bytes, a->unit)
+            : constant(a->high->count, high->bytes);
 }
 
 /* False when the traces have no common form. One that was cut short by an OOM ends where it
@@ -166,13 +189,14 @@ static void learn_from_cut(struct alignment *a, const struct rbi_trace *cut)
     size_t at = 0;
     for (size_t i = 0; i < a->model->event_count && at < cut->event_count; i++) {
         struct rbi_model_event *event = &a->model->events[i];
-        const enum rbi_trace_kind kind = cut->events[at].kind;
+        const bool is_last = at + 1 == cut->event_count; /* the request that failed */
+        const enum rbi_trace_kind kind = is_last ? event->kind : cut->events[at].kind;
         const struct rbi_trace_event *high = &a->high->events[a->high_event[i]];
         if (kind != event->kind)
             return;
         if (kind == RBI_TRACE_ALLOC || kind == RBI_TRACE_RESERVE)
-            event->line =
-                line_through(a->high->count, high->bytes, cut->count, cut->events[at].bytes);
+            event->line = line_through(a->high->count, high->bytes, cut->count,
+                                       cut->events[at].bytes, a->unit);
         at++;
     }
 }
@@ -206,9 +230,9 @@ rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_trace *low
                               const struct rbi_trace *high, const struct rbi_trace *cut)
 {
     *out = (struct rbi_model){.most_known = high->count};
-    out->peak = line_through(low->count, low->peak_bytes, high->count, high->peak_bytes);
+    out->peak = line_through(low->count, low->peak_bytes, high->count, high->peak_bytes, 1);
     out->is_mixed = low->is_mixed || high->is_mixed;
-    struct alignment a = {.low = low, .high = high, .model = out};
+    struct alignment a = {.unit = unit_of_all(low, high), .low = low, .high = high, .model = out};
     if (!open_alignment(&a)) {
         close_alignment(&a);
         rbi_model_release(out);

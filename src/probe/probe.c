@@ -44,7 +44,9 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)
         trace->peak_bytes = peak_of(rb, count);
-    else if (status == REBATCH_OOM && rb->failure.need_bytes)
+    else if (status == REBATCH_OOM && rb->failure.asked_bytes)
+        rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
+    if (status == REBATCH_OOM && rb->failure.need_bytes)
         rbi_need_learn(rb, count, rb->failure.need_bytes, false);
     if (status && status != REBATCH_OOM)
         return status;

@@ -50,12 +50,14 @@ void rbi_trace_begin(struct rbi_trace *trace, rebatch_pool *pool, size_t count,
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
 rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
                              const struct rbi_trace *before);
+/* Adds the request that failed to a trace that has ended. */
+void rbi_trace_add_failure(struct rbi_trace *trace, size_t asked_bytes);
 void rbi_trace_release(struct rbi_trace *trace);
 
 /* ---- what another size would do (model.c) ---- */
 
 /* Bytes as a function of the samples: through (count, bytes), rising by `rise` every `run`; the
- * quotient is rounded up, then down to a multiple of `unit`. */
+ * quotient is rounded up, then down to a multiple of `unit`, a power of two. */
 struct rbi_line {
     size_t count, run;
     int64_t bytes, rise;
@@ -110,6 +112,7 @@ struct rbi_setting {
     rebatch_pool_options options;
     size_t granule_bytes;
     bool has_virtual_memory;
+    size_t reserved_bytes; /* that holds the residents */
     size_t room_bytes; /* that can be taken from the device on top of what holds the residents */
     struct rbi_resident *residents;
     size_t resident_count, resident_room;

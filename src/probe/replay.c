@@ -39,6 +39,7 @@ rebatch_status rbi_setting_read(struct rbi_setting *out, rebatch_pool *pool,
         status = rebatch_pool_available(&available, pool);
     if (status)
         return status;
+    out->reserved_bytes = (size_t)stats.reserved_bytes;
     out->room_bytes = available - (size_t)(stats.reserved_bytes - stats.live_bytes);
     rbi_pool_each_live(pool, add_resident, out);
     if (!out->is_cut)
@@ -85,11 +86,8 @@ static rebatch_status open_pool(struct dry *dry, const struct rbi_setting *setti
         struct rbi_resident *resident = &setting->residents[i];
         status = rebatch_pool_alloc(&resident->dry, dry->pool, resident->bytes, NULL, 0);
     }
-    rebatch_pool_stats stats;
     size_t limit;
-    if (!status)
-        status = rebatch_pool_get_stats(&stats, dry->pool);
-    if (!status && rbi_add((size_t)stats.reserved_bytes, setting->room_bytes, &limit) && limit)
+    if (!status && rbi_add(setting->reserved_bytes, setting->room_bytes, &limit) && limit)
         status = rebatch_pool_set_limit(dry->pool, limit);
     return status;
 }

@@ -134,6 +134,11 @@ rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
                                   "no host memory to record what a micro-batch allocates");
 }
 
+void rbi_trace_add_failure(struct rbi_trace *trace, size_t asked_bytes)
+{
+    note(trace, RBI_POOL_RESERVE, NULL, asked_bytes, trace->stream);
+}
+
 void rbi_trace_release(struct rbi_trace *trace)
 {
     rbi_heap_free(trace->events);
