@@ -194,7 +194,10 @@ static rebatch_status replay_events(struct rbi_forecast *out, const struct rbi_m
     return status;
 }
 
-/* Only the peak is known as a whole, so it is taken to lie well. */
+/* Only the peak is known as a whole, and not how its pieces lie: this share of the room is left for
+ * what does not fit together. */
+#define PIECES_SHARE 32
+
 static void judge_peak(struct rbi_forecast *out, const struct rbi_model *model,
                        const struct rbi_setting *setting, size_t count)
 {
@@ -204,7 +207,7 @@ static void judge_peak(struct rbi_forecast *out, const struct rbi_model *model,
     out->peak_bytes += need;
     out->failing_bytes = need;
     out->reserved_bytes = out->peak_bytes;
-    out->fits = need <= setting->room_bytes;
+    out->fits = need <= setting->room_bytes - setting->room_bytes / PIECES_SHARE;
 }
 
 rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
