@@ -194,8 +194,8 @@ static rebatch_status replay_events(struct rbi_forecast *out, const struct rbi_m
     return status;
 }
 
-/* Only the peak is known as a whole, and not how its pieces lie: this share of the room is left for
- * what does not fit together. */
+/* Only the peak is known as a whole, and not how its pieces lie: this share of the room is left
+ * for what does not fit together. */
 #define PIECES_SHARE 32
 
 static void judge_peak(struct rbi_forecast *out, const struct rbi_model *model,

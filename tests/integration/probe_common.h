@@ -50,9 +50,9 @@ void bed_close(struct bed *bed);
 /* A bed with a transformer's look: fixed parts, activations, short workspaces. */
 void bed_open_typical(struct bed *bed, size_t capacity_bytes, const rebatch_options *options);
 rebatch_status bed_probe(struct bed *bed, size_t batch, const rebatch_probe_options *options);
-/* The largest micro-batch with which whole steps run, the second without an OOM, by trying all, each
- * after a step of one sample that makes what is made once; 0 when none does. For a load as it stands
- * before the first step. */
+/* The largest micro-batch with which whole steps run, the second without an OOM, by trying all,
+ * each after a step of one sample that makes what is made once; 0 when none does. For a load as it
+ * stands before the first step. */
 size_t true_largest(const struct bed *bed, size_t capacity_bytes, const rebatch_options *options,
                     size_t batch);
 uint64_t bed_live_bytes(const struct bed *bed);
