@@ -160,8 +160,8 @@ static rebatch_status run_microbatch(struct rbi_forecast *out, struct dry *dry,
     return rebatch_scope_commit(dry->pool, scope);
 }
 
-/* The micro-batches of two steps, as far as they differ: one leaves other pieces to the next than it
- * has found, and the last of a step may be smaller. */
+/* The micro-batches of two steps, as far as they differ: one leaves other pieces to the next than
+ * it has found, and the last of a step may be smaller. */
 static rebatch_status run_steps(struct rbi_forecast *out, struct dry *dry,
                                 const struct rbi_model *model, size_t count, size_t batch)
 {
