@@ -191,6 +191,11 @@ bench-pool: ## what an allocation costs, beside glibc's and mimalloc's; writes b
 	@mkdir -p build/bench
 	@$(BUILD)/bench/pool
 
+bench-probe: ## how well the largest micro-batch is found, beside what others do
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/probe
+	@$(BUILD)/bench/probe
+
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 install: all ## into DESTDIR/prefix
 	install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
@@ -219,4 +224,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test kernels test-gpu test-valgrind lint bench-step bench-pool install test-install clean help FORCE
+.PHONY: all demo test kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe install test-install clean help FORCE

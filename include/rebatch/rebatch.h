@@ -2,8 +2,9 @@
  *  Survive running out of GPU memory in a training step, with the same bits.
  *
  *  This header brings in everything. A newcomer reads in this order:
- *  step.h (wrap the training step), pool.h (allocate inside it), device.h (where memory comes
- *  from), cuda.h (GPUs), config.h (limits in a file), status.h (what can go wrong). */
+ *  step.h (wrap the training step), probe.h (find the largest micro-batch), pool.h (allocate
+ *  inside it), device.h (where memory comes from), cuda.h (GPUs), config.h (limits in a file),
+ *  status.h (what can go wrong). */
 #ifndef REBATCH_REBATCH_H
 #define REBATCH_REBATCH_H
 
@@ -11,6 +12,7 @@
 #include "rebatch/cuda.h"
 #include "rebatch/device.h"
 #include "rebatch/pool.h"
+#include "rebatch/probe.h"
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 #include "rebatch/version.h"

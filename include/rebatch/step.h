@@ -127,7 +127,10 @@ typedef struct rebatch_event {
 typedef enum rebatch_on_oom {
     REBATCH_ON_OOM_DEFAULT = 0, /**< halve */
     REBATCH_ON_OOM_HALVE,       /**< half of the micro-batch that failed */
-    REBATCH_ON_OOM_STOP         /**< nothing: the step ends with REBATCH_E_EXHAUSTED */
+    REBATCH_ON_OOM_STOP,        /**< nothing: the step ends with REBATCH_E_EXHAUSTED */
+    REBATCH_ON_OOM_FIT /**< the largest that is predicted to fit in what there is then, from a
+                            probe's memory model or from sizes that ran; half where nothing is
+                            known, and after a prediction that did not hold */
 } rebatch_on_oom;
 
 /** Options of a session. Zero means default. */

@@ -76,6 +76,10 @@ rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_o
 /* REBATCH_E_INVALID when not even one granule fits. */
 rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t granule_bytes);
 
+/* rebatch_device_open_dry(), with the calls for virtual memory or without. */
+rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes,
+                                   size_t granule_bytes, bool has_virtual_memory);
+
 size_t rbi_device_granule_bytes(const rebatch_device *device);
 rebatch_status rbi_device_alloc(rebatch_device *device, void **out, size_t bytes);
 rebatch_status rbi_device_free(rebatch_device *device, void *memory, size_t bytes);

@@ -242,26 +242,21 @@ static rebatch_status dry_stream_wait(void *self, rebatch_stream stream, rbi_eve
 
 /* ---- opening ---- */
 
-static const struct rbi_device_ops dry_ops = {
-    .struct_size = sizeof(struct rbi_device_ops),
-    .close = dry_close,
-    .granule_bytes = dry_granule_bytes,
-    .memory = dry_memory,
-    .alloc = dry_alloc,
-    .free = dry_free,
-    .copy = dry_copy,
-    .fill = dry_fill,
-    .stream_create = dry_stream_create,
-    .stream_destroy = dry_stream_destroy,
-    .stream_synchronize = dry_stream_synchronize,
-    .stream_call = dry_stream_call,
-    .event_create = dry_event_create,
-    .event_destroy = dry_event_destroy,
-    .event_record = dry_event_record,
-    .event_query = dry_event_query,
-    .event_synchronize = dry_event_synchronize,
-    .stream_wait = dry_stream_wait,
-    .set_capacity = dry_set_capacity,
+/* What every dry device has. */
+#define DRY_OPS                                                                                    \
+    .struct_size = sizeof(struct rbi_device_ops), .close = dry_close,                              \
+    .granule_bytes = dry_granule_bytes, .memory = dry_memory, .alloc = dry_alloc,                  \
+    .free = dry_free, .copy = dry_copy, .fill = dry_fill, .stream_create = dry_stream_create,      \
+    .stream_destroy = dry_stream_destroy, .stream_synchronize = dry_stream_synchronize,            \
+    .stream_call = dry_stream_call, .event_create = dry_event_create,                              \
+    .event_destroy = dry_event_destroy, .event_record = dry_event_record,                          \
+    .event_query = dry_event_query, .event_synchronize = dry_event_synchronize,                    \
+    .stream_wait = dry_stream_wait, .set_capacity = dry_set_capacity
+
+static const struct rbi_device_ops plain_ops = {DRY_OPS};
+
+static const struct rbi_device_ops virtual_ops = {
+    DRY_OPS,
     .reserve = dry_reserve,
     .unreserve = dry_range,
     .create = dry_create,
@@ -273,6 +268,12 @@ static const struct rbi_device_ops dry_ops = {
 
 rebatch_status rebatch_device_open_dry(rebatch_device **out, size_t capacity_bytes,
                                        size_t granule_bytes)
+{
+    return rbi_device_open_dry(out, capacity_bytes, granule_bytes, true);
+}
+
+rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes,
+                                   size_t granule_bytes, bool has_virtual_memory)
 {
     if (!out)
         return rbi_error(REBATCH_E_INVALID, "out is NULL");
@@ -293,7 +294,7 @@ rebatch_status rebatch_device_open_dry(rebatch_device **out, size_t capacity_byt
     dry->capacity_bytes = capacity_bytes;
     dry->next_address = FIRST_ADDRESS;
     dry->next_physical = 1;
-    status = rbi_device_create(out, &dry_ops, dry, "dry");
+    status = rbi_device_create(out, has_virtual_memory ? &virtual_ops : &plain_ops, dry, "dry");
     if (status)
         dry_close(dry);
     return status;

@@ -68,6 +68,8 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         return status;
     rbi_lock_take(&pool->lock);
     status = reserve_locked(pool, bytes, rounded, stream);
+    if (status == REBATCH_OK)
+        rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
     rbi_lock_give(&pool->lock);
     return status;
 }

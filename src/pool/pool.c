@@ -131,6 +131,24 @@ rebatch_device *rebatch_pool_device(const rebatch_pool *pool)
     return pool ? pool->device : NULL;
 }
 
+/* ---- who listens ---- */
+
+void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder)
+{
+    rbi_lock_take(&pool->lock);
+    pool->recorder = recorder ? *recorder : (struct rbi_pool_recorder){NULL, NULL};
+    rbi_lock_give(&pool->lock);
+}
+
+void rbi_pool_each_live(rebatch_pool *pool,
+                        void (*show)(void *user, const void *address, size_t bytes), void *user)
+{
+    rbi_lock_take(&pool->lock);
+    for (const struct rbi_block *block = pool->oldest; block; block = block->next)
+        show(user, block->address, block->bytes);
+    rbi_lock_give(&pool->lock);
+}
+
 /* ---- allocate ---- */
 
 /* Steps an octave: a size is rounded up to a multiple of its highest bit's step. */
@@ -301,6 +319,8 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
         return status;
     rbi_lock_take(&pool->lock);
     status = alloc_locked(out, pool, bytes, rounded, stream, tag);
+    if (status == REBATCH_OK)
+        rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     rbi_lock_give(&pool->lock);
     return status;
 }
@@ -403,6 +423,8 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
         return status;
     rbi_lock_take(&pool->lock);
     status = free_locked(pool, pointer);
+    if (status == REBATCH_OK)
+        rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
     rbi_lock_give(&pool->lock);
     return status;
 }

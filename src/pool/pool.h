@@ -330,6 +330,16 @@ struct rbi_pressure {
     void *user;
 };
 
+enum rbi_pool_call { RBI_POOL_ALLOC, RBI_POOL_FREE, RBI_POOL_RESERVE };
+
+/* Told of every call that succeeded, with the sizes as they were asked for. It runs with the lock
+ * held, so it must not call the pool. */
+struct rbi_pool_recorder {
+    void (*on_call)(void *user, enum rbi_pool_call call, const void *address, size_t bytes,
+                    rebatch_stream stream); /* NULL: nobody listens */
+    void *user;
+};
+
 /* Between calls:
  *   stats.live_bytes == sum of bytes over live and deferred blocks == sum of tags[].live_bytes
  *   stats.reserved_bytes == bytes of plain ranges + granules mapped + granules spare + ballast
@@ -389,7 +399,16 @@ struct rebatch_pool {
     uint64_t mark_peak_bytes;
     rebatch_oom_report oom;
     struct rbi_ring ring;
+    struct rbi_pool_recorder recorder;
 };
+
+/* Tells the recorder, if there is one. */
+static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call call,
+                                 const void *address, size_t bytes, rebatch_stream stream)
+{
+    if (pool->recorder.on_call)
+        pool->recorder.on_call(pool->recorder.user, call, address, bytes, stream);
+}
 
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
 rebatch_status rbi_pool_check(const rebatch_pool *pool);
@@ -792,6 +811,11 @@ void rbi_pool_mark(rebatch_pool *pool);
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
 /* stats.ooms without the lock: may be read while other threads allocate. */
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
+/* Sets who is told of the calls; NULL: nobody. */
+void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
+/* Shows every block in use, oldest first. It runs with the lock held, as the recorder does. */
+void rbi_pool_each_live(rebatch_pool *pool,
+                        void (*show)(void *user, const void *address, size_t bytes), void *user);
 /* Walks everything and checks the equations above; false, with the error text set, when one does
  * not hold. For tests. */
 bool rbi_pool_is_valid(rebatch_pool *pool);

@@ -31,11 +31,23 @@ static bool can_retry_same(const rebatch *rb)
                                : failure->released_bytes > 0;
 }
 
+/* The largest size that is predicted to fit in what there is now; 0 when that is not to be known. A
+ * size that was predicted to fit and did not shows that the prediction is not to be had here. */
+static size_t predicted_size(rebatch *rb, const rebatch_microbatch *mb)
+{
+    if (rb->options.on_oom != REBATCH_ON_OOM_FIT || mb->count == rb->fitted)
+        return 0;
+    rb->fitted = rbi_need_largest(rb, rb->options.micro_smallest, mb->count - 1,
+                                  rb->failure.available_bytes);
+    return rb->fitted;
+}
+
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 {
     if (!mb || mb->count <= rb->options.micro_smallest || rb->options.on_oom == REBATCH_ON_OOM_STOP)
         return false;
-    rb->micro = rbi_max(mb->count / 2, rb->options.micro_smallest);
+    const size_t predicted = predicted_size(rb, mb);
+    rb->micro = predicted ? predicted : rbi_max(mb->count / 2, rb->options.micro_smallest);
     return true;
 }
 

@@ -67,6 +67,8 @@ uint64_t rbi_need_predict(const rebatch *rb, size_t count, unsigned lighten)
     const struct rbi_need *known = rbi_need_find(rb, count, lighten);
     if (known)
         return known->bytes;
+    if (rb->oracle.need && rb->oracle.lighten == lighten)
+        return rb->oracle.need(rb->oracle.user, count);
     const struct rbi_need *high = largest_exact(rb, lighten, count);
     if (!high)
         return 0;
@@ -77,4 +79,46 @@ uint64_t rbi_need_predict(const rebatch *rb, size_t count, unsigned lighten)
     if (low && high->bytes > low->bytes)
         slope = (double)(high->bytes - low->bytes) / (double)(high->count - low->count);
     return high->bytes + (uint64_t)(slope * (double)(count - high->count));
+}
+
+static bool is_predicted_to_fit(const rebatch *rb, size_t count, uint64_t available_bytes)
+{
+    const uint64_t need = rbi_need_predict(rb, count, rb->lighten);
+    return need != 0 && need <= available_bytes;
+}
+
+/* SIZE_MAX when there is none. */
+static size_t smallest_exact(const rebatch *rb)
+{
+    size_t smallest = SIZE_MAX;
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        const struct rbi_need *need = &rb->known[i];
+        if (need->count && need->is_exact && need->lighten == rb->lighten)
+            smallest = rbi_min(smallest, need->count);
+    }
+    return smallest;
+}
+
+size_t rbi_need_largest(const rebatch *rb, size_t least, size_t most, uint64_t available_bytes)
+{
+    if (!rb->oracle.need || rb->oracle.lighten != rb->lighten)
+        least = rbi_max(least, smallest_exact(rb)); /* nothing is known of what is below it */
+    if (least > most || !is_predicted_to_fit(rb, least, available_bytes))
+        return 0;
+    size_t fits = least;
+    while (fits < most) {
+        const size_t middle = fits + (most - fits + 1) / 2;
+        if (is_predicted_to_fit(rb, middle, available_bytes))
+            fits = middle;
+        else
+            most = middle - 1;
+    }
+    return fits;
+}
+
+void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle)
+{
+    if (rb->oracle.destroy)
+        rb->oracle.destroy(rb->oracle.user);
+    rb->oracle = oracle ? *oracle : (struct rbi_oracle){0};
 }

@@ -47,8 +47,25 @@ void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes);
 void rbi_need_learn_least(rebatch *rb, size_t count, uint64_t bytes);
 /* NULL when that size never ran. */
 const struct rbi_need *rbi_need_find(const rebatch *rb, size_t count, unsigned lighten);
-/* What a size will need: known, or put together from sizes that are; 0 when nothing is known. */
+/* What a size will need: known, or foretold, or put together from sizes that are known; 0 when
+ * nothing is known. */
 uint64_t rbi_need_predict(const rebatch *rb, size_t count, unsigned lighten);
+/* The largest size in [least, most] that is predicted to find its memory in `available_bytes`; 0
+ * when none is, or nothing is known. */
+size_t rbi_need_largest(const rebatch *rb, size_t least, size_t most, uint64_t available_bytes);
+
+/* Somebody who knows what sizes need that never ran: a memory model. It must not need the heap, as
+ * it is asked while an OOM is handled. */
+struct rbi_oracle {
+    /* What `count` samples add to what lives in the pool, rounded as the pool does; never falls
+     * with count. */
+    uint64_t (*need)(void *user, size_t count);
+    void (*destroy)(void *user);
+    void *user;
+    unsigned lighten; /* the level that it is about */
+};
+/* Takes the oracle over, and destroys the one before; NULL: none from here on. */
+void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle);
 
 /* ---- growth (growth.c) ---- */
 
@@ -88,6 +105,15 @@ struct rbi_failure {
     uint64_t released_bytes;  /* given back to the device for others */
 };
 
+/* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
+
+/* Checks the arguments of `function` and copies the table, which an older and shorter struct gives
+ * without lighten and flags. */
+rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
+                              const rebatch_step_ops *given, size_t batch, const char *function);
+/* From here on callbacks can run. `ops` must outlive it; rb->ops = NULL ends it. */
+void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user);
+
 /* ---- the ladder (ladder.c) ---- */
 
 /* What was being done when an OOM struck. */
@@ -126,8 +152,9 @@ struct rebatch {
     unsigned lighten;
     struct rbi_growth growth;
     struct rbi_need known[RBI_KNOWN_SIZES];
-    size_t known_next; /* the entry to give up next */
-    size_t known_last; /* the entry learned last */
+    size_t known_next;        /* the entry to give up next */
+    size_t known_last;        /* the entry learned last */
+    struct rbi_oracle oracle; /* need is NULL: there is none */
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
@@ -141,6 +168,7 @@ struct rebatch {
     struct rbi_failure failure;
     struct rbi_failed_range *failed; /* room for options.max_attempts */
     size_t failed_count;
+    size_t fitted;     /* the size that a prediction chose; 0: none did */
     bool retried_same; /* the rung "once more" is used up until something succeeds */
 
     /* of the callback that runs */

@@ -36,8 +36,9 @@ static rebatch_status check_options(const rebatch_options *o)
         status = rbi_check_toggle(o->growth, "growth");
     if (status)
         return status;
-    if (o->on_oom > REBATCH_ON_OOM_STOP)
-        return rbi_error(REBATCH_E_INVALID, "on_oom is %d: expected REBATCH_ON_OOM_HALVE or _STOP",
+    if (o->on_oom > REBATCH_ON_OOM_FIT)
+        return rbi_error(REBATCH_E_INVALID,
+                         "on_oom is %d: expected REBATCH_ON_OOM_HALVE, _STOP or _FIT",
                          (int)o->on_oom);
     if (o->log_level > REBATCH_LOG_DEBUG)
         return rbi_error(REBATCH_E_INVALID, "log_level is %d: expected at most %d",
@@ -118,6 +119,7 @@ void rebatch_close(rebatch *rb)
 {
     if (!rb)
         return;
+    rbi_need_set_oracle(rb, NULL);
     rbi_guards_release(rb);
     rebatch_pool_destroy(rb->pool);
     rbi_heap_free(rb->failed);

@@ -43,6 +43,18 @@ static void remember_failed(rebatch *rb, size_t first, size_t end)
         rb->failed[rb->failed_count++] = (struct rbi_failed_range){first, end};
 }
 
+/* From a run of that size, or from a memory model; 0: not known. A size that ran into an OOM is
+ * known only as far as it got. */
+static uint64_t foretold_need(const rebatch *rb, size_t count)
+{
+    const struct rbi_need *known = rbi_need_find(rb, count, rb->lighten);
+    if (known)
+        return known->is_exact ? known->bytes : 0;
+    return rb->oracle.need && rb->oracle.lighten == rb->lighten
+               ? rb->oracle.need(rb->oracle.user, count)
+               : 0;
+}
+
 /* Sees to it that memory that an attempt is known to need is there before it starts. The last
  * resort is always allowed to try: what is known may be out of date. */
 static rebatch_status admit(rebatch *rb, size_t count)
@@ -50,16 +62,16 @@ static rebatch_status admit(rebatch *rb, size_t count)
     if (!rbi_is_on(rb->options.admission) || count <= rb->options.micro_smallest ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return REBATCH_OK;
-    const struct rbi_need *need = rbi_need_find(rb, count, rb->lighten);
-    if (!need || !need->is_exact)
+    const uint64_t need = foretold_need(rb, count);
+    if (need == 0)
         return REBATCH_OK;
-    const rebatch_status status = rbi_pool_admit(rb->pool, need->bytes, rb->options.stream);
+    const rebatch_status status = rbi_pool_admit(rb->pool, need, rb->options.stream);
     if (status != REBATCH_OOM)
         return status;
     size_t available;
     (void)rebatch_pool_available(&available, rb->pool);
     rb->failure = (struct rbi_failure){
-        .phase = REBATCH_PHASE_ADMISSION, .need_bytes = need->bytes, .available_bytes = available};
+        .phase = REBATCH_PHASE_ADMISSION, .need_bytes = need, .available_bytes = available};
     return REBATCH_OOM;
 }
 
@@ -178,7 +190,6 @@ static rebatch_status update(rebatch *rb)
 
 /* ---- the step ---- */
 
-/* Copies the table, which an older and shorter struct gives without lighten and flags. */
 static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *given)
 {
     *out = (rebatch_step_ops){.struct_size = sizeof *out};
@@ -197,21 +208,25 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
     return REBATCH_OK;
 }
 
-static rebatch_status check_step(const rebatch *rb, const rebatch_step_ops *ops, size_t batch)
+rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
+                              const rebatch_step_ops *given, size_t batch, const char *function)
 {
-    if (!rb || !ops)
+    if (!rb || !given)
         return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "ops" : "rb");
     if (rb->ops)
-        return rbi_error(REBATCH_E_STATE, "rebatch_step() was called from within a callback");
+        return rbi_error(REBATCH_E_STATE, "%s() was called from within a callback", function);
     if (batch == 0)
         return rbi_error(REBATCH_E_INVALID, "batch is 0: expected at least 1 sample");
-    return REBATCH_OK;
+    return read_ops(out, given);
 }
 
-static void begin(rebatch *rb, size_t batch)
+void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
 {
+    rb->ops = ops;
+    rb->user = user;
     rb->batch = batch;
     rb->failed_count = 0;
+    rb->fitted = 0;
     rb->retried_same = false;
     rb->report = (rebatch_step_report){.step = rb->step, .micro_before = rbi_micro_size(rb, batch)};
     rb->pool_ooms = rbi_pool_oom_count(rb->pool);
@@ -271,17 +286,13 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
     if (report)
         *report = (rebatch_step_report){0};
     rebatch_step_ops own;
-    rebatch_status status = check_step(rb, ops, batch);
-    if (!status)
-        status = read_ops(&own, ops);
+    rebatch_status status = rbi_step_check(&own, rb, ops, batch, "rebatch_step");
     if (status) {
         if (report)
             report->status = status;
         return status;
     }
-    rb->ops = &own;
-    rb->user = user;
-    begin(rb, batch);
+    rbi_step_begin(rb, &own, batch, user);
     status = run(rb);
     end(rb, status);
     rb->ops = NULL;

@@ -1,0 +1,90 @@
+/** @file probe.h
+ *  Find the largest micro-batch that fits, by prediction instead of trial.
+ *
+ *  rebatch records what two small micro-batches allocate, in which order and when they free it,
+ *  and takes every size as a function of the micro-batch. Run dry through a pool like the
+ *  session's, that tells for any size whether it fits. The size found is run once, on gradients
+ *  that other micro-batches have accumulated, before it is believed. */
+#ifndef REBATCH_PROBE_H
+#define REBATCH_PROBE_H
+
+#include "rebatch/pool.h"
+#include "rebatch/status.h"
+#include "rebatch/step.h"
+
+/** Options of a probe. Zero means default. */
+typedef struct rebatch_probe_options {
+    size_t struct_size;  /**< sizeof(rebatch_probe_options) */
+    uint32_t max_trials; /**< runs of forward_backward, in vain or not; 0: 5 */
+    /** Memory that is not there yet and will be, in bytes: what the first update allocates and
+     *  keeps, AdamW's two moments for example, and what comes in outside the pool. It is held from
+     *  the pool during the probe, so that the size found leaves room for it. State that an update
+     *  has already made counts by itself. */
+    size_t reserve_bytes;
+} rebatch_probe_options;
+#define REBATCH_PROBE_OPTIONS_INIT                                                                 \
+    {                                                                                              \
+        sizeof(rebatch_probe_options), 0, 0                                                        \
+    }
+
+/** How sure a result is: X(name, in words). */
+#define REBATCH_CONFIDENCES(X)                                                                     \
+    X(NONE, "nothing was found")                                                                   \
+    X(MEASURED, "it ran; nothing was predicted")                                                   \
+    X(AFFINE, "it ran; its memory was predicted, but not to the byte")                             \
+    X(EXACT, "it ran, and its memory was predicted to the byte")
+
+typedef enum rebatch_confidence {
+#define REBATCH_CONFIDENCE_(name, text) REBATCH_CONFIDENCE_##name,
+    REBATCH_CONFIDENCES(REBATCH_CONFIDENCE_)
+#undef REBATCH_CONFIDENCE_
+} rebatch_confidence;
+
+/** What a probe found. Bytes live in the pool count everything that lives there, parameters and
+ *  reserve_bytes as well. */
+typedef struct rebatch_probe_report {
+    rebatch_status status;         /**< what rebatch_probe() answered */
+    size_t size;                   /**< the micro-batch found; 0: none */
+    size_t predicted_size;         /**< the largest that is predicted to fit, at the end */
+    uint64_t predicted_peak_bytes; /**< most live at once at `size`; 0: nothing was predicted */
+    uint64_t measured_peak_bytes;  /**< the same, when it ran */
+    uint64_t twice_bytes;          /**< most live at once at twice `size`; 0: not known */
+    uint64_t available_bytes;      /**< what a micro-batch could have at the end of the probe */
+    uint32_t trials;               /**< sizes that were run */
+    uint32_t microbatches;         /**< runs of forward_backward, in vain or not */
+    uint32_t ooms;                 /**< of them, those that ran out of memory */
+    rebatch_confidence confidence;
+    rebatch_oom_report oom; /**< the last OOM of the pool in this probe; asked_bytes 0 when none */
+} rebatch_probe_report;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Find the largest micro-batch that fits and have the next step begin with it.
+ *
+ *  Runs forward_backward with `probing` set, within micro_smallest and micro_largest, and zero_grad
+ *  before and after, so that accumulators are zero at the end; never optimizer_step or lighten.
+ *  Guarded state is as before; so are step number and waits of growth. What a callback allocates at
+ *  first use and keeps stays.
+ *  @param ops     borrowed for the call
+ *  @param batch   samples in the effective batch, at least 1
+ *  @param user    handed to the callbacks
+ *  @param options copied; NULL means defaults
+ *  @param report  may be NULL; filled in on failure as well
+ *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when not even the smallest size fits, after one try, or
+ *          zero_grad or reserve_bytes do not; REBATCH_E_INVALID, REBATCH_E_STATE (called from
+ *          within a callback), REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST; any
+ *          status that a callback answered. After a failure the micro-batch size is what it was,
+ *          and nothing of a failed trial is still allocated. */
+REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
+                                         void *user, const rebatch_probe_options *options,
+                                         rebatch_probe_report *report);
+
+/** The words for a confidence. Never freed. Any thread. */
+REBATCH_API const char *rebatch_confidence_text(rebatch_confidence confidence);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,208 @@
+/* Owns rebatch_probe(): trials in a session that leave no trace in its training state.
+ * Must not know which size is tried next. */
+#include "probe/probe.h"
+#include "recover/recover.h"
+
+#define DEFAULT_MAX_TRIALS 5
+
+const char *rebatch_confidence_text(rebatch_confidence confidence)
+{
+    static const char *const texts[] = {
+#define TEXT(name, text) text,
+        REBATCH_CONFIDENCES(TEXT)
+#undef TEXT
+    };
+    return (size_t)confidence < sizeof texts / sizeof *texts ? texts[confidence]
+                                                             : "no such confidence";
+}
+
+/* ---- a trial ---- */
+
+/* What lives at the most, learned from the scope, is in the session's list of needs. */
+static uint64_t peak_of(const rebatch *rb, size_t count)
+{
+    const struct rbi_need *need = rbi_need_find(rb, count, rb->lighten);
+    return need ? need->bytes : 0;
+}
+
+static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
+                                size_t count, const struct rbi_trace *before)
+{
+    rebatch *rb = user;
+    const rebatch_microbatch mb = {.step = rb->step,
+                                   .count = count,
+                                   .batch = rb->batch,
+                                   .probing = true,
+                                   .pool = rb->pool,
+                                   .stream = rb->options.stream};
+    rbi_pool_mark(rb->pool);
+    rbi_trace_begin(trace, rb->pool, count, rb->options.stream);
+    rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
+    const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
+    *peak_bytes = rbi_pool_peak_since_mark(rb->pool);
+    const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
+    trace->is_whole = status == REBATCH_OK;
+    if (status == REBATCH_OK)
+        trace->peak_bytes = peak_of(rb, count);
+    else if (status == REBATCH_OOM && rb->failure.asked_bytes)
+        rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
+    if (status == REBATCH_OOM && rb->failure.need_bytes)
+        rbi_need_learn_least(rb, count, rb->failure.need_bytes);
+    if (status && status != REBATCH_OOM)
+        return status;
+    return ended ? ended : restored ? restored : status;
+}
+
+/* ---- what recovery may ask later ---- */
+
+struct oracle {
+    struct rbi_model model;
+    size_t sizes[];
+};
+
+static uint64_t foretell(void *user, size_t count)
+{
+    struct oracle *oracle = user;
+    return rbi_model_need(&oracle->model, count, oracle->sizes);
+}
+
+static void destroy_oracle(void *user)
+{
+    struct oracle *oracle = user;
+    rbi_model_release(&oracle->model);
+    rbi_heap_free(oracle);
+}
+
+/* The session takes the model over. */
+static rebatch_status hand_over(rebatch *rb, struct rbi_model *model)
+{
+    struct oracle *oracle =
+        rbi_heap_calloc(1, sizeof *oracle + model->blocks * sizeof *oracle->sizes);
+    if (!oracle)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
+    oracle->model = *model;
+    *model = (struct rbi_model){0};
+    rbi_need_set_oracle(rb, &(struct rbi_oracle){foretell, destroy_oracle, oracle, rb->lighten});
+    return REBATCH_OK;
+}
+
+/* ---- the probe ---- */
+
+static rebatch_status say_nothing_fits(const rebatch *rb, const char *what, size_t bytes)
+{
+    char text[256];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "nothing fits: out of memory in %s", what);
+    if (bytes) {
+        rbi_text_add(&t, ", which needs ");
+        rbi_text_add_bytes(&t, bytes);
+    }
+    size_t available = 0;
+    (void)rebatch_pool_available(&available, rb->pool);
+    rbi_text_add(&t, ", with ");
+    rbi_text_add_bytes(&t, available);
+    rbi_text_add(&t, " available: free memory, or raise the limit");
+    return rbi_error(REBATCH_E_EXHAUSTED, "%s", text);
+}
+
+/* Tells a need of memory that cannot be met from other failures. */
+static rebatch_status judge(const rebatch *rb, rebatch_status status, const char *what,
+                            size_t bytes)
+{
+    return status == REBATCH_OOM ? say_nothing_fits(rb, what, bytes) : status;
+}
+
+static rebatch_status zero_grad(rebatch *rb)
+{
+    const rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL, 0);
+    const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
+    return status ? judge(rb, status, "zero_grad", 0) : restored;
+}
+
+/* Accumulators are zeroed as well when nothing fits; after any other failure the callbacks are not
+ * to be trusted. */
+static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb)
+{
+    rebatch_status status = rbi_search_run(search);
+    if (status == REBATCH_E_EXHAUSTED)
+        status = say_nothing_fits(rb, "forward_backward of the smallest micro-batch",
+                                  (size_t)rb->failure.need_bytes);
+    if (status && status != REBATCH_E_EXHAUSTED)
+        return status;
+    const rebatch_status zeroed = zero_grad(rb);
+    return status ? status : zeroed;
+}
+
+static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
+{
+    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    if (!status)
+        status = zero_grad(rb);
+    if (status)
+        return status;
+    void *reserve;
+    status = rebatch_pool_alloc(&reserve, rb->pool, reserve_bytes, rb->options.stream, 0);
+    if (status)
+        return judge(rb, status, "reserve_bytes", reserve_bytes);
+    status = search_with_reserve(search, rb);
+    (void)rebatch_pool_free(rb->pool, reserve);
+    if (!status && search->low.count)
+        status = hand_over(rb, &search->model);
+    if (!status)
+        rb->micro = search->report.size;
+    return status;
+}
+
+static rebatch_status read_options(rebatch_probe_options *out, const rebatch_probe_options *given)
+{
+    *out = (rebatch_probe_options)REBATCH_PROBE_OPTIONS_INIT;
+    const rebatch_status status =
+        rbi_options_copy(out, sizeof *out, given, "rebatch_probe_options");
+    if (out->max_trials == 0)
+        out->max_trials = DEFAULT_MAX_TRIALS;
+    return status;
+}
+
+static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,
+                            const rebatch_probe_options *options)
+{
+    const size_t most = rbi_micro_upper(rb, batch);
+    struct rbi_search search = {.trial = run_trial,
+                                .user = rb,
+                                .pool = rb->pool,
+                                .pool_options = &rb->options.pool,
+                                .least = rbi_min(rb->options.micro_smallest, most),
+                                .most = most,
+                                .batch = batch,
+                                .max_trials = options->max_trials};
+    const rebatch_status status = run(&search, rb, options->reserve_bytes);
+    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
+        (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
+    *report = search.report;
+    rbi_search_release(&search);
+    return status;
+}
+
+rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
+                             const rebatch_probe_options *options, rebatch_probe_report *report)
+{
+    rebatch_probe_report own = {0};
+    rebatch_probe_options o;
+    rebatch_step_ops table;
+    rebatch_status status = rbi_step_check(&table, rb, ops, batch, "rebatch_probe");
+    if (!status)
+        status = read_options(&o, options);
+    if (!status) {
+        rbi_step_begin(rb, &table, batch, user);
+        status = probe(&own, rb, batch, &o);
+        rb->ops = NULL;
+    }
+    if (status) /* what was on the way is none that was found */
+        own.size = 0;
+    own.status = status;
+    if (report)
+        *report = own;
+    return status;
+}

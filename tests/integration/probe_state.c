@@ -1,0 +1,155 @@
+/* Owns the tests of what a probe leaves behind, of what it refuses, and of what recovery does with
+ * what was learned. Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "probe_common.h"
+
+#define MIB(n) ((size_t)(n) << 20)
+
+Test(probe_state, accumulators_are_zero_and_nothing_was_updated)
+{
+    struct bed bed;
+    bed_open_typical(&bed, MIB(12), NULL);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    cr_assert_eq(bed.load.accumulated, 0);
+    cr_assert_eq(bed.load.zeroed, 2);
+    cr_assert_eq(bed.load.updated, 0);
+    cr_assert_eq(bed.load.probing, bed.load.ran);
+    rebatch_step_report report;
+    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+    cr_assert_eq(report.step, 0);
+    cr_assert_eq(bed.load.probing + report.attempts, bed.load.ran);
+    bed_close(&bed);
+}
+
+Test(probe_state, guarded_state_is_restored)
+{
+    struct bed bed;
+    bed_open_typical(&bed, MIB(12), NULL);
+    bed.load.random = 42;
+    cr_assert_eq(
+        rebatch_guard(bed.rb, &bed.load.random, sizeof bed.load.random, REBATCH_GUARD_HOST),
+        REBATCH_OK);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    cr_assert_eq(bed.load.random, 42);
+    bed_close(&bed);
+}
+
+Test(probe_state, an_oom_in_a_trial_leaves_nothing)
+{
+    struct bed bed;
+    bed_open_typical(&bed, MIB(12), NULL);
+    bed.load.answer = REBATCH_OOM;
+    bed.load.answer_at = 3;
+    bed.load.random = 7;
+    cr_assert_eq(
+        rebatch_guard(bed.rb, &bed.load.random, sizeof bed.load.random, REBATCH_GUARD_HOST),
+        REBATCH_OK);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    cr_assert_eq(bed.report.ooms, 1);
+    cr_assert_eq(bed_live_bytes(&bed), MIB(1), "only what is made at first use stays");
+    cr_assert_eq(bed.load.random, 7);
+    cr_assert_eq(bed.load.accumulated, 0);
+    bed_close(&bed);
+}
+
+Test(probe_state, a_status_of_the_callback_is_passed_through)
+{
+    struct bed bed;
+    const rebatch_status own = (rebatch_status)(REBATCH_E_USER + 3);
+    bed_open_typical(&bed, MIB(12), NULL);
+    bed.load.answer = own;
+    bed.load.answer_at = 2;
+    const size_t micro = rebatch_get_micro(bed.rb, 64);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), own);
+    cr_assert_eq(bed.report.status, own);
+    cr_assert_eq(bed.report.size, 0);
+    cr_assert_eq(rebatch_get_micro(bed.rb, 64), micro);
+    bed.load.answer_at = 0;
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    bed_close(&bed);
+}
+
+static rebatch_status probe_inside(const rebatch_microbatch *mb, void *user)
+{
+    struct bed *bed = user;
+    (void)mb;
+    return rebatch_probe(bed->rb, &bed->ops, 8, bed, NULL, NULL);
+}
+
+static rebatch_status nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+Test(probe_state, it_is_refused_within_a_callback)
+{
+    struct bed bed;
+    bed_open(&bed, MIB(12), NULL);
+    bed.ops =
+        (rebatch_step_ops){.struct_size = sizeof bed.ops, nothing, probe_inside, nothing, NULL, 0};
+    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 8, &bed, NULL), REBATCH_E_STATE);
+    cr_assert_not_null(strstr(rebatch_last_error(), "rebatch_probe()"));
+    bed_close(&bed);
+}
+
+Test(probe_state, bad_arguments_are_refused)
+{
+    struct bed bed;
+    rebatch_probe_report report;
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    bed_open_typical(&bed, MIB(12), NULL);
+    cr_assert_eq(rebatch_probe(NULL, &bed.ops, 8, &bed.load, NULL, &report), REBATCH_E_INVALID);
+    cr_assert_eq(report.status, REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_probe(bed.rb, NULL, 8, &bed.load, NULL, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(bed_probe(&bed, 0, NULL), REBATCH_E_INVALID);
+    options.struct_size = 3;
+    cr_assert_eq(bed_probe(&bed, 8, &options), REBATCH_E_INVALID);
+    cr_assert_eq(bed.load.zeroed, 0);
+    cr_assert_str_eq(rebatch_confidence_text((rebatch_confidence)99), "no such confidence");
+    bed_close(&bed);
+}
+
+/* ---- on_oom = fit ---- */
+
+Test(probe_state, fit_goes_to_the_largest_that_the_model_says_fits)
+{
+    struct bed bed;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_step_report report;
+    options.on_oom = REBATCH_ON_OOM_FIT;
+    bed_open_typical(&bed, MIB(16), &options);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(bed.rb), 0, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_set_capacity(bed.device, MIB(12)), REBATCH_OK);
+    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+    cr_assert_gt(report.micro_after, bed.report.size / 2 + 2);
+    cr_assert_lt(report.micro_after, bed.report.size);
+    bed_close(&bed);
+}
+
+Test(probe_state, fit_halves_where_nothing_is_known)
+{
+    struct bed bed;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_step_report report;
+    options.on_oom = REBATCH_ON_OOM_FIT;
+    bed_open_typical(&bed, MIB(16), &options);
+    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+    cr_assert_eq(report.micro_after, 32);
+    bed_close(&bed);
+}
+
+Test(probe_state, an_on_oom_that_is_none_is_refused)
+{
+    rebatch_device *device;
+    rebatch *rb;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.on_oom = (rebatch_on_oom)(REBATCH_ON_OOM_FIT + 1);
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(1), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_E_INVALID);
+    rebatch_device_close(device);
+}
