@@ -8,7 +8,7 @@
 
 #include "pool/pool.h"
 
-#define SPINS 64
+#define SPINS 256
 
 _Thread_local uint64_t rbi_lock_thread;
 
@@ -47,11 +47,12 @@ static void pause_briefly(void)
 
 static void take_word(_Atomic uint32_t *word)
 {
-    uint32_t seen = 0;
+    uint32_t seen;
     for (int i = 0; i < SPINS; i++) {
-        seen = 0;
-        if (atomic_compare_exchange_weak_explicit(word, &seen, 1, memory_order_acquire,
-                                                  memory_order_relaxed))
+        /* Looking leaves the word with the holder; only taking it moves it. */
+        seen = atomic_load_explicit(word, memory_order_relaxed);
+        if (seen == 0 && atomic_compare_exchange_weak_explicit(word, &seen, 1, memory_order_acquire,
+                                                               memory_order_relaxed))
             return;
         pause_briefly();
     }

@@ -209,7 +209,8 @@ void rbi_request_close(struct rbi_request *request)
 }
 
 /* A block in no list is in use from here on. */
-static void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes, rebatch_tag tag)
+static inline void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                             rebatch_tag tag)
 {
     block->state = RBI_BLOCK_LIVE;
     block->late = false;
@@ -230,7 +231,7 @@ static void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
 }
 
 /* One that was in use before may still be there. */
-static void list_block(rebatch_pool *pool, struct rbi_block *block)
+static inline void list_block(rebatch_pool *pool, struct rbi_block *block)
 {
     if (block->listed)
         return;
@@ -327,7 +328,7 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
 
 /* ---- free ---- */
 
-static void leave_live_list(rebatch_pool *pool, struct rbi_block *block)
+static inline void leave_live_list(rebatch_pool *pool, struct rbi_block *block)
 {
     if (block->previous)
         block->previous->next = block->next;
@@ -353,7 +354,7 @@ static void pass_back(rebatch_pool *pool, struct rbi_range *range)
         (void)rbi_range_free(pool, range);
 }
 
-void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
+static inline void drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
 {
     RBI_RECORD(pool, FREE, block->address, block->bytes, block->stream->stream, block->tag);
     rbi_pool_count_free(pool, block, rolled_back);
@@ -366,6 +367,11 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     struct rbi_range *range = block->range;
     rbi_pool_retire_block(pool, block);
     pass_back(pool, range);
+}
+
+void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
+{
+    drop_block(pool, block, rolled_back);
 }
 
 /* Says what is wrong with a pointer that is no block in use. */
@@ -412,7 +418,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
     if (rbi_pool_has_younger_scope(pool, block))
         rbi_pool_defer_free(pool, block);
     else
-        rbi_pool_drop_block(pool, block, false);
+        drop_block(pool, block, false);
     return REBATCH_OK;
 }
 

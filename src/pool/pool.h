@@ -630,7 +630,29 @@ struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_s
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
 /* Makes a block that is in no list free: at once, or once the other streams that use it have
  * done what they have enqueued. */
-void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block);
+void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block);
+/* Its last step where no other stream is in the way. */
+static inline void rbi_pool_cache_block(rebatch_pool *pool, struct rbi_block *block)
+{
+    struct rbi_pool_stream *stream = block->stream;
+    if (stream->misses < RBI_POOL_MISSES || block->late) {
+        rbi_quick_push(block);
+        return;
+    }
+    if (++stream->merged == RBI_POOL_MERGES)
+        stream->misses = stream->merged = 0;
+    rbi_pool_settle_block(pool, block);
+}
+static inline void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
+{
+    if (block->used || pool->guard || pool->first_stream->next) {
+        rbi_pool_retire_slowly(pool, block);
+        return;
+    }
+    block->freed_at = ++block->stream->frees; /* the only stream so far: nobody asks */
+    block->birth = pool->births;
+    rbi_pool_cache_block(pool, block);
+}
 /* Waits until `stream` has done what it had enqueued before point `until`. */
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
 /* Looks how far the streams have come, without waiting, and frees the pending blocks that are

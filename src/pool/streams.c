@@ -157,23 +157,15 @@ static void put_away(rebatch_pool *pool, struct rbi_block *block)
         (void)rbi_pool_put_block(pool, gap);
 }
 
-void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
+void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
 {
-    struct rbi_pool_stream *stream = block->stream;
-    block->freed_at = note_free(pool, stream);
+    block->freed_at = note_free(pool, block->stream);
     block->birth = pool->births;
-    if (__builtin_expect(!block->used && !pool->guard, 1)) {
-        if (stream->misses < RBI_POOL_MISSES || block->late) {
-            rbi_quick_push(block);
-            return;
-        }
-        if (++stream->merged == RBI_POOL_MERGES)
-            stream->misses = stream->merged = 0;
-        rbi_pool_settle_block(pool, block);
-        return;
-    }
     if (!block->used) {
-        put_away(pool, block);
+        if (pool->guard)
+            put_away(pool, block);
+        else
+            rbi_pool_cache_block(pool, block);
         return;
     }
     for (struct rbi_block_use *use = block->uses; use; use = use->next)
