@@ -35,7 +35,7 @@ static size_t true_largest(const struct run_options *options)
     return micro;
 }
 
-Test(probe_gpt, the_largest_microbatch_is_found_under_caps_and_no_bit_changes)
+Test(probe_gpt, a_microbatch_near_the_largest_is_found_under_caps_and_no_bit_changes)
 {
     char reference[GPT_HASH_TEXT_BYTES], hash[GPT_HASH_TEXT_BYTES];
     struct run_options options = tiny_run();
@@ -46,7 +46,7 @@ Test(probe_gpt, the_largest_microbatch_is_found_under_caps_and_no_bit_changes)
     run_steps(&run, 1);
     ASSERT_OK(rebatch_pool_get_stats(&stats, rebatch_get_pool(run.rb)));
     run_close(&run);
-    for (size_t part = 7; part <= 9; part++) {
+    for (size_t part = 5; part <= 9; part++) {
         rebatch_probe_report report;
         rebatch_probe_options probe = REBATCH_PROBE_OPTIONS_INIT;
         options.capacity_bytes = (size_t)stats.reserved_peak_bytes / 10 * part;
@@ -57,8 +57,10 @@ Test(probe_gpt, the_largest_microbatch_is_found_under_caps_and_no_bit_changes)
         const rebatch_status status = rebatch_probe(run.rb, gpt_trainer_ops(), options.train.batch,
                                                     run.trainer, &probe, &report);
         cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
-        cr_assert_eq(report.size, true_largest(&options), "%zu of 10: found %zu, %zu is true", part,
-                     report.size, true_largest(&options));
+        /* Never above the largest that is true, and at most an eighth of it below. */
+        const size_t largest = true_largest(&options);
+        cr_assert(report.size <= largest && report.size >= largest - (largest + 7) / 8,
+                  "%zu of 10: found %zu, %zu is true", part, report.size, largest);
         run_steps(&run, 2);
         run_hash(&run, hash);
         cr_assert_str_eq(hash, reference);
