@@ -164,6 +164,14 @@ test: ## every test (SAN=address,undefined for a sanitizer build)
 	$(SUBMAKE) $(TESTS) $(COMMAND)
 	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) $(TESTS) $(TEST_FLAGS)
 
+test-threads: ## the pool in several threads, under ThreadSanitizer
+	@scripts/install-deps build
+	@mkdir -p build
+	$(Q)$(CC) -std=c17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -pthread -Iinclude -Isrc \
+	    -o build/pool_threads tests/threads/pool_threads.c $(wildcard src/base/*.c src/device/*.c \
+	    src/pool/*.c) -lm -ldl
+	@build/pool_threads && echo "test-threads: ok"
+
 kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda
@@ -224,4 +232,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe install test-install clean help FORCE
+.PHONY: all demo test test-threads kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe install test-install clean help FORCE
