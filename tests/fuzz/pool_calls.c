@@ -129,9 +129,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 Test(pool_calls, random_calls_never_break_the_pool, .timeout = 300)
 {
     const char *scale = getenv("REBATCH_TEST_SCALE");
+    const char *stride = getenv("REBATCH_TEST_STRIDE"); /* slow kinds of run take every n-th */
     const uint64_t inputs = 100000 * (scale ? strtoull(scale, NULL, 10) : 1);
+    const uint64_t step = stride ? strtoull(stride, NULL, 10) : 1;
     uint8_t data[256];
-    for (uint64_t seed = 1; seed <= inputs; seed++) {
+    for (uint64_t seed = 1; seed <= inputs; seed += step > 0 ? step : 1) {
         uint64_t random = seed;
         const size_t size = seed % 16 ? 40 : sizeof data; /* most are short: there are many */
         for (size_t i = 0; i < size; i++)
