@@ -159,6 +159,7 @@ struct rbi_search {
     rebatch_pool *pool;
     const rebatch_pool_options *pool_options;
     size_t least, most, batch; /* sizes; most <= batch */
+    size_t hint;               /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
 
     /* found */
@@ -173,6 +174,9 @@ struct rbi_search {
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
 };
+
+/* The model that the last probe of a session has left there; NULL: none. */
+const struct rbi_model *rbi_probe_model(const rebatch *rb);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);
