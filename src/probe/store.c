@@ -174,10 +174,10 @@ static rebatch_status check_header(struct store *store)
     store->begin = all;
     if (store->length >= all && memcmp(store->text, header, all) == 0)
         return REBATCH_OK;
-    const char *number = store->text + name;
+    const bool is_named = store->length > name && memcmp(store->text, header, name) == 0;
+    const char *number = is_named ? store->text + name : "";
     const int digits = (int)strspn(number, "0123456789");
-    if (store->length > name && memcmp(store->text, header, name) == 0 &&
-        (digits > 1 || (digits == 1 && *number != '1')))
+    if (digits > 1 || (digits == 1 && *number != '1'))
         return rbi_error(REBATCH_E_PARSE,
                          "%.200s has version %.*s of the results of probes, expected 1: it is left "
                          "alone",
