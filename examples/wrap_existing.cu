@@ -37,7 +37,7 @@ static rebatch *rb;
     } while (0)
 
 constexpr int INPUTS = 8, HIDDEN = 1 << 16, BATCH = 1024, STEPS = 20, THREADS = 256;
-constexpr float RATE = 2e-6f;
+constexpr float RATE = 1e-5f;
 
 /* ---- the model ---- */
 
