@@ -148,7 +148,7 @@ $(BUILD)/tests/gpu/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -Ikern
 
 $(GPT_CUDA_OBJ): private FOLDER_CFLAGS := -Iexamples -Ikernels -isystem $(CUDA_HOME)/include
 
-$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC)) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
