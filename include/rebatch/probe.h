@@ -89,11 +89,10 @@ typedef struct rebatch_probe_report {
 typedef struct rebatch_prediction {
     size_t size;
     bool fits;               /**< whole steps of that size would run in the memory there is now */
-    uint64_t peak_bytes;     /**< most live at once, when there is memory enough */
-    uint64_t reserved_bytes; /**< most held from the device, when there is memory enough */
+    uint64_t peak_bytes;     /**< most live at once */
+    uint64_t reserved_bytes; /**< most held from the device; 0 when it does not fit */
     uint64_t limit_bytes;    /**< what the pool could hold from the device, all in all, now */
-    uint64_t failing_bytes;  /**< the request that fails first; 0 when it fits; peak_bytes for a
-                                  size that needs more than 64 times limit_bytes */
+    uint64_t failing_bytes;  /**< the request that fails first; 0 when it fits */
 } rebatch_prediction;
 
 #ifdef __cplusplus
