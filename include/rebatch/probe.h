@@ -120,8 +120,8 @@ REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *op
                                          rebatch_probe_report *report);
 
 /** Predict what steps of micro-batches of `size` need, by the memory model that the last
- *  rebatch_probe() of this session has made, in the pool as it is now, whose cache is given back to
- *  the device first. Runs no callback.
+ *  rebatch_probe() of this session has made, in the pool as it is now. Runs no callback;
+ *  reserve_bytes are taken from the pool for the time of the call.
  *  @param[out] out  zeroed on failure
  *  @param size      at least 1; may be larger than the batch or any limit of the session
  *  @param batch     samples in the effective batch, at least 1

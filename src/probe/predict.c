@@ -19,76 +19,57 @@ static rebatch_status check(const rebatch_prediction *out, const rebatch *rb, si
     return REBATCH_OK;
 }
 
-/* What is not there yet and will be lives there in the dry pool. */
-static rebatch_status add_reserve(struct rbi_setting *setting, size_t bytes)
-{
-    if (bytes == 0)
-        return REBATCH_OK;
-    const size_t count = setting->resident_count + 1;
-    void *residents = rbi_heap_resize(setting->residents, count, sizeof *setting->residents);
-    if (!residents)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a prediction");
-    setting->residents = residents;
-    setting->resident_room = count;
-    setting->residents[setting->resident_count++] = (struct rbi_resident){NULL, bytes, NULL};
-    return REBATCH_OK;
-}
-
 /* A pool so many times as large as the one there is would be run dry for nothing. */
 #define FAR_TOO_LARGE 64
 
-/* What lives now, and what the model adds, pieces not considered; SIZE_MAX when it does not fit. */
-static rebatch_status add_up(uint64_t *out, const struct rbi_model *model,
-                             const struct rbi_setting *setting, size_t size)
+static rebatch_status read_limit(uint64_t *out, rebatch_pool *pool)
 {
-    size_t *sizes = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *sizes);
-    if (!sizes)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a prediction");
-    size_t sum = rbi_model_need(model, size, sizes);
-    for (size_t i = 0; i < setting->resident_count; i++)
-        if (!rbi_add(sum, setting->residents[i].bytes, &sum))
-            sum = SIZE_MAX;
-    rbi_heap_free(sizes);
-    *out = sum;
-    return REBATCH_OK;
+    rebatch_pool_stats stats;
+    size_t available, limit;
+    rebatch_status status = rebatch_pool_get_stats(&stats, pool);
+    if (!status)
+        status = rebatch_pool_available(&available, pool);
+    if (!status)
+        *out = rbi_add(available, (size_t)stats.live_bytes, &limit) ? limit : SIZE_MAX;
+    return status;
 }
 
-/* Whether it fits is asked of the memory there is; what it needs, where it does not, of a pool
- * without a limit. */
+/* Whether it fits is asked of a copy of the pool, which holds what will be there and is not yet. */
 static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model,
-                          struct rbi_setting *setting, size_t size, size_t batch)
+                          const struct rbi_setting *setting, size_t batch)
 {
-    rebatch_status status = add_up(&out->peak_bytes, model, setting, size);
-    out->reserved_bytes = out->failing_bytes = out->peak_bytes;
+    struct rbi_forecast forecast;
+    rebatch_status status = rbi_model_peak(&out->peak_bytes, model, out->size);
+    out->failing_bytes = out->peak_bytes;
     if (status || out->peak_bytes / FAR_TOO_LARGE > out->limit_bytes)
         return status;
-    struct rbi_forecast forecast;
-    status = rbi_replay(&forecast, model, setting, size, batch);
+    status = rbi_replay(&forecast, model, setting, out->size, batch);
     out->fits = forecast.fits;
-    out->failing_bytes = forecast.failing_bytes;
-    if (!status && !forecast.fits) {
-        setting->room_bytes = SIZE_MAX;
-        status = rbi_replay(&forecast, model, setting, size, batch);
+    out->failing_bytes = forecast.fits ? 0 : forecast.failing_bytes;
+    if (forecast.fits) {
+        out->peak_bytes = forecast.peak_bytes;
+        out->reserved_bytes = forecast.reserved_bytes;
     }
-    out->peak_bytes = forecast.peak_bytes;
-    out->reserved_bytes = forecast.reserved_bytes;
     return status;
 }
 
 static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch,
                               size_t reserve_bytes)
 {
-    struct rbi_setting setting;
-    rebatch_status status = rbi_setting_read(&setting, rb->pool, &rb->options.pool);
-    size_t limit;
-    if (!rbi_add(setting.reserved_bytes, setting.room_bytes, &limit))
-        limit = SIZE_MAX;
-    out->limit_bytes = limit;
+    struct rbi_setting setting = rbi_probe_setting(rb);
+    rebatch_status status = read_limit(&out->limit_bytes, rb->pool);
     if (!status)
-        status = add_reserve(&setting, reserve_bytes);
+        status = rebatch_pool_alloc(&setting.reserve, rb->pool, reserve_bytes, setting.stream, 0);
+    if (status == REBATCH_OOM) {
+        out->failing_bytes = reserve_bytes;
+        status = rbi_model_peak(&out->peak_bytes, rbi_probe_model(rb), out->size);
+        out->peak_bytes += reserve_bytes;
+        return status;
+    }
+    setting.reserve_bytes = reserve_bytes;
     if (!status)
-        status = ask(out, rbi_probe_model(rb), &setting, out->size, batch);
-    rbi_setting_release(&setting);
+        status = ask(out, rbi_probe_model(rb), &setting, batch);
+    (void)rebatch_pool_free(rb->pool, setting.reserve);
     return status;
 }
 

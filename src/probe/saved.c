@@ -16,6 +16,8 @@
     X("batch", batch)                                                                              \
     X("smallest", rb->options.micro_smallest)                                                      \
     X("largest", rb->options.micro_largest)                                                        \
+    X("admission", rbi_is_on(rb->options.admission))                                               \
+    X("stop", rb->options.on_oom == REBATCH_ON_OOM_STOP)                                           \
     X("lighten", rb->lighten)                                                                      \
     X("reserve_bytes", o->reserve_bytes)                                                           \
     X("limit_bytes", p->limit_bytes)                                                               \
