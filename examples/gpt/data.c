@@ -185,6 +185,14 @@ size_t gpt_data_bytes(const struct gpt_data *data)
     return data->count;
 }
 
+void gpt_data_hash(const struct gpt_data *data, char text[GPT_HASH_TEXT_BYTES])
+{
+    struct gpt_hash hash;
+    gpt_hash_begin(&hash);
+    gpt_hash_add(&hash, data->bytes, data->count);
+    gpt_hash_end(&hash, text);
+}
+
 /* ---- samples ---- */
 
 void gpt_data_sample(int32_t *out, const struct gpt_data *data, enum gpt_split split_of,

@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "gpt/hash.h"
 #include "rebatch/status.h"
 
 /* Read once, then immutable: any thread. */
@@ -32,6 +33,8 @@ rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, si
 void gpt_data_close(struct gpt_data *data);
 
 size_t gpt_data_bytes(const struct gpt_data *data);
+/* SHA-256 of the text. */
+void gpt_data_hash(const struct gpt_data *data, char text[GPT_HASH_TEXT_BYTES]);
 
 /* Writes the length + 1 tokens of one sample. Which bytes they are is a function of the text, the
  * split and (seed, step, index) alone. `length` is at most that of the open. */
