@@ -8,15 +8,16 @@
 /* Writes the run's state: weights, moments, losses, numbers of steps and samples, settings, and
  * which text it is of. Between steps only. What was there under that name stays until the new file
  * is whole and on the disk, and is then replaced; PATH.new is what it is written to.
- *  @return REBATCH_OK; REBATCH_E_IO, the old file is as it was; REBATCH_E_HOST_OOM, or a device's */
+ *  @return REBATCH_OK; REBATCH_E_IO: the old file is as it was; REBATCH_E_HOST_OOM; a device's */
 rebatch_status gpt_trainer_save(struct gpt_trainer *trainer, const char *path);
 
-/* Puts a run in the state that was saved, its session's step number included. The trainer must have
- * been created with the settings that gpt_saved_options() gives, on the same text.
+/* Puts a run in the state that was saved, the number of its session's step included. The trainer
+ * must have been created with the settings that gpt_saved_options() gives, on the same text.
  *  @return REBATCH_OK; REBATCH_E_IO when the file cannot be read; REBATCH_E_PARSE when it is
- *          damaged, foreign or of another version; REBATCH_E_INVALID when it is of other settings or
- *          another text; REBATCH_OOM, REBATCH_E_HOST_OOM: after these nothing has changed. Anything
- *          else is a device's that failed while weights were copied to it: load again, or end */
+ *          damaged, foreign or of another version; REBATCH_E_INVALID when it is of other settings
+ *          or another text; REBATCH_OOM, REBATCH_E_HOST_OOM: after these nothing has changed.
+ *          Anything else is a device's that failed while weights were copied to it: load again, or
+ *          end */
 rebatch_status gpt_trainer_load(struct gpt_trainer *trainer, const char *path);
 
 /* The settings that a run was saved with.
