@@ -54,6 +54,27 @@ static rebatch_status check_order(const struct rebatch_config *config, enum rbi_
                      rbi_shown_path(origin_of(b)).text, a_key, b_key);
 }
 
+/* A headroom beyond the limit in bytes was meant for another key, or another card; a ballast beyond
+ * it could never be taken. A limit that is a share is known only when there is a device. */
+static rebatch_status check_memory(const struct rebatch_config *config)
+{
+    const struct rbi_entry *limit = &config->entries[RBI_MEMORY_LIMIT];
+    const struct rbi_entry *guard = &config->entries[RBI_MEMORY_GUARD];
+    const struct rbi_entry *caching = &config->entries[RBI_MEMORY_CACHING];
+    rebatch_status status = REBATCH_OK;
+    if (limit->number != 0)
+        status = check_order(config, RBI_MEMORY_HEADROOM, RBI_MEMORY_LIMIT);
+    if (!status && limit->number != 0)
+        status = check_order(config, RBI_MEMORY_BALLAST, RBI_MEMORY_LIMIT);
+    if (!status && guard->number && !caching->number)
+        status = rbi_error(REBATCH_E_PARSE,
+                           "memory.guard is true (%s) and memory.caching is false (%s): expected "
+                           "memory.caching to be true with it",
+                           rbi_shown_path(origin_of(guard)).text,
+                           rbi_shown_path(origin_of(caching)).text);
+    return status;
+}
+
 /* What no value can be blamed for alone. 0 samples: the effective batch, whatever it will be. */
 static rebatch_status check_together(const struct rebatch_config *config)
 {
@@ -66,7 +87,9 @@ static rebatch_status check_together(const struct rebatch_config *config)
         status = check_order(config, RBI_BATCH_SMALLEST, RBI_BATCH_START);
     if (!status && start != 0 && largest != 0)
         status = check_order(config, RBI_BATCH_START, RBI_BATCH_LARGEST);
-    return status ? status : check_order(config, RBI_GROWTH_AFTER, RBI_GROWTH_WAIT_MAX);
+    if (!status)
+        status = check_order(config, RBI_GROWTH_AFTER, RBI_GROWTH_WAIT_MAX);
+    return status ? status : check_memory(config);
 }
 
 rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
@@ -144,6 +167,12 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     pool->limit_permille = limit->permille;
     pool->headroom_bytes = config->entries[RBI_MEMORY_HEADROOM].number;
     pool->caching = toggle_of(config, RBI_MEMORY_CACHING);
+    pool->ballast_bytes = config->entries[RBI_MEMORY_BALLAST].number;
+    pool->max_split_bytes = config->entries[RBI_MEMORY_MAX_SPLIT].number;
+    pool->gc_threshold_permille = config->entries[RBI_MEMORY_GC_THRESHOLD].permille;
+    pool->rounding_divisions = (uint32_t)config->entries[RBI_MEMORY_ROUNDING].number;
+    pool->guard = toggle_of(config, RBI_MEMORY_GUARD);
+    pool->events = (uint32_t)config->entries[RBI_MEMORY_EVENTS].number;
 }
 
 static void fill(rebatch_options *o, const struct rebatch_config *config)
