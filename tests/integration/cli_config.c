@@ -67,7 +67,7 @@ Test(cli_config, check)
 {
     config_write("good.cfg", "memory = { limit = \"22GiB\"; headroom = \"1GiB\"; };\n");
     config_write("bad.cfg", "memory = {\n  limt = \"22GiB\";\n};\n");
-    expect("config check good.cfg", 0, "good.cfg: ok, 2 of 17 settings from the file\n", "");
+    expect("config check good.cfg", 0, "good.cfg: ok, 2 of 20 settings from the file\n", "");
     expect("config check bad.cfg", 1, "",
            "bad.cfg:2: memory.limt is not a setting; did you mean memory.limit?\n");
     expect("config check none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");
@@ -75,7 +75,7 @@ Test(cli_config, check)
     setenv("REBATCH_MEMORY_LIMIT", "20GiB", 1);
     setenv("REBATCH_LOG_LEVEL", "debug", 1);
     expect("config check good.cfg", 0,
-           "good.cfg: ok, 1 of 17 settings from the file, 2 from the environment\n", "");
+           "good.cfg: ok, 1 of 20 settings from the file, 2 from the environment\n", "");
     setenv("REBATCH_LOG_LEVEL", "loud", 1);
     expect(
         "config check good.cfg", 1, "",
@@ -89,38 +89,41 @@ Test(cli_config, show)
     setenv("REBATCH_BATCH_START", "64", 1);
     expect("config show a.cfg", 0,
            "batch = {\n"
-           "    start        = 64;       # REBATCH_BATCH_START\n"
-           "    smallest     = 1;        # default\n"
-           "    largest      = 0;        # default\n"
+           "    start           = 64;       # REBATCH_BATCH_START\n"
+           "    smallest        = 1;        # default\n"
+           "    largest         = 0;        # default\n"
+           "    multiple_of     = 1;        # default\n"
+           "    allowed         = \"any\";    # default\n"
            "};\n"
            "\n"
            "memory = {\n"
-           "    limit        = \"22GiB\";  # a.cfg:2\n"
-           "    headroom     = 0;        # default\n"
-           "    caching      = true;     # default\n"
+           "    limit           = \"22GiB\";  # a.cfg:2\n"
+           "    headroom        = 0;        # default\n"
+           "    caching         = true;     # default\n"
            "};\n"
            "\n"
            "recovery = {\n"
-           "    on_oom       = \"halve\";  # default\n"
-           "    admission    = true;     # default\n"
-           "    lighten      = true;     # default\n"
-           "    max_attempts = 64;       # default\n"
+           "    on_oom          = \"halve\";  # default\n"
+           "    admission       = true;     # default\n"
+           "    lighten         = true;     # default\n"
+           "    max_attempts    = 64;       # default\n"
+           "    max_ooms_in_row = 0;        # default\n"
            "};\n"
            "\n"
            "growth = {\n"
-           "    enabled      = true;     # default\n"
-           "    after        = 16;       # default\n"
-           "    wait_max     = 1024;     # default\n"
+           "    enabled         = true;     # default\n"
+           "    after           = 16;       # default\n"
+           "    wait_max        = 1024;     # default\n"
            "};\n"
            "\n"
            "device = {\n"
-           "    kind         = \"host\";   # default\n"
-           "    ordinal      = 0;        # default\n"
-           "    capacity     = \"none\";   # default\n"
+           "    kind            = \"host\";   # default\n"
+           "    ordinal         = 0;        # default\n"
+           "    capacity        = \"none\";   # default\n"
            "};\n"
            "\n"
            "log = {\n"
-           "    level        = \"info\";   # default\n"
+           "    level           = \"info\";   # default\n"
            "};\n",
            "");
     expect("config show none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");
@@ -156,7 +159,7 @@ Test(cli_config, example_and_reference)
     cr_assert(rebatch_config_format_example(text, sizeof text) < sizeof text);
     expect("config example", 0, text, "");
     config_write("example.cfg", text);
-    expect("config check example.cfg", 0, "example.cfg: ok, 17 of 17 settings from the file\n", "");
+    expect("config check example.cfg", 0, "example.cfg: ok, 20 of 20 settings from the file\n", "");
     cr_assert(rebatch_config_format_reference(text, sizeof text) < sizeof text);
     expect("config reference", 0, text, "");
 }
