@@ -173,7 +173,8 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
                                 .user = rb,
                                 .pool = rb->pool,
                                 .pool_options = &rb->options.pool,
-                                .least = rbi_min(rb->options.micro_smallest, most),
+                                .limits = &rb->options,
+                                .least = rbi_min(rbi_round_size_up(&rb->options, 1), most),
                                 .most = most,
                                 .batch = batch,
                                 .max_trials = options->max_trials};

@@ -6,6 +6,7 @@
 #include "base/base.h"
 #include "pool/pool.h"
 #include "rebatch/probe.h"
+#include "recover/limits.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
 
@@ -158,7 +159,8 @@ struct rbi_search {
     void *user;
     rebatch_pool *pool;
     const rebatch_pool_options *pool_options;
-    size_t least, most, batch; /* sizes; most <= batch */
+    const rebatch_options *limits;
+    size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
     uint32_t max_trials;
 
     /* found */
