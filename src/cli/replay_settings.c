@@ -10,9 +10,18 @@
 #define GRANULE_BYTES ((size_t)2 << 20) /* as on CUDA devices */
 #define REPEAT_DEFAULT 9
 #define REPEAT_MOST 1000
+#define EVENTS_DEFAULT 100000
+#define EVENTS_MOST 100000000       /* 5 GB of host memory */
 #define NUMBER_MOST (SIZE_MAX >> 2) /* so that sums with it do not overflow */
 
 /* ---- values ---- */
+
+bool rbi_replay_has_ending(const char *path, const char *ending)
+{
+    const size_t length = strlen(path);
+    const size_t tail = strlen(ending);
+    return length > tail && strcmp(path + length - tail, ending) == 0;
+}
 
 static bool set_bytes(size_t *out, const char *text)
 {
@@ -50,12 +59,29 @@ static bool set_caching(struct rbi_replay_settings *settings, const char *text)
     return is_on || strcmp(text, "off") == 0;
 }
 
-static bool set_repeat(struct rbi_replay_settings *settings, const char *text)
+/* A whole number from 1 to `most`. */
+static bool set_number(uint32_t *out, uint32_t most, const char *text)
 {
     char *end;
     const unsigned long number = strtoul(text, &end, 10);
-    settings->repeat = (unsigned)number;
-    return *text >= '0' && *text <= '9' && *end == '\0' && number >= 1 && number <= REPEAT_MOST;
+    *out = (uint32_t)number;
+    return *text >= '0' && *text <= '9' && *end == '\0' && number >= 1 && number <= most;
+}
+
+static bool set_repeat(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_number(&settings->repeat, REPEAT_MOST, text);
+}
+
+static bool set_events(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_number(&settings->snapshot_events, EVENTS_MOST, text);
+}
+
+static bool set_snapshot(struct rbi_replay_settings *settings, const char *text)
+{
+    settings->snapshot = text;
+    return rbi_replay_has_ending(text, ".pickle") || rbi_replay_has_ending(text, ".csv");
 }
 
 static bool set_smallest(struct rbi_replay_settings *settings, const char *text)
@@ -94,6 +120,8 @@ static const struct option options[] = {
     {"--caching", set_caching, "on or off"},
     {"--granule", set_granule, A_SIZE},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
+    {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},
+    {"--events", set_events, "a number from 1 to 100000000"},
     {"--help", set_help, NULL},
     {"-h", set_help, NULL},
 };
@@ -161,6 +189,12 @@ static bool check(const struct rbi_replay_settings *settings)
         fputs("usage: rebatch replay [OPTION...] TRACE...; see 'rebatch help replay'\n", stderr);
         return false;
     }
+    if (settings->snapshot && settings->path_count > 1) {
+        fprintf(stderr,
+                "rebatch replay: --snapshot is '%.60s', and there are %zu traces: expected one\n",
+                settings->snapshot, settings->path_count);
+        return false;
+    }
     if (settings->pool.limit_permille && settings->capacity_bytes == REBATCH_UNLIMITED) {
         fputs("rebatch replay: --limit is a share: expected --capacity with it, of which it is\n",
               stderr);
@@ -176,6 +210,7 @@ bool rbi_replay_settings_read(struct rbi_replay_settings *settings, int count, c
         .granule_bytes = GRANULE_BYTES,
         .pool = REBATCH_POOL_OPTIONS_INIT,
         .repeat = REPEAT_DEFAULT,
+        .snapshot_events = EVENTS_DEFAULT,
         .paths = arguments,
     };
     bool are_paths = false; /* after "--" */

@@ -281,9 +281,18 @@ static inline void rbi_table_put(struct rbi_table *table, struct rbi_block *bloc
 
 /* ---- the last events (ring.c) ---- */
 
-#define RBI_POOL_EVENTS(X) X(ALLOC) X(FREE) X(MAP) X(UNMAP) X(OOM) X(ROLLBACK)
+/* X(kind, its name). A block that other streams use is freed in two events. */
+#define RBI_POOL_EVENTS(X)                                                                         \
+    X(ALLOC, "alloc")                                                                              \
+    X(FREE, "free")                                                                                \
+    X(FREE_REQUESTED, "free_requested")                                                            \
+    X(FREE_COMPLETED, "free_completed")                                                            \
+    X(MAP, "map")                                                                                  \
+    X(UNMAP, "unmap")                                                                              \
+    X(OOM, "oom")                                                                                  \
+    X(ROLLBACK, "rollback")
 enum rbi_pool_event_kind {
-#define RBI_POOL_EVENT_(name) RBI_POOL_EVENT_##name,
+#define RBI_POOL_EVENT_(name, text) RBI_POOL_EVENT_##name,
     RBI_POOL_EVENTS(RBI_POOL_EVENT_)
 #undef RBI_POOL_EVENT_
 };
@@ -295,7 +304,9 @@ struct rbi_pool_event {
     size_t bytes;
     rebatch_stream stream;
     rebatch_tag tag;
-    uint8_t kind; /* enum rbi_pool_event_kind */
+    uint8_t kind;        /* enum rbi_pool_event_kind */
+    uint64_t time_ns;    /* of rbi_now_ns() */
+    uint64_t free_bytes; /* OOM: what the device had left */
 };
 
 struct rbi_ring {
@@ -303,6 +314,11 @@ struct rbi_ring {
     size_t capacity;
     uint64_t count; /* recorded since create */
 };
+/* The number of the oldest that is kept. */
+static inline uint64_t rbi_ring_first(const struct rbi_ring *ring)
+{
+    return ring->count < ring->capacity ? 0 : ring->count - ring->capacity;
+}
 
 /* ---- scopes and tags ---- */
 
@@ -796,6 +812,8 @@ void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *
 
 /* ---- looking in (ring.c) ---- */
 
+void rbi_ring_add_oom(struct rbi_ring *ring, size_t asked_bytes, uint64_t free_bytes,
+                      rebatch_stream stream, rebatch_tag tag);
 /* One word of test where nothing is recorded. */
 void rbi_ring_add(struct rbi_ring *ring, enum rbi_pool_event_kind kind, const char *address,
                   size_t bytes, rebatch_stream stream, rebatch_tag tag);

@@ -241,6 +241,7 @@ static void unwind(rebatch_pool *pool, struct rbi_block *hole, const char *to)
          at += pool->granule_bytes) {
         quarantine(pool, hole);
         pool->stats.quarantined_bytes += pool->granule_bytes;
+        RBI_RECORD(pool, MAP, at, pool->granule_bytes, NULL, 0);
     }
 }
 
