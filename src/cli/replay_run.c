@@ -375,7 +375,7 @@ static bool measure_time(struct rbi_replay_result *result, const struct rbi_trac
 
 /* ---- the snapshot ---- */
 
-/* The blocks go into FILE.csv, and the events, which are another table, into FILE.events.csv. */
+/* The blocks go into FILE.csv and the events into FILE.events.csv: each is a table of its own. */
 static rebatch_status save_tables(rebatch_pool *pool, const char *path)
 {
     rebatch_status status = rebatch_pool_save_snapshot(pool, REBATCH_SNAPSHOT_BLOCKS_CSV, path);
