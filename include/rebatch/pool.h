@@ -157,7 +157,9 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
-/** Give everything back to the device, blocks in use included, and release the pool. NULL is
+/** Wait for the streams, give everything back to the device, blocks in use included, and release
+ *  the pool. Of a stream that cannot be waited for, memory that its work may still use stays mapped
+ *  and counts as used on the device for good: it is never taken from under running work. NULL is
  *  allowed. No other thread may be using the pool. */
 REBATCH_API void rebatch_pool_destroy(rebatch_pool *pool);
 

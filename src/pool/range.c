@@ -510,9 +510,44 @@ bool rbi_ballast_drop(rebatch_pool *pool)
 
 /* ---- the end ---- */
 
+/* Whether a stream that could not be waited for may still use a block. Streams have been waited for
+ * up to their last point. */
+static bool may_be_used(const struct rbi_block *block)
+{
+    if (block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_GUARD ||
+        block->state == RBI_BLOCK_LOST)
+        return false;
+    const bool live = block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED;
+    const struct rbi_pool_stream *stream = block->stream;
+    if (stream->done < (live ? stream->frees : block->freed_at))
+        return true;
+    for (const struct rbi_block_use *use = block->uses; use; use = use->next)
+        if (use->stream->done < (live ? use->stream->frees : use->until))
+            return true;
+    return false;
+}
+
+/* Forgets the granules that may still be used, so that they stay as they are; whether there are
+ * any. */
+static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
+{
+    bool any = false;
+    for (const struct rbi_block *b = range->first; b; b = b->after) {
+        if (!may_be_used(b))
+            continue;
+        any = true;
+        const size_t offset = (size_t)(b->address - range->address);
+        for (size_t i = offset / pool->granule_bytes;
+             range->granules && i * pool->granule_bytes < offset + b->bytes; i++)
+            range->granules[i] = 0;
+    }
+    return any;
+}
+
 /* Quarantined granules are tried once more. */
 static void destroy_granules(rebatch_pool *pool, struct rbi_range *range)
 {
+    const bool leave = leave_used(pool, range);
     for (size_t i = 0; i < range->bytes / pool->granule_bytes; i++) {
         if (range->granules[i] == 0)
             continue;
@@ -520,7 +555,8 @@ static void destroy_granules(rebatch_pool *pool, struct rbi_range *range)
                                pool->granule_bytes);
         (void)rbi_device_release_physical(pool->device, range->granules[i], pool->granule_bytes);
     }
-    (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
+    if (!leave)
+        (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
     rbi_heap_free(range->granules);
 }
 
@@ -529,7 +565,7 @@ void rbi_pool_destroy_ranges(rebatch_pool *pool)
     for (struct rbi_range *r = pool->first_range; r; r = r->next) {
         if (r->granules)
             destroy_granules(pool, r);
-        else
+        else if (!leave_used(pool, r))
             (void)rbi_device_free(pool->device, r->address, r->bytes);
     }
     pool->first_range = pool->last_range = NULL;

@@ -6,6 +6,7 @@
  * memory without a gap, "segment_map" and "segment_unmap" are pieces of one, and all of them are
  * said to be on stream 0, as one segment can have blocks of several streams. */
 #include "pool/pickle.h"
+#include "rebatch/cuda.h"
 #include "rebatch/version.h"
 
 /* ---- words ---- */
@@ -80,6 +81,7 @@ struct pickle {
     struct rbi_sink *sink;
     const rebatch_pool *pool;
     int64_t epoch_us;
+    unsigned device; /* as CUDA counts; 0 for what is no GPU */
     bool has_word[WORD_COUNT];
     bool has_frames[RBI_POOL_TAGS];
 };
@@ -184,7 +186,7 @@ static void put_segment(struct pickle *p, const struct rbi_range *range,
                         const struct rbi_segment *segment)
 {
     rbi_pickle_begin_dict(p->sink);
-    put_count(p, WORD_device, 0);
+    put_count(p, WORD_device, p->device);
     put_address(p, WORD_address, segment->address);
     put_count(p, WORD_total_size, segment->bytes);
     put_count(p, WORD_allocated_size, segment->live_bytes);
@@ -285,11 +287,15 @@ static void put_event(struct pickle *p, const struct rbi_pool_event *event)
     }
 }
 
-/* One list a device, and it is one device. */
+/* A list for each device up to ours. */
 static void put_events(struct pickle *p)
 {
     put_word(p, WORD_device_traces);
     rbi_pickle_list(p->sink);
+    for (unsigned i = 0; i < p->device; i++) {
+        rbi_pickle_list(p->sink);
+        rbi_pickle_append(p->sink);
+    }
     rbi_pickle_list(p->sink);
     const struct rbi_ring *ring = &p->pool->ring;
     for (uint64_t n = rbi_ring_first(ring); n < ring->count; n++)
@@ -373,6 +379,14 @@ static void put_rebatch(struct pickle *p)
     rbi_pickle_end_dict(p->sink);
 }
 
+static unsigned number_of(const rebatch_device *device)
+{
+    int ordinal = 0;
+    if (device->ops->ordinal && rebatch_device_ordinal(&ordinal, device) != REBATCH_OK)
+        ordinal = 0;
+    return (unsigned)ordinal;
+}
+
 void rbi_snapshot_pickle(struct rbi_sink *sink, const rebatch_pool *pool)
 {
     struct pickle p;
@@ -380,6 +394,7 @@ void rbi_snapshot_pickle(struct rbi_sink *sink, const rebatch_pool *pool)
     p.sink = sink;
     p.pool = pool;
     p.epoch_us = rbi_snapshot_epoch_us();
+    p.device = number_of(pool->device);
     rbi_pickle_begin(sink);
     rbi_pickle_begin_dict(sink);
     put_segments(&p);

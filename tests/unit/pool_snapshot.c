@@ -546,6 +546,32 @@ Test(pool_snapshot, events_have_their_time_and_an_oom_what_was_free)
     rig_close(&rig);
 }
 
+static rebatch_status second_gpu(void *self, int *out)
+{
+    (void)self;
+    *out = 1;
+    return REBATCH_OK;
+}
+
+/* The viewer asks for a device's events by the device's number. */
+Test(pool_snapshot, segments_and_events_are_those_of_the_devices_number)
+{
+    static struct rbi_device_ops ops;
+    struct rig rig = rig_open(8, options_with(10));
+    const struct rbi_device_ops *const host = rig.device->ops;
+    ops = *host;
+    ops.ordinal = second_gpu;
+    rig.device->ops = &ops;
+    (void)take(rig.pool, 1);
+    const struct pickle_value *snapshot = snap_pickle(rig.pool);
+    cr_assert_eq(pickle_number(pickle_list(snapshot, "segments")->items[0], "device"), 1);
+    const struct pickle_value *traces = pickle_list(snapshot, "device_traces");
+    cr_assert(traces->count == 2 && traces->items[0]->count == 0 && traces->items[1]->count == 2);
+    pickle_free();
+    rig.device->ops = host;
+    rig_close(&rig);
+}
+
 /* The settings stand where PyTorch has its own. */
 Test(pool_snapshot, settings_are_in_it)
 {
