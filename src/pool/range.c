@@ -102,14 +102,19 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 
 /* ---- addresses ---- */
 
-/* An eighth more than could ever be mapped: addresses cost next to nothing. When blocks in use have
- * cut them up so that no place is left for a large one, another piece like it is reserved. */
+/* The most granules that addresses are reserved for at once: 512 GiB on CUDA devices. */
+#define RESERVED_MOST ((size_t)1 << 18)
+
+/* An eighth more than could ever be mapped: addresses cost next to nothing, and many pieces of them
+ * would leave parts of granules at each one's end. When blocks in use have cut them up so that no
+ * place is left for a large one, another piece like it is reserved. */
 static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
 {
     rebatch_memory_info info;
     if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return bytes;
-    const size_t most = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
+    const size_t limit = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
+    const size_t most = rbi_min(limit, RESERVED_MOST * pool->granule_bytes);
     size_t wanted;
     if (!rbi_add(most, most / 8, &wanted) ||
         !rbi_round_up(rbi_max(wanted, bytes), pool->granule_bytes, &wanted))

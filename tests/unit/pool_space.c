@@ -27,6 +27,20 @@ Test(pool_space, blocks_share_granules)
     rig_close(&rig);
 }
 
+/* The same where nobody knows how much memory there will be: addresses do not come in pieces of one
+ * request each, whose last granules nobody could share. */
+Test(pool_space, blocks_share_granules_of_a_device_without_bounds)
+{
+    struct rig rig = {NULL, NULL};
+    cr_assert_eq(rebatch_device_open_dry(&rig.device, REBATCH_UNLIMITED, GRANULE), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
+    for (int i = 0; i < 20; i++)
+        (void)take(rig.pool, GRANULE + 5 * UNIT);
+    const rebatch_pool_stats stats = stats_of(rig.pool);
+    cr_assert_eq(stats.reserved_bytes, (stats.live_bytes + GRANULE - 1) / GRANULE * GRANULE);
+    rig_close(&rig);
+}
+
 /* Free granules in several places serve one large request; the device is not asked, and what is in
  * use keeps its content. */
 Test(pool_space, free_granules_are_mapped_elsewhere_before_new_ones_are_made)
