@@ -123,6 +123,15 @@ enum rbi_block_state {
     RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
 };
 
+/* What is left of a granule can only be used where it is, so one block keeps up to two granules from
+ * where they are needed. Blocks of like sizes lie among themselves: a small one that outlives large
+ * neighbours would keep a granule for itself, and in the places of large ones only a few ends of
+ * blocks can leave parts of granules. */
+enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
+#define RBI_ZONE_AFLOAT 4u        /* added for a search: also blocks between two holes */
+#define RBI_ZONE_SMALL_PARTS 64   /* small: less than this part of a granule */
+#define RBI_ZONE_LARGE_GRANULES 8 /* large: at least so many granules */
+
 /* Another stream that uses a block, from rebatch_pool_use_on(). */
 struct rbi_block_use {
     struct rbi_block_use *next;
@@ -136,7 +145,7 @@ struct rbi_block_use {
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
  *   listed == (table[address] == this); live, deferred, quick, pending: listed
  *   live or deferred: previous->birth < birth < next->birth
- *   small == range->small; used == (uses != NULL)
+ *   zone == range->zone; used == (uses != NULL)
  *   hole, lost: address and bytes are multiples of the granule */
 struct rbi_block {
     _Alignas(64) char *address;
@@ -153,7 +162,7 @@ struct rbi_block {
     rebatch_tag tag;
     uint8_t state;                    /* enum rbi_block_state */
     bool late;                        /* quick, pending: a rollback took it back */
-    bool small;                       /* its range is for small blocks */
+    uint8_t zone;                     /* its range's */
     bool used;                        /* other streams use it */
     bool listed;                      /* it is in the table */
     struct rbi_block *before, *after; /* neighbours in the range */
@@ -172,7 +181,7 @@ struct rbi_range {
     size_t bytes;
     struct rbi_block *first;
     rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
-    bool small;             /* for small blocks */
+    uint8_t zone;           /* enum rbi_zone: for which blocks it is */
     uint64_t number;        /* of its creation: ties between ranges break by it, as the device's
                         addresses need not be the same in every run */
 };
@@ -418,20 +427,18 @@ rebatch_status rbi_pool_check(const rebatch_pool *pool);
 /* A free block of at least `bytes` whose work is done up to point `ready`. Looks at up to eight of
  * the smallest class that can have one and of the next, and takes of those the smallest, of these
  * the one of the oldest range, then of the lowest address. NULL only when there is none. Larger
- * blocks than `max_split` are for requests of that size and more. Where `granule` is not 0, small
- * requests keep to ranges for them and to parts of granules, and large ones out of those ranges. */
+ * blocks than `max_split` are for requests of that size and more. `zone` is of enum rbi_zone. */
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split, size_t granule);
-/* Whether a request belongs among the small ones, where there are granules. */
-static inline bool rbi_is_small(size_t bytes, size_t granule)
+                                    uint64_t ready, size_t max_split, unsigned zone);
+/* The zone that a request belongs to; ANY where there are no granules, and while memory is promised
+ * by rebatch_pool_reserve(): all of it is for whatever comes. */
+static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
 {
-    return bytes < granule / 64;
-}
-/* The granule for searches that keep small blocks apart, 0 for those that do not: while memory is
- * promised by rebatch_pool_reserve(), all of it is for whatever comes. */
-static inline size_t rbi_pool_zones(const rebatch_pool *pool)
-{
-    return pool->has_space && pool->promised_bytes == 0 ? pool->granule_bytes : 0;
+    if (!pool->has_space || pool->promised_bytes != 0)
+        return RBI_ZONE_ANY;
+    if (bytes >= RBI_ZONE_LARGE_GRANULES * pool->granule_bytes)
+        return RBI_ZONE_LARGE;
+    return bytes < pool->granule_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
 }
 /* The blocks of the bins from that of `bytes` on, in the order of their classes; NULL at the end.
  * */
@@ -569,7 +576,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
  * stays. */
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
-rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small);
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone);
 /* Makes `count` more granules; all or none. */
 rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
 /* Gives spare granules back until `keep` are left; how many it gave back. */
