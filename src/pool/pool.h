@@ -599,6 +599,12 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
 /* Shows every block in use, oldest first. It runs with the lock held, as the recorder does. */
 void rbi_pool_each_live(rebatch_pool *pool,
                         void (*show)(void *user, const void *address, size_t bytes), void *user);
+/* Copies the pool as it is, once all work on its streams is done, over a dry device of its own:
+ * options, blocks, holes, granules and what others hold of the device, each where and as it is, so
+ * that the same calls find the same addresses. Pressure callbacks, the recorder and the last events
+ * are not in the copy; streams are known by the same handles.
+ *  @return REBATCH_OK; REBATCH_E_HOST_OOM, or what the device says: both are NULL then */
+rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool);
 /* Walks everything and checks the equations above; false, with the error text set, when one does
  * not hold. For tests. */
 bool rbi_pool_is_valid(rebatch_pool *pool);
