@@ -61,7 +61,7 @@ static __global__ void forward(float *hidden, const float *x, parameters w)
     hidden[s * HIDDEN + j] = tanhf(sum);
 }
 
-/* error[s] = (sum over j of hidden[s][j] out[j]) - target[s], in an order that is always the same */
+/* error[s] = (sum over j of hidden[s][j] out[j]) - target[s], always added in the same order */
 static __global__ void predict(float *error, const float *hidden, const float *target, parameters w)
 {
     __shared__ float part[THREADS];

@@ -137,7 +137,15 @@ typedef enum rebatch_on_oom {
                             known, and after a prediction that did not hold */
 } rebatch_on_oom;
 
-/** Options of a session. Zero means default. */
+/** How many sizes rebatch_options.micro_allowed has room for. */
+#define REBATCH_ALLOWED_SIZES 32
+
+/** Options of a session. Zero means default.
+ *
+ *  A micro-batch has at least micro_smallest and at most micro_largest samples, is a multiple of
+ *  micro_multiple_of, and one of micro_allowed, whoever chooses it: start, halving, prediction,
+ *  growth, probe. Exempt is the last micro-batch of an effective batch, which may be smaller: it
+ *  has the samples that are left. */
 typedef struct rebatch_options {
     size_t struct_size;        /**< sizeof(rebatch_options) */
     rebatch_pool_options pool; /**< of the session's pool; its struct_size may be 0: all defaults */
@@ -164,12 +172,19 @@ typedef struct rebatch_options {
     void (*on_event)(const rebatch_event *event, void *user); /**< NULL: none. It must not call
                                                                    this session */
     void *on_event_user;                                      /**< borrowed until rebatch_close() */
+
+    size_t micro_multiple_of; /**< each micro-batch is a multiple of this; 0: of 1 */
+    size_t micro_allowed[REBATCH_ALLOWED_SIZES]; /**< the sizes that a micro-batch may have, in any
+                                                      order, up to the first 0; none: any size */
+    uint32_t max_ooms_in_row; /**< OOMs in one step, without a micro-batch or an update in between
+                                   that succeeded, with which it gives up; refused admissions do not
+                                   count; at most 65536; 0: no bound but max_attempts */
 } rebatch_options;
 #define REBATCH_OPTIONS_INIT                                                                       \
     {                                                                                              \
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
-            NULL                                                                                   \
+            NULL, 0, {0}, 0                                                                        \
     }
 
 /** What one call of rebatch_step() did. */
@@ -224,7 +239,8 @@ REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
 
 /** Run one effective batch and its update, whatever it takes.
  *  @param ops     borrowed for the call; lighten may be NULL
- *  @param batch   samples in the effective batch, at least 1
+ *  @param batch   samples in the effective batch, at least 1, micro_multiple_of, and the smallest
+ *                 of micro_allowed
  *  @param user    handed to the callbacks
  *  @param report  may be NULL; filled in on failure as well
  *  @return REBATCH_OK: every sample counted exactly once and the update was applied once.

@@ -217,7 +217,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
                             const rebatch_probe_options *options)
 {
     const size_t most = rbi_micro_upper(rb, batch);
-    const size_t least = rbi_min(rb->options.micro_smallest, most);
+    const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
     struct rbi_saved saved;
     rebatch_status status = rbi_saved_open(&saved, rb, options, least, most, batch);
     if (status)
@@ -225,6 +225,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     struct rbi_search search = {.trial = run_trial,
                                 .user = rb,
                                 .setting = rbi_probe_setting(rb),
+                                .limits = &rb->options,
                                 .least = least,
                                 .most = most,
                                 .batch = batch,

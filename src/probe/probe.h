@@ -6,6 +6,7 @@
 #include "base/base.h"
 #include "pool/pool.h"
 #include "rebatch/probe.h"
+#include "recover/limits.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
 
@@ -119,9 +120,9 @@ struct rbi_forecast {
     uint64_t failing_bytes;
 };
 
-/* Runs a micro-batch of a size on a copy of the pool, as it is now, and with a batch also what comes
- * after the probe: two steps of so many samples, and an update between them. The peaks are those of
- * the first micro-batch.
+/* Runs a micro-batch of a size on a copy of the pool, as it is now, and with a batch also what
+ * comes after the probe: two steps of so many samples, and an update between them. The peaks are
+ * those of the first micro-batch.
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM, or what the dry pool says that is no OOM */
 rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
                           const struct rbi_setting *setting, size_t count, size_t batch);
@@ -143,8 +144,9 @@ struct rbi_search {
     rbi_trial *trial;
     void *user;
     struct rbi_setting setting;
-    size_t least, most, batch; /* sizes; most <= batch */
-    size_t hint;               /* found before, within [least, most]; 0: none */
+    const rebatch_options *limits;
+    size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
+    size_t hint;               /* found before, allowed and within [least, most]; 0: none */
     uint32_t max_trials;
 
     /* found */

@@ -82,6 +82,21 @@ static rebatch_status predict(size_t *out, struct rbi_search *s)
 
 /* ---- which size next ---- */
 
+/* The largest allowed size of at most `size` that is above what ran; 0: none. */
+static size_t allowed_below(const struct rbi_search *s, size_t size)
+{
+    const size_t allowed = rbi_round_size(s->limits, size);
+    return allowed > s->fits ? allowed : 0;
+}
+
+/* The same, or else the smallest that may be tried at all. */
+static size_t allowed_near(const struct rbi_search *s, size_t size)
+{
+    const size_t below = allowed_below(s, size);
+    const size_t next = rbi_round_size_up(s->limits, s->fits + 1);
+    return below ? below : next < s->fails && next <= s->most ? next : 0;
+}
+
 /* After the first trial. What was found before is the best guess; where it is the size that has
  * just run, only a larger one that fits for certain is better. A size in proportion to what there
  * is fits for certain; half of that is enough to tell fixed from growing parts. An odd distance,
@@ -103,8 +118,7 @@ static rebatch_status choose_second(size_t *out, struct rbi_search *s)
     }
     const size_t half = safe / 2;
     *out = half > s->fits ? half - (half - s->fits + 1) % 2 : s->fits + 1;
-    if (*out <= s->fits)
-        *out = s->fits + 1;
+    *out = allowed_near(s, *out);
     return status;
 }
 
@@ -134,10 +148,11 @@ static rebatch_status choose_next(size_t *out, struct rbi_search *s)
     rebatch_status status = REBATCH_OK;
     if (s->fits < s->most && s->fits + 1 < s->fails) {
         status = s->low.count ? predict(&predicted, s) : choose_second(&predicted, s);
+        predicted = allowed_below(s, predicted);
         /* Twice wrong means that the model does not hold; between what ran and what did not, the
          * middle is then the best guess. */
         if (s->report.ooms >= 2 && predicted)
-            predicted = s->fits + (s->fails - s->fits) / 2;
+            predicted = allowed_near(s, s->fits + (s->fails - s->fits) / 2);
     }
     if (status)
         return status;
@@ -170,8 +185,8 @@ static rebatch_status finish(struct rbi_search *s)
         return status;
     size_t larger;
     status = rbi_replay_largest(&larger, &s->model, &s->setting, s->fits + 1, s->most, s->batch);
-    if (larger)
-        report->predicted_size = larger;
+    if (allowed_below(s, larger))
+        report->predicted_size = allowed_below(s, larger);
     if (!status && s->fits <= SIZE_MAX / 2)
         status = rbi_model_peak(&report->twice_bytes, &s->model, 2 * s->fits);
     return status;
