@@ -182,6 +182,29 @@ rebatch_status rebatch_config_options(rebatch_options *options, const rebatch_co
     return REBATCH_OK;
 }
 
+rebatch_status rebatch_config_probe_options(rebatch_probe_options *options,
+                                            const rebatch_config *config)
+{
+    if (!options || !config)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", options ? "config" : "options");
+    rebatch_probe_options ours = REBATCH_PROBE_OPTIONS_INIT;
+    const rebatch_status status =
+        rbi_options_copy(&ours, sizeof ours, options, "rebatch_probe_options");
+    if (status)
+        return status;
+    if (options->struct_size < sizeof ours)
+        return rbi_error(REBATCH_E_INVALID,
+                         "rebatch_probe_options.struct_size is %zu: expected at least %zu, or "
+                         "settings would be lost",
+                         options->struct_size, sizeof ours);
+    const struct rbi_entry *file = &config->entries[RBI_PROBE_FILE];
+    const struct rbi_entry *key = &config->entries[RBI_PROBE_KEY];
+    options->file = file->is_none ? NULL : file->words;
+    if (!key->is_none)
+        options->key = key->words;
+    return REBATCH_OK;
+}
+
 /* The bytes that device.capacity stands for; a share is of what the machine has. */
 static rebatch_status set_capacity(rebatch_device *device, const struct rbi_entry *entry)
 {

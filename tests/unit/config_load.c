@@ -40,6 +40,8 @@ static const struct value {
     {"growth.enabled", "false", "false", "true"},
     {"growth.after", "3", "3", "16"},
     {"growth.wait_max", "100", "100", "1024"},
+    {"probe.file", "\"sizes/found.txt\"", "sizes/found.txt", "\"none\""},
+    {"probe.key", "\"gpt2-124M, T=1024 \xc3\xa9\"", "gpt2-124M, T=1024 \xc3\xa9", "\"none\""},
     {"device.kind", "\"cuda\"", "cuda", "\"host\""},
     {"device.ordinal", "3", "3", "0"},
     {"device.capacity", "\"64MiB\"", "64MiB", "\"none\""},
@@ -345,6 +347,30 @@ Test(config_load, options_of_every_setting)
     expect_options(&options, &expected);
     cr_expect(options.stream == stream);
     cr_expect(options.on_event == on_event && options.on_event_user == &user);
+    rebatch_config_free(config);
+}
+
+Test(config_load, options_of_a_probe)
+{
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    options.key = "the program's";
+    options.reserve_bytes = 77;
+    rebatch_config *config = load(NULL);
+    cr_assert(rebatch_config_probe_options(&options, config) == REBATCH_OK);
+    cr_expect(options.file == NULL);
+    cr_expect(strcmp(options.key, "the program's") == 0);
+    rebatch_config_free(config);
+    setenv("REBATCH_PROBE_FILE", "sizes", 1);
+    setenv("REBATCH_PROBE_KEY", "mine", 1);
+    config = load(NULL);
+    cr_assert(rebatch_config_probe_options(&options, config) == REBATCH_OK);
+    cr_expect(strcmp(options.file, "sizes") == 0);
+    cr_expect(strcmp(options.key, "mine") == 0);
+    cr_expect(options.reserve_bytes == 77);
+    cr_expect(rebatch_config_probe_options(NULL, config) == REBATCH_E_INVALID);
+    cr_expect(rebatch_config_probe_options(&options, NULL) == REBATCH_E_INVALID);
+    options.struct_size -= sizeof(char *);
+    cr_expect(rebatch_config_probe_options(&options, config) == REBATCH_E_INVALID);
     rebatch_config_free(config);
 }
 
