@@ -97,7 +97,7 @@ void rbi_model_release(struct rbi_model *model);
 /* The most bytes live at once on top of what lives already, rounded as the pool does, pieces not
  * considered. Uses no heap: `sizes` has room for model->blocks. */
 uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes);
-/* The same with what lives. */
+/* The most bytes live at once, with what lives already, and without what is only reserved. */
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count);
 
 /* ---- whether it fits (replay.c) ---- */
@@ -146,6 +146,7 @@ struct rbi_search {
     struct rbi_setting setting;
     const rebatch_options *limits;
     size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
+    size_t hint;               /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
 
     /* found */
@@ -159,6 +160,11 @@ struct rbi_search {
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
 };
+
+/* The model that the last probe of a session has left there; NULL: none. */
+const struct rbi_model *rbi_probe_model(const rebatch *rb);
+/* A session's pool, and how its steps will use it. */
+struct rbi_setting rbi_probe_setting(const rebatch *rb);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);
