@@ -1,7 +1,7 @@
-/* Holds the pool against a naive model over millions of random calls, on a device whose streams lag:
- * no two blocks overlap, none has memory that another stream's work may still use or that is not
- * mapped, memory is never taken from under work, every statistic is that of a naive count, an OOM is
- * one, and the same seed gives the same addresses.
+/* Holds the pool against a naive model over millions of random calls, on a device whose streams
+ * lag: no two blocks overlap, none has memory that another stream's work may still use or that is
+ * not mapped, memory is never taken from under work, every statistic is that of a naive count, an
+ * OOM is one, and the same seed gives the same addresses.
  * Seeds: 101 on, one a run; 7.6 million calls, times REBATCH_TEST_SCALE. */
 #include <stdlib.h>
 
@@ -523,8 +523,8 @@ Test(pool_random, millions_of_calls)
     run_kind(101, &(struct kind){.calls = 6000000, .options = REBATCH_POOL_OPTIONS_INIT});
 }
 
-/* Memory is short: other streams' blocks, remapped granules, waiting, and a limit and a capacity that
- * change. */
+/* Memory is short: other streams' blocks, remapped granules, waiting, and a limit and a capacity
+ * that change. */
 Test(pool_random, many_calls_when_memory_is_short)
 {
     run_kind(102,
