@@ -113,6 +113,74 @@ Test(gpt_save, a_resumed_run_has_the_same_bits_through_ooms)
     cr_assert_str_eq(hash, reference);
 }
 
+static rebatch_status nothing_is_finite(const struct gpt_queue *queue, uint32_t *is_not_finite,
+                                        const float *values, size_t count)
+{
+    (void)queue;
+    (void)values;
+    (void)count;
+    *is_not_finite = 1; /* on the host's default stream everything has run */
+    return REBATCH_OK;
+}
+
+/* A skipped update, so that steps and updates are counted apart, and a scale that is about to
+ * double. */
+Test(gpt_save, the_loss_scaler_goes_on_where_it_was)
+{
+    char reference[GPT_HASH_TEXT_BYTES], hash[GPT_HASH_TEXT_BYTES];
+    struct run_options options = tiny_run();
+    options.train.loss_scale = 1024.0f;
+    struct gpt_ops overflowing = gpt_host_ops;
+    overflowing.check_finite = nothing_is_finite;
+    struct run run;
+    run_open(&run, &options);
+    run_steps(&run, 1);
+    const struct gpt_ops *ops = run.trainer->model->ops;
+    run.trainer->model->ops = &overflowing;
+    run_steps(&run, 1);
+    run.trainer->model->ops = ops;
+    cr_assert_eq(run.trainer->skipped, 1);
+    run.trainer->scaler.good = GPT_SCALER_INTERVAL - 2;
+    run_steps(&run, 1);
+    ASSERT_OK(gpt_trainer_save(run.trainer, file));
+    run_steps(&run, 3);
+    run_hash(&run, reference);
+    cr_assert_eq(run.trainer->scaler.scale, 1024.0f, "halved once, doubled once");
+    cr_assert_eq(run.trainer->updates, 5);
+    run_close(&run);
+    options.micro = 5;
+    resume(hash, &options, 3);
+    cr_assert_str_eq(hash, reference);
+}
+
+/* Moments in pinned host memory are saved and loaded there; where they are changes no bit. */
+Test(gpt_save, moments_that_are_pinned_are_saved_and_loaded_there)
+{
+    char reference[GPT_HASH_TEXT_BYTES], hash[GPT_HASH_TEXT_BYTES];
+    const struct run_options options = tiny_run();
+    run_whole(reference, &options, 4);
+    for (size_t before = 0; before <= 2; before += 2)
+        for (int pinned = 0; pinned < 4; pinned++) { /* when saved, when resumed */
+            struct run run;
+            run_open(&run, &options);
+            if (pinned & 1)
+                ASSERT_OK(gpt_trainer_ops()->lighten(GPT_LIGHTEN_MOST, run.trainer));
+            run_steps(&run, before);
+            ASSERT_OK(gpt_trainer_save(run.trainer, file));
+            run_close(&run);
+            run_open(&run, &options);
+            if (pinned & 2) {
+                ASSERT_OK(gpt_trainer_ops()->lighten(GPT_LIGHTEN_MOST, run.trainer));
+                run_steps(&run, 1); /* what it leaves in the moments is not to stay */
+            }
+            ASSERT_OK(gpt_trainer_load(run.trainer, file));
+            run_steps(&run, 4 - before);
+            run_hash(&run, hash);
+            cr_assert_str_eq(hash, reference, "%zu before, %d", before, pinned);
+            run_close(&run);
+        }
+}
+
 /* A run can also be put back: weights, moments and losses of later steps are gone. */
 Test(gpt_save, loading_into_a_run_that_went_on_puts_it_back)
 {
