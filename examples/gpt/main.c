@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "gpt/error.h"
+#include "gpt/probe.h"
 #include "gpt/save.h"
 #include "gpt/train.h"
 #include "rebatch/rebatch.h"
@@ -32,6 +33,7 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(save, "FILE", "write the training's state there at the end")                                 \
     X(save_every, "N", "and after every N steps")                                                  \
     X(resume, "FILE", "go on where that training was, with its settings; --steps counts on")       \
+    X(probe, NULL, "first find the largest micro-batch: settings of the group probe")              \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
     X(cap, "SIZE", "memory of the device, 64MiB for example: REBATCH_DEVICE_CAPACITY")             \
@@ -77,6 +79,7 @@ struct request {
     struct gpt_train_options train;
     size_t evaluation_samples;
     unsigned lighten;
+    bool probe;
     size_t steps; /* of the whole training, those before a resume included */
     size_t save_every;
     const char *data, *config, *root, *save, *resume;
@@ -184,6 +187,9 @@ static bool apply(struct request *request, enum request_option option, const cha
     case OPTION_resume:
         request->resume = argument;
         return true;
+    case OPTION_probe:
+        request->probe = true;
+        return true;
     case OPTION_eval:
         return parse_count(&request->evaluation_samples, "eval", argument, 1);
     case OPTION_config:
@@ -232,7 +238,7 @@ static bool find_options(const char *given[OPTION_COUNT], int count, char **argu
             *code = EXIT_OK;
             return false;
         }
-        given[found] = optarg;
+        given[found] = optarg ? optarg : "";
     }
     if (optind < count) {
         fprintf(stderr, "gpt: \"%s\" is no option; see gpt --help\n", arguments[optind]);
@@ -289,23 +295,6 @@ static void print_event(const rebatch_event *event, void *user)
     printf("  ! %s\n", line);
 }
 
-/* The operations for a device, found by its kind: a device's name is that, or begins with it and a
- * colon. */
-static rebatch_status find_ops(const struct gpt_ops **out, const rebatch_device *device)
-{
-    const struct gpt_ops *const tables[] = {&gpt_host_ops, gpt_cuda_ops_get()};
-    const char *name = rebatch_device_name(device);
-    const size_t kind_bytes = strcspn(name, ":");
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        if (tables[i] && strlen(tables[i]->name) == kind_bytes &&
-            strncmp(name, tables[i]->name, kind_bytes) == 0) {
-            *out = tables[i];
-            return REBATCH_OK;
-        }
-    return gpt_error(REBATCH_E_UNSUPPORTED,
-                     "this program was built without operations for the device \"%s\"", name);
-}
-
 static rebatch_status open_run(struct run *run, const struct request *request)
 {
     const struct gpt_ops *ops = NULL;
@@ -322,7 +311,7 @@ static rebatch_status open_run(struct run *run, const struct request *request)
     if (!status)
         status = rebatch_config_open_device(&run->device, run->config);
     if (!status)
-        status = find_ops(&ops, run->device);
+        status = gpt_ops_for_device(&ops, run->device);
     if (!status)
         status = rebatch_open(&run->rb, run->device, &options);
     if (!status)
@@ -389,6 +378,19 @@ static rebatch_status run_step(struct run *run, rebatch_step_report *out)
     return REBATCH_OK;
 }
 
+static rebatch_status probe(struct run *run)
+{
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    rebatch_probe_report report;
+    rebatch_status status = rebatch_config_probe_options(&options, run->config);
+    if (!status)
+        status = gpt_trainer_probe(run->trainer, &options, &report);
+    if (!status)
+        printf("probe: micro-batch %zu in %u trials; %s\n", report.size, report.trials,
+               rebatch_saved_size_text(report.saved));
+    return status;
+}
+
 /* At the end, and after every so many steps before it. */
 static rebatch_status save_if_due(struct run *run, const struct request *request)
 {
@@ -422,6 +424,8 @@ static rebatch_status train(struct run *run, const struct request *request)
         if (!status)
             printf("resumed after step %zu\n", trainer->loss_count);
     }
+    if (!status && request->probe)
+        status = probe(run);
     while (trainer->loss_count < request->steps && !status) {
         status = run_step(run, &report);
         if (!status)

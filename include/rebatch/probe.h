@@ -90,7 +90,8 @@ typedef struct rebatch_prediction {
     size_t size;
     bool fits;               /**< whole steps of that size would run in the memory there is now */
     uint64_t peak_bytes;     /**< most live at once */
-    uint64_t reserved_bytes; /**< most held from the device; 0 when it does not fit */
+    uint64_t reserved_bytes; /**< most held from the device, the cache that is there now included;
+                                  0 when it does not fit */
     uint64_t limit_bytes;    /**< what the pool could hold from the device, all in all, now */
     uint64_t failing_bytes;  /**< the request that fails first; 0 when it fits */
 } rebatch_prediction;

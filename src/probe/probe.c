@@ -179,7 +179,9 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
     if (status)
         return status;
     void *reserve;
-    status = rebatch_pool_alloc(&reserve, rb->pool, reserve_bytes, rb->options.stream, 0);
+    rebatch_tag tag = 0; /* where there are no tags left */
+    (void)rebatch_pool_tag(&tag, rb->pool, "reserve_bytes");
+    status = rebatch_pool_alloc(&reserve, rb->pool, reserve_bytes, rb->options.stream, tag);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
     search->setting.reserve = reserve;
