@@ -179,6 +179,11 @@ kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
 
+test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
+	@scripts/install-deps build
+	$(SUBMAKE) $(GPT)-cuda
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-gpu-large $(GPT)-cuda
+
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
 	$(SUBMAKE) $(TESTS) $(COMMAND)
@@ -232,4 +237,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe install test-install clean help FORCE
+.PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-valgrind lint bench-step bench-pool bench-probe install test-install clean help FORCE

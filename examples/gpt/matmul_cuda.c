@@ -3,9 +3,10 @@
  *
  * Exactness. The algorithm of a product is looked for once, for a number of rows that never varies,
  * and then kept for all: the library would choose by the number of rows. It adds up an element of
- * the result in one block of threads: K is not split, and it may use no workspace, in which parts
- * of a sum could meet. So a row's result does not depend on the rows beside it. Sums over rows are
- * one product a sample, in order, each added to the fp32 accumulator. */
+ * the result in one block of threads: K is not split, and it gets no more workspace than a counter
+ * of what is left to do, too little for parts of sums to meet there. So a row's result does not
+ * depend on the rows beside it. Sums over rows are one product a sample, in order, each added to
+ * the fp32 accumulator. */
 #include "gpt/cuda.h"
 #include "gpt/error.h"
 
@@ -14,6 +15,9 @@
 
 /* Algorithms that the library is asked for, best first. */
 #define CANDIDATES_MOST 16
+
+/* On Hopper the library wants 4 bytes where there are more tiles than fit on the GPU at once. */
+#define WORKSPACE_BYTES 64
 
 /* Of every array; the library may count on it. */
 #define ALIGNMENT_BYTES 16
@@ -113,7 +117,7 @@ static cublasStatus_t set_preference(cublasLtMatmulPreferenceOpaque_t *out)
     static const cublasLtMatmulPreferenceAttributes_t arrays[] = {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
-    const uint64_t workspace_bytes = 0;
+    const uint64_t workspace_bytes = WORKSPACE_BYTES;
     const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE, alignment = ALIGNMENT_BYTES;
     cublasStatus_t code = cublasLtMatmulPreferenceInit(out);
     if (!code)
@@ -157,7 +161,7 @@ static bool takes_other_rows(const cublasLtMatmulAlgo_t *algorithm, const struct
         if (describe(&d, cuda, &product) ||
             cublasLtMatmulAlgoCheck(cuda->library, &d.product, &d.a, &d.b, &d.c, &d.c, algorithm,
                                     &result) ||
-            result.workspaceSize > 0)
+            result.workspaceSize > WORKSPACE_BYTES)
             return false;
     }
     return true;
@@ -166,8 +170,9 @@ static bool takes_other_rows(const cublasLtMatmulAlgo_t *algorithm, const struct
 static bool is_usable(const cublasLtMatmulHeuristicResult_t *candidate,
                       const struct gpt_queue *queue, const struct product *product)
 {
-    return candidate->state == CUBLAS_STATUS_SUCCESS && candidate->workspaceSize == 0 &&
-           is_unsplit(&candidate->algo) && takes_other_rows(&candidate->algo, queue, *product);
+    return candidate->state == CUBLAS_STATUS_SUCCESS &&
+           candidate->workspaceSize <= WORKSPACE_BYTES && is_unsplit(&candidate->algo) &&
+           takes_other_rows(&candidate->algo, queue, *product);
 }
 
 static rebatch_status choose(cublasLtMatmulAlgo_t *out, const struct gpt_queue *queue,
@@ -274,8 +279,9 @@ static rebatch_status run_rows(const struct gpt_queue *queue, enum gpt_cuda_prod
     struct descriptors d;
     cublasStatus_t code = describe(&d, cuda, &product);
     if (!code)
-        code = cublasLtMatmul(cuda->library, &d.product, &one, a, &d.a, b, &d.b, &zero, c, &d.c, c,
-                              &d.c, algorithm, NULL, 0, gpt_cuda_stream(queue));
+        code =
+            cublasLtMatmul(cuda->library, &d.product, &one, a, &d.a, b, &d.b, &zero, c, &d.c, c,
+                           &d.c, algorithm, cuda->scratch, WORKSPACE_BYTES, gpt_cuda_stream(queue));
     return gpt_cuda_library_status(queue, code);
 }
 
@@ -315,7 +321,8 @@ static rebatch_status add_weight(const struct gpt_queue *queue, float *dweight, 
         const void *values = gpt_cuda_const_at(cuda, x, row * shape->inputs);
         code = cublasLtMatmul(cuda->library, &d.product, &one, shape->transposed ? values : slopes,
                               &d.a, shape->transposed ? slopes : values, &d.b, &one, dweight, &d.c,
-                              dweight, &d.c, algorithm, NULL, 0, gpt_cuda_stream(queue));
+                              dweight, &d.c, algorithm, cuda->scratch, WORKSPACE_BYTES,
+                              gpt_cuda_stream(queue));
     }
     return gpt_cuda_library_status(queue, code);
 }
