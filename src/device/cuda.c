@@ -402,6 +402,23 @@ static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o,
     return status ? status : find_granule(cuda);
 }
 
+/* "CUDA 13.0, driver 580.159.04": of CUDA what the driver knows, and its own number where the
+ * system says it. */
+static void describe_driver(rebatch_device *device, const struct rbi_cuda_driver *driver)
+{
+    int version = 0;
+    char *number;
+    size_t length;
+    struct rbi_text t = {device->driver, sizeof device->driver, 0};
+    (void)driver->get_version(&version);
+    rbi_text_add(&t, "CUDA %d.%d", version / 1000, version % 1000 / 10);
+    if (rbi_file_read(&number, &length, "/sys/module/nvidia/version", 4097) == REBATCH_OK &&
+        length > 0)
+        rbi_text_add(&t, ", driver %.*s", (int)strcspn(number, "\n"), number);
+    rbi_heap_free(number);
+    rebatch_clear_error();
+}
+
 rebatch_status rebatch_device_open_cuda(rebatch_device **out, const rebatch_cuda_options *options)
 {
     if (!out)
@@ -427,6 +444,7 @@ rebatch_status rebatch_device_open_cuda(rebatch_device **out, const rebatch_cuda
         cuda_close(cuda);
         return status;
     }
+    describe_driver(cuda->device, cuda->driver);
     *out = cuda->device;
     return REBATCH_OK;
 }

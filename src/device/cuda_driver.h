@@ -37,6 +37,7 @@ struct cu_access {
 /* X(member, the symbol's name, arguments). All of them return a CUresult. */
 #define RBI_CUDA_CALLS(X)                                                                          \
     X(init, cuInit, (unsigned flags))                                                              \
+    X(get_version, cuDriverGetVersion, (int *version))                                             \
     X(device_get_count, cuDeviceGetCount, (int *count))                                            \
     X(device_get, cuDeviceGet, (int *device, int ordinal))                                         \
     X(device_get_name, cuDeviceGetName, (char *name, int size, int device))                        \

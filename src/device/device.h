@@ -73,6 +73,7 @@ struct rebatch_device {
     const struct rbi_device_ops *ops;
     void *self;
     char name[64];
+    char driver[64]; /* what drives it, with its version; "": nothing that could change */
 };
 
 /* Wraps `self` into a device; on failure the caller still owns `self`. */

@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "device/device.h"
 #include "rebatch/cuda.h"
@@ -387,5 +388,7 @@ rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *i
         status = rbi_device_create(out, &fault->ops, fault, name);
     if (status)
         fault_close(fault);
+    else
+        memcpy((*out)->driver, inner->driver, sizeof inner->driver);
     return status;
 }
