@@ -134,6 +134,8 @@ rebatch_status rbi_entry_set_integer(struct rbi_entry *entry, const struct rbi_s
     char shown[96];
     struct rbi_text t = {shown, sizeof shown, 0};
     rbi_text_add(&t, "%" PRId64, integer);
+    if (setting->kind == RBI_LIST)
+        return rbi_entry_set_list(entry, setting, &integer, 1, place);
     if (setting->kind != RBI_COUNT && setting->kind != RBI_SIZE) {
         rbi_text_add(&t, ", a whole number");
         return rbi_entry_refuse(setting, place, shown);
@@ -174,7 +176,7 @@ static rebatch_status set_size(struct rbi_entry *entry, const struct rbi_setting
         if (!size.wrong[0] && size.permille == 0)
             size = setting->kind == RBI_SHARE ? rbi_size_wrong(", not a share")
                                               : in_range(setting, size);
-        if (!size.wrong[0] && strlen(text) + sizeof "\"\"" > sizeof entry->text)
+        if (!size.wrong[0] && strlen(text) + sizeof "\"\"" > RBI_SIZE_BYTES)
             size = rbi_size_wrong(", too long a text"); /* padded with zeros or blanks */
         if (size.wrong[0])
             return refuse_text(setting, place, text, size.wrong);
@@ -199,6 +201,84 @@ static rebatch_status set_choice(struct rbi_entry *entry, const struct rbi_setti
     return refuse_text(setting, place, text, "");
 }
 
+/* ---- lists ---- */
+
+/* Puts a number where it belongs, unless it is there. */
+static void add_number(struct rbi_entry *entry, uint64_t number)
+{
+    size_t at = entry->number;
+    while (at > 0 && entry->list[at - 1] > number)
+        at--;
+    if (at > 0 && entry->list[at - 1] == number)
+        return;
+    memmove(entry->list + at + 1, entry->list + at, (entry->number - at) * sizeof *entry->list);
+    entry->list[at] = number;
+    entry->number++;
+}
+
+static void set_list_text(struct rbi_entry *entry)
+{
+    struct rbi_text t = {entry->text, sizeof entry->text, 0};
+    for (size_t i = 0; i < entry->number; i++)
+        rbi_text_add(&t, "%s%" PRIu64, i ? ", " : "[", entry->list[i]);
+    rbi_text_add(&t, "]");
+}
+
+rebatch_status rbi_entry_set_list(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                  const int64_t *numbers, size_t count,
+                                  const struct rbi_place *place)
+{
+    if (count == 0)
+        return rbi_entry_refuse(setting, place, "an empty list");
+    if (count > RBI_LIST_MOST)
+        return rbi_entry_refuse(setting, place, "a longer list");
+    for (size_t i = 0; i < count; i++) {
+        const char *wrong =
+            numbers[i] < 0 ? negative(setting) : out_of_range(setting, (uint64_t)numbers[i]);
+        if (!wrong[0])
+            continue;
+        char shown[96];
+        struct rbi_text t = {shown, sizeof shown, 0};
+        rbi_text_add(&t, "a list with %" PRId64 "%s", numbers[i], wrong);
+        return rbi_entry_refuse(setting, place, shown);
+    }
+    set_number(entry, 0);
+    for (size_t i = 0; i < count; i++)
+        add_number(entry, (uint64_t)numbers[i]);
+    set_list_text(entry);
+    return REBATCH_OK;
+}
+
+/* "any", or numbers with commas between them, in brackets or not. */
+static rebatch_status set_list(struct rbi_entry *entry, const struct rbi_setting *setting,
+                               const char *text, const struct rbi_place *place)
+{
+    if (strcmp(text, "any") == 0) {
+        set_number(entry, 0);
+        set_text(entry, "\"any\"");
+        return REBATCH_OK;
+    }
+    const size_t whole = strlen(text);
+    const bool has_brackets = whole >= 2 && text[0] == '[' && text[whole - 1] == ']';
+    const char *at = text + has_brackets;
+    const char *end = text + whole - has_brackets;
+    int64_t numbers[RBI_LIST_MOST + 1];
+    for (size_t count = 0; count <= RBI_LIST_MOST; at++) {
+        at += strspn(at, " ");
+        const size_t length = rbi_min(strcspn(at, ", "), (size_t)(end - at));
+        if (rbi_integer_parse(at, length, &numbers[count]) != RBI_INTEGER_FITS)
+            return refuse_text(setting, place, text, "");
+        count++;
+        at += length;
+        at += strspn(at, " ");
+        if (at == end || count > RBI_LIST_MOST)
+            return rbi_entry_set_list(entry, setting, numbers, count, place);
+        if (*at != ',')
+            break;
+    }
+    return refuse_text(setting, place, text, "");
+}
+
 rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_setting *setting,
                                     const char *text, const struct rbi_place *place)
 {
@@ -206,6 +286,8 @@ rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_se
         return set_size(entry, setting, text, place);
     if (setting->kind == RBI_CHOICE)
         return set_choice(entry, setting, text, place);
+    if (setting->kind == RBI_LIST)
+        return set_list(entry, setting, text, place);
     return refuse_text(setting, place, text, ", text");
 }
 
@@ -255,6 +337,8 @@ rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_sett
         return set_choice(entry, setting, text, place);
     if (setting->kind == RBI_SHARE)
         return set_size(entry, setting, text, place);
+    if (setting->kind == RBI_LIST)
+        return set_list(entry, setting, text, place);
     switch (rbi_integer_parse(text, strlen(text), &integer)) {
     case RBI_INTEGER_FITS:
         return rbi_entry_set_integer(entry, setting, integer, place);

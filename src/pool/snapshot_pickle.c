@@ -193,7 +193,7 @@ static void put_segment(struct pickle *p, const struct rbi_range *range,
     put_count(p, WORD_active_size, segment->live_bytes + segment->pending_bytes);
     put_count(p, WORD_requested_size, segment->requested_bytes + segment->pending_bytes);
     put_count(p, WORD_stream, 0);
-    put_words(p, WORD_segment_type, range->small ? WORD_small : WORD_large);
+    put_words(p, WORD_segment_type, range->zone == RBI_ZONE_SMALL ? WORD_small : WORD_large);
     put_word(p, WORD_segment_pool_id);
     rbi_pickle_unsigned(p->sink, 0);
     rbi_pickle_unsigned(p->sink, 0);

@@ -90,8 +90,8 @@ Test(config_errors, wrong_types)
         {"memory = { limit = [ 1, 2 ]; };", "t.cfg:1: memory.limit is an array: " LIMIT},
         {"memory = { limit = ( 1, \"x\" ); };", "t.cfg:1: memory.limit is a list: " LIMIT},
         {"memory = { limit = { bytes = 1; }; };", "t.cfg:1: memory.limit is a group: " LIMIT},
-        {"recovery = { on_oom = 0; };",
-         "t.cfg:1: recovery.on_oom is 0, a whole number: expected text, \"halve\" or \"stop\""},
+        {"recovery = { on_oom = 0; };", "t.cfg:1: recovery.on_oom is 0, a whole number: expected "
+                                        "text, \"halve\", \"fit\" or \"stop\""},
         {"log = { level = true; };",
          "t.cfg:1: log.level is true, a boolean: expected text, \"quiet\", \"error\", \"warn\", "
          "\"info\" or \"debug\""},
@@ -166,7 +166,7 @@ Test(config_errors, wrong_values)
          "t.cfg:1: memory.max_split is 0, a cap of nothing: expected bytes such as 1048576 or "
          "\"22GiB\", or \"none\""},
         {"recovery = { on_oom = \"halv\"; };",
-         "t.cfg:1: recovery.on_oom is \"halv\": expected text, \"halve\" or \"stop\""},
+         "t.cfg:1: recovery.on_oom is \"halv\": expected text, \"halve\", \"fit\" or \"stop\""},
     };
     EXPECT_MISTAKES(list);
 }
@@ -281,6 +281,34 @@ Test(config_errors, values_that_do_not_go_together)
          "memory.caching to be true with it"},
     };
     EXPECT_MISTAKES(list);
+    static const struct mistake sizes[] = {
+        {"batch = { multiple_of = 8;\n largest = 7; };",
+         "batch.multiple_of is 8 (t.cfg:1) and batch.largest is 7 (t.cfg:2): expected "
+         "batch.multiple_of <= batch.largest"},
+        {"batch = { multiple_of = 8;\n smallest = 9;\n largest = 15; };",
+         "batch.multiple_of is 8 (t.cfg:1) and batch.smallest is 9 (t.cfg:2): expected a multiple "
+         "between batch.smallest and batch.largest"},
+        {"batch = { multiple_of = 8;\n start = 12; };",
+         "batch.start is 12 (t.cfg:2) and batch.multiple_of is 8 (t.cfg:1): expected batch.start "
+         "to be a multiple of it"},
+        {"batch = { allowed = [8, 16];\n start = 12; };",
+         "batch.start is 12 (t.cfg:2) and batch.allowed is [8, 16] (t.cfg:1): expected batch.start "
+         "to be in the list"},
+        {"batch = { allowed = [8, 16];\n largest = 7; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.largest is 7 (t.cfg:2): expected a size in "
+         "the list of at most batch.largest"},
+        {"batch = { allowed = [8, 16];\n smallest = 17; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.smallest is 17 (t.cfg:2): expected a size "
+         "in "
+         "the list between batch.smallest and batch.largest"},
+        {"batch = { allowed = [8, 16];\n smallest = 9; largest = 15; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.smallest is 9 (t.cfg:2): expected a size in "
+         "the list between batch.smallest and batch.largest"},
+        {"batch = { allowed = [8, 16];\n multiple_of = 3; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.multiple_of is 3 (t.cfg:2): expected a "
+         "multiple of it in the list, between batch.smallest and batch.largest"},
+    };
+    EXPECT_MISTAKES(sizes);
     config_write("t.cfg", "batch = { smallest = 8; };");
     setenv("REBATCH_BATCH_LARGEST", "7", 1);
     expect_failure("t.cfg", REBATCH_E_PARSE,
@@ -303,6 +331,46 @@ Test(config_errors, values_that_do_not_go_together)
         cr_expect(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "%s", rebatch_last_error());
         rebatch_config_free(config);
     }
+}
+
+Test(config_errors, lists_that_are_none)
+{
+#define LIST "expected up to 32 whole numbers such as [8, 16, 32], or \"any\""
+    static const struct mistake list[] = {
+        {"batch = { allowed = []; };", "t.cfg:1: batch.allowed is an empty list: " LIST},
+        {"batch = { allowed = [0, 8]; };",
+         "t.cfg:1: batch.allowed is a list with 0, too small: " LIST},
+        {"batch = { allowed = [8, -8]; };",
+         "t.cfg:1: batch.allowed is a list with -8, a negative number: " LIST},
+        {"batch = { allowed = [1.5]; };",
+         "t.cfg:1: batch.allowed is a list with 1.5, a number with a fraction: " LIST},
+        {"batch = { allowed = (8, [9]); };",
+         "t.cfg:1: batch.allowed is a list with an array: " LIST},
+        {"batch = { allowed = true; };", "t.cfg:1: batch.allowed is true, a boolean: " LIST},
+        {"batch = { allowed = -1; };",
+         "t.cfg:1: batch.allowed is a list with -1, a negative number: " LIST},
+        {"batch = { allowed = \"\"; };", "t.cfg:1: batch.allowed is \"\": " LIST},
+        {"batch = { allowed = \"none\"; };", "t.cfg:1: batch.allowed is \"none\": " LIST},
+        {"batch = { allowed = \"8,,9\"; };", "t.cfg:1: batch.allowed is \"8,,9\": " LIST},
+        {"batch = { allowed = \"8 9\"; };", "t.cfg:1: batch.allowed is \"8 9\": " LIST},
+        {"batch = { allowed = \"8,\"; };", "t.cfg:1: batch.allowed is \"8,\": " LIST},
+        {"batch = { allowed = \"[8\"; };", "t.cfg:1: batch.allowed is \"[8\": " LIST},
+        {"batch = { allowed = \"[]\"; };", "t.cfg:1: batch.allowed is \"[]\": " LIST},
+        {"batch = { allowed = \"99999999999999999999\"; };",
+         "t.cfg:1: batch.allowed is \"99999999999999999999\": " LIST},
+        {"batch = { allowed = [1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1];"
+         "};",
+         "t.cfg:1: batch.allowed is a longer list: " LIST},
+        {"batch = { start = [8]; };",
+         "t.cfg:1: batch.start is an array: expected a whole number, 0 or more"},
+    };
+    EXPECT_MISTAKES(list);
+    setenv("REBATCH_BATCH_ALLOWED",
+           "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,"
+           "1,1",
+           1);
+    expect_failure(NULL, REBATCH_E_PARSE,
+                   "REBATCH_BATCH_ALLOWED: batch.allowed is a longer list: " LIST);
 }
 
 Test(config_errors, files_that_cannot_be_read)
@@ -425,8 +493,8 @@ Test(config_errors, variables)
         {"REBATCH_MEMORY_CACHING", "1",
          "REBATCH_MEMORY_CACHING: memory.caching is \"1\": expected a boolean, true or false"},
         {"REBATCH_RECOVERY_ON_OOM", "retry",
-         "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"retry\": expected text, \"halve\" or "
-         "\"stop\""},
+         "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"retry\": expected text, \"halve\", "
+         "\"fit\" or \"stop\""},
         {"REBATCH_MEMORY_LIMT", "5",
          "REBATCH_MEMORY_LIMT is not a setting's variable; did you mean REBATCH_MEMORY_LIMIT?"},
         {"REBATCH_MEMROY_LIMIT", "5",
