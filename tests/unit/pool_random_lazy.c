@@ -2,7 +2,7 @@
  * lag: no two blocks overlap, none has memory that another stream's work may still use or that is
  * not mapped, memory is never taken from under work, every statistic is that of a naive count, an
  * OOM is one, and the same seed gives the same addresses.
- * Seeds: 101 on, one a run; 7.6 million calls, times REBATCH_TEST_SCALE. */
+ * Seeds: 101 on, one a run; 7.8 million calls, times REBATCH_TEST_SCALE. */
 #include <stdlib.h>
 
 #include "unit/lazy_device.h"
@@ -563,6 +563,9 @@ Test(pool_random, many_calls_on_plain_allocations)
     kind.tight = true;
     kind.calls = 200000;
     run_kind(107, &kind);
+    kind.options.gc_threshold_permille = 600;
+    kind.options.max_split_bytes = 3 * GRANULE;
+    run_kind(110, &kind);
 }
 
 Test(pool_random, many_calls_without_caching)
