@@ -90,8 +90,8 @@ static size_t make_untidy(rebatch_pool *pool, struct pair *blocks, rebatch_strea
     return count;
 }
 
-/* Makes a pool untidy, copies it within a scope, and goes on with both. Not with two streams: when a
- * pool notices that the work on another one is done depends on time. */
+/* Makes a pool untidy, copies it within a scope, and goes on with both. Not with two streams: when
+ * a pool notices that the work on another one is done depends on time. */
 static void compare(const rebatch_pool_options *options, bool plain, bool two, uint64_t seed)
 {
     struct rig rig = plain ? rig_open_plain(200, options) : rig_open(200, options);
