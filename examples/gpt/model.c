@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "gpt/error.h"
+#include "gpt/parallel.h"
 #include "gpt/random.h"
 
 /* ---- sizes ---- */
@@ -17,8 +18,8 @@ rebatch_status gpt_config_preset(struct gpt_config *out, const char *name)
         const char *name;
         struct gpt_config config;
     } presets[] = {
-#define PRESET(name, layers, channels, heads, length)                                              \
-    {name, {layers, channels, heads, length, 256, 0.1f}},
+#define PRESET(name, layers, channels, heads, length, vocabulary, dropout)                         \
+    {name, {layers, channels, heads, length, vocabulary, dropout, GPT_FP32, false}},
         GPT_PRESETS(PRESET)
 #undef PRESET
     };
@@ -27,7 +28,7 @@ rebatch_status gpt_config_preset(struct gpt_config *out, const char *name)
             *out = presets[i].config;
             return REBATCH_OK;
         }
-#define LIST(name, layers, channels, heads, length) " " name
+#define LIST(name, layers, channels, heads, length, vocabulary, dropout) " " name
     return gpt_error(REBATCH_E_INVALID, "preset is \"%s\": expected one of" GPT_PRESETS(LIST),
                      name);
 #undef LIST
@@ -70,6 +71,9 @@ rebatch_status gpt_config_check(const struct gpt_config *config)
     if (!(config->dropout >= 0.0f && config->dropout < 1.0f))
         return gpt_error(REBATCH_E_INVALID, "dropout is %g: expected at least 0 and less than 1",
                          (double)config->dropout);
+    if (gpt_dtype_bytes(config->dtype) == 0)
+        return gpt_error(REBATCH_E_INVALID, "dtype is number %d: expected 0 to %d",
+                         (int)config->dtype, GPT_DTYPE_COUNT - 1);
     return REBATCH_OK;
 }
 
@@ -139,6 +143,55 @@ float *gpt_layer(const struct gpt_model *model, const struct gpt_set *set, size_
     return set->blocks[1 + layer] + describe(&unused, &model->config, false, tensor);
 }
 
+/* ---- working weights ---- */
+
+void *gpt_working_of(const struct gpt_model *model, const struct gpt_tensor *tensor)
+{
+    char *block = model->working[tensor->block];
+    return block ? block + tensor->offset * gpt_dtype_bytes(model->config.dtype) : NULL;
+}
+
+static const void *weight_of(const struct gpt_model *model, size_t index)
+{
+    const struct gpt_tensor tensor = gpt_tensor_at(&model->config, index);
+    const void *working = gpt_working_of(model, &tensor);
+    return working ? working : model->parameters.blocks[tensor.block] + tensor.offset;
+}
+
+const void *gpt_outer_weight(const struct gpt_model *model, enum gpt_outer_tensor tensor)
+{
+    return weight_of(model, tensor);
+}
+
+const void *gpt_layer_weight(const struct gpt_model *model, size_t layer,
+                             enum gpt_layer_tensor tensor)
+{
+    return weight_of(model, GPT_OUTER_COUNT + layer * GPT_LAYER_COUNT + tensor);
+}
+
+rebatch_status gpt_model_refresh(struct gpt_model *model)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < gpt_block_count(&model->config) && !status; i++)
+        if (model->working[i])
+            status = model->ops->cast(&model->queue, model->working[i], model->parameters.blocks[i],
+                                      gpt_block_elements(&model->config, i));
+    return status;
+}
+
+/* Memory for them; none in fp32. */
+static rebatch_status take_working(struct gpt_model *model)
+{
+    const size_t bytes = gpt_dtype_bytes(model->config.dtype);
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < gpt_block_count(&model->config) && !status; i++)
+        if (model->config.dtype != GPT_FP32)
+            status = rebatch_pool_alloc(&model->working[i], model->pool,
+                                        gpt_block_elements(&model->config, i) * bytes,
+                                        model->queue.stream, model->tags[GPT_TAG_WORKING]);
+    return status;
+}
+
 /* ---- sets ---- */
 
 rebatch_status gpt_set_create(struct gpt_set *out, struct gpt_model *model, size_t blocks,
@@ -180,6 +233,7 @@ rebatch_status gpt_set_zero(const struct gpt_set *set, struct gpt_model *model)
 /* ---- first values ---- */
 
 #define DEVIATION 0.02
+#define NORMAL_GRAIN 4096 /* groups that are worth waking a thread for */
 #define PI 3.14159265358979323846
 
 /* Two numbers of the normal distribution from two random words, by Box and Muller. */
@@ -192,10 +246,30 @@ static void normal_pair(float out[2], const uint32_t words[2], double deviation)
     out[1] = (float)(radius * sin(angle));
 }
 
+struct normal {
+    float *values;
+    double deviation;
+    uint32_t site;
+    uint64_t seed;
+};
+
+/* Items are groups of 4 values. */
+static void fill_normal(size_t begin, size_t end, const void *user)
+{
+    const struct normal *n = user;
+    for (size_t i = begin; i < end; i++) {
+        const uint32_t counter[4] = {(uint32_t)i, 0, n->site, 0};
+        uint32_t words[4];
+        gpt_philox(words, counter, n->seed);
+        normal_pair(n->values + 4 * i, words, n->deviation);
+        normal_pair(n->values + 4 * i + 2, words + 2, n->deviation);
+    }
+}
+
 static void fill_initial(float *values, const struct gpt_model *model,
                          const struct gpt_tensor *tensor, size_t index)
 {
-    const size_t count = tensor->rows * tensor->columns;
+    const size_t count = tensor->rows * tensor->columns; /* a multiple of 64 */
     if (tensor->initial == GPT_ZEROS || tensor->initial == GPT_ONES) {
         for (size_t i = 0; i < count; i++)
             values[i] = tensor->initial == GPT_ONES ? 1.0f : 0.0f;
@@ -204,14 +278,9 @@ static void fill_initial(float *values, const struct gpt_model *model,
     const double deviation = tensor->initial == GPT_NORMAL
                                  ? DEVIATION
                                  : DEVIATION / sqrt(2.0 * (double)model->config.layers);
-    for (size_t i = 0; i < count; i += 4) { /* sizes are multiples of 64 */
-        const uint32_t counter[4] = {(uint32_t)(i / 4), 0, (uint32_t)(GPT_RANDOM_INITIAL + index),
-                                     0};
-        uint32_t words[4];
-        gpt_philox(words, counter, model->seed);
-        normal_pair(values + i, words, deviation);
-        normal_pair(values + i + 2, words + 2, deviation);
-    }
+    const struct normal normal = {values, deviation, (uint32_t)(GPT_RANDOM_INITIAL + index),
+                                  model->seed};
+    gpt_parallel_for(count / 4, NORMAL_GRAIN, fill_normal, &normal);
 }
 
 static rebatch_status initialise(struct gpt_model *model)
@@ -259,7 +328,11 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
                                 rebatch_stream stream, uint64_t seed)
 {
     *out = NULL;
+    const struct gpt_sizes sizes = {config->length, config->channels, config->heads,
+                                    config->vocabulary};
     rebatch_status status = gpt_config_check(config);
+    if (!status && ops->check_sizes)
+        status = ops->check_sizes(&sizes);
     if (status)
         return status;
     struct gpt_model *model = calloc(1, sizeof *model);
@@ -268,8 +341,11 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
     model->config = *config;
     model->pool = pool;
     model->seed = seed;
-    model->queue = (struct gpt_queue){
-        .device = rebatch_pool_device(pool), .stream = stream, .sample_rows = config->length};
+    model->queue = (struct gpt_queue){.device = rebatch_pool_device(pool),
+                                      .stream = stream,
+                                      .sample_rows = config->length,
+                                      .dtype = config->dtype,
+                                      .inexact = config->inexact};
     status = ops->open(&model->queue);
     if (status)
         goto fail;
@@ -281,6 +357,10 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
     if (status)
         goto fail;
     status = initialise(model);
+    if (!status)
+        status = take_working(model);
+    if (!status)
+        status = gpt_model_refresh(model);
     if (status)
         goto fail;
     *out = model;
@@ -295,6 +375,8 @@ void gpt_model_destroy(struct gpt_model *model)
     if (!model)
         return;
     gpt_set_destroy(&model->parameters, model);
+    for (size_t i = 0; i <= GPT_LAYERS_MOST; i++)
+        (void)rebatch_pool_free(model->pool, model->working[i]);
     if (model->ops)
         model->ops->close(&model->queue);
     free(model);

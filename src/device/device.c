@@ -4,6 +4,8 @@
 
 #include <stdio.h>
 
+#include "rebatch/cuda.h"
+
 rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,
                                  const char *name)
 {
@@ -67,6 +69,20 @@ rebatch_status rebatch_device_set_capacity(rebatch_device *device, size_t capaci
     return device->ops->set_capacity(device->self, capacity_bytes);
 }
 
+rebatch_status rebatch_device_ordinal(int *out, const rebatch_device *device)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    *out = -1;
+    const rebatch_status status = check_device(device);
+    if (status)
+        return status;
+    if (!device->ops->ordinal)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "the device is \"%s\": expected an NVIDIA GPU",
+                         device->name);
+    return device->ops->ordinal(device->self, out);
+}
+
 rebatch_status rebatch_stream_create(rebatch_stream *out, rebatch_device *device)
 {
     if (!out)
@@ -125,6 +141,34 @@ rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value, siz
     if (!to)
         return rbi_error(REBATCH_E_INVALID, "to is NULL: expected %zu bytes there", bytes);
     return device->ops->fill(device->self, to, value, bytes, stream);
+}
+
+/* Where pinned memory is asked for or given back. */
+static rebatch_status check_pinned(const rebatch_device *device, size_t bytes)
+{
+    if (!device)
+        return check_device(device);
+    if (!device->ops->pinned_alloc)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "device %s has no pinned host memory",
+                         device->name);
+    return bytes ? REBATCH_OK : rbi_error(REBATCH_E_INVALID, "bytes is 0: expected at least 1");
+}
+
+rebatch_status rebatch_pinned_alloc(void **out, rebatch_device *device, size_t bytes)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    *out = NULL;
+    const rebatch_status status = check_pinned(device, bytes);
+    return status ? status : device->ops->pinned_alloc(device->self, out, bytes);
+}
+
+rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t bytes)
+{
+    if (device && !memory)
+        return REBATCH_OK;
+    const rebatch_status status = check_pinned(device, bytes);
+    return status ? status : device->ops->pinned_free(device->self, memory, bytes);
 }
 
 /* ---- for the rest of the library ---- */

@@ -160,7 +160,7 @@ static rebatch_status copy_range(struct copy *copy, const struct rbi_range *from
     struct rbi_range *range = rbi_nodes_take(&to->range_nodes);
     range->address = from->address;
     range->bytes = from->bytes;
-    range->small = from->small;
+    range->zone = from->zone;
     range->number = from->number;
     const rebatch_status status = copy_granules(copy, range, from);
     if (status) {

@@ -356,7 +356,9 @@ static void pass_back(rebatch_pool *pool, struct rbi_range *range)
 
 static inline void drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
 {
-    RBI_RECORD(pool, FREE, block->address, block->bytes, block->stream->stream, block->tag);
+    if (__builtin_expect(pool->ring.events != NULL, 0))
+        rbi_ring_add(&pool->ring, block->used ? RBI_POOL_EVENT_FREE_REQUESTED : RBI_POOL_EVENT_FREE,
+                     block->address, block->bytes, block->stream->stream, block->tag);
     rbi_pool_count_free(pool, block, rolled_back);
     leave_live_list(pool, block);
     block->late = rolled_back;
@@ -377,6 +379,11 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
 /* Says what is wrong with a pointer that is no block in use. */
 static rebatch_status refuse_pointer(const rebatch_pool *pool, const void *pointer)
 {
+    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
+    if (entry && (!rbi_table_block(entry) || rbi_table_block(entry)->late))
+        return rbi_error(REBATCH_E_INVALID,
+                         "pointer is %p, which a rollback took back: expected a block in use",
+                         pointer);
     const struct rbi_block *block = rbi_pool_block_around(pool, pointer);
     if (!block || block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST ||
         block->state == RBI_BLOCK_GUARD)

@@ -119,7 +119,8 @@ static uint64_t rounded(const struct rbi_model *model, size_t bytes)
     return is_rounded ? whole : bytes;
 }
 
-uint64_t rbi_model_need(const struct rbi_model *model, size_t count)
+/* On top of what lives; what is reserved for later counts only in what is needed. */
+static uint64_t most_at_once(const struct rbi_model *model, size_t count, bool with_reserves)
 {
     if (!model->has_events)
         return rounded(model, rbi_line_at(&model->peak, count));
@@ -131,7 +132,7 @@ uint64_t rbi_model_need(const struct rbi_model *model, size_t count)
         uint64_t at_once = live;
         if (event->kind == RBI_TRACE_ALLOC)
             at_once = live += bytes;
-        else if (event->kind == RBI_TRACE_RESERVE)
+        else if (event->kind == RBI_TRACE_RESERVE && with_reserves)
             at_once = live + bytes;
         else if (event->kind == RBI_TRACE_FREE)
             live -= rbi_min(live, bytes);
@@ -140,10 +141,15 @@ uint64_t rbi_model_need(const struct rbi_model *model, size_t count)
     return peak;
 }
 
+uint64_t rbi_model_need(const struct rbi_model *model, size_t count)
+{
+    return most_at_once(model, count, true);
+}
+
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count)
 {
     rebatch_pool_stats stats;
     const rebatch_status status = rebatch_pool_get_stats(&stats, model->pool);
-    *out = status ? 0 : stats.live_bytes + rbi_model_need(model, count);
+    *out = status ? 0 : stats.live_bytes + most_at_once(model, count, false);
     return status;
 }

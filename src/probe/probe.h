@@ -6,6 +6,7 @@
 #include "base/base.h"
 #include "pool/pool.h"
 #include "rebatch/probe.h"
+#include "recover/limits.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
 
@@ -178,7 +179,7 @@ const struct rbi_model_event *rbi_model_next(struct rbi_cursor *cursor);
 /* The most bytes live at once on top of what lives already, rounded as the pool does, pieces not
  * considered. Uses no heap. */
 uint64_t rbi_model_need(const struct rbi_model *model, size_t count);
-/* The same with what lives. */
+/* The most bytes live at once, with what lives already, and without what is only reserved. */
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count);
 
 /* ---- whether it fits (replay.c) ---- */
@@ -197,6 +198,11 @@ struct rbi_setting {
     size_t piece_count;
     size_t admits_above; /* larger attempts start only when their memory is there */
 };
+
+/* Takes `bytes` from the pool for later, in pieces like the blocks that live there.
+ *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_HOST_OOM, or what the device says: none is held */
+rebatch_status rbi_pieces_hold(struct rbi_setting *setting, size_t bytes);
+void rbi_pieces_release(struct rbi_setting *setting);
 
 struct rbi_forecast {
     bool fits;
@@ -235,7 +241,9 @@ struct rbi_search {
     rbi_trial *trial;
     void *user;
     struct rbi_setting setting;
-    size_t least, most, batch; /* sizes; most <= batch */
+    const rebatch_options *limits;
+    size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
+    size_t hint;               /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
 
     /* found */
@@ -253,6 +261,11 @@ struct rbi_search {
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
 };
+
+/* The model that the last probe of a session has left there; NULL: none. */
+const struct rbi_model *rbi_probe_model(const rebatch *rb);
+/* A session's pool, and how its steps will use it. */
+struct rbi_setting rbi_probe_setting(const rebatch *rb);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

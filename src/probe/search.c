@@ -109,6 +109,21 @@ static rebatch_status predict(size_t *out, struct rbi_search *s)
 
 /* ---- which size next ---- */
 
+/* The largest allowed size of at most `size` that is above what ran; 0: none. */
+static size_t allowed_below(const struct rbi_search *s, size_t size)
+{
+    const size_t allowed = rbi_round_size(s->limits, size);
+    return allowed > s->fits ? allowed : 0;
+}
+
+/* The same, or else the smallest that may be tried at all. */
+static size_t allowed_near(const struct rbi_search *s, size_t size)
+{
+    const size_t below = allowed_below(s, size);
+    const size_t next = rbi_round_size_up(s->limits, s->fits + 1);
+    return below ? below : next < s->fails && next <= s->most ? next : 0;
+}
+
 /* At an odd distance from what ran before, and no multiple of four, sizes and samples that were
  * rounded up to powers of two show that they were. */
 static size_t tell_apart(size_t count, size_t before)
@@ -118,12 +133,22 @@ static size_t tell_apart(size_t count, size_t before)
     return count;
 }
 
-/* After the first trial. A size in proportion to what there is fits for certain. */
+/* After the first trial. What was found before is the best guess; where it is the size that has
+ * just run, only a larger one that fits for certain is better. A size in proportion to what there
+ * is fits for certain. */
 static rebatch_status choose_second(size_t *out, struct rbi_search *s)
 {
     size_t safe;
     const rebatch_status status = predict(&safe, s);
-    *out = safe == s->most ? safe : tell_apart(rbi_max(safe, s->fits + 1), s->fits);
+    *out = 0;
+    if (s->hint > s->fits && s->hint < s->fails) {
+        *out = s->hint;
+        return status;
+    }
+    if (s->hint == s->fits && safe == 0)
+        return status;
+    *out =
+        safe == s->most ? safe : allowed_near(s, tell_apart(rbi_max(safe, s->fits + 1), s->fits));
     return status;
 }
 
@@ -135,7 +160,7 @@ static size_t not_too_far(const struct rbi_search *s, size_t predicted)
     const size_t ran = s->whole[s->whole_count - 1].count;
     if (s->whole_count != 2 || !s->model.is_rough || predicted / FAR < ran)
         return predicted;
-    return tell_apart(predicted / FAR_ROUGH, s->fits);
+    return allowed_near(s, tell_apart(predicted / FAR_ROUGH, s->fits));
 }
 
 /* Wrong once: where the model is not certain it was wrong by more than the last sample. Twice: it
@@ -144,9 +169,9 @@ static size_t after_oom(const struct rbi_search *s, size_t predicted)
 {
     const size_t gap = s->fails - s->fits;
     if (s->report.ooms >= 2)
-        return s->fits + gap / 2;
+        return allowed_near(s, s->fits + gap / 2);
     return s->whole_count == 2 && s->model.is_rough
-               ? rbi_max(rbi_min(predicted, s->fails - 1 - gap / 8), s->fits + 1)
+               ? allowed_near(s, rbi_min(predicted, s->fails - 1 - gap / 8))
                : predicted;
 }
 
@@ -222,6 +247,7 @@ static rebatch_status choose_next(size_t *out, struct rbi_search *s)
     rebatch_status status = judge_fits(s);
     if (!status && s->fits < s->most && s->fits + 1 < s->fails) {
         status = s->whole_count > 1 ? predict(&predicted, s) : choose_second(&predicted, s);
+        predicted = allowed_below(s, predicted);
         if (!status && predicted)
             predicted = not_too_far(s, predicted);
         if (!status && predicted && s->report.ooms)
@@ -253,8 +279,8 @@ static rebatch_status finish(struct rbi_search *s)
         return status;
     size_t larger;
     status = rbi_replay_largest(&larger, &s->model, &s->setting, s->fits + 1, s->most, s->batch);
-    if (larger)
-        report->predicted_size = larger;
+    if (allowed_below(s, larger))
+        report->predicted_size = allowed_below(s, larger);
     struct rbi_forecast steps;
     if (!status)
         status = forecast(&steps, s, &(struct rbi_plan){s->fits, false, true, s->batch});
