@@ -85,40 +85,32 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
 
 /* ---- what recovery may ask later ---- */
 
-struct oracle {
-    struct rbi_model model;
-    size_t sizes[];
-};
-
 static uint64_t foretell(void *user, size_t count)
 {
-    struct oracle *oracle = user;
-    return rbi_model_need(&oracle->model, count, oracle->sizes);
+    const struct rbi_model *model = user;
+    return rbi_model_need(model, count);
 }
 
-static void destroy_oracle(void *user)
+static void destroy_model(void *user)
 {
-    struct oracle *oracle = user;
-    rbi_model_release(&oracle->model);
-    rbi_heap_free(oracle);
+    rbi_model_release(user);
+    rbi_heap_free(user);
 }
 
 const struct rbi_model *rbi_probe_model(const rebatch *rb)
 {
-    const struct oracle *oracle = rb->oracle.user;
-    return rb->oracle.need == foretell ? &oracle->model : NULL;
+    return rb->oracle.need == foretell ? rb->oracle.user : NULL;
 }
 
 /* The session takes the model over. */
 static rebatch_status hand_over(rebatch *rb, struct rbi_model *model)
 {
-    struct oracle *oracle =
-        rbi_heap_calloc(1, sizeof *oracle + model->blocks * sizeof *oracle->sizes);
-    if (!oracle)
+    struct rbi_model *own = rbi_heap_calloc(1, sizeof *own);
+    if (!own)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
-    oracle->model = *model;
+    *own = *model;
     *model = (struct rbi_model){0};
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){foretell, destroy_oracle, oracle, rb->lighten});
+    rbi_need_set_oracle(rb, &(struct rbi_oracle){foretell, destroy_model, own, rb->lighten});
     return REBATCH_OK;
 }
 
@@ -169,6 +161,74 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
     return status ? status : zeroed;
 }
 
+/* ---- memory that is not there yet ---- */
+
+#define PIECES_MOST 4096
+
+/* Runs with the pool's lock held. */
+static void add_live(void *user, const void *address, size_t bytes)
+{
+    struct rbi_setting *setting = user;
+    (void)address;
+    if (setting->piece_count < PIECES_MOST)
+        setting->pieces[setting->piece_count++].bytes = bytes;
+}
+
+__extension__ typedef unsigned __int128 wide;
+
+/* What an update makes is like what it updates: the reserve is in pieces as the live blocks are,
+ * each once or several times, and comes to `bytes` in all. */
+static void shape_pieces(struct rbi_setting *setting, rebatch_pool *pool, size_t bytes)
+{
+    rbi_pool_each_live(pool, add_live, setting);
+    const size_t blocks = setting->piece_count;
+    uint64_t live = 0;
+    for (size_t i = 0; i < blocks; i++)
+        live += setting->pieces[i].bytes;
+    const uint64_t turns = live ? (bytes + live / 2) / live : 0;
+    setting->piece_count = rbi_max(turns, 1) * rbi_max(blocks, 1);
+    if (live == 0 || setting->piece_count > PIECES_MOST) {
+        setting->piece_count = 1;
+        setting->pieces[0].bytes = bytes;
+        return;
+    }
+    const wide all = (wide)live * rbi_max(turns, 1);
+    size_t left = bytes;
+    for (size_t i = setting->piece_count; i-- > 0;) { /* the live sizes come first: they go last */
+        const wide share = (wide)setting->pieces[i % blocks].bytes * bytes;
+        setting->pieces[i].bytes = rbi_min((size_t)((share + all - 1) / all), left);
+        left -= setting->pieces[i].bytes;
+    }
+}
+
+void rbi_pieces_release(struct rbi_setting *setting)
+{
+    for (size_t i = 0; i < setting->piece_count; i++)
+        (void)rebatch_pool_free(setting->pool, setting->pieces[i].address);
+    rbi_heap_free(setting->pieces);
+    setting->pieces = NULL;
+    setting->piece_count = 0;
+}
+
+rebatch_status rbi_pieces_hold(struct rbi_setting *setting, size_t bytes)
+{
+    if (bytes == 0)
+        return REBATCH_OK;
+    setting->pieces = rbi_heap_calloc(PIECES_MOST, sizeof *setting->pieces);
+    if (!setting->pieces)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to hold reserve_bytes");
+    shape_pieces(setting, setting->pool, bytes);
+    rebatch_tag tag = 0; /* where there are no tags left */
+    (void)rebatch_pool_tag(&tag, setting->pool, "reserve_bytes");
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < setting->piece_count && !status; i++)
+        status = rebatch_pool_alloc(&setting->pieces[i].address, setting->pool,
+                                    setting->pieces[i].bytes, setting->stream, tag);
+    if (status)
+        rbi_pieces_release(setting);
+    return status;
+}
+
 static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
 {
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
@@ -178,17 +238,12 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
         status = zero_grad(rb);
     if (status)
         return status;
-    void *reserve;
-    rebatch_tag tag = 0; /* where there are no tags left */
-    (void)rebatch_pool_tag(&tag, rb->pool, "reserve_bytes");
-    status = rebatch_pool_alloc(&reserve, rb->pool, reserve_bytes, rb->options.stream, tag);
+    status = rbi_pieces_hold(&search->setting, reserve_bytes);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
-    search->setting.reserve = reserve;
-    search->setting.reserve_bytes = reserve_bytes;
     status = search_with_reserve(search, rb);
-    (void)rebatch_pool_free(rb->pool, reserve);
-    if (!status && search->low.count)
+    rbi_pieces_release(&search->setting);
+    if (!status && search->whole_count > 1)
         status = hand_over(rb, &search->model);
     if (!status)
         rb->micro = search->report.size;
