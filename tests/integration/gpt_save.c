@@ -4,6 +4,7 @@
  * killed. */
 #include "gpt/save.h"
 
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -74,7 +75,7 @@ Test(gpt_save, a_resumed_run_has_the_bits_of_one_that_never_stopped)
     char reference[GPT_HASH_TEXT_BYTES], hash[GPT_HASH_TEXT_BYTES];
     struct run_options options = tiny_run();
     run_whole(reference, &options, STEPS);
-    for (size_t before = 0; before <= STEPS; before++) {
+    for (size_t before = 0; before <= STEPS; before += stride_of_cases(STEPS)) {
         options.micro = micros[before % 3];
         save_after(&options, before);
         for (size_t i = 0; i < 3; i++) {
@@ -356,7 +357,36 @@ static size_t next_place(size_t at, size_t count, size_t stride)
     return at + 80021 < count - tail ? at + 80021 : at < count - tail ? count - tail : at + stride;
 }
 
+static void expect_not_loaded(const struct run *run, const char *what, size_t at)
+{
+    const rebatch_status status = gpt_trainer_load(run->trainer, file);
+    cr_assert_eq(status, REBATCH_E_PARSE, "%s %zu: %s", what, at, rebatch_status_name(status));
+    cr_assert_eq(run->trainer->loss_count, 0);
+}
+
 Test(gpt_save, with_any_byte_changed_nothing_is_loaded)
+{
+    struct run_options options = tiny_run();
+    struct run run;
+    size_t count;
+    save_after(&options, 1);
+    uint8_t *bytes = read_whole(&count, file);
+    const int damaged = open(file, O_WRONLY);
+    run_open(&run, &options);
+    const size_t stride = stride_of_cases(40);
+    for (size_t at = 0; at < count; at = next_place(at, count, stride)) {
+        const uint8_t byte = (uint8_t)(bytes[at] ^ 1 << at % 8);
+        cr_assert_eq(pwrite(damaged, &byte, 1, (off_t)at), 1);
+        expect_not_loaded(&run, "byte", at);
+        cr_assert_eq(pwrite(damaged, &bytes[at], 1, (off_t)at), 1);
+    }
+    ASSERT_OK(gpt_trainer_load(run.trainer, file));
+    close(damaged);
+    run_close(&run);
+    free(bytes);
+}
+
+Test(gpt_save, cut_at_any_length_nothing_is_loaded)
 {
     struct run_options options = tiny_run();
     struct run run;
@@ -366,20 +396,9 @@ Test(gpt_save, with_any_byte_changed_nothing_is_loaded)
     run_open(&run, &options);
     const size_t stride = stride_of_cases(40);
     for (size_t at = 0; at < count; at = next_place(at, count, stride)) {
-        bytes[at] ^= (uint8_t)(1 << at % 8);
-        write_whole(other, bytes, count);
-        const rebatch_status status = gpt_trainer_load(run.trainer, other);
-        cr_assert_eq(status, REBATCH_E_PARSE, "byte %zu: %s", at, rebatch_status_name(status));
-        cr_assert_eq(run.trainer->loss_count, 0);
-        bytes[at] ^= (uint8_t)(1 << at % 8);
+        write_whole(file, bytes, at);
+        expect_not_loaded(&run, "length", at);
     }
-    for (size_t at = 0; at < count; at = next_place(at, count, stride)) {
-        write_whole(other, bytes, at);
-        const rebatch_status status = gpt_trainer_load(run.trainer, other);
-        cr_assert_eq(status, REBATCH_E_PARSE, "length %zu: %s", at, rebatch_status_name(status));
-        cr_assert_eq(run.trainer->loss_count, 0);
-    }
-    ASSERT_OK(gpt_trainer_load(run.trainer, file));
     run_close(&run);
     free(bytes);
 }
