@@ -174,6 +174,18 @@ static rebatch_status take_dtype(struct gpt_cuda *cuda, enum gpt_dtype dtype)
                      (int)dtype);
 }
 
+/* Hopper's tensor cores, for 16-bit elements. */
+static rebatch_status find_alike(struct gpt_cuda *cuda, const struct gpt_queue *queue)
+{
+    int major = 0, minor = 0;
+    cudaError_t code =
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->ordinal);
+    if (!code)
+        code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, cuda->ordinal);
+    cuda->has_alike = cuda->dtype != RBK_F32 && major == 9 && minor == 0;
+    return gpt_cuda_status(queue, code);
+}
+
 static rebatch_status cuda_open(struct gpt_queue *queue)
 {
     struct gpt_cuda *cuda = calloc(1, sizeof *cuda);
@@ -189,6 +201,8 @@ static rebatch_status cuda_open(struct gpt_queue *queue)
         status = take_scratch(cuda, queue);
     if (!status)
         status = gpt_cuda_status(queue, cudaSetDevice(cuda->ordinal));
+    if (!status)
+        status = find_alike(cuda, queue);
     if (!status)
         status = gpt_cuda_library_status(queue, cublasLtCreate(&cuda->library));
     if (!status)
