@@ -121,6 +121,15 @@ $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
 
+# Stand-ins for CUDA's driver, under its name.
+TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole)
+$(TESTS): | $(TEST_DRIVERS)
+$(BUILD)/tests/drivers/whole/libcuda.so.1: tests/drivers/calls.c src/device/cuda_driver.h
+$(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
+	@mkdir -p $(@D)
+	$(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared -Wl,-soname,$(@F) -o $@ \
+	    $(filter %.c,$^)
+
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
