@@ -306,6 +306,7 @@ static void print_memory(const struct run *run, const rebatch_step_report *repor
     printf("memory: %.1f MiB + %zu x %.3f MiB = %.1f MiB by the formula, %.1f MiB measured\n",
            persistent, micro, sample, persistent + (double)micro * sample,
            (double)report->peak_bytes / mib);
+    fflush(stdout);
 }
 
 static rebatch_status run_step(struct run *run, rebatch_step_report *out)

@@ -384,6 +384,8 @@ static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o,
     status = rebatch_from_cuda(NULL, cuda->driver->device_get_count(&count));
     if (status)
         return status;
+    if (count == 0)
+        return rbi_error(REBATCH_E_NO_DEVICE, "no CUDA device: the driver sees none");
     if (o->ordinal < 0 || o->ordinal >= count)
         return rbi_error(REBATCH_E_NO_DEVICE,
                          "ordinal is %d: expected 0 to %d, there are %d CUDA devices", o->ordinal,
