@@ -171,8 +171,23 @@ static struct span *find_block(const struct memory *memory, int64_t at)
     return NULL;
 }
 
+static bool is_inside(const struct span *block, const struct span *segment)
+{
+    return segment->at <= block->at && block->at + block->bytes <= segment->at + segment->bytes;
+}
+
+/* The viewer draws every block in its segment, whatever event is looked at. */
+static void check_inside(const struct memory *memory, const struct span *block)
+{
+    bool inside = false;
+    for (size_t i = 0; i < memory->segment_count && !inside; i++)
+        inside = is_inside(block, &memory->segments[i]);
+    cr_assert(inside, "a block that lies in no segment");
+}
+
 static void add_block(struct memory *memory, struct span block)
 {
+    check_inside(memory, &block);
     cr_assert(!find_block(memory, block.at) && memory->block_count < SPANS);
     memory->blocks[memory->block_count++] = block;
 }
@@ -201,6 +216,10 @@ static void add_segment(struct memory *memory, struct span span)
 
 static void drop_segment(struct memory *memory, struct span span)
 {
+    for (size_t i = 0; i < memory->block_count; i++)
+        cr_assert(memory->blocks[i].at + memory->blocks[i].bytes <= span.at ||
+                      span.at + span.bytes <= memory->blocks[i].at,
+                  "a segment goes under a block");
     for (size_t i = 0; i < memory->segment_count; i++) {
         const struct span s = memory->segments[i];
         if (span.at < s.at || span.at + span.bytes > s.at + s.bytes)
