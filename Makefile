@@ -204,6 +204,11 @@ bench-probe: ## how well the largest micro-batch is found, beside what others do
 	$(SUBMAKE) $(BUILD)/bench/probe
 	@$(BUILD)/bench/probe
 
+bench-cost: ## micro-batches of variable lengths, cut by cost and by count
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/cost
+	@$(BUILD)/bench/cost
+
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 install: all ## into DESTDIR/prefix
 	install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
@@ -232,4 +237,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe install test-install clean help FORCE
+.PHONY: all demo test test-threads kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe bench-cost install test-install clean help FORCE

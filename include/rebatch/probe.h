@@ -44,7 +44,8 @@ typedef enum rebatch_confidence {
  *  reserve_bytes as well. */
 typedef struct rebatch_probe_report {
     rebatch_status status;         /**< what rebatch_probe() answered */
-    size_t size;                   /**< the micro-batch found; 0: none */
+    size_t size;                   /**< the micro-batch found, in samples; its cost where the step
+                                        has rebatch_step_ops.cost; 0: none */
     size_t predicted_size;         /**< the largest that is predicted to fit, at the end */
     uint64_t predicted_peak_bytes; /**< most live at once at `size`; 0: nothing was predicted */
     uint64_t measured_peak_bytes;  /**< the same, when it ran */
@@ -65,6 +66,8 @@ extern "C" {
  *
  *  Runs forward_backward with `probing` set, within micro_smallest and micro_largest, and zero_grad
  *  before and after, so that accumulators are zero at the end; never optimizer_step or lighten.
+ *  A step with rebatch_step_ops.cost is probed by cost, with the first samples of the batch, and
+ *  what is found is the budget.
  *  Guarded state is as before; so are step number and waits of growth. What a callback allocates at
  *  first use and keeps stays.
  *  @param ops     borrowed for the call

@@ -6,7 +6,6 @@
 #include "base/base.h"
 #include "pool/pool.h"
 #include "rebatch/probe.h"
-#include "recover/limits.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
 
@@ -159,8 +158,10 @@ struct rbi_search {
     void *user;
     rebatch_pool *pool;
     const rebatch_pool_options *pool_options;
-    const rebatch_options *limits;
     size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
+    /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
+    size_t (*round)(void *user, size_t size);
+    size_t (*round_up)(void *user, size_t size);
     uint32_t max_trials;
 
     /* found */

@@ -46,6 +46,8 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
     rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
     if (event->count)
         rbi_text_add(t, ": samples %zu-%zu", event->first, event->first + event->count - 1);
+    if (event->cost)
+        rbi_text_add(t, ", cost %" PRIu64 ",", event->cost);
     if (event->needed_bytes) {
         rbi_text_add(t, event->count ? " need " : ": needs ");
         if (event->phase != REBATCH_PHASE_ADMISSION) /* it did not get to the end */
@@ -56,6 +58,14 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
     }
 }
 
+static void add_budget(struct rbi_text *t, const rebatch_event *event)
+{
+    rbi_text_add(t, "; budget ");
+    if (event->cost_before)
+        rbi_text_add(t, "%" PRIu64 " -> ", event->cost_before);
+    rbi_text_add(t, "%" PRIu64, event->cost_after);
+}
+
 /* What is done about it. */
 static void add_answer(struct rbi_text *t, const rebatch_event *event)
 {
@@ -63,6 +73,8 @@ static void add_answer(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, "; once more");
     if (event->micro_before != event->micro_after)
         rbi_text_add(t, "; micro-batch %zu -> %zu", event->micro_before, event->micro_after);
+    if (event->cost_before != event->cost_after)
+        add_budget(t, event);
     if (event->lighten_before != event->lighten_after)
         rbi_text_add(t, "; lighten level %u -> %u", event->lighten_before, event->lighten_after);
     if (event->redone_samples)

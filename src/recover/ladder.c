@@ -48,7 +48,11 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     const rebatch_options *limits = &rb->options;
     if (rbi_round_size(limits, mb->count - 1) == 0)
         return false; /* nothing smaller is allowed */
-    const size_t predicted = predicted_size(rb, mb->count);
+    const size_t predicted = predicted_size(rb, rb->size);
+    if (rb->by_cost) { /* always less than before, also where cost falls with the samples */
+        rb->budget = rbi_min(predicted ? predicted : rb->size / 2, rb->budget - (rb->budget > 0));
+        return true;
+    }
     const size_t half = rbi_round_size(limits, mb->count / 2);
     rb->micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
     return true;
@@ -156,7 +160,7 @@ static void count(rebatch *rb, const struct rbi_strike *strike)
     rb->report.lost_ns += strike->lost_ns;
     rb->ooms_in_row += rb->failure.phase != REBATCH_PHASE_ADMISSION;
     if (strike->mb && rb->failure.phase != REBATCH_PHASE_ADMISSION)
-        rbi_need_learn_least(rb, strike->mb->count, rb->failure.need_bytes);
+        rbi_need_learn_least(rb, rb->size, rb->failure.need_bytes);
 }
 
 rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
@@ -168,6 +172,8 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
                            .count = mb ? mb->count : 0,
                            .batch = rb->batch,
                            .micro_before = rbi_micro_size(rb, rb->batch),
+                           .cost = mb && rb->by_cost ? rb->size : 0,
+                           .cost_before = rbi_budget(rb),
                            .lighten_before = rb->lighten,
                            .lost_ns = strike->lost_ns,
                            .asked_bytes = rb->failure.asked_bytes,
@@ -180,6 +186,7 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
         return status;
     const bool goes_on = event.kind != REBATCH_EVENT_TORN && event.kind != REBATCH_EVENT_EXHAUSTED;
     event.micro_after = rbi_micro_size(rb, rb->batch);
+    event.cost_after = rbi_budget(rb);
     event.lighten_after = rb->lighten;
     event.redone_samples = goes_on ? strike->redone_samples : 0;
     rb->report.redone_samples += event.redone_samples;
