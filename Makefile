@@ -55,6 +55,7 @@ TESTS := $(BUILD)/tests/run
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
 KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
+WRAP_EXISTING := $(BUILD)/examples/wrap_existing
 
 # CUDA is looked for where a kernel is asked for, and nowhere else.
 NVCC = $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
@@ -129,6 +130,15 @@ $(BUILD)/kernels/%.o: kernels/%.cu $(BUILD)/kernels/flags
 	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -fPIC,-Wall,-Wextra -MMD -MP \
 	    -MF $(@:.o=.d) -c -o $@ $<
 
+# The same program twice: as it was, and wrapped.
+WRAP_CU = $(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -Wall,-Wextra -Iinclude -cudart shared -o $@ $<
+$(WRAP_EXISTING)-before: examples/wrap_existing.cu $(BUILD)/kernels/flags
+	@mkdir -p $(@D)
+	$(WRAP_CU)
+$(WRAP_EXISTING): examples/wrap_existing.cu $(BUILD)/kernels/flags $(STATIC)
+	@mkdir -p $(@D)
+	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
+
 $(KERNELS): $(KERNEL_OBJ)
 	@rm -f $@
 	$(Q)$(AR) rcs $@ $^
@@ -138,7 +148,7 @@ $(BUILD)/tests/gpu/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -Ikern
 
 $(GPT_CUDA_OBJ): private FOLDER_CFLAGS := -Iexamples -Ikernels -isystem $(CUDA_HOME)/include
 
-$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC)) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
@@ -174,10 +184,12 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-wrap-existing \
+	    $(WRAP_EXISTING)-before $(WRAP_EXISTING)
 
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind

@@ -250,24 +250,39 @@ static rebatch_status train(struct run *run)
 
 struct request {
     bool is_cuda, has_hog;
+    enum gpt_dtype dtype;
 };
+
+/* Takes one option in; false: it is none of ours, or its argument is wrong. */
+static bool apply(struct request *out, int option, const char *argument)
+{
+    switch (option) {
+    case 'h':
+        out->has_hog = true;
+        return true;
+    case 'd':
+        out->is_cuda = strcmp(argument, "cuda") == 0;
+        return out->is_cuda || strcmp(argument, "host") == 0;
+    case 't':
+        return gpt_dtype_parse(&out->dtype, argument) == REBATCH_OK;
+    default:
+        return false;
+    }
+}
 
 static bool read_request(struct request *out, int count, char **arguments)
 {
     static const struct option known[] = {{"device", required_argument, NULL, 'd'},
+                                          {"dtype", required_argument, NULL, 't'},
                                           {"hog", no_argument, NULL, 'h'},
                                           {NULL, 0, NULL, 0}};
     bool ok = true;
-    for (int found; ok && (found = getopt_long(count, arguments, "", known, NULL)) != -1;) {
-        out->has_hog = out->has_hog || found == 'h';
-        if (found == 'd')
-            out->is_cuda = strcmp(optarg, "cuda") == 0;
-        ok = found == 'h' || (found == 'd' && (out->is_cuda || strcmp(optarg, "host") == 0));
-    }
-    if (ok && optind == count && (out->is_cuda || !out->has_hog))
+    for (int found; ok && (found = getopt_long(count, arguments, "", known, NULL)) != -1;)
+        ok = apply(out, found, optarg);
+    if (ok && optind == count && (out->is_cuda || (!out->has_hog && out->dtype == GPT_FP32)))
         return true;
     fprintf(stderr, "usage: demo [--device host]\n"
-                    "       demo --device cuda [--hog]\n"
+                    "       demo --device cuda [--dtype fp32|bf16|fp16] [--hog]\n"
                     "  --hog  memory runs out because somebody else holds it, not by a limit\n");
     return false;
 }
@@ -364,6 +379,7 @@ int main(int count, char **arguments)
         return 2;
     rebatch_status status = gpt_train_options_init(&options, "demo");
     options.total_steps = STEPS;
+    options.config.dtype = request.dtype;
     if (!status)
         status = gpt_data_open_default(&data, ".", options.config.length);
     if (!status)

@@ -196,10 +196,12 @@ rebatch_status gpt_host_dropout_add(const struct gpt_queue *queue, void *out, co
                                     const struct gpt_dropout *dropout);
 rebatch_status gpt_host_sum_squares(const struct gpt_queue *queue, double *partials, const float *x,
                                     size_t count);
+rebatch_status gpt_host_check_finite(const struct gpt_queue *queue, uint32_t *flag, const float *x,
+                                     size_t count);
 rebatch_status gpt_host_clip_scale(const struct gpt_queue *queue, float *norm_and_scale,
-                                   const double *partials, size_t count, float most);
-rebatch_status gpt_host_adamw(const struct gpt_queue *queue, float *weight, float *first_moment,
-                              float *second_moment, const float *gradient, const float *scale,
-                              size_t count, const struct gpt_adamw *settings);
+                                   const double *partials, size_t count, float most,
+                                   const float *inverse);
+rebatch_status gpt_host_adamw(const struct gpt_queue *queue, const struct gpt_adamw_arrays *arrays,
+                              const struct gpt_adamw *settings);
 
 #endif

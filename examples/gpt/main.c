@@ -13,7 +13,8 @@
 
 enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
 
-#define PRESET_NAME(name, layers, channels, heads, length) " " name
+#define PRESET_NAME(name, layers, channels, heads, length, vocabulary, dropout) " " name
+#define DTYPE_NAME(name, text, bytes) " " text
 
 /* X(name, argument, what it does) */
 #define OPTIONS(X)                                                                                 \
@@ -22,7 +23,9 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(steps, "N", "updates (default 40)")                                                          \
     X(batch, "N", "samples of an update (default 64)")                                             \
     X(seed, "N", "of weights, dropout and samples (default 1)")                                    \
-    X(dropout, "P", "0 to less than 1 (default 0.1)")                                              \
+    X(dtype, "TYPE", "of activations, on a GPU (default fp32):" GPT_DTYPES(DTYPE_NAME))            \
+    X(exact, "on|off", "the same bits however the batch is cut, at some speed (default on)")       \
+    X(dropout, "P", "0 to less than 1 (default: the preset's)")                                    \
     X(rate, "R", "highest learning rate (default 0.001)")                                          \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
@@ -86,6 +89,23 @@ static bool parse_float(float *out, const char *name, const char *text)
     return false;
 }
 
+static bool parse_exact(bool *inexact, const char *text)
+{
+    *inexact = strcmp(text, "off") == 0;
+    if (*inexact || strcmp(text, "on") == 0)
+        return true;
+    fprintf(stderr, "gpt: --exact is \"%s\": expected on or off\n", text);
+    return false;
+}
+
+/* Whether the model takes what an option says. */
+static bool accept(rebatch_status status)
+{
+    if (status)
+        fprintf(stderr, "gpt: %s\n", gpt_last_error());
+    return status == REBATCH_OK;
+}
+
 static bool set_variable(const char *name, const char *value)
 {
     if (setenv(name, value, 1) == 0)
@@ -101,10 +121,7 @@ static bool apply(struct request *request, enum request_option option, const cha
     size_t seed;
     switch (option) {
     case OPTION_preset:
-        if (gpt_train_options_init(train, argument) == REBATCH_OK)
-            return true;
-        fprintf(stderr, "gpt: %s\n", gpt_last_error());
-        return false;
+        return accept(gpt_train_options_init(train, argument));
     case OPTION_data:
         request->data = argument;
         return true;
@@ -117,6 +134,10 @@ static bool apply(struct request *request, enum request_option option, const cha
             return false;
         train->seed = seed;
         return true;
+    case OPTION_dtype:
+        return accept(gpt_dtype_parse(&train->config.dtype, argument));
+    case OPTION_exact:
+        return parse_exact(&train->config.inexact, argument);
     case OPTION_dropout:
         return parse_float(&train->config.dropout, "dropout", argument);
     case OPTION_rate:

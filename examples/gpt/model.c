@@ -17,8 +17,8 @@ rebatch_status gpt_config_preset(struct gpt_config *out, const char *name)
         const char *name;
         struct gpt_config config;
     } presets[] = {
-#define PRESET(name, layers, channels, heads, length)                                              \
-    {name, {layers, channels, heads, length, 256, 0.1f}},
+#define PRESET(name, layers, channels, heads, length, vocabulary, dropout)                         \
+    {name, {layers, channels, heads, length, vocabulary, dropout, GPT_FP32, false}},
         GPT_PRESETS(PRESET)
 #undef PRESET
     };
@@ -27,7 +27,7 @@ rebatch_status gpt_config_preset(struct gpt_config *out, const char *name)
             *out = presets[i].config;
             return REBATCH_OK;
         }
-#define LIST(name, layers, channels, heads, length) " " name
+#define LIST(name, layers, channels, heads, length, vocabulary, dropout) " " name
     return gpt_error(REBATCH_E_INVALID, "preset is \"%s\": expected one of" GPT_PRESETS(LIST),
                      name);
 #undef LIST
@@ -70,6 +70,9 @@ rebatch_status gpt_config_check(const struct gpt_config *config)
     if (!(config->dropout >= 0.0f && config->dropout < 1.0f))
         return gpt_error(REBATCH_E_INVALID, "dropout is %g: expected at least 0 and less than 1",
                          (double)config->dropout);
+    if (gpt_dtype_bytes(config->dtype) == 0)
+        return gpt_error(REBATCH_E_INVALID, "dtype is number %d: expected 0 to %d",
+                         (int)config->dtype, GPT_DTYPE_COUNT - 1);
     return REBATCH_OK;
 }
 
@@ -137,6 +140,55 @@ float *gpt_layer(const struct gpt_model *model, const struct gpt_set *set, size_
 {
     struct gpt_tensor unused;
     return set->blocks[1 + layer] + describe(&unused, &model->config, false, tensor);
+}
+
+/* ---- working weights ---- */
+
+void *gpt_working_of(const struct gpt_model *model, const struct gpt_tensor *tensor)
+{
+    char *block = model->working[tensor->block];
+    return block ? block + tensor->offset * gpt_dtype_bytes(model->config.dtype) : NULL;
+}
+
+static const void *weight_of(const struct gpt_model *model, size_t index)
+{
+    const struct gpt_tensor tensor = gpt_tensor_at(&model->config, index);
+    const void *working = gpt_working_of(model, &tensor);
+    return working ? working : model->parameters.blocks[tensor.block] + tensor.offset;
+}
+
+const void *gpt_outer_weight(const struct gpt_model *model, enum gpt_outer_tensor tensor)
+{
+    return weight_of(model, tensor);
+}
+
+const void *gpt_layer_weight(const struct gpt_model *model, size_t layer,
+                             enum gpt_layer_tensor tensor)
+{
+    return weight_of(model, GPT_OUTER_COUNT + layer * GPT_LAYER_COUNT + tensor);
+}
+
+rebatch_status gpt_model_refresh(struct gpt_model *model)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < gpt_block_count(&model->config) && !status; i++)
+        if (model->working[i])
+            status = model->ops->cast(&model->queue, model->working[i], model->parameters.blocks[i],
+                                      gpt_block_elements(&model->config, i));
+    return status;
+}
+
+/* Memory for them; none in fp32. */
+static rebatch_status take_working(struct gpt_model *model)
+{
+    const size_t bytes = gpt_dtype_bytes(model->config.dtype);
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < gpt_block_count(&model->config) && !status; i++)
+        if (model->config.dtype != GPT_FP32)
+            status = rebatch_pool_alloc(&model->working[i], model->pool,
+                                        gpt_block_elements(&model->config, i) * bytes,
+                                        model->queue.stream, model->tags[GPT_TAG_WORKING]);
+    return status;
 }
 
 /* ---- sets ---- */
@@ -268,8 +320,11 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
     model->config = *config;
     model->pool = pool;
     model->seed = seed;
-    model->queue = (struct gpt_queue){
-        .device = rebatch_pool_device(pool), .stream = stream, .sample_rows = config->length};
+    model->queue = (struct gpt_queue){.device = rebatch_pool_device(pool),
+                                      .stream = stream,
+                                      .sample_rows = config->length,
+                                      .dtype = config->dtype,
+                                      .inexact = config->inexact};
     status = ops->open(&model->queue);
     if (status)
         goto fail;
@@ -281,6 +336,10 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
     if (status)
         goto fail;
     status = initialise(model);
+    if (!status)
+        status = take_working(model);
+    if (!status)
+        status = gpt_model_refresh(model);
     if (status)
         goto fail;
     *out = model;
@@ -295,6 +354,8 @@ void gpt_model_destroy(struct gpt_model *model)
     if (!model)
         return;
     gpt_set_destroy(&model->parameters, model);
+    for (size_t i = 0; i <= GPT_LAYERS_MOST; i++)
+        (void)rebatch_pool_free(model->pool, model->working[i]);
     if (model->ops)
         model->ops->close(&model->queue);
     free(model);

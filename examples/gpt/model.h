@@ -10,20 +10,29 @@
 
 #define GPT_LAYERS_MOST 64
 
-/* Sizes. channels and vocabulary are multiples of 64. */
+/* Sizes, and what is computed in. channels and vocabulary are multiples of 64. */
 struct gpt_config {
     size_t layers, channels, heads;
-    size_t length;     /* T: tokens of a sample, its last target not counted */
-    size_t vocabulary; /* at least 256: a byte is a token */
-    float dropout;     /* of the embedding and of each residual branch; 0 to less than 1 */
+    size_t length;        /* T: tokens of a sample, its last target not counted */
+    size_t vocabulary;    /* at least 256: a byte is a token */
+    float dropout;        /* of the embedding and of each residual branch; 0 to less than 1 */
+    enum gpt_dtype dtype; /* of activations and of the weights that they meet */
+    bool inexact;         /* gpt_queue.inexact: faster, and the cut changes bits */
 };
 
-/* X(name, layers, channels, heads, length): vocabulary 256, dropout 0.1. */
+/* X(name, layers, channels, heads, length, vocabulary, dropout). Those of GPT-2's sizes have its
+ * vocabulary, rounded up to a multiple of 64, though a token is a byte here: so that a step costs
+ * what it costs there. */
 #define GPT_PRESETS(X)                                                                             \
-    X("tiny", 2, 64, 2, 32)                                                                        \
-    X("demo", 3, 128, 4, 64)
+    X("tiny", 2, 64, 2, 32, 256, 0.1f)                                                             \
+    X("ci", 2, 64, 2, 64, 256, 0.1f)                                                               \
+    X("demo", 3, 128, 4, 64, 256, 0.1f)                                                            \
+    X("gpt2-124m", 12, 768, 12, 1024, 50304, 0.0f)                                                 \
+    X("gpt2-350m", 24, 1024, 16, 1024, 50304, 0.0f)                                                \
+    X("gpt2-774m", 36, 1280, 20, 1024, 50304, 0.0f)
 
-/* @return REBATCH_E_INVALID for a name that is none. */
+/* Computes in fp32, exactly, unless that is changed.
+ * @return REBATCH_E_INVALID for a name that is none. */
 rebatch_status gpt_config_preset(struct gpt_config *out, const char *name);
 /* @return REBATCH_E_INVALID with the first value that is wrong. */
 rebatch_status gpt_config_check(const struct gpt_config *config);
@@ -74,8 +83,8 @@ struct gpt_tensor {
 size_t gpt_tensor_count(const struct gpt_config *config);
 struct gpt_tensor gpt_tensor_at(const struct gpt_config *config, size_t index);
 
-/* One value a parameter, in device memory: the parameters themselves, their gradients, or a moment.
- * Block 0 holds the outer tensors, block 1 + l layer l. Gradients have one block more, of
+/* One fp32 value a parameter, in device memory: the parameters themselves, their gradients, or a
+ * moment. Block 0 holds the outer tensors, block 1 + l layer l. Gradients have one block more, of
  * [vocabulary][channels]: the head's gradient of the token embedding. It has accumulators of its
  * own, because the head's sums and the embedding's would else mix in an order that depends on how
  * the batch is cut. */
@@ -92,6 +101,7 @@ size_t gpt_block_elements(const struct gpt_config *config, size_t block);
 /* Who holds what in the pool's statistics: X(name, text). */
 #define GPT_TAGS(X)                                                                                \
     X(PARAMETERS, "parameters")                                                                    \
+    X(WORKING, "working weights")                                                                  \
     X(GRADIENTS, "gradients")                                                                      \
     X(MOMENTS, "moments")                                                                          \
     X(ACTIVATIONS, "activations")                                                                  \
@@ -112,8 +122,9 @@ struct gpt_model {
     struct gpt_queue queue;
     rebatch_pool *pool;
     rebatch_tag tags[GPT_TAG_COUNT];
-    struct gpt_set parameters;
-    uint64_t seed; /* of the initial weights and of dropout */
+    struct gpt_set parameters;          /* fp32, which updates change */
+    void *working[GPT_LAYERS_MOST + 1]; /* the same rounded to config.dtype; NULLs in fp32 */
+    uint64_t seed;                      /* of the initial weights and of dropout */
 };
 
 /* Makes the model and its initial weights, which are a function of `seed` and the sizes alone.
@@ -141,6 +152,15 @@ float *gpt_outer(const struct gpt_model *model, const struct gpt_set *set,
                  enum gpt_outer_tensor tensor);
 float *gpt_layer(const struct gpt_model *model, const struct gpt_set *set, size_t layer,
                  enum gpt_layer_tensor tensor);
+
+/* What operations read of a tensor, in elements: its rounded copy, or in fp32 the tensor itself. */
+const void *gpt_outer_weight(const struct gpt_model *model, enum gpt_outer_tensor tensor);
+const void *gpt_layer_weight(const struct gpt_model *model, size_t layer,
+                             enum gpt_layer_tensor tensor);
+/* Brings the rounded copies up to date when the parameters were written to otherwise. */
+rebatch_status gpt_model_refresh(struct gpt_model *model);
+/* The rounded copy that an update of the tensor has to bring up to date; NULL in fp32. */
+void *gpt_working_of(const struct gpt_model *model, const struct gpt_tensor *tensor);
 
 /* ---- forward and backward (pass.c) ---- */
 
@@ -189,9 +209,10 @@ struct gpt_activations {
 /* Runs the samples up to their losses. Allocates from the model's pool and frees nothing on
  * failure: that is for the scope around it.
  *  @param[out] out    released by gpt_backward() or gpt_activations_free()
- *  @param loss_scale  what a row's loss weighs in the gradient: 1 / tokens of the whole batch */
+ *  @param row_weight  what a row's loss weighs in the gradient: 1 / tokens of the whole batch,
+ *                     times the loss scale where there is one */
 rebatch_status gpt_forward(struct gpt_activations *out, struct gpt_model *model,
-                           const struct gpt_samples *samples, float loss_scale);
+                           const struct gpt_samples *samples, float row_weight);
 
 /* What gpt_backward() allocates, each block rounded up as the pool does. */
 size_t gpt_backward_bytes(const struct gpt_model *model, size_t samples);

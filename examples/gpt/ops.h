@@ -2,8 +2,10 @@
  *
  * An operation takes device memory and a queue, enqueues its work there and answers a status. It
  * allocates nothing. Rows are the tokens of a micro-batch, sample after sample: sample * T + t.
- *   "elements" (void *): activations and weights, of the table's element type
- *   float *, double *:   statistics, gradients, losses: always of that type
+ *   "elements" (void *): activations, their gradients, and the weights that operations read, of the
+ *                        queue's type; arithmetic on them is in fp32, and a result is rounded once
+ *   float *, double *:   the weights that are updated, their gradients, statistics, losses: always
+ *                        of that type
  *
  * Exactness, which each operation keeps and the comments below spell out:
  *   - what belongs to a row (or to a sample, in attention) depends on that row's (sample's) inputs
@@ -21,12 +23,34 @@
 
 #include "rebatch/device.h"
 
+/* What elements are: X(NAME, name, bytes). */
+#define GPT_DTYPES(X)                                                                              \
+    X(FP32, "fp32", 4)                                                                             \
+    X(BF16, "bf16", 2)                                                                             \
+    X(FP16, "fp16", 2)
+
+enum gpt_dtype {
+#define GPT_DTYPE_(name, text, bytes) GPT_##name,
+    GPT_DTYPES(GPT_DTYPE_)
+#undef GPT_DTYPE_
+        GPT_DTYPE_COUNT
+};
+
+/* 0 and NULL for a value that is none. */
+size_t gpt_dtype_bytes(enum gpt_dtype dtype);
+const char *gpt_dtype_name(enum gpt_dtype dtype);
+/* @return REBATCH_E_INVALID for a name that is none */
+rebatch_status gpt_dtype_parse(enum gpt_dtype *out, const char *name);
+
 /* Where an operation's work goes. */
 struct gpt_queue {
     rebatch_device *device;
     rebatch_stream stream;
-    size_t sample_rows; /* T: rows of a sample, for sums over rows; the host's do not need it */
-    void *state;        /* what the table's open() made */
+    size_t sample_rows;   /* T: rows of a sample, for sums over rows; the host's do not need it */
+    enum gpt_dtype dtype; /* what elements are */
+    bool inexact;         /* gradients of weights may be sums over all rows of a call in any order:
+                             faster, and the cut of the batch then changes bits */
+    void *state;          /* what the table's open() made */
 };
 
 /* Sizes of the token ids and rows of a call: tokens are [count][length + 1], so that the target of
@@ -65,16 +89,27 @@ struct gpt_adamw {
     uint64_t update; /* number of this update, from 1 */
 };
 
+/* The arrays of one update, of `count` parameters: device memory, or pinned host memory that the
+ * device reaches. */
+struct gpt_adamw_arrays {
+    float *weight, *first_moment, *second_moment;
+    void *working; /* elements: the weight, rounded; NULL: none, when elements are fp32 */
+    const float *gradient;
+    const float *inverse; /* one float, 1 / loss scale; NULL: 1 */
+    const float *scale;   /* one float, of clip_scale() */
+    size_t count;
+};
+
 /* A partial sum of squares covers this many elements. */
 #define GPT_NORM_CHUNK 4096
 
 struct gpt_ops {
     size_t struct_size;
-    const char *name;     /* "host", "cuda": of the kind of device */
-    size_t element_bytes; /* of an element */
+    const char *name; /* "host", "cuda": of the kind of device */
 
-    /* Takes what the operations need besides their arguments: library handles, workspaces. NULL
-     * when that is nothing. */
+    /* Takes what the operations need besides their arguments: library handles, workspaces. The
+     * queue's other members are set before, and stay. REBATCH_E_UNSUPPORTED for a type of elements
+     * that the table does not compute in. */
     rebatch_status (*open)(struct gpt_queue *queue);
     void (*close)(struct gpt_queue *queue);
 
@@ -151,26 +186,34 @@ struct gpt_ops {
     /* y += x */
     rebatch_status (*add)(const struct gpt_queue *queue, float *y, const float *x, size_t count);
 
+    /* Elements of `out` = x, rounded to nearest even. */
+    rebatch_status (*cast)(const struct gpt_queue *queue, void *out, const float *x, size_t count);
+
+    /* *flag = 1 when any of x is infinite or no number; else it stays as it is. */
+    rebatch_status (*check_finite)(const struct gpt_queue *queue, uint32_t *flag, const float *x,
+                                   size_t count);
     /* partials[i] = sum of the squares of x's i-th GPT_NORM_CHUNK, in double. */
     rebatch_status (*sum_squares)(const struct gpt_queue *queue, double *partials, const float *x,
                                   size_t count);
-    /* norm_and_scale[0] = sqrt(sum of partials, ascending); [1] = what gradients are to be
-     * multiplied with so that their norm is at most `most`, or 1; a `most` of 0 is none. */
+    /* norm_and_scale[0] = sqrt(sum of partials) * *inverse, the sum in an order that depends on
+     * `count` alone; [1] = what gradients of that norm are to be multiplied with so that it is at
+     * most `most`, or 1; a `most` of 0 is none.
+     * inverse: one float, 1 / loss scale; NULL: 1 */
     rebatch_status (*clip_scale)(const struct gpt_queue *queue, float *norm_and_scale,
-                                 const double *partials, size_t count, float most);
-    /* One tensor's update: g = gradient * *scale; m = beta1 m + (1 - beta1) g; v likewise of g^2;
+                                 const double *partials, size_t count, float most,
+                                 const float *inverse);
+    /* g = gradient * *inverse * *scale; m = beta1 m + (1 - beta1) g; v likewise of g^2;
      * weight -= learning_rate * (m / (1 - beta1^update) / (sqrt(v / (1 - beta2^update)) + epsilon)
-     *                            + weight_decay * weight). */
-    rebatch_status (*adamw)(const struct gpt_queue *queue, float *weight, float *first_moment,
-                            float *second_moment, const float *gradient, const float *scale,
-                            size_t count, const struct gpt_adamw *settings);
+     *                            + weight_decay * weight); working = weight, rounded. */
+    rebatch_status (*adamw)(const struct gpt_queue *queue, const struct gpt_adamw_arrays *arrays,
+                            const struct gpt_adamw *settings);
 };
 
 /* The host's: fp32, in several threads (parallel.h), for any host device. */
 extern const struct gpt_ops gpt_host_ops;
 
-/* Those of NVIDIA GPUs: fp32, for channels, inputs and outputs that are multiples of 64, and heads
- * 32, 64 or 128 wide. NULL in a program that was built without CUDA. */
+/* Those of NVIDIA GPUs: fp32, bf16 and fp16, for channels, inputs and outputs that are multiples of
+ * 64, and heads 32, 64 or 128 wide. NULL in a program that was built without CUDA. */
 const struct gpt_ops *gpt_cuda_ops_get(void);
 
 #endif

@@ -1,7 +1,6 @@
 /* Owns the CUDA table of operations, its state, and the operations that are a kernel each.
  * Must not know the model, nor how a kernel works. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "gpt/cuda.h"
 #include "gpt/error.h"
@@ -67,18 +66,6 @@ static size_t in_group(size_t samples, size_t first, size_t group)
 
 /* ---- life ---- */
 
-/* The library has no better way to ask: its names of GPUs begin with "cuda:" and the ordinal, also
- * inside "fault(...)". */
-static rebatch_status find_ordinal(int *out, const rebatch_device *device)
-{
-    const char *name = rebatch_device_name(device);
-    const char *at = strstr(name, "cuda:");
-    if (!at)
-        return gpt_error(REBATCH_E_INVALID, "the device is \"%s\": expected an NVIDIA GPU", name);
-    *out = (int)strtol(at + strlen("cuda:"), NULL, 10);
-    return REBATCH_OK;
-}
-
 /* From a pool of its own, because a queue has none: the device counts it, and says OOM as it does
  * elsewhere. */
 static rebatch_status take_scratch(struct gpt_cuda *cuda, const struct gpt_queue *queue)
@@ -96,22 +83,31 @@ static rebatch_status take_scratch(struct gpt_cuda *cuda, const struct gpt_queue
  * zeros each. The others may meet an OOM: then their micro-batch is tried again. */
 static rebatch_status load_update(const struct gpt_queue *queue)
 {
-    enum { COUNT = 8, ARRAYS = 6 };
+    enum { COUNT = 8, ARRAYS = 9 };
     static const struct gpt_adamw settings = {.epsilon = 1.0f, .update = 1};
     const struct gpt_ops *ops = gpt_cuda_ops_get();
     float(*arrays)[COUNT] = gpt_cuda_of(queue)->scratch;
     double *partials = (double *)(void *)arrays[ARRAYS];
+    const struct gpt_adamw_arrays update = {.weight = arrays[1],
+                                            .first_moment = arrays[2],
+                                            .second_moment = arrays[3],
+                                            .working = arrays[4],
+                                            .gradient = arrays[5],
+                                            .inverse = arrays[6],
+                                            .scale = arrays[7],
+                                            .count = COUNT};
     rebatch_status status =
         rebatch_fill(queue->device, arrays, 0, (ARRAYS + 1) * sizeof *arrays, queue->stream);
     if (!status)
         status = ops->add(queue, arrays[0], arrays[1], COUNT);
     if (!status)
+        status = ops->check_finite(queue, (uint32_t *)(void *)arrays[8], arrays[0], COUNT);
+    if (!status)
         status = ops->sum_squares(queue, partials, arrays[0], COUNT);
     if (!status)
-        status = ops->clip_scale(queue, arrays[5], partials, 1, 1.0f);
+        status = ops->clip_scale(queue, arrays[7], partials, 1, 1.0f, NULL);
     if (!status)
-        status = ops->adamw(queue, arrays[1], arrays[2], arrays[3], arrays[4], arrays[5], COUNT,
-                            &settings);
+        status = ops->adamw(queue, &update, &settings);
     return status ? status : rebatch_stream_synchronize(queue->device, queue->stream);
 }
 
@@ -128,19 +124,37 @@ static void cuda_close(struct gpt_queue *queue)
     free(cuda);
 }
 
+/* What elements are, in the words of the kernels and of the library. */
+static rebatch_status take_dtype(struct gpt_cuda *cuda, enum gpt_dtype dtype)
+{
+    switch (dtype) {
+    case GPT_FP32:
+        cuda->dtype = RBK_F32, cuda->library_dtype = CUDA_R_32F;
+        return REBATCH_OK;
+    case GPT_BF16:
+        cuda->dtype = RBK_BF16, cuda->library_dtype = CUDA_R_16BF;
+        return REBATCH_OK;
+    case GPT_FP16:
+        cuda->dtype = RBK_F16, cuda->library_dtype = CUDA_R_16F;
+        return REBATCH_OK;
+    case GPT_DTYPE_COUNT:
+        break;
+    }
+    return gpt_error(REBATCH_E_UNSUPPORTED, "dtype is number %d: expected fp32, bf16 or fp16",
+                     (int)dtype);
+}
+
 static rebatch_status cuda_open(struct gpt_queue *queue)
 {
     struct gpt_cuda *cuda = calloc(1, sizeof *cuda);
     queue->state = cuda;
     if (!cuda)
         return gpt_error(REBATCH_E_HOST_OOM, "no host memory for a queue's state");
-    cuda->dtype = RBK_F32;
-    cuda->library_dtype = CUDA_R_32F;
-    rebatch_status status = REBATCH_OK;
-    if (queue->sample_rows == 0)
+    rebatch_status status = take_dtype(cuda, queue->dtype);
+    if (!status && queue->sample_rows == 0)
         status = gpt_error(REBATCH_E_INVALID, "a sample has 0 rows: expected at least 1");
     if (!status)
-        status = find_ordinal(&cuda->ordinal, queue->device);
+        status = rebatch_device_ordinal(&cuda->ordinal, queue->device);
     if (!status)
         status = take_scratch(cuda, queue);
     if (!status)
@@ -358,12 +372,25 @@ static rebatch_status sum_losses(const struct gpt_queue *queue, double *sum, con
     LAUNCH(rbk_loss_sum(sum, losses, samples, queue->sample_rows, gpt_cuda_stream(queue)));
 }
 
-/* ---- update: fp32 whatever the elements are ---- */
+/* ---- update: fp32 whatever the elements are; working weights follow ---- */
 
 static rebatch_status add(const struct gpt_queue *queue, float *y, const float *x, size_t count)
 {
     const struct gpt_cuda *cuda = gpt_cuda_of(queue);
     LAUNCH(rbk_residual_add(y, y, x, count, RBK_F32, gpt_cuda_stream(queue)));
+}
+
+static rebatch_status cast(const struct gpt_queue *queue, void *out, const float *x, size_t count)
+{
+    const struct gpt_cuda *cuda = gpt_cuda_of(queue);
+    LAUNCH(rbk_cast(out, cuda->dtype, x, RBK_F32, count, gpt_cuda_stream(queue)));
+}
+
+static rebatch_status check_finite(const struct gpt_queue *queue, uint32_t *flag, const float *x,
+                                   size_t count)
+{
+    const struct gpt_cuda *cuda = gpt_cuda_of(queue);
+    LAUNCH(rbk_finite_check(flag, x, count, gpt_cuda_stream(queue)));
 }
 
 static rebatch_status sum_squares(const struct gpt_queue *queue, double *partials, const float *x,
@@ -374,16 +401,16 @@ static rebatch_status sum_squares(const struct gpt_queue *queue, double *partial
 }
 
 static rebatch_status clip_scale(const struct gpt_queue *queue, float *norm_and_scale,
-                                 const double *partials, size_t count, float most)
+                                 const double *partials, size_t count, float most,
+                                 const float *inverse)
 {
     const struct gpt_cuda *cuda = gpt_cuda_of(queue);
-    LAUNCH(rbk_clip_coefficient(norm_and_scale + 1, norm_and_scale, partials, count, NULL, most,
+    LAUNCH(rbk_clip_coefficient(norm_and_scale + 1, norm_and_scale, partials, count, inverse, most,
                                 gpt_cuda_stream(queue)));
 }
 
-static rebatch_status adamw(const struct gpt_queue *queue, float *weight, float *first_moment,
-                            float *second_moment, const float *gradient, const float *scale,
-                            size_t count, const struct gpt_adamw *settings)
+static rebatch_status adamw(const struct gpt_queue *queue, const struct gpt_adamw_arrays *arrays,
+                            const struct gpt_adamw *settings)
 {
     const struct gpt_cuda *cuda = gpt_cuda_of(queue);
     const rbk_adamw_settings own = {.learning_rate = settings->learning_rate,
@@ -392,8 +419,9 @@ static rebatch_status adamw(const struct gpt_queue *queue, float *weight, float 
                                     .epsilon = settings->epsilon,
                                     .weight_decay = settings->weight_decay,
                                     .update = settings->update};
-    LAUNCH(rbk_adamw(weight, first_moment, second_moment, NULL, gradient, &own, NULL, scale, NULL,
-                     count, RBK_F32, gpt_cuda_stream(queue)));
+    LAUNCH(rbk_adamw(arrays->weight, arrays->first_moment, arrays->second_moment, arrays->working,
+                     arrays->gradient, &own, arrays->inverse, arrays->scale, NULL, arrays->count,
+                     cuda->dtype, gpt_cuda_stream(queue)));
 }
 
 /* ---- the table ---- */
@@ -403,7 +431,6 @@ const struct gpt_ops *gpt_cuda_ops_get(void)
     static const struct gpt_ops table = {
         .struct_size = sizeof(struct gpt_ops),
         .name = "cuda",
-        .element_bytes = sizeof(float),
         .open = cuda_open,
         .close = cuda_close,
         .embedding_forward = embedding_forward,
@@ -421,6 +448,8 @@ const struct gpt_ops *gpt_cuda_ops_get(void)
         .cross_entropy = cross_entropy,
         .sum_losses = sum_losses,
         .add = add,
+        .cast = cast,
+        .check_finite = check_finite,
         .sum_squares = sum_squares,
         .clip_scale = clip_scale,
         .adamw = adamw,

@@ -33,6 +33,9 @@ rebatch_status gpt_host_for(const struct gpt_queue *queue, size_t count, size_t 
 static rebatch_status host_open(struct gpt_queue *queue)
 {
     queue->state = NULL;
+    if (queue->dtype != GPT_FP32)
+        return gpt_error(REBATCH_E_UNSUPPORTED, "dtype is %s: expected fp32 on the host device",
+                         gpt_dtype_name(queue->dtype));
     return gpt_parallel_prepare();
 }
 
@@ -360,12 +363,30 @@ static rebatch_status sum_losses(const struct gpt_queue *queue, double *sum, con
     return gpt_host_for(queue, 1, 1, add_losses, &(struct loss_sum){sum, losses, rows});
 }
 
+/* ---- cast ---- */
+
+struct copy {
+    float *out;
+    const float *x;
+};
+
+/* Items are elements, which are fp32 here. */
+static void copy_elements(size_t begin, size_t end, const void *user)
+{
+    const struct copy *c = user;
+    memcpy(c->out + begin, c->x + begin, (end - begin) * sizeof *c->x);
+}
+
+static rebatch_status cast(const struct gpt_queue *queue, void *out, const float *x, size_t count)
+{
+    return gpt_host_for(queue, count, GPT_ELEMENT_GRAIN, copy_elements, &(struct copy){out, x});
+}
+
 /* ---- the table ---- */
 
 const struct gpt_ops gpt_host_ops = {
     .struct_size = sizeof(struct gpt_ops),
     .name = "host",
-    .element_bytes = sizeof(float),
     .open = host_open,
     .close = host_close,
     .embedding_forward = embedding_forward,
@@ -383,6 +404,8 @@ const struct gpt_ops gpt_host_ops = {
     .cross_entropy = cross_entropy,
     .sum_losses = sum_losses,
     .add = add,
+    .cast = cast,
+    .check_finite = gpt_host_check_finite,
     .sum_squares = gpt_host_sum_squares,
     .clip_scale = gpt_host_clip_scale,
     .adamw = gpt_host_adamw,

@@ -31,7 +31,7 @@ static size_t rows_of(const struct gpt_model *model, const struct gpt_samples *s
 static rebatch_status take_layer(void *acts[GPT_ACT_COUNT], struct gpt_model *model, size_t rows)
 {
     const size_t C = model->config.channels, H = model->config.heads;
-    const size_t E = model->ops->element_bytes;
+    const size_t E = gpt_dtype_bytes(model->config.dtype);
 #define BYTES(name, elements, bytes) (elements) * (bytes),
     const size_t row_bytes[GPT_ACT_COUNT] = {GPT_LAYER_ACTIVATIONS(BYTES)};
 #undef BYTES
@@ -108,9 +108,8 @@ static rebatch_status linear(struct gpt_model *model, void *y, const void *x, si
                              enum gpt_layer_tensor weight, enum gpt_layer_tensor bias,
                              const struct gpt_matmul *shape)
 {
-    return model->ops->matmul_forward(&model->queue, y, x,
-                                      gpt_layer(model, &model->parameters, layer, weight),
-                                      gpt_layer(model, &model->parameters, layer, bias), shape);
+    return model->ops->matmul_forward(&model->queue, y, x, gpt_layer_weight(model, layer, weight),
+                                      gpt_layer_weight(model, layer, bias), shape);
 }
 
 static rebatch_status attention_branch(struct gpt_model *model, const struct gpt_samples *samples,
@@ -118,12 +117,11 @@ static rebatch_status attention_branch(struct gpt_model *model, const struct gpt
 {
     const struct gpt_ops *ops = model->ops;
     const struct gpt_queue *queue = &model->queue;
-    const struct gpt_set *weights = &model->parameters;
     const size_t rows = rows_of(model, samples), channels = model->config.channels;
     const struct gpt_attention shape = attention_of(model, samples->count);
     TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM1], acts[GPT_ACT_MEAN1], acts[GPT_ACT_RSTD1],
-                               x, gpt_layer(model, weights, layer, GPT_NORM1_GAMMA),
-                               gpt_layer(model, weights, layer, GPT_NORM1_BETA), rows, channels));
+                               x, gpt_layer_weight(model, layer, GPT_NORM1_GAMMA),
+                               gpt_layer_weight(model, layer, GPT_NORM1_BETA), rows, channels));
     TRY(linear(model, acts[GPT_ACT_QKV], acts[GPT_ACT_NORM1], layer, GPT_QKV_WEIGHT, GPT_QKV_BIAS,
                &(struct gpt_matmul){rows, channels, 3 * channels, false}));
     TRY(ops->attention_forward(queue, acts[GPT_ACT_ATTENTION], acts[GPT_ACT_LOG_SUMS],
@@ -139,12 +137,11 @@ static rebatch_status perceptron_branch(struct gpt_model *model, const struct gp
 {
     const struct gpt_ops *ops = model->ops;
     const struct gpt_queue *queue = &model->queue;
-    const struct gpt_set *weights = &model->parameters;
     const size_t rows = rows_of(model, samples), channels = model->config.channels;
     TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM2], acts[GPT_ACT_MEAN2], acts[GPT_ACT_RSTD2],
                                acts[GPT_ACT_MIDDLE],
-                               gpt_layer(model, weights, layer, GPT_NORM2_GAMMA),
-                               gpt_layer(model, weights, layer, GPT_NORM2_BETA), rows, channels));
+                               gpt_layer_weight(model, layer, GPT_NORM2_GAMMA),
+                               gpt_layer_weight(model, layer, GPT_NORM2_BETA), rows, channels));
     TRY(linear(model, acts[GPT_ACT_WIDE], acts[GPT_ACT_NORM2], layer, GPT_WIDEN_WEIGHT,
                GPT_WIDEN_BIAS, &(struct gpt_matmul){rows, channels, 4 * channels, false}));
     TRY(ops->gelu_forward(queue, acts[GPT_ACT_GELU], acts[GPT_ACT_WIDE], rows * 4 * channels));
@@ -158,13 +155,13 @@ static rebatch_status embed(struct gpt_activations *acts, struct gpt_model *mode
                             const struct gpt_samples *samples)
 {
     const struct gpt_tokens tokens = tokens_of(model, samples);
-    const struct gpt_set *weights = &model->parameters;
     TRY(take(&acts->embedded, model,
-             rows_of(model, samples) * model->config.channels * model->ops->element_bytes,
+             rows_of(model, samples) * model->config.channels *
+                 gpt_dtype_bytes(model->config.dtype),
              GPT_TAG_ACTIVATIONS));
     TRY(model->ops->embedding_forward(
-        &model->queue, acts->embedded, &tokens, gpt_outer(model, weights, GPT_TOKENS),
-        gpt_outer(model, weights, GPT_POSITIONS), model->config.channels));
+        &model->queue, acts->embedded, &tokens, gpt_outer_weight(model, GPT_TOKENS),
+        gpt_outer_weight(model, GPT_POSITIONS), model->config.channels));
     return drop(model, samples, EMBEDDING_SITE, acts->embedded, NULL, acts->embedded);
 }
 
@@ -175,30 +172,31 @@ static struct gpt_matmul head_shape(const struct gpt_model *model, size_t rows)
 
 /* Final norm, head and losses. */
 static rebatch_status finish(struct gpt_activations *acts, struct gpt_model *model,
-                             const struct gpt_samples *samples, const void *x, float loss_scale)
+                             const struct gpt_samples *samples, const void *x, float row_weight)
 {
     const struct gpt_ops *ops = model->ops;
-    const struct gpt_set *weights = &model->parameters;
     const size_t rows = rows_of(model, samples), channels = model->config.channels;
     const struct gpt_matmul shape = head_shape(model, rows);
     const struct gpt_tokens tokens = tokens_of(model, samples);
-    TRY(take(&acts->final_norm, model, rows * channels * ops->element_bytes, GPT_TAG_ACTIVATIONS));
+    TRY(take(&acts->final_norm, model, rows * channels * gpt_dtype_bytes(model->config.dtype),
+             GPT_TAG_ACTIVATIONS));
     TRY(take(&acts->final_mean, model, rows * sizeof(float), GPT_TAG_ACTIVATIONS));
     TRY(take(&acts->final_rstd, model, rows * sizeof(float), GPT_TAG_ACTIVATIONS));
-    TRY(take(&acts->logits, model, rows * model->config.vocabulary * ops->element_bytes,
+    TRY(take(&acts->logits, model,
+             rows * model->config.vocabulary * gpt_dtype_bytes(model->config.dtype),
              GPT_TAG_ACTIVATIONS));
     TRY(take(&acts->losses, model, rows * sizeof(float), GPT_TAG_ACTIVATIONS));
     TRY(ops->layernorm_forward(&model->queue, acts->final_norm, acts->final_mean, acts->final_rstd,
-                               x, gpt_outer(model, weights, GPT_FINAL_GAMMA),
-                               gpt_outer(model, weights, GPT_FINAL_BETA), rows, channels));
+                               x, gpt_outer_weight(model, GPT_FINAL_GAMMA),
+                               gpt_outer_weight(model, GPT_FINAL_BETA), rows, channels));
     TRY(ops->matmul_forward(&model->queue, acts->logits, acts->final_norm,
-                            gpt_outer(model, weights, GPT_TOKENS), NULL, &shape));
+                            gpt_outer_weight(model, GPT_TOKENS), NULL, &shape));
     return ops->cross_entropy(&model->queue, acts->losses, acts->logits, &tokens,
-                              model->config.vocabulary, samples->training ? loss_scale : 0.0f);
+                              model->config.vocabulary, samples->training ? row_weight : 0.0f);
 }
 
 rebatch_status gpt_forward(struct gpt_activations *out, struct gpt_model *model,
-                           const struct gpt_samples *samples, float loss_scale)
+                           const struct gpt_samples *samples, float row_weight)
 {
     *out = (struct gpt_activations){0};
     const size_t layers = model->config.layers;
@@ -218,7 +216,7 @@ rebatch_status gpt_forward(struct gpt_activations *out, struct gpt_model *model,
         }
         x = &acts[GPT_ACT_END];
     }
-    return finish(out, model, samples, *x, loss_scale);
+    return finish(out, model, samples, *x, row_weight);
 }
 
 /* ---- backward ---- */
@@ -234,8 +232,8 @@ struct scratch {
 static void scratch_bytes(size_t bytes[SCRATCH_BUFFERS], const struct gpt_model *model,
                           size_t samples)
 {
-    const size_t one =
-        samples * model->config.length * model->config.channels * model->ops->element_bytes;
+    const size_t one = samples * model->config.length * model->config.channels *
+                       gpt_dtype_bytes(model->config.dtype);
     bytes[0] = one;
     bytes[1] = one;
     bytes[2] = 4 * one;
@@ -278,8 +276,8 @@ static rebatch_status linear_backward(const struct backward *b, void *dx, const 
     TRY(ops->matmul_backward_weight(&b->model->queue,
                                     gpt_layer(b->model, b->gradients, layer, weight),
                                     gpt_layer(b->model, b->gradients, layer, bias), dy, x, shape));
-    return ops->matmul_backward_input(
-        &b->model->queue, dx, dy, gpt_layer(b->model, &b->model->parameters, layer, weight), shape);
+    return ops->matmul_backward_input(&b->model->queue, dx, dy,
+                                      gpt_layer_weight(b->model, layer, weight), shape);
 }
 
 /* The stream's gradient += what comes through a branch's norm. */
@@ -291,7 +289,7 @@ static rebatch_status norm_backward(const struct backward *b, size_t layer, cons
     return model->ops->layernorm_backward(
         &model->queue, b->scratch.stream, gpt_layer(model, b->gradients, layer, gamma),
         gpt_layer(model, b->gradients, layer, beta), b->scratch.branch, x, mean, rstd,
-        gpt_layer(model, &model->parameters, layer, gamma), b->rows, model->config.channels, true);
+        gpt_layer_weight(model, layer, gamma), b->rows, model->config.channels, true);
 }
 
 static rebatch_status perceptron_backward(const struct backward *b, size_t layer, void **acts)
@@ -322,7 +320,7 @@ static rebatch_status attention_branch_backward(const struct backward *b, size_t
     /* Three quarters of the wide buffer are the gradient of qkv, the rest that of attention's
      * output. */
     void *dqkv = s->wide;
-    void *dout = (char *)s->wide + b->rows * 3 * channels * model->ops->element_bytes;
+    void *dout = (char *)s->wide + b->rows * 3 * channels * gpt_dtype_bytes(model->config.dtype);
     TRY(drop(model, b->samples, attention_site(layer), s->branch, NULL, s->stream));
     TRY(linear_backward(b, dout, s->branch, acts[GPT_ACT_ATTENTION], layer, GPT_PROJECT_WEIGHT,
                         GPT_PROJECT_BIAS,
@@ -347,12 +345,12 @@ static rebatch_status finish_backward(const struct backward *b, struct gpt_activ
     TRY(ops->matmul_backward_weight(&model->queue, head, NULL, acts->logits, acts->final_norm,
                                     &shape));
     TRY(ops->matmul_backward_input(&model->queue, b->scratch.branch, acts->logits,
-                                   gpt_outer(model, &model->parameters, GPT_TOKENS), &shape));
+                                   gpt_outer_weight(model, GPT_TOKENS), &shape));
     TRY(ops->layernorm_backward(
         &model->queue, b->scratch.stream, gpt_outer(model, b->gradients, GPT_FINAL_GAMMA),
         gpt_outer(model, b->gradients, GPT_FINAL_BETA), b->scratch.branch, x, acts->final_mean,
-        acts->final_rstd, gpt_outer(model, &model->parameters, GPT_FINAL_GAMMA), b->rows,
-        model->config.channels, false));
+        acts->final_rstd, gpt_outer_weight(model, GPT_FINAL_GAMMA), b->rows, model->config.channels,
+        false));
     give_final(acts, model);
     return REBATCH_OK;
 }

@@ -147,7 +147,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     struct gpt_model *model = trainer->model;
     struct gpt_samples samples = {
         .first = mb->first, .count = mb->count, .step = mb->step, .training = true};
-    const float loss_scale = (float)(1.0 / ((double)mb->batch * (double)model->config.length));
+    const float row_weight = (float)(1.0 / ((double)mb->batch * (double)model->config.length));
     struct gpt_activations activations;
     int32_t *tokens;
     if (mb->stream != model->queue.stream)
@@ -157,7 +157,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     if (status)
         return status;
     samples.tokens = tokens;
-    status = gpt_forward(&activations, model, &samples, loss_scale);
+    status = gpt_forward(&activations, model, &samples, row_weight);
     if (!status)
         status = rebatch_reserve(trainer->rb, gpt_backward_bytes(model, mb->count));
     if (status)
@@ -216,7 +216,7 @@ static rebatch_status find_norm(struct gpt_trainer *trainer, double *partials)
         at += chunks_of(elements);
     }
     return ops->clip_scale(&model->queue, trainer->scalars->norm_and_scale, partials,
-                           (size_t)(at - partials), trainer->options.clip);
+                           (size_t)(at - partials), trainer->options.clip, NULL);
 }
 
 static rebatch_status update_tensors(struct gpt_trainer *trainer, const struct gpt_set moments[2])
@@ -231,13 +231,16 @@ static rebatch_status update_tensors(struct gpt_trainer *trainer, const struct g
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < gpt_tensor_count(&model->config) && !status; i++) {
         const struct gpt_tensor tensor = gpt_tensor_at(&model->config, i);
+        const struct gpt_adamw_arrays arrays = {
+            .weight = model->parameters.blocks[tensor.block] + tensor.offset,
+            .first_moment = moments[0].blocks[tensor.block] + tensor.offset,
+            .second_moment = moments[1].blocks[tensor.block] + tensor.offset,
+            .working = gpt_working_of(model, &tensor),
+            .gradient = trainer->gradients.blocks[tensor.block] + tensor.offset,
+            .scale = &trainer->scalars->norm_and_scale[1],
+            .count = tensor.rows * tensor.columns};
         settings.weight_decay = tensor.rows > 1 ? options->weight_decay : 0.0f;
-        status = model->ops->adamw(
-            &model->queue, model->parameters.blocks[tensor.block] + tensor.offset,
-            moments[0].blocks[tensor.block] + tensor.offset,
-            moments[1].blocks[tensor.block] + tensor.offset,
-            trainer->gradients.blocks[tensor.block] + tensor.offset,
-            &trainer->scalars->norm_and_scale[1], tensor.rows * tensor.columns, &settings);
+        status = model->ops->adamw(&model->queue, &arrays, &settings);
     }
     return status;
 }

@@ -1,8 +1,34 @@
-/* Owns the host operations of the update: gradient norm, clipping, AdamW.
+/* Owns the host operations of the update: finite check, gradient norm, clipping, AdamW.
  * Must not know which tensors there are. */
 #include <math.h>
 
 #include "gpt/host.h"
+
+/* ---- finite or not ---- */
+
+struct finite_check {
+    uint32_t *flag;
+    const float *x;
+};
+
+/* Items are elements. The sum of x * 0 is 0, unless one of them is infinite or no number. */
+GPT_INLINE void check_body(size_t begin, size_t end, const void *user)
+{
+    const struct finite_check *c = user;
+    const float *x = c->x + begin;
+    float lanes[GPT_LANES] = {0};
+    GPT_FOR_LANES(end - begin, lanes[lane] += x[i] * 0.0f);
+    if (gpt_sum_lanes(lanes) != 0.0f) /* NaN */
+        __atomic_store_n(c->flag, 1u, __ATOMIC_RELAXED);
+}
+GPT_VARIANTS(check)
+
+rebatch_status gpt_host_check_finite(const struct gpt_queue *queue, uint32_t *flag, const float *x,
+                                     size_t count)
+{
+    const struct finite_check c = {flag, x};
+    return gpt_host_for(queue, count, GPT_ELEMENT_GRAIN, check, &c);
+}
 
 /* ---- norm ---- */
 
@@ -43,6 +69,7 @@ struct clip {
     const double *partials;
     size_t count;
     float most;
+    const float *inverse;
 };
 
 static void find_scale(size_t begin, size_t end, const void *user)
@@ -52,23 +79,23 @@ static void find_scale(size_t begin, size_t end, const void *user)
     double sum = 0.0;
     for (size_t i = 0; i < c->count; i++)
         sum += c->partials[i];
-    const float norm = (float)sqrt(sum);
+    const float norm = (float)(sqrt(sum) * (c->inverse ? (double)*c->inverse : 1.0));
     c->norm_and_scale[0] = norm;
     c->norm_and_scale[1] = c->most > 0.0f && norm > c->most ? c->most / norm : 1.0f;
 }
 
 rebatch_status gpt_host_clip_scale(const struct gpt_queue *queue, float *norm_and_scale,
-                                   const double *partials, size_t count, float most)
+                                   const double *partials, size_t count, float most,
+                                   const float *inverse)
 {
-    const struct clip c = {norm_and_scale, partials, count, most};
+    const struct clip c = {norm_and_scale, partials, count, most, inverse};
     return gpt_host_for(queue, 1, 1, find_scale, &c);
 }
 
 /* ---- AdamW ---- */
 
 struct adamw {
-    float *weight, *first, *second;
-    const float *gradient, *scale;
+    struct gpt_adamw_arrays arrays;
     float learning_rate, beta1, beta2, epsilon, weight_decay;
     float correction1, correction2; /* 1 / (1 - beta^update) */
 };
@@ -77,11 +104,12 @@ struct adamw {
 GPT_INLINE void update_body(size_t begin, size_t end, const void *user)
 {
     const struct adamw *a = user;
-    float *restrict weight = a->weight, *restrict first = a->first, *restrict second = a->second;
-    const float *restrict gradient = a->gradient;
-    const float scale = *a->scale;
+    float *restrict weight = a->arrays.weight;
+    float *restrict first = a->arrays.first_moment, *restrict second = a->arrays.second_moment;
+    const float *restrict gradient = a->arrays.gradient;
+    const float inverse = a->arrays.inverse ? *a->arrays.inverse : 1.0f, scale = *a->arrays.scale;
     for (size_t i = begin; i < end; i++) {
-        const float g = gradient[i] * scale;
+        const float g = gradient[i] * inverse * scale;
         const float m = a->beta1 * first[i] + (1.0f - a->beta1) * g;
         const float v = a->beta2 * second[i] + (1.0f - a->beta2) * (g * g);
         const float towards = m * a->correction1 / (sqrtf(v * a->correction2) + a->epsilon);
@@ -92,17 +120,12 @@ GPT_INLINE void update_body(size_t begin, size_t end, const void *user)
 }
 GPT_VARIANTS(update)
 
-rebatch_status gpt_host_adamw(const struct gpt_queue *queue, float *weight, float *first_moment,
-                              float *second_moment, const float *gradient, const float *scale,
-                              size_t count, const struct gpt_adamw *settings)
+rebatch_status gpt_host_adamw(const struct gpt_queue *queue, const struct gpt_adamw_arrays *arrays,
+                              const struct gpt_adamw *settings)
 {
     const double update_number = (double)settings->update;
     const struct adamw a = {
-        .weight = weight,
-        .first = first_moment,
-        .second = second_moment,
-        .gradient = gradient,
-        .scale = scale,
+        .arrays = *arrays,
         .learning_rate = settings->learning_rate,
         .beta1 = settings->beta1,
         .beta2 = settings->beta2,
@@ -110,5 +133,5 @@ rebatch_status gpt_host_adamw(const struct gpt_queue *queue, float *weight, floa
         .weight_decay = settings->weight_decay,
         .correction1 = (float)(1.0 / (1.0 - pow((double)settings->beta1, update_number))),
         .correction2 = (float)(1.0 / (1.0 - pow((double)settings->beta2, update_number)))};
-    return gpt_host_for(queue, count, GPT_ELEMENT_GRAIN, update, &a);
+    return gpt_host_for(queue, arrays->count, GPT_ELEMENT_GRAIN, update, &a);
 }

@@ -36,6 +36,13 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_device_open_cuda(rebatch_device **out,
                                                     const rebatch_cuda_options *options);
 
+/** Which GPU a device is, for the runtime's cudaSetDevice().
+ *  @param[out] out  counted as CUDA does; -1 on failure
+ *  @param device    a CUDA device, or a fault device around one
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED when the device is no GPU. Any
+ *          thread. */
+REBATCH_API rebatch_status rebatch_device_ordinal(int *out, const rebatch_device *device);
+
 /** What a code of CUDA's driver or runtime means here: REBATCH_OOM for an out of memory; for a code
  *  that can hide one (303, when a kernel is loaded late, for example), only when `device` has
  *  hardly any memory left; REBATCH_E_DEVICE_LOST for one after which the process must end. Sets the

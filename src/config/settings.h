@@ -20,6 +20,7 @@
 enum rbi_setting_kind {
     RBI_COUNT,  /* a whole number from `least` to `most` */
     RBI_SIZE,   /* bytes from `least` to `most`; as a number, or as text with a unit */
+    RBI_SHARE,  /* a share of `share_of`, as text: "80%" */
     RBI_SWITCH, /* true or false */
     RBI_CHOICE, /* one of `choices`, as text; its number is the index */
     RBI_LIST    /* whole numbers from `least` to `most`, as an array, or "any" */
@@ -55,6 +56,26 @@ enum rbi_setting_kind {
     X(MEMORY_CACHING, .key = "memory.caching", .kind = RBI_SWITCH, .initial = "true",              \
       .help = "Keep freed memory for the next request. false sends every call straight to the "    \
               "device, for memory checkers.")                                                      \
+    X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \
+      .most = RBI_NUMBER_MOST,                                                                     \
+      .help = "Kept from the device until it runs out itself, then given back so that error "      \
+              "paths can run.")                                                                    \
+    X(MEMORY_MAX_SPLIT, .key = "memory.max_split", .kind = RBI_SIZE, .initial = "none",            \
+      .least = 1, .most = RBI_NUMBER_MOST, .may_be_none = true,                                    \
+      .help = "Free blocks larger than this are not cut for requests that are smaller than it.")   \
+    X(MEMORY_GC_THRESHOLD, .key = "memory.gc_threshold", .kind = RBI_SHARE, .initial = "none",     \
+      .share_of = "the limit, or of the device's memory", .may_be_none = true,                     \
+      .help = "When the pool grows beyond it, free memory that was not used for longest goes "     \
+              "back to the device.")                                                               \
+    X(MEMORY_ROUNDING, .key = "memory.rounding", .kind = RBI_COUNT, .initial = "0", .most = 256,   \
+      .is_power_of_two = true,                                                                     \
+      .help = "Sizes are rounded up to this many steps an octave. 0: to 512 bytes alone.")         \
+    X(MEMORY_GUARD, .key = "memory.guard", .kind = RBI_SWITCH, .initial = "false",                 \
+      .help = "Let every block end where memory ends, so that an overrun faults. Slow, for "       \
+              "debugging.")                                                                        \
+    X(MEMORY_EVENTS, .key = "memory.events", .kind = RBI_COUNT, .initial = "0",                    \
+      .most = UINT32_MAX,                                                                          \
+      .help = "How many of the last allocations, frees and the like are kept for snapshots.")      \
     X(RECOVERY_ON_OOM, .key = "recovery.on_oom", .kind = RBI_CHOICE, .initial = "halve",           \
       .choices = {"halve", "fit", "stop"},                                                         \
       .help = "Try half of the micro-batch that failed, or the largest that is predicted to fit "  \
@@ -99,6 +120,7 @@ struct rbi_setting {
     uint64_t least, most;
     const char *share_of; /* of what "90%" is a share; NULL: percentages are refused */
     bool may_be_none;     /* "none" is a value */
+    bool is_power_of_two; /* or 0 */
     const char *choices[RBI_CHOICES_MOST + 1]; /* up to the first NULL */
     const char *help;                          /* whole sentences, in ASCII */
 };

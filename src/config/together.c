@@ -86,6 +86,22 @@ static rebatch_status check_sizes(const struct rebatch_config *config)
                                          : refuse_no_size(config, &limits);
 }
 
+/* A headroom beyond the limit in bytes was meant for another key, or another card; a ballast beyond
+ * it could never be taken. A limit that is a share is known only when there is a device. */
+static rebatch_status check_memory(const struct rebatch_config *config)
+{
+    const struct rbi_entry *e = config->entries;
+    rebatch_status status = REBATCH_OK;
+    if (e[RBI_MEMORY_LIMIT].number != 0)
+        status = check_order(config, RBI_MEMORY_HEADROOM, RBI_MEMORY_LIMIT);
+    if (!status && e[RBI_MEMORY_LIMIT].number != 0)
+        status = check_order(config, RBI_MEMORY_BALLAST, RBI_MEMORY_LIMIT);
+    if (!status && e[RBI_MEMORY_GUARD].number && !e[RBI_MEMORY_CACHING].number)
+        status = refuse(config, RBI_MEMORY_GUARD, RBI_MEMORY_CACHING,
+                        "memory.caching to be true with it");
+    return status;
+}
+
 /* 0 samples: the effective batch, whatever it will be. */
 rebatch_status rbi_config_check_together(const struct rebatch_config *config)
 {
@@ -102,5 +118,7 @@ rebatch_status rbi_config_check_together(const struct rebatch_config *config)
         status = check_order(config, RBI_BATCH_MULTIPLE_OF, RBI_BATCH_LARGEST);
     if (!status)
         status = check_sizes(config);
-    return status ? status : check_order(config, RBI_GROWTH_AFTER, RBI_GROWTH_WAIT_MAX);
+    if (!status)
+        status = check_order(config, RBI_GROWTH_AFTER, RBI_GROWTH_WAIT_MAX);
+    return status ? status : check_memory(config);
 }

@@ -27,8 +27,9 @@ enum {
 struct cuda {
     const struct rbi_cuda_driver *driver;
     rebatch_device *device; /* this one, for the room that ambiguous codes ask about */
-    int ordinal;
-    cu_context context; /* the primary one; NULL: not retained */
+    int ordinal;            /* as the user counts */
+    int handle;             /* as the driver calls it */
+    cu_context context;     /* the primary one; NULL: not retained */
     size_t granule_bytes;
     struct cu_memory_kind kind;
     int (*take_last_error)(void);
@@ -72,7 +73,7 @@ static void cuda_close(void *self)
 {
     struct cuda *cuda = self;
     if (cuda->context)
-        (void)cuda->driver->context_release(cuda->ordinal);
+        (void)cuda->driver->context_release(cuda->handle);
     pthread_mutex_destroy(&cuda->lock);
     rbi_heap_free(cuda);
 }
@@ -279,6 +280,12 @@ static rebatch_status cuda_stream_wait(void *self, rebatch_stream stream, rbi_ev
     CALL(stream_wait(stream, event, 0));
 }
 
+static rebatch_status cuda_ordinal(void *self, int *out)
+{
+    *out = ((struct cuda *)self)->ordinal;
+    return REBATCH_OK;
+}
+
 static rebatch_status cuda_take_last_error(void *self)
 {
     struct cuda *cuda = self;
@@ -308,6 +315,7 @@ static const struct rbi_device_ops cuda_ops = {
     .event_synchronize = cuda_event_synchronize,
     .stream_wait = cuda_stream_wait,
     .take_last_error = cuda_take_last_error,
+    .ordinal = cuda_ordinal,
     .reserve = cuda_reserve,
     .unreserve = cuda_unreserve,
     .create = cuda_create,
@@ -330,7 +338,7 @@ static rebatch_status find_granule(struct cuda *cuda)
 {
     int has_virtual_memory = 0;
     int code = cuda->driver->device_get_attribute(&has_virtual_memory, ATTRIBUTE_VIRTUAL_MEMORY,
-                                                  cuda->ordinal);
+                                                  cuda->handle);
     cuda->granule_bytes = PLAIN_GRANULE_BYTES;
     if (!code && has_virtual_memory)
         code = cuda->driver->granularity(&cuda->granule_bytes, &cuda->kind, GRANULARITY_MINIMUM);
@@ -342,6 +350,7 @@ static rebatch_status find_granule(struct cuda *cuda)
 static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o, char *name,
                                int name_size)
 {
+    cuda->ordinal = o->ordinal;
     rebatch_status status = rbi_cuda_driver_load(&cuda->driver);
     if (status)
         return status;
@@ -353,13 +362,13 @@ static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o,
         return rbi_error(REBATCH_E_NO_DEVICE,
                          "ordinal is %d: expected 0 to %d, there are %d CUDA devices", o->ordinal,
                          count - 1, count);
-    status = rebatch_from_cuda(NULL, cuda->driver->device_get(&cuda->ordinal, o->ordinal));
+    status = rebatch_from_cuda(NULL, cuda->driver->device_get(&cuda->handle, o->ordinal));
     if (!status)
         status =
-            rebatch_from_cuda(NULL, cuda->driver->device_get_name(name, name_size, cuda->ordinal));
+            rebatch_from_cuda(NULL, cuda->driver->device_get_name(name, name_size, cuda->handle));
     if (!status)
         status =
-            rebatch_from_cuda(NULL, cuda->driver->context_retain(&cuda->context, cuda->ordinal));
+            rebatch_from_cuda(NULL, cuda->driver->context_retain(&cuda->context, cuda->handle));
     cuda->kind = (struct cu_memory_kind){
         .type = KIND_PINNED, .location = {.type = LOCATION_DEVICE, .id = cuda->ordinal}};
     return status ? status : find_granule(cuda);

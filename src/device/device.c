@@ -4,6 +4,8 @@
 
 #include <stdio.h>
 
+#include "rebatch/cuda.h"
+
 rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,
                                  const char *name)
 {
@@ -65,6 +67,20 @@ rebatch_status rebatch_device_set_capacity(rebatch_device *device, size_t capaci
         return rbi_error(REBATCH_E_UNSUPPORTED, "device %s has no capacity that can be set",
                          device->name);
     return device->ops->set_capacity(device->self, capacity_bytes);
+}
+
+rebatch_status rebatch_device_ordinal(int *out, const rebatch_device *device)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    *out = -1;
+    const rebatch_status status = check_device(device);
+    if (status)
+        return status;
+    if (!device->ops->ordinal)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "the device is \"%s\": expected an NVIDIA GPU",
+                         device->name);
+    return device->ops->ordinal(device->self, out);
 }
 
 rebatch_status rebatch_stream_create(rebatch_stream *out, rebatch_device *device)

@@ -47,6 +47,8 @@ struct rbi_device_ops {
     /* Takes the error that the runtime still holds from a call whose code nobody looked at, and
      * clears it: REBATCH_OK when there is none. */
     rebatch_status (*take_last_error)(void *self);
+    /* Which GPU it is, as CUDA counts; NULL: it is none. */
+    rebatch_status (*ordinal)(void *self, int *out);
 
     /* -- virtual memory: all of these, or none and then reserve is NULL --
      * Address space is reserved, physical memory is created, and the one is mapped to the other;

@@ -5,6 +5,7 @@
 #include <stdio.h>
 
 #include "device/device.h"
+#include "rebatch/cuda.h"
 
 #define MAX_ROOMS 64
 
@@ -190,6 +191,11 @@ static rebatch_status fault_take_last_error(void *self)
     PASS(REBATCH_FAULT_LAST_ERROR, rbi_device_take_last_error(inner));
 }
 
+static rebatch_status fault_ordinal(void *self, int *out)
+{
+    return rebatch_device_ordinal(out, inner_of(self));
+}
+
 static rebatch_status fault_reserve(void *self, void **out, size_t bytes)
 {
     PASS(REBATCH_FAULT_RESERVE, rbi_device_reserve(inner, out, bytes));
@@ -248,6 +254,7 @@ static const struct rbi_device_ops plain_ops = {
     .stream_is_valid = fault_stream_is_valid,
     .set_capacity = fault_set_capacity,
     .take_last_error = fault_take_last_error,
+    .ordinal = fault_ordinal,
 };
 
 static void add_virtual_memory(struct rbi_device_ops *ops)

@@ -67,7 +67,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
                                    .pool = rb->pool,
                                    .stream = rb->options.stream};
     rbi_pool_mark(rb->pool);
-    rbi_trace_begin(trace, rb->pool, size, rb->options.stream);
+    rbi_trace_begin(trace, rb->pool, size);
     rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(rb->pool);
@@ -178,6 +178,8 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
     status = rebatch_pool_alloc(&reserve, rb->pool, reserve_bytes, rb->options.stream, 0);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
+    search->setting.reserve = reserve;
+    search->setting.reserve_bytes = reserve_bytes;
     status = search_with_reserve(search, rb);
     (void)rebatch_pool_free(rb->pool, reserve);
     if (!status && search->low.count)
@@ -199,6 +201,15 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
     return status;
 }
 
+/* As rebatch_step() will do it. */
+static struct rbi_setting read_setting(const rebatch *rb, size_t least)
+{
+    const bool admits = rbi_is_on(rb->options.admission) &&
+                        rb->options.on_oom != REBATCH_ON_OOM_STOP && rbi_pool_is_caching(rb->pool);
+    return (struct rbi_setting){
+        .pool = rb->pool, .stream = rb->options.stream, .admits_above = admits ? least : SIZE_MAX};
+}
+
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,
                             const rebatch_probe_options *options)
 {
@@ -206,8 +217,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
     struct rbi_search search = {.trial = run_trial,
                                 .user = rb,
-                                .pool = rb->pool,
-                                .pool_options = &rb->options.pool,
+                                .setting = read_setting(rb, rbi_size_of(rb, 0, least)),
                                 .least = rbi_size_of(rb, 0, least),
                                 .most = rbi_size_of(rb, 0, most),
                                 .batch = rbi_size_of(rb, 0, batch),

@@ -59,27 +59,21 @@ static rebatch_status try_size(struct rbi_search *s, size_t count)
 
 /* ---- prediction ---- */
 
-static rebatch_status read_setting(struct rbi_search *s)
-{
-    rbi_setting_release(&s->setting);
-    return rbi_setting_read(&s->setting, s->pool, s->pool_options);
-}
-
 static rebatch_status make_model(struct rbi_search *s)
 {
     rbi_model_release(&s->model);
-    if (s->low.count == 0)
-        return rbi_model_scale(&s->model, &s->high);
     const bool has_cut = s->cut.count > s->high.count;
-    return rbi_model_make(&s->model, &s->low, &s->high, has_cut ? &s->cut : NULL);
+    const rebatch_status status =
+        s->low.count == 0 ? rbi_model_scale(&s->model, &s->high)
+                          : rbi_model_make(&s->model, &s->low, &s->high, has_cut ? &s->cut : NULL);
+    s->model.pool = s->setting.pool;
+    return status;
 }
 
 static rebatch_status predict(size_t *out, struct rbi_search *s)
 {
     *out = 0;
-    rebatch_status status = read_setting(s);
-    if (!status)
-        status = make_model(s);
+    rebatch_status status = make_model(s);
     if (!status)
         status = rbi_replay_largest(out, &s->model, &s->setting, s->fits + 1,
                                     rbi_min(s->most, s->fails - 1), s->batch);
@@ -171,9 +165,12 @@ static rebatch_status finish(struct rbi_search *s)
     report->predicted_size = s->fits;
     if (report->confidence == REBATCH_CONFIDENCE_NONE)
         report->confidence = REBATCH_CONFIDENCE_MEASURED;
-    rebatch_status status = read_setting(s);
-    report->available_bytes = s->setting.room_bytes;
-    if (status || s->low.count == 0)
+    size_t available;
+    rebatch_status status = rebatch_pool_available(&available, s->setting.pool);
+    if (status)
+        return status;
+    report->available_bytes = available;
+    if (s->low.count == 0)
         return status;
     status = make_model(s);
     if (status)
@@ -182,11 +179,8 @@ static rebatch_status finish(struct rbi_search *s)
     status = rbi_replay_largest(&larger, &s->model, &s->setting, s->fits + 1, s->most, s->batch);
     if (allowed_below(s, larger))
         report->predicted_size = allowed_below(s, larger);
-    struct rbi_forecast forecast = {0};
-    s->setting.room_bytes = SIZE_MAX;
     if (!status && s->fits <= SIZE_MAX / 2)
-        status = rbi_replay(&forecast, &s->model, &s->setting, 2 * s->fits, 0);
-    report->twice_bytes = forecast.peak_bytes;
+        status = rbi_model_peak(&report->twice_bytes, &s->model, 2 * s->fits);
     return status;
 }
 
@@ -211,6 +205,5 @@ void rbi_search_release(struct rbi_search *s)
     rbi_trace_release(&s->low);
     rbi_trace_release(&s->high);
     rbi_trace_release(&s->cut);
-    rbi_setting_release(&s->setting);
     rbi_model_release(&s->model);
 }

@@ -40,6 +40,9 @@ Test(device_cuda, it_opens_and_names_the_gpu)
     cr_assert_gt(memory.total_bytes, GIB);
     cr_assert_leq(memory.free_bytes, memory.total_bytes);
     cr_assert_eq(memory.used_bytes, 0);
+    int ordinal;
+    ASSERT_OK(rebatch_device_ordinal(&ordinal, device));
+    cr_assert_eq(ordinal, 0);
     cr_assert(rbi_is_power_of_two(rbi_device_granule_bytes(device)));
     rebatch_device_close(device);
 }

@@ -324,6 +324,15 @@ Test(gpt_cuda_ops, loss, .description = "seed 17")
 
 /* ---- update ---- */
 
+/* One number, the same on both. */
+static struct pair pair_of(float value, support_random *random)
+{
+    const struct pair pair = pair_random(1, 1.0f, random);
+    *(float *)pair.host = value;
+    ASSERT_OK(rebatch_copy(on_gpu.device, pair.gpu, pair.host, sizeof value, NULL));
+    return pair;
+}
+
 static void check_norm(size_t count, float most, support_random *random)
 {
     const struct pair x = pair_random(count, 1.0f, random);
@@ -333,7 +342,8 @@ static void check_norm(size_t count, float most, support_random *random)
 #define SQUARES(side) partials.side, x.side, count
     ON_BOTH(sum_squares, SQUARES);
 #undef SQUARES
-#define CLIP(side) norm.side, partials.side, partials.count, most
+    const struct pair inverse = pair_of(0.125f, random);
+#define CLIP(side) norm.side, partials.side, partials.count, most, inverse.side
     ON_BOTH(clip_scale, CLIP);
 #undef CLIP
     pair_expect_close(&partials, "partial sums");
@@ -352,8 +362,14 @@ static void check_adamw(size_t count, const struct gpt_adamw *settings, support_
     for (size_t i = 0; i < count; i++)
         squares[i] = fabsf(squares[i]);
     ASSERT_OK(rebatch_copy(on_gpu.device, second.gpu, squares, count * sizeof *squares, NULL));
-#define UPDATE(side)                                                                               \
-    weight.side, first.side, second.side, gradient.side, scale.side, count, settings
+    const struct pair inverse = pair_of(0.125f, random);
+#define ARRAYS(side)                                                                               \
+    {                                                                                              \
+        weight.side, first.side, second.side, NULL, gradient.side, inverse.side, scale.side, count \
+    }
+    const struct gpt_adamw_arrays host = ARRAYS(host), gpu = ARRAYS(gpu);
+#undef ARRAYS
+#define UPDATE(side) &(side), settings
     ON_BOTH(adamw, UPDATE);
 #undef UPDATE
     pair_expect_close(&weight, "weight");
@@ -381,7 +397,7 @@ Test(gpt_cuda_ops, open_refuses_what_it_cannot_serve)
 {
     struct gpt_queue queue = {.sample_rows = 1};
     ASSERT_OK(rebatch_device_open_host(&queue.device, REBATCH_UNLIMITED, NULL));
-    ASSERT_ERROR(gpt_cuda_ops_get()->open(&queue), REBATCH_E_INVALID, "expected an NVIDIA GPU");
+    ASSERT_ERROR(gpt_cuda_ops_get()->open(&queue), REBATCH_E_UNSUPPORTED, "expected an NVIDIA GPU");
     queue.sample_rows = 0;
     ASSERT_ERROR(gpt_cuda_ops_get()->open(&queue), REBATCH_E_INVALID, "0 rows");
     cr_assert_null(queue.state);

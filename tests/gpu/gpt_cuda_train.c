@@ -5,20 +5,38 @@
 
 #include "gpt_cuda_support.h"
 
-Test(gpt_cuda_train, the_cut_of_the_batch_does_not_matter, .description = "seed 1, 3 steps of 16")
+/* 3 steps of 32, on a stream of its own as well. */
+static void check_cuts(enum gpt_dtype dtype)
 {
-    static const size_t sizes[] = {1, 2, 3, 5, 8, 16};
+    static const size_t sizes[] = {1, 2, 3, 5, 8, 16, 32};
     struct run_options options = tiny_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
+    options.train.batch = 32;
+    options.train.config.dtype = dtype;
     run_whole(want, &options, 3);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         options.micro = sizes[i];
         run_whole(got, &options, 3);
-        cr_assert_str_eq(got, want, "micro-batch %zu", sizes[i]);
+        cr_assert_str_eq(got, want, "%s, micro-batch %zu", gpt_dtype_name(dtype), sizes[i]);
     }
     options.own_stream = true;
     run_whole(got, &options, 3);
-    cr_assert_str_eq(got, want, "on a stream of its own");
+    cr_assert_str_eq(got, want, "%s, on a stream of its own", gpt_dtype_name(dtype));
+}
+
+Test(gpt_cuda_train, the_cut_does_not_matter_in_fp32, .description = "seed 1, 3 steps of 32")
+{
+    check_cuts(GPT_FP32);
+}
+
+Test(gpt_cuda_train, the_cut_does_not_matter_in_bf16, .description = "seed 1, 3 steps of 32")
+{
+    check_cuts(GPT_BF16);
+}
+
+Test(gpt_cuda_train, the_cut_does_not_matter_in_fp16, .description = "seed 1, 3 steps of 32")
+{
+    check_cuts(GPT_FP16);
 }
 
 Test(gpt_cuda_train, the_demo_does_not_depend_on_the_cut, .description = "seed 1, 2 steps of 64")
@@ -69,6 +87,28 @@ Test(gpt_cuda_train, the_curve_is_the_hosts, .description = "seed 1, 5 steps of 
     run_close(&host);
 }
 
+/* Rounded to 8 or 11 bits, the curve is nearly that of fp32, and not that itself. */
+Test(gpt_cuda_train, the_curve_in_16_bits_is_nearly_that_in_fp32, .description = "seed 1, 5 steps")
+{
+    struct run_options options = tiny_run();
+    struct run runs[GPT_DTYPE_COUNT];
+    for (size_t i = 0; i < GPT_DTYPE_COUNT; i++) {
+        options.train.config.dtype = (enum gpt_dtype)i;
+        run_open(&runs[i], &options);
+        run_steps(&runs[i], 5);
+    }
+    for (size_t i = 1; i < GPT_DTYPE_COUNT; i++)
+        for (size_t step = 0; step < 5; step++) {
+            const double want = runs[GPT_FP32].trainer->losses[step];
+            const double got = runs[i].trainer->losses[step];
+            cr_assert(fabs(got - want) <= 1e-2 * want && got != want,
+                      "%s, step %zu: loss %.6f, in fp32 %.6f", gpt_dtype_name((enum gpt_dtype)i),
+                      step, got, want);
+        }
+    for (size_t i = 0; i < GPT_DTYPE_COUNT; i++)
+        run_close(&runs[i]);
+}
+
 /* ---- the same bits through OOMs ---- */
 
 static void arm(const struct run *run, uint64_t nth)
@@ -78,30 +118,48 @@ static void arm(const struct run *run, uint64_t nth)
     ASSERT_OK(rebatch_fault_arm(run->device, &plan));
 }
 
-Test(gpt_cuda_train, an_oom_at_any_allocation_does_not_matter, .description = "seed 1, 2 steps")
+/* At every 7th allocation of three steps, each in a run of its own. */
+static void check_ooms(enum gpt_dtype dtype)
 {
     struct run_options options = tiny_run();
     struct run run;
     uint64_t count, failed;
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     options.uncached = true;
+    options.train.config.dtype = dtype;
     run_open(&run, &options);
     arm(&run, 0);
-    run_steps(&run, 2);
+    run_steps(&run, 3);
     ASSERT_OK(rebatch_fault_counts(run.device, &count, NULL));
     run_hash(&run, want);
     run_close(&run);
-    cr_assert_gt(count, 50);
+    cr_assert_gt(count, 75);
     for (uint64_t nth = 1; nth <= count; nth += 7) {
         run_open(&run, &options);
         arm(&run, nth);
-        run_steps(&run, 2);
+        run_steps(&run, 3);
         ASSERT_OK(rebatch_fault_counts(run.device, NULL, &failed));
         cr_assert_eq(failed, 1);
         run_hash(&run, got);
-        cr_assert_str_eq(got, want, "OOM at allocation %llu", (unsigned long long)nth);
+        cr_assert_str_eq(got, want, "%s, OOM at allocation %llu", gpt_dtype_name(dtype),
+                         (unsigned long long)nth);
         run_close(&run);
     }
+}
+
+Test(gpt_cuda_train, ooms_do_not_matter_in_fp32, .description = "seed 1, 3 steps of 16")
+{
+    check_ooms(GPT_FP32);
+}
+
+Test(gpt_cuda_train, ooms_do_not_matter_in_bf16, .description = "seed 1, 3 steps of 16")
+{
+    check_ooms(GPT_BF16);
+}
+
+Test(gpt_cuda_train, ooms_do_not_matter_in_fp16, .description = "seed 1, 3 steps of 16")
+{
+    check_ooms(GPT_FP16);
 }
 
 Test(gpt_cuda_train, a_limit_of_half_the_peak_does_not_matter, .description = "seed 1, 3 steps")

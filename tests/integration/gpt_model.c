@@ -315,6 +315,36 @@ Test(gpt_model, refuses_bad_sizes)
     check_refused(&bad, "dropout is 1");
     bad.dropout = NAN;
     check_refused(&bad, "dropout is nan");
+    bad = good;
+    bad.dtype = GPT_DTYPE_COUNT;
+    check_refused(&bad, "dtype is number 3: expected 0 to 2");
     ASSERT_ERROR(gpt_config_preset(&bad, "huge"), REBATCH_E_INVALID,
-                 "preset is \"huge\": expected one of tiny demo");
+                 "preset is \"huge\": expected one of tiny ci demo gpt2-124m");
+}
+
+Test(gpt_model, the_host_computes_in_fp32_alone)
+{
+    static const enum gpt_dtype others[] = {GPT_BF16, GPT_FP16};
+    struct gpt_config config = short_config(0.1f);
+    for (size_t i = 0; i < 2; i++) {
+        struct gpt_model *model;
+        config.dtype = others[i];
+        ASSERT_ERROR(gpt_model_create(&model, &config, &gpt_host_ops, pool, NULL, SEED),
+                     REBATCH_E_UNSUPPORTED, i == 0 ? "dtype is bf16" : "dtype is fp16");
+        cr_assert_null(model);
+        cr_assert_eq(live_bytes(), 0);
+    }
+}
+
+Test(gpt_model, the_types_have_names)
+{
+    enum gpt_dtype dtype;
+    for (size_t i = 0; i < GPT_DTYPE_COUNT; i++) {
+        ASSERT_OK(gpt_dtype_parse(&dtype, gpt_dtype_name((enum gpt_dtype)i)));
+        cr_assert_eq(dtype, i);
+    }
+    ASSERT_ERROR(gpt_dtype_parse(&dtype, "fp8"), REBATCH_E_INVALID,
+                 "dtype is \"fp8\": expected one of fp32 bf16 fp16");
+    cr_assert_eq(gpt_dtype_bytes(GPT_DTYPE_COUNT), 0);
+    cr_assert_null(gpt_dtype_name(GPT_DTYPE_COUNT));
 }

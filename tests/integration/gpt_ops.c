@@ -385,13 +385,39 @@ Test(gpt_ops, norm_and_clip, .description = "seed 20")
         want += (double)x[i] * (double)x[i];
     want = sqrt(want);
     ASSERT_OK(ops->sum_squares(&queue, partials, x, count));
-    ASSERT_OK(ops->clip_scale(&queue, result, partials, 3, 0.25f));
+    ASSERT_OK(ops->clip_scale(&queue, result, partials, 3, 0.25f, NULL));
     cr_assert_float_eq((double)result[0] / want, 1.0, 1e-6);
     cr_assert_float_eq((double)result[1] * want, 0.25, 1e-6);
-    ASSERT_OK(ops->clip_scale(&queue, result, partials, 3, 1e6f)); /* small enough already */
+    ASSERT_OK(ops->clip_scale(&queue, result, partials, 3, 1e6f, NULL)); /* small enough already */
     cr_assert_eq(result[1], 1.0f);
-    ASSERT_OK(ops->clip_scale(&queue, result, partials, 3, 0.0f)); /* no clipping */
+    ASSERT_OK(ops->clip_scale(&queue, result, partials, 3, 0.0f, NULL)); /* no clipping */
     cr_assert_eq(result[1], 1.0f);
+    const float inverse = 0.0009765625f; /* of a loss scale of 1024 */
+    ASSERT_OK(ops->clip_scale(&queue, result, partials, 3, 0.25f / 1024.0f, &inverse));
+    cr_assert_float_eq((double)result[0] / want * 1024.0, 1.0, 1e-6);
+    cr_assert_float_eq((double)result[1] * want, 0.25, 1e-6);
+}
+
+Test(gpt_ops, finite_or_not, .description = "seed 22")
+{
+    static const float bad[] = {INFINITY, -INFINITY, NAN};
+    uint64_t state = 22;
+    const size_t count = 40009;
+    float *x = random_floats(count, FLT_MAX, &state);
+    uint32_t flag = 0;
+    ASSERT_OK(ops->check_finite(&queue, &flag, x, count));
+    cr_assert_eq(flag, 0);
+    for (size_t at = 0; at < count; at += 4001)
+        for (size_t i = 0; i < 3; i++) {
+            const float good = x[at];
+            x[at] = bad[i];
+            flag = 0;
+            ASSERT_OK(ops->check_finite(&queue, &flag, x, count));
+            cr_assert_eq(flag, 1, "%g at %zu", (double)bad[i], at);
+            x[at] = good;
+        }
+    ASSERT_OK(ops->check_finite(&queue, &flag, x, count)); /* it stays as it is */
+    cr_assert_eq(flag, 1);
 }
 
 Test(gpt_ops, adamw, .description = "seed 21: three updates")
@@ -402,20 +428,21 @@ Test(gpt_ops, adamw, .description = "seed 21: three updates")
     float *m = zero_floats(count), *v = zero_floats(count);
     double *want_w = to_doubles(w, count);
     double *want_m = zero_doubles(count), *want_v = zero_doubles(count);
-    const float scale = 0.5f;
+    const float scale = 0.5f, inverse = 0.0625f;
     struct gpt_adamw s = {0.01f, 0.9f, 0.99f, 1e-8f, 0.1f, 0};
     for (s.update = 1; s.update <= 3; s.update++) {
         const float *g = random_floats(count, 1.0f, &state);
         const double b1 = (double)s.beta1, b2 = (double)s.beta2, n = (double)s.update;
         for (size_t i = 0; i < count; i++) {
-            const double slope = (double)g[i] * (double)scale;
+            const double slope = (double)g[i] * (double)inverse * (double)scale;
             want_m[i] = b1 * want_m[i] + (1.0 - b1) * slope;
             want_v[i] = b2 * want_v[i] + (1.0 - b2) * slope * slope;
             const double towards = want_m[i] / (1.0 - pow(b1, n)) /
                                    (sqrt(want_v[i] / (1.0 - pow(b2, n))) + (double)s.epsilon);
             want_w[i] -= (double)s.learning_rate * (towards + (double)s.weight_decay * want_w[i]);
         }
-        ASSERT_OK(ops->adamw(&queue, w, m, v, g, &scale, count, &s));
+        const struct gpt_adamw_arrays arrays = {w, m, v, NULL, g, &inverse, &scale, count};
+        ASSERT_OK(ops->adamw(&queue, &arrays, &s));
     }
     ASSERT_CLOSE(w, want_w, count);
     ASSERT_CLOSE(m, want_m, count);

@@ -15,6 +15,11 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "expected bytes such as 1048576 or \"22GiB\", a share such as \"90%\" of the device's "        \
     "memory, "                                                                                     \
     "or \"none\""
+#define MEMORY_KEYS                                                                                \
+    "limit, headroom, caching, ballast, max_split, gc_threshold, rounding, guard or events"
+#define THRESHOLD                                                                                  \
+    "expected text, a share such as \"90%\" of the limit, or of the device's memory, or \"none\""
+#define ROUNDING "expected 0 or a power of two up to 256"
 #define HEADROOM "expected bytes such as 1048576 or \"22GiB\""
 #define CAPACITY                                                                                   \
     "expected bytes such as 1048576 or \"22GiB\", a share such as \"90%\" of the machine's "       \
@@ -148,6 +153,18 @@ Test(config_errors, wrong_values)
          "t.cfg:1: device.capacity is 0, a cap of nothing: " CAPACITY},
         {"device = { kind = \"gpu\"; };",
          "t.cfg:1: device.kind is \"gpu\": expected text, \"host\" or \"cuda\""},
+        {"memory = { gc_threshold = \"22GiB\"; };",
+         "t.cfg:1: memory.gc_threshold is \"22GiB\", not a share: " THRESHOLD},
+        {"memory = { gc_threshold = \"80\"; };",
+         "t.cfg:1: memory.gc_threshold is \"80\", a number without a unit: " THRESHOLD},
+        {"memory = { gc_threshold = 80; };",
+         "t.cfg:1: memory.gc_threshold is 80, a whole number: " THRESHOLD},
+        {"memory = { rounding = 12; };",
+         "t.cfg:1: memory.rounding is 12, no power of two: " ROUNDING},
+        {"memory = { rounding = 512; };", "t.cfg:1: memory.rounding is 512, too large: " ROUNDING},
+        {"memory = { max_split = 0; };",
+         "t.cfg:1: memory.max_split is 0, a cap of nothing: expected bytes such as 1048576 or "
+         "\"22GiB\", or \"none\""},
         {"recovery = { on_oom = \"halv\"; };",
          "t.cfg:1: recovery.on_oom is \"halv\": expected text, \"halve\", \"fit\" or \"stop\""},
     };
@@ -164,7 +181,7 @@ Test(config_errors, unknown_names)
         {"memory = { start = 3; };",
          "t.cfg:1: memory.start is not a setting; did you mean batch.start?"},
         {"memory = { colour = 3; };",
-         "t.cfg:1: memory.colour is not a setting: expected limit, headroom or caching"},
+         "t.cfg:1: memory.colour is not a setting: expected " MEMORY_KEYS},
         {"log = { x = 3; };", "t.cfg:1: log.x is not a setting: expected level"},
         {"memroy = { limit = 3; };", "t.cfg:1: memroy is not a group; did you mean memory?"},
         {"max_attempts = 3;", "t.cfg:1: max_attempts is not a group; did you mean "
@@ -253,6 +270,15 @@ Test(config_errors, values_that_do_not_go_together)
         {"growth = { after = 2000; };",
          "growth.after is 2000 (t.cfg:1) and growth.wait_max is 1024 (default): expected "
          "growth.after <= growth.wait_max"},
+        {"memory = { headroom = \"2GiB\";\n limit = \"1GiB\"; };",
+         "memory.headroom is \"2GiB\" (t.cfg:1) and memory.limit is \"1GiB\" (t.cfg:2): expected "
+         "memory.headroom <= memory.limit"},
+        {"memory = { limit = 1000; ballast = 1001; };",
+         "memory.ballast is 1001 (t.cfg:1) and memory.limit is 1000 (t.cfg:1): expected "
+         "memory.ballast <= memory.limit"},
+        {"memory = { guard = true;\n caching = false; };",
+         "memory.guard is true (t.cfg:1) and memory.caching is false (t.cfg:2): expected "
+         "memory.caching to be true with it"},
     };
     EXPECT_MISTAKES(list);
     static const struct mistake sizes[] = {
@@ -293,6 +319,18 @@ Test(config_errors, values_that_do_not_go_together)
     rebatch_config *config;
     cr_expect(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "equal is in order");
     rebatch_config_free(config);
+    /* A limit that is a share, or none, is known only with a device. */
+    static const char *const fine[] = {"memory = { limit = \"50%\"; headroom = \"2GiB\"; };",
+                                       "memory = { headroom = \"2GiB\"; ballast = \"3GiB\"; };",
+                                       "memory = { limit = \"2GiB\"; headroom = \"2048MiB\"; };",
+                                       "memory = { guard = false; caching = false; };"};
+    for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) {
+        config_write("t.cfg", fine[i]);
+        unsetenv("REBATCH_BATCH_START");
+        unsetenv("REBATCH_BATCH_LARGEST");
+        cr_expect(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "%s", rebatch_last_error());
+        rebatch_config_free(config);
+    }
 }
 
 Test(config_errors, lists_that_are_none)
@@ -462,7 +500,7 @@ Test(config_errors, variables)
         {"REBATCH_MEMROY_LIMIT", "5",
          "REBATCH_MEMROY_LIMIT is not a setting's variable; did you mean REBATCH_MEMORY_LIMIT?"},
         {"REBATCH_MEMORY_COLOUR", "5",
-         "REBATCH_MEMORY_COLOUR is not a setting's variable: expected limit, headroom or caching "
+         "REBATCH_MEMORY_COLOUR is not a setting's variable: expected " MEMORY_KEYS " "
          "in "
          "group memory"},
         {"REBATCH_LOG_", "5",

@@ -26,6 +26,12 @@ static const struct value {
     {"memory.limit", "\"22GiB\"", "22GiB", "\"none\""},
     {"memory.headroom", "268435456", "268435456", "0"},
     {"memory.caching", "false", "false", "true"},
+    {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
+    {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
+    {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
+    {"memory.rounding", "16", "16", "0"},
+    {"memory.guard", "true", "true", "false"},
+    {"memory.events", "1000", "1000", "0"},
     {"recovery.on_oom", "\"stop\"", "stop", "\"halve\""},
     {"recovery.admission", "false", "false", "true"},
     {"recovery.lighten", "false", "false", "true"},
@@ -247,6 +253,12 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.limit_permille == e->pool.limit_permille);
     cr_expect(o->pool.headroom_bytes == e->pool.headroom_bytes);
     cr_expect(o->pool.caching == e->pool.caching);
+    cr_expect(o->pool.ballast_bytes == e->pool.ballast_bytes);
+    cr_expect(o->pool.max_split_bytes == e->pool.max_split_bytes);
+    cr_expect(o->pool.gc_threshold_permille == e->pool.gc_threshold_permille);
+    cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
+    cr_expect(o->pool.guard == e->pool.guard);
+    cr_expect(o->pool.events == e->pool.events);
     cr_expect(o->micro_start == e->micro_start);
     cr_expect(o->micro_smallest == e->micro_smallest);
     cr_expect(o->micro_largest == e->micro_largest);
@@ -272,7 +284,7 @@ static void on_event(const rebatch_event *event, void *user)
 Test(config_load, options_at_the_defaults)
 {
     const rebatch_options expected = {
-        .pool = {.caching = REBATCH_ON},
+        .pool = {.caching = REBATCH_ON, .guard = REBATCH_OFF},
         .micro_smallest = 1,
         .micro_multiple_of = 1,
         .on_oom = REBATCH_ON_OOM_HALVE,
@@ -294,7 +306,15 @@ Test(config_load, options_at_the_defaults)
 Test(config_load, options_of_every_setting)
 {
     const rebatch_options expected = {
-        .pool = {.limit_bytes = 23622320128, .headroom_bytes = 268435456, .caching = REBATCH_OFF},
+        .pool = {.limit_bytes = 23622320128,
+                 .headroom_bytes = 268435456,
+                 .caching = REBATCH_ON,
+                 .ballast_bytes = 67108864,
+                 .max_split_bytes = 200000000,
+                 .gc_threshold_permille = 800,
+                 .rounding_divisions = 16,
+                 .guard = REBATCH_ON,
+                 .events = 1000},
         .micro_start = 96,
         .micro_smallest = 2,
         .micro_largest = 128,
@@ -312,6 +332,7 @@ Test(config_load, options_of_every_setting)
     };
     for (size_t i = 0; i < VALUES; i++)
         setenv(rbi_setting_variable(&rbi_settings[i]).name, values[i].variable, 1);
+    unsetenv("REBATCH_MEMORY_CACHING"); /* off does not go with a guard */
     rebatch_config *config = load(NULL);
     int user = 0;
     rebatch_stream stream = (rebatch_stream)(void *)&user; /* never used: only kept */
@@ -347,6 +368,12 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.limit", pool.limit_bytes),
         MEMBER("memory.headroom", pool.headroom_bytes),
         MEMBER("memory.caching", pool.caching),
+        MEMBER("memory.ballast", pool.ballast_bytes),
+        MEMBER("memory.max_split", pool.max_split_bytes),
+        MEMBER("memory.gc_threshold", pool.gc_threshold_permille),
+        MEMBER("memory.rounding", pool.rounding_divisions),
+        MEMBER("memory.guard", pool.guard),
+        MEMBER("memory.events", pool.events),
         MEMBER("recovery.on_oom", on_oom),
         MEMBER("recovery.admission", admission),
         MEMBER("recovery.lighten", lighten),

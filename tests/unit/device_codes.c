@@ -110,3 +110,20 @@ Test(device_codes, without_a_driver_there_is_no_cuda_device)
     cr_assert_null(device);
     cr_assert(strstr(rebatch_last_error(), "no CUDA device"), "%s", rebatch_last_error());
 }
+
+Test(device_codes, a_device_that_is_no_gpu_has_no_ordinal)
+{
+    rebatch_device *host, *fault;
+    int ordinal = 7;
+    cr_assert_eq(rebatch_device_open_host(&host, REBATCH_UNLIMITED, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&fault, host, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_ordinal(&ordinal, host), REBATCH_E_UNSUPPORTED);
+    cr_assert_eq(ordinal, -1);
+    cr_assert(strstr(rebatch_last_error(), "the device is \"host\": expected an NVIDIA GPU"), "%s",
+              rebatch_last_error());
+    cr_assert_eq(rebatch_device_ordinal(&ordinal, fault), REBATCH_E_UNSUPPORTED);
+    cr_assert_eq(rebatch_device_ordinal(&ordinal, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_device_ordinal(NULL, host), REBATCH_E_INVALID);
+    rebatch_device_close(fault);
+    rebatch_device_close(host);
+}
