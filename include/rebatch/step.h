@@ -100,7 +100,8 @@ typedef enum rebatch_phase {
     X(GROW, INFO, "there is room to grow")                                                         \
     X(GROWTH_FAILED, INFO, "the last growth did not hold")                                         \
     X(EXHAUSTED, ERROR, "out of memory, and nothing is left to try,")                              \
-    X(TORN, ERROR, "out of memory, and some parameters are changed,")
+    X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
+    X(CRAWL, WARN, "memory goes back to the device and comes again in every micro-batch")
 
 typedef enum rebatch_log_level {
     REBATCH_LOG_DEFAULT = 0, /**< INFO */
@@ -218,6 +219,9 @@ typedef struct rebatch_step_report {
     uint64_t cost_before; /**< budget of cost a micro-batch with which the step began; 0: the step
                                   has no cost, or the budget no bound yet */
     uint64_t cost_after;  /**< and ended */
+    uint32_t crawled;     /**< of the micro-batches that count, those in which at least a quarter of
+                               what they needed went back to the device and came again. When all do,
+                               the next step's are smaller */
 } rebatch_step_report;
 
 /** Where guarded state lives. */

@@ -37,7 +37,7 @@ const char *rebatch_phase_text(rebatch_phase phase)
 static bool is_oom(rebatch_event_kind kind)
 {
     return kind != REBATCH_EVENT_STEP && kind != REBATCH_EVENT_GROW &&
-           kind != REBATCH_EVENT_GROWTH_FAILED;
+           kind != REBATCH_EVENT_GROWTH_FAILED && kind != REBATCH_EVENT_CRAWL;
 }
 
 /* Where it struck, and how much was missing. */

@@ -2,7 +2,7 @@
  * Must not know what a step does. */
 #include "recover/recover.h"
 
-void rbi_growth_oom(rebatch *rb)
+void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
 {
     struct rbi_growth *growth = &rb->growth;
     growth->clean = 0;
@@ -11,7 +11,7 @@ void rbi_growth_oom(rebatch *rb)
     growth->on_trial = false;
     growth->failed_size = rb->by_cost ? rb->budget : rb->micro;
     growth->failed_by_cost = rb->by_cost;
-    growth->failed_available = rb->failure.available_bytes;
+    growth->failed_available = available_bytes;
     growth->wait =
         growth->wait > rb->options.grow_wait_max / 2 ? rb->options.grow_wait_max : growth->wait * 2;
     rebatch_event event = {.kind = REBATCH_EVENT_GROWTH_FAILED,

@@ -180,7 +180,7 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
                            .needed_bytes = rb->failure.need_bytes,
                            .available_bytes = rb->failure.available_bytes};
     count(rb, strike);
-    rbi_growth_oom(rb);
+    rbi_growth_set_back(rb, rb->failure.available_bytes);
     const rebatch_status status = take_rung(rb, mb, &event.kind);
     if (status)
         return status;

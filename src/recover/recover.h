@@ -97,6 +97,23 @@ struct rbi_oracle {
 /* Takes the oracle over, and destroys the one before; NULL: none from here on. */
 void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle);
 
+/* ---- crawling (crawl.c) ---- */
+
+struct rbi_crawl {
+    struct rbi_pool_traffic before; /* the attempt */
+    uint32_t row;                   /* micro-batches in a row that crawled */
+    size_t largest;                 /* size of the step's micro-batches */
+    size_t most_samples;            /* of them */
+};
+
+/* After an attempt that failed, and after one of `count` samples that succeeded. */
+void rbi_crawl_begin(rebatch *rb);
+void rbi_crawl_end(rebatch *rb, size_t count, uint64_t needed_bytes);
+/* The effective batch begins, or begins again. */
+void rbi_crawl_restart(rebatch *rb);
+/* At the end of a step that succeeded: true when it crawled, and the next one is cut smaller. */
+bool rbi_crawl_step_done(rebatch *rb);
+
 /* ---- growth (growth.c) ---- */
 
 struct rbi_growth {
@@ -111,8 +128,9 @@ struct rbi_growth {
 
 /* At the end of a step that succeeded. */
 void rbi_growth_step_done(rebatch *rb, size_t batch);
-/* An OOM struck an attempt. */
-void rbi_growth_oom(rebatch *rb);
+/* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean steps
+ * count anew. */
+void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
 
 /* ---- callbacks (attempt.c) ---- */
 
@@ -184,8 +202,9 @@ struct rebatch {
     unsigned lighten;
     struct rbi_growth growth;
     struct rbi_need known[RBI_KNOWN_SIZES];
-    size_t known_next;        /* the entry to give up next */
-    size_t known_last;        /* the entry learned last */
+    size_t known_next; /* the entry to give up next */
+    size_t known_last; /* the entry learned last */
+    struct rbi_crawl crawl;
     struct rbi_oracle oracle; /* need is NULL: there is none */
     double oracle_factor;     /* the most that was needed for what it foretold, by cost */
     struct rbi_guard guards[RBI_MAX_GUARDS];

@@ -110,6 +110,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
     if (!status)
         status = zero_grad(rb);
+    rbi_crawl_restart(rb);
     const uint64_t now = rbi_now_ns();
     *progress = (struct progress){.began_ns = now, .attempt_ns = now};
     return status;
@@ -131,6 +132,7 @@ static rebatch_status answer_oom(rebatch *rb, struct progress *progress,
 static rebatch_status accumulate(rebatch *rb)
 {
     const uint64_t now = rbi_now_ns();
+    rbi_crawl_restart(rb);
     struct progress progress = {.began_ns = now, .attempt_ns = now};
     rebatch_microbatch mb = {
         .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
@@ -142,10 +144,12 @@ static rebatch_status accumulate(rebatch *rb)
         rebatch_status status = try_samples(rb, &mb);
         if (status == REBATCH_OOM) {
             status = answer_oom(rb, &progress, &mb);
+            rbi_crawl_begin(rb);
         } else if (status == REBATCH_OK) {
             progress.next += mb.count;
             progress.microbatches++;
             rb->ooms_in_row = 0;
+            rbi_crawl_end(rb, mb.count, rb->known[rb->known_last].bytes);
             rb->retried_same = false;
         }
         if (status)
@@ -247,7 +251,8 @@ static rebatch_status run(rebatch *rb)
 
 static void succeed(rebatch *rb)
 {
-    rbi_growth_step_done(rb, rb->batch);
+    if (!rbi_crawl_step_done(rb))
+        rbi_growth_step_done(rb, rb->batch);
     rebatch_event event = {.kind = REBATCH_EVENT_STEP,
                            .batch = rb->batch,
                            .micro_before = rb->report.micro_before,
