@@ -121,6 +121,8 @@ $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
+$(BUILD)/bench/cotenant: $(BUILD)/bench/svg.o
+
 $(BUILD)/kernels/flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(GPU_CODE)' | cmp -s - $@ || echo '$(GPU_CODE)' > $@
@@ -216,6 +218,11 @@ bench-probe: ## how well the largest micro-batch is found, beside what others do
 	$(SUBMAKE) $(BUILD)/bench/probe
 	@$(BUILD)/bench/probe
 
+bench-cotenant: ## a co-tenant that comes and goes; writes docs/cotenant.svg
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/cotenant
+	@$(BUILD)/bench/cotenant docs/cotenant.svg
+
 bench-cost: ## micro-batches of variable lengths, cut by cost and by count
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/cost
@@ -249,4 +256,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe bench-cost install test-install clean help FORCE
+.PHONY: all demo test test-threads kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe bench-cost bench-cotenant install test-install clean help FORCE

@@ -144,8 +144,9 @@ typedef enum rebatch_on_oom {
     REBATCH_ON_OOM_HALVE,       /**< half of the micro-batch that failed */
     REBATCH_ON_OOM_STOP,        /**< nothing: the step ends with REBATCH_E_EXHAUSTED */
     REBATCH_ON_OOM_FIT /**< the largest that is predicted to fit in what there is then, from a
-                            probe's memory model or from sizes that ran; half where nothing is
-                            known, and after a prediction that did not hold */
+                            probe's memory model or from sizes that ran; a little less after a
+                            prediction that did not hold, and half after two, or where nothing
+                            is known */
 } rebatch_on_oom;
 
 /** How many sizes rebatch_options.micro_allowed has room for. */

@@ -2,9 +2,9 @@
  * again in every micro-batch. Must not know how the pool finds memory. */
 #include "recover/recover.h"
 
-/* A micro-batch crawls when this part of what it needs went and came again. The device takes some
- * 50 us for 2 MiB of that, so that a quarter of 10 GiB is 60 ms, and a micro-batch of that size runs
- * for some 400: a size a quarter smaller costs less. */
+/* A micro-batch crawls when this part of what it needs went and came again. That takes a GPU some
+ * 50 us for 2 MiB, so a quarter of 10 GiB 60 ms, and a micro-batch of that size runs for some 400:
+ * a size a quarter smaller costs less. */
 #define CRAWL_PART 4
 /* Once may be chance. */
 #define CRAWL_ROW 2

@@ -31,13 +31,30 @@ static bool can_retry_same(const rebatch *rb)
                                : failure->released_bytes > 0;
 }
 
-/* The largest size that is predicted to fit in what there is now; 0 when that is not to be known. A
- * size that was predicted to fit and did not shows that the prediction is not to be had here. */
+/* Less than a prediction that did not hold, by as much as was missing and a sixteenth at least: a
+ * model is rarely far off. */
+static size_t refit(const rebatch *rb, size_t failed)
+{
+    const struct rbi_failure *failure = &rb->failure;
+    size_t size = failed - rbi_max(failed / 16, 1);
+    if (failure->need_bytes > failure->available_bytes)
+        size = rbi_min(size, (size_t)((double)failed * (double)failure->available_bytes /
+                                      (double)failure->need_bytes));
+    return rb->by_cost ? size : rbi_round_size(&rb->options, size);
+}
+
+/* The largest size that is predicted to fit in what there is now; 0 when that is not to be known.
+ * Two predictions in a row that did not hold show that they are not to be had here. */
 static size_t predicted_size(rebatch *rb, size_t failed)
 {
-    if (rb->options.on_oom != REBATCH_ON_OOM_FIT || failed == rb->fitted)
+    if (rb->options.on_oom != REBATCH_ON_OOM_FIT)
         return 0;
-    rb->fitted = rbi_need_largest(rb, failed - 1, rb->failure.available_bytes);
+    const bool was_predicted = failed == rb->fitted;
+    if (was_predicted && rb->refitted)
+        return 0;
+    rb->fitted = was_predicted ? refit(rb, failed)
+                               : rbi_need_largest(rb, failed - 1, rb->failure.available_bytes);
+    rb->refitted = was_predicted;
     return rb->fitted;
 }
 

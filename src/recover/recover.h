@@ -128,8 +128,8 @@ struct rbi_growth {
 
 /* At the end of a step that succeeded. */
 void rbi_growth_step_done(rebatch *rb, size_t batch);
-/* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean steps
- * count anew. */
+/* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean
+ * steps count anew. */
 void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
 
 /* ---- callbacks (attempt.c) ---- */
@@ -223,6 +223,7 @@ struct rebatch {
     struct rbi_failed_range *failed; /* room for options.max_attempts */
     size_t failed_count;
     size_t fitted;        /* the size that a prediction chose; 0: none did */
+    bool refitted;        /* which was chosen after one that did not hold */
     uint32_t ooms_in_row; /* since something succeeded */
     bool retried_same;    /* the rung "once more" is used up until something succeeds */
 

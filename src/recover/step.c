@@ -223,6 +223,7 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rbi_budget_begin(rb);
     rb->failed_count = 0;
     rb->fitted = 0;
+    rb->refitted = false;
     rb->ooms_in_row = 0;
     rb->retried_same = false;
     rb->report = (rebatch_step_report){

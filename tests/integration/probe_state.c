@@ -199,6 +199,31 @@ Test(probe_state, a_predicted_growth_that_fails_goes_halfway_next_time)
     bed_close(&bed);
 }
 
+/* A prediction that is wrong by little costs little; after two the next is half. */
+Test(probe_state, fit_goes_a_little_lower_once_and_then_halves)
+{
+    size_t predicted = 0;
+    for (size_t off = 0; off <= 20; off += off ? 19 : 1) {
+        struct bed bed;
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        rebatch_step_report report;
+        options.on_oom = REBATCH_ON_OOM_FIT;
+        bed_open_typical(&bed, MIB(24), &options);
+        cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+        take_room(&bed, MIB(16));
+        bed.load.wall = off ? predicted - off : 0;
+        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        if (off == 0)
+            predicted = report.micro_after;
+        const size_t lower = predicted - (predicted / 16 > 1 ? predicted / 16 : 1);
+        const size_t expected = off == 0 ? predicted : off == 1 ? lower : lower / 2;
+        cr_assert_eq(report.micro_after, expected, "%zu instead of %zu of %zu", report.micro_after,
+                     expected, predicted);
+        cr_assert_gt(predicted, 40);
+        bed_close(&bed);
+    }
+}
+
 Test(probe_state, fit_halves_where_nothing_is_known)
 {
     struct bed bed;
