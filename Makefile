@@ -63,8 +63,11 @@ CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 CUDA_LIBS = -L$(CUDA_HOME)/lib64 -lcublasLt -lcudart -lstdc++
 # GPU_ARCH=sm_90 builds for one GPU, which is faster; by default for all from sm_80 on.
 GPU_ARCH =
-GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH),-gencode arch=compute_80,code=[sm_80,compute_80] \
-             -gencode arch=compute_90,code=sm_90)
+# sm_90a: of Hopper with its wgmma, which only that one has; RBK_SM90A tells the launcher.
+GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
+             -gencode arch=compute_80,code=[sm_80,compute_80] \
+             -gencode arch=compute_90a,code=sm_90a) \
+           $(if $(filter-out sm_90 sm_90a,$(GPU_ARCH)),,-DRBK_SM90A)
 
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
@@ -150,6 +153,18 @@ $(BUILD)/tests/gpu/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -Ikern
 
 $(GPT_CUDA_OBJ): private FOLDER_CFLAGS := -Iexamples -Ikernels -isystem $(CUDA_HOME)/include
 
+$(BUILD)/bench/kernels.o: private FOLDER_CFLAGS := -Ikernels -isystem $(CUDA_HOME)/include
+
+$(BUILD)/bench/kernels: $(BUILD)/bench/kernels.o $(KERNELS)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS)
+
+$(BUILD)/bench/gpt_budget.o: private FOLDER_CFLAGS := -Iexamples -Ikernels \
+    -isystem $(CUDA_HOME)/include
+
+$(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) $(GPT_CUDA_OBJ) \
+    $(KERNELS) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
+
 $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
@@ -193,6 +208,16 @@ test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-wrap-existing \
 	    $(WRAP_EXISTING)-before $(WRAP_EXISTING)
 
+test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
+	@scripts/install-deps build
+	$(SUBMAKE) $(GPT)-cuda
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-gpu-large $(GPT)-cuda
+
+SANITIZER_TOOLS =
+test-sanitizer: kernels ## the kernel tests under compute-sanitizer (SANITIZER_TOOLS, PART=1/3)
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/run-sanitizer $(GPU_TESTS) \
+	    $(SANITIZER_TOOLS)
+
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
 	$(SUBMAKE) $(TESTS) $(COMMAND)
@@ -228,6 +253,21 @@ bench-cost: ## micro-batches of variable lengths, cut by cost and by count
 	$(SUBMAKE) $(BUILD)/bench/cost
 	@$(BUILD)/bench/cost
 
+bench-kernels: ## how fast each GPU operation of the reference model runs (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/kernels
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/kernels
+
+bench-gpt: ## how fast the reference model trains at GPT-2's size, beside PyTorch (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/gpt
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-gpt $(BUILD)/bench/gpt
+
+bench-budget: ## where the time of such a step goes, operation by operation
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/gpt
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/gpt --budget
+
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 install: all ## into DESTDIR/prefix
 	install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
@@ -256,4 +296,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-valgrind lint bench-step bench-pool bench-probe bench-cost bench-cotenant install test-install clean help FORCE
+.PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind \
+    lint bench-step bench-pool bench-probe bench-cost bench-cotenant \
+    bench-kernels bench-gpt bench-budget bench-recovery \
+    install test-install clean help FORCE

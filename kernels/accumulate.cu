@@ -1,14 +1,18 @@
 /* Adds per-sample partial sums to an accumulator in the order of the samples. Owns
  * rbk_accumulate_partials. Must not know: what the partial sums are of. */
-#include "common.cuh"
+#include "accumulate.cuh"
 
 /* A block takes 32 columns and brings in 32 samples at a time: thread (x, y) adds up the parts of
- * sample y, then row 0 of the threads adds the samples in order. */
+ * sample y, then row 0 of the threads adds the samples in order. Blocks of y = 1: of the second
+ * array. */
 constexpr int SIDE = 32;
 
 __global__ void __launch_bounds__(SIDE *SIDE)
-    accumulate_kernel(float *sum, const float *partial, int batch, int parts, int width)
+    accumulate_kernel(float *sum_a, float *sum_b, const float *partial_a, const float *partial_b,
+                      int batch, int parts, int width)
 {
+    float *const sum = blockIdx.y ? sum_b : sum_a;
+    const float *const partial = blockIdx.y ? partial_b : partial_a;
     __shared__ float samples[SIDE][SIDE + 1];
     const int column = blockIdx.x * SIDE + threadIdx.x;
     const bool inside = column < width;
@@ -35,12 +39,21 @@ __global__ void __launch_bounds__(SIDE *SIDE)
         sum[column] = total;
 }
 
+cudaError_t accumulate_both(float *sum_a, float *sum_b, const float *partial_a,
+                            const float *partial_b, size_t batch, size_t parts, size_t width,
+                            cudaStream_t stream)
+{
+    accumulate_kernel<<<dim3((unsigned)ceil_div(width, SIDE), 2), dim3(SIDE, SIDE), 0, stream>>>(
+        sum_a, sum_b, partial_a, partial_b, (int)batch, (int)parts, (int)width);
+    return cudaGetLastError();
+}
+
 extern "C" cudaError_t rbk_accumulate_partials(float *sum, const float *partial, size_t batch,
                                                size_t parts, size_t width, cudaStream_t stream)
 {
     if (!are_arrays(sum, partial) || !are_sizes(INDEX_LIMIT - SIDE, batch, parts, width))
         return cudaErrorInvalidValue;
     accumulate_kernel<<<(unsigned)ceil_div(width, SIDE), dim3(SIDE, SIDE), 0, stream>>>(
-        sum, partial, (int)batch, (int)parts, (int)width);
+        sum, nullptr, partial, nullptr, (int)batch, (int)parts, (int)width);
     return cudaGetLastError();
 }

@@ -39,13 +39,4 @@ static inline cudaError_t with_head_width(size_t head_width, Launch launch)
     }
 }
 
-/** More than 48 KiB of shared memory must be asked for. */
-template <typename Kernel> static inline cudaError_t allow_shared(Kernel *kernel, size_t bytes)
-{
-    if (cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)bytes) == cudaSuccess)
-        return cudaSuccess;
-    return cudaGetLastError();
-}
-
 #endif

@@ -103,4 +103,13 @@ template <typename Launch> static inline cudaError_t with_dtype(rbk_dtype dtype,
     return cudaErrorInvalidValue;
 }
 
+/** More than 48 KiB of shared memory must be asked for. */
+template <typename Kernel> static inline cudaError_t allow_shared(Kernel *kernel, size_t bytes)
+{
+    if (cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)bytes) == cudaSuccess)
+        return cudaSuccess;
+    return cudaGetLastError();
+}
+
 #endif

@@ -11,7 +11,7 @@
 
 /* A small vocabulary does not feed a large block. The choice depends on the width alone, so a row's
  * bits do not depend on anything else. */
-constexpr int LARGE_THREADS = 512;
+constexpr int LARGE_THREADS = 1024;
 constexpr int SMALL_THREADS = 128;
 constexpr size_t LARGE_WIDTH = 4096;
 

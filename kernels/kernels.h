@@ -114,8 +114,8 @@ cudaError_t rbk_embedding_backward(float *token_grad, float *position_grad, cons
 
 /** out = (in - mean) * rstd * gamma + beta over the C channels of a row, rstd = 1 / sqrt(variance +
  *  epsilon), variance the mean squared distance from the mean (two passes).
- *  Order: a thread adds its 8 neighbouring channels, a warp adds by butterfly, then warps
- *  ascending.
+ *  Order: a thread adds its channels, ascending, a warp adds by butterfly, then warps ascending;
+ *  which channels a thread has depends on C and dtype alone.
  *  @param[out] out         [R,C]; in place on `in` is allowed
  *  @param[out] mean, rstd  [R] fp32; both NULL: not stored
  *  @param gamma, beta      [C]
@@ -129,8 +129,9 @@ size_t rbk_layer_norm_backward_scratch_bytes(size_t batch, size_t length, size_t
 
 /** With x = (in - mean) * rstd and g = dout * gamma, over a row:
  *  din = rstd * (g - mean(g) - x * mean(g * x)) + residual_grad;
- *  gamma_grad += sum of dout * x, beta_grad += sum of dout, cut-invariant: rows ascending inside
- *  tiles of 32 positions of one sample, tiles ascending, samples ascending.
+ *  gamma_grad += sum of dout * x, beta_grad += sum of dout, cut-invariant: inside tiles of 32
+ *  positions of one sample in an order that depends on C and dtype alone, tiles ascending, samples
+ *  ascending.
  *  @param[out] din                       [B,T,C]; in place on `dout` or `residual_grad` is allowed
  *  @param[in,out] gamma_grad, beta_grad  [C] fp32
  *  @param dout                           [B,T,C]
@@ -243,6 +244,27 @@ cudaError_t rbk_attention_backward(void *dqkv, const void *dout, const void *qkv
                                    const float *log_sum, void *scratch, size_t scratch_bytes,
                                    size_t batch, size_t length, size_t heads, size_t head_width,
                                    float scale, rbk_dtype dtype, cudaStream_t stream);
+
+/* ---- gradient of a weight ---- */
+
+/** grad[m,n] += sum over b,t of a[b,t,m] * b[b,t,n], cut-invariant: an element is one chain of
+ *  additions that starts from the accumulator and takes the positions in ascending order. In fp32 a
+ *  link is one fused multiply-add. In fp16 and bf16 it is the tensor cores' sum of 16 positions of
+ *  one sample, whose positions are filled up with zeros; which instruction adds them depends on the
+ *  device, so that the bits are those of one kind of device.
+ *  @param[in,out] grad  [M,N] fp32
+ *  @param a             [B,T,M]
+ *  @param b             [B,T,N]
+ *  @param rows          M
+ *  @param columns       N, below 2^30; M up to 2,097,120; both multiples of 8 */
+cudaError_t rbk_weight_gradient(float *grad, const void *a, const void *b, size_t batch,
+                                size_t length, size_t rows, size_t columns, rbk_dtype dtype,
+                                cudaStream_t stream);
+
+/** The same as a device without wgmma does it, on any device. */
+cudaError_t rbk_weight_gradient_portable(float *grad, const void *a, const void *b, size_t batch,
+                                         size_t length, size_t rows, size_t columns,
+                                         rbk_dtype dtype, cudaStream_t stream);
 
 /* ---- loss ---- */
 

@@ -1,10 +1,13 @@
 /* Layer norm forward and backward. Owns rbk_layer_norm_*. Must not know: where the rows come from.
  *
- * A thread owns 8 neighbouring channels and goes through the block's rows, a few at a time, so that
- * enough loads are in flight and one barrier serves them all. */
+ * Forward, rows that a warp's registers hold have a warp each (layer_norm_warp.cuh). For longer
+ * ones, and backward, a thread owns 8 neighbouring channels and goes through the block's rows, a
+ * few at a time, so that enough loads are in flight and one barrier serves them all. */
+#include <type_traits>
+
+#include "accumulate.cuh"
 #include "common.cuh"
-#include "reduce.cuh"
-#include "types.cuh"
+#include "layer_norm_warp.cuh"
 
 /* Rows at a time: what the registers hold. No sum depends on it. */
 template <typename T> constexpr int rows_at_once = sizeof(T) == 4 ? 2 : 4;
@@ -159,6 +162,20 @@ static unsigned threads_for(size_t width)
     return (unsigned)(ceil_div(width, 8 * WARP) * WARP);
 }
 
+/* Call `launch` with the chunks a lane as a compile-time number, when a warp holds a row of this
+ * width; whether it does depends on width and dtype alone. */
+template <typename T, int CHUNKS = 1, typename Launch>
+static bool with_chunks(size_t width, Launch launch)
+{
+    if (width <= (size_t)CHUNKS * WARP_CHANNELS) {
+        launch(std::integral_constant<int, CHUNKS>{});
+        return true;
+    }
+    if constexpr (CHUNKS < most_chunks<T>)
+        return with_chunks<T, CHUNKS + 1>(width, launch);
+    return false;
+}
+
 /* Floats of one of the two arrays of partial sums. */
 static size_t partial_count(size_t batch, size_t length, size_t width)
 {
@@ -176,10 +193,17 @@ extern "C" cudaError_t rbk_layer_norm_forward(void *out, float *mean, float *rst
         return cudaErrorInvalidValue;
     return with_dtype(dtype, [=](auto tag) {
         using T = typename decltype(tag)::type;
-        layer_norm_forward_kernel<T>
-            <<<(unsigned)ceil_div(rows, rows_at_once<T>), threads_for(width), 0, stream>>>(
-                (T *)out, mean, rstd, (const T *)in, (const T *)gamma, (const T *)beta, (int)rows,
-                (int)width, epsilon);
+        const bool is_warp = with_chunks<T>(width, [=](auto chunks) {
+            layer_norm_forward_warp_kernel<T, decltype(chunks)::value>
+                <<<(unsigned)ceil_div(rows, FORWARD_WARPS), FORWARD_WARPS * WARP, 0, stream>>>(
+                    (T *)out, mean, rstd, (const T *)in, (const T *)gamma, (const T *)beta,
+                    (int)rows, (int)width, epsilon);
+        });
+        if (!is_warp)
+            layer_norm_forward_kernel<T>
+                <<<(unsigned)ceil_div(rows, rows_at_once<T>), threads_for(width), 0, stream>>>(
+                    (T *)out, mean, rstd, (const T *)in, (const T *)gamma, (const T *)beta,
+                    (int)rows, (int)width, epsilon);
         return cudaGetLastError();
     });
 }
@@ -206,15 +230,14 @@ extern "C" cudaError_t rbk_layer_norm_backward(void *din, float *gamma_grad, flo
     float *beta_partial = gamma_partial + partial_count(batch, length, width);
     cudaError_t status = with_dtype(dtype, [=](auto tag) {
         using T = typename decltype(tag)::type;
-        layer_norm_backward_kernel<T>
-            <<<dim3((unsigned)tiles, (unsigned)batch), threads_for(width), 0, stream>>>(
-                (T *)din, gamma_partial, beta_partial, (const T *)dout, (const T *)residual_grad,
-                (const T *)in, mean, rstd, (const T *)gamma, (int)length, (int)width);
+        const dim3 grid((unsigned)tiles, (unsigned)batch);
+        layer_norm_backward_kernel<T><<<grid, threads_for(width), 0, stream>>>(
+            (T *)din, gamma_partial, beta_partial, (const T *)dout, (const T *)residual_grad,
+            (const T *)in, mean, rstd, (const T *)gamma, (int)length, (int)width);
         return cudaGetLastError();
     });
     if (status == cudaSuccess)
-        status = rbk_accumulate_partials(gamma_grad, gamma_partial, batch, tiles, width, stream);
-    if (status == cudaSuccess)
-        status = rbk_accumulate_partials(beta_grad, beta_partial, batch, tiles, width, stream);
+        status = accumulate_both(gamma_grad, beta_grad, gamma_partial, beta_partial, batch, tiles,
+                                 width, stream);
     return status;
 }

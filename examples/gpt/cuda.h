@@ -16,21 +16,20 @@
  * this, the call works on some samples at a time, which changes no bit. */
 #define GPT_CUDA_SCRATCH_BYTES ((size_t)32 << 20)
 
-/* Different products of a queue: a model has 15. */
-#define GPT_CUDA_PRODUCTS_MOST 64
+/* Different products of a queue that are kept: a model has 15, for each number of rows. */
+#define GPT_CUDA_PRODUCTS_MOST 256
 
 enum gpt_cuda_product_kind {
     GPT_CUDA_FORWARD,
     GPT_CUDA_FORWARD_BIAS,
     GPT_CUDA_BACKWARD_INPUT,
-    GPT_CUDA_BACKWARD_WEIGHT
+    GPT_CUDA_BACKWARD_WEIGHT /* on an inexact queue */
 };
 
-/* A product whose algorithm is settled: the same for any number of rows. */
+/* A product whose algorithm is settled. */
 struct gpt_cuda_product {
     enum gpt_cuda_product_kind kind;
-    size_t inputs, outputs;
-    bool transposed;
+    struct gpt_matmul shape;
     cublasLtMatmulAlgo_t algorithm;
 };
 
@@ -42,6 +41,8 @@ struct gpt_cuda {
     rebatch_pool *pool; /* of the scratch memory alone */
     void *scratch;
     cublasLtHandle_t library;
+    bool has_alike; /* the library's algorithms of one family give the same bits, whatever their
+                       tiles */
     struct gpt_cuda_product products[GPT_CUDA_PRODUCTS_MOST];
     size_t product_count;
 };

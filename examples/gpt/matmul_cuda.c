@@ -1,11 +1,15 @@
 /* Owns the matrix products on CUDA: which algorithm of cuBLASLt runs, and the three operations made
- * of it. Must not know what is multiplied.
+ * of it and of the kernel for gradients of weights. Must not know what is multiplied.
  *
  * Exactness. The algorithm of a product is looked for once, for a number of rows that never varies,
- * and then kept for all: the library would choose by the number of rows. It adds up an element of
- * the result in one block of threads: K is not split, and it may use no workspace, in which parts
- * of a sum could meet. So a row's result does not depend on the rows beside it. Sums over rows are
- * one product a sample, in order, each added to the fp32 accumulator. */
+ * and then kept for all that it takes: the library would choose by the number of rows. It adds up
+ * an element of the result in one block of threads: K is not split, and it may use no workspace, in
+ * which parts of a sum could meet. So a row's result does not depend on the rows beside it. Where
+ * Hopper's algorithm for fp16 and bf16 does not take a number of rows, another of its family does:
+ * they all add up K in one order, 16 at a time, whatever their tile; gpt_cuda_matmul.c tests that.
+ * Sums over rows are a kernel of our own, because the library adds what was there before at the
+ * end: there a sum would tell where the batch was cut. On an inexact queue they are one product of
+ * the library, which may split K. */
 #include "gpt/cuda.h"
 #include "gpt/error.h"
 
@@ -45,7 +49,7 @@ static struct product product_of(const struct gpt_cuda *cuda, enum gpt_cuda_prod
         p.turn_a = !transposed;
         p.m = shape->inputs, p.n = shape->rows, p.k = shape->outputs;
         break;
-    case GPT_CUDA_BACKWARD_WEIGHT: /* a: dy, b: x; or, transposed, the other way round */
+    case GPT_CUDA_BACKWARD_WEIGHT: /* inexact. a: dy, b: x; transposed: the other way round */
         p.turn_b = true;
         p.m = transposed ? shape->inputs : shape->outputs;
         p.n = transposed ? shape->outputs : shape->inputs;
@@ -108,13 +112,18 @@ static cublasStatus_t describe(struct descriptors *out, const struct gpt_cuda *c
 
 /* ---- which algorithm ---- */
 
-static cublasStatus_t set_preference(cublasLtMatmulPreferenceOpaque_t *out)
+/* Sums over rows, which only an inexact queue leaves to the library, may be split. */
+static cublasStatus_t set_preference(cublasLtMatmulPreferenceOpaque_t *out,
+                                     enum gpt_cuda_product_kind kind)
 {
     static const cublasLtMatmulPreferenceAttributes_t arrays[] = {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
-    const uint64_t workspace_bytes = 0;
-    const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE, alignment = ALIGNMENT_BYTES;
+    const bool may_split = kind == GPT_CUDA_BACKWARD_WEIGHT;
+    const uint64_t workspace_bytes = may_split ? GPT_CUDA_SCRATCH_BYTES : 0;
+    const uint32_t schemes =
+        may_split ? CUBLASLT_REDUCTION_SCHEME_MASK : CUBLASLT_REDUCTION_SCHEME_NONE;
+    const uint32_t alignment = ALIGNMENT_BYTES;
     cublasStatus_t code = cublasLtMatmulPreferenceInit(out);
     if (!code)
         code = cublasLtMatmulPreferenceSetAttribute(out, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
@@ -141,91 +150,144 @@ static bool is_unsplit(const cublasLtMatmulAlgo_t *algorithm)
            (splits == 0 || splits == 1) && scheme == CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 
-/* Whether an algorithm takes this product, for some numbers of samples that it was not chosen
- * for. */
-static bool takes_other_rows(const cublasLtMatmulAlgo_t *algorithm, const struct gpt_queue *queue,
-                             struct product product)
+/* Whether an algorithm that was chosen for another number of rows takes this product. */
+static bool takes(const struct gpt_cuda *cuda, const cublasLtMatmulAlgo_t *algorithm,
+                  const struct product *product)
 {
-    static const size_t samples[] = {1, 3, 64};
-    const struct gpt_cuda *cuda = gpt_cuda_of(queue);
-    if (product.kind == GPT_CUDA_BACKWARD_WEIGHT)
-        return true; /* it runs for one sample alone */
-    for (size_t i = 0; i < sizeof samples / sizeof *samples; i++) {
-        struct descriptors d;
-        cublasLtMatmulHeuristicResult_t result;
-        product.n = samples[i] * queue->sample_rows;
-        if (describe(&d, cuda, &product) ||
-            cublasLtMatmulAlgoCheck(cuda->library, &d.product, &d.a, &d.b, &d.c, &d.c, algorithm,
-                                    &result) ||
-            result.workspaceSize > 0)
-            return false;
-    }
-    return true;
+    struct descriptors d;
+    cublasLtMatmulHeuristicResult_t result;
+    return !describe(&d, cuda, product) &&
+           !cublasLtMatmulAlgoCheck(cuda->library, &d.product, &d.a, &d.b, &d.c, &d.c, algorithm,
+                                    &result) &&
+           result.workspaceSize == 0;
 }
 
 static bool is_usable(const cublasLtMatmulHeuristicResult_t *candidate,
-                      const struct gpt_queue *queue, const struct product *product)
+                      const struct product *product)
 {
-    return candidate->state == CUBLAS_STATUS_SUCCESS && candidate->workspaceSize == 0 &&
-           is_unsplit(&candidate->algo) && takes_other_rows(&candidate->algo, queue, *product);
+    if (candidate->state != CUBLAS_STATUS_SUCCESS)
+        return false;
+    if (product->kind == GPT_CUDA_BACKWARD_WEIGHT)
+        return candidate->workspaceSize <= GPT_CUDA_SCRATCH_BYTES;
+    return candidate->workspaceSize == 0 && is_unsplit(&candidate->algo);
 }
 
+/* Which family of kernels an algorithm is of; -1 when the library does not say. */
+static int32_t family_of(const cublasLtMatmulAlgo_t *algorithm)
+{
+    int32_t id = -1;
+    size_t written;
+    return cublasLtMatmulAlgoConfigGetAttribute(algorithm, CUBLASLT_ALGO_CONFIG_ID, &id, sizeof id,
+                                                &written) == CUBLAS_STATUS_SUCCESS
+               ? id
+               : -1;
+}
+
+/* The best algorithm for a product, of the family of `alike` unless that is NULL. */
 static rebatch_status choose(cublasLtMatmulAlgo_t *out, const struct gpt_queue *queue,
-                             enum gpt_cuda_product_kind kind, struct gpt_matmul shape,
-                             const void *bias)
+                             const struct product *product, const cublasLtMatmulAlgo_t *alike)
 {
     const struct gpt_cuda *cuda = gpt_cuda_of(queue);
-    shape.rows = queue->sample_rows * (kind == GPT_CUDA_BACKWARD_WEIGHT ? 1 : CANONICAL_SAMPLES);
-    const struct product product = product_of(cuda, kind, &shape, bias);
     struct descriptors d;
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t candidates[CANDIDATES_MOST];
     int found = 0;
-    cublasStatus_t code = describe(&d, cuda, &product);
+    cublasStatus_t code = describe(&d, cuda, product);
     if (!code)
-        code = set_preference(&preference);
+        code = set_preference(&preference, product->kind);
     if (!code)
         code = cublasLtMatmulAlgoGetHeuristic(cuda->library, &d.product, &d.a, &d.b, &d.c, &d.c,
                                               &preference, CANDIDATES_MOST, candidates, &found);
     if (code)
         return gpt_cuda_library_status(queue, code);
     for (int i = 0; i < found; i++)
-        if (is_usable(&candidates[i], queue, &product)) {
+        if (is_usable(&candidates[i], product) &&
+            (!alike || family_of(&candidates[i].algo) == family_of(alike))) {
             *out = candidates[i].algo;
             return REBATCH_OK;
         }
     return gpt_error(REBATCH_E_UNSUPPORTED,
-                     "cuBLASLt has %d algorithms for %zu inputs and %zu outputs: expected one "
-                     "that splits no sum and takes any number of rows",
-                     found, shape.inputs, shape.outputs);
+                     "cuBLASLt has %d algorithms for a product of %zu x %zu x %zu: expected one "
+                     "that splits no sum%s",
+                     found, product->m, product->n, product->k,
+                     alike ? " and is like that for other numbers of rows" : "");
 }
 
-/* The product's algorithm, settled when it is first asked for. */
+/* ---- which algorithms are settled ---- */
+
+/* NULL when none is. */
+static const cublasLtMatmulAlgo_t *
+recall(const struct gpt_cuda *cuda, enum gpt_cuda_product_kind kind, const struct gpt_matmul *shape)
+{
+    for (size_t i = 0; i < cuda->product_count; i++) {
+        const struct gpt_cuda_product *p = &cuda->products[i];
+        if (p->kind == kind && p->shape.rows == shape->rows && p->shape.inputs == shape->inputs &&
+            p->shape.outputs == shape->outputs && p->shape.transposed == shape->transposed)
+            return &p->algorithm;
+    }
+    return NULL;
+}
+
+/* When there is no room for another, the last one's place is taken: it is found again when it is
+ * asked for. */
+static const cublasLtMatmulAlgo_t *remember(struct gpt_cuda *cuda, enum gpt_cuda_product_kind kind,
+                                            const struct gpt_matmul *shape,
+                                            const cublasLtMatmulAlgo_t *algorithm)
+{
+    if (cuda->product_count == GPT_CUDA_PRODUCTS_MOST)
+        cuda->product_count--;
+    struct gpt_cuda_product *product = &cuda->products[cuda->product_count++];
+    *product = (struct gpt_cuda_product){kind, *shape, *algorithm};
+    return &product->algorithm;
+}
+
+/* The algorithm from which a product's others come: that of CANONICAL_SAMPLES samples. */
+static rebatch_status settle_canonical(cublasLtMatmulAlgo_t *out, const struct gpt_queue *queue,
+                                       enum gpt_cuda_product_kind kind, struct gpt_matmul shape,
+                                       const void *bias)
+{
+    struct gpt_cuda *cuda = gpt_cuda_of(queue);
+    shape.rows = CANONICAL_SAMPLES * queue->sample_rows;
+    const cublasLtMatmulAlgo_t *known = recall(cuda, kind, &shape);
+    if (known) {
+        *out = *known;
+        return REBATCH_OK;
+    }
+    const struct product product = product_of(cuda, kind, &shape, bias);
+    const rebatch_status status = choose(out, queue, &product, NULL);
+    if (!status)
+        remember(cuda, kind, &shape, out);
+    return status;
+}
+
+/* The product's algorithm, settled when it is first asked for with this number of rows. */
 static rebatch_status settle(const cublasLtMatmulAlgo_t **out, const struct gpt_queue *queue,
                              enum gpt_cuda_product_kind kind, const struct gpt_matmul *shape,
                              const void *bias)
 {
     struct gpt_cuda *cuda = gpt_cuda_of(queue);
-    for (size_t i = 0; i < cuda->product_count; i++) {
-        const struct gpt_cuda_product *p = &cuda->products[i];
-        if (p->kind == kind && p->inputs == shape->inputs && p->outputs == shape->outputs &&
-            p->transposed == shape->transposed) {
-            *out = &p->algorithm;
-            return REBATCH_OK;
+    cublasLtMatmulAlgo_t algorithm;
+    *out = recall(cuda, kind, shape);
+    if (*out)
+        return REBATCH_OK;
+    const struct product product = product_of(cuda, kind, shape, bias);
+    rebatch_status status;
+    if (kind == GPT_CUDA_BACKWARD_WEIGHT) {
+        status = choose(&algorithm, queue, &product, NULL);
+    } else {
+        status = settle_canonical(&algorithm, queue, kind, *shape, bias);
+        if (!status && !takes(cuda, &algorithm, &product)) {
+            if (!cuda->has_alike)
+                return gpt_error(REBATCH_E_UNSUPPORTED,
+                                 "cuBLASLt's algorithm for %zu rows does not take %zu",
+                                 CANONICAL_SAMPLES * queue->sample_rows, shape->rows);
+            const cublasLtMatmulAlgo_t canonical = algorithm;
+            status = choose(&algorithm, queue, &product, &canonical);
         }
     }
-    if (cuda->product_count == GPT_CUDA_PRODUCTS_MOST)
-        return gpt_error(REBATCH_E_UNSUPPORTED, "more than %d different products on one queue",
-                         GPT_CUDA_PRODUCTS_MOST);
-    struct gpt_cuda_product *fresh = &cuda->products[cuda->product_count];
-    *fresh = (struct gpt_cuda_product){kind, shape->inputs, shape->outputs, shape->transposed,
-                                       .algorithm = {{0}}};
-    const rebatch_status status = choose(&fresh->algorithm, queue, kind, *shape, bias);
-    if (status)
-        return status;
-    cuda->product_count++;
-    *out = &fresh->algorithm;
-    return REBATCH_OK;
+    if (!status)
+        *out = remember(cuda, kind, shape, &algorithm);
+    return status;
 }
 
 /* ---- the operations ---- */
@@ -294,29 +356,39 @@ rebatch_status gpt_cuda_matmul_backward_input(const struct gpt_queue *queue, voi
     return run_rows(queue, GPT_CUDA_BACKWARD_INPUT, dx, weight, dy, NULL, shape);
 }
 
-/* dweight += x^T dy, a sample at a time. */
+/* dweight += x^T dy, row after row. */
 static rebatch_status add_weight(const struct gpt_queue *queue, float *dweight, const void *dy,
                                  const void *x, const struct gpt_matmul *shape)
 {
+    const struct gpt_cuda *cuda = gpt_cuda_of(queue);
+    const bool turn = shape->transposed;
+    const size_t length = queue->sample_rows;
+    return gpt_cuda_status(queue, rbk_weight_gradient(dweight, turn ? dy : x, turn ? x : dy,
+                                                      shape->rows / length, length,
+                                                      turn ? shape->outputs : shape->inputs,
+                                                      turn ? shape->inputs : shape->outputs,
+                                                      cuda->dtype, gpt_cuda_stream(queue)));
+}
+
+/* dweight += x^T dy, in one product of the library. */
+static rebatch_status add_weight_inexactly(const struct gpt_queue *queue, float *dweight,
+                                           const void *dy, const void *x,
+                                           const struct gpt_matmul *shape)
+{
     const float one = 1.0f;
     const struct gpt_cuda *cuda = gpt_cuda_of(queue);
-    const size_t length = queue->sample_rows;
-    const struct gpt_matmul sample = {length, shape->inputs, shape->outputs, shape->transposed};
     const cublasLtMatmulAlgo_t *algorithm;
-    const rebatch_status status =
-        settle(&algorithm, queue, GPT_CUDA_BACKWARD_WEIGHT, &sample, NULL);
+    const rebatch_status status = settle(&algorithm, queue, GPT_CUDA_BACKWARD_WEIGHT, shape, NULL);
     if (status)
         return status;
-    const struct product product = product_of(cuda, GPT_CUDA_BACKWARD_WEIGHT, &sample, NULL);
+    const struct product product = product_of(cuda, GPT_CUDA_BACKWARD_WEIGHT, shape, NULL);
     struct descriptors d;
     cublasStatus_t code = describe(&d, cuda, &product);
-    for (size_t row = 0; row < shape->rows && !code; row += length) {
-        const void *slopes = gpt_cuda_const_at(cuda, dy, row * shape->outputs);
-        const void *values = gpt_cuda_const_at(cuda, x, row * shape->inputs);
-        code = cublasLtMatmul(cuda->library, &d.product, &one, shape->transposed ? values : slopes,
-                              &d.a, shape->transposed ? slopes : values, &d.b, &one, dweight, &d.c,
-                              dweight, &d.c, algorithm, NULL, 0, gpt_cuda_stream(queue));
-    }
+    if (!code)
+        code = cublasLtMatmul(cuda->library, &d.product, &one, shape->transposed ? x : dy, &d.a,
+                              shape->transposed ? dy : x, &d.b, &one, dweight, &d.c, dweight, &d.c,
+                              algorithm, cuda->scratch, GPT_CUDA_SCRATCH_BYTES,
+                              gpt_cuda_stream(queue));
     return gpt_cuda_library_status(queue, code);
 }
 
@@ -348,7 +420,7 @@ rebatch_status gpt_cuda_matmul_backward_weight(const struct gpt_queue *queue, fl
     if (!status)
         status = gpt_cuda_status(queue, cudaSetDevice(gpt_cuda_of(queue)->ordinal));
     if (!status)
-        status = add_weight(queue, dweight, dy, x, shape);
+        status = (queue->inexact ? add_weight_inexactly : add_weight)(queue, dweight, dy, x, shape);
     if (!status && dbias)
         status = add_bias(queue, dbias, dy, shape->rows, shape->outputs);
     return status;

@@ -101,6 +101,8 @@ typedef enum rebatch_phase {
     X(GROWTH_FAILED, INFO, "the last growth did not hold")                                         \
     X(EXHAUSTED, ERROR, "out of memory, and nothing is left to try,")                              \
     X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
+    X(TRIAL, INFO, "a probe's trial")                                                              \
+    X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
     X(CRAWL, WARN, "memory goes back to the device and comes again in every micro-batch")
 
 typedef enum rebatch_log_level {
@@ -134,6 +136,8 @@ typedef struct rebatch_event {
     uint64_t asked_bytes;     /**< the request that failed; 0 when it was not the pool's */
     uint64_t needed_bytes;    /**< what the attempt would have held at least; 0: not known */
     uint64_t available_bytes; /**< what could be allocated after the attempt was taken back */
+    uint64_t peak_bytes;      /**< of a TRIAL that ran: most live in the pool; 0: out of memory */
+    const char *text;         /**< of PROBE_FILE: which file, and why it is not used; else NULL */
     uint64_t cost;            /**< of the samples that were being tried; 0: the step has no cost */
     uint64_t cost_before, cost_after; /**< the budget of cost a micro-batch; 0: none, or no bound */
 } rebatch_event;
@@ -252,6 +256,11 @@ REBATCH_API rebatch_pool *rebatch_get_pool(const rebatch *rb);
 /** The micro-batch size with which the next step of `batch` samples begins, unless it is cut by
  *  cost. */
 REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
+
+/** Set the number of the next effective batch, 0 in a new session: a run that resumes goes on
+ *  counting where the last one stopped, for `step` is what data and dropout depend on.
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_STATE from within a callback. */
+REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
 
 /** Run one effective batch and its update, whatever it takes.
  *  @param ops     borrowed for the call; lighten may be NULL

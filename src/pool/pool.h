@@ -545,6 +545,9 @@ static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
 {
     return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
 }
+/* The birth of the first block inside an open scope, 0 for the scope 0; REBATCH_E_INVALID with its
+ * text when it is not open. */
+rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope);
 /* With those that are worked out. */
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);

@@ -285,7 +285,9 @@ static uint64_t rounded(const struct rbi_model *model, size_t bytes)
     return is_rounded ? whole : bytes;
 }
 
-uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes)
+/* On top of what lives; what is reserved for later counts only in what is needed. */
+static uint64_t most_at_once(const struct rbi_model *model, size_t count, size_t *sizes,
+                             bool with_reserves)
 {
     if (!model->has_events)
         return rounded(model, rbi_line_at(&model->peak, count));
@@ -296,7 +298,7 @@ uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *siz
         if (event->kind == RBI_TRACE_ALLOC) {
             sizes[event->block] = rounded(model, rbi_line_at(&event->line, count));
             at_once = live += sizes[event->block];
-        } else if (event->kind == RBI_TRACE_RESERVE) {
+        } else if (event->kind == RBI_TRACE_RESERVE && with_reserves) {
             at_once = live + rounded(model, rbi_line_at(&event->line, count));
         } else if (event->kind == RBI_TRACE_FREE) {
             live -= sizes[event->block];
@@ -307,6 +309,11 @@ uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *siz
     return peak;
 }
 
+uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes)
+{
+    return most_at_once(model, count, sizes, true);
+}
+
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count)
 {
     rebatch_pool_stats stats;
@@ -314,7 +321,7 @@ rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size
     if (!sizes)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to foretell a peak");
     const rebatch_status status = rebatch_pool_get_stats(&stats, model->pool);
-    *out = stats.live_bytes + rbi_model_need(model, count, sizes);
+    *out = stats.live_bytes + most_at_once(model, count, sizes, false);
     rbi_heap_free(sizes);
     return status;
 }

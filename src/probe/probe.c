@@ -1,6 +1,7 @@
 /* Owns rebatch_probe(): trials in a session that leave no trace in its training state.
  * Must not know which size is tried next. */
 #include "probe/probe.h"
+#include "probe/saved.h"
 #include "recover/recover.h"
 
 #define DEFAULT_MAX_TRIALS 5
@@ -16,7 +17,35 @@ const char *rebatch_confidence_text(rebatch_confidence confidence)
                                                              : "no such confidence";
 }
 
+const char *rebatch_saved_size_text(rebatch_saved_size saved)
+{
+    static const char *const texts[] = {
+#define TEXT(name, text) text,
+        REBATCH_SAVED_SIZES(TEXT)
+#undef TEXT
+    };
+    return (size_t)saved < sizeof texts / sizeof *texts ? texts[saved] : "no such answer";
+}
+
 /* ---- a trial ---- */
+
+static void report_trial(const rebatch *rb, size_t count, rebatch_status status,
+                         uint64_t peak_bytes)
+{
+    rebatch_event event = {.kind = REBATCH_EVENT_TRIAL,
+                           .phase = REBATCH_PHASE_FORWARD,
+                           .count = count,
+                           .batch = rb->batch,
+                           .peak_bytes = peak_bytes};
+    if (status) {
+        event.phase = rb->failure.phase;
+        event.peak_bytes = 0;
+        event.asked_bytes = rb->failure.asked_bytes;
+        event.needed_bytes = rb->failure.need_bytes;
+        event.available_bytes = rb->failure.available_bytes;
+    }
+    rbi_event_emit(rb, &event);
+}
 
 /* What lives at the most, learned from the scope, is in the session's list of needs. */
 static uint64_t peak_of(const rebatch *rb, size_t size)
@@ -81,6 +110,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
         rbi_need_learn_least(rb, size, rb->failure.need_bytes);
     if (status && status != REBATCH_OOM)
         return status;
+    report_trial(rb, count, status, *peak_bytes);
     return ended ? ended : restored ? restored : status;
 }
 
@@ -102,6 +132,12 @@ static void destroy_oracle(void *user)
     struct oracle *oracle = user;
     rbi_model_release(&oracle->model);
     rbi_heap_free(oracle);
+}
+
+const struct rbi_model *rbi_probe_model(const rebatch *rb)
+{
+    const struct oracle *oracle = rb->oracle.user;
+    return rb->oracle.need == foretell ? &oracle->model : NULL;
 }
 
 /* The session takes the model over. */
@@ -202,7 +238,7 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
 }
 
 /* As rebatch_step() will do it. */
-static struct rbi_setting read_setting(const rebatch *rb, size_t least)
+struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
 {
     const bool admits = rbi_is_on(rb->options.admission) &&
                         rb->options.on_oom != REBATCH_ON_OOM_STOP && rbi_pool_is_caching(rb->pool);
@@ -217,17 +253,27 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
     struct rbi_search search = {.trial = run_trial,
                                 .user = rb,
-                                .setting = read_setting(rb, rbi_size_of(rb, 0, least)),
+                                .setting = rbi_probe_setting(rb, rbi_size_of(rb, 0, least)),
                                 .least = rbi_size_of(rb, 0, least),
                                 .most = rbi_size_of(rb, 0, most),
                                 .batch = rbi_size_of(rb, 0, batch),
                                 .round = round_down,
                                 .round_up = round_up,
                                 .max_trials = options->max_trials};
-    const rebatch_status status = run(&search, rb, options->reserve_bytes);
+    struct rbi_saved saved;
+    rebatch_status status = rbi_saved_open(&saved, rb, options, search.least, search.most, batch);
+    if (status)
+        return status;
+    if (saved.size)
+        search.hint = round_down(rb, saved.size);
+    status = run(&search, rb, options->reserve_bytes);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
+    if (!status)
+        rbi_saved_close(&saved, &search.report);
     *report = search.report;
+    report->saved = saved.state;
+    report->saved_size = saved.size;
     rbi_search_release(&search);
     return status;
 }

@@ -96,7 +96,7 @@ void rbi_model_release(struct rbi_model *model);
 /* The most bytes live at once on top of what lives already, rounded as the pool does, pieces not
  * considered. Uses no heap: `sizes` has room for model->blocks. */
 uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes);
-/* The same with what lives. */
+/* The most bytes live at once, with what lives already, and without what is only reserved. */
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count);
 
 /* ---- whether it fits (replay.c) ---- */
@@ -147,6 +147,7 @@ struct rbi_search {
     /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
     size_t (*round)(void *user, size_t size);
     size_t (*round_up)(void *user, size_t size);
+    size_t hint; /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
 
     /* found */
@@ -160,6 +161,11 @@ struct rbi_search {
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
 };
+
+/* The model that the last probe of a session has left there; NULL: none. */
+const struct rbi_model *rbi_probe_model(const rebatch *rb);
+/* A session's pool, and how its steps will use it. */
+struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

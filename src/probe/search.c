@@ -97,13 +97,21 @@ static size_t allowed_near(const struct rbi_search *s, size_t size)
     return below ? below : next < s->fails && next <= s->most ? next : 0;
 }
 
-/* After the first trial. A size in proportion to what there is fits for certain; half of that is
- * enough to tell fixed from growing parts. An odd distance, so that sizes that were rounded up
- * to a power of two are not taken for straight lines. */
+/* After the first trial. What was found before is the best guess; where it is the size that has
+ * just run, only a larger one that fits for certain is better. A size in proportion to what there
+ * is fits for certain; half of that is enough to tell fixed from growing parts. An odd distance,
+ * so that sizes that were rounded up to a power of two are not taken for straight lines. */
 static rebatch_status choose_second(size_t *out, struct rbi_search *s)
 {
     size_t safe;
     const rebatch_status status = predict(&safe, s);
+    *out = 0;
+    if (s->hint > s->fits && s->hint < s->fails) {
+        *out = s->hint;
+        return status;
+    }
+    if (s->hint == s->fits && safe == 0)
+        return status;
     if (safe == s->most) {
         *out = s->most;
         return status;

@@ -124,3 +124,13 @@ size_t rebatch_get_micro(const rebatch *rb, size_t batch)
 {
     return rb ? rbi_micro_size(rb, batch) : 0;
 }
+
+rebatch_status rebatch_set_step(rebatch *rb, uint64_t step)
+{
+    if (!rb)
+        return rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    if (rb->ops)
+        return rbi_error(REBATCH_E_STATE, "rebatch_set_step() was called from within a callback");
+    rb->step = step;
+    return REBATCH_OK;
+}

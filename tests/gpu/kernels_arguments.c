@@ -114,6 +114,28 @@ Test(kernels_arguments, dropout)
     end();
 }
 
+Test(kernels_arguments, weight_gradient)
+{
+    begin();
+    REFUSED(rbk_weight_gradient(NULL, place(1), place(2), 1, 1, 8, 8, RBK_BF16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), odd(1), place(2), 1, 1, 8, 8, RBK_BF16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), odd(2), 1, 1, 8, 8, RBK_BF16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), 0, 1, 8, 8, RBK_BF16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), 1, 0, 8, 8, RBK_BF16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), 1, 1, 12, 8, RBK_BF16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), 1, 1, 8, 12, RBK_BF16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), 1, 1, 8, 8, NO_DTYPE, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), SIZE_MAX, 1, 8, 8, RBK_F32, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), (size_t)1 << 30, (size_t)1 << 20, 8,
+                                8, RBK_F16, NULL));
+    REFUSED(rbk_weight_gradient(floats(0), place(1), place(2), 1, 1, (size_t)1 << 23, 8, RBK_F32,
+                                NULL));
+    REFUSED(rbk_weight_gradient_portable(floats(0), place(1), NULL, 1, 1, 8, 8, RBK_F32, NULL));
+    REFUSED(
+        rbk_weight_gradient_portable(floats(0), place(1), place(2), 1, 1, 8, 8, NO_DTYPE, NULL));
+    end();
+}
+
 Test(kernels_arguments, sums_over_samples)
 {
     const size_t bytes = rbk_bias_backward_scratch_bytes(2, 3, 8);

@@ -89,6 +89,7 @@ static struct busy busy_open(uint64_t seed, const rebatch_pool_options *options,
 static void busy_close(struct busy *b)
 {
     pickle_free();
+    rebatch_stream_destroy(b->rig.device, b->streams[1]);
     rig_close(&b->rig);
 }
 
