@@ -70,8 +70,8 @@ typedef struct rebatch_step_ops {
      *  micro-batch of the smallest size runs whatever it costs. Samples stay in order.
      *
      *  It must not fall when `count` rises, and depends on its arguments and the batch alone; a
-     *  wrong cost costs OOMs, never the result. 0 counts as 1. It is called some ten times a
-     *  micro-batch, and must not call the session. */
+     *  wrong cost costs OOMs, never the result. 0 counts as 1. It is called some twenty times a
+     *  micro-batch, for at most twice its samples, and must not call the session. */
     uint64_t (*cost)(size_t first, size_t count, void *user);
 } rebatch_step_ops;
 

@@ -18,10 +18,18 @@ size_t rbi_size_of(const rebatch *rb, size_t first, size_t count)
  * one does. Cost never falls with the number of samples. */
 static size_t within_budget(const rebatch *rb, size_t first, size_t most, size_t budget)
 {
-    if (budget == SIZE_MAX || cost_of(rb, first, most) <= budget)
+    if (budget == SIZE_MAX)
         return most;
     size_t fits = 0;
-    for (size_t fails = most; fits + 1 < fails;) {
+    size_t fails = 1;
+    /* From below, so that a small micro-batch of a large batch is a small question. */
+    while (cost_of(rb, first, fails) <= budget) {
+        if (fails == most)
+            return most;
+        fits = fails;
+        fails = fails > most / 2 ? most : fails * 2;
+    }
+    while (fits + 1 < fails) {
         const size_t middle = fits + (fails - fits) / 2;
         if (cost_of(rb, first, middle) <= budget)
             fits = middle;

@@ -92,6 +92,34 @@ Test(step_cost, limits_on_the_size_hold_as_well)
     rig_close(&rig);
 }
 
+static struct {
+    unsigned calls;
+    size_t most; /* samples in one call */
+} asked;
+
+static uint64_t count_calls(size_t first, size_t count, void *user)
+{
+    asked.calls++;
+    asked.most = count > asked.most ? count : asked.most;
+    return script_cost(first, count, user);
+}
+
+Test(step_cost, the_cost_is_asked_for_little)
+{
+    size_t lengths[SCRIPT_SAMPLES];
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 10;
+    struct rig rig;
+    fill(lengths, 1);
+    open_long(&rig, MIB(64), &options, lengths);
+    rig.cost = count_calls;
+    cr_assert_eq(rig_step(&rig, 500), REBATCH_OK);
+    cr_assert_eq(rig.report.microbatches, 50);
+    cr_assert_leq(asked.calls, 20 * 50);
+    cr_assert_leq(asked.most, 20);
+    rig_close(&rig);
+}
+
 /* ---- OOMs ---- */
 
 Test(step_cost, an_oom_halves_the_cost_and_long_samples_leave_the_others_alone)
