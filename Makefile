@@ -161,6 +161,9 @@ $(BUILD)/bench/kernels: $(BUILD)/bench/kernels.o $(KERNELS)
 $(BUILD)/bench/gpt_budget.o: private FOLDER_CFLAGS := -Iexamples -Ikernels \
     -isystem $(CUDA_HOME)/include
 
+$(BUILD)/bench/gpt_recovery: $(BUILD)/bench/gpt_recovery.o $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
+
 $(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) $(GPT_CUDA_OBJ) \
     $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
@@ -267,6 +270,11 @@ bench-budget: ## where the time of such a step goes, operation by operation
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/gpt
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/gpt --budget
+
+bench-recovery: ## what an OOM costs at GPT-2's size, and finding the size, beside others (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/gpt_recovery $(BUILD)/bench/gpt_tenant
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-recovery $(BUILD)/bench
 
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 install: all ## into DESTDIR/prefix
