@@ -30,7 +30,8 @@ def tokens_of(count):
 
 class Training:
     def __init__(self):
-        self.model = Model().cuda()
+        with torch.device("cuda"):
+            self.model = Model()
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
         self.tokens = tokens_of(BATCH)
@@ -110,7 +111,9 @@ def lightning_size(mode):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model, self.batch_size = Model(), 2
+            with torch.device("cuda"):
+                self.model = Model()
+            self.batch_size = 2
 
         def train_dataloader(self):
             rows = torch.randint(0, 50257, (64 * self.batch_size, T + 1))

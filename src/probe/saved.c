@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "rebatch/version.h"
-#include "recover/limits.h"
 
 #define KEY_BYTES_MOST 255
 
@@ -18,6 +17,8 @@
     X("smallest", rb->options.micro_smallest)                                                      \
     X("largest", rb->options.micro_largest)                                                        \
     X("multiple_of", rb->options.micro_multiple_of)                                                \
+    X("allowed", rbi_limits_digest(&rb->options))                                                  \
+    X("by_cost", rb->by_cost)                                                                      \
     X("admission", rbi_is_on(rb->options.admission))                                               \
     X("stop", rb->options.on_oom == REBATCH_ON_OOM_STOP)                                           \
     X("lighten", rb->lighten)                                                                      \
@@ -41,8 +42,6 @@ static void describe_settings(char *text, size_t size, const rebatch *rb,
     rbi_text_add(&t, "%s" name "=%" PRIu64, t.length ? " " : "", (uint64_t)(value));
     SETTINGS(ADD)
 #undef ADD
-    for (size_t i = 0; i < REBATCH_ALLOWED_SIZES && rb->options.micro_allowed[i]; i++)
-        rbi_text_add(&t, "%s%zu", i ? "," : " allowed=", rb->options.micro_allowed[i]);
 }
 
 /* "cuda:3 NVIDIA H200" is the same card as "cuda:0 NVIDIA H200". */
@@ -109,8 +108,7 @@ rebatch_status rbi_saved_open(struct rbi_saved *saved, rebatch *rb,
         warn(saved);
         saved->state = REBATCH_SAVED_IGNORED;
     }
-    if (found.size < least || found.size > most || /* 0: there is none */
-        rbi_round_size(&rb->options, found.size) != found.size)
+    if (found.size < least || found.size > most) /* 0: there is none */
         return REBATCH_OK;
     saved->state = REBATCH_SAVED_HELD;
     saved->size = found.size;
