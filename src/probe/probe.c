@@ -54,21 +54,60 @@ static uint64_t peak_of(const rebatch *rb, size_t count)
     return need ? need->bytes : 0;
 }
 
-static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
-                                size_t count, const struct rbi_trace *before)
+/* More pointers than that are not guarded. */
+#define FORGOTTEN_MOST 1024
+
+/* What a trial has made and a guarded pointer no longer knows. It is held till the next trial,
+ * which makes it again, or till the probe ends, so that its memory counts as what a step will
+ * keep. */
+struct trials {
+    rebatch *rb;
+    void *forgotten[FORGOTTEN_MOST];
+    size_t count;
+};
+
+static void free_forgotten(struct trials *trials)
 {
-    rebatch *rb = user;
+    while (trials->count > 0)
+        (void)rebatch_pool_free(trials->rb->pool, trials->forgotten[--trials->count]);
+}
+
+/* Runs with the pool's lock held. */
+static void add_forgotten(void *user, const void *address, size_t bytes)
+{
+    struct trials *trials = user;
+    (void)bytes;
+    if (trials->count < FORGOTTEN_MOST && rbi_guards_forget(trials->rb, address, RBI_GUARD_STEP))
+        trials->forgotten[trials->count++] = (void *)(uintptr_t)address;
+}
+
+/* Runs it, and waits for its work: what fails late fails here, and what it took can be measured. */
+static rebatch_status run_callback(rebatch *rb, size_t count)
+{
     const rebatch_microbatch mb = {.step = rb->step,
                                    .count = count,
                                    .batch = rb->batch,
                                    .probing = true,
                                    .pool = rb->pool,
                                    .stream = rb->options.stream};
+    const rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
+    return status ? status : rebatch_stream_synchronize(rb->device, rb->options.stream);
+}
+
+static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
+                                size_t count, const struct rbi_trace *before)
+{
+    struct trials *trials = user;
+    rebatch *rb = trials->rb;
+    free_forgotten(trials);
+    const uint64_t births = rbi_pool_births(rb->pool);
     rbi_pool_mark(rb->pool);
     rbi_trace_begin(trace, rb->pool, count);
-    rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
+    const rebatch_status status = run_callback(rb, count);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(rb->pool);
+    if (rb->guard_count)
+        rbi_pool_each_live(rb->pool, births, add_forgotten, trials);
     const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)
@@ -164,6 +203,8 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
 /* ---- memory that is not there yet ---- */
 
 #define PIECES_MOST 4096
+/* Optimizers keep one, two or three values a parameter. */
+#define TURNS_MOST 4
 
 /* Runs with the pool's lock held. */
 static void add_live(void *user, const void *address, size_t bytes)
@@ -180,12 +221,12 @@ __extension__ typedef unsigned __int128 wide;
  * each once or several times, and comes to `bytes` in all. */
 static void shape_pieces(struct rbi_setting *setting, rebatch_pool *pool, size_t bytes)
 {
-    rbi_pool_each_live(pool, add_live, setting);
+    rbi_pool_each_live(pool, 0, add_live, setting);
     const size_t blocks = setting->piece_count;
     uint64_t live = 0;
     for (size_t i = 0; i < blocks; i++)
         live += setting->pieces[i].bytes;
-    const uint64_t turns = live ? (bytes + live / 2) / live : 0;
+    const uint64_t turns = live ? rbi_min((bytes + live / 2) / live, TURNS_MOST) : 0;
     setting->piece_count = rbi_max(turns, 1) * rbi_max(blocks, 1);
     if (live == 0 || setting->piece_count > PIECES_MOST) {
         setting->piece_count = 1;
@@ -253,8 +294,13 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
     *out = (rebatch_probe_options)REBATCH_PROBE_OPTIONS_INIT;
     const rebatch_status status =
         rbi_options_copy(out, sizeof *out, given, "rebatch_probe_options");
+    if (!status && out->choose != REBATCH_PROBE_LARGEST && out->choose != REBATCH_PROBE_FASTEST)
+        return rbi_error(REBATCH_E_INVALID,
+                         "choose is %d: expected REBATCH_PROBE_LARGEST or REBATCH_PROBE_FASTEST",
+                         (int)out->choose);
     if (out->max_trials == 0)
-        out->max_trials = DEFAULT_MAX_TRIALS;
+        out->max_trials =
+            DEFAULT_MAX_TRIALS + (out->choose == REBATCH_PROBE_FASTEST ? RBI_TIMED_RUNS : 0);
     return status;
 }
 
@@ -277,8 +323,12 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     rebatch_status status = rbi_saved_open(&saved, rb, options, least, most, batch);
     if (status)
         return status;
+    struct trials trials = {.rb = rb};
     struct rbi_search search = {.trial = run_trial,
-                                .user = rb,
+                                .user = &trials,
+                                .now = rbi_now_ns,
+                                .max_ns = options->max_seconds * UINT64_C(1000000000),
+                                .is_fastest = options->choose == REBATCH_PROBE_FASTEST,
                                 .setting = rbi_probe_setting(rb),
                                 .limits = &rb->options,
                                 .least = least,
@@ -287,6 +337,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
                                 .hint = saved.size,
                                 .max_trials = options->max_trials};
     status = run(&search, rb, options->reserve_bytes);
+    free_forgotten(&trials);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
     if (!status)
