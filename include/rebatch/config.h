@@ -8,6 +8,7 @@
 #define REBATCH_CONFIG_H
 
 #include "rebatch/device.h"
+#include "rebatch/probe.h"
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 
@@ -40,6 +41,12 @@ REBATCH_API rebatch_status rebatch_config_open_device(rebatch_device **out,
  *  @return REBATCH_OK, REBATCH_E_INVALID. */
 REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,
                                                   const rebatch_config *config);
+
+/** Fill in the options of a probe: max_trials, max_seconds and choose. The others stay as they are.
+ *  @param[in,out] options  struct_size set by the caller
+ *  @return REBATCH_OK, REBATCH_E_INVALID. */
+REBATCH_API rebatch_status rebatch_config_probe_options(rebatch_probe_options *options,
+                                                        const rebatch_config *config);
 
 /** One value as it would stand in a file, "64" or "\"22GiB\"", by its full name, "memory.limit".
  *  @param[out] origin  where it came from: "default", "FILE:LINE" or the variable's name; may be
