@@ -14,7 +14,7 @@
     X(memory, "What the pool may take from the device.")                                           \
     X(recovery, "What happens when memory runs out.")                                              \
     X(growth, "How the micro-batch grows again.")                                                  \
-    X(probe, "How the largest micro-batch is found, by programs that probe.")                      \
+    X(probe, "How the largest micro-batch is looked for.")                                         \
     X(device, "Where memory comes from.")                                                          \
     X(log, "What is reported to the event callback.")
 
@@ -101,6 +101,16 @@ enum rbi_setting_kind {
     X(GROWTH_WAIT_MAX, .key = "growth.wait_max", .kind = RBI_COUNT, .initial = "1024", .least = 1, \
       .most = UINT32_MAX,                                                                          \
       .help = "Each growth that fails doubles that wait, up to this many steps.")                  \
+    X(PROBE_MAX_TRIALS, .key = "probe.max_trials", .kind = RBI_COUNT, .initial = "0",              \
+      .most = UINT32_MAX,                                                                          \
+      .help = "Micro-batches that a probe may run. 0: 5, and 8 more to measure which size is "     \
+              "fastest.")                                                                          \
+    X(PROBE_MAX_SECONDS, .key = "probe.max_seconds", .kind = RBI_COUNT, .initial = "0",            \
+      .most = UINT32_MAX, .help = "A probe begins no run later than that. 0: no bound.")           \
+    X(PROBE_CHOOSE, .key = "probe.choose", .kind = RBI_CHOICE, .initial = "largest",               \
+      .choices = {"largest", "fastest"},                                                           \
+      .help = "The largest micro-batch that fits, or the smallest within 2 % of the best "         \
+              "throughput.")                                                                       \
     X(PROBE_FILE, .key = "probe.file", .kind = RBI_TEXT, .initial = "none", .most = 600,           \
       .may_be_none = true,                                                                         \
       .help = "Keeps what is found, so that a run that resumes only verifies it.")                 \

@@ -41,6 +41,7 @@ struct rbi_trace {
     bool *is_passed; /* what the next micro-batch has freed; that there was one: has_next */
     bool has_next;
     uint64_t peak_bytes;   /* on top of what lived before it */
+    uint64_t live_bytes;   /* at the most, all in all */
     size_t outside_bytes;  /* of the device, held by others, at the most */
     size_t outside_before; /* when it began */
     rebatch_pool *pool;    /* while it is recorded */
@@ -246,6 +247,9 @@ struct rbi_search {
     size_t (*round_up)(void *user, size_t size);
     size_t hint; /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
+    uint64_t (*now)(void); /* nanoseconds */
+    uint64_t max_ns;       /* no trial begins after so long; 0: no bound */
+    bool is_fastest;       /* else the largest */
 
     /* found */
     rebatch_probe_report report;
@@ -261,12 +265,18 @@ struct rbi_search {
     uint32_t runs_of_fits;   /* on accumulated gradients */
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
+    uint64_t began_ns;
 };
 
 /* The model that the last probe of a session has left there; NULL: none. */
 const struct rbi_model *rbi_probe_model(const rebatch *rb);
 /* A session's pool, and how its steps will use it. */
 struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
+
+/* Runs that are measured to find the fastest: so many sizes, each so often. */
+#define RBI_TIMED_SIZES 4
+#define RBI_TIMED_TURNS 2
+#define RBI_TIMED_RUNS (RBI_TIMED_SIZES * RBI_TIMED_TURNS)
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

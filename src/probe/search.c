@@ -43,6 +43,7 @@ static void succeed(struct rbi_search *s, const struct rbi_trace *trace, uint64_
 {
     const bool is_first = s->report.microbatches == 1;
     keep_trace(s, trace);
+    latest_trace(s)->live_bytes = peak_bytes;
     s->runs_of_fits = (trace->count == s->fits ? s->runs_of_fits : 0) + !is_first;
     s->fits = trace->count;
     s->report.size = trace->count;
@@ -281,30 +282,138 @@ static rebatch_status finish(struct rbi_search *s)
     status = rbi_replay_largest(&larger, &s->model, &s->setting, s->fits + 1, s->most, s->batch);
     if (allowed_below(s, larger))
         report->predicted_size = allowed_below(s, larger);
-    struct rbi_forecast steps;
-    if (!status)
-        status = forecast(&steps, s, &(struct rbi_plan){s->fits, false, true, s->batch});
-    if (!status && steps.needs_trim)
-        status = rebatch_pool_trim(s->setting.pool, 0, NULL);
     if (!status && s->fits <= SIZE_MAX / 2)
         status = rbi_model_peak(&report->twice_bytes, &s->model, 2 * s->fits);
     return status;
 }
 
+/* A cache in pieces that the size found has no use for is given back. */
+static rebatch_status ready_for_steps(struct rbi_search *s)
+{
+    struct rbi_forecast steps;
+    const rebatch_status status =
+        forecast(&steps, s, &(struct rbi_plan){s->report.size, false, true, s->batch});
+    return !status && steps.needs_trim ? rebatch_pool_trim(s->setting.pool, 0, NULL) : status;
+}
+
+/* ---- the fastest ---- */
+
+/* As fast as the best, but for what measuring is uncertain about. */
+#define GOOD_ENOUGH 0.98
+
+struct timed {
+    size_t count;
+    double rate; /* samples a second; 0: it did not run */
+    uint64_t peak_bytes, foretold_bytes;
+};
+
+static bool may_go_on(const struct rbi_search *s)
+{
+    return s->report.microbatches < s->max_trials &&
+           (s->max_ns == 0 || s->now() - s->began_ns < s->max_ns);
+}
+
+/* The better of some runs: the first may have to map memory, or make what is made once. */
+static rebatch_status time_size(struct timed *timed, struct rbi_search *s)
+{
+    rebatch_status status = prepare(s, timed->count);
+    timed->foretold_bytes = s->foretold_bytes;
+    s->report.trials++;
+    for (int turn = 0; turn < RBI_TIMED_TURNS && !status && may_go_on(s); turn++) {
+        struct rbi_trace trace = {0};
+        const uint64_t began = s->now();
+        s->report.microbatches++;
+        status = s->trial(&trace, &timed->peak_bytes, s->user, timed->count, latest_trace(s));
+        const uint64_t ns = s->now() - began;
+        if (status == REBATCH_OOM) {
+            s->report.ooms++;
+            rbi_trace_release(&trace);
+            timed->rate = 0;
+            return REBATCH_OK;
+        }
+        const double rate = (double)timed->count * 1e9 / (double)rbi_max(ns, 1);
+        if (!status && rate > timed->rate)
+            timed->rate = rate;
+        if (status)
+            rbi_trace_release(&trace);
+        else
+            keep_trace(s, &trace);
+        s->is_model_made = false;
+    }
+    return status;
+}
+
+/* The largest, and fewer quarters of it. */
+static size_t choose_timed(struct timed *timed, const struct rbi_search *s)
+{
+    static const size_t quarters[RBI_TIMED_SIZES] = {4, 3, 2, 1};
+    size_t count = 0;
+    for (size_t i = 0; i < RBI_TIMED_SIZES; i++) {
+        size_t size = s->fits / 4 * quarters[i] + s->fits % 4 * quarters[i] / 4;
+        size = s->round(s->user, rbi_max(size, s->least));
+        if (count == 0 || size < timed[count - 1].count)
+            timed[count++] = (struct timed){.count = size};
+    }
+    return count;
+}
+
+static rebatch_status choose_fastest(struct rbi_search *s)
+{
+    struct timed timed[RBI_TIMED_SIZES];
+    const size_t count = choose_timed(timed, s);
+    rebatch_status status = REBATCH_OK;
+    double best = 0;
+    for (size_t i = 0; i < count && !status && may_go_on(s); i++) {
+        status = time_size(&timed[i], s);
+        best = timed[i].rate > best ? timed[i].rate : best;
+    }
+    for (size_t i = 0; i < count && !status && best > 0; i++) {
+        if (timed[i].rate < GOOD_ENOUGH * best)
+            continue;
+        s->report.size = timed[i].count; /* the last is the smallest */
+        s->report.samples_per_second = timed[i].rate;
+        s->report.measured_peak_bytes = timed[i].peak_bytes;
+        s->report.predicted_peak_bytes = timed[i].foretold_bytes;
+    }
+    return status;
+}
+
+/* The size found may be another than the last that ran: where that left no room for the steps. */
+static void settle_report(struct rbi_search *s)
+{
+    rebatch_probe_report *report = &s->report;
+    if (report->size != s->fits) {
+        report->predicted_peak_bytes = 0;
+        report->confidence = REBATCH_CONFIDENCE_MEASURED;
+    }
+    for (size_t i = 0; i < s->whole_count; i++)
+        if (s->whole[i].count == s->fits)
+            report->measured_peak_bytes = s->whole[i].live_bytes;
+    report->size = report->largest_size = s->fits;
+}
+
+/* ---- the whole ---- */
+
 rebatch_status rbi_search_run(struct rbi_search *s)
 {
     s->fails = SIZE_MAX;
+    s->began_ns = s->now();
     rebatch_status status = try_size(s, s->least);
     if (!status && s->fits == 0)
         return REBATCH_E_EXHAUSTED;
-    while (!status && s->report.microbatches < s->max_trials) {
+    while (!status && may_go_on(s)) {
         size_t next;
         status = choose_next(&next, s);
         if (status || next == 0)
             break;
         status = try_size(s, next);
     }
-    return status ? status : finish(s);
+    if (!status)
+        status = finish(s);
+    settle_report(s);
+    if (!status && s->is_fastest)
+        status = choose_fastest(s);
+    return status ? status : ready_for_steps(s);
 }
 
 void rbi_search_release(struct rbi_search *s)

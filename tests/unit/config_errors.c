@@ -113,6 +113,11 @@ Test(config_errors, wrong_values)
          "t.cfg:1: batch.start is -4, a negative number: expected a whole number, 0 or more"},
         {"batch = { smallest = 0; };",
          "t.cfg:1: batch.smallest is 0, too small: expected a whole number, 1 or more"},
+        {"probe = { max_seconds = -1; };",
+         "t.cfg:1: probe.max_seconds is -1, a negative number: expected a whole number from 0 to "
+         "4294967295"},
+        {"probe = { choose = \"best\"; };",
+         "t.cfg:1: probe.choose is \"best\": expected text, \"largest\" or \"fastest\""},
         {"growth = { after = 0; };", "t.cfg:1: growth.after is 0, too small: " UINT32_RANGE},
         {"recovery = { max_attempts = 4294967296; };",
          "t.cfg:1: recovery.max_attempts is 4294967296, too large: " ATTEMPTS},
