@@ -20,6 +20,7 @@
     X("stop", rb->options.on_oom == REBATCH_ON_OOM_STOP)                                           \
     X("lighten", rb->lighten)                                                                      \
     X("reserve_bytes", o->reserve_bytes)                                                           \
+    X("choose", o->choose)                                                                         \
     X("limit_bytes", p->limit_bytes)                                                               \
     X("limit_permille", p->limit_permille)                                                         \
     X("headroom_bytes", p->headroom_bytes)                                                         \
