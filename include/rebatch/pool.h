@@ -45,7 +45,7 @@ typedef struct rebatch_pool_options {
     rebatch_toggle guard; /**< REBATCH_ON: each block ends where memory ends, so that an overrun
                                faults; costs a granule a block and device calls; default off */
     uint32_t events;      /**< how many of the last allocations, frees, mappings, OOMs and rollbacks
-                               are kept for reports; 0: none */
+                               are kept for snapshots; 0: none */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \

@@ -65,7 +65,11 @@ static rebatch_status trial(struct rbi_trace *trace, uint64_t *peak_bytes, void 
     return status;
 }
 
-static const rebatch_options limits = {.micro_smallest = 1, .micro_multiple_of = 1};
+static size_t any_size(void *user, size_t size)
+{
+    (void)user;
+    return size;
+}
 
 /* On a dry device of so much; sizes from 1 to 64. */
 static struct rbi_search search_of(struct training *t, size_t capacity_bytes)
@@ -75,7 +79,8 @@ static struct rbi_search search_of(struct training *t, size_t capacity_bytes)
     return (struct rbi_search){.trial = trial,
                                .user = t,
                                .setting = {.pool = t->pool, .admits_above = SIZE_MAX},
-                               .limits = &limits,
+                               .round = any_size,
+                               .round_up = any_size,
                                .least = 1,
                                .most = 64,
                                .batch = 64,
