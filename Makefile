@@ -255,10 +255,11 @@ bench-pool: ## what an allocation costs, beside glibc's and mimalloc's; writes b
 	@mkdir -p build/bench
 	@$(BUILD)/bench/pool
 
-bench-probe: ## how well the largest micro-batch is found, beside what others do
+PROBE_FLAGS =
+bench-probe: ## how well the largest micro-batch is found, beside others (PROBE_FLAGS="--seed 7")
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/probe
-	@$(BUILD)/bench/probe
+	@$(BUILD)/bench/probe $(PROBE_FLAGS)
 
 bench-cotenant: ## a co-tenant that comes and goes; writes docs/cotenant.svg
 	@scripts/install-deps build

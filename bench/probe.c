@@ -287,7 +287,8 @@ int main(int argc, char **argv)
                          {.name = "power, bisect (Lightning)", .search = search_bisect}};
     bool is_verbose = false;
     uint64_t seed = 0; /* the first cases */
-    size_t microbatches[CASES] = {0}, held = 0, only = SIZE_MAX;
+    size_t microbatches[CASES] = {0}, held = 0, above_held = 0;
+    size_t only = SIZE_MAX;
     if (read_arguments(&seed, &is_verbose, &only, argc, argv)) {
         fprintf(stderr, "usage: probe [-v] [--dry] [--seed N] [--case I]\n");
         return 2;
@@ -305,6 +306,7 @@ int main(int argc, char **argv)
         const struct outcome found = probe(&setup, &holds);
         microbatches[i] = found.trials;
         held += holds;
+        above_held += holds && found.size > truth;
         count(&rows[0], found, truth);
         for (size_t k = 1; k < sizeof rows / sizeof *rows; k++)
             count(&rows[k], rows[k].search(fits, setup.batch), truth);
@@ -317,7 +319,9 @@ int main(int argc, char **argv)
            "exact", "above", "% of most");
     for (size_t k = 0; k < sizeof rows / sizeof *rows; k++)
         print_row(&rows[k]);
-    printf("steps after the probe that ran at its size: %zu of %d\n", held, CASES);
+    printf(
+        "steps after the probe that ran at its size: %zu of %d; of the sizes above: %zu of %zu\n",
+        held, CASES, above_held, rows[0].above);
     qsort(microbatches, CASES, sizeof *microbatches, by_value);
     printf("probe: cases=%d exact=%zu above=%zu oom_free=%zu microbatches=%zu max=%zu\n", CASES,
            rows[0].exact, rows[0].above, rows[0].oom_free, microbatches[CASES / 2],

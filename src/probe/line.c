@@ -93,23 +93,29 @@ static bool fit_straight(struct rbi_line *out, const struct rbi_points *given, s
  * that over all pairs is taken in the middle, and rounded to the nearest: one size may come out a
  * unit too small or too large, but the errors of many do not add up as those of a bound would.
  * False when nothing is left. */
-static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, size_t unit)
+static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, size_t unit,
+                        size_t step)
 {
-    double least = 0, most = (double)points->at[0].bytes / (double)points->at[0].count;
+    double least = 0, most = (double)LARGEST_BYTES;
     for (size_t i = 0; i < points->count; i++) {
         const struct rbi_point *low = &points->at[i];
-        most = lesser(most, (double)low->bytes / (double)low->count);
+        const size_t from = up_to(low->count, step);
+        most = lesser(most, (double)low->bytes / (double)from);
         for (size_t k = i + 1; k < points->count; k++) {
-            const double run = (double)distance(low->count, points->at[k].count);
+            const double run = (double)distance(from, up_to(points->at[k].count, step));
             const double rise = (double)distance(low->bytes, points->at[k].bytes);
+            if (run == 0 && rise != 0)
+                return false;
+            if (run == 0)
+                continue;
             most = lesser(most, (rise + (double)unit) / run);
             least = -lesser(-least, -(rise - (double)unit) / run);
         }
     }
     const double slope = points->is_cautious ? most : (least + most) / 2;
-    *out = (struct rbi_line){.count = points->at[points->base].count,
+    *out = (struct rbi_line){.count = up_to(points->at[points->base].count, step),
                              .run = PARTS,
-                             .step = 1,
+                             .step = step,
                              .bytes = (int64_t)points->at[points->base].bytes,
                              .rise = (int64_t)(slope * PARTS),
                              .unit = unit,
@@ -172,8 +178,11 @@ struct rbi_line rbi_line_fit(const struct rbi_points *points)
     const size_t unit = is_straight ? points->unit : unit_of(points);
     if (unit < LEAST_UNIT && fit_steps(&line, points))
         return line;
-    if (fit_rounded(&line, points, unit) || fit_steps(&line, points))
+    if (fit_rounded(&line, points, unit, 1) || fit_steps(&line, points))
         return line;
+    for (size_t step = 2; step <= LARGEST_STEP && points->count > 2; step *= 2)
+        if (fit_rounded(&line, points, unit, step))
+            return line;
     return fit_piece(points);
 }
 

@@ -81,6 +81,12 @@ static void add_forgotten(void *user, const void *address, size_t bytes)
         trials->forgotten[trials->count++] = (void *)(uintptr_t)address;
 }
 
+static const rebatch *rb_of(const void *user)
+{
+    const struct trials *trials = user;
+    return trials->rb;
+}
+
 /* By cost, the sizes are those of the first samples of the batch, each number that is allowed. */
 static size_t samples_of(const rebatch *rb, size_t size)
 {
@@ -89,14 +95,14 @@ static size_t samples_of(const rebatch *rb, size_t size)
 
 static size_t round_down(void *user, size_t size)
 {
-    const rebatch *rb = ((const struct trials *)user)->rb;
+    const rebatch *rb = rb_of(user);
     const size_t count = samples_of(rb, size);
     return count ? rbi_size_of(rb, 0, count) : 0;
 }
 
 static size_t round_up(void *user, size_t size)
 {
-    const rebatch *rb = ((const struct trials *)user)->rb;
+    const rebatch *rb = rb_of(user);
     if (!rb->by_cost)
         return rbi_round_size_up(&rb->options, size);
     const size_t most = rbi_micro_upper(rb, rb->batch);

@@ -24,6 +24,7 @@
     X("lighten", rb->lighten)                                                                      \
     X("fastest", o->choose == REBATCH_PROBE_FASTEST)                                               \
     X("reserve_bytes", o->reserve_bytes)                                                           \
+    X("choose", o->choose)                                                                         \
     X("limit_bytes", p->limit_bytes)                                                               \
     X("limit_permille", p->limit_permille)                                                         \
     X("headroom_bytes", p->headroom_bytes)                                                         \

@@ -65,8 +65,7 @@ static rebatch_status trial(struct rbi_trace *trace, uint64_t *peak_bytes, void 
     return status;
 }
 
-/* Every size is allowed. */
-static size_t as_it_is(void *user, size_t size)
+static size_t any_size(void *user, size_t size)
 {
     (void)user;
     return size;
@@ -80,8 +79,8 @@ static struct rbi_search search_of(struct training *t, size_t capacity_bytes)
     return (struct rbi_search){.trial = trial,
                                .user = t,
                                .setting = {.pool = t->pool, .admits_above = SIZE_MAX},
-                               .round = as_it_is,
-                               .round_up = as_it_is,
+                               .round = any_size,
+                               .round_up = any_size,
                                .least = 1,
                                .most = 64,
                                .batch = 64,
