@@ -55,6 +55,7 @@ TESTS := $(BUILD)/tests/run
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
 KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
+WRAP_EXISTING := $(BUILD)/examples/wrap_existing
 
 # CUDA is looked for where a kernel is asked for, and nowhere else.
 NVCC = $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
@@ -132,6 +133,15 @@ $(BUILD)/kernels/%.o: kernels/%.cu $(BUILD)/kernels/flags
 	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -fPIC,-Wall,-Wextra -MMD -MP \
 	    -MF $(@:.o=.d) -c -o $@ $<
 
+# The same program twice: as it was, and wrapped.
+WRAP_CU = $(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -Wall,-Wextra -Iinclude -cudart shared -o $@ $<
+$(WRAP_EXISTING)-before: examples/wrap_existing.cu $(BUILD)/kernels/flags
+	@mkdir -p $(@D)
+	$(WRAP_CU)
+$(WRAP_EXISTING): examples/wrap_existing.cu $(BUILD)/kernels/flags $(STATIC)
+	@mkdir -p $(@D)
+	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
+
 $(KERNELS): $(KERNEL_OBJ)
 	@rm -f $@
 	$(Q)$(AR) rcs $@ $^
@@ -189,10 +199,17 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-wrap-existing \
+	    $(WRAP_EXISTING)-before $(WRAP_EXISTING)
+
+test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
+	@scripts/install-deps build
+	$(SUBMAKE) $(GPT)-cuda
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-gpu-large $(GPT)-cuda
 
 SANITIZER_TOOLS =
 test-sanitizer: kernels ## the kernel tests under compute-sanitizer (SANITIZER_TOOLS, PART=1/3)
@@ -267,4 +284,4 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-sanitizer test-valgrind lint bench-step bench-pool bench-probe bench-kernels bench-gpt bench-budget install test-install clean help FORCE
+.PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind lint bench-step bench-pool bench-probe bench-kernels bench-gpt bench-budget install test-install clean help FORCE

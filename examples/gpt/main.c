@@ -27,6 +27,7 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(exact, "on|off", "the same bits however the batch is cut, at some speed (default on)")       \
     X(dropout, "P", "0 to less than 1 (default: the preset's)")                                    \
     X(rate, "R", "highest learning rate (default 0.001)")                                          \
+    X(lighten, "N", "begin at this level: 1 and 2 compute again, 3 also puts moments on the host") \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
     X(cap, "SIZE", "memory of the device, 64MiB for example: REBATCH_DEVICE_CAPACITY")             \
@@ -59,6 +60,7 @@ static void print_help(void)
 struct request {
     struct gpt_train_options train;
     size_t evaluation_samples;
+    unsigned lighten;
     const char *data, *config, *root;
 };
 
@@ -86,6 +88,18 @@ static bool parse_float(float *out, const char *name, const char *text)
         return true;
     }
     fprintf(stderr, "gpt: --%s is \"%s\": expected a number\n", name, text);
+    return false;
+}
+
+static bool parse_level(unsigned *out, const char *text)
+{
+    size_t level;
+    if (!parse_count(&level, "lighten", text, 0))
+        return false;
+    *out = (unsigned)level;
+    if (level <= GPT_LIGHTEN_MOST)
+        return true;
+    fprintf(stderr, "gpt: --lighten is \"%s\": expected 0 to %d\n", text, GPT_LIGHTEN_MOST);
     return false;
 }
 
@@ -142,6 +156,8 @@ static bool apply(struct request *request, enum request_option option, const cha
         return parse_float(&train->config.dropout, "dropout", argument);
     case OPTION_rate:
         return parse_float(&train->learning_rate, "rate", argument);
+    case OPTION_lighten:
+        return parse_level(&request->lighten, argument);
     case OPTION_eval:
         return parse_count(&request->evaluation_samples, "eval", argument, 1);
     case OPTION_config:
@@ -258,6 +274,8 @@ static rebatch_status open_run(struct run *run, const struct request *request)
         status = rebatch_open(&run->rb, run->device, &options);
     if (!status)
         status = gpt_trainer_create(&run->trainer, run->rb, ops, NULL, run->data, &request->train);
+    if (!status)
+        status = gpt_trainer_ops()->lighten(request->lighten, run->trainer);
     return status;
 }
 
@@ -277,7 +295,21 @@ static double now_seconds(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static rebatch_status run_step(struct run *run)
+/* Beside what was measured, what the formula says; the first step has no moments yet. */
+static void print_memory(const struct run *run, const rebatch_step_report *report, unsigned lighten)
+{
+    const struct gpt_train_options *train = &run->trainer->options;
+    const struct gpt_memory memory = gpt_train_memory(train, lighten);
+    const size_t micro = (train->batch + report->microbatches - 1) / report->microbatches;
+    const double mib = 1048576.0, persistent = (double)memory.persistent_bytes / mib;
+    const double sample = (double)memory.sample_bytes / mib;
+    printf("memory: %.1f MiB + %zu x %.3f MiB = %.1f MiB by the formula, %.1f MiB measured\n",
+           persistent, micro, sample, persistent + (double)micro * sample,
+           (double)report->peak_bytes / mib);
+    fflush(stdout);
+}
+
+static rebatch_status run_step(struct run *run, rebatch_step_report *out)
 {
     const struct gpt_train_options *train = &run->trainer->options;
     rebatch_step_report report;
@@ -292,12 +324,16 @@ static rebatch_status run_step(struct run *run)
     if (status)
         return status;
     const double tokens = (double)(train->batch * train->config.length);
+    if (result.skipped)
+        printf("step %4llu  gradients overflow with a loss scale of %g: no update\n",
+               (unsigned long long)report.step, (double)result.loss_scale);
     printf("step %4llu  loss %.4f  norm %.3f  rate %.5f  micro %zu x %u  peak %.1f MiB  "
            "%.0f tokens/s\n",
            (unsigned long long)report.step, result.loss, (double)result.gradient_norm,
            (double)result.learning_rate, report.micro_after, report.microbatches,
            (double)report.peak_bytes / 1048576.0, tokens / (now_seconds() - began));
     fflush(stdout);
+    *out = report;
     return REBATCH_OK;
 }
 
@@ -305,10 +341,13 @@ static rebatch_status train(struct run *run, const struct request *request)
 {
     const size_t steps = request->train.total_steps;
     char hash[GPT_HASH_TEXT_BYTES];
+    rebatch_step_report report = {0};
     double held_out;
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < steps && !status; i++)
-        status = run_step(run);
+        status = run_step(run, &report);
+    if (!status && steps > 1 && report.ooms == 0)
+        print_memory(run, &report, report.lighten_level ? report.lighten_level : request->lighten);
     if (!status && request->evaluation_samples > 0) {
         status = gpt_trainer_evaluate(run->trainer, request->evaluation_samples, &held_out);
         if (!status)

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "gpt/error.h"
+#include "gpt/parallel.h"
 #include "gpt/random.h"
 
 /* ---- sizes ---- */
@@ -232,6 +233,7 @@ rebatch_status gpt_set_zero(const struct gpt_set *set, struct gpt_model *model)
 /* ---- first values ---- */
 
 #define DEVIATION 0.02
+#define NORMAL_GRAIN 4096 /* groups that are worth waking a thread for */
 #define PI 3.14159265358979323846
 
 /* Two numbers of the normal distribution from two random words, by Box and Muller. */
@@ -244,10 +246,30 @@ static void normal_pair(float out[2], const uint32_t words[2], double deviation)
     out[1] = (float)(radius * sin(angle));
 }
 
+struct normal {
+    float *values;
+    double deviation;
+    uint32_t site;
+    uint64_t seed;
+};
+
+/* Items are groups of 4 values. */
+static void fill_normal(size_t begin, size_t end, const void *user)
+{
+    const struct normal *n = user;
+    for (size_t i = begin; i < end; i++) {
+        const uint32_t counter[4] = {(uint32_t)i, 0, n->site, 0};
+        uint32_t words[4];
+        gpt_philox(words, counter, n->seed);
+        normal_pair(n->values + 4 * i, words, n->deviation);
+        normal_pair(n->values + 4 * i + 2, words + 2, n->deviation);
+    }
+}
+
 static void fill_initial(float *values, const struct gpt_model *model,
                          const struct gpt_tensor *tensor, size_t index)
 {
-    const size_t count = tensor->rows * tensor->columns;
+    const size_t count = tensor->rows * tensor->columns; /* a multiple of 64 */
     if (tensor->initial == GPT_ZEROS || tensor->initial == GPT_ONES) {
         for (size_t i = 0; i < count; i++)
             values[i] = tensor->initial == GPT_ONES ? 1.0f : 0.0f;
@@ -256,14 +278,9 @@ static void fill_initial(float *values, const struct gpt_model *model,
     const double deviation = tensor->initial == GPT_NORMAL
                                  ? DEVIATION
                                  : DEVIATION / sqrt(2.0 * (double)model->config.layers);
-    for (size_t i = 0; i < count; i += 4) { /* sizes are multiples of 64 */
-        const uint32_t counter[4] = {(uint32_t)(i / 4), 0, (uint32_t)(GPT_RANDOM_INITIAL + index),
-                                     0};
-        uint32_t words[4];
-        gpt_philox(words, counter, model->seed);
-        normal_pair(values + i, words, deviation);
-        normal_pair(values + i + 2, words + 2, deviation);
-    }
+    const struct normal normal = {values, deviation, (uint32_t)(GPT_RANDOM_INITIAL + index),
+                                  model->seed};
+    gpt_parallel_for(count / 4, NORMAL_GRAIN, fill_normal, &normal);
 }
 
 static rebatch_status initialise(struct gpt_model *model)
@@ -311,7 +328,11 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
                                 rebatch_stream stream, uint64_t seed)
 {
     *out = NULL;
+    const struct gpt_sizes sizes = {config->length, config->channels, config->heads,
+                                    config->vocabulary};
     rebatch_status status = gpt_config_check(config);
+    if (!status && ops->check_sizes)
+        status = ops->check_sizes(&sizes);
     if (status)
         return status;
     struct gpt_model *model = calloc(1, sizeof *model);

@@ -116,6 +116,16 @@ enum gpt_tag {
         GPT_TAG_COUNT
 };
 
+/* How much memory a pass saves at the price of time: at each level it computes more of a layer's
+ * activations a second time in the backward pass, by the same operations on the same values, so
+ * that no bit changes. */
+enum gpt_lighten {
+    GPT_KEEP_ALL,         /* of them, until their layer's backward pass */
+    GPT_RECOMPUTE_CHEAP,  /* layer norms and GELU again */
+    GPT_RECOMPUTE_LAYERS, /* all of a layer again, from the residual stream before it */
+    GPT_LIGHTEN_LEVELS
+};
+
 struct gpt_model {
     struct gpt_config config;
     const struct gpt_ops *ops;
@@ -125,6 +135,7 @@ struct gpt_model {
     struct gpt_set parameters;          /* fp32, which updates change */
     void *working[GPT_LAYERS_MOST + 1]; /* the same rounded to config.dtype; NULLs in fp32 */
     uint64_t seed;                      /* of the initial weights and of dropout */
+    enum gpt_lighten lighten;           /* of the next forward pass in training */
 };
 
 /* Makes the model and its initial weights, which are a function of `seed` and the sizes alone.
@@ -164,25 +175,25 @@ void *gpt_working_of(const struct gpt_model *model, const struct gpt_tensor *ten
 
 /* ---- forward and backward (pass.c) ---- */
 
-/* What a layer leaves for its backward pass: X(name, elements a row, their bytes) with C channels,
- * H heads, E bytes of an element. */
+/* What a layer's forward pass computes: X(name, elements a row, their bytes, first level at which
+ * it is not kept) with C channels, H heads, E bytes of an element. */
 #define GPT_LAYER_ACTIVATIONS(X)                                                                   \
-    X(NORM1, C, E)                                                                                 \
-    X(MEAN1, 1, sizeof(float))                                                                     \
-    X(RSTD1, 1, sizeof(float))                                                                     \
-    X(QKV, 3 * C, E)                                                                               \
-    X(LOG_SUMS, H, sizeof(float))                                                                  \
-    X(ATTENTION, C, E)                                                                             \
-    X(MIDDLE, C, E) /* the residual stream between the two branches */                             \
-    X(NORM2, C, E)                                                                                 \
-    X(MEAN2, 1, sizeof(float))                                                                     \
-    X(RSTD2, 1, sizeof(float))                                                                     \
-    X(WIDE, 4 * C, E)                                                                              \
-    X(GELU, 4 * C, E)                                                                              \
-    X(END, C, E) /* the residual stream behind the layer */
+    X(NORM1, C, E, GPT_RECOMPUTE_CHEAP)                                                            \
+    X(MEAN1, 1, sizeof(float), GPT_RECOMPUTE_LAYERS)                                               \
+    X(RSTD1, 1, sizeof(float), GPT_RECOMPUTE_LAYERS)                                               \
+    X(QKV, 3 * C, E, GPT_RECOMPUTE_LAYERS)                                                         \
+    X(LOG_SUMS, H, sizeof(float), GPT_RECOMPUTE_LAYERS)                                            \
+    X(ATTENTION, C, E, GPT_RECOMPUTE_LAYERS)                                                       \
+    X(MIDDLE, C, E, GPT_RECOMPUTE_LAYERS) /* the residual stream between the two branches */       \
+    X(NORM2, C, E, GPT_RECOMPUTE_CHEAP)                                                            \
+    X(MEAN2, 1, sizeof(float), GPT_RECOMPUTE_LAYERS)                                               \
+    X(RSTD2, 1, sizeof(float), GPT_RECOMPUTE_LAYERS)                                               \
+    X(WIDE, 4 * C, E, GPT_RECOMPUTE_LAYERS)                                                        \
+    X(GELU, 4 * C, E, GPT_RECOMPUTE_CHEAP)                                                         \
+    X(END, C, E, GPT_LIGHTEN_LEVELS) /* the residual stream behind the layer */
 
 enum gpt_layer_activation {
-#define GPT_NAME_(name, elements, bytes) GPT_ACT_##name,
+#define GPT_NAME_(name, elements, bytes, level) GPT_ACT_##name,
     GPT_LAYER_ACTIVATIONS(GPT_NAME_)
 #undef GPT_NAME_
         GPT_ACT_COUNT
@@ -198,8 +209,10 @@ struct gpt_samples {
 
 /* Between forward and backward. Rows of channels unless said otherwise. */
 struct gpt_activations {
+    enum gpt_lighten lighten; /* of the forward pass */
     void *embedded;
-    void *layers[GPT_LAYERS_MOST][GPT_ACT_COUNT];
+    void *layers[GPT_LAYERS_MOST][GPT_ACT_COUNT]; /* what is not kept lies in `shared` */
+    void *shared[GPT_ACT_COUNT];                  /* of the layer that was computed last */
     void *final_norm;
     void *final_mean, *final_rstd; /* float [rows] */
     void *logits;                  /* [rows][vocabulary]; in training: their gradient */
@@ -213,6 +226,9 @@ struct gpt_activations {
  *                     times the loss scale where there is one */
 rebatch_status gpt_forward(struct gpt_activations *out, struct gpt_model *model,
                            const struct gpt_samples *samples, float row_weight);
+
+/* What gpt_forward() allocates for a sample in training, and gpt_backward() after it. */
+size_t gpt_sample_bytes(const struct gpt_config *config, enum gpt_lighten lighten);
 
 /* What gpt_backward() allocates, each block rounded up as the pool does. */
 size_t gpt_backward_bytes(const struct gpt_model *model, size_t samples);

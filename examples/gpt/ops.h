@@ -103,9 +103,18 @@ struct gpt_adamw_arrays {
 /* A partial sum of squares covers this many elements. */
 #define GPT_NORM_CHUNK 4096
 
+/* Of a model. */
+struct gpt_sizes {
+    size_t length, channels, heads, vocabulary;
+};
+
 struct gpt_ops {
     size_t struct_size;
     const char *name; /* "host", "cuda": of the kind of device */
+
+    /* Whether every operation takes a model of these sizes: REBATCH_E_UNSUPPORTED with the first
+     * that is too much. Needs no device. NULL: all that a gpt_config may have. */
+    rebatch_status (*check_sizes)(const struct gpt_sizes *sizes);
 
     /* Takes what the operations need besides their arguments: library handles, workspaces. The
      * queue's other members are set before, and stay. REBATCH_E_UNSUPPORTED for a type of elements

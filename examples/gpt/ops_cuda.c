@@ -64,6 +64,36 @@ static size_t in_group(size_t samples, size_t first, size_t group)
     return samples - first < group ? samples - first : group;
 }
 
+/* ---- sizes ---- */
+
+static rebatch_status check_heads(float *scale, size_t width)
+{
+    static const struct {
+        size_t width;
+        float scale; /* 1 / sqrt(width) */
+    } known[] = {{32, 0.17677669529663687f}, {64, 0.125f}, {128, 0.08838834764831845f}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (width == known[i].width) {
+            *scale = known[i].scale;
+            return REBATCH_OK;
+        }
+    return gpt_error(REBATCH_E_UNSUPPORTED, "a head's width is %zu: expected 32, 64 or 128", width);
+}
+
+/* Rows up to 4 C wide go through the kernels. Then a sample's partial sums fit the scratch for any
+ * length that a gpt_config may have: at 65536 positions of 2048 channels they fill it. */
+static rebatch_status check_sizes(const struct gpt_sizes *sizes)
+{
+    const size_t by_width = RBK_WIDTH_LIMIT / 4, by_norm = RBK_LAYER_NORM_WIDTH_LIMIT;
+    const size_t widest = by_width < by_norm ? by_width : by_norm;
+    float unused;
+    const rebatch_status status = check_heads(&unused, sizes->channels / sizes->heads);
+    if (status || sizes->channels <= widest)
+        return status;
+    return gpt_error(REBATCH_E_UNSUPPORTED, "channels is %zu: expected at most %zu on a GPU",
+                     sizes->channels, widest);
+}
+
 /* ---- life ---- */
 
 /* From a pool of its own, because a queue has none: the device counts it, and says OOM as it does
@@ -269,27 +299,12 @@ static rebatch_status layernorm_backward(const struct gpt_queue *queue, void *dx
 
 /* ---- attention ---- */
 
-static rebatch_status check_heads(float *scale, const struct gpt_attention *shape)
-{
-    static const struct {
-        size_t width;
-        float scale; /* 1 / sqrt(width) */
-    } known[] = {{32, 0.17677669529663687f}, {64, 0.125f}, {128, 0.08838834764831845f}};
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (shape->width == known[i].width) {
-            *scale = known[i].scale;
-            return REBATCH_OK;
-        }
-    return gpt_error(REBATCH_E_UNSUPPORTED, "a head's width is %zu: expected 32, 64 or 128",
-                     shape->width);
-}
-
 static rebatch_status attention_forward(const struct gpt_queue *queue, void *out, float *log_sums,
                                         const void *qkv, const struct gpt_attention *shape)
 {
     const struct gpt_cuda *cuda = gpt_cuda_of(queue);
     float scale = 0.0f;
-    const rebatch_status status = check_heads(&scale, shape);
+    const rebatch_status status = check_heads(&scale, shape->width);
     if (status)
         return status;
     LAUNCH(rbk_attention_forward(out, log_sums, qkv, shape->count, shape->length, shape->heads,
@@ -304,7 +319,7 @@ static rebatch_status attention_backward(const struct gpt_queue *queue, void *dq
     const size_t rows = shape->length * shape->heads, elements = rows * shape->width; /* a sample */
     float scale = 0.0f;
     size_t group = 0;
-    rebatch_status status = check_heads(&scale, shape);
+    rebatch_status status = check_heads(&scale, shape->width);
     if (!status)
         status =
             gpt_cuda_group(&group, "the gradient of attention", shape->count,
@@ -445,6 +460,7 @@ const struct gpt_ops *gpt_cuda_ops_get(void)
     static const struct gpt_ops table = {
         .struct_size = sizeof(struct gpt_ops),
         .name = "cuda",
+        .check_sizes = check_sizes,
         .open = cuda_open,
         .close = cuda_close,
         .embedding_forward = embedding_forward,

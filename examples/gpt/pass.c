@@ -28,22 +28,62 @@ static size_t rows_of(const struct gpt_model *model, const struct gpt_samples *s
     return samples->count * model->config.length;
 }
 
-static rebatch_status take_layer(void *acts[GPT_ACT_COUNT], struct gpt_model *model, size_t rows)
+/* Bytes of each activation in a row. */
+static void row_bytes_of(size_t bytes[GPT_ACT_COUNT], const struct gpt_config *config)
 {
-    const size_t C = model->config.channels, H = model->config.heads;
-    const size_t E = gpt_dtype_bytes(model->config.dtype);
-#define BYTES(name, elements, bytes) (elements) * (bytes),
-    const size_t row_bytes[GPT_ACT_COUNT] = {GPT_LAYER_ACTIVATIONS(BYTES)};
+    const size_t C = config->channels, H = config->heads, E = gpt_dtype_bytes(config->dtype);
+#define BYTES(name, elements, bytes, level) (elements) * (bytes),
+    const size_t all[GPT_ACT_COUNT] = {GPT_LAYER_ACTIVATIONS(BYTES)};
 #undef BYTES
     for (size_t i = 0; i < GPT_ACT_COUNT; i++)
-        TRY(take(&acts[i], model, rows * row_bytes[i], GPT_TAG_ACTIVATIONS));
+        bytes[i] = all[i];
+}
+
+/* Whether each layer keeps one of its own. */
+static bool is_kept(size_t activation, enum gpt_lighten lighten)
+{
+#define LEVEL(name, elements, bytes, level) level,
+    static const enum gpt_lighten levels[GPT_ACT_COUNT] = {GPT_LAYER_ACTIVATIONS(LEVEL)};
+#undef LEVEL
+    return lighten < levels[activation];
+}
+
+/* What all layers share. */
+static rebatch_status take_shared(struct gpt_activations *acts, struct gpt_model *model,
+                                  size_t rows)
+{
+    size_t bytes[GPT_ACT_COUNT];
+    row_bytes_of(bytes, &model->config);
+    for (size_t i = 0; i < GPT_ACT_COUNT; i++)
+        if (!is_kept(i, acts->lighten))
+            TRY(take(&acts->shared[i], model, rows * bytes[i], GPT_TAG_ACTIVATIONS));
     return REBATCH_OK;
 }
 
-static void give_layer(void *acts[GPT_ACT_COUNT], struct gpt_model *model)
+static void give_shared(struct gpt_activations *acts, struct gpt_model *model)
 {
     for (size_t i = 0; i < GPT_ACT_COUNT; i++)
-        give(&acts[i], model);
+        give(&acts->shared[i], model);
+}
+
+static rebatch_status take_layer(struct gpt_activations *acts, struct gpt_model *model,
+                                 size_t layer, size_t rows)
+{
+    size_t bytes[GPT_ACT_COUNT];
+    row_bytes_of(bytes, &model->config);
+    for (size_t i = 0; i < GPT_ACT_COUNT; i++)
+        if (is_kept(i, acts->lighten))
+            TRY(take(&acts->layers[layer][i], model, rows * bytes[i], GPT_TAG_ACTIVATIONS));
+        else
+            acts->layers[layer][i] = acts->shared[i];
+    return REBATCH_OK;
+}
+
+static void give_layer(struct gpt_activations *acts, struct gpt_model *model, size_t layer)
+{
+    for (size_t i = 0; i < GPT_ACT_COUNT; i++)
+        if (is_kept(i, acts->lighten))
+            give(&acts->layers[layer][i], model);
 }
 
 static void give_final(struct gpt_activations *acts, struct gpt_model *model)
@@ -58,7 +98,8 @@ void gpt_activations_free(struct gpt_activations *activations, struct gpt_model 
 {
     give(&activations->embedded, model);
     for (size_t i = 0; i < model->config.layers; i++)
-        give_layer(activations->layers[i], model);
+        give_layer(activations, model, i);
+    give_shared(activations, model);
     give_final(activations, model);
     give(&activations->losses, model);
 }
@@ -112,39 +153,62 @@ static rebatch_status linear(struct gpt_model *model, void *y, const void *x, si
                                       gpt_layer_weight(model, layer, bias), shape);
 }
 
+/* The norm before a branch, of `x`. */
+struct norm {
+    enum gpt_layer_activation out, mean, rstd;
+    enum gpt_layer_tensor gamma, beta;
+};
+static const struct norm attention_norm = {GPT_ACT_NORM1, GPT_ACT_MEAN1, GPT_ACT_RSTD1,
+                                           GPT_NORM1_GAMMA, GPT_NORM1_BETA};
+static const struct norm perceptron_norm = {GPT_ACT_NORM2, GPT_ACT_MEAN2, GPT_ACT_RSTD2,
+                                            GPT_NORM2_GAMMA, GPT_NORM2_BETA};
+
+static rebatch_status normalise(struct gpt_model *model, const struct norm *norm, size_t layer,
+                                void **acts, const void *x, size_t rows)
+{
+    return model->ops->layernorm_forward(
+        &model->queue, acts[norm->out], acts[norm->mean], acts[norm->rstd], x,
+        gpt_layer_weight(model, layer, norm->gamma), gpt_layer_weight(model, layer, norm->beta),
+        rows, model->config.channels);
+}
+
 static rebatch_status attention_branch(struct gpt_model *model, const struct gpt_samples *samples,
                                        size_t layer, void **acts, const void *x)
 {
-    const struct gpt_ops *ops = model->ops;
-    const struct gpt_queue *queue = &model->queue;
     const size_t rows = rows_of(model, samples), channels = model->config.channels;
     const struct gpt_attention shape = attention_of(model, samples->count);
-    TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM1], acts[GPT_ACT_MEAN1], acts[GPT_ACT_RSTD1],
-                               x, gpt_layer_weight(model, layer, GPT_NORM1_GAMMA),
-                               gpt_layer_weight(model, layer, GPT_NORM1_BETA), rows, channels));
+    TRY(normalise(model, &attention_norm, layer, acts, x, rows));
     TRY(linear(model, acts[GPT_ACT_QKV], acts[GPT_ACT_NORM1], layer, GPT_QKV_WEIGHT, GPT_QKV_BIAS,
                &(struct gpt_matmul){rows, channels, 3 * channels, false}));
-    TRY(ops->attention_forward(queue, acts[GPT_ACT_ATTENTION], acts[GPT_ACT_LOG_SUMS],
-                               acts[GPT_ACT_QKV], &shape));
+    TRY(model->ops->attention_forward(&model->queue, acts[GPT_ACT_ATTENTION],
+                                      acts[GPT_ACT_LOG_SUMS], acts[GPT_ACT_QKV], &shape));
     TRY(linear(model, acts[GPT_ACT_MIDDLE], acts[GPT_ACT_ATTENTION], layer, GPT_PROJECT_WEIGHT,
                GPT_PROJECT_BIAS, &(struct gpt_matmul){rows, channels, channels, false}));
     return drop(model, samples, attention_site(layer), acts[GPT_ACT_MIDDLE], x,
                 acts[GPT_ACT_MIDDLE]);
 }
 
-static rebatch_status perceptron_branch(struct gpt_model *model, const struct gpt_samples *samples,
-                                        size_t layer, void **acts)
+static rebatch_status gelu(struct gpt_model *model, void **acts, size_t rows)
 {
-    const struct gpt_ops *ops = model->ops;
-    const struct gpt_queue *queue = &model->queue;
+    return model->ops->gelu_forward(&model->queue, acts[GPT_ACT_GELU], acts[GPT_ACT_WIDE],
+                                    rows * 4 * model->config.channels);
+}
+
+/* The perceptron as far as its backward pass needs it. */
+static rebatch_status widen(struct gpt_model *model, const struct gpt_samples *samples,
+                            size_t layer, void **acts)
+{
     const size_t rows = rows_of(model, samples), channels = model->config.channels;
-    TRY(ops->layernorm_forward(queue, acts[GPT_ACT_NORM2], acts[GPT_ACT_MEAN2], acts[GPT_ACT_RSTD2],
-                               acts[GPT_ACT_MIDDLE],
-                               gpt_layer_weight(model, layer, GPT_NORM2_GAMMA),
-                               gpt_layer_weight(model, layer, GPT_NORM2_BETA), rows, channels));
+    TRY(normalise(model, &perceptron_norm, layer, acts, acts[GPT_ACT_MIDDLE], rows));
     TRY(linear(model, acts[GPT_ACT_WIDE], acts[GPT_ACT_NORM2], layer, GPT_WIDEN_WEIGHT,
                GPT_WIDEN_BIAS, &(struct gpt_matmul){rows, channels, 4 * channels, false}));
-    TRY(ops->gelu_forward(queue, acts[GPT_ACT_GELU], acts[GPT_ACT_WIDE], rows * 4 * channels));
+    return gelu(model, acts, rows);
+}
+
+static rebatch_status narrow(struct gpt_model *model, const struct gpt_samples *samples,
+                             size_t layer, void **acts)
+{
+    const size_t rows = rows_of(model, samples), channels = model->config.channels;
     TRY(linear(model, acts[GPT_ACT_END], acts[GPT_ACT_GELU], layer, GPT_NARROW_WEIGHT,
                GPT_NARROW_BIAS, &(struct gpt_matmul){rows, 4 * channels, channels, false}));
     return drop(model, samples, perceptron_site(layer), acts[GPT_ACT_END], acts[GPT_ACT_MIDDLE],
@@ -198,24 +262,24 @@ static rebatch_status finish(struct gpt_activations *acts, struct gpt_model *mod
 rebatch_status gpt_forward(struct gpt_activations *out, struct gpt_model *model,
                            const struct gpt_samples *samples, float row_weight)
 {
-    *out = (struct gpt_activations){0};
-    const size_t layers = model->config.layers;
+    const size_t layers = model->config.layers, rows = rows_of(model, samples);
+    *out = (struct gpt_activations){.lighten =
+                                        samples->training ? model->lighten : GPT_RECOMPUTE_LAYERS};
+    TRY(take_shared(out, model, rows));
     TRY(embed(out, model, samples));
     void **x = &out->embedded;
     for (size_t i = 0; i < layers; i++) {
         void **acts = out->layers[i];
-        TRY(take_layer(acts, model, rows_of(model, samples)));
+        TRY(take_layer(out, model, i, rows));
         TRY(attention_branch(model, samples, i, acts, *x));
-        TRY(perceptron_branch(model, samples, i, acts));
-        if (!samples->training) {
-            void *end = acts[GPT_ACT_END];
-            acts[GPT_ACT_END] = NULL;
-            give_layer(acts, model);
-            acts[GPT_ACT_END] = end;
+        TRY(widen(model, samples, i, acts));
+        TRY(narrow(model, samples, i, acts));
+        if (!samples->training)
             give(x, model);
-        }
         x = &acts[GPT_ACT_END];
     }
+    if (!samples->training)
+        give_shared(out, model);
     return finish(out, model, samples, *x, row_weight);
 }
 
@@ -237,6 +301,19 @@ static void scratch_bytes(size_t bytes[SCRATCH_BUFFERS], const struct gpt_model 
     bytes[0] = one;
     bytes[1] = one;
     bytes[2] = 4 * one;
+}
+
+size_t gpt_sample_bytes(const struct gpt_config *config, enum gpt_lighten lighten)
+{
+    const size_t E = gpt_dtype_bytes(config->dtype);
+    size_t bytes[GPT_ACT_COUNT], row = 0;
+    row_bytes_of(bytes, config);
+    for (size_t i = 0; i < GPT_ACT_COUNT; i++)
+        row += bytes[i] * (is_kept(i, lighten) ? config->layers : 1);
+    row += 2 * config->channels * E + 2 * sizeof(float); /* the embedding, the final norm */
+    row += config->vocabulary * E + sizeof(float);       /* logits, loss */
+    row += 6 * config->channels * E;                     /* backward */
+    return row * config->length;
 }
 
 size_t gpt_backward_bytes(const struct gpt_model *model, size_t samples)
@@ -262,6 +339,7 @@ static rebatch_status take_scratch(struct scratch *out, struct gpt_model *model,
 struct backward {
     struct gpt_model *model;
     const struct gpt_samples *samples;
+    enum gpt_lighten lighten;
     const struct gpt_set *gradients;
     struct scratch scratch;
     size_t rows;
@@ -281,15 +359,15 @@ static rebatch_status linear_backward(const struct backward *b, void *dx, const 
 }
 
 /* The stream's gradient += what comes through a branch's norm. */
-static rebatch_status norm_backward(const struct backward *b, size_t layer, const void *x,
-                                    const void *mean, const void *rstd, enum gpt_layer_tensor gamma,
-                                    enum gpt_layer_tensor beta)
+static rebatch_status norm_backward(const struct backward *b, const struct norm *norm, size_t layer,
+                                    void **acts, const void *x)
 {
     struct gpt_model *model = b->model;
     return model->ops->layernorm_backward(
-        &model->queue, b->scratch.stream, gpt_layer(model, b->gradients, layer, gamma),
-        gpt_layer(model, b->gradients, layer, beta), b->scratch.branch, x, mean, rstd,
-        gpt_layer_weight(model, layer, gamma), b->rows, model->config.channels, true);
+        &model->queue, b->scratch.stream, gpt_layer(model, b->gradients, layer, norm->gamma),
+        gpt_layer(model, b->gradients, layer, norm->beta), b->scratch.branch, x, acts[norm->mean],
+        acts[norm->rstd], gpt_layer_weight(model, layer, norm->gamma), b->rows,
+        model->config.channels, true);
 }
 
 static rebatch_status perceptron_backward(const struct backward *b, size_t layer, void **acts)
@@ -297,17 +375,22 @@ static rebatch_status perceptron_backward(const struct backward *b, size_t layer
     struct gpt_model *model = b->model;
     const struct scratch *s = &b->scratch;
     const size_t channels = model->config.channels;
+    const bool again = b->lighten == GPT_RECOMPUTE_CHEAP;
+    const void *x = acts[GPT_ACT_MIDDLE];
     TRY(drop(model, b->samples, perceptron_site(layer), s->branch, NULL, s->stream));
+    if (again)
+        TRY(gelu(model, acts, b->rows));
     TRY(linear_backward(b, s->wide, s->branch, acts[GPT_ACT_GELU], layer, GPT_NARROW_WEIGHT,
                         GPT_NARROW_BIAS,
                         &(struct gpt_matmul){b->rows, 4 * channels, channels, false}));
     TRY(model->ops->gelu_backward(&model->queue, s->wide, acts[GPT_ACT_WIDE],
                                   b->rows * 4 * channels));
+    if (again)
+        TRY(normalise(model, &perceptron_norm, layer, acts, x, b->rows));
     TRY(linear_backward(b, s->branch, s->wide, acts[GPT_ACT_NORM2], layer, GPT_WIDEN_WEIGHT,
                         GPT_WIDEN_BIAS,
                         &(struct gpt_matmul){b->rows, channels, 4 * channels, false}));
-    return norm_backward(b, layer, acts[GPT_ACT_MIDDLE], acts[GPT_ACT_MEAN2], acts[GPT_ACT_RSTD2],
-                         GPT_NORM2_GAMMA, GPT_NORM2_BETA);
+    return norm_backward(b, &perceptron_norm, layer, acts, x);
 }
 
 static rebatch_status attention_branch_backward(const struct backward *b, size_t layer, void **acts,
@@ -327,11 +410,21 @@ static rebatch_status attention_branch_backward(const struct backward *b, size_t
                         &(struct gpt_matmul){b->rows, channels, channels, false}));
     TRY(model->ops->attention_backward(&model->queue, dqkv, dout, acts[GPT_ACT_ATTENTION],
                                        acts[GPT_ACT_QKV], acts[GPT_ACT_LOG_SUMS], &shape));
+    if (b->lighten == GPT_RECOMPUTE_CHEAP)
+        TRY(normalise(model, &attention_norm, layer, acts, x, b->rows));
     TRY(linear_backward(b, s->branch, dqkv, acts[GPT_ACT_NORM1], layer, GPT_QKV_WEIGHT,
                         GPT_QKV_BIAS,
                         &(struct gpt_matmul){b->rows, channels, 3 * channels, false}));
-    return norm_backward(b, layer, x, acts[GPT_ACT_MEAN1], acts[GPT_ACT_RSTD1], GPT_NORM1_GAMMA,
-                         GPT_NORM1_BETA);
+    return norm_backward(b, &attention_norm, layer, acts, x);
+}
+
+/* Brings back what the layer's forward pass left, where another layer's has taken its place. */
+static rebatch_status recompute(const struct backward *b, size_t layer, void **acts, const void *x)
+{
+    if (b->lighten != GPT_RECOMPUTE_LAYERS || layer + 1 == b->model->config.layers)
+        return REBATCH_OK;
+    TRY(attention_branch(b->model, b->samples, layer, acts, x));
+    return widen(b->model, b->samples, layer, acts);
 }
 
 /* From the logits' gradient to the stream's. */
@@ -371,6 +464,7 @@ rebatch_status gpt_backward(struct gpt_activations *activations, struct gpt_mode
     struct backward b = {.model = model,
                          .samples = samples,
                          .gradients = gradients,
+                         .lighten = activations->lighten,
                          .rows = rows_of(model, samples)};
     const size_t layers = model->config.layers;
     TRY(take_scratch(&b.scratch, model, samples->count));
@@ -378,9 +472,10 @@ rebatch_status gpt_backward(struct gpt_activations *activations, struct gpt_mode
     for (size_t i = layers; i-- > 0;) {
         void **acts = activations->layers[i];
         const void *x = i == 0 ? activations->embedded : activations->layers[i - 1][GPT_ACT_END];
+        TRY(recompute(&b, i, acts, x));
         TRY(perceptron_backward(&b, i, acts));
         TRY(attention_branch_backward(&b, i, acts, x));
-        give_layer(acts, model);
+        give_layer(activations, model, i);
     }
     TRY(embed_backward(&b));
     give(&b.scratch.stream, model);

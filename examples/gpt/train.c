@@ -1,19 +1,14 @@
-/* Owns the training run: the callbacks, what they allocate and when, and the list of losses.
+/* Owns the training run: the callbacks but the update, what they allocate and when, and the list of
+ * losses.
  * Must not know how batches are cut or how memory is found. */
-#include "gpt/train.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "gpt/error.h"
-
-/* Small results, in device memory. */
-struct gpt_scalars {
-    double loss_sum; /* of the step's samples so far; zeroed by zero_grad */
-    double evaluation_sum;
-    float norm_and_scale[2]; /* of the last update */
-};
+#include "gpt/update.h"
 
 /* ---- options ---- */
 
@@ -52,7 +47,8 @@ static rebatch_status check_options(const struct gpt_train_options *options)
                    {"beta2", options->beta2, 1.0f},
                    {"epsilon", options->epsilon, 1.0f},
                    {"weight_decay", options->weight_decay, 1e6f},
-                   {"clip", options->clip, INFINITY}};
+                   {"clip", options->clip, INFINITY},
+                   {"loss_scale", options->loss_scale, INFINITY}};
     if (options->batch == 0 || options->batch > UINT32_MAX)
         return gpt_error(REBATCH_E_INVALID, "batch is %zu: expected 1 to %u samples",
                          options->batch, UINT32_MAX);
@@ -65,35 +61,14 @@ static rebatch_status check_options(const struct gpt_train_options *options)
     return REBATCH_OK;
 }
 
-/* ---- memory that outlives a callback ---- */
-
-/* A set is published only at the end of the callback that allocated it. It can still be taken back:
- * when rebatch finds a late error behind a callback that succeeded. Then its blocks are no longer
- * in use, and the set is forgotten. */
-static void forget_if_taken_back(struct gpt_trainer *trainer, struct gpt_set *set)
-{
-    size_t bytes;
-    for (size_t i = 0; i < set->count; i++)
-        if (rebatch_pool_block_bytes(&bytes, trainer->model->pool, set->blocks[i])) {
-            *set = (struct gpt_set){0};
-            return;
-        }
-}
-
-static void forget_what_was_taken_back(struct gpt_trainer *trainer)
-{
-    forget_if_taken_back(trainer, &trainer->gradients);
-    forget_if_taken_back(trainer, &trainer->moments[0]);
-    forget_if_taken_back(trainer, &trainer->moments[1]);
-}
-
 /* ---- zero_grad ---- */
 
 static rebatch_status zero_grad(void *user)
 {
     struct gpt_trainer *trainer = user;
     struct gpt_model *model = trainer->model;
-    forget_if_taken_back(trainer, &trainer->gradients);
+    gpt_set_forget_if_taken_back(&trainer->gradients, trainer);
+    gpt_moments_settle(trainer);
     struct gpt_set gradients = trainer->gradients;
     rebatch_status status = REBATCH_OK;
     if (gradients.count == 0)
@@ -113,32 +88,13 @@ static rebatch_status zero_grad(void *user)
 
 /* ---- forward_backward ---- */
 
-/* Puts samples [first, first + count) of a split on the device. The caller frees *out. */
-static rebatch_status upload(int32_t **out, struct gpt_trainer *trainer, enum gpt_split split,
-                             uint64_t step, size_t first, size_t count)
+/* What a row's loss weighs in the gradient. A scale that has shrunk to nothing leaves the smallest
+ * weight there is: 0 means no gradient at all to cross_entropy(). */
+static float row_weight(const struct gpt_trainer *trainer, size_t batch)
 {
-    struct gpt_model *model = trainer->model;
-    const size_t length = model->config.length, tokens = count * (length + 1);
-    if (trainer->staging_room < tokens) {
-        int32_t *staging = realloc(trainer->staging, tokens * sizeof *staging);
-        if (!staging)
-            return gpt_error(REBATCH_E_HOST_OOM, "no host memory for %zu tokens", tokens);
-        trainer->staging = staging;
-        trainer->staging_room = tokens;
-    }
-    for (size_t i = 0; i < count; i++)
-        gpt_data_sample(trainer->staging + i * (length + 1), trainer->data, split,
-                        trainer->options.seed, step, first + i, length);
-    void *memory;
-    rebatch_status status = rebatch_pool_alloc(&memory, model->pool, tokens * sizeof(int32_t),
-                                               model->queue.stream, model->tags[GPT_TAG_DATA]);
-    if (!status)
-        status = rebatch_copy(model->queue.device, memory, trainer->staging,
-                              tokens * sizeof(int32_t), model->queue.stream);
-    if (!status) /* the next upload overwrites the staging memory */
-        status = rebatch_stream_synchronize(model->queue.device, model->queue.stream);
-    *out = memory;
-    return status;
+    const double rows = (double)batch * (double)trainer->model->config.length;
+    const double scale = trainer->has_scaler ? (double)trainer->scaler.scale : 1.0;
+    return fmaxf((float)(scale / rows), FLT_MIN);
 }
 
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
@@ -147,17 +103,19 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     struct gpt_model *model = trainer->model;
     struct gpt_samples samples = {
         .first = mb->first, .count = mb->count, .step = mb->step, .training = true};
-    const float row_weight = (float)(1.0 / ((double)mb->batch * (double)model->config.length));
     struct gpt_activations activations;
-    int32_t *tokens;
     if (mb->stream != model->queue.stream)
         return gpt_error(REBATCH_E_INVALID, "the trainer's stream is not the session's");
+    if (mb->batch != trainer->options.batch)
+        return gpt_error(REBATCH_E_INVALID,
+                         "the effective batch is %zu: expected the trainer's %zu", mb->batch,
+                         trainer->options.batch);
     trainer->samples_seen += mb->count;
-    rebatch_status status = upload(&tokens, trainer, GPT_TRAINING, mb->step, mb->first, mb->count);
+    rebatch_status status = gpt_feed_take(&samples.tokens, &trainer->feed, mb->step);
     if (status)
         return status;
-    samples.tokens = tokens;
-    status = gpt_forward(&activations, model, &samples, row_weight);
+    samples.tokens += mb->first * (model->config.length + 1);
+    status = gpt_forward(&activations, model, &samples, row_weight(trainer, mb->batch));
     if (!status)
         status = rebatch_reserve(trainer->rb, gpt_backward_bytes(model, mb->count));
     if (status)
@@ -168,130 +126,23 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     if (!status)
         status = gpt_backward(&activations, model, &samples, &trainer->gradients);
     if (!status)
-        status = rebatch_pool_free(model->pool, tokens);
+        status = gpt_feed_ahead(&trainer->feed, mb->step);
     return status;
 }
 
-/* ---- optimizer_step ---- */
+/* ---- lighten ---- */
 
-static float learning_rate(const struct gpt_train_options *options, uint64_t step)
-{
-    const double high = (double)options->learning_rate, low = (double)options->least_learning_rate;
-    const double warm = (double)options->warmup_steps, total = (double)options->total_steps;
-    const double at = (double)step;
-    if (at < warm)
-        return (float)(high * (at + 1.0) / warm);
-    if (at >= total)
-        return (float)low;
-    const double pi = 3.14159265358979323846;
-    return (float)(low + (high - low) * 0.5 * (1.0 + cos(pi * (at - warm) / (total - warm))));
-}
-
-static size_t chunks_of(size_t elements)
-{
-    return (elements + GPT_NORM_CHUNK - 1) / GPT_NORM_CHUNK;
-}
-
-/* Partial sums of squares of all gradients: the head's are in the token embedding's by then. */
-static size_t partial_count(const struct gpt_config *config)
-{
-    size_t count = 0;
-    for (size_t i = 0; i < gpt_block_count(config); i++)
-        count += chunks_of(gpt_block_elements(config, i));
-    return count;
-}
-
-static rebatch_status find_norm(struct gpt_trainer *trainer, double *partials)
-{
-    struct gpt_model *model = trainer->model;
-    const struct gpt_ops *ops = model->ops;
-    const struct gpt_config *config = &model->config;
-    double *at = partials;
-    for (size_t i = 0; i < gpt_block_count(config); i++) {
-        const size_t elements = gpt_block_elements(config, i);
-        const rebatch_status status =
-            ops->sum_squares(&model->queue, at, trainer->gradients.blocks[i], elements);
-        if (status)
-            return status;
-        at += chunks_of(elements);
-    }
-    return ops->clip_scale(&model->queue, trainer->scalars->norm_and_scale, partials,
-                           (size_t)(at - partials), trainer->options.clip, NULL);
-}
-
-static rebatch_status update_tensors(struct gpt_trainer *trainer, const struct gpt_set moments[2])
-{
-    struct gpt_model *model = trainer->model;
-    const struct gpt_train_options *options = &trainer->options;
-    struct gpt_adamw settings = {.learning_rate = learning_rate(options, trainer->updates),
-                                 .beta1 = options->beta1,
-                                 .beta2 = options->beta2,
-                                 .epsilon = options->epsilon,
-                                 .update = trainer->updates + 1};
-    rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < gpt_tensor_count(&model->config) && !status; i++) {
-        const struct gpt_tensor tensor = gpt_tensor_at(&model->config, i);
-        const struct gpt_adamw_arrays arrays = {
-            .weight = model->parameters.blocks[tensor.block] + tensor.offset,
-            .first_moment = moments[0].blocks[tensor.block] + tensor.offset,
-            .second_moment = moments[1].blocks[tensor.block] + tensor.offset,
-            .working = gpt_working_of(model, &tensor),
-            .gradient = trainer->gradients.blocks[tensor.block] + tensor.offset,
-            .scale = &trainer->scalars->norm_and_scale[1],
-            .count = tensor.rows * tensor.columns};
-        settings.weight_decay = tensor.rows > 1 ? options->weight_decay : 0.0f;
-        status = model->ops->adamw(&model->queue, &arrays, &settings);
-    }
-    return status;
-}
-
-/* Moments that are zero, unless they are there already. */
-static rebatch_status take_moments(struct gpt_set moments[2], struct gpt_trainer *trainer)
-{
-    struct gpt_model *model = trainer->model;
-    rebatch_status status = REBATCH_OK;
-    for (int i = 0; i < 2 && !status; i++) {
-        forget_if_taken_back(trainer, &trainer->moments[i]);
-        moments[i] = trainer->moments[i];
-        if (moments[i].count > 0)
-            continue;
-        status =
-            gpt_set_create(&moments[i], model, gpt_block_count(&model->config), GPT_TAG_MOMENTS);
-        if (!status)
-            status = gpt_set_zero(&moments[i], model);
-    }
-    return status;
-}
-
-static rebatch_status optimizer_step(void *user)
+static rebatch_status lighten(unsigned level, void *user)
 {
     struct gpt_trainer *trainer = user;
-    struct gpt_model *model = trainer->model;
-    const struct gpt_config *config = &model->config;
-    struct gpt_set moments[2];
-    void *partials;
-    rebatch_status status = take_moments(moments, trainer);
+    if (level > GPT_LIGHTEN_MOST)
+        return gpt_error(REBATCH_E_UNSUPPORTED, "lighten level is %u: expected 0 to %d", level,
+                         GPT_LIGHTEN_MOST);
+    const rebatch_status status =
+        level == GPT_LIGHTEN_MOST ? gpt_moments_pin(trainer) : gpt_moments_unpin(trainer);
     if (!status)
-        status = rebatch_pool_alloc(&partials, model->pool, partial_count(config) * sizeof(double),
-                                    model->queue.stream, model->tags[GPT_TAG_UPDATE]);
-    if (status)
-        return status;
-    rebatch_mutating(trainer->rb);
-    status = model->ops->add(&model->queue, gpt_outer(model, &trainer->gradients, GPT_TOKENS),
-                             trainer->gradients.blocks[gpt_block_count(config)],
-                             config->vocabulary * config->channels);
-    if (!status)
-        status = find_norm(trainer, partials);
-    if (!status)
-        status = update_tensors(trainer, moments);
-    if (!status)
-        status = rebatch_pool_free(model->pool, partials);
-    if (status)
-        return status;
-    trainer->moments[0] = moments[0];
-    trainer->moments[1] = moments[1];
-    trainer->updates++;
-    return REBATCH_OK;
+        trainer->model->lighten = gpt_lighten_of(level);
+    return status;
 }
 
 const rebatch_step_ops *gpt_trainer_ops(void)
@@ -299,7 +150,8 @@ const rebatch_step_ops *gpt_trainer_ops(void)
     static const rebatch_step_ops ops = {.struct_size = sizeof ops,
                                          .zero_grad = zero_grad,
                                          .forward_backward = forward_backward,
-                                         .optimizer_step = optimizer_step,
+                                         .optimizer_step = gpt_update_run,
+                                         .lighten = lighten,
                                          .flags = REBATCH_DECLARES_MUTATION};
     return &ops;
 }
@@ -320,15 +172,6 @@ static rebatch_status make_loss_room(struct gpt_trainer *trainer)
     return REBATCH_OK;
 }
 
-/* Brings device memory to the host. */
-static rebatch_status read_back(struct gpt_trainer *trainer, void *to, const void *from,
-                                size_t bytes)
-{
-    const struct gpt_queue *queue = &trainer->model->queue;
-    const rebatch_status status = rebatch_copy(queue->device, to, from, bytes, queue->stream);
-    return status ? status : rebatch_stream_synchronize(queue->device, queue->stream);
-}
-
 rebatch_status gpt_trainer_step(struct gpt_trainer *trainer, rebatch_step_report *report,
                                 struct gpt_step_result *result)
 {
@@ -336,21 +179,28 @@ rebatch_status gpt_trainer_step(struct gpt_trainer *trainer, rebatch_step_report
     rebatch_status status = make_loss_room(trainer);
     if (status)
         return status;
-    const float rate = learning_rate(options, trainer->updates);
+    const float rate = gpt_learning_rate(options, trainer->updates);
+    const float scale = trainer->has_scaler ? trainer->scaler.scale : 0.0f;
+    const uint64_t skipped = trainer->skipped;
     status = rebatch_step(trainer->rb, gpt_trainer_ops(), options->batch, trainer, report);
     if (status) {
-        forget_what_was_taken_back(trainer);
+        gpt_set_forget_if_taken_back(&trainer->gradients, trainer);
+        gpt_moments_settle(trainer);
         return status;
     }
     struct gpt_scalars scalars;
-    status = read_back(trainer, &scalars, trainer->scalars, sizeof scalars);
+    status = gpt_read_back(trainer, &scalars, trainer->scalars, sizeof scalars);
     if (status)
         return status;
     const double tokens = (double)options->batch * (double)options->config.length;
     const double loss = scalars.loss_sum / tokens;
     trainer->losses[trainer->loss_count++] = loss;
     if (result)
-        *result = (struct gpt_step_result){loss, scalars.norm_and_scale[0], rate};
+        *result = (struct gpt_step_result){.loss = loss,
+                                           .gradient_norm = scalars.norm_and_scale[0],
+                                           .learning_rate = rate,
+                                           .loss_scale = scale,
+                                           .skipped = trainer->skipped != skipped};
     return REBATCH_OK;
 }
 
@@ -365,7 +215,7 @@ static rebatch_status hash_set(struct gpt_hash *hash, struct gpt_trainer *traine
     for (size_t i = 0; i < gpt_block_count(config) && !status; i++) {
         const size_t bytes = gpt_block_elements(config, i) * sizeof(float);
         if (set->count > 0)
-            status = read_back(trainer, room, set->blocks[i], bytes);
+            status = gpt_read_back(trainer, room, set->blocks[i], bytes);
         else
             memset(room, 0, bytes);
         if (!status)
@@ -377,8 +227,8 @@ static rebatch_status hash_set(struct gpt_hash *hash, struct gpt_trainer *traine
 rebatch_status gpt_trainer_hash(struct gpt_trainer *trainer, char text[GPT_HASH_TEXT_BYTES])
 {
     const struct gpt_config *config = &trainer->model->config;
-    const struct gpt_set *sets[] = {&trainer->model->parameters, &trainer->moments[0],
-                                    &trainer->moments[1]};
+    const struct gpt_set *moments = gpt_moments_of(trainer);
+    const struct gpt_set *sets[] = {&trainer->model->parameters, &moments[0], &moments[1]};
     const size_t outer = gpt_block_elements(config, 0), layer = gpt_block_elements(config, 1);
     const size_t bytes = (outer > layer ? outer : layer) * sizeof(float);
     text[0] = '\0';
@@ -394,11 +244,42 @@ rebatch_status gpt_trainer_hash(struct gpt_trainer *trainer, char text[GPT_HASH_
     if (status)
         return status;
     gpt_hash_add(&hash, trainer->losses, trainer->loss_count * sizeof *trainer->losses);
+    if (trainer->has_scaler) {
+        gpt_hash_add(&hash, &trainer->scaler.scale, sizeof trainer->scaler.scale);
+        gpt_hash_add(&hash, &trainer->scaler.good, sizeof trainer->scaler.good);
+    }
     gpt_hash_end(&hash, text);
     return REBATCH_OK;
 }
 
 /* ---- evaluation ---- */
+
+/* Puts held-out samples [first, first + count) on the device. The caller frees *out. */
+static rebatch_status upload(int32_t **out, struct gpt_trainer *trainer, size_t first, size_t count)
+{
+    struct gpt_model *model = trainer->model;
+    const size_t length = model->config.length, tokens = count * (length + 1);
+    if (trainer->staging_room < tokens) {
+        int32_t *staging = realloc(trainer->staging, tokens * sizeof *staging);
+        if (!staging)
+            return gpt_error(REBATCH_E_HOST_OOM, "no host memory for %zu tokens", tokens);
+        trainer->staging = staging;
+        trainer->staging_room = tokens;
+    }
+    for (size_t i = 0; i < count; i++)
+        gpt_data_sample(trainer->staging + i * (length + 1), trainer->data, GPT_HELD_OUT,
+                        trainer->options.seed, 0, first + i, length);
+    void *memory;
+    rebatch_status status = rebatch_pool_alloc(&memory, model->pool, tokens * sizeof(int32_t),
+                                               model->queue.stream, model->tags[GPT_TAG_DATA]);
+    if (!status)
+        status = rebatch_copy(model->queue.device, memory, trainer->staging,
+                              tokens * sizeof(int32_t), model->queue.stream);
+    if (!status) /* the next upload overwrites the staging memory */
+        status = rebatch_stream_synchronize(model->queue.device, model->queue.stream);
+    *out = memory;
+    return status;
+}
 
 /* Adds the losses of one chunk of held-out samples. Leaves what it allocated to the caller's
  * scope. */
@@ -407,8 +288,8 @@ static rebatch_status evaluate_chunk(struct gpt_trainer *trainer, size_t first, 
     struct gpt_model *model = trainer->model;
     struct gpt_samples samples = {.first = first, .count = count};
     struct gpt_activations activations;
-    int32_t *tokens;
-    rebatch_status status = upload(&tokens, trainer, GPT_HELD_OUT, 0, first, count);
+    int32_t *tokens = NULL;
+    rebatch_status status = upload(&tokens, trainer, first, count);
     if (status)
         return status;
     samples.tokens = tokens;
@@ -452,7 +333,7 @@ rebatch_status gpt_trainer_evaluate(struct gpt_trainer *trainer, size_t samples,
     }
     double sum;
     if (!status)
-        status = read_back(trainer, &sum, &trainer->scalars->evaluation_sum, sizeof sum);
+        status = gpt_read_back(trainer, &sum, &trainer->scalars->evaluation_sum, sizeof sum);
     if (!status)
         *loss = sum / ((double)samples * (double)trainer->options.config.length);
     return status;
@@ -474,6 +355,18 @@ static rebatch_status take_scalars(struct gpt_trainer *trainer)
                         model->queue.stream);
 }
 
+static rebatch_status open_feed(struct gpt_trainer *trainer)
+{
+    const struct gpt_model *model = trainer->model;
+    trainer->feed = (struct gpt_feed){.pool = model->pool,
+                                      .work = model->queue.stream,
+                                      .data = trainer->data,
+                                      .seed = trainer->options.seed,
+                                      .batch = trainer->options.batch,
+                                      .length = model->config.length};
+    return gpt_feed_open(&trainer->feed, model->tags[GPT_TAG_DATA]);
+}
+
 rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const struct gpt_ops *ops,
                                   rebatch_stream stream, const struct gpt_data *data,
                                   const struct gpt_train_options *options)
@@ -486,12 +379,16 @@ rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const s
     if (!trainer)
         return gpt_error(REBATCH_E_HOST_OOM, "no host memory for a trainer");
     trainer->options = *options;
+    trainer->has_scaler = options->loss_scale > 0.0f || options->config.dtype == GPT_FP16;
+    trainer->scaler.scale = options->loss_scale > 0.0f ? options->loss_scale : GPT_SCALER_FIRST;
     trainer->rb = rb;
     trainer->data = data;
     status = gpt_model_create(&trainer->model, &options->config, ops, rebatch_get_pool(rb), stream,
                               options->seed);
     if (!status)
         status = take_scalars(trainer);
+    if (!status)
+        status = open_feed(trainer);
     if (!status)
         status = rebatch_guard(rb, &trainer->samples_seen, sizeof trainer->samples_seen,
                                REBATCH_GUARD_HOST);
@@ -509,8 +406,9 @@ void gpt_trainer_destroy(struct gpt_trainer *trainer)
         return;
     if (trainer->model) {
         gpt_set_destroy(&trainer->gradients, trainer->model);
-        gpt_set_destroy(&trainer->moments[0], trainer->model);
-        gpt_set_destroy(&trainer->moments[1], trainer->model);
+        gpt_moments_destroy(trainer);
+        if (trainer->feed.pool)
+            gpt_feed_close(&trainer->feed);
         (void)rebatch_pool_free(trainer->model->pool, trainer->scalars);
     }
     gpt_model_destroy(trainer->model);

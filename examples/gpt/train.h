@@ -4,8 +4,10 @@
 #define GPT_TRAIN_H
 
 #include "gpt/data.h"
+#include "gpt/feed.h"
 #include "gpt/hash.h"
 #include "gpt/model.h"
+#include "gpt/scaler.h"
 #include "rebatch/step.h"
 
 /* What a training run is a function of, besides the text. */
@@ -20,6 +22,7 @@ struct gpt_train_options {
     float beta1, beta2, epsilon;
     float weight_decay; /* of matrices */
     float clip;         /* most that the gradients' norm may be; 0: no clipping */
+    float loss_scale;   /* at first; 0: GPT_SCALER_FIRST in fp16, and no scaling else */
 };
 
 /* Defaults for a preset's sizes: a batch of 64, 40 steps.
@@ -33,13 +36,19 @@ struct gpt_trainer {
     const struct gpt_data *data; /* borrowed */
     struct gpt_model *model;
     struct gpt_set gradients;    /* from the first zero_grad on */
-    struct gpt_set moments[2];   /* from the first optimizer_step on */
+    struct gpt_set moments[2];   /* from the first optimizer_step on, unless they are pinned */
+    struct gpt_set pinned[2];    /* moments in host memory */
     struct gpt_scalars *scalars; /* device memory */
     uint64_t updates;            /* applied */
-    uint64_t samples_seen;       /* that went into updates: guarded, so that repeats do not count */
-    double *losses;              /* of each step so far */
+    uint64_t skipped;            /* because gradients were not finite */
+    bool has_scaler;
+    struct gpt_scaler scaler; /* changed by a whole update alone */
+    float inverse;            /* 1 / its scale, on its way to the device */
+    uint64_t samples_seen;    /* that went into updates: guarded, so that repeats do not count */
+    double *losses;           /* of each step so far */
     size_t loss_count, loss_room;
-    int32_t *staging; /* tokens on their way to the device */
+    struct gpt_feed feed; /* samples to train on */
+    int32_t *staging;     /* held-out samples on their way to the device */
     size_t staging_room;
 };
 
@@ -58,13 +67,31 @@ rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const s
 /* NULL is allowed. */
 void gpt_trainer_destroy(struct gpt_trainer *trainer);
 
-/* The callbacks, for rebatch_step(); the user pointer is the trainer. */
+/* The highest level of `lighten`: those of enum gpt_lighten, and then AdamW's moments in pinned
+ * host memory as well. No level changes a bit. */
+#define GPT_LIGHTEN_MOST 3
+
+/* The callbacks, for rebatch_step(); the user pointer is the trainer, whose batch the effective
+ * batch has to be. */
 const rebatch_step_ops *gpt_trainer_ops(void);
+
+/* What a step holds at most, from the second on: persistent_bytes + micro-batch * sample_bytes, and
+ * less than REBATCH_POOL_UNIT_BYTES more for each block of a micro-batch. It is the pool's: a GPU's
+ * libraries and code take more. */
+struct gpt_memory {
+    uint64_t persistent_bytes; /* weights, gradients, moments, tokens */
+    uint64_t sample_bytes;     /* activations and their gradients */
+};
+struct gpt_memory gpt_train_memory(const struct gpt_train_options *options, unsigned lighten);
 
 /* What a step came to. */
 struct gpt_step_result {
-    double loss; /* mean over the batch's tokens, before the update */
-    float gradient_norm, learning_rate;
+    double loss;         /* mean over the batch's tokens, before the update */
+    float gradient_norm; /* without the loss scale */
+    float learning_rate;
+    float loss_scale; /* with which it ran; 0: none */
+    bool skipped;     /* the update: gradients were not finite. The learning rate stays where it is,
+                         and so does AdamW's count of updates */
 };
 
 /* One rebatch_step(), and its loss added to the list.
@@ -74,7 +101,8 @@ struct gpt_step_result {
 rebatch_status gpt_trainer_step(struct gpt_trainer *trainer, rebatch_step_report *report,
                                 struct gpt_step_result *result);
 
-/* SHA-256 over weights, both moments (zeros before the first update) and every loss. */
+/* SHA-256 over weights, both moments (zeros before the first update), every loss, and the state of
+ * the loss scaler if there is one. */
 rebatch_status gpt_trainer_hash(struct gpt_trainer *trainer, char text[GPT_HASH_TEXT_BYTES]);
 
 /* Mean loss of `samples` held-out samples, without gradients or dropout, in chunks that fit: an OOM

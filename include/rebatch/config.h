@@ -48,6 +48,16 @@ REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,
 REBATCH_API const char *rebatch_config_get(const rebatch_config *config, const char *key,
                                            const char **origin);
 
+/** Read a size as it may stand in a file: "22GiB", "1.5 MB", "1048576" for bytes, or a share such
+ *  as "90%" where shares make sense. What is left of a byte is dropped.
+ *  @param[out] bytes     0 for a share, and on failure
+ *  @param[out] permille  of a share, 1 to 1000; 0 when it is none, and on failure. NULL: shares are
+ *                        refused
+ *  @return REBATCH_OK; REBATCH_E_PARSE for text that is no size, or more than 2^63 - 1 bytes:
+ *          rebatch_last_error() says what is wrong; REBATCH_E_INVALID. Any thread. */
+REBATCH_API rebatch_status rebatch_config_parse_size(size_t *bytes, uint32_t *permille,
+                                                     const char *text);
+
 /** The full name of the n-th key, in the order of docs/config.md.
  *  @return a string that is never freed; NULL past the last. Any thread. */
 REBATCH_API const char *rebatch_config_key(size_t n);

@@ -49,7 +49,8 @@ typedef struct rebatch_host_options {
     X(MAP, "map physical memory")                                                                  \
     X(ACCESS, "make mapped memory accessible")                                                     \
     X(UNMAP, "unmap physical memory")                                                              \
-    X(RELEASE, "give memory or address space back")
+    X(RELEASE, "give memory or address space back")                                                \
+    X(PIN, "allocate pinned host memory")
 
 /** Bits for rebatch_fault_plan.calls: REBATCH_FAULT_ALLOC, REBATCH_FAULT_COPY and so on. */
 typedef enum rebatch_fault_call {
@@ -82,7 +83,8 @@ typedef struct rebatch_fault_plan {
     uint64_t times;     /**< how many calls in a row fail from there; 0: 1; REBATCH_FAULT_FOREVER */
     uint32_t permille;  /**< besides, this many of 1000 calls fail, by chance */
     uint64_t seed;      /**< of that chance: the same seed fails the same calls */
-    rebatch_status status; /**< what a failing call answers; 0: REBATCH_OOM */
+    rebatch_status status; /**< what a failing call answers; 0: REBATCH_OOM, for pinned host memory
+                                REBATCH_E_HOST_OOM */
     const rebatch_fault_room
         *rooms;        /**< changes of capacity by rising at_call; copied; NULL: none */
     size_t room_count; /**< how many; at most 64 */
@@ -189,6 +191,21 @@ REBATCH_API rebatch_status rebatch_copy(rebatch_device *device, void *to, const 
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
 REBATCH_API rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value,
                                         size_t bytes, rebatch_stream stream);
+
+/** Allocate host memory that the device reaches too: copies to and from it run beside other work,
+ *  and kernels may read and write it. It does not count against the device's memory.
+ *  @param[out] out  owned by the caller, release with rebatch_pinned_free(); aligned to 4096; its
+ *                   contents are not defined; NULL on failure
+ *  @param bytes     at least 1
+ *  @return REBATCH_OK, REBATCH_E_HOST_OOM, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED on a dry
+ *          device, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+REBATCH_API rebatch_status rebatch_pinned_alloc(void **out, rebatch_device *device, size_t bytes);
+
+/** Give it back. Nothing that was enqueued may still use it. A NULL `memory` is allowed.
+ *  @param bytes  as it was allocated
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE,
+ *          REBATCH_E_DEVICE_LOST. Any thread. */
+REBATCH_API rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t bytes);
 
 #ifdef __cplusplus
 }

@@ -118,6 +118,13 @@ typedef struct rebatch_tag_usage {
     uint64_t at_peak_bytes; /**< what it had when the pool as a whole was at its peak */
 } rebatch_tag_usage;
 
+/** What a snapshot is written as. */
+typedef enum rebatch_snapshot_format {
+    REBATCH_SNAPSHOT_PICKLE = 0,     /**< for PyTorch's memory viewer: blocks and events */
+    REBATCH_SNAPSHOT_BLOCKS_CSV = 1, /**< a line a block; their bytes add up to reserved_bytes */
+    REBATCH_SNAPSHOT_EVENTS_CSV = 2  /**< a line an event, the oldest first */
+} rebatch_snapshot_format;
+
 /** How many tags an OOM report names. */
 #define REBATCH_OOM_TAGS 6
 
@@ -150,7 +157,9 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
-/** Give everything back to the device, blocks in use included, and release the pool. NULL is
+/** Wait for the streams, give everything back to the device, blocks in use included, and release
+ *  the pool. Of a stream that cannot be waited for, memory that its work may still use stays mapped
+ *  and counts as used on the device for good: it is never taken from under running work. NULL is
  *  allowed. No other thread may be using the pool. */
 REBATCH_API void rebatch_pool_destroy(rebatch_pool *pool);
 
@@ -278,6 +287,30 @@ REBATCH_API size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_
  *  have fitted.
  *  @return as rebatch_pool_format_summary(). Any thread. */
 REBATCH_API size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom_report *report);
+
+/** Write what the pool holds, block by block, and the last events, of which it keeps as many as
+ *  rebatch_pool_options.events says. Nothing changes in the pool, and no memory is allocated, so it
+ *  may be called when there is none.
+ *
+ *  The pickle is the dictionary that torch.cuda.memory._snapshot() gives: "segments" and
+ *  "device_traces", with a block's tag where PyTorch has the frames of who allocated it. So
+ *  https://pytorch.org/memory_viz and `python -m torch.cuda._memory_viz` show it. All statistics
+ *  and tags are in it under "rebatch". docs/snapshot.md has the layouts.
+ *  @param write  is given the bytes in order, in pieces of at most 4096. It runs with the pool's
+ *                lock held, so it must not call the pool. Another answer than REBATCH_OK ends the
+ *                writing
+ *  @param user   handed to `write`
+ *  @return REBATCH_OK; REBATCH_E_INVALID; what `write` answered. Any thread. */
+REBATCH_API rebatch_status rebatch_pool_write_snapshot(
+    rebatch_pool *pool, rebatch_snapshot_format format,
+    rebatch_status (*write)(const void *data, size_t size, void *user), void *user);
+
+/** The same into a file, which is created or replaced.
+ *  @return as above; REBATCH_E_IO when the file cannot be written: it may then have a part. Any
+ *          thread. */
+REBATCH_API rebatch_status rebatch_pool_save_snapshot(rebatch_pool *pool,
+                                                      rebatch_snapshot_format format,
+                                                      const char *path);
 
 #ifdef __cplusplus
 }

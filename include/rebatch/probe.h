@@ -4,7 +4,10 @@
  *  rebatch records what two small micro-batches allocate, in which order and when they free it,
  *  and takes every size as a function of the micro-batch. Run dry through a pool like the
  *  session's, that tells for any size whether it fits. The size found is run once, on gradients
- *  that other micro-batches have accumulated, before it is believed. */
+ *  that other micro-batches have accumulated, before it is believed.
+ *
+ *  What was found can be kept in a file, so that a run that resumes begins with the size that the
+ *  last one found and tries it once. docs/probe.md has the file and its rules. */
 #ifndef REBATCH_PROBE_H
 #define REBATCH_PROBE_H
 
@@ -21,10 +24,18 @@ typedef struct rebatch_probe_options {
      *  the pool during the probe, so that the size found leaves room for it. State that an update
      *  has already made counts by itself. */
     size_t reserve_bytes;
+    /** A file that keeps what probes have found, in a folder that is there; borrowed for the call;
+     *  NULL: none. An entry counts only for the same key, device, memory, driver, library version
+     *  and settings, and its size is run before it is believed. A file that cannot be used is left
+     *  out, with an event that says why, and the probe runs as it would without. */
+    const char *file;
+    /** Names the model in that file, 1 to 255 bytes: "gpt2-124M T=1024 bf16", for example. What
+     *  changes the memory of a sample belongs in it. */
+    const char *key;
 } rebatch_probe_options;
 #define REBATCH_PROBE_OPTIONS_INIT                                                                 \
     {                                                                                              \
-        sizeof(rebatch_probe_options), 0, 0                                                        \
+        sizeof(rebatch_probe_options), 0, 0, NULL, NULL                                            \
     }
 
 /** How sure a result is: X(name, in words). */
@@ -39,6 +50,20 @@ typedef enum rebatch_confidence {
     REBATCH_CONFIDENCES(REBATCH_CONFIDENCE_)
 #undef REBATCH_CONFIDENCE_
 } rebatch_confidence;
+
+/** What the file of results had to say: X(name, in words). */
+#define REBATCH_SAVED_SIZES(X)                                                                     \
+    X(NONE, "no file was given")                                                                   \
+    X(ABSENT, "the file has no size for this")                                                     \
+    X(HELD, "the size in the file was run, and is the one")                                        \
+    X(REPLACED, "the size in the file was run, and another one was found")                         \
+    X(IGNORED, "the file cannot be used")
+
+typedef enum rebatch_saved_size {
+#define REBATCH_SAVED_SIZE_(name, text) REBATCH_SAVED_##name,
+    REBATCH_SAVED_SIZES(REBATCH_SAVED_SIZE_)
+#undef REBATCH_SAVED_SIZE_
+} rebatch_saved_size;
 
 /** What a probe found. Bytes live in the pool count everything that lives there, parameters and
  *  reserve_bytes as well. */
@@ -55,7 +80,20 @@ typedef struct rebatch_probe_report {
     uint32_t ooms;                 /**< of them, those that ran out of memory */
     rebatch_confidence confidence;
     rebatch_oom_report oom; /**< the last OOM of the pool in this probe; asked_bytes 0 when none */
+    rebatch_saved_size saved; /**< what the file of results had to say */
+    size_t saved_size;        /**< the size that was in it; 0: none */
 } rebatch_probe_report;
+
+/** What a size is predicted to need. Bytes count everything that lives in the pool, reserve_bytes
+ *  as well. */
+typedef struct rebatch_prediction {
+    size_t size;
+    bool fits;               /**< whole steps of that size would run in the memory there is now */
+    uint64_t peak_bytes;     /**< most live at once */
+    uint64_t reserved_bytes; /**< most held from the device; 0 when it does not fit */
+    uint64_t limit_bytes;    /**< what the pool could hold from the device, all in all, now */
+    uint64_t failing_bytes;  /**< the request that fails first; 0 when it fits */
+} rebatch_prediction;
 
 #ifdef __cplusplus
 extern "C" {
@@ -81,8 +119,23 @@ REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *op
                                          void *user, const rebatch_probe_options *options,
                                          rebatch_probe_report *report);
 
+/** Predict what steps of micro-batches of `size` need, by the memory model that the last
+ *  rebatch_probe() of this session has made, in the pool as it is now. Runs no callback;
+ *  reserve_bytes are taken from the pool for the time of the call.
+ *  @param[out] out  zeroed on failure
+ *  @param size      at least 1; may be larger than the batch or any limit of the session
+ *  @param batch     samples in the effective batch, at least 1
+ *  @param options   of the probe: reserve_bytes counts, the others do not; NULL means defaults
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE when there is no model: nothing was
+ *          probed, or no more than one size was run; REBATCH_E_STATE from within a callback;
+ *          REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. */
+REBATCH_API rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size,
+                                           size_t batch, const rebatch_probe_options *options);
+
 /** The words for a confidence. Never freed. Any thread. */
 REBATCH_API const char *rebatch_confidence_text(rebatch_confidence confidence);
+/** The words for what a file of results had to say. Never freed. Any thread. */
+REBATCH_API const char *rebatch_saved_size_text(rebatch_saved_size saved);
 
 #ifdef __cplusplus
 }

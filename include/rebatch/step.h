@@ -88,7 +88,9 @@ typedef enum rebatch_phase {
     X(GROW, INFO, "there is room to grow")                                                         \
     X(GROWTH_FAILED, INFO, "the last growth did not hold")                                         \
     X(EXHAUSTED, ERROR, "out of memory, and nothing is left to try,")                              \
-    X(TORN, ERROR, "out of memory, and some parameters are changed,")
+    X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
+    X(TRIAL, INFO, "a probe's trial")                                                              \
+    X(PROBE_FILE, WARN, "the probe's file of results:")
 
 typedef enum rebatch_log_level {
     REBATCH_LOG_DEFAULT = 0, /**< INFO */
@@ -121,6 +123,8 @@ typedef struct rebatch_event {
     uint64_t asked_bytes;     /**< the request that failed; 0 when it was not the pool's */
     uint64_t needed_bytes;    /**< what the attempt would have held at least; 0: not known */
     uint64_t available_bytes; /**< what could be allocated after the attempt was taken back */
+    uint64_t peak_bytes;      /**< of a TRIAL that ran: most live in the pool; 0: out of memory */
+    const char *text;         /**< of PROBE_FILE: which file, and why it is not used; else NULL */
 } rebatch_event;
 
 /** What to do first about an OOM that the same size would meet again. */
@@ -133,7 +137,15 @@ typedef enum rebatch_on_oom {
                             known, and after a prediction that did not hold */
 } rebatch_on_oom;
 
-/** Options of a session. Zero means default. */
+/** How many sizes rebatch_options.micro_allowed has room for. */
+#define REBATCH_ALLOWED_SIZES 32
+
+/** Options of a session. Zero means default.
+ *
+ *  A micro-batch has at least micro_smallest and at most micro_largest samples, is a multiple of
+ *  micro_multiple_of, and one of micro_allowed, whoever chooses it: start, halving, prediction,
+ *  growth, probe. Exempt is the last micro-batch of an effective batch, which may be smaller: it
+ *  has the samples that are left. */
 typedef struct rebatch_options {
     size_t struct_size;        /**< sizeof(rebatch_options) */
     rebatch_pool_options pool; /**< of the session's pool; its struct_size may be 0: all defaults */
@@ -160,12 +172,19 @@ typedef struct rebatch_options {
     void (*on_event)(const rebatch_event *event, void *user); /**< NULL: none. It must not call
                                                                    this session */
     void *on_event_user;                                      /**< borrowed until rebatch_close() */
+
+    size_t micro_multiple_of; /**< each micro-batch is a multiple of this; 0: of 1 */
+    size_t micro_allowed[REBATCH_ALLOWED_SIZES]; /**< the sizes that a micro-batch may have, in any
+                                                      order, up to the first 0; none: any size */
+    uint32_t max_ooms_in_row; /**< OOMs in one step, without a micro-batch or an update in between
+                                   that succeeded, with which it gives up; refused admissions do not
+                                   count; at most 65536; 0: no bound but max_attempts */
 } rebatch_options;
 #define REBATCH_OPTIONS_INIT                                                                       \
     {                                                                                              \
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
-            NULL                                                                                   \
+            NULL, 0, {0}, 0                                                                        \
     }
 
 /** What one call of rebatch_step() did. */
@@ -213,9 +232,15 @@ REBATCH_API rebatch_pool *rebatch_get_pool(const rebatch *rb);
 /** The micro-batch size with which the next step of `batch` samples begins. */
 REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
 
+/** Set the number of the next effective batch, 0 in a new session: a run that resumes goes on
+ *  counting where the last one stopped, for `step` is what data and dropout depend on.
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_STATE from within a callback. */
+REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
+
 /** Run one effective batch and its update, whatever it takes.
  *  @param ops     borrowed for the call; lighten may be NULL
- *  @param batch   samples in the effective batch, at least 1
+ *  @param batch   samples in the effective batch, at least 1, micro_multiple_of, and the smallest
+ *                 of micro_allowed
  *  @param user    handed to the callbacks
  *  @param report  may be NULL; filled in on failure as well
  *  @return REBATCH_OK: every sample counted exactly once and the update was applied once.

@@ -4,6 +4,7 @@
 #define RBI_BASE_H
 
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -17,6 +18,16 @@
  * no heap. */
 rebatch_status rbi_error(rebatch_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+
+/* ---- failures on order, for tests (countdown.c) ---- */
+
+/* `left` calls until the failure, 0: none; then `times` in a row, UINT64_MAX: for ever. */
+struct rbi_countdown {
+    atomic_uint_fast64_t left, times;
+};
+void rbi_countdown_set(struct rbi_countdown *countdown, uint64_t nth, uint64_t times);
+/* Counts a call; true when it is to fail. */
+bool rbi_countdown_strikes(struct rbi_countdown *countdown);
 
 /* ---- the one heap seam (heap.c) ---- */
 
@@ -33,6 +44,32 @@ void rbi_heap_fail(uint64_t nth, uint64_t times);
 /* Heap calls that gave memory, and blocks not freed yet, since the process began. */
 uint64_t rbi_heap_calls(void);
 int64_t rbi_heap_live(void);
+
+/* ---- files that are kept (file.c) ---- */
+
+/* Reads a whole regular file; one that is not there is empty.
+ *  @param[out] bytes  zero-terminated, from the heap; NULL on failure
+ *  @return REBATCH_OK; REBATCH_E_IO when it cannot be read or is larger than `most`;
+ *          REBATCH_E_HOST_OOM */
+rebatch_status rbi_file_read(char **bytes, size_t *length, const char *path, size_t most);
+
+/* Keeps other processes and threads from replacing a file, which is made when it is not there, and
+ * is there until rbi_file_unlock().
+ *  @param[out] lock     -1 on failure
+ *  @param patience_ns   how long to wait for somebody else's lock
+ *  @return REBATCH_OK, REBATCH_E_IO */
+rebatch_status rbi_file_lock(int *lock, const char *path, uint64_t patience_ns);
+void rbi_file_unlock(int lock);
+/* Replaces a locked file: whatever happens, the old one is there or the new one, whole.
+ *  @param keep_as  the old one is there afterwards under this name; NULL: it is not
+ *  @return REBATCH_OK, REBATCH_E_IO */
+rebatch_status rbi_file_replace(const char *path, int lock, const char *bytes, size_t length,
+                                const char *keep_as);
+
+/* Tests: as rbi_heap_fail(), for the system calls of file.c. */
+void rbi_file_fail(uint64_t nth, uint64_t times);
+/* System calls so far. */
+uint64_t rbi_file_calls(void);
 
 /* ---- options (options.c) ---- */
 

@@ -7,34 +7,16 @@
 
 static atomic_uint_fast64_t calls;
 static atomic_int_fast64_t live;
-
-/* Calls left until the ordered failure, and failures left from there on; 0 calls left: none. */
-static atomic_uint_fast64_t fail_in;
-static atomic_uint_fast64_t fail_times;
+static struct rbi_countdown failure;
 
 void rbi_heap_fail(uint64_t nth, uint64_t times)
 {
-    atomic_store(&fail_times, times);
-    atomic_store(&fail_in, nth);
+    rbi_countdown_set(&failure, nth, times);
 }
 
 static bool fails_now(void)
 {
-    uint64_t left = atomic_load(&fail_in);
-    if (left == 0)
-        return false;
-    if (left > 1) {
-        atomic_store(&fail_in, left - 1);
-        return false;
-    }
-    const uint64_t times = atomic_load(&fail_times);
-    if (times == 0) {
-        atomic_store(&fail_in, 0);
-        return false;
-    }
-    if (times != UINT64_MAX)
-        atomic_store(&fail_times, times - 1);
-    return true;
+    return rbi_countdown_strikes(&failure);
 }
 
 static void *counted(void *memory)

@@ -20,8 +20,10 @@ struct rbi_replay_settings {
     size_t capacity_bytes; /* of the device; REBATCH_UNLIMITED: whatever the trace takes */
     size_t granule_bytes;
     rebatch_pool_options pool;
-    unsigned repeat; /* timed samples a trace */
-    bool smallest;   /* look for the smallest capacity too */
+    unsigned repeat;          /* timed samples a trace */
+    bool smallest;            /* look for the smallest capacity too */
+    const char *snapshot;     /* the file, which ends in .pickle or .csv; NULL: none */
+    uint32_t snapshot_events; /* how many it has at most */
     bool json;
     bool help;
     size_t path_count; /* of `paths`, which are arguments */
@@ -30,6 +32,8 @@ struct rbi_replay_settings {
 /* Reads the arguments; moves the paths to the front of them. False, with the mistake said on
  * stderr, when they are wrong. */
 bool rbi_replay_settings_read(struct rbi_replay_settings *settings, int count, char **arguments);
+/* Whether there is something before the ending too. */
+bool rbi_replay_has_ending(const char *path, const char *ending);
 
 /* ---- traces (replay_trace.c) ---- */
 

@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "cli/replay.h"
@@ -372,10 +373,59 @@ static bool measure_time(struct rbi_replay_result *result, const struct rbi_trac
     return status == REBATCH_OK;
 }
 
+/* ---- the snapshot ---- */
+
+/* The blocks go into FILE.csv and the events into FILE.events.csv: each is a table of its own. */
+static rebatch_status save_tables(rebatch_pool *pool, const char *path)
+{
+    rebatch_status status = rebatch_pool_save_snapshot(pool, REBATCH_SNAPSHOT_BLOCKS_CSV, path);
+    if (status)
+        return status;
+    static const char ending[] = ".events.csv";
+    const size_t stem = strlen(path) - strlen(".csv");
+    char *events = calloc(1, stem + sizeof ending);
+    if (!events) {
+        fprintf(stderr, "%s: no host memory for another file's name\n", path);
+        return REBATCH_E_HOST_OOM;
+    }
+    memcpy(events, path, stem);
+    memcpy(events + stem, ending, sizeof ending);
+    status = rebatch_pool_save_snapshot(pool, REBATCH_SNAPSHOT_EVENTS_CSV, events);
+    free(events);
+    return status;
+}
+
+/* Where most is live for the first time, which is what people look for; where memory runs out, if
+ * that comes before. */
+static bool take_snapshot(const struct rbi_trace *trace, const struct rbi_replay_settings *settings)
+{
+    struct rbi_replay_settings recorded = *settings;
+    recorded.pool.events = settings->snapshot_events;
+    struct rig rig;
+    if (open_rig(&rig, trace, &recorded, false))
+        return false;
+    size_t at;
+    rebatch_status status = run_ops(&at, &rig, trace, trace->peak_op + 1);
+    if (status == REBATCH_OK || status == REBATCH_OOM) {
+        const char *const path = settings->snapshot;
+        status = rbi_replay_has_ending(path, ".csv")
+                     ? save_tables(rig.pool, path)
+                     : rebatch_pool_save_snapshot(rig.pool, REBATCH_SNAPSHOT_PICKLE, path);
+        if (status == REBATCH_E_IO)
+            fprintf(stderr, "%s\n", rebatch_last_error());
+    } else {
+        say_failure(trace, &rig, at, status);
+    }
+    close_rig(&rig);
+    return status == REBATCH_OK;
+}
+
 bool rbi_replay_run(struct rbi_replay_result *result, const struct rbi_trace *trace,
                     const struct rbi_replay_settings *settings)
 {
     *result = (struct rbi_replay_result){.ns_per_pair = 0};
+    if (settings->snapshot && !take_snapshot(trace, settings))
+        return false;
     return run_once(result, trace, settings) && find_largest_hole(result, trace, settings) &&
            (!settings->smallest || find_smallest(result, trace, settings)) &&
            measure_time(result, trace, settings);

@@ -1,79 +1,32 @@
-/* Owns the arguments of `rebatch replay`: one table of options, and sizes as text.
+/* Owns the arguments of `rebatch replay`: one table of options.
  * Must not know traces and pools beyond the settings of one. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "cli/replay.h"
+#include "rebatch/config.h"
 
 #define GRANULE_BYTES ((size_t)2 << 20) /* as on CUDA devices */
 #define REPEAT_DEFAULT 9
 #define REPEAT_MOST 1000
-#define NUMBER_MOST ((uint64_t)SIZE_MAX >> 2) /* so that sums with it do not overflow */
+#define EVENTS_DEFAULT 100000
+#define EVENTS_MOST 100000000       /* 5 GB of host memory */
+#define NUMBER_MOST (SIZE_MAX >> 2) /* so that sums with it do not overflow */
 
 /* ---- values ---- */
 
-/* "22GiB", "1.5 MB", "1048576" -> bytes; "87.5%" -> permille, in *is_share. False when it is
- * none. */
-static bool read_size(uint64_t *out, bool *is_share, const char *text)
+bool rbi_replay_has_ending(const char *path, const char *ending)
 {
-    static const struct {
-        const char *name;
-        uint64_t bytes;
-    } units[] = {
-        {"", 1},
-        {"B", 1},
-        {"KB", UINT64_C(1000)},
-        {"MB", UINT64_C(1000000)},
-        {"GB", UINT64_C(1000000000)},
-        {"TB", UINT64_C(1000000000000)},
-        {"KiB", UINT64_C(1) << 10},
-        {"MiB", UINT64_C(1) << 20},
-        {"GiB", UINT64_C(1) << 30},
-        {"TiB", UINT64_C(1) << 40},
-        {"%", 10}, /* permille */
-    };
-    uint64_t whole = 0, fraction = 0, one = 1;
-    const char *at = text;
-    for (; *at >= '0' && *at <= '9'; at++)
-        if (__builtin_mul_overflow(whole, 10, &whole) ||
-            __builtin_add_overflow(whole, (uint64_t)(*at - '0'), &whole))
-            return false;
-    if (at == text)
-        return false;
-    if (*at == '.') {
-        const char *const point = at++;
-        for (; *at >= '0' && *at <= '9' && at - point <= 6; at++) {
-            fraction = fraction * 10 + (uint64_t)(*at - '0');
-            one *= 10;
-        }
-        if (at == point + 1)
-            return false;
-    }
-    while (*at == ' ')
-        at++;
-    for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
-        if (strcmp(at, units[i].name) != 0)
-            continue;
-        *is_share = strcmp(at, "%") == 0;
-        /* fraction < 10^6 and a unit is at most 2^40: the product fits. */
-        const uint64_t part = fraction * units[i].bytes;
-        if (part % one != 0 && units[i].bytes <= 10)
-            return false; /* neither bytes nor permille come in parts */
-        return !__builtin_mul_overflow(whole, units[i].bytes, out) &&
-               !__builtin_add_overflow(*out, part / one, out) && *out <= NUMBER_MOST;
-    }
-    return false;
+    const size_t length = strlen(path);
+    const size_t tail = strlen(ending);
+    return length > tail && strcmp(path + length - tail, ending) == 0;
 }
 
 static bool set_bytes(size_t *out, const char *text)
 {
-    uint64_t bytes;
-    bool is_share;
-    if (!read_size(&bytes, &is_share, text) || is_share || bytes == 0)
-        return false;
-    *out = bytes;
-    return true;
+    return rebatch_config_parse_size(out, NULL, text) == REBATCH_OK && *out > 0 &&
+           *out <= NUMBER_MOST;
 }
 
 static bool set_capacity(struct rbi_replay_settings *settings, const char *text)
@@ -93,13 +46,10 @@ static bool set_headroom(struct rbi_replay_settings *settings, const char *text)
 
 static bool set_limit(struct rbi_replay_settings *settings, const char *text)
 {
-    uint64_t number;
-    bool is_share;
-    if (!read_size(&number, &is_share, text) || number == 0 || (is_share && number > 1000))
+    rebatch_pool_options *pool = &settings->pool;
+    if (rebatch_config_parse_size(&pool->limit_bytes, &pool->limit_permille, text) != REBATCH_OK)
         return false;
-    settings->pool.limit_bytes = is_share ? 0 : number;
-    settings->pool.limit_permille = is_share ? (uint32_t)number : 0;
-    return true;
+    return pool->limit_permille > 0 || (pool->limit_bytes > 0 && pool->limit_bytes <= NUMBER_MOST);
 }
 
 static bool set_caching(struct rbi_replay_settings *settings, const char *text)
@@ -109,12 +59,29 @@ static bool set_caching(struct rbi_replay_settings *settings, const char *text)
     return is_on || strcmp(text, "off") == 0;
 }
 
-static bool set_repeat(struct rbi_replay_settings *settings, const char *text)
+/* A whole number from 1 to `most`. */
+static bool set_number(uint32_t *out, uint32_t most, const char *text)
 {
     char *end;
     const unsigned long number = strtoul(text, &end, 10);
-    settings->repeat = (unsigned)number;
-    return *text >= '0' && *text <= '9' && *end == '\0' && number >= 1 && number <= REPEAT_MOST;
+    *out = (uint32_t)number;
+    return *text >= '0' && *text <= '9' && *end == '\0' && number >= 1 && number <= most;
+}
+
+static bool set_repeat(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_number(&settings->repeat, REPEAT_MOST, text);
+}
+
+static bool set_events(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_number(&settings->snapshot_events, EVENTS_MOST, text);
+}
+
+static bool set_snapshot(struct rbi_replay_settings *settings, const char *text)
+{
+    settings->snapshot = text;
+    return rbi_replay_has_ending(text, ".pickle") || rbi_replay_has_ending(text, ".csv");
 }
 
 static bool set_smallest(struct rbi_replay_settings *settings, const char *text)
@@ -153,6 +120,8 @@ static const struct option options[] = {
     {"--caching", set_caching, "on or off"},
     {"--granule", set_granule, A_SIZE},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
+    {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},
+    {"--events", set_events, "a number from 1 to 100000000"},
     {"--help", set_help, NULL},
     {"-h", set_help, NULL},
 };
@@ -220,6 +189,12 @@ static bool check(const struct rbi_replay_settings *settings)
         fputs("usage: rebatch replay [OPTION...] TRACE...; see 'rebatch help replay'\n", stderr);
         return false;
     }
+    if (settings->snapshot && settings->path_count > 1) {
+        fprintf(stderr,
+                "rebatch replay: --snapshot is '%.60s', and there are %zu traces: expected one\n",
+                settings->snapshot, settings->path_count);
+        return false;
+    }
     if (settings->pool.limit_permille && settings->capacity_bytes == REBATCH_UNLIMITED) {
         fputs("rebatch replay: --limit is a share: expected --capacity with it, of which it is\n",
               stderr);
@@ -235,6 +210,7 @@ bool rbi_replay_settings_read(struct rbi_replay_settings *settings, int count, c
         .granule_bytes = GRANULE_BYTES,
         .pool = REBATCH_POOL_OPTIONS_INIT,
         .repeat = REPEAT_DEFAULT,
+        .snapshot_events = EVENTS_DEFAULT,
         .paths = arguments,
     };
     bool are_paths = false; /* after "--" */

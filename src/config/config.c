@@ -1,4 +1,4 @@
-/* Owns settings as a whole: defaults, the order of sources, what must fit together, their use.
+/* Owns settings as a whole: defaults, the order of sources, their use.
  * Must not know how a value is written. */
 #include "config/settings.h"
 
@@ -40,35 +40,6 @@ static rebatch_status set_defaults(struct rebatch_config *config)
     return status;
 }
 
-static rebatch_status check_order(const struct rebatch_config *config, enum rbi_setting_id low,
-                                  enum rbi_setting_id high)
-{
-    const struct rbi_entry *a = &config->entries[low];
-    const struct rbi_entry *b = &config->entries[high];
-    if (a->number <= b->number)
-        return REBATCH_OK;
-    const char *a_key = rbi_settings[low].key;
-    const char *b_key = rbi_settings[high].key;
-    return rbi_error(REBATCH_E_PARSE, "%s is %s (%s) and %s is %s (%s): expected %s <= %s", a_key,
-                     a->text, rbi_shown_path(origin_of(a)).text, b_key, b->text,
-                     rbi_shown_path(origin_of(b)).text, a_key, b_key);
-}
-
-/* What no value can be blamed for alone. 0 samples: the effective batch, whatever it will be. */
-static rebatch_status check_together(const struct rebatch_config *config)
-{
-    const uint64_t start = config->entries[RBI_BATCH_START].number;
-    const uint64_t largest = config->entries[RBI_BATCH_LARGEST].number;
-    rebatch_status status = REBATCH_OK;
-    if (largest != 0)
-        status = check_order(config, RBI_BATCH_SMALLEST, RBI_BATCH_LARGEST);
-    if (!status && start != 0)
-        status = check_order(config, RBI_BATCH_SMALLEST, RBI_BATCH_START);
-    if (!status && start != 0 && largest != 0)
-        status = check_order(config, RBI_BATCH_START, RBI_BATCH_LARGEST);
-    return status ? status : check_order(config, RBI_GROWTH_AFTER, RBI_GROWTH_WAIT_MAX);
-}
-
 rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
 {
     if (!out)
@@ -83,7 +54,7 @@ rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
     if (!status)
         status = rbi_config_read_environment(config);
     if (!status)
-        status = check_together(config);
+        status = rbi_config_check_together(config);
     if (status)
         rebatch_config_free(config);
     else
@@ -144,11 +115,18 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     pool->limit_permille = limit->permille;
     pool->headroom_bytes = config->entries[RBI_MEMORY_HEADROOM].number;
     pool->caching = toggle_of(config, RBI_MEMORY_CACHING);
+    pool->ballast_bytes = config->entries[RBI_MEMORY_BALLAST].number;
+    pool->max_split_bytes = config->entries[RBI_MEMORY_MAX_SPLIT].number;
+    pool->gc_threshold_permille = config->entries[RBI_MEMORY_GC_THRESHOLD].permille;
+    pool->rounding_divisions = (uint32_t)config->entries[RBI_MEMORY_ROUNDING].number;
+    pool->guard = toggle_of(config, RBI_MEMORY_GUARD);
+    pool->events = (uint32_t)config->entries[RBI_MEMORY_EVENTS].number;
 }
 
 static void fill(rebatch_options *o, const struct rebatch_config *config)
 {
-    static const rebatch_on_oom on_oom[] = {REBATCH_ON_OOM_HALVE, REBATCH_ON_OOM_STOP};
+    static const rebatch_on_oom on_oom[] = {REBATCH_ON_OOM_HALVE, REBATCH_ON_OOM_FIT,
+                                            REBATCH_ON_OOM_STOP};
     static const rebatch_log_level levels[] = {REBATCH_LOG_QUIET, REBATCH_LOG_ERROR,
                                                REBATCH_LOG_WARN, REBATCH_LOG_INFO,
                                                REBATCH_LOG_DEBUG};
@@ -165,6 +143,22 @@ static void fill(rebatch_options *o, const struct rebatch_config *config)
     o->grow_after = (uint32_t)e[RBI_GROWTH_AFTER].number;
     o->grow_wait_max = (uint32_t)e[RBI_GROWTH_WAIT_MAX].number;
     o->log_level = levels[e[RBI_LOG_LEVEL].number];
+    o->micro_multiple_of = e[RBI_BATCH_MULTIPLE_OF].number;
+    memcpy(o->micro_allowed, e[RBI_BATCH_ALLOWED].list, sizeof o->micro_allowed);
+    o->max_ooms_in_row = (uint32_t)e[RBI_RECOVERY_MAX_OOMS_IN_ROW].number;
+}
+
+/* How large a caller's struct must be for these settings: members that came later may be missing
+ * where they would say what they say anyway. */
+static size_t needed_bytes(const rebatch_options *o)
+{
+    if (o->max_ooms_in_row)
+        return offsetof(rebatch_options, max_ooms_in_row) + sizeof o->max_ooms_in_row;
+    if (o->micro_allowed[0])
+        return offsetof(rebatch_options, micro_allowed) + sizeof o->micro_allowed;
+    if (o->micro_multiple_of > 1)
+        return offsetof(rebatch_options, micro_multiple_of) + sizeof o->micro_multiple_of;
+    return offsetof(rebatch_options, log_level) + sizeof o->log_level;
 }
 
 rebatch_status rebatch_config_options(rebatch_options *options, const rebatch_config *config)
@@ -176,13 +170,13 @@ rebatch_status rebatch_config_options(rebatch_options *options, const rebatch_co
     if (status)
         return status;
     const size_t given = options->struct_size;
-    const size_t needed = offsetof(rebatch_options, log_level) + sizeof ours.log_level;
+    fill(&ours, config);
+    const size_t needed = needed_bytes(&ours);
     if (given < needed)
         return rbi_error(REBATCH_E_INVALID,
                          "rebatch_options.struct_size is %zu: expected at least %zu, or settings "
                          "would be lost",
                          given, needed);
-    fill(&ours, config);
     ours.struct_size = given;
     memcpy(options, &ours, rbi_min(given, sizeof ours));
     return REBATCH_OK;

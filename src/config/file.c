@@ -106,6 +106,28 @@ static rebatch_status refuse_key(const char *group, const config_setting_t *elem
                      shown.text, list);
 }
 
+/* An array or a list for a setting that is one. */
+static rebatch_status read_list(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                const config_setting_t *element, const struct rbi_place *place)
+{
+    int64_t numbers[RBI_LIST_MOST + 1];
+    const int length = config_setting_length(element);
+    const size_t count = rbi_min((size_t)length, RBI_LIST_MOST + 1);
+    for (size_t i = 0; i < count; i++) {
+        const config_setting_t *item = config_setting_get_elem(element, (unsigned)i);
+        const int type = config_setting_type(item);
+        if (type != CONFIG_TYPE_INT && type != CONFIG_TYPE_INT64) {
+            char shown[sizeof(struct rbi_shown) + 16];
+            struct rbi_text t = {shown, sizeof shown, 0};
+            rbi_text_add(&t, "a list with %s", shown_value(item).text);
+            return rbi_entry_refuse(setting, place, shown);
+        }
+        numbers[i] =
+            type == CONFIG_TYPE_INT ? config_setting_get_int(item) : config_setting_get_int64(item);
+    }
+    return rbi_entry_set_list(entry, setting, numbers, count, place);
+}
+
 static rebatch_status read_value(struct rbi_entry *entry, const struct rbi_setting *setting,
                                  const config_setting_t *element, const struct rbi_place *place)
 {
@@ -118,9 +140,13 @@ static rebatch_status read_value(struct rbi_entry *entry, const struct rbi_setti
         return rbi_entry_set_boolean(entry, setting, config_setting_get_bool(element), place);
     case CONFIG_TYPE_STRING:
         return rbi_entry_set_quoted(entry, setting, config_setting_get_string(element), place);
-    default:
-        return rbi_entry_refuse(setting, place, shown_value(element).text);
+    case CONFIG_TYPE_ARRAY:
+    case CONFIG_TYPE_LIST:
+        if (setting->kind == RBI_LIST)
+            return read_list(entry, setting, element, place);
+        break;
     }
+    return rbi_entry_refuse(setting, place, shown_value(element).text);
 }
 
 static rebatch_status read_setting(struct file *f, const char *group,

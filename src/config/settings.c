@@ -81,7 +81,9 @@ void rbi_setting_describe(struct rbi_text *t, const struct rbi_setting *setting)
 {
     switch (setting->kind) {
     case RBI_COUNT:
-        if (setting->most == RBI_NUMBER_MOST)
+        if (setting->is_power_of_two)
+            rbi_text_add(t, "0 or a power of two up to %" PRIu64, setting->most);
+        else if (setting->most == RBI_NUMBER_MOST)
             rbi_text_add(t, "a whole number, %" PRIu64 " or more", setting->least);
         else
             rbi_text_add(t, "a whole number from %" PRIu64 " to %" PRIu64, setting->least,
@@ -90,11 +92,18 @@ void rbi_setting_describe(struct rbi_text *t, const struct rbi_setting *setting)
     case RBI_SIZE:
         describe_size(t, setting);
         break;
+    case RBI_SHARE:
+        rbi_text_add(t, "a share such as \"90%%\" of %s%s", setting->share_of,
+                     setting->may_be_none ? ", or \"none\"" : "");
+        break;
     case RBI_SWITCH:
         rbi_text_add(t, "true or false");
         break;
     case RBI_CHOICE:
         describe_choice(t, setting);
+        break;
+    case RBI_LIST:
+        rbi_text_add(t, "up to %d whole numbers such as [8, 16, 32], or \"any\"", RBI_LIST_MOST);
         break;
     }
 }

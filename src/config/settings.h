@@ -20,8 +20,10 @@
 enum rbi_setting_kind {
     RBI_COUNT,  /* a whole number from `least` to `most` */
     RBI_SIZE,   /* bytes from `least` to `most`; as a number, or as text with a unit */
+    RBI_SHARE,  /* a share of `share_of`, as text: "80%" */
     RBI_SWITCH, /* true or false */
-    RBI_CHOICE  /* one of `choices`, as text; its number is the index */
+    RBI_CHOICE, /* one of `choices`, as text; its number is the index */
+    RBI_LIST    /* whole numbers from `least` to `most`, as an array, or "any" */
 };
 
 /* Sizes and counts above this would not survive libconfig's 64-bit integers. */
@@ -38,6 +40,14 @@ enum rbi_setting_kind {
     X(BATCH_LARGEST, .key = "batch.largest", .kind = RBI_COUNT, .initial = "0",                    \
       .most = RBI_NUMBER_MOST,                                                                     \
       .help = "A micro-batch never grows larger than this. 0: the effective batch.")               \
+    X(BATCH_MULTIPLE_OF, .key = "batch.multiple_of", .kind = RBI_COUNT, .initial = "1",            \
+      .least = 1, .most = RBI_NUMBER_MOST,                                                         \
+      .help = "A micro-batch is a multiple of this, but for the last, smaller one of an "          \
+              "effective batch.")                                                                  \
+    X(BATCH_ALLOWED, .key = "batch.allowed", .kind = RBI_LIST, .initial = "any", .least = 1,       \
+      .most = RBI_NUMBER_MOST,                                                                     \
+      .help = "The sizes that a micro-batch may have, but for the last, smaller one of an "        \
+              "effective batch.")                                                                  \
     X(MEMORY_LIMIT, .key = "memory.limit", .kind = RBI_SIZE, .initial = "none", .least = 1,        \
       .most = RBI_NUMBER_MOST, .share_of = "the device's memory", .may_be_none = true,             \
       .help = "The most that the pool ever holds of the device's memory.")                         \
@@ -46,9 +56,30 @@ enum rbi_setting_kind {
     X(MEMORY_CACHING, .key = "memory.caching", .kind = RBI_SWITCH, .initial = "true",              \
       .help = "Keep freed memory for the next request. false sends every call straight to the "    \
               "device, for memory checkers.")                                                      \
+    X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \
+      .most = RBI_NUMBER_MOST,                                                                     \
+      .help = "Kept from the device until it runs out itself, then given back so that error "      \
+              "paths can run.")                                                                    \
+    X(MEMORY_MAX_SPLIT, .key = "memory.max_split", .kind = RBI_SIZE, .initial = "none",            \
+      .least = 1, .most = RBI_NUMBER_MOST, .may_be_none = true,                                    \
+      .help = "Free blocks larger than this are not cut for requests that are smaller than it.")   \
+    X(MEMORY_GC_THRESHOLD, .key = "memory.gc_threshold", .kind = RBI_SHARE, .initial = "none",     \
+      .share_of = "the limit, or of the device's memory", .may_be_none = true,                     \
+      .help = "When the pool grows beyond it, free memory that was not used for longest goes "     \
+              "back to the device.")                                                               \
+    X(MEMORY_ROUNDING, .key = "memory.rounding", .kind = RBI_COUNT, .initial = "0", .most = 256,   \
+      .is_power_of_two = true,                                                                     \
+      .help = "Sizes are rounded up to this many steps an octave. 0: to 512 bytes alone.")         \
+    X(MEMORY_GUARD, .key = "memory.guard", .kind = RBI_SWITCH, .initial = "false",                 \
+      .help = "Let every block end where memory ends, so that an overrun faults. Slow, for "       \
+              "debugging.")                                                                        \
+    X(MEMORY_EVENTS, .key = "memory.events", .kind = RBI_COUNT, .initial = "0",                    \
+      .most = UINT32_MAX,                                                                          \
+      .help = "How many of the last allocations, frees and the like are kept for snapshots.")      \
     X(RECOVERY_ON_OOM, .key = "recovery.on_oom", .kind = RBI_CHOICE, .initial = "halve",           \
-      .choices = {"halve", "stop"},                                                                \
-      .help = "Try half of the micro-batch that failed, or end the step with an error.")           \
+      .choices = {"halve", "fit", "stop"},                                                         \
+      .help = "Try half of the micro-batch that failed, or the largest that is predicted to fit "  \
+              "(half, where nothing is known), or end the step with an error.")                    \
     X(RECOVERY_ADMISSION, .key = "recovery.admission", .kind = RBI_SWITCH, .initial = "true",      \
       .help = "Do not start a micro-batch whose memory is known not to be there.")                 \
     X(RECOVERY_LIGHTEN, .key = "recovery.lighten", .kind = RBI_SWITCH, .initial = "true",          \
@@ -57,6 +88,10 @@ enum rbi_setting_kind {
     X(RECOVERY_MAX_ATTEMPTS, .key = "recovery.max_attempts", .kind = RBI_COUNT, .initial = "64",   \
       .least = 1, .most = 65536,                                                                   \
       .help = "Callbacks that may run in vain in one step before it gives up.")                    \
+    X(RECOVERY_MAX_OOMS_IN_ROW, .key = "recovery.max_ooms_in_row", .kind = RBI_COUNT,              \
+      .initial = "0", .most = 65536,                                                               \
+      .help = "The same for those in a row, without a micro-batch in between that succeeded. "     \
+              "0: no such bound.")                                                                 \
     X(GROWTH_ENABLED, .key = "growth.enabled", .kind = RBI_SWITCH, .initial = "true",              \
       .help = "Let the micro-batch grow again after clean steps.")                                 \
     X(GROWTH_AFTER, .key = "growth.after", .kind = RBI_COUNT, .initial = "16", .least = 1,         \
@@ -85,6 +120,7 @@ struct rbi_setting {
     uint64_t least, most;
     const char *share_of; /* of what "90%" is a share; NULL: percentages are refused */
     bool may_be_none;     /* "none" is a value */
+    bool is_power_of_two; /* or 0 */
     const char *choices[RBI_CHOICES_MOST + 1]; /* up to the first NULL */
     const char *help;                          /* whole sentences, in ASCII */
 };
@@ -153,16 +189,21 @@ struct rbi_size rbi_size_wrong(const char *wrong);
 
 /* ---- values (value.c) ---- */
 
-/* The longest value that is one, quotes and zero byte included. */
-#define RBI_VALUE_BYTES 64
+/* The most numbers in a list. */
+#define RBI_LIST_MOST REBATCH_ALLOWED_SIZES
+/* The longest value, brackets and zero byte included: a list of numbers of 19 digits. */
+#define RBI_VALUE_BYTES (RBI_LIST_MOST * 21 + 3)
+/* The longest text with a size, quotes and zero byte included. */
+#define RBI_SIZE_BYTES 64
 
 /* One setting's value, and where it came from. */
 struct rbi_entry {
-    uint64_t number;            /* count, bytes, 0 or 1, index of the choice */
-    uint32_t permille;          /* of a share; then `number` is 0 */
-    bool is_none;               /* then `number` is 0 */
-    char text[RBI_VALUE_BYTES]; /* as it would stand in a file */
-    char *origin;               /* "FILE:LINE" or a variable; NULL: the default */
+    uint64_t number; /* count, bytes, 0 or 1, index of the choice; how many in a list */
+    uint64_t list[RBI_LIST_MOST]; /* by size, each once */
+    uint32_t permille;            /* of a share; then `number` is 0 */
+    bool is_none;                 /* then `number` is 0 */
+    char text[RBI_VALUE_BYTES];   /* as it would stand in a file */
+    char *origin;                 /* "FILE:LINE" or a variable; NULL: the default */
 };
 
 /* Where a value stands, for error texts: a line of a file, or a variable. */
@@ -189,6 +230,9 @@ rebatch_status rbi_entry_set_boolean(struct rbi_entry *entry, const struct rbi_s
                                      bool boolean, const struct rbi_place *place);
 rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_setting *setting,
                                     const char *text, const struct rbi_place *place);
+rebatch_status rbi_entry_set_list(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                  const int64_t *numbers, size_t count,
+                                  const struct rbi_place *place);
 /* From a variable, or the table: text whose type is the setting's. */
 rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_setting *setting,
                                   const char *text, const struct rbi_place *place);
@@ -234,7 +278,7 @@ void rbi_source_free(struct rbi_source *source);
 /* Where line `line`, from 1, of the text came from. */
 struct rbi_place rbi_source_place(const struct rbi_source *source, unsigned line);
 
-/* ---- the whole (config.c, file.c, environment.c) ---- */
+/* ---- the whole (config.c, file.c, environment.c, together.c) ---- */
 
 struct rebatch_config {
     struct rbi_entry entries[RBI_SETTING_COUNT];
@@ -242,6 +286,8 @@ struct rebatch_config {
 
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
+/* What no value can be blamed for alone. REBATCH_E_PARSE. */
+rebatch_status rbi_config_check_together(const struct rebatch_config *config);
 /* Remembers where an entry came from. REBATCH_E_HOST_OOM. */
 rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place);
 

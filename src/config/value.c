@@ -60,7 +60,7 @@ static void add_expected(struct rbi_text *t, const struct rbi_setting *setting)
 {
     if (setting->kind == RBI_SWITCH)
         rbi_text_add(t, "a boolean, ");
-    else if (setting->kind == RBI_CHOICE)
+    else if (setting->kind == RBI_CHOICE || setting->kind == RBI_SHARE)
         rbi_text_add(t, "text, ");
     rbi_setting_describe(t, setting);
 }
@@ -87,9 +87,11 @@ static rebatch_status refuse_text(const struct rbi_setting *setting, const struc
 
 /* ---- ranges ---- */
 
+static const char negative_size[] = ", a negative size";
+
 static const char *negative(const struct rbi_setting *setting)
 {
-    return setting->kind == RBI_SIZE ? ", a negative size" : ", a negative number";
+    return setting->kind == RBI_SIZE ? negative_size : ", a negative number";
 }
 
 /* What is wrong with a number that has the right type; "" when nothing is. */
@@ -99,7 +101,11 @@ static const char *out_of_range(const struct rbi_setting *setting, uint64_t numb
         return ", a cap of nothing";
     if (number < setting->least)
         return ", too small";
-    return number > setting->most ? ", too large" : "";
+    if (number > setting->most)
+        return ", too large";
+    return setting->is_power_of_two && number != 0 && !rbi_is_power_of_two(number)
+               ? ", no power of two"
+               : "";
 }
 
 /* ---- setting a value ---- */
@@ -128,6 +134,8 @@ rebatch_status rbi_entry_set_integer(struct rbi_entry *entry, const struct rbi_s
     char shown[96];
     struct rbi_text t = {shown, sizeof shown, 0};
     rbi_text_add(&t, "%" PRId64, integer);
+    if (setting->kind == RBI_LIST)
+        return rbi_entry_set_list(entry, setting, &integer, 1, place);
     if (setting->kind != RBI_COUNT && setting->kind != RBI_SIZE) {
         rbi_text_add(&t, ", a whole number");
         return rbi_entry_refuse(setting, place, shown);
@@ -166,8 +174,9 @@ static rebatch_status set_size(struct rbi_entry *entry, const struct rbi_setting
     if (!is_none) {
         size = rbi_size_parse(text, setting->share_of != NULL);
         if (!size.wrong[0] && size.permille == 0)
-            size = in_range(setting, size);
-        if (!size.wrong[0] && strlen(text) + sizeof "\"\"" > sizeof entry->text)
+            size = setting->kind == RBI_SHARE ? rbi_size_wrong(", not a share")
+                                              : in_range(setting, size);
+        if (!size.wrong[0] && strlen(text) + sizeof "\"\"" > RBI_SIZE_BYTES)
             size = rbi_size_wrong(", too long a text"); /* padded with zeros or blanks */
         if (size.wrong[0])
             return refuse_text(setting, place, text, size.wrong);
@@ -192,14 +201,126 @@ static rebatch_status set_choice(struct rbi_entry *entry, const struct rbi_setti
     return refuse_text(setting, place, text, "");
 }
 
+/* ---- lists ---- */
+
+/* Puts a number where it belongs, unless it is there. */
+static void add_number(struct rbi_entry *entry, uint64_t number)
+{
+    size_t at = entry->number;
+    while (at > 0 && entry->list[at - 1] > number)
+        at--;
+    if (at > 0 && entry->list[at - 1] == number)
+        return;
+    memmove(entry->list + at + 1, entry->list + at, (entry->number - at) * sizeof *entry->list);
+    entry->list[at] = number;
+    entry->number++;
+}
+
+static void set_list_text(struct rbi_entry *entry)
+{
+    struct rbi_text t = {entry->text, sizeof entry->text, 0};
+    for (size_t i = 0; i < entry->number; i++)
+        rbi_text_add(&t, "%s%" PRIu64, i ? ", " : "[", entry->list[i]);
+    rbi_text_add(&t, "]");
+}
+
+rebatch_status rbi_entry_set_list(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                  const int64_t *numbers, size_t count,
+                                  const struct rbi_place *place)
+{
+    if (count == 0)
+        return rbi_entry_refuse(setting, place, "an empty list");
+    if (count > RBI_LIST_MOST)
+        return rbi_entry_refuse(setting, place, "a longer list");
+    for (size_t i = 0; i < count; i++) {
+        const char *wrong =
+            numbers[i] < 0 ? negative(setting) : out_of_range(setting, (uint64_t)numbers[i]);
+        if (!wrong[0])
+            continue;
+        char shown[96];
+        struct rbi_text t = {shown, sizeof shown, 0};
+        rbi_text_add(&t, "a list with %" PRId64 "%s", numbers[i], wrong);
+        return rbi_entry_refuse(setting, place, shown);
+    }
+    set_number(entry, 0);
+    for (size_t i = 0; i < count; i++)
+        add_number(entry, (uint64_t)numbers[i]);
+    set_list_text(entry);
+    return REBATCH_OK;
+}
+
+/* "any", or numbers with commas between them, in brackets or not. */
+static rebatch_status set_list(struct rbi_entry *entry, const struct rbi_setting *setting,
+                               const char *text, const struct rbi_place *place)
+{
+    if (strcmp(text, "any") == 0) {
+        set_number(entry, 0);
+        set_text(entry, "\"any\"");
+        return REBATCH_OK;
+    }
+    const size_t whole = strlen(text);
+    const bool has_brackets = whole >= 2 && text[0] == '[' && text[whole - 1] == ']';
+    const char *at = text + has_brackets;
+    const char *end = text + whole - has_brackets;
+    int64_t numbers[RBI_LIST_MOST + 1];
+    for (size_t count = 0; count <= RBI_LIST_MOST; at++) {
+        at += strspn(at, " ");
+        const size_t length = rbi_min(strcspn(at, ", "), (size_t)(end - at));
+        if (rbi_integer_parse(at, length, &numbers[count]) != RBI_INTEGER_FITS)
+            return refuse_text(setting, place, text, "");
+        count++;
+        at += length;
+        at += strspn(at, " ");
+        if (at == end || count > RBI_LIST_MOST)
+            return rbi_entry_set_list(entry, setting, numbers, count, place);
+        if (*at != ',')
+            break;
+    }
+    return refuse_text(setting, place, text, "");
+}
+
 rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_setting *setting,
                                     const char *text, const struct rbi_place *place)
 {
-    if (setting->kind == RBI_SIZE)
+    if (setting->kind == RBI_SIZE || setting->kind == RBI_SHARE)
         return set_size(entry, setting, text, place);
     if (setting->kind == RBI_CHOICE)
         return set_choice(entry, setting, text, place);
+    if (setting->kind == RBI_LIST)
+        return set_list(entry, setting, text, place);
     return refuse_text(setting, place, text, ", text");
+}
+
+rebatch_status rebatch_config_parse_size(size_t *bytes, uint32_t *permille, const char *text)
+{
+    if (bytes)
+        *bytes = 0;
+    if (permille)
+        *permille = 0;
+    if (!bytes || !text)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", bytes ? "text" : "bytes");
+    struct rbi_size size = {0, 0, ""};
+    int64_t integer = 0;
+    switch (rbi_integer_parse(text, strlen(text), &integer)) {
+    case RBI_INTEGER_FITS:
+        size = integer < 0 ? rbi_size_wrong(negative_size)
+                           : (struct rbi_size){(uint64_t)integer, 0, ""};
+        break;
+    case RBI_INTEGER_TOO_LARGE:
+        size = rbi_size_wrong(text[0] == '-' ? negative_size : ", too large a number");
+        break;
+    case RBI_INTEGER_NONE:
+        size = rbi_size_parse(text, permille != NULL);
+    }
+    if (size.wrong[0])
+        return rbi_error(REBATCH_E_PARSE,
+                         "the size is \"%s\"%s: expected bytes such as 1048576 or \"22GiB\"%s",
+                         rbi_shown_text(text, strlen(text)).text, size.wrong,
+                         permille ? ", or a share such as \"90%\"" : "");
+    *bytes = size.bytes;
+    if (permille)
+        *permille = size.permille;
+    return REBATCH_OK;
 }
 
 rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_setting *setting,
@@ -214,6 +335,10 @@ rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_sett
     }
     if (setting->kind == RBI_CHOICE)
         return set_choice(entry, setting, text, place);
+    if (setting->kind == RBI_SHARE)
+        return set_size(entry, setting, text, place);
+    if (setting->kind == RBI_LIST)
+        return set_list(entry, setting, text, place);
     switch (rbi_integer_parse(text, strlen(text), &integer)) {
     case RBI_INTEGER_FITS:
         return rbi_entry_set_integer(entry, setting, integer, place);

@@ -12,7 +12,10 @@
 /* Values of cuda.h. */
 enum {
     ATTRIBUTE_VIRTUAL_MEMORY = 102,
+    CODE_OUT_OF_MEMORY = 2,
     CODE_NOT_READY = 600,
+    PINNED_PORTABLE = 1,
+    PINNED_MAPPED = 2,
     EVENT_WITHOUT_TIMING = 2,
     STREAM_NON_BLOCKING = 1,
     LOCATION_DEVICE = 1,
@@ -146,6 +149,27 @@ static rebatch_status cuda_fill(void *self, void *to, uint8_t value, size_t byte
                                 rebatch_stream stream)
 {
     CALL(fill((uintptr_t)to, value, bytes, stream));
+}
+
+/* The machine's memory, not the GPU's: what is out of it is the host. */
+static rebatch_status cuda_pinned_alloc(void *self, void **out, size_t bytes)
+{
+    struct cuda *cuda = self;
+    int code;
+    const bool entered = enter(cuda, &code);
+    if (!code)
+        code = cuda->driver->pinned_alloc(out, bytes, PINNED_PORTABLE | PINNED_MAPPED);
+    leave(cuda, entered);
+    if (code != CODE_OUT_OF_MEMORY)
+        return rebatch_from_cuda(cuda->device, code);
+    *out = NULL;
+    return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu pinned bytes", bytes);
+}
+
+static rebatch_status cuda_pinned_free(void *self, void *memory, size_t bytes)
+{
+    (void)bytes;
+    CALL(pinned_free(memory));
 }
 
 /* ---- virtual memory ---- */
@@ -315,6 +339,8 @@ static const struct rbi_device_ops cuda_ops = {
     .event_synchronize = cuda_event_synchronize,
     .stream_wait = cuda_stream_wait,
     .take_last_error = cuda_take_last_error,
+    .pinned_alloc = cuda_pinned_alloc,
+    .pinned_free = cuda_pinned_free,
     .ordinal = cuda_ordinal,
     .reserve = cuda_reserve,
     .unreserve = cuda_unreserve,
@@ -358,6 +384,8 @@ static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o,
     status = rebatch_from_cuda(NULL, cuda->driver->device_get_count(&count));
     if (status)
         return status;
+    if (count == 0)
+        return rbi_error(REBATCH_E_NO_DEVICE, "no CUDA device: the driver sees none");
     if (o->ordinal < 0 || o->ordinal >= count)
         return rbi_error(REBATCH_E_NO_DEVICE,
                          "ordinal is %d: expected 0 to %d, there are %d CUDA devices", o->ordinal,
@@ -372,6 +400,23 @@ static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o,
     cuda->kind = (struct cu_memory_kind){
         .type = KIND_PINNED, .location = {.type = LOCATION_DEVICE, .id = cuda->ordinal}};
     return status ? status : find_granule(cuda);
+}
+
+/* "CUDA 13.0, driver 580.159.04": of CUDA what the driver knows, and its own number where the
+ * system says it. */
+static void describe_driver(rebatch_device *device, const struct rbi_cuda_driver *driver)
+{
+    int version = 0;
+    char *number;
+    size_t length;
+    struct rbi_text t = {device->driver, sizeof device->driver, 0};
+    (void)driver->get_version(&version);
+    rbi_text_add(&t, "CUDA %d.%d", version / 1000, version % 1000 / 10);
+    if (rbi_file_read(&number, &length, "/sys/module/nvidia/version", 4097) == REBATCH_OK &&
+        length > 0)
+        rbi_text_add(&t, ", driver %.*s", (int)strcspn(number, "\n"), number);
+    rbi_heap_free(number);
+    rebatch_clear_error();
 }
 
 rebatch_status rebatch_device_open_cuda(rebatch_device **out, const rebatch_cuda_options *options)
@@ -399,6 +444,7 @@ rebatch_status rebatch_device_open_cuda(rebatch_device **out, const rebatch_cuda
         cuda_close(cuda);
         return status;
     }
+    describe_driver(cuda->device, cuda->driver);
     *out = cuda->device;
     return REBATCH_OK;
 }

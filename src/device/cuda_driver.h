@@ -37,6 +37,7 @@ struct cu_access {
 /* X(member, the symbol's name, arguments). All of them return a CUresult. */
 #define RBI_CUDA_CALLS(X)                                                                          \
     X(init, cuInit, (unsigned flags))                                                              \
+    X(get_version, cuDriverGetVersion, (int *version))                                             \
     X(device_get_count, cuDeviceGetCount, (int *count))                                            \
     X(device_get, cuDeviceGet, (int *device, int ordinal))                                         \
     X(device_get_name, cuDeviceGetName, (char *name, int size, int device))                        \
@@ -49,6 +50,8 @@ struct cu_access {
     X(memory_info, cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                   \
     X(plain_alloc, cuMemAlloc_v2, (cu_pointer * out, size_t bytes))                                \
     X(plain_free, cuMemFree_v2, (cu_pointer memory))                                               \
+    X(pinned_alloc, cuMemHostAlloc, (void **out, size_t bytes, unsigned flags))                    \
+    X(pinned_free, cuMemFreeHost, (void *memory))                                                  \
     X(copy, cuMemcpyAsync, (cu_pointer to, cu_pointer from, size_t bytes, cu_stream stream))       \
     X(fill, cuMemsetD8Async, (cu_pointer to, unsigned char value, size_t bytes, cu_stream stream)) \
     X(stream_create, cuStreamCreate, (cu_stream * out, unsigned flags))                            \

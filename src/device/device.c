@@ -143,6 +143,34 @@ rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value, siz
     return device->ops->fill(device->self, to, value, bytes, stream);
 }
 
+/* Where pinned memory is asked for or given back. */
+static rebatch_status check_pinned(const rebatch_device *device, size_t bytes)
+{
+    if (!device)
+        return check_device(device);
+    if (!device->ops->pinned_alloc)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "device %s has no pinned host memory",
+                         device->name);
+    return bytes ? REBATCH_OK : rbi_error(REBATCH_E_INVALID, "bytes is 0: expected at least 1");
+}
+
+rebatch_status rebatch_pinned_alloc(void **out, rebatch_device *device, size_t bytes)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    *out = NULL;
+    const rebatch_status status = check_pinned(device, bytes);
+    return status ? status : device->ops->pinned_alloc(device->self, out, bytes);
+}
+
+rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t bytes)
+{
+    if (device && !memory)
+        return REBATCH_OK;
+    const rebatch_status status = check_pinned(device, bytes);
+    return status ? status : device->ops->pinned_free(device->self, memory, bytes);
+}
+
 /* ---- for the rest of the library ---- */
 
 rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t granule_bytes)

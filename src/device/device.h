@@ -47,6 +47,10 @@ struct rbi_device_ops {
     /* Takes the error that the runtime still holds from a call whose code nobody looked at, and
      * clears it: REBATCH_OK when there is none. */
     rebatch_status (*take_last_error)(void *self);
+    /* Host memory, aligned to a page, that the device reaches under the same address: both or
+     * neither. REBATCH_E_HOST_OOM when there is none. */
+    rebatch_status (*pinned_alloc)(void *self, void **out, size_t bytes);
+    rebatch_status (*pinned_free)(void *self, void *memory, size_t bytes);
     /* Which GPU it is, as CUDA counts; NULL: it is none. */
     rebatch_status (*ordinal)(void *self, int *out);
 
@@ -69,6 +73,7 @@ struct rebatch_device {
     const struct rbi_device_ops *ops;
     void *self;
     char name[64];
+    char driver[64]; /* what drives it, with its version; "": nothing that could change */
 };
 
 /* Wraps `self` into a device; on failure the caller still owns `self`. */

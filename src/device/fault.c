@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "device/device.h"
 #include "rebatch/cuda.h"
@@ -60,7 +61,9 @@ static rebatch_status gate(struct fault *fault, rebatch_fault_call kind)
             plan->permille && next_random(&fault->random) % 1000 < plan->permille;
         if (is_due(plan, number) || by_chance) {
             fault->failed++;
-            status = plan->status;
+            status = plan->status                ? plan->status
+                     : kind == REBATCH_FAULT_PIN ? REBATCH_E_HOST_OOM
+                                                 : REBATCH_OOM;
         }
     }
     pthread_mutex_unlock(&fault->lock);
@@ -191,6 +194,16 @@ static rebatch_status fault_take_last_error(void *self)
     PASS(REBATCH_FAULT_LAST_ERROR, rbi_device_take_last_error(inner));
 }
 
+static rebatch_status fault_pinned_alloc(void *self, void **out, size_t bytes)
+{
+    PASS(REBATCH_FAULT_PIN, rebatch_pinned_alloc(out, inner, bytes));
+}
+
+static rebatch_status fault_pinned_free(void *self, void *memory, size_t bytes)
+{
+    return rebatch_pinned_free(inner_of(self), memory, bytes);
+}
+
 static rebatch_status fault_ordinal(void *self, int *out)
 {
     return rebatch_device_ordinal(out, inner_of(self));
@@ -254,6 +267,8 @@ static const struct rbi_device_ops plain_ops = {
     .stream_is_valid = fault_stream_is_valid,
     .set_capacity = fault_set_capacity,
     .take_last_error = fault_take_last_error,
+    .pinned_alloc = fault_pinned_alloc,
+    .pinned_free = fault_pinned_free,
     .ordinal = fault_ordinal,
 };
 
@@ -306,8 +321,6 @@ static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
         return status;
     if (plan.calls == 0)
         plan.calls = REBATCH_FAULT_ALLOC | REBATCH_FAULT_CREATE;
-    if (plan.status == REBATCH_OK)
-        plan.status = REBATCH_OOM;
 
     pthread_mutex_lock(&fault->lock);
     for (size_t i = 0; i < plan.room_count; i++)
@@ -375,5 +388,7 @@ rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *i
         status = rbi_device_create(out, &fault->ops, fault, name);
     if (status)
         fault_close(fault);
+    else
+        memcpy((*out)->driver, inner->driver, sizeof inner->driver);
     return status;
 }

@@ -157,6 +157,27 @@ static rebatch_status host_unmap(void *self, void *address, size_t bytes)
     return rbi_host_unmap(address, bytes);
 }
 
+/* ---- memory that does not count ---- */
+
+static rebatch_status host_pinned_alloc(void *self, void **out, size_t bytes)
+{
+    (void)self;
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return rbi_error(REBATCH_E_HOST_OOM, "the machine has no room for %zu bytes", bytes);
+    *out = memory;
+    return REBATCH_OK;
+}
+
+static rebatch_status host_pinned_free(void *self, void *memory, size_t bytes)
+{
+    (void)self;
+    if (munmap(memory, bytes) != 0)
+        return rbi_error(REBATCH_E_DEVICE, "the machine did not take back %zu bytes at %p", bytes,
+                         memory);
+    return REBATCH_OK;
+}
+
 /* ---- the cap ---- */
 
 static rebatch_status host_set_capacity(void *self, size_t capacity_bytes)
@@ -303,6 +324,8 @@ static const struct rbi_device_ops host_ops = {
     .stream_wait = host_stream_wait,
     .stream_is_valid = host_stream_is_valid,
     .set_capacity = host_set_capacity,
+    .pinned_alloc = host_pinned_alloc,
+    .pinned_free = host_pinned_free,
     .reserve = host_reserve,
     .unreserve = host_unreserve,
     .create = host_create,

@@ -23,18 +23,28 @@ static inline bool is_better(const struct rbi_block *a, const struct rbi_block *
 struct wanted {
     size_t bytes;
     uint64_t ready;
-    size_t most;    /* the largest block that may be had */
-    size_t granule; /* 0: both zones */
-    bool small;
+    size_t most; /* the largest block that may be had */
+    unsigned zone;
 };
 
-/* Small blocks stay among themselves, and in what is left of granules: one that lies alone in a
- * granule keeps all of it from where it is needed. */
-static inline bool is_in_zone(const struct rbi_block *block, const struct wanted *wanted)
+static inline bool is_hole(const struct rbi_block *block)
 {
-    if (wanted->granule == 0)
+    return block && block->state == RBI_BLOCK_HOLE;
+}
+
+/* A block between holes has no neighbour to lie beside: what is cut off of it would take up parts
+ * of granules on both sides, so it is better unmapped and its granules used elsewhere. */
+static inline bool is_afloat(const struct rbi_block *block)
+{
+    return is_hole(block->before) && is_hole(block->after);
+}
+
+static inline bool fits(const struct rbi_block *block, const struct wanted *wanted)
+{
+    if (wanted->zone == RBI_ZONE_ANY)
         return true;
-    return wanted->small ? block->small || block->bytes < wanted->granule : !block->small;
+    return block->zone == (wanted->zone & ~RBI_ZONE_AFLOAT) &&
+           ((wanted->zone & RBI_ZONE_AFLOAT) || !is_afloat(block));
 }
 
 /* The best of the first `looks` blocks of a bin, and of those behind them the first that fits. */
@@ -43,17 +53,16 @@ static inline struct rbi_block *best_of(struct rbi_block *bin, const struct want
     struct rbi_block *best = NULL;
     unsigned looks = 0;
     for (struct rbi_block *b = bin; b && (looks < LOOKS || !best); b = b->next, looks++)
-        if (b->bytes >= wanted->bytes && (!best || is_better(b, best)) && is_in_zone(b, wanted) &&
+        if (b->bytes >= wanted->bytes && (!best || is_better(b, best)) && fits(b, wanted) &&
             b->bytes <= wanted->most && b->freed_at <= wanted->ready)
             best = b;
     return best;
 }
 
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split, size_t granule)
+                                    uint64_t ready, size_t max_split, unsigned zone)
 {
-    const struct wanted wanted = {bytes, ready, bytes < max_split ? max_split : SIZE_MAX, granule,
-                                  rbi_is_small(bytes, granule)};
+    const struct wanted wanted = {bytes, ready, bytes < max_split ? max_split : SIZE_MAX, zone};
     const struct rbi_place at = rbi_place_of(bytes);
     uint32_t columns = stream->columns[at.row] & (UINT32_MAX << at.column);
     uint64_t rows = stream->rows & (UINT64_MAX << at.row) & ~(UINT64_C(1) << at.row);
@@ -125,11 +134,8 @@ struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *rang
                                       size_t bytes, struct rbi_pool_stream *stream)
 {
     struct rbi_block *block = rbi_nodes_take_as_is(&pool->block_nodes);
-    *block = (struct rbi_block){.range = range,
-                                .address = address,
-                                .bytes = bytes,
-                                .stream = stream,
-                                .small = range->small};
+    *block = (struct rbi_block){
+        .range = range, .address = address, .bytes = bytes, .stream = stream, .zone = range->zone};
     stream->references++;
     return block;
 }
@@ -181,13 +187,21 @@ static bool leaves_more_from_end(const rebatch_pool *pool, const struct rbi_bloc
     return (ptrdiff_t)from_end > (ptrdiff_t)from_start;
 }
 
+static bool takes_end(const rebatch_pool *pool, const struct rbi_block *block, size_t bytes)
+{
+    const bool hole_before = is_hole(block->before);
+    if (hole_before != is_hole(block->after))
+        return hole_before;
+    return block->bytes - bytes >= pool->granule_bytes && leaves_more_from_end(pool, block, bytes);
+}
+
 struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
                                       struct rbi_pool_stream *stream)
 {
     rbi_pool_bin_remove(block);
     if (block->bytes > bytes) {
         const size_t rest = block->bytes - bytes;
-        if (rest >= pool->granule_bytes && leaves_more_from_end(pool, block, bytes)) {
+        if (takes_end(pool, block, bytes)) {
             struct rbi_block *end = rbi_pool_split(pool, block, rest);
             rbi_pool_bin_add(block);
             block = end;
@@ -204,8 +218,8 @@ HOT struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stre
                                         size_t bytes)
 {
     rbi_quick_flush(pool, stream);
-    struct rbi_block *block =
-        rbi_pool_find_fit(stream, bytes, UINT64_MAX, pool->max_split_bytes, rbi_pool_zones(pool));
+    struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, pool->max_split_bytes,
+                                                rbi_pool_zone(pool, bytes));
     return block ? rbi_pool_take_block(pool, block, bytes, stream) : NULL;
 }
 

@@ -356,7 +356,9 @@ static void pass_back(rebatch_pool *pool, struct rbi_range *range)
 
 static inline void drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
 {
-    RBI_RECORD(pool, FREE, block->address, block->bytes, block->stream->stream, block->tag);
+    if (__builtin_expect(pool->ring.events != NULL, 0))
+        rbi_ring_add(&pool->ring, block->used ? RBI_POOL_EVENT_FREE_REQUESTED : RBI_POOL_EVENT_FREE,
+                     block->address, block->bytes, block->stream->stream, block->tag);
     rbi_pool_count_free(pool, block, rolled_back);
     leave_live_list(pool, block);
     block->late = rolled_back;

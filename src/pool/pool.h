@@ -3,287 +3,41 @@
 #ifndef RBI_POOL_H
 #define RBI_POOL_H
 
-#include <stdatomic.h>
 #include <string.h>
 
 #include "base/base.h"
 #include "device/device.h"
+#include "pool/block.h"
+#include "pool/lock.h"
+#include "pool/nodes.h"
+#include "pool/table.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_TAGS 256 /* "untagged" included */
 #define RBI_POOL_PRESSURES 16
-#define RBI_POOL_ROWS 56 /* octaves of units, the first one for all sizes below 16 KiB */
-#define RBI_POOL_COLUMN_BITS 5
-#define RBI_POOL_COLUMNS (1 << RBI_POOL_COLUMN_BITS) /* classes an octave */
-#define RBI_POOL_QUICK 64
 /* After so many requests in a row that the quick lists did not serve, blocks are merged as they are
  * freed; after so many of those the lists have another try. */
 #define RBI_POOL_MISSES 16
 #define RBI_POOL_MERGES 1024
-/* Rolled-back addresses that are remembered beyond those of the last rollback. */
-#define RBI_POOL_LATE_MOST 65536
 
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_RUNGS(RBI_POOL_ONE_) };
 
-struct rbi_range;
-struct rbi_pool_stream;
-
-/* ---- the lock (lock.c) ---- */
-
-/* A lock of one word that belongs, as long as only one thread ever takes it, to that thread, which
- * then needs no atomic read-modify-write: it says `busy`, and looks whether it still is the owner.
- * A second thread ends that for good: it takes the word, names nobody the owner, has every
- * processor pass a memory barrier (membarrier(2)) and waits until the old owner is not busy.
- *   word: 0 free, 1 held, 2 held and waited for */
-struct rbi_lock {
-    _Atomic uint64_t owner; /* a thread's number, from 1, or one of the two below */
-    _Atomic uint32_t busy;
-    _Atomic uint32_t word;
-    bool biased; /* how the holder has it; the holder's */
-};
-#define RBI_LOCK_NOBODY (UINT64_MAX - 1)
-#define RBI_LOCK_SHARED UINT64_MAX
-void rbi_lock_init(struct rbi_lock *lock);
-void rbi_lock_take_slowly(struct rbi_lock *lock);
-void rbi_lock_give_slowly(struct rbi_lock *lock);
-/* This thread's number; 0 before its first call of rbi_lock_take_slowly(). */
-extern _Thread_local uint64_t rbi_lock_thread __attribute__((tls_model("initial-exec")));
-
-static inline void rbi_lock_take(struct rbi_lock *lock)
-{
-    const uint64_t self = rbi_lock_thread;
-    if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
-        atomic_store_explicit(&lock->busy, 1, memory_order_relaxed);
-        atomic_signal_fence(memory_order_seq_cst); /* the other side's membarrier does the rest */
-        if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
-            lock->biased = true;
-            return;
-        }
-        atomic_store_explicit(&lock->busy, 0, memory_order_release);
-    }
-    rbi_lock_take_slowly(lock);
-}
-
-static inline void rbi_lock_give(struct rbi_lock *lock)
-{
-    if (__builtin_expect(lock->biased, 1))
-        atomic_store_explicit(&lock->busy, 0, memory_order_release);
-    else
-        rbi_lock_give_slowly(lock);
-}
-/* False once a second thread has taken it. */
-static inline bool rbi_lock_has_owner(const struct rbi_lock *lock)
-{
-    return atomic_load_explicit(&lock->owner, memory_order_relaxed) != RBI_LOCK_SHARED;
-}
-
-/* ---- what the structs are made of (nodes.c) ---- */
-
-/* Nodes of one size, got from the heap in chunks and never given back before the end, so that calls
- * with a warm pool make no heap call. spare == nodes in the list `free`. */
-struct rbi_nodes {
-    void *free;   /* a list through each node's first word */
-    void *chunks; /* a list through each chunk's first word */
-    size_t spare;
-    size_t node_bytes;
-};
-/* Makes sure of `count` spare nodes; false when the heap has none. */
-bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count);
-/* A zeroed node; one must be spare. */
-void *rbi_nodes_take(struct rbi_nodes *nodes);
-/* The same, not zeroed. */
-static inline void *rbi_nodes_take_as_is(struct rbi_nodes *nodes)
-{
-    void *node = nodes->free;
-    memcpy(&nodes->free, node, sizeof nodes->free);
-    nodes->spare--;
-    return node;
-}
-static inline void rbi_nodes_put(struct rbi_nodes *nodes, void *node)
-{
-    memcpy(node, &nodes->free, sizeof nodes->free);
-    nodes->free = node;
-    nodes->spare++;
-}
-void rbi_nodes_destroy(struct rbi_nodes *nodes);
-
-/* ---- blocks ---- */
-
-enum rbi_block_state {
-    RBI_BLOCK_FREE,     /* in a bin of its stream */
-    RBI_BLOCK_QUICK,    /* free, and in a quick list of its stream: not yet merged */
-    RBI_BLOCK_LIVE,     /* in use */
-    RBI_BLOCK_DEFERRED, /* freed in a scope younger than it; counted as live till the commit */
-    RBI_BLOCK_PENDING,  /* freed, but another stream's work may still use it */
-    RBI_BLOCK_HELD,     /* for the moment out of all lists */
-    RBI_BLOCK_HOLE,     /* addresses without memory, in a bin of pool->space */
-    RBI_BLOCK_GUARD,    /* the gap behind a block in use of a guarding pool */
-    RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
-};
-
-/* Another stream that uses a block, from rebatch_pool_use_on(). */
-struct rbi_block_use {
-    struct rbi_block_use *next;
-    struct rbi_pool_stream *stream;
-    uint64_t until; /* of a pending block: done when stream->done >= until */
-};
-
-/* A piece of a range; the first line of the cache holds what allocate, free and a search look at.
- *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
- *   after == NULL || after->address == address + bytes && after->before == this
- *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
- *   listed == (table[address] == this); live, deferred, quick, pending: listed
- *   live or deferred: previous->birth < birth < next->birth
- *   small == range->small; used == (uses != NULL)
- *   hole, lost: address and bytes are multiples of the granule */
-struct rbi_block {
-    _Alignas(64) char *address;
-    size_t bytes;
-    struct rbi_pool_stream *stream;    /* the one it was allocated for, or was last free on */
-    struct rbi_block *previous, *next; /* free, hole: its bin; quick: its list, pending: the pending
-                                          list (next only); live and deferred: all by birth */
-    uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
-                       not in use: pool->births when it was freed last */
-    union {
-        size_t requested_bytes; /* live, deferred */
-        uint64_t freed_at;      /* otherwise stream->frees then; 0: no work has touched it */
-    };
-    rebatch_tag tag;
-    uint8_t state;                    /* enum rbi_block_state */
-    bool late;                        /* quick, pending: a rollback took it back */
-    bool small;                       /* its range is for small blocks */
-    bool used;                        /* other streams use it */
-    bool listed;                      /* it is in the table */
-    struct rbi_block *before, *after; /* neighbours in the range */
-    struct rbi_range *range;
-    struct rbi_block_use *uses;
-    struct rbi_block *next_deferred; /* deferred: the scope's list */
-};
-
-/* A piece of address space, tiled by blocks. Either reserved, with granules of physical memory
- * mapped into it one by one, or one plain allocation of the device.
- *   sum of block->bytes == bytes
- *   granules == NULL || granules[i] != 0 just where block i's memory is not that of a hole */
-struct rbi_range {
-    struct rbi_range *previous, *next; /* in order of creation */
-    char *address;
-    size_t bytes;
-    struct rbi_block *first;
-    rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
-    bool small;             /* for small blocks */
-    uint64_t number;        /* of its creation: ties between ranges break by it, as the device's
-                        addresses need not be the same in every run */
-};
-
-/* Free blocks of one size, the last freed first. */
-struct rbi_quick {
-    size_t bytes;
-    struct rbi_block *newest;
-};
-
-/* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
- * freed; whatever was enqueued before point `done` has completed.
- *   done <= frees; in_flight: done < recorded <= frees
- *   free_bytes == sum of bytes over its free and quick blocks
- *   columns[r] bit c == (bins[r][c] != NULL); rows bit r == (columns[r] != 0)
- *   quick_filled bit i == (quick[i].newest != NULL)
- *   references == blocks whose stream it is + uses that name it */
-struct rbi_pool_stream {
-    struct rbi_pool_stream *next; /* in order of first use */
-    rebatch_stream stream;
-    uint64_t free_bytes;
-    uint64_t references;
-    uint64_t frees, done, recorded;
-    rbi_event event; /* NULL: none yet, or none to be had */
-    bool in_flight;  /* `event` stands at point `recorded` */
-    uint64_t quick_filled;
-    struct rbi_quick quick[RBI_POOL_QUICK];
-    struct rbi_block *loose; /* quick blocks of which another size has the list */
-    uint32_t misses;         /* requests since the quick lists served one, up to RBI_POOL_MISSES */
-    uint32_t merged;         /* frees merged at once since then */
-    uint64_t rows;
-    uint32_t columns[RBI_POOL_ROWS];
-    struct rbi_block *bins[RBI_POOL_ROWS][RBI_POOL_COLUMNS];
-};
-
-/* ---- pointer -> block (table.c) ---- */
-
-/* `block` and `rollback` are one word: an odd one is the number, doubled, of the rollback that took
- * the block back. */
-struct rbi_table_entry {
-    const char *address; /* NULL: empty */
-    uintptr_t value;
-};
-/* NULL: a rollback took it back. */
-static inline struct rbi_block *rbi_table_block(const struct rbi_table_entry *entry)
-{
-    return entry->value & 1 ? NULL : (struct rbi_block *)entry->value;
-}
-
-/* Open addressing, linear probing; at most half full.
- *   used == entries that are not empty; late == entries without a block */
-struct rbi_table {
-    struct rbi_table_entry *entries;
-    size_t capacity; /* a power of two, or 0 */
-    size_t used, late;
-    uint64_t rollback; /* number of the last one */
-};
-/* Makes sure that `count` more addresses can be put in; may forget old rollbacks. */
-bool rbi_table_prepare_slowly(struct rbi_table *table, size_t count);
-static inline bool rbi_table_has_space(const struct rbi_table *table, size_t count)
-{
-    return (table->used + count) * 2 <= table->capacity;
-}
-static inline bool rbi_table_prepare(struct rbi_table *table, size_t count)
-{
-    return rbi_table_has_space(table, count) || rbi_table_prepare_slowly(table, count);
-}
-void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry);
-/* Keeps the address as one that a rollback took back. */
-void rbi_table_mark_late(struct rbi_table *table, struct rbi_table_entry *entry);
-
-static inline size_t rbi_table_home(const struct rbi_table *table, const void *address)
-{
-    /* Fibonacci hashing: the high bits of the product depend on all bits of the unit's number. */
-    const uint64_t unit = (uint64_t)(uintptr_t)address / REBATCH_POOL_ALIGNMENT;
-    return (size_t)((unit * UINT64_C(0x9e3779b97f4a7c15)) >> 32) & (table->capacity - 1);
-}
-
-/* NULL when there is no such entry; the entry is valid until the next change. */
-static inline struct rbi_table_entry *rbi_table_find(const struct rbi_table *table,
-                                                     const void *address)
-{
-    if (table->capacity == 0)
-        return NULL;
-    size_t slot = rbi_table_home(table, address);
-    while (table->entries[slot].address != address) {
-        if (!table->entries[slot].address)
-            return NULL;
-        slot = (slot + 1) & (table->capacity - 1);
-    }
-    return &table->entries[slot];
-}
-
-static inline void rbi_table_put(struct rbi_table *table, struct rbi_block *block)
-{
-    size_t slot = rbi_table_home(table, block->address);
-    while (table->entries[slot].address && table->entries[slot].address != block->address)
-        slot = (slot + 1) & (table->capacity - 1);
-    struct rbi_table_entry *entry = &table->entries[slot];
-    if (entry->address)
-        table->late--; /* rolled back before, now given out again */
-    else
-        table->used++;
-    *entry = (struct rbi_table_entry){block->address, (uintptr_t)block};
-}
-
 /* ---- the last events (ring.c) ---- */
 
-#define RBI_POOL_EVENTS(X) X(ALLOC) X(FREE) X(MAP) X(UNMAP) X(OOM) X(ROLLBACK)
+/* X(kind, its name). A block that other streams use is freed in two events. */
+#define RBI_POOL_EVENTS(X)                                                                         \
+    X(ALLOC, "alloc")                                                                              \
+    X(FREE, "free")                                                                                \
+    X(FREE_REQUESTED, "free_requested")                                                            \
+    X(FREE_COMPLETED, "free_completed")                                                            \
+    X(MAP, "map")                                                                                  \
+    X(UNMAP, "unmap")                                                                              \
+    X(OOM, "oom")                                                                                  \
+    X(ROLLBACK, "rollback")
 enum rbi_pool_event_kind {
-#define RBI_POOL_EVENT_(name) RBI_POOL_EVENT_##name,
+#define RBI_POOL_EVENT_(name, text) RBI_POOL_EVENT_##name,
     RBI_POOL_EVENTS(RBI_POOL_EVENT_)
 #undef RBI_POOL_EVENT_
 };
@@ -295,7 +49,9 @@ struct rbi_pool_event {
     size_t bytes;
     rebatch_stream stream;
     rebatch_tag tag;
-    uint8_t kind; /* enum rbi_pool_event_kind */
+    uint8_t kind;        /* enum rbi_pool_event_kind */
+    uint64_t time_ns;    /* of rbi_now_ns() */
+    uint64_t free_bytes; /* OOM: what the device had left */
 };
 
 struct rbi_ring {
@@ -303,6 +59,11 @@ struct rbi_ring {
     size_t capacity;
     uint64_t count; /* recorded since create */
 };
+/* The number of the oldest that is kept. */
+static inline uint64_t rbi_ring_first(const struct rbi_ring *ring)
+{
+    return ring->count < ring->capacity ? 0 : ring->count - ring->capacity;
+}
 
 /* ---- scopes and tags ---- */
 
@@ -418,20 +179,18 @@ rebatch_status rbi_pool_check(const rebatch_pool *pool);
 /* A free block of at least `bytes` whose work is done up to point `ready`. Looks at up to eight of
  * the smallest class that can have one and of the next, and takes of those the smallest, of these
  * the one of the oldest range, then of the lowest address. NULL only when there is none. Larger
- * blocks than `max_split` are for requests of that size and more. Where `granule` is not 0, small
- * requests keep to ranges for them and to parts of granules, and large ones out of those ranges. */
+ * blocks than `max_split` are for requests of that size and more. `zone` is of enum rbi_zone. */
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split, size_t granule);
-/* Whether a request belongs among the small ones, where there are granules. */
-static inline bool rbi_is_small(size_t bytes, size_t granule)
+                                    uint64_t ready, size_t max_split, unsigned zone);
+/* The zone that a request belongs to; ANY where there are no granules, and while memory is promised
+ * by rebatch_pool_reserve(): all of it is for whatever comes. */
+static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
 {
-    return bytes < granule / 64;
-}
-/* The granule for searches that keep small blocks apart, 0 for those that do not: while memory is
- * promised by rebatch_pool_reserve(), all of it is for whatever comes. */
-static inline size_t rbi_pool_zones(const rebatch_pool *pool)
-{
-    return pool->has_space && pool->promised_bytes == 0 ? pool->granule_bytes : 0;
+    if (!pool->has_space || pool->promised_bytes != 0)
+        return RBI_ZONE_ANY;
+    if (bytes >= RBI_ZONE_LARGE_GRANULES * pool->granule_bytes)
+        return RBI_ZONE_LARGE;
+    return bytes < pool->granule_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
 }
 /* The blocks of the bins from that of `bytes` on, in the order of their classes; NULL at the end.
  * */
@@ -569,7 +328,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
  * stays. */
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
-rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small);
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone);
 /* Makes `count` more granules; all or none. */
 rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
 /* Gives spare granules back until `keep` are left; how many it gave back. */
@@ -796,6 +555,8 @@ void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *
 
 /* ---- looking in (ring.c) ---- */
 
+void rbi_ring_add_oom(struct rbi_ring *ring, size_t asked_bytes, uint64_t free_bytes,
+                      rebatch_stream stream, rebatch_tag tag);
 /* One word of test where nothing is recorded. */
 void rbi_ring_add(struct rbi_ring *ring, enum rbi_pool_event_kind kind, const char *address,
                   size_t bytes, rebatch_stream stream, rebatch_tag tag);
@@ -838,6 +599,12 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
 /* Shows every block in use, oldest first. It runs with the lock held, as the recorder does. */
 void rbi_pool_each_live(rebatch_pool *pool,
                         void (*show)(void *user, const void *address, size_t bytes), void *user);
+/* Copies the pool as it is, once all work on its streams is done, over a dry device of its own:
+ * options, blocks, holes, granules and what others hold of the device, each where and as it is, so
+ * that the same calls find the same addresses. Pressure callbacks, the recorder and the last events
+ * are not in the copy; streams are known by the same handles.
+ *  @return REBATCH_OK; REBATCH_E_HOST_OOM, or what the device says: both are NULL then */
+rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool);
 /* Walks everything and checks the equations above; false, with the error text set, when one does
  * not hold. For tests. */
 bool rbi_pool_is_valid(rebatch_pool *pool);

@@ -23,12 +23,12 @@ static void note_given(rebatch_pool *pool, size_t bytes)
 
 /* A range that is one block, in no list. */
 static struct rbi_range *add_range(rebatch_pool *pool, void *address, size_t bytes,
-                                   struct rbi_pool_stream *stream, bool small)
+                                   struct rbi_pool_stream *stream, uint8_t zone)
 {
     struct rbi_range *range = rbi_nodes_take(&pool->range_nodes);
     range->address = address;
     range->bytes = bytes;
-    range->small = small;
+    range->zone = zone;
     range->number = pool->ranges_made++;
     range->previous = pool->last_range;
     if (range->previous)
@@ -75,7 +75,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
     }
     if (status != REBATCH_OK)
         return status;
-    struct rbi_range *range = add_range(pool, address, bytes, stream, false);
+    struct rbi_range *range = add_range(pool, address, bytes, stream, RBI_ZONE_LARGE);
     note_taken(pool, bytes);
     RBI_RECORD(pool, MAP, address, bytes, stream->stream, 0);
     rbi_pool_bin_add(range->first);
@@ -102,14 +102,19 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 
 /* ---- addresses ---- */
 
-/* An eighth more than could ever be mapped: addresses cost next to nothing. When blocks in use have
- * cut them up so that no place is left for a large one, another piece like it is reserved. */
+/* The most granules that addresses are reserved for at once: 512 GiB on CUDA devices. */
+#define RESERVED_MOST ((size_t)1 << 18)
+
+/* An eighth more than could ever be mapped: addresses cost next to nothing, and many pieces of them
+ * would leave parts of granules at each one's end. When blocks in use have cut them up so that no
+ * place is left for a large one, another piece like it is reserved. */
 static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
 {
     rebatch_memory_info info;
     if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return bytes;
-    const size_t most = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
+    const size_t limit = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
+    const size_t most = rbi_min(limit, RESERVED_MOST * pool->granule_bytes);
     size_t wanted;
     if (!rbi_add(most, most / 8, &wanted) ||
         !rbi_round_up(rbi_max(wanted, bytes), pool->granule_bytes, &wanted))
@@ -117,7 +122,7 @@ static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
     return wanted;
 }
 
-rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
 {
     void *address;
     size_t wanted = choose_reservation(pool, bytes);
@@ -131,7 +136,7 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
         (void)rbi_device_unreserve(pool->device, address, wanted);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes of addresses", wanted);
     }
-    struct rbi_range *range = add_range(pool, address, wanted, pool->space, small);
+    struct rbi_range *range = add_range(pool, address, wanted, pool->space, zone);
     range->granules = granules;
     (void)rbi_pool_put_block(pool, range->first);
     return REBATCH_OK;
@@ -241,6 +246,7 @@ static void unwind(rebatch_pool *pool, struct rbi_block *hole, const char *to)
          at += pool->granule_bytes) {
         quarantine(pool, hole);
         pool->stats.quarantined_bytes += pool->granule_bytes;
+        RBI_RECORD(pool, MAP, at, pool->granule_bytes, NULL, 0);
     }
 }
 
@@ -509,9 +515,44 @@ bool rbi_ballast_drop(rebatch_pool *pool)
 
 /* ---- the end ---- */
 
+/* Whether a stream that could not be waited for may still use a block. Streams have been waited for
+ * up to their last point. */
+static bool may_be_used(const struct rbi_block *block)
+{
+    if (block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_GUARD ||
+        block->state == RBI_BLOCK_LOST)
+        return false;
+    const bool live = block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED;
+    const struct rbi_pool_stream *stream = block->stream;
+    if (stream->done < (live ? stream->frees : block->freed_at))
+        return true;
+    for (const struct rbi_block_use *use = block->uses; use; use = use->next)
+        if (use->stream->done < (live ? use->stream->frees : use->until))
+            return true;
+    return false;
+}
+
+/* Forgets the granules that may still be used, so that they stay as they are; whether there are
+ * any. */
+static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
+{
+    bool any = false;
+    for (const struct rbi_block *b = range->first; b; b = b->after) {
+        if (!may_be_used(b))
+            continue;
+        any = true;
+        const size_t offset = (size_t)(b->address - range->address);
+        for (size_t i = offset / pool->granule_bytes;
+             range->granules && i * pool->granule_bytes < offset + b->bytes; i++)
+            range->granules[i] = 0;
+    }
+    return any;
+}
+
 /* Quarantined granules are tried once more. */
 static void destroy_granules(rebatch_pool *pool, struct rbi_range *range)
 {
+    const bool leave = leave_used(pool, range);
     for (size_t i = 0; i < range->bytes / pool->granule_bytes; i++) {
         if (range->granules[i] == 0)
             continue;
@@ -519,7 +560,8 @@ static void destroy_granules(rebatch_pool *pool, struct rbi_range *range)
                                pool->granule_bytes);
         (void)rbi_device_release_physical(pool->device, range->granules[i], pool->granule_bytes);
     }
-    (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
+    if (!leave)
+        (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
     rbi_heap_free(range->granules);
 }
 
@@ -528,7 +570,7 @@ void rbi_pool_destroy_ranges(rebatch_pool *pool)
     for (struct rbi_range *r = pool->first_range; r; r = r->next) {
         if (r->granules)
             destroy_granules(pool, r);
-        else
+        else if (!leave_used(pool, r))
             (void)rbi_device_free(pool->device, r->address, r->bytes);
     }
     pool->first_range = pool->last_range = NULL;

@@ -71,6 +71,15 @@ static uint64_t would_fit(const rebatch_pool *pool, size_t room, uint64_t larges
     return pool->caching ? rbi_max(largest_hole_bytes, room) : room;
 }
 
+/* The tag whose name this is; what is none of them is untagged. */
+static rebatch_tag number_of(const rebatch_pool *pool, const char *tag)
+{
+    size_t i = pool->tag_count - 1;
+    while (i > 0 && pool->tags[i].name != tag)
+        i--;
+    return (rebatch_tag)i;
+}
+
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
                                    size_t asked_bytes, const char *tag)
 {
@@ -92,7 +101,8 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     report->largest_hole_bytes = rbi_pool_largest_hole(pool);
     report->would_fit_bytes = would_fit(pool, room, report->largest_hole_bytes);
     fill_in_tags(report, pool);
-    RBI_RECORD(pool, OOM, NULL, asked_bytes, request->stream->stream, 0);
+    rbi_ring_add_oom(&pool->ring, asked_bytes, info.free_bytes, request->stream->stream,
+                     number_of(pool, tag));
     __atomic_fetch_add(&pool->stats.ooms, 1, __ATOMIC_RELAXED);
     return say_oom(report);
 }

@@ -184,6 +184,8 @@ static void settle_pending(rebatch_pool *pool)
             continue;
         }
         *at = block->next;
+        RBI_RECORD(pool, FREE_COMPLETED, block->address, block->bytes, block->stream->stream,
+                   block->tag);
         end_uses(pool, block);
         put_away(pool, block);
     }

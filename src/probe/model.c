@@ -122,7 +122,8 @@ static void add(struct alignment *a, size_t i, size_t j)
     a->low_event[model->event_count] = i;
     a->high_event[model->event_count] = j;
     model->event_count++;
-    *event = (struct rbi_model_event){.kind = high->kind, .block = high->block};
+    *event =
+        (struct rbi_model_event){.kind = high->kind, .block = high->block, .stream = high->stream};
     if (high->kind == RBI_TRACE_ALLOC) {
         event->block = model->blocks++;
         event->kept_at = is_kept(a->high, high) ? high->address : NULL;
@@ -231,7 +232,6 @@ rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_trace *low
 {
     *out = (struct rbi_model){.most_known = high->count};
     out->peak = line_through(low->count, low->peak_bytes, high->count, high->peak_bytes, 1);
-    out->is_mixed = low->is_mixed || high->is_mixed;
     struct alignment a = {.unit = unit_of_all(low, high), .low = low, .high = high, .model = out};
     if (!open_alignment(&a)) {
         close_alignment(&a);
@@ -251,7 +251,6 @@ rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_trace *low
 rebatch_status rbi_model_scale(struct rbi_model *out, const struct rbi_trace *trace)
 {
     *out = (struct rbi_model){.most_known = trace->count, .has_events = true};
-    out->is_mixed = trace->is_mixed;
     out->blocks = trace->blocks;
     out->events = rbi_heap_calloc(trace->event_count + 1, sizeof *out->events);
     if (!out->events)
@@ -261,8 +260,12 @@ rebatch_status rbi_model_scale(struct rbi_model *out, const struct rbi_trace *tr
         if (is_one_off(trace, event))
             continue;
         const int64_t bytes = (int64_t)event->bytes;
-        out->events[out->event_count++] = (struct rbi_model_event){
-            event->kind, event->block, {trace->count, trace->count, bytes, bytes, 1}, NULL};
+        out->events[out->event_count++] =
+            (struct rbi_model_event){event->kind,
+                                     event->block,
+                                     {trace->count, trace->count, bytes, bytes, 1},
+                                     event->stream,
+                                     NULL};
     }
     return REBATCH_OK;
 }
@@ -273,25 +276,30 @@ void rbi_model_release(struct rbi_model *model)
     *model = (struct rbi_model){0};
 }
 
-static uint64_t rounded(size_t bytes)
+static uint64_t rounded(const struct rbi_model *model, size_t bytes)
 {
     size_t whole;
-    return rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, &whole) ? whole : bytes;
+    const bool is_rounded = model->pool
+                                ? rbi_pool_check_size(&whole, model->pool, bytes) == REBATCH_OK
+                                : rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, &whole);
+    return is_rounded ? whole : bytes;
 }
 
-uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes)
+/* On top of what lives; what is reserved for later counts only in what is needed. */
+static uint64_t most_at_once(const struct rbi_model *model, size_t count, size_t *sizes,
+                             bool with_reserves)
 {
     if (!model->has_events)
-        return rounded(rbi_line_at(&model->peak, count));
+        return rounded(model, rbi_line_at(&model->peak, count));
     uint64_t live = 0, peak = 0;
     for (size_t i = 0; i < model->event_count; i++) {
         const struct rbi_model_event *event = &model->events[i];
         uint64_t at_once = live;
         if (event->kind == RBI_TRACE_ALLOC) {
-            sizes[event->block] = rounded(rbi_line_at(&event->line, count));
+            sizes[event->block] = rounded(model, rbi_line_at(&event->line, count));
             at_once = live += sizes[event->block];
-        } else if (event->kind == RBI_TRACE_RESERVE) {
-            at_once = live + rounded(rbi_line_at(&event->line, count));
+        } else if (event->kind == RBI_TRACE_RESERVE && with_reserves) {
+            at_once = live + rounded(model, rbi_line_at(&event->line, count));
         } else if (event->kind == RBI_TRACE_FREE) {
             live -= sizes[event->block];
         }
@@ -299,4 +307,21 @@ uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *siz
             peak = at_once;
     }
     return peak;
+}
+
+uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes)
+{
+    return most_at_once(model, count, sizes, true);
+}
+
+rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count)
+{
+    rebatch_pool_stats stats;
+    size_t *sizes = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *sizes);
+    if (!sizes)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to foretell a peak");
+    const rebatch_status status = rebatch_pool_get_stats(&stats, model->pool);
+    *out = stats.live_bytes + most_at_once(model, count, sizes, false);
+    rbi_heap_free(sizes);
+    return status;
 }

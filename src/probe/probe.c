@@ -1,6 +1,7 @@
 /* Owns rebatch_probe(): trials in a session that leave no trace in its training state.
  * Must not know which size is tried next. */
 #include "probe/probe.h"
+#include "probe/saved.h"
 #include "recover/recover.h"
 
 #define DEFAULT_MAX_TRIALS 5
@@ -16,7 +17,35 @@ const char *rebatch_confidence_text(rebatch_confidence confidence)
                                                              : "no such confidence";
 }
 
+const char *rebatch_saved_size_text(rebatch_saved_size saved)
+{
+    static const char *const texts[] = {
+#define TEXT(name, text) text,
+        REBATCH_SAVED_SIZES(TEXT)
+#undef TEXT
+    };
+    return (size_t)saved < sizeof texts / sizeof *texts ? texts[saved] : "no such answer";
+}
+
 /* ---- a trial ---- */
+
+static void report_trial(const rebatch *rb, size_t count, rebatch_status status,
+                         uint64_t peak_bytes)
+{
+    rebatch_event event = {.kind = REBATCH_EVENT_TRIAL,
+                           .phase = REBATCH_PHASE_FORWARD,
+                           .count = count,
+                           .batch = rb->batch,
+                           .peak_bytes = peak_bytes};
+    if (status) {
+        event.phase = rb->failure.phase;
+        event.peak_bytes = 0;
+        event.asked_bytes = rb->failure.asked_bytes;
+        event.needed_bytes = rb->failure.need_bytes;
+        event.available_bytes = rb->failure.available_bytes;
+    }
+    rbi_event_emit(rb, &event);
+}
 
 /* What lives at the most, learned from the scope, is in the session's list of needs. */
 static uint64_t peak_of(const rebatch *rb, size_t count)
@@ -36,7 +65,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
                                    .pool = rb->pool,
                                    .stream = rb->options.stream};
     rbi_pool_mark(rb->pool);
-    rbi_trace_begin(trace, rb->pool, count, rb->options.stream);
+    rbi_trace_begin(trace, rb->pool, count);
     rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(rb->pool);
@@ -50,6 +79,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
         rbi_need_learn_least(rb, count, rb->failure.need_bytes);
     if (status && status != REBATCH_OOM)
         return status;
+    report_trial(rb, count, status, *peak_bytes);
     return ended ? ended : restored ? restored : status;
 }
 
@@ -71,6 +101,12 @@ static void destroy_oracle(void *user)
     struct oracle *oracle = user;
     rbi_model_release(&oracle->model);
     rbi_heap_free(oracle);
+}
+
+const struct rbi_model *rbi_probe_model(const rebatch *rb)
+{
+    const struct oracle *oracle = rb->oracle.user;
+    return rb->oracle.need == foretell ? &oracle->model : NULL;
 }
 
 /* The session takes the model over. */
@@ -146,6 +182,8 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
     status = rebatch_pool_alloc(&reserve, rb->pool, reserve_bytes, rb->options.stream, 0);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
+    search->setting.reserve = reserve;
+    search->setting.reserve_bytes = reserve_bytes;
     status = search_with_reserve(search, rb);
     (void)rebatch_pool_free(rb->pool, reserve);
     if (!status && search->low.count)
@@ -165,22 +203,42 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
     return status;
 }
 
+/* As rebatch_step() will do it. */
+struct rbi_setting rbi_probe_setting(const rebatch *rb)
+{
+    const bool admits = rbi_is_on(rb->options.admission) &&
+                        rb->options.on_oom != REBATCH_ON_OOM_STOP && rbi_pool_is_caching(rb->pool);
+    return (struct rbi_setting){.pool = rb->pool,
+                                .stream = rb->options.stream,
+                                .admits_above = admits ? rb->options.micro_smallest : SIZE_MAX};
+}
+
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,
                             const rebatch_probe_options *options)
 {
     const size_t most = rbi_micro_upper(rb, batch);
+    const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
+    struct rbi_saved saved;
+    rebatch_status status = rbi_saved_open(&saved, rb, options, least, most, batch);
+    if (status)
+        return status;
     struct rbi_search search = {.trial = run_trial,
                                 .user = rb,
-                                .pool = rb->pool,
-                                .pool_options = &rb->options.pool,
-                                .least = rbi_min(rb->options.micro_smallest, most),
+                                .setting = rbi_probe_setting(rb),
+                                .limits = &rb->options,
+                                .least = least,
                                 .most = most,
                                 .batch = batch,
+                                .hint = saved.size,
                                 .max_trials = options->max_trials};
-    const rebatch_status status = run(&search, rb, options->reserve_bytes);
+    status = run(&search, rb, options->reserve_bytes);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
+    if (!status)
+        rbi_saved_close(&saved, &search.report);
     *report = search.report;
+    report->saved = saved.state;
+    report->saved_size = saved.size;
     rbi_search_release(&search);
     return status;
 }

@@ -6,6 +6,7 @@
 #include "base/base.h"
 #include "pool/pool.h"
 #include "rebatch/probe.h"
+#include "recover/limits.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
 
@@ -24,8 +25,9 @@ enum rbi_trace_kind {
 struct rbi_trace_event {
     enum rbi_trace_kind kind;
     uint32_t block;
-    const void *address; /* NULL for a reserve */
-    size_t bytes;        /* as asked for; 0 of a free */
+    void *address;         /* NULL for a reserve */
+    size_t bytes;          /* as asked for; 0 of a free */
+    rebatch_stream stream; /* of ALLOC and RESERVE */
 };
 
 /* The calls of one micro-batch in their order.
@@ -39,13 +41,10 @@ struct rbi_trace {
     uint64_t peak_bytes; /* on top of what lived before it */
     bool is_whole;       /* the micro-batch ran to its end */
     bool is_cut;         /* the host's memory did not suffice to record it */
-    bool is_mixed;       /* several streams took part: what they reuse depends on time */
-    rebatch_stream stream;
 };
 
 /* Records the pool's calls until end; the trace is empty before. */
-void rbi_trace_begin(struct rbi_trace *trace, rebatch_pool *pool, size_t count,
-                     rebatch_stream stream);
+void rbi_trace_begin(struct rbi_trace *trace, rebatch_pool *pool, size_t count);
 /* Stops, and pairs the frees with what they free. `before` may be NULL.
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
 rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
@@ -69,8 +68,9 @@ struct rbi_model_event {
     enum rbi_trace_kind kind; /* ALLOC, FREE, FREE_PREVIOUS, RESERVE */
     uint32_t block;           /* number of the allocation in the model */
     struct rbi_line line;
-    const void *kept_at; /* where the last micro-batch has what this allocation keeps; NULL: it
-                            keeps nothing */
+    rebatch_stream stream;
+    void *kept_at; /* where the last micro-batch has what this allocation keeps; NULL: it keeps
+                      nothing */
 };
 
 /* Either events, or, when two traces have no common form, a line for the peak as a whole. */
@@ -79,8 +79,8 @@ struct rbi_model {
     size_t event_count;
     uint32_t blocks;
     struct rbi_line peak;
+    rebatch_pool *pool; /* whose rounding it is; may be NULL */
     bool has_events;
-    bool is_mixed;     /* see struct rbi_trace */
     size_t most_known; /* the largest size that it was made from */
 };
 
@@ -97,34 +97,20 @@ void rbi_model_release(struct rbi_model *model);
 /* The most bytes live at once on top of what lives already, rounded as the pool does, pieces not
  * considered. Uses no heap: `sizes` has room for model->blocks. */
 uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes);
+/* The most bytes live at once, with what lives already, and without what is only reserved. */
+rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count);
 
 /* ---- whether it fits (replay.c) ---- */
 
-/* A block that lives in the pool, and where it is in the dry one. */
-struct rbi_resident {
-    const void *address;
-    size_t bytes;
-    void *dry;
-};
-
-/* A pool as it is now: what lives in it, and what it may still take. */
+/* What is copied for a dry run, and what is done with it. */
 struct rbi_setting {
-    rebatch_pool_options options;
-    size_t granule_bytes;
-    bool has_virtual_memory;
-    size_t reserved_bytes; /* that holds the residents */
-    size_t room_bytes; /* that can be taken from the device on top of what holds the residents */
-    struct rbi_resident *residents;
-    size_t resident_count, resident_room;
-    bool is_cut; /* the host's memory did not suffice */
+    rebatch_pool *pool;
+    rebatch_stream stream; /* the session's */
+    /* Held during the probe for what the first update will take; NULL, 0: nothing. */
+    void *reserve;
+    size_t reserve_bytes;
+    size_t admits_above; /* larger attempts start only when their memory is there */
 };
-
-/* Reads a pool, after giving its cache back, so that what it holds is what lives in it.
- *  @param options  with which the pool was created
- *  @return REBATCH_OK, REBATCH_E_HOST_OOM, or what the device says */
-rebatch_status rbi_setting_read(struct rbi_setting *out, rebatch_pool *pool,
-                                const rebatch_pool_options *options);
-void rbi_setting_release(struct rbi_setting *setting);
 
 struct rbi_forecast {
     bool fits;
@@ -134,8 +120,9 @@ struct rbi_forecast {
     uint64_t failing_bytes;
 };
 
-/* Runs micro-batches of a size on a dry pool: those of two steps of `batch` samples, or, when batch
- * is not larger than count, one.
+/* Runs a micro-batch of a size on a copy of the pool, as it is now, and with a batch also what
+ * comes after the probe: two steps of so many samples, and an update between them. The peaks are
+ * those of the first micro-batch.
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM, or what the dry pool says that is no OOM */
 rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
                           const struct rbi_setting *setting, size_t count, size_t batch);
@@ -156,9 +143,10 @@ struct rbi_search {
     /* set by the caller */
     rbi_trial *trial;
     void *user;
-    rebatch_pool *pool;
-    const rebatch_pool_options *pool_options;
-    size_t least, most, batch; /* sizes; most <= batch */
+    struct rbi_setting setting;
+    const rebatch_options *limits;
+    size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
+    size_t hint;               /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
 
     /* found */
@@ -167,12 +155,16 @@ struct rbi_search {
 
     /* on the way */
     struct rbi_trace low, high, cut; /* the two largest whole ones, and the last that failed */
-    struct rbi_setting setting;
     size_t fits, fails;      /* the largest that ran, the smallest that did not: fits < fails */
     uint32_t runs_of_fits;   /* on accumulated gradients */
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
 };
+
+/* The model that the last probe of a session has left there; NULL: none. */
+const struct rbi_model *rbi_probe_model(const rebatch *rb);
+/* A session's pool, and how its steps will use it. */
+struct rbi_setting rbi_probe_setting(const rebatch *rb);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

@@ -4,63 +4,14 @@
 
 #include "device/device.h"
 
-/* ---- the pool as it is ---- */
-
-/* Runs with the pool's lock held. */
-static void add_resident(void *user, const void *address, size_t bytes)
-{
-    struct rbi_setting *setting = user;
-    if (setting->resident_count == setting->resident_room) {
-        const size_t room = setting->resident_room ? 2 * setting->resident_room : 64;
-        void *residents = rbi_heap_resize(setting->residents, room, sizeof *setting->residents);
-        if (!residents) {
-            setting->is_cut = true;
-            return;
-        }
-        setting->residents = residents;
-        setting->resident_room = room;
-    }
-    setting->residents[setting->resident_count++] = (struct rbi_resident){address, bytes, NULL};
-}
-
-rebatch_status rbi_setting_read(struct rbi_setting *out, rebatch_pool *pool,
-                                const rebatch_pool_options *options)
-{
-    rebatch_device *device = rebatch_pool_device(pool);
-    *out = (struct rbi_setting){.options = *options,
-                                .granule_bytes = rbi_device_granule_bytes(device),
-                                .has_virtual_memory = rbi_device_has_virtual_memory(device)};
-    rebatch_pool_stats stats;
-    size_t available = 0;
-    rebatch_status status = rebatch_pool_trim(pool, 0, NULL);
-    if (!status)
-        status = rebatch_pool_get_stats(&stats, pool);
-    if (!status)
-        status = rebatch_pool_available(&available, pool);
-    if (status)
-        return status;
-    out->reserved_bytes = (size_t)stats.reserved_bytes;
-    out->room_bytes = available - (size_t)(stats.reserved_bytes - stats.live_bytes);
-    rbi_pool_each_live(pool, add_resident, out);
-    if (!out->is_cut)
-        return REBATCH_OK;
-    rbi_setting_release(out);
-    return rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy the state of a pool");
-}
-
-void rbi_setting_release(struct rbi_setting *setting)
-{
-    rbi_heap_free(setting->residents);
-    *setting = (struct rbi_setting){0};
-}
-
-/* ---- a dry pool in that state ---- */
+/* ---- a dry pool like the live one ---- */
 
 struct dry {
     rebatch_device *device;
     rebatch_pool *pool;
     void **blocks; /* of the micro-batch that runs */
     void **kept;   /* of the one before: what it left */
+    size_t *sizes; /* for rbi_model_need() */
 };
 
 static void close_dry(struct dry *dry)
@@ -69,50 +20,25 @@ static void close_dry(struct dry *dry)
     rebatch_device_close(dry->device);
     rbi_heap_free(dry->blocks);
     rbi_heap_free(dry->kept);
+    rbi_heap_free(dry->sizes);
 }
 
-/* Limits and headroom are in room_bytes already, so the dry pool has just one limit. */
-static rebatch_status open_pool(struct dry *dry, const struct rbi_setting *setting)
-{
-    rebatch_pool_options options = setting->options;
-    options.limit_bytes = 0;
-    options.limit_permille = 0;
-    options.headroom_bytes = 0;
-    rebatch_status status = rbi_device_open_dry(
-        &dry->device, REBATCH_UNLIMITED, setting->granule_bytes, setting->has_virtual_memory);
-    if (!status)
-        status = rebatch_pool_create(&dry->pool, dry->device, &options);
-    for (size_t i = 0; i < setting->resident_count && !status; i++) {
-        struct rbi_resident *resident = &setting->residents[i];
-        status = rebatch_pool_alloc(&resident->dry, dry->pool, resident->bytes, NULL, 0);
-    }
-    size_t limit;
-    if (!status && rbi_add(setting->reserved_bytes, setting->room_bytes, &limit) && limit)
-        status = rebatch_pool_set_limit(dry->pool, limit);
-    return status;
-}
-
-static void *resident_at(const struct rbi_setting *setting, const void *address)
-{
-    for (size_t i = setting->resident_count; address && i-- > 0;)
-        if (setting->residents[i].address == address)
-            return setting->residents[i].dry;
-    return NULL;
-}
-
+/* A copy of the pool has everything at the same addresses, so what the last micro-batch has kept is
+ * known by them. */
 static rebatch_status open_dry(struct dry *dry, const struct rbi_model *model,
                                const struct rbi_setting *setting)
 {
     *dry = (struct dry){0};
     dry->blocks = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *dry->blocks);
     dry->kept = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *dry->kept);
-    if (!dry->blocks || !dry->kept)
+    dry->sizes = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *dry->sizes);
+    if (!dry->blocks || !dry->kept || !dry->sizes)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a dry run");
-    const rebatch_status status = open_pool(dry, setting);
+    const rebatch_status status = rbi_pool_clone(&dry->pool, &dry->device, setting->pool);
     for (size_t i = 0; i < model->event_count && !status; i++)
         if (model->events[i].kind == RBI_TRACE_ALLOC)
-            dry->kept[model->events[i].block] = resident_at(setting, model->events[i].kept_at);
-    return status;
+            dry->kept[model->events[i].block] = model->events[i].kept_at;
+    return status ? status : rebatch_pool_reset_peaks(dry->pool);
 }
 
 /* ---- the dry run ---- */
@@ -123,9 +49,9 @@ static rebatch_status run_event(struct dry *dry, const struct rbi_model_event *e
     switch (event->kind) {
     case RBI_TRACE_ALLOC:
         return rebatch_pool_alloc(&dry->blocks[event->block], dry->pool,
-                                  rbi_line_at(&event->line, count), NULL, 0);
+                                  rbi_line_at(&event->line, count), event->stream, 0);
     case RBI_TRACE_RESERVE:
-        return rebatch_pool_reserve(dry->pool, rbi_line_at(&event->line, count), NULL);
+        return rebatch_pool_reserve(dry->pool, rbi_line_at(&event->line, count), event->stream);
     case RBI_TRACE_FREE:
         block = dry->blocks[event->block];
         dry->blocks[event->block] = NULL;
@@ -160,19 +86,45 @@ static rebatch_status run_microbatch(struct rbi_forecast *out, struct dry *dry,
     return rebatch_scope_commit(dry->pool, scope);
 }
 
-/* The micro-batches of two steps, as far as they differ: one leaves other pieces to the next than
- * it has found, and the last of a step may be smaller. */
-static rebatch_status run_steps(struct rbi_forecast *out, struct dry *dry,
-                                const struct rbi_model *model, size_t count, size_t batch)
+/* As a step's attempt begins: with its memory, where the session sees to that. */
+static rebatch_status run_attempt(struct rbi_forecast *out, struct dry *dry,
+                                  const struct rbi_model *model, const struct rbi_setting *setting,
+                                  size_t count)
 {
-    const size_t rest = batch % count;
-    const size_t sizes[] = {count, batch / count > 1 ? count : 0, rest,
-                            count, batch / count > 1 ? count : 0, rest};
+    rebatch_status status = REBATCH_OK;
+    if (setting->admits_above < count)
+        status =
+            rbi_pool_admit(dry->pool, rbi_model_need(model, count, dry->sizes), setting->stream);
+    return status ? status : run_microbatch(out, dry, model, count);
+}
+
+/* The micro-batches of a step, as far as they differ: one leaves other pieces to the next than it
+ * has found, and the last may be smaller. */
+static rebatch_status run_step(struct rbi_forecast *out, struct dry *dry,
+                               const struct rbi_model *model, const struct rbi_setting *setting,
+                               size_t count, size_t batch)
+{
+    const size_t sizes[] = {count, batch / count > 1 ? count : 0, batch % count};
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes && !status; i++)
         if (sizes[i])
-            status = run_microbatch(out, dry, model, sizes[i]);
+            status = run_attempt(out, dry, model, setting, sizes[i]);
     return status;
+}
+
+/* What comes after the probe: a step, in which the memory that the first update takes is still
+ * free, that update, and a step after it. */
+static rebatch_status run_training(struct rbi_forecast *out, struct dry *dry,
+                                   const struct rbi_model *model, const struct rbi_setting *setting,
+                                   size_t count, size_t batch)
+{
+    void *made;
+    rebatch_status status = rebatch_pool_free(dry->pool, setting->reserve);
+    if (!status)
+        status = run_step(out, dry, model, setting, count, batch);
+    if (!status)
+        status = rebatch_pool_alloc(&made, dry->pool, setting->reserve_bytes, setting->stream, 0);
+    return status ? status : run_step(out, dry, model, setting, count, batch);
 }
 
 static rebatch_status replay_events(struct rbi_forecast *out, const struct rbi_model *model,
@@ -182,42 +134,46 @@ static rebatch_status replay_events(struct rbi_forecast *out, const struct rbi_m
     rebatch_pool_stats stats = {0};
     rebatch_status status = open_dry(&dry, model, setting);
     if (!status)
-        status = batch > count ? run_steps(out, &dry, model, count, batch)
-                               : run_microbatch(out, &dry, model, count);
-    if (!status || status == REBATCH_OOM) {
-        out->fits = !status;
+        status = run_microbatch(out, &dry, model, count);
+    if (!status)
         status = rebatch_pool_get_stats(&stats, dry.pool);
-    }
+    if (!status && batch)
+        status = run_training(out, &dry, model, setting, count, batch);
+    out->fits = !status;
     out->peak_bytes = stats.live_peak_bytes;
     out->reserved_bytes = stats.reserved_peak_bytes;
     close_dry(&dry);
-    return status;
+    return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
 /* Only the peak is known as a whole, and not how its pieces lie: this share of the room is left
  * for what does not fit together. */
 #define PIECES_SHARE 32
 
-static void judge_peak(struct rbi_forecast *out, const struct rbi_model *model,
-                       const struct rbi_setting *setting, size_t count)
+static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_model *model,
+                                 const struct rbi_setting *setting, size_t count)
 {
-    size_t need = rbi_line_at(&model->peak, count);
-    for (size_t i = 0; i < setting->resident_count; i++)
-        out->peak_bytes += setting->residents[i].bytes;
-    out->peak_bytes += need;
+    const size_t need = rbi_line_at(&model->peak, count);
+    rebatch_pool_stats stats;
+    size_t available;
+    rebatch_status status = rebatch_pool_get_stats(&stats, setting->pool);
+    if (!status)
+        status = rebatch_pool_available(&available, setting->pool);
+    if (status)
+        return status;
+    out->peak_bytes = stats.live_bytes + need;
     out->failing_bytes = need;
     out->reserved_bytes = out->peak_bytes;
-    out->fits = need <= setting->room_bytes - setting->room_bytes / PIECES_SHARE;
+    out->fits = need <= available - available / PIECES_SHARE;
+    return REBATCH_OK;
 }
 
 rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
                           const struct rbi_setting *setting, size_t count, size_t batch)
 {
     *out = (struct rbi_forecast){0};
-    if (model->has_events)
-        return replay_events(out, model, setting, count, batch);
-    judge_peak(out, model, setting, count);
-    return REBATCH_OK;
+    return model->has_events ? replay_events(out, model, setting, count, batch)
+                             : judge_peak(out, model, setting, count);
 }
 
 rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,

@@ -59,27 +59,21 @@ static rebatch_status try_size(struct rbi_search *s, size_t count)
 
 /* ---- prediction ---- */
 
-static rebatch_status read_setting(struct rbi_search *s)
-{
-    rbi_setting_release(&s->setting);
-    return rbi_setting_read(&s->setting, s->pool, s->pool_options);
-}
-
 static rebatch_status make_model(struct rbi_search *s)
 {
     rbi_model_release(&s->model);
-    if (s->low.count == 0)
-        return rbi_model_scale(&s->model, &s->high);
     const bool has_cut = s->cut.count > s->high.count;
-    return rbi_model_make(&s->model, &s->low, &s->high, has_cut ? &s->cut : NULL);
+    const rebatch_status status =
+        s->low.count == 0 ? rbi_model_scale(&s->model, &s->high)
+                          : rbi_model_make(&s->model, &s->low, &s->high, has_cut ? &s->cut : NULL);
+    s->model.pool = s->setting.pool;
+    return status;
 }
 
 static rebatch_status predict(size_t *out, struct rbi_search *s)
 {
     *out = 0;
-    rebatch_status status = read_setting(s);
-    if (!status)
-        status = make_model(s);
+    rebatch_status status = make_model(s);
     if (!status)
         status = rbi_replay_largest(out, &s->model, &s->setting, s->fits + 1,
                                     rbi_min(s->most, s->fails - 1), s->batch);
@@ -88,21 +82,43 @@ static rebatch_status predict(size_t *out, struct rbi_search *s)
 
 /* ---- which size next ---- */
 
-/* After the first trial. A size in proportion to what there is fits for certain; half of that is
- * enough to tell fixed from growing parts. An odd distance, so that sizes that were rounded up
- * to a power of two are not taken for straight lines. */
+/* The largest allowed size of at most `size` that is above what ran; 0: none. */
+static size_t allowed_below(const struct rbi_search *s, size_t size)
+{
+    const size_t allowed = rbi_round_size(s->limits, size);
+    return allowed > s->fits ? allowed : 0;
+}
+
+/* The same, or else the smallest that may be tried at all. */
+static size_t allowed_near(const struct rbi_search *s, size_t size)
+{
+    const size_t below = allowed_below(s, size);
+    const size_t next = rbi_round_size_up(s->limits, s->fits + 1);
+    return below ? below : next < s->fails && next <= s->most ? next : 0;
+}
+
+/* After the first trial. What was found before is the best guess; where it is the size that has
+ * just run, only a larger one that fits for certain is better. A size in proportion to what there
+ * is fits for certain; half of that is enough to tell fixed from growing parts. An odd distance,
+ * so that sizes that were rounded up to a power of two are not taken for straight lines. */
 static rebatch_status choose_second(size_t *out, struct rbi_search *s)
 {
     size_t safe;
     const rebatch_status status = predict(&safe, s);
+    *out = 0;
+    if (s->hint > s->fits && s->hint < s->fails) {
+        *out = s->hint;
+        return status;
+    }
+    if (s->hint == s->fits && safe == 0)
+        return status;
     if (safe == s->most) {
         *out = s->most;
         return status;
     }
     const size_t half = safe / 2;
     *out = half > s->fits ? half - (half - s->fits + 1) % 2 : s->fits + 1;
-    if (*out <= s->fits)
-        *out = s->fits + 1;
+    *out = allowed_near(s, *out);
     return status;
 }
 
@@ -132,10 +148,11 @@ static rebatch_status choose_next(size_t *out, struct rbi_search *s)
     rebatch_status status = REBATCH_OK;
     if (s->fits < s->most && s->fits + 1 < s->fails) {
         status = s->low.count ? predict(&predicted, s) : choose_second(&predicted, s);
+        predicted = allowed_below(s, predicted);
         /* Twice wrong means that the model does not hold; between what ran and what did not, the
          * middle is then the best guess. */
         if (s->report.ooms >= 2 && predicted)
-            predicted = s->fits + (s->fails - s->fits) / 2;
+            predicted = allowed_near(s, s->fits + (s->fails - s->fits) / 2);
     }
     if (status)
         return status;
@@ -156,22 +173,22 @@ static rebatch_status finish(struct rbi_search *s)
     report->predicted_size = s->fits;
     if (report->confidence == REBATCH_CONFIDENCE_NONE)
         report->confidence = REBATCH_CONFIDENCE_MEASURED;
-    rebatch_status status = read_setting(s);
-    report->available_bytes = s->setting.room_bytes;
-    if (status || s->low.count == 0)
+    size_t available;
+    rebatch_status status = rebatch_pool_available(&available, s->setting.pool);
+    if (status)
+        return status;
+    report->available_bytes = available;
+    if (s->low.count == 0)
         return status;
     status = make_model(s);
     if (status)
         return status;
     size_t larger;
     status = rbi_replay_largest(&larger, &s->model, &s->setting, s->fits + 1, s->most, s->batch);
-    if (larger)
-        report->predicted_size = larger;
-    struct rbi_forecast forecast = {0};
-    s->setting.room_bytes = SIZE_MAX;
+    if (allowed_below(s, larger))
+        report->predicted_size = allowed_below(s, larger);
     if (!status && s->fits <= SIZE_MAX / 2)
-        status = rbi_replay(&forecast, &s->model, &s->setting, 2 * s->fits, 0);
-    report->twice_bytes = forecast.peak_bytes;
+        status = rbi_model_peak(&report->twice_bytes, &s->model, 2 * s->fits);
     return status;
 }
 
@@ -196,6 +213,5 @@ void rbi_search_release(struct rbi_search *s)
     rbi_trace_release(&s->low);
     rbi_trace_release(&s->high);
     rbi_trace_release(&s->cut);
-    rbi_setting_release(&s->setting);
     rbi_model_release(&s->model);
 }

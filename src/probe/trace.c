@@ -26,16 +26,13 @@ static void note(void *user, enum rbi_pool_call call, const void *address, size_
     static const enum rbi_trace_kind kinds[] = {[RBI_POOL_ALLOC] = RBI_TRACE_ALLOC,
                                                 [RBI_POOL_FREE] = RBI_TRACE_FREE_OLDER,
                                                 [RBI_POOL_RESERVE] = RBI_TRACE_RESERVE};
-    if (call != RBI_POOL_FREE && stream != trace->stream)
-        trace->is_mixed = true;
-    trace->events[trace->event_count++] =
-        (struct rbi_trace_event){kinds[call], RBI_NO_BLOCK, address, bytes};
+    trace->events[trace->event_count++] = (struct rbi_trace_event){
+        kinds[call], RBI_NO_BLOCK, (void *)(uintptr_t)address, bytes, stream};
 }
 
-void rbi_trace_begin(struct rbi_trace *trace, rebatch_pool *pool, size_t count,
-                     rebatch_stream stream)
+void rbi_trace_begin(struct rbi_trace *trace, rebatch_pool *pool, size_t count)
 {
-    *trace = (struct rbi_trace){.count = count, .stream = stream};
+    *trace = (struct rbi_trace){.count = count};
     rbi_pool_set_recorder(pool, &(struct rbi_pool_recorder){note, trace});
 }
 
@@ -136,7 +133,7 @@ rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
 
 void rbi_trace_add_failure(struct rbi_trace *trace, size_t asked_bytes)
 {
-    note(trace, RBI_POOL_RESERVE, NULL, asked_bytes, trace->stream);
+    note(trace, RBI_POOL_RESERVE, NULL, asked_bytes, NULL);
 }
 
 void rbi_trace_release(struct rbi_trace *trace)

@@ -37,7 +37,8 @@ const char *rebatch_phase_text(rebatch_phase phase)
 static bool is_oom(rebatch_event_kind kind)
 {
     return kind != REBATCH_EVENT_STEP && kind != REBATCH_EVENT_GROW &&
-           kind != REBATCH_EVENT_GROWTH_FAILED;
+           kind != REBATCH_EVENT_GROWTH_FAILED && kind != REBATCH_EVENT_TRIAL &&
+           kind != REBATCH_EVENT_PROBE_FILE;
 }
 
 /* Where it struck, and how much was missing. */
@@ -50,6 +51,24 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, event->count ? " need " : ": needs ");
         if (event->phase != REBATCH_PHASE_ADMISSION) /* it did not get to the end */
             rbi_text_add(t, "at least ");
+        rbi_text_add_bytes(t, event->needed_bytes);
+        rbi_text_add(t, ", there is ");
+        rbi_text_add_bytes(t, event->available_bytes);
+    }
+}
+
+static void add_trial(struct rbi_text *t, const rebatch_event *event)
+{
+    rbi_text_add(t, " of %zu samples ", event->count);
+    if (event->peak_bytes) {
+        rbi_text_add(t, "ran, at most ");
+        rbi_text_add_bytes(t, event->peak_bytes);
+        rbi_text_add(t, " live");
+        return;
+    }
+    rbi_text_add(t, "ran out of memory");
+    if (event->needed_bytes) {
+        rbi_text_add(t, ": it needs at least ");
         rbi_text_add_bytes(t, event->needed_bytes);
         rbi_text_add(t, ", there is ");
         rbi_text_add_bytes(t, event->available_bytes);
@@ -82,6 +101,10 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
     rbi_text_add(&t, "step %" PRIu64 ": %s", event->step, kinds[event->kind].text);
     if (is_oom(event->kind))
         add_strike(&t, event);
+    if (event->kind == REBATCH_EVENT_TRIAL)
+        add_trial(&t, event);
+    if (event->text)
+        rbi_text_add(&t, " %s", event->text);
     add_answer(&t, event);
     return t.length;
 }

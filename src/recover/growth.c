@@ -48,6 +48,16 @@ static void grow_to(rebatch *rb, size_t micro, unsigned lighten)
     rbi_event_emit(rb, &event);
 }
 
+/* Twice the size, or the next that is allowed; what it has when nothing larger is. */
+static size_t doubled(const rebatch *rb, size_t micro, size_t upper)
+{
+    const size_t size = rbi_round_size(&rb->options, micro > upper / 2 ? upper : micro * 2);
+    if (size > micro)
+        return size;
+    const size_t next = rbi_round_size_up(&rb->options, micro + 1);
+    return next && next <= upper ? next : micro;
+}
+
 void rbi_growth_step_done(rebatch *rb, size_t batch)
 {
     struct rbi_growth *growth = &rb->growth;
@@ -69,5 +79,5 @@ void rbi_growth_step_done(rebatch *rb, size_t batch)
     if (rb->lighten)
         grow_to(rb, micro, rb->lighten - 1);
     else
-        grow_to(rb, micro > upper / 2 ? upper : micro * 2, 0);
+        grow_to(rb, doubled(rb, micro, upper), 0);
 }

@@ -4,20 +4,20 @@
 
 #include "recover/recover.h"
 
-size_t rbi_micro_upper(const rebatch *rb, size_t batch)
-{
-    return rb->options.micro_largest ? rbi_min(rb->options.micro_largest, batch) : batch;
-}
-
-size_t rbi_micro_size(const rebatch *rb, size_t batch)
-{
-    return rbi_min(rb->micro, rbi_micro_upper(rb, batch));
-}
-
 /* Callbacks of this step that ran in vain; a refused admission ran nothing. */
 static uint32_t in_vain(const rebatch *rb)
 {
     return rb->report.ooms - rb->report.ooms_in[REBATCH_PHASE_ADMISSION];
+}
+
+static bool has_too_many_in_row(const rebatch *rb)
+{
+    return rb->options.max_ooms_in_row && rb->ooms_in_row >= rb->options.max_ooms_in_row;
+}
+
+static bool has_given_up(const rebatch *rb)
+{
+    return in_vain(rb) >= rb->options.max_attempts || has_too_many_in_row(rb);
 }
 
 /* "Once more" is worth it when what failed would fit now: something was released since, or the
@@ -33,21 +33,24 @@ static bool can_retry_same(const rebatch *rb)
 
 /* The largest size that is predicted to fit in what there is now; 0 when that is not to be known. A
  * size that was predicted to fit and did not shows that the prediction is not to be had here. */
-static size_t predicted_size(rebatch *rb, const rebatch_microbatch *mb)
+static size_t predicted_size(rebatch *rb, size_t failed)
 {
-    if (rb->options.on_oom != REBATCH_ON_OOM_FIT || mb->count == rb->fitted)
+    if (rb->options.on_oom != REBATCH_ON_OOM_FIT || failed == rb->fitted)
         return 0;
-    rb->fitted = rbi_need_largest(rb, rb->options.micro_smallest, mb->count - 1,
-                                  rb->failure.available_bytes);
+    rb->fitted = rbi_need_largest(rb, failed - 1, rb->failure.available_bytes);
     return rb->fitted;
 }
 
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 {
-    if (!mb || mb->count <= rb->options.micro_smallest || rb->options.on_oom == REBATCH_ON_OOM_STOP)
+    if (!mb || rb->options.on_oom == REBATCH_ON_OOM_STOP)
         return false;
-    const size_t predicted = predicted_size(rb, mb);
-    rb->micro = predicted ? predicted : rbi_max(mb->count / 2, rb->options.micro_smallest);
+    const rebatch_options *limits = &rb->options;
+    if (rbi_round_size(limits, mb->count - 1) == 0)
+        return false; /* nothing smaller is allowed */
+    const size_t predicted = predicted_size(rb, mb->count);
+    const size_t half = rbi_round_size(limits, mb->count / 2);
+    rb->micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
     return true;
 }
 
@@ -78,7 +81,7 @@ static rebatch_status take_rung(rebatch *rb, const rebatch_microbatch *mb, rebat
     if (rb->failure.phase == REBATCH_PHASE_UPDATE)
         return REBATCH_OK;
     *kind = REBATCH_EVENT_EXHAUSTED;
-    if (in_vain(rb) >= rb->options.max_attempts)
+    if (has_given_up(rb))
         return REBATCH_OK;
     if (can_retry_same(rb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
@@ -106,11 +109,13 @@ static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_micr
     if (in_vain(rb) >= rb->options.max_attempts)
         rbi_text_add(t, "; gave up after %u attempts in vain in one step: raise max_attempts",
                      in_vain(rb));
+    else if (has_too_many_in_row(rb))
+        rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
     else if (rb->options.on_oom == REBATCH_ON_OOM_STOP)
         rbi_text_add(t, "; on_oom says stop");
-    else if (mb && rb->options.micro_smallest > 1)
+    else if (mb && rbi_round_size_up(&rb->options, 1) > 1)
         rbi_text_add(t, "; the smallest micro-batch allowed is %zu: lower it",
-                     rb->options.micro_smallest);
+                     rbi_round_size_up(&rb->options, 1));
     else
         rbi_text_add(t, "; there is nothing smaller or lighter to try: free memory, or raise the "
                         "limit");
@@ -149,6 +154,7 @@ static void count(rebatch *rb, const struct rbi_strike *strike)
     rb->report.ooms++;
     rb->report.ooms_in[rb->failure.phase]++;
     rb->report.lost_ns += strike->lost_ns;
+    rb->ooms_in_row += rb->failure.phase != REBATCH_PHASE_ADMISSION;
     if (strike->mb && rb->failure.phase != REBATCH_PHASE_ADMISSION)
         rbi_need_learn_least(rb, strike->mb->count, rb->failure.need_bytes);
 }

@@ -99,8 +99,10 @@ static size_t smallest_exact(const rebatch *rb)
     return smallest;
 }
 
-size_t rbi_need_largest(const rebatch *rb, size_t least, size_t most, uint64_t available_bytes)
+size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes)
 {
+    const rebatch_options *limits = &rb->options;
+    size_t least = rbi_round_size_up(limits, 1);
     if (!rb->oracle.need || rb->oracle.lighten != rb->lighten)
         least = rbi_max(least, smallest_exact(rb)); /* nothing is known of what is below it */
     if (least > most || !is_predicted_to_fit(rb, least, available_bytes))
@@ -113,7 +115,7 @@ size_t rbi_need_largest(const rebatch *rb, size_t least, size_t most, uint64_t a
         else
             most = middle - 1;
     }
-    return fits;
+    return rbi_round_size(limits, fits);
 }
 
 void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle)

@@ -10,6 +10,15 @@
 #include "device/device.h"
 #include "pool/pool.h"
 #include "rebatch/step.h"
+#include "recover/limits.h"
+
+/* ---- sizes for a batch (limits.c) ---- */
+
+/* The largest micro-batch for a batch: the limits, but not what memory allows. A batch that is
+ * smaller than every allowed size is a rest, and stays whole. */
+size_t rbi_micro_upper(const rebatch *rb, size_t batch);
+/* The size that the next micro-batch begins with. */
+size_t rbi_micro_size(const rebatch *rb, size_t batch);
 
 /* ---- guards (guard.c) ---- */
 
@@ -50,9 +59,9 @@ const struct rbi_need *rbi_need_find(const rebatch *rb, size_t count, unsigned l
 /* What a size will need: known, or foretold, or put together from sizes that are known; 0 when
  * nothing is known. */
 uint64_t rbi_need_predict(const rebatch *rb, size_t count, unsigned lighten);
-/* The largest size in [least, most] that is predicted to find its memory in `available_bytes`; 0
- * when none is, or nothing is known. */
-size_t rbi_need_largest(const rebatch *rb, size_t least, size_t most, uint64_t available_bytes);
+/* The largest allowed size of at most `most` that is predicted to find its memory in
+ * `available_bytes`; 0 when none is, or nothing is known. */
+size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
 
 /* Somebody who knows what sizes need that never ran: a memory model. It must not need the heap, as
  * it is asked while an OOM is handled. */
@@ -127,10 +136,6 @@ struct rbi_strike {
  * lighten level are set), else REBATCH_E_EXHAUSTED, REBATCH_E_TORN, or what lighten answered.
  * Counts and reports it. */
 rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike);
-/* The largest micro-batch for a batch: the limits, but not what memory allows. */
-size_t rbi_micro_upper(const rebatch *rb, size_t batch);
-/* The size that the next micro-batch begins with. */
-size_t rbi_micro_size(const rebatch *rb, size_t batch);
 
 /* ---- events (event.c) ---- */
 
@@ -168,8 +173,9 @@ struct rebatch {
     struct rbi_failure failure;
     struct rbi_failed_range *failed; /* room for options.max_attempts */
     size_t failed_count;
-    size_t fitted;     /* the size that a prediction chose; 0: none did */
-    bool retried_same; /* the rung "once more" is used up until something succeeds */
+    size_t fitted;        /* the size that a prediction chose; 0: none did */
+    uint32_t ooms_in_row; /* since something succeeded */
+    bool retried_same;    /* the rung "once more" is used up until something succeeds */
 
     /* of the callback that runs */
     bool running;

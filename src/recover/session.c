@@ -7,27 +7,9 @@
 #define DEFAULT_GROW_AFTER 16u
 #define DEFAULT_GROW_WAIT_MAX 1024u
 
-static rebatch_status check_sizes(const rebatch_options *o)
-{
-    if (o->micro_largest && o->micro_smallest > o->micro_largest)
-        return rbi_error(REBATCH_E_INVALID,
-                         "micro_smallest is %zu and micro_largest is %zu: expected smallest <= "
-                         "largest",
-                         o->micro_smallest, o->micro_largest);
-    if (o->micro_start && o->micro_start < o->micro_smallest)
-        return rbi_error(REBATCH_E_INVALID,
-                         "micro_start is %zu: expected at least micro_smallest, %zu",
-                         o->micro_start, o->micro_smallest);
-    if (o->micro_largest && o->micro_start > o->micro_largest)
-        return rbi_error(REBATCH_E_INVALID,
-                         "micro_start is %zu: expected at most micro_largest, %zu", o->micro_start,
-                         o->micro_largest);
-    return REBATCH_OK;
-}
-
 static rebatch_status check_options(const rebatch_options *o)
 {
-    rebatch_status status = check_sizes(o);
+    rebatch_status status = rbi_limits_check(o);
     if (!status)
         status = rbi_check_toggle(o->admission, "admission");
     if (!status)
@@ -46,6 +28,9 @@ static rebatch_status check_options(const rebatch_options *o)
     if (o->max_attempts > MOST_ATTEMPTS)
         return rbi_error(REBATCH_E_INVALID, "max_attempts is %u: expected at most %u",
                          o->max_attempts, MOST_ATTEMPTS);
+    if (o->max_ooms_in_row > MOST_ATTEMPTS)
+        return rbi_error(REBATCH_E_INVALID, "max_ooms_in_row is %u: expected at most %u",
+                         o->max_ooms_in_row, MOST_ATTEMPTS);
     if (o->grow_after > o->grow_wait_max)
         return rbi_error(REBATCH_E_INVALID, "grow_after is %u: expected at most grow_wait_max, %u",
                          o->grow_after, o->grow_wait_max);
@@ -56,6 +41,9 @@ static void set_defaults(rebatch_options *o)
 {
     if (o->micro_smallest == 0)
         o->micro_smallest = 1;
+    if (o->micro_multiple_of == 0)
+        o->micro_multiple_of = 1;
+    rbi_limits_sort(o);
     if (o->max_attempts == 0)
         o->max_attempts = DEFAULT_MAX_ATTEMPTS;
     if (o->grow_after == 0)
@@ -134,4 +122,14 @@ rebatch_pool *rebatch_get_pool(const rebatch *rb)
 size_t rebatch_get_micro(const rebatch *rb, size_t batch)
 {
     return rb ? rbi_micro_size(rb, batch) : 0;
+}
+
+rebatch_status rebatch_set_step(rebatch *rb, uint64_t step)
+{
+    if (!rb)
+        return rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    if (rb->ops)
+        return rbi_error(REBATCH_E_STATE, "rebatch_set_step() was called from within a callback");
+    rb->step = step;
+    return REBATCH_OK;
 }

@@ -59,7 +59,7 @@ static uint64_t foretold_need(const rebatch *rb, size_t count)
  * resort is always allowed to try: what is known may be out of date. */
 static rebatch_status admit(rebatch *rb, size_t count)
 {
-    if (!rbi_is_on(rb->options.admission) || count <= rb->options.micro_smallest ||
+    if (!rbi_is_on(rb->options.admission) || rbi_round_size(&rb->options, count - 1) == 0 ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return REBATCH_OK;
     const uint64_t need = foretold_need(rb, count);
@@ -156,6 +156,7 @@ static rebatch_status accumulate(rebatch *rb)
         } else if (status == REBATCH_OK) {
             progress.next += mb.count;
             progress.microbatches++;
+            rb->ooms_in_row = 0;
             rb->retried_same = false;
         }
         if (status)
@@ -217,7 +218,8 @@ rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
         return rbi_error(REBATCH_E_STATE, "%s() was called from within a callback", function);
     if (batch == 0)
         return rbi_error(REBATCH_E_INVALID, "batch is 0: expected at least 1 sample");
-    return read_ops(out, given);
+    const rebatch_status status = rbi_limits_check_batch(&rb->options, batch);
+    return status ? status : read_ops(out, given);
 }
 
 void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
@@ -227,6 +229,7 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->batch = batch;
     rb->failed_count = 0;
     rb->fitted = 0;
+    rb->ooms_in_row = 0;
     rb->retried_same = false;
     rb->report = (rebatch_step_report){.step = rb->step, .micro_before = rbi_micro_size(rb, batch)};
     rb->pool_ooms = rbi_pool_oom_count(rb->pool);

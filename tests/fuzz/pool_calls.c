@@ -16,6 +16,7 @@ struct session {
     void *slots[SLOTS];
     rebatch_scope scopes[4];
     size_t depth;
+    uint8_t taken; /* where the pressure callback is in the slots */
 };
 
 static void configure(rebatch_pool_options *options, uint8_t byte)
@@ -29,15 +30,31 @@ static void configure(rebatch_pool_options *options, uint8_t byte)
     options->events = byte % 3;
 }
 
-static void open_session(struct session *s, uint8_t byte)
+/* Frees a block or two, and calls what must not be called from there. */
+static size_t give_up(size_t wanted_bytes, void *user)
+{
+    struct session *s = user;
+    void *pointer;
+    if (rebatch_pool_alloc(&pointer, s->pool, wanted_bytes, NULL, 0) != REBATCH_E_STATE)
+        abort();
+    size_t given = 0;
+    for (int i = 0; i < 2; i++)
+        given += rebatch_pool_free(s->pool, s->slots[s->taken++ % SLOTS]) == REBATCH_OK;
+    return given * GRANULE;
+}
+
+static void open_session(struct session *s, uint8_t byte, uint8_t more)
 {
     memset(s, 0, sizeof *s);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     configure(&options, byte);
-    if (rebatch_device_open_dry(&s->device, GRANULES * GRANULE, GRANULE) != REBATCH_OK ||
+    const bool plain = more % 4 == 1 && options.guard != REBATCH_ON;
+    options.headroom_bytes = more & 4 ? 3 * GRANULE + 1 : 0;
+    if (rbi_device_open_dry(&s->device, GRANULES * GRANULE, GRANULE, !plain) != REBATCH_OK ||
         rebatch_device_open_fault(&s->fault, s->device, NULL) != REBATCH_OK ||
         rebatch_pool_create(&s->pool, s->fault, &options) != REBATCH_OK ||
-        rebatch_stream_create(&s->streams[1], s->device) != REBATCH_OK)
+        rebatch_stream_create(&s->streams[1], s->device) != REBATCH_OK ||
+        ((more & 8) && rebatch_pool_add_pressure(s->pool, give_up, s) != REBATCH_OK))
         abort();
 }
 
@@ -63,17 +80,56 @@ static void arm(struct session *s, uint8_t a, uint8_t b)
     (void)rebatch_fault_arm(s->fault, &plan);
 }
 
+static rebatch_status discard(const void *data, size_t size, void *user)
+{
+    const uint8_t *fails = user;
+    return data && size && *fails % 4 ? REBATCH_OK : REBATCH_E_USER;
+}
+
+/* Calls that look, or change who may do what. */
+static void call_other(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
+{
+    rebatch_tag tag;
+    size_t bytes;
+    rebatch_oom_report report;
+    const char name[2] = {(char)('a' + b % 8), 0};
+    switch (kind % 6) {
+    case 0:
+        (void)rebatch_pool_tag(&tag, s->pool, name);
+        break;
+    case 1:
+        (void)rebatch_pool_write_snapshot(s->pool, (rebatch_snapshot_format)(b % 4), discard, &a);
+        break;
+    case 2:
+        rebatch_stream_destroy(s->device, s->streams[1]);
+        if (rebatch_stream_create(&s->streams[1], s->device) != REBATCH_OK)
+            abort();
+        break;
+    case 3:
+        (void)rebatch_device_set_capacity(s->device, (size_t)(a % GRANULES + 1) * GRANULE);
+        (void)rbi_pool_keep_headroom(s->pool);
+        break;
+    case 4:
+        (void)rebatch_pool_available(&bytes, s->pool);
+        (void)rebatch_pool_last_oom(&report, s->pool);
+        (void)rebatch_pool_block_bytes(&bytes, s->pool, s->slots[a % SLOTS]);
+        break;
+    default:
+        (void)rebatch_pool_reset_peaks(s->pool);
+    }
+}
+
 static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
 {
     void **slot = &s->slots[a % SLOTS];
     const size_t bytes = b < 128 ? (size_t)(b + 1) * 700 : (size_t)(b - 127) * GRANULE / 6;
     const rebatch_stream stream = s->streams[a >> 7];
-    switch (kind % 12) {
+    switch (kind % 13) {
     case 0:
     case 1:
     case 2:
         (void)rebatch_pool_free(s->pool, *slot);
-        (void)rebatch_pool_alloc(slot, s->pool, bytes, stream, b % 2);
+        (void)rebatch_pool_alloc(slot, s->pool, bytes, stream, b % 4);
         break;
     case 3:
     case 4:
@@ -100,6 +156,9 @@ static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
     case 10:
         arm(s, a, b);
         break;
+    case 11:
+        call_other(s, kind / 13, a, b);
+        break;
     default:
         (void)(b % 4 == 0   ? rebatch_pool_trim(s->pool, (size_t)a * 1000, NULL)
                : b % 4 == 1 ? rebatch_pool_reserve(s->pool, bytes, stream)
@@ -110,13 +169,13 @@ static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    if (size == 0)
+    if (size < 2)
         return 0;
     struct session s;
-    open_session(&s, data[0]);
-    for (size_t at = 1; at + 3 <= size; at += 3) {
+    open_session(&s, data[0], data[1]);
+    for (size_t at = 2; at + 3 <= size; at += 3) {
         call(&s, data[at], data[at + 1], data[at + 2]);
-        if (at % 8 == 1 && !rbi_pool_is_valid(s.pool))
+        if (at % 8 == 2 && !rbi_pool_is_valid(s.pool))
             abort();
     }
     if (!rbi_pool_is_valid(s.pool))

@@ -115,6 +115,24 @@ Test(device_cuda, a_physical_piece_can_be_mapped_at_another_place)
     rebatch_device_close(device);
 }
 
+Test(device_cuda, pinned_memory_is_the_hosts_and_the_gpu_reaches_it)
+{
+    rebatch_device *device = open_gpu();
+    rebatch_memory_info memory;
+    void *pinned;
+    ASSERT_OK(rebatch_pinned_alloc(&pinned, device, 4 * MIB));
+    memset(pinned, 1, 4 * MIB);
+    round_trip(device, pinned, 4 * MIB, NULL);
+    cr_assert_eq(((unsigned char *)pinned)[MIB], (unsigned char)(MIB * 7 + 3));
+    ASSERT_OK(rebatch_device_memory(device, &memory));
+    cr_assert_eq(memory.used_bytes, 0);
+    ASSERT_OK(rebatch_pinned_free(device, pinned, 4 * MIB));
+    cr_assert_eq(rebatch_pinned_alloc(&pinned, device, (size_t)1 << 50), REBATCH_E_HOST_OOM);
+    cr_assert_null(pinned);
+    ASSERT_OK(rbi_device_take_last_error(device));
+    rebatch_device_close(device);
+}
+
 /* A real answer of the driver, not one of our limits; and the device works on. */
 Test(device_cuda, the_drivers_own_out_of_memory_is_an_oom_and_leaves_nothing_behind)
 {

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "gpt/cuda.h"
 #include "gpt_cuda_support.h"
 
 /* The same call on both queues: `arguments` is a macro that makes them for a side of the pairs. */
@@ -420,4 +421,88 @@ Test(gpt_cuda_ops, an_oom_when_opening_is_an_oom)
     gpt_cuda_ops_get()->close(&queue);
     rebatch_device_close(queue.device);
     rebatch_device_close(gpu);
+}
+
+/* ---- sizes that a kernel does not take: said before anything is launched ---- */
+
+/* On a host device, which shows that no GPU was asked. */
+static void check_refused(const struct gpt_config *config, rebatch_status status, const char *words)
+{
+    rebatch_device *device;
+    rebatch_pool *pool;
+    rebatch_memory_info memory;
+    struct gpt_model *model;
+    ASSERT_OK(rebatch_device_open_host(&device, REBATCH_UNLIMITED, NULL));
+    ASSERT_OK(rebatch_pool_create(&pool, device, NULL));
+    ASSERT_ERROR(gpt_model_create(&model, config, gpt_cuda_ops_get(), pool, NULL, 1), status,
+                 words);
+    cr_assert_null(model);
+    rebatch_pool_destroy(pool);
+    ASSERT_OK(rebatch_device_memory(device, &memory));
+    cr_assert_eq(memory.used_bytes, 0);
+    rebatch_device_close(device);
+}
+
+Test(gpt_cuda_ops, sizes_that_no_kernel_takes_are_refused)
+{
+    struct gpt_config good, bad;
+    ASSERT_OK(gpt_config_preset(&good, "tiny"));
+    bad = good;
+    bad.heads = 4;
+    check_refused(&bad, REBATCH_E_UNSUPPORTED, "a head's width is 16: expected 32, 64 or 128");
+    bad = good;
+    bad.channels = 192;
+    bad.heads = 2;
+    check_refused(&bad, REBATCH_E_UNSUPPORTED, "a head's width is 96: expected 32, 64 or 128");
+    bad = good;
+    bad.channels = 96; /* K is no multiple of 64 */
+    bad.heads = 3;
+    check_refused(&bad, REBATCH_E_INVALID, "channels is 96: expected a multiple of 64");
+    bad = good;
+    bad.vocabulary = 50257;
+    check_refused(&bad, REBATCH_E_INVALID, "vocabulary is 50257: expected a multiple of 64");
+    bad = good;
+    bad.channels = 4096;
+    bad.heads = 32;
+    check_refused(&bad, REBATCH_E_UNSUPPORTED, "channels is 4096: expected at most 2048 on a GPU");
+    bad = good;
+    bad.length = 65537;
+    check_refused(&bad, REBATCH_E_INVALID, "length is 65537: expected 1 to 65536");
+}
+
+/* The longest and widest sample fits the scratch, as the check of sizes says. */
+Test(gpt_cuda_ops, the_longest_and_widest_sample_is_taken)
+{
+    const size_t T = 65536, C = 2048;
+    const struct gpt_sizes sizes = {T, C, 16, 256};
+    ASSERT_OK(gpt_cuda_ops_get()->check_sizes(&sizes));
+    cr_assert_leq(rbk_embedding_backward_scratch_bytes(1, T), GPT_CUDA_SCRATCH_BYTES);
+    cr_assert_leq(rbk_layer_norm_backward_scratch_bytes(1, T, C), GPT_CUDA_SCRATCH_BYTES);
+    cr_assert_leq(rbk_bias_backward_scratch_bytes(1, T, 4 * C), GPT_CUDA_SCRATCH_BYTES);
+    cr_assert_leq(rbk_attention_backward_scratch_bytes(1, T, C / 32), GPT_CUDA_SCRATCH_BYTES);
+}
+
+Test(gpt_cuda_ops, products_that_are_no_multiple_of_64_are_refused)
+{
+    static const size_t sizes[][2] = {{63, 64}, {96, 64}, {64, 100}, {0, 64}};
+    float *nowhere = NULL; /* nothing may be read there */
+    queues_open(8);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        const struct gpt_matmul shape = {8, sizes[i][0], sizes[i][1], false};
+        const char *words = sizes[i][0] % 64 || sizes[i][0] == 0
+                                ? "inputs is"
+                                : "outputs is 100: expected a multiple of 64";
+        ASSERT_ERROR(gpu_ops->matmul_forward(&on_gpu, nowhere, nowhere, nowhere, NULL, &shape),
+                     REBATCH_E_UNSUPPORTED, words);
+        ASSERT_ERROR(gpu_ops->matmul_backward_input(&on_gpu, nowhere, nowhere, nowhere, &shape),
+                     REBATCH_E_UNSUPPORTED, words);
+        ASSERT_ERROR(
+            gpu_ops->matmul_backward_weight(&on_gpu, nowhere, NULL, nowhere, nowhere, &shape),
+            REBATCH_E_UNSUPPORTED, words);
+    }
+    const struct gpt_matmul rows = {9, 64, 64, false};
+    ASSERT_ERROR(gpu_ops->matmul_forward(&on_gpu, nowhere, nowhere, nowhere, NULL, &rows),
+                 REBATCH_E_INVALID, "9 rows: expected a multiple of the 8 of a sample");
+    ASSERT_OK(rebatch_stream_synchronize(on_gpu.device, NULL));
+    queues_close();
 }

@@ -109,6 +109,128 @@ Test(gpt_cuda_train, the_curve_in_16_bits_is_nearly_that_in_fp32, .description =
         run_close(&runs[i]);
 }
 
+/* ---- the same bits with less memory ---- */
+
+/* 3 steps of 16 at each level, in one micro-batch and in several. */
+static void check_levels(enum gpt_dtype dtype)
+{
+    struct run_options options = tiny_run();
+    struct run run;
+    char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
+    options.train.config.dtype = dtype;
+    run_whole(want, &options, 3);
+    for (unsigned level = 0; level <= GPT_LIGHTEN_MOST; level++)
+        for (options.micro = 3; options.micro <= 16; options.micro += 13) {
+            run_open(&run, &options);
+            ASSERT_OK(gpt_trainer_ops()->lighten(level, run.trainer));
+            run_steps(&run, 3);
+            run_hash(&run, got);
+            cr_assert_str_eq(got, want, "%s, level %u, micro-batch %zu", gpt_dtype_name(dtype),
+                             level, options.micro);
+            run_close(&run);
+        }
+}
+
+Test(gpt_cuda_train, no_level_changes_a_bit_in_fp32, .description = "seed 1, 3 steps of 16")
+{
+    check_levels(GPT_FP32);
+}
+
+Test(gpt_cuda_train, no_level_changes_a_bit_in_bf16, .description = "seed 1, 3 steps of 16")
+{
+    check_levels(GPT_BF16);
+}
+
+Test(gpt_cuda_train, no_level_changes_a_bit_in_fp16, .description = "seed 1, 3 steps of 16")
+{
+    check_levels(GPT_FP16);
+}
+
+Test(gpt_cuda_train, levels_change_between_steps, .description = "seed 1, 8 steps of 16, bf16")
+{
+    static const unsigned levels[] = {0, 3, 3, 2, 0, 3, 1, 2};
+    enum { STEPS = sizeof levels / sizeof *levels };
+    struct run_options options = tiny_run();
+    char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
+    struct run run;
+    options.train.config.dtype = GPT_BF16;
+    run_whole(want, &options, STEPS);
+    run_open(&run, &options);
+    for (size_t i = 0; i < STEPS; i++) {
+        ASSERT_OK(gpt_trainer_ops()->lighten(levels[i], run.trainer));
+        run_steps(&run, 1);
+    }
+    run_hash(&run, got);
+    run_close(&run);
+    cr_assert_str_eq(got, want);
+}
+
+Test(gpt_cuda_train, the_formula_says_what_a_step_holds, .description = "seed 1, 2 steps of 16")
+{
+    struct run_options options = tiny_run();
+    const uint64_t blocks = (options.train.config.layers + 1) * GPT_ACT_COUNT + 9;
+    for (size_t dtype = 0; dtype < GPT_DTYPE_COUNT; dtype++)
+        for (unsigned level = 0; level <= GPT_LIGHTEN_MOST; level++) {
+            struct run run;
+            rebatch_step_report report;
+            options.train.config.dtype = (enum gpt_dtype)dtype;
+            const struct gpt_memory memory = gpt_train_memory(&options.train, level);
+            const uint64_t least = memory.persistent_bytes + 16 * memory.sample_bytes;
+            run_open(&run, &options);
+            ASSERT_OK(gpt_trainer_ops()->lighten(level, run.trainer));
+            run_steps(&run, 1);
+            ASSERT_OK(gpt_trainer_step(run.trainer, &report, NULL));
+            cr_assert(report.peak_bytes >= least &&
+                          report.peak_bytes < least + blocks * REBATCH_POOL_UNIT_BYTES,
+                      "%s, level %u: %llu bytes, formula %llu",
+                      gpt_dtype_name((enum gpt_dtype)dtype), level,
+                      (unsigned long long)report.peak_bytes, (unsigned long long)least);
+            run_close(&run);
+        }
+}
+
+/* ---- loss scaling ---- */
+
+/* A scale with which gradients overflow fp16 comes down by itself, a halving a skipped update; and
+ * however the batch is cut. */
+Test(gpt_cuda_train, fp16_finds_its_loss_scale, .description = "seed 1, 30 steps of 16")
+{
+    struct run_options options = tiny_run();
+    struct run run;
+    struct gpt_step_result result;
+    char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
+    options.train.config.dtype = GPT_FP16;
+    options.train.loss_scale = 0x1p30f;
+    options.train.learning_rate = 1e-2f;
+    options.train.total_steps = 30;
+    run_open(&run, &options);
+    ASSERT_OK(gpt_trainer_step(run.trainer, NULL, &result));
+    cr_assert(result.skipped && result.loss_scale == 0x1p30f);
+    run_steps(&run, 29);
+    cr_assert_gt(run.trainer->updates, 5);
+    cr_assert_eq(run.trainer->updates + run.trainer->skipped, 30);
+    cr_assert_eq(run.trainer->scaler.scale, ldexpf(1.0f, 30 - (int)run.trainer->skipped));
+    cr_assert_lt(run.trainer->losses[29], run.trainer->losses[0]);
+    run_hash(&run, want);
+    run_close(&run);
+    options.micro = 5;
+    run_whole(got, &options, 30);
+    cr_assert_str_eq(got, want);
+}
+
+Test(gpt_cuda_train, fp16_begins_with_the_usual_scale, .description = "seed 1, 5 steps of 16")
+{
+    struct run_options options = tiny_run();
+    struct run run;
+    options.train.config.dtype = GPT_FP16;
+    run_open(&run, &options);
+    cr_assert_eq(run.trainer->scaler.scale, 65536.0f);
+    run_steps(&run, 5);
+    cr_assert_eq(run.trainer->skipped, 0);
+    cr_assert_eq(run.trainer->scaler.good, 5);
+    run_close(&run);
+}
+
 /* ---- the same bits through OOMs ---- */
 
 static void arm(const struct run *run, uint64_t nth)

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "unit/config_files.h"
+#include "unit/pickle_reader.h"
 
 #define MIB ((size_t)1 << 20)
 #define FIELDS_MOST 24
@@ -385,6 +386,72 @@ Test(cli_replay, smallest_within_a_given_capacity_and_headroom)
     cr_expect(number(&o, "smallest_capacity_bytes") == 6 * MIB);
 }
 
+/* ---- the snapshot ---- */
+
+static size_t count_in(const char *text, const char *word)
+{
+    size_t count = 0;
+    for (const char *at = text; (at = strstr(at, word)) != NULL; at += strlen(word))
+        count++;
+    return count;
+}
+
+/* The snapshot is of the first peak: 3 and 2 MiB of the blocks are live, and their events there. */
+Test(cli_replay, snapshot_at_the_peak_as_tables)
+{
+    config_write("t", "a 1 1048576 0\na 2 3145728 0\nf 1\na 3 2097152 7\nf 2\na 4 1048576 0\n");
+    struct run r = run("--snapshot s.csv t");
+    cr_assert(r.code == 0 && r.error[0] == '\0', "%s", r.error);
+    done(&r);
+    char *blocks = config_read("s.csv");
+    char *events = config_read("s.events.csv");
+    cr_expect(count_in(blocks, ",live,") == 2, "%s", blocks);
+    cr_expect(count_in(blocks, ",3145728,3145728,live,") == 1, "%s", blocks);
+    cr_expect(count_in(blocks, ",2097152,2097152,live,") == 1, "%s", blocks);
+    cr_expect(count_in(events, ",alloc,") == 3 && count_in(events, ",free,") == 1, "%s", events);
+    free(blocks);
+    free(events);
+    r = run("--snapshot s.csv --events 2 t");
+    cr_assert(r.code == 0);
+    done(&r);
+    events = config_read("s.events.csv");
+    cr_expect(count_in(events, "\n") == 3, "%s", events);
+    free(events);
+}
+
+/* Where the trace runs out of memory before its peak, the snapshot is of that moment. */
+Test(cli_replay, snapshot_where_memory_runs_out)
+{
+    config_write("t", "a 1 2097152 0\na 2 4194304 0\na 3 1048576 0\n");
+    struct run r = run("--capacity 4MiB --snapshot s.csv t");
+    cr_expect(r.code == 1 && strstr(r.error, "t:2: the trace runs out of memory"), "%s", r.error);
+    done(&r);
+    char *events = config_read("s.events.csv");
+    cr_expect(count_in(events, ",oom,,4194304,0,\"untagged\",2097152,") == 1, "%s", events);
+    free(events);
+    expect_error("--snapshot none/s.pickle $T/tiny.trace", 1,
+                 "none/s.pickle cannot be written: No such file or directory\n");
+}
+
+Test(cli_replay, snapshot_as_a_pickle)
+{
+    struct run r = run("--snapshot s.pickle $T/tiny.trace");
+    cr_assert(r.code == 0 && r.error[0] == '\0', "%s", r.error);
+    done(&r);
+    FILE *file = fopen("s.pickle", "rb");
+    cr_assert(file != NULL);
+    unsigned char bytes[65536];
+    const size_t size = fread(bytes, 1, sizeof bytes, file);
+    (void)fclose(file);
+    cr_assert(size < sizeof bytes);
+    const struct pickle_value *segments = pickle_list(pickle_read(bytes, size), "segments");
+    int64_t live = 0;
+    for (size_t i = 0; i < segments->count; i++)
+        live += pickle_number(segments->items[i], "allocated_size");
+    cr_expect(live == 6291456);
+    pickle_free();
+}
+
 /* ---- settings ---- */
 
 Test(cli_replay, settings_of_the_pool_hold)
@@ -623,6 +690,16 @@ Test(cli_replay, wrong_usage)
         {"--repeat 1001 t",
          "rebatch replay: --repeat is '1001': expected a number from 1 to 1000\n"},
         {"--repeat 2x t", "rebatch replay: --repeat is '2x': expected a number from 1 to 1000\n"},
+        {"--snapshot s.txt t",
+         "rebatch replay: --snapshot is 's.txt': expected a file's name that ends in .pickle or "
+         ".csv\n"},
+        {"--snapshot .csv t",
+         "rebatch replay: --snapshot is '.csv': expected a file's name that ends in .pickle or "
+         ".csv\n"},
+        {"--snapshot s.csv t u",
+         "rebatch replay: --snapshot is 's.csv', and there are 2 traces: expected one\n"},
+        {"--events 0 t",
+         "rebatch replay: --events is '0': expected a number from 1 to 100000000\n"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         expect_error(cases[i].arguments, 2, cases[i].error);

@@ -135,8 +135,9 @@ void run_open(struct run *run, const struct run_options *options)
     session.pool.caching = options->uncached ? REBATCH_OFF : REBATCH_ON;
     ASSERT_OK(rebatch_open(&run->rb, run->device, &session));
     run->data = open_text(options->train.config.length);
-    ASSERT_OK(gpt_trainer_create(&run->trainer, run->rb, &gpt_host_ops, run->stream, run->data,
-                                 &options->train));
+    ASSERT_OK(gpt_trainer_create(&run->trainer, run->rb,
+                                 options->ops ? options->ops : &gpt_host_ops, run->stream,
+                                 run->data, &options->train));
 }
 
 void run_close(struct run *run)

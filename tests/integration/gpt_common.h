@@ -72,10 +72,11 @@ struct run {
 
 struct run_options {
     struct gpt_train_options train;
-    size_t capacity_bytes; /* 0: no cap */
-    size_t micro;          /* first micro-batch; 0: the whole batch */
-    bool uncached;         /* every allocation goes to the device */
-    bool own_stream;       /* not the default one */
+    size_t capacity_bytes;     /* 0: no cap */
+    size_t micro;              /* first micro-batch; 0: the whole batch */
+    bool uncached;             /* every allocation goes to the device */
+    bool own_stream;           /* not the default one */
+    const struct gpt_ops *ops; /* NULL: the host's */
 };
 
 /* The tiny preset, with a batch of 16 and gradients that are clipped. */

@@ -102,6 +102,39 @@ Test(probe_find, the_limits_of_the_session_hold)
     bed_close(&bed);
 }
 
+Test(probe_find, every_trial_is_of_a_size_that_the_limits_allow)
+{
+    for (size_t multiple = 2; multiple <= 7; multiple++) {
+        struct bed bed;
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        options.micro_multiple_of = multiple;
+        bed_open_typical(&bed, MIB(12), NULL);
+        const size_t largest = true_largest(&bed, MIB(12), NULL, 64);
+        bed_close(&bed);
+        bed_open_typical(&bed, MIB(12), &options);
+        cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+        cr_assert_eq(bed.report.size, largest - largest % multiple);
+        cr_assert_eq(bed.report.predicted_size, bed.report.size);
+        for (uint32_t i = 0; i < bed.load.ran; i++)
+            cr_assert_eq(bed.load.sizes[i] % multiple, 0);
+        bed_close(&bed);
+    }
+}
+
+Test(probe_find, a_list_of_sizes_holds)
+{
+    struct bed bed;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    const size_t list[] = {3, 8, 17, 64};
+    memcpy(options.micro_allowed, list, sizeof list);
+    bed_open_typical(&bed, MIB(12), &options);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    cr_assert_eq(bed.report.size, 17);
+    for (uint32_t i = 0; i < bed.load.ran; i++)
+        cr_assert(bed.load.sizes[i] == 3 || bed.load.sizes[i] == 8 || bed.load.sizes[i] == 17);
+    bed_close(&bed);
+}
+
 Test(probe_find, max_trials_bounds_what_runs)
 {
     for (uint32_t most = 1; most <= 3; most++) {

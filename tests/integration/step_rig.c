@@ -135,15 +135,38 @@ static bool is_dirty(const struct rig *rig, const struct script_call *call)
 /* The contract's table as an automaton: what has to be called next; SCRIPT_CALLBACKS: nothing. */
 struct order {
     enum script_callback next;
-    size_t first;  /* sample that comes next */
-    uint32_t vain; /* calls that ran into an OOM */
+    size_t first;    /* sample that comes next */
+    uint32_t vain;   /* calls that ran into an OOM */
+    uint32_t in_row; /* of them, since a micro-batch succeeded */
     bool torn;
 };
 
-static void follow_forward(struct order *order, const struct rig *rig,
-                           const struct script_call *call)
+/* What step.h says of the sizes that a micro-batch may have. */
+static bool is_allowed(const rebatch_options *o, size_t size)
+{
+    if (size < o->micro_smallest || (o->micro_largest && size > o->micro_largest) ||
+        (o->micro_multiple_of && size % o->micro_multiple_of))
+        return false;
+    size_t i = 0;
+    while (i < REBATCH_ALLOWED_SIZES && o->micro_allowed[i] && o->micro_allowed[i] != size)
+        i++;
+    return i < REBATCH_ALLOWED_SIZES && (i == 0 || o->micro_allowed[i] == size);
+}
+
+static bool is_smallest(const rebatch_options *o, size_t size)
+{
+    while (size-- > 1)
+        if (is_allowed(o, size))
+            return false;
+    return true;
+}
+
+static void follow_forward(struct order *order, struct rig *rig, const struct script_call *call)
 {
     cr_assert_eq(call->first, order->first);
+    cr_assert(is_allowed(&rig->options, call->count) ||
+                  call->first + call->count == rig->script.batch,
+              "%zu samples are not allowed: %s", call->count, script_trace(&rig->script));
     if (call->answer == REBATCH_OK) {
         order->first += call->count;
         order->next = order->first == rig->script.batch ? SCRIPT_UPDATE : SCRIPT_FORWARD;
@@ -157,6 +180,10 @@ static void follow(struct order *order, struct rig *rig, const struct script_cal
 {
     cr_assert_eq(call->callback, order->next, "this is not the call that the contract has next");
     order->vain += call->answer == REBATCH_OOM;
+    order->in_row = call->answer == REBATCH_OOM ? order->in_row + 1
+                    : call->callback == SCRIPT_FORWARD && call->answer == REBATCH_OK
+                        ? 0
+                        : order->in_row;
     if (call->answer != REBATCH_OK && call->answer != REBATCH_OOM) {
         order->next = SCRIPT_CALLBACKS;
     } else if (call->callback == SCRIPT_FORWARD) {
@@ -187,12 +214,12 @@ static void check_exhausted(const struct rig *rig, const struct order *order)
     const struct script *s = &rig->script;
     const rebatch_options *o = &rig->options;
     const uint32_t most = o->max_attempts ? o->max_attempts : 64;
-    if (o->on_oom == REBATCH_ON_OOM_STOP || order->vain == most)
+    if (o->on_oom == REBATCH_ON_OOM_STOP || order->vain == most ||
+        (o->max_ooms_in_row && order->in_row == o->max_ooms_in_row))
         return;
     const struct script_call *last = last_call(s, false);
-    const size_t smallest = o->micro_smallest ? o->micro_smallest : 1;
     cr_assert_eq(last->answer, REBATCH_OOM, "EXHAUSTED without a try: %s", rebatch_last_error());
-    cr_assert(last->callback != SCRIPT_FORWARD || last->count <= smallest,
+    cr_assert(last->callback != SCRIPT_FORWARD || is_smallest(o, last->count),
               "EXHAUSTED with %zu samples, after %u in vain: %s", last->count, order->vain,
               rebatch_last_error());
     if (s->lighten_levels && o->lighten != REBATCH_OFF)

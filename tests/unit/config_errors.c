@@ -15,6 +15,11 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "expected bytes such as 1048576 or \"22GiB\", a share such as \"90%\" of the device's "        \
     "memory, "                                                                                     \
     "or \"none\""
+#define MEMORY_KEYS                                                                                \
+    "limit, headroom, caching, ballast, max_split, gc_threshold, rounding, guard or events"
+#define THRESHOLD                                                                                  \
+    "expected text, a share such as \"90%\" of the limit, or of the device's memory, or \"none\""
+#define ROUNDING "expected 0 or a power of two up to 256"
 #define HEADROOM "expected bytes such as 1048576 or \"22GiB\""
 #define CAPACITY                                                                                   \
     "expected bytes such as 1048576 or \"22GiB\", a share such as \"90%\" of the machine's "       \
@@ -85,8 +90,8 @@ Test(config_errors, wrong_types)
         {"memory = { limit = [ 1, 2 ]; };", "t.cfg:1: memory.limit is an array: " LIMIT},
         {"memory = { limit = ( 1, \"x\" ); };", "t.cfg:1: memory.limit is a list: " LIMIT},
         {"memory = { limit = { bytes = 1; }; };", "t.cfg:1: memory.limit is a group: " LIMIT},
-        {"recovery = { on_oom = 0; };",
-         "t.cfg:1: recovery.on_oom is 0, a whole number: expected text, \"halve\" or \"stop\""},
+        {"recovery = { on_oom = 0; };", "t.cfg:1: recovery.on_oom is 0, a whole number: expected "
+                                        "text, \"halve\", \"fit\" or \"stop\""},
         {"log = { level = true; };",
          "t.cfg:1: log.level is true, a boolean: expected text, \"quiet\", \"error\", \"warn\", "
          "\"info\" or \"debug\""},
@@ -148,8 +153,20 @@ Test(config_errors, wrong_values)
          "t.cfg:1: device.capacity is 0, a cap of nothing: " CAPACITY},
         {"device = { kind = \"gpu\"; };",
          "t.cfg:1: device.kind is \"gpu\": expected text, \"host\" or \"cuda\""},
+        {"memory = { gc_threshold = \"22GiB\"; };",
+         "t.cfg:1: memory.gc_threshold is \"22GiB\", not a share: " THRESHOLD},
+        {"memory = { gc_threshold = \"80\"; };",
+         "t.cfg:1: memory.gc_threshold is \"80\", a number without a unit: " THRESHOLD},
+        {"memory = { gc_threshold = 80; };",
+         "t.cfg:1: memory.gc_threshold is 80, a whole number: " THRESHOLD},
+        {"memory = { rounding = 12; };",
+         "t.cfg:1: memory.rounding is 12, no power of two: " ROUNDING},
+        {"memory = { rounding = 512; };", "t.cfg:1: memory.rounding is 512, too large: " ROUNDING},
+        {"memory = { max_split = 0; };",
+         "t.cfg:1: memory.max_split is 0, a cap of nothing: expected bytes such as 1048576 or "
+         "\"22GiB\", or \"none\""},
         {"recovery = { on_oom = \"halv\"; };",
-         "t.cfg:1: recovery.on_oom is \"halv\": expected text, \"halve\" or \"stop\""},
+         "t.cfg:1: recovery.on_oom is \"halv\": expected text, \"halve\", \"fit\" or \"stop\""},
     };
     EXPECT_MISTAKES(list);
 }
@@ -164,7 +181,7 @@ Test(config_errors, unknown_names)
         {"memory = { start = 3; };",
          "t.cfg:1: memory.start is not a setting; did you mean batch.start?"},
         {"memory = { colour = 3; };",
-         "t.cfg:1: memory.colour is not a setting: expected limit, headroom or caching"},
+         "t.cfg:1: memory.colour is not a setting: expected " MEMORY_KEYS},
         {"log = { x = 3; };", "t.cfg:1: log.x is not a setting: expected level"},
         {"memroy = { limit = 3; };", "t.cfg:1: memroy is not a group; did you mean memory?"},
         {"max_attempts = 3;", "t.cfg:1: max_attempts is not a group; did you mean "
@@ -253,8 +270,45 @@ Test(config_errors, values_that_do_not_go_together)
         {"growth = { after = 2000; };",
          "growth.after is 2000 (t.cfg:1) and growth.wait_max is 1024 (default): expected "
          "growth.after <= growth.wait_max"},
+        {"memory = { headroom = \"2GiB\";\n limit = \"1GiB\"; };",
+         "memory.headroom is \"2GiB\" (t.cfg:1) and memory.limit is \"1GiB\" (t.cfg:2): expected "
+         "memory.headroom <= memory.limit"},
+        {"memory = { limit = 1000; ballast = 1001; };",
+         "memory.ballast is 1001 (t.cfg:1) and memory.limit is 1000 (t.cfg:1): expected "
+         "memory.ballast <= memory.limit"},
+        {"memory = { guard = true;\n caching = false; };",
+         "memory.guard is true (t.cfg:1) and memory.caching is false (t.cfg:2): expected "
+         "memory.caching to be true with it"},
     };
     EXPECT_MISTAKES(list);
+    static const struct mistake sizes[] = {
+        {"batch = { multiple_of = 8;\n largest = 7; };",
+         "batch.multiple_of is 8 (t.cfg:1) and batch.largest is 7 (t.cfg:2): expected "
+         "batch.multiple_of <= batch.largest"},
+        {"batch = { multiple_of = 8;\n smallest = 9;\n largest = 15; };",
+         "batch.multiple_of is 8 (t.cfg:1) and batch.smallest is 9 (t.cfg:2): expected a multiple "
+         "between batch.smallest and batch.largest"},
+        {"batch = { multiple_of = 8;\n start = 12; };",
+         "batch.start is 12 (t.cfg:2) and batch.multiple_of is 8 (t.cfg:1): expected batch.start "
+         "to be a multiple of it"},
+        {"batch = { allowed = [8, 16];\n start = 12; };",
+         "batch.start is 12 (t.cfg:2) and batch.allowed is [8, 16] (t.cfg:1): expected batch.start "
+         "to be in the list"},
+        {"batch = { allowed = [8, 16];\n largest = 7; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.largest is 7 (t.cfg:2): expected a size in "
+         "the list of at most batch.largest"},
+        {"batch = { allowed = [8, 16];\n smallest = 17; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.smallest is 17 (t.cfg:2): expected a size "
+         "in "
+         "the list between batch.smallest and batch.largest"},
+        {"batch = { allowed = [8, 16];\n smallest = 9; largest = 15; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.smallest is 9 (t.cfg:2): expected a size in "
+         "the list between batch.smallest and batch.largest"},
+        {"batch = { allowed = [8, 16];\n multiple_of = 3; };",
+         "batch.allowed is [8, 16] (t.cfg:1) and batch.multiple_of is 3 (t.cfg:2): expected a "
+         "multiple of it in the list, between batch.smallest and batch.largest"},
+    };
+    EXPECT_MISTAKES(sizes);
     config_write("t.cfg", "batch = { smallest = 8; };");
     setenv("REBATCH_BATCH_LARGEST", "7", 1);
     expect_failure("t.cfg", REBATCH_E_PARSE,
@@ -265,6 +319,58 @@ Test(config_errors, values_that_do_not_go_together)
     rebatch_config *config;
     cr_expect(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "equal is in order");
     rebatch_config_free(config);
+    /* A limit that is a share, or none, is known only with a device. */
+    static const char *const fine[] = {"memory = { limit = \"50%\"; headroom = \"2GiB\"; };",
+                                       "memory = { headroom = \"2GiB\"; ballast = \"3GiB\"; };",
+                                       "memory = { limit = \"2GiB\"; headroom = \"2048MiB\"; };",
+                                       "memory = { guard = false; caching = false; };"};
+    for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) {
+        config_write("t.cfg", fine[i]);
+        unsetenv("REBATCH_BATCH_START");
+        unsetenv("REBATCH_BATCH_LARGEST");
+        cr_expect(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "%s", rebatch_last_error());
+        rebatch_config_free(config);
+    }
+}
+
+Test(config_errors, lists_that_are_none)
+{
+#define LIST "expected up to 32 whole numbers such as [8, 16, 32], or \"any\""
+    static const struct mistake list[] = {
+        {"batch = { allowed = []; };", "t.cfg:1: batch.allowed is an empty list: " LIST},
+        {"batch = { allowed = [0, 8]; };",
+         "t.cfg:1: batch.allowed is a list with 0, too small: " LIST},
+        {"batch = { allowed = [8, -8]; };",
+         "t.cfg:1: batch.allowed is a list with -8, a negative number: " LIST},
+        {"batch = { allowed = [1.5]; };",
+         "t.cfg:1: batch.allowed is a list with 1.5, a number with a fraction: " LIST},
+        {"batch = { allowed = (8, [9]); };",
+         "t.cfg:1: batch.allowed is a list with an array: " LIST},
+        {"batch = { allowed = true; };", "t.cfg:1: batch.allowed is true, a boolean: " LIST},
+        {"batch = { allowed = -1; };",
+         "t.cfg:1: batch.allowed is a list with -1, a negative number: " LIST},
+        {"batch = { allowed = \"\"; };", "t.cfg:1: batch.allowed is \"\": " LIST},
+        {"batch = { allowed = \"none\"; };", "t.cfg:1: batch.allowed is \"none\": " LIST},
+        {"batch = { allowed = \"8,,9\"; };", "t.cfg:1: batch.allowed is \"8,,9\": " LIST},
+        {"batch = { allowed = \"8 9\"; };", "t.cfg:1: batch.allowed is \"8 9\": " LIST},
+        {"batch = { allowed = \"8,\"; };", "t.cfg:1: batch.allowed is \"8,\": " LIST},
+        {"batch = { allowed = \"[8\"; };", "t.cfg:1: batch.allowed is \"[8\": " LIST},
+        {"batch = { allowed = \"[]\"; };", "t.cfg:1: batch.allowed is \"[]\": " LIST},
+        {"batch = { allowed = \"99999999999999999999\"; };",
+         "t.cfg:1: batch.allowed is \"99999999999999999999\": " LIST},
+        {"batch = { allowed = [1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1];"
+         "};",
+         "t.cfg:1: batch.allowed is a longer list: " LIST},
+        {"batch = { start = [8]; };",
+         "t.cfg:1: batch.start is an array: expected a whole number, 0 or more"},
+    };
+    EXPECT_MISTAKES(list);
+    setenv("REBATCH_BATCH_ALLOWED",
+           "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,"
+           "1,1",
+           1);
+    expect_failure(NULL, REBATCH_E_PARSE,
+                   "REBATCH_BATCH_ALLOWED: batch.allowed is a longer list: " LIST);
 }
 
 Test(config_errors, files_that_cannot_be_read)
@@ -387,14 +493,14 @@ Test(config_errors, variables)
         {"REBATCH_MEMORY_CACHING", "1",
          "REBATCH_MEMORY_CACHING: memory.caching is \"1\": expected a boolean, true or false"},
         {"REBATCH_RECOVERY_ON_OOM", "retry",
-         "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"retry\": expected text, \"halve\" or "
-         "\"stop\""},
+         "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"retry\": expected text, \"halve\", "
+         "\"fit\" or \"stop\""},
         {"REBATCH_MEMORY_LIMT", "5",
          "REBATCH_MEMORY_LIMT is not a setting's variable; did you mean REBATCH_MEMORY_LIMIT?"},
         {"REBATCH_MEMROY_LIMIT", "5",
          "REBATCH_MEMROY_LIMIT is not a setting's variable; did you mean REBATCH_MEMORY_LIMIT?"},
         {"REBATCH_MEMORY_COLOUR", "5",
-         "REBATCH_MEMORY_COLOUR is not a setting's variable: expected limit, headroom or caching "
+         "REBATCH_MEMORY_COLOUR is not a setting's variable: expected " MEMORY_KEYS " "
          "in "
          "group memory"},
         {"REBATCH_LOG_", "5",

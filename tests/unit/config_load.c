@@ -21,13 +21,22 @@ static const struct value {
     {"batch.start", "96", "96", "0"},
     {"batch.smallest", "2", "2", "1"},
     {"batch.largest", "128", "128", "0"},
+    {"batch.multiple_of", "32", "32", "1"},
+    {"batch.allowed", "[32, 64, 96, 128]", "32, 64,96,128", "\"any\""},
     {"memory.limit", "\"22GiB\"", "22GiB", "\"none\""},
     {"memory.headroom", "268435456", "268435456", "0"},
     {"memory.caching", "false", "false", "true"},
+    {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
+    {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
+    {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
+    {"memory.rounding", "16", "16", "0"},
+    {"memory.guard", "true", "true", "false"},
+    {"memory.events", "1000", "1000", "0"},
     {"recovery.on_oom", "\"stop\"", "stop", "\"halve\""},
     {"recovery.admission", "false", "false", "true"},
     {"recovery.lighten", "false", "false", "true"},
     {"recovery.max_attempts", "5", "5", "64"},
+    {"recovery.max_ooms_in_row", "3", "3", "0"},
     {"growth.enabled", "false", "false", "true"},
     {"growth.after", "3", "3", "16"},
     {"growth.wait_max", "100", "100", "1024"},
@@ -244,9 +253,18 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.limit_permille == e->pool.limit_permille);
     cr_expect(o->pool.headroom_bytes == e->pool.headroom_bytes);
     cr_expect(o->pool.caching == e->pool.caching);
+    cr_expect(o->pool.ballast_bytes == e->pool.ballast_bytes);
+    cr_expect(o->pool.max_split_bytes == e->pool.max_split_bytes);
+    cr_expect(o->pool.gc_threshold_permille == e->pool.gc_threshold_permille);
+    cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
+    cr_expect(o->pool.guard == e->pool.guard);
+    cr_expect(o->pool.events == e->pool.events);
     cr_expect(o->micro_start == e->micro_start);
     cr_expect(o->micro_smallest == e->micro_smallest);
     cr_expect(o->micro_largest == e->micro_largest);
+    cr_expect(o->micro_multiple_of == e->micro_multiple_of);
+    cr_expect(memcmp(o->micro_allowed, e->micro_allowed, sizeof e->micro_allowed) == 0);
+    cr_expect(o->max_ooms_in_row == e->max_ooms_in_row);
     cr_expect(o->on_oom == e->on_oom);
     cr_expect(o->admission == e->admission);
     cr_expect(o->lighten == e->lighten);
@@ -266,8 +284,9 @@ static void on_event(const rebatch_event *event, void *user)
 Test(config_load, options_at_the_defaults)
 {
     const rebatch_options expected = {
-        .pool = {.caching = REBATCH_ON},
+        .pool = {.caching = REBATCH_ON, .guard = REBATCH_OFF},
         .micro_smallest = 1,
+        .micro_multiple_of = 1,
         .on_oom = REBATCH_ON_OOM_HALVE,
         .admission = REBATCH_ON,
         .lighten = REBATCH_ON,
@@ -287,10 +306,21 @@ Test(config_load, options_at_the_defaults)
 Test(config_load, options_of_every_setting)
 {
     const rebatch_options expected = {
-        .pool = {.limit_bytes = 23622320128, .headroom_bytes = 268435456, .caching = REBATCH_OFF},
+        .pool = {.limit_bytes = 23622320128,
+                 .headroom_bytes = 268435456,
+                 .caching = REBATCH_ON,
+                 .ballast_bytes = 67108864,
+                 .max_split_bytes = 200000000,
+                 .gc_threshold_permille = 800,
+                 .rounding_divisions = 16,
+                 .guard = REBATCH_ON,
+                 .events = 1000},
         .micro_start = 96,
         .micro_smallest = 2,
         .micro_largest = 128,
+        .micro_multiple_of = 32,
+        .micro_allowed = {32, 64, 96, 128},
+        .max_ooms_in_row = 3,
         .on_oom = REBATCH_ON_OOM_STOP,
         .admission = REBATCH_OFF,
         .lighten = REBATCH_OFF,
@@ -302,6 +332,7 @@ Test(config_load, options_of_every_setting)
     };
     for (size_t i = 0; i < VALUES; i++)
         setenv(rbi_setting_variable(&rbi_settings[i]).name, values[i].variable, 1);
+    unsetenv("REBATCH_MEMORY_CACHING"); /* off does not go with a guard */
     rebatch_config *config = load(NULL);
     int user = 0;
     rebatch_stream stream = (rebatch_stream)(void *)&user; /* never used: only kept */
@@ -331,9 +362,18 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("batch.start", micro_start),
         MEMBER("batch.smallest", micro_smallest),
         MEMBER("batch.largest", micro_largest),
+        MEMBER("batch.multiple_of", micro_multiple_of),
+        MEMBER("batch.allowed", micro_allowed),
+        MEMBER("recovery.max_ooms_in_row", max_ooms_in_row),
         MEMBER("memory.limit", pool.limit_bytes),
         MEMBER("memory.headroom", pool.headroom_bytes),
         MEMBER("memory.caching", pool.caching),
+        MEMBER("memory.ballast", pool.ballast_bytes),
+        MEMBER("memory.max_split", pool.max_split_bytes),
+        MEMBER("memory.gc_threshold", pool.gc_threshold_permille),
+        MEMBER("memory.rounding", pool.rounding_divisions),
+        MEMBER("memory.guard", pool.guard),
+        MEMBER("memory.events", pool.events),
         MEMBER("recovery.on_oom", on_oom),
         MEMBER("recovery.admission", admission),
         MEMBER("recovery.lighten", lighten),
@@ -366,6 +406,97 @@ Test(config_load, options_of_one_setting_at_a_time)
     rebatch_config_free(defaults);
 }
 
+Test(config_load, on_oom_says_each_of_its_choices)
+{
+    static const struct {
+        const char *text;
+        rebatch_on_oom on_oom;
+    } list[] = {{"halve", REBATCH_ON_OOM_HALVE},
+                {"fit", REBATCH_ON_OOM_FIT},
+                {"stop", REBATCH_ON_OOM_STOP}};
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        setenv("REBATCH_RECOVERY_ON_OOM", list[i].text, 1);
+        rebatch_config *config = load(NULL);
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        cr_assert(rebatch_config_options(&options, config) == REBATCH_OK);
+        cr_expect(options.on_oom == list[i].on_oom, "%s", list[i].text);
+        rebatch_config_free(config);
+    }
+}
+
+Test(config_load, ways_to_write_a_list)
+{
+    static const struct {
+        const char *file, *variable, *value;
+    } list[] = {
+        {"[16, 8, 16, 4]", "16,8,16,4", "[4, 8, 16]"},
+        {"(8, 0x10)", "8, 0x10", "[8, 16]"},
+        {"[9]", "[9]", "[9]"},
+        {"9", "9", "[9]"},
+        {"\"8, 16\"", " 8 , 16 ", "[8, 16]"},
+        {"\"any\"", "any", "\"any\""},
+    };
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        char text[64];
+        (void)snprintf(text, sizeof text, "batch = { allowed = %s; };", list[i].file);
+        config_write("t.cfg", text);
+        rebatch_config *config = load("t.cfg");
+        expect_value(config, "batch.allowed", list[i].value, "t.cfg:1");
+        rebatch_config_free(config);
+        setenv("REBATCH_BATCH_ALLOWED", list[i].variable, 1);
+        config = load(NULL);
+        expect_value(config, "batch.allowed", list[i].value, "REBATCH_BATCH_ALLOWED");
+        rebatch_config_free(config);
+        unsetenv("REBATCH_BATCH_ALLOWED");
+    }
+}
+
+/* 32 numbers of 19 digits are shown whole, and what is shown can be loaded. */
+Test(config_load, the_longest_list)
+{
+    char text[1024] = "batch = { allowed = [";
+    for (int i = 0; i < 32; i++)
+        (void)snprintf(text + strlen(text), sizeof text - strlen(text), "%s92233720368547757%02dL",
+                       i ? ", " : "", i);
+    strcat(text, "]; };");
+    config_write("t.cfg", text);
+    rebatch_config *config = load("t.cfg");
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    cr_assert(rebatch_config_options(&options, config) == REBATCH_OK);
+    for (size_t i = 0; i < 32; i++)
+        cr_expect(options.micro_allowed[i] == 9223372036854775700u + i);
+    const char *shown = rebatch_config_get(config, "batch.allowed", NULL);
+    cr_expect(strlen(shown) == 32 * 19 + 31 * 2 + 2, "%s", shown);
+    rebatch_config_free(config);
+}
+
+/* A program that was built before a setting was there loses nothing where it is at its default. */
+Test(config_load, options_of_an_older_program)
+{
+    static const struct {
+        const char *name, *value;
+        size_t size;
+    } list[] = {
+        {"REBATCH_BATCH_MULTIPLE_OF", "8", offsetof(rebatch_options, micro_multiple_of)},
+        {"REBATCH_BATCH_ALLOWED", "8", offsetof(rebatch_options, micro_allowed)},
+        {"REBATCH_RECOVERY_MAX_OOMS_IN_ROW", "8", offsetof(rebatch_options, max_ooms_in_row)},
+    };
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        options.struct_size = list[i].size;
+        rebatch_config *config = load(NULL);
+        cr_expect(rebatch_config_options(&options, config) == REBATCH_OK, "%s", list[i].name);
+        cr_expect(options.struct_size == list[i].size && options.max_attempts == 64);
+        rebatch_config_free(config);
+        setenv(list[i].name, list[i].value, 1);
+        config = load(NULL);
+        unsetenv(list[i].name);
+        cr_expect(rebatch_config_options(&options, config) == REBATCH_E_INVALID, "%s",
+                  list[i].name);
+        rebatch_config_free(config);
+    }
+}
+
 Test(config_load, options_of_a_share_and_every_level)
 {
     static const char *const levels[] = {"quiet", "error", "warn", "info", "debug"};
@@ -391,7 +522,7 @@ Test(config_load, options_of_a_wrong_size_stay_as_they_are)
     const size_t sizes[] = {0,
                             1,
                             sizeof(size_t),
-                            sizeof(rebatch_options) / 2,
+                            offsetof(rebatch_options, log_level) / 2,
                             offsetof(rebatch_options, log_level),
                             sizeof given};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {

@@ -154,6 +154,58 @@ Test(config_number, sizes_that_are_none)
     cr_expect(strcmp(rbi_size_parse("90%", false).wrong, ", a share") == 0);
 }
 
+/* The public reader takes what a value of a file may be, a plain number of bytes included. */
+Test(config_number, sizes_for_programs)
+{
+    static const struct {
+        const char *text;
+        size_t bytes;
+        uint32_t permille;
+    } cases[] = {
+        {"1048576", 1048576, 0}, {"0", 0, 0},    {"0x40", 64, 0},   {"22GiB", 23622320128, 0},
+        {"1.5 MB", 1500000, 0},  {"1.5B", 1, 0}, {"12.5%", 0, 125}, {"100%", 0, 1000}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        size_t bytes = 7;
+        uint32_t permille = 7;
+        cr_expect(rebatch_config_parse_size(&bytes, &permille, cases[i].text) == REBATCH_OK, "%s",
+                  rebatch_last_error());
+        cr_expect(bytes == cases[i].bytes && permille == cases[i].permille, "%s", cases[i].text);
+        cr_expect(rebatch_config_parse_size(&bytes, NULL, cases[i].text) ==
+                  (permille ? REBATCH_E_PARSE : REBATCH_OK));
+        cr_expect(bytes == cases[i].bytes);
+    }
+}
+
+Test(config_number, sizes_that_are_none_for_programs)
+{
+#define EXPECTED ": expected bytes such as 1048576 or \"22GiB\""
+    static const struct {
+        const char *text, *error;
+    } cases[] = {
+        {"22G", "the size is \"22G\", which may mean 22GiB or 22GB" EXPECTED},
+        {"-1", "the size is \"-1\", a negative size" EXPECTED},
+        {"-99999999999999999999",
+         "the size is \"-99999999999999999999\", a negative size" EXPECTED},
+        {"9223372036854775808", "the size is \"9223372036854775808\", too large a number" EXPECTED},
+        {"90%", "the size is \"90%\", a share" EXPECTED},
+        {"", "the size is \"\", empty" EXPECTED},
+        {"1.5", "the size is \"1.5\", a number without a unit" EXPECTED},
+    };
+#undef EXPECTED
+    size_t bytes = 7;
+    uint32_t permille = 7;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        bytes = 7;
+        cr_expect(rebatch_config_parse_size(&bytes, NULL, cases[i].text) == REBATCH_E_PARSE);
+        cr_expect(strcmp(rebatch_last_error(), cases[i].error) == 0, "%s", rebatch_last_error());
+        cr_expect(bytes == 0);
+    }
+    cr_expect(rebatch_config_parse_size(&bytes, &permille, "101%") == REBATCH_E_PARSE);
+    cr_expect(permille == 0 && strstr(rebatch_last_error(), "or a share such as \"90%\"") != NULL);
+    cr_expect(rebatch_config_parse_size(NULL, &permille, "1") == REBATCH_E_INVALID);
+    cr_expect(rebatch_config_parse_size(&bytes, &permille, NULL) == REBATCH_E_INVALID);
+}
+
 static const char *nearest(const char *group, const char *word)
 {
     const struct rbi_setting *setting = rbi_nearest_setting(group, word, strlen(word));

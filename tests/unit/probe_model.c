@@ -26,7 +26,7 @@ static void make_trace(struct rbi_trace *trace, rebatch_pool *pool, size_t count
                        const size_t *sizes, size_t n)
 {
     void *blocks[8], *stays;
-    rbi_trace_begin(trace, pool, count, NULL);
+    rbi_trace_begin(trace, pool, count);
     cr_assert_eq(rebatch_pool_alloc(&stays, pool, kept, NULL, 0), REBATCH_OK);
     for (size_t i = 0; i < n; i++)
         cr_assert_eq(rebatch_pool_alloc(&blocks[i], pool, sizes[i], NULL, 0), REBATCH_OK);

@@ -1,0 +1,247 @@
+/* A CUDA trainer of the usual kind, and what changes when rebatch wraps it.
+ *
+ * It learns a function of 8 numbers with one wide hidden layer. Its CHECK macro exits on any error,
+ * and it allocates what a micro-batch needs as it goes. The lines under `#ifdef REBATCH` are all
+ * that is new; without them this is the program as it was, which ends where memory does.
+ *
+ *   wrap_existing [FREE_MIB]   with so much memory left free on the card; default: all there is
+ *
+ * Sums over samples run in the order of the samples and start from what is there, so the result is
+ * the same to the bit however the batch is cut. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#ifdef REBATCH
+#include <rebatch/rebatch.h>
+static rebatch_device *device;
+static rebatch *rb;
+#define RECOVER(code) rebatch_escape(rb, rebatch_from_cuda(device, code))
+#define cudaMalloc(out, bytes)                                                                     \
+    (rebatch_pool_alloc((void **)(out), rebatch_get_pool(rb), bytes, NULL, 0)                      \
+         ? cudaErrorMemoryAllocation                                                               \
+         : cudaSuccess)
+#define cudaFree(pointer) (rebatch_pool_free(rebatch_get_pool(rb), pointer), cudaSuccess)
+#else
+#define RECOVER(code)
+#define rebatch_mutating(rb)
+#endif
+
+#define CHECK(call)                                                                                \
+    do {                                                                                           \
+        const cudaError_t code_ = (call);                                                          \
+        if (code_ != cudaSuccess) {                                                                \
+            RECOVER(code_); /* from within a step this does not come back */                       \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(code_));         \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+constexpr int INPUTS = 8, HIDDEN = 1 << 16, BATCH = 1024, STEPS = 20, THREADS = 256;
+constexpr float RATE = 1e-5f;
+
+/* ---- the model ---- */
+
+struct parameters {
+    float *in;  /* INPUTS x HIDDEN */
+    float *out; /* HIDDEN */
+};
+
+static parameters weights, gradients;
+static float *samples, *targets; /* BATCH x INPUTS, BATCH */
+static float *loss;
+
+/* hidden[s][j] = tanh(sum over k of x[s][k] in[k][j]) */
+static __global__ void forward(float *hidden, const float *x, parameters w)
+{
+    const int j = blockIdx.x * THREADS + threadIdx.x;
+    const size_t s = blockIdx.y;
+    float sum = 0;
+    for (int k = 0; k < INPUTS; k++)
+        sum += x[s * INPUTS + k] * w.in[(size_t)k * HIDDEN + j];
+    hidden[s * HIDDEN + j] = tanhf(sum);
+}
+
+/* error[s] = (sum over j of hidden[s][j] out[j]) - target[s], always added in the same order */
+static __global__ void predict(float *error, const float *hidden, const float *target, parameters w)
+{
+    __shared__ float part[THREADS];
+    const size_t s = blockIdx.x;
+    float sum = 0;
+    for (int j = threadIdx.x; j < HIDDEN; j += THREADS)
+        sum += hidden[s * HIDDEN + j] * w.out[j];
+    part[threadIdx.x] = sum;
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half)
+            part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0)
+        error[s] = part[0] - target[s];
+}
+
+/* slope[s][j] = how the loss of sample s changes with the sum inside hidden[s][j] */
+static __global__ void backward(float *slope, const float *hidden, const float *error, parameters w)
+{
+    const int j = blockIdx.x * THREADS + threadIdx.x;
+    const size_t s = blockIdx.y;
+    const float h = hidden[s * HIDDEN + j];
+    slope[s * HIDDEN + j] = 2 * error[s] * w.out[j] * (1 - h * h) / BATCH;
+}
+
+/* Adds the samples' shares, one after the other, to what the gradients hold. */
+static __global__ void accumulate(parameters g, float *loss_sum, const float *hidden,
+                                  const float *slope, const float *error, const float *x, int count)
+{
+    const int j = blockIdx.x * THREADS + threadIdx.x;
+    for (int s = 0; s < count; s++) {
+        g.out[j] += 2 * error[s] * hidden[(size_t)s * HIDDEN + j] / BATCH;
+        for (int k = 0; k < INPUTS; k++)
+            g.in[(size_t)k * HIDDEN + j] += slope[(size_t)s * HIDDEN + j] * x[s * INPUTS + k];
+        if (j == 0)
+            *loss_sum += error[s] * error[s] / BATCH;
+    }
+}
+
+static __global__ void descend(parameters w, parameters g)
+{
+    const int j = blockIdx.x * THREADS + threadIdx.x;
+    w.out[j] -= RATE * g.out[j];
+    for (int k = 0; k < INPUTS; k++)
+        w.in[(size_t)k * HIDDEN + j] -= RATE * g.in[(size_t)k * HIDDEN + j];
+}
+
+/* ---- the training step ---- */
+
+static void zero_gradients(void)
+{
+    CHECK(cudaMemset(gradients.in, 0, sizeof(float) * INPUTS * HIDDEN));
+    CHECK(cudaMemset(gradients.out, 0, sizeof(float) * HIDDEN));
+    CHECK(cudaMemset(loss, 0, sizeof(float)));
+}
+
+static void train_on(int first, int count)
+{
+    float *hidden, *slope, *error;
+    const float *x = samples + (size_t)first * INPUTS;
+    const dim3 grid(HIDDEN / THREADS, (unsigned)count);
+    CHECK(cudaMalloc(&hidden, sizeof(float) * HIDDEN * (size_t)count));
+    CHECK(cudaMalloc(&error, sizeof(float) * (size_t)count));
+    forward<<<grid, THREADS>>>(hidden, x, weights);
+    predict<<<(unsigned)count, THREADS>>>(error, hidden, targets + first, weights);
+    CHECK(cudaMalloc(&slope, sizeof(float) * HIDDEN * (size_t)count));
+    backward<<<grid, THREADS>>>(slope, hidden, error, weights);
+    rebatch_mutating(rb); /* nothing was changed until here */
+    accumulate<<<HIDDEN / THREADS, THREADS>>>(gradients, loss, hidden, slope, error, x, count);
+    CHECK(cudaGetLastError());
+    CHECK(cudaFree(slope));
+    CHECK(cudaFree(error));
+    CHECK(cudaFree(hidden));
+}
+
+static void update(void)
+{
+    rebatch_mutating(rb);
+    descend<<<HIDDEN / THREADS, THREADS>>>(weights, gradients);
+    CHECK(cudaGetLastError());
+}
+
+/* Runs one effective batch and tells in how many micro-batches. */
+static unsigned step(void)
+{
+#ifdef REBATCH
+    static const rebatch_step_ops ops = {sizeof ops,
+                                         [](void *) { return zero_gradients(), REBATCH_OK; },
+                                         [](const rebatch_microbatch *mb, void *) {
+                                             return train_on((int)mb->first, (int)mb->count),
+                                                    REBATCH_OK;
+                                         },
+                                         [](void *) { return update(), REBATCH_OK; },
+                                         NULL,
+                                         REBATCH_DECLARES_MUTATION};
+    rebatch_step_report report;
+    if (rebatch_step(rb, &ops, BATCH, NULL, &report)) {
+        fprintf(stderr, "%s\n", rebatch_last_error());
+        exit(1);
+    }
+    return report.microbatches;
+#else
+    zero_gradients();
+    train_on(0, BATCH);
+    update();
+    return 1;
+#endif
+}
+
+/* ---- data, and a card that others use as well ---- */
+
+static float uniform(void) /* in [-1, 1), the same numbers every time */
+{
+    static unsigned state = 1;
+    state = state * 1664525u + 1013904223u;
+    return (float)(state >> 8) / (1 << 23) - 1;
+}
+
+static float *filled(size_t count, float scale)
+{
+    float *host = (float *)malloc(sizeof(float) * count), *out;
+    for (size_t i = 0; i < count; i++)
+        host[i] = scale * uniform();
+    CHECK(cudaMalloc(&out, sizeof(float) * count));
+    CHECK(cudaMemcpy(out, host, sizeof(float) * count, cudaMemcpyHostToDevice));
+    free(host);
+    return out;
+}
+
+static void make_all(void)
+{
+    samples = filled((size_t)BATCH * INPUTS, 1);
+    targets = filled(BATCH, 1);
+    weights = {filled((size_t)INPUTS * HIDDEN, 1), filled(HIDDEN, 0.01f)};
+    gradients = {filled((size_t)INPUTS * HIDDEN, 0), filled(HIDDEN, 0)};
+    loss = filled(1, 0);
+}
+
+/* Somebody else: takes all but `free_mib` of what is free on the card. */
+#undef cudaMalloc
+static void crowd(size_t free_mib)
+{
+    size_t left, total;
+    void *theirs;
+    CHECK(cudaMemGetInfo(&left, &total));
+    if (left > free_mib << 20)
+        CHECK(cudaMalloc(&theirs, left - (free_mib << 20)));
+}
+
+/* A number that differs when any bit of the output weights does (FNV-1a). */
+static unsigned long long fingerprint(void)
+{
+    static unsigned char bytes[sizeof(float) * HIDDEN];
+    unsigned long long hash = 14695981039346656037ull;
+    CHECK(cudaMemcpy(bytes, weights.out, sizeof bytes, cudaMemcpyDeviceToHost));
+    for (const unsigned char byte : bytes)
+        hash = (hash ^ byte) * 1099511628211ull;
+    return hash;
+}
+
+int main(int argc, char **argv)
+{
+#ifdef REBATCH
+    if (rebatch_device_open_cuda(&device, NULL) || rebatch_open(&rb, device, NULL)) {
+        fprintf(stderr, "%s\n", rebatch_last_error());
+        return 1;
+    }
+#endif
+    make_all();
+    if (argc > 1)
+        crowd((size_t)strtoull(argv[1], NULL, 10));
+    unsigned microbatches = 0;
+    float last;
+    for (int i = 0; i < STEPS; i++) {
+        microbatches = step();
+        CHECK(cudaMemcpy(&last, loss, sizeof last, cudaMemcpyDeviceToHost));
+        if (i == 0 || i == STEPS - 1)
+            printf("step %2d  loss %.6f  micro-batches %u\n", i, last, microbatches);
+    }
+    printf("weights %016llx\n", fingerprint());
+    return 0;
+}

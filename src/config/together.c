@@ -1,0 +1,124 @@
+/* Owns what values must fit together: each pair that cannot hold is said with both keys and places.
+ * Must not know where values come from. */
+#include <string.h>
+
+#include "config/settings.h"
+#include "recover/limits.h"
+
+/* 'batch.smallest is 8 (t.cfg:1)' */
+static void add_setting(struct rbi_text *t, const struct rebatch_config *config,
+                        enum rbi_setting_id id)
+{
+    const struct rbi_entry *entry = &config->entries[id];
+    rbi_text_add(t, "%s is %s (%s)", rbi_settings[id].key,
+                 rbi_shown_text(entry->text, strlen(entry->text)).text,
+                 rbi_shown_path(entry->origin ? entry->origin : "default").text);
+}
+
+static rebatch_status refuse(const struct rebatch_config *config, enum rbi_setting_id a,
+                             enum rbi_setting_id b, const char *expected)
+{
+    char text[448];
+    struct rbi_text t = {text, sizeof text, 0};
+    add_setting(&t, config, a);
+    rbi_text_add(&t, " and ");
+    add_setting(&t, config, b);
+    return rbi_error(REBATCH_E_PARSE, "%s: expected %s", text, expected);
+}
+
+static rebatch_status check_order(const struct rebatch_config *config, enum rbi_setting_id low,
+                                  enum rbi_setting_id high)
+{
+    if (config->entries[low].number <= config->entries[high].number)
+        return REBATCH_OK;
+    char expected[96];
+    struct rbi_text t = {expected, sizeof expected, 0};
+    rbi_text_add(&t, "%s <= %s", rbi_settings[low].key, rbi_settings[high].key);
+    return refuse(config, low, high, expected);
+}
+
+/* ---- the list and the multiple ---- */
+
+static rebatch_status check_start(const struct rebatch_config *config,
+                                  const rebatch_options *limits)
+{
+    if (limits->micro_start == 0 ||
+        rbi_round_size(limits, limits->micro_start) == limits->micro_start)
+        return REBATCH_OK;
+    if (limits->micro_start % limits->micro_multiple_of)
+        return refuse(config, RBI_BATCH_START, RBI_BATCH_MULTIPLE_OF,
+                      "batch.start to be a multiple of it");
+    return refuse(config, RBI_BATCH_START, RBI_BATCH_ALLOWED, "batch.start to be in the list");
+}
+
+/* Finds which pair of limits leaves no size; `limits` has no size that all of them allow. */
+static rebatch_status refuse_no_size(const struct rebatch_config *config,
+                                     const rebatch_options *limits)
+{
+    rebatch_options alone = *limits;
+    alone.micro_multiple_of = 1;
+    if (limits->micro_allowed[0] == 0)
+        return refuse(config, RBI_BATCH_MULTIPLE_OF,
+                      limits->micro_largest / limits->micro_multiple_of ? RBI_BATCH_SMALLEST
+                                                                        : RBI_BATCH_LARGEST,
+                      "a multiple between batch.smallest and batch.largest");
+    if (rbi_round_size_up(&alone, 1))
+        return refuse(config, RBI_BATCH_ALLOWED, RBI_BATCH_MULTIPLE_OF,
+                      "a multiple of it in the list, between batch.smallest and batch.largest");
+    alone.micro_smallest = 1;
+    if (rbi_round_size_up(&alone, 1))
+        return refuse(config, RBI_BATCH_ALLOWED, RBI_BATCH_SMALLEST,
+                      "a size in the list between batch.smallest and batch.largest");
+    return refuse(config, RBI_BATCH_ALLOWED, RBI_BATCH_LARGEST,
+                  "a size in the list of at most batch.largest");
+}
+
+static rebatch_status check_sizes(const struct rebatch_config *config)
+{
+    const struct rbi_entry *e = config->entries;
+    rebatch_options limits = REBATCH_OPTIONS_INIT;
+    limits.micro_start = e[RBI_BATCH_START].number;
+    limits.micro_smallest = e[RBI_BATCH_SMALLEST].number;
+    limits.micro_largest = e[RBI_BATCH_LARGEST].number;
+    limits.micro_multiple_of = e[RBI_BATCH_MULTIPLE_OF].number;
+    memcpy(limits.micro_allowed, e[RBI_BATCH_ALLOWED].list, sizeof limits.micro_allowed);
+    return rbi_round_size_up(&limits, 1) ? check_start(config, &limits)
+                                         : refuse_no_size(config, &limits);
+}
+
+/* A headroom beyond the limit in bytes was meant for another key, or another card; a ballast beyond
+ * it could never be taken. A limit that is a share is known only when there is a device. */
+static rebatch_status check_memory(const struct rebatch_config *config)
+{
+    const struct rbi_entry *e = config->entries;
+    rebatch_status status = REBATCH_OK;
+    if (e[RBI_MEMORY_LIMIT].number != 0)
+        status = check_order(config, RBI_MEMORY_HEADROOM, RBI_MEMORY_LIMIT);
+    if (!status && e[RBI_MEMORY_LIMIT].number != 0)
+        status = check_order(config, RBI_MEMORY_BALLAST, RBI_MEMORY_LIMIT);
+    if (!status && e[RBI_MEMORY_GUARD].number && !e[RBI_MEMORY_CACHING].number)
+        status = refuse(config, RBI_MEMORY_GUARD, RBI_MEMORY_CACHING,
+                        "memory.caching to be true with it");
+    return status;
+}
+
+/* 0 samples: the effective batch, whatever it will be. */
+rebatch_status rbi_config_check_together(const struct rebatch_config *config)
+{
+    const uint64_t start = config->entries[RBI_BATCH_START].number;
+    const uint64_t largest = config->entries[RBI_BATCH_LARGEST].number;
+    rebatch_status status = REBATCH_OK;
+    if (largest != 0)
+        status = check_order(config, RBI_BATCH_SMALLEST, RBI_BATCH_LARGEST);
+    if (!status && start != 0)
+        status = check_order(config, RBI_BATCH_SMALLEST, RBI_BATCH_START);
+    if (!status && start != 0 && largest != 0)
+        status = check_order(config, RBI_BATCH_START, RBI_BATCH_LARGEST);
+    if (!status && largest != 0)
+        status = check_order(config, RBI_BATCH_MULTIPLE_OF, RBI_BATCH_LARGEST);
+    if (!status)
+        status = check_sizes(config);
+    if (!status)
+        status = check_order(config, RBI_GROWTH_AFTER, RBI_GROWTH_WAIT_MAX);
+    return status ? status : check_memory(config);
+}

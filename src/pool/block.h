@@ -1,0 +1,123 @@
+/* Blocks, the ranges they tile, and what one stream has of them.
+ * Must not know how they are found. */
+#ifndef RBI_POOL_BLOCK_H
+#define RBI_POOL_BLOCK_H
+
+#include "device/device.h"
+#include "rebatch/pool.h"
+
+#define RBI_POOL_ROWS 56 /* octaves of units, the first one for all sizes below 16 KiB */
+#define RBI_POOL_COLUMN_BITS 5
+#define RBI_POOL_COLUMNS (1 << RBI_POOL_COLUMN_BITS) /* classes an octave */
+#define RBI_POOL_QUICK 64
+
+struct rbi_range;
+struct rbi_pool_stream;
+
+enum rbi_block_state {
+    RBI_BLOCK_FREE,     /* in a bin of its stream */
+    RBI_BLOCK_QUICK,    /* free, and in a quick list of its stream: not yet merged */
+    RBI_BLOCK_LIVE,     /* in use */
+    RBI_BLOCK_DEFERRED, /* freed in a scope younger than it; counted as live till the commit */
+    RBI_BLOCK_PENDING,  /* freed, but another stream's work may still use it */
+    RBI_BLOCK_HELD,     /* for the moment out of all lists */
+    RBI_BLOCK_HOLE,     /* addresses without memory, in a bin of pool->space */
+    RBI_BLOCK_GUARD,    /* the gap behind a block in use of a guarding pool */
+    RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
+};
+
+/* What is left of a granule can only be used where it is, so one block keeps up to two granules
+ * from where they are needed. Blocks of like sizes lie among themselves: a small one that outlives
+ * large neighbours would keep a granule for itself, and where large ones are there are only a few
+ * ends of blocks to leave parts of granules. */
+enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
+#define RBI_ZONE_AFLOAT 4u        /* added for a search: also blocks between two holes */
+#define RBI_ZONE_SMALL_PARTS 64   /* small: less than this part of a granule */
+#define RBI_ZONE_LARGE_GRANULES 8 /* large: at least so many granules */
+
+/* Another stream that uses a block, from rebatch_pool_use_on(). */
+struct rbi_block_use {
+    struct rbi_block_use *next;
+    struct rbi_pool_stream *stream;
+    uint64_t until; /* of a pending block: done when stream->done >= until */
+};
+
+/* A piece of a range; the first line of the cache holds what allocate, free and a search look at.
+ *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
+ *   after == NULL || after->address == address + bytes && after->before == this
+ *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
+ *   listed == (table[address] == this); live, deferred, quick, pending: listed
+ *   live or deferred: previous->birth < birth < next->birth
+ *   zone == range->zone; used == (uses != NULL)
+ *   hole, lost: address and bytes are multiples of the granule */
+struct rbi_block {
+    _Alignas(64) char *address;
+    size_t bytes;
+    struct rbi_pool_stream *stream;    /* the one it was allocated for, or was last free on */
+    struct rbi_block *previous, *next; /* free, hole: its bin; quick: its list, pending: the pending
+                                          list (next only); live and deferred: all by birth */
+    uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
+                       not in use: pool->births when it was freed last */
+    union {
+        size_t requested_bytes; /* live, deferred */
+        uint64_t freed_at;      /* otherwise stream->frees then; 0: no work has touched it */
+    };
+    rebatch_tag tag;
+    uint8_t state;                    /* enum rbi_block_state */
+    bool late;                        /* quick, pending: a rollback took it back */
+    uint8_t zone;                     /* its range's */
+    bool used;                        /* other streams use it */
+    bool listed;                      /* it is in the table */
+    struct rbi_block *before, *after; /* neighbours in the range */
+    struct rbi_range *range;
+    struct rbi_block_use *uses;
+    struct rbi_block *next_deferred; /* deferred: the scope's list */
+};
+
+/* A piece of address space, tiled by blocks. Either reserved, with granules of physical memory
+ * mapped into it one by one, or one plain allocation of the device.
+ *   sum of block->bytes == bytes
+ *   granules == NULL || granules[i] != 0 just where block i's memory is not that of a hole */
+struct rbi_range {
+    struct rbi_range *previous, *next; /* in order of creation */
+    char *address;
+    size_t bytes;
+    struct rbi_block *first;
+    rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
+    uint8_t zone;           /* enum rbi_zone: for which blocks it is */
+    uint64_t number;        /* of its creation: ties between ranges break by it, as the device's
+                        addresses need not be the same in every run */
+};
+
+/* Free blocks of one size, the last freed first. */
+struct rbi_quick {
+    size_t bytes;
+    struct rbi_block *newest;
+};
+
+/* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
+ * freed; whatever was enqueued before point `done` has completed.
+ *   done <= frees; in_flight: done < recorded <= frees
+ *   free_bytes == sum of bytes over its free and quick blocks
+ *   columns[r] bit c == (bins[r][c] != NULL); rows bit r == (columns[r] != 0)
+ *   quick_filled bit i == (quick[i].newest != NULL)
+ *   references == blocks whose stream it is + uses that name it */
+struct rbi_pool_stream {
+    struct rbi_pool_stream *next; /* in order of first use */
+    rebatch_stream stream;
+    uint64_t free_bytes;
+    uint64_t references;
+    uint64_t frees, done, recorded;
+    rbi_event event; /* NULL: none yet, or none to be had */
+    bool in_flight;  /* `event` stands at point `recorded` */
+    uint64_t quick_filled;
+    struct rbi_quick quick[RBI_POOL_QUICK];
+    struct rbi_block *loose; /* quick blocks of which another size has the list */
+    uint32_t misses;         /* requests since the quick lists served one, up to RBI_POOL_MISSES */
+    uint32_t merged;         /* frees merged at once since then */
+    uint64_t rows;
+    uint32_t columns[RBI_POOL_ROWS];
+    struct rbi_block *bins[RBI_POOL_ROWS][RBI_POOL_COLUMNS];
+};
+
+#endif

@@ -1,0 +1,286 @@
+/* Owns the copy of a pool as it is, over a dry device: where blocks, holes and granules lie.
+ * Must not know what is tried on the copy. */
+#include "pool/pool.h"
+
+/* What of the pool has a counterpart in the copy, by its address. Every block has an address of its
+ * own; streams are few and stand in the same order. */
+struct copy {
+    rebatch_pool *from, *to;
+    struct rbi_table blocks; /* address -> block of the copy */
+    rbi_physical granule;    /* one handle for all granules: a dry device only counts bytes */
+};
+
+static rebatch_status no_memory(void)
+{
+    return rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy the state of a pool");
+}
+
+static struct rbi_block *counterpart(const struct copy *copy, const struct rbi_block *block)
+{
+    return block ? rbi_table_block(rbi_table_find(&copy->blocks, block->address)) : NULL;
+}
+
+static struct rbi_pool_stream *stream_of(const struct copy *copy, const struct rbi_pool_stream *s)
+{
+    struct rbi_pool_stream *theirs = copy->from->first_stream, *ours = copy->to->first_stream;
+    if (s == copy->from->space)
+        return copy->to->space;
+    for (; theirs != s; theirs = theirs->next)
+        ours = ours->next;
+    return ours;
+}
+
+/* ---- what has no pointers ---- */
+
+static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
+{
+    to->limit_bytes = from->limit_bytes;
+    to->limit_permille = from->limit_permille;
+    to->gc_permille = from->gc_permille;
+    to->headroom_bytes = from->headroom_bytes;
+    to->max_split_bytes = from->max_split_bytes;
+    to->promised_bytes = from->promised_bytes;
+    to->ballast_bytes = from->ballast_bytes;
+    to->rounding_divisions = from->rounding_divisions;
+    to->caching = from->caching;
+    to->guard = from->guard;
+    to->plain = from->plain;
+    to->has_space = from->has_space;
+    to->ranges_made = from->ranges_made;
+    to->births = from->births;
+    to->depth = from->depth;
+    to->scope_serial = from->scope_serial;
+    to->tag_count = from->tag_count;
+    to->peak_number = from->peak_number;
+    to->stats = from->stats;
+    to->device_taken_bytes = from->device_taken_bytes;
+    to->device_given_bytes = from->device_given_bytes;
+    to->mark_peak_bytes = from->mark_peak_bytes;
+    memcpy(to->scopes, from->scopes, sizeof to->scopes);
+    memcpy(to->tags, from->tags, sizeof to->tags);
+}
+
+/* On a dry device all work is done as soon as it is enqueued. */
+static rebatch_status copy_streams(struct copy *copy)
+{
+    struct rbi_pool_stream **end = &copy->to->first_stream;
+    for (const struct rbi_pool_stream *s = copy->from->first_stream; s; s = s->next) {
+        struct rbi_pool_stream *ours = rbi_heap_calloc(1, sizeof *ours);
+        if (!ours)
+            return no_memory();
+        ours->stream = s->stream;
+        ours->frees = ours->done = ours->recorded = s->frees;
+        ours->misses = s->misses;
+        ours->merged = s->merged;
+        *end = ours;
+        end = &ours->next;
+        if (s->event && rbi_event_create(copy->to->device, &ours->event) != REBATCH_OK)
+            return no_memory();
+    }
+    copy->to->space->frees = copy->to->space->done = copy->from->space->frees;
+    return REBATCH_OK;
+}
+
+/* ---- what is held from the device ---- */
+
+/* Whatever others hold of the device is held of the dry one too. */
+static rebatch_status take_memory(struct copy *copy)
+{
+    rebatch_pool *const to = copy->to, *const from = copy->from;
+    rebatch_memory_info info;
+    rebatch_status status = rebatch_device_memory(from->device, &info);
+    const size_t reserved = (size_t)from->stats.reserved_bytes;
+    const size_t taken = info.total_bytes - rbi_min(info.free_bytes, info.total_bytes);
+    void *others;
+    if (!status && taken > reserved)
+        status = rbi_device_alloc(to->device, &others, taken - reserved);
+    if (!status && from->granules_held)
+        status = rbi_device_create_physical(to->device, &copy->granule,
+                                            from->granules_held * from->granule_bytes);
+    if (!status && from->ballast)
+        status = rbi_device_alloc(to->device, &to->ballast, from->ballast_bytes);
+    if (status || from->granules_held == 0)
+        return status;
+    to->spare = rbi_heap_calloc(from->spare_capacity, sizeof *to->spare);
+    if (!to->spare)
+        return no_memory();
+    to->spare_capacity = from->spare_capacity;
+    to->granules_held = from->granules_held;
+    while (to->spare_count < from->spare_count)
+        to->spare[to->spare_count++] = copy->granule;
+    return REBATCH_OK;
+}
+
+static rebatch_status copy_granules(struct copy *copy, struct rbi_range *to,
+                                    const struct rbi_range *from)
+{
+    void *address;
+    if (!from->granules)
+        return rbi_device_alloc(copy->to->device, &address, from->bytes);
+    const size_t count = from->bytes / copy->from->granule_bytes;
+    to->granules = rbi_heap_calloc(count, sizeof *to->granules);
+    if (!to->granules)
+        return no_memory();
+    for (size_t i = 0; i < count; i++)
+        to->granules[i] = from->granules[i] ? copy->granule : 0;
+    return REBATCH_OK;
+}
+
+/* ---- ranges and blocks ---- */
+
+static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_block *last,
+                       const struct rbi_block *from)
+{
+    rebatch_pool *to = copy->to;
+    if (!rbi_nodes_prepare(&to->block_nodes, 1) || !rbi_table_prepare(&to->table, 1) ||
+        !rbi_table_prepare(&copy->blocks, 1))
+        return false;
+    struct rbi_block *block =
+        rbi_pool_make_block(to, range, from->address, from->bytes, stream_of(copy, from->stream));
+    block->state = from->state;
+    block->birth = from->birth;
+    block->requested_bytes = from->requested_bytes; /* or freed_at */
+    block->tag = from->tag;
+    block->before = last;
+    if (last)
+        last->after = block;
+    else
+        range->first = block;
+    rbi_table_put(&copy->blocks, block);
+    if ((block->listed = from->listed))
+        rbi_table_put(&to->table, block);
+    return true;
+}
+
+static rebatch_status copy_range(struct copy *copy, const struct rbi_range *from)
+{
+    rebatch_pool *to = copy->to;
+    if (!rbi_nodes_prepare(&to->range_nodes, 1))
+        return no_memory();
+    struct rbi_range *range = rbi_nodes_take(&to->range_nodes);
+    range->address = from->address;
+    range->bytes = from->bytes;
+    range->zone = from->zone;
+    range->number = from->number;
+    const rebatch_status status = copy_granules(copy, range, from);
+    if (status) {
+        rbi_nodes_put(&to->range_nodes, range);
+        return status;
+    }
+    range->previous = to->last_range;
+    if (to->last_range)
+        to->last_range->next = range;
+    else
+        to->first_range = range;
+    to->last_range = range;
+    struct rbi_block *last = NULL;
+    for (const struct rbi_block *b = from->first; b; b = b->after) {
+        if (!copy_block(copy, range, last, b))
+            return no_memory();
+        last = last ? last->after : range->first;
+    }
+    return REBATCH_OK;
+}
+
+/* ---- the lists ---- */
+
+/* A bin's newest block stands first, so the last is put in first. */
+static bool copy_bins(const struct copy *copy, const struct rbi_pool_stream *from)
+{
+    size_t count = 0;
+    for (const struct rbi_block *b = rbi_pool_first_free(from, 0); b; b = rbi_pool_next_free(b))
+        count++;
+    struct rbi_block **blocks = rbi_heap_calloc(count + 1, sizeof *blocks);
+    if (!blocks)
+        return false;
+    count = 0;
+    for (const struct rbi_block *b = rbi_pool_first_free(from, 0); b; b = rbi_pool_next_free(b))
+        blocks[count++] = counterpart(copy, b);
+    while (count-- > 0)
+        rbi_pool_bin_add(blocks[count]);
+    rbi_heap_free(blocks);
+    return true;
+}
+
+static void copy_live(const struct copy *copy)
+{
+    rebatch_pool *to = copy->to;
+    for (const struct rbi_block *b = copy->from->oldest; b; b = b->next) {
+        struct rbi_block *block = counterpart(copy, b);
+        block->next_deferred = counterpart(copy, b->next_deferred);
+        block->previous = to->newest;
+        if (to->newest)
+            to->newest->next = block;
+        else
+            to->oldest = block;
+        to->newest = block;
+    }
+    for (size_t i = 0; i < to->depth; i++)
+        to->scopes[i].deferred = counterpart(copy, copy->from->scopes[i].deferred);
+}
+
+static rebatch_status copy_lists(const struct copy *copy)
+{
+    rebatch_pool *from = copy->from;
+    bool has_memory = copy_bins(copy, from->space);
+    for (const struct rbi_pool_stream *s = from->first_stream; s && has_memory; s = s->next)
+        has_memory = copy_bins(copy, s);
+    if (!has_memory)
+        return no_memory();
+    copy_live(copy);
+    return REBATCH_OK;
+}
+
+/* ---- the whole ---- */
+
+/* Where all work is done, no block is pending. */
+static rebatch_status copy_locked(struct copy *copy)
+{
+    rebatch_status status = rbi_pool_await_streams(copy->from);
+    rbi_quick_flush_all(copy->from);
+    if (!status)
+        status = take_memory(copy);
+    copy_figures(copy->to, copy->from);
+    if (!status)
+        status = copy_streams(copy);
+    for (const struct rbi_range *r = copy->from->first_range; r && !status; r = r->next)
+        status = copy_range(copy, r);
+    return status ? status : copy_lists(copy);
+}
+
+/* Only at the end does the dry device get the cap, which may be below what is held. */
+static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_device *dry)
+{
+    struct copy copy = {.from = pool};
+    rebatch_memory_info info;
+    rebatch_status status = rebatch_device_memory(pool->device, &info);
+    if (!status)
+        status = rebatch_pool_create(&copy.to, dry, NULL);
+    if (status)
+        return status;
+    rbi_lock_take(&pool->lock);
+    status = copy_locked(&copy);
+    rbi_lock_give(&pool->lock);
+    rbi_heap_free(copy.blocks.entries);
+    if (!status && info.total_bytes >= pool->granule_bytes)
+        status = rebatch_device_set_capacity(dry, info.total_bytes);
+    if (status)
+        rebatch_pool_destroy(copy.to);
+    else
+        *out = copy.to;
+    return status;
+}
+
+rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool)
+{
+    *out = NULL;
+    rebatch_status status = rbi_device_open_dry(dry, REBATCH_UNLIMITED, pool->granule_bytes,
+                                                rbi_device_has_virtual_memory(pool->device));
+    if (!status)
+        status = fill(out, pool, *dry);
+    if (status) {
+        rebatch_device_close(*dry);
+        *dry = NULL;
+    }
+    return status;
+}

@@ -1,0 +1,57 @@
+/* The pool's lock (lock.c): cheap for the one thread that most pools ever see.
+ * Must not know what it protects. */
+#ifndef RBI_POOL_LOCK_H
+#define RBI_POOL_LOCK_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+/* A lock of one word that belongs, as long as only one thread ever takes it, to that thread, which
+ * then needs no atomic read-modify-write: it says `busy`, and looks whether it still is the owner.
+ * A second thread ends that for good: it takes the word, names nobody the owner, has every
+ * processor pass a memory barrier (membarrier(2)) and waits until the old owner is not busy.
+ *   word: 0 free, 1 held, 2 held and waited for */
+struct rbi_lock {
+    _Atomic uint64_t owner; /* a thread's number, from 1, or one of the two below */
+    _Atomic uint32_t busy;
+    _Atomic uint32_t word;
+    bool biased; /* how the holder has it; the holder's */
+};
+#define RBI_LOCK_NOBODY (UINT64_MAX - 1)
+#define RBI_LOCK_SHARED UINT64_MAX
+void rbi_lock_init(struct rbi_lock *lock);
+void rbi_lock_take_slowly(struct rbi_lock *lock);
+void rbi_lock_give_slowly(struct rbi_lock *lock);
+/* This thread's number; 0 before its first call of rbi_lock_take_slowly(). */
+extern _Thread_local uint64_t rbi_lock_thread __attribute__((tls_model("initial-exec")));
+
+static inline void rbi_lock_take(struct rbi_lock *lock)
+{
+    const uint64_t self = rbi_lock_thread;
+    if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
+        atomic_store_explicit(&lock->busy, 1, memory_order_relaxed);
+        atomic_signal_fence(memory_order_seq_cst); /* the other side's membarrier does the rest */
+        if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
+            lock->biased = true;
+            return;
+        }
+        atomic_store_explicit(&lock->busy, 0, memory_order_release);
+    }
+    rbi_lock_take_slowly(lock);
+}
+
+static inline void rbi_lock_give(struct rbi_lock *lock)
+{
+    if (__builtin_expect(lock->biased, 1))
+        atomic_store_explicit(&lock->busy, 0, memory_order_release);
+    else
+        rbi_lock_give_slowly(lock);
+}
+/* False once a second thread has taken it. */
+static inline bool rbi_lock_has_owner(const struct rbi_lock *lock)
+{
+    return atomic_load_explicit(&lock->owner, memory_order_relaxed) != RBI_LOCK_SHARED;
+}
+
+#endif

@@ -1,0 +1,124 @@
+/* Owns the layout of a snapshot as CSV (RFC 4180, lines end in a line feed): blocks, and events.
+ * Must not know where it goes. */
+#include <inttypes.h>
+
+#include "pool/snapshot.h"
+
+static void put_text(struct rbi_sink *sink, const char *text)
+{
+    rbi_sink_put(sink, text, strlen(text));
+}
+
+/* In quotes, as it may have anything in it. */
+static void put_tag(struct rbi_sink *sink, const char *name)
+{
+    put_text(sink, "\"");
+    for (; *name; name++) {
+        rbi_sink_put(sink, name, 1);
+        if (*name == '"')
+            rbi_sink_put(sink, name, 1);
+    }
+    put_text(sink, "\"");
+}
+
+/* ---- blocks ---- */
+
+static const char *state_of(const struct rbi_block *block)
+{
+    switch (block->state) {
+    case RBI_BLOCK_LIVE:
+        return "live";
+    case RBI_BLOCK_DEFERRED:
+        return "deferred";
+    case RBI_BLOCK_PENDING:
+        return "pending";
+    case RBI_BLOCK_LOST:
+        return "quarantined";
+    default:
+        return "free";
+    }
+}
+
+static void put_block(struct rbi_sink *sink, const rebatch_pool *pool,
+                      const struct rbi_segment *segment, const struct rbi_piece *piece)
+{
+    const struct rbi_block *block = piece->block;
+    const bool live = rbi_piece_is_live(piece);
+    rbi_sink_print(sink, "0x%" PRIxPTR ",%zu,0x%" PRIxPTR ",%zu,%zu,%s,",
+                   (uintptr_t)segment->address, segment->bytes, (uintptr_t)piece->address,
+                   piece->bytes, live ? block->requested_bytes : (size_t)0, state_of(block));
+    if (block->state != RBI_BLOCK_LOST)
+        rbi_sink_print(sink, "%" PRIuPTR, (uintptr_t)block->stream->stream);
+    put_text(sink, ",");
+    if (live || block->state == RBI_BLOCK_PENDING)
+        put_tag(sink, pool->tags[block->tag].name);
+    put_text(sink, ",");
+    if (live)
+        rbi_sink_print(sink, "%" PRIu64, block->birth);
+    put_text(sink, "\n");
+}
+
+/* Held from the device too, but nobody's. */
+static void put_rest(struct rbi_sink *sink, size_t bytes, const char *state)
+{
+    if (bytes > 0)
+        rbi_sink_print(sink, ",,,%zu,0,%s,,,\n", bytes, state);
+}
+
+void rbi_snapshot_blocks(struct rbi_sink *sink, const rebatch_pool *pool)
+{
+    put_text(sink, "segment,segment_bytes,address,bytes,requested_bytes,state,stream,tag,"
+                   "allocation\n");
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
+        struct rbi_pieces pieces = rbi_pieces_of(pool, r);
+        struct rbi_segment segment;
+        while (rbi_segment_next(&segment, &pieces)) {
+            struct rbi_piece piece;
+            for (size_t i = 0; i < segment.count && rbi_pieces_next(&piece, &segment.pieces); i++)
+                put_block(sink, pool, &segment, &piece);
+        }
+    }
+    put_rest(sink, pool->spare_count * pool->granule_bytes, "spare");
+    put_rest(sink, pool->ballast ? pool->ballast_bytes : 0, "ballast");
+}
+
+/* ---- events ---- */
+
+static const char *action_of(const struct rbi_pool_event *event)
+{
+    static const char *const actions[] = {
+#define ACTION(name, text) [RBI_POOL_EVENT_##name] = text,
+        RBI_POOL_EVENTS(ACTION)
+#undef ACTION
+    };
+    return actions[event->kind];
+}
+
+static void put_event(struct rbi_sink *sink, const rebatch_pool *pool,
+                      const struct rbi_pool_event *event, int64_t epoch_us)
+{
+    rbi_sink_print(sink, "%" PRIu64 ",%" PRId64 ",%s,", event->number,
+                   epoch_us + (int64_t)(event->time_ns / 1000), action_of(event));
+    if (event->kind == RBI_POOL_EVENT_ROLLBACK) {
+        rbi_sink_print(sink, ",,,,,%zu\n", event->bytes);
+        return;
+    }
+    if (event->address)
+        rbi_sink_print(sink, "0x%" PRIxPTR, (uintptr_t)event->address);
+    rbi_sink_print(sink, ",%zu,%" PRIuPTR ",", event->bytes, (uintptr_t)event->stream);
+    if (event->kind != RBI_POOL_EVENT_MAP && event->kind != RBI_POOL_EVENT_UNMAP)
+        put_tag(sink, pool->tags[event->tag].name);
+    put_text(sink, ",");
+    if (event->kind == RBI_POOL_EVENT_OOM)
+        rbi_sink_print(sink, "%" PRIu64, event->free_bytes);
+    put_text(sink, ",\n");
+}
+
+void rbi_snapshot_events(struct rbi_sink *sink, const rebatch_pool *pool)
+{
+    const int64_t epoch_us = rbi_snapshot_epoch_us();
+    const struct rbi_ring *ring = &pool->ring;
+    put_text(sink, "number,time_us,action,address,bytes,stream,tag,device_free_bytes,blocks\n");
+    for (uint64_t n = rbi_ring_first(ring); n < ring->count; n++)
+        put_event(sink, pool, &ring->events[n % ring->capacity], epoch_us);
+}

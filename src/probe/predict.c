@@ -1,0 +1,89 @@
+/* Owns rebatch_predict(): what a session's memory model says of any size, in the pool as it is.
+ * Must not know how the model came about. */
+#include "probe/probe.h"
+#include "recover/recover.h"
+
+static rebatch_status check(const rebatch_prediction *out, const rebatch *rb, size_t size,
+                            size_t batch)
+{
+    if (!out || !rb)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", out ? "rb" : "out");
+    if (size == 0 || batch == 0)
+        return rbi_error(REBATCH_E_INVALID, "%s is 0: expected at least 1 sample",
+                         size ? "batch" : "size");
+    if (rb->ops)
+        return rbi_error(REBATCH_E_STATE, "rebatch_predict() was called from within a callback");
+    if (!rbi_probe_model(rb))
+        return rbi_error(REBATCH_E_STATE, "there is no memory model of this session: expected a "
+                                          "rebatch_probe() that has run two sizes");
+    return REBATCH_OK;
+}
+
+/* A pool so many times as large as the one there is would be run dry for nothing. */
+#define FAR_TOO_LARGE 64
+
+static rebatch_status read_limit(uint64_t *out, rebatch_pool *pool)
+{
+    rebatch_pool_stats stats;
+    size_t available, limit;
+    rebatch_status status = rebatch_pool_get_stats(&stats, pool);
+    if (!status)
+        status = rebatch_pool_available(&available, pool);
+    if (!status)
+        *out = rbi_add(available, (size_t)stats.live_bytes, &limit) ? limit : SIZE_MAX;
+    return status;
+}
+
+/* Whether it fits is asked of a copy of the pool, which holds what will be there and is not yet. */
+static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model,
+                          const struct rbi_setting *setting, size_t batch)
+{
+    struct rbi_forecast forecast;
+    rebatch_status status = rbi_model_peak(&out->peak_bytes, model, out->size);
+    out->failing_bytes = out->peak_bytes;
+    if (status || out->peak_bytes / FAR_TOO_LARGE > out->limit_bytes)
+        return status;
+    status = rbi_replay(&forecast, model, setting, out->size, batch);
+    out->fits = forecast.fits;
+    out->failing_bytes = forecast.fits ? 0 : forecast.failing_bytes;
+    if (forecast.fits) {
+        out->peak_bytes = forecast.peak_bytes;
+        out->reserved_bytes = forecast.reserved_bytes;
+    }
+    return status;
+}
+
+static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch,
+                              size_t reserve_bytes)
+{
+    struct rbi_setting setting = rbi_probe_setting(rb);
+    rebatch_status status = read_limit(&out->limit_bytes, rb->pool);
+    if (!status)
+        status = rebatch_pool_alloc(&setting.reserve, rb->pool, reserve_bytes, setting.stream, 0);
+    if (status == REBATCH_OOM) {
+        out->failing_bytes = reserve_bytes;
+        status = rbi_model_peak(&out->peak_bytes, rbi_probe_model(rb), out->size);
+        out->peak_bytes += reserve_bytes;
+        return status;
+    }
+    setting.reserve_bytes = reserve_bytes;
+    if (!status)
+        status = ask(out, rbi_probe_model(rb), &setting, batch);
+    (void)rebatch_pool_free(rb->pool, setting.reserve);
+    return status;
+}
+
+rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size, size_t batch,
+                               const rebatch_probe_options *options)
+{
+    rebatch_prediction prediction = {.size = size};
+    rebatch_probe_options o = REBATCH_PROBE_OPTIONS_INIT;
+    rebatch_status status = check(out, rb, size, batch);
+    if (!status)
+        status = rbi_options_copy(&o, sizeof o, options, "rebatch_probe_options");
+    if (!status)
+        status = predict(&prediction, rb, batch, o.reserve_bytes);
+    if (out)
+        *out = status ? (rebatch_prediction){0} : prediction;
+    return status;
+}

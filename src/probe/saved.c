@@ -1,0 +1,124 @@
+/* Owns the key that a session stands for in the file of results, and when it is read and written.
+ * Must not know the file's format, or how a size is found. */
+#include "probe/saved.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "rebatch/version.h"
+
+#define KEY_BYTES_MOST 255
+
+/* Which micro-batch is the largest that fits depends on these: X(name, value) of a session `rb`,
+ * its pool's options `p`, the probe's options `o`, and the batch. An option that changes what fits
+ * belongs here. */
+#define SETTINGS(X)                                                                                \
+    X("batch", batch)                                                                              \
+    X("smallest", rb->options.micro_smallest)                                                      \
+    X("largest", rb->options.micro_largest)                                                        \
+    X("admission", rbi_is_on(rb->options.admission))                                               \
+    X("stop", rb->options.on_oom == REBATCH_ON_OOM_STOP)                                           \
+    X("lighten", rb->lighten)                                                                      \
+    X("reserve_bytes", o->reserve_bytes)                                                           \
+    X("limit_bytes", p->limit_bytes)                                                               \
+    X("limit_permille", p->limit_permille)                                                         \
+    X("headroom_bytes", p->headroom_bytes)                                                         \
+    X("caching", rbi_is_on(p->caching))                                                            \
+    X("ballast_bytes", p->ballast_bytes)                                                           \
+    X("max_split_bytes", p->max_split_bytes)                                                       \
+    X("gc_threshold_permille", p->gc_threshold_permille)                                           \
+    X("rounding_divisions", p->rounding_divisions)                                                 \
+    X("guard", p->guard == REBATCH_ON)
+
+static void describe_settings(char *text, size_t size, const rebatch *rb,
+                              const rebatch_probe_options *o, size_t batch)
+{
+    const rebatch_pool_options *p = &rb->options.pool;
+    struct rbi_text t = {text, size, 0};
+#define ADD(name, value)                                                                           \
+    rbi_text_add(&t, "%s" name "=%" PRIu64, t.length ? " " : "", (uint64_t)(value));
+    SETTINGS(ADD)
+#undef ADD
+}
+
+/* "cuda:3 NVIDIA H200" is the same card as "cuda:0 NVIDIA H200". */
+static void describe_device(char *text, size_t size, const char *name)
+{
+    static const char cuda[] = "cuda:";
+    const size_t kind = sizeof cuda - 1;
+    struct rbi_text t = {text, size, 0};
+    if (strncmp(name, cuda, kind) == 0)
+        rbi_text_add(&t, "cuda%s", name + kind + strspn(name + kind, "0123456789"));
+    else
+        rbi_text_add(&t, "%s", name);
+}
+
+/* The library's own last sentence becomes an event: the probe goes on. */
+static void warn(const struct rbi_saved *saved)
+{
+    char text[512];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "%s", rebatch_last_error());
+    rebatch_clear_error();
+    rebatch_event event = {.kind = REBATCH_EVENT_PROBE_FILE, .text = text};
+    rbi_event_emit(saved->rb, &event);
+}
+
+static rebatch_status make_key(struct rbi_saved *saved, const rebatch_probe_options *options,
+                               size_t batch)
+{
+    rebatch *rb = saved->rb;
+    const size_t length = options->key ? strlen(options->key) : 0;
+    if (length == 0 || length > KEY_BYTES_MOST)
+        return rbi_error(REBATCH_E_INVALID,
+                         "key has %zu bytes: expected 1 to %d, the model's name in %.200s", length,
+                         KEY_BYTES_MOST, options->file);
+    rebatch_memory_info memory;
+    const rebatch_status status = rebatch_device_memory(rb->device, &memory);
+    if (status)
+        return status;
+    describe_device(saved->device, sizeof saved->device, rb->device->name);
+    describe_settings(saved->settings, sizeof saved->settings, rb, options, batch);
+    saved->key = (struct rbi_store_key){.model = options->key,
+                                        .device = saved->device,
+                                        .total_bytes = memory.total_bytes,
+                                        .driver = rb->device->driver,
+                                        .library = rebatch_version(),
+                                        .settings = saved->settings};
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_saved_open(struct rbi_saved *saved, rebatch *rb,
+                              const rebatch_probe_options *options, size_t least, size_t most,
+                              size_t batch)
+{
+    *saved = (struct rbi_saved){.rb = rb};
+    if (!options->file)
+        return REBATCH_OK;
+    const rebatch_status status = make_key(saved, options, batch);
+    if (status)
+        return status;
+    struct rbi_store_result found;
+    saved->path = options->file;
+    saved->state = REBATCH_SAVED_ABSENT;
+    if (rbi_store_find(&found, saved->path, &saved->key)) {
+        warn(saved);
+        saved->state = REBATCH_SAVED_IGNORED;
+    }
+    if (found.size < least || found.size > most) /* 0: there is none */
+        return REBATCH_OK;
+    saved->state = REBATCH_SAVED_HELD;
+    saved->size = found.size;
+    return REBATCH_OK;
+}
+
+void rbi_saved_close(struct rbi_saved *saved, const rebatch_probe_report *report)
+{
+    if (!saved->path || report->size == saved->size)
+        return;
+    if (saved->size)
+        saved->state = REBATCH_SAVED_REPLACED;
+    const struct rbi_store_result result = {report->size, report->measured_peak_bytes};
+    if (rbi_store_put(saved->path, &saved->key, &result))
+        warn(saved);
+}

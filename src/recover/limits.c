@@ -1,0 +1,164 @@
+/* Owns which micro-batch sizes the limits allow, and which limits cannot hold together.
+ * Must not know memory. */
+#include <inttypes.h>
+
+#include "recover/recover.h"
+
+static size_t allowed_count(const rebatch_options *o)
+{
+    size_t count = 0;
+    while (count < REBATCH_ALLOWED_SIZES && o->micro_allowed[count])
+        count++;
+    return count;
+}
+
+static size_t largest_of(const rebatch_options *o)
+{
+    return o->micro_largest ? o->micro_largest : SIZE_MAX;
+}
+
+static bool is_multiple(const rebatch_options *o, size_t size)
+{
+    return o->micro_multiple_of == 1 || size % o->micro_multiple_of == 0;
+}
+
+size_t rbi_round_size(const rebatch_options *o, size_t size)
+{
+    size = rbi_min(size, largest_of(o));
+    if (o->micro_allowed[0] == 0) {
+        if (!is_multiple(o, size))
+            size -= size % o->micro_multiple_of;
+        return size >= o->micro_smallest ? size : 0;
+    }
+    for (size_t i = allowed_count(o); i-- > 0;)
+        if (o->micro_allowed[i] <= size && is_multiple(o, o->micro_allowed[i]))
+            return o->micro_allowed[i] >= o->micro_smallest ? o->micro_allowed[i] : 0;
+    return 0;
+}
+
+size_t rbi_round_size_up(const rebatch_options *o, size_t size)
+{
+    size = rbi_max(size, o->micro_smallest);
+    if (o->micro_allowed[0] == 0) {
+        const size_t over = size % o->micro_multiple_of;
+        if (over && !rbi_add(size, o->micro_multiple_of - over, &size))
+            return 0;
+        return size <= largest_of(o) ? size : 0;
+    }
+    for (size_t i = 0; i < allowed_count(o); i++) {
+        const size_t allowed = o->micro_allowed[i];
+        if (allowed >= size && is_multiple(o, allowed))
+            return allowed <= largest_of(o) ? allowed : 0;
+    }
+    return 0;
+}
+
+size_t rbi_micro_upper(const rebatch *rb, size_t batch)
+{
+    const size_t size = rbi_round_size(&rb->options, batch);
+    return size ? size : batch; /* all of it is a rest */
+}
+
+size_t rbi_micro_size(const rebatch *rb, size_t batch)
+{
+    const size_t size = rbi_round_size(&rb->options, rbi_min(rb->micro, batch));
+    return size ? size : batch;
+}
+
+rebatch_status rbi_limits_check_batch(const rebatch_options *o, size_t batch)
+{
+    if (batch < o->micro_multiple_of)
+        return rbi_error(
+            REBATCH_E_INVALID,
+            "batch is %zu and micro_multiple_of is %zu: expected at least one multiple "
+            "in the batch",
+            batch, o->micro_multiple_of);
+    if (batch < o->micro_allowed[0])
+        return rbi_error(REBATCH_E_INVALID,
+                         "batch is %zu and the smallest of micro_allowed is %zu: expected an "
+                         "allowed size in the batch",
+                         batch, o->micro_allowed[0]);
+    return REBATCH_OK;
+}
+
+/* ---- limits that cannot hold together ---- */
+
+static rebatch_status check_order(const rebatch_options *o)
+{
+    if (o->micro_largest && o->micro_smallest > o->micro_largest)
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_smallest is %zu and micro_largest is %zu: expected smallest <= "
+                         "largest",
+                         o->micro_smallest, o->micro_largest);
+    if (o->micro_start && o->micro_start < o->micro_smallest)
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_start is %zu: expected at least micro_smallest, %zu",
+                         o->micro_start, o->micro_smallest);
+    if (o->micro_largest && o->micro_start > o->micro_largest)
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_start is %zu: expected at most micro_largest, %zu", o->micro_start,
+                         o->micro_largest);
+    return REBATCH_OK;
+}
+
+static void add_range(struct rbi_text *t, const rebatch_options *o)
+{
+    rbi_text_add(t, "from micro_smallest, %zu, ", o->micro_smallest);
+    if (o->micro_largest)
+        rbi_text_add(t, "to micro_largest, %zu", o->micro_largest);
+    else
+        rbi_text_add(t, "on");
+}
+
+static rebatch_status say_no_size(const rebatch_options *o)
+{
+    char range[128];
+    struct rbi_text t = {range, sizeof range, 0};
+    add_range(&t, o);
+    if (o->micro_allowed[0] == 0)
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_multiple_of is %zu: expected a multiple of it %s",
+                         o->micro_multiple_of, range);
+    return rbi_error(REBATCH_E_INVALID,
+                     "micro_allowed has no multiple of micro_multiple_of, %zu, %s: expected one",
+                     o->micro_multiple_of, range);
+}
+
+static rebatch_status check_start(const rebatch_options *o)
+{
+    if (o->micro_start == 0 || rbi_round_size(o, o->micro_start) == o->micro_start)
+        return REBATCH_OK;
+    if (!is_multiple(o, o->micro_start))
+        return rbi_error(REBATCH_E_INVALID,
+                         "micro_start is %zu: expected a multiple of micro_multiple_of, %zu",
+                         o->micro_start, o->micro_multiple_of);
+    return rbi_error(REBATCH_E_INVALID, "micro_start is %zu: expected a size of micro_allowed",
+                     o->micro_start);
+}
+
+rebatch_status rbi_limits_check(const rebatch_options *o)
+{
+    rebatch_status status = check_order(o);
+    for (size_t i = allowed_count(o); i < REBATCH_ALLOWED_SIZES && !status; i++)
+        if (o->micro_allowed[i])
+            status = rbi_error(REBATCH_E_INVALID,
+                               "micro_allowed[%zu] is %zu, after a 0 that ends the list", i,
+                               o->micro_allowed[i]);
+    if (!status && rbi_round_size_up(o, 1) == 0)
+        status = say_no_size(o);
+    return status ? status : check_start(o);
+}
+
+/* ---- the list in order ---- */
+
+void rbi_limits_sort(rebatch_options *o)
+{
+    const size_t count = allowed_count(o);
+    for (size_t i = 1; i < count; i++) {
+        const size_t size = o->micro_allowed[i];
+        size_t at = i;
+        for (; at > 0 && o->micro_allowed[at - 1] > size; at--)
+            o->micro_allowed[at] = o->micro_allowed[at - 1];
+        o->micro_allowed[at] = size;
+    }
+}

@@ -1,0 +1,22 @@
+/* Which micro-batch sizes the limits allow: for whoever chooses one, and for the settings.
+ * Must not know sessions. */
+#ifndef RBI_LIMITS_H
+#define RBI_LIMITS_H
+
+#include "base/base.h"
+#include "rebatch/step.h"
+
+/* Of these options' zeros are defaults already, and the list is in order. */
+
+/* The largest size of at most `size` that smallest, largest, multiple and list allow; 0: none. */
+size_t rbi_round_size(const rebatch_options *limits, size_t size);
+/* The smallest of at least `size`; 0: none. */
+size_t rbi_round_size_up(const rebatch_options *limits, size_t size);
+
+/* REBATCH_E_INVALID, with the two that cannot hold together. */
+rebatch_status rbi_limits_check(const rebatch_options *limits);
+rebatch_status rbi_limits_check_batch(const rebatch_options *limits, size_t batch);
+/* Puts the list in order. */
+void rbi_limits_sort(rebatch_options *limits);
+
+#endif

@@ -1,0 +1,255 @@
+/* Owns a device whose streams lag as a test wants it.
+ * Must not know pools. */
+#include "unit/lazy_device.h"
+
+#include <criterion/criterion.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { USES = 256 };
+/* Dry addresses begin at 2^52; granules are counted from there. */
+#define FIRST_ADDRESS ((uintptr_t)1 << 52)
+#define GRANULES ((size_t)1 << 26)
+
+struct rebatch_stream_object {
+    bool is_open;
+    uint64_t enqueued, done;
+};
+
+/* Work on a stream: done when the stream has come to its number. */
+struct use {
+    uintptr_t from, to;
+    struct rebatch_stream_object *stream;
+    uint64_t number;
+};
+
+struct rbi_event_object {
+    struct rebatch_stream_object *stream; /* NULL: never recorded */
+    uint64_t number;
+};
+
+static struct lazy {
+    const struct rbi_device_ops *dry;
+    struct rbi_device_ops ops;
+    size_t granule_bytes;
+    struct rebatch_stream_object streams[LAZY_STREAMS]; /* [0]: the default one */
+    struct use uses[USES];
+    size_t use_count;
+    unsigned char *mapped; /* by granule */
+} lazy;
+
+static struct rebatch_stream_object *stream_of(rebatch_stream stream)
+{
+    return stream ? stream : &lazy.streams[0];
+}
+
+/* ---- work ---- */
+
+static void come_to(struct rebatch_stream_object *stream, uint64_t number)
+{
+    if (stream->done >= number)
+        return;
+    stream->done = number;
+    for (size_t i = lazy.use_count; i-- > 0;)
+        if (lazy.uses[i].stream == stream && lazy.uses[i].number <= number)
+            lazy.uses[i] = lazy.uses[--lazy.use_count];
+}
+
+void lazy_use(rebatch_stream stream, const void *memory, size_t bytes)
+{
+    struct rebatch_stream_object *s = stream_of(stream);
+    if (lazy.use_count == USES)
+        come_to(lazy.uses[0].stream, lazy.uses[0].stream->enqueued);
+    const uintptr_t from = (uintptr_t)memory;
+    lazy.uses[lazy.use_count++] = (struct use){from, from + bytes, s, ++s->enqueued};
+}
+
+void lazy_go_on(rebatch_stream stream, unsigned share)
+{
+    struct rebatch_stream_object *s = stream_of(stream);
+    come_to(s, s->done + (s->enqueued - s->done) * share / 8);
+}
+
+/* The number of the first granule of [from, from + bytes), and of the first behind it. */
+static void granules_of(size_t *first, size_t *end, const void *from, size_t bytes)
+{
+    const uintptr_t offset = (uintptr_t)from - FIRST_ADDRESS;
+    *first = offset / lazy.granule_bytes;
+    *end = (offset + bytes - 1) / lazy.granule_bytes + 1;
+    cr_assert(*end <= GRANULES && *first < *end);
+}
+
+void lazy_check_fresh(rebatch_stream stream, const void *memory, size_t bytes)
+{
+    size_t first, end;
+    granules_of(&first, &end, memory, bytes);
+    for (size_t i = first; i < end; i++)
+        cr_assert(lazy.mapped[i] == 1, "a block without memory");
+    const uintptr_t from = (uintptr_t)memory;
+    for (size_t i = 0; i < lazy.use_count; i++) {
+        const struct use *use = &lazy.uses[i];
+        cr_assert(use->stream == stream_of(stream) || use->to <= from || from + bytes <= use->from,
+                  "memory that another stream still uses is given out");
+    }
+}
+
+/* ---- memory ---- */
+
+static void note(const void *memory, size_t bytes, bool is_mapped)
+{
+    size_t first, end;
+    granules_of(&first, &end, memory, bytes);
+    for (size_t i = first; i < end; i++) {
+        cr_assert(lazy.mapped[i] == !is_mapped, "mapped twice, or unmapped twice");
+        lazy.mapped[i] = is_mapped;
+    }
+    const uintptr_t from = (uintptr_t)memory;
+    for (size_t i = 0; i < lazy.use_count; i++)
+        cr_assert(is_mapped || lazy.uses[i].to <= from || from + bytes <= lazy.uses[i].from,
+                  "memory is taken from under work");
+}
+
+static rebatch_status lazy_alloc(void *self, void **out, size_t bytes)
+{
+    const rebatch_status status = lazy.dry->alloc(self, out, bytes);
+    if (status == REBATCH_OK)
+        note(*out, bytes, true);
+    return status;
+}
+
+static rebatch_status lazy_free(void *self, void *memory, size_t bytes)
+{
+    note(memory, bytes, false);
+    return lazy.dry->free(self, memory, bytes);
+}
+
+static rebatch_status lazy_map(void *self, void *address, size_t bytes, rbi_physical physical)
+{
+    note(address, bytes, true);
+    return lazy.dry->map(self, address, bytes, physical);
+}
+
+static rebatch_status lazy_unmap(void *self, void *address, size_t bytes)
+{
+    note(address, bytes, false);
+    return lazy.dry->unmap(self, address, bytes);
+}
+
+/* ---- streams and events ---- */
+
+static rebatch_status lazy_stream_create(void *self, rebatch_stream *out)
+{
+    (void)self;
+    for (size_t i = 1; i < LAZY_STREAMS; i++) {
+        if (lazy.streams[i].is_open)
+            continue;
+        lazy.streams[i].is_open = true;
+        *out = &lazy.streams[i];
+        return REBATCH_OK;
+    }
+    return rbi_error(REBATCH_E_UNSUPPORTED, "%d streams are open", LAZY_STREAMS);
+}
+
+static void lazy_stream_destroy(void *self, rebatch_stream stream)
+{
+    (void)self;
+    come_to(stream, stream->enqueued);
+    stream->is_open = false;
+}
+
+static bool lazy_stream_is_valid(void *self, rebatch_stream stream)
+{
+    (void)self;
+    return stream->is_open;
+}
+
+static rebatch_status lazy_stream_synchronize(void *self, rebatch_stream stream)
+{
+    (void)self;
+    lazy_go_on(stream, 8);
+    return REBATCH_OK;
+}
+
+static rebatch_status lazy_event_create(void *self, rbi_event *out)
+{
+    (void)self;
+    *out = calloc(1, sizeof **out);
+    return *out ? REBATCH_OK : REBATCH_E_HOST_OOM;
+}
+
+static void lazy_event_destroy(void *self, rbi_event event)
+{
+    (void)self;
+    free(event);
+}
+
+static rebatch_status lazy_event_record(void *self, rbi_event event, rebatch_stream stream)
+{
+    (void)self;
+    event->stream = stream_of(stream);
+    event->number = event->stream->enqueued;
+    return REBATCH_OK;
+}
+
+static rebatch_status lazy_event_query(void *self, rbi_event event, bool *done)
+{
+    (void)self;
+    *done = !event->stream || event->stream->done >= event->number;
+    return REBATCH_OK;
+}
+
+static rebatch_status lazy_event_synchronize(void *self, rbi_event event)
+{
+    (void)self;
+    if (event->stream)
+        come_to(event->stream, event->number);
+    return REBATCH_OK;
+}
+
+static rebatch_status lazy_stream_wait(void *self, rebatch_stream stream, rbi_event event)
+{
+    (void)stream;
+    return lazy_event_synchronize(self, event); /* sooner than needed is in order too */
+}
+
+/* ---- life ---- */
+
+rebatch_device *lazy_open(size_t capacity_bytes, size_t granule_bytes, bool has_virtual_memory)
+{
+    rebatch_device *device;
+    cr_assert_eq(rbi_device_open_dry(&device, capacity_bytes, granule_bytes, has_virtual_memory),
+                 REBATCH_OK, "%s", rebatch_last_error());
+    memset(&lazy, 0, sizeof lazy);
+    lazy.dry = device->ops;
+    lazy.granule_bytes = granule_bytes;
+    lazy.streams[0].is_open = true;
+    lazy.mapped = calloc(GRANULES, 1); /* touched only where something was mapped */
+    cr_assert_not_null(lazy.mapped);
+    lazy.ops = *device->ops;
+    lazy.ops.alloc = lazy_alloc;
+    lazy.ops.free = lazy_free;
+    lazy.ops.map = has_virtual_memory ? lazy_map : NULL;
+    lazy.ops.unmap = has_virtual_memory ? lazy_unmap : NULL;
+    lazy.ops.stream_create = lazy_stream_create;
+    lazy.ops.stream_destroy = lazy_stream_destroy;
+    lazy.ops.stream_is_valid = lazy_stream_is_valid;
+    lazy.ops.stream_synchronize = lazy_stream_synchronize;
+    lazy.ops.event_create = lazy_event_create;
+    lazy.ops.event_destroy = lazy_event_destroy;
+    lazy.ops.event_record = lazy_event_record;
+    lazy.ops.event_query = lazy_event_query;
+    lazy.ops.event_synchronize = lazy_event_synchronize;
+    lazy.ops.stream_wait = lazy_stream_wait;
+    device->ops = &lazy.ops;
+    return device;
+}
+
+void lazy_close(rebatch_device *device)
+{
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(device, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0, "%zu bytes are left", (size_t)info.used_bytes);
+    free(lazy.mapped);
+    device->ops = lazy.dry;
+    rebatch_device_close(device);
+}

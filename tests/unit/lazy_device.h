@@ -1,0 +1,23 @@
+/* A device for models: a dry one whose streams go on only when they are told to, or waited for, so
+ * that a test decides when work is done, and the same calls give the same run. It knows what is
+ * mapped and which work is under way, and fails the test when memory is taken from under it. */
+#ifndef LAZY_DEVICE_H
+#define LAZY_DEVICE_H
+
+#include "device/device.h"
+
+#define LAZY_STREAMS 8 /* the default stream included */
+
+/* One device at a time: each test is a process of its own. */
+rebatch_device *lazy_open(size_t capacity_bytes, size_t granule_bytes, bool has_virtual_memory);
+/* After everything was given back. */
+void lazy_close(rebatch_device *device);
+
+/* Enqueues work on a stream that uses memory. */
+void lazy_use(rebatch_stream stream, const void *memory, size_t bytes);
+/* Work of a stream is done: a `share` of what is under way, of 8. */
+void lazy_go_on(rebatch_stream stream, unsigned share);
+/* Fails the test when memory is not mapped, or work of another stream may still use it. */
+void lazy_check_fresh(rebatch_stream stream, const void *memory, size_t bytes);
+
+#endif
