@@ -1,8 +1,8 @@
 /* Layer norm forward and backward. Owns rbk_layer_norm_*. Must not know: where the rows come from.
  *
  * Forward, rows that a warp's registers hold have a warp each (layer_norm_warp.cuh). For longer
- * ones, and backward, a thread owns 8 neighbouring channels and goes through the block's rows, a few
- * at a time, so that enough loads are in flight and one barrier serves them all. */
+ * ones, and backward, a thread owns 8 neighbouring channels and goes through the block's rows, a
+ * few at a time, so that enough loads are in flight and one barrier serves them all. */
 #include <type_traits>
 
 #include "accumulate.cuh"
