@@ -121,8 +121,19 @@ $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
 
+# Stand-ins for CUDA's driver, under its name.
+TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole)
+$(TESTS): | $(TEST_DRIVERS)
+$(BUILD)/tests/drivers/whole/libcuda.so.1: tests/drivers/calls.c src/device/cuda_driver.h
+$(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
+	@mkdir -p $(@D)
+	$(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared -Wl,-soname,$(@F) -o $@ \
+	    $(filter %.c,$^)
+
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
+
+$(BUILD)/bench/cotenant: $(BUILD)/bench/svg.o
 
 $(BUILD)/kernels/flags: FORCE
 	@mkdir -p $(@D)
@@ -158,6 +169,9 @@ $(BUILD)/bench/kernels: $(BUILD)/bench/kernels.o $(KERNELS)
 
 $(BUILD)/bench/gpt_budget.o: private FOLDER_CFLAGS := -Iexamples -Ikernels \
     -isystem $(CUDA_HOME)/include
+
+$(BUILD)/bench/gpt_recovery: $(BUILD)/bench/gpt_recovery.o $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
 $(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) $(GPT_CUDA_OBJ) \
     $(KERNELS) $(STATIC)
@@ -241,6 +255,16 @@ bench-probe: ## how well the largest micro-batch is found, beside what others do
 	$(SUBMAKE) $(BUILD)/bench/probe
 	@$(BUILD)/bench/probe
 
+bench-cotenant: ## a co-tenant that comes and goes; writes docs/cotenant.svg
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/cotenant
+	@$(BUILD)/bench/cotenant docs/cotenant.svg
+
+bench-cost: ## micro-batches of variable lengths, cut by cost and by count
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/cost
+	@$(BUILD)/bench/cost
+
 bench-kernels: ## how fast each GPU operation of the reference model runs (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/kernels
@@ -255,6 +279,11 @@ bench-budget: ## where the time of such a step goes, operation by operation
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/gpt
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/gpt --budget
+
+bench-recovery: ## what an OOM costs at GPT-2's size, and finding the size, beside others (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/gpt_recovery $(BUILD)/bench/gpt_tenant
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-recovery $(BUILD)/bench
 
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 install: all ## into DESTDIR/prefix
@@ -284,4 +313,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind lint bench-step bench-pool bench-probe bench-kernels bench-gpt bench-budget install test-install clean help FORCE
+.PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind \
+    lint bench-step bench-pool bench-probe bench-cost bench-cotenant \
+    bench-kernels bench-gpt bench-budget bench-recovery \
+    install test-install clean help FORCE

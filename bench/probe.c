@@ -147,8 +147,11 @@ static rebatch_status optimizer_step(void *user)
     return status;
 }
 
-static const rebatch_step_ops ops = {sizeof ops,     zero_grad, forward_backward,
-                                     optimizer_step, NULL,      REBATCH_DECLARES_MUTATION};
+static const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                     .zero_grad = zero_grad,
+                                     .forward_backward = forward_backward,
+                                     .optimizer_step = optimizer_step,
+                                     .flags = REBATCH_DECLARES_MUTATION};
 
 /* ---- a case ---- */
 

@@ -40,8 +40,11 @@ static int by_value(const void *a, const void *b)
 
 static rebatch_status run_steps(int steps)
 {
-    const rebatch_step_ops ops = {sizeof ops,     zero_grad, forward_backward,
-                                  optimizer_step, NULL,      REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = optimizer_step,
+                                  .flags = REBATCH_DECLARES_MUTATION};
     rebatch_status status = REBATCH_OK;
     for (int i = 0; i < steps && !status; i++)
         status = rebatch_step(rb, &ops, MICROBATCHES, NULL, NULL);

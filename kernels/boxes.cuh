@@ -1,6 +1,6 @@
 /** @file boxes.cuh
- *  Descriptions of arrays for copies of boxes (TMA), and whether there is such a thing. Host side.
- */
+ *  Descriptions of arrays for copies of boxes (TMA), and whether there is such a thing. Host
+ *  side. */
 #ifndef REBATCH_KERNELS_BOXES_CUH
 #define REBATCH_KERNELS_BOXES_CUH
 

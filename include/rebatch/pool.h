@@ -45,7 +45,7 @@ typedef struct rebatch_pool_options {
     rebatch_toggle guard; /**< REBATCH_ON: each block ends where memory ends, so that an overrun
                                faults; costs a granule a block and device calls; default off */
     uint32_t events;      /**< how many of the last allocations, frees, mappings, OOMs and rollbacks
-                               are kept for reports; 0: none */
+                               are kept for snapshots; 0: none */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
@@ -144,6 +144,37 @@ typedef struct rebatch_oom_report {
     uint32_t tag_count;          /**< how many of `tags` are filled */
     rebatch_tag_usage tags[REBATCH_OOM_TAGS]; /**< who held most, largest first */
 } rebatch_oom_report;
+
+/** How many blocks and tags a leak report names. */
+#define REBATCH_LEAK_BLOCKS 8
+#define REBATCH_LEAK_TAGS 6
+
+/** A tag's part of what is left. */
+typedef struct rebatch_leak_tag {
+    char name[32];
+    uint64_t blocks;
+    uint64_t live_bytes;
+} rebatch_leak_tag;
+
+/** A block that is left. */
+typedef struct rebatch_leak_block {
+    const void *address;
+    uint64_t bytes;
+    uint64_t allocation; /**< its number among the pool's allocations, from 0: the same calls give
+                              the same number, so a breakpoint can wait for it */
+    char tag[32];
+} rebatch_leak_block;
+
+/** What was allocated inside a scope and is still in use. */
+typedef struct rebatch_leak_report {
+    uint64_t blocks;                                 /**< all of them */
+    uint64_t live_bytes;                             /**< in them */
+    uint64_t requested_bytes;                        /**< asked for by them, before rounding */
+    uint32_t tag_count;                              /**< how many of `tags` are filled */
+    uint32_t block_count;                            /**< how many of `largest` are filled */
+    rebatch_leak_tag tags[REBATCH_LEAK_TAGS];        /**< who holds most, largest first */
+    rebatch_leak_block largest[REBATCH_LEAK_BLOCKS]; /**< largest first, then oldest */
+} rebatch_leak_report;
 
 #ifdef __cplusplus
 extern "C" {
@@ -260,6 +291,14 @@ REBATCH_API rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_sc
 REBATCH_API rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *pool,
                                                    rebatch_scope scope);
 
+/** What was allocated inside an open scope and is still in use: to be asked before a commit, or
+ *  before the pool is destroyed, when nothing should be left.
+ *  @param[out] out  zeroed on failure
+ *  @param scope     0: since the pool was created
+ *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open. Any thread. */
+REBATCH_API rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *pool,
+                                                   rebatch_scope scope);
+
 /** Read the statistics. Any thread. @return REBATCH_OK, REBATCH_E_INVALID. */
 REBATCH_API rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool);
 
@@ -287,6 +326,10 @@ REBATCH_API size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_
  *  have fitted.
  *  @return as rebatch_pool_format_summary(). Any thread. */
 REBATCH_API size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom_report *report);
+
+/** Write a leak report in a few lines: how much is left, of which tags, and the largest blocks.
+ *  @return as rebatch_pool_format_summary(). Any thread. */
+REBATCH_API size_t rebatch_leak_format(char *text, size_t size, const rebatch_leak_report *report);
 
 /** Write what the pool holds, block by block, and the last events, of which it keeps as many as
  *  rebatch_pool_options.events says. Nothing changes in the pool, and no memory is allocated, so it

@@ -69,7 +69,8 @@ typedef enum rebatch_saved_size {
  *  reserve_bytes as well. */
 typedef struct rebatch_probe_report {
     rebatch_status status;         /**< what rebatch_probe() answered */
-    size_t size;                   /**< the micro-batch found; 0: none */
+    size_t size;                   /**< the micro-batch found, in samples; its cost where the step
+                                        has rebatch_step_ops.cost; 0: none */
     size_t predicted_size;         /**< the largest that is predicted to fit, at the end */
     uint64_t predicted_peak_bytes; /**< most live at once at `size`; 0: nothing was predicted */
     uint64_t measured_peak_bytes;  /**< the same, when it ran */
@@ -103,6 +104,8 @@ extern "C" {
  *
  *  Runs forward_backward with `probing` set, within micro_smallest and micro_largest, and zero_grad
  *  before and after, so that accumulators are zero at the end; never optimizer_step or lighten.
+ *  A step with rebatch_step_ops.cost is probed by cost, with the first samples of the batch, and
+ *  what is found is the budget.
  *  Guarded state is as before; so are step number and waits of growth. What a callback allocates at
  *  first use and keeps stays.
  *  @param ops     borrowed for the call
@@ -123,7 +126,8 @@ REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *op
  *  rebatch_probe() of this session has made, in the pool as it is now. Runs no callback;
  *  reserve_bytes are taken from the pool for the time of the call.
  *  @param[out] out  zeroed on failure
- *  @param size      at least 1; may be larger than the batch or any limit of the session
+ *  @param size      at least 1; may be larger than the batch or any limit of the session; a cost
+ *                   where the probe went by cost
  *  @param batch     samples in the effective batch, at least 1
  *  @param options   of the probe: reserve_bytes counts, the others do not; NULL means defaults
  *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE when there is no model: nothing was

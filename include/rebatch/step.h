@@ -61,6 +61,18 @@ typedef struct rebatch_step_ops {
      *  @return REBATCH_OK; REBATCH_E_UNSUPPORTED when there is no such level. */
     rebatch_status (*lighten)(unsigned level, void *user);
     uint32_t flags; /**< bits of REBATCH_DECLARES_MUTATION */
+    /** Optional. What samples [first, first + count) of this effective batch cost as one
+     *  micro-batch, in a unit of the step's own in which memory is nearly a straight line: padded
+     *  tokens, count times the longest, for example. Where it is given, micro-batches are cut so
+     *  that each stays within a budget of cost, which takes the place of the micro-batch size: what
+     *  is learned of memory, predicted, halved after an OOM, and grown again is cost, so that one
+     *  long sequence does not make all micro-batches small. Limits on the size hold as well, and a
+     *  micro-batch of the smallest size runs whatever it costs. Samples stay in order.
+     *
+     *  It must not fall when `count` rises, and depends on its arguments and the batch alone; a
+     *  wrong cost costs OOMs, never the result. 0 counts as 1. It is called some twenty times a
+     *  micro-batch, for at most twice its samples, and must not call the session. */
+    uint64_t (*cost)(size_t first, size_t count, void *user);
 } rebatch_step_ops;
 
 /** Where an OOM struck: X(name, in words). */
@@ -90,7 +102,8 @@ typedef enum rebatch_phase {
     X(EXHAUSTED, ERROR, "out of memory, and nothing is left to try,")                              \
     X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
     X(TRIAL, INFO, "a probe's trial")                                                              \
-    X(PROBE_FILE, WARN, "the probe's file of results:")
+    X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
+    X(CRAWL, WARN, "memory goes back to the device and comes again in every micro-batch")
 
 typedef enum rebatch_log_level {
     REBATCH_LOG_DEFAULT = 0, /**< INFO */
@@ -125,6 +138,8 @@ typedef struct rebatch_event {
     uint64_t available_bytes; /**< what could be allocated after the attempt was taken back */
     uint64_t peak_bytes;      /**< of a TRIAL that ran: most live in the pool; 0: out of memory */
     const char *text;         /**< of PROBE_FILE: which file, and why it is not used; else NULL */
+    uint64_t cost;            /**< of the samples that were being tried; 0: the step has no cost */
+    uint64_t cost_before, cost_after; /**< the budget of cost a micro-batch; 0: none, or no bound */
 } rebatch_event;
 
 /** What to do first about an OOM that the same size would meet again. */
@@ -133,8 +148,9 @@ typedef enum rebatch_on_oom {
     REBATCH_ON_OOM_HALVE,       /**< half of the micro-batch that failed */
     REBATCH_ON_OOM_STOP,        /**< nothing: the step ends with REBATCH_E_EXHAUSTED */
     REBATCH_ON_OOM_FIT /**< the largest that is predicted to fit in what there is then, from a
-                            probe's memory model or from sizes that ran; half where nothing is
-                            known, and after a prediction that did not hold */
+                            probe's memory model or from sizes that ran; a little less after a
+                            prediction that did not hold, and half after two, or where nothing
+                            is known */
 } rebatch_on_oom;
 
 /** How many sizes rebatch_options.micro_allowed has room for. */
@@ -151,7 +167,9 @@ typedef struct rebatch_options {
     rebatch_pool_options pool; /**< of the session's pool; its struct_size may be 0: all defaults */
     rebatch_stream stream;     /**< handed to the callbacks; borrowed; NULL: the default stream */
 
-    size_t micro_start;    /**< first micro-batch size; 0: the effective batch, as one */
+    size_t micro_start;    /**< first micro-batch size; 0: the effective batch, as one. With
+                                rebatch_step_ops.cost: as many samples of the first batch give the
+                                first budget */
     size_t micro_smallest; /**< never cut smaller than this; 0: 1 sample */
     size_t micro_largest;  /**< never larger than this; 0: the effective batch */
 
@@ -203,6 +221,12 @@ typedef struct rebatch_step_report {
     uint64_t peak_bytes;     /**< most live in the pool during the step */
     uint64_t reserved_bytes; /**< held from the device at the end */
     rebatch_oom_report oom;  /**< the last OOM of the pool in this step; asked_bytes 0 when none */
+    uint64_t cost_before; /**< budget of cost a micro-batch with which the step began; 0: the step
+                                  has no cost, or the budget no bound yet */
+    uint64_t cost_after;  /**< and ended */
+    uint32_t crawled;     /**< of the micro-batches that count, those in which at least a quarter of
+                               what they needed went back to the device and came again. When all do,
+                               the next step's are smaller */
 } rebatch_step_report;
 
 /** Where guarded state lives. */
@@ -229,7 +253,8 @@ REBATCH_API void rebatch_close(rebatch *rb);
 /** The session's pool: parameters and data may live there as well. Borrowed. */
 REBATCH_API rebatch_pool *rebatch_get_pool(const rebatch *rb);
 
-/** The micro-batch size with which the next step of `batch` samples begins. */
+/** The micro-batch size with which the next step of `batch` samples begins, unless it is cut by
+ *  cost. */
 REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
 
 /** Set the number of the next effective batch, 0 in a new session: a run that resumes goes on

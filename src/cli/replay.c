@@ -23,6 +23,8 @@ static const char help[] =
     "  --limit SIZE|N%   the pool's limit; a share is one of the capacity\n"
     "  --headroom SIZE   what the pool leaves free on the device\n"
     "  --caching on|off  off: every call goes to the device\n"
+    "  --ballast SIZE, --max-split SIZE, --gc-threshold N%, --rounding N, --guard on|off\n"
+    "                    as in group memory of a settings file; see 'rebatch config example'\n"
     "  --granule SIZE    of the device's memory, a power of two; 2MiB unless given\n"
     "  --repeat N        timed samples a trace, of which the median is shown; 9 unless given\n"
     "  --snapshot FILE   what the pool holds when live memory first peaks, or where it runs out\n"

@@ -44,6 +44,23 @@ static bool set_headroom(struct rbi_replay_settings *settings, const char *text)
     return set_bytes(&settings->pool.headroom_bytes, text);
 }
 
+static bool set_ballast(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_bytes(&settings->pool.ballast_bytes, text);
+}
+
+static bool set_max_split(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_bytes(&settings->pool.max_split_bytes, text);
+}
+
+static bool set_gc_threshold(struct rbi_replay_settings *settings, const char *text)
+{
+    size_t bytes;
+    uint32_t *const permille = &settings->pool.gc_threshold_permille;
+    return rebatch_config_parse_size(&bytes, permille, text) == REBATCH_OK && *permille > 0;
+}
+
 static bool set_limit(struct rbi_replay_settings *settings, const char *text)
 {
     rebatch_pool_options *pool = &settings->pool;
@@ -52,11 +69,21 @@ static bool set_limit(struct rbi_replay_settings *settings, const char *text)
     return pool->limit_permille > 0 || (pool->limit_bytes > 0 && pool->limit_bytes <= NUMBER_MOST);
 }
 
-static bool set_caching(struct rbi_replay_settings *settings, const char *text)
+static bool set_toggle(rebatch_toggle *out, const char *text)
 {
     const bool is_on = strcmp(text, "on") == 0;
-    settings->pool.caching = is_on ? REBATCH_ON : REBATCH_OFF;
+    *out = is_on ? REBATCH_ON : REBATCH_OFF;
     return is_on || strcmp(text, "off") == 0;
+}
+
+static bool set_caching(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_toggle(&settings->pool.caching, text);
+}
+
+static bool set_guard(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_toggle(&settings->pool.guard, text);
 }
 
 /* A whole number from 1 to `most`. */
@@ -71,6 +98,12 @@ static bool set_number(uint32_t *out, uint32_t most, const char *text)
 static bool set_repeat(struct rbi_replay_settings *settings, const char *text)
 {
     return set_number(&settings->repeat, REPEAT_MOST, text);
+}
+
+/* Which numbers it may be, the pool says. */
+static bool set_rounding(struct rbi_replay_settings *settings, const char *text)
+{
+    return set_number(&settings->pool.rounding_divisions, 256, text);
 }
 
 static bool set_events(struct rbi_replay_settings *settings, const char *text)
@@ -118,6 +151,11 @@ static const struct option options[] = {
     {"--limit", set_limit, A_SIZE ", or a share from 0.1% to 100%"},
     {"--headroom", set_headroom, A_SIZE},
     {"--caching", set_caching, "on or off"},
+    {"--ballast", set_ballast, A_SIZE},
+    {"--max-split", set_max_split, A_SIZE},
+    {"--gc-threshold", set_gc_threshold, "a share from 0.1% to 100%"},
+    {"--rounding", set_rounding, "a power of two up to 256"},
+    {"--guard", set_guard, "on or off"},
     {"--granule", set_granule, A_SIZE},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
     {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},

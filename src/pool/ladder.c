@@ -320,10 +320,9 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
 {
-    if (!pool->has_space)
-        return take_plain(out, pool, request);
     const uint64_t held = pool->stats.reserved_bytes;
-    const rebatch_status status = take_mapped(out, pool, request);
+    const rebatch_status status =
+        pool->has_space ? take_mapped(out, pool, request) : take_plain(out, pool, request);
     if (pool->stats.reserved_bytes > held && status == REBATCH_OK)
         rbi_pool_collect(pool);
     return status;

@@ -146,6 +146,7 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
         status = rbi_pool_await_streams(pool);
     if (status == REBATCH_OK)
         status = rbi_pool_trim_cache(pool, keep_bytes, NULL, &released);
+    pool->asked_back_bytes += released;
     size_t room;
     if (status == REBATCH_OK && pool->ballast_bytes &&
         rbi_pool_room(&room, pool, NULL) == REBATCH_OK)

@@ -379,6 +379,11 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
 /* Says what is wrong with a pointer that is no block in use. */
 static rebatch_status refuse_pointer(const rebatch_pool *pool, const void *pointer)
 {
+    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
+    if (entry && (!rbi_table_block(entry) || rbi_table_block(entry)->late))
+        return rbi_error(REBATCH_E_INVALID,
+                         "pointer is %p, which a rollback took back: expected a block in use",
+                         pointer);
     const struct rbi_block *block = rbi_pool_block_around(pool, pointer);
     if (!block || block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST ||
         block->state == RBI_BLOCK_GUARD)

@@ -156,6 +156,7 @@ struct rebatch_pool {
 
     rebatch_pool_stats stats; /* freed_total_bytes and blocks are worked out when asked for */
     uint64_t device_taken_bytes, device_given_bytes; /* since create */
+    uint64_t asked_back_bytes;                       /* of the latter, by rebatch_pool_trim() */
     uint64_t rungs[RBI_POOL_RUNG_COUNT];             /* how often each was tried */
     uint64_t mark_peak_bytes;
     rebatch_oom_report oom;
@@ -544,6 +545,9 @@ static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
 {
     return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
 }
+/* The birth of the first block inside an open scope, 0 for the scope 0; REBATCH_E_INVALID with its
+ * text when it is not open. */
+rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope);
 /* With those that are worked out. */
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);
@@ -592,6 +596,12 @@ bool rbi_pool_is_caching(const rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */
 void rbi_pool_mark(rebatch_pool *pool);
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
+/* What went between pool and device since create, but for what rebatch_pool_trim() was asked to
+ * give. */
+struct rbi_pool_traffic {
+    uint64_t taken_bytes, given_bytes;
+};
+void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool);
 /* stats.ooms without the lock: may be read while other threads allocate. */
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
 /* Sets who is told of the calls; NULL: nobody. */

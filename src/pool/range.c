@@ -451,15 +451,17 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
 }
 
 /* The free block with whole granules, or the wholly free plain range's, that was used last longest
- * ago. */
+ * ago. Work on the latter is waited for when it is given back. */
 static struct rbi_block *oldest_free(const rebatch_pool *pool)
 {
     struct rbi_block *oldest = NULL;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; b; b = b->after) {
             char *first;
-            if (b->state != RBI_BLOCK_FREE || b->freed_at > b->stream->done ||
-                (r->granules ? rbi_granules_within(pool, b, &first) == 0 : b->bytes != r->bytes))
+            if (b->state != RBI_BLOCK_FREE ||
+                (r->granules
+                     ? b->freed_at > b->stream->done || rbi_granules_within(pool, b, &first) == 0
+                     : b->bytes != r->bytes))
                 continue;
             if (!oldest || b->birth < oldest->birth)
                 oldest = b;
@@ -477,6 +479,8 @@ void rbi_pool_collect(rebatch_pool *pool)
     const size_t threshold =
         limit / 1000 * pool->gc_permille + limit % 1000 * pool->gc_permille / 1000;
     const uint64_t before = pool->stats.reserved_bytes;
+    if (before > threshold)
+        rbi_quick_flush_all(pool);
     while (pool->stats.reserved_bytes > threshold) {
         const size_t excess = (size_t)(pool->stats.reserved_bytes - threshold);
         const size_t granules = (excess + pool->granule_bytes - 1) / pool->granule_bytes;

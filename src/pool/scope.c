@@ -169,6 +169,18 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     return status;
 }
 
+rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope)
+{
+    *out = 0;
+    if (scope == 0)
+        return REBATCH_OK;
+    const struct rbi_scope *open = find_open(pool, scope);
+    if (!open)
+        return refuse_scope(scope);
+    *out = open->first_birth;
+    return REBATCH_OK;
+}
+
 static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
                              const struct rbi_scope *scope)
 {

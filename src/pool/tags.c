@@ -131,6 +131,14 @@ uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
     return peak;
 }
 
+void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    out->taken_bytes = pool->device_taken_bytes;
+    out->given_bytes = pool->device_given_bytes - pool->asked_back_bytes;
+    rbi_lock_give(&pool->lock);
+}
+
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool)
 {
     return __atomic_load_n(&pool->stats.ooms, __ATOMIC_RELAXED);

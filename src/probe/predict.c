@@ -56,7 +56,8 @@ static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model
 static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch,
                               size_t reserve_bytes)
 {
-    struct rbi_setting setting = rbi_probe_setting(rb);
+    const size_t least = rb->oracle.by_cost ? 0 : rbi_round_size_up(&rb->options, 1);
+    struct rbi_setting setting = rbi_probe_setting(rb, least);
     rebatch_status status = read_limit(&out->limit_bytes, rb->pool);
     if (!status)
         status = rebatch_pool_alloc(&setting.reserve, rb->pool, reserve_bytes, setting.stream, 0);

@@ -48,16 +48,47 @@ static void report_trial(const rebatch *rb, size_t count, rebatch_status status,
 }
 
 /* What lives at the most, learned from the scope, is in the session's list of needs. */
-static uint64_t peak_of(const rebatch *rb, size_t count)
+static uint64_t peak_of(const rebatch *rb, size_t size)
 {
-    const struct rbi_need *need = rbi_need_find(rb, count, rb->lighten);
+    const struct rbi_need *need = rbi_need_find(rb, size, rb->lighten);
     return need ? need->bytes : 0;
 }
 
+/* By cost, the sizes are those of the first samples of the batch, each number that is allowed. */
+static size_t samples_of(const rebatch *rb, size_t size)
+{
+    return rb->by_cost ? rbi_cut_to(rb, 0, size) : rbi_round_size(&rb->options, size);
+}
+
+static size_t round_down(void *user, size_t size)
+{
+    const rebatch *rb = user;
+    const size_t count = samples_of(rb, size);
+    return count ? rbi_size_of(rb, 0, count) : 0;
+}
+
+static size_t round_up(void *user, size_t size)
+{
+    const rebatch *rb = user;
+    if (!rb->by_cost)
+        return rbi_round_size_up(&rb->options, size);
+    const size_t most = rbi_micro_upper(rb, rb->batch);
+    size_t count = rbi_min(rbi_round_size_up(&rb->options, 1), most);
+    while (rbi_size_of(rb, 0, count) < size) {
+        const size_t next = rbi_round_size_up(&rb->options, count + 1);
+        if (next == 0 || next > most)
+            return 0;
+        count = next;
+    }
+    return rbi_size_of(rb, 0, count);
+}
+
 static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
-                                size_t count, const struct rbi_trace *before)
+                                size_t size, const struct rbi_trace *before)
 {
     rebatch *rb = user;
+    const size_t count = rb->by_cost ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
+    rb->size = size;
     const rebatch_microbatch mb = {.step = rb->step,
                                    .count = count,
                                    .batch = rb->batch,
@@ -65,18 +96,18 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
                                    .pool = rb->pool,
                                    .stream = rb->options.stream};
     rbi_pool_mark(rb->pool);
-    rbi_trace_begin(trace, rb->pool, count);
+    rbi_trace_begin(trace, rb->pool, size);
     rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(rb->pool);
     const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)
-        trace->peak_bytes = peak_of(rb, count);
+        trace->peak_bytes = peak_of(rb, size);
     else if (status == REBATCH_OOM && rb->failure.asked_bytes)
         rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
     if (status == REBATCH_OOM && rb->failure.need_bytes)
-        rbi_need_learn_least(rb, count, rb->failure.need_bytes);
+        rbi_need_learn_least(rb, size, rb->failure.need_bytes);
     if (status && status != REBATCH_OOM)
         return status;
     report_trial(rb, count, status, *peak_bytes);
@@ -118,7 +149,8 @@ static rebatch_status hand_over(rebatch *rb, struct rbi_model *model)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
     oracle->model = *model;
     *model = (struct rbi_model){0};
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){foretell, destroy_oracle, oracle, rb->lighten});
+    rbi_need_set_oracle(
+        rb, &(struct rbi_oracle){foretell, destroy_oracle, oracle, rb->lighten, rb->by_cost});
     return REBATCH_OK;
 }
 
@@ -188,7 +220,9 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
     (void)rebatch_pool_free(rb->pool, reserve);
     if (!status && search->low.count)
         status = hand_over(rb, &search->model);
-    if (!status)
+    if (!status && rb->by_cost)
+        rb->budget = search->report.size;
+    else if (!status)
         rb->micro = search->report.size;
     return status;
 }
@@ -204,13 +238,12 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
 }
 
 /* As rebatch_step() will do it. */
-struct rbi_setting rbi_probe_setting(const rebatch *rb)
+struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
 {
     const bool admits = rbi_is_on(rb->options.admission) &&
                         rb->options.on_oom != REBATCH_ON_OOM_STOP && rbi_pool_is_caching(rb->pool);
-    return (struct rbi_setting){.pool = rb->pool,
-                                .stream = rb->options.stream,
-                                .admits_above = admits ? rb->options.micro_smallest : SIZE_MAX};
+    return (struct rbi_setting){
+        .pool = rb->pool, .stream = rb->options.stream, .admits_above = admits ? least : SIZE_MAX};
 }
 
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,
@@ -218,19 +251,21 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
 {
     const size_t most = rbi_micro_upper(rb, batch);
     const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
-    struct rbi_saved saved;
-    rebatch_status status = rbi_saved_open(&saved, rb, options, least, most, batch);
-    if (status)
-        return status;
     struct rbi_search search = {.trial = run_trial,
                                 .user = rb,
-                                .setting = rbi_probe_setting(rb),
-                                .limits = &rb->options,
-                                .least = least,
-                                .most = most,
-                                .batch = batch,
-                                .hint = saved.size,
+                                .setting = rbi_probe_setting(rb, rbi_size_of(rb, 0, least)),
+                                .least = rbi_size_of(rb, 0, least),
+                                .most = rbi_size_of(rb, 0, most),
+                                .batch = rbi_size_of(rb, 0, batch),
+                                .round = round_down,
+                                .round_up = round_up,
                                 .max_trials = options->max_trials};
+    struct rbi_saved saved;
+    rebatch_status status = rbi_saved_open(&saved, rb, options, search.least, search.most, batch);
+    if (status)
+        return status;
+    if (saved.size)
+        search.hint = round_down(rb, saved.size);
     status = run(&search, rb, options->reserve_bytes);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);

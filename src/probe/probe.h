@@ -6,7 +6,6 @@
 #include "base/base.h"
 #include "pool/pool.h"
 #include "rebatch/probe.h"
-#include "recover/limits.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
 
@@ -144,9 +143,11 @@ struct rbi_search {
     rbi_trial *trial;
     void *user;
     struct rbi_setting setting;
-    const rebatch_options *limits;
     size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
-    size_t hint;               /* found before, within [least, most]; 0: none */
+    /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
+    size_t (*round)(void *user, size_t size);
+    size_t (*round_up)(void *user, size_t size);
+    size_t hint; /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
 
     /* found */
@@ -164,7 +165,7 @@ struct rbi_search {
 /* The model that the last probe of a session has left there; NULL: none. */
 const struct rbi_model *rbi_probe_model(const rebatch *rb);
 /* A session's pool, and how its steps will use it. */
-struct rbi_setting rbi_probe_setting(const rebatch *rb);
+struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

@@ -16,6 +16,9 @@
     X("batch", batch)                                                                              \
     X("smallest", rb->options.micro_smallest)                                                      \
     X("largest", rb->options.micro_largest)                                                        \
+    X("multiple_of", rb->options.micro_multiple_of)                                                \
+    X("allowed", rbi_limits_digest(&rb->options))                                                  \
+    X("by_cost", rb->by_cost)                                                                      \
     X("admission", rbi_is_on(rb->options.admission))                                               \
     X("stop", rb->options.on_oom == REBATCH_ON_OOM_STOP)                                           \
     X("lighten", rb->lighten)                                                                      \

@@ -11,7 +11,7 @@ struct rbi_saved {
     const char *path; /* NULL: no file was given */
     rebatch *rb;
     struct rbi_store_key key;
-    char device[64], settings[512];
+    char device[64], settings[768];
     rebatch_saved_size state;
     size_t size; /* 0: none */
 };

@@ -85,7 +85,7 @@ static rebatch_status predict(size_t *out, struct rbi_search *s)
 /* The largest allowed size of at most `size` that is above what ran; 0: none. */
 static size_t allowed_below(const struct rbi_search *s, size_t size)
 {
-    const size_t allowed = rbi_round_size(s->limits, size);
+    const size_t allowed = s->round(s->user, size);
     return allowed > s->fits ? allowed : 0;
 }
 
@@ -93,7 +93,7 @@ static size_t allowed_below(const struct rbi_search *s, size_t size)
 static size_t allowed_near(const struct rbi_search *s, size_t size)
 {
     const size_t below = allowed_below(s, size);
-    const size_t next = rbi_round_size_up(s->limits, s->fits + 1);
+    const size_t next = s->round_up(s->user, s->fits + 1);
     return below ? below : next < s->fails && next <= s->most ? next : 0;
 }
 

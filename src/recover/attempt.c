@@ -140,7 +140,7 @@ static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope
     if (mb) {
         rebatch_scope_stats stats;
         (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-        rbi_need_learn(rb, mb->count, stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0);
+        rbi_need_learn(rb, rb->size, stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0);
     }
     if (rebatch_scope_commit(rb->pool, scope)) {
         (void)rebatch_scope_rollback(rb->pool, scope);

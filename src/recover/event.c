@@ -37,8 +37,8 @@ const char *rebatch_phase_text(rebatch_phase phase)
 static bool is_oom(rebatch_event_kind kind)
 {
     return kind != REBATCH_EVENT_STEP && kind != REBATCH_EVENT_GROW &&
-           kind != REBATCH_EVENT_GROWTH_FAILED && kind != REBATCH_EVENT_TRIAL &&
-           kind != REBATCH_EVENT_PROBE_FILE;
+           kind != REBATCH_EVENT_GROWTH_FAILED && kind != REBATCH_EVENT_CRAWL &&
+           kind != REBATCH_EVENT_TRIAL && kind != REBATCH_EVENT_PROBE_FILE;
 }
 
 /* Where it struck, and how much was missing. */
@@ -47,6 +47,8 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
     rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
     if (event->count)
         rbi_text_add(t, ": samples %zu-%zu", event->first, event->first + event->count - 1);
+    if (event->cost)
+        rbi_text_add(t, ", cost %" PRIu64 ",", event->cost);
     if (event->needed_bytes) {
         rbi_text_add(t, event->count ? " need " : ": needs ");
         if (event->phase != REBATCH_PHASE_ADMISSION) /* it did not get to the end */
@@ -55,6 +57,14 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, ", there is ");
         rbi_text_add_bytes(t, event->available_bytes);
     }
+}
+
+static void add_budget(struct rbi_text *t, const rebatch_event *event)
+{
+    rbi_text_add(t, "; budget ");
+    if (event->cost_before)
+        rbi_text_add(t, "%" PRIu64 " -> ", event->cost_before);
+    rbi_text_add(t, "%" PRIu64, event->cost_after);
 }
 
 static void add_trial(struct rbi_text *t, const rebatch_event *event)
@@ -82,6 +92,8 @@ static void add_answer(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, "; once more");
     if (event->micro_before != event->micro_after)
         rbi_text_add(t, "; micro-batch %zu -> %zu", event->micro_before, event->micro_after);
+    if (event->cost_before != event->cost_after)
+        add_budget(t, event);
     if (event->lighten_before != event->lighten_after)
         rbi_text_add(t, "; lighten level %u -> %u", event->lighten_before, event->lighten_after);
     if (event->redone_samples)

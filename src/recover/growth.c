@@ -2,13 +2,16 @@
  * Must not know what a step does. */
 #include "recover/recover.h"
 
-void rbi_growth_oom(rebatch *rb)
+void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
 {
     struct rbi_growth *growth = &rb->growth;
     growth->clean = 0;
     if (!growth->on_trial)
         return;
     growth->on_trial = false;
+    growth->failed_size = rb->by_cost ? rb->budget : rb->micro;
+    growth->failed_by_cost = rb->by_cost;
+    growth->failed_available = available_bytes;
     growth->wait =
         growth->wait > rb->options.grow_wait_max / 2 ? rb->options.grow_wait_max : growth->wait * 2;
     rebatch_event event = {.kind = REBATCH_EVENT_GROWTH_FAILED,
@@ -16,46 +19,97 @@ void rbi_growth_oom(rebatch *rb)
                            .micro_before = rbi_micro_size(rb, rb->batch),
                            .micro_after = rbi_micro_size(rb, rb->batch),
                            .lighten_before = rb->lighten,
-                           .lighten_after = rb->lighten};
+                           .lighten_after = rb->lighten,
+                           .cost_before = rbi_budget(rb),
+                           .cost_after = rbi_budget(rb)};
     rbi_event_emit(rb, &event);
 }
 
 /* Whether an attempt of that size would find its memory now, as far as anybody can tell. */
-static bool has_room(rebatch *rb, size_t micro, unsigned lighten)
+static bool has_room(rebatch *rb, size_t size, unsigned lighten)
 {
     size_t available;
     if (rebatch_pool_available(&available, rb->pool) != REBATCH_OK)
         return false;
-    return rbi_need_predict(rb, micro, lighten) <= available;
+    return rbi_need_predict(rb, size, lighten) <= available;
 }
 
-static void grow_to(rebatch *rb, size_t micro, unsigned lighten)
+static size_t size_now(const rebatch *rb)
 {
-    if (!has_room(rb, micro, lighten))
-        return;
+    return rb->by_cost ? rb->budget : rbi_micro_size(rb, rb->batch);
+}
+
+static void grow_to(rebatch *rb, size_t size, unsigned lighten)
+{
     if (lighten != rb->lighten && rbi_callback_run(rb, RBI_LIGHTEN, NULL, lighten) != REBATCH_OK)
         return;
     rebatch_event event = {.kind = REBATCH_EVENT_GROW,
                            .batch = rb->batch,
                            .micro_before = rbi_micro_size(rb, rb->batch),
-                           .micro_after = micro,
                            .lighten_before = rb->lighten,
-                           .lighten_after = lighten};
-    rb->micro = micro;
+                           .lighten_after = lighten,
+                           .cost_before = rbi_budget(rb)};
+    if (rb->by_cost)
+        rb->budget = size;
+    else
+        rb->micro = size;
+    event.micro_after = rbi_micro_size(rb, rb->batch);
+    event.cost_after = rbi_budget(rb);
     rb->lighten = lighten;
     rb->growth.on_trial = true;
     rb->growth.clean = 0;
     rbi_event_emit(rb, &event);
 }
 
+/* ---- how far ---- */
+
 /* Twice the size, or the next that is allowed; what it has when nothing larger is. */
-static size_t doubled(const rebatch *rb, size_t micro, size_t upper)
+static size_t doubled(const rebatch *rb, size_t size, size_t upper)
 {
-    const size_t size = rbi_round_size(&rb->options, micro > upper / 2 ? upper : micro * 2);
-    if (size > micro)
+    const size_t twice = size > upper / 2 ? upper : rbi_max(size * 2, 1);
+    if (rb->by_cost)
+        return twice;
+    const size_t allowed = rbi_round_size(&rb->options, twice);
+    if (allowed > size)
+        return allowed;
+    const size_t next = rbi_round_size_up(&rb->options, size + 1);
+    return next && next <= upper ? next : size;
+}
+
+/* The largest that is predicted to fit in what there is now. Where a prediction did not hold with
+ * no less than that, halfway to it. Points of one's own do not say what is far beyond them. */
+static size_t predicted(rebatch *rb, size_t size, size_t upper)
+{
+    const struct rbi_growth *growth = &rb->growth;
+    size_t available;
+    if (rebatch_pool_available(&available, rb->pool) != REBATCH_OK)
         return size;
-    const size_t next = rbi_round_size_up(&rb->options, micro + 1);
-    return next && next <= upper ? next : micro;
+    if (!rbi_need_has_oracle(rb, rb->lighten))
+        upper = doubled(rb, size, upper);
+    size_t larger = rbi_need_largest(rb, upper, available);
+    if (growth->failed_size && growth->failed_by_cost == rb->by_cost &&
+        larger >= growth->failed_size && available <= growth->failed_available)
+        larger = size + (rbi_max(growth->failed_size, size) - size) / 2;
+    if (!rb->by_cost)
+        larger = rbi_round_size(&rb->options, larger);
+    return rbi_max(larger, size);
+}
+
+/* A larger size that has room; the same where there is none. */
+static size_t larger_size(rebatch *rb)
+{
+    const size_t size = size_now(rb);
+    const size_t upper = rb->by_cost ? SIZE_MAX : rbi_micro_upper(rb, rb->batch);
+    if (rbi_need_has_model(rb))
+        return predicted(rb, size, upper);
+    const size_t larger = doubled(rb, size, upper);
+    return has_room(rb, larger, 0) ? larger : size;
+}
+
+/* Whether a larger size would make a difference. */
+static bool is_cut(const rebatch *rb, size_t batch)
+{
+    return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, batch) < rbi_micro_upper(rb, batch);
 }
 
 void rbi_growth_step_done(rebatch *rb, size_t batch)
@@ -71,13 +125,18 @@ void rbi_growth_step_done(rebatch *rb, size_t batch)
         growth->on_trial = false;
         growth->wait = rb->options.grow_after;
     }
-    const size_t upper = rbi_micro_upper(rb, batch);
-    const size_t micro = rbi_micro_size(rb, batch);
-    if (!rbi_is_on(rb->options.growth) || (micro >= upper && rb->lighten == 0))
+    if (!rbi_is_on(rb->options.growth))
         return;
     /* First back to the full speed of a sample, then to more samples at once. */
-    if (rb->lighten)
-        grow_to(rb, micro, rb->lighten - 1);
-    else
-        grow_to(rb, doubled(rb, micro, upper), 0);
+    const size_t size = size_now(rb);
+    if (rb->lighten) {
+        if (has_room(rb, size, rb->lighten - 1))
+            grow_to(rb, size, rb->lighten - 1);
+        return;
+    }
+    if (!is_cut(rb, batch))
+        return;
+    const size_t larger = larger_size(rb);
+    if (larger > size)
+        grow_to(rb, larger, 0);
 }

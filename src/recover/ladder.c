@@ -31,13 +31,30 @@ static bool can_retry_same(const rebatch *rb)
                                : failure->released_bytes > 0;
 }
 
-/* The largest size that is predicted to fit in what there is now; 0 when that is not to be known. A
- * size that was predicted to fit and did not shows that the prediction is not to be had here. */
+/* Less than a prediction that did not hold, by as much as was missing and a sixteenth at least: a
+ * model is rarely far off. */
+static size_t refit(const rebatch *rb, size_t failed)
+{
+    const struct rbi_failure *failure = &rb->failure;
+    size_t size = failed - rbi_max(failed / 16, 1);
+    if (failure->need_bytes > failure->available_bytes)
+        size = rbi_min(size, (size_t)((double)failed * (double)failure->available_bytes /
+                                      (double)failure->need_bytes));
+    return rb->by_cost ? size : rbi_round_size(&rb->options, size);
+}
+
+/* The largest size that is predicted to fit in what there is now; 0 when that is not to be known.
+ * Two predictions in a row that did not hold show that they are not to be had here. */
 static size_t predicted_size(rebatch *rb, size_t failed)
 {
-    if (rb->options.on_oom != REBATCH_ON_OOM_FIT || failed == rb->fitted)
+    if (rb->options.on_oom != REBATCH_ON_OOM_FIT)
         return 0;
-    rb->fitted = rbi_need_largest(rb, failed - 1, rb->failure.available_bytes);
+    const bool was_predicted = failed == rb->fitted;
+    if (was_predicted && rb->refitted)
+        return 0;
+    rb->fitted = was_predicted ? refit(rb, failed)
+                               : rbi_need_largest(rb, failed - 1, rb->failure.available_bytes);
+    rb->refitted = was_predicted;
     return rb->fitted;
 }
 
@@ -48,7 +65,11 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     const rebatch_options *limits = &rb->options;
     if (rbi_round_size(limits, mb->count - 1) == 0)
         return false; /* nothing smaller is allowed */
-    const size_t predicted = predicted_size(rb, mb->count);
+    const size_t predicted = predicted_size(rb, rb->size);
+    if (rb->by_cost) { /* always less than before, also where cost falls with the samples */
+        rb->budget = rbi_min(predicted ? predicted : rb->size / 2, rb->budget - (rb->budget > 0));
+        return true;
+    }
     const size_t half = rbi_round_size(limits, mb->count / 2);
     rb->micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
     return true;
@@ -156,7 +177,7 @@ static void count(rebatch *rb, const struct rbi_strike *strike)
     rb->report.lost_ns += strike->lost_ns;
     rb->ooms_in_row += rb->failure.phase != REBATCH_PHASE_ADMISSION;
     if (strike->mb && rb->failure.phase != REBATCH_PHASE_ADMISSION)
-        rbi_need_learn_least(rb, strike->mb->count, rb->failure.need_bytes);
+        rbi_need_learn_least(rb, rb->size, rb->failure.need_bytes);
 }
 
 rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
@@ -168,18 +189,21 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
                            .count = mb ? mb->count : 0,
                            .batch = rb->batch,
                            .micro_before = rbi_micro_size(rb, rb->batch),
+                           .cost = mb && rb->by_cost ? rb->size : 0,
+                           .cost_before = rbi_budget(rb),
                            .lighten_before = rb->lighten,
                            .lost_ns = strike->lost_ns,
                            .asked_bytes = rb->failure.asked_bytes,
                            .needed_bytes = rb->failure.need_bytes,
                            .available_bytes = rb->failure.available_bytes};
     count(rb, strike);
-    rbi_growth_oom(rb);
+    rbi_growth_set_back(rb, rb->failure.available_bytes);
     const rebatch_status status = take_rung(rb, mb, &event.kind);
     if (status)
         return status;
     const bool goes_on = event.kind != REBATCH_EVENT_TORN && event.kind != REBATCH_EVENT_EXHAUSTED;
     event.micro_after = rbi_micro_size(rb, rb->batch);
+    event.cost_after = rbi_budget(rb);
     event.lighten_after = rb->lighten;
     event.redone_samples = goes_on ? strike->redone_samples : 0;
     rb->report.redone_samples += event.redone_samples;

@@ -162,3 +162,12 @@ void rbi_limits_sort(rebatch_options *o)
         o->micro_allowed[at] = size;
     }
 }
+
+/* FNV-1a over the sizes. */
+uint64_t rbi_limits_digest(const rebatch_options *o)
+{
+    uint64_t digest = UINT64_C(0xcbf29ce484222325);
+    for (size_t i = 0; i < allowed_count(o); i++)
+        digest = (digest ^ o->micro_allowed[i]) * UINT64_C(0x100000001b3);
+    return o->micro_allowed[0] ? digest : 0;
+}

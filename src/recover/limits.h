@@ -16,6 +16,8 @@ size_t rbi_round_size_up(const rebatch_options *limits, size_t size);
 /* REBATCH_E_INVALID, with the two that cannot hold together. */
 rebatch_status rbi_limits_check(const rebatch_options *limits);
 rebatch_status rbi_limits_check_batch(const rebatch_options *limits, size_t batch);
+/* A number that tells one list of sizes from another; 0: there is none. */
+uint64_t rbi_limits_digest(const rebatch_options *limits);
 /* Puts the list in order. */
 void rbi_limits_sort(rebatch_options *limits);
 

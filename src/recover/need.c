@@ -2,109 +2,220 @@
  * Must not know what is done about it. */
 #include "recover/recover.h"
 
-static bool is_of(const struct rbi_need *need, size_t count, unsigned lighten)
+static bool is_of(const rebatch *rb, const struct rbi_need *need, size_t size, unsigned lighten)
 {
-    return need->count == count && need->lighten == lighten;
+    return need->size == size && need->lighten == lighten && need->by_cost == rb->by_cost;
 }
 
 /* The entry's index, RBI_KNOWN_SIZES when there is none. Nearly always it is the one last learned.
  */
-static size_t find(const rebatch *rb, size_t count, unsigned lighten)
+static size_t find(const rebatch *rb, size_t size, unsigned lighten)
 {
-    if (is_of(&rb->known[rb->known_last], count, lighten))
+    if (is_of(rb, &rb->known[rb->known_last], size, lighten))
         return rb->known_last;
     size_t i = 0;
-    while (i < RBI_KNOWN_SIZES && !is_of(&rb->known[i], count, lighten))
+    while (i < RBI_KNOWN_SIZES && !is_of(rb, &rb->known[i], size, lighten))
         i++;
     return i;
 }
 
-const struct rbi_need *rbi_need_find(const rebatch *rb, size_t count, unsigned lighten)
+const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned lighten)
 {
-    const size_t i = find(rb, count, lighten);
+    const size_t i = find(rb, size, lighten);
     return i < RBI_KNOWN_SIZES ? &rb->known[i] : NULL;
 }
 
-static void learn(rebatch *rb, size_t count, uint64_t bytes, bool is_exact)
+bool rbi_need_has_oracle(const rebatch *rb, unsigned lighten)
 {
-    size_t i = find(rb, count, rb->lighten);
+    return rb->oracle.need && rb->oracle.lighten == lighten && rb->oracle.by_cost == rb->by_cost;
+}
+
+/* Micro-batches of one cost need not need the same: the model keeps to the worst of those whose
+ * size matters. */
+static void correct_oracle(rebatch *rb, size_t size, uint64_t bytes)
+{
+    if (!rb->by_cost || !rbi_need_has_oracle(rb, rb->lighten) || size < rb->budget / 2)
+        return;
+    const uint64_t foretold = rb->oracle.need(rb->oracle.user, size);
+    const double factor = foretold ? (double)bytes / (double)foretold : 1;
+    if (rb->oracle_factor < factor)
+        rb->oracle_factor = factor;
+}
+
+static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
+{
+    size_t i = find(rb, size, rb->lighten);
     if (i == RBI_KNOWN_SIZES) {
         i = rb->known_next;
         rb->known_next = (i + 1) % RBI_KNOWN_SIZES;
     }
     rb->known_last = i;
-    rb->known[i] = (struct rbi_need){
-        .count = count, .lighten = rb->lighten, .is_exact = is_exact, .bytes = bytes};
+    rb->known[i] = (struct rbi_need){.size = size,
+                                     .by_cost = rb->by_cost,
+                                     .lighten = rb->lighten,
+                                     .is_exact = is_exact,
+                                     .bytes = bytes};
+    correct_oracle(rb, size, bytes);
 }
 
-void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes)
+void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes)
 {
-    learn(rb, count, bytes, true);
+    learn(rb, size, bytes, true);
 }
 
-void rbi_need_learn_least(rebatch *rb, size_t count, uint64_t bytes)
+void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes)
 {
-    const struct rbi_need *known = rbi_need_find(rb, count, rb->lighten);
+    const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
     if (!known || known->bytes < bytes)
-        learn(rb, count, bytes, false);
+        learn(rb, size, bytes, false);
 }
 
-/* The largest exact entry of a level below `count`, and with `below` the one below that. */
+static bool is_exact(const rebatch *rb, const struct rbi_need *need, unsigned lighten)
+{
+    return need->size && need->is_exact && need->lighten == lighten && need->by_cost == rb->by_cost;
+}
+
+/* The largest exact entry of a level below `size`. */
 static const struct rbi_need *largest_exact(const rebatch *rb, unsigned lighten, size_t below)
 {
     const struct rbi_need *best = NULL;
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
         const struct rbi_need *need = &rb->known[i];
-        if (need->count && need->is_exact && need->lighten == lighten && need->count < below &&
-            (!best || need->count > best->count))
+        if (is_exact(rb, need, lighten) && need->size < below && (!best || need->size > best->size))
             best = need;
     }
     return best;
 }
 
-uint64_t rbi_need_predict(const rebatch *rb, size_t count, unsigned lighten)
+static const struct rbi_need *smallest_exact(const rebatch *rb, unsigned lighten)
 {
-    const struct rbi_need *known = rbi_need_find(rb, count, lighten);
-    if (known)
-        return known->bytes;
-    if (rb->oracle.need && rb->oracle.lighten == lighten)
-        return rb->oracle.need(rb->oracle.user, count);
-    const struct rbi_need *high = largest_exact(rb, lighten, count);
-    if (!high)
-        return 0;
-    const struct rbi_need *low = largest_exact(rb, lighten, high->count);
-    /* Memory is affine in the micro-batch; from one point alone, in proportion is the safe reading,
-     * since the part that does not depend on it is then counted twice. */
-    double slope = (double)high->bytes / (double)high->count;
-    if (low && high->bytes > low->bytes)
-        slope = (double)(high->bytes - low->bytes) / (double)(high->count - low->count);
-    return high->bytes + (uint64_t)(slope * (double)(count - high->count));
-}
-
-static bool is_predicted_to_fit(const rebatch *rb, size_t count, uint64_t available_bytes)
-{
-    const uint64_t need = rbi_need_predict(rb, count, rb->lighten);
-    return need != 0 && need <= available_bytes;
-}
-
-/* SIZE_MAX when there is none. */
-static size_t smallest_exact(const rebatch *rb)
-{
-    size_t smallest = SIZE_MAX;
+    const struct rbi_need *best = NULL;
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
         const struct rbi_need *need = &rb->known[i];
-        if (need->count && need->is_exact && need->lighten == rb->lighten)
-            smallest = rbi_min(smallest, need->count);
+        if (is_exact(rb, need, lighten) && (!best || need->size < best->size))
+            best = need;
     }
-    return smallest;
+    return best;
+}
+
+/* ---- by cost ---- */
+
+/* Sizes by cost hardly ever repeat, but there are many: bytes = base + slope * size, with the slope
+ * between the outermost and above all of them. */
+struct line {
+    double base, slope;
+    bool is_fitted; /* by points far enough apart; else everything is in proportion */
+};
+
+static struct line line_through(const rebatch *rb, const struct rbi_need *low,
+                                const struct rbi_need *high, unsigned lighten)
+{
+    struct line line = {0, 0, high->size - low->size >= low->size / 4 + 1};
+    if (line.is_fitted && high->bytes > low->bytes)
+        line.slope = (double)(high->bytes - low->bytes) / (double)(high->size - low->size);
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        const struct rbi_need *need = &rb->known[i];
+        if (!is_exact(rb, need, lighten))
+            continue;
+        const double bytes = (double)need->bytes;
+        const double size = (double)need->size;
+        if (line.is_fitted && line.base < bytes - line.slope * size)
+            line.base = bytes - line.slope * size;
+        if (!line.is_fitted && line.slope < bytes / size)
+            line.slope = bytes / size;
+    }
+    return line;
+}
+
+/* What attempts needed at least that failed with this size or less. */
+static uint64_t least_needed(const rebatch *rb, size_t size, unsigned lighten)
+{
+    uint64_t most = 0;
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        const struct rbi_need *need = &rb->known[i];
+        if (need->size && need->size <= size && !need->is_exact && need->by_cost &&
+            need->lighten == lighten && need->bytes > most)
+            most = need->bytes;
+    }
+    return most;
+}
+
+static uint64_t predict_cost(const rebatch *rb, size_t size, unsigned lighten)
+{
+    if (rbi_need_has_oracle(rb, lighten))
+        return (uint64_t)((double)rb->oracle.need(rb->oracle.user, size) * rb->oracle_factor);
+    const struct rbi_need *low = smallest_exact(rb, lighten);
+    if (!low)
+        return 0;
+    const struct line line = line_through(rb, low, largest_exact(rb, lighten, SIZE_MAX), lighten);
+    const uint64_t bytes = (uint64_t)(line.base + line.slope * (double)size);
+    const uint64_t least = least_needed(rb, size, lighten);
+    return bytes > least ? bytes : least;
+}
+
+/* ---- prediction ---- */
+
+uint64_t rbi_need_foretell(const rebatch *rb, size_t size)
+{
+    if (rb->by_cost) {
+        const struct rbi_need *high = largest_exact(rb, rb->lighten, SIZE_MAX);
+        return rbi_need_has_oracle(rb, rb->lighten) || (high && size <= high->size)
+                   ? predict_cost(rb, size, rb->lighten)
+                   : 0;
+    }
+    /* A size that ran into an OOM is known only as far as it got. */
+    const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
+    if (known)
+        return known->is_exact ? known->bytes : 0;
+    return rbi_need_has_oracle(rb, rb->lighten) ? rb->oracle.need(rb->oracle.user, size) : 0;
+}
+
+uint64_t rbi_need_predict(const rebatch *rb, size_t size, unsigned lighten)
+{
+    if (rb->by_cost)
+        return predict_cost(rb, size, lighten);
+    const struct rbi_need *known = rbi_need_find(rb, size, lighten);
+    if (known)
+        return known->bytes;
+    if (rbi_need_has_oracle(rb, lighten))
+        return rb->oracle.need(rb->oracle.user, size);
+    const struct rbi_need *high = largest_exact(rb, lighten, size);
+    if (!high)
+        return 0;
+    const struct rbi_need *low = largest_exact(rb, lighten, high->size);
+    /* Memory is affine in the micro-batch; from one point alone, in proportion is the safe reading,
+     * since the part that does not depend on it is then counted twice. */
+    double slope = (double)high->bytes / (double)high->size;
+    if (low && high->bytes > low->bytes)
+        slope = (double)(high->bytes - low->bytes) / (double)(high->size - low->size);
+    return high->bytes + (uint64_t)(slope * (double)(size - high->size));
+}
+
+bool rbi_need_has_model(const rebatch *rb)
+{
+    if (rbi_need_has_oracle(rb, rb->lighten))
+        return true;
+    const struct rbi_need *low = rb->by_cost ? smallest_exact(rb, rb->lighten) : NULL;
+    return low &&
+           line_through(rb, low, largest_exact(rb, rb->lighten, SIZE_MAX), rb->lighten).is_fitted;
+}
+
+static bool is_predicted_to_fit(const rebatch *rb, size_t size, uint64_t available_bytes)
+{
+    const uint64_t need = rbi_need_predict(rb, size, rb->lighten);
+    return need != 0 && need <= available_bytes;
 }
 
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes)
 {
     const rebatch_options *limits = &rb->options;
-    size_t least = rbi_round_size_up(limits, 1);
-    if (!rb->oracle.need || rb->oracle.lighten != rb->lighten)
-        least = rbi_max(least, smallest_exact(rb)); /* nothing is known of what is below it */
+    size_t least = rb->by_cost ? 1 : rbi_round_size_up(limits, 1);
+    if (!rb->by_cost && !rbi_need_has_oracle(rb, rb->lighten)) {
+        const struct rbi_need *known = smallest_exact(rb, rb->lighten);
+        if (!known)
+            return 0;
+        least = rbi_max(least, known->size); /* nothing is known of what is below it */
+    }
     if (least > most || !is_predicted_to_fit(rb, least, available_bytes))
         return 0;
     size_t fits = least;
@@ -115,7 +226,7 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
         else
             most = middle - 1;
     }
-    return rbi_round_size(limits, fits);
+    return rb->by_cost ? fits : rbi_round_size(limits, fits);
 }
 
 void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle)
@@ -123,4 +234,5 @@ void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle)
     if (rb->oracle.destroy)
         rb->oracle.destroy(rb->oracle.user);
     rb->oracle = oracle ? *oracle : (struct rbi_oracle){0};
+    rb->oracle_factor = 1;
 }

@@ -20,6 +20,20 @@ size_t rbi_micro_upper(const rebatch *rb, size_t batch);
 /* The size that the next micro-batch begins with. */
 size_t rbi_micro_size(const rebatch *rb, size_t batch);
 
+/* ---- cutting (cost.c) ---- */
+
+/* A micro-batch's size is its cost where the step has one, else its samples. What is known about
+ * memory, and what is chosen by it, goes by size. */
+size_t rbi_size_of(const rebatch *rb, size_t first, size_t count);
+/* How many samples the micro-batch has that begins with `first`. */
+size_t rbi_cut(rebatch *rb, size_t first);
+/* The largest allowed number of samples from `first` on that costs at most `budget`; 0: none. */
+size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget);
+/* The budget, for reports: 0 where there is none, or no bound. */
+uint64_t rbi_budget(const rebatch *rb);
+/* When a step begins: whether it goes by cost, and with which budget. */
+void rbi_budget_begin(rebatch *rb);
+
 /* ---- guards (guard.c) ---- */
 
 #define RBI_MAX_GUARDS 64
@@ -42,23 +56,30 @@ void rbi_guards_release(rebatch *rb);
 
 #define RBI_KNOWN_SIZES 64
 
-/* What an attempt of `count` samples at a lighten level adds to what lives in the pool. */
+/* What an attempt of a size at a lighten level adds to what lives in the pool. */
 struct rbi_need {
-    size_t count; /* 0: the entry is empty */
+    size_t size; /* 0: the entry is empty */
+    bool by_cost;
     unsigned lighten;
     bool is_exact; /* it ran to its end; else it needed at least this */
     uint64_t bytes;
 };
 
 /* An attempt ran to its end. */
-void rbi_need_learn(rebatch *rb, size_t count, uint64_t bytes);
+void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes);
 /* An attempt failed when it would have needed that much; what is known to be more stays known. */
-void rbi_need_learn_least(rebatch *rb, size_t count, uint64_t bytes);
+void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes);
 /* NULL when that size never ran. */
-const struct rbi_need *rbi_need_find(const rebatch *rb, size_t count, unsigned lighten);
+const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned lighten);
+/* What a size will need, as surely as an attempt is to be refused by it; 0: not known. */
+uint64_t rbi_need_foretell(const rebatch *rb, size_t size);
 /* What a size will need: known, or foretold, or put together from sizes that are known; 0 when
  * nothing is known. */
-uint64_t rbi_need_predict(const rebatch *rb, size_t count, unsigned lighten);
+uint64_t rbi_need_predict(const rebatch *rb, size_t size, unsigned lighten);
+/* Whether the oracle is about the step's kind of size and that level. */
+bool rbi_need_has_oracle(const rebatch *rb, unsigned lighten);
+/* Whether there is a model to choose a size by: that, or enough that ran by cost. */
+bool rbi_need_has_model(const rebatch *rb);
 /* The largest allowed size of at most `most` that is predicted to find its memory in
  * `available_bytes`; 0 when none is, or nothing is known. */
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
@@ -66,15 +87,32 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
 /* Somebody who knows what sizes need that never ran: a memory model. It must not need the heap, as
  * it is asked while an OOM is handled. */
 struct rbi_oracle {
-    /* What `count` samples add to what lives in the pool, rounded as the pool does; never falls
-     * with count. */
-    uint64_t (*need)(void *user, size_t count);
+    /* What a size adds to what lives in the pool, rounded as the pool does; never falls with it. */
+    uint64_t (*need)(void *user, size_t size);
     void (*destroy)(void *user);
     void *user;
     unsigned lighten; /* the level that it is about */
+    bool by_cost;     /* what its sizes are */
 };
 /* Takes the oracle over, and destroys the one before; NULL: none from here on. */
 void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle);
+
+/* ---- crawling (crawl.c) ---- */
+
+struct rbi_crawl {
+    struct rbi_pool_traffic before; /* the attempt */
+    uint32_t row;                   /* micro-batches in a row that crawled */
+    size_t largest;                 /* size of the step's micro-batches */
+    size_t most_samples;            /* of them */
+};
+
+/* After an attempt that failed, and after one of `count` samples that succeeded. */
+void rbi_crawl_begin(rebatch *rb);
+void rbi_crawl_end(rebatch *rb, size_t count, uint64_t needed_bytes);
+/* The effective batch begins, or begins again. */
+void rbi_crawl_restart(rebatch *rb);
+/* At the end of a step that succeeded: true when it crawled, and the next one is cut smaller. */
+bool rbi_crawl_step_done(rebatch *rb);
 
 /* ---- growth (growth.c) ---- */
 
@@ -82,12 +120,17 @@ struct rbi_growth {
     uint32_t wait;  /* clean steps before the next growth */
     uint32_t clean; /* steps since the last OOM or growth */
     bool on_trial;  /* grew, and not yet `wait` clean steps ago */
+    /* The last growth that failed: to which size, and what there was then. */
+    size_t failed_size; /* 0: none */
+    bool failed_by_cost;
+    uint64_t failed_available;
 };
 
 /* At the end of a step that succeeded. */
 void rbi_growth_step_done(rebatch *rb, size_t batch);
-/* An OOM struck an attempt. */
-void rbi_growth_oom(rebatch *rb);
+/* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean
+ * steps count anew. */
+void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
 
 /* ---- callbacks (attempt.c) ---- */
 
@@ -153,13 +196,17 @@ struct rebatch {
     rebatch_options options; /* every zero replaced by its default */
 
     uint64_t step;
-    size_t micro; /* SIZE_MAX: as large as the limits allow */
+    size_t micro;    /* SIZE_MAX: as large as the limits allow */
+    size_t budget;   /* of cost; SIZE_MAX: no bound */
+    bool has_budget; /* there was a step by cost */
     unsigned lighten;
     struct rbi_growth growth;
     struct rbi_need known[RBI_KNOWN_SIZES];
-    size_t known_next;        /* the entry to give up next */
-    size_t known_last;        /* the entry learned last */
+    size_t known_next; /* the entry to give up next */
+    size_t known_last; /* the entry learned last */
+    struct rbi_crawl crawl;
     struct rbi_oracle oracle; /* need is NULL: there is none */
+    double oracle_factor;     /* the most that was needed for what it foretold, by cost */
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
@@ -168,16 +215,20 @@ struct rebatch {
     const rebatch_step_ops *ops;
     void *user;
     size_t batch;
+    bool by_cost;
+    bool cut_by_budget; /* a micro-batch was */
     rebatch_step_report report;
     uint64_t pool_ooms; /* of the pool, when the step began */
     struct rbi_failure failure;
     struct rbi_failed_range *failed; /* room for options.max_attempts */
     size_t failed_count;
     size_t fitted;        /* the size that a prediction chose; 0: none did */
+    bool refitted;        /* which was chosen after one that did not hold */
     uint32_t ooms_in_row; /* since something succeeded */
     bool retried_same;    /* the rung "once more" is used up until something succeeds */
 
     /* of the callback that runs */
+    size_t size; /* of the micro-batch */
     bool running;
     bool mutated;
     pthread_t thread;

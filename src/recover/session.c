@@ -85,6 +85,7 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     rb->options = o;
     rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
     rb->growth.wait = o.grow_after;
+    rb->oracle_factor = 1;
     rb->failed = rbi_heap_calloc(o.max_attempts, sizeof *rb->failed);
     if (!rb->failed) {
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");

@@ -43,18 +43,6 @@ static void remember_failed(rebatch *rb, size_t first, size_t end)
         rb->failed[rb->failed_count++] = (struct rbi_failed_range){first, end};
 }
 
-/* From a run of that size, or from a memory model; 0: not known. A size that ran into an OOM is
- * known only as far as it got. */
-static uint64_t foretold_need(const rebatch *rb, size_t count)
-{
-    const struct rbi_need *known = rbi_need_find(rb, count, rb->lighten);
-    if (known)
-        return known->is_exact ? known->bytes : 0;
-    return rb->oracle.need && rb->oracle.lighten == rb->lighten
-               ? rb->oracle.need(rb->oracle.user, count)
-               : 0;
-}
-
 /* Sees to it that memory that an attempt is known to need is there before it starts. The last
  * resort is always allowed to try: what is known may be out of date. */
 static rebatch_status admit(rebatch *rb, size_t count)
@@ -62,7 +50,7 @@ static rebatch_status admit(rebatch *rb, size_t count)
     if (!rbi_is_on(rb->options.admission) || rbi_round_size(&rb->options, count - 1) == 0 ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return REBATCH_OK;
-    const uint64_t need = foretold_need(rb, count);
+    const uint64_t need = rbi_need_foretell(rb, rb->size);
     if (need == 0)
         return REBATCH_OK;
     const rebatch_status status = rbi_pool_admit(rb->pool, need, rb->options.stream);
@@ -122,6 +110,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
     if (!status)
         status = zero_grad(rb);
+    rbi_crawl_restart(rb);
     const uint64_t now = rbi_now_ns();
     *progress = (struct progress){.began_ns = now, .attempt_ns = now};
     return status;
@@ -143,20 +132,24 @@ static rebatch_status answer_oom(rebatch *rb, struct progress *progress,
 static rebatch_status accumulate(rebatch *rb)
 {
     const uint64_t now = rbi_now_ns();
+    rbi_crawl_restart(rb);
     struct progress progress = {.began_ns = now, .attempt_ns = now};
     rebatch_microbatch mb = {
         .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
     while (progress.next < rb->batch) {
         mb.first = progress.next;
-        mb.count = rbi_min(rbi_micro_size(rb, rb->batch), rb->batch - progress.next);
+        mb.count = rbi_cut(rb, progress.next);
+        rb->size = rbi_size_of(rb, mb.first, mb.count);
         mb.attempt = attempts_of(rb, mb.first);
         rebatch_status status = try_samples(rb, &mb);
         if (status == REBATCH_OOM) {
             status = answer_oom(rb, &progress, &mb);
+            rbi_crawl_begin(rb);
         } else if (status == REBATCH_OK) {
             progress.next += mb.count;
             progress.microbatches++;
             rb->ooms_in_row = 0;
+            rbi_crawl_end(rb, mb.count, rb->known[rb->known_last].bytes);
             rb->retried_same = false;
         }
         if (status)
@@ -227,11 +220,14 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->ops = ops;
     rb->user = user;
     rb->batch = batch;
+    rbi_budget_begin(rb);
     rb->failed_count = 0;
     rb->fitted = 0;
+    rb->refitted = false;
     rb->ooms_in_row = 0;
     rb->retried_same = false;
-    rb->report = (rebatch_step_report){.step = rb->step, .micro_before = rbi_micro_size(rb, batch)};
+    rb->report = (rebatch_step_report){
+        .step = rb->step, .micro_before = rbi_micro_size(rb, batch), .cost_before = rbi_budget(rb)};
     rb->pool_ooms = rbi_pool_oom_count(rb->pool);
     rbi_pool_mark(rb->pool);
 }
@@ -256,11 +252,14 @@ static rebatch_status run(rebatch *rb)
 
 static void succeed(rebatch *rb)
 {
-    rbi_growth_step_done(rb, rb->batch);
+    if (!rbi_crawl_step_done(rb))
+        rbi_growth_step_done(rb, rb->batch);
     rebatch_event event = {.kind = REBATCH_EVENT_STEP,
                            .batch = rb->batch,
                            .micro_before = rb->report.micro_before,
                            .micro_after = rbi_micro_size(rb, rb->batch),
+                           .cost_before = rb->report.cost_before,
+                           .cost_after = rbi_budget(rb),
                            .redone_samples = rb->report.redone_samples,
                            .lost_ns = rb->report.lost_ns};
     rbi_event_emit(rb, &event);
@@ -278,6 +277,7 @@ static void end(rebatch *rb, rebatch_status status)
     report->peak_bytes = rbi_pool_peak_since_mark(rb->pool);
     report->reserved_bytes = stats.reserved_bytes;
     report->micro_after = rbi_micro_size(rb, rb->batch);
+    report->cost_after = rbi_budget(rb);
     report->lighten_level = rb->lighten;
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&report->oom, rb->pool);

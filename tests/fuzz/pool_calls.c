@@ -136,7 +136,7 @@ static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
         (void)rebatch_pool_free(s->pool, *slot); /* sometimes twice, sometimes late */
         break;
     case 5:
-        (void)rebatch_pool_free(s->pool, (char *)*slot + b);
+        (void)rebatch_pool_free(s->pool, (void *)((uintptr_t)*slot + b));
         break;
     case 6:
         if (s->depth < 4 && rebatch_scope_begin(&s->scopes[s->depth], s->pool) == REBATCH_OK)

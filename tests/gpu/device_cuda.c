@@ -219,8 +219,11 @@ static rebatch_status optimizer_step(void *user)
 
 static void run_step(struct step *step, rebatch_step_report *report)
 {
-    const rebatch_step_ops ops = {sizeof ops,     zero_grad, forward_backward,
-                                  optimizer_step, NULL,      REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = optimizer_step,
+                                  .flags = REBATCH_DECLARES_MUTATION};
     ASSERT_OK(rebatch_step(step->rb, &ops, 64, step, report));
     cr_assert_eq(step->counted, 64);
 }

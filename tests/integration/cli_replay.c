@@ -475,6 +475,10 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--caching off --capacity 6MiB", true},
         {"--caching on --capacity 4MiB", false},
         {"--granule 1MiB --capacity 6MiB", true},
+        {"--ballast 2MiB --capacity 8MiB", true},
+        {"--guard on --capacity 6MiB", true},
+        {"--guard on --capacity 4MiB", false},
+        {"--max-split 3MiB --gc-threshold 80% --rounding 4", true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char line[PATH_MAX];
@@ -698,6 +702,13 @@ Test(cli_replay, wrong_usage)
          ".csv\n"},
         {"--snapshot s.csv t u",
          "rebatch replay: --snapshot is 's.csv', and there are 2 traces: expected one\n"},
+        {"--gc-threshold 0% t",
+         "rebatch replay: --gc-threshold is '0%': expected a share from 0.1% to 100%\n"},
+        {"--gc-threshold 8MiB t",
+         "rebatch replay: --gc-threshold is '8MiB': expected a share from 0.1% to 100%\n"},
+        {"--rounding 300 t",
+         "rebatch replay: --rounding is '300': expected a power of two up to 256\n"},
+        {"--guard yes t", "rebatch replay: --guard is 'yes': expected on or off\n"},
         {"--events 0 t",
          "rebatch replay: --events is '0': expected a number from 1 to 100000000\n"},
     };
@@ -711,8 +722,9 @@ Test(cli_replay, wrong_usage)
 
 Test(cli_replay, settings_that_no_device_takes)
 {
-    static const char *const cases[] = {"--granule 3000 t", "--granule 512 t", "--capacity 1MiB t",
-                                        "--granule 1GiB --capacity 1MiB t"};
+    static const char *const cases[] = {"--granule 3000 t",  "--granule 512 t",
+                                        "--capacity 1MiB t", "--granule 1GiB --capacity 1MiB t",
+                                        "--rounding 12 t",   "--guard on --caching off t"};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct run r = run(cases[i]);
         cr_expect(r.code == 2, "'%s' ends with %d", cases[i], r.code);

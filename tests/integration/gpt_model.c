@@ -348,3 +348,36 @@ Test(gpt_model, the_types_have_names)
     cr_assert_eq(gpt_dtype_bytes(GPT_DTYPE_COUNT), 0);
     cr_assert_null(gpt_dtype_name(GPT_DTYPE_COUNT));
 }
+
+/* What the operations may do is the model's to say: exactly, unless it is told otherwise. */
+Test(gpt_model, it_is_exact_unless_it_is_told_otherwise)
+{
+    struct gpt_config config = short_config(0.1f);
+    struct gpt_model *exact = open_model(&config), *inexact;
+    config.inexact = true;
+    inexact = open_model(&config);
+    cr_assert(!exact->queue.inexact && inexact->queue.inexact);
+    gpt_model_destroy(exact);
+    gpt_model_destroy(inexact);
+}
+
+/* Parameters as GPT-2 has them, with the vocabulary rounded up: 50257 to 50304. */
+Test(gpt_model, presets_have_the_sizes_of_their_names)
+{
+    static const struct {
+        const char *name;
+        double millions;
+    } presets[] = {{"gpt2-124m", 124.475904}, {"gpt2-350m", 354.871296}, {"gpt2-774m", 774.090240}};
+    for (size_t i = 0; i < sizeof presets / sizeof *presets; i++) {
+        struct gpt_config config;
+        size_t parameters = 0;
+        ASSERT_OK(gpt_config_preset(&config, presets[i].name));
+        ASSERT_OK(gpt_config_check(&config));
+        for (size_t block = 0; block < gpt_block_count(&config); block++)
+            parameters += gpt_block_elements(&config, block);
+        cr_assert_float_eq((double)parameters / 1e6, presets[i].millions, 1e-6, "%s: %zu",
+                           presets[i].name, parameters);
+        cr_assert_eq(config.length, 1024);
+        cr_assert_eq(config.vocabulary, 50304);
+    }
+}

@@ -106,6 +106,8 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     load->random = load->random * 6364136223846793005u + mb->count;
     if (load->ran == load->answer_at)
         return load->answer;
+    if (load->wall && mb->count > load->wall)
+        return REBATCH_OOM;
     rebatch_status status = forward(load, blocks, mb->count);
     if (!status)
         status = run_chunks(load, mb->count);
@@ -135,8 +137,11 @@ static rebatch_status optimizer_step(void *user)
 
 rebatch_step_ops load_ops(void)
 {
-    return (rebatch_step_ops){sizeof(rebatch_step_ops), zero_grad, forward_backward,
-                              optimizer_step,           NULL,      REBATCH_DECLARES_MUTATION};
+    return (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
+                              .zero_grad = zero_grad,
+                              .forward_backward = forward_backward,
+                              .optimizer_step = optimizer_step,
+                              .flags = REBATCH_DECLARES_MUTATION};
 }
 
 /* ---- the bed ---- */

@@ -22,6 +22,7 @@ struct load {
     size_t item_count;
     size_t moments_bytes; /* made by the first update */
     size_t chunk;         /* samples an extra allocation serves; 0: none */
+    size_t wall;          /* micro-batches of more samples answer REBATCH_OOM; 0: none */
 
     void *lazy[LOAD_ITEMS];
     void *moments;

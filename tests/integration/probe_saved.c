@@ -97,6 +97,14 @@ Test(probe_saved, another_model_device_or_setting_has_its_own_size)
     options.micro_smallest = 2;
     cr_assert_eq(probe(MIB(12), &options, 64, "typical").saved, REBATCH_SAVED_ABSENT);
     options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.micro_multiple_of = 2;
+    cr_assert_eq(probe(MIB(12), &options, 64, "typical").saved, REBATCH_SAVED_ABSENT);
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.micro_allowed[0] = 8;
+    cr_assert_eq(probe(MIB(12), &options, 64, "typical").saved, REBATCH_SAVED_ABSENT);
+    options.micro_allowed[0] = 4;
+    cr_assert_eq(probe(MIB(12), &options, 64, "typical").saved, REBATCH_SAVED_ABSENT);
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
     options.pool.caching = REBATCH_OFF;
     cr_assert_eq(probe(MIB(12), &options, 64, "typical").saved, REBATCH_SAVED_ABSENT);
     options.pool.caching = REBATCH_ON; /* as the default is */

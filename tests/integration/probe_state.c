@@ -89,8 +89,10 @@ Test(probe_state, it_is_refused_within_a_callback)
 {
     struct bed bed;
     bed_open(&bed, MIB(12), NULL);
-    bed.ops =
-        (rebatch_step_ops){.struct_size = sizeof bed.ops, nothing, probe_inside, nothing, NULL, 0};
+    bed.ops = (rebatch_step_ops){.struct_size = sizeof bed.ops,
+                                 .zero_grad = nothing,
+                                 .forward_backward = probe_inside,
+                                 .optimizer_step = nothing};
     cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 8, &bed, NULL), REBATCH_E_STATE);
     cr_assert_not_null(strstr(rebatch_last_error(), "rebatch_probe()"));
     bed_close(&bed);
@@ -129,6 +131,97 @@ Test(probe_state, fit_goes_to_the_largest_that_the_model_says_fits)
     cr_assert_gt(report.micro_after, bed.report.size / 2 + 2);
     cr_assert_lt(report.micro_after, bed.report.size);
     bed_close(&bed);
+}
+
+/* ---- growth by prediction ---- */
+
+static void take_room(struct bed *bed, size_t capacity_bytes)
+{
+    cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(bed->rb), 0, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_set_capacity(bed->device, capacity_bytes), REBATCH_OK);
+}
+
+Test(probe_state, growth_goes_at_once_to_the_largest_that_the_model_says_fits)
+{
+    struct bed bed;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_step_report report;
+    options.on_oom = REBATCH_ON_OOM_FIT;
+    options.grow_after = 3;
+    bed_open_typical(&bed, MIB(16), &options);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    cr_assert(bed.report.size > 20 && bed.report.size < 64);
+    take_room(&bed, MIB(4));
+    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+    cr_assert_lt(report.micro_after, bed.report.size / 3);
+    const size_t small = report.micro_after;
+    take_room(&bed, MIB(16));
+    for (int i = 0; i < 3; i++) {
+        cr_assert_eq(rebatch_get_micro(bed.rb, 64), small);
+        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        cr_assert_eq(report.ooms, 0);
+    }
+    cr_assert_eq(rebatch_get_micro(bed.rb, 64), bed.report.size, "grown to %zu of %zu",
+                 rebatch_get_micro(bed.rb, 64), bed.report.size);
+    for (int i = 0; i < 10; i++) {
+        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        cr_assert_eq(report.ooms, 0);
+        cr_assert_eq(report.micro_after, bed.report.size, "there is room for no more");
+    }
+    bed_close(&bed);
+}
+
+/* The model is wrong by what the callback takes beside the pool: after each failure it goes halfway
+ * to what failed, and waits twice as long. */
+Test(probe_state, a_predicted_growth_that_fails_goes_halfway_next_time)
+{
+    struct bed bed;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_step_report report;
+    options.on_oom = REBATCH_ON_OOM_FIT;
+    options.grow_after = 2;
+    bed_open_typical(&bed, MIB(16), &options);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    const size_t found = bed.report.size;
+    take_room(&bed, MIB(4));
+    cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+    const size_t small = report.micro_after;
+    take_room(&bed, MIB(16));
+    bed.load.wall = found - 3; /* from here on larger ones fail */
+    uint32_t failed = 0;
+    for (int i = 0; i < 200; i++) {
+        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        failed += report.ooms > 0;
+    }
+    cr_assert_gt(failed, 0);
+    cr_assert_leq(failed, 6, "%u growths failed", failed);
+    cr_assert_gt(rebatch_get_micro(bed.rb, 64), small);
+    bed_close(&bed);
+}
+
+/* A prediction that is wrong by little costs little; after two the next is half. */
+Test(probe_state, fit_goes_a_little_lower_once_and_then_halves)
+{
+    size_t predicted = 0;
+    for (size_t off = 0; off <= 20; off += off ? 19 : 1) {
+        struct bed bed;
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        rebatch_step_report report;
+        options.on_oom = REBATCH_ON_OOM_FIT;
+        bed_open_typical(&bed, MIB(24), &options);
+        cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+        take_room(&bed, MIB(16));
+        bed.load.wall = off ? predicted - off : 0;
+        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+        if (off == 0)
+            predicted = report.micro_after;
+        const size_t lower = predicted - (predicted / 16 > 1 ? predicted / 16 : 1);
+        const size_t expected = off == 0 ? predicted : off == 1 ? lower : lower / 2;
+        cr_assert_eq(report.micro_after, expected, "%zu instead of %zu of %zu", report.micro_after,
+                     expected, predicted);
+        cr_assert_gt(predicted, 40);
+        bed_close(&bed);
+    }
 }
 
 Test(probe_state, fit_halves_where_nothing_is_known)

@@ -245,7 +245,7 @@ static void check_microbatch(struct script *s, const rebatch_microbatch *mb)
     cr_assert_eq(mb->batch, s->batch);
     cr_assert_leq(mb->first, mb->batch);
     cr_assert_leq(mb->count, mb->batch - mb->first);
-    cr_assert(!mb->probing);
+    cr_assert_eq(mb->probing, s->is_probed);
     cr_assert_eq(mb->pool, rebatch_get_pool(s->rb));
     cr_assert_eq(mb->stream, s->stream);
     uint32_t least = UINT32_MAX;
@@ -258,6 +258,17 @@ static void check_microbatch(struct script *s, const rebatch_microbatch *mb)
     cr_assert(least <= mb->attempt && mb->attempt <= most,
               "samples %zu+%zu were tried %u to %u times before, attempt is %u", mb->first,
               mb->count, least, most, mb->attempt);
+}
+
+/* Padded: every sample is as long as the longest. */
+uint64_t script_cost(size_t first, size_t count, void *user)
+{
+    const struct script *s = user;
+    cr_assert(count >= 1 && first + count <= s->batch);
+    size_t longest = 0;
+    for (size_t i = first; i < first + count; i++)
+        longest = s->lengths[i] > longest ? s->lengths[i] : longest;
+    return count * longest;
 }
 
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
@@ -273,7 +284,8 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     if (go_inside(s, call, mb))
         return call->answer;
     void *block;
-    call->answer = take(s, &block, s->base_bytes + (s->sample_bytes >> s->level) * mb->count);
+    const size_t size = s->lengths ? script_cost(mb->first, mb->count, s) : mb->count;
+    call->answer = take(s, &block, s->base_bytes + (s->sample_bytes >> s->level) * size);
     if (!call->answer && s->reserves)
         call->answer = rebatch_reserve(s->rb, s->late_bytes);
     if (call->answer)
@@ -337,8 +349,12 @@ static rebatch_status lighten(unsigned level, void *user)
 
 rebatch_step_ops script_ops(void)
 {
-    return (rebatch_step_ops){sizeof(rebatch_step_ops), zero_grad, forward_backward,
-                              optimizer_step,           lighten,   REBATCH_DECLARES_MUTATION};
+    return (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
+                              .zero_grad = zero_grad,
+                              .forward_backward = forward_backward,
+                              .optimizer_step = optimizer_step,
+                              .lighten = lighten,
+                              .flags = REBATCH_DECLARES_MUTATION};
 }
 
 void script_restore(struct script *s)

@@ -69,6 +69,7 @@ struct script {
     rebatch_device *device; /* the fault device */
     rebatch_stream stream;  /* the session's */
     size_t batch;           /* of the step that runs */
+    bool is_probed;         /* a probe runs, no step */
 
     /* How it behaves. */
     bool declares; /* calls rebatch_mutating() */
@@ -78,6 +79,7 @@ struct script {
                                         halves with each lighten level */
     size_t late_bytes;               /* of forward_backward, allocated while accumulating */
     unsigned lighten_levels;         /* how many there are; 0: no callback */
+    const size_t *lengths;           /* of the samples; NULL: each is 1, and the step has no cost */
     struct script_fault faults[SCRIPT_FAULTS];
     size_t fault_count;
     /* Called first in every callback; what it answers other than REBATCH_OK is passed up. */
@@ -114,6 +116,8 @@ struct rig {
     rebatch_event events[RIG_EVENTS];
     size_t event_count;
     uint64_t steps; /* that succeeded */
+    /* Another cost than the script's; NULL: that. */
+    uint64_t (*cost)(size_t first, size_t count, void *user);
     char text[SCRIPT_TRACE_BYTES];
 };
 
@@ -137,8 +141,9 @@ void script_append(char *text, size_t size, const char *format, ...)
 void script_arm(const struct script *s, uint32_t calls, uint64_t times, rebatch_status status);
 /* After an update that was torn: the parameters as they were before. */
 void script_restore(struct script *s);
-/* The callbacks, for a user pointer to a script; they declare. */
+/* The callbacks, for a user pointer to a script; they declare. Without a cost. */
 rebatch_step_ops script_ops(void);
+uint64_t script_cost(size_t first, size_t count, void *user);
 /* splitmix64 (Steele, Lea, Flood 2014). */
 uint64_t script_random(uint64_t *state);
 

@@ -38,6 +38,7 @@ static void open_session(struct rig *rig, const rebatch_options *options, rebatc
     rig->script.declares = true;
     rig->ops = script_ops();
     rig->ops.lighten = NULL;
+    rig->ops.cost = NULL;
 }
 
 void rig_open(struct rig *rig, size_t capacity_bytes, const rebatch_options *options)
@@ -304,6 +305,7 @@ rebatch_status rig_step(struct rig *rig, size_t batch)
         s->faults[i].seen = 0;
     rig->event_count = 0;
     rig->ops.lighten = s->lighten_levels ? script_ops().lighten : NULL;
+    rig->ops.cost = rig->cost ? rig->cost : s->lengths ? script_cost : NULL;
     const uint32_t version = s->parameters[0];
     const uint64_t live_bytes = rig_live_bytes(rig);
     const size_t micro = rebatch_get_micro(rig->rb, batch);

@@ -435,8 +435,11 @@ Test(step_samples, the_largest_batch_there_is_is_cut_without_overflow)
 {
     struct rig rig;
     open_cut(&rig, 0, 0, 0);
-    const rebatch_step_ops ops = {sizeof ops,   zero_nothing, see_all,
-                                  zero_nothing, NULL,         REBATCH_DECLARES_MUTATION};
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_nothing,
+                                  .forward_backward = see_all,
+                                  .optimizer_step = zero_nothing,
+                                  .flags = REBATCH_DECLARES_MUTATION};
     rebatch_microbatch seen = {0};
     cr_assert_eq(rebatch_step(rig.rb, &ops, SIZE_MAX, &seen, NULL), SCRIPT_STATUS);
     cr_assert_eq(seen.first, 0);

@@ -109,13 +109,21 @@ static void fill_stash(struct worker *w)
     }
 }
 
+static rebatch_status count_bytes(const void *data, size_t size, void *user)
+{
+    (void)data;
+    *(size_t *)user += size;
+    return REBATCH_OK;
+}
+
 /* What is not an allocation or a free: rarer, and each from all threads. */
 static void do_else(struct worker *w)
 {
     rebatch_pool *pool = w->shared->pool;
     rebatch_pool_stats stats;
     size_t bytes, k = draw(w) % LIVE;
-    switch (draw(w) % 5) {
+    rebatch_leak_report leaks;
+    switch (draw(w) % 6) {
     case 0:
         HOLDS(w->shared, rebatch_pool_get_stats(&stats, pool) == REBATCH_OK);
         HOLDS(w->shared, stats.live_bytes <= stats.reserved_bytes);
@@ -129,6 +137,13 @@ static void do_else(struct worker *w)
         break;
     case 3:
         fill_stash(w);
+        break;
+    case 4:
+        bytes = 0;
+        HOLDS(w->shared, rebatch_pool_write_snapshot(pool, (rebatch_snapshot_format)(k % 3),
+                                                     count_bytes, &bytes) == REBATCH_OK);
+        HOLDS(w->shared, bytes > 0);
+        HOLDS(w->shared, rebatch_scope_get_leaks(&leaks, pool, 0) == REBATCH_OK);
         break;
     default:
         if (!w->blocks[k])
@@ -216,8 +231,10 @@ static void *work(void *user)
 static bool set_up(struct shared *shared)
 {
     const rebatch_host_options host = {sizeof host, GRANULE};
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.events = 100;
     if (rebatch_device_open_host(&shared->device, CAPACITY, &host) ||
-        rebatch_pool_create(&shared->pool, shared->device, NULL) ||
+        rebatch_pool_create(&shared->pool, shared->device, &options) ||
         rebatch_pool_add_pressure(shared->pool, give_up, shared))
         return false;
     return pthread_barrier_init(&shared->barrier, NULL, THREADS) == 0;

@@ -270,6 +270,9 @@ Test(config_errors, values_that_do_not_go_together)
         {"growth = { after = 2000; };",
          "growth.after is 2000 (t.cfg:1) and growth.wait_max is 1024 (default): expected "
          "growth.after <= growth.wait_max"},
+        {"memory = { headroom = \"2GiB\"; };\ndevice = { capacity = \"1GiB\"; };",
+         "memory.headroom is \"2GiB\" (t.cfg:1) and device.capacity is \"1GiB\" (t.cfg:2): "
+         "expected memory.headroom <= device.capacity"},
         {"memory = { headroom = \"2GiB\";\n limit = \"1GiB\"; };",
          "memory.headroom is \"2GiB\" (t.cfg:1) and memory.limit is \"1GiB\" (t.cfg:2): expected "
          "memory.headroom <= memory.limit"},

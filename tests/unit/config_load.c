@@ -42,7 +42,7 @@ static const struct value {
     {"growth.wait_max", "100", "100", "1024"},
     {"device.kind", "\"cuda\"", "cuda", "\"host\""},
     {"device.ordinal", "3", "3", "0"},
-    {"device.capacity", "\"64MiB\"", "64MiB", "\"none\""},
+    {"device.capacity", "\"64GiB\"", "64GiB", "\"none\""},
     {"log.level", "\"debug\"", "debug", "\"info\""},
 };
 enum { VALUES = sizeof values / sizeof *values };
@@ -157,14 +157,14 @@ Test(config_load, ways_to_write_a_value)
     config_write("t.cfg", "batch : { start = 0x40, smallest = 010 }\n"
                           "memory = { limit = 99999999999; headroom = 4294967296L;\n"
                           "           caching = FALSE; };\n"
-                          "device = { capacity = \"1.5 \" \"GiB\" }");
+                          "device = { capacity = \"5.5 \" \"GiB\" }");
     rebatch_config *config = load("t.cfg");
     expect_value(config, "batch.start", "64", "t.cfg:1");
     expect_value(config, "batch.smallest", "10", "t.cfg:1");
     expect_value(config, "memory.limit", "99999999999", "t.cfg:2");
     expect_value(config, "memory.headroom", "4294967296", "t.cfg:2");
     expect_value(config, "memory.caching", "false", "t.cfg:3");
-    expect_value(config, "device.capacity", "\"1.5 GiB\"", "t.cfg:4");
+    expect_value(config, "device.capacity", "\"5.5 GiB\"", "t.cfg:4");
     rebatch_config_free(config);
 }
 

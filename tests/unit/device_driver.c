@@ -1,49 +1,35 @@
-/* Owns the tests of a driver that is there and not good enough: made here, with a compiler, under
- * the name of CUDA's. Must not know how a driver is found. */
+/* Owns the tests of a driver that is there and not good enough: a stand-in under the name of
+ * CUDA's. Must not know how a driver is found. */
 #include <criterion/criterion.h>
 #include <dlfcn.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "device/cuda_driver.h"
 #include "rebatch/rebatch.h"
 
-/* ---- a driver ---- */
-
-static const char *const symbols[] = {
-#define SYMBOL(member, symbol, arguments) #symbol,
-    RBI_CUDA_CALLS(SYMBOL)
-#undef SYMBOL
-};
-#define SYMBOLS (sizeof symbols / sizeof *symbols)
-
-/* Makes this process's libcuda.so.1, before anybody asks for it: a library that is loaded under
- * that name is found first. It has every call but `missing`; `calls` are those that do more than
- * answer 0. */
-static void make_driver(const char *missing, const char *calls)
+/* Loads this process's libcuda.so.1 from the folder `name` beside the tests, before anybody asks
+ * for it: a library that is loaded under that name is found first. */
+static void *load_driver(const char *name)
 {
-    char folder[] = "/tmp/rebatch_driver_XXXXXX", command[256], path[128];
-    cr_assert_not_null(mkdtemp(folder));
-    (void)snprintf(path, sizeof path, "%s/driver.c", folder);
-    FILE *file = fopen(path, "w");
-    cr_assert_not_null(file);
-    fprintf(file, "%s\n", calls);
-    for (size_t i = 0; i < SYMBOLS; i++) {
-        char call[64];
-        (void)snprintf(call, sizeof call, " %s(", symbols[i]);
-        if (!strstr(calls, call) && (!missing || strcmp(missing, symbols[i]) != 0))
-            fprintf(file, "int%svoid) { return 0; }\n", call);
-    }
-    cr_assert_eq(fclose(file), 0);
-    (void)snprintf(command, sizeof command,
-                   "cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o %s/libcuda.so.1 %s", folder, path);
-    cr_assert_eq(system(command), 0);
-    (void)snprintf(path, sizeof path, "%s/libcuda.so.1", folder);
-    cr_assert_not_null(dlopen(path, RTLD_NOW | RTLD_GLOBAL), "%s", dlerror());
-    (void)snprintf(command, sizeof command, "rm -r %s", folder);
-    cr_assert_eq(system(command), 0);
+    char program[512], path[640];
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    cr_assert_gt(length, 0);
+    program[length] = '\0';
+    char *end = strrchr(program, '/');
+    cr_assert_not_null(end);
+    *end = '\0';
+    (void)snprintf(path, sizeof path, "%s/drivers/%s/libcuda.so.1", program, name);
+    void *driver = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+    cr_assert_not_null(driver, "%s", dlerror());
+    return driver;
+}
+
+static void set_variable(void *driver, const char *name, int value)
+{
+    int *variable = dlsym(driver, name);
+    cr_assert_not_null(variable, "%s", name);
+    *variable = value;
 }
 
 static void check_refused(int ordinal, const char *words)
@@ -57,32 +43,29 @@ static void check_refused(int ordinal, const char *words)
               rebatch_last_error(), words);
 }
 
-TestSuite(device_driver);
-
 Test(device_driver, one_that_is_too_old_is_no_device)
 {
-    make_driver("cuMemAddressReserve", "");
-    check_refused(0, "no CUDA device: the driver is too old, it has no cuMemAddressReserve");
+    load_driver("old");
+    check_refused(0, "no CUDA device: the driver is too old, it has no cuMem");
     check_refused(0, "too old"); /* and again, without loading it again */
 }
 
 /* CUDA_ERROR_NO_DEVICE */
 Test(device_driver, one_without_a_gpu_is_no_device)
 {
-    make_driver(NULL, "int cuInit(unsigned flags) { return flags == 0 ? 100 : 1; }");
+    set_variable(load_driver("whole"), "driver_init_answer", 100);
     check_refused(0, "no CUDA device: the driver answered 100 to cuInit");
 }
 
 Test(device_driver, an_ordinal_out_of_range_is_no_device)
 {
-    make_driver(NULL, "int cuDeviceGetCount(int *count) { *count = 2; return 0; }");
+    set_variable(load_driver("whole"), "driver_gpus", 2);
     check_refused(2, "ordinal is 2: expected 0 to 1, there are 2 CUDA devices");
     check_refused(-1, "ordinal is -1: expected 0 to 1");
 }
 
-/* All GPUs hidden by CUDA_VISIBLE_DEVICES, for example. */
 Test(device_driver, no_gpu_at_all_is_no_device)
 {
-    make_driver(NULL, "int cuDeviceGetCount(int *count) { *count = 0; return 0; }");
+    set_variable(load_driver("whole"), "driver_gpus", 0);
     check_refused(0, "no CUDA device: the driver sees none");
 }

@@ -207,6 +207,31 @@ Test(pool_scopes, late_frees_are_ignored_until_the_address_is_given_out_again)
     rig_close(&rig);
 }
 
+/* Whoever still uses a block that was taken back is told so. */
+Test(pool_scopes, a_block_that_a_rollback_took_back_cannot_be_used)
+{
+    struct rig rig = rig_open(64, NULL);
+    size_t bytes = 1;
+    for (int merged = 0; merged < 2; merged++) {
+        const rebatch_scope scope = begin(rig.pool);
+        void *block = take(rig.pool, 3 * KIB);
+        cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
+        if (merged)
+            settle(rig.pool);
+        assert_refused(rebatch_pool_use_on(rig.pool, block, NULL), REBATCH_E_INVALID,
+                       "which a rollback took back: expected a block in use");
+        assert_refused(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_E_INVALID,
+                       "which a rollback took back");
+        cr_assert_eq(bytes, 0);
+        cr_assert_eq(take(rig.pool, 3 * KIB), block);
+        cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_OK);
+        give(rig.pool, block);
+        assert_refused(rebatch_pool_use_on(rig.pool, block, NULL), REBATCH_E_INVALID,
+                       "freed already");
+    }
+    rig_close(&rig);
+}
+
 /* Only the innermost open scope can be committed; a stale, foreign or zero handle is refused. */
 Test(pool_scopes, a_handle_that_is_not_open_is_refused)
 {

@@ -93,9 +93,17 @@ static void busy_close(struct busy *b)
     rig_close(&b->rig);
 }
 
+/* Under valgrind a part of the calls must do. */
+static bool is_slow(void)
+{
+    const char *stride = getenv("REBATCH_TEST_STRIDE");
+    return stride && atoi(stride) > 8;
+}
+
 static void work(struct busy *b, int calls)
 {
     rebatch_scope scope = 0;
+    calls = is_slow() ? calls / 4 : calls;
     for (int n = 0; n < calls; n++) {
         const size_t at = draw(&b->random) % BLOCKS;
         const uint64_t kind = draw(&b->random) % 100;
@@ -163,8 +171,23 @@ static struct span *find_block(const struct memory *memory, int64_t at)
     return NULL;
 }
 
+static bool is_inside(const struct span *block, const struct span *segment)
+{
+    return segment->at <= block->at && block->at + block->bytes <= segment->at + segment->bytes;
+}
+
+/* The viewer draws every block in its segment, whatever event is looked at. */
+static void check_inside(const struct memory *memory, const struct span *block)
+{
+    bool inside = false;
+    for (size_t i = 0; i < memory->segment_count && !inside; i++)
+        inside = is_inside(block, &memory->segments[i]);
+    cr_assert(inside, "a block that lies in no segment");
+}
+
 static void add_block(struct memory *memory, struct span block)
 {
+    check_inside(memory, &block);
     cr_assert(!find_block(memory, block.at) && memory->block_count < SPANS);
     memory->blocks[memory->block_count++] = block;
 }
@@ -193,6 +216,10 @@ static void add_segment(struct memory *memory, struct span span)
 
 static void drop_segment(struct memory *memory, struct span span)
 {
+    for (size_t i = 0; i < memory->block_count; i++)
+        cr_assert(memory->blocks[i].at + memory->blocks[i].bytes <= span.at ||
+                      span.at + span.bytes <= memory->blocks[i].at,
+                  "a segment goes under a block");
     for (size_t i = 0; i < memory->segment_count; i++) {
         const struct span s = memory->segments[i];
         if (span.at < s.at || span.at + span.bytes > s.at + s.bytes)
@@ -491,8 +518,8 @@ Test(pool_snapshot, events_played_forward_give_what_is_there)
         }
         struct memory there = memory_of(snapshot);
         assert_same(&played, &there);
-        cr_assert(frees > 1000 && pending > 10 && there.block_count > 10, "%zu %zu", frees,
-                  pending);
+        cr_assert(frees > (is_slow() ? 200 : 1000) && pending > 10 && there.block_count > 10,
+                  "%zu %zu", frees, pending);
         memory_free(&played);
         memory_free(&there);
         busy_close(&b);
@@ -818,7 +845,8 @@ Test(pool_snapshot, a_file_has_it_and_python_reads_it)
                  "names = {f['name'] for b in blocks for f in b['frames']}\n"
                  "assert 'weights' in names and 'caf\\u00e9 ?' in names, names\n"
                  "print(live)\n");
-    if (system("python3 -c pass >/dev/null 2>&1") == 0) {
+    const char *stride = getenv("REBATCH_TEST_STRIDE"); /* a checker would look at Python too */
+    if ((!stride || !strcmp(stride, "1")) && system("python3 -c pass >/dev/null 2>&1") == 0) {
         char want[32];
         (void)snprintf(want, sizeof want, "%ju\n", (uintmax_t)stats_of(b.rig.pool).live_bytes);
         cr_assert_eq(system("python3 s.py >out 2>error"), 0, "%s", config_read("error"));

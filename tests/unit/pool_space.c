@@ -387,6 +387,30 @@ Test(pool_space, the_last_events_are_kept)
     rig_close(&rig);
 }
 
+/* The same on a device without virtual memory: the allocations that were not used for longest go
+ * first, and no more than needed. */
+Test(pool_space, free_allocations_above_the_gc_threshold_go_back)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.gc_threshold_permille = 500;
+    struct rig rig = rig_open_plain(64, &options);
+    void *blocks[4];
+    for (size_t i = 0; i < 4; i++)
+        blocks[i] = take(rig.pool, (5 + i) * GRANULE); /* 5, 6, 7, 8: 26 of 32 */
+    give(rig.pool, blocks[1]);
+    give(rig.pool, blocks[0]);
+    give(rig.pool, blocks[3]);
+    void *large = take(rig.pool, 16 * GRANULE); /* 10 too many: the 6 and the 5 */
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 31 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).collected_bytes, 11 * GRANULE);
+    const uint64_t calls = stats_of(rig.pool).device_allocations;
+    (void)take(rig.pool, 8 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).device_allocations, calls, "the 8 are still cached");
+    assert_valid(rig.pool);
+    give(rig.pool, large);
+    rig_close(&rig);
+}
+
 /* Above the threshold free memory goes back to the device when the pool grows. */
 Test(pool_space, free_memory_above_the_gc_threshold_goes_back)
 {

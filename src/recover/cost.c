@@ -1,0 +1,78 @@
+/* Owns what a micro-batch is measured by, its samples or their cost, and where it is cut.
+ * Must not know memory. */
+#include "recover/recover.h"
+
+/* What costs nothing still is one unit, so that a budget always means something. */
+static size_t cost_of(const rebatch *rb, size_t first, size_t count)
+{
+    const uint64_t cost = rb->ops->cost(first, count, rb->user);
+    return cost == 0 ? 1 : cost > SIZE_MAX ? SIZE_MAX : (size_t)cost;
+}
+
+size_t rbi_size_of(const rebatch *rb, size_t first, size_t count)
+{
+    return rb->by_cost ? cost_of(rb, first, count) : count;
+}
+
+/* The most samples from `first` on, up to `most`, that cost no more than the budget; 0: not even
+ * one does. Cost never falls with the number of samples. */
+static size_t within_budget(const rebatch *rb, size_t first, size_t most, size_t budget)
+{
+    if (budget == SIZE_MAX)
+        return most;
+    size_t fits = 0;
+    size_t fails = 1;
+    /* From below, so that a small micro-batch of a large batch is a small question. */
+    while (cost_of(rb, first, fails) <= budget) {
+        if (fails == most)
+            return most;
+        fits = fails;
+        fails = fails > most / 2 ? most : fails * 2;
+    }
+    while (fits + 1 < fails) {
+        const size_t middle = fits + (fails - fits) / 2;
+        if (cost_of(rb, first, middle) <= budget)
+            fits = middle;
+        else
+            fails = middle;
+    }
+    return fits;
+}
+
+size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
+{
+    const size_t most = rbi_min(rbi_micro_upper(rb, rb->batch), rb->batch - first);
+    const size_t count = within_budget(rb, first, most, budget);
+    if (count == most)
+        return most;
+    const size_t allowed = rbi_round_size(&rb->options, count);
+    /* Where cost falls with the samples, fewer of them may be too many. */
+    return allowed && cost_of(rb, first, allowed) <= budget ? allowed : 0;
+}
+
+size_t rbi_cut(rebatch *rb, size_t first)
+{
+    if (!rb->by_cost)
+        return rbi_min(rbi_micro_size(rb, rb->batch), rb->batch - first);
+    const size_t most = rbi_min(rbi_micro_upper(rb, rb->batch), rb->batch - first);
+    const size_t count = rbi_cut_to(rb, first, rb->budget);
+    rb->cut_by_budget |= count < most;
+    return count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most);
+}
+
+uint64_t rbi_budget(const rebatch *rb)
+{
+    return rb->by_cost && rb->budget != SIZE_MAX ? rbi_max(rb->budget, 1) : 0;
+}
+
+/* The first step by cost: the size to start with is in samples. */
+void rbi_budget_begin(rebatch *rb)
+{
+    rb->by_cost = rb->ops->cost != NULL;
+    rb->cut_by_budget = false;
+    if (!rb->by_cost || rb->has_budget)
+        return;
+    rb->has_budget = true;
+    const size_t start = rb->options.micro_start;
+    rb->budget = start && start < rb->batch ? cost_of(rb, 0, start) : SIZE_MAX;
+}

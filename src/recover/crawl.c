@@ -1,0 +1,76 @@
+/* Owns the noticing of steps that crawl: the pool gives memory back to the device and takes as much
+ * again in every micro-batch. Must not know how the pool finds memory. */
+#include "recover/recover.h"
+
+/* A micro-batch crawls when this part of what it needs went and came again. That takes a GPU some
+ * 50 us for 2 MiB, so a quarter of 10 GiB 60 ms, and a micro-batch of that size runs for some 400:
+ * a size a quarter smaller costs less. */
+#define CRAWL_PART 4
+/* Once may be chance. */
+#define CRAWL_ROW 2
+
+void rbi_crawl_begin(rebatch *rb)
+{
+    rbi_pool_read_traffic(&rb->crawl.before, rb->pool);
+}
+
+void rbi_crawl_end(rebatch *rb, size_t count, uint64_t needed_bytes)
+{
+    struct rbi_crawl *crawl = &rb->crawl;
+    struct rbi_pool_traffic now;
+    rbi_pool_read_traffic(&now, rb->pool);
+    const uint64_t taken = now.taken_bytes - crawl->before.taken_bytes;
+    const uint64_t given = now.given_bytes - crawl->before.given_bytes;
+    const uint64_t again = rbi_min(taken, given);
+    const bool crawled = again && again >= needed_bytes / CRAWL_PART;
+    crawl->row = crawled ? crawl->row + 1 : 0;
+    rb->report.crawled += crawled;
+    crawl->largest = rbi_max(crawl->largest, rb->size);
+    crawl->most_samples = rbi_max(crawl->most_samples, count);
+    crawl->before = now;
+}
+
+void rbi_crawl_restart(rebatch *rb)
+{
+    rb->report.crawled = 0;
+    rb->crawl.largest = 0;
+    rb->crawl.most_samples = 0;
+    rbi_crawl_begin(rb);
+}
+
+/* A quarter less, or what is allowed. */
+static void shrink(rebatch *rb)
+{
+    if (rb->by_cost) {
+        const size_t budget = rbi_min(rb->budget, rb->crawl.largest);
+        rb->budget = budget - (budget / 4 + (budget < 4));
+        return;
+    }
+    const size_t micro = rbi_micro_size(rb, rb->batch);
+    const size_t less = rbi_round_size(&rb->options, micro - (micro + 3) / 4);
+    rb->micro = less ? less : rbi_round_size_up(&rb->options, 1);
+}
+
+bool rbi_crawl_step_done(rebatch *rb)
+{
+    const struct rbi_crawl *crawl = &rb->crawl;
+    if (crawl->row < CRAWL_ROW || rb->report.crawled < rb->report.microbatches ||
+        rbi_round_size(&rb->options, crawl->most_samples - 1) == 0 ||
+        rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
+        return false;
+    rebatch_event event = {.kind = REBATCH_EVENT_CRAWL,
+                           .batch = rb->batch,
+                           .micro_before = rbi_micro_size(rb, rb->batch),
+                           .lighten_before = rb->lighten,
+                           .lighten_after = rb->lighten,
+                           .cost_before = rbi_budget(rb)};
+    size_t available = 0;
+    (void)rebatch_pool_available(&available, rb->pool);
+    rbi_growth_set_back(rb, available);
+    shrink(rb);
+    rb->crawl.row = 0;
+    event.micro_after = rbi_micro_size(rb, rb->batch);
+    event.cost_after = rbi_budget(rb);
+    rbi_event_emit(rb, &event);
+    return true;
+}

@@ -1,0 +1,249 @@
+/* Owns the tests of steps that crawl: the pool gives memory back and takes it again in every
+ * micro-batch. On a device with virtual memory the pool maps it elsewhere instead, so the device is
+ * one without. Must not know how the pool finds memory. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "device/device.h"
+#include "rebatch/rebatch.h"
+
+#define KIB(n) ((size_t)(n) << 10)
+#define MIB(n) ((size_t)(n) << 20)
+
+/* A micro-batch has first a block of 384 KiB a sample, then one of 448. Blocks of more than
+ * max_split are not cut up, and the limit has no room for both. */
+struct crawler {
+    rebatch_device *device;
+    rebatch *rb;
+    rebatch_step_ops ops;
+    rebatch_step_report report;
+    uint64_t count; /* of samples that ran */
+    bool trims;     /* gives the cache back itself */
+    size_t crawls;  /* events */
+    rebatch_event event;
+    char text[256];
+};
+
+static rebatch_status use(const rebatch_microbatch *mb, size_t bytes)
+{
+    void *block;
+    const rebatch_status status = rebatch_pool_alloc(&block, mb->pool, bytes, mb->stream, 0);
+    return status ? status : rebatch_pool_free(mb->pool, block);
+}
+
+static rebatch_status nothing(void *user)
+{
+    const struct crawler *c = user;
+    rebatch_mutating(c->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct crawler *c = user;
+    rebatch_status status = use(mb, mb->count * KIB(384));
+    if (!status)
+        status = use(mb, mb->count * KIB(448));
+    if (!status && c->trims)
+        status = rebatch_pool_trim(mb->pool, 0, NULL);
+    if (status)
+        return status;
+    rebatch_mutating(c->rb);
+    c->count += mb->count;
+    return REBATCH_OK;
+}
+
+static uint64_t three_each(size_t first, size_t count, void *user)
+{
+    (void)first;
+    (void)user;
+    return 3 * count;
+}
+
+static void collect(const rebatch_event *event, void *user)
+{
+    struct crawler *c = user;
+    if (event->kind != REBATCH_EVENT_CRAWL)
+        return;
+    c->crawls++;
+    c->event = *event;
+    rebatch_event_format(c->text, sizeof c->text, event);
+}
+
+static rebatch_options crawling_options(void)
+{
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.micro_start = 16;
+    o.grow_after = 4;
+    o.pool.limit_bytes = MIB(10);
+    o.pool.max_split_bytes = KIB(6656);
+    return o;
+}
+
+static void open_crawler(struct crawler *c, rebatch_options *options)
+{
+    memset(c, 0, sizeof *c);
+    cr_assert_eq(rbi_device_open_dry(&c->device, MIB(64), KIB(64), false), REBATCH_OK);
+    options->on_event = collect;
+    options->on_event_user = c;
+    cr_assert_eq(rebatch_open(&c->rb, c->device, options), REBATCH_OK, "%s", rebatch_last_error());
+    c->ops = (rebatch_step_ops){.struct_size = sizeof c->ops,
+                                .zero_grad = nothing,
+                                .forward_backward = forward_backward,
+                                .optimizer_step = nothing,
+                                .flags = REBATCH_DECLARES_MUTATION};
+}
+
+static void run_step(struct crawler *c, size_t batch)
+{
+    c->count = 0;
+    c->crawls = 0;
+    cr_assert_eq(rebatch_step(c->rb, &c->ops, batch, c, &c->report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_assert_eq(c->count, batch);
+    cr_assert_eq(c->report.ooms, 0);
+}
+
+static void close_crawler(struct crawler *c)
+{
+    rebatch_close(c->rb);
+    rebatch_device_close(c->device);
+}
+
+Test(recover_crawl, a_step_that_trims_and_refills_in_every_microbatch_shrinks_for_the_next)
+{
+    rebatch_options options = crawling_options();
+    struct crawler c;
+    open_crawler(&c, &options);
+    run_step(&c, 64);
+    cr_assert_eq(c.report.microbatches, 4, "the step that crawls is not cut anew");
+    cr_assert_eq(c.report.crawled, 4);
+    cr_assert_eq(c.report.micro_after, 12);
+    cr_assert_eq(c.crawls, 1);
+    cr_assert_eq(c.event.micro_before, 16);
+    cr_assert_eq(c.event.micro_after, 12);
+    cr_assert_eq(c.event.level, REBATCH_LOG_WARN);
+    cr_assert_str_eq(c.text, "step 0: memory goes back to the device and comes again in every "
+                             "micro-batch; micro-batch 16 -> 12");
+    run_step(&c, 64);
+    cr_assert_eq(c.report.micro_after, 12);
+    cr_assert_eq(c.crawls, 0);
+    cr_assert_leq(c.report.crawled, 1, "its first may clear away what the larger size left");
+    run_step(&c, 64);
+    cr_assert_eq(c.report.crawled, 0);
+    close_crawler(&c);
+}
+
+/* Growth comes after its wait; that it crawls again counts as a growth that failed. */
+Test(recover_crawl, growth_does_not_undo_it_at_once_and_waits_longer_each_time)
+{
+    static const uint32_t waits[] = {4, 8, 16};
+    rebatch_options options = crawling_options();
+    options.micro_largest = 16;
+    struct crawler c;
+    open_crawler(&c, &options);
+    run_step(&c, 64);
+    cr_assert_eq(c.crawls, 1);
+    for (size_t i = 0; i < sizeof waits / sizeof *waits; i++) {
+        for (uint32_t clean = 0; clean < waits[i]; clean++) {
+            cr_assert_eq(rebatch_get_micro(c.rb, 64), 12, "wait %zu, step %u", i, clean);
+            run_step(&c, 64);
+            cr_assert_eq(c.crawls, 0);
+        }
+        cr_assert_eq(rebatch_get_micro(c.rb, 64), 16, "it grew after %u steps", waits[i]);
+        run_step(&c, 64);
+        cr_assert_eq(c.crawls, 1);
+    }
+    close_crawler(&c);
+}
+
+Test(recover_crawl, single_microbatches_crawl_when_two_steps_in_a_row_do)
+{
+    rebatch_options options = crawling_options();
+    struct crawler c;
+    open_crawler(&c, &options);
+    run_step(&c, 16);
+    cr_assert_eq(c.report.crawled, 1);
+    cr_assert_eq(c.report.micro_after, 16);
+    run_step(&c, 16);
+    cr_assert_eq(c.crawls, 1);
+    cr_assert_eq(c.report.micro_after, 12);
+    close_crawler(&c);
+}
+
+Test(recover_crawl, the_limits_on_the_size_hold)
+{
+    rebatch_options options = crawling_options();
+    options.micro_multiple_of = 8;
+    struct crawler c;
+    open_crawler(&c, &options);
+    run_step(&c, 64);
+    cr_assert_eq(c.report.micro_after, 8);
+    close_crawler(&c);
+
+    options = crawling_options();
+    options.micro_smallest = 16;
+    open_crawler(&c, &options);
+    for (int i = 0; i < 4; i++) {
+        run_step(&c, 64);
+        cr_assert_eq(c.report.crawled, 4);
+        cr_assert_eq(c.crawls, 0, "there is nothing smaller");
+        cr_assert_eq(c.report.micro_after, 16);
+    }
+    close_crawler(&c);
+
+    options = crawling_options();
+    options.on_oom = REBATCH_ON_OOM_STOP;
+    options.growth = REBATCH_OFF;
+    open_crawler(&c, &options);
+    run_step(&c, 64);
+    cr_assert_eq(c.report.micro_after, 16, "the size was not to change");
+    close_crawler(&c);
+}
+
+Test(recover_crawl, by_cost_it_is_the_budget_that_shrinks)
+{
+    rebatch_options options = crawling_options();
+    struct crawler c;
+    open_crawler(&c, &options);
+    c.ops.cost = three_each;
+    run_step(&c, 64);
+    cr_assert_eq(c.report.cost_before, 48);
+    cr_assert_eq(c.report.cost_after, 36);
+    cr_assert_eq(c.crawls, 1);
+    run_step(&c, 64);
+    cr_assert_eq(c.crawls, 0);
+    cr_assert_eq(c.report.microbatches, 6);
+    close_crawler(&c);
+}
+
+Test(recover_crawl, with_room_for_both_it_does_not_crawl)
+{
+    rebatch_options options = crawling_options();
+    options.pool.limit_bytes = MIB(16);
+    struct crawler c;
+    open_crawler(&c, &options);
+    for (int i = 0; i < 4; i++) {
+        run_step(&c, 64);
+        cr_assert_eq(c.report.crawled, 0);
+    }
+    close_crawler(&c);
+}
+
+/* It would trim smaller micro-batches as well. */
+Test(recover_crawl, a_callback_that_trims_itself_does_not_crawl)
+{
+    rebatch_options options = crawling_options();
+    options.pool.limit_bytes = MIB(16);
+    options.growth = REBATCH_OFF;
+    struct crawler c;
+    open_crawler(&c, &options);
+    c.trims = true;
+    for (int i = 0; i < 4; i++) {
+        run_step(&c, 64);
+        cr_assert_eq(c.report.crawled, 0);
+        cr_assert_eq(c.report.micro_after, 16);
+    }
+    close_crawler(&c);
+}
