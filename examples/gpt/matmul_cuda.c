@@ -21,6 +21,9 @@
 /* Algorithms that the library is asked for, best first. */
 #define CANDIDATES_MOST 16
 
+/* On Hopper the library wants 4 bytes where there are more tiles than fit on the GPU at once. */
+#define WORKSPACE_BYTES 64
+
 /* Of every array; the library may count on it. */
 #define ALIGNMENT_BYTES 16
 
@@ -343,8 +346,9 @@ static rebatch_status run_rows(const struct gpt_queue *queue, enum gpt_cuda_prod
     struct descriptors d;
     cublasStatus_t code = describe(&d, cuda, &product);
     if (!code)
-        code = cublasLtMatmul(cuda->library, &d.product, &one, a, &d.a, b, &d.b, &zero, c, &d.c, c,
-                              &d.c, algorithm, NULL, 0, gpt_cuda_stream(queue));
+        code =
+            cublasLtMatmul(cuda->library, &d.product, &one, a, &d.a, b, &d.b, &zero, c, &d.c, c,
+                           &d.c, algorithm, cuda->scratch, WORKSPACE_BYTES, gpt_cuda_stream(queue));
     return gpt_cuda_library_status(queue, code);
 }
 
