@@ -77,6 +77,8 @@ all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) ## library, command and ex
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
+# The command probes the reference model; the library does not know it.
+$(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 $(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests
 $(BUILD)/bench/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # The arithmetic of the reference model: every contraction is written out, none is the compiler's.
@@ -101,8 +103,11 @@ $(SHARED): $(LIB_OBJ)
 	@ln -sf $(@F) $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $(BUILD)/librebatch.so
 
-$(COMMAND): $(CLI_OBJ) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
+$(COMMAND): $(CLI_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -lmd
+
+$(COMMAND)-cuda: $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(CUDA_LIBS) $(LIBS) -lz -lmd
 
 $(GPT): $(BUILD)/examples/gpt/main.o
 $(DEMO): $(BUILD)/examples/gpt/demo.o
@@ -213,7 +218,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(COMMAND)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)

@@ -219,7 +219,7 @@ cudaError_t rbk_bias_dropout_residual(void *out, const void *in, const void *bia
 /** out[b,t,h,:] = sum over s <= t of softmax_s(scale * <q[b,t,h], k[b,s,h]>) * v[b,s,h,:].
  *
  *  Online softmax (Milakov and Gimelshein, 2018) over tiles, no T x T array: FlashAttention-2 (Dao,
- *  2023). Keys ascend in tiles whose size depends on D, dtype and the kind of device alone. fp16 and
+ *  2023). Keys ascend in tiles whose size depends on D, dtype and the device alone. fp16 and
  *  bf16 run on the tensor cores (wgmma on Hopper where D = 64, else mma.sync m16n8k16); the
  *  probabilities are rounded to `dtype` before they meet v.
  *  @param[out] out      [B,T,H,D]

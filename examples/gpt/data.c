@@ -172,6 +172,18 @@ rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, si
                : finish(out, "the text found on this machine", length, append_default(*out, root));
 }
 
+rebatch_status gpt_data_open_made(struct gpt_data **out, size_t length)
+{
+    rebatch_status status = create(out);
+    if (status)
+        return status;
+    const size_t count = 4 * (length + 1);
+    status = make_room(*out, count);
+    for (size_t i = 0; i < count && !status; i++)
+        (*out)->bytes[(*out)->count++] = (uint8_t)(i * i % 251);
+    return finish(out, "the text that is made up", length, status);
+}
+
 void gpt_data_close(struct gpt_data *data)
 {
     if (!data)
@@ -183,6 +195,14 @@ void gpt_data_close(struct gpt_data *data)
 size_t gpt_data_bytes(const struct gpt_data *data)
 {
     return data->count;
+}
+
+void gpt_data_hash(const struct gpt_data *data, char text[GPT_HASH_TEXT_BYTES])
+{
+    struct gpt_hash hash;
+    gpt_hash_begin(&hash);
+    gpt_hash_add(&hash, data->bytes, data->count);
+    gpt_hash_end(&hash, text);
 }
 
 /* ---- samples ---- */

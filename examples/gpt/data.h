@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "gpt/hash.h"
 #include "rebatch/status.h"
 
 /* Read once, then immutable: any thread. */
@@ -28,10 +29,16 @@ rebatch_status gpt_data_open(struct gpt_data **out, const char *path, size_t len
  *  @return as gpt_data_open() */
 rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, size_t length);
 
+/* Makes up text, the same everywhere, for a few samples: where only memory and time count.
+ *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
+rebatch_status gpt_data_open_made(struct gpt_data **out, size_t length);
+
 /* NULL is allowed. */
 void gpt_data_close(struct gpt_data *data);
 
 size_t gpt_data_bytes(const struct gpt_data *data);
+/* SHA-256 of the text. */
+void gpt_data_hash(const struct gpt_data *data, char text[GPT_HASH_TEXT_BYTES]);
 
 /* Writes the length + 1 tokens of one sample. Which bytes they are is a function of the text, the
  * split and (seed, step, index) alone. `length` is at most that of the open. */

@@ -8,6 +8,8 @@
 #include <time.h>
 
 #include "gpt/error.h"
+#include "gpt/probe.h"
+#include "gpt/save.h"
 #include "gpt/train.h"
 #include "rebatch/rebatch.h"
 
@@ -28,6 +30,10 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(dropout, "P", "0 to less than 1 (default: the preset's)")                                    \
     X(rate, "R", "highest learning rate (default 0.001)")                                          \
     X(lighten, "N", "begin at this level: 1 and 2 compute again, 3 also puts moments on the host") \
+    X(save, "FILE", "write the training's state there at the end")                                 \
+    X(save_every, "N", "and after every N steps")                                                  \
+    X(resume, "FILE", "go on where that training was, with its settings; --steps counts on")       \
+    X(probe, NULL, "first find the largest micro-batch: settings of the group probe")              \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
     X(cap, "SIZE", "memory of the device, 64MiB for example: REBATCH_DEVICE_CAPACITY")             \
@@ -42,12 +48,24 @@ enum request_option {
         OPTION_COUNT
 };
 
+/* "save-every": no identifier has a dash. */
+struct spelling {
+    char letters[16];
+};
+static struct spelling spell(const char *name)
+{
+    struct spelling spelling = {""};
+    for (size_t i = 0; name[i] && i + 1 < sizeof spelling.letters; i++)
+        spelling.letters[i] = name[i] == '_' ? '-' : name[i];
+    return spelling;
+}
+
 static void print_help(void)
 {
     printf("gpt: train a small transformer on bytes, through running out of memory\n\n"
            "usage: gpt [OPTION]...\n");
 #define OPTION(name, argument, text)                                                               \
-    printf("  --%-8s %-7s %s\n", #name, argument ? argument : "", text);
+    printf("  --%-10s %-7s %s\n", spell(#name).letters, argument ? argument : "", text);
     OPTIONS(OPTION)
 #undef OPTION
     printf("\nGPT_THREADS in the environment is the number of threads that compute, and the\n"
@@ -61,7 +79,10 @@ struct request {
     struct gpt_train_options train;
     size_t evaluation_samples;
     unsigned lighten;
-    const char *data, *config, *root;
+    bool probe;
+    size_t steps; /* of the whole training, those before a resume included */
+    size_t save_every;
+    const char *data, *config, *root, *save, *resume;
 };
 
 static bool parse_count(size_t *out, const char *name, const char *text, size_t least)
@@ -140,7 +161,7 @@ static bool apply(struct request *request, enum request_option option, const cha
         request->data = argument;
         return true;
     case OPTION_steps:
-        return parse_count(&train->total_steps, "steps", argument, 1);
+        return parse_count(&request->steps, "steps", argument, 1);
     case OPTION_batch:
         return parse_count(&train->batch, "batch", argument, 1);
     case OPTION_seed:
@@ -158,6 +179,17 @@ static bool apply(struct request *request, enum request_option option, const cha
         return parse_float(&train->learning_rate, "rate", argument);
     case OPTION_lighten:
         return parse_level(&request->lighten, argument);
+    case OPTION_save:
+        request->save = argument;
+        return true;
+    case OPTION_save_every:
+        return parse_count(&request->save_every, "save-every", argument, 1);
+    case OPTION_resume:
+        request->resume = argument;
+        return true;
+    case OPTION_probe:
+        request->probe = true;
+        return true;
     case OPTION_eval:
         return parse_count(&request->evaluation_samples, "eval", argument, 1);
     case OPTION_config:
@@ -180,12 +212,23 @@ static bool apply(struct request *request, enum request_option option, const cha
 /* Finds the options' arguments. Whether to go on; else *code is what to exit with. */
 static bool find_options(const char *given[OPTION_COUNT], int count, char **arguments, int *code)
 {
-    static const struct option known[] = {
-#define OPTION(name, argument, text)                                                               \
-    {#name, argument ? required_argument : no_argument, NULL, OPTION_##name},
+    static const char *const names[] = {
+#define OPTION(name, argument, text) #name,
         OPTIONS(OPTION)
 #undef OPTION
-            {NULL, 0, NULL, 0}};
+    };
+    static const bool takes_argument[] = {
+#define OPTION(name, argument, text) argument != NULL,
+        OPTIONS(OPTION)
+#undef OPTION
+    };
+    struct spelling spellings[OPTION_COUNT];
+    struct option known[OPTION_COUNT + 1] = {{NULL, 0, NULL, 0}};
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        spellings[i] = spell(names[i]);
+        known[i] = (struct option){spellings[i].letters,
+                                   takes_argument[i] ? required_argument : no_argument, NULL, i};
+    }
     *code = EXIT_USAGE;
     for (int found; (found = getopt_long(count, arguments, "", known, NULL)) != -1;) {
         if (found == '?')
@@ -195,7 +238,7 @@ static bool find_options(const char *given[OPTION_COUNT], int count, char **argu
             *code = EXIT_OK;
             return false;
         }
-        given[found] = optarg;
+        given[found] = optarg ? optarg : "";
     }
     if (optind < count) {
         fprintf(stderr, "gpt: \"%s\" is no option; see gpt --help\n", arguments[optind]);
@@ -204,17 +247,33 @@ static bool find_options(const char *given[OPTION_COUNT], int count, char **argu
     return true;
 }
 
+/* The settings begin as those of the preset, or of the training that goes on. */
 static bool read_request(struct request *request, int count, char **arguments, int *code)
 {
-    const char *given[OPTION_COUNT] = {[OPTION_preset] = "demo"};
+    const char *given[OPTION_COUNT] = {NULL};
     *request = (struct request){.root = "."};
+    struct gpt_train_options *train = &request->train;
     if (!find_options(given, count, arguments, code))
         return false;
+    const char *resume = given[OPTION_resume];
+    if (!accept(resume ? gpt_saved_options(train, resume)
+                       : gpt_train_options_init(train, "demo"))) {
+        *code = resume ? EXIT_FAILED : EXIT_USAGE;
+        return false;
+    }
+    request->steps = train->total_steps;
     for (int i = 0; i < OPTION_COUNT; i++)
         if (given[i] && !apply(request, (enum request_option)i, given[i]))
             return false;
-    request->train.warmup_steps = request->train.total_steps / 10;
-    request->train.least_learning_rate = request->train.learning_rate / 10.0f;
+    if (request->save_every > 0 && !request->save) {
+        fprintf(stderr, "gpt: --save-every is given without --save: expected a file\n");
+        return false;
+    }
+    if (resume)
+        return true;
+    train->total_steps = request->steps;
+    train->warmup_steps = train->total_steps / 10;
+    train->least_learning_rate = train->learning_rate / 10.0f;
     return true;
 }
 
@@ -236,23 +295,6 @@ static void print_event(const rebatch_event *event, void *user)
     printf("  ! %s\n", line);
 }
 
-/* The operations for a device, found by its kind: a device's name is that, or begins with it and a
- * colon. */
-static rebatch_status find_ops(const struct gpt_ops **out, const rebatch_device *device)
-{
-    const struct gpt_ops *const tables[] = {&gpt_host_ops, gpt_cuda_ops_get()};
-    const char *name = rebatch_device_name(device);
-    const size_t kind_bytes = strcspn(name, ":");
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        if (tables[i] && strlen(tables[i]->name) == kind_bytes &&
-            strncmp(name, tables[i]->name, kind_bytes) == 0) {
-            *out = tables[i];
-            return REBATCH_OK;
-        }
-    return gpt_error(REBATCH_E_UNSUPPORTED,
-                     "this program was built without operations for the device \"%s\"", name);
-}
-
 static rebatch_status open_run(struct run *run, const struct request *request)
 {
     const struct gpt_ops *ops = NULL;
@@ -269,7 +311,7 @@ static rebatch_status open_run(struct run *run, const struct request *request)
     if (!status)
         status = rebatch_config_open_device(&run->device, run->config);
     if (!status)
-        status = find_ops(&ops, run->device);
+        status = gpt_ops_for_device(&ops, run->device);
     if (!status)
         status = rebatch_open(&run->rb, run->device, &options);
     if (!status)
@@ -337,27 +379,68 @@ static rebatch_status run_step(struct run *run, rebatch_step_report *out)
     return REBATCH_OK;
 }
 
+static rebatch_status probe(struct run *run)
+{
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    rebatch_probe_report report;
+    rebatch_status status = rebatch_config_probe_options(&options, run->config);
+    if (!status)
+        status = gpt_trainer_probe(run->trainer, &options, &report);
+    if (!status)
+        printf("probe: micro-batch %zu in %u trials; %s\n", report.size, report.trials,
+               rebatch_saved_size_text(report.saved));
+    return status;
+}
+
+/* At the end, and after every so many steps before it. */
+static rebatch_status save_if_due(struct run *run, const struct request *request)
+{
+    const size_t done = run->trainer->loss_count;
+    const bool is_end = done >= request->steps;
+    if (!request->save || (!is_end && (!request->save_every || done % request->save_every)))
+        return REBATCH_OK;
+    return gpt_trainer_save(run->trainer, request->save);
+}
+
+static rebatch_status evaluate(struct run *run, const struct request *request)
+{
+    double held_out;
+    if (request->evaluation_samples == 0)
+        return REBATCH_OK;
+    const rebatch_status status =
+        gpt_trainer_evaluate(run->trainer, request->evaluation_samples, &held_out);
+    if (!status)
+        printf("held-out loss %.4f over %zu samples\n", held_out, request->evaluation_samples);
+    return status;
+}
+
 static rebatch_status train(struct run *run, const struct request *request)
 {
-    const size_t steps = request->train.total_steps;
+    const struct gpt_trainer *trainer = run->trainer;
     char hash[GPT_HASH_TEXT_BYTES];
     rebatch_step_report report = {0};
-    double held_out;
     rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < steps && !status; i++)
-        status = run_step(run, &report);
-    if (!status && steps > 1 && report.ooms == 0)
-        print_memory(run, &report, report.lighten_level ? report.lighten_level : request->lighten);
-    if (!status && request->evaluation_samples > 0) {
-        status = gpt_trainer_evaluate(run->trainer, request->evaluation_samples, &held_out);
+    if (request->resume) {
+        status = gpt_trainer_load(run->trainer, request->resume);
         if (!status)
-            printf("held-out loss %.4f over %zu samples\n", held_out, request->evaluation_samples);
+            printf("resumed after step %zu\n", trainer->loss_count);
     }
+    if (!status && request->probe)
+        status = probe(run);
+    while (trainer->loss_count < request->steps && !status) {
+        status = run_step(run, &report);
+        if (!status)
+            status = save_if_due(run, request);
+    }
+    if (!status && report.step > 0 && report.ooms == 0)
+        print_memory(run, &report, report.lighten_level ? report.lighten_level : request->lighten);
+    if (!status)
+        status = evaluate(run, request);
     if (!status)
         status = gpt_trainer_hash(run->trainer, hash);
     if (!status)
-        printf("gpt: steps=%zu loss=%.4f->%.4f sha256=%s\n", steps, run->trainer->losses[0],
-               run->trainer->losses[steps - 1], hash);
+        printf("gpt: steps=%zu loss=%.4f->%.4f sha256=%s\n", trainer->loss_count,
+               trainer->losses[0], trainer->losses[trainer->loss_count - 1], hash);
     return status;
 }
 

@@ -224,5 +224,8 @@ extern const struct gpt_ops gpt_host_ops;
 /* Those of NVIDIA GPUs: fp32, bf16 and fp16, for channels, inputs and outputs that are multiples of
  * 64, and heads 32, 64 or 128 wide. NULL in a program that was built without CUDA. */
 const struct gpt_ops *gpt_cuda_ops_get(void);
+/* The table for a device, by its kind.
+ *  @return REBATCH_OK; REBATCH_E_UNSUPPORTED when there is none in this program */
+rebatch_status gpt_ops_for_device(const struct gpt_ops **out, const rebatch_device *device);
 
 #endif

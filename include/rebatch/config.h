@@ -1,13 +1,14 @@
 /** @file config.h
  *  Limits and behaviour from a file and from REBATCH_… environment variables.
  *
- *  The file is libconfig's: groups batch, memory, recovery, growth, device, log. docs/config.md
- *  lists every key. A value comes from the environment if it is set there, else from the file, else
- *  it is the default. Loading is all or nothing. */
+ *  The file is libconfig's: groups batch, memory, recovery, growth, probe, device, log.
+ *  docs/config.md lists every key. A value comes from the environment if it is set there, else from
+ *  the file, else it is the default. Loading is all or nothing. */
 #ifndef REBATCH_CONFIG_H
 #define REBATCH_CONFIG_H
 
 #include "rebatch/device.h"
+#include "rebatch/probe.h"
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 
@@ -40,6 +41,14 @@ REBATCH_API rebatch_status rebatch_config_open_device(rebatch_device **out,
  *  @return REBATCH_OK, REBATCH_E_INVALID. */
 REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,
                                                   const rebatch_config *config);
+
+/** Fill in a probe's options: group probe. reserve_bytes stays as it is, and so does a key that the
+ *  settings do not give.
+ *  @param[in,out] options  struct_size set by the caller; its texts are then those of `config`,
+ *                          which must outlive it
+ *  @return REBATCH_OK, REBATCH_E_INVALID. */
+REBATCH_API rebatch_status rebatch_config_probe_options(rebatch_probe_options *options,
+                                                        const rebatch_config *config);
 
 /** One value as it would stand in a file, "64" or "\"22GiB\"", by its full name, "memory.limit".
  *  @param[out] origin  where it came from: "default", "FILE:LINE" or the variable's name; may be

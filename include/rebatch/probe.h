@@ -15,10 +15,20 @@
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 
+/** Which of the sizes that fit is chosen. */
+typedef enum rebatch_probe_choice {
+    REBATCH_PROBE_LARGEST = 0, /**< the largest */
+    /** The smallest of those within 2 % of the best throughput: the largest, three quarters, half
+     *  and a quarter of it are measured, twice each. Work on a GPU often runs no faster beyond some
+     *  size, and what is left of memory is then of use elsewhere. */
+    REBATCH_PROBE_FASTEST
+} rebatch_probe_choice;
+
 /** Options of a probe. Zero means default. */
 typedef struct rebatch_probe_options {
     size_t struct_size;  /**< sizeof(rebatch_probe_options) */
-    uint32_t max_trials; /**< runs of forward_backward, in vain or not; 0: 5 */
+    uint32_t max_trials; /**< runs of forward_backward, in vain or not; 0: 5, and 8 more to measure
+                              which size is fastest */
     /** Memory that is not there yet and will be, in bytes: what the first update allocates and
      *  keeps, AdamW's two moments for example, and what comes in outside the pool. It is held from
      *  the pool during the probe, so that the size found leaves room for it. State that an update
@@ -32,10 +42,14 @@ typedef struct rebatch_probe_options {
     /** Names the model in that file, 1 to 255 bytes: "gpt2-124M T=1024 bf16", for example. What
      *  changes the memory of a sample belongs in it. */
     const char *key;
+    /** No run begins later than that, looked at between runs; the answer is then the best that ran.
+     *  0: no bound. */
+    uint32_t max_seconds;
+    rebatch_probe_choice choose;
 } rebatch_probe_options;
 #define REBATCH_PROBE_OPTIONS_INIT                                                                 \
     {                                                                                              \
-        sizeof(rebatch_probe_options), 0, 0, NULL, NULL                                            \
+        sizeof(rebatch_probe_options), 0, 0, NULL, NULL, 0, REBATCH_PROBE_LARGEST                  \
     }
 
 /** How sure a result is: X(name, in words). */
@@ -81,8 +95,11 @@ typedef struct rebatch_probe_report {
     uint32_t ooms;                 /**< of them, those that ran out of memory */
     rebatch_confidence confidence;
     rebatch_oom_report oom; /**< the last OOM of the pool in this probe; asked_bytes 0 when none */
-    rebatch_saved_size saved; /**< what the file of results had to say */
-    size_t saved_size;        /**< the size that was in it; 0: none */
+    rebatch_saved_size saved;  /**< what the file of results had to say */
+    size_t saved_size;         /**< the size that was in it; 0: none */
+    size_t largest_size;       /**< the largest that ran and fits; `size`, unless the fastest was
+                                   chosen */
+    double samples_per_second; /**< of `size`, when the fastest was chosen; else 0 */
 } rebatch_probe_report;
 
 /** What a size is predicted to need. Bytes count everything that lives in the pool, reserve_bytes
@@ -91,7 +108,8 @@ typedef struct rebatch_prediction {
     size_t size;
     bool fits;               /**< whole steps of that size would run in the memory there is now */
     uint64_t peak_bytes;     /**< most live at once */
-    uint64_t reserved_bytes; /**< most held from the device; 0 when it does not fit */
+    uint64_t reserved_bytes; /**< most held from the device, the cache that is there now included;
+                                  0 when it does not fit */
     uint64_t limit_bytes;    /**< what the pool could hold from the device, all in all, now */
     uint64_t failing_bytes;  /**< the request that fails first; 0 when it fits */
 } rebatch_prediction;

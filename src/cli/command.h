@@ -4,7 +4,12 @@
 
 #include <stddef.h>
 
-enum { RBI_EXIT_OK = 0, RBI_EXIT_FAILED = 1, RBI_EXIT_USAGE = 2 };
+enum {
+    RBI_EXIT_OK = 0,
+    RBI_EXIT_FAILED = 1,
+    RBI_EXIT_USAGE = 2,
+    RBI_EXIT_NOTHING_FITS = 3 /* of `probe` */
+};
 
 /* A command: `run` takes what follows its name and gives the exit status. */
 struct rbi_command {

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cli/command.h"
+#include "cli/probe.h"
 #include "cli/replay.h"
 #include "rebatch/version.h"
 
@@ -17,11 +18,14 @@ static const char main_help[] =
     "  rebatch config example      a commented file with every setting at its default\n"
     "  rebatch config reference    the table of settings, in Markdown\n"
     "  rebatch help config         more about settings\n"
+    "  rebatch probe [OPTION]...   the largest micro-batch of the reference model that fits\n"
+    "  rebatch help probe          more about that\n"
     "  rebatch replay TRACE...     run recorded allocations against the pool\n"
     "  rebatch help replay         more about traces\n"
     "  rebatch --version           the version\n"
     "\n"
-    "exit status: 0 all is well, 1 a mistake was found or a file failed, 2 wrong usage\n";
+    "exit status: 0 all is well, 1 a mistake was found or a file failed, 2 wrong usage,\n"
+    "3 nothing fits\n";
 
 /* ---- finding the command ---- */
 
@@ -76,8 +80,8 @@ int rbi_command_refuse(const char *usage)
 
 static int run_help(int count, char **arguments)
 {
-    static const struct rbi_command topics[] = {{"config", rbi_config_help},
-                                                {"replay", rbi_replay_help}};
+    static const struct rbi_command topics[] = {
+        {"config", rbi_config_help}, {"probe", rbi_probe_help}, {"replay", rbi_replay_help}};
     if (count > 0)
         return rbi_command_run("help on", topics, sizeof topics / sizeof *topics, count, arguments);
     fputs(main_help, stdout);
@@ -96,11 +100,8 @@ static int run_version(int count, char **arguments)
 int main(int count, char **arguments)
 {
     static const struct rbi_command commands[] = {
-        {"config", rbi_config_main},
-        {"replay", rbi_replay_main},
-        {"help", run_help},
-        {"--help", run_help},
-        {"-h", run_help},
+        {"config", rbi_config_main}, {"probe", rbi_probe_main}, {"replay", rbi_replay_main},
+        {"help", run_help},          {"--help", run_help},      {"-h", run_help},
         {"--version", run_version},
     };
     if (count < 2) {

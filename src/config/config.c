@@ -182,6 +182,27 @@ rebatch_status rebatch_config_options(rebatch_options *options, const rebatch_co
     return REBATCH_OK;
 }
 
+rebatch_status rebatch_config_probe_options(rebatch_probe_options *options,
+                                            const rebatch_config *config)
+{
+    static const rebatch_probe_choice choices[] = {REBATCH_PROBE_LARGEST, REBATCH_PROBE_FASTEST};
+    if (!options || !config)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", options ? "config" : "options");
+    if (options->struct_size != sizeof *options)
+        return rbi_error(REBATCH_E_INVALID,
+                         "rebatch_probe_options.struct_size is %zu: expected %zu, or settings "
+                         "would be lost",
+                         options->struct_size, sizeof *options);
+    const struct rbi_entry *e = config->entries;
+    options->max_trials = (uint32_t)e[RBI_PROBE_MAX_TRIALS].number;
+    options->max_seconds = (uint32_t)e[RBI_PROBE_MAX_SECONDS].number;
+    options->choose = choices[e[RBI_PROBE_CHOOSE].number];
+    options->file = e[RBI_PROBE_FILE].is_none ? NULL : e[RBI_PROBE_FILE].words;
+    if (!e[RBI_PROBE_KEY].is_none)
+        options->key = e[RBI_PROBE_KEY].words;
+    return REBATCH_OK;
+}
+
 /* The bytes that device.capacity stands for; a share is of what the machine has. */
 static rebatch_status set_capacity(rebatch_device *device, const struct rbi_entry *entry)
 {

@@ -102,6 +102,10 @@ void rbi_setting_describe(struct rbi_text *t, const struct rbi_setting *setting)
     case RBI_CHOICE:
         describe_choice(t, setting);
         break;
+    case RBI_TEXT:
+        rbi_text_add(t, "1 to %" PRIu64 " bytes%s", setting->most,
+                     setting->may_be_none ? ", or \"none\"" : "");
+        break;
     case RBI_LIST:
         rbi_text_add(t, "up to %d whole numbers such as [8, 16, 32], or \"any\"", RBI_LIST_MOST);
         break;

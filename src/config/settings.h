@@ -14,6 +14,7 @@
     X(memory, "What the pool may take from the device.")                                           \
     X(recovery, "What happens when memory runs out.")                                              \
     X(growth, "How the micro-batch grows again.")                                                  \
+    X(probe, "How the largest micro-batch is looked for.")                                         \
     X(device, "Where memory comes from.")                                                          \
     X(log, "What is reported to the event callback.")
 
@@ -23,6 +24,7 @@ enum rbi_setting_kind {
     RBI_SHARE,  /* a share of `share_of`, as text: "80%" */
     RBI_SWITCH, /* true or false */
     RBI_CHOICE, /* one of `choices`, as text; its number is the index */
+    RBI_TEXT,   /* up to `most` bytes, no quotes, backslashes or control characters */
     RBI_LIST    /* whole numbers from `least` to `most`, as an array, or "any" */
 };
 
@@ -99,6 +101,22 @@ enum rbi_setting_kind {
     X(GROWTH_WAIT_MAX, .key = "growth.wait_max", .kind = RBI_COUNT, .initial = "1024", .least = 1, \
       .most = UINT32_MAX,                                                                          \
       .help = "Each growth that fails doubles that wait, up to this many steps.")                  \
+    X(PROBE_MAX_TRIALS, .key = "probe.max_trials", .kind = RBI_COUNT, .initial = "0",              \
+      .most = UINT32_MAX,                                                                          \
+      .help = "Micro-batches that a probe may run. 0: 5, and 8 more to measure which size is "     \
+              "fastest.")                                                                          \
+    X(PROBE_MAX_SECONDS, .key = "probe.max_seconds", .kind = RBI_COUNT, .initial = "0",            \
+      .most = UINT32_MAX, .help = "A probe begins no run later than that. 0: no bound.")           \
+    X(PROBE_CHOOSE, .key = "probe.choose", .kind = RBI_CHOICE, .initial = "largest",               \
+      .choices = {"largest", "fastest"},                                                           \
+      .help = "The largest micro-batch that fits, or the smallest within 2 % of the best "         \
+              "throughput.")                                                                       \
+    X(PROBE_FILE, .key = "probe.file", .kind = RBI_TEXT, .initial = "none", .most = 600,           \
+      .may_be_none = true,                                                                         \
+      .help = "Keeps what is found, so that a run that resumes only verifies it.")                 \
+    X(PROBE_KEY, .key = "probe.key", .kind = RBI_TEXT, .initial = "none", .most = 255,             \
+      .may_be_none = true,                                                                         \
+      .help = "Names the model in that file. none: the program's own name for it.")                \
     X(DEVICE_KIND, .key = "device.kind", .kind = RBI_CHOICE, .initial = "host",                    \
       .choices = {"host", "cuda"},                                                                 \
       .help = "The device: an NVIDIA GPU, or host, the CPU's memory under a cap.")                 \
@@ -203,6 +221,7 @@ struct rbi_entry {
     uint32_t permille;            /* of a share; then `number` is 0 */
     bool is_none;                 /* then `number` is 0 */
     char text[RBI_VALUE_BYTES];   /* as it would stand in a file */
+    char words[RBI_VALUE_BYTES];  /* of a text: without the quotes; "" when it is none */
     char *origin;                 /* "FILE:LINE" or a variable; NULL: the default */
 };
 

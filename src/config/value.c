@@ -60,7 +60,7 @@ static void add_expected(struct rbi_text *t, const struct rbi_setting *setting)
 {
     if (setting->kind == RBI_SWITCH)
         rbi_text_add(t, "a boolean, ");
-    else if (setting->kind == RBI_CHOICE || setting->kind == RBI_SHARE)
+    else if (setting->kind == RBI_CHOICE || setting->kind == RBI_SHARE || setting->kind == RBI_TEXT)
         rbi_text_add(t, "text, ");
     rbi_setting_describe(t, setting);
 }
@@ -201,6 +201,31 @@ static rebatch_status set_choice(struct rbi_entry *entry, const struct rbi_setti
     return refuse_text(setting, place, text, "");
 }
 
+/* What is wrong with a text; "" when nothing is. In a file it stands in quotes, and as it is. */
+static const char *wrong_text(const struct rbi_setting *setting, const char *text)
+{
+    const size_t length = strlen(text);
+    if (length > setting->most)
+        return ", too long a text";
+    for (size_t i = 0; i < length; i++)
+        if (text[i] == '"' || text[i] == '\\' || (unsigned char)text[i] < ' ' || text[i] == 0x7f)
+            return ", with a quote, a backslash or a control character";
+    return length ? "" : ", nothing";
+}
+
+static rebatch_status set_words(struct rbi_entry *entry, const struct rbi_setting *setting,
+                                const char *text, const struct rbi_place *place)
+{
+    const char *wrong = wrong_text(setting, text);
+    if (wrong[0])
+        return refuse_text(setting, place, text, wrong);
+    set_number(entry, 0);
+    entry->is_none = setting->may_be_none && strcmp(text, "none") == 0;
+    memcpy(entry->words, entry->is_none ? "" : text, entry->is_none ? 1 : strlen(text) + 1);
+    set_text(entry, "\"%s\"", text);
+    return REBATCH_OK;
+}
+
 /* ---- lists ---- */
 
 /* Puts a number where it belongs, unless it is there. */
@@ -288,6 +313,8 @@ rebatch_status rbi_entry_set_quoted(struct rbi_entry *entry, const struct rbi_se
         return set_choice(entry, setting, text, place);
     if (setting->kind == RBI_LIST)
         return set_list(entry, setting, text, place);
+    if (setting->kind == RBI_TEXT)
+        return set_words(entry, setting, text, place);
     return refuse_text(setting, place, text, ", text");
 }
 
@@ -339,6 +366,8 @@ rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_sett
         return set_size(entry, setting, text, place);
     if (setting->kind == RBI_LIST)
         return set_list(entry, setting, text, place);
+    if (setting->kind == RBI_TEXT)
+        return set_words(entry, setting, text, place);
     switch (rbi_integer_parse(text, strlen(text), &integer)) {
     case RBI_INTEGER_FITS:
         return rbi_entry_set_integer(entry, setting, integer, place);

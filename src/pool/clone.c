@@ -233,6 +233,25 @@ static rebatch_status copy_lists(const struct copy *copy)
 
 /* ---- the whole ---- */
 
+/* A pool that is itself over a dry device has addresses that the copy's would give out again: they
+ * are used up. */
+static rebatch_status skip_addresses(const struct copy *copy)
+{
+    uintptr_t end = 0;
+    for (const struct rbi_range *r = copy->from->first_range; r; r = r->next)
+        end = rbi_max(end, (uintptr_t)r->address + r->bytes);
+    void *at;
+    rebatch_device *dry = copy->to->device;
+    rebatch_status status = rbi_device_alloc(dry, &at, copy->from->granule_bytes);
+    if (!status)
+        status = rbi_device_free(dry, at, copy->from->granule_bytes);
+    if (status || (uintptr_t)at >= end)
+        return status;
+    const size_t gap = end - (uintptr_t)at;
+    status = rbi_device_alloc(dry, &at, gap);
+    return status ? status : rbi_device_free(dry, at, gap);
+}
+
 /* Where all work is done, no block is pending. */
 static rebatch_status copy_locked(struct copy *copy)
 {
@@ -241,6 +260,8 @@ static rebatch_status copy_locked(struct copy *copy)
     if (!status)
         status = take_memory(copy);
     copy_figures(copy->to, copy->from);
+    if (!status)
+        status = skip_addresses(copy);
     if (!status)
         status = copy_streams(copy);
     for (const struct rbi_range *r = copy->from->first_range; r && !status; r = r->next)

@@ -112,12 +112,22 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
     return status;
 }
 
+static rebatch_status check_sum(size_t *rounded, const rebatch_pool *pool, size_t bytes)
+{
+    size_t whole;
+    if (rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, rounded) &&
+        rbi_round_up(*rounded, pool->granule_bytes, &whole))
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_INVALID,
+                     "bytes is %zu: expected a sum that can be rounded up to %zu bytes", bytes,
+                     pool->granule_bytes);
+}
+
 rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     rebatch_status status = rbi_pool_check(pool);
-    size_t rounded = 0;
-    if (status != REBATCH_OK ||
-        (status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
+    size_t rounded = 0; /* a sum of blocks, which are rounded up already */
+    if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);

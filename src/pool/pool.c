@@ -140,13 +140,24 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
     rbi_lock_give(&pool->lock);
 }
 
-void rbi_pool_each_live(rebatch_pool *pool,
+void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
                         void (*show)(void *user, const void *address, size_t bytes), void *user)
 {
     rbi_lock_take(&pool->lock);
-    for (const struct rbi_block *block = pool->oldest; block; block = block->next)
+    const struct rbi_block *block = pool->newest;
+    while (block && block->birth >= since && block->previous && block->previous->birth >= since)
+        block = block->previous;
+    for (; block && block->birth >= since; block = block->next)
         show(user, block->address, block->bytes);
     rbi_lock_give(&pool->lock);
+}
+
+uint64_t rbi_pool_births(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    const uint64_t births = pool->births;
+    rbi_lock_give(&pool->lock);
+    return births;
 }
 
 /* ---- allocate ---- */

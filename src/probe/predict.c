@@ -43,7 +43,8 @@ static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model
     out->failing_bytes = out->peak_bytes;
     if (status || out->peak_bytes / FAR_TOO_LARGE > out->limit_bytes)
         return status;
-    status = rbi_replay(&forecast, model, setting, out->size, batch);
+    status =
+        rbi_replay(&forecast, model, setting, &(struct rbi_plan){out->size, true, true, batch});
     out->fits = forecast.fits;
     out->failing_bytes = forecast.fits ? 0 : forecast.failing_bytes;
     if (forecast.fits) {
@@ -60,17 +61,16 @@ static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch
     struct rbi_setting setting = rbi_probe_setting(rb, least);
     rebatch_status status = read_limit(&out->limit_bytes, rb->pool);
     if (!status)
-        status = rebatch_pool_alloc(&setting.reserve, rb->pool, reserve_bytes, setting.stream, 0);
+        status = rbi_pieces_hold(&setting, reserve_bytes);
     if (status == REBATCH_OOM) {
         out->failing_bytes = reserve_bytes;
         status = rbi_model_peak(&out->peak_bytes, rbi_probe_model(rb), out->size);
         out->peak_bytes += reserve_bytes;
         return status;
     }
-    setting.reserve_bytes = reserve_bytes;
     if (!status)
         status = ask(out, rbi_probe_model(rb), &setting, batch);
-    (void)rebatch_pool_free(rb->pool, setting.reserve);
+    rbi_pieces_release(&setting);
     return status;
 }
 

@@ -54,6 +54,33 @@ static uint64_t peak_of(const rebatch *rb, size_t size)
     return need ? need->bytes : 0;
 }
 
+/* More pointers than that are not guarded. */
+#define FORGOTTEN_MOST 1024
+
+/* What a trial has made and a guarded pointer no longer knows. It is held till the next trial,
+ * which makes it again, or till the probe ends, so that its memory counts as what a step will
+ * keep. */
+struct trials {
+    rebatch *rb;
+    void *forgotten[FORGOTTEN_MOST];
+    size_t count;
+};
+
+static void free_forgotten(struct trials *trials)
+{
+    while (trials->count > 0)
+        (void)rebatch_pool_free(trials->rb->pool, trials->forgotten[--trials->count]);
+}
+
+/* Runs with the pool's lock held. */
+static void add_forgotten(void *user, const void *address, size_t bytes)
+{
+    struct trials *trials = user;
+    (void)bytes;
+    if (trials->count < FORGOTTEN_MOST && rbi_guards_forget(trials->rb, address, RBI_GUARD_STEP))
+        trials->forgotten[trials->count++] = (void *)(uintptr_t)address;
+}
+
 /* By cost, the sizes are those of the first samples of the batch, each number that is allowed. */
 static size_t samples_of(const rebatch *rb, size_t size)
 {
@@ -62,14 +89,14 @@ static size_t samples_of(const rebatch *rb, size_t size)
 
 static size_t round_down(void *user, size_t size)
 {
-    const rebatch *rb = user;
+    const rebatch *rb = ((const struct trials *)user)->rb;
     const size_t count = samples_of(rb, size);
     return count ? rbi_size_of(rb, 0, count) : 0;
 }
 
 static size_t round_up(void *user, size_t size)
 {
-    const rebatch *rb = user;
+    const rebatch *rb = ((const struct trials *)user)->rb;
     if (!rb->by_cost)
         return rbi_round_size_up(&rb->options, size);
     const size_t most = rbi_micro_upper(rb, rb->batch);
@@ -83,23 +110,35 @@ static size_t round_up(void *user, size_t size)
     return rbi_size_of(rb, 0, count);
 }
 
-static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
-                                size_t size, const struct rbi_trace *before)
+/* Runs it, and waits for its work: what fails late fails here, and what it took can be measured. */
+static rebatch_status run_callback(rebatch *rb, size_t count)
 {
-    rebatch *rb = user;
-    const size_t count = rb->by_cost ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
-    rb->size = size;
     const rebatch_microbatch mb = {.step = rb->step,
                                    .count = count,
                                    .batch = rb->batch,
                                    .probing = true,
                                    .pool = rb->pool,
                                    .stream = rb->options.stream};
+    const rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
+    return status ? status : rebatch_stream_synchronize(rb->device, rb->options.stream);
+}
+
+static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
+                                size_t size, const struct rbi_trace *before)
+{
+    struct trials *trials = user;
+    rebatch *rb = trials->rb;
+    const size_t count = rb->by_cost ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
+    rb->size = size;
+    free_forgotten(trials);
+    const uint64_t births = rbi_pool_births(rb->pool);
     rbi_pool_mark(rb->pool);
     rbi_trace_begin(trace, rb->pool, size);
-    rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
+    const rebatch_status status = run_callback(rb, count);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(rb->pool);
+    if (rb->guard_count)
+        rbi_pool_each_live(rb->pool, births, add_forgotten, trials);
     const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)
@@ -116,41 +155,33 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
 
 /* ---- what recovery may ask later ---- */
 
-struct oracle {
-    struct rbi_model model;
-    size_t sizes[];
-};
-
 static uint64_t foretell(void *user, size_t count)
 {
-    struct oracle *oracle = user;
-    return rbi_model_need(&oracle->model, count, oracle->sizes);
+    const struct rbi_model *model = user;
+    return rbi_model_need(model, count);
 }
 
-static void destroy_oracle(void *user)
+static void destroy_model(void *user)
 {
-    struct oracle *oracle = user;
-    rbi_model_release(&oracle->model);
-    rbi_heap_free(oracle);
+    rbi_model_release(user);
+    rbi_heap_free(user);
 }
 
 const struct rbi_model *rbi_probe_model(const rebatch *rb)
 {
-    const struct oracle *oracle = rb->oracle.user;
-    return rb->oracle.need == foretell ? &oracle->model : NULL;
+    return rb->oracle.need == foretell ? rb->oracle.user : NULL;
 }
 
 /* The session takes the model over. */
 static rebatch_status hand_over(rebatch *rb, struct rbi_model *model)
 {
-    struct oracle *oracle =
-        rbi_heap_calloc(1, sizeof *oracle + model->blocks * sizeof *oracle->sizes);
-    if (!oracle)
+    struct rbi_model *own = rbi_heap_calloc(1, sizeof *own);
+    if (!own)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
-    oracle->model = *model;
+    *own = *model;
     *model = (struct rbi_model){0};
     rbi_need_set_oracle(
-        rb, &(struct rbi_oracle){foretell, destroy_oracle, oracle, rb->lighten, rb->by_cost});
+        rb, &(struct rbi_oracle){foretell, destroy_model, own, rb->lighten, rb->by_cost});
     return REBATCH_OK;
 }
 
@@ -201,6 +232,76 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
     return status ? status : zeroed;
 }
 
+/* ---- memory that is not there yet ---- */
+
+#define PIECES_MOST 4096
+/* Optimizers keep one, two or three values a parameter. */
+#define TURNS_MOST 4
+
+/* Runs with the pool's lock held. */
+static void add_live(void *user, const void *address, size_t bytes)
+{
+    struct rbi_setting *setting = user;
+    (void)address;
+    if (setting->piece_count < PIECES_MOST)
+        setting->pieces[setting->piece_count++].bytes = bytes;
+}
+
+__extension__ typedef unsigned __int128 wide;
+
+/* What an update makes is like what it updates: the reserve is in pieces as the live blocks are,
+ * each once or several times, and comes to `bytes` in all. */
+static void shape_pieces(struct rbi_setting *setting, rebatch_pool *pool, size_t bytes)
+{
+    rbi_pool_each_live(pool, 0, add_live, setting);
+    const size_t blocks = setting->piece_count;
+    uint64_t live = 0;
+    for (size_t i = 0; i < blocks; i++)
+        live += setting->pieces[i].bytes;
+    const uint64_t turns = live ? rbi_min((bytes + live / 2) / live, TURNS_MOST) : 0;
+    setting->piece_count = rbi_max(turns, 1) * rbi_max(blocks, 1);
+    if (live == 0 || setting->piece_count > PIECES_MOST) {
+        setting->piece_count = 1;
+        setting->pieces[0].bytes = bytes;
+        return;
+    }
+    const wide all = (wide)live * rbi_max(turns, 1);
+    size_t left = bytes;
+    for (size_t i = setting->piece_count; i-- > 0;) { /* the live sizes come first: they go last */
+        const wide share = (wide)setting->pieces[i % blocks].bytes * bytes;
+        setting->pieces[i].bytes = rbi_min((size_t)((share + all - 1) / all), left);
+        left -= setting->pieces[i].bytes;
+    }
+}
+
+void rbi_pieces_release(struct rbi_setting *setting)
+{
+    for (size_t i = 0; i < setting->piece_count; i++)
+        (void)rebatch_pool_free(setting->pool, setting->pieces[i].address);
+    rbi_heap_free(setting->pieces);
+    setting->pieces = NULL;
+    setting->piece_count = 0;
+}
+
+rebatch_status rbi_pieces_hold(struct rbi_setting *setting, size_t bytes)
+{
+    if (bytes == 0)
+        return REBATCH_OK;
+    setting->pieces = rbi_heap_calloc(PIECES_MOST, sizeof *setting->pieces);
+    if (!setting->pieces)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to hold reserve_bytes");
+    shape_pieces(setting, setting->pool, bytes);
+    rebatch_tag tag = 0; /* where there are no tags left */
+    (void)rebatch_pool_tag(&tag, setting->pool, "reserve_bytes");
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < setting->piece_count && !status; i++)
+        status = rebatch_pool_alloc(&setting->pieces[i].address, setting->pool,
+                                    setting->pieces[i].bytes, setting->stream, tag);
+    if (status)
+        rbi_pieces_release(setting);
+    return status;
+}
+
 static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
 {
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
@@ -210,15 +311,12 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
         status = zero_grad(rb);
     if (status)
         return status;
-    void *reserve;
-    status = rebatch_pool_alloc(&reserve, rb->pool, reserve_bytes, rb->options.stream, 0);
+    status = rbi_pieces_hold(&search->setting, reserve_bytes);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
-    search->setting.reserve = reserve;
-    search->setting.reserve_bytes = reserve_bytes;
     status = search_with_reserve(search, rb);
-    (void)rebatch_pool_free(rb->pool, reserve);
-    if (!status && search->low.count)
+    rbi_pieces_release(&search->setting);
+    if (!status && search->whole_count > 1)
         status = hand_over(rb, &search->model);
     if (!status && rb->by_cost)
         rb->budget = search->report.size;
@@ -232,8 +330,13 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
     *out = (rebatch_probe_options)REBATCH_PROBE_OPTIONS_INIT;
     const rebatch_status status =
         rbi_options_copy(out, sizeof *out, given, "rebatch_probe_options");
+    if (!status && out->choose != REBATCH_PROBE_LARGEST && out->choose != REBATCH_PROBE_FASTEST)
+        return rbi_error(REBATCH_E_INVALID,
+                         "choose is %d: expected REBATCH_PROBE_LARGEST or REBATCH_PROBE_FASTEST",
+                         (int)out->choose);
     if (out->max_trials == 0)
-        out->max_trials = DEFAULT_MAX_TRIALS;
+        out->max_trials =
+            DEFAULT_MAX_TRIALS + (out->choose == REBATCH_PROBE_FASTEST ? RBI_TIMED_RUNS : 0);
     return status;
 }
 
@@ -251,8 +354,12 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
 {
     const size_t most = rbi_micro_upper(rb, batch);
     const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
+    struct trials trials = {.rb = rb};
     struct rbi_search search = {.trial = run_trial,
-                                .user = rb,
+                                .user = &trials,
+                                .now = rbi_now_ns,
+                                .max_ns = options->max_seconds * UINT64_C(1000000000),
+                                .is_fastest = options->choose == REBATCH_PROBE_FASTEST,
                                 .setting = rbi_probe_setting(rb, rbi_size_of(rb, 0, least)),
                                 .least = rbi_size_of(rb, 0, least),
                                 .most = rbi_size_of(rb, 0, most),
@@ -265,8 +372,9 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     if (status)
         return status;
     if (saved.size)
-        search.hint = round_down(rb, saved.size);
+        search.hint = round_down(&trials, saved.size);
     status = run(&search, rb, options->reserve_bytes);
+    free_forgotten(&trials);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
     if (!status)

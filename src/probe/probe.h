@@ -30,16 +30,23 @@ struct rbi_trace_event {
 };
 
 /* The calls of one micro-batch in their order.
- *   blocks == number of ALLOC events; is_freed has one entry a block */
+ *   blocks == number of ALLOC events; is_freed and is_passed have one entry a block */
 struct rbi_trace {
-    size_t count; /* samples */
+    size_t count;  /* samples */
+    size_t before; /* those of the micro-batch before it; 0: there was none */
     struct rbi_trace_event *events;
     size_t event_count, event_room;
     uint32_t blocks;
     bool *is_freed;
-    uint64_t peak_bytes; /* on top of what lived before it */
-    bool is_whole;       /* the micro-batch ran to its end */
-    bool is_cut;         /* the host's memory did not suffice to record it */
+    bool *is_passed; /* what the next micro-batch has freed; that there was one: has_next */
+    bool has_next;
+    uint64_t peak_bytes;   /* on top of what lived before it */
+    uint64_t live_bytes;   /* at the most, all in all */
+    size_t outside_bytes;  /* of the device, held by others, at the most */
+    size_t outside_before; /* when it began */
+    rebatch_pool *pool;    /* while it is recorded */
+    bool is_whole;         /* the micro-batch ran to its end */
+    bool is_cut;           /* the host's memory did not suffice to record it */
 };
 
 /* Records the pool's calls until end; the trace is empty before. */
@@ -48,84 +55,175 @@ void rbi_trace_begin(struct rbi_trace *trace, rebatch_pool *pool, size_t count);
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
 rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
                              const struct rbi_trace *before);
+/* Notes what the next one, a whole one, has freed of what the trace has kept. */
+void rbi_trace_pass_on(struct rbi_trace *trace, const struct rbi_trace *next);
 /* Adds the request that failed to a trace that has ended. */
 void rbi_trace_add_failure(struct rbi_trace *trace, size_t asked_bytes);
 void rbi_trace_release(struct rbi_trace *trace);
 
-/* ---- what another size would do (model.c) ---- */
+/* ---- bytes as a function of the samples (line.c) ---- */
 
-/* Bytes as a function of the samples: through (count, bytes), rising by `rise` every `run`; the
- * quotient is rounded up, then down to a multiple of `unit`, a power of two. */
+/* Samples are rounded up to multiples of `step`. Then a line through (count, bytes), rising by
+ * `rise` every `run`; the quotient is rounded up, and what comes out and `up` more down to a
+ * multiple of `unit`. Elsewhere than at `count` there is `residual` more, by which a line did not
+ * explain a point. */
 struct rbi_line {
-    size_t count, run;
+    size_t count, run, step;
     int64_t bytes, rise;
-    size_t unit;
+    size_t unit, up, residual;
 };
 size_t rbi_line_at(const struct rbi_line *line, size_t count);
 
+struct rbi_point {
+    size_t count, bytes;
+};
+#define RBI_POINTS_MOST 8
+struct rbi_points {
+    struct rbi_point at[RBI_POINTS_MOST];
+    size_t count;
+    size_t base;      /* the point whose bytes come out exactly */
+    size_t unit;      /* that of all sizes, 1: none */
+    bool is_cautious; /* from above where not all is known */
+};
+/* The law that explains all points, which rise by count: a straight line, one over samples in
+ * steps, or over sizes that are rounded up to a power of two; or else the line through the last
+ * two, and how far another point is above it. */
+struct rbi_line rbi_line_fit(const struct rbi_points *points);
+/* Goes through the origin. */
+struct rbi_line rbi_line_scale(const struct rbi_point *point);
+struct rbi_line rbi_line_constant(size_t bytes);
+
+/* How often something is done for so many samples: `fixed` times, and once for every `step`. */
+struct rbi_turns {
+    int64_t fixed;
+    size_t step;
+};
+size_t rbi_turns_at(const struct rbi_turns *turns, size_t count);
+/* Whether that many turns a point (in its `bytes`) are made when a turn is for `step` samples. */
+bool rbi_turns_explain(struct rbi_turns *out, size_t step, const struct rbi_point *points,
+                       size_t count);
+
+/* ---- what another size would do (align.c, model.c) ---- */
+
 struct rbi_model_event {
     enum rbi_trace_kind kind; /* ALLOC, FREE, FREE_PREVIOUS, RESERVE */
-    uint32_t block;           /* number of the allocation in the model */
-    struct rbi_line line;
+    uint32_t slot;            /* the list that an allocation's block goes to */
+    bool is_queued;           /* FREE: the oldest of the list, else the newest */
+    bool is_last_first;       /* FREE in turns: the block of the last turn of the other loop */
+    struct rbi_line line;     /* of the bytes; of FREE: those of the allocation */
+    struct rbi_line last;     /* in turns: those of the last turn, over the samples left for it */
     rebatch_stream stream;
-    void *kept_at; /* where the last micro-batch has what this allocation keeps; NULL: it keeps
-                      nothing */
 };
 
-/* Either events, or, when two traces have no common form, a line for the peak as a whole. */
+/* Events that are done in turns. */
+struct rbi_model_loop {
+    size_t first, length; /* events */
+    struct rbi_turns turns;
+    bool is_ragged; /* the last turn may be smaller */
+};
+
+/* What the last micro-batch has kept. */
+struct rbi_kept {
+    uint32_t slot;
+    void *address;
+};
+
+/* Either events, or, when traces have no common form, a line for the peak as a whole. */
 struct rbi_model {
     struct rbi_model_event *events;
     size_t event_count;
-    uint32_t blocks;
+    struct rbi_model_loop *loops; /* in the order of their events, which they do not share */
+    size_t loop_count;
+    struct rbi_kept *kept; /* oldest first */
+    size_t kept_count;
+    uint32_t slots;
     struct rbi_line peak;
-    rebatch_pool *pool; /* whose rounding it is; may be NULL */
+    struct rbi_line outside; /* of the device, held by others */
+    bool is_rough;           /* not all of it is a straight line of whole bytes a sample */
     bool has_events;
-    size_t most_known; /* the largest size that it was made from */
+    rebatch_pool *pool; /* whose rounding it is; may be NULL */
 };
 
-/* Puts a model together.
- *  @param low, high  whole traces, low->count < high->count
- *  @param cut        of a larger size that ran into an OOM; may be NULL
+/* The traces that a model is made of. */
+#define RBI_TRACES_MOST (RBI_POINTS_MOST - 1)
+struct rbi_traces {
+    const struct rbi_trace *whole[RBI_TRACES_MOST]; /* by rising count */
+    size_t count;
+    const struct rbi_trace *latest; /* one of them: what it has kept lives */
+    const struct rbi_trace *cut;    /* of a larger size that ran into an OOM; may be NULL */
+    bool is_cautious;               /* what is not known for certain is bounded from above */
+};
+
+/* Puts a model together from at least one trace. From one alone everything is in proportion, which
+ * no size that also has a fixed part exceeds; what the micro-batch kept is then taken to have been
+ * made once.
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
-rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_trace *low,
-                              const struct rbi_trace *high, const struct rbi_trace *cut);
-/* From one trace alone: everything in proportion, which no size that also has a fixed part exceeds.
- * What the micro-batch kept is taken to have been made once. */
-rebatch_status rbi_model_scale(struct rbi_model *out, const struct rbi_trace *trace);
+rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_traces *traces);
+/* Brings the traces into the form of the largest whole one and fills in what has_events is about.
+ * REBATCH_OK also when there is no common form. */
+rebatch_status rbi_model_align(struct rbi_model *out, const struct rbi_traces *traces);
+/* What one micro-batch does and the next does not: a buffer made at first use, which then stays. */
+bool rbi_trace_is_one_off(const struct rbi_trace *trace, const struct rbi_trace_event *event);
 void rbi_model_release(struct rbi_model *model);
+
+/* Goes through what `count` samples do, turn by turn. Set model and count, and the rest to zero. */
+struct rbi_cursor {
+    const struct rbi_model *model;
+    size_t count;
+    size_t event, loop, turn;
+    size_t bytes; /* out: of the event */
+};
+/* NULL at the end. */
+const struct rbi_model_event *rbi_model_next(struct rbi_cursor *cursor);
+
 /* The most bytes live at once on top of what lives already, rounded as the pool does, pieces not
- * considered. Uses no heap: `sizes` has room for model->blocks. */
-uint64_t rbi_model_need(const struct rbi_model *model, size_t count, size_t *sizes);
+ * considered. Uses no heap. */
+uint64_t rbi_model_need(const struct rbi_model *model, size_t count);
 /* The most bytes live at once, with what lives already, and without what is only reserved. */
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count);
 
 /* ---- whether it fits (replay.c) ---- */
 
+struct rbi_piece {
+    void *address;
+    size_t bytes;
+};
+
 /* What is copied for a dry run, and what is done with it. */
 struct rbi_setting {
     rebatch_pool *pool;
     rebatch_stream stream; /* the session's */
-    /* Held during the probe for what the first update will take; NULL, 0: nothing. */
-    void *reserve;
-    size_t reserve_bytes;
+    /* Held during the probe for what the first update will take. */
+    struct rbi_piece *pieces;
+    size_t piece_count;
     size_t admits_above; /* larger attempts start only when their memory is there */
 };
+
+/* Takes `bytes` from the pool for later, in pieces like the blocks that live there.
+ *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_HOST_OOM, or what the device says: none is held */
+rebatch_status rbi_pieces_hold(struct rbi_setting *setting, size_t bytes);
+void rbi_pieces_release(struct rbi_setting *setting);
 
 struct rbi_forecast {
     bool fits;
     uint64_t peak_bytes;     /* live, all in all */
     uint64_t reserved_bytes; /* at the most */
-    size_t failing_event;    /* of the model, when it does not fit */
-    uint64_t failing_bytes;
+    uint64_t failing_bytes;  /* asked for by what does not fit */
+    bool needs_trim;         /* fits only when the cache is given back before */
 };
 
-/* Runs a micro-batch of a size on a copy of the pool, as it is now, and with a batch also what
- * comes after the probe: two steps of so many samples, and an update between them. The peaks are
- * those of the first micro-batch.
+/* What is run on a copy of the pool, as it is now. */
+struct rbi_plan {
+    size_t count;
+    bool has_trial;    /* a micro-batch of the probe */
+    bool has_training; /* what comes after: two steps, and an update between them */
+    size_t batch;
+};
+/* The peaks are those of the trial.
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM, or what the dry pool says that is no OOM */
 rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
-                          const struct rbi_setting *setting, size_t count, size_t batch);
-/* The largest size in [least, most] that fits; 0 when none does. */
+                          const struct rbi_setting *setting, const struct rbi_plan *plan);
+/* The largest size in [least, most] that fits with all of it; 0 when none does. */
 rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
                                   const struct rbi_setting *setting, size_t least, size_t most,
                                   size_t batch);
@@ -149,23 +247,36 @@ struct rbi_search {
     size_t (*round_up)(void *user, size_t size);
     size_t hint; /* found before, within [least, most]; 0: none */
     uint32_t max_trials;
+    uint64_t (*now)(void); /* nanoseconds */
+    uint64_t max_ns;       /* no trial begins after so long; 0: no bound */
+    bool is_fastest;       /* else the largest */
 
     /* found */
     rebatch_probe_report report;
     struct rbi_model model; /* may be empty */
 
     /* on the way */
-    struct rbi_trace low, high, cut; /* the two largest whole ones, and the last that failed */
+    struct rbi_trace whole[RBI_TRACES_MOST]; /* by rising count */
+    size_t whole_count;
+    size_t latest;           /* the count of the last whole one */
+    struct rbi_trace cut;    /* of the last that failed */
+    bool is_model_made;      /* of all that is there */
     size_t fits, fails;      /* the largest that ran, the smallest that did not: fits < fails */
     uint32_t runs_of_fits;   /* on accumulated gradients */
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
+    uint64_t began_ns;
 };
 
 /* The model that the last probe of a session has left there; NULL: none. */
 const struct rbi_model *rbi_probe_model(const rebatch *rb);
 /* A session's pool, and how its steps will use it. */
 struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
+
+/* Runs that are measured to find the fastest: so many sizes, each so often. */
+#define RBI_TIMED_SIZES 4
+#define RBI_TIMED_TURNS 2
+#define RBI_TIMED_RUNS (RBI_TIMED_SIZES * RBI_TIMED_TURNS)
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

@@ -4,23 +4,87 @@
 
 #include "device/device.h"
 
-/* ---- a dry pool like the live one ---- */
+/* ---- lists of blocks ---- */
+
+/* Node numbers count from 1; 0 is none. */
+struct list {
+    uint32_t oldest, newest;
+};
+
+struct node {
+    void *address;
+    uint32_t older, newer;
+};
 
 struct dry {
     rebatch_device *device;
     rebatch_pool *pool;
-    void **blocks; /* of the micro-batch that runs */
-    void **kept;   /* of the one before: what it left */
-    size_t *sizes; /* for rbi_model_need() */
+    struct node *nodes; /* the first stands for none */
+    uint32_t node_count, node_room;
+    uint32_t spare;    /* a list by `newer` */
+    struct list *made; /* of each slot of the model, by the micro-batch that runs */
+    struct list *kept; /* and by the one before */
 };
+
+static bool push(struct dry *dry, struct list *list, void *address)
+{
+    uint32_t number = dry->spare;
+    if (number) {
+        dry->spare = dry->nodes[number].newer;
+    } else {
+        if (dry->node_count + 1 >= dry->node_room) {
+            const uint32_t room = dry->node_room ? 2 * dry->node_room : 256;
+            void *nodes = rbi_heap_resize(dry->nodes, room, sizeof *dry->nodes);
+            if (!nodes)
+                return false;
+            dry->nodes = nodes;
+            dry->node_room = room;
+        }
+        number = ++dry->node_count;
+    }
+    dry->nodes[number] = (struct node){address, list->newest, 0};
+    if (list->newest)
+        dry->nodes[list->newest].newer = number;
+    else
+        list->oldest = number;
+    list->newest = number;
+    return true;
+}
+
+/* NULL when the list is empty. */
+static void *pop(struct dry *dry, struct list *list, bool is_oldest)
+{
+    const uint32_t number = is_oldest ? list->oldest : list->newest;
+    if (number == 0)
+        return NULL;
+    struct node *node = &dry->nodes[number];
+    if (node->older)
+        dry->nodes[node->older].newer = node->newer;
+    else
+        list->oldest = node->newer;
+    if (node->newer)
+        dry->nodes[node->newer].older = node->older;
+    else
+        list->newest = node->older;
+    node->newer = dry->spare;
+    dry->spare = number;
+    return node->address;
+}
+
+/* ---- a dry pool like the live one ---- */
+
+static rebatch_status no_memory(void)
+{
+    return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a dry run");
+}
 
 static void close_dry(struct dry *dry)
 {
     rebatch_pool_destroy(dry->pool);
     rebatch_device_close(dry->device);
-    rbi_heap_free(dry->blocks);
+    rbi_heap_free(dry->nodes);
+    rbi_heap_free(dry->made);
     rbi_heap_free(dry->kept);
-    rbi_heap_free(dry->sizes);
 }
 
 /* A copy of the pool has everything at the same addresses, so what the last micro-batch has kept is
@@ -29,60 +93,63 @@ static rebatch_status open_dry(struct dry *dry, const struct rbi_model *model,
                                const struct rbi_setting *setting)
 {
     *dry = (struct dry){0};
-    dry->blocks = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *dry->blocks);
-    dry->kept = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *dry->kept);
-    dry->sizes = rbi_heap_calloc((size_t)model->blocks + 1, sizeof *dry->sizes);
-    if (!dry->blocks || !dry->kept || !dry->sizes)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a dry run");
+    dry->made = rbi_heap_calloc((size_t)model->slots + 1, sizeof *dry->made);
+    dry->kept = rbi_heap_calloc((size_t)model->slots + 1, sizeof *dry->kept);
+    if (!dry->made || !dry->kept)
+        return no_memory();
+    for (size_t i = 0; i < model->kept_count; i++)
+        if (!push(dry, &dry->kept[model->kept[i].slot], model->kept[i].address))
+            return no_memory();
     const rebatch_status status = rbi_pool_clone(&dry->pool, &dry->device, setting->pool);
-    for (size_t i = 0; i < model->event_count && !status; i++)
-        if (model->events[i].kind == RBI_TRACE_ALLOC)
-            dry->kept[model->events[i].block] = model->events[i].kept_at;
     return status ? status : rebatch_pool_reset_peaks(dry->pool);
 }
 
 /* ---- the dry run ---- */
 
-static rebatch_status run_event(struct dry *dry, const struct rbi_model_event *event, size_t count)
+static rebatch_status run_event(struct dry *dry, const struct rbi_model_event *event, size_t bytes)
 {
     void *block;
+    rebatch_status status;
     switch (event->kind) {
     case RBI_TRACE_ALLOC:
-        return rebatch_pool_alloc(&dry->blocks[event->block], dry->pool,
-                                  rbi_line_at(&event->line, count), event->stream, 0);
+        status = rebatch_pool_alloc(&block, dry->pool, bytes, event->stream, 0);
+        return status || push(dry, &dry->made[event->slot], block) ? status : no_memory();
     case RBI_TRACE_RESERVE:
-        return rebatch_pool_reserve(dry->pool, rbi_line_at(&event->line, count), event->stream);
+        return rebatch_pool_reserve(dry->pool, bytes, event->stream);
     case RBI_TRACE_FREE:
-        block = dry->blocks[event->block];
-        dry->blocks[event->block] = NULL;
-        return rebatch_pool_free(dry->pool, block);
+        return rebatch_pool_free(dry->pool, pop(dry, &dry->made[event->slot], event->is_queued));
     case RBI_TRACE_FREE_PREVIOUS:
-        block = dry->kept[event->block];
-        dry->kept[event->block] = NULL;
-        return rebatch_pool_free(dry->pool, block);
+        return rebatch_pool_free(dry->pool, pop(dry, &dry->kept[event->slot], true));
     default:
         return REBATCH_OK;
     }
 }
 
+/* What it leaves is what the next one finds as kept. */
+static void end_microbatch(struct dry *dry, const struct rbi_model *model)
+{
+    for (uint32_t slot = 0; slot < model->slots; slot++)
+        while (pop(dry, &dry->kept[slot], false))
+            ;
+    struct list *made = dry->made;
+    dry->made = dry->kept;
+    dry->kept = made;
+}
+
 static rebatch_status run_microbatch(struct rbi_forecast *out, struct dry *dry,
                                      const struct rbi_model *model, size_t count)
 {
+    struct rbi_cursor cursor = {.model = model, .count = count};
+    const struct rbi_model_event *event;
     rebatch_scope scope;
     rebatch_status status = rebatch_scope_begin(&scope, dry->pool);
-    for (size_t i = 0; i < model->event_count && !status; i++) {
-        const struct rbi_model_event *event = &model->events[i];
-        status = run_event(dry, event, count);
-        if (status == REBATCH_OOM) {
-            out->failing_event = i;
-            out->failing_bytes = rbi_line_at(&event->line, count);
-        }
-    }
+    while (!status && (event = rbi_model_next(&cursor)))
+        status = run_event(dry, event, cursor.bytes);
+    if (status == REBATCH_OOM)
+        out->failing_bytes = cursor.bytes;
     if (status)
         return status;
-    void **blocks = dry->blocks; /* freed ones are NULL there */
-    dry->blocks = dry->kept;
-    dry->kept = blocks;
+    end_microbatch(dry, model);
     return rebatch_scope_commit(dry->pool, scope);
 }
 
@@ -93,8 +160,7 @@ static rebatch_status run_attempt(struct rbi_forecast *out, struct dry *dry,
 {
     rebatch_status status = REBATCH_OK;
     if (setting->admits_above < count)
-        status =
-            rbi_pool_admit(dry->pool, rbi_model_need(model, count, dry->sizes), setting->stream);
+        status = rbi_pool_admit(dry->pool, rbi_model_need(model, count), setting->stream);
     return status ? status : run_microbatch(out, dry, model, count);
 }
 
@@ -119,26 +185,59 @@ static rebatch_status run_training(struct rbi_forecast *out, struct dry *dry,
                                    size_t count, size_t batch)
 {
     void *made;
-    rebatch_status status = rebatch_pool_free(dry->pool, setting->reserve);
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < setting->piece_count && !status; i++)
+        status = rebatch_pool_free(dry->pool, setting->pieces[i].address);
     if (!status)
         status = run_step(out, dry, model, setting, count, batch);
-    if (!status)
-        status = rebatch_pool_alloc(&made, dry->pool, setting->reserve_bytes, setting->stream, 0);
+    for (size_t i = 0; i < setting->piece_count && !status; i++)
+        status = rebatch_pool_alloc(&made, dry->pool, setting->pieces[i].bytes, setting->stream, 0);
     return status ? status : run_step(out, dry, model, setting, count, batch);
 }
 
+/* What others will hold more than they do now. */
+static rebatch_status outside_growth(size_t *out, const struct rbi_model *model,
+                                     const struct rbi_setting *setting, size_t count)
+{
+    rebatch_memory_info info;
+    rebatch_pool_stats stats;
+    *out = 0;
+    rebatch_status status = rebatch_device_memory(rebatch_pool_device(setting->pool), &info);
+    if (!status)
+        status = rebatch_pool_get_stats(&stats, setting->pool);
+    if (status)
+        return status;
+    const size_t taken = info.total_bytes - rbi_min(info.free_bytes, info.total_bytes);
+    const size_t wanted = (size_t)stats.reserved_bytes + rbi_line_at(&model->outside, count);
+    *out = wanted > taken ? wanted - taken : 0;
+    return REBATCH_OK;
+}
+
+static rebatch_status hold_outside(const struct dry *dry, const struct rbi_model *model,
+                                   const struct rbi_setting *setting, size_t count)
+{
+    size_t growth;
+    void *memory;
+    const rebatch_status status = outside_growth(&growth, model, setting, count);
+    return status || growth == 0 ? status : rbi_device_alloc(dry->device, &memory, growth);
+}
+
 static rebatch_status replay_events(struct rbi_forecast *out, const struct rbi_model *model,
-                                    const struct rbi_setting *setting, size_t count, size_t batch)
+                                    const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     struct dry dry;
     rebatch_pool_stats stats = {0};
     rebatch_status status = open_dry(&dry, model, setting);
+    if (!status && out->needs_trim)
+        status = rebatch_pool_trim(dry.pool, 0, NULL);
     if (!status)
-        status = run_microbatch(out, &dry, model, count);
+        status = hold_outside(&dry, model, setting, plan->count);
+    if (!status && plan->has_trial)
+        status = run_microbatch(out, &dry, model, plan->count);
     if (!status)
         status = rebatch_pool_get_stats(&stats, dry.pool);
-    if (!status && batch)
-        status = run_training(out, &dry, model, setting, count, batch);
+    if (!status && plan->has_training)
+        status = run_training(out, &dry, model, setting, plan->count, plan->batch);
     out->fits = !status;
     out->peak_bytes = stats.live_peak_bytes;
     out->reserved_bytes = stats.reserved_peak_bytes;
@@ -155,12 +254,15 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
 {
     const size_t need = rbi_line_at(&model->peak, count);
     rebatch_pool_stats stats;
-    size_t available;
+    size_t available, growth;
     rebatch_status status = rebatch_pool_get_stats(&stats, setting->pool);
     if (!status)
         status = rebatch_pool_available(&available, setting->pool);
+    if (!status)
+        status = outside_growth(&growth, model, setting, count);
     if (status)
         return status;
+    available -= rbi_min(available, growth);
     out->peak_bytes = stats.live_bytes + need;
     out->failing_bytes = need;
     out->reserved_bytes = out->peak_bytes;
@@ -169,11 +271,17 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
 }
 
 rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
-                          const struct rbi_setting *setting, size_t count, size_t batch)
+                          const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     *out = (struct rbi_forecast){0};
-    return model->has_events ? replay_events(out, model, setting, count, batch)
-                             : judge_peak(out, model, setting, count);
+    if (!model->has_events)
+        return judge_peak(out, model, setting, plan->count);
+    const rebatch_status status = replay_events(out, model, setting, plan);
+    if (status || out->fits)
+        return status;
+    /* The cache may be in pieces that this size has no use for. */
+    out->needs_trim = true;
+    return replay_events(out, model, setting, plan);
 }
 
 rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
@@ -189,7 +297,8 @@ rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
         const size_t gap = most - fits;
         const size_t count = fits + rbi_min(step, gap == 1 ? 1 : (gap + 1) / 2);
         struct rbi_forecast forecast;
-        status = rbi_replay(&forecast, model, setting, count, batch);
+        status =
+            rbi_replay(&forecast, model, setting, &(struct rbi_plan){count, true, true, batch});
         if (status)
             break;
         if (forecast.fits) {

@@ -22,6 +22,7 @@
     X("admission", rbi_is_on(rb->options.admission))                                               \
     X("stop", rb->options.on_oom == REBATCH_ON_OOM_STOP)                                           \
     X("lighten", rb->lighten)                                                                      \
+    X("fastest", o->choose == REBATCH_PROBE_FASTEST)                                               \
     X("reserve_bytes", o->reserve_bytes)                                                           \
     X("limit_bytes", p->limit_bytes)                                                               \
     X("limit_permille", p->limit_permille)                                                         \

@@ -18,14 +18,21 @@
 #define SUM_FIELD " sum="
 #define SUM_DIGITS 16
 
-/* CRC-64 of ECMA-182, reflected: any change within 64 bits in a row is noticed for certain. */
+/* CRC-64 of ECMA-182, reflected, four bits at a time: any change within 64 bits in a row is noticed
+ * for certain. */
 static uint64_t checksum(const char *bytes, size_t length)
 {
+    uint64_t table[16];
+    for (size_t i = 0; i < 16; i++) {
+        table[i] = i;
+        for (int bit = 0; bit < 4; bit++)
+            table[i] = table[i] >> 1 ^ (table[i] & 1 ? 0xc96c5795d7870f42u : 0);
+    }
     uint64_t sum = UINT64_MAX;
     for (size_t i = 0; i < length; i++) {
         sum ^= (unsigned char)bytes[i];
-        for (int bit = 0; bit < 8; bit++)
-            sum = sum >> 1 ^ (sum & 1 ? 0xc96c5795d7870f42u : 0);
+        sum = sum >> 4 ^ table[sum & 15];
+        sum = sum >> 4 ^ table[sum & 15];
     }
     return ~sum;
 }

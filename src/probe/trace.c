@@ -6,11 +6,24 @@
 
 /* ---- recording ---- */
 
+/* What others hold of the device, at the most: libraries' workspaces, which come and go between the
+ * pool's calls. Where the device does not say, nothing. */
+static void look_outside(struct rbi_trace *trace)
+{
+    rebatch_memory_info info;
+    if (!trace->pool || rebatch_device_memory(trace->pool->device, &info))
+        return;
+    const size_t taken = info.total_bytes - rbi_min(info.free_bytes, info.total_bytes);
+    const size_t own = (size_t)trace->pool->stats.reserved_bytes;
+    trace->outside_bytes = rbi_max(trace->outside_bytes, taken > own ? taken - own : 0);
+}
+
 /* Runs with the pool's lock held. */
 static void note(void *user, enum rbi_pool_call call, const void *address, size_t bytes,
                  rebatch_stream stream)
 {
     struct rbi_trace *trace = user;
+    look_outside(trace);
     if (trace->is_cut)
         return;
     if (trace->event_count == trace->event_room) {
@@ -32,7 +45,9 @@ static void note(void *user, enum rbi_pool_call call, const void *address, size_
 
 void rbi_trace_begin(struct rbi_trace *trace, rebatch_pool *pool, size_t count)
 {
-    *trace = (struct rbi_trace){.count = count};
+    *trace = (struct rbi_trace){.count = count, .pool = pool};
+    look_outside(trace);
+    trace->outside_before = trace->outside_bytes;
     rbi_pool_set_recorder(pool, &(struct rbi_pool_recorder){note, trace});
 }
 
@@ -115,9 +130,14 @@ rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
                              const struct rbi_trace *before)
 {
     rbi_pool_set_recorder(pool, NULL);
+    look_outside(trace);
+    trace->pool = NULL;
+    trace->before = before ? before->count : 0;
     struct addresses own = {0}, kept = {0};
     trace->is_freed = rbi_heap_calloc(trace->event_count + 1, sizeof *trace->is_freed);
-    bool has_memory = !trace->is_cut && trace->is_freed && open_addresses(&own, trace->event_count);
+    trace->is_passed = rbi_heap_calloc(trace->event_count + 1, sizeof *trace->is_passed);
+    bool has_memory = !trace->is_cut && trace->is_freed && trace->is_passed &&
+                      open_addresses(&own, trace->event_count);
     if (has_memory)
         has_memory = open_addresses(&kept, before ? before->event_count : 0);
     if (has_memory) {
@@ -131,6 +151,14 @@ rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
                                   "no host memory to record what a micro-batch allocates");
 }
 
+void rbi_trace_pass_on(struct rbi_trace *trace, const struct rbi_trace *next)
+{
+    trace->has_next = true;
+    for (size_t i = 0; i < next->event_count; i++)
+        if (next->events[i].kind == RBI_TRACE_FREE_PREVIOUS)
+            trace->is_passed[next->events[i].block] = true;
+}
+
 void rbi_trace_add_failure(struct rbi_trace *trace, size_t asked_bytes)
 {
     note(trace, RBI_POOL_RESERVE, NULL, asked_bytes, NULL);
@@ -140,5 +168,6 @@ void rbi_trace_release(struct rbi_trace *trace)
 {
     rbi_heap_free(trace->events);
     rbi_heap_free(trace->is_freed);
+    rbi_heap_free(trace->is_passed);
     memset(trace, 0, sizeof *trace);
 }

@@ -69,7 +69,7 @@ static void add_budget(struct rbi_text *t, const rebatch_event *event)
 
 static void add_trial(struct rbi_text *t, const rebatch_event *event)
 {
-    rbi_text_add(t, " of %zu samples ", event->count);
+    rbi_text_add(t, " of %zu sample%s ", event->count, event->count == 1 ? "" : "s");
     if (event->peak_bytes) {
         rbi_text_add(t, "ran, at most ");
         rbi_text_add_bytes(t, event->peak_bytes);

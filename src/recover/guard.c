@@ -39,6 +39,22 @@ rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point)
     return first;
 }
 
+bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_point point)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        const char *now = guard->state, *then = copy_at(guard, point);
+        const size_t words = guard->kind == REBATCH_GUARD_HOST ? guard->bytes / sizeof address : 0;
+        for (size_t k = 0; k < words; k++) {
+            const size_t at = k * sizeof address;
+            if (memcmp(now + at, &address, sizeof address) == 0 &&
+                memcmp(then + at, &address, sizeof address) != 0)
+                return true;
+        }
+    }
+    return false;
+}
+
 static void release(rebatch *rb, const struct rbi_guard *guard)
 {
     if (guard->kind == REBATCH_GUARD_DEVICE) {

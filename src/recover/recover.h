@@ -50,6 +50,9 @@ enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
 
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point);
 rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point);
+/* Whether a pointer to `address` is in guarded host state now, where the copy has another value:
+ * put back, nobody would know the block. */
+bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_point point);
 void rbi_guards_release(rebatch *rb);
 
 /* ---- what is known about memory (need.c) ---- */

@@ -81,18 +81,32 @@ static rebatch_status backward(struct load *load, void **blocks, size_t count)
     return status;
 }
 
-/* A list whose length depends on the size: no two sizes have calls of one form. */
-static rebatch_status run_chunks(const struct load *load, size_t count)
+static rebatch_status run_list(const struct load *load, const size_t *bytes, size_t count)
 {
-    void *chunks[256];
+    void *blocks[256];
     size_t made = 0;
     rebatch_status status = REBATCH_OK;
-    while (load->chunk && made * load->chunk < count && made < 256 && !status)
-        if (!(status = alloc(load, &chunks[made], (size_t)100 << 10)))
+    while (made < count && !status)
+        if (!(status = alloc(load, &blocks[made], bytes[made])))
             made++;
     while (made > 0 && !status)
-        status = rebatch_pool_free(rebatch_get_pool(load->rb), chunks[--made]);
+        status = rebatch_pool_free(rebatch_get_pool(load->rb), blocks[--made]);
     return status;
+}
+
+/* Lists whose length depends on the size: by turns, or with no law that could be told from a few
+ * sizes. */
+static rebatch_status run_chunks(const struct load *load, size_t count)
+{
+    size_t bytes[256] = {0};
+    size_t chunks = 0, bits = 0;
+    for (size_t at = 0; load->chunk && at < count && chunks < 256; at += load->chunk)
+        bytes[chunks++] = (size_t)100 << 10;
+    rebatch_status status = run_list(load, bytes, chunks);
+    for (size_t bit = 1; load->bit_bytes && bit <= count; bit *= 2)
+        if (count & bit)
+            bytes[bits++] = bit * load->bit_bytes;
+    return status ? status : run_list(load, bytes, bits);
 }
 
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)

@@ -23,6 +23,7 @@ struct load {
     size_t moments_bytes; /* made by the first update */
     size_t chunk;         /* samples an extra allocation serves; 0: none */
     size_t wall;          /* micro-batches of more samples answer REBATCH_OOM; 0: none */
+    size_t bit_bytes;     /* one for each bit that the size has, of so much a sample; 0: none */
 
     void *lazy[LOAD_ITEMS];
     void *moments;

@@ -35,7 +35,7 @@ static size_t true_largest(const struct run_options *options)
     return micro;
 }
 
-Test(probe_gpt, a_microbatch_near_the_largest_is_found_under_caps_and_no_bit_changes)
+Test(probe_gpt, the_largest_microbatch_is_found_under_caps_and_no_bit_changes)
 {
     char reference[GPT_HASH_TEXT_BYTES], hash[GPT_HASH_TEXT_BYTES];
     struct run_options options = tiny_run();
@@ -57,10 +57,9 @@ Test(probe_gpt, a_microbatch_near_the_largest_is_found_under_caps_and_no_bit_cha
         const rebatch_status status = rebatch_probe(run.rb, gpt_trainer_ops(), options.train.batch,
                                                     run.trainer, &probe, &report);
         cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
-        /* Never above the largest that is true, and at most an eighth of it below. */
         const size_t largest = true_largest(&options);
-        cr_assert(report.size <= largest && report.size >= largest - (largest + 7) / 8,
-                  "%zu of 10: found %zu, %zu is true", part, report.size, largest);
+        cr_assert_eq(report.size, largest, "%zu of 10: found %zu, %zu is true", part, report.size,
+                     largest);
         run_steps(&run, 2);
         run_hash(&run, hash);
         cr_assert_str_eq(hash, reference);

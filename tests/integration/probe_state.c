@@ -37,6 +37,30 @@ Test(probe_state, guarded_state_is_restored)
     bed_close(&bed);
 }
 
+/* A pointer in guarded state is NULL again after each trial, so each makes the buffer anew: only
+ * one may be there at a time, and none at the end. */
+Test(probe_state, a_buffer_made_once_whose_pointer_is_guarded_does_not_leak)
+{
+    struct bed bed;
+    bed_open_typical(&bed, MIB(12), NULL);
+    const size_t largest = true_largest(&bed, MIB(12), NULL, 64);
+    cr_assert_eq(rebatch_guard(bed.rb, bed.load.lazy, sizeof bed.load.lazy, REBATCH_GUARD_HOST),
+                 REBATCH_OK);
+    cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
+    cr_assert_geq(bed.report.microbatches, 3);
+    cr_assert_eq(bed.report.size, largest);
+    cr_assert_eq(bed_live_bytes(&bed), 0);
+    for (size_t i = 0; i < LOAD_ITEMS; i++)
+        cr_assert_null(bed.load.lazy[i]);
+    rebatch_step_report report;
+    for (int i = 0; i < 2; i++)
+        cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
+    cr_assert_eq(report.ooms, 0);
+    cr_assert_eq(report.micro_after, largest);
+    cr_assert_eq(bed_live_bytes(&bed), MIB(1));
+    bed_close(&bed);
+}
+
 Test(probe_state, an_oom_in_a_trial_leaves_nothing)
 {
     struct bed bed;
@@ -108,6 +132,10 @@ Test(probe_state, bad_arguments_are_refused)
     cr_assert_eq(report.status, REBATCH_E_INVALID);
     cr_assert_eq(rebatch_probe(bed.rb, NULL, 8, &bed.load, NULL, NULL), REBATCH_E_INVALID);
     cr_assert_eq(bed_probe(&bed, 0, NULL), REBATCH_E_INVALID);
+    options.choose = (rebatch_probe_choice)7;
+    cr_assert_eq(bed_probe(&bed, 8, &options), REBATCH_E_INVALID);
+    cr_assert_not_null(strstr(rebatch_last_error(), "REBATCH_PROBE_FASTEST"));
+    options.choose = REBATCH_PROBE_LARGEST;
     options.struct_size = 3;
     cr_assert_eq(bed_probe(&bed, 8, &options), REBATCH_E_INVALID);
     cr_assert_eq(bed.load.zeroed, 0);

@@ -1,6 +1,7 @@
 /* Owns the tests of bad input: for each kind the whole sentence that is said.
  * Must not know how it is found. Nothing here is random. */
 #include <criterion/criterion.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -112,6 +113,11 @@ Test(config_errors, wrong_values)
          "t.cfg:1: batch.start is -4, a negative number: expected a whole number, 0 or more"},
         {"batch = { smallest = 0; };",
          "t.cfg:1: batch.smallest is 0, too small: expected a whole number, 1 or more"},
+        {"probe = { max_seconds = -1; };",
+         "t.cfg:1: probe.max_seconds is -1, a negative number: expected a whole number from 0 to "
+         "4294967295"},
+        {"probe = { choose = \"best\"; };",
+         "t.cfg:1: probe.choose is \"best\": expected text, \"largest\" or \"fastest\""},
         {"growth = { after = 0; };", "t.cfg:1: growth.after is 0, too small: " UINT32_RANGE},
         {"recovery = { max_attempts = 4294967296; };",
          "t.cfg:1: recovery.max_attempts is 4294967296, too large: " ATTEMPTS},
@@ -187,10 +193,10 @@ Test(config_errors, unknown_names)
         {"max_attempts = 3;", "t.cfg:1: max_attempts is not a group; did you mean "
                               "recovery.max_attempts, inside recovery = { };"},
         {"colour = 3;", "t.cfg:1: colour is not a group: expected batch, memory, recovery, growth, "
-                        "device or log"},
+                        "probe, device or log"},
         {"a_very_long_name_that_somebody_made_up_and_that_goes_on_and_on_and_on = 3;",
          "t.cfg:1: a_very_long_name_that_somebody_made_up_and_that_goes_on_and_... is not a group: "
-         "expected batch, memory, recovery, growth, device or log"},
+         "expected batch, memory, recovery, growth, probe, device or log"},
     };
     EXPECT_MISTAKES(list);
 }
@@ -374,6 +380,33 @@ Test(config_errors, lists_that_are_none)
            1);
     expect_failure(NULL, REBATCH_E_PARSE,
                    "REBATCH_BATCH_ALLOWED: batch.allowed is a longer list: " LIST);
+}
+
+#define PROBE_FILE "expected text, 1 to 600 bytes, or \"none\""
+
+Test(config_errors, texts_that_are_none)
+{
+    static const struct mistake list[] = {
+        {"probe = { file = \"\"; };", "t.cfg:1: probe.file is \"\", nothing: " PROBE_FILE},
+        {"probe = { file = 7; };", "t.cfg:1: probe.file is 7, a whole number: " PROBE_FILE},
+        {"probe = { file = true; };", "t.cfg:1: probe.file is true, a boolean: " PROBE_FILE},
+        {"probe = { file = \"a\\\"b\"; };", "t.cfg:1: probe.file is \"a\"b\", with a quote, a "
+                                            "backslash or a control character: " PROBE_FILE},
+        {"probe = { file = \"a\\nb\"; };", "t.cfg:1: probe.file is \"a?b\", with a quote, a "
+                                           "backslash or a control character: " PROBE_FILE},
+    };
+    EXPECT_MISTAKES(list);
+    char text[1024];
+    (void)snprintf(text, sizeof text, "probe = { key = \"%0*d\"; };", 255, 0);
+    config_write("t.cfg", text);
+    rebatch_config *config;
+    cr_assert(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "%s", rebatch_last_error());
+    rebatch_config_free(config);
+    (void)snprintf(text, sizeof text, "probe = { key = \"%0*d\"; };", 256, 0);
+    config_write("t.cfg", text);
+    cr_assert(rebatch_config_load(&config, "t.cfg") == REBATCH_E_PARSE);
+    cr_expect(strstr(rebatch_last_error(), "too long a text: expected text, 1 to 255 bytes"), "%s",
+              rebatch_last_error());
 }
 
 Test(config_errors, files_that_cannot_be_read)

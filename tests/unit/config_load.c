@@ -40,6 +40,11 @@ static const struct value {
     {"growth.enabled", "false", "false", "true"},
     {"growth.after", "3", "3", "16"},
     {"growth.wait_max", "100", "100", "1024"},
+    {"probe.max_trials", "7", "7", "0"},
+    {"probe.max_seconds", "90", "90", "0"},
+    {"probe.choose", "\"fastest\"", "fastest", "\"largest\""},
+    {"probe.file", "\"sizes/found.txt\"", "sizes/found.txt", "\"none\""},
+    {"probe.key", "\"gpt2-124M, T=1024 \xc3\xa9\"", "gpt2-124M, T=1024 \xc3\xa9", "\"none\""},
     {"device.kind", "\"cuda\"", "cuda", "\"host\""},
     {"device.ordinal", "3", "3", "0"},
     {"device.capacity", "\"64GiB\"", "64GiB", "\"none\""},
@@ -348,6 +353,30 @@ Test(config_load, options_of_every_setting)
     rebatch_config_free(config);
 }
 
+Test(config_load, options_of_a_probe)
+{
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    options.key = "the program's";
+    options.reserve_bytes = 77;
+    rebatch_config *config = load(NULL);
+    cr_assert(rebatch_config_probe_options(&options, config) == REBATCH_OK);
+    cr_expect(options.file == NULL);
+    cr_expect(strcmp(options.key, "the program's") == 0);
+    rebatch_config_free(config);
+    setenv("REBATCH_PROBE_FILE", "sizes", 1);
+    setenv("REBATCH_PROBE_KEY", "mine", 1);
+    config = load(NULL);
+    cr_assert(rebatch_config_probe_options(&options, config) == REBATCH_OK);
+    cr_expect(strcmp(options.file, "sizes") == 0);
+    cr_expect(strcmp(options.key, "mine") == 0);
+    cr_expect(options.reserve_bytes == 77);
+    cr_expect(rebatch_config_probe_options(NULL, config) == REBATCH_E_INVALID);
+    cr_expect(rebatch_config_probe_options(&options, NULL) == REBATCH_E_INVALID);
+    options.struct_size -= sizeof(char *);
+    cr_expect(rebatch_config_probe_options(&options, config) == REBATCH_E_INVALID);
+    rebatch_config_free(config);
+}
+
 /* Each setting alone changes its own option and no other. */
 Test(config_load, options_of_one_setting_at_a_time)
 {
@@ -628,5 +657,26 @@ Test(config_load, every_failing_heap_call_of_a_device)
         cr_assert(rbi_heap_live() == live);
     } while (status);
     cr_expect(n > 1);
+    rebatch_config_free(config);
+}
+
+/* ---- the probe ---- */
+
+Test(config_load, the_options_of_a_probe_are_filled_in)
+{
+    rebatch_config *config;
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    config_write("t.cfg", "probe = { max_trials = 7; max_seconds = 90; choose = \"fastest\"; };");
+    config = load("t.cfg");
+    options.reserve_bytes = 12;
+    cr_assert_eq(rebatch_config_probe_options(&options, config), REBATCH_OK);
+    cr_expect_eq(options.max_trials, 7);
+    cr_expect_eq(options.max_seconds, 90);
+    cr_expect_eq(options.choose, REBATCH_PROBE_FASTEST);
+    cr_expect_eq(options.reserve_bytes, 12);
+    options.struct_size = 8;
+    cr_expect_eq(rebatch_config_probe_options(&options, config), REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_config_probe_options(NULL, config), REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_config_probe_options(&options, NULL), REBATCH_E_INVALID);
     rebatch_config_free(config);
 }

@@ -46,11 +46,10 @@ Test(probe_model, what_was_made_once_is_left_out_and_the_rest_is_affine)
     cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
     make_trace(&low, pool, 1, 5000, (size_t[]){1000, 333}, 2);
     make_trace(&high, pool, 4, 0, (size_t[]){4000, 633}, 2);
-    cr_assert_eq(rbi_model_make(&model, &low, &high, NULL), REBATCH_OK);
+    cr_assert_eq(rbi_model_make(&model, &(struct rbi_traces){{&low, &high}, 2, &high, NULL, false}),
+                 REBATCH_OK);
     cr_assert(model.has_events);
-    cr_assert_eq(model.blocks, 2);
-    size_t sizes[2];
-    cr_assert_eq(rbi_model_need(&model, 10, sizes), 10240 + 1536);
+    cr_assert_eq(rbi_model_need(&model, 10), 10240 + 1536);
     rbi_model_release(&model);
     rbi_trace_release(&low);
     rbi_trace_release(&high);
@@ -58,24 +57,127 @@ Test(probe_model, what_was_made_once_is_left_out_and_the_rest_is_affine)
     rebatch_device_close(device);
 }
 
-Test(probe_model, traces_of_another_form_leave_the_peak)
-{
+/* A model of traces on a dry pool; `sizes` are those of each trace, up to the first 0. */
+struct made {
     rebatch_device *device;
     rebatch_pool *pool;
-    struct rbi_trace low, high;
+    struct rbi_trace traces[3];
     struct rbi_model model;
-    cr_assert_eq(rebatch_device_open_dry(&device, REBATCH_UNLIMITED, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
-    make_trace(&low, pool, 1, 0, (size_t[]){1024}, 1);
-    make_trace(&high, pool, 3, 0, (size_t[]){1024, 1024, 1024}, 3);
-    low.peak_bytes = 1024;
-    high.peak_bytes = 3072;
-    cr_assert_eq(rbi_model_make(&model, &low, &high, NULL), REBATCH_OK);
-    cr_assert_not(model.has_events);
-    cr_assert_eq(rbi_model_need(&model, 7, NULL), 7168);
-    rbi_model_release(&model);
-    rbi_trace_release(&low);
-    rbi_trace_release(&high);
-    rebatch_pool_destroy(pool);
-    rebatch_device_close(device);
+};
+
+static void make_model(struct made *made, size_t count, const size_t *counts,
+                       const size_t sizes[][8])
+{
+    struct rbi_traces traces = {.count = count, .latest = &made->traces[count - 1]};
+    cr_assert_eq(rebatch_device_open_dry(&made->device, REBATCH_UNLIMITED, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&made->pool, made->device, NULL), REBATCH_OK);
+    for (size_t t = 0; t < count; t++) {
+        size_t n = 0;
+        while (n < 8 && sizes[t][n])
+            n++;
+        make_trace(&made->traces[t], made->pool, counts[t], 0, sizes[t], n);
+        for (size_t i = 0; i < n; i++)
+            made->traces[t].peak_bytes += (sizes[t][i] + 511) / 512 * 512;
+        traces.whole[t] = &made->traces[t];
+    }
+    cr_assert_eq(rbi_model_make(&made->model, &traces), REBATCH_OK);
+}
+
+static void release_made(struct made *made, size_t count)
+{
+    rbi_model_release(&made->model);
+    for (size_t t = 0; t < count; t++)
+        rbi_trace_release(&made->traces[t]);
+    rebatch_pool_destroy(made->pool);
+    rebatch_device_close(made->device);
+}
+
+Test(probe_model, traces_of_another_form_leave_the_peak)
+{
+    struct made made = {.device = NULL};
+    make_model(&made, 2, (size_t[]){1, 3}, (const size_t[][8]){{1024}, {512, 1536, 1024}});
+    cr_assert_not(made.model.has_events);
+    cr_assert_eq(rbi_model_need(&made.model, 7), 7168);
+    release_made(&made, 2);
+}
+
+Test(probe_model, blocks_for_every_few_samples_are_turns)
+{
+    struct made made = {.device = NULL};
+    make_model(&made, 2, (size_t[]){1, 15},
+               (const size_t[][8]){{1001, 3003}, {1001, 1001, 1001, 1001, 15 * 3003}});
+    cr_assert(made.model.has_events);
+    for (size_t count = 1; count < 200; count++)
+        cr_assert_eq(rbi_model_need(&made.model, count),
+                     1024 * ((count + 3) / 4) + (3003 * count + 511) / 512 * 512, "%zu samples",
+                     count);
+    release_made(&made, 2);
+}
+
+Test(probe_model, the_last_of_the_turns_may_be_smaller)
+{
+    struct made made = {.device = NULL};
+    make_model(&made, 3, (size_t[]){1, 7, 10},
+               (const size_t[][8]){{1024, 512}, {4096, 3072, 512}, {4096, 4096, 2048, 512}});
+    cr_assert(made.model.has_events);
+    for (size_t count = 1; count < 200; count++)
+        cr_assert_eq(rbi_model_need(&made.model, count), 1024 * count + 512, "%zu samples", count);
+    release_made(&made, 3);
+}
+
+/* ---- laws ---- */
+
+static struct rbi_points points_of(size_t count, const struct rbi_point *at, size_t unit)
+{
+    struct rbi_points points = {.count = count, .base = count - 1, .unit = unit};
+    for (size_t i = 0; i < count; i++)
+        points.at[i] = at[i];
+    return points;
+}
+
+Test(probe_model, samples_that_are_rounded_up_to_tiles_are_seen_in_three_points)
+{
+    const struct rbi_points points =
+        points_of(3, (struct rbi_point[]){{1, 8021}, {12, 16021}, {29, 32021}}, 1);
+    const struct rbi_line line = rbi_line_fit(&points);
+    for (size_t count = 1; count < 300; count++)
+        cr_assert_eq(rbi_line_at(&line, count), 21 + 1000 * ((count + 7) / 8 * 8));
+}
+
+Test(probe_model, tiles_through_zero_are_seen_in_two_points)
+{
+    const struct rbi_points points =
+        points_of(2, (struct rbi_point[]){{1, 4 * 779}, {22, 24 * 779}}, 1);
+    const struct rbi_line line = rbi_line_fit(&points);
+    for (size_t count = 1; count < 300; count++)
+        cr_assert_eq(rbi_line_at(&line, count), 779 * ((count + 3) / 4 * 4));
+}
+
+Test(probe_model, sizes_that_were_rounded_up_are_met_within_a_unit)
+{
+    const size_t unit = 65536, each = 70001;
+    struct rbi_point at[3];
+    for (size_t i = 0; i < 3; i++) {
+        const size_t count = (size_t[]){1, 20, 41}[i];
+        at[i] = (struct rbi_point){count, (count * each + unit - 1) / unit * unit};
+    }
+    const struct rbi_points points = points_of(3, at, unit);
+    const struct rbi_line line = rbi_line_fit(&points);
+    for (size_t count = 1; count <= 41; count++) {
+        const size_t bytes = (count * each + unit - 1) / unit * unit;
+        const size_t found = rbi_line_at(&line, count);
+        cr_assert_eq(found % unit, 0);
+        cr_assert(found <= bytes + unit && bytes <= found + unit, "%zu of %zu", found, bytes);
+    }
+    cr_assert_eq(rbi_line_at(&line, 41), at[2].bytes);
+}
+
+Test(probe_model, where_no_law_holds_the_residual_is_kept)
+{
+    const struct rbi_points points =
+        points_of(3, (struct rbi_point[]){{1, 9001}, {10, 2003}, {20, 4001}}, 1);
+    const struct rbi_line line = rbi_line_fit(&points);
+    cr_assert_eq(rbi_line_at(&line, 20), 4001);
+    cr_assert_geq(rbi_line_at(&line, 1), 9001);
+    cr_assert_geq(rbi_line_at(&line, 21), 4001 + 9001 - 205);
 }

@@ -1,0 +1,209 @@
+/* Owns the tests of the search's bounds in time, of the choice of the fastest, and of memory
+ * outside the pool: with trials and a clock that are made up. Must not know how the library runs a
+ * trial. */
+#include <criterion/criterion.h>
+
+#include "probe/probe.h"
+
+#define MIB(n) ((size_t)(n) << 20)
+#define SECOND UINT64_C(1000000000)
+
+/* ---- a made-up training ---- */
+
+struct training {
+    rebatch_device *device;
+    rebatch_pool *pool;
+    size_t each_bytes;                  /* of the pool */
+    size_t outside_bytes, outside_each; /* of the device, for the time of a trial */
+    uint64_t start_ns, each_ns;
+    size_t flat; /* samples that take no longer than one */
+    size_t ran;
+    size_t sizes[32];
+};
+
+static uint64_t clock_ns;
+
+static uint64_t now(void)
+{
+    return clock_ns;
+}
+
+static rebatch_status take(struct training *t, size_t count)
+{
+    void *outside = NULL, *block;
+    const size_t bytes = (t->outside_bytes + t->outside_each * count) / 65536 * 65536;
+    rebatch_status status = bytes ? rbi_device_alloc(t->device, &outside, bytes) : REBATCH_OK;
+    if (!status)
+        status = rebatch_pool_alloc(&block, t->pool, t->each_bytes * count, NULL, 0);
+    if (!status)
+        status = rebatch_pool_free(t->pool, block);
+    if (outside)
+        (void)rbi_device_free(t->device, outside, bytes);
+    return status;
+}
+
+static rebatch_status trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user, size_t count,
+                            const struct rbi_trace *before)
+{
+    struct training *t = user;
+    rebatch_scope scope;
+    t->sizes[t->ran++] = count;
+    clock_ns += t->start_ns + t->each_ns * (count > t->flat ? count : t->flat);
+    cr_assert_eq(rebatch_scope_begin(&scope, t->pool), REBATCH_OK);
+    rbi_pool_mark(t->pool);
+    rbi_trace_begin(trace, t->pool, count);
+    const rebatch_status status = take(t, count);
+    cr_assert_eq(rbi_trace_end(trace, t->pool, before), REBATCH_OK);
+    *peak_bytes = rbi_pool_peak_since_mark(t->pool);
+    trace->is_whole = status == REBATCH_OK;
+    trace->peak_bytes = t->each_bytes * count;
+    cr_assert_eq(status ? rebatch_scope_rollback(t->pool, scope)
+                        : rebatch_scope_commit(t->pool, scope),
+                 REBATCH_OK);
+    if (status)
+        (void)rebatch_pool_trim(t->pool, 0, NULL);
+    return status;
+}
+
+/* Every size is allowed. */
+static size_t as_it_is(void *user, size_t size)
+{
+    (void)user;
+    return size;
+}
+
+/* On a dry device of so much; sizes from 1 to 64. */
+static struct rbi_search search_of(struct training *t, size_t capacity_bytes)
+{
+    cr_assert_eq(rebatch_device_open_dry(&t->device, capacity_bytes, 65536), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&t->pool, t->device, NULL), REBATCH_OK);
+    return (struct rbi_search){.trial = trial,
+                               .user = t,
+                               .setting = {.pool = t->pool, .admits_above = SIZE_MAX},
+                               .round = as_it_is,
+                               .round_up = as_it_is,
+                               .least = 1,
+                               .most = 64,
+                               .batch = 64,
+                               .max_trials = 20,
+                               .now = now};
+}
+
+static void end(struct training *t, struct rbi_search *search)
+{
+    rbi_search_release(search);
+    rebatch_pool_destroy(t->pool);
+    rebatch_device_close(t->device);
+}
+
+/* ---- time ---- */
+
+Test(probe_search, no_run_begins_after_max_seconds)
+{
+    for (uint64_t seconds = 1; seconds <= 30; seconds += 7) {
+        struct training t = {.each_bytes = MIB(1), .start_ns = 8 * SECOND};
+        struct rbi_search search = search_of(&t, MIB(40));
+        search.max_ns = seconds * SECOND;
+        clock_ns = 5 * SECOND;
+        cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+        cr_assert_eq(t.ran, seconds <= 8 ? 1 : seconds <= 16 ? 2 : 3);
+        cr_assert_eq(search.report.microbatches, t.ran);
+        cr_assert_eq(search.report.size, t.sizes[t.ran - 1]);
+        end(&t, &search);
+    }
+}
+
+Test(probe_search, without_max_seconds_time_does_not_matter)
+{
+    struct training t = {.each_bytes = MIB(1), .start_ns = 100000 * SECOND};
+    struct rbi_search search = search_of(&t, MIB(40));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 40);
+    end(&t, &search);
+}
+
+/* ---- the fastest ---- */
+
+static size_t fastest_of(struct training *t, double *rate)
+{
+    struct rbi_search search = search_of(t, MIB(40));
+    search.is_fastest = true;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.largest_size, 40);
+    cr_assert_eq(search.report.measured_peak_bytes, search.report.size * MIB(1));
+    cr_assert_eq(search.report.predicted_peak_bytes, search.report.size * MIB(1));
+    cr_assert_leq(search.report.microbatches, 3 + RBI_TIMED_RUNS);
+    const size_t size = search.report.size;
+    *rate = search.report.samples_per_second;
+    end(t, &search);
+    return size;
+}
+
+Test(probe_search, where_all_sizes_are_as_fast_the_smallest_measured_is_chosen)
+{
+    double rate;
+    struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100};
+    cr_assert_eq(fastest_of(&t, &rate), 10);
+    cr_assert_float_eq(rate, 100, 1e-6);
+}
+
+Test(probe_search, where_larger_is_faster_the_largest_is_chosen)
+{
+    double rate;
+    struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100, .start_ns = SECOND};
+    cr_assert_eq(fastest_of(&t, &rate), 40);
+}
+
+Test(probe_search, where_small_sizes_leave_the_device_idle_the_smallest_that_does_not_is_chosen)
+{
+    double rate;
+    struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100, .flat = 20};
+    cr_assert_eq(fastest_of(&t, &rate), 20);
+    t = (struct training){.each_bytes = MIB(1), .each_ns = SECOND / 100, .flat = 21};
+    cr_assert_eq(fastest_of(&t, &rate), 30, "20 are 5 percent slower");
+}
+
+Test(probe_search, what_is_within_two_percent_is_fast_enough)
+{
+    double rate;
+    struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100, .start_ns = SECOND / 200};
+    /* rates: 40 in 0.405 s, 30 in 0.305 s (0.4 % less), 20 in 0.205 s (1.2 %), 10 in 0.105 s (3.6
+     * %) */
+    cr_assert_eq(fastest_of(&t, &rate), 20);
+    cr_assert_float_eq(rate, 20 / 0.205, 1e-6);
+}
+
+Test(probe_search, max_trials_bounds_what_is_measured)
+{
+    struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100};
+    struct rbi_search search = search_of(&t, MIB(40));
+    search.is_fastest = true;
+    search.max_trials = 6;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(t.ran, 6);
+    cr_assert_eq(search.report.largest_size, 40);
+    cr_assert_geq(search.report.size, 30);
+    end(&t, &search);
+}
+
+/* ---- memory outside the pool ---- */
+
+Test(probe_search, a_workspace_outside_the_pool_is_left_room_for)
+{
+    struct training t = {.each_bytes = MIB(1), .outside_bytes = MIB(10)};
+    struct rbi_search search = search_of(&t, MIB(40));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 30);
+    cr_assert_eq(search.report.ooms, 0);
+    end(&t, &search);
+}
+
+Test(probe_search, a_workspace_that_grows_with_the_samples_is_foretold)
+{
+    struct training t = {.each_bytes = MIB(1), .outside_each = MIB(1) / 2};
+    struct rbi_search search = search_of(&t, MIB(40));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 26, "26 and 13 MiB; found %zu", search.report.size);
+    cr_assert_eq(search.report.ooms, 0);
+    end(&t, &search);
+}
