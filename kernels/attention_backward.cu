@@ -8,6 +8,7 @@
  * through memory. */
 #include "attention_launch.cuh"
 #include "attention_plain.cuh"
+#include "attention_sm90.cuh"
 #include "attention_tile.cuh"
 
 /* Rows of a tile that passes by, and how many of them are handled at once: what keeps two blocks on
@@ -483,9 +484,17 @@ extern "C" cudaError_t rbk_attention_backward(void *dqkv, const void *dout, cons
             const backward_call<T> call = {
                 (T *)dqkv, (const T *)dout, (const T *)qkv, log_sum, (float *)scratch,
                 batch,     length,          heads,          scale,   stream};
-            const cudaError_t status = launch_delta<T, D>(
-                (float *)scratch, (const T *)dout, (const T *)out, batch, length, heads, stream);
-            return status == cudaSuccess ? launch_backward<T, D>(call) : status;
+            bool is_sm90 = false;
+            cudaError_t status = launch_delta<T, D>((float *)scratch, (const T *)dout,
+                                                    (const T *)out, batch, length, heads, stream);
+            if (status == cudaSuccess && D == HEAD && dtype != RBK_F32)
+                status = has_sm90(&is_sm90);
+            if (status != cudaSuccess)
+                return status;
+            return is_sm90 ? attention_backward_sm90({dqkv, qkv, dout, log_sum, (float *)scratch,
+                                                      batch, length, heads, scale, stream},
+                                                     dtype)
+                           : launch_backward<T, D>(call);
         });
     });
 }

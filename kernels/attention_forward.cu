@@ -4,77 +4,11 @@
  * shared memory, the next on its way while one is used. The tiles with most keys start first. */
 #include "attention_launch.cuh"
 #include "attention_plain.cuh"
+#include "attention_sm90.cuh"
+#include "attention_softmax.cuh"
 #include "attention_tile.cuh"
 
 constexpr int MMA_KEYS = 64;
-
-/* A row's softmax so far, for the rows lane / 4 and lane / 4 + 8 of each 16: the highest product,
- * and this lane's share of the sum of exponentials. */
-template <int M> struct softmax_state {
-    float high[M][2];
-    float sum[M][2];
-};
-
-/* Products become probabilities relative to the highest product so far; what was added up before is
- * brought to the same scale. Every row has its key 0, so `high` is finite from the first tile on.
- * */
-template <int D, int M>
-__device__ inline void softmax_step(float (&s)[M][MMA_KEYS / 8][4], float (&acc)[M][D / 8][4],
-                                    softmax_state<M> &state, float scale2)
-{
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float high = state.high[m][half];
-#pragma unroll
-            for (int n = 0; n < MMA_KEYS / 8; n++)
-                high = fmaxf(high, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
-            const float shrink = power_of_2((state.high[m][half] - high) * scale2);
-            const float base = high * scale2;
-            float sum = 0.0f;
-#pragma unroll
-            for (int n = 0; n < MMA_KEYS / 8; n++) {
-#pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) {
-                    s[m][n][e] = power_of_2(fmaf(s[m][n][e], scale2, -base));
-                    sum += s[m][n][e];
-                }
-            }
-            state.high[m][half] = high;
-            state.sum[m][half] = fmaf(state.sum[m][half], shrink, sum);
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) {
-                acc[m][n][2 * half] *= shrink;
-                acc[m][n][2 * half + 1] *= shrink;
-            }
-        }
-    }
-}
-
-/* The lanes' sums become the rows' sums: factor = 1 / sum, and the logarithms are written. */
-template <int M>
-__device__ inline void finish_softmax(float (&factor)[M][2], float *log_sum,
-                                      const softmax_state<M> &state, float scale2, int warp_query,
-                                      int length)
-{
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = state.sum[m][half];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            factor[m][half] = 1.0f / sum;
-            const int query = warp_query + m * 16 + lane / 4 + half * 8;
-            if ((lane & 3) == 0 && query < length)
-                log_sum[query] = fmaf(state.high[m][half], scale2, log2f(sum)) * LN_2;
-        }
-    }
-}
 
 /* out [B,T,H,D] and log_sum [B,H,T] from qkv [B,T,3,H,D]; scale2 = scale * log2(e).
  * Grid: tiles of queries, heads, samples. */
@@ -132,7 +66,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
             multiply_transposed<T, D, M, MMA_KEYS / 8>(s, operand, keys + now * key_bytes, 0);
             if (key + MMA_KEYS - 1 > first + warp_row)
                 mask_later_keys<M, MMA_KEYS / 8, false>(s, first + warp_row, key);
-            softmax_step<D, M>(s, acc, state, scale2);
+            softmax_step<D, M, MMA_KEYS / 8>(s, acc, state, scale2);
             unsigned p[M][MMA_KEYS / 16][4];
             round_to_operand<T, M, MMA_KEYS / 8>(p, s);
             multiply_rows<T, D, M, MMA_KEYS / 16>(acc, p, values + now * key_bytes, 0);
@@ -274,8 +208,17 @@ extern "C" cudaError_t rbk_attention_forward(void *out, float *log_sum, const vo
         using T = typename decltype(tag)::type;
         return with_head_width(head_width, [=](auto width) {
             constexpr int D = decltype(width)::value;
-            return launch_forward<T, D>((T *)out, log_sum, (const T *)qkv, batch, length, heads,
-                                        scale * LOG2_E, stream);
+            bool is_sm90 = false;
+            if (D == HEAD && dtype != RBK_F32) {
+                const cudaError_t status = has_sm90(&is_sm90);
+                if (status != cudaSuccess)
+                    return status;
+            }
+            return is_sm90 ? attention_forward_sm90(
+                                 {out, log_sum, qkv, batch, length, heads, scale * LOG2_E, stream},
+                                 dtype)
+                           : launch_forward<T, D>((T *)out, log_sum, (const T *)qkv, batch, length,
+                                                  heads, scale * LOG2_E, stream);
         });
     });
 }

@@ -240,9 +240,9 @@ __device__ inline uint64_t row_descriptor(shared_address start)
                  : SQUARE_(c)                                                                      \
                  : "l"(a), "l"(b), "r"((int)adds))
 
-/** Start c = a b^T, or c += it, with a and b [64][16] in shared memory: row_descriptor(). Register
- *  r of c[j] is column 8 j + i % 4 * 2 + r % 2 of c and, of the warp's 16 rows, row
- *  i % 32 / 4 + 8 (r / 2). */
+/** Start c = a b^T, or c += it, with a and b [64][16] in shared memory: row_descriptor(). For
+ *  thread i of the warpgroup, c[j][r] is column 8 j + i % 4 * 2 + r % 2 and, of the warp's 16 rows,
+ *  row i % 32 / 4 + 8 (r / 2). */
 template <typename T>
 __device__ inline void multiply_by_rows(float (&c)[8][4], uint64_t a, uint64_t b, bool adds);
 

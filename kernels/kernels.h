@@ -219,8 +219,9 @@ cudaError_t rbk_bias_dropout_residual(void *out, const void *in, const void *bia
 /** out[b,t,h,:] = sum over s <= t of softmax_s(scale * <q[b,t,h], k[b,s,h]>) * v[b,s,h,:].
  *
  *  Online softmax (Milakov and Gimelshein, 2018) over tiles, no T x T array: FlashAttention-2 (Dao,
- *  2023). Keys ascend in tiles whose size depends on D and dtype alone. fp16 and bf16 run on the
- *  tensor cores (mma.sync m16n8k16); the probabilities are rounded to `dtype` before they meet v.
+ *  2023). Keys ascend in tiles whose size depends on D, dtype and the device alone. fp16 and
+ *  bf16 run on the tensor cores (wgmma on Hopper where D = 64, else mma.sync m16n8k16); the
+ *  probabilities are rounded to `dtype` before they meet v.
  *  @param[out] out      [B,T,H,D]
  *  @param[out] log_sum  [B,H,T] fp32: the natural logarithm of the sum of exponentials
  *  @param qkv           [B,T,3,H,D]

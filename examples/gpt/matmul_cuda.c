@@ -1,12 +1,14 @@
 /* Owns the matrix products on CUDA: which algorithm of cuBLASLt runs, and the three operations made
  * of it and of the kernel for gradients of weights. Must not know what is multiplied.
  *
- * Exactness. The algorithm of a product is looked for once, for a number of rows that never varies,
- * and then kept for all that it takes: the library would choose by the number of rows. It adds up
- * an element of the result in one block of threads: K is not split, and it may use no workspace, in
- * which parts of a sum could meet. So a row's result does not depend on the rows beside it. Where
- * Hopper's algorithm for fp16 and bf16 does not take a number of rows, another of its family does:
- * they all add up K in one order, 16 at a time, whatever their tile; gpt_cuda_matmul.c tests that.
+ * Exactness. The algorithm of a product is looked for once, for a number of rows that never varies:
+ * the library would choose by the number of rows. It adds up an element of the result in one block
+ * of threads: K is not split, and it gets no more workspace than a counter of what is left to do,
+ * too little for parts of sums to meet there. So a row's result does not depend on the rows beside
+ * it. Hopper's algorithms for fp16 and bf16 are of one family, which adds up K in one order, 16 at
+ * a time, whatever the tiles: of that family each number of rows has the best, and
+ * gpt_cuda_matmul.c tests the bits.
+ *
  * Sums over rows are a kernel of our own, because the library adds what was there before at the
  * end: there a sum would tell where the batch was cut. On an inexact queue they are one product of
  * the library, which may split K. */
@@ -18,6 +20,9 @@
 
 /* Algorithms that the library is asked for, best first. */
 #define CANDIDATES_MOST 16
+
+/* On Hopper the library wants 4 bytes where there are more tiles than fit on the GPU at once. */
+#define WORKSPACE_BYTES 64
 
 /* Of every array; the library may count on it. */
 #define ALIGNMENT_BYTES 16
@@ -112,17 +117,24 @@ static cublasStatus_t describe(struct descriptors *out, const struct gpt_cuda *c
 
 /* ---- which algorithm ---- */
 
-/* Sums over rows, which only an inexact queue leaves to the library, may be split. */
+/* How much workspace a product may have. Sums over rows, which only an inexact queue leaves to the
+ * library, may be split; where each number of rows has an algorithm of its own, none needs any. */
+static size_t workspace_of(const struct gpt_cuda *cuda, enum gpt_cuda_product_kind kind)
+{
+    if (kind == GPT_CUDA_BACKWARD_WEIGHT)
+        return GPT_CUDA_SCRATCH_BYTES;
+    return cuda->has_alike ? 0 : WORKSPACE_BYTES;
+}
+
 static cublasStatus_t set_preference(cublasLtMatmulPreferenceOpaque_t *out,
-                                     enum gpt_cuda_product_kind kind)
+                                     const struct gpt_cuda *cuda, enum gpt_cuda_product_kind kind)
 {
     static const cublasLtMatmulPreferenceAttributes_t arrays[] = {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
-    const bool may_split = kind == GPT_CUDA_BACKWARD_WEIGHT;
-    const uint64_t workspace_bytes = may_split ? GPT_CUDA_SCRATCH_BYTES : 0;
-    const uint32_t schemes =
-        may_split ? CUBLASLT_REDUCTION_SCHEME_MASK : CUBLASLT_REDUCTION_SCHEME_NONE;
+    const uint64_t workspace_bytes = workspace_of(cuda, kind);
+    const uint32_t schemes = kind == GPT_CUDA_BACKWARD_WEIGHT ? CUBLASLT_REDUCTION_SCHEME_MASK
+                                                              : CUBLASLT_REDUCTION_SCHEME_NONE;
     const uint32_t alignment = ALIGNMENT_BYTES;
     cublasStatus_t code = cublasLtMatmulPreferenceInit(out);
     if (!code)
@@ -159,17 +171,15 @@ static bool takes(const struct gpt_cuda *cuda, const cublasLtMatmulAlgo_t *algor
     return !describe(&d, cuda, product) &&
            !cublasLtMatmulAlgoCheck(cuda->library, &d.product, &d.a, &d.b, &d.c, &d.c, algorithm,
                                     &result) &&
-           result.workspaceSize == 0;
+           result.workspaceSize <= workspace_of(cuda, product->kind);
 }
 
-static bool is_usable(const cublasLtMatmulHeuristicResult_t *candidate,
+static bool is_usable(const cublasLtMatmulHeuristicResult_t *candidate, const struct gpt_cuda *cuda,
                       const struct product *product)
 {
-    if (candidate->state != CUBLAS_STATUS_SUCCESS)
-        return false;
-    if (product->kind == GPT_CUDA_BACKWARD_WEIGHT)
-        return candidate->workspaceSize <= GPT_CUDA_SCRATCH_BYTES;
-    return candidate->workspaceSize == 0 && is_unsplit(&candidate->algo);
+    return candidate->state == CUBLAS_STATUS_SUCCESS &&
+           candidate->workspaceSize <= workspace_of(cuda, product->kind) &&
+           (product->kind == GPT_CUDA_BACKWARD_WEIGHT || is_unsplit(&candidate->algo));
 }
 
 /* Which family of kernels an algorithm is of; -1 when the library does not say. */
@@ -194,14 +204,14 @@ static rebatch_status choose(cublasLtMatmulAlgo_t *out, const struct gpt_queue *
     int found = 0;
     cublasStatus_t code = describe(&d, cuda, product);
     if (!code)
-        code = set_preference(&preference, product->kind);
+        code = set_preference(&preference, cuda, product->kind);
     if (!code)
         code = cublasLtMatmulAlgoGetHeuristic(cuda->library, &d.product, &d.a, &d.b, &d.c, &d.c,
                                               &preference, CANDIDATES_MOST, candidates, &found);
     if (code)
         return gpt_cuda_library_status(queue, code);
     for (int i = 0; i < found; i++)
-        if (is_usable(&candidates[i], product) &&
+        if (is_usable(&candidates[i], cuda, product) &&
             (!alike || family_of(&candidates[i].algo) == family_of(alike))) {
             *out = candidates[i].algo;
             return REBATCH_OK;
@@ -275,15 +285,15 @@ static rebatch_status settle(const cublasLtMatmulAlgo_t **out, const struct gpt_
     if (kind == GPT_CUDA_BACKWARD_WEIGHT) {
         status = choose(&algorithm, queue, &product, NULL);
     } else {
-        status = settle_canonical(&algorithm, queue, kind, *shape, bias);
-        if (!status && !takes(cuda, &algorithm, &product)) {
-            if (!cuda->has_alike)
-                return gpt_error(REBATCH_E_UNSUPPORTED,
-                                 "cuBLASLt's algorithm for %zu rows does not take %zu",
-                                 CANONICAL_SAMPLES * queue->sample_rows, shape->rows);
-            const cublasLtMatmulAlgo_t canonical = algorithm;
+        cublasLtMatmulAlgo_t canonical;
+        status = settle_canonical(&canonical, queue, kind, *shape, bias);
+        algorithm = canonical;
+        if (!status && cuda->has_alike)
             status = choose(&algorithm, queue, &product, &canonical);
-        }
+        else if (!status && !takes(cuda, &canonical, &product))
+            status = gpt_error(REBATCH_E_UNSUPPORTED,
+                               "cuBLASLt's algorithm for %zu rows does not take %zu",
+                               CANONICAL_SAMPLES * queue->sample_rows, shape->rows);
     }
     if (!status)
         *out = remember(cuda, kind, shape, &algorithm);
@@ -336,8 +346,9 @@ static rebatch_status run_rows(const struct gpt_queue *queue, enum gpt_cuda_prod
     struct descriptors d;
     cublasStatus_t code = describe(&d, cuda, &product);
     if (!code)
-        code = cublasLtMatmul(cuda->library, &d.product, &one, a, &d.a, b, &d.b, &zero, c, &d.c, c,
-                              &d.c, algorithm, NULL, 0, gpt_cuda_stream(queue));
+        code =
+            cublasLtMatmul(cuda->library, &d.product, &one, a, &d.a, b, &d.b, &zero, c, &d.c, c,
+                           &d.c, algorithm, cuda->scratch, WORKSPACE_BYTES, gpt_cuda_stream(queue));
     return gpt_cuda_library_status(queue, code);
 }
 

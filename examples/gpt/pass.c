@@ -370,17 +370,27 @@ static rebatch_status norm_backward(const struct backward *b, const struct norm 
         model->config.channels, true);
 }
 
+/* What enters a branch from behind: the stream's gradient as dropout left it. Without dropout that
+ * is the stream itself, which nobody changes before the branch's norm. */
+static rebatch_status branch_gradient(const void **out, const struct backward *b, uint32_t site)
+{
+    const bool drops = b->model->config.dropout > 0.0f;
+    *out = drops ? b->scratch.branch : b->scratch.stream;
+    return drops ? drop(b->model, b->samples, site, b->scratch.branch, NULL, b->scratch.stream)
+                 : REBATCH_OK;
+}
+
 static rebatch_status perceptron_backward(const struct backward *b, size_t layer, void **acts)
 {
     struct gpt_model *model = b->model;
     const struct scratch *s = &b->scratch;
     const size_t channels = model->config.channels;
     const bool again = b->lighten == GPT_RECOMPUTE_CHEAP;
-    const void *x = acts[GPT_ACT_MIDDLE];
-    TRY(drop(model, b->samples, perceptron_site(layer), s->branch, NULL, s->stream));
+    const void *x = acts[GPT_ACT_MIDDLE], *dy;
+    TRY(branch_gradient(&dy, b, perceptron_site(layer)));
     if (again)
         TRY(gelu(model, acts, b->rows));
-    TRY(linear_backward(b, s->wide, s->branch, acts[GPT_ACT_GELU], layer, GPT_NARROW_WEIGHT,
+    TRY(linear_backward(b, s->wide, dy, acts[GPT_ACT_GELU], layer, GPT_NARROW_WEIGHT,
                         GPT_NARROW_BIAS,
                         &(struct gpt_matmul){b->rows, 4 * channels, channels, false}));
     TRY(model->ops->gelu_backward(&model->queue, s->wide, acts[GPT_ACT_WIDE],
@@ -404,8 +414,9 @@ static rebatch_status attention_branch_backward(const struct backward *b, size_t
      * output. */
     void *dqkv = s->wide;
     void *dout = (char *)s->wide + b->rows * 3 * channels * gpt_dtype_bytes(model->config.dtype);
-    TRY(drop(model, b->samples, attention_site(layer), s->branch, NULL, s->stream));
-    TRY(linear_backward(b, dout, s->branch, acts[GPT_ACT_ATTENTION], layer, GPT_PROJECT_WEIGHT,
+    const void *dy;
+    TRY(branch_gradient(&dy, b, attention_site(layer)));
+    TRY(linear_backward(b, dout, dy, acts[GPT_ACT_ATTENTION], layer, GPT_PROJECT_WEIGHT,
                         GPT_PROJECT_BIAS,
                         &(struct gpt_matmul){b->rows, channels, channels, false}));
     TRY(model->ops->attention_backward(&model->queue, dqkv, dout, acts[GPT_ACT_ATTENTION],

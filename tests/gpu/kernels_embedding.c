@@ -131,7 +131,7 @@ static void check_backward(problem *p)
 
 static void check_cuts(problem *p)
 {
-    for (int c = 0; c < SUPPORT_CUT_COUNT; c++) {
+    for (size_t c = 0; c < SUPPORT_CUT_COUNT; c += support_stride()) {
         support_array token_grad = support_array_copy(&p->token_start);
         support_array position_grad = support_array_copy(&p->position_start);
         size_t first = 0;

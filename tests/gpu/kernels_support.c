@@ -18,6 +18,13 @@ const size_t support_cuts[SUPPORT_CUT_COUNT][SUPPORT_CUT_BATCH + 1] = {
     {12, 1, 0},
 };
 
+size_t support_stride(void)
+{
+    const char *text = getenv("REBATCH_TEST_STRIDE");
+    const long stride = text ? strtol(text, NULL, 10) : 1;
+    return stride > 1 ? (size_t)stride : 1;
+}
+
 const char *support_dtype_name(rbk_dtype dtype)
 {
     return dtype == RBK_F32 ? "fp32" : dtype == RBK_BF16 ? "bf16" : "fp16";

@@ -82,6 +82,9 @@ void support_expect_close(support_array *got, const double *want, double toleran
 void support_expect_same(const support_array *a, size_t a_first, const support_array *b,
                          size_t b_first, size_t count, const char *what);
 
+/** Slow kinds of run, as racecheck, take every n-th case: n is REBATCH_TEST_STRIDE, or 1. */
+size_t support_stride(void);
+
 /** Ways to cut BATCH samples into micro-batches: lists of counts that end with 0. */
 #define SUPPORT_CUT_BATCH 13
 #define SUPPORT_CUT_COUNT 5

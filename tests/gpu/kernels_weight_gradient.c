@@ -74,7 +74,8 @@ static void check(problem *p, operation *op)
     support_array whole = support_array_copy(&p->grad);
     add(p, op, &whole, 0, p->batch);
     support_expect_close(&whole, want, tolerance(p), "the gradient of a weight");
-    for (size_t c = 0; c < SUPPORT_CUT_COUNT && p->batch == SUPPORT_CUT_BATCH; c++) {
+    for (size_t c = 0; c < SUPPORT_CUT_COUNT && p->batch == SUPPORT_CUT_BATCH;
+         c += support_stride()) {
         support_array grad = support_array_copy(&p->grad);
         for (size_t i = 0, first = 0; support_cuts[c][i]; first += support_cuts[c][i++])
             add(p, op, &grad, first, support_cuts[c][i]);
@@ -87,14 +88,16 @@ static void check(problem *p, operation *op)
 
 /* Tiles that are not full in both directions; lengths that fill no step, one, and several with a
  * rest; a product of one position. */
-static void check_shapes(operation *op, rbk_dtype dtype, support_random *random)
+static void check_shapes(operation *op, support_random *random)
 {
     static const size_t shapes[][3] = {{1, 8, 8},      {5, 24, 136},   {16, 64, 64},
                                        {33, 200, 328}, {64, 128, 256}, {65, 72, 104},
                                        {96, 384, 96},  {130, 256, 128}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        problem p = problem_create(dtype, SUPPORT_CUT_BATCH, shapes[i][0], shapes[i][1],
-                                   shapes[i][2], random);
+    const size_t count = sizeof shapes / sizeof *shapes;
+    for (size_t i = 0; i < count * DTYPE_COUNT; i += support_stride()) {
+        const size_t *shape = shapes[i % count];
+        problem p = problem_create(support_dtypes[i / count], SUPPORT_CUT_BATCH, shape[0], shape[1],
+                                   shape[2], random);
         check(&p, op);
         problem_destroy(&p);
     }
@@ -103,15 +106,13 @@ static void check_shapes(operation *op, rbk_dtype dtype, support_random *random)
 Test(kernels_weight_gradient, against_a_sum_in_double, .description = "seed 61")
 {
     support_random random = {61};
-    for (size_t d = 0; d < DTYPE_COUNT; d++)
-        check_shapes(rbk_weight_gradient, support_dtypes[d], &random);
+    check_shapes(rbk_weight_gradient, &random);
 }
 
 Test(kernels_weight_gradient, portable_against_a_sum_in_double, .description = "seed 62")
 {
     support_random random = {62};
-    for (size_t d = 0; d < DTYPE_COUNT; d++)
-        check_shapes(rbk_weight_gradient_portable, support_dtypes[d], &random);
+    check_shapes(rbk_weight_gradient_portable, &random);
 }
 
 /* So many tiles that large ones are taken, of a model's shapes: every tile size runs. */
@@ -144,10 +145,11 @@ Test(kernels_weight_gradient, portable_large, .description = "seed 64")
 static void check_cuts(operation *op, rbk_dtype dtype, size_t rows, size_t columns,
                        support_random *random)
 {
-    problem p = problem_create(dtype, SUPPORT_CUT_BATCH, 1024, rows, columns, random);
+    const size_t stride = support_stride(), length = 1024 / stride;
+    problem p = problem_create(dtype, SUPPORT_CUT_BATCH, length, rows, columns, random);
     support_array whole = support_array_copy(&p.grad);
     add(&p, op, &whole, 0, p.batch);
-    for (size_t cut = 1; cut < p.batch; cut++) {
+    for (size_t cut = 1; cut < p.batch; cut += stride) {
         support_array grad = support_array_copy(&p.grad);
         add(&p, op, &grad, 0, cut);
         add(&p, op, &grad, cut, p.batch - cut);
