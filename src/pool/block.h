@@ -10,7 +10,6 @@
 #define RBI_POOL_CLASSES (1 << RBI_POOL_CLASS_BITS) /* an octave of units */
 #define RBI_POOL_BIN_WORDS 28                       /* of 64 classes: two octaves each */
 #define RBI_POOL_BINS (RBI_POOL_BIN_WORDS * 64)
-#define RBI_POOL_ZONES 2  /* small blocks, and all others */
 #define RBI_POOL_QUICK 64 /* quick lists of small sizes; as many more */
 
 struct rbi_bins;
@@ -29,6 +28,16 @@ enum rbi_block_state {
     RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
 };
 
+/* What is left of a granule can only be used where it is, so one block keeps up to two granules
+ * from where they are needed. Blocks of like sizes lie among themselves: a small one that outlives
+ * large neighbours would keep a granule for itself, and where large ones are there are only a few
+ * ends of blocks to leave parts of granules. */
+enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
+#define RBI_POOL_ZONES 3
+#define RBI_ZONE_AFLOAT 4u        /* added for a search: also blocks between two holes */
+#define RBI_ZONE_SMALL_PARTS 64   /* small: less than this part of a granule */
+#define RBI_ZONE_LARGE_GRANULES 8 /* large: at least so many granules */
+
 /* Another stream that uses a block, from rebatch_pool_use_on(). */
 struct rbi_block_use {
     struct rbi_block_use *next;
@@ -43,7 +52,7 @@ struct rbi_block_use {
  *   listed == (table[address] == this); live, deferred, quick, pending: listed
  *   live or deferred: previous->birth < birth < next->birth
  *   free (or hole): *link == this, next == NULL || next->link == &next, bin == that of bytes
- *   used == (uses != NULL); bins == &stream->bins[stream->has_zones ? range->small : 0]
+ *   used == (uses != NULL); bins == &stream->bins[stream->has_zones ? range->zone : 0]
  *   hole, lost: address and bytes are multiples of the granule */
 struct rbi_block {
     _Alignas(64) char *address;
@@ -86,7 +95,7 @@ struct rbi_range {
     size_t bytes;
     struct rbi_block *first;
     rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
-    bool small;             /* for small blocks */
+    uint8_t zone;           /* enum rbi_zone: for which blocks it is */
     uint64_t number;        /* of its creation: ties between ranges break by it, as the device's
                         addresses need not be the same in every run */
 };

@@ -8,12 +8,13 @@
 struct wanted {
     size_t bytes, most;
     uint64_t ready;
+    bool afloat; /* those between two holes too */
 };
 
 static inline bool is_wanted(const struct rbi_block *block, const struct wanted *wanted)
 {
     return block->bytes >= wanted->bytes && block->bytes <= wanted->most &&
-           block->freed_at <= wanted->ready;
+           block->freed_at <= wanted->ready && (wanted->afloat || !rbi_block_is_afloat(block));
 }
 
 static inline bool is_better(const struct rbi_block *a, const struct rbi_block *b)
@@ -46,17 +47,21 @@ static struct rbi_block *find_in(const struct rbi_bins *bins, const struct wante
 }
 
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split, size_t granule)
+                                    uint64_t ready, size_t max_split, unsigned zone)
 {
-    struct wanted wanted = {bytes, bytes < max_split ? max_split : SIZE_MAX, ready};
-    const bool small = rbi_is_small(bytes, granule);
-    struct rbi_block *block = find_in(&stream->bins[small], &wanted);
-    if (block || (granule != 0 && !small))
-        return block;
-    /* A small block may also lie in what is left of granules, and all may where there are no
-     * zones. */
-    wanted.most = granule ? rbi_min(wanted.most, granule - 1) : wanted.most;
-    return find_in(&stream->bins[!small], &wanted);
+    const struct wanted wanted = {bytes, bytes < max_split ? max_split : SIZE_MAX, ready,
+                                  zone == RBI_ZONE_ANY || (zone & RBI_ZONE_AFLOAT)};
+    if (!stream->has_zones)
+        return find_in(&stream->bins[0], &wanted);
+    if (zone != RBI_ZONE_ANY)
+        return find_in(&stream->bins[zone & ~RBI_ZONE_AFLOAT], &wanted);
+    struct rbi_block *best = NULL;
+    for (unsigned i = 0; i < RBI_POOL_ZONES; i++) {
+        struct rbi_block *block = find_in(&stream->bins[i], &wanted);
+        if (block && (!best || is_better(block, best)))
+            best = block;
+    }
+    return best;
 }
 
 /* The first block of the first bin from `bin` on. */
@@ -107,7 +112,7 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool)
 
 static struct rbi_bins *bins_for(struct rbi_pool_stream *stream, const struct rbi_range *range)
 {
-    return &stream->bins[stream->has_zones && range->small];
+    return &stream->bins[stream->has_zones ? range->zone : 0];
 }
 
 struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
@@ -157,12 +162,13 @@ struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *bloc
 struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                     size_t bytes)
 {
-    const size_t most = pool->max_split_bytes, granule = rbi_pool_zones(pool);
+    const size_t most = pool->max_split_bytes;
+    const unsigned zone = rbi_pool_zone(pool, bytes);
     rbi_quick_flush_large(pool, stream);
-    struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, granule);
+    struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
     if (!block && stream->small_bytes) {
         rbi_quick_flush(pool, stream);
-        block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, granule);
+        block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
     }
     return block ? rbi_block_take(pool, block, bytes) : NULL;
 }

@@ -63,26 +63,54 @@ static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *
     return rbi_pool_take_own(pool, request->stream, request->bytes);
 }
 
-static struct rbi_block *take_other(rebatch_pool *pool, const struct rbi_request *request)
+static struct rbi_block *find_own(const rebatch_pool *pool, const struct rbi_request *request,
+                                  unsigned zone)
+{
+    return rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, pool->max_split_bytes,
+                             zone);
+}
+
+static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request *request,
+                                    unsigned zone)
 {
     struct rbi_block *best = NULL;
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (s == request->stream)
             continue;
         rbi_quick_flush(pool, s);
-        struct rbi_block *block = rbi_pool_find_fit(s, request->bytes, s->done,
-                                                    pool->max_split_bytes, rbi_pool_zones(pool));
+        struct rbi_block *block =
+            rbi_pool_find_fit(s, request->bytes, s->done, pool->max_split_bytes, zone);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
-    return take(pool, request, best);
+    return best;
 }
 
 /* After streams have come further: blocks may have become free on any of them. */
 static struct rbi_block *take_any(rebatch_pool *pool, const struct rbi_request *request)
 {
     struct rbi_block *block = take_own(pool, request);
-    return block ? block : take_other(pool, request);
+    return block ? block
+                 : take(pool, request,
+                        find_other(pool, request, rbi_pool_zone(pool, request->bytes)));
+}
+
+/* A block between two holes, rather than fresh memory. */
+static struct rbi_block *take_afloat(rebatch_pool *pool, const struct rbi_request *request)
+{
+    const unsigned zone = rbi_pool_zone(pool, request->bytes);
+    return zone == RBI_ZONE_ANY
+               ? NULL
+               : take(pool, request, find_own(pool, request, zone | RBI_ZONE_AFLOAT));
+}
+
+/* A block of any zone, rather than wait for work or fail. */
+static struct rbi_block *take_anywhere(rebatch_pool *pool, const struct rbi_request *request)
+{
+    if (!pool->caching || pool->guard || rbi_pool_zone(pool, request->bytes) == RBI_ZONE_ANY)
+        return NULL;
+    struct rbi_block *block = find_own(pool, request, RBI_ZONE_ANY);
+    return take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY));
 }
 
 /* ---- addresses and granules ---- */
@@ -93,6 +121,7 @@ struct growth {
     struct rbi_pool_stream *stream;
     const struct rbi_pool_stream *spared; /* keeps its free granules; may be NULL */
     size_t guard_bytes;                   /* to stay without memory behind it */
+    bool no_fresh;                        /* free granules only */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool at_end;                          /* out: what is served is at the end of what was found */
 };
@@ -107,7 +136,7 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
     if (!rbi_round_up(bytes, pool->granule_bytes, &whole))
         return REBATCH_OOM;
     const rebatch_status status =
-        rbi_range_reserve(pool, whole, rbi_is_small(bytes, rbi_pool_zones(pool)));
+        rbi_range_reserve(pool, whole, rbi_min(rbi_pool_zone(pool, bytes), RBI_ZONE_LARGE));
     if (status != REBATCH_OK)
         return status;
     return rbi_window_find(window, pool, bytes, growth->stream) ? REBATCH_OK : REBATCH_OOM;
@@ -119,10 +148,11 @@ static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
                                 const struct growth *growth)
 {
     const size_t bytes = growth->bytes + growth->guard_bytes;
-    struct rbi_block *hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, 0);
+    struct rbi_block *hole =
+        rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     rebatch_status status = REBATCH_OK;
-    if (!hole && (status = rbi_range_reserve(pool, bytes, false)) == REBATCH_OK)
-        hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, 0);
+    if (!hole && (status = rbi_range_reserve(pool, bytes, RBI_ZONE_LARGE)) == REBATCH_OK)
+        hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     if (status == REBATCH_OK && !hole)
         status = REBATCH_OOM;
     *window = (struct rbi_window){hole, hole, bytes, bytes / pool->granule_bytes, false};
@@ -132,8 +162,8 @@ static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
 static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t count)
 {
-    size_t room;
-    const rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    size_t room = 0;
+    const rebatch_status status = growth->no_fresh ? REBATCH_OK : rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)
         return status;
     /* What cannot succeed shall not take blocks apart. */
@@ -145,6 +175,8 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
     growth->by_remap = pool->spare_count >= count;
     if (growth->by_remap)
         return REBATCH_OK;
+    if (growth->no_fresh)
+        return REBATCH_OOM;
     const size_t missing = count - pool->spare_count;
     return missing > room / pool->granule_bytes ? REBATCH_OOM : rbi_granules_create(pool, missing);
 }
@@ -175,7 +207,7 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 {
     *out = NULL;
     if (pool->has_space) {
-        struct growth growth = {bytes, stream, spared, 0, false, false};
+        struct growth growth = {bytes, stream, spared, 0, false, false, false};
         struct rbi_window window;
         const rebatch_status found = find_hole(&window, pool, &growth);
         return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;
@@ -261,7 +293,7 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
-    struct growth growth = {request->bytes, request->stream, NULL, 0, false, false};
+    struct growth growth = {request->bytes, request->stream, NULL, 0, false, false, false};
     const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
     reach(pool, request, REBATCH_RUNG_REMAP);
     rebatch_status status;
@@ -269,7 +301,13 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
         status = take_guarded(out, pool, &growth);
     } else {
         struct rbi_block *block = NULL;
+        growth.no_fresh = true;
         status = grow(&block, pool, &growth);
+        if (status == REBATCH_OOM && (*out = take_afloat(pool, request)))
+            return REBATCH_OK;
+        growth.no_fresh = false;
+        if (status == REBATCH_OOM)
+            status = grow(&block, pool, &growth);
         *out = take_part(pool, request, block, growth.at_end);
     }
     if (!growth.by_remap) {
@@ -300,12 +338,12 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     if (status != REBATCH_OK)
         return status;
     rbi_pool_adopt(pool, request->stream);
-    struct rbi_block *block =
-        rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, pool->max_split_bytes, 0);
+    struct rbi_block *block = rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX,
+                                                pool->max_split_bytes, RBI_ZONE_ANY);
     struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && !pool->guard &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {
-        struct growth growth = {request->bytes, request->stream, NULL, 0, false, false};
+        struct growth growth = {request->bytes, request->stream, NULL, 0, false, false, false};
         reach(pool, request, REBATCH_RUNG_REMAP);
         status = fill_window(&block, pool, &growth, &window);
     }
@@ -352,6 +390,8 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
     }
     if ((status = take_fresh(out, pool, request)) != REBATCH_OOM)
         return status;
+    if ((*out = take_anywhere(pool, request)))
+        return REBATCH_OK;
     if (is_waiting(pool, request)) {
         reach(pool, request, REBATCH_RUNG_WAIT);
         if ((status = rbi_pool_await_streams(pool)) != REBATCH_OK)

@@ -26,7 +26,7 @@ static rebatch_status hold_piece(rebatch_pool *pool, struct rbi_request *request
     rbi_quick_flush(pool, request->stream);
     const size_t before = pool->promised_bytes;
     pool->promised_bytes = rbi_max(before, request->bytes); /* no zones from here on */
-    if (rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, SIZE_MAX, 0))
+    if (rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY))
         return REBATCH_OK;
     struct rbi_block *block;
     const rebatch_status status = rbi_pool_search(&block, pool, request);

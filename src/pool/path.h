@@ -215,6 +215,18 @@ static inline struct rbi_block *rbi_block_settle(rebatch_pool *pool, struct rbi_
     return block;
 }
 
+static inline bool rbi_block_is_hole(const struct rbi_block *block)
+{
+    return block && block->state == RBI_BLOCK_HOLE;
+}
+
+/* A block between holes has no neighbour to lie beside: what is cut off of it would take up parts
+ * of granules on both sides, so it is better unmapped and its granules used elsewhere. */
+static inline bool rbi_block_is_afloat(const struct rbi_block *block)
+{
+    return rbi_block_is_hole(block->before) && rbi_block_is_hole(block->after);
+}
+
 /* Of a block that is larger than asked for the end is taken where that leaves more granules whole:
  * what is left of a granule can only be used where it is. */
 static inline bool rbi_block_leaves_more_from_end(const rebatch_pool *pool,
@@ -228,6 +240,17 @@ static inline bool rbi_block_leaves_more_from_end(const rebatch_pool *pool,
     return (ptrdiff_t)from_end > (ptrdiff_t)from_start;
 }
 
+/* Beside a hole it is cut at the other end. */
+static inline bool rbi_block_gives_end(const rebatch_pool *pool, const struct rbi_block *block,
+                                       size_t bytes)
+{
+    const bool hole_before = rbi_block_is_hole(block->before);
+    if (hole_before != rbi_block_is_hole(block->after))
+        return hole_before;
+    return block->bytes - bytes >= pool->granule_bytes &&
+           rbi_block_leaves_more_from_end(pool, block, bytes);
+}
+
 /* Takes `bytes` of a block out of its bin; of its stream still. Needs one spare node. */
 static inline struct rbi_block *rbi_block_take(rebatch_pool *pool, struct rbi_block *block,
                                                size_t bytes)
@@ -237,8 +260,7 @@ static inline struct rbi_block *rbi_block_take(rebatch_pool *pool, struct rbi_bl
     if (rest == 0) {
         rbi_bin_remove(block);
     } else {
-        const bool off_end =
-            rest >= pool->granule_bytes && rbi_block_leaves_more_from_end(pool, block, bytes);
+        const bool off_end = rbi_block_gives_end(pool, block, bytes);
         struct rbi_block *part = rbi_block_cut(pool, block, bytes, off_end);
         rbi_bin_update(block);
         block = part;
@@ -369,9 +391,12 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
         rbi_quick_flush_large(pool, stream);
     if (pool->max_split_bytes != SIZE_MAX)
         return NULL;
-    const bool small = bytes < pool->small_below_bytes;
-    struct rbi_block *block = rbi_bins_best(&stream->bins[small], bytes);
-    return RBI_LIKELY(block) ? rbi_block_take(pool, block, bytes) : NULL;
+    const unsigned zone =
+        (unsigned)(bytes >= pool->medium_bytes) + (unsigned)(bytes >= pool->large_bytes);
+    struct rbi_block *block = rbi_bins_best(&stream->bins[zone], bytes);
+    if (RBI_UNLIKELY(!block || rbi_block_is_afloat(block)))
+        return NULL;
+    return rbi_block_take(pool, block, bytes);
 }
 
 /* ---- the last step of a free ---- */

@@ -54,7 +54,8 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->guard = options->guard == REBATCH_ON;
     pool->plain = pool->caching && !pool->guard;
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
-    pool->small_below_bytes = pool->has_space ? pool->granule_bytes / 64 : 0;
+    pool->medium_bytes = pool->has_space ? pool->granule_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
+    pool->large_bytes = pool->has_space ? pool->granule_bytes * RBI_ZONE_LARGE_GRANULES : SIZE_MAX;
     pool->block_nodes.node_bytes = sizeof(struct rbi_block);
     pool->range_nodes.node_bytes = sizeof(struct rbi_range);
     pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);

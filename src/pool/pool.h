@@ -113,7 +113,7 @@ struct rebatch_pool {
     bool has_space; /* granules are mapped into reserved addresses */
 
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
-    size_t small_below_bytes;            /* requests of less belong to the zone of small blocks */
+    size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
     size_t fast_bytes;                   /* what the fast path takes is less; 0: nothing */
     struct rbi_nodes block_nodes, range_nodes, use_nodes;
     size_t
@@ -172,20 +172,18 @@ rebatch_status rbi_pool_check(const rebatch_pool *pool);
 /* A free block of at least `bytes` whose work is done up to point `ready`. Looks at up to eight of
  * the smallest class that can have one and of the next, and takes of those the smallest, of these
  * the one of the oldest range, then of the lowest address. NULL only when there is none. Larger
- * blocks than `max_split` are for requests of that size and more. Where `granule` is not 0, small
- * requests keep to ranges for them and to parts of granules, and large ones out of those ranges. */
+ * blocks than `max_split` are for requests of that size and more. `zone` is of enum rbi_zone. */
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split, size_t granule);
-/* Whether a request belongs among the small ones, where there are granules. */
-static inline bool rbi_is_small(size_t bytes, size_t granule)
+                                    uint64_t ready, size_t max_split, unsigned zone);
+/* The zone that a request belongs to; ANY where there are no granules, and while memory is promised
+ * by rebatch_pool_reserve(): all of it is for whatever comes. */
+static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
 {
-    return bytes < granule / 64;
-}
-/* The granule for searches that keep small blocks apart, 0 for those that do not: while memory is
- * promised by rebatch_pool_reserve(), all of it is for whatever comes. */
-static inline size_t rbi_pool_zones(const rebatch_pool *pool)
-{
-    return pool->has_space && pool->promised_bytes == 0 ? pool->granule_bytes : 0;
+    if (!pool->has_space || pool->promised_bytes != 0)
+        return RBI_ZONE_ANY;
+    if (bytes >= RBI_ZONE_LARGE_GRANULES * pool->granule_bytes)
+        return RBI_ZONE_LARGE;
+    return bytes < pool->granule_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
 }
 /* The blocks of the first zone's bins from that of `bytes` on, in the order of their classes;
  * NULL at the end. */
@@ -224,7 +222,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
  * stays. */
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
-rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small);
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone);
 /* Makes `count` more granules; all or none. */
 rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
 /* Gives spare granules back until `keep` are left; how many it gave back. */

@@ -23,12 +23,12 @@ static void note_given(rebatch_pool *pool, size_t bytes)
 
 /* A range that is one block, in no list. */
 static struct rbi_range *add_range(rebatch_pool *pool, void *address, size_t bytes,
-                                   struct rbi_pool_stream *stream, bool small)
+                                   struct rbi_pool_stream *stream, uint8_t zone)
 {
     struct rbi_range *range = rbi_nodes_take(&pool->range_nodes);
     range->address = address;
     range->bytes = bytes;
-    range->small = small;
+    range->zone = zone;
     range->number = pool->ranges_made++;
     range->previous = pool->last_range;
     if (range->previous)
@@ -75,7 +75,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
     }
     if (status != REBATCH_OK)
         return status;
-    struct rbi_range *range = add_range(pool, address, bytes, stream, false);
+    struct rbi_range *range = add_range(pool, address, bytes, stream, RBI_ZONE_LARGE);
     note_taken(pool, bytes);
     RBI_RECORD(pool, MAP, address, bytes, stream->stream, 0);
     rbi_pool_bin_add(range->first);
@@ -122,7 +122,7 @@ static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
     return wanted;
 }
 
-rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
+rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
 {
     void *address;
     size_t wanted = choose_reservation(pool, bytes);
@@ -136,7 +136,7 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, bool small)
         (void)rbi_device_unreserve(pool->device, address, wanted);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes of addresses", wanted);
     }
-    struct rbi_range *range = add_range(pool, address, wanted, pool->space, small);
+    struct rbi_range *range = add_range(pool, address, wanted, pool->space, zone);
     range->granules = granules;
     (void)rbi_pool_put_block(pool, range->first);
     return REBATCH_OK;

@@ -58,7 +58,7 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
 static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, struct tally *tally)
 {
     CHECK(b->used == (b->uses != NULL));
-    CHECK(b->bins == &b->stream->bins[b->stream->has_zones && b->range->small]);
+    CHECK(b->bins == &b->stream->bins[b->stream->has_zones ? b->range->zone : 0]);
     CHECK(b->bytes > 0 && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
     CHECK((uintptr_t)b->address % REBATCH_POOL_ALIGNMENT == 0);
     CHECK(b->stream == pool->space || is_known_stream(pool, b->stream));

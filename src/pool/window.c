@@ -3,7 +3,7 @@
 #include "pool/pool.h"
 
 /* How many holes are looked at. */
-#define WINDOW_LOOKS 32
+#define WINDOW_LOOKS 64
 
 static size_t granules_for(const rebatch_pool *pool, size_t bytes)
 {
@@ -17,50 +17,80 @@ static bool is_usable(const struct rbi_block *block, const struct rbi_pool_strea
            (block->stream == stream || block->freed_at <= block->stream->done);
 }
 
-/* A hole with what is free before and behind it. The request begins or ends where that uses more of
- * the parts of granules there. */
-static bool open_around(struct rbi_window *window, const rebatch_pool *pool, struct rbi_block *hole,
-                        size_t bytes, const struct rbi_pool_stream *stream, size_t *spare_bytes)
+/* The window of `bytes` that begins, or ends, where `near` does. */
+static void lay_window(struct rbi_window *window, const rebatch_pool *pool, struct rbi_block *near,
+                       size_t bytes, bool at_end)
 {
-    struct rbi_block *const left = is_usable(hole->before, stream) ? hole->before : NULL;
-    struct rbi_block *const right = is_usable(hole->after, stream) ? hole->after : NULL;
-    const size_t lead = left ? left->bytes : 0;
-    const size_t trail = right ? right->bytes : 0;
-    const size_t all = lead + hole->bytes + trail;
-    if (all < bytes || lead >= bytes || trail >= bytes)
-        return false;
-    const bool at_end = granules_for(pool, bytes - trail) < granules_for(pool, bytes - lead);
-    const size_t beside = at_end ? trail : lead;
-    const bool whole = beside + hole->bytes < bytes;
-    struct rbi_block *const near = at_end ? right : left ? left : hole;
-    struct rbi_block *const far = !whole ? hole : at_end ? left : right;
-    *spare_bytes = all - bytes;
-    *window = (struct rbi_window){at_end ? far : near, at_end ? near : far, bytes, 0, at_end};
-    window->granules = granules_for(pool, rbi_min(hole->bytes, bytes - beside));
-    return true;
+    *window = (struct rbi_window){near, near, bytes, 0, at_end};
+    size_t left = bytes;
+    for (struct rbi_block *b = near;; b = at_end ? b->before : b->after) {
+        const size_t part = rbi_min(left, b->bytes);
+        if (b->state == RBI_BLOCK_HOLE)
+            window->granules += granules_for(pool, part);
+        *(at_end ? &window->first : &window->last) = b;
+        left -= part;
+        if (left == 0)
+            return;
+    }
+}
+
+/* A look at places for a request, and the best so far. */
+struct look {
+    size_t bytes;
+    const struct rbi_pool_stream *stream;
+    struct rbi_window window;
+    size_t spare_bytes; /* what the place of the window has beyond it; SIZE_MAX: none found */
+};
+
+/* A free block that the request's stream may have at once, or a hole. */
+static bool is_open(const struct rbi_block *block, const struct rbi_pool_stream *stream)
+{
+    return block && (block->state == RBI_BLOCK_HOLE || is_usable(block, stream));
+}
+
+/* A hole with what is open before and behind it. The request lies at the end where fewer granules
+ * must be mapped for it; of places that are alike in this the smallest is taken. */
+static void look_around(struct look *look, const rebatch_pool *pool, struct rbi_block *hole)
+{
+    struct rbi_block *first = hole, *last = hole;
+    size_t all = hole->bytes;
+    for (; is_open(first->before, look->stream); first = first->before)
+        all += first->before->bytes;
+    for (; is_open(last->after, look->stream); last = last->after)
+        all += last->after->bytes;
+    if (all < look->bytes)
+        return;
+    const size_t spare_bytes = all - look->bytes;
+    for (int at_end = 0; at_end < 2; at_end++) {
+        struct rbi_window window;
+        lay_window(&window, pool, at_end ? last : first, look->bytes, at_end);
+        /* Without a granule to map it is a free block that the search before had its reasons to
+         * leave. */
+        if (window.granules == 0 ||
+            (look->spare_bytes != SIZE_MAX &&
+             (window.granules > look->window.granules ||
+              (window.granules == look->window.granules && spare_bytes >= look->spare_bytes))))
+            continue;
+        look->window = window;
+        look->spare_bytes = spare_bytes;
+    }
 }
 
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
                      struct rbi_pool_stream *stream)
 {
-    /* Where a free block was and its granules were taken, parts of granules are left at both ends:
-     * with them the place is as large as it was. */
-    const size_t step = pool->granule_bytes;
-    const size_t least = bytes > 3 * step ? bytes - 2 * step : step;
-    struct rbi_block *hole = rbi_pool_first_free(pool->space, least);
-    struct rbi_window found;
-    size_t fewest = SIZE_MAX, spare_bytes;
-    const bool zones = rbi_pool_zones(pool) != 0;
-    const bool small = rbi_is_small(bytes, step);
-    for (unsigned looks = 0; hole && (looks < WINDOW_LOOKS || fewest == SIZE_MAX) && fewest > 0;
-         hole = rbi_pool_next_free(hole), looks++) {
-        if ((zones && hole->range->small != small) ||
-            !open_around(&found, pool, hole, bytes, stream, &spare_bytes) || spare_bytes >= fewest)
+    struct look look = {bytes, stream, {NULL, NULL, 0, 0, false}, SIZE_MAX};
+    const unsigned zone = rbi_pool_zone(pool, bytes);
+    struct rbi_block *hole = rbi_pool_first_free(pool->space, 0);
+    for (unsigned looks = 0; hole && (looks < WINDOW_LOOKS || look.spare_bytes == SIZE_MAX);
+         hole = rbi_pool_next_free(hole)) {
+        if (zone != RBI_ZONE_ANY && hole->range->zone != zone)
             continue;
-        fewest = spare_bytes;
-        *window = found;
+        look_around(&look, pool, hole);
+        looks++;
     }
-    return fewest != SIZE_MAX;
+    *window = look.window;
+    return look.spare_bytes != SIZE_MAX;
 }
 
 /* ---- the best of all ---- */
@@ -117,24 +147,6 @@ static size_t count_supply(const rebatch_pool *pool)
     return supply;
 }
 
-/* Fills in a window at the better end of a run. */
-static void open_window(struct rbi_window *window, const rebatch_pool *pool, const struct run *run,
-                        size_t bytes)
-{
-    const bool at_end = run->trail > run->lead;
-    struct rbi_block *b = at_end ? run->last : run->first;
-    *window = (struct rbi_window){b, b, bytes, 0, at_end};
-    for (size_t left = bytes;; b = at_end ? b->before : b->after) {
-        const size_t part = rbi_min(left, b->bytes);
-        if (b->state == RBI_BLOCK_HOLE)
-            window->granules += granules_for(pool, part);
-        *(at_end ? &window->first : &window->last) = b;
-        left -= part;
-        if (left == 0)
-            return;
-    }
-}
-
 bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                           size_t room)
 {
@@ -152,7 +164,8 @@ bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, s
     }
     if (fewest > supply)
         return false;
-    open_window(window, pool, &best, bytes);
+    const bool at_end = best.trail > best.lead;
+    lay_window(window, pool, at_end ? best.last : best.first, bytes, at_end);
     return true;
 }
 

@@ -92,6 +92,50 @@ Test(pool_space, a_request_begins_where_its_neighbour_left_off)
     rig_close(&rig);
 }
 
+/* Blocks of other sizes that outlive their neighbours in time do not keep granules that these were
+ * in: small ones, and such as are a few granules long. */
+Test(pool_space, blocks_of_other_sizes_keep_no_granules_of_large_ones)
+{
+    enum { PAIRS = 6 };
+    static const size_t others[] = {UNIT, 3 * KIB, 2 * GRANULE + UNIT, 3 * GRANULE + 5 * UNIT};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        const size_t kept = (PAIRS * others[i] + GRANULE - 1) / GRANULE;
+        const size_t granules = kept + 10 * PAIRS;
+        struct rig rig = rig_open(granules, NULL);
+        void *large[PAIRS];
+        for (int n = 0; n < PAIRS; n++) {
+            large[n] = take(rig.pool, 9 * GRANULE + 7 * UNIT);
+            (void)take(rig.pool, others[i]);
+        }
+        for (int n = 0; n < PAIRS; n++)
+            give(rig.pool, large[n]);
+        cr_assert_eq(after_trim(rig.pool).reserved_bytes, kept * GRANULE);
+        (void)take(rig.pool, (granules - kept) * GRANULE);
+        rig_close(&rig);
+    }
+}
+
+/* A free block between two holes is not cut: both parts would keep a granule each that they share
+ * with nobody. It is taken apart, and the request lies beside a block in use. */
+Test(pool_space, a_block_between_holes_is_not_cut)
+{
+    struct rig rig = rig_open(19, NULL);
+    (void)take(rig.pool, UNIT);
+    char *blocks[5];
+    for (int i = 0; i < 5; i++)
+        blocks[i] = take(rig.pool, 3 * GRANULE);
+    give(rig.pool, blocks[1]);
+    give(rig.pool, blocks[3]);
+    void *large = take(rig.pool, 8 * GRANULE); /* made of both */
+    give(rig.pool, blocks[2]);
+    settle(rig.pool);
+    cr_assert_eq(take(rig.pool, GRANULE + UNIT), blocks[4] + 3 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 18 * GRANULE);
+    assert_valid(rig.pool);
+    give(rig.pool, large);
+    rig_close(&rig);
+}
+
 /* The pool does not say OOM while enough granules are free: random sizes up to a sixteenth of the
  * device, and at each OOM all but a few parts of granules are in use. */
 Test(pool_space, an_oom_means_that_memory_is_gone)

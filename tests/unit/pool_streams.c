@@ -100,13 +100,41 @@ Test(pool_streams, the_pool_waits_for_another_stream_before_it_fails)
     struct rig rig = rig_open(8, NULL);
     const rebatch_stream first = make_stream(rig.device);
     atomic_int done = 0;
-    void *block = take_on(rig.pool, 8 * GRANULE, first);
+    void *block = take_on(rig.pool, 7 * GRANULE, first);
     cr_assert_eq(rebatch_stream_call(rig.device, first, dawdle, &done), REBATCH_OK);
     give(rig.pool, block);
     cr_assert_eq(take(rig.pool, 6 * GRANULE), block);
     cr_assert_eq(done, 1);
     cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_WAIT], 1);
     assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
+/* What a stream has freed it can have at once, wherever it lies: between two holes, or among blocks
+ * of other sizes. */
+Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
+{
+    struct rig rig = rig_open(12, NULL);
+    const rebatch_stream first = make_stream(rig.device);
+    struct gate gate;
+    void *blocks[3];
+    for (int i = 0; i < 3; i++)
+        blocks[i] = take_on(rig.pool, 4 * GRANULE, first);
+    give(rig.pool, blocks[0]);
+    give(rig.pool, blocks[2]);
+    void *large = take_on(rig.pool, 8 * GRANULE, first); /* made of both */
+    const uint64_t waits = rig.pool->rungs[REBATCH_RUNG_WAIT];
+    shut(&gate, rig.device, first);
+    give(rig.pool, blocks[1]);
+    settle(rig.pool);
+    void *between = take_on(rig.pool, 3 * GRANULE, first);
+    cr_assert_eq(between, blocks[1]);
+    give(rig.pool, large);
+    settle(rig.pool);
+    char *const among = take_on(rig.pool, 2 * GRANULE, first);
+    cr_assert(among >= (char *)large && among < (char *)large + 8 * GRANULE);
+    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_WAIT], waits);
+    open_and_wait(&gate, rig.device, first);
     rig_close(&rig);
 }
 
@@ -137,18 +165,18 @@ Test(pool_streams, merged_blocks_wait_for_the_later_free)
         const rebatch_stream first = make_stream(rig.device);
         struct gate gate;
         (void)take(rig.pool, KIB);
-        give(rig.pool, take_on(rig.pool, 8 * GRANULE, first));
+        give(rig.pool, take_on(rig.pool, 6 * GRANULE, first));
         cr_assert_eq(rebatch_stream_synchronize(rig.device, first), REBATCH_OK);
         void *halves[2];
         for (int i = 0; i < 2; i++)
-            halves[i] = take_on(rig.pool, 4 * GRANULE, first);
+            halves[i] = take_on(rig.pool, 3 * GRANULE, first);
         give(rig.pool, halves[order]);
         cr_assert_eq(rebatch_stream_synchronize(rig.device, first), REBATCH_OK);
         shut(&gate, rig.device, first);
         give(rig.pool, halves[!order]);
-        cr_assert_neq(take(rig.pool, 8 * GRANULE), halves[0]);
+        cr_assert_neq(take(rig.pool, 6 * GRANULE), halves[0]);
         open_and_wait(&gate, rig.device, first);
-        cr_assert_eq(take(rig.pool, 8 * GRANULE), halves[0]);
+        cr_assert_eq(take(rig.pool, 6 * GRANULE), halves[0]);
         rig_close(&rig);
     }
 }

@@ -49,7 +49,7 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, block->birth, 0);
     ASSERT_NOTICED(pool, block->tag, 3);
     ASSERT_NOTICED(pool, stream->free_bytes, 1);
-    ASSERT_NOTICED(pool, stream->bins[0].filled, 0);
+    ASSERT_NOTICED(pool, block->bins->filled, 0);
     ASSERT_NOTICED(pool, stream->quick_filled[0], 2);
     ASSERT_NOTICED(pool, stream->small_bytes, 512);
     ASSERT_NOTICED(pool, stream->pins, 1);
