@@ -79,6 +79,8 @@ all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) ## library, command and ex
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
 # The command probes the reference model; the library does not know it.
 $(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
+# Pairs of stores to a struct are faster one by one.
+$(BUILD)/src/pool/%.o: private FOLDER_CFLAGS := -Isrc -fno-tree-slp-vectorize
 $(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests
 $(BUILD)/bench/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # The arithmetic of the reference model: every contraction is written out, none is the compiler's.

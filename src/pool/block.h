@@ -6,11 +6,13 @@
 #include "device/device.h"
 #include "rebatch/pool.h"
 
-#define RBI_POOL_ROWS 56 /* octaves of units, the first one for all sizes below 16 KiB */
-#define RBI_POOL_COLUMN_BITS 5
-#define RBI_POOL_COLUMNS (1 << RBI_POOL_COLUMN_BITS) /* classes an octave */
-#define RBI_POOL_QUICK 64
+#define RBI_POOL_CLASS_BITS 5
+#define RBI_POOL_CLASSES (1 << RBI_POOL_CLASS_BITS) /* an octave of units */
+#define RBI_POOL_BIN_WORDS 28                       /* of 64 classes: two octaves each */
+#define RBI_POOL_BINS (RBI_POOL_BIN_WORDS * 64)
+#define RBI_POOL_QUICK 64 /* quick lists of small sizes; as many more */
 
+struct rbi_bins;
 struct rbi_range;
 struct rbi_pool_stream;
 
@@ -31,6 +33,7 @@ enum rbi_block_state {
  * large neighbours would keep a granule for itself, and where large ones are there are only a few
  * ends of blocks to leave parts of granules. */
 enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
+#define RBI_POOL_ZONES 3
 #define RBI_ZONE_AFLOAT 4u        /* added for a search: also blocks between two holes */
 #define RBI_ZONE_SMALL_PARTS 64   /* small: less than this part of a granule */
 #define RBI_ZONE_LARGE_GRANULES 8 /* large: at least so many granules */
@@ -42,37 +45,45 @@ struct rbi_block_use {
     uint64_t until; /* of a pending block: done when stream->done >= until */
 };
 
-/* A piece of a range; the first line of the cache holds what allocate, free and a search look at.
+/* A piece of a range; the first line of the cache holds all that a search and a merge look at.
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
  *   after == NULL || after->address == address + bytes && after->before == this
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
  *   listed == (table[address] == this); live, deferred, quick, pending: listed
  *   live or deferred: previous->birth < birth < next->birth
- *   zone == range->zone; used == (uses != NULL)
+ *   free (or hole): *link == this, next == NULL || next->link == &next, bin == that of bytes
+ *   used == (uses != NULL); bins == &stream->bins[stream->has_zones ? range->zone : 0]
  *   hole, lost: address and bytes are multiples of the granule */
 struct rbi_block {
     _Alignas(64) char *address;
     size_t bytes;
-    struct rbi_pool_stream *stream;    /* the one it was allocated for, or was last free on */
-    struct rbi_block *previous, *next; /* free, hole: its bin; quick: its list, pending: the pending
-                                          list (next only); live and deferred: all by birth */
+    struct rbi_bins *bins;            /* of its stream and zone */
+    struct rbi_block *before, *after; /* neighbours in the range */
+    struct rbi_block *next; /* free, hole: its bin; quick: its list; pending: the pending list; live
+                               and deferred: all by birth, which is a ring */
+    union {
+        struct rbi_block **link;    /* free, hole: where it is pointed to from */
+        struct rbi_block *previous; /* live and deferred */
+    };
+    uint16_t bin; /* free, hole: its place among the bins */
+    rebatch_tag tag;
+    uint8_t state; /* enum rbi_block_state */
+    bool late;     /* quick, pending: a rollback took it back */
+    bool used;     /* other streams use it */
+    bool listed;   /* it is in the table */
+
     uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
                        not in use: pool->births when it was freed last */
     union {
         size_t requested_bytes; /* live, deferred */
         uint64_t freed_at;      /* otherwise stream->frees then; 0: no work has touched it */
     };
-    rebatch_tag tag;
-    uint8_t state;                    /* enum rbi_block_state */
-    bool late;                        /* quick, pending: a rollback took it back */
-    uint8_t zone;                     /* its range's */
-    bool used;                        /* other streams use it */
-    bool listed;                      /* it is in the table */
-    struct rbi_block *before, *after; /* neighbours in the range */
+    struct rbi_pool_stream *stream; /* the one it was allocated for, or was last free on */
     struct rbi_range *range;
     struct rbi_block_use *uses;
     struct rbi_block *next_deferred; /* deferred: the scope's list */
 };
+_Static_assert(sizeof(struct rbi_block) == 128, "two lines of the cache");
 
 /* A piece of address space, tiled by blocks. Either reserved, with granules of physical memory
  * mapped into it one by one, or one plain allocation of the device.
@@ -89,6 +100,14 @@ struct rbi_range {
                         addresses need not be the same in every run */
 };
 
+/* Free blocks by class, those of one class the last freed first.
+ *   words[i / 64] bit i % 64 == (of[i] != NULL); filled bit w == (words[w] != 0) */
+struct rbi_bins {
+    uint64_t filled;
+    uint64_t words[RBI_POOL_BIN_WORDS];
+    struct rbi_block *of[RBI_POOL_BINS];
+};
+
 /* Free blocks of one size, the last freed first. */
 struct rbi_quick {
     size_t bytes;
@@ -99,25 +118,26 @@ struct rbi_quick {
  * freed; whatever was enqueued before point `done` has completed.
  *   done <= frees; in_flight: done < recorded <= frees
  *   free_bytes == sum of bytes over its free and quick blocks
- *   columns[r] bit c == (bins[r][c] != NULL); rows bit r == (columns[r] != 0)
- *   quick_filled bit i == (quick[i].newest != NULL)
- *   references == blocks whose stream it is + uses that name it */
+ *   quick_filled[i / 64] bit i % 64 == (quick[i].newest != NULL); of the first RBI_POOL_QUICK
+ *   list i
+ *   has the blocks of i + 1 units: small_bytes is their sum
+ *   pins == requests under way for it + uses that name it */
 struct rbi_pool_stream {
     struct rbi_pool_stream *next; /* in order of first use */
     rebatch_stream stream;
     uint64_t free_bytes;
-    uint64_t references;
-    uint64_t frees, done, recorded;
-    rbi_event event; /* NULL: none yet, or none to be had */
-    bool in_flight;  /* `event` stands at point `recorded` */
-    uint64_t quick_filled;
-    struct rbi_quick quick[RBI_POOL_QUICK];
+    uint64_t small_bytes;
+    uint64_t quick_filled[2];
     struct rbi_block *loose; /* quick blocks of which another size has the list */
     uint32_t misses;         /* requests since the quick lists served one, up to RBI_POOL_MISSES */
     uint32_t merged;         /* frees merged at once since then */
-    uint64_t rows;
-    uint32_t columns[RBI_POOL_ROWS];
-    struct rbi_block *bins[RBI_POOL_ROWS][RBI_POOL_COLUMNS];
+    uint64_t frees, done, recorded;
+    uint64_t pins;
+    rbi_event event; /* NULL: none yet, or none to be had */
+    bool in_flight;  /* `event` stands at point `recorded` */
+    bool has_zones;  /* false: all its blocks are in the first one's bins */
+    struct rbi_quick quick[2 * RBI_POOL_QUICK];
+    struct rbi_bins bins[RBI_POOL_ZONES];
 };
 
 #endif

@@ -46,6 +46,9 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->guard = from->guard;
     to->plain = from->plain;
     to->has_space = from->has_space;
+    to->medium_bytes = from->medium_bytes;
+    to->large_bytes = from->large_bytes;
+    to->fast_bytes = from->fast_bytes;
     to->ranges_made = from->ranges_made;
     to->births = from->births;
     to->depth = from->depth;
@@ -53,6 +56,9 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->tag_count = from->tag_count;
     to->peak_number = from->peak_number;
     to->stats = from->stats;
+    to->requested_total_bytes = from->requested_total_bytes;
+    to->requested_given_bytes = from->requested_given_bytes;
+    to->quiet_bytes = from->quiet_bytes;
     to->device_taken_bytes = from->device_taken_bytes;
     to->device_given_bytes = from->device_given_bytes;
     to->mark_peak_bytes = from->mark_peak_bytes;
@@ -72,8 +78,11 @@ static rebatch_status copy_streams(struct copy *copy)
         ours->frees = ours->done = ours->recorded = s->frees;
         ours->misses = s->misses;
         ours->merged = s->merged;
+        ours->has_zones = s->has_zones;
         *end = ours;
         end = &ours->next;
+        if (s == copy->from->last_stream)
+            copy->to->last_stream = ours;
         if (s->event && rbi_event_create(copy->to->device, &ours->event) != REBATCH_OK)
             return no_memory();
     }
@@ -147,7 +156,7 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
     else
         range->first = block;
     rbi_table_put(&copy->blocks, block);
-    if ((block->listed = from->listed))
+    if (from->listed)
         rbi_table_put(&to->table, block);
     return true;
 }
@@ -184,18 +193,29 @@ static rebatch_status copy_range(struct copy *copy, const struct rbi_range *from
 
 /* ---- the lists ---- */
 
+/* How many free blocks a stream has, and their counterparts where `out` is not NULL. */
+static size_t list_free(const struct copy *copy, const struct rbi_pool_stream *from,
+                        struct rbi_block **out)
+{
+    size_t count = 0;
+    for (unsigned zone = 0; zone < RBI_POOL_ZONES; zone++) {
+        const struct rbi_bins *bins = &from->bins[zone];
+        for (unsigned i = 0; (i = rbi_bin_next(bins, i)) < RBI_POOL_BINS; i++)
+            for (const struct rbi_block *b = bins->of[i]; b; b = b->next, count++)
+                if (out)
+                    out[count] = counterpart(copy, b);
+    }
+    return count;
+}
+
 /* A bin's newest block stands first, so the last is put in first. */
 static bool copy_bins(const struct copy *copy, const struct rbi_pool_stream *from)
 {
-    size_t count = 0;
-    for (const struct rbi_block *b = rbi_pool_first_free(from, 0); b; b = rbi_pool_next_free(b))
-        count++;
+    size_t count = list_free(copy, from, NULL);
     struct rbi_block **blocks = rbi_heap_calloc(count + 1, sizeof *blocks);
     if (!blocks)
         return false;
-    count = 0;
-    for (const struct rbi_block *b = rbi_pool_first_free(from, 0); b; b = rbi_pool_next_free(b))
-        blocks[count++] = counterpart(copy, b);
+    (void)list_free(copy, from, blocks);
     while (count-- > 0)
         rbi_pool_bin_add(blocks[count]);
     rbi_heap_free(blocks);
@@ -205,18 +225,32 @@ static bool copy_bins(const struct copy *copy, const struct rbi_pool_stream *fro
 static void copy_live(const struct copy *copy)
 {
     rebatch_pool *to = copy->to;
-    for (const struct rbi_block *b = copy->from->oldest; b; b = b->next) {
+    const struct rbi_block *const from_ring = &copy->from->by_birth;
+    struct rbi_block *const ring = &to->by_birth;
+    for (const struct rbi_block *b = from_ring->next; b != from_ring; b = b->next) {
         struct rbi_block *block = counterpart(copy, b);
         block->next_deferred = counterpart(copy, b->next_deferred);
-        block->previous = to->newest;
-        if (to->newest)
-            to->newest->next = block;
-        else
-            to->oldest = block;
-        to->newest = block;
+        block->next = ring;
+        block->previous = ring->previous;
+        ring->previous->next = block;
+        ring->previous = block;
     }
     for (size_t i = 0; i < to->depth; i++)
         to->scopes[i].deferred = counterpart(copy, copy->from->scopes[i].deferred);
+}
+
+/* Until here all were listed, for `blocks` to find them. */
+static void unlist(const struct copy *copy)
+{
+    const struct rbi_range *range = copy->to->first_range;
+    for (const struct rbi_range *r = copy->from->first_range; r; r = r->next) {
+        struct rbi_block *block = range->first;
+        for (const struct rbi_block *b = r->first; b; b = b->after) {
+            block->listed = b->listed;
+            block = block->after;
+        }
+        range = range->next;
+    }
 }
 
 static rebatch_status copy_lists(const struct copy *copy)
@@ -228,6 +262,7 @@ static rebatch_status copy_lists(const struct copy *copy)
     if (!has_memory)
         return no_memory();
     copy_live(copy);
+    unlist(copy);
     return REBATCH_OK;
 }
 
@@ -282,7 +317,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
     rbi_lock_take(&pool->lock);
     status = copy_locked(&copy);
     rbi_lock_give(&pool->lock);
-    rbi_heap_free(copy.blocks.entries);
+    rbi_table_destroy(&copy.blocks);
     if (!status && info.total_bytes >= pool->granule_bytes)
         status = rebatch_device_set_capacity(dry, info.total_bytes);
     if (status)

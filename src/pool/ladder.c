@@ -409,7 +409,7 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
  * free. */
 static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_t wanted_bytes)
 {
-    const uint64_t frees = pool->stats.frees;
+    const uint64_t freed = pool->stats.freed_total_bytes;
     pool->stats.pressure_calls++;
     pool->pressing++;
     rbi_lock_give(&pool->lock);
@@ -419,7 +419,7 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     rbi_pool_pressing = outer;
     rbi_lock_take(&pool->lock);
     pool->pressing--;
-    return given > 0 || pool->stats.frees != frees;
+    return given > 0 || pool->stats.freed_total_bytes != freed;
 }
 
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,

@@ -58,7 +58,9 @@ static void gather(rebatch_leak_report *report, const rebatch_pool *pool, uint64
 {
     struct shares shares;
     memset(&shares, 0, sizeof shares);
-    for (const struct rbi_block *b = pool->newest; b && b->birth >= first_birth; b = b->previous) {
+    const struct rbi_block *const ring = &pool->by_birth;
+    for (const struct rbi_block *b = ring->previous; b != ring && b->birth >= first_birth;
+         b = b->previous) {
         if (b->state == RBI_BLOCK_DEFERRED)
             continue;
         report->blocks++;

@@ -26,25 +26,37 @@ void rbi_lock_give_slowly(struct rbi_lock *lock);
 /* This thread's number; 0 before its first call of rbi_lock_take_slowly(). */
 extern _Thread_local uint64_t rbi_lock_thread __attribute__((tls_model("initial-exec")));
 
-static inline void rbi_lock_take(struct rbi_lock *lock)
+/* For a caller that has another way where this thread is not the owner. */
+static inline bool rbi_lock_take_as_owner(struct rbi_lock *lock)
 {
     const uint64_t self = rbi_lock_thread;
-    if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
-        atomic_store_explicit(&lock->busy, 1, memory_order_relaxed);
-        atomic_signal_fence(memory_order_seq_cst); /* the other side's membarrier does the rest */
-        if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1)) {
-            lock->biased = true;
-            return;
-        }
-        atomic_store_explicit(&lock->busy, 0, memory_order_release);
-    }
-    rbi_lock_take_slowly(lock);
+    if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) != self, 0))
+        return false;
+    atomic_store_explicit(&lock->busy, 1, memory_order_relaxed);
+    atomic_signal_fence(memory_order_seq_cst); /* the other side's membarrier does the rest */
+    if (__builtin_expect(atomic_load_explicit(&lock->owner, memory_order_relaxed) == self, 1))
+        return true;
+    atomic_store_explicit(&lock->busy, 0, memory_order_release);
+    return false;
+}
+
+static inline void rbi_lock_give_as_owner(struct rbi_lock *lock)
+{
+    atomic_store_explicit(&lock->busy, 0, memory_order_release);
+}
+
+static inline void rbi_lock_take(struct rbi_lock *lock)
+{
+    if (__builtin_expect(rbi_lock_take_as_owner(lock), 1))
+        lock->biased = true;
+    else
+        rbi_lock_take_slowly(lock);
 }
 
 static inline void rbi_lock_give(struct rbi_lock *lock)
 {
     if (__builtin_expect(lock->biased, 1))
-        atomic_store_explicit(&lock->busy, 0, memory_order_release);
+        rbi_lock_give_as_owner(lock);
     else
         rbi_lock_give_slowly(lock);
 }

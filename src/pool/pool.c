@@ -2,6 +2,8 @@
  * Must not know how memory is found. */
 #include "pool/pool.h"
 
+#define COLD __attribute__((cold, noinline))
+
 rebatch_status rbi_pool_check(const rebatch_pool *pool)
 {
     if (pool)
@@ -52,6 +54,8 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->guard = options->guard == REBATCH_ON;
     pool->plain = pool->caching && !pool->guard;
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
+    pool->medium_bytes = pool->has_space ? pool->granule_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
+    pool->large_bytes = pool->has_space ? pool->granule_bytes * RBI_ZONE_LARGE_GRANULES : SIZE_MAX;
     pool->block_nodes.node_bytes = sizeof(struct rbi_block);
     pool->range_nodes.node_bytes = sizeof(struct rbi_range);
     pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);
@@ -61,8 +65,10 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
 static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options *options)
 {
     pool->space = rbi_heap_calloc(1, sizeof *pool->space);
-    if (!pool->space)
+    if (!pool->space || !rbi_table_prepare(&pool->table, 1))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
+    pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
+    pool->last_stream = pool->space;
     if (options->events) {
         pool->ring.events = rbi_heap_calloc(options->events, sizeof *pool->ring.events);
         pool->ring.capacity = options->events;
@@ -81,6 +87,15 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     return REBATCH_OK;
 }
 
+/* Larger requests, and all where calls do more than most pools ask of them, are for the careful
+ * way: where sizes are rounded further, calls recorded, or blocks guarded or passed through. */
+static void set_fast_bytes(rebatch_pool *pool)
+{
+    const bool is_plain = pool->plain && pool->rounding_divisions == 0 && !pool->ring.events &&
+                          !pool->recorder.on_call;
+    pool->fast_bytes = is_plain ? SIZE_MAX / 4 : 0;
+}
+
 rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                    const rebatch_pool_options *options)
 {
@@ -97,10 +112,12 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
     if (!pool)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->device = device;
+    pool->by_birth.next = pool->by_birth.previous = &pool->by_birth;
     rbi_lock_init(&pool->lock);
     rbi_tags_init(pool);
     set_options(pool, &ours);
     status = take_parts(pool, &ours);
+    set_fast_bytes(pool);
     if (status == REBATCH_OK)
         *out = pool;
     else
@@ -120,7 +137,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_nodes_destroy(&pool->block_nodes);
     rbi_nodes_destroy(&pool->range_nodes);
     rbi_nodes_destroy(&pool->use_nodes);
-    rbi_heap_free(pool->table.entries);
+    rbi_table_destroy(&pool->table);
     rbi_heap_free(pool->ring.events);
     rbi_heap_free(pool->space);
     rbi_heap_free(pool);
@@ -137,6 +154,7 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
 {
     rbi_lock_take(&pool->lock);
     pool->recorder = recorder ? *recorder : (struct rbi_pool_recorder){NULL, NULL};
+    set_fast_bytes(pool);
     rbi_lock_give(&pool->lock);
 }
 
@@ -144,10 +162,11 @@ void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
                         void (*show)(void *user, const void *address, size_t bytes), void *user)
 {
     rbi_lock_take(&pool->lock);
-    const struct rbi_block *block = pool->newest;
-    while (block && block->birth >= since && block->previous && block->previous->birth >= since)
+    const struct rbi_block *const ring = &pool->by_birth;
+    const struct rbi_block *block = ring;
+    while (block->previous != ring && block->previous->birth >= since)
         block = block->previous;
-    for (; block && block->birth >= since; block = block->next)
+    for (; block != ring; block = block->next)
         show(user, block->address, block->bytes);
     rbi_lock_give(&pool->lock);
 }
@@ -210,82 +229,57 @@ rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool,
     *request = (struct rbi_request){bytes, rbi_pool_open_stream(pool, stream), REBATCH_RUNG_CACHE};
     if (!request->stream)
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another stream");
-    request->stream->references++;
+    request->stream->pins++;
     return REBATCH_OK;
 }
 
 void rbi_request_close(struct rbi_request *request)
 {
-    request->stream->references--;
+    request->stream->pins--;
 }
 
-/* A block in no list is in use from here on. */
-static inline void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                             rebatch_tag tag)
+static void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes, rebatch_tag tag)
 {
-    block->state = RBI_BLOCK_LIVE;
-    block->late = false;
-    block->requested_bytes = bytes;
-    block->tag = tag;
-    block->birth = pool->births++;
-    block->next = NULL;
-    block->previous = pool->newest;
-    if (block->previous)
-        block->previous->next = block;
-    else
-        pool->oldest = block;
-    pool->newest = block;
-    if (__builtin_expect(pool->promised_bytes != 0, 0))
-        pool->promised_bytes -= rbi_min(pool->promised_bytes, block->bytes);
-    rbi_pool_count_alloc(pool, block);
+    if (rbi_pool_use_block(pool, block, bytes, tag))
+        rbi_pool_raise_peaks(pool);
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
 }
 
-/* One that was in use before may still be there. */
-static inline void list_block(rebatch_pool *pool, struct rbi_block *block)
-{
-    if (block->listed)
-        return;
-    rbi_table_put(&pool->table, block);
-    block->listed = true;
-}
-
-static rebatch_status alloc_by_search(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
-                                      rebatch_stream stream, rebatch_tag tag)
+static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                                      size_t rounded, rebatch_stream stream, rebatch_tag tag)
 {
     struct rbi_request request;
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
     if (status != REBATCH_OK)
         return status;
-    struct rbi_block *block;
-    status = rbi_pool_search(&block, pool, &request);
-    if (status == REBATCH_OK) {
-        list_block(pool, block);
-        use_block(pool, block, bytes, tag);
-        *out = block->address;
-    } else if (status == REBATCH_OOM) {
+    status = rbi_pool_search(out, pool, &request);
+    if (status == REBATCH_OK && !(*out)->listed)
+        rbi_table_put(&pool->table, *out);
+    if (status == REBATCH_OOM)
         status = rbi_pool_report_oom(pool, &request, bytes, pool->tags[tag].name);
-    }
     rbi_request_close(&request);
     return status;
 }
 
 /* The ladder's first rung, with nothing around it: NULL when that does not do, or might need the
  * heap first. */
-static struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
-                                     size_t rounded)
+static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                            size_t rounded)
 {
-    if (!pool->plain || pool->block_nodes.spare < rbi_pool_promised(pool) ||
+    if (pool->block_nodes.spare < rbi_pool_promised(pool) ||
         !rbi_table_has_space(&pool->table, pool->pressing + 1))
         return NULL;
-    stream->misses += stream->misses < RBI_POOL_MISSES;
-    struct rbi_block *block = rbi_pool_take_own(pool, stream, rounded);
-    pool->rungs[REBATCH_RUNG_CACHE] += block != NULL;
+    if (stream->misses < RBI_POOL_MISSES)
+        stream->misses++;
+    struct rbi_block *block = rbi_pool_take_own_fast(pool, stream, rounded);
+    if (!block && !(block = rbi_pool_take_own(pool, stream, rounded)))
+        return NULL;
+    pool->rungs[REBATCH_RUNG_CACHE]++;
+    if (!block->listed)
+        rbi_table_put(&pool->table, block);
     return block;
 }
 
-/* A block of just this size that was freed before: it is still in the table, and there is nothing
- * to cut; so this needs nothing of the heap and no search. */
 static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
                                    rebatch_stream stream, rebatch_tag tag)
 {
@@ -293,26 +287,27 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         return rbi_error(REBATCH_E_INVALID,
                          "tag is %u: expected one from rebatch_pool_tag(), 0 to %zu", (unsigned)tag,
                          pool->tag_count - 1);
-    struct rbi_pool_stream *known = pool->last_stream;
-    if (!known || known->stream != stream) {
-        known = rbi_pool_find_stream(pool, stream);
-        if (known)
-            pool->last_stream = known;
+    struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
+    struct rbi_block *block = NULL;
+    if (known) {
+        pool->last_stream = known;
+        block = rbi_quick_pop(known, rounded);
+        if (!block && pool->plain)
+            block = take_cached(pool, known, rounded);
     }
-    struct rbi_block *block = known ? rbi_quick_pop(known, rounded) : NULL;
-    if (!block) {
-        block = known ? take_cached(pool, known, rounded) : NULL;
-        if (!block)
-            return alloc_by_search(out, pool, bytes, rounded, stream, tag);
-        list_block(pool, block);
-    }
+    rebatch_status status = REBATCH_OK;
+    if (!block)
+        status = alloc_by_search(&block, pool, bytes, rounded, stream, tag);
+    if (status != REBATCH_OK)
+        return status;
     use_block(pool, block, bytes, tag);
     *out = block->address;
+    rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     return REBATCH_OK;
 }
 
-rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
-                                  rebatch_stream stream, rebatch_tag tag)
+static COLD rebatch_status alloc_carefully(void **out, rebatch_pool *pool, size_t bytes,
+                                           rebatch_stream stream, rebatch_tag tag)
 {
     if (!out)
         return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the pointer");
@@ -321,36 +316,84 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
     if (status != REBATCH_OK || bytes == 0)
         return status;
     size_t rounded = 0;
-    /* No call for what most calls have right. */
-    if (__builtin_expect(bytes <= SIZE_MAX / 4 && pool->rounding_divisions == 0, 1))
-        rounded = (bytes + REBATCH_POOL_UNIT_BYTES - 1) & ~(size_t)(REBATCH_POOL_UNIT_BYTES - 1);
-    else if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK)
-        return status;
-    if ((stream && (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK) ||
+    if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
+        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_alloc")) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
     status = alloc_locked(out, pool, bytes, rounded, stream, tag);
-    if (status == REBATCH_OK)
-        rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     rbi_lock_give(&pool->lock);
     return status;
 }
 
-/* ---- free ---- */
-
-static inline void leave_live_list(rebatch_pool *pool, struct rbi_block *block)
+/* The last step of a call on the fast path. */
+static COLD rebatch_status raise_peaks_and_give(rebatch_pool *pool)
 {
-    if (block->previous)
-        block->previous->next = block->next;
-    else
-        pool->oldest = block->next;
-    if (block->next)
-        block->next->previous = block->previous;
-    else
-        pool->newest = block->previous;
-    block->previous = block->next = NULL;
+    rbi_pool_raise_peaks(pool);
+    rbi_lock_give_as_owner(&pool->lock);
+    return REBATCH_OK;
 }
+
+static inline rebatch_status use_and_give(void **out, rebatch_pool *pool, struct rbi_block *block,
+                                          size_t bytes, rebatch_tag tag)
+{
+    const bool is_peak = rbi_pool_use_block(pool, block, bytes, tag);
+    *out = block->address;
+    if (RBI_UNLIKELY(is_peak))
+        return raise_peaks_and_give(pool);
+    rbi_lock_give_as_owner(&pool->lock);
+    return REBATCH_OK;
+}
+
+static __attribute__((noinline)) rebatch_status cut_and_give(void **out, rebatch_pool *pool,
+                                                             size_t bytes,
+                                                             struct rbi_pool_stream *stream,
+                                                             rebatch_tag tag)
+{
+    struct rbi_block *block = take_cached(pool, stream, rbi_round_to_unit(bytes));
+    if (RBI_LIKELY(block))
+        return use_and_give(out, pool, block, bytes, tag);
+    rbi_lock_give_as_owner(&pool->lock);
+    return alloc_carefully(out, pool, bytes, stream->stream, tag);
+}
+
+/* What most calls are: of the thread that owns the lock, with nothing special asked of the pool
+ * (fast_bytes), for the stream of the call before. All others go the careful way. */
+static inline rebatch_status alloc_fast(void **out, rebatch_pool *pool, size_t bytes,
+                                        rebatch_stream stream, rebatch_tag tag)
+{
+    if (RBI_UNLIKELY(!out || !pool || !rbi_lock_take_as_owner(&pool->lock)))
+        return alloc_carefully(out, pool, bytes, stream, tag);
+    struct rbi_pool_stream *const known = pool->last_stream;
+    if (RBI_UNLIKELY(bytes - 1 >= pool->fast_bytes || known->stream != stream ||
+                     tag >= pool->tag_count || rbi_pool_is_pressing(pool))) {
+        rbi_lock_give_as_owner(&pool->lock);
+        return alloc_carefully(out, pool, bytes, stream, tag);
+    }
+    struct rbi_block *block = rbi_quick_pop(known, rbi_round_to_unit(bytes));
+    if (block)
+        return use_and_give(out, pool, block, bytes, tag);
+    return cut_and_give(out, pool, bytes, known, tag);
+}
+
+static __attribute__((noinline)) rebatch_status alloc_on_stream(void **out, rebatch_pool *pool,
+                                                                size_t bytes, rebatch_stream stream,
+                                                                rebatch_tag tag)
+{
+    if (!pool || !rbi_device_stream_is_valid(pool->device, stream))
+        return alloc_carefully(out, pool, bytes, stream, tag);
+    return alloc_fast(out, pool, bytes, stream, tag);
+}
+
+rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
+                                  rebatch_stream stream, rebatch_tag tag)
+{
+    if (stream)
+        return alloc_on_stream(out, pool, bytes, stream, tag);
+    return alloc_fast(out, pool, bytes, NULL, tag);
+}
+
+/* ---- free ---- */
 
 /* With caching off a block is all that its segment holds. What the device does not take back now
  * stays cached, and every trim tries it again. */
@@ -365,33 +408,29 @@ static void pass_back(rebatch_pool *pool, struct rbi_range *range)
         (void)rbi_range_free(pool, range);
 }
 
-static inline void drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
-{
-    if (__builtin_expect(pool->ring.events != NULL, 0))
-        rbi_ring_add(&pool->ring, block->used ? RBI_POOL_EVENT_FREE_REQUESTED : RBI_POOL_EVENT_FREE,
-                     block->address, block->bytes, block->stream->stream, block->tag);
-    rbi_pool_count_free(pool, block, rolled_back);
-    leave_live_list(pool, block);
-    block->late = rolled_back;
-    if (__builtin_expect(pool->caching, 1)) {
-        rbi_pool_retire_block(pool, block);
-        return;
-    }
-    struct rbi_range *range = block->range;
-    rbi_pool_retire_block(pool, block);
-    pass_back(pool, range);
-}
-
 void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
 {
-    drop_block(pool, block, rolled_back);
+    if (block->used)
+        RBI_RECORD(pool, FREE_REQUESTED, block->address, block->bytes, block->stream->stream,
+                   block->tag);
+    else
+        RBI_RECORD(pool, FREE, block->address, block->bytes, block->stream->stream, block->tag);
+    rbi_pool_count_free(pool, block);
+    pool->stats.rolled_back_blocks += rolled_back;
+    rbi_pool_leave_use(block);
+    block->late = rolled_back;
+    struct rbi_range *range = block->range;
+    rbi_pool_retire_block(pool, block);
+    if (!pool->caching)
+        pass_back(pool, range);
 }
 
 /* Says what is wrong with a pointer that is no block in use. */
 static rebatch_status refuse_pointer(const rebatch_pool *pool, const void *pointer)
 {
-    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
-    if (entry && (!rbi_table_block(entry) || rbi_table_block(entry)->late))
+    const struct rbi_table_entry *entry = pointer ? rbi_table_find(&pool->table, pointer) : NULL;
+    const struct rbi_block *known = entry ? rbi_table_block(entry) : NULL;
+    if (known ? known->late : entry && rbi_table_is_late(entry))
         return rbi_error(REBATCH_E_INVALID,
                          "pointer is %p, which a rollback took back: expected a block in use",
                          pointer);
@@ -415,7 +454,7 @@ static rebatch_status refuse_pointer(const rebatch_pool *pool, const void *point
 static rebatch_status find_live(struct rbi_block **out, const rebatch_pool *pool,
                                 const void *pointer)
 {
-    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
+    const struct rbi_table_entry *entry = pointer ? rbi_table_find(&pool->table, pointer) : NULL;
     *out = entry ? rbi_table_block(entry) : NULL;
     if (*out && (*out)->state == RBI_BLOCK_LIVE)
         return REBATCH_OK;
@@ -427,30 +466,66 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
     const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
     struct rbi_block *block = entry ? rbi_table_block(entry) : NULL;
-    if (__builtin_expect(!block || block->state != RBI_BLOCK_LIVE, 0)) {
-        if (!entry || (block && !block->late))
+    if (!block || block->state != RBI_BLOCK_LIVE) {
+        if (!entry || (block ? !block->late : !rbi_table_is_late(entry)))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-        return REBATCH_OK;
-    }
-    if (rbi_pool_has_younger_scope(pool, block))
+    } else if (rbi_pool_has_younger_scope(pool, block)) {
         rbi_pool_defer_free(pool, block);
-    else
-        drop_block(pool, block, false);
+    } else {
+        rbi_pool_drop_block(pool, block, false);
+    }
+    rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
     return REBATCH_OK;
 }
 
-rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
+static COLD rebatch_status free_carefully(rebatch_pool *pool, const void *pointer)
 {
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK || !pointer)
         return status;
     rbi_lock_take(&pool->lock);
     status = free_locked(pool, pointer);
-    if (status == REBATCH_OK)
-        rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
     rbi_lock_give(&pool->lock);
     return status;
+}
+
+static COLD rebatch_status leave_to_careful(rebatch_pool *pool, const void *pointer)
+{
+    rbi_lock_give_as_owner(&pool->lock);
+    return free_carefully(pool, pointer);
+}
+
+static __attribute__((noinline)) rebatch_status merge_and_give(rebatch_pool *pool,
+                                                               struct rbi_block *block)
+{
+    rbi_pool_merge_block(pool, block);
+    rbi_lock_give_as_owner(&pool->lock);
+    return REBATCH_OK;
+}
+
+/* What most calls are, as in alloc_fast(): of a block that no other stream uses, and no scope
+ * keeps. */
+rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
+{
+    if (RBI_UNLIKELY(!pool || !pointer || !rbi_lock_take_as_owner(&pool->lock)))
+        return free_carefully(pool, pointer);
+    const struct rbi_table_entry *const entry = rbi_table_find(&pool->table, pointer);
+    if (RBI_UNLIKELY(!entry || rbi_table_is_late(entry)))
+        return leave_to_careful(pool, pointer);
+    struct rbi_block *const block = rbi_table_block_as_is(entry);
+    if (RBI_UNLIKELY(block->address != pointer || block->state != RBI_BLOCK_LIVE ||
+                     pool->fast_bytes == 0 || rbi_pool_has_younger_scope(pool, block) ||
+                     !rbi_pool_retires_at_once(pool, block)))
+        return leave_to_careful(pool, pointer);
+    rbi_pool_count_free(pool, block);
+    rbi_pool_leave_use(block);
+    rbi_pool_note_free(pool, block);
+    if (!rbi_pool_wants_quick(block))
+        return merge_and_give(pool, block);
+    rbi_quick_push(block);
+    rbi_lock_give_as_owner(&pool->lock);
+    return REBATCH_OK;
 }
 
 /* ---- blocks in use ---- */
@@ -473,7 +548,7 @@ static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, reb
     use->next = block->uses;
     block->uses = use;
     block->used = true;
-    other->references++;
+    other->pins++;
     return REBATCH_OK;
 }
 

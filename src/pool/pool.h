@@ -20,6 +20,8 @@
  * freed; after so many of those the lists have another try. */
 #define RBI_POOL_MISSES 16
 #define RBI_POOL_MERGES 1024
+/* So many bytes of small blocks are kept unmerged by each stream. */
+#define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
 
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_RUNGS(RBI_POOL_ONE_) };
@@ -67,14 +69,15 @@ static inline uint64_t rbi_ring_first(const struct rbi_ring *ring)
 
 /* ---- scopes and tags ---- */
 
-/* Blocks with birth >= first_birth are inside. Sums and the peak are those of the time in which
- * this scope was the innermost; they are added to the parent's when it ends. */
+/* Blocks with birth >= first_birth are inside. The peak and the largest are those of the time in
+ * which this scope was the innermost; they are added to the parent's when it ends. */
 struct rbi_scope {
     rebatch_scope handle;
     uint64_t first_birth;
     uint64_t live_at_begin;
-    uint64_t live_most; /* highest live_bytes of the whole pool */
-    uint64_t requested_bytes, allocations, largest_bytes;
+    uint64_t live_most;          /* highest live_bytes of the whole pool */
+    uint64_t requested_at_begin; /* pool->requested_total_bytes then */
+    uint64_t largest_bytes;
     struct rbi_block *deferred; /* freed inside, older than it: all birth < first_birth */
 };
 
@@ -104,8 +107,8 @@ struct rbi_pool_recorder {
 /* Between calls:
  *   stats.live_bytes == sum of bytes over live and deferred blocks == sum of tags[].live_bytes
  *   stats.reserved_bytes == bytes of plain ranges + granules mapped + granules spare + ballast
- *   stats.live_bytes == allocated_total_bytes - freed_total_bytes
- *   stats.blocks == allocations - frees - rolled_back_blocks
+ *   allocations == births == stats.blocks + frees + stats.rolled_back_blocks
+ *   quiet_bytes == least of the pool's peak, the mark's and the innermost scope's
  *   scopes[i].first_birth <= scopes[i + 1].first_birth <= births
  * Everything is under `lock`; a pressure callback runs without it. */
 struct rebatch_pool {
@@ -125,7 +128,9 @@ struct rebatch_pool {
     bool plain;     /* caching && !guard */
     bool has_space; /* granules are mapped into reserved addresses */
 
-    struct rbi_pool_stream *last_stream; /* of the last allocation; may be NULL */
+    struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
+    size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
+    size_t fast_bytes;                   /* what the fast path takes is less; 0: nothing */
     struct rbi_nodes block_nodes, range_nodes, use_nodes;
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
@@ -135,7 +140,7 @@ struct rebatch_pool {
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     struct rbi_block *pending;
     struct rbi_table table;
-    struct rbi_block *oldest, *newest; /* live and deferred blocks by birth */
+    struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
     uint64_t births;
 
     /* Granules that are created and not mapped; there is space for all that are held. */
@@ -154,7 +159,11 @@ struct rebatch_pool {
     struct rbi_pressure pressures[RBI_POOL_PRESSURES];
     size_t pressure_count;
 
-    rebatch_pool_stats stats; /* freed_total_bytes and blocks are worked out when asked for */
+    /* Not kept, but worked out when asked for: allocations, frees, allocated_total_bytes and
+     * requested_bytes. */
+    rebatch_pool_stats stats;
+    uint64_t requested_total_bytes, requested_given_bytes; /* since create */
+    uint64_t quiet_bytes; /* no peak is raised as long as live_bytes is not above it */
     uint64_t device_taken_bytes, device_given_bytes; /* since create */
     uint64_t asked_back_bytes;                       /* of the latter, by rebatch_pool_trim() */
     uint64_t rungs[RBI_POOL_RUNG_COUNT];             /* how often each was tried */
@@ -193,60 +202,10 @@ static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
         return RBI_ZONE_LARGE;
     return bytes < pool->granule_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
 }
-/* The blocks of the bins from that of `bytes` on, in the order of their classes; NULL at the end.
- * */
+/* The blocks of the first zone's bins from that of `bytes` on, in the order of their classes;
+ * NULL at the end. */
 struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
 struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
-struct rbi_place {
-    unsigned row, column;
-};
-
-/* Row 0 has a class for every size below 32 units; row r those of the octave that begins at
- * 2^(r + 4) units, in 32 steps. */
-static inline struct rbi_place rbi_place_of(size_t bytes)
-{
-    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
-    if (units < RBI_POOL_COLUMNS)
-        return (struct rbi_place){0, (unsigned)units};
-    const unsigned log = 63u - (unsigned)__builtin_clzll(units);
-    return (struct rbi_place){log - RBI_POOL_COLUMN_BITS + 1,
-                              (unsigned)(units >> (log - RBI_POOL_COLUMN_BITS)) &
-                                  (RBI_POOL_COLUMNS - 1)};
-}
-
-static inline void rbi_pool_bin_add(struct rbi_block *block)
-{
-    struct rbi_pool_stream *stream = block->stream;
-    const struct rbi_place at = rbi_place_of(block->bytes);
-    struct rbi_block **bin = &stream->bins[at.row][at.column];
-    block->previous = NULL;
-    block->next = *bin;
-    if (block->next)
-        block->next->previous = block;
-    *bin = block;
-    stream->columns[at.row] |= 1u << at.column;
-    stream->rows |= UINT64_C(1) << at.row;
-    stream->free_bytes += block->bytes;
-}
-
-static inline void rbi_pool_bin_remove(struct rbi_block *block)
-{
-    struct rbi_pool_stream *stream = block->stream;
-    stream->free_bytes -= block->bytes;
-    if (block->next)
-        block->next->previous = block->previous;
-    if (block->previous) {
-        block->previous->next = block->next;
-        return;
-    }
-    const struct rbi_place at = rbi_place_of(block->bytes);
-    stream->bins[at.row][at.column] = block->next;
-    if (block->next)
-        return;
-    stream->columns[at.row] &= ~(1u << at.column);
-    if (stream->columns[at.row] == 0)
-        stream->rows &= ~(UINT64_C(1) << at.row);
-}
 /* A node for a piece of `range`, in no list. */
 struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
                                       size_t bytes, struct rbi_pool_stream *stream);
@@ -266,55 +225,6 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
 /* Puts a block that is in no list among the free ones of its stream, or among the holes; it merges
  * with its neighbours. Gives the block that it then is part of. */
 struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block);
-/* A block of exactly `bytes` that was freed just before; NULL: none. */
-static inline unsigned rbi_quick_slot(size_t bytes)
-{
-    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
-    if (units <= RBI_POOL_QUICK)
-        return (unsigned)units - 1; /* small sizes, of which there are many, never collide */
-    return (unsigned)((units * UINT64_C(0x9e3779b97f4a7c15)) >> 58);
-}
-static inline struct rbi_block *rbi_quick_pop(struct rbi_pool_stream *stream, size_t bytes)
-{
-    const unsigned slot = rbi_quick_slot(bytes);
-    struct rbi_quick *quick = &stream->quick[slot];
-    struct rbi_block *block = quick->newest;
-    if (!block || quick->bytes != bytes)
-        return NULL;
-    quick->newest = block->next;
-    if (!quick->newest)
-        stream->quick_filled &= ~(UINT64_C(1) << slot);
-    stream->free_bytes -= bytes;
-    stream->misses = 0;
-    return block;
-}
-static inline void rbi_quick_push(struct rbi_block *block)
-{
-    struct rbi_pool_stream *stream = block->stream;
-    const unsigned slot = rbi_quick_slot(block->bytes);
-    struct rbi_quick *quick = &stream->quick[slot];
-    block->state = RBI_BLOCK_QUICK;
-    stream->free_bytes += block->bytes;
-    if (quick->newest && quick->bytes != block->bytes) {
-        block->next = stream->loose;
-        stream->loose = block;
-        return;
-    }
-    block->next = quick->newest;
-    quick->newest = block;
-    quick->bytes = block->bytes;
-    stream->quick_filled |= UINT64_C(1) << slot;
-}
-/* Merges a block in no list that is still in the table with its neighbours. */
-void rbi_pool_settle_block(rebatch_pool *pool, struct rbi_block *block);
-/* Merges all quick blocks of the stream with their neighbours. */
-void rbi_quick_flush_slowly(rebatch_pool *pool, struct rbi_pool_stream *stream);
-static inline void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream)
-{
-    if (stream->quick_filled || stream->loose)
-        rbi_quick_flush_slowly(pool, stream);
-}
-void rbi_quick_flush_all(rebatch_pool *pool);
 /* The block that `address` lies in; NULL when none. For messages: it walks. */
 struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address);
 uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
@@ -388,31 +298,6 @@ void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
 /* NULL when the pool has not seen the stream, or, of open, when the heap has no memory. */
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream);
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
-/* Makes a block that is in no list free: at once, or once the other streams that use it have
- * done what they have enqueued. */
-void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block);
-/* Its last step where no other stream is in the way. */
-static inline void rbi_pool_cache_block(rebatch_pool *pool, struct rbi_block *block)
-{
-    struct rbi_pool_stream *stream = block->stream;
-    if (stream->misses < RBI_POOL_MISSES || block->late) {
-        rbi_quick_push(block);
-        return;
-    }
-    if (++stream->merged == RBI_POOL_MERGES)
-        stream->misses = stream->merged = 0;
-    rbi_pool_settle_block(pool, block);
-}
-static inline void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
-{
-    if (block->used || pool->guard || pool->first_stream->next) {
-        rbi_pool_retire_slowly(pool, block);
-        return;
-    }
-    block->freed_at = ++block->stream->frees; /* the only stream so far: nobody asks */
-    block->birth = pool->births;
-    rbi_pool_cache_block(pool, block);
-}
 /* Waits until `stream` has done what it had enqueued before point `until`. */
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
 /* Looks how far the streams have come, without waiting, and frees the pending blocks that are
@@ -475,76 +360,6 @@ void rbi_request_close(struct rbi_request *request);
 
 /* ---- counting (tags.c), scopes (scope.c), reports (report.c); with the lock held ---- */
 
-/* stats.blocks and stats.freed_total_bytes, which are not kept. */
-static inline uint64_t rbi_pool_blocks(const rebatch_pool *pool)
-{
-    return pool->stats.allocations - pool->stats.frees - pool->stats.rolled_back_blocks;
-}
-/* To be called before a tag's live bytes change: see struct rbi_tag. */
-static inline void rbi_tag_settle_peak(const rebatch_pool *pool, struct rbi_tag *tag)
-{
-    if (tag->peak_number == pool->peak_number)
-        return;
-    tag->at_peak_bytes = tag->live_bytes;
-    tag->peak_number = pool->peak_number;
-}
-
-static inline void rbi_raise(uint64_t *peak, uint64_t value)
-{
-    if (*peak < value)
-        *peak = value;
-}
-
-static inline void rbi_scope_count(rebatch_pool *pool, const struct rbi_block *block)
-{
-    struct rbi_scope *scope = &pool->scopes[pool->depth - 1];
-    rbi_raise(&scope->live_most, pool->stats.live_bytes);
-    rbi_raise(&scope->largest_bytes, block->bytes);
-    scope->requested_bytes += block->requested_bytes;
-    scope->allocations++;
-}
-
-static inline void rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_block *block)
-{
-    rebatch_pool_stats *stats = &pool->stats;
-    struct rbi_tag *tag = &pool->tags[block->tag];
-    rbi_tag_settle_peak(pool, tag);
-    tag->live_bytes += block->bytes;
-    rbi_raise(&tag->peak_bytes, tag->live_bytes);
-    stats->live_bytes += block->bytes;
-    stats->requested_bytes += block->requested_bytes;
-    stats->allocations++;
-    stats->allocated_total_bytes += block->bytes;
-    rbi_raise(&stats->blocks_peak, rbi_pool_blocks(pool));
-    rbi_raise(&pool->mark_peak_bytes, stats->live_bytes);
-    if (stats->live_bytes > stats->live_peak_bytes) {
-        stats->live_peak_bytes = stats->live_bytes;
-        pool->peak_number++;
-    }
-    if (pool->depth)
-        rbi_scope_count(pool, block);
-}
-
-static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_block *block,
-                                       bool rolled_back)
-{
-    rebatch_pool_stats *stats = &pool->stats;
-    struct rbi_tag *tag = &pool->tags[block->tag];
-    rbi_tag_settle_peak(pool, tag);
-    tag->live_bytes -= block->bytes;
-    stats->live_bytes -= block->bytes;
-    stats->requested_bytes -= block->requested_bytes;
-    stats->frees += !rolled_back;
-    stats->rolled_back_blocks += rolled_back;
-}
-
-/* Was the innermost scope opened after the block was allocated? Then its free waits for the
- * commit. */
-static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
-                                              const struct rbi_block *block)
-{
-    return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
-}
 /* The birth of the first block inside an open scope, 0 for the scope 0; REBATCH_E_INVALID with its
  * text when it is not open. */
 rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope);
@@ -580,6 +395,8 @@ struct rbi_pool_visitor {
     void *user;
 };
 void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor);
+
+#include "pool/path.h"
 
 /* ---- for the layers above ---- */
 

@@ -337,31 +337,40 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
 
 /* Large free blocks first: each that is taken apart leaves parts of granules at its ends, so the
  * fewer the better. A block that is put back while the walk is on is met again at most in a class
- * below, when it has nothing left to give. */
-void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
+ * below, when it has nothing left to give. False when there is no need to go on. */
+static bool harvest_bins(rebatch_pool *pool, const struct rbi_bins *bins, size_t wanted)
 {
-    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
-        uint64_t rows = s == spared ? 0 : s->rows;
-        while (rows != 0) {
-            const unsigned row = 63u - (unsigned)__builtin_clzll(rows);
-            rows &= ~(UINT64_C(1) << row);
-            for (unsigned column = 0; column < RBI_POOL_COLUMNS; column++) {
-                struct rbi_block *next;
-                for (struct rbi_block *b = s->bins[row][column]; b; b = next) {
-                    if (pool->spare_count >= wanted)
-                        return;
-                    next = b->next;
-                    const size_t before = pool->spare_count;
-                    if (b->bytes < pool->granule_bytes)
-                        break;
-                    const bool more = harvest_block(pool, b, wanted - before);
-                    pool->stats.remaps += pool->spare_count - before;
-                    if (!more)
-                        return;
-                }
-            }
+    const unsigned least = rbi_bin_of(pool->granule_bytes);
+    for (unsigned bin = RBI_POOL_BINS; bin-- > least;) {
+        const uint64_t up_to = bins->words[bin / 64] << (63 - bin % 64);
+        if (up_to == 0) {
+            bin -= bin % 64;
+            continue;
+        }
+        bin -= (unsigned)__builtin_clzll(up_to);
+        if (bin < least)
+            return true;
+        struct rbi_block *next;
+        for (struct rbi_block *b = bins->of[bin]; b; b = next) {
+            if (pool->spare_count >= wanted)
+                return false;
+            next = b->next;
+            const size_t before = pool->spare_count;
+            const bool more = harvest_block(pool, b, wanted - before);
+            pool->stats.remaps += pool->spare_count - before;
+            if (!more)
+                return false;
         }
     }
+    return true;
+}
+
+void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
+{
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        for (unsigned zone = 0; zone < RBI_POOL_ZONES && s != spared; zone++)
+            if (!harvest_bins(pool, &s->bins[zone], wanted))
+                return;
 }
 
 /* ---- giving back ---- */

@@ -39,8 +39,10 @@ static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool)
     *scope = (struct rbi_scope){.handle = pool->scope_serial << INDEX_BITS | (uint32_t)pool->depth,
                                 .first_birth = pool->births,
                                 .live_at_begin = pool->stats.live_bytes,
-                                .live_most = pool->stats.live_bytes};
+                                .live_most = pool->stats.live_bytes,
+                                .requested_at_begin = pool->requested_total_bytes};
     pool->depth++;
+    pool->quiet_bytes = pool->stats.live_bytes;
     *out = scope->handle;
     return REBATCH_OK;
 }
@@ -88,8 +90,6 @@ static void fold(struct rbi_scope *to, const struct rbi_scope *from)
 {
     if (to->live_most < from->live_most)
         to->live_most = from->live_most;
-    to->requested_bytes += from->requested_bytes;
-    to->allocations += from->allocations;
     if (to->largest_bytes < from->largest_bytes)
         to->largest_bytes = from->largest_bytes;
 }
@@ -99,6 +99,7 @@ static void close_innermost(rebatch_pool *pool)
     const struct rbi_scope *scope = &pool->scopes[--pool->depth];
     if (pool->depth)
         fold(innermost(pool), scope);
+    rbi_pool_set_quiet(pool);
 }
 
 static void commit_innermost(rebatch_pool *pool)
@@ -143,8 +144,9 @@ static void rollback_innermost(rebatch_pool *pool)
         block->state = RBI_BLOCK_LIVE;
     }
     const uint64_t before = pool->stats.rolled_back_blocks;
-    while (pool->newest && pool->newest->birth >= scope->first_birth)
-        rbi_pool_drop_block(pool, pool->newest, true);
+    const struct rbi_block *const ring = &pool->by_birth;
+    while (ring->previous != ring && ring->previous->birth >= scope->first_birth)
+        rbi_pool_drop_block(pool, ring->previous, true);
     RBI_RECORD(pool, ROLLBACK, NULL, pool->stats.rolled_back_blocks - before, NULL, 0);
     close_innermost(pool);
     pool->stats.rollbacks++;
@@ -189,8 +191,8 @@ static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
         fold(&sum, s);
     out->live_bytes = (int64_t)(pool->stats.live_bytes - scope->live_at_begin);
     out->peak_bytes = (int64_t)(sum.live_most - scope->live_at_begin);
-    out->requested_bytes = sum.requested_bytes;
-    out->allocations = sum.allocations;
+    out->requested_bytes = pool->requested_total_bytes - scope->requested_at_begin;
+    out->allocations = pool->births - scope->first_birth;
     out->largest_bytes = sum.largest_bytes;
 }
 

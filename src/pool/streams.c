@@ -13,15 +13,26 @@ struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_s
     return s;
 }
 
+static bool is_referred_to(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
+{
+    if (stream->pins != 0)
+        return true;
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+        for (const struct rbi_block *b = r->first; b; b = b->after)
+            if (b->stream == stream)
+                return true;
+    return false;
+}
+
 /* A stream that no block refers to any more can become another one, so that a program which makes
  * streams without end does not make the list grow without end. */
 static struct rbi_pool_stream *reuse_stream(rebatch_pool *pool, rebatch_stream stream)
 {
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
-        if (s->references != 0)
+        if (is_referred_to(pool, s))
             continue;
         if (pool->last_stream == s)
-            pool->last_stream = NULL;
+            pool->last_stream = pool->space;
         s->stream = stream;
         s->done = s->frees;
         s->in_flight = false;
@@ -47,6 +58,7 @@ struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream 
     if (!s)
         return NULL;
     s->stream = stream;
+    s->has_zones = pool->has_space;
     struct rbi_pool_stream **end = &pool->first_stream;
     while (*end)
         end = &(*end)->next;
@@ -142,7 +154,7 @@ static void end_uses(rebatch_pool *pool, struct rbi_block *block)
     while (block->uses) {
         struct rbi_block_use *use = block->uses;
         block->uses = use->next;
-        use->stream->references--;
+        use->stream->pins--;
         rbi_nodes_put(&pool->use_nodes, use);
     }
     block->used = false;

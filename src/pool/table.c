@@ -1,89 +1,109 @@
 /* Owns the way from an address to its block, and the memory of what rollbacks took back.
  * Must not know how blocks are made. */
-#include "pool/pool.h"
+#include "pool/table.h"
+
+#include <string.h>
+
+#include "base/base.h"
 
 #define SMALLEST_CAPACITY 256
 
-static size_t after(const struct rbi_table *table, size_t slot)
+/* Entries that only are left behind, and, up to number `last`, rollbacks, are of no more use. */
+static bool is_needed(const struct rbi_table_entry *entry, uint64_t last)
 {
-    return (slot + 1) & (table->capacity - 1);
+    if (!entry->address)
+        return false;
+    return rbi_table_is_late(entry) ? entry->value >> 1 > last : rbi_table_block(entry) != NULL;
 }
 
-/* Where `address` is, or the empty slot where it would go. */
-static size_t slot_of(const struct rbi_table *table, const void *address)
+/* How many are needed, and of them, late. */
+static size_t count_needed(const struct rbi_table *table, uint64_t last, size_t *late)
 {
-    size_t slot = rbi_table_home(table, address);
-    while (table->entries[slot].address && table->entries[slot].address != address)
-        slot = after(table, slot);
-    return slot;
-}
-
-/* Empties a slot and closes the gap, so that no probe ends early. */
-static void empty_slot(struct rbi_table *table, size_t gap)
-{
-    table->used--;
-    table->late -= rbi_table_block(&table->entries[gap]) == NULL;
-    for (size_t slot = after(table, gap); table->entries[slot].address; slot = after(table, slot)) {
-        const size_t home = rbi_table_home(table, table->entries[slot].address);
-        const size_t mask = table->capacity - 1;
-        if (((slot - home) & mask) < ((slot - gap) & mask))
-            continue; /* its probe begins behind the gap */
-        table->entries[gap] = table->entries[slot];
-        gap = slot;
+    size_t needed = 0;
+    *late = 0;
+    for (size_t i = 0; i < table->capacity; i++) {
+        const bool is = is_needed(&table->entries[i], last);
+        needed += is;
+        *late += is && rbi_table_is_late(&table->entries[i]);
     }
-    table->entries[gap] = (struct rbi_table_entry){NULL, 0};
+    return needed;
 }
 
-/* Forgets what rollbacks up to number `last` took back. An entry that moves into a slot already
- * seen was itself seen before: it would otherwise have had to pass the slot being emptied. */
-static void forget_late(struct rbi_table *table, uint64_t last)
+/* Puts what is needed of `from` into the empty `to`. */
+static void move(struct rbi_table *to, const struct rbi_table *from, uint64_t last)
 {
-    for (size_t slot = 0; slot < table->capacity;) {
-        const struct rbi_table_entry *entry = &table->entries[slot];
-        if (entry->address && (entry->value & 1) && entry->value >> 1 <= last)
-            empty_slot(table, slot);
-        else
-            slot++;
+    to->used = to->late = 0;
+    for (size_t i = 0; i < from->capacity; i++) {
+        const struct rbi_table_entry *entry = &from->entries[i];
+        if (!is_needed(entry, last))
+            continue;
+        size_t slot = rbi_table_home(to, entry->address);
+        while (to->entries[slot].address)
+            slot = (slot + 1) & (to->capacity - 1);
+        to->entries[slot] = *entry;
+        to->used++;
+        to->late += rbi_table_is_late(entry);
     }
 }
 
-static bool grow(struct rbi_table *table, size_t count)
+/* False when that leaves no space for `count` more. */
+static bool clean(struct rbi_table *table, size_t count, uint64_t last)
+{
+    size_t late;
+    if (table->capacity == 0 || (count_needed(table, last, &late) + count) * 2 > table->capacity)
+        return false;
+    struct rbi_table cleaned = *table;
+    cleaned.entries = table->other;
+    cleaned.other = table->entries;
+    move(&cleaned, table, last);
+    memset(cleaned.other, 0, cleaned.capacity * sizeof *cleaned.other);
+    *table = cleaned;
+    return true;
+}
+
+static bool grow(struct rbi_table *table, size_t capacity, uint64_t last)
 {
     struct rbi_table larger = *table;
-    larger.capacity = rbi_max(SMALLEST_CAPACITY, table->capacity);
-    while (!rbi_table_has_space(&larger, count))
-        larger.capacity *= 2;
-    larger.entries = rbi_heap_calloc(larger.capacity, sizeof *larger.entries);
-    if (!larger.entries)
+    larger.capacity = capacity;
+    larger.entries = rbi_heap_calloc(capacity, sizeof *larger.entries);
+    larger.other = rbi_heap_calloc(capacity, sizeof *larger.other);
+    if (!larger.entries || !larger.other) {
+        rbi_table_destroy(&larger);
         return false;
-    for (size_t i = 0; i < table->capacity; i++)
-        if (table->entries[i].address)
-            larger.entries[slot_of(&larger, table->entries[i].address)] = table->entries[i];
-    rbi_heap_free(table->entries);
+    }
+    move(&larger, table, last);
+    rbi_table_destroy(table);
     *table = larger;
     return true;
 }
 
+/* An eighth of the capacity is for blocks after it, so that it comes again only after three
+ * times as many puts at new addresses; less than a third for what was rolled back, which may be
+ * much. */
 bool rbi_table_prepare_slowly(struct rbi_table *table, size_t count)
 {
-    if (table->late > RBI_POOL_LATE_MOST) {
-        forget_late(table, table->rollback - 1);
-        if (rbi_table_has_space(table, count))
-            return true;
-    }
-    if (grow(table, count))
-        return true;
-    forget_late(table, table->rollback);
-    return rbi_table_has_space(table, count);
+    const uint64_t last = table->late > RBI_POOL_LATE_MOST ? table->rollback - 1 : 0;
+    size_t late;
+    const size_t needed = count_needed(table, last, &late) + count;
+    size_t capacity = rbi_max(SMALLEST_CAPACITY, table->capacity);
+    while (2 * capacity < 16 * (needed - late) + 7 * late)
+        capacity *= 2;
+    if (capacity == table->capacity)
+        return clean(table, count, last);
+    return grow(table, capacity, last) || clean(table, count, last) ||
+           clean(table, count, table->rollback);
 }
 
-void rbi_table_remove(struct rbi_table *table, struct rbi_table_entry *entry)
+void rbi_table_mark_late(struct rbi_table *table, const char *address)
 {
-    empty_slot(table, (size_t)(entry - table->entries));
-}
-
-void rbi_table_mark_late(struct rbi_table *table, struct rbi_table_entry *entry)
-{
+    struct rbi_table_entry *entry = rbi_table_find(table, address);
     entry->value = (uintptr_t)table->rollback << 1 | 1;
     table->late++;
+}
+
+void rbi_table_destroy(struct rbi_table *table)
+{
+    rbi_heap_free(table->entries);
+    rbi_heap_free(table->other);
+    table->entries = table->other = NULL;
 }

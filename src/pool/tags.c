@@ -11,11 +11,33 @@ void rbi_tags_init(rebatch_pool *pool)
     pool->tag_count = 1;
 }
 
+void rbi_pool_set_quiet(rebatch_pool *pool)
+{
+    pool->quiet_bytes = rbi_min(pool->stats.live_peak_bytes, pool->mark_peak_bytes);
+    if (pool->depth)
+        pool->quiet_bytes = rbi_min(pool->quiet_bytes, pool->scopes[pool->depth - 1].live_most);
+}
+
+void rbi_pool_raise_peaks(rebatch_pool *pool)
+{
+    const uint64_t live = pool->stats.live_bytes;
+    rbi_raise(&pool->mark_peak_bytes, live);
+    if (live > pool->stats.live_peak_bytes) {
+        pool->stats.live_peak_bytes = live;
+        pool->peak_number++;
+    }
+    if (pool->depth)
+        rbi_raise(&pool->scopes[pool->depth - 1].live_most, live);
+    rbi_pool_set_quiet(pool);
+}
+
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
 {
     *out = pool->stats;
-    out->blocks = rbi_pool_blocks(pool);
-    out->freed_total_bytes = out->allocated_total_bytes - out->live_bytes;
+    out->allocations = pool->births;
+    out->frees = pool->births - out->blocks - out->rolled_back_blocks;
+    out->allocated_total_bytes = out->freed_total_bytes + out->live_bytes;
+    out->requested_bytes = pool->requested_total_bytes - pool->requested_given_bytes;
 }
 
 rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool)
@@ -40,7 +62,8 @@ rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool)
     rbi_lock_take(&pool->lock);
     pool->stats.live_peak_bytes = pool->stats.live_bytes;
     pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
-    pool->stats.blocks_peak = rbi_pool_blocks(pool);
+    pool->stats.blocks_peak = pool->stats.blocks;
+    rbi_pool_set_quiet(pool);
     pool->peak_number++;
     for (size_t i = 0; i < pool->tag_count; i++)
         pool->tags[i].peak_bytes = pool->tags[i].live_bytes;
@@ -120,6 +143,7 @@ void rbi_pool_mark(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     pool->mark_peak_bytes = pool->stats.live_bytes;
+    rbi_pool_set_quiet(pool);
     rbi_lock_give(&pool->lock);
 }
 

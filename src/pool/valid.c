@@ -57,7 +57,8 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
 
 static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, struct tally *tally)
 {
-    CHECK(b->zone == b->range->zone && b->used == (b->uses != NULL));
+    CHECK(b->used == (b->uses != NULL));
+    CHECK(b->bins == &b->stream->bins[b->stream->has_zones ? b->range->zone : 0]);
     CHECK(b->bytes > 0 && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
     CHECK((uintptr_t)b->address % REBATCH_POOL_ALIGNMENT == 0);
     CHECK(b->stream == pool->space || is_known_stream(pool, b->stream));
@@ -134,14 +135,14 @@ static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
     return true;
 }
 
-static bool is_bin_valid(const struct rbi_pool_stream *s, const struct rbi_block *bin,
+static bool is_bin_valid(const struct rbi_pool_stream *s, struct rbi_block *const *bin,
                          size_t *least_bytes, struct tally *found)
 {
-    const struct rbi_block *previous = NULL;
+    struct rbi_block *const *link = bin;
     size_t most = 0;
-    for (const struct rbi_block *b = bin; b; previous = b, b = b->next) {
+    for (struct rbi_block *b = *bin; b; link = &b->next, b = b->next) {
         CHECK((b->state == RBI_BLOCK_FREE || b->state == RBI_BLOCK_HOLE) && b->stream == s);
-        CHECK(b->previous == previous && b->bytes >= *least_bytes);
+        CHECK(b->link == link && b->bytes >= *least_bytes);
         most = rbi_max(most, b->bytes);
         found->live_bytes += b->bytes;
         found->free_blocks++;
@@ -150,27 +151,46 @@ static bool is_bin_valid(const struct rbi_pool_stream *s, const struct rbi_block
     return true;
 }
 
-static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found)
+static bool are_bins_valid(const struct rbi_pool_stream *s, unsigned zone, struct tally *found)
 {
-    const uint64_t before = found->live_bytes;
+    const struct rbi_bins *bins = &s->bins[zone];
     size_t least_bytes = 0;
-    for (unsigned r = 0; r < RBI_POOL_ROWS; r++) {
-        CHECK((s->rows >> r & 1) == (s->columns[r] != 0));
-        for (unsigned c = 0; c < RBI_POOL_COLUMNS; c++) {
-            CHECK((s->columns[r] >> c & 1) == (s->bins[r][c] != NULL));
-            if (!is_bin_valid(s, s->bins[r][c], &least_bytes, found))
-                return false;
-        }
+    for (unsigned i = 0; i < RBI_POOL_BINS; i++) {
+        CHECK((bins->filled >> i / 64 & 1) == (bins->words[i / 64] != 0));
+        CHECK((bins->words[i / 64] >> i % 64 & 1) == (bins->of[i] != NULL));
+        for (const struct rbi_block *b = bins->of[i]; b; b = b->next)
+            CHECK(b->bins == bins && b->bin == i && rbi_bin_of(b->bytes) == i);
+        if (!is_bin_valid(s, &bins->of[i], &least_bytes, found))
+            return false;
     }
-    for (unsigned i = 0; i < RBI_POOL_QUICK; i++) {
-        CHECK((s->quick_filled >> i & 1) == (s->quick[i].newest != NULL));
+    return true;
+}
+
+static bool are_quick_lists_valid(const struct rbi_pool_stream *s, struct tally *found)
+{
+    uint64_t small_bytes = 0;
+    for (unsigned i = 0; i < 2 * RBI_POOL_QUICK; i++) {
+        CHECK((s->quick_filled[i / 64] >> i % 64 & 1) == (s->quick[i].newest != NULL));
         for (const struct rbi_block *b = s->quick[i].newest; b; b = b->next) {
             CHECK(b->state == RBI_BLOCK_QUICK && b->stream == s && b->bytes == s->quick[i].bytes);
             CHECK(rbi_quick_slot(b->bytes) == i);
+            small_bytes += rbi_quick_is_small(b->bytes) ? b->bytes : 0;
             found->live_bytes += b->bytes;
             found->quick_blocks++;
         }
     }
+    CHECK(small_bytes == s->small_bytes);
+    return true;
+}
+
+static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found)
+{
+    const uint64_t before = found->live_bytes;
+    for (unsigned zone = 0; zone < RBI_POOL_ZONES; zone++)
+        if (!are_bins_valid(s, zone, found))
+            return false;
+    if (!are_quick_lists_valid(s, found))
+        return false;
     for (const struct rbi_block *b = s->loose; b; b = b->next) {
         CHECK(b->state == RBI_BLOCK_QUICK && b->stream == s);
         found->live_bytes += b->bytes;
@@ -182,18 +202,15 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
     return true;
 }
 
-/* Blocks of which `stream` is the own, and uses that name it. */
-static uint64_t references_to(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
+/* Uses that name `stream`. */
+static uint64_t uses_of(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
 {
-    uint64_t references = 0;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
-        for (const struct rbi_block *b = r->first; b; b = b->after) {
-            references += b->stream == stream;
+    uint64_t uses = 0;
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+        for (const struct rbi_block *b = r->first; b; b = b->after)
             for (const struct rbi_block_use *use = b->uses; use; use = use->next)
-                references += use->stream == stream;
-        }
-    }
-    return references;
+                uses += use->stream == stream;
+    return uses;
 }
 
 static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tally)
@@ -206,7 +223,7 @@ static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tall
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (!is_stream_valid(s, &found))
             return false;
-        CHECK(pool->pressing > 0 || references_to(pool, s) == s->references);
+        CHECK(pool->pressing > 0 || uses_of(pool, s) == s->pins);
     }
     for (const struct rbi_block *b = pool->pending; b; b = b->next) {
         CHECK(b->state == RBI_BLOCK_PENDING && b->uses);
@@ -228,27 +245,27 @@ static bool is_table_valid(const rebatch_pool *pool)
             continue;
         CHECK(rbi_table_find(table, entry->address) == entry);
         const struct rbi_block *block = rbi_table_block(entry);
-        CHECK(!block || block->address == entry->address);
-        CHECK(block || entry->value >> 1 <= table->rollback);
+        CHECK(!rbi_table_is_late(entry) || entry->value >> 1 <= table->rollback);
         used++;
-        late += block == NULL;
+        late += rbi_table_is_late(entry);
         in_use += block && (block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED);
     }
     CHECK(used == table->used && late == table->late && 2 * used <= table->capacity);
-    CHECK(in_use == rbi_pool_blocks(pool));
+    CHECK(in_use == pool->stats.blocks);
     return true;
 }
 
 static bool are_scopes_valid(const rebatch_pool *pool)
 {
     uint64_t blocks = 0, deferred = 0;
-    const struct rbi_block *previous = NULL;
-    for (const struct rbi_block *b = pool->oldest; b; previous = b, b = b->next) {
-        CHECK(b->previous == previous && (!previous || previous->birth < b->birth));
+    const struct rbi_block *const ring = &pool->by_birth;
+    const struct rbi_block *previous = ring;
+    for (const struct rbi_block *b = ring->next; b != ring; previous = b, b = b->next) {
+        CHECK(b->previous == previous && (previous == ring || previous->birth < b->birth));
         blocks++;
         deferred += b->state == RBI_BLOCK_DEFERRED;
     }
-    CHECK(pool->newest == previous && blocks == rbi_pool_blocks(pool));
+    CHECK(ring->previous == previous && blocks == pool->stats.blocks);
     CHECK(pool->depth <= RBI_POOL_SCOPES);
     uint64_t first_birth = pool->births;
     for (size_t i = pool->depth; i-- > 0;) {
@@ -273,10 +290,14 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     CHECK(s->reserved_bytes == tally->reserved_bytes);
     CHECK(s->reserved_bytes <= s->reserved_peak_bytes);
     CHECK(s->reserved_bytes == pool->device_taken_bytes - pool->device_given_bytes);
-    CHECK(s->requested_bytes == tally->requested_bytes);
+    CHECK(pool->requested_total_bytes - pool->requested_given_bytes == tally->requested_bytes);
+    uint64_t quiet_bytes = rbi_min(s->live_peak_bytes, pool->mark_peak_bytes);
+    if (pool->depth)
+        quiet_bytes = rbi_min(quiet_bytes, pool->scopes[pool->depth - 1].live_most);
+    CHECK(pool->quiet_bytes == quiet_bytes && s->live_bytes <= quiet_bytes);
     CHECK(s->deferred_bytes == tally->deferred_bytes);
-    CHECK(rbi_pool_blocks(pool) == tally->live_blocks);
-    CHECK(rbi_pool_blocks(pool) <= s->blocks_peak && s->live_bytes <= s->allocated_total_bytes);
+    CHECK(s->blocks == tally->live_blocks && s->blocks <= s->blocks_peak);
+    CHECK(pool->births >= s->blocks + s->rolled_back_blocks);
     CHECK(s->quarantined_bytes == tally->lost_bytes);
     for (size_t i = 0; i < pool->tag_count; i++) {
         CHECK(pool->tags[i].live_bytes == tally->tag_bytes[i]);

@@ -84,7 +84,7 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
     struct rbi_block *hole = rbi_pool_first_free(pool->space, 0);
     for (unsigned looks = 0; hole && (looks < WINDOW_LOOKS || look.spare_bytes == SIZE_MAX);
          hole = rbi_pool_next_free(hole)) {
-        if (zone != RBI_ZONE_ANY && hole->zone != zone)
+        if (zone != RBI_ZONE_ANY && hole->range->zone != zone)
             continue;
         look_around(&look, pool, hole);
         looks++;

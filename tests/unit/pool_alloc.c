@@ -184,23 +184,61 @@ Test(pool_alloc, a_freed_block_is_given_out_again)
     rig_close(&rig);
 }
 
+/* Just above the sizes that are kept unmerged. */
+#define STEP (65 * UNIT)
+
 /* The smallest hole that fits is taken, of equal ones that of the lowest address. */
 Test(pool_alloc, the_best_fit_is_taken_and_ties_go_to_the_lowest_address)
 {
     struct rig rig = rig_open(64, NULL);
     static const size_t units[] = {8, 1, 5, 1, 6, 1, 5, 1, 7, 1};
     char *blocks[10];
-    char *all = take(rig.pool, 36 * UNIT); /* so that the blocks lie one behind the other */
+    char *all = take(rig.pool, 36 * STEP); /* so that the blocks lie one behind the other */
     give(rig.pool, all);
     for (int i = 0; i < 10; i++)
-        blocks[i] = take(rig.pool, units[i] * UNIT);
+        blocks[i] = take(rig.pool, units[i] * STEP);
     for (int i = 8; i >= 0; i -= 2)
         give(rig.pool, blocks[i]);
-    cr_assert_eq(take(rig.pool, 5 * UNIT), blocks[2]);
-    cr_assert_eq(take(rig.pool, 5 * UNIT), blocks[6]);
-    cr_assert_eq(take(rig.pool, 5 * UNIT), blocks[4]);
-    cr_assert_eq(take(rig.pool, 8 * UNIT), blocks[0]);
-    cr_assert_eq(take(rig.pool, 2 * UNIT), blocks[8]);
+    cr_assert_eq(take(rig.pool, 5 * STEP), blocks[2]);
+    cr_assert_eq(take(rig.pool, 5 * STEP), blocks[6]);
+    cr_assert_eq(take(rig.pool, 5 * STEP), blocks[4]);
+    cr_assert_eq(take(rig.pool, 8 * STEP), blocks[0]);
+    cr_assert_eq(take(rig.pool, 2 * STEP), blocks[8]);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
+/* Free blocks of small sizes are not merged as long as they are few, and are all the same there
+ * for a request that nothing else serves: no memory is taken meanwhile. */
+Test(pool_alloc, small_blocks_are_kept_unmerged_until_they_are_needed)
+{
+    struct rig rig = rig_open(16, NULL);
+    void *blocks[32];
+    for (int i = 0; i < 32; i++)
+        blocks[i] = take(rig.pool, 32 * KIB);
+    for (int i = 0; i < 32; i++)
+        give(rig.pool, blocks[i]);
+    cr_assert_eq(take(rig.pool, 32 * KIB), blocks[31]);
+    give(rig.pool, blocks[31]);
+    const uint64_t calls = stats_of(rig.pool).device_allocations;
+    give(rig.pool, take(rig.pool, 16 * GRANULE));
+    cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
+    rig_close(&rig);
+}
+
+/* What is kept so is bounded in bytes; beyond that blocks are merged as they are freed. */
+Test(pool_alloc, small_blocks_that_are_kept_unmerged_are_bounded_in_bytes)
+{
+    enum { BLOCKS = 2 * (RBI_POOL_SMALL_MOST / (32 * 1024)) };
+    struct rig rig = rig_open(2 * BLOCKS, NULL);
+    static void *blocks[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++)
+        blocks[i] = take(rig.pool, 32 * KIB);
+    for (int i = 0; i < BLOCKS; i++) {
+        give(rig.pool, blocks[i]);
+        cr_assert_leq(rig.pool->first_stream->small_bytes, RBI_POOL_SMALL_MOST);
+    }
+    cr_assert_eq(rig.pool->first_stream->small_bytes, RBI_POOL_SMALL_MOST);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
@@ -231,13 +269,13 @@ Test(pool_alloc, free_neighbours_merge_in_every_order)
         char *wall = take(rig.pool, UNIT);
         void *blocks[3];
         for (int i = 0; i < 3; i++)
-            blocks[i] = take(rig.pool, (size_t)(i + 1) * UNIT);
+            blocks[i] = take(rig.pool, (size_t)(i + 1) * STEP);
         void *end = take(rig.pool, UNIT);
         for (int i = 0; i < 3; i++) {
             give(rig.pool, blocks[orders[o][i]]);
             assert_valid(rig.pool);
         }
-        void *whole = take(rig.pool, 6 * UNIT);
+        void *whole = take(rig.pool, 6 * STEP);
         cr_assert_eq(whole, blocks[0]);
         give(rig.pool, whole);
         give(rig.pool, wall);

@@ -182,15 +182,15 @@ Test(pool_scopes, late_frees_are_ignored_until_the_address_is_given_out_again)
 {
     struct rig rig = rig_open(64, NULL);
     rebatch_scope scope = begin(rig.pool);
-    void *first = take(rig.pool, KIB);
-    void *second = take(rig.pool, KIB);
+    void *first = take(rig.pool, 33 * KIB);
+    void *second = take(rig.pool, 33 * KIB);
     rollback(rig.pool, scope);
     give(rig.pool, first);
     give(rig.pool, first);
     give(rig.pool, second);
     cr_assert_eq(stats_of(rig.pool).late_frees, 3);
     cr_assert_eq(stats_of(rig.pool).frees, 0);
-    void *again = take(rig.pool, 2 * KIB); /* begins where the first did, covers the second */
+    void *again = take(rig.pool, 2 * 33 * KIB); /* begins where the first did, covers the second */
     cr_assert_eq(again, first);
     give(rig.pool, second);
     cr_assert_eq(stats_of(rig.pool).late_frees, 4);
