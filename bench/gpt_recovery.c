@@ -81,14 +81,36 @@ static void close_bench(struct bench *bench)
 
 static rebatch_status tell_tenant(struct bench *bench, const char *what, size_t amount);
 
+/* The other takes its share of what is free or only cached, and the pool gives back what that is
+ * more than the device has. */
+static rebatch_status make_way(struct bench *bench)
+{
+    rebatch_pool *pool = rebatch_get_pool(bench->rb);
+    rebatch_memory_info memory;
+    rebatch_pool_stats stats;
+    rebatch_status status = rebatch_device_memory(bench->device, &memory);
+    if (!status)
+        status = rebatch_pool_get_stats(&stats, pool);
+    if (status)
+        return status;
+    const size_t cached = (size_t)(stats.reserved_bytes - stats.live_bytes);
+    const size_t taken = (memory.free_bytes + cached) / 1000 * TAKEN_PERMILLE;
+    const size_t missing = taken > memory.free_bytes ? taken - memory.free_bytes : 0;
+    status = rebatch_pool_trim(pool, cached - missing, NULL);
+    if (!status)
+        status = rebatch_device_memory(bench->device, &memory);
+    if (status)
+        return status;
+    const size_t left = memory.free_bytes > taken ? memory.free_bytes - taken : 0;
+    return tell_tenant(bench, "leave", left >> 20);
+}
+
 static rebatch_status strike(struct bench *bench)
 {
     const double began = now_ms();
     rebatch_status status = rebatch_stream_synchronize(bench->device, NULL);
     if (!status)
-        status = rebatch_pool_trim(rebatch_get_pool(bench->rb), 0, NULL);
-    if (!status)
-        status = tell_tenant(bench, "take", TAKEN_PERMILLE);
+        status = make_way(bench);
     bench->strike_ms = now_ms() - began;
     return status;
 }

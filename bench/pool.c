@@ -20,11 +20,12 @@
 #include <unistd.h>
 
 #include "alloc_patterns.h"
+#include "rebatch/cuda.h"
 #include "rebatch/pool.h"
 #include "rebatch/version.h"
 
 #define RUNS 9
-#define CONTENDERS_MOST 3
+#define CONTENDERS_MOST 4
 #define JSON_PATH "build/bench/pool.json"
 
 static void fail(const char *what)
@@ -207,9 +208,13 @@ static bool find_mimalloc(void)
 static struct contender contenders[CONTENDERS_MOST] = {
     {"pool", pool_take, pool_give, NULL},
     {"glibc", glibc_take, glibc_give, NULL},
-    {"mimalloc", mimalloc_take, mimalloc_give, NULL},
 };
 static size_t contender_count = 2;
+
+static void add_contender(const char *name, pat_alloc take, pat_free give)
+{
+    contenders[contender_count++] = (struct contender){name, take, give, NULL};
+}
 
 /* ---- times a pair ---- */
 
@@ -323,6 +328,17 @@ static double run_threads2(const struct contender *c)
     return run_threads(c, 2);
 }
 
+static bool has_gpu;
+
+static bool find_gpu(void)
+{
+    rebatch_device *device;
+    if (rebatch_device_open_cuda(&device, NULL) != REBATCH_OK)
+        return false;
+    rebatch_device_close(device);
+    return true;
+}
+
 /* Every contender in turn, run after run, so that what the machine does besides hits all alike. */
 static void compare(const struct pattern *pattern)
 {
@@ -330,6 +346,13 @@ static void compare(const struct pattern *pattern)
     rebatch_device *device = open_dry(REBATCH_UNLIMITED);
     rebatch_pool *pool = make_pool(device);
     contenders[0].user = pool;
+    rebatch_device *gpu = NULL;
+    rebatch_pool *gpu_pool = NULL;
+    struct contender *on_gpu = &contenders[contender_count - 1];
+    if (has_gpu) {
+        check(rebatch_device_open_cuda(&gpu, NULL), "opening the GPU");
+        on_gpu->user = gpu_pool = make_pool(gpu);
+    }
     for (int run = -1; run < RUNS; run++) /* the first one warms */
         for (size_t c = 0; c < contender_count; c++) {
             const long faults = page_faults();
@@ -352,6 +375,8 @@ static void compare(const struct pattern *pattern)
         report_exact("train.utilisation",
                      (double)stats.live_peak_bytes / (double)stats.reserved_peak_bytes,
                      "live/reserved");
+    rebatch_pool_destroy(gpu_pool);
+    rebatch_device_close(gpu);
     rebatch_pool_destroy(pool);
     rebatch_device_close(device);
 }
@@ -545,9 +570,12 @@ int main(void)
     prepare_glibc();
     print_machine();
     if (find_mimalloc())
-        contender_count = 3;
+        add_contender("mimalloc", mimalloc_take, mimalloc_give);
     else
         puts("mimalloc is not installed (Debian, Ubuntu: libmimalloc2.0): left out\n");
+    has_gpu = find_gpu();
+    if (has_gpu) /* the same pool on a GPU's memory; the last contender */
+        add_contender("cuda", pool_take, pool_give);
     printf("  %-26s %10s %10s %10s  %-10s %10s\n", "", "least", "median", "most", "", "faults");
     for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++)
         compare(&patterns[i]);

@@ -19,6 +19,7 @@ static const char help[] =
     "\n"
     "options:\n"
     "  --capacity SIZE   the device's memory; without it there is as much as the trace takes\n"
+    "  --device dry|cuda cuda: on the first GPU's memory; dry unless given\n"
     "  --smallest        look for the smallest capacity in which the trace runs, to one granule\n"
     "  --limit SIZE|N%   the pool's limit; a share is one of the capacity\n"
     "  --headroom SIZE   what the pool leaves free on the device\n"

@@ -19,6 +19,7 @@ int rbi_replay_help(int count, char **arguments);
 struct rbi_replay_settings {
     size_t capacity_bytes; /* of the device; REBATCH_UNLIMITED: whatever the trace takes */
     size_t granule_bytes;
+    bool is_cuda; /* on a GPU's memory rather than a dry device */
     rebatch_pool_options pool;
     unsigned repeat;          /* timed samples a trace */
     bool smallest;            /* look for the smallest capacity too */
@@ -32,6 +33,9 @@ struct rbi_replay_settings {
 /* Reads the arguments; moves the paths to the front of them. False, with the mistake said on
  * stderr, when they are wrong. */
 bool rbi_replay_settings_read(struct rbi_replay_settings *settings, int count, char **arguments);
+/* The device to run on; owned by the caller. */
+rebatch_status rbi_replay_open_device(rebatch_device **out,
+                                      const struct rbi_replay_settings *settings);
 /* Whether there is something before the ending too. */
 bool rbi_replay_has_ending(const char *path, const char *ending);
 

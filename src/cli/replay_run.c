@@ -14,7 +14,7 @@
 
 /* A pool with a device of its own, and the blocks and streams of the trace that runs on it. */
 struct rig {
-    rebatch_device *dry;
+    rebatch_device *memory;
     /* Around the dry device when calls are counted, else NULL: they fail nothing. Two, because a
      * plain allocation's free is not among the calls that they know. */
     rebatch_device *mappings, *allocs;
@@ -34,7 +34,7 @@ static void close_rig(struct rig *rig)
     free(rig->blocks);
     rebatch_device_close(rig->allocs);
     rebatch_device_close(rig->mappings);
-    rebatch_device_close(rig->dry);
+    rebatch_device_close(rig->memory);
 }
 
 /* Puts the two counters around the device. */
@@ -43,7 +43,7 @@ static rebatch_status count_calls(struct rig *rig)
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     plan.calls = REBATCH_FAULT_RESERVE | REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP |
                  REBATCH_FAULT_ACCESS | REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE;
-    rebatch_status status = rebatch_device_open_fault(&rig->mappings, rig->dry, &plan);
+    rebatch_status status = rebatch_device_open_fault(&rig->mappings, rig->memory, &plan);
     plan.calls = REBATCH_FAULT_ALLOC;
     if (!status)
         status = rebatch_device_open_fault(&rig->allocs, rig->mappings, &plan);
@@ -79,9 +79,8 @@ static rebatch_status open_rig(struct rig *rig, const struct rbi_trace *trace,
         close_rig(rig);
         return REBATCH_E_HOST_OOM;
     }
-    rebatch_status status =
-        rebatch_device_open_dry(&rig->dry, settings->capacity_bytes, settings->granule_bytes);
-    rig->device = rig->dry;
+    rebatch_status status = rbi_replay_open_device(&rig->memory, settings);
+    rig->device = rig->memory;
     if (!status && counted)
         status = count_calls(rig);
     if (!status)

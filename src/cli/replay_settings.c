@@ -6,6 +6,7 @@
 
 #include "cli/replay.h"
 #include "rebatch/config.h"
+#include "rebatch/cuda.h"
 
 #define GRANULE_BYTES ((size_t)2 << 20) /* as on CUDA devices */
 #define REPEAT_DEFAULT 9
@@ -117,6 +118,12 @@ static bool set_snapshot(struct rbi_replay_settings *settings, const char *text)
     return rbi_replay_has_ending(text, ".pickle") || rbi_replay_has_ending(text, ".csv");
 }
 
+static bool set_device(struct rbi_replay_settings *settings, const char *text)
+{
+    settings->is_cuda = strcmp(text, "cuda") == 0;
+    return settings->is_cuda || strcmp(text, "dry") == 0;
+}
+
 static bool set_smallest(struct rbi_replay_settings *settings, const char *text)
 {
     (void)text;
@@ -150,6 +157,7 @@ static const struct option options[] = {
     {"--json", set_json, NULL},
     {"--limit", set_limit, A_SIZE ", or a share from 0.1% to 100%"},
     {"--headroom", set_headroom, A_SIZE},
+    {"--device", set_device, "dry or cuda"},
     {"--caching", set_caching, "on or off"},
     {"--ballast", set_ballast, A_SIZE},
     {"--max-split", set_max_split, A_SIZE},
@@ -203,13 +211,20 @@ static bool read_option(struct rbi_replay_settings *settings, int *at, int count
     return false;
 }
 
+rebatch_status rbi_replay_open_device(rebatch_device **out,
+                                      const struct rbi_replay_settings *settings)
+{
+    if (settings->is_cuda)
+        return rebatch_device_open_cuda(out, NULL);
+    return rebatch_device_open_dry(out, settings->capacity_bytes, settings->granule_bytes);
+}
+
 /* What only a real pool and device know about their settings: whether they take them. */
 static bool try_settings(const struct rbi_replay_settings *settings)
 {
     rebatch_device *device = NULL;
     rebatch_pool *pool = NULL;
-    rebatch_status status =
-        rebatch_device_open_dry(&device, settings->capacity_bytes, settings->granule_bytes);
+    rebatch_status status = rbi_replay_open_device(&device, settings);
     if (!status)
         status = rebatch_pool_create(&pool, device, &settings->pool);
     if (status)
@@ -233,7 +248,16 @@ static bool check(const struct rbi_replay_settings *settings)
                 settings->snapshot, settings->path_count);
         return false;
     }
-    if (settings->pool.limit_permille && settings->capacity_bytes == REBATCH_UNLIMITED) {
+    const bool is_sized = settings->smallest || settings->capacity_bytes != REBATCH_UNLIMITED;
+    if (settings->is_cuda && is_sized) {
+        fprintf(stderr,
+                "rebatch replay: --device is 'cuda': expected no %s with it, for its memory "
+                "is what it is\n",
+                settings->smallest ? "--smallest" : "--capacity");
+        return false;
+    }
+    if (settings->pool.limit_permille && !settings->is_cuda &&
+        settings->capacity_bytes == REBATCH_UNLIMITED) {
         fputs("rebatch replay: --limit is a share: expected --capacity with it, of which it is\n",
               stderr);
         return false;

@@ -675,6 +675,12 @@ Test(cli_replay, wrong_usage)
         {"--jason t", "rebatch replay: there is no option '--jason'; see 'rebatch help replay'\n"},
         {"--json=yes t", "rebatch replay: --json is 'yes': expected no value\n"},
         {"--capacity", "rebatch replay: --capacity has no value: " A_SIZE "\n"},
+        {"--device tape t", "rebatch replay: --device is 'tape': expected dry or cuda\n"},
+        {"--device cuda --smallest t", "rebatch replay: --device is 'cuda': expected no --smallest "
+                                       "with it, for its memory is what it is\n"},
+        {"--device cuda --capacity 1GiB t",
+         "rebatch replay: --device is 'cuda': expected no --capacity with it, for its memory is "
+         "what it is\n"},
         {"--capacity 0 t", "rebatch replay: --capacity is '0': " A_SIZE "\n"},
         {"--capacity -5 t", "rebatch replay: --capacity is '-5': " A_SIZE "\n"},
         {"--capacity 1.5 t", "rebatch replay: --capacity is '1.5': " A_SIZE "\n"},
