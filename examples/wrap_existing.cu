@@ -157,7 +157,8 @@ static unsigned step(void)
                                          },
                                          [](void *) { return update(), REBATCH_OK; },
                                          NULL,
-                                         REBATCH_DECLARES_MUTATION};
+                                         REBATCH_DECLARES_MUTATION,
+                                         NULL};
     rebatch_step_report report;
     if (rebatch_step(rb, &ops, BATCH, NULL, &report)) {
         fprintf(stderr, "%s\n", rebatch_last_error());
