@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(SM90_THREADS, 1)
         if (query + TILE > group_key)
             add_queries<T>(dk, dv, keys, s.stages + at.stage * 2 * TILE_BYTES,
                            s.statistics(at.stage), key, query, scale * LOG2_E);
+        __syncwarp(); /* all lanes have read the statistics: one tells for them */
         if (threadIdx.x % 32 == 0)
             barrier_arrive(s.empty + at.stage * 8);
     }
