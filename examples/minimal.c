@@ -39,10 +39,7 @@ static rebatch_status optimizer_step(void *user)
 
 int main(void)
 {
-    const rebatch_step_ops ops = {.struct_size = sizeof ops,
-                                  .zero_grad = zero_grad,
-                                  .forward_backward = forward_backward,
-                                  .optimizer_step = optimizer_step,
+    const rebatch_step_ops ops = {sizeof ops, zero_grad, forward_backward, optimizer_step,
                                   .flags = REBATCH_DECLARES_MUTATION};
     struct model model = {0};
     rebatch_device *device = NULL;

@@ -372,7 +372,9 @@ Test(cli_probe, a_full_disk)
 static void watch(char *drawn, size_t room, const char *arguments)
 {
     const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
-    cr_assert(terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0);
+    if (terminal < 0) /* in a root without /dev/pts */
+        cr_skip_test("there is no terminal to be had here");
+    cr_assert(grantpt(terminal) == 0 && unlockpt(terminal) == 0);
     char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "exec >out 2>%s; exec '%s' probe %s", ptsname(terminal),
                    command, arguments);
