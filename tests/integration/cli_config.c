@@ -8,44 +8,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "cli_common.h"
 #include "rebatch/rebatch.h"
 #include "unit/config_files.h"
 
-static char command[PATH_MAX];
+TestSuite(cli_config, .init = cli_enter, .fini = config_leave);
 
-static void enter(void)
-{
-    const char *path = getenv("REBATCH_COMMAND");
-    cr_assert(path != NULL, "REBATCH_COMMAND does not name the command: use make test");
-    cr_assert(realpath(path, command) != NULL, "%s is not there", path);
-    config_enter();
-}
-
-TestSuite(cli_config, .init = enter, .fini = config_leave);
-
-/* What a run of the command left behind. */
-struct run {
-    int code;
-    char *out, *error;
-};
-
-/* Runs it with what a shell makes of `arguments`; out and error go to files unless they say
- * else. */
 static struct run run(const char *arguments)
 {
-    char line[2 * PATH_MAX];
-    config_write("out", "");
-    config_write("error", "");
-    (void)snprintf(line, sizeof line, "exec 2>error >out; exec '%s' %s", command, arguments);
-    const int status = system(line);
-    cr_assert(WIFEXITED(status), "%s", arguments);
-    return (struct run){WEXITSTATUS(status), config_read("out"), config_read("error")};
-}
-
-static void done(struct run *r)
-{
-    free(r->out);
-    free(r->error);
+    return cli_run("", "", arguments);
 }
 
 static void expect(const char *arguments, int code, const char *out, const char *error)

@@ -11,41 +11,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "cli_common.h"
 #include "rebatch/rebatch.h"
 #include "unit/config_files.h"
 
-static char command[PATH_MAX];
-
-static void enter(void)
-{
-    const char *path = getenv("REBATCH_COMMAND");
-    cr_assert(path != NULL, "REBATCH_COMMAND does not name the command: use make test");
-    cr_assert(realpath(path, command) != NULL, "%s is not there", path);
-    config_enter();
-}
-
-TestSuite(cli_probe, .init = enter, .fini = config_leave);
-
-struct run {
-    int code;
-    char *out, *error;
-};
+TestSuite(cli_probe, .init = cli_enter, .fini = config_leave);
 
 static struct run run(const char *arguments)
 {
-    char line[2 * PATH_MAX];
-    config_write("out", "");
-    config_write("error", "");
-    (void)snprintf(line, sizeof line, "exec 2>error >out; exec '%s' probe %s", command, arguments);
-    const int status = system(line);
-    cr_assert(WIFEXITED(status), "%s", arguments);
-    return (struct run){WEXITSTATUS(status), config_read("out"), config_read("error")};
-}
-
-static void done(struct run *r)
-{
-    free(r->out);
-    free(r->error);
+    return cli_run("", "probe", arguments);
 }
 
 /* ---- a reader of JSON, strict as RFC 8259 ---- */
@@ -377,7 +351,7 @@ static void watch(char *drawn, size_t room, const char *arguments)
     cr_assert(grantpt(terminal) == 0 && unlockpt(terminal) == 0);
     char line[2 * PATH_MAX];
     (void)snprintf(line, sizeof line, "exec >out 2>%s; exec '%s' probe %s", ptsname(terminal),
-                   command, arguments);
+                   cli_command, arguments);
     const int held = open(ptsname(terminal), O_RDWR | O_NOCTTY); /* so that nothing is lost */
     const int status = system(line);
     cr_assert(WIFEXITED(status) && WEXITSTATUS(status) == 0);

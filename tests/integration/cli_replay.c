@@ -11,13 +11,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "cli_common.h"
 #include "unit/config_files.h"
 #include "unit/pickle_reader.h"
 
 #define MIB ((size_t)1 << 20)
 #define FIELDS_MOST 24
 
-static char command[PATH_MAX];
 static char traces[PATH_MAX]; /* tests/data/traces */
 static char bench[PATH_MAX];  /* bench/traces */
 
@@ -31,42 +31,22 @@ static void find_folder(char absolute[PATH_MAX], const char *folder)
 
 static void enter(void)
 {
-    const char *path = getenv("REBATCH_COMMAND");
-    cr_assert(path != NULL, "REBATCH_COMMAND does not name the command: use make test");
-    cr_assert(realpath(path, command) != NULL, "%s is not there", path);
     find_folder(traces, "tests/data/traces");
     find_folder(bench, "bench/traces");
-    config_enter();
+    cli_enter();
 }
 
 TestSuite(cli_replay, .init = enter, .fini = config_leave);
 
 /* ---- running ---- */
 
-struct run {
-    int code;
-    char *out, *error;
-};
-
 /* Runs `rebatch replay --repeat 1` with what a shell makes of the arguments: $T and $B are the
  * folders of traces. A later --repeat is the one that counts. */
 static struct run run(const char *arguments)
 {
-    static char line[4 * PATH_MAX];
-    config_write("out", "");
-    config_write("error", "");
-    (void)snprintf(line, sizeof line,
-                   "exec 2>error >out; T='%s'; B='%s'; exec '%s' replay --repeat 1 %s", traces,
-                   bench, command, arguments);
-    const int status = system(line);
-    cr_assert(WIFEXITED(status), "%s", arguments);
-    return (struct run){WEXITSTATUS(status), config_read("out"), config_read("error")};
-}
-
-static void done(struct run *r)
-{
-    free(r->out);
-    free(r->error);
+    char setup[2 * PATH_MAX + 16];
+    (void)snprintf(setup, sizeof setup, "T='%s'; B='%s';", traces, bench);
+    return cli_run(setup, "replay --repeat 1", arguments);
 }
 
 static void expect_error(const char *arguments, int code, const char *error)

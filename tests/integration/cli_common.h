@@ -1,0 +1,24 @@
+/* Running the `rebatch` command, for the tests of what it prints and how it ends. */
+#ifndef CLI_COMMON_H
+#define CLI_COMMON_H
+
+#include <limits.h>
+
+/* The program that REBATCH_COMMAND names, as an absolute path; from cli_enter() on. */
+extern char cli_command[PATH_MAX];
+
+/* Finds it, and goes into a folder of the test's own, which config_leave() removes. */
+void cli_enter(void);
+
+/* What a run of the command left behind. */
+struct run {
+    int code;
+    char *out, *error;
+};
+
+/* Runs it with `verb` and what a shell makes of `arguments` after `setup`; out and error go to
+ * files unless they say else. */
+struct run cli_run(const char *setup, const char *verb, const char *arguments);
+void done(struct run *r);
+
+#endif
