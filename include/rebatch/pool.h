@@ -46,10 +46,16 @@ typedef struct rebatch_pool_options {
                                faults; costs a granule a block and device calls; default off */
     uint32_t events;      /**< how many of the last allocations, frees, mappings, OOMs and rollbacks
                                are kept for snapshots; 0: none */
+    uint32_t keep_room_permille; /**< once live memory has not peaked for long, free granules are
+                                      no longer moved to where they are needed, and fresh memory is
+                                      taken instead, as long as more than this share of the limit
+                                      (of the device, without one) stays free: moving costs device
+                                      calls again and again, fresh memory only once. 1 to 1000;
+                                      0: 125; 1000: always moved */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
-        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, 0, REBATCH_DEFAULT, 0     \
+        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, 0, REBATCH_DEFAULT, 0, 0  \
     }
 
 /** Statistics: X(name, unit, what it is). Struct, summary and documents are made from this list. */

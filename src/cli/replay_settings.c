@@ -62,6 +62,13 @@ static bool set_gc_threshold(struct rbi_replay_settings *settings, const char *t
     return rebatch_config_parse_size(&bytes, permille, text) == REBATCH_OK && *permille > 0;
 }
 
+static bool set_keep_room(struct rbi_replay_settings *settings, const char *text)
+{
+    size_t bytes;
+    uint32_t *const permille = &settings->pool.keep_room_permille;
+    return rebatch_config_parse_size(&bytes, permille, text) == REBATCH_OK && *permille > 0;
+}
+
 static bool set_limit(struct rbi_replay_settings *settings, const char *text)
 {
     rebatch_pool_options *pool = &settings->pool;
@@ -162,6 +169,7 @@ static const struct option options[] = {
     {"--ballast", set_ballast, A_SIZE},
     {"--max-split", set_max_split, A_SIZE},
     {"--gc-threshold", set_gc_threshold, "a share from 0.1% to 100%"},
+    {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--guard", set_guard, "on or off"},
     {"--granule", set_granule, A_SIZE},

@@ -118,6 +118,7 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     pool->ballast_bytes = config->entries[RBI_MEMORY_BALLAST].number;
     pool->max_split_bytes = config->entries[RBI_MEMORY_MAX_SPLIT].number;
     pool->gc_threshold_permille = config->entries[RBI_MEMORY_GC_THRESHOLD].permille;
+    pool->keep_room_permille = config->entries[RBI_MEMORY_KEEP_ROOM].permille;
     pool->rounding_divisions = (uint32_t)config->entries[RBI_MEMORY_ROUNDING].number;
     pool->guard = toggle_of(config, RBI_MEMORY_GUARD);
     pool->events = (uint32_t)config->entries[RBI_MEMORY_EVENTS].number;

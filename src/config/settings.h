@@ -69,6 +69,10 @@ enum rbi_setting_kind {
       .share_of = "the limit, or of the device's memory", .may_be_none = true,                     \
       .help = "When the pool grows beyond it, free memory that was not used for longest goes "     \
               "back to the device.")                                                               \
+    X(MEMORY_KEEP_ROOM, .key = "memory.keep_room", .kind = RBI_SHARE, .initial = "12.5%",          \
+      .share_of = "the limit, or of the device's memory",                                          \
+      .help = "While more than this stays free, a pool whose needs are known takes fresh memory "  \
+              "rather than move free memory, which costs time. 100%: always move.")                \
     X(MEMORY_ROUNDING, .key = "memory.rounding", .kind = RBI_COUNT, .initial = "0", .most = 256,   \
       .is_power_of_two = true,                                                                     \
       .help = "Sizes are rounded up to this many steps an octave. 0: to 512 bytes alone.")         \

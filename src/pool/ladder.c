@@ -18,14 +18,22 @@ rebatch_status rbi_pool_prepare(rebatch_pool *pool)
     return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
 }
 
+static size_t share_of(size_t bytes, uint32_t permille)
+{
+    return bytes / 1000 * permille + bytes % 1000 * permille / 1000;
+}
+
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes)
 {
     if (pool->limit_permille == 0)
         return pool->limit_bytes;
-    const size_t permille = pool->limit_permille;
-    const size_t share =
-        device_total_bytes / 1000 * permille + device_total_bytes % 1000 * permille / 1000;
-    return rbi_min(pool->limit_bytes, share);
+    return rbi_min(pool->limit_bytes, share_of(device_total_bytes, pool->limit_permille));
+}
+
+size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille)
+{
+    return share_of(rbi_min(rbi_pool_limit(pool, device_total_bytes), device_total_bytes),
+                    permille);
 }
 
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info)
@@ -122,6 +130,7 @@ struct growth {
     const struct rbi_pool_stream *spared; /* keeps its free granules; may be NULL */
     size_t guard_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free granules only */
+    bool no_remap;                        /* fresh ones before free ones */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool at_end;                          /* out: what is served is at the end of what was found */
 };
@@ -159,6 +168,37 @@ static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
     return status;
 }
 
+/* A pool that has made so many times the allocations in which live memory last reached a new peak,
+ * and some steps' worth, knows what it needs. */
+#define SETTLED_TIMES 8
+#define SETTLED_BIRTHS 16384
+
+/* Whether memory is plentiful. As long as the pool does not know what it will need, or others
+ * might, what is free is moved to where it is needed, and nothing is held in vain; but every move
+ * costs calls of the device, in every step again. Fresh memory costs them once, and then lies where
+ * it is needed. */
+static bool has_plenty(rebatch_pool *pool, size_t bytes)
+{
+    if (pool->births < SETTLED_TIMES * pool->settled_births + SETTLED_BIRTHS)
+        return false;
+    size_t room;
+    rebatch_memory_info info;
+    if (rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+        return false;
+    const size_t reserved = pool->stats.reserved_bytes;
+    const size_t collected_above = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
+    if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
+        return false;
+    const size_t kept = rbi_pool_share(pool, info.total_bytes, pool->keep_room_permille);
+    return room > kept && bytes <= room - kept;
+}
+
+static rebatch_status create_lacking(rebatch_pool *pool, size_t count, size_t room)
+{
+    const size_t lacking = count - pool->spare_count;
+    return lacking > room / pool->granule_bytes ? REBATCH_OOM : rbi_granules_create(pool, lacking);
+}
+
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
 static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t count)
 {
@@ -166,6 +206,11 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
     const rebatch_status status = growth->no_fresh ? REBATCH_OK : rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)
         return status;
+    if (growth->no_remap && pool->spare_count < count) {
+        const rebatch_status created = create_lacking(pool, count, room);
+        if (created != REBATCH_OOM)
+            return created;
+    }
     /* What cannot succeed shall not take blocks apart. */
     const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
     if (count > (cached + room) / pool->granule_bytes)
@@ -177,8 +222,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
         return REBATCH_OK;
     if (growth->no_fresh)
         return REBATCH_OOM;
-    const size_t missing = count - pool->spare_count;
-    return missing > room / pool->granule_bytes ? REBATCH_OOM : rbi_granules_create(pool, missing);
+    return create_lacking(pool, count, room);
 }
 
 /* Fills a window with memory; with a guard the last granule of it stays a gap. */
@@ -207,7 +251,7 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 {
     *out = NULL;
     if (pool->has_space) {
-        struct growth growth = {bytes, stream, spared, 0, false, false, false};
+        struct growth growth = {.bytes = bytes, .stream = stream, .spared = spared};
         struct rbi_window window;
         const rebatch_status found = find_hole(&window, pool, &growth);
         return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;
@@ -293,7 +337,7 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
-    struct growth growth = {request->bytes, request->stream, NULL, 0, false, false, false};
+    struct growth growth = {.bytes = request->bytes, .stream = request->stream};
     const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
     reach(pool, request, REBATCH_RUNG_REMAP);
     rebatch_status status;
@@ -301,8 +345,10 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
         status = take_guarded(out, pool, &growth);
     } else {
         struct rbi_block *block = NULL;
-        growth.no_fresh = true;
-        status = grow(&block, pool, &growth);
+        const bool plenty = has_plenty(pool, request->bytes);
+        growth.no_remap = plenty;
+        growth.no_fresh = !plenty;
+        status = plenty ? REBATCH_OOM : grow(&block, pool, &growth);
         if (status == REBATCH_OOM && (*out = take_afloat(pool, request)))
             return REBATCH_OK;
         growth.no_fresh = false;
@@ -342,7 +388,7 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && !pool->guard &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {
-        struct growth growth = {request->bytes, request->stream, NULL, 0, false, false, false};
+        struct growth growth = {.bytes = request->bytes, .stream = request->stream};
         reach(pool, request, REBATCH_RUNG_REMAP);
         status = fill_window(&block, pool, &growth, &window);
     }

@@ -22,6 +22,10 @@ static rebatch_status check_options(const rebatch_pool_options *options,
         return rbi_error(REBATCH_E_INVALID,
                          "rebatch_pool_options.gc_threshold_permille is %u: expected 0 to 1000",
                          (unsigned)options->gc_threshold_permille);
+    if (options->keep_room_permille > 1000)
+        return rbi_error(REBATCH_E_INVALID,
+                         "rebatch_pool_options.keep_room_permille is %u: expected 0 to 1000",
+                         (unsigned)options->keep_room_permille);
     const uint32_t divisions = options->rounding_divisions;
     if (divisions != 0 && (!rbi_is_power_of_two(divisions) || divisions > 256))
         return rbi_error(REBATCH_E_INVALID,
@@ -47,6 +51,8 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->limit_bytes = options->limit_bytes ? options->limit_bytes : SIZE_MAX;
     pool->limit_permille = options->limit_permille;
     pool->gc_permille = options->gc_threshold_permille;
+    pool->keep_room_permille =
+        options->keep_room_permille ? options->keep_room_permille : RBI_POOL_KEEP_ROOM;
     pool->headroom_bytes = options->headroom_bytes;
     pool->max_split_bytes = options->max_split_bytes ? options->max_split_bytes : SIZE_MAX;
     pool->rounding_divisions = options->rounding_divisions;

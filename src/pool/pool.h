@@ -20,6 +20,8 @@
  * freed; after so many of those the lists have another try. */
 #define RBI_POOL_MISSES 16
 #define RBI_POOL_MERGES 1024
+/* Default of keep_room_permille. */
+#define RBI_POOL_KEEP_ROOM 125
 /* So many bytes of small blocks are kept unmerged by each stream. */
 #define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
 
@@ -118,6 +120,7 @@ struct rebatch_pool {
     size_t limit_bytes; /* SIZE_MAX: none */
     uint32_t limit_permille;
     uint32_t gc_permille;
+    uint32_t keep_room_permille;
     size_t headroom_bytes;
     size_t max_split_bytes; /* SIZE_MAX: none */
     size_t promised_bytes;  /* of the last reserve, less what was allocated since */
@@ -168,6 +171,9 @@ struct rebatch_pool {
     uint64_t asked_back_bytes;                       /* of the latter, by rebatch_pool_trim() */
     uint64_t rungs[RBI_POOL_RUNG_COUNT];             /* how often each was tried */
     uint64_t mark_peak_bytes;
+    /* The highest peak that was more than an eighth above the last such, and births then: while
+     * these stand the pool is taken to have seen what it will need. */
+    uint64_t settled_peak_bytes, settled_births;
     rebatch_oom_report oom;
     struct rbi_ring ring;
     struct rbi_pool_recorder recorder;
@@ -335,6 +341,8 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
+/* A share of the limit, or of the device where that is less. */
+size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille);
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
 /* True in a thread that is within a pressure callback of `pool`. */
 extern _Thread_local const rebatch_pool *rbi_pool_pressing

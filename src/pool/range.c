@@ -484,9 +484,7 @@ void rbi_pool_collect(rebatch_pool *pool)
     rebatch_memory_info info;
     if (pool->gc_permille == 0 || rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return;
-    const size_t limit = rbi_min(rbi_pool_limit(pool, info.total_bytes), info.total_bytes);
-    const size_t threshold =
-        limit / 1000 * pool->gc_permille + limit % 1000 * pool->gc_permille / 1000;
+    const size_t threshold = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
     const uint64_t before = pool->stats.reserved_bytes;
     if (before > threshold)
         rbi_quick_flush_all(pool);

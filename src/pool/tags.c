@@ -18,6 +18,15 @@ void rbi_pool_set_quiet(rebatch_pool *pool)
         pool->quiet_bytes = rbi_min(pool->quiet_bytes, pool->scopes[pool->depth - 1].live_most);
 }
 
+/* A little more now and then is how all live memory varies. */
+static void note_settled(rebatch_pool *pool, uint64_t live)
+{
+    if (live <= pool->settled_peak_bytes + pool->settled_peak_bytes / 8)
+        return;
+    pool->settled_peak_bytes = live;
+    pool->settled_births = pool->births;
+}
+
 void rbi_pool_raise_peaks(rebatch_pool *pool)
 {
     const uint64_t live = pool->stats.live_bytes;
@@ -25,6 +34,7 @@ void rbi_pool_raise_peaks(rebatch_pool *pool)
     if (live > pool->stats.live_peak_bytes) {
         pool->stats.live_peak_bytes = live;
         pool->peak_number++;
+        note_settled(pool, live);
     }
     if (pool->depth)
         rbi_raise(&pool->scopes[pool->depth - 1].live_most, live);

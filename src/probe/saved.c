@@ -32,6 +32,7 @@
     X("ballast_bytes", p->ballast_bytes)                                                           \
     X("max_split_bytes", p->max_split_bytes)                                                       \
     X("gc_threshold_permille", p->gc_threshold_permille)                                           \
+    X("keep_room_permille", p->keep_room_permille)                                                 \
     X("rounding_divisions", p->rounding_divisions)                                                 \
     X("guard", p->guard == REBATCH_ON)
 

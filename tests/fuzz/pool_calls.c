@@ -26,6 +26,7 @@ static void configure(rebatch_pool_options *options, uint8_t byte)
     options->ballast_bytes = byte & 16 ? GRANULE : 0;
     options->max_split_bytes = byte & 32 ? 2 * GRANULE : 0;
     options->gc_threshold_permille = byte & 64 ? 600 : 0;
+    options->keep_room_permille = byte & 128 ? 1000 : 0;
     options->rounding_divisions = byte & 128 ? 8 : 0;
     options->events = byte % 3;
 }

@@ -458,7 +458,7 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--ballast 2MiB --capacity 8MiB", true},
         {"--guard on --capacity 6MiB", true},
         {"--guard on --capacity 4MiB", false},
-        {"--max-split 3MiB --gc-threshold 80% --rounding 4", true},
+        {"--max-split 3MiB --gc-threshold 80% --keep-room 100% --rounding 4", true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char line[PATH_MAX];
@@ -690,6 +690,8 @@ Test(cli_replay, wrong_usage)
          "rebatch replay: --snapshot is 's.csv', and there are 2 traces: expected one\n"},
         {"--gc-threshold 0% t",
          "rebatch replay: --gc-threshold is '0%': expected a share from 0.1% to 100%\n"},
+        {"--keep-room 0% t",
+         "rebatch replay: --keep-room is '0%': expected a share from 0.1% to 100%\n"},
         {"--gc-threshold 8MiB t",
          "rebatch replay: --gc-threshold is '8MiB': expected a share from 0.1% to 100%\n"},
         {"--rounding 300 t",

@@ -29,6 +29,7 @@ static const struct value {
     {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
     {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
     {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
+    {"memory.keep_room", "\"40%\"", "40%", "\"12.5%\""},
     {"memory.rounding", "16", "16", "0"},
     {"memory.guard", "true", "true", "false"},
     {"memory.events", "1000", "1000", "0"},
@@ -261,6 +262,7 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.ballast_bytes == e->pool.ballast_bytes);
     cr_expect(o->pool.max_split_bytes == e->pool.max_split_bytes);
     cr_expect(o->pool.gc_threshold_permille == e->pool.gc_threshold_permille);
+    cr_expect(o->pool.keep_room_permille == e->pool.keep_room_permille);
     cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
     cr_expect(o->pool.guard == e->pool.guard);
     cr_expect(o->pool.events == e->pool.events);
@@ -289,7 +291,7 @@ static void on_event(const rebatch_event *event, void *user)
 Test(config_load, options_at_the_defaults)
 {
     const rebatch_options expected = {
-        .pool = {.caching = REBATCH_ON, .guard = REBATCH_OFF},
+        .pool = {.caching = REBATCH_ON, .guard = REBATCH_OFF, .keep_room_permille = 125},
         .micro_smallest = 1,
         .micro_multiple_of = 1,
         .on_oom = REBATCH_ON_OOM_HALVE,
@@ -317,6 +319,7 @@ Test(config_load, options_of_every_setting)
                  .ballast_bytes = 67108864,
                  .max_split_bytes = 200000000,
                  .gc_threshold_permille = 800,
+                 .keep_room_permille = 400,
                  .rounding_divisions = 16,
                  .guard = REBATCH_ON,
                  .events = 1000},
@@ -400,6 +403,7 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.ballast", pool.ballast_bytes),
         MEMBER("memory.max_split", pool.max_split_bytes),
         MEMBER("memory.gc_threshold", pool.gc_threshold_permille),
+        MEMBER("memory.keep_room", pool.keep_room_permille),
         MEMBER("memory.rounding", pool.rounding_divisions),
         MEMBER("memory.guard", pool.guard),
         MEMBER("memory.events", pool.events),

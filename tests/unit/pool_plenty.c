@@ -1,0 +1,180 @@
+/* Holds when a pool spends memory to save work: once its needs are known, fresh granules are taken
+ * rather than free ones moved, as long as there is plenty. No randomness. */
+
+#include "unit/pool_help.h"
+
+enum { STEPS_WORTH = 20000 };
+
+/* As many allocations as it takes for a pool to know its needs; live memory stays below its
+ * peak. */
+static void learn_needs(rebatch_pool *pool)
+{
+    for (int i = 0; i < STEPS_WORTH; i++)
+        give(pool, take(pool, UNIT));
+}
+
+/* Live: two of each four granules, in pieces of two, and a unit; free as much in pieces. */
+static void scatter(rebatch_pool *pool)
+{
+    void *blocks[8];
+    for (int i = 0; i < 8; i++)
+        blocks[i] = take(pool, 2 * GRANULE);
+    give(pool, take(pool, UNIT));
+    for (int i = 0; i < 8; i += 2)
+        give(pool, blocks[i]);
+}
+
+/* What four pieces in a row need: moved, where the answer is above 0. */
+static uint64_t remaps_for_large(rebatch_pool *pool)
+{
+    const uint64_t before = stats_of(pool).remaps;
+    (void)take(pool, 8 * GRANULE);
+    assert_valid(pool);
+    return stats_of(pool).remaps - before;
+}
+
+Test(pool_plenty, granules_are_moved_until_the_needs_are_known)
+{
+    struct rig rig = rig_open(1024, NULL);
+    scatter(rig.pool);
+    cr_assert_eq(remaps_for_large(rig.pool), 8);
+    rig_close(&rig);
+}
+
+Test(pool_plenty, then_fresh_memory_is_taken)
+{
+    struct rig rig = rig_open(1024, NULL);
+    scatter(rig.pool);
+    learn_needs(rig.pool);
+    const uint64_t rungs = rig.pool->rungs[REBATCH_RUNG_REMAP];
+    const uint64_t reserved = stats_of(rig.pool).reserved_bytes;
+    cr_assert_eq(remaps_for_large(rig.pool), 0);
+    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_REMAP], rungs);
+    cr_assert_leq(stats_of(rig.pool).reserved_bytes, reserved + 8 * GRANULE);
+    cr_assert_gt(stats_of(rig.pool).reserved_bytes, reserved);
+    rig_close(&rig);
+}
+
+/* The same calls over and over cost no call of the device any more. */
+Test(pool_plenty, repeated_steps_end_without_device_calls)
+{
+    struct rig rig = rig_open(1024, NULL);
+    uint64_t calls = 0;
+    for (int step = 0; step < 3000; step++) {
+        void *blocks[12];
+        if (step == 2500)
+            calls = stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps;
+        for (size_t i = 0; i < 12; i++)
+            blocks[i] = take(rig.pool, (i * 7 % 12 + 1) * GRANULE + i * UNIT);
+        for (size_t i = 0; i < 12; i += 2)
+            give(rig.pool, blocks[i]);
+        for (size_t i = 0; i < 12; i += 2)
+            blocks[i] = take(rig.pool, (i * 5 % 12 + 1) * GRANULE + i * UNIT);
+        for (size_t i = 0; i < 12; i++)
+            give(rig.pool, blocks[i]);
+    }
+    cr_assert_eq(stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps, calls);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
+/* A new peak, and what a pool needs is not known any more. */
+Test(pool_plenty, after_a_new_peak_granules_are_moved_again)
+{
+    struct rig rig = rig_open(1024, NULL);
+    learn_needs(rig.pool);
+    scatter(rig.pool);
+    cr_assert_eq(remaps_for_large(rig.pool), 8);
+    rig_close(&rig);
+}
+
+/* 24 are held, 8 more would leave 8 of 40: a fifth. */
+Test(pool_plenty, the_room_to_keep_is_kept)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    static const struct {
+        uint32_t keep_room_permille;
+        uint64_t remaps;
+    } cases[] = {{100, 0}, {500, 8}, {1000, 8}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        options.keep_room_permille = cases[i].keep_room_permille;
+        struct rig rig = rig_open(40, &options);
+        scatter(rig.pool);
+        learn_needs(rig.pool);
+        cr_expect_eq(remaps_for_large(rig.pool), cases[i].remaps, "keep_room_permille %u",
+                     (unsigned)options.keep_room_permille);
+        rig_close(&rig);
+    }
+}
+
+/* A limit of our own counts as the device's memory does. */
+Test(pool_plenty, the_room_is_that_within_the_limit)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.limit_bytes = 26 * GRANULE;
+    struct rig rig = rig_open(1024, &options);
+    scatter(rig.pool);
+    learn_needs(rig.pool);
+    cr_assert_eq(remaps_for_large(rig.pool), 8);
+    rig_close(&rig);
+}
+
+/* What would be collected at once is not taken. */
+Test(pool_plenty, the_gc_threshold_holds)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.gc_threshold_permille = 20;
+    struct rig rig = rig_open(1024, &options);
+    scatter(rig.pool);
+    learn_needs(rig.pool);
+    cr_assert_eq(remaps_for_large(rig.pool), 8);
+    cr_assert_eq(stats_of(rig.pool).collected_bytes, 0);
+    rig_close(&rig);
+}
+
+/* Where the device has no more after all, free granules are moved as ever. */
+Test(pool_plenty, a_device_that_has_no_more_costs_nothing_but_the_question)
+{
+    struct rig rig = rig_open(1024, NULL);
+    rebatch_device *fault;
+    rebatch_pool *pool;
+    cr_assert_eq(rebatch_device_open_fault(&fault, rig.device, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&pool, fault, NULL), REBATCH_OK);
+    scatter(pool);
+    learn_needs(pool);
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.calls = REBATCH_FAULT_CREATE;
+    plan.nth = 1;
+    plan.times = REBATCH_FAULT_FOREVER;
+    cr_assert_eq(rebatch_fault_arm(fault, &plan), REBATCH_OK);
+    cr_assert_eq(remaps_for_large(pool), 8);
+    rebatch_pool_destroy(pool);
+    rebatch_device_close(fault);
+    rig_close(&rig);
+}
+
+/* What a pool's copy predicts is what the pool does. */
+Test(pool_plenty, a_copy_knows_the_needs_too)
+{
+    struct rig rig = rig_open(1024, NULL);
+    scatter(rig.pool);
+    learn_needs(rig.pool);
+    rebatch_pool *copy;
+    rebatch_device *dry;
+    cr_assert_eq(rbi_pool_clone(&copy, &dry, rig.pool), REBATCH_OK);
+    cr_assert_eq(remaps_for_large(copy), 0);
+    rebatch_pool_destroy(copy);
+    rebatch_device_close(dry);
+    rig_close(&rig);
+}
+
+Test(pool_plenty, keep_room_is_a_share)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.keep_room_permille = 1001;
+    struct rig rig = rig_open(8, NULL);
+    rebatch_pool *pool;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
+                   "keep_room_permille is 1001");
+    rig_close(&rig);
+}
