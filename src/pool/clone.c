@@ -95,6 +95,26 @@ static rebatch_status copy_streams(struct copy *copy)
 
 /* ---- what is held from the device ---- */
 
+static rebatch_status copy_spare(const struct copy *copy)
+{
+    rebatch_pool *const to = copy->to;
+    const rebatch_pool *const from = copy->from;
+    to->singles = rbi_heap_calloc(from->single_capacity, sizeof *to->singles);
+    to->chunks = rbi_heap_calloc(from->chunk_capacity + 1, sizeof *to->chunks);
+    if (!to->singles || !to->chunks)
+        return no_memory();
+    to->single_capacity = from->single_capacity;
+    to->chunk_capacity = from->chunk_capacity;
+    to->granules_held = from->granules_held;
+    to->chunks_held = from->chunks_held;
+    for (size_t i = 0; i < from->single_count; i++)
+        to->singles[to->single_count++] = copy->granule;
+    for (size_t i = 0; i < from->chunk_count; i++)
+        to->chunks[to->chunk_count++] = (struct rbi_chunk){copy->granule, from->chunks[i].granules};
+    to->spare_count = from->spare_count;
+    return REBATCH_OK;
+}
+
 /* Whatever others hold of the device is held of the dry one too. */
 static rebatch_status take_memory(struct copy *copy)
 {
@@ -113,14 +133,7 @@ static rebatch_status take_memory(struct copy *copy)
         status = rbi_device_alloc(to->device, &to->ballast, from->ballast_bytes);
     if (status || from->granules_held == 0)
         return status;
-    to->spare = rbi_heap_calloc(from->spare_capacity, sizeof *to->spare);
-    if (!to->spare)
-        return no_memory();
-    to->spare_capacity = from->spare_capacity;
-    to->granules_held = from->granules_held;
-    while (to->spare_count < from->spare_count)
-        to->spare[to->spare_count++] = copy->granule;
-    return REBATCH_OK;
+    return copy_spare(copy);
 }
 
 static rebatch_status copy_granules(struct copy *copy, struct rbi_range *to,
@@ -134,7 +147,9 @@ static rebatch_status copy_granules(struct copy *copy, struct rbi_range *to,
     if (!to->granules)
         return no_memory();
     for (size_t i = 0; i < count; i++)
-        to->granules[i] = from->granules[i] ? copy->granule : 0;
+        to->granules[i] = from->granules[i] == 0 || from->granules[i] == RBI_CHUNK_GOES_ON
+                              ? from->granules[i]
+                              : copy->granule;
     return REBATCH_OK;
 }
 

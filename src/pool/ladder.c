@@ -131,6 +131,7 @@ struct growth {
     size_t guard_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free granules only */
     bool no_remap;                        /* fresh ones before free ones */
+    bool in_chunks;                       /* fresh ones in chunks, where there is plenty */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool at_end;                          /* out: what is served is at the end of what was found */
 };
@@ -193,10 +194,25 @@ static bool has_plenty(rebatch_pool *pool, size_t bytes)
     return room > kept && bytes <= room - kept;
 }
 
-static rebatch_status create_lacking(rebatch_pool *pool, size_t count, size_t room)
+/* What is to be kept free of the room stays for granules, which go wherever they are needed. */
+static size_t chunks_within(rebatch_pool *pool, size_t lacking, size_t room)
 {
-    const size_t lacking = count - pool->spare_count;
-    return lacking > room / pool->granule_bytes ? REBATCH_OOM : rbi_granules_create(pool, lacking);
+    rebatch_memory_info info;
+    if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
+        return 0;
+    const size_t kept = rbi_pool_share(pool, info.total_bytes, pool->keep_room_permille);
+    return room > kept ? rbi_min(lacking, (room - kept) / pool->granule_bytes) : 0;
+}
+
+static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *growth, size_t count,
+                                     size_t room)
+{
+    size_t lacking = count - pool->spare_count;
+    if (lacking > room / pool->granule_bytes)
+        return REBATCH_OOM;
+    if (growth->in_chunks)
+        lacking -= rbi_chunks_create(pool, chunks_within(pool, lacking, room));
+    return lacking == 0 ? REBATCH_OK : rbi_granules_create(pool, lacking);
 }
 
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
@@ -207,7 +223,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
     if (status != REBATCH_OK)
         return status;
     if (growth->no_remap && pool->spare_count < count) {
-        const rebatch_status created = create_lacking(pool, count, room);
+        const rebatch_status created = create_lacking(pool, growth, count, room);
         if (created != REBATCH_OOM)
             return created;
     }
@@ -222,7 +238,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
         return REBATCH_OK;
     if (growth->no_fresh)
         return REBATCH_OOM;
-    return create_lacking(pool, count, room);
+    return create_lacking(pool, growth, count, room);
 }
 
 /* Fills a window with memory; with a guard the last granule of it stays a gap. */
@@ -251,7 +267,8 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 {
     *out = NULL;
     if (pool->has_space) {
-        struct growth growth = {.bytes = bytes, .stream = stream, .spared = spared};
+        struct growth growth = {
+            .bytes = bytes, .stream = stream, .spared = spared, .in_chunks = true};
         struct rbi_window window;
         const rebatch_status found = find_hole(&window, pool, &growth);
         return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;

@@ -91,6 +91,13 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
+/* Several granules of physical memory that are mapped and given back as one, which takes the device
+ * as long as a single one. What is free of a chunk in use stays where it is. */
+struct rbi_chunk {
+    rbi_physical physical;
+    size_t granules;
+};
+
 struct rbi_pressure {
     size_t (*give_up)(size_t wanted_bytes, void *user);
     void *user;
@@ -146,9 +153,13 @@ struct rebatch_pool {
     struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
     uint64_t births;
 
-    /* Granules that are created and not mapped; there is space for all that are held. */
-    rbi_physical *spare;
-    size_t spare_count, spare_capacity, granules_held;
+    /* Physical memory that is created and not mapped: granules, and chunks of several. There is
+     * space for all that are held.
+     *   spare_count == single_count + sum of chunks[].granules */
+    rbi_physical *singles;
+    struct rbi_chunk *chunks;
+    size_t single_count, single_capacity, chunk_count, chunk_capacity;
+    size_t spare_count, granules_held, chunks_held;
     void *ballast; /* NULL: none, or given up */
 
     struct rbi_scope scopes[RBI_POOL_SCOPES];
@@ -235,7 +246,47 @@ struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block
 struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address);
 uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 
-/* ---- ranges and granules (range.c); all with the lock held ---- */
+/* ---- physical memory (granules.c); all with the lock held ---- */
+
+/* Makes `count` more granules; all or none. */
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
+/* Makes at most `count` more in chunks: how many there are then more of. */
+size_t rbi_chunks_create(rebatch_pool *pool, size_t count);
+/* Gives spare granules back until `keep` are left, or fewer where the last is a chunk's; how many
+ * it gave back. */
+size_t rbi_granules_release(rebatch_pool *pool, size_t keep);
+/* Maps spare granules to a held hole, which keeps its state; nothing changes where it cannot, but
+ * for what is quarantined. */
+rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole);
+/* Unmaps from `at` to `to`, where pieces begin and end: it is spare then. Gives where it stopped,
+ * because the device did not unmap a piece. */
+char *rbi_granules_unmap(rebatch_pool *pool, const struct rbi_range *range, char *at,
+                         const char *to);
+/* The piece at `at` is there, but whether it is mapped is not known: the block, in no list, is
+ * nobody's from now on. The piece's bytes. */
+size_t rbi_granules_quarantine(rebatch_pool *pool, struct rbi_block *block, const char *at);
+/* The granules of the piece that begins at `address`. */
+size_t rbi_granules_piece(const rebatch_pool *pool, const struct rbi_range *range,
+                          const char *address);
+/* The wholly free granules of a block: where they begin, how many. */
+size_t rbi_granules_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+/* Of them those that could be unmapped, which are not those of a chunk that reaches beyond. */
+size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+/* `count` granules from `first` on, made more so that they begin and end with pieces. */
+size_t rbi_granules_round(const rebatch_pool *pool, const struct rbi_range *range, char **first,
+                          size_t count);
+/* Gives all that is mapped in a range back; what is spare. */
+void rbi_granules_destroy(rebatch_pool *pool, struct rbi_range *range);
+void rbi_granules_destroy_spare(rebatch_pool *pool);
+/* Forgets the pieces that have granules from `first` up to `end`, so that they stay as they are. */
+void rbi_granules_forget(const rebatch_pool *pool, struct rbi_range *range, size_t first,
+                         size_t end);
+
+/* ---- ranges (range.c); all with the lock held ---- */
+
+/* Counts bytes that come from the device, or go there. */
+void rbi_pool_note_taken(rebatch_pool *pool, size_t bytes);
+void rbi_pool_note_given(rebatch_pool *pool, size_t bytes);
 
 /* Lets a plain allocation of `bytes` become one free block of `stream`; needs one spare node of
  * each kind. */
@@ -246,18 +297,9 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
 rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone);
-/* Makes `count` more granules; all or none. */
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
-/* Gives spare granules back until `keep` are left; how many it gave back. */
-size_t rbi_granules_release(rebatch_pool *pool, size_t keep);
 /* Unmaps wholly free granules whose work is done, until `wanted` are spare or there are no more.
  * Those of `spared` (may be NULL) stay. */
 void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
-/* Maps spare granules to a held hole, which keeps its state; nothing changes where it cannot, but
- * for what is quarantined. */
-rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole);
-/* The wholly free granules of a block: where they begin, how many. */
-size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first);
 /* Gives free memory back until at most `keep_bytes` are cached. What lies wholly with `spared`
  * (may be NULL) stays. */
 rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,

@@ -1,13 +1,10 @@
-/* Owns ranges of addresses and the granules behind them: reserve, create, map, unmap, give back.
- * Must not know what memory is asked for, or why.
- *
- * A granule is one piece of physical memory of its own: a larger piece could only be unmapped as a
- * whole, and would keep free memory from where it is needed. */
+/* Owns ranges of addresses, and what is free in them: reserve, unmap, trim, collect, give back.
+ * Must not know what memory is asked for, or why. */
 #include "pool/pool.h"
 
 /* ---- bookkeeping ---- */
 
-static void note_taken(rebatch_pool *pool, size_t bytes)
+void rbi_pool_note_taken(rebatch_pool *pool, size_t bytes)
 {
     pool->device_taken_bytes += bytes;
     pool->stats.reserved_bytes += bytes;
@@ -15,7 +12,7 @@ static void note_taken(rebatch_pool *pool, size_t bytes)
         pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
 }
 
-static void note_given(rebatch_pool *pool, size_t bytes)
+void rbi_pool_note_given(rebatch_pool *pool, size_t bytes)
 {
     pool->device_given_bytes += bytes;
     pool->stats.reserved_bytes -= bytes;
@@ -76,7 +73,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
     if (status != REBATCH_OK)
         return status;
     struct rbi_range *range = add_range(pool, address, bytes, stream, RBI_ZONE_LARGE);
-    note_taken(pool, bytes);
+    rbi_pool_note_taken(pool, bytes);
     RBI_RECORD(pool, MAP, address, bytes, stream->stream, 0);
     rbi_pool_bin_add(range->first);
     *out = range->first;
@@ -94,7 +91,7 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
     if (status != REBATCH_OK)
         return status;
     pool->stats.device_frees++;
-    note_given(pool, range->bytes);
+    rbi_pool_note_given(pool, range->bytes);
     RBI_RECORD(pool, UNMAP, range->address, range->bytes, NULL, 0);
     remove_range(pool, range);
     return REBATCH_OK;
@@ -142,137 +139,6 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
     return REBATCH_OK;
 }
 
-/* ---- spare granules ---- */
-
-/* There is space for all that are held, so that an unmapped one always has a place. */
-static bool prepare_spare(rebatch_pool *pool, size_t more)
-{
-    size_t capacity = rbi_max(pool->spare_capacity, 64);
-    while (capacity < pool->granules_held + more)
-        capacity *= 2;
-    if (capacity == pool->spare_capacity)
-        return true;
-    rbi_physical *spare = rbi_heap_resize(pool->spare, capacity, sizeof *spare);
-    if (!spare)
-        return false;
-    pool->spare = spare;
-    pool->spare_capacity = capacity;
-    return true;
-}
-
-size_t rbi_granules_release(rebatch_pool *pool, size_t keep)
-{
-    size_t released = 0;
-    while (pool->spare_count > keep) {
-        if (rbi_device_release_physical(pool->device, pool->spare[pool->spare_count - 1],
-                                        pool->granule_bytes) != REBATCH_OK)
-            break; /* it stays spare */
-        pool->spare_count--;
-        pool->granules_held--;
-        note_given(pool, pool->granule_bytes);
-        released++;
-    }
-    pool->stats.device_frees += released > 0;
-    return released;
-}
-
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count)
-{
-    if (!prepare_spare(pool, count))
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note %zu granules", count);
-    const size_t before = pool->spare_count;
-    pool->stats.device_allocations++;
-    for (size_t i = 0; i < count; i++) {
-        rbi_physical granule;
-        rebatch_status status =
-            rbi_device_create_physical(pool->device, &granule, pool->granule_bytes);
-        if (status == REBATCH_OOM && rbi_ballast_drop(pool))
-            status = rbi_device_create_physical(pool->device, &granule, pool->granule_bytes);
-        if (status != REBATCH_OK) {
-            (void)rbi_granules_release(pool, before);
-            return status;
-        }
-        pool->spare[pool->spare_count++] = granule;
-        pool->granules_held++;
-        note_taken(pool, pool->granule_bytes);
-    }
-    return REBATCH_OK;
-}
-
-/* ---- mapping ---- */
-
-static rbi_physical *granule_at(const rebatch_pool *pool, const struct rbi_block *block,
-                                const char *address)
-{
-    const struct rbi_range *range = block->range;
-    const unsigned shift = (unsigned)__builtin_ctzll(pool->granule_bytes);
-    return &range->granules[(size_t)(address - range->address) >> shift];
-}
-
-size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first)
-{
-    const size_t offset = (size_t)(block->address - block->range->address);
-    const size_t lead = -offset & (pool->granule_bytes - 1);
-    *first = block->address + lead;
-    if (block->bytes < lead)
-        return 0;
-    return (block->bytes - lead) >> (unsigned)__builtin_ctzll(pool->granule_bytes);
-}
-
-/* Unmaps from `at` to `to`; gives where it stopped. */
-static char *unmap(rebatch_pool *pool, const struct rbi_block *block, char *at, const char *to)
-{
-    for (; at < to; at += pool->granule_bytes) {
-        if (rbi_device_unmap(pool->device, at, pool->granule_bytes) != REBATCH_OK)
-            break;
-        rbi_physical *granule = granule_at(pool, block, at);
-        pool->spare[pool->spare_count++] = *granule;
-        *granule = 0;
-    }
-    return at;
-}
-
-/* The memory is there, but whether it is mapped is not known: nobody's from now on. */
-static void quarantine(rebatch_pool *pool, struct rbi_block *block)
-{
-    rbi_pool_give_to(block, pool->space);
-    block->state = RBI_BLOCK_LOST;
-}
-
-/* Takes back what rbi_granules_map() has mapped before it failed. */
-static void unwind(rebatch_pool *pool, struct rbi_block *hole, const char *to)
-{
-    for (char *at = hole->address; (at = unmap(pool, hole, at, to)) < to;
-         at += pool->granule_bytes) {
-        quarantine(pool, hole);
-        pool->stats.quarantined_bytes += pool->granule_bytes;
-        RBI_RECORD(pool, MAP, at, pool->granule_bytes, NULL, 0);
-    }
-}
-
-rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole)
-{
-    const size_t step = pool->granule_bytes;
-    char *const end = hole->address + hole->bytes;
-    char *at = hole->address;
-    rebatch_status status = REBATCH_OK;
-    for (; at < end; at += step) {
-        const rbi_physical granule = pool->spare[pool->spare_count - 1];
-        status = rbi_device_map(pool->device, at, step, granule);
-        if (status != REBATCH_OK)
-            break;
-        pool->spare_count--;
-        *granule_at(pool, hole, at) = granule;
-    }
-    if (status == REBATCH_OK)
-        status = rbi_device_set_access(pool->device, hole->address, hole->bytes);
-    if (status == REBATCH_OK)
-        RBI_RECORD(pool, MAP, hole->address, hole->bytes, NULL, 0);
-    else
-        unwind(pool, hole, at);
-    return status;
-}
-
 /* ---- free granules ---- */
 
 /* Cuts a block in no list before `at`, puts the part before it back, and gives the rest. */
@@ -286,14 +152,13 @@ static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, c
 }
 
 /* Unmaps `count` granules of a free block, from `first` on: what was unmapped becomes a hole. False
- * when the device did not unmap one; that one is quarantined. Needs three spare nodes. */
+ * when the device did not unmap a piece; that one is quarantined. Needs three spare nodes. */
 static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
 {
-    const size_t step = pool->granule_bytes;
-    const char *const end = first + count * step;
+    const char *const end = first + count * pool->granule_bytes;
     rbi_pool_bin_remove(block);
     block->state = RBI_BLOCK_HELD;
-    const char *const stop = unmap(pool, block, first, end);
+    const char *const stop = rbi_granules_unmap(pool, block->range, first, end);
     struct rbi_pool_stream *stream = block->stream;
     const uint64_t freed_at = block->freed_at;
     block = put_part(pool, block, first);
@@ -307,9 +172,11 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
         block = rest;
     }
     if (stop < end) {
-        struct rbi_block *rest = block->bytes > step ? rbi_pool_split(pool, block, step) : NULL;
-        quarantine(pool, block);
-        pool->stats.quarantined_bytes += step;
+        struct rbi_block *rest = NULL;
+        const size_t piece = rbi_granules_piece(pool, block->range, stop) * pool->granule_bytes;
+        if (block->bytes > piece)
+            rest = rbi_pool_split(pool, block, piece);
+        (void)rbi_granules_quarantine(pool, block, stop);
         block = rest;
     }
     if (block) {
@@ -319,8 +186,8 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
     return stop == end;
 }
 
-/* Unmaps at most `most` of a block's wholly free granules, those next to a hole if there is one;
- * false when no more can be done. */
+/* Unmaps `most` of a block's wholly free granules, or as many as there are, those next to a hole if
+ * there is one; more where a chunk is among them. False when no more can be done. */
 static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t most)
 {
     char *first;
@@ -329,9 +196,10 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
         return true;
     if (!rbi_nodes_prepare(&pool->block_nodes, rbi_pool_promised(pool) + 3))
         return false;
-    const size_t count = rbi_min(whole, most);
+    size_t count = rbi_min(whole, most);
     if (!block->before || block->before->state != RBI_BLOCK_HOLE)
         first += (whole - count) * pool->granule_bytes;
+    count = rbi_granules_round(pool, block->range, &first, count);
     return unmap_part(pool, block, first, count);
 }
 
@@ -508,7 +376,7 @@ void rbi_ballast_arm(rebatch_pool *pool, size_t room)
     if (pool->ballast_bytes == 0 || pool->ballast || room < pool->ballast_bytes)
         return;
     if (rbi_device_alloc(pool->device, &pool->ballast, pool->ballast_bytes) == REBATCH_OK)
-        note_taken(pool, pool->ballast_bytes);
+        rbi_pool_note_taken(pool, pool->ballast_bytes);
     else
         pool->ballast = NULL;
 }
@@ -520,7 +388,7 @@ bool rbi_ballast_drop(rebatch_pool *pool)
         return false;
     pool->ballast = NULL;
     pool->stats.ballast_drops++;
-    note_given(pool, pool->ballast_bytes);
+    rbi_pool_note_given(pool, pool->ballast_bytes);
     return true;
 }
 
@@ -553,9 +421,9 @@ static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
             continue;
         any = true;
         const size_t offset = (size_t)(b->address - range->address);
-        for (size_t i = offset / pool->granule_bytes;
-             range->granules && i * pool->granule_bytes < offset + b->bytes; i++)
-            range->granules[i] = 0;
+        const size_t end = (offset + b->bytes + pool->granule_bytes - 1) / pool->granule_bytes;
+        if (range->granules)
+            rbi_granules_forget(pool, range, offset / pool->granule_bytes, end);
     }
     return any;
 }
@@ -564,13 +432,7 @@ static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
 static void destroy_granules(rebatch_pool *pool, struct rbi_range *range)
 {
     const bool leave = leave_used(pool, range);
-    for (size_t i = 0; i < range->bytes / pool->granule_bytes; i++) {
-        if (range->granules[i] == 0)
-            continue;
-        (void)rbi_device_unmap(pool->device, range->address + i * pool->granule_bytes,
-                               pool->granule_bytes);
-        (void)rbi_device_release_physical(pool->device, range->granules[i], pool->granule_bytes);
-    }
+    rbi_granules_destroy(pool, range);
     if (!leave)
         (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
     rbi_heap_free(range->granules);
@@ -585,8 +447,7 @@ void rbi_pool_destroy_ranges(rebatch_pool *pool)
             (void)rbi_device_free(pool->device, r->address, r->bytes);
     }
     pool->first_range = pool->last_range = NULL;
-    (void)rbi_granules_release(pool, 0);
-    rbi_heap_free(pool->spare);
+    rbi_granules_destroy_spare(pool);
     if (pool->ballast)
         (void)rbi_device_free(pool->device, pool->ballast, pool->ballast_bytes);
 }

@@ -7,7 +7,7 @@
 /* What a walk over all blocks adds up to. */
 struct tally {
     uint64_t live_bytes, deferred_bytes, reserved_bytes, requested_bytes, live_blocks;
-    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, granules, lost_bytes;
+    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, granules, chunks, lost_bytes;
     uint64_t tag_bytes[RBI_POOL_TAGS];
 };
 
@@ -97,6 +97,15 @@ static bool are_granules_valid(const rebatch_pool *pool, const struct rbi_range 
     return true;
 }
 
+static bool add_granule(const struct rbi_range *r, size_t i, size_t count, struct tally *tally)
+{
+    const bool goes_on = r->granules[i] == RBI_CHUNK_GOES_ON;
+    CHECK(!goes_on || (i > 0 && r->granules[i - 1] != 0));
+    tally->granules += r->granules[i] != 0;
+    tally->chunks += !goes_on && i + 1 < count && r->granules[i + 1] == RBI_CHUNK_GOES_ON;
+    return true;
+}
+
 static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
 {
     CHECK(r->first && r->first->address == r->address && !r->first->before);
@@ -114,8 +123,10 @@ static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, 
     CHECK(bytes % pool->granule_bytes == 0);
     if (!r->granules)
         tally->reserved_bytes += bytes;
-    for (size_t i = 0; r->granules && i < bytes / pool->granule_bytes; i++)
-        tally->granules += r->granules[i] != 0;
+    const size_t count = bytes / pool->granule_bytes;
+    for (size_t i = 0; r->granules && i < count; i++)
+        if (!add_granule(r, i, count, tally))
+            return false;
     return true;
 }
 
@@ -129,7 +140,14 @@ static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
     }
     CHECK(pool->last_range == previous);
     CHECK(pool->granules_held == tally->granules + pool->spare_count);
-    CHECK(pool->spare_count <= pool->spare_capacity || pool->spare_count == 0);
+    CHECK(pool->single_count <= pool->single_capacity);
+    CHECK(pool->granules_held <= pool->single_capacity || pool->granules_held == 0);
+    CHECK(pool->chunk_count <= pool->chunks_held && pool->chunks_held <= pool->chunk_capacity);
+    size_t spare = pool->single_count;
+    for (size_t i = 0; i < pool->chunk_count; i++)
+        spare += pool->chunks[i].granules;
+    CHECK(pool->spare_count == spare);
+    CHECK(pool->chunks_held == tally->chunks + pool->chunk_count);
     tally->reserved_bytes += pool->granules_held * pool->granule_bytes;
     tally->reserved_bytes += pool->ballast ? pool->ballast_bytes : 0;
     return true;

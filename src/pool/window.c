@@ -101,6 +101,7 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
 struct run {
     struct rbi_block *first, *last;
     size_t bytes, lead, whole, trail;
+    size_t fixed; /* of the whole granules those of chunks that reach beyond a block */
 };
 
 static bool is_in_run(const struct rbi_block *block)
@@ -115,10 +116,14 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
         block = block->after;
     if (!block)
         return false;
-    *run = (struct run){block, block, 0, 0, 0, 0};
+    *run = (struct run){.first = block};
     for (; block && is_in_run(block); block = block->after) {
+        char *first;
         run->last = block;
         run->bytes += block->bytes;
+        if (block->state == RBI_BLOCK_FREE && pool->chunks_held > pool->chunk_count)
+            run->fixed +=
+                rbi_granules_whole(pool, block, &first) - rbi_granules_within(pool, block, &first);
     }
     const struct rbi_range *range = run->first->range;
     const size_t offset = (size_t)(run->first->address - range->address);
@@ -128,11 +133,14 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     return true;
 }
 
-/* Whole granules that `bytes` at the better end of the run take. */
+/* Granules of the supply that `bytes` at the better end of the run take; those that could not be
+ * used elsewhere cost nothing here. */
 static size_t granules_taken(const rebatch_pool *pool, const struct run *run, size_t bytes)
 {
     const size_t beside = rbi_max(run->lead, run->trail);
-    return bytes <= beside ? 0 : rbi_min(granules_for(pool, bytes - beside), run->whole);
+    const size_t whole =
+        bytes <= beside ? 0 : rbi_min(granules_for(pool, bytes - beside), run->whole);
+    return whole - rbi_min(whole, run->fixed);
 }
 
 /* Wholly free granules that are there, mapped or spare. */
@@ -151,7 +159,7 @@ bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, s
                           size_t room)
 {
     const size_t supply = count_supply(pool) + room;
-    struct run run, best = {NULL, NULL, 0, 0, 0, 0};
+    struct run run, best = {.first = NULL};
     size_t fewest = SIZE_MAX;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after) {
@@ -176,7 +184,7 @@ uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
     struct run run;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after)
-            most = rbi_max(most, run.whole <= supply
+            most = rbi_max(most, run.whole - run.fixed <= supply
                                      ? run.bytes
                                      : rbi_max(run.lead, run.trail) + supply * pool->granule_bytes);
     return most;

@@ -1,0 +1,258 @@
+/* Holds what chunks promise: memory taken ahead of its use costs few calls of the device, and what
+ * is wholly free of it goes wherever it is needed, or back. Seed 1 where a test draws. */
+
+#include "unit/pool_help.h"
+
+enum { CHUNK = 32, AHEAD = 16 * CHUNK, DEVICE_GRANULES = 1024 };
+
+/* A pool of a device that counts, or fails, calls. */
+struct counted {
+    rebatch_device *host, *device;
+    rebatch_pool *pool;
+};
+
+static void open_counted(struct counted *c, size_t granules, const rebatch_pool_options *options)
+{
+    cr_assert_eq(rebatch_device_open_host(&c->host, granules * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&c->device, c->host, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&c->pool, c->device, options), REBATCH_OK);
+}
+
+static void close_counted(struct counted *c)
+{
+    struct rig rig = {c->device, c->pool};
+    rig_close(&rig);
+    rebatch_device_close(c->host);
+}
+
+/* Counts calls of these kinds from now on; what they were is what this gives the next time. */
+static uint64_t calls_of(struct counted *c, uint32_t kinds)
+{
+    uint64_t seen;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    cr_assert_eq(rebatch_fault_counts(c->device, &seen, NULL), REBATCH_OK);
+    plan.calls = kinds;
+    cr_assert_eq(rebatch_fault_arm(c->device, &plan), REBATCH_OK);
+    return seen;
+}
+
+static void admit(rebatch_pool *pool, size_t granules)
+{
+    cr_assert_eq(rbi_pool_admit(pool, granules * GRANULE, NULL), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    assert_valid(pool);
+}
+
+Test(pool_chunks, memory_ahead_of_its_use_costs_few_calls)
+{
+    struct counted c;
+    const uint32_t kinds = REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    (void)calls_of(&c, kinds);
+    admit(c.pool, AHEAD);
+    cr_assert_eq(calls_of(&c, REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE), 2 * AHEAD / CHUNK);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE);
+    size_t released;
+    cr_assert_eq(rebatch_pool_trim(c.pool, 0, &released), REBATCH_OK);
+    cr_assert_eq(released, AHEAD * GRANULE);
+    cr_assert_eq(calls_of(&c, 0), 2 * AHEAD / CHUNK);
+    close_counted(&c);
+}
+
+/* Little memory comes in granules: chunks would keep much of it where it is. */
+Test(pool_chunks, little_memory_comes_in_granules)
+{
+    struct counted c;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    (void)calls_of(&c, REBATCH_FAULT_CREATE);
+    admit(c.pool, 7 * CHUNK);
+    cr_assert_eq(calls_of(&c, 0), 7 * CHUNK);
+    cr_assert_eq(c.pool->chunks_held, 0);
+    close_counted(&c);
+}
+
+/* So does what would leave less than the room to keep: 960 of 1,024, of which 896 in chunks. */
+Test(pool_chunks, the_last_of_the_room_comes_in_granules)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.keep_room_permille = 125;
+    struct counted c;
+    open_counted(&c, DEVICE_GRANULES, &options);
+    admit(c.pool, 960);
+    cr_assert_eq(c.pool->chunks_held, 896 / CHUNK);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, 960 * GRANULE);
+    close_counted(&c);
+}
+
+/* What is wholly free is moved as a whole where it fits, in granules elsewhere. */
+Test(pool_chunks, free_chunks_go_where_they_are_needed)
+{
+    struct counted c;
+    open_counted(&c, AHEAD + 80, NULL);
+    admit(c.pool, AHEAD);
+    void *blocks[8];
+    for (int i = 0; i < 8; i++) /* the free block is taken from its end */
+        blocks[i] = take(c.pool, 64 * GRANULE);
+    for (int i = 0; i < 8; i += 2)
+        give(c.pool, blocks[i]);
+    char *large = take(c.pool, 4 * 64 * GRANULE);
+    memset(large, 0x55, 4 * 64 * GRANULE);
+    assert_valid(c.pool);
+    cr_assert_gt(stats_of(c.pool).remaps, 0);
+    cr_assert_leq(stats_of(c.pool).reserved_bytes, (AHEAD + 80) * GRANULE);
+    for (int i = 0; i < 20; i++) /* pieces smaller than a chunk */
+        memset(take(c.pool, 3 * GRANULE + UNIT), i, 3 * GRANULE);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
+/* What is free of a chunk in use can be had where it is, and nowhere else. */
+Test(pool_chunks, what_is_free_of_a_chunk_in_use_stays)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.keep_room_permille = 1;
+    struct counted c;
+    open_counted(&c, 8 * CHUNK + 1, &options);
+    admit(c.pool, 8 * CHUNK);
+    cr_assert_eq(c.pool->chunks_held, 8);
+    void *halves[16], *whole;
+    for (int i = 0; i < 16; i++)
+        halves[i] = take(c.pool, CHUNK / 2 * GRANULE);
+    for (int i = 0; i < 16; i += 2)
+        give(c.pool, halves[i]);
+    cr_assert_eq(rebatch_pool_alloc(&whole, c.pool, CHUNK * GRANULE, NULL, 0), REBATCH_OOM);
+    assert_valid(c.pool);
+    size_t released;
+    cr_assert_eq(rebatch_pool_trim(c.pool, 0, &released), REBATCH_OK);
+    cr_assert_eq(released, 0);
+    halves[0] = take(c.pool, CHUNK / 2 * GRANULE);
+    give(c.pool, halves[3]);
+    (void)take(c.pool, CHUNK * GRANULE);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
+/* A random life with memory taken ahead and given back; the largest request that is said to fit
+ * does. Seed 1. */
+Test(pool_chunks, a_life_with_chunks)
+{
+    struct counted c;
+    uint64_t random = 1;
+    enum { LIVE = 48 };
+    void *blocks[LIVE] = {NULL};
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    size_t chunks = 0;
+    for (int n = 0; n < 20000; n++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        const size_t at = (random >> 33) % LIVE, kind = (random >> 40) % 100;
+        const size_t bytes = (random >> 20) % (kind < 50 ? 8 * GRANULE : 60 * GRANULE) + 1;
+        if (blocks[at])
+            give(c.pool, blocks[at]);
+        blocks[at] = NULL;
+        if (kind < 3)
+            (void)rbi_pool_admit(c.pool, (400 + kind * 200) * GRANULE, NULL);
+        else if (kind == 3)
+            cr_assert_eq(rebatch_pool_trim(c.pool, bytes, NULL), REBATCH_OK);
+        else if (rebatch_pool_alloc(&blocks[at], c.pool, bytes, NULL, 0) == REBATCH_OOM) {
+            rebatch_oom_report report;
+            cr_assert_eq(rebatch_pool_last_oom(&report, c.pool), REBATCH_OK);
+            cr_assert_lt(report.would_fit_bytes, bytes + UNIT);
+            if (report.would_fit_bytes)
+                blocks[at] = take(c.pool, report.would_fit_bytes);
+        }
+        if (blocks[at])
+            memset(blocks[at], (int)n, UNIT);
+        chunks = rbi_max(chunks, c.pool->chunks_held);
+        if (n % 16 == 0)
+            assert_valid(c.pool);
+    }
+    cr_assert_gt(chunks, 8);
+    close_counted(&c);
+}
+
+/* A call of the device that fails costs nothing but what was asked for, whichever it is. */
+static void live_through(uint32_t kind, uint64_t nth, uint64_t times, uint64_t *seen)
+{
+    struct counted c;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    open_counted(&c, AHEAD + 80, NULL);
+    plan.calls = kind;
+    plan.nth = nth;
+    plan.times = times;
+    cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
+    void *blocks[9] = {NULL};
+    (void)rbi_pool_admit(c.pool, AHEAD * GRANULE, NULL);
+    assert_valid(c.pool);
+    for (int i = 0; i < 8; i++)
+        (void)rebatch_pool_alloc(&blocks[i], c.pool, 64 * GRANULE, NULL, 0);
+    for (int i = 0; i < 8; i += 2)
+        if (blocks[i])
+            give(c.pool, blocks[i]);
+    (void)rebatch_pool_alloc(&blocks[8], c.pool, 256 * GRANULE, NULL, 0);
+    assert_valid(c.pool);
+    if (blocks[8])
+        give(c.pool, blocks[8]);
+    (void)rebatch_pool_trim(c.pool, 64 * GRANULE, NULL);
+    assert_valid(c.pool);
+    (void)rbi_pool_admit(c.pool, (AHEAD - 256) * GRANULE, NULL);
+    assert_valid(c.pool);
+    cr_assert_eq(rebatch_fault_counts(c.device, seen, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_fault_arm(c.device, NULL), REBATCH_OK);
+    void *more;
+    if (kind != REBATCH_FAULT_UNMAP)
+        cr_assert_eq(rebatch_pool_alloc(&more, c.pool, GRANULE, NULL, 0), REBATCH_OK);
+    close_counted(&c);
+}
+
+static void fail_every(uint32_t kind)
+{
+    uint64_t seen = 1;
+    for (uint64_t nth = 1; nth <= seen; nth++) {
+        uint64_t ignored;
+        live_through(kind, nth, 1, &seen);
+        live_through(kind, nth, REBATCH_FAULT_FOREVER, &ignored);
+    }
+    cr_assert_gt(seen, 0);
+}
+
+Test(pool_chunks, every_create_may_fail)
+{
+    fail_every(REBATCH_FAULT_CREATE);
+}
+Test(pool_chunks, every_map_may_fail)
+{
+    fail_every(REBATCH_FAULT_MAP);
+}
+Test(pool_chunks, every_access_may_fail)
+{
+    fail_every(REBATCH_FAULT_ACCESS);
+}
+Test(pool_chunks, every_unmap_may_fail)
+{
+    fail_every(REBATCH_FAULT_UNMAP);
+}
+Test(pool_chunks, every_release_may_fail)
+{
+    fail_every(REBATCH_FAULT_RELEASE);
+}
+
+/* What a copy predicts is what the pool does. */
+Test(pool_chunks, a_copy_has_the_chunks_too)
+{
+    struct counted c;
+    open_counted(&c, AHEAD + 80, NULL);
+    admit(c.pool, AHEAD);
+    (void)take(c.pool, 5 * GRANULE + UNIT);
+    rebatch_pool *copy;
+    rebatch_device *dry;
+    cr_assert_eq(rbi_pool_clone(&copy, &dry, c.pool), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(copy);
+    cr_assert_eq(copy->chunks_held, c.pool->chunks_held);
+    size_t ours, theirs;
+    cr_assert_eq(rebatch_pool_trim(c.pool, 0, &ours), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_trim(copy, 0, &theirs), REBATCH_OK);
+    cr_assert_eq(ours, theirs);
+    rebatch_pool_destroy(copy);
+    rebatch_device_close(dry);
+    close_counted(&c);
+}
