@@ -345,7 +345,7 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
         return status;
     }
     /* What is before it stays free; no request is served from parts of granules. */
-    const struct rbi_request request = {growth->bytes, growth->stream, REBATCH_RUNG_REMAP};
+    const struct rbi_request request = {.bytes = growth->bytes, .stream = growth->stream};
     *out = take_part(pool, &request, *out, true);
     return REBATCH_OK;
 }
@@ -354,7 +354,8 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
-    struct growth growth = {.bytes = request->bytes, .stream = request->stream};
+    struct growth growth = {
+        .bytes = request->bytes, .stream = request->stream, .in_chunks = request->ahead};
     const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
     reach(pool, request, REBATCH_RUNG_REMAP);
     rebatch_status status;

@@ -232,7 +232,7 @@ rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool,
     const rebatch_status status = rbi_pool_prepare(pool);
     if (status != REBATCH_OK)
         return status;
-    *request = (struct rbi_request){bytes, rbi_pool_open_stream(pool, stream), REBATCH_RUNG_CACHE};
+    *request = (struct rbi_request){.bytes = bytes, .stream = rbi_pool_open_stream(pool, stream)};
     if (!request->stream)
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another stream");
     request->stream->pins++;

@@ -363,6 +363,7 @@ struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
     rebatch_pool_rung rung; /* out: the last one tried */
+    bool ahead;             /* of its use: fresh memory may come in chunks */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);

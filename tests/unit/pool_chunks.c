@@ -59,6 +59,18 @@ Test(pool_chunks, memory_ahead_of_its_use_costs_few_calls)
     close_counted(&c);
 }
 
+/* So does what a callback reserves. */
+Test(pool_chunks, what_is_reserved_comes_in_chunks)
+{
+    struct counted c;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    (void)calls_of(&c, REBATCH_FAULT_CREATE);
+    cr_assert_eq(rebatch_pool_reserve(c.pool, AHEAD * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(calls_of(&c, 0), AHEAD / CHUNK);
+    (void)take(c.pool, AHEAD * GRANULE);
+    close_counted(&c);
+}
+
 /* Little memory comes in granules: chunks would keep much of it where it is. */
 Test(pool_chunks, little_memory_comes_in_granules)
 {
