@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(SM90_THREADS, 1)
     const sm90_shared s(shared);
     const head_place place;
     const int first = blockIdx.x * OWN_ROWS, group = threadIdx.x / GROUP;
-    sm90_begin(s, 32);
+    sm90_begin(s, 32, OWN_GROUPS * GROUP);
     if (group == OWN_GROUPS) {
         const size_t row = ((size_t)place.sample * gridDim.y + blockIdx.y) * length;
         fill_own(s, &qkv, place.k, &qkv, place.v, first, place.sample);
@@ -164,9 +164,7 @@ __global__ void __launch_bounds__(SM90_THREADS, 1)
         if (query + TILE > group_key)
             add_queries<T>(dk, dv, keys, s.stages + at.stage * 2 * TILE_BYTES,
                            s.statistics(at.stage), key, query, scale * LOG2_E);
-        __syncwarp(); /* all lanes have read the statistics: one tells for them */
-        if (threadIdx.x % 32 == 0)
-            barrier_arrive(s.empty + at.stage * 8);
+        barrier_arrive(s.empty + at.stage * 8); /* it has read the stage's statistics */
     }
     warpgroup_wait(1 + group);
     const size_t stride = (size_t)3 * gridDim.y * HEAD;

@@ -97,14 +97,17 @@ struct ring_place {
     }
 };
 
-/** All threads of a block: barriers that wait for `fillers` arrivals of those who fill a stage. */
-__device__ inline void sm90_begin(const sm90_shared &s, unsigned fillers)
+/** All threads of a block: barriers that wait for `fillers` arrivals of those who fill a stage, and
+ *  `users` of those who are done with it: one of each warp, or each thread for itself where threads
+ *  read it themselves. */
+__device__ inline void sm90_begin(const sm90_shared &s, unsigned fillers,
+                                  unsigned users = OWN_GROUPS * GROUP / 32)
 {
     if (threadIdx.x == 0) {
         barrier_init(s.own_full, 1);
         for (int i = 0; i < RING; i++) {
             barrier_init(s.full + i * 8, fillers);
-            barrier_init(s.empty + i * 8, OWN_GROUPS * GROUP / 32);
+            barrier_init(s.empty + i * 8, users);
         }
         barrier_init_done();
     }
