@@ -2,7 +2,7 @@
  * lag: no two blocks overlap, none has memory that another stream's work may still use or that is
  * not mapped, memory is never taken from under work, every statistic is that of a naive count, an
  * OOM is one, and the same seed gives the same addresses.
- * Seeds: 101 on, one a run; 11 million calls, times REBATCH_TEST_SCALE. */
+ * Seeds: 101 on, one a run; 14 million calls, times REBATCH_TEST_SCALE. */
 #include <stdlib.h>
 
 #include "unit/lazy_device.h"
