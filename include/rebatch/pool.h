@@ -167,7 +167,9 @@ typedef struct rebatch_leak_block {
     const void *address;
     uint64_t bytes;
     uint64_t allocation; /**< its number among the pool's allocations, from 0: the same calls give
-                              the same number, so a breakpoint can wait for it */
+                              the same number, so a breakpoint can wait for it; but for small
+                              blocks from a thread's cache (rebatch_pool_get_stats()), which get
+                              theirs when somebody looks */
     char tag[32];
 } rebatch_leak_block;
 
@@ -305,7 +307,16 @@ REBATCH_API rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, reb
 REBATCH_API rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *pool,
                                                    rebatch_scope scope);
 
-/** Read the statistics. Any thread. @return REBATCH_OK, REBATCH_E_INVALID. */
+/** Read the statistics.
+ *
+ *  They are exact, but for peaks once threads have waited for each other's calls: from then on
+ *  blocks of up to 32 KiB are held ahead for threads, in at most 16 caches with at most 4 MiB free
+ *  in each (16 granules, or a 64th of limit_bytes, where that is less). What is free there counts
+ *  as live when a peak rises: live_peak_bytes, blocks_peak and scopes' peak_bytes may be high by
+ *  that, and are never low. A tag's peak_bytes and at_peak_bytes lack what it allocated in caches
+ *  since they were last looked into: by this call, where a scope begins or ends, and whenever the
+ *  peak has risen by a 256th. Any thread.
+ *  @return REBATCH_OK, REBATCH_E_INVALID. */
 REBATCH_API rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool);
 
 /** Set the peaks to what is there now, those of tags included. Any thread.

@@ -332,7 +332,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
         status = rebatch_pool_create(&copy.to, dry, NULL);
     if (status)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     status = copy_locked(&copy);
     rbi_lock_give(&pool->lock);
     rbi_table_destroy(&copy.blocks);

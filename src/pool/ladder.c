@@ -455,6 +455,10 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
         return status;
     if ((*out = take_anywhere(pool, request)))
         return REBATCH_OK;
+    if (pool->lending) { /* what threads have ahead of themselves, rather than wait or fail */
+        rbi_tcaches_fold(pool);
+        return climb(out, pool, request);
+    }
     if (is_waiting(pool, request)) {
         reach(pool, request, REBATCH_RUNG_WAIT);
         if ((status = rbi_pool_await_streams(pool)) != REBATCH_OK)
@@ -481,7 +485,7 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     rbi_pool_pressing = pool;
     const size_t given = pressure->give_up(wanted_bytes, pressure->user);
     rbi_pool_pressing = outer;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     pool->pressing--;
     return given > 0 || pool->stats.freed_total_bytes != freed;
 }

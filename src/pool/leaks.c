@@ -84,7 +84,7 @@ rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *p
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     uint64_t first_birth;
     status = rbi_scope_first_birth(&first_birth, pool, scope);
     if (status == REBATCH_OK)

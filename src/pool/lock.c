@@ -36,6 +36,7 @@ void rbi_lock_init(struct rbi_lock *lock)
     atomic_init(&lock->busy, 0);
     atomic_init(&lock->word, 0);
     lock->biased = false;
+    lock->waits = 0;
 }
 
 static void pause_briefly(void)
@@ -45,7 +46,8 @@ static void pause_briefly(void)
 #endif
 }
 
-static void take_word(_Atomic uint32_t *word)
+/* False when it was held, and had to be waited for. */
+static bool take_word(_Atomic uint32_t *word)
 {
     uint32_t seen;
     for (int i = 0; i < SPINS; i++) {
@@ -53,11 +55,23 @@ static void take_word(_Atomic uint32_t *word)
         seen = atomic_load_explicit(word, memory_order_relaxed);
         if (seen == 0 && atomic_compare_exchange_weak_explicit(word, &seen, 1, memory_order_acquire,
                                                                memory_order_relaxed))
-            return;
+            return i == 0;
         pause_briefly();
     }
     while (atomic_exchange_explicit(word, 2, memory_order_acquire) != 0)
         (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, 2, NULL, NULL, 0);
+    return false;
+}
+
+/* The holder may have lost its processor: then it needs one more than we do. */
+void rbi_spin_take_slowly(_Atomic uint32_t *word)
+{
+    do {
+        for (int i = 0; i < SPINS && atomic_load_explicit(word, memory_order_relaxed) != 0; i++)
+            pause_briefly();
+        if (atomic_load_explicit(word, memory_order_relaxed) != 0)
+            (void)sched_yield();
+    } while (atomic_exchange_explicit(word, 1, memory_order_acquire) != 0);
 }
 
 void rbi_lock_give_slowly(struct rbi_lock *lock)
@@ -85,7 +99,8 @@ void rbi_lock_take_slowly(struct rbi_lock *lock)
         rbi_lock_take(lock); /* as its owner, unless somebody was as quick */
         return;
     }
-    take_word(&lock->word);
+    const bool was_free = take_word(&lock->word);
+    lock->waits += !was_free;
     if (atomic_load_explicit(&lock->owner, memory_order_relaxed) != RBI_LOCK_SHARED)
         share(lock);
     lock->biased = false;

@@ -1,4 +1,4 @@
-/* The pool's lock (lock.c): cheap for the one thread that most pools ever see.
+/* The pool's lock (lock.c), cheap for the one thread that most pools ever see, and that of caches.
  * Must not know what it protects. */
 #ifndef RBI_POOL_LOCK_H
 #define RBI_POOL_LOCK_H
@@ -16,7 +16,8 @@ struct rbi_lock {
     _Atomic uint64_t owner; /* a thread's number, from 1, or one of the two below */
     _Atomic uint32_t busy;
     _Atomic uint32_t word;
-    bool biased; /* how the holder has it; the holder's */
+    bool biased;    /* how the holder has it; the holder's, as is the next */
+    uint64_t waits; /* how often it was held when it was asked for */
 };
 #define RBI_LOCK_NOBODY (UINT64_MAX - 1)
 #define RBI_LOCK_SHARED UINT64_MAX
@@ -60,10 +61,16 @@ static inline void rbi_lock_give(struct rbi_lock *lock)
     else
         rbi_lock_give_slowly(lock);
 }
-/* False once a second thread has taken it. */
-static inline bool rbi_lock_has_owner(const struct rbi_lock *lock)
+/* For what is held for a moment only, and mostly taken by one thread: one word, 0 when free. */
+void rbi_spin_take_slowly(_Atomic uint32_t *word);
+static inline void rbi_spin_take(_Atomic uint32_t *word)
 {
-    return atomic_load_explicit(&lock->owner, memory_order_relaxed) != RBI_LOCK_SHARED;
+    if (__builtin_expect(atomic_exchange_explicit(word, 1, memory_order_acquire) != 0, 0))
+        rbi_spin_take_slowly(word);
+}
+static inline void rbi_spin_give(_Atomic uint32_t *word)
+{
+    atomic_store_explicit(word, 0, memory_order_release);
 }
 
 #endif

@@ -67,7 +67,7 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     status = reserve_locked(pool, bytes, rounded, stream);
     if (status == REBATCH_OK)
         rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
@@ -131,7 +131,7 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     status = admit_locked(pool, rounded, stream);
     rbi_lock_give(&pool->lock);
     return status;
@@ -152,7 +152,7 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
     if (status != REBATCH_OK)
         return status;
     size_t released = 0;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     if (pool->pending)
         status = rbi_pool_await_streams(pool);
     if (status == REBATCH_OK)
@@ -173,7 +173,7 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
     pool->limit_permille = 0;
     const uint64_t reserved = pool->stats.reserved_bytes;
@@ -196,7 +196,7 @@ rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     size_t room;
     status = rbi_pool_room(&room, pool, NULL);
     if (status == REBATCH_OK &&

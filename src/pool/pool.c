@@ -135,6 +135,8 @@ void rebatch_pool_destroy(rebatch_pool *pool)
 {
     if (!pool)
         return;
+    rbi_tcaches_fold(pool);
+    rbi_tcaches_destroy(pool);
     /* Also on streams of which nothing was freed: blocks in use go back as well. */
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         (void)rbi_pool_await(pool, s, ++s->frees);
@@ -158,7 +160,7 @@ rebatch_device *rebatch_pool_device(const rebatch_pool *pool)
 
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder)
 {
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     pool->recorder = recorder ? *recorder : (struct rbi_pool_recorder){NULL, NULL};
     set_fast_bytes(pool);
     rbi_lock_give(&pool->lock);
@@ -167,7 +169,7 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
 void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
                         void (*show)(void *user, const void *address, size_t bytes), void *user)
 {
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     const struct rbi_block *const ring = &pool->by_birth;
     const struct rbi_block *block = ring;
     while (block->previous != ring && block->previous->birth >= since)
@@ -179,7 +181,7 @@ void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
 
 uint64_t rbi_pool_births(rebatch_pool *pool)
 {
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     const uint64_t births = pool->births;
     rbi_lock_give(&pool->lock);
     return births;
@@ -306,7 +308,8 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         status = alloc_by_search(&block, pool, bytes, rounded, stream, tag);
     if (status != REBATCH_OK)
         return status;
-    use_block(pool, block, bytes, tag);
+    if (!rbi_tcache_wants(pool, rounded) || !rbi_tcache_lend(pool, block, bytes, tag))
+        use_block(pool, block, bytes, tag);
     *out = block->address;
     rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     return REBATCH_OK;
@@ -330,6 +333,15 @@ static COLD rebatch_status alloc_carefully(void **out, rebatch_pool *pool, size_
     status = alloc_locked(out, pool, bytes, rounded, stream, tag);
     rbi_lock_give(&pool->lock);
     return status;
+}
+
+/* Of a thread that does not own the lock. */
+static __attribute__((noinline)) rebatch_status
+alloc_shared(void **out, rebatch_pool *pool, size_t bytes, rebatch_stream stream, rebatch_tag tag)
+{
+    if (RBI_LIKELY(out && pool) && rbi_tcache_alloc(out, pool, bytes, stream, tag))
+        return REBATCH_OK;
+    return alloc_carefully(out, pool, bytes, stream, tag);
 }
 
 /* The last step of a call on the fast path. */
@@ -369,7 +381,7 @@ static inline rebatch_status alloc_fast(void **out, rebatch_pool *pool, size_t b
                                         rebatch_stream stream, rebatch_tag tag)
 {
     if (RBI_UNLIKELY(!out || !pool || !rbi_lock_take_as_owner(&pool->lock)))
-        return alloc_carefully(out, pool, bytes, stream, tag);
+        return alloc_shared(out, pool, bytes, stream, tag);
     struct rbi_pool_stream *const known = pool->last_stream;
     if (RBI_UNLIKELY(bytes - 1 >= pool->fast_bytes || known->stream != stream ||
                      tag >= pool->tag_count || rbi_pool_is_pressing(pool))) {
@@ -432,8 +444,9 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
 }
 
 /* Says what is wrong with a pointer that is no block in use. */
-static rebatch_status refuse_pointer(const rebatch_pool *pool, const void *pointer)
+static rebatch_status refuse_pointer(rebatch_pool *pool, const void *pointer)
 {
+    rbi_tcaches_fold(pool);
     const struct rbi_table_entry *entry = pointer ? rbi_table_find(&pool->table, pointer) : NULL;
     const struct rbi_block *known = entry ? rbi_table_block(entry) : NULL;
     if (known ? known->late : entry && rbi_table_is_late(entry))
@@ -456,12 +469,26 @@ static rebatch_status refuse_pointer(const rebatch_pool *pool, const void *point
                      (size_t)((uintptr_t)pointer - (uintptr_t)block->address), block->bytes);
 }
 
-/* The block in use that begins at `pointer`. */
-static rebatch_status find_live(struct rbi_block **out, const rebatch_pool *pool,
-                                const void *pointer)
+/* The table's entry of a pointer, whose block is then in no thread's cache. */
+static const struct rbi_table_entry *find_entry(struct rbi_block **block, rebatch_pool *pool,
+                                                const void *pointer)
 {
-    const struct rbi_table_entry *entry = pointer ? rbi_table_find(&pool->table, pointer) : NULL;
-    *out = entry ? rbi_table_block(entry) : NULL;
+    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
+    *block = entry ? rbi_table_block(entry) : NULL;
+    if (!*block || (*block)->state != RBI_BLOCK_LENT || rbi_tcache_adopt(pool, *block))
+        return entry;
+    rbi_tcaches_fold(pool); /* freed before: which is not what most calls are */
+    entry = rbi_table_find(&pool->table, pointer);
+    *block = entry ? rbi_table_block(entry) : NULL;
+    return entry;
+}
+
+/* The block in use that begins at `pointer`. */
+static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, const void *pointer)
+{
+    *out = NULL;
+    if (pointer)
+        (void)find_entry(out, pool, pointer);
     if (*out && (*out)->state == RBI_BLOCK_LIVE)
         return REBATCH_OK;
     *out = NULL;
@@ -470,8 +497,8 @@ static rebatch_status find_live(struct rbi_block **out, const rebatch_pool *pool
 
 static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
-    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
-    struct rbi_block *block = entry ? rbi_table_block(entry) : NULL;
+    struct rbi_block *block;
+    const struct rbi_table_entry *const entry = find_entry(&block, pool, pointer);
     if (!block || block->state != RBI_BLOCK_LIVE) {
         if (!entry || (block ? !block->late : !rbi_table_is_late(entry)))
             return refuse_pointer(pool, pointer);
@@ -496,6 +523,14 @@ static COLD rebatch_status free_carefully(rebatch_pool *pool, const void *pointe
     return status;
 }
 
+/* Of a thread that does not own the lock. */
+static __attribute__((noinline)) rebatch_status free_shared(rebatch_pool *pool, const void *pointer)
+{
+    if (RBI_LIKELY(pool && pointer) && rbi_tcache_free(pool, pointer))
+        return REBATCH_OK;
+    return free_carefully(pool, pointer);
+}
+
 static COLD rebatch_status leave_to_careful(rebatch_pool *pool, const void *pointer)
 {
     rbi_lock_give_as_owner(&pool->lock);
@@ -515,7 +550,7 @@ static __attribute__((noinline)) rebatch_status merge_and_give(rebatch_pool *poo
 rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
 {
     if (RBI_UNLIKELY(!pool || !pointer || !rbi_lock_take_as_owner(&pool->lock)))
-        return free_carefully(pool, pointer);
+        return free_shared(pool, pointer);
     const struct rbi_table_entry *const entry = rbi_table_find(&pool->table, pointer);
     if (RBI_UNLIKELY(!entry || rbi_table_is_late(entry)))
         return leave_to_careful(pool, pointer);

@@ -11,6 +11,7 @@
 #include "pool/lock.h"
 #include "pool/nodes.h"
 #include "pool/table.h"
+#include "pool/tcache.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
@@ -113,7 +114,7 @@ struct rbi_pool_recorder {
     void *user;
 };
 
-/* Between calls:
+/* Between calls, once the threads' caches are folded:
  *   stats.live_bytes == sum of bytes over live and deferred blocks == sum of tags[].live_bytes
  *   stats.reserved_bytes == bytes of plain ranges + granules mapped + granules spare + ballast
  *   allocations == births == stats.blocks + frees + stats.rolled_back_blocks
@@ -188,6 +189,11 @@ struct rebatch_pool {
     rebatch_oom_report oom;
     struct rbi_ring ring;
     struct rbi_pool_recorder recorder;
+
+    struct rbi_tcache *_Atomic tcaches; /* RBI_TCACHES; NULL: none yet */
+    void *tcache_memory;                /* what they lie in */
+    bool lending;                       /* false: all of them are empty */
+    uint64_t folded_peak_bytes;         /* the pool's peak when they were last folded for one */
 };
 
 /* Tells the recorder, if there is one. */
@@ -196,6 +202,27 @@ static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call ca
 {
     if (pool->recorder.on_call)
         pool->recorder.on_call(pool->recorder.user, call, address, bytes, stream);
+}
+
+/* Takes back what threads have ahead of themselves; the lock is held. */
+static inline void rbi_tcaches_fold(rebatch_pool *pool)
+{
+    if (__builtin_expect(pool->lending, 0))
+        rbi_tcaches_fold_slowly(pool);
+}
+/* Takes the lock, for whoever looks at more than one block or changes what asks for more than the
+ * fast path does: whatever was done in threads' caches is counted, and they are empty. */
+static inline void rbi_pool_enter(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    rbi_tcaches_fold(pool);
+}
+/* May a block of `bytes` be lent? Only where threads get into each other's way, and nothing special
+ * is asked of the pool. */
+static inline bool rbi_tcache_wants(const rebatch_pool *pool, size_t bytes)
+{
+    return bytes <= RBI_TCACHE_BLOCK_MOST && pool->lock.waits >= RBI_TCACHE_WAITS &&
+           pool->fast_bytes != 0 && pool->promised_bytes == 0;
 }
 
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
@@ -348,6 +375,9 @@ struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_s
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
 /* Waits until `stream` has done what it had enqueued before point `until`. */
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
+/* Notes that what the stream has enqueued so far may use blocks that are being freed: the number of
+ * that point. */
+uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream);
 /* Looks how far the streams have come, without waiting, and frees the pending blocks that are
  * ready. */
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);

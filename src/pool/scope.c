@@ -55,7 +55,7 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     status = begin_locked(out, pool);
     rbi_lock_give(&pool->lock);
     return status;
@@ -122,7 +122,7 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     const struct rbi_scope *open = find_open(pool, scope);
     if (!open)
         status = refuse_scope(scope);
@@ -157,7 +157,7 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open) {
         const size_t outside = (size_t)(open - pool->scopes);
@@ -205,7 +205,7 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_enter(pool);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open)
         get_stats_locked(out, pool, open);

@@ -105,9 +105,7 @@ static bool is_gone(const rebatch_pool *pool, const struct rbi_pool_stream *stre
     return stream->stream && !rbi_device_stream_is_valid(pool->device, stream->stream);
 }
 
-/* Notes that what the stream has enqueued so far may use a block that is being freed: the number of
- * that point. */
-static uint64_t note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
+uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     const uint64_t point = ++stream->frees;
     if (!pool->first_stream->next || !stream->event)
@@ -171,7 +169,7 @@ static void put_away(rebatch_pool *pool, struct rbi_block *block)
 
 void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
 {
-    block->freed_at = note_free(pool, block->stream);
+    block->freed_at = rbi_stream_note_free(pool, block->stream);
     block->birth = pool->births;
     if (!block->used) {
         if (pool->guard)
@@ -181,7 +179,7 @@ void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
         return;
     }
     for (struct rbi_block_use *use = block->uses; use; use = use->next)
-        use->until = note_free(pool, use->stream);
+        use->until = rbi_stream_note_free(pool, use->stream);
     block->state = RBI_BLOCK_PENDING;
     block->next = pool->pending;
     pool->pending = block;

@@ -1,14 +1,17 @@
 /* Holds what the pool promises when several threads use it at once, for a thread sanitizer too.
  * Seeds: 1 to 4, one a thread. A program of its own, as the test runner does not start under one:
- * exit status 0 when all held. */
+ * exit status 0 when all held. All of it runs twice: in a pool that records events, where every
+ * call takes the pool's lock, and in one whose threads have caches for small blocks. */
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "pool/pool.h"
 
-enum { THREADS = 4, LIVE = 64, TURNS = 4000, STASH = 32, INSIDE = 200 };
+enum { THREADS = 4, LIVE = 64, TURNS = 4000, STASH = 32, INSIDE = 200, BELT = 64, SMALL = 1000 };
 #define CAPACITY ((size_t)7 << 20)
 #define GRANULE ((size_t)64 << 10)
 
@@ -17,7 +20,8 @@ struct shared {
     rebatch_pool *pool;
     pthread_barrier_t barrier;
     _Atomic(void *) stash[STASH]; /* what the pressure callback can give up */
-    atomic_int failures;
+    _Atomic(void *) belt[BELT];   /* from those who allocate to those who free */
+    atomic_int failures, done;
     atomic_uint_fast64_t ooms;
 };
 
@@ -216,27 +220,145 @@ static void roll_back(struct worker *w)
     HOLDS(shared, after.live_bytes == before.live_bytes);
 }
 
+/* One half of the threads allocates, the other frees: the block's first byte says its size. */
+static void hand_over(struct worker *w)
+{
+    struct shared *shared = w->shared;
+    for (int turn = 0; turn < TURNS; turn++) {
+        _Atomic(void *) *slot = &shared->belt[draw(w) % BELT];
+        void *block = NULL, *none = NULL;
+        if (w->number % 2) {
+            unsigned char *given = atomic_exchange(slot, NULL);
+            if (!given)
+                continue;
+            HOLDS(shared, given[0] != 0 && given[512 * given[0] - 1] == given[0]);
+            given[0] = 0;
+            HOLDS(shared, rebatch_pool_free(shared->pool, given) == REBATCH_OK);
+            continue;
+        }
+        const size_t units = 1 + draw(w) % 16;
+        if (rebatch_pool_alloc(&block, shared->pool, 512 * units, w->stream, 0))
+            continue;
+        unsigned char *bytes = block;
+        bytes[0] = bytes[512 * units - 1] = (unsigned char)units;
+        if (!atomic_compare_exchange_strong(slot, &none, block))
+            HOLDS(shared, rebatch_pool_free(shared->pool, block) == REBATCH_OK);
+    }
+    pthread_barrier_wait(&shared->barrier);
+    for (size_t i = w->number; i < BELT; i += THREADS) {
+        void *left = atomic_exchange(&shared->belt[i], NULL);
+        HOLDS(shared, rebatch_pool_free(shared->pool, left) == REBATCH_OK);
+    }
+}
+
+/* One thread opens scopes and rolls them back while the others allocate; what they cannot know to
+ * have been taken back they leave to the scope around all. */
+static void roll_back_meanwhile(struct worker *w)
+{
+    struct shared *shared = w->shared;
+    rebatch_pool_stats before, after;
+    rebatch_scope outer = 0, inner;
+    void *block;
+    if (w->number == 0) {
+        HOLDS(shared, rebatch_pool_get_stats(&before, shared->pool) == REBATCH_OK);
+        HOLDS(shared, rebatch_scope_begin(&outer, shared->pool) == REBATCH_OK);
+    }
+    pthread_barrier_wait(&shared->barrier);
+    for (int i = 0; i < SMALL && w->number != 0; i++)
+        HOLDS(shared, rebatch_pool_alloc(&block, shared->pool, 1 + draw(w) % 1024, w->stream, 0) ==
+                          REBATCH_OK);
+    for (int i = 0; i < 40 && w->number == 0; i++) {
+        HOLDS(shared, rebatch_scope_begin(&inner, shared->pool) == REBATCH_OK);
+        for (int j = 0; j < 20; j++)
+            HOLDS(shared,
+                  rebatch_pool_alloc(&block, shared->pool, 600, w->stream, 0) == REBATCH_OK);
+        HOLDS(shared, rebatch_scope_rollback(shared->pool, inner) == REBATCH_OK);
+    }
+    pthread_barrier_wait(&shared->barrier);
+    if (w->number != 0)
+        return;
+    HOLDS(shared, rebatch_scope_rollback(shared->pool, outer) == REBATCH_OK);
+    HOLDS(shared, rebatch_pool_get_stats(&after, shared->pool) == REBATCH_OK);
+    HOLDS(shared, after.live_bytes == before.live_bytes && after.blocks == before.blocks);
+    HOLDS(shared,
+          after.rolled_back_blocks - before.rolled_back_blocks == (THREADS - 1) * SMALL + 40 * 20);
+}
+
+/* All that is free is in the caches of threads, which go on, and one thread asks for half of the
+ * device: it must be had. */
+static void ask_for_what_others_have(struct worker *w)
+{
+    struct shared *shared = w->shared;
+    void *blocks[LIVE];
+    for (size_t k = 0; k < LIVE; k++)
+        give(w, k);
+    pthread_barrier_wait(&shared->barrier);
+    if (w->number == 0)
+        while (give_up(0, shared) > 0) {
+        }
+    pthread_barrier_wait(&shared->barrier);
+    for (int round = 0; round < 20; round++) {
+        const size_t count = w->number == 0 ? 0 : LIVE;
+        for (size_t k = 0; k < count; k++)
+            HOLDS(shared, rebatch_pool_alloc(&blocks[k], shared->pool, 16 << 10, w->stream, 0) ==
+                              REBATCH_OK);
+        for (size_t k = 0; k < count; k++)
+            HOLDS(shared, rebatch_pool_free(shared->pool, blocks[k]) == REBATCH_OK);
+        pthread_barrier_wait(&shared->barrier);
+        if (w->number == 0) {
+            HOLDS(shared, rebatch_pool_alloc(&blocks[0], shared->pool, CAPACITY / 2, w->stream,
+                                             0) == REBATCH_OK);
+            HOLDS(shared, rebatch_pool_free(shared->pool, blocks[0]) == REBATCH_OK);
+        } else if (w->number == 1) {
+            HOLDS(shared, rebatch_pool_alloc(&blocks[0], shared->pool, 16 << 10, w->stream, 0) ==
+                              REBATCH_OK);
+            HOLDS(shared, rebatch_pool_free(shared->pool, blocks[0]) == REBATCH_OK);
+        }
+        pthread_barrier_wait(&shared->barrier);
+    }
+}
+
 static void *work(void *user)
 {
+    static void (*const parts[])(struct worker *) = {
+        churn, churn_in_scopes, roll_back, hand_over, roll_back_meanwhile, ask_for_what_others_have,
+    };
     struct worker *w = user;
-    pthread_barrier_wait(&w->shared->barrier);
-    churn(w);
-    pthread_barrier_wait(&w->shared->barrier);
-    churn_in_scopes(w);
-    pthread_barrier_wait(&w->shared->barrier);
-    roll_back(w);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        pthread_barrier_wait(&w->shared->barrier);
+        parts[i](w);
+    }
     return NULL;
 }
 
-static bool set_up(struct shared *shared)
+/* Looks at the pool as a whole while the others are at work. */
+static void *watch(void *user)
+{
+    struct shared *shared = user;
+    while (!atomic_load(&shared->done)) {
+        rebatch_pool_stats stats;
+        rebatch_tag_usage usage;
+        HOLDS(shared, rebatch_pool_get_stats(&stats, shared->pool) == REBATCH_OK);
+        HOLDS(shared, stats.live_bytes <= stats.live_peak_bytes);
+        HOLDS(shared, stats.allocations == stats.frees + stats.rolled_back_blocks + stats.blocks);
+        HOLDS(shared, rebatch_pool_get_tag_usage(&usage, shared->pool, 0) == REBATCH_OK);
+        HOLDS(shared, rbi_pool_is_valid(shared->pool));
+        sched_yield();
+    }
+    return NULL;
+}
+
+static bool set_up(struct shared *shared, bool caches)
 {
     const rebatch_host_options host = {sizeof host, GRANULE};
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.events = 100;
+    options.events = caches ? 0 : 100;
     if (rebatch_device_open_host(&shared->device, CAPACITY, &host) ||
         rebatch_pool_create(&shared->pool, shared->device, &options) ||
         rebatch_pool_add_pressure(shared->pool, give_up, shared))
         return false;
+    if (caches) /* as after some waiting, which a machine with one processor may not see */
+        shared->pool->lock.waits = RBI_TCACHE_WAITS;
     return pthread_barrier_init(&shared->barrier, NULL, THREADS) == 0;
 }
 
@@ -257,12 +379,13 @@ static void check_end(struct shared *shared)
            (unsigned long long)atomic_load(&shared->ooms));
 }
 
-int main(void)
+/* 0 when all held, 1 when not, 2 when it could not be tried. */
+static int run(bool caches)
 {
-    static struct shared shared;
+    struct shared shared = {.pool = NULL};
     static struct worker workers[THREADS];
-    pthread_t threads[THREADS];
-    if (!set_up(&shared)) {
+    pthread_t threads[THREADS], watcher;
+    if (!set_up(&shared, caches)) {
         fprintf(stderr, "setting up: %s\n", rebatch_last_error());
         return 2;
     }
@@ -271,16 +394,27 @@ int main(void)
         if (rebatch_stream_create(&workers[i].stream, shared.device) ||
             pthread_create(&threads[i], NULL, work, &workers[i]) != 0) {
             fputs("no stream or thread to be had\n", stderr);
-            return 2;
+            exit(2);
         }
     }
+    if (pthread_create(&watcher, NULL, watch, &shared) != 0)
+        exit(2);
     for (unsigned i = 0; i < THREADS; i++)
         (void)pthread_join(threads[i], NULL);
+    atomic_store(&shared.done, 1);
+    (void)pthread_join(watcher, NULL);
     check_end(&shared);
+    HOLDS(&shared, (shared.pool->tcaches != NULL) == caches);
     rebatch_pool_destroy(shared.pool);
     for (unsigned i = 0; i < THREADS; i++)
         rebatch_stream_destroy(shared.device, workers[i].stream);
     rebatch_device_close(shared.device);
     (void)pthread_barrier_destroy(&shared.barrier);
     return atomic_load(&shared.failures) == 0 ? 0 : 1;
+}
+
+int main(void)
+{
+    const int status = run(false);
+    return status ? status : run(true);
 }

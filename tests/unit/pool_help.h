@@ -3,6 +3,7 @@
 #define POOL_HELP_H
 
 #include <criterion/criterion.h>
+#include <pthread.h>
 #include <string.h>
 
 #include "pool/pool.h"
@@ -90,6 +91,30 @@ static inline rebatch_scope begin(rebatch_pool *pool)
     cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
     cr_assert_neq(scope, 0);
     return scope;
+}
+
+static inline void *look_at(void *pool)
+{
+    (void)stats_of(pool);
+    return NULL;
+}
+
+/* Makes the pool one whose lock no thread owns, and which threads have waited for: from now on they
+ * have caches. */
+static inline void contend(rebatch_pool *pool)
+{
+    pthread_t thread;
+    (void)stats_of(pool);
+    cr_assert_eq(pthread_create(&thread, NULL, look_at, pool), 0);
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    pool->lock.waits = RBI_TCACHE_WAITS;
+}
+
+/* The calls that follow are made as another thread would make them: the pool knows threads by their
+ * numbers. So a test decides in which order threads run. */
+static inline void be_thread(uint64_t number)
+{
+    rbi_lock_thread = number;
 }
 
 /* The call is refused: with that status, and a text that has `words` in it. */

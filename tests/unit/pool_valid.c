@@ -61,3 +61,48 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, pool->births, 0);
     rig_close(&rig);
 }
+
+/* The same for a cache, which the walk empties once it is found to be valid. */
+#define ASSERT_NOTICED_IN_CACHE(pool, word, wrong)                                                 \
+    do {                                                                                           \
+        const uint64_t right = (uint64_t)(word);                                                   \
+        (word) = (wrong);                                                                          \
+        cr_assert_not(rbi_pool_is_valid(pool), #word);                                             \
+        cr_assert(strstr(rebatch_last_error(), "does not hold"));                                  \
+        (word) = right;                                                                            \
+    } while (0)
+
+Test(pool_valid, a_broken_equation_of_a_cache_is_noticed)
+{
+    struct rig rig = rig_open(64, NULL);
+    rebatch_pool *pool = rig.pool;
+    contend(pool);
+    be_thread(1);
+    give(pool, take(pool, 32 * GRANULE));
+    (void)take(pool, KIB);
+    (void)take(pool, KIB);
+    give(pool, take(pool, 2 * KIB));
+    struct rbi_tcache *cache = &pool->tcaches[1];
+    struct rbi_block *used = cache->in_use.next, *idle = cache->free[3];
+    cr_assert(cache->lent == 4 && used->next->bytes == KIB && idle->bytes == 2 * KIB);
+    ASSERT_NOTICED_IN_CACHE(pool, cache->free_bytes, 1);
+    ASSERT_NOTICED_IN_CACHE(pool, cache->lent, 3);
+    ASSERT_NOTICED_IN_CACHE(pool, cache->lent_of[1], 2);
+    ASSERT_NOTICED_IN_CACHE(pool, cache->lent_of[2], 1);
+    ASSERT_NOTICED_IN_CACHE(pool, pool->lending, false);
+    ASSERT_NOTICED_IN_CACHE(pool, pool->promised_bytes, KIB);
+    ASSERT_NOTICED_IN_CACHE(pool, used->taken, false);
+    ASSERT_NOTICED_IN_CACHE(pool, idle->taken, true);
+    ASSERT_NOTICED_IN_CACHE(pool, used->late, true);
+    ASSERT_NOTICED_IN_CACHE(pool, used->used, true);
+    ASSERT_NOTICED_IN_CACHE(pool, used->listed, false);
+    ASSERT_NOTICED_IN_CACHE(pool, used->tcache, 2);
+    ASSERT_NOTICED_IN_CACHE(pool, used->tag, 1);
+    ASSERT_NOTICED_IN_CACHE(pool, used->requested_bytes, KIB + 1);
+    ASSERT_NOTICED_IN_CACHE(pool, used->state, RBI_BLOCK_LIVE);
+    ASSERT_NOTICED_IN_CACHE(pool, idle->state, RBI_BLOCK_FREE);
+    ASSERT_NOTICED_IN_CACHE(pool, idle->bytes, KIB);
+    assert_valid(pool);
+    cr_assert_eq(cache->lent, 0);
+    rig_close(&rig);
+}
