@@ -236,13 +236,14 @@ static rebatch_status forecast(struct rbi_forecast *out, struct rbi_search *s,
  * what a micro-batch leaves to the next, then is in the way. A smaller one is looked for. */
 static rebatch_status judge_fits(struct rbi_search *s)
 {
-    struct rbi_forecast steps;
-    const rebatch_status status =
-        forecast(&steps, s, &(struct rbi_plan){s->fits, false, true, s->batch});
-    if (status || steps.fits || s->fits == s->least)
-        return status;
-    give_up_fits(s);
-    return REBATCH_OK;
+    for (;;) {
+        struct rbi_forecast steps;
+        const rebatch_status status =
+            forecast(&steps, s, &(struct rbi_plan){s->fits, false, true, s->batch});
+        if (status || steps.fits || s->fits <= s->least)
+            return status;
+        give_up_fits(s);
+    }
 }
 
 /* Readies the pool for a size, and says what it will need. */
@@ -426,11 +427,7 @@ rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
     *out = s->report.microbatches == 0 ? s->least : 0;
     if (s->report.microbatches == 0 || s->fits == 0)
         return REBATCH_OK;
-    rebatch_status status = s->whole_count > 1 ? make_model(s) : REBATCH_OK;
-    for (size_t fits = 0; fits != s->fits && !status;) { /* memory may be another than it was */
-        fits = s->fits;
-        status = judge_fits(s);
-    }
+    const rebatch_status status = s->whole_count > 1 ? make_model(s) : REBATCH_OK;
     return status || !may_go_on(s) ? status : choose_next(out, s);
 }
 
