@@ -1,11 +1,11 @@
-/* What finding the micro-batch of GPT-2 124M costs beside the GPU's own work: bf16, 1,024 positions,
- * 128 samples a step, on a dry device with granules of 2 MiB and operations that do nothing. So the
- * calls of pool and driver are those of a GPU, and no GPU is needed. For each cap a line for a probe
- * and one for the first step of a session that learns:
+/* What finding the micro-batch of GPT-2 124M costs beside the GPU's own work: bf16, 1,024
+ * positions, 128 samples a step, on a dry device with granules of 2 MiB and operations that do
+ * nothing. So the calls of pool and driver are those of a GPU, and none is needed. For each cap a
+ * line for a probe and one for the first step of a session that learns:
  *     NAME CAP_GIB SIZE SIZES_RUN GRANULES HOST_MS
- * GRANULES were taken from the device meanwhile; HOST_MS of the thread's time were spent outside the
- * callbacks: on the search. Another line has the micro-batches of the first step beside those of a
- * later one.
+ * GRANULES were taken from the device meanwhile; HOST_MS of the thread's time were spent outside
+ * the callbacks: on the search. Another line has the micro-batches of the first step beside those
+ * of a later one.
  *     gpt_search [CAP_GIB] */
 #include <stdio.h>
 #include <stdlib.h>
