@@ -385,12 +385,13 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
         return status;
     if (saved.size)
         search.hint = round_down(&trials, saved.size);
+    search.too_large = saved.too_large;
     status = run(&search, rb, options->reserve_bytes);
     free_forgotten(&trials);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
     if (!status)
-        rbi_saved_close(&saved, &search.report);
+        rbi_saved_close(&saved, &search.report, search.fails);
     *report = search.report;
     report->saved = saved.state;
     report->saved_size = saved.size;

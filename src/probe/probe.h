@@ -245,7 +245,8 @@ struct rbi_search {
     /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
     size_t (*round)(void *user, size_t size);
     size_t (*round_up)(void *user, size_t size);
-    size_t hint; /* found before, within [least, most]; 0: none */
+    size_t hint;      /* found before, within [least, most]; 0: none */
+    size_t too_large; /* known not to fit, above hint; 0: none is */
     uint32_t max_trials;
     uint64_t (*now)(void); /* nanoseconds */
     uint64_t max_ns;       /* no trial begins after so long; 0: no bound */

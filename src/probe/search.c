@@ -418,7 +418,7 @@ static void settle_report(struct rbi_search *s)
 
 void rbi_search_begin(struct rbi_search *s)
 {
-    s->fails = SIZE_MAX;
+    s->fails = s->too_large ? s->too_large : SIZE_MAX;
     s->began_ns = s->now();
 }
 
