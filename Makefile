@@ -210,8 +210,9 @@ demo: ## train under a cap that shrinks, recover, and compare with undisturbed t
 TEST_FLAGS =
 test: ## every test (SAN=address,undefined for a sanitizer build)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(TESTS) $(COMMAND)
-	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) $(TESTS) $(TEST_FLAGS)
+	$(SUBMAKE) $(TESTS) $(COMMAND) $(GPT)
+	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) \
+	    $(TESTS) $(TEST_FLAGS)
 
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
@@ -242,8 +243,9 @@ test-sanitizer: kernels ## the kernel tests under compute-sanitizer (SANITIZER_T
 
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
-	$(SUBMAKE) $(TESTS) $(COMMAND)
-	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=40 scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
+	$(SUBMAKE) $(TESTS) $(COMMAND) $(GPT)
+	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=40 \
+	    scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
 
 lint: ## format, banned calls, include order, headers alone as C11 and C++17
 	@scripts/install-deps build lint
