@@ -94,15 +94,25 @@ static bool is_done(const void *user, size_t upper)
     return lessons->search.fits < upper;
 }
 
+/* What it is about was said when it was made: level and kind of size may be others by now. */
+static void leave_model(rebatch *rb, struct rbi_model *model)
+{
+    const struct rbi_oracle lent = rb->oracle;
+    if (rbi_probe_hand_over(rb, model)) {
+        rbi_need_set_oracle(rb, NULL);
+        rebatch_clear_error();
+        return;
+    }
+    rb->oracle.lighten = lent.lighten;
+    rb->oracle.by_cost = lent.by_cost;
+}
+
 static void destroy(void *user)
 {
     struct lessons *lessons = user;
     struct rbi_search *search = &lessons->search;
-    if (rbi_probe_model(lessons->rb) == &search->model &&
-        rbi_probe_hand_over(lessons->rb, &search->model) != REBATCH_OK) {
-        rbi_need_set_oracle(lessons->rb, NULL);
-        rebatch_clear_error();
-    }
+    if (rbi_probe_model(lessons->rb) == &search->model)
+        leave_model(lessons->rb, &search->model);
     rbi_search_release(search);
     rbi_heap_free(lessons);
 }
