@@ -177,6 +177,9 @@ $(BUILD)/bench/kernels: $(BUILD)/bench/kernels.o $(KERNELS)
 $(BUILD)/bench/gpt_budget.o: private FOLDER_CFLAGS := -Iexamples -Ikernels \
     -isystem $(CUDA_HOME)/include
 
+$(BUILD)/bench/gpt_search: $(BUILD)/bench/gpt_search.o $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LIBS) -lmd
+
 $(BUILD)/bench/gpt_recovery: $(BUILD)/bench/gpt_recovery.o $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
@@ -207,8 +210,9 @@ demo: ## train under a cap that shrinks, recover, and compare with undisturbed t
 TEST_FLAGS =
 test: ## every test (SAN=address,undefined for a sanitizer build)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(TESTS) $(COMMAND)
-	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) $(TESTS) $(TEST_FLAGS)
+	$(SUBMAKE) $(TESTS) $(COMMAND) $(GPT)
+	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) \
+	    $(TESTS) $(TEST_FLAGS)
 
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
@@ -239,8 +243,9 @@ test-sanitizer: kernels ## the kernel tests under compute-sanitizer (SANITIZER_T
 
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
-	$(SUBMAKE) $(TESTS) $(COMMAND)
-	@REBATCH_COMMAND=$(COMMAND) REBATCH_TEST_STRIDE=40 scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
+	$(SUBMAKE) $(TESTS) $(COMMAND) $(GPT)
+	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=40 \
+	    scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
 
 lint: ## format, banned calls, include order, headers alone as C11 and C++17
 	@scripts/install-deps build lint
@@ -288,6 +293,11 @@ bench-budget: ## where the time of such a step goes, operation by operation
 	$(SUBMAKE) $(BUILD)/bench/gpt
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/gpt --budget
 
+bench-search: ## the host's part of finding GPT-2's micro-batch, by a probe and by learning
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/gpt_search
+	@$(BUILD)/bench/gpt_search
+
 bench-recovery: ## what an OOM costs at GPT-2's size, and finding the size, beside others (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/gpt_recovery $(BUILD)/bench/gpt_tenant
@@ -323,5 +333,5 @@ Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind \
     lint bench-step bench-pool bench-probe bench-cost bench-cotenant \
-    bench-kernels bench-gpt bench-budget bench-recovery \
+    bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     install test-install clean help FORCE

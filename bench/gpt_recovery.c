@@ -2,15 +2,22 @@
  * of GPT-2 124M: bf16, 1,024 positions, 128 samples a step. Lines:
  *     caps rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES PROBE_MS MICROBATCH_MS PREDICTED_MIB
  *                  MEASURED_MIB COLD_MS STEP_MS
+ *     parts WAY CAP_GIB MS MAPPED_GRANULES MAPPING_MS CALLBACKS_MS
+ *     learn rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES LATER_MICROBATCHES COLD_MS STEP_MS
  *     tenant rebatch SIZE_BEFORE SIZE_AFTER STRUCK_MS STEP_MS REDONE_SAMPLES
  * TRUE is yes when whole steps run at SIZE and not at SIZE + 1 (or SIZE is the batch). COLD_MS is
  * from the start of the probe to the end of the first effective step; STEP_MS an undisturbed one.
+ * learn is a session without a probe, which learns from its first step's micro-batches. Parts say
+ * where the MS of a probe, or of that first step, went: MAPPING_MS into the device's calls that
+ * make and map memory, CALLBACKS_MS into the callbacks but for that; what is left is waiting for
+ * the GPU, and the search.
  *     gpt_recovery TENANT_PROGRAM */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
+#include "device/device.h"
 #include "gpt/error.h"
 #include "gpt/train.h"
 #include "rebatch/rebatch.h"
@@ -40,6 +47,50 @@ static double mib(uint64_t bytes)
     return (double)bytes / 1048576.0;
 }
 
+/* ---- the device's calls that make and map memory, timed ---- */
+
+static struct {
+    const struct rbi_device_ops *inner;
+    struct rbi_device_ops ops;
+    double ms;
+    uint64_t granules;
+} mapping;
+
+static rebatch_status timed_create(void *self, rbi_physical *out, size_t bytes)
+{
+    const double began = now_ms();
+    const rebatch_status status = mapping.inner->create(self, out, bytes);
+    mapping.ms += now_ms() - began;
+    return status;
+}
+
+static rebatch_status timed_map(void *self, void *address, size_t bytes, rbi_physical physical)
+{
+    const double began = now_ms();
+    const rebatch_status status = mapping.inner->map(self, address, bytes, physical);
+    mapping.ms += now_ms() - began;
+    mapping.granules++;
+    return status;
+}
+
+static rebatch_status timed_set_access(void *self, void *address, size_t bytes)
+{
+    const double began = now_ms();
+    const rebatch_status status = mapping.inner->set_access(self, address, bytes);
+    mapping.ms += now_ms() - began;
+    return status;
+}
+
+static void time_mapping(rebatch_device *device)
+{
+    mapping.inner = device->ops;
+    mapping.ops = *device->ops;
+    mapping.ops.create = timed_create;
+    mapping.ops.map = timed_map;
+    mapping.ops.set_access = timed_set_access;
+    device->ops = &mapping.ops;
+}
+
 /* ---- a training ---- */
 
 struct bench {
@@ -50,7 +101,8 @@ struct bench {
     /* the other user of the card strikes when so many micro-batches have run; 0: never */
     unsigned strikes_after, microbatches;
     FILE *tenant;
-    double strike_ms; /* what it took that one: nobody computes, nor frees memory */
+    double strike_ms;   /* what it took that one: nobody computes, nor frees memory */
+    double callback_ms; /* but for mapping */
 };
 
 static rebatch_status open_bench(struct bench *bench, const rebatch_options *options)
@@ -62,6 +114,8 @@ static rebatch_status open_bench(struct bench *bench, const rebatch_options *opt
     train.config.dtype = GPT_BF16;
     if (!status)
         status = rebatch_device_open_cuda(&bench->device, NULL);
+    if (!status)
+        time_mapping(bench->device);
     if (!status)
         status = rebatch_open(&bench->rb, bench->device, options);
     if (!status)
@@ -126,7 +180,9 @@ static rebatch_status zero_grad(void *user)
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct bench *bench = user;
+    const double began = now_ms() - mapping.ms;
     rebatch_status status = gpt_trainer_ops()->forward_backward(mb, bench->trainer);
+    bench->callback_ms += now_ms() - mapping.ms - began;
     if (!status && bench->strikes_after && ++bench->microbatches == bench->strikes_after)
         status = strike(bench);
     return status;
@@ -210,6 +266,55 @@ static size_t moments_bytes(const struct bench *bench)
     return 2 * sizeof(float) * elements;
 }
 
+struct parts {
+    uint64_t granules;
+    double began_ms, mapping_ms, callback_ms;
+};
+
+static struct parts begin_parts(const struct bench *bench)
+{
+    return (struct parts){mapping.granules, now_ms(), mapping.ms, bench->callback_ms};
+}
+
+static void print_parts(const struct bench *bench, const struct parts *before, const char *way,
+                        size_t gib)
+{
+    printf("parts %s %zu %.1f %llu %.1f %.1f\n", way, gib, now_ms() - before->began_ms,
+           (unsigned long long)(mapping.granules - before->granules),
+           mapping.ms - before->mapping_ms, bench->callback_ms - before->callback_ms);
+}
+
+/* The first step of a session that knows nothing, with no probe before it. */
+static rebatch_status bench_learn(size_t gib)
+{
+    struct bench bench = {0};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_step_report first = {0}, second = {0}, later = {0};
+    double cold_ms = 0, second_ms = 0, clean_ms = 0;
+    bool is_true = false;
+    options.pool.limit_bytes = gib << 30;
+    options.learn = REBATCH_ON;
+    rebatch_status status = open_bench(&bench, &options);
+    const struct parts before = begin_parts(&bench);
+    if (!status)
+        status = run_step(&bench, &first, &cold_ms);
+    if (!status)
+        print_parts(&bench, &before, "learn", gib);
+    if (!status) /* in which the size after the first update is run */
+        status = run_step(&bench, &second, &second_ms);
+    if (!status)
+        status = run_clean(&bench, &later, &clean_ms);
+    close_bench(&bench);
+    if (!status)
+        status = check_truth(&is_true, gib << 30, later.micro_after);
+    if (!status)
+        printf("learn rebatch %zu %zu %s %u %u %u %.1f %.1f\n", gib, later.micro_after,
+               is_true ? "yes" : "no", first.ooms + second.ooms + later.ooms, first.microbatches,
+               later.microbatches, cold_ms, clean_ms);
+    fflush(stdout);
+    return status;
+}
+
 static rebatch_status bench_cap(size_t gib, bool shows)
 {
     struct bench bench = {0};
@@ -222,10 +327,12 @@ static rebatch_status bench_cap(size_t gib, bool shows)
     options.pool.limit_bytes = gib << 30;
     rebatch_status status = open_bench(&bench, &options);
     if (!status) {
-        const double began = now_ms();
+        const struct parts before = begin_parts(&bench);
         probing.reserve_bytes = moments_bytes(&bench);
         status = rebatch_probe(bench.rb, &ops, BATCH, &bench, &probing, &probe);
-        probe_ms = now_ms() - began;
+        probe_ms = now_ms() - before.began_ms;
+        if (!status && shows)
+            print_parts(&bench, &before, "probe", gib);
     }
     if (!status)
         status = run_step(&bench, &report, &first_ms);
@@ -319,6 +426,8 @@ int main(int count, char **arguments)
     rebatch_status status = bench_cap(24, false); /* loads kernels and libraries */
     for (size_t i = 0; i < sizeof caps_gib / sizeof *caps_gib && !status; i++)
         status = bench_cap(caps_gib[i], true);
+    for (size_t i = 0; i < sizeof caps_gib / sizeof *caps_gib && !status; i++)
+        status = bench_learn(caps_gib[i]);
     if (!status)
         status = bench_tenant(tenant);
     if (status)

@@ -33,7 +33,7 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(save, "FILE", "write the training's state there at the end")                                 \
     X(save_every, "N", "and after every N steps")                                                  \
     X(resume, "FILE", "go on where that training was, with its settings; --steps counts on")       \
-    X(probe, NULL, "first find the largest micro-batch: settings of the group probe")              \
+    X(probe, NULL, "first find the largest micro-batch, by the settings of the group probe")       \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
     X(cap, "SIZE", "memory of the device, 64MiB for example: REBATCH_DEVICE_CAPACITY")             \
@@ -68,7 +68,8 @@ static void print_help(void)
     printf("  --%-10s %-7s %s\n", spell(#name).letters, argument ? argument : "", text);
     OPTIONS(OPTION)
 #undef OPTION
-    printf("\nGPT_THREADS in the environment is the number of threads that compute, and the\n"
+    printf("\nWhere the settings have a probe.file, it probes as with --probe.\n"
+           "GPT_THREADS in the environment is the number of threads that compute, and the\n"
            "variables of `rebatch config reference` override the settings.\n"
            "exit status: 0 all is well, 1 it failed, 2 wrong usage\n");
 }
@@ -379,11 +380,14 @@ static rebatch_status run_step(struct run *run, rebatch_step_report *out)
     return REBATCH_OK;
 }
 
-static rebatch_status probe(struct run *run)
+/* Asked for, or because the settings name a file that keeps what was found. */
+static rebatch_status probe(struct run *run, bool is_asked)
 {
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
     rebatch_probe_report report;
     rebatch_status status = rebatch_config_probe_options(&options, run->config);
+    if (!status && !is_asked && !options.file)
+        return REBATCH_OK;
     if (!status)
         status = gpt_trainer_probe(run->trainer, &options, &report);
     if (!status)
@@ -425,8 +429,8 @@ static rebatch_status train(struct run *run, const struct request *request)
         if (!status)
             printf("resumed after step %zu\n", trainer->loss_count);
     }
-    if (!status && request->probe)
-        status = probe(run);
+    if (!status)
+        status = probe(run, request->probe);
     while (trainer->loss_count < request->steps && !status) {
         status = run_step(run, &report);
         if (!status)

@@ -103,7 +103,8 @@ typedef enum rebatch_phase {
     X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
     X(TRIAL, INFO, "a probe's trial")                                                              \
     X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
-    X(CRAWL, WARN, "memory goes back to the device and comes again in every micro-batch")
+    X(CRAWL, WARN, "memory goes back to the device and comes again in every micro-batch")          \
+    X(LEARN, INFO, "the memory of those that ran says how large micro-batches may be")
 
 typedef enum rebatch_log_level {
     REBATCH_LOG_DEFAULT = 0, /**< INFO */
@@ -167,9 +168,9 @@ typedef struct rebatch_options {
     rebatch_pool_options pool; /**< of the session's pool; its struct_size may be 0: all defaults */
     rebatch_stream stream;     /**< handed to the callbacks; borrowed; NULL: the default stream */
 
-    size_t micro_start;    /**< first micro-batch size; 0: the effective batch, as one. With
-                                rebatch_step_ops.cost: as many samples of the first batch give the
-                                first budget */
+    size_t micro_start;    /**< first micro-batch size; 0: the effective batch, as one, or what
+                                `learn` finds. With rebatch_step_ops.cost: as many samples of the
+                                first batch give the first budget */
     size_t micro_smallest; /**< never cut smaller than this; 0: 1 sample */
     size_t micro_largest;  /**< never larger than this; 0: the effective batch */
 
@@ -197,12 +198,19 @@ typedef struct rebatch_options {
     uint32_t max_ooms_in_row; /**< OOMs in one step, without a micro-batch or an update in between
                                    that succeeded, with which it gives up; refused admissions do not
                                    count; at most 65536; 0: no bound but max_attempts */
+    rebatch_toggle learn; /**< begin with the smallest micro-batch allowed, and learn from the first
+                               ones how large they may be: default off. A few that grow, and then
+                               the largest that is predicted to fit; predicted again after the first
+                               update, when all that a training keeps is there. They are like any
+                               other: each counts in the update, and nothing is run for a trial, as
+                               it is in rebatch_probe(). It is over when a size is found, by a probe
+                               too. Needs micro_start 0 */
 } rebatch_options;
 #define REBATCH_OPTIONS_INIT                                                                       \
     {                                                                                              \
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
-            NULL, 0, {0}, 0                                                                        \
+            NULL, 0, {0}, 0, REBATCH_DEFAULT                                                       \
     }
 
 /** What one call of rebatch_step() did. */
@@ -227,6 +235,8 @@ typedef struct rebatch_step_report {
     uint32_t crawled;     /**< of the micro-batches that count, those in which at least a quarter of
                                what they needed went back to the device and came again. When all do,
                                the next step's are smaller */
+    uint32_t learned;     /**< of the micro-batches that count, those that rebatch_options.learn has
+                               chosen to learn from */
 } rebatch_step_report;
 
 /** Where guarded state lives. */

@@ -147,12 +147,15 @@ static void fill(rebatch_options *o, const struct rebatch_config *config)
     o->micro_multiple_of = e[RBI_BATCH_MULTIPLE_OF].number;
     memcpy(o->micro_allowed, e[RBI_BATCH_ALLOWED].list, sizeof o->micro_allowed);
     o->max_ooms_in_row = (uint32_t)e[RBI_RECOVERY_MAX_OOMS_IN_ROW].number;
+    o->learn = toggle_of(config, RBI_BATCH_LEARN);
 }
 
 /* How large a caller's struct must be for these settings: members that came later may be missing
  * where they would say what they say anyway. */
 static size_t needed_bytes(const rebatch_options *o)
 {
+    if (o->learn == REBATCH_ON)
+        return offsetof(rebatch_options, learn) + sizeof o->learn;
     if (o->max_ooms_in_row)
         return offsetof(rebatch_options, max_ooms_in_row) + sizeof o->max_ooms_in_row;
     if (o->micro_allowed[0])

@@ -37,6 +37,9 @@ enum rbi_setting_kind {
 #define RBI_SETTINGS(X)                                                                            \
     X(BATCH_START, .key = "batch.start", .kind = RBI_COUNT, .initial = "0",                        \
       .most = RBI_NUMBER_MOST, .help = "The first micro-batch. 0: the effective batch, uncut.")    \
+    X(BATCH_LEARN, .key = "batch.learn", .kind = RBI_SWITCH, .initial = "false",                   \
+      .help = "Begin with the smallest micro-batch, and learn from the first ones how large they " \
+              "may be. Needs batch.start 0.")                                                      \
     X(BATCH_SMALLEST, .key = "batch.smallest", .kind = RBI_COUNT, .initial = "1", .least = 1,      \
       .most = RBI_NUMBER_MOST, .help = "A micro-batch is never cut smaller than this.")            \
     X(BATCH_LARGEST, .key = "batch.largest", .kind = RBI_COUNT, .initial = "0",                    \

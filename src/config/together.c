@@ -114,6 +114,8 @@ rebatch_status rbi_config_check_together(const struct rebatch_config *config)
         status = check_order(config, RBI_BATCH_SMALLEST, RBI_BATCH_LARGEST);
     if (!status && start != 0)
         status = check_order(config, RBI_BATCH_SMALLEST, RBI_BATCH_START);
+    if (!status && start != 0 && config->entries[RBI_BATCH_LEARN].number)
+        status = refuse(config, RBI_BATCH_LEARN, RBI_BATCH_START, "batch.start to be 0 with it");
     if (!status && start != 0 && largest != 0)
         status = check_order(config, RBI_BATCH_START, RBI_BATCH_LARGEST);
     if (!status && largest != 0)

@@ -103,7 +103,9 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
         status = rbi_pool_poll_streams(pool);
     if (status == REBATCH_OK)
         status = top_up(pool, bytes, request.stream);
-    if (status == REBATCH_OOM && (status = rbi_pool_await_streams(pool)) == REBATCH_OK) {
+    if (status == REBATCH_OOM && (status = rbi_pool_await_streams(pool)) == REBATCH_OK)
+        status = top_up(pool, bytes, request.stream); /* of granules that work had still in use */
+    if (status == REBATCH_OOM) {
         size_t released;
         status = rbi_pool_trim_cache(pool, 0, request.stream, &released);
         if (status == REBATCH_OK)

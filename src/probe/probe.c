@@ -178,8 +178,12 @@ const struct rbi_model *rbi_probe_model(const rebatch *rb)
     return rb->oracle.need == foretell ? rb->oracle.user : NULL;
 }
 
-/* The session takes the model over. */
-static rebatch_status hand_over(rebatch *rb, struct rbi_model *model)
+void rbi_probe_lend(rebatch *rb, struct rbi_model *model)
+{
+    rbi_need_set_oracle(rb, &(struct rbi_oracle){foretell, NULL, model, rb->lighten, rb->by_cost});
+}
+
+rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model)
 {
     struct rbi_model *own = rbi_heap_calloc(1, sizeof *own);
     if (!own)
@@ -323,7 +327,9 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
     status = search_with_reserve(search, rb);
     rbi_pieces_release(&search->setting);
     if (!status && search->whole_count > 1)
-        status = hand_over(rb, &search->model);
+        status = rbi_probe_hand_over(rb, &search->model);
+    if (!status)
+        rbi_learn_stop(rb);
     if (!status && rb->by_cost)
         rb->budget = search->report.size;
     else if (!status)
@@ -379,12 +385,13 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
         return status;
     if (saved.size)
         search.hint = round_down(&trials, saved.size);
+    search.too_large = saved.too_large;
     status = run(&search, rb, options->reserve_bytes);
     free_forgotten(&trials);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
     if (!status)
-        rbi_saved_close(&saved, &search.report);
+        rbi_saved_close(&saved, &search.report, search.fails);
     *report = search.report;
     report->saved = saved.state;
     report->saved_size = saved.size;

@@ -245,7 +245,8 @@ struct rbi_search {
     /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
     size_t (*round)(void *user, size_t size);
     size_t (*round_up)(void *user, size_t size);
-    size_t hint; /* found before, within [least, most]; 0: none */
+    size_t hint;      /* found before, within [least, most]; 0: none */
+    size_t too_large; /* known not to fit, above hint; 0: none is */
     uint32_t max_trials;
     uint64_t (*now)(void); /* nanoseconds */
     uint64_t max_ns;       /* no trial begins after so long; 0: no bound */
@@ -268,8 +269,12 @@ struct rbi_search {
     uint64_t began_ns;
 };
 
-/* The model that the last probe of a session has left there; NULL: none. */
+/* The model that the last probe of a session has left there, or that it learns; NULL: none. */
 const struct rbi_model *rbi_probe_model(const rebatch *rb);
+/* The session takes a model over, which is empty then. */
+rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model);
+/* The session asks a model that is kept elsewhere, until it has another one or none. */
+void rbi_probe_lend(rebatch *rb, struct rbi_model *model);
 /* A session's pool, and how its steps will use it. */
 struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 
@@ -280,6 +285,20 @@ struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);
+
+/* The same piece by piece, for one who runs the sizes himself and whose `trial` is NULL: begin,
+ * then next and note in turns. */
+void rbi_search_begin(struct rbi_search *search);
+/* 0: search->fits is the answer, 0 as well when nothing fits. From two sizes on, search->model is
+ * of all that was noted. `most` and `batch` may be others than before. */
+rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
+/* `count` samples ran or, with REBATCH_OOM, did not. Takes the trace over; of what did not run it
+ * may be empty.
+ *  @param peak_bytes  most live in the pool meanwhile */
+void rbi_search_note(struct rbi_search *search, size_t count, rebatch_status status,
+                     const struct rbi_trace *trace, uint64_t peak_bytes);
+/* The last that ran; NULL: none. */
+const struct rbi_trace *rbi_search_latest(const struct rbi_search *search);
 void rbi_search_release(struct rbi_search *search);
 
 #endif

@@ -284,29 +284,52 @@ rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *mode
     return replay_events(out, model, setting, plan);
 }
 
+/* The largest size whose bytes alone, in pieces or not, would find room: a place to begin at, as it
+ * takes no dry run. */
+static rebatch_status guess_largest(size_t *out, const struct rbi_model *model,
+                                    const struct rbi_setting *setting, size_t least, size_t most)
+{
+    size_t available;
+    const rebatch_status status = rebatch_pool_available(&available, setting->pool);
+    while (least < most && !status) {
+        const size_t middle = least + (most - least + 1) / 2;
+        if (rbi_model_need(model, middle) <= available)
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    *out = least;
+    return status;
+}
+
 rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
                                   const struct rbi_setting *setting, size_t least, size_t most,
                                   size_t batch)
 {
     *out = 0;
-    /* fits < least means: none found yet; everything above `most` is known not to fit. */
-    size_t fits = least - 1;
-    size_t step = 1;
-    rebatch_status status = REBATCH_OK;
-    while (fits < most && !status) {
-        const size_t gap = most - fits;
-        const size_t count = fits + rbi_min(step, gap == 1 ? 1 : (gap + 1) / 2);
+    if (least > most)
+        return REBATCH_OK;
+    /* fits < least means: none found yet; everything above `most` is known not to fit. From the
+     * guess on steps double, up or down, until there is one of either kind. */
+    size_t fits = least - 1, fails = most + 1, step = 1, count;
+    rebatch_status status = guess_largest(&count, model, setting, least, most);
+    while (!status) {
         struct rbi_forecast forecast;
         status =
             rbi_replay(&forecast, model, setting, &(struct rbi_plan){count, true, true, batch});
         if (status)
             break;
-        if (forecast.fits) {
+        if (forecast.fits)
             fits = count;
-            step = step > SIZE_MAX / 2 ? step : 2 * step;
-        } else {
-            most = count - 1;
-        }
+        else
+            fails = count;
+        if (fits + 1 >= fails)
+            break;
+        const size_t middle = fits + (fails - fits) / 2;
+        count = fails > most   ? rbi_min(fits + step, most)
+                : fits < least ? rbi_max(fails - rbi_min(step, fails - least), least)
+                               : middle;
+        step = step > SIZE_MAX / 2 ? step : 2 * step;
     }
     if (!status && fits >= least)
         *out = fits;

@@ -94,6 +94,23 @@ static rebatch_status make_key(struct rbi_saved *saved, const rebatch_probe_opti
     return REBATCH_OK;
 }
 
+static rebatch_status look_at_found(struct rbi_saved *saved, size_t least, size_t most)
+{
+    const struct rbi_store_result *found = &saved->found;
+    size_t available;
+    const rebatch_status status = rebatch_pool_available(&available, saved->rb->pool);
+    if (status)
+        return status;
+    saved->room_bytes = available;
+    if (found->size < least || found->size > most) /* 0: there is none */
+        return REBATCH_OK;
+    saved->state = REBATCH_SAVED_HELD;
+    saved->size = found->size;
+    if (saved->room_bytes <= found->room_bytes)
+        saved->too_large = found->too_large;
+    return REBATCH_OK;
+}
+
 rebatch_status rbi_saved_open(struct rbi_saved *saved, rebatch *rb,
                               const rebatch_probe_options *options, size_t least, size_t most,
                               size_t batch)
@@ -104,27 +121,28 @@ rebatch_status rbi_saved_open(struct rbi_saved *saved, rebatch *rb,
     const rebatch_status status = make_key(saved, options, batch);
     if (status)
         return status;
-    struct rbi_store_result found;
     saved->path = options->file;
     saved->state = REBATCH_SAVED_ABSENT;
-    if (rbi_store_find(&found, saved->path, &saved->key)) {
+    if (rbi_store_find(&saved->found, saved->path, &saved->key)) {
         warn(saved);
         saved->state = REBATCH_SAVED_IGNORED;
     }
-    if (found.size < least || found.size > most) /* 0: there is none */
-        return REBATCH_OK;
-    saved->state = REBATCH_SAVED_HELD;
-    saved->size = found.size;
-    return REBATCH_OK;
+    return look_at_found(saved, least, most);
 }
 
-void rbi_saved_close(struct rbi_saved *saved, const rebatch_probe_report *report)
+void rbi_saved_close(struct rbi_saved *saved, const rebatch_probe_report *report, size_t too_large)
 {
-    if (!saved->path || report->size == saved->size)
+    struct rbi_store_result result = {.size = report->size,
+                                      .peak_bytes = report->measured_peak_bytes};
+    if (too_large != SIZE_MAX) {
+        result.too_large = too_large;
+        result.room_bytes = saved->room_bytes;
+    }
+    const bool is_known = too_large == SIZE_MAX || too_large == saved->too_large;
+    if (!saved->path || (report->size == saved->size && is_known))
         return;
-    if (saved->size)
+    if (saved->size && report->size != saved->size)
         saved->state = REBATCH_SAVED_REPLACED;
-    const struct rbi_store_result result = {report->size, report->measured_peak_bytes};
     if (rbi_store_put(saved->path, &saved->key, &result))
         warn(saved);
 }

@@ -20,6 +20,14 @@ static struct rbi_trace *latest_trace(struct rbi_search *s)
     return NULL;
 }
 
+const struct rbi_trace *rbi_search_latest(const struct rbi_search *s)
+{
+    for (size_t i = 0; i < s->whole_count; i++)
+        if (s->whole[i].count == s->latest)
+            return &s->whole[i];
+    return NULL;
+}
+
 /* One a size; the smallest and the largest tell most. */
 static void keep_trace(struct rbi_search *s, const struct rbi_trace *trace)
 {
@@ -55,29 +63,48 @@ static void succeed(struct rbi_search *s, const struct rbi_trace *trace, uint64_
         s->foretold_bytes == peak_bytes ? REBATCH_CONFIDENCE_EXACT : REBATCH_CONFIDENCE_AFFINE;
 }
 
+/* The largest that ran does not fit after all: the one below it that did is the best known. */
+static void give_up_fits(struct rbi_search *s)
+{
+    s->fails = s->fits;
+    s->runs_of_fits = 0;
+    size_t below = s->least < s->fails ? s->least : 0;
+    for (size_t i = 0; i < s->whole_count; i++)
+        if (s->whole[i].count < s->fails)
+            below = s->whole[i].count;
+    s->fits = below;
+}
+
+void rbi_search_note(struct rbi_search *s, size_t count, rebatch_status status,
+                     const struct rbi_trace *trace, uint64_t peak_bytes)
+{
+    s->report.trials += count != s->tried;
+    s->report.microbatches++;
+    s->tried = count;
+    s->is_model_made = false;
+    if (status == REBATCH_OK) {
+        succeed(s, trace, peak_bytes);
+        return;
+    }
+    s->report.ooms++;
+    while (s->fits >= count)
+        give_up_fits(s);
+    s->fails = count;
+    rbi_trace_release(&s->cut);
+    s->cut = *trace;
+}
+
 /* REBATCH_OK also after an OOM: s->fits says whether it ran. */
 static rebatch_status try_size(struct rbi_search *s, size_t count)
 {
     struct rbi_trace trace = {0};
     uint64_t peak_bytes = 0;
-    s->report.trials += count != s->tried;
-    s->report.microbatches++;
-    s->tried = count;
-    s->is_model_made = false;
     const rebatch_status status = s->trial(&trace, &peak_bytes, s->user, count, latest_trace(s));
-    if (status == REBATCH_OK) {
-        succeed(s, &trace, peak_bytes);
-        return REBATCH_OK;
-    }
-    if (status != REBATCH_OOM) {
+    if (status && status != REBATCH_OOM)
         rbi_trace_release(&trace);
-        return status;
-    }
-    s->report.ooms++;
-    s->fails = count;
-    rbi_trace_release(&s->cut);
-    s->cut = trace;
-    return REBATCH_OK;
+    else
+        rbi_search_note(s, count, status, &trace, peak_bytes);
+    return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
 /* ---- prediction ---- */
@@ -209,19 +236,14 @@ static rebatch_status forecast(struct rbi_forecast *out, struct rbi_search *s,
  * what a micro-batch leaves to the next, then is in the way. A smaller one is looked for. */
 static rebatch_status judge_fits(struct rbi_search *s)
 {
-    struct rbi_forecast steps;
-    const rebatch_status status =
-        forecast(&steps, s, &(struct rbi_plan){s->fits, false, true, s->batch});
-    if (status || steps.fits || s->fits == s->least)
-        return status;
-    s->fails = s->fits;
-    s->runs_of_fits = 0;
-    size_t below = s->least;
-    for (size_t i = 0; i < s->whole_count; i++)
-        if (s->whole[i].count < s->fails)
-            below = s->whole[i].count;
-    s->fits = below;
-    return REBATCH_OK;
+    for (;;) {
+        struct rbi_forecast steps;
+        const rebatch_status status =
+            forecast(&steps, s, &(struct rbi_plan){s->fits, false, true, s->batch});
+        if (status || steps.fits || s->fits <= s->least)
+            return status;
+        give_up_fits(s);
+    }
 }
 
 /* Readies the pool for a size, and says what it will need. */
@@ -394,10 +416,24 @@ static void settle_report(struct rbi_search *s)
 
 /* ---- the whole ---- */
 
+void rbi_search_begin(struct rbi_search *s)
+{
+    s->fails = s->too_large ? s->too_large : SIZE_MAX;
+    s->began_ns = s->now();
+}
+
+rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
+{
+    *out = s->report.microbatches == 0 ? s->least : 0;
+    if (s->report.microbatches == 0 || s->fits == 0)
+        return REBATCH_OK;
+    const rebatch_status status = s->whole_count > 1 ? make_model(s) : REBATCH_OK;
+    return status || !may_go_on(s) ? status : choose_next(out, s);
+}
+
 rebatch_status rbi_search_run(struct rbi_search *s)
 {
-    s->fails = SIZE_MAX;
-    s->began_ns = s->now();
+    rbi_search_begin(s);
     rebatch_status status = try_size(s, s->least);
     if (!status && s->fits == 0)
         return REBATCH_E_EXHAUSTED;

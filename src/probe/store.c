@@ -109,16 +109,30 @@ static const char *read_number(uint64_t *out, const char *at, const char *end, c
     return at > first && at < end && *at == ' ' ? at + 1 : NULL;
 }
 
-/* Fields behind these may come with a later version of the library. */
+/* What was too large is said only where it is known. */
+static void read_bound(struct rbi_store_result *out, const char *at, const char *end)
+{
+    uint64_t size = 0, room = 0;
+    at = read_number(&size, at, end, "too_large=");
+    if (!at || size <= out->size || size > SIZE_MAX || !read_number(&room, at, end, "room_bytes="))
+        return;
+    out->too_large = (size_t)size;
+    out->room_bytes = room;
+}
+
+/* Fields behind these may come with a later version of the library, and are none of an older. */
 static bool read_result(struct rbi_store_result *out, const char *at, const char *end)
 {
     uint64_t size = 0;
+    *out = (struct rbi_store_result){0};
     at = read_number(&size, at, end, "size=");
-    if (!at || size == 0 || size > SIZE_MAX ||
-        !read_number(&out->peak_bytes, at, end, "peak_bytes="))
+    if (!at || size == 0 || size > SIZE_MAX)
         return false;
     out->size = (size_t)size;
-    return true;
+    at = read_number(&out->peak_bytes, at, end, "peak_bytes=");
+    if (at)
+        read_bound(out, at, end);
+    return at != NULL;
 }
 
 static void add_entry(struct rbi_text *t, const struct rbi_store_key *key,
@@ -131,8 +145,11 @@ static void add_entry(struct rbi_text *t, const struct rbi_store_key *key,
         (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", &utc);
     const size_t from = t->length;
     add_key(t, key);
-    rbi_text_add(t, "size=%zu peak_bytes=%" PRIu64 " found=%s", result->size, result->peak_bytes,
-                 when);
+    rbi_text_add(t, "size=%zu peak_bytes=%" PRIu64 " ", result->size, result->peak_bytes);
+    if (result->too_large)
+        rbi_text_add(t, "too_large=%zu room_bytes=%" PRIu64 " ", result->too_large,
+                     result->room_bytes);
+    rbi_text_add(t, "found=%s", when);
     if (t->length < t->size)
         rbi_text_add(t, SUM_FIELD "%016" PRIx64 "\n", checksum(t->text + from, t->length - from));
 }

@@ -18,6 +18,10 @@ struct rbi_store_key {
 struct rbi_store_result {
     size_t size; /* the micro-batch; at least 1 */
     uint64_t peak_bytes;
+    /* The smallest size that was run and did not fit, and what there was to be had when that probe
+     * began: with no more of it, it does not fit now. 0, 0: not known. */
+    size_t too_large;
+    uint64_t room_bytes;
 };
 
 /* Looks a result up.

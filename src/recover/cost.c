@@ -73,6 +73,7 @@ void rbi_budget_begin(rebatch *rb)
     if (!rb->by_cost || rb->has_budget)
         return;
     rb->has_budget = true;
-    const size_t start = rb->options.micro_start;
+    const size_t start =
+        rb->learning.is_on ? rbi_round_size_up(&rb->options, 1) : rb->options.micro_start;
     rb->budget = start && start < rb->batch ? cost_of(rb, 0, start) : SIZE_MAX;
 }

@@ -38,7 +38,8 @@ static bool is_oom(rebatch_event_kind kind)
 {
     return kind != REBATCH_EVENT_STEP && kind != REBATCH_EVENT_GROW &&
            kind != REBATCH_EVENT_GROWTH_FAILED && kind != REBATCH_EVENT_CRAWL &&
-           kind != REBATCH_EVENT_TRIAL && kind != REBATCH_EVENT_PROBE_FILE;
+           kind != REBATCH_EVENT_TRIAL && kind != REBATCH_EVENT_PROBE_FILE &&
+           kind != REBATCH_EVENT_LEARN;
 }
 
 /* Where it struck, and how much was missing. */

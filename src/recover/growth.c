@@ -95,8 +95,7 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
     return rbi_max(larger, size);
 }
 
-/* A larger size that has room; the same where there is none. */
-static size_t larger_size(rebatch *rb)
+size_t rbi_growth_larger(rebatch *rb)
 {
     const size_t size = size_now(rb);
     const size_t upper = rb->by_cost ? SIZE_MAX : rbi_micro_upper(rb, rb->batch);
@@ -136,7 +135,7 @@ void rbi_growth_step_done(rebatch *rb, size_t batch)
     }
     if (!is_cut(rb, batch))
         return;
-    const size_t larger = larger_size(rb);
+    const size_t larger = rbi_growth_larger(rb);
     if (larger > size)
         grow_to(rb, larger, 0);
 }

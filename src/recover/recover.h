@@ -131,9 +131,63 @@ struct rbi_growth {
 
 /* At the end of a step that succeeded. */
 void rbi_growth_step_done(rebatch *rb, size_t batch);
+/* A larger size that has room; the same where there is none. */
+size_t rbi_growth_larger(rebatch *rb);
 /* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean
  * steps count anew. */
 void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
+
+/* ---- learning (learn.c) ---- */
+
+/* Somebody who makes a memory model of micro-batches that he watches, and says which size tells him
+ * most. Sizes are in samples; all that fit are below all that do not. */
+struct rbi_teacher {
+    /* Which size is to run next, at most `upper` of a batch of `batch`; 0: the largest that ran and
+     * fits now is the answer. Any failure ends his teaching. */
+    rebatch_status (*next)(size_t *out, void *user, size_t upper, size_t batch);
+    /* A micro-batch of `count` samples begins, and ends. */
+    void (*begin)(void *user, size_t count);
+    rebatch_status (*end)(void *user, size_t count, rebatch_status status);
+    /* One that was not watched ran out of memory, or was not started for want of it. */
+    void (*failed)(void *user, size_t count);
+    /* The largest that ran and fits now; 0: none. */
+    size_t (*largest)(const void *user);
+    /* No other size can be told from what will run. */
+    bool (*is_done)(const void *user, size_t upper);
+    /* Leaves the session what he knows. */
+    void (*destroy)(void *user);
+    void *user; /* NULL: there is none */
+};
+/* Models are the layer above: this one call of it, defined there, is how a session that learns gets
+ * its teacher. */
+rebatch_status rbi_teacher_create(struct rbi_teacher *out, rebatch *rb);
+
+struct rbi_learning {
+    bool is_on;
+    bool is_settled;  /* no other size is looked for in this step */
+    bool has_failed;  /* an OOM in this step: the ladder chooses */
+    bool is_watched;  /* the micro-batch that runs */
+    size_t chosen;    /* size of the micro-batch to learn from; 0: none */
+    size_t upper;     /* what limits and batch allowed, and fitted; 0: learning is not over */
+    unsigned lighten; /* the level when it began */
+    struct rbi_teacher teacher;
+};
+
+/* The session begins to learn. */
+rebatch_status rbi_learn_start(rebatch *rb);
+/* The size is known, or not to be known. */
+void rbi_learn_stop(rebatch *rb);
+/* A step begins. */
+void rbi_learn_begin_step(rebatch *rb);
+/* Before a micro-batch is cut: sets its size. */
+void rbi_learn_choose(rebatch *rb);
+/* Around an attempt of `count` samples. */
+void rbi_learn_begin(rebatch *rb, size_t count);
+void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status);
+/* It was not started for want of memory. */
+void rbi_learn_refused(rebatch *rb, size_t count);
+/* At the end of a step that succeeded: true while learning goes on, and sizes are its own. */
+bool rbi_learn_step_done(rebatch *rb);
 
 /* ---- callbacks (attempt.c) ---- */
 
@@ -208,6 +262,7 @@ struct rebatch {
     size_t known_next; /* the entry to give up next */
     size_t known_last; /* the entry learned last */
     struct rbi_crawl crawl;
+    struct rbi_learning learning;
     struct rbi_oracle oracle; /* need is NULL: there is none */
     double oracle_factor;     /* the most that was needed for what it foretold, by cost */
     struct rbi_guard guards[RBI_MAX_GUARDS];

@@ -16,12 +16,17 @@ static rebatch_status check_options(const rebatch_options *o)
         status = rbi_check_toggle(o->lighten, "lighten");
     if (!status)
         status = rbi_check_toggle(o->growth, "growth");
+    if (!status)
+        status = rbi_check_toggle(o->learn, "learn");
     if (status)
         return status;
     if (o->on_oom > REBATCH_ON_OOM_FIT)
         return rbi_error(REBATCH_E_INVALID,
                          "on_oom is %d: expected REBATCH_ON_OOM_HALVE, _STOP or _FIT",
                          (int)o->on_oom);
+    if (o->learn == REBATCH_ON && o->micro_start)
+        return rbi_error(REBATCH_E_INVALID,
+                         "learn is on and micro_start is %zu: expected 0 with it", o->micro_start);
     if (o->log_level > REBATCH_LOG_DEBUG)
         return rbi_error(REBATCH_E_INVALID, "log_level is %d: expected at most %d",
                          (int)o->log_level, (int)REBATCH_LOG_DEBUG);
@@ -94,6 +99,8 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     status = rebatch_pool_create(&rb->pool, device, &o.pool);
     if (!status)
         status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
+    if (!status && o.learn == REBATCH_ON)
+        status = rbi_learn_start(rb);
     if (status)
         goto fail;
     *out = rb;
@@ -108,6 +115,7 @@ void rebatch_close(rebatch *rb)
 {
     if (!rb)
         return;
+    rbi_learn_stop(rb);
     rbi_need_set_oracle(rb, NULL);
     rbi_guards_release(rb);
     rebatch_pool_destroy(rb->pool);

@@ -72,13 +72,17 @@ static rebatch_status try_samples(rebatch *rb, const rebatch_microbatch *mb)
     if (status)
         return status;
     rb->report.attempts++;
-    return rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb, 0);
+    rbi_learn_begin(rb, mb->count);
+    status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb, 0);
+    rbi_learn_end(rb, mb->count, status);
+    return status;
 }
 
 /* Nothing ran, so there is nothing to run again. */
 static rebatch_status refused(rebatch *rb, const struct progress *progress,
                               const rebatch_microbatch *mb)
 {
+    rbi_learn_refused(rb, mb->count);
     return rbi_ladder_next(
         rb, &(struct rbi_strike){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
@@ -111,6 +115,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     if (!status)
         status = zero_grad(rb);
     rbi_crawl_restart(rb);
+    rb->report.learned = 0;
     const uint64_t now = rbi_now_ns();
     *progress = (struct progress){.began_ns = now, .attempt_ns = now};
     return status;
@@ -136,7 +141,9 @@ static rebatch_status accumulate(rebatch *rb)
     struct progress progress = {.began_ns = now, .attempt_ns = now};
     rebatch_microbatch mb = {
         .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
+    rbi_learn_begin_step(rb);
     while (progress.next < rb->batch) {
+        rbi_learn_choose(rb);
         mb.first = progress.next;
         mb.count = rbi_cut(rb, progress.next);
         rb->size = rbi_size_of(rb, mb.first, mb.count);
@@ -252,7 +259,9 @@ static rebatch_status run(rebatch *rb)
 
 static void succeed(rebatch *rb)
 {
-    if (!rbi_crawl_step_done(rb))
+    if (rbi_crawl_step_done(rb))
+        rbi_learn_stop(rb); /* what was learned is of memory, not of time */
+    else if (!rbi_learn_step_done(rb))
         rbi_growth_step_done(rb, rb->batch);
     rebatch_event event = {.kind = REBATCH_EVENT_STEP,
                            .batch = rb->batch,

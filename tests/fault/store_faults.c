@@ -23,7 +23,7 @@ static size_t find(const struct rbi_store_key *key)
 
 static rebatch_status put(const struct rbi_store_key *key, size_t size)
 {
-    const struct rbi_store_result result = {size, size};
+    const struct rbi_store_result result = {.size = size, .peak_bytes = size};
     return rbi_store_put(NAME, key, &result);
 }
 

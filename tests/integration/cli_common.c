@@ -9,25 +9,44 @@
 #include "unit/config_files.h"
 
 char cli_command[PATH_MAX];
+char cli_gpt[PATH_MAX];
+
+static void find(char found[PATH_MAX], const char *variable)
+{
+    const char *path = getenv(variable);
+    cr_assert(path != NULL, "%s does not name the command: use make test", variable);
+    cr_assert(realpath(path, found) != NULL, "%s is not there", path);
+}
 
 void cli_enter(void)
 {
-    const char *path = getenv("REBATCH_COMMAND");
-    cr_assert(path != NULL, "REBATCH_COMMAND does not name the command: use make test");
-    cr_assert(realpath(path, cli_command) != NULL, "%s is not there", path);
+    find(cli_command, "REBATCH_COMMAND");
+    find(cli_gpt, "REBATCH_GPT");
     config_enter();
+}
+
+static struct run run_line(const char *line)
+{
+    config_write("out", "");
+    config_write("error", "");
+    const int status = system(line);
+    cr_assert(WIFEXITED(status), "%s", line);
+    return (struct run){WEXITSTATUS(status), config_read("out"), config_read("error")};
 }
 
 struct run cli_run(const char *setup, const char *verb, const char *arguments)
 {
     static char line[4 * PATH_MAX];
-    config_write("out", "");
-    config_write("error", "");
     (void)snprintf(line, sizeof line, "exec 2>error >out; %s exec '%s' %s %s", setup, cli_command,
                    verb, arguments);
-    const int status = system(line);
-    cr_assert(WIFEXITED(status), "%s", arguments);
-    return (struct run){WEXITSTATUS(status), config_read("out"), config_read("error")};
+    return run_line(line);
+}
+
+struct run cli_run_program(const char *program, const char *arguments)
+{
+    static char line[4 * PATH_MAX];
+    (void)snprintf(line, sizeof line, "exec 2>error >out; exec '%s' %s", program, arguments);
+    return run_line(line);
 }
 
 void done(struct run *r)

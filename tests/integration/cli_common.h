@@ -7,7 +7,10 @@
 /* The program that REBATCH_COMMAND names, as an absolute path; from cli_enter() on. */
 extern char cli_command[PATH_MAX];
 
-/* Finds it, and goes into a folder of the test's own, which config_leave() removes. */
+/* The reference model's, that REBATCH_GPT names. */
+extern char cli_gpt[PATH_MAX];
+
+/* Finds them, and goes into a folder of the test's own, which config_leave() removes. */
 void cli_enter(void);
 
 /* What a run of the command left behind. */
@@ -19,6 +22,8 @@ struct run {
 /* Runs it with `verb` and what a shell makes of `arguments` after `setup`; out and error go to
  * files unless they say else. */
 struct run cli_run(const char *setup, const char *verb, const char *arguments);
+/* The same of any program, without a verb or setup. */
+struct run cli_run_program(const char *program, const char *arguments);
 void done(struct run *r);
 
 #endif

@@ -80,6 +80,7 @@ Test(cli_config, show)
     expect("config show a.cfg", 0,
            "batch = {\n"
            "    start           = 64;         # REBATCH_BATCH_START\n"
+           "    learn           = false;      # default\n"
            "    smallest        = 1;          # default\n"
            "    largest         = 0;          # default\n"
            "    multiple_of     = 1;          # default\n"

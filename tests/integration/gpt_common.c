@@ -130,6 +130,7 @@ void run_open(struct run *run, const struct run_options *options)
         ASSERT_OK(rebatch_stream_create(&run->stream, run->device));
     rebatch_options session = REBATCH_OPTIONS_INIT;
     session.micro_start = options->micro;
+    session.learn = options->learns ? REBATCH_ON : REBATCH_OFF;
     session.growth = REBATCH_OFF;
     session.stream = run->stream;
     session.pool.caching = options->uncached ? REBATCH_OFF : REBATCH_ON;

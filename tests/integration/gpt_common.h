@@ -76,6 +76,7 @@ struct run_options {
     size_t micro;              /* first micro-batch; 0: the whole batch */
     bool uncached;             /* every allocation goes to the device */
     bool own_stream;           /* not the default one */
+    bool learns;               /* rebatch_options.learn */
     const struct gpt_ops *ops; /* NULL: the host's */
 };
 

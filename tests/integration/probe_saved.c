@@ -262,6 +262,51 @@ Test(probe_saved, nothing_is_saved_when_nothing_fits)
     bed_close(&bed);
 }
 
+/* The callback's own wall: the model of the pool's memory says each time that more fits. */
+static rebatch_probe_report probe_at_wall(size_t wall, size_t other_bytes)
+{
+    struct bed bed;
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    void *other;
+    options.file = NAME;
+    options.key = "walled";
+    options.max_trials = 12;
+    bed_open_typical(&bed, MIB(20), NULL);
+    bed.load.wall = wall;
+    cr_assert_eq(rebatch_pool_alloc(&other, rebatch_get_pool(bed.rb), other_bytes, NULL, 0),
+                 REBATCH_OK);
+    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(bed.rb), other), REBATCH_OK);
+    const rebatch_probe_report report = bed.report;
+    bed_close(&bed);
+    return report;
+}
+
+Test(probe_saved, what_was_too_large_is_not_run_again)
+{
+    const rebatch_probe_report first = probe_at_wall(11, 0);
+    cr_assert_eq(first.size, 11);
+    cr_assert_gt(first.ooms, 0);
+    const rebatch_probe_report again = probe_at_wall(11, 0);
+    cr_assert_eq(again.saved, REBATCH_SAVED_HELD);
+    cr_assert_eq(again.size, 11);
+    cr_assert_eq(again.ooms, 0, "12 were run once");
+    cr_assert_eq(again.microbatches, 2);
+    const rebatch_probe_report less = probe_at_wall(11, MIB(2));
+    cr_assert_eq(less.ooms, 0, "with less memory it does not fit either");
+    cr_assert_eq(less.size, 11);
+}
+
+Test(probe_saved, with_more_room_what_was_too_large_is_run)
+{
+    const rebatch_probe_report first = probe_at_wall(11, MIB(2));
+    cr_assert_eq(first.size, 11);
+    const rebatch_probe_report more = probe_at_wall(0, 0);
+    cr_assert_eq(more.saved, REBATCH_SAVED_REPLACED);
+    cr_assert_gt(more.size, 11);
+    cr_assert_eq(more.ooms, 0);
+}
+
 /* ---- predictions ---- */
 
 static rebatch_prediction predict(struct bed *bed, size_t size, size_t batch)

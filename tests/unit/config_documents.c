@@ -139,6 +139,7 @@ Test(config_documents, defaults_are_those_of_the_headers)
         const char *key, *header, *member, *says, *initial;
     } list[] = {
         {"batch.start", "step.h", "size_t micro_start;", "0: the effective batch", "0"},
+        {"batch.learn", "step.h", "rebatch_toggle learn;", "default off", "false"},
         {"batch.smallest", "step.h", "size_t micro_smallest;", "0: 1 sample", "1"},
         {"batch.largest", "step.h", "size_t micro_largest;", "0: the effective batch", "0"},
         {"batch.multiple_of", "step.h", "size_t micro_multiple_of;", "0: of 1", "1"},

@@ -77,6 +77,9 @@ Test(config_errors, wrong_types)
          "t.cfg:2: batch.start is \"64\", text: expected a whole number, 0 or more"},
         {"batch = { start = true; };",
          "t.cfg:1: batch.start is true, a boolean: expected a whole number, 0 or more"},
+        {"batch = { start = 8; learn = true; };",
+         "batch.learn is true (t.cfg:1) and batch.start is 8 (t.cfg:1): expected batch.start to be "
+         "0 with it"},
         {"batch = { start = 1.5; };", "t.cfg:1: batch.start is 1.5, a number with a fraction: "
                                       "expected a whole number, 0 or more"},
         {"memory = { caching = 1; };",

@@ -19,6 +19,7 @@ static const struct value {
     const char *file, *variable, *initial;
 } values[] = {
     {"batch.start", "96", "96", "0"},
+    {"batch.learn", "true", "true", "false"},
     {"batch.smallest", "2", "2", "1"},
     {"batch.largest", "128", "128", "0"},
     {"batch.multiple_of", "32", "32", "1"},
@@ -280,6 +281,7 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->grow_after == e->grow_after);
     cr_expect(o->grow_wait_max == e->grow_wait_max);
     cr_expect(o->log_level == e->log_level);
+    cr_expect(o->learn == e->learn);
 }
 
 static void on_event(const rebatch_event *event, void *user)
@@ -302,6 +304,7 @@ Test(config_load, options_at_the_defaults)
         .grow_after = 16,
         .grow_wait_max = 1024,
         .log_level = REBATCH_LOG_INFO,
+        .learn = REBATCH_OFF,
     };
     rebatch_config *config = load(NULL);
     rebatch_options options = REBATCH_OPTIONS_INIT;
@@ -337,10 +340,12 @@ Test(config_load, options_of_every_setting)
         .grow_after = 3,
         .grow_wait_max = 100,
         .log_level = REBATCH_LOG_DEBUG,
+        .learn = REBATCH_OFF,
     };
     for (size_t i = 0; i < VALUES; i++)
         setenv(rbi_setting_variable(&rbi_settings[i]).name, values[i].variable, 1);
     unsetenv("REBATCH_MEMORY_CACHING"); /* off does not go with a guard */
+    unsetenv("REBATCH_BATCH_LEARN");    /* nor does it with a size to start with */
     rebatch_config *config = load(NULL);
     int user = 0;
     rebatch_stream stream = (rebatch_stream)(void *)&user; /* never used: only kept */
@@ -392,6 +397,7 @@ Test(config_load, options_of_one_setting_at_a_time)
         size_t at, size;
     } members[] = {
         MEMBER("batch.start", micro_start),
+        MEMBER("batch.learn", learn),
         MEMBER("batch.smallest", micro_smallest),
         MEMBER("batch.largest", micro_largest),
         MEMBER("batch.multiple_of", micro_multiple_of),
@@ -513,6 +519,7 @@ Test(config_load, options_of_an_older_program)
         {"REBATCH_BATCH_MULTIPLE_OF", "8", offsetof(rebatch_options, micro_multiple_of)},
         {"REBATCH_BATCH_ALLOWED", "8", offsetof(rebatch_options, micro_allowed)},
         {"REBATCH_RECOVERY_MAX_OOMS_IN_ROW", "8", offsetof(rebatch_options, max_ooms_in_row)},
+        {"REBATCH_BATCH_LEARN", "true", offsetof(rebatch_options, learn)},
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
         rebatch_options options = REBATCH_OPTIONS_INIT;

@@ -40,7 +40,7 @@ static size_t find(const struct rbi_store_key *key)
 
 static void put(const struct rbi_store_key *key, size_t size)
 {
-    const struct rbi_store_result result = {size, 1000 * size};
+    const struct rbi_store_result result = {.size = size, .peak_bytes = 1000 * size};
     cr_assert_eq(rbi_store_put(NAME, key, &result), REBATCH_OK, "%s", rebatch_last_error());
 }
 
@@ -224,7 +224,7 @@ Test(probe_store, a_bad_line_costs_no_other_entry_and_is_kept_beside)
 static void expect_left_alone(const char *text, const char *words)
 {
     struct rbi_store_result result;
-    const struct rbi_store_result mine = {7, 7};
+    const struct rbi_store_result mine = {.size = 7, .peak_bytes = 7};
     config_write(NAME, text);
     cr_assert_eq(rbi_store_find(&result, NAME, &gpt), REBATCH_E_PARSE);
     cr_assert_eq(result.size, 0);
@@ -263,7 +263,7 @@ Test(probe_store, an_empty_file_is_one_without_entries)
 static void expect_io(const char *path, const char *words)
 {
     struct rbi_store_result result;
-    const struct rbi_store_result mine = {7, 7};
+    const struct rbi_store_result mine = {.size = 7, .peak_bytes = 7};
     const rebatch_status found = rbi_store_find(&result, path, &gpt);
     cr_assert_eq(result.size, 0);
     if (words) {
@@ -330,7 +330,8 @@ static void write_entries(int writer)
     for (int i = 0; i < ENTRIES_EACH; i++) {
         (void)snprintf(name, sizeof name, "writer %d entry %d", writer, i);
         const struct rbi_store_key key = other(name);
-        const struct rbi_store_result result = {(size_t)(100 * writer + i + 1), 1};
+        const struct rbi_store_result result = {.size = (size_t)(100 * writer + i + 1),
+                                                .peak_bytes = 1};
         if (rbi_store_put(NAME, &key, &result))
             _exit(1);
     }
@@ -378,6 +379,23 @@ Test(probe_store, who_cannot_have_the_lock_gives_up_and_leaves_the_file)
     cr_assert_eq(find(&gpt), 4);
 }
 
+Test(probe_store, what_was_too_large_is_kept_with_its_size)
+{
+    const struct rbi_store_result bounded = {17, 1000, 19, 5000}, without = {18, 1000, 0, 0};
+    const struct rbi_store_key second = other("second");
+    struct rbi_store_result result;
+    cr_assert_eq(rbi_store_put(NAME, &gpt, &bounded), REBATCH_OK);
+    put(&second, 3);
+    cr_assert_eq(rbi_store_find(&result, NAME, &gpt), REBATCH_OK);
+    cr_assert(result.size == 17 && result.peak_bytes == 1000);
+    cr_assert(result.too_large == 19 && result.room_bytes == 5000);
+    cr_assert_eq(rbi_store_find(&result, NAME, &second), REBATCH_OK);
+    cr_assert(result.size == 3 && result.too_large == 0 && result.room_bytes == 0);
+    cr_assert_eq(rbi_store_put(NAME, &gpt, &without), REBATCH_OK);
+    cr_assert_eq(rbi_store_find(&result, NAME, &gpt), REBATCH_OK);
+    cr_assert(result.size == 18 && result.too_large == 0 && result.room_bytes == 0);
+}
+
 /* The file of a version that is out must be readable for ever: this one was written by 0.1.0. The
  * checksum is CRC-64/XZ, whose check value, of "123456789", is 995dc9bbdf1939fa. */
 Test(probe_store, the_format_stays)
@@ -391,4 +409,5 @@ Test(probe_store, the_format_stays)
     cr_assert_eq(rbi_store_find(&result, NAME, &key), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(result.size, 17);
     cr_assert_eq(result.peak_bytes, 8146944);
+    cr_assert_eq(result.too_large, 0, "that came later");
 }

@@ -1,0 +1,141 @@
+/* Owns the teacher of a session that learns from real micro-batches: it watches them as a probe
+ * watches its trials, and has the same search say which size is next.
+ * Must not know when a micro-batch runs, or what is done about an OOM. */
+#include "probe/probe.h"
+#include "recover/recover.h"
+
+/* Micro-batches that are watched, at the most: a search that has found nothing in so many will not
+ * find more. */
+#define LESSONS_MOST 8
+
+struct lessons {
+    rebatch *rb;
+    struct rbi_search search;
+    struct rbi_trace trace; /* of the micro-batch that runs */
+    uint64_t live_before;   /* it */
+};
+
+static size_t round_down(void *user, size_t size)
+{
+    const rebatch *rb = user;
+    return rbi_round_size(&rb->options, size);
+}
+
+static size_t round_up(void *user, size_t size)
+{
+    const rebatch *rb = user;
+    return rbi_round_size_up(&rb->options, size);
+}
+
+static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch)
+{
+    struct lessons *lessons = user;
+    struct rbi_search *search = &lessons->search;
+    rebatch *rb = lessons->rb;
+    search->least = rbi_min(rbi_round_size_up(&rb->options, 1), upper);
+    search->most = upper;
+    search->batch = batch;
+    search->setting = rbi_probe_setting(rb, search->least);
+    const rebatch_status status = rbi_search_next(out, search);
+    if (status)
+        rbi_need_set_oracle(rb, NULL);
+    else if (search->whole_count > 1)
+        rbi_probe_lend(rb, &search->model);
+    return status;
+}
+
+static void begin(void *user, size_t count)
+{
+    struct lessons *lessons = user;
+    rebatch_pool_stats stats = {0};
+    (void)rebatch_pool_get_stats(&stats, lessons->rb->pool);
+    lessons->live_before = stats.live_bytes;
+    rbi_trace_begin(&lessons->trace, lessons->rb->pool, count);
+}
+
+static rebatch_status end(void *user, size_t count, rebatch_status status)
+{
+    struct lessons *lessons = user;
+    rebatch *rb = lessons->rb;
+    struct rbi_trace *trace = &lessons->trace;
+    const rebatch_status ended =
+        rbi_trace_end(trace, rb->pool, rbi_search_latest(&lessons->search));
+    const struct rbi_need *need = rbi_need_find(rb, count, rb->lighten);
+    if (ended || (status && status != REBATCH_OOM)) {
+        rbi_trace_release(trace);
+        return ended;
+    }
+    trace->is_whole = status == REBATCH_OK;
+    if (trace->is_whole)
+        trace->peak_bytes = need ? need->bytes : 0;
+    else if (rb->failure.asked_bytes)
+        rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
+    rbi_search_note(&lessons->search, count, status, trace,
+                    lessons->live_before + trace->peak_bytes);
+    *trace = (struct rbi_trace){0};
+    return REBATCH_OK;
+}
+
+static void failed(void *user, size_t count)
+{
+    struct lessons *lessons = user;
+    rbi_search_note(&lessons->search, count, REBATCH_OOM, &(struct rbi_trace){0}, 0);
+}
+
+static size_t largest(const void *user)
+{
+    const struct lessons *lessons = user;
+    return lessons->search.fits;
+}
+
+static bool is_done(const void *user, size_t upper)
+{
+    const struct lessons *lessons = user;
+    return lessons->search.fits < upper;
+}
+
+/* What it is about was said when it was made: level and kind of size may be others by now. */
+static void leave_model(rebatch *rb, struct rbi_model *model)
+{
+    const struct rbi_oracle lent = rb->oracle;
+    if (rbi_probe_hand_over(rb, model)) {
+        rbi_need_set_oracle(rb, NULL);
+        rebatch_clear_error();
+        return;
+    }
+    rb->oracle.lighten = lent.lighten;
+    rb->oracle.by_cost = lent.by_cost;
+}
+
+static void destroy(void *user)
+{
+    struct lessons *lessons = user;
+    struct rbi_search *search = &lessons->search;
+    if (rbi_probe_model(lessons->rb) == &search->model)
+        leave_model(lessons->rb, &search->model);
+    rbi_search_release(search);
+    rbi_heap_free(lessons);
+}
+
+rebatch_status rbi_teacher_create(struct rbi_teacher *out, rebatch *rb)
+{
+    struct lessons *lessons = rbi_heap_calloc(1, sizeof *lessons);
+    if (!lessons)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to learn the micro-batch size");
+    lessons->rb = rb;
+    lessons->search = (struct rbi_search){.user = rb,
+                                          .round = round_down,
+                                          .round_up = round_up,
+                                          .max_trials = LESSONS_MOST,
+                                          .now = rbi_now_ns};
+    rbi_search_begin(&lessons->search);
+    *out = (struct rbi_teacher){.next = next,
+                                .begin = begin,
+                                .end = end,
+                                .failed = failed,
+                                .largest = largest,
+                                .is_done = is_done,
+                                .destroy = destroy,
+                                .user = lessons};
+    return REBATCH_OK;
+}

@@ -1,0 +1,216 @@
+/* Owns the learning of the micro-batch size from real micro-batches: when which size runs, and when
+ * it is over. Must not know how memory is modelled. */
+#include "recover/recover.h"
+
+/* ---- beginning and end ---- */
+
+rebatch_status rbi_learn_start(rebatch *rb)
+{
+    const rebatch_status status = rbi_teacher_create(&rb->learning.teacher, rb);
+    if (status)
+        return status;
+    rb->learning.is_on = true;
+    rb->micro = rbi_round_size_up(&rb->options, 1);
+    return REBATCH_OK;
+}
+
+/* Without one, sizes double as long as there is room. */
+static void dismiss_teacher(struct rbi_learning *learning)
+{
+    if (learning->teacher.user)
+        learning->teacher.destroy(learning->teacher.user);
+    learning->teacher.user = NULL;
+    learning->is_watched = false;
+}
+
+void rbi_learn_stop(rebatch *rb)
+{
+    dismiss_teacher(&rb->learning);
+    rb->learning = (struct rbi_learning){.is_on = false};
+}
+
+/* ---- which size ---- */
+
+static void set_size(rebatch *rb, size_t size)
+{
+    rebatch_event event = {.kind = REBATCH_EVENT_LEARN,
+                           .batch = rb->batch,
+                           .micro_before = rbi_micro_size(rb, rb->batch),
+                           .lighten_before = rb->lighten,
+                           .lighten_after = rb->lighten,
+                           .cost_before = rbi_budget(rb)};
+    if (rb->by_cost)
+        rb->budget = size;
+    else
+        rb->micro = size;
+    event.micro_after = rbi_micro_size(rb, rb->batch);
+    event.cost_after = rbi_budget(rb);
+    if (event.micro_before != event.micro_after || event.cost_before != event.cost_after)
+        rbi_event_emit(rb, &event);
+}
+
+/* 0: there is none to ask, or he has just been dismissed, or he knows what he wanted to know. What
+ * ends his teaching ends no step, so its sentence is of no use. */
+static size_t ask_teacher(rebatch *rb)
+{
+    struct rbi_learning *learning = &rb->learning;
+    size_t size = 0;
+    if (!learning->teacher.user)
+        return 0;
+    const size_t upper = rbi_micro_upper(rb, rb->batch);
+    if (learning->teacher.next(&size, learning->teacher.user, upper, rb->batch)) {
+        rebatch_clear_error();
+        dismiss_teacher(learning);
+        return 0;
+    }
+    return size;
+}
+
+static bool has_run(const rebatch *rb)
+{
+    return rb->known[rb->known_last].size != 0;
+}
+
+/* Twice as much as ran, when that is predicted to fit; 0: it is not. */
+static size_t choose_double(rebatch *rb)
+{
+    const size_t size = rb->by_cost ? rb->budget : rbi_micro_size(rb, rb->batch);
+    if (!has_run(rb))
+        return size;
+    const size_t larger = rbi_growth_larger(rb);
+    return larger > size ? larger : 0;
+}
+
+static size_t choose(rebatch *rb)
+{
+    size_t size = ask_teacher(rb);
+    if (!rb->learning.teacher.user)
+        size = choose_double(rb);
+    return size;
+}
+
+/* Where the teacher is done for now, what he has found. */
+static size_t largest_found(const rebatch *rb)
+{
+    const struct rbi_teacher *teacher = &rb->learning.teacher;
+    return teacher->user ? teacher->largest(teacher->user) : 0;
+}
+
+void rbi_learn_choose(rebatch *rb)
+{
+    struct rbi_learning *learning = &rb->learning;
+    if (!learning->is_on)
+        return;
+    learning->chosen = 0;
+    if (learning->is_settled)
+        return;
+    if (learning->has_failed) { /* the ladder has chosen, and that tells something too */
+        learning->chosen = rbi_micro_size(rb, rb->batch);
+        return;
+    }
+    learning->chosen = choose(rb);
+    learning->is_settled = learning->chosen == 0;
+    const size_t size = learning->chosen ? learning->chosen : largest_found(rb);
+    if (size)
+        set_size(rb, size);
+}
+
+/* ---- what runs ---- */
+
+void rbi_learn_begin_step(rebatch *rb)
+{
+    struct rbi_learning *learning = &rb->learning;
+    if (!learning->is_on)
+        return;
+    learning->has_failed = false;
+    learning->is_settled = learning->upper && rbi_micro_upper(rb, rb->batch) <= learning->upper;
+    if (rb->by_cost) /* whose samples differ: a line over cost tells enough of them */
+        dismiss_teacher(learning);
+    if (rb->lighten != learning->lighten)
+        rbi_learn_stop(rb);
+}
+
+void rbi_learn_begin(rebatch *rb, size_t count)
+{
+    struct rbi_learning *learning = &rb->learning;
+    learning->is_watched = learning->chosen && learning->teacher.user && learning->chosen == count;
+    if (learning->is_watched)
+        learning->teacher.begin(learning->teacher.user, count);
+}
+
+static void settle_after(rebatch *rb, rebatch_status status)
+{
+    struct rbi_learning *learning = &rb->learning;
+    learning->is_watched = false;
+    if (status != REBATCH_OOM) {
+        learning->is_settled |= learning->has_failed;
+        return;
+    }
+    learning->has_failed = true;
+    if (!learning->teacher.user || learning->upper)
+        rbi_learn_stop(rb); /* the ladder and growth know as much */
+}
+
+void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
+{
+    struct rbi_learning *learning = &rb->learning;
+    if (!learning->is_on)
+        return;
+    if (status == REBATCH_OK)
+        rb->report.learned += learning->chosen != 0 && (rb->by_cost || learning->chosen == count);
+    if (learning->is_watched) {
+        if (learning->teacher.end(learning->teacher.user, count, status)) {
+            rebatch_clear_error();
+            dismiss_teacher(learning);
+        }
+    } else if (status == REBATCH_OOM && learning->teacher.user) {
+        learning->teacher.failed(learning->teacher.user, count);
+    }
+    settle_after(rb, status);
+}
+
+void rbi_learn_refused(rebatch *rb, size_t count)
+{
+    struct rbi_learning *learning = &rb->learning;
+    if (!learning->is_on)
+        return;
+    if (learning->teacher.user)
+        learning->teacher.failed(learning->teacher.user, count);
+    settle_after(rb, REBATCH_OOM);
+}
+
+/* ---- after the update ---- */
+
+/* Whether a larger batch could be answered better. */
+static bool is_done(const rebatch *rb)
+{
+    const struct rbi_learning *learning = &rb->learning;
+    const size_t upper = rbi_micro_upper(rb, rb->batch);
+    if (learning->teacher.user)
+        return learning->teacher.is_done(learning->teacher.user, upper);
+    return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, rb->batch) < upper;
+}
+
+bool rbi_learn_step_done(rebatch *rb)
+{
+    struct rbi_learning *learning = &rb->learning;
+    if (!learning->is_on)
+        return false;
+    if (rb->lighten != learning->lighten) {
+        rbi_learn_stop(rb);
+        return false;
+    }
+    if (learning->upper && learning->is_settled)
+        return true;
+    learning->upper = 0;
+    const size_t next = choose(rb);
+    const size_t size = next ? next : largest_found(rb);
+    if (size)
+        set_size(rb, size);
+    if (next)
+        return true;
+    learning->upper = rbi_micro_upper(rb, rb->batch);
+    if (is_done(rb))
+        rbi_learn_stop(rb);
+    return rb->learning.is_on;
+}

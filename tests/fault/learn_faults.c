@@ -1,0 +1,186 @@
+/* Owns the fault tests of sessions that learn: every heap call and every device call failing in the
+ * first steps, once and for ever.
+ * Must not know how a size is found. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "base/base.h"
+#include "rebatch/rebatch.h"
+
+#define SAMPLE_BYTES ((size_t)96 << 10)
+#define CAPACITY_BYTES ((size_t)40 * (64 << 10))
+#define BATCH 32
+#define STEPS 3
+
+struct trainer {
+    rebatch_device *host, *device;
+    rebatch *rb;
+    void *moments;
+    uint32_t marks[BATCH]; /* how often each sample is in the accumulators */
+    uint32_t updates;
+};
+
+static rebatch_status take(const struct trainer *t, void **out, size_t bytes)
+{
+    return rebatch_pool_alloc(out, rebatch_get_pool(t->rb), bytes, NULL, 0);
+}
+
+static rebatch_status zero_grad(void *user)
+{
+    struct trainer *t = user;
+    rebatch_mutating(t->rb);
+    for (size_t i = 0; i < BATCH; i++)
+        t->marks[i] = 0;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    void *activations;
+    rebatch_status status = take(t, &activations, SAMPLE_BYTES * mb->count);
+    if (status)
+        return status;
+    rebatch_mutating(t->rb);
+    for (size_t i = mb->first; i < mb->first + mb->count; i++)
+        t->marks[i]++;
+    return rebatch_pool_free(mb->pool, activations);
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct trainer *t = user;
+    void *moments = t->moments;
+    if (!moments) {
+        const rebatch_status status = take(t, &moments, 200000);
+        if (status)
+            return status;
+    }
+    rebatch_mutating(t->rb);
+    t->moments = moments;
+    t->updates++;
+    for (size_t i = 0; i < BATCH; i++)
+        cr_assert_eq(t->marks[i], 1, "sample %zu counts %u times", i, t->marks[i]);
+    return REBATCH_OK;
+}
+
+static const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                     .zero_grad = zero_grad,
+                                     .forward_backward = forward_backward,
+                                     .optimizer_step = optimizer_step,
+                                     .flags = REBATCH_DECLARES_MUTATION};
+
+static void set_up(struct trainer *t)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    *t = (struct trainer){.updates = 0};
+    options.learn = REBATCH_ON;
+    options.grow_after = 1;
+    cr_assert_eq(rebatch_device_open_host(&t->host, CAPACITY_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&t->device, t->host, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+}
+
+/* Whatever happened, the session goes on, and nothing has leaked. */
+static void tear_down(struct trainer *t)
+{
+    rebatch_memory_info info;
+    rebatch_step_report report;
+    for (int i = 0; i < 8; i++)
+        cr_assert_eq(rebatch_step(t->rb, &ops, BATCH, t, &report), REBATCH_OK, "%s",
+                     rebatch_last_error());
+    cr_assert_eq(report.ooms, 0);
+    cr_assert_geq(report.micro_after, 13, "%zu of 26 that fit", report.micro_after);
+    rebatch_close(t->rb);
+    cr_assert_eq(rebatch_device_memory(t->host, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0);
+    rebatch_device_close(t->device);
+    rebatch_device_close(t->host);
+}
+
+static void check(rebatch_status status, rebatch_status failure, uint64_t nth)
+{
+    cr_assert(status == REBATCH_OK || status == failure || status == REBATCH_E_EXHAUSTED,
+              "call %d: %s: %s", (int)nth, rebatch_status_name(status), rebatch_last_error());
+}
+
+/* ---- host memory ---- */
+
+/* What the pool itself needs may fail a step; what learning needs may not: not to record what is
+ * allocated, nor to make a model of it, nor to copy the pool for a dry run. */
+static void check_blame(rebatch_status status)
+{
+    static const char *const needs[] = {"record", "model", "copy", "dry run", "learn"};
+    for (size_t i = 0; i < sizeof needs / sizeof *needs && status; i++)
+        cr_assert(!strstr(rebatch_last_error(), needs[i]), "%s", rebatch_last_error());
+}
+
+static void fail_heap(uint64_t times)
+{
+    for (uint64_t nth = 1, made = UINT64_MAX; nth <= made; nth++) {
+        struct trainer t;
+        set_up(&t);
+        const uint64_t calls = rbi_heap_calls();
+        rbi_heap_fail(nth, times);
+        for (int i = 0; i < STEPS; i++) {
+            const rebatch_status status = rebatch_step(t.rb, &ops, BATCH, &t, NULL);
+            check(status, REBATCH_E_HOST_OOM, nth);
+            check_blame(status);
+        }
+        rbi_heap_fail(0, 0);
+        if (times > 1 && rbi_heap_calls() - calls < nth)
+            made = nth;
+        if (times == 1)
+            made = rbi_heap_calls() - calls;
+        tear_down(&t);
+        cr_assert_lt(nth, 20000, "there is no end to the calls");
+        nth += nth > 300 ? nth / 16 : 0; /* dry runs all make the same calls */
+    }
+}
+
+Test(learn_faults, every_heap_call_fails)
+{
+    fail_heap(1);
+    fail_heap(UINT64_MAX);
+}
+
+/* ---- device calls ---- */
+
+static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times)
+{
+    for (uint64_t nth = 1, failed = 1; failed > 0; nth++) {
+        struct trainer t;
+        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+        plan.calls = calls;
+        plan.nth = nth;
+        plan.times = times;
+        plan.status = failure;
+        set_up(&t);
+        cr_assert_eq(rebatch_fault_arm(t.device, &plan), REBATCH_OK);
+        for (int i = 0; i < STEPS; i++)
+            check(rebatch_step(t.rb, &ops, BATCH, &t, NULL), failure, nth);
+        cr_assert_eq(rebatch_fault_counts(t.device, NULL, &failed), REBATCH_OK);
+        cr_assert_eq(rebatch_fault_arm(t.device, NULL), REBATCH_OK);
+        tear_down(&t);
+        cr_assert_lt(nth, 3000, "there is no end to the calls");
+    }
+}
+
+Test(learn_faults, every_device_call_fails)
+{
+    static const struct {
+        uint32_t calls;
+        rebatch_status status;
+    } kinds[] = {{0, REBATCH_OOM},
+                 {REBATCH_FAULT_RESERVE, REBATCH_E_DEVICE},
+                 {REBATCH_FAULT_MAP, REBATCH_E_DEVICE},
+                 {REBATCH_FAULT_ACCESS, REBATCH_E_DEVICE},
+                 {REBATCH_FAULT_STREAM, REBATCH_E_DEVICE},
+                 {REBATCH_FAULT_EVENT, REBATCH_E_DEVICE},
+                 {REBATCH_FAULT_LAST_ERROR, REBATCH_E_DEVICE}};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        fail_device(kinds[i].calls, kinds[i].status, 1);
+        fail_device(kinds[i].calls, kinds[i].status, REBATCH_FAULT_FOREVER);
+    }
+}

@@ -1,0 +1,88 @@
+/* Owns the tests of the reference model's program that need it whole: which settings it goes by.
+ * Must not know the library's inside: it runs the program that REBATCH_GPT names. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "cli_common.h"
+#include "unit/config_files.h"
+
+/* The text that it trains on is made up; seed 1 of the program. */
+static void enter(void)
+{
+    char text[4096 + 1];
+    cli_enter();
+    for (size_t i = 0; i < sizeof text - 1; i++)
+        text[i] = (char)('a' + (i * i + i / 7) % 26);
+    text[sizeof text - 1] = '\0';
+    config_write("text", text);
+}
+
+TestSuite(cli_gpt, .init = enter, .fini = config_leave);
+
+/* Two steps of 16 under 4 MiB; what is printed, with the hash last. */
+static char *train(const char *settings, const char *options)
+{
+    char line[256];
+    config_write("t.cfg", settings);
+    (void)snprintf(line, sizeof line,
+                   "--preset tiny --data text --batch 16 --steps 2 --cap 4MiB --config t.cfg %s",
+                   options);
+    const struct run r = cli_run_program(cli_gpt, line);
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    free(r.error);
+    return r.out;
+}
+
+static const char *hash_of(const char *out)
+{
+    const char *hash = strstr(out, "sha256=");
+    cr_assert_not_null(hash, "%s", out);
+    return hash;
+}
+
+Test(cli_gpt, a_file_in_the_settings_is_used_and_filled)
+{
+    static const char settings[] = "probe: { file = \"found\"; key = \"mine\"; };";
+    char *plain = train("log: { level = \"info\"; };", "");
+    cr_assert_null(strstr(plain, "probe:"), "%s", plain);
+    char *first = train(settings, "");
+    cr_assert(strstr(first, "the file has no size for this"), "%s", first);
+    char *found = config_read("found");
+    cr_assert(strstr(found, "key=\"mine\""), "%s", found);
+    char *again = train(settings, "");
+    cr_assert(strstr(again, "the size in the file was run, and is the one"), "%s", again);
+    cr_assert_str_eq(hash_of(first), hash_of(plain), "a probe changes no bit");
+    cr_assert_str_eq(hash_of(again), hash_of(plain));
+    free(plain);
+    free(first);
+    free(found);
+    free(again);
+}
+
+Test(cli_gpt, the_settings_bound_a_probe_that_was_asked_for)
+{
+    char *one = train("probe: { max_trials = 1; };", "--probe");
+    cr_assert(strstr(one, "probe: micro-batch 1 in 1 trials"), "%s", one);
+    cr_assert(access("found", F_OK) != 0);
+    char *more = train("log: { level = \"info\"; };", "--probe");
+    cr_assert_null(strstr(more, "in 1 trials"), "%s", more);
+    cr_assert_str_eq(hash_of(one), hash_of(more));
+    free(one);
+    free(more);
+}
+
+Test(cli_gpt, it_learns_where_the_settings_say_so)
+{
+    char *learned = train("batch: { learn = true; };", "");
+    cr_assert(strstr(learned, "the memory of those that ran says how large micro-batches may be"),
+              "%s", learned);
+    cr_assert_null(strstr(learned, "out of memory"), "%s", learned);
+    char *plain = train("log: { level = \"info\"; };", "");
+    cr_assert(strstr(plain, "out of memory"), "%s", plain);
+    cr_assert_str_eq(hash_of(learned), hash_of(plain));
+    free(learned);
+    free(plain);
+}

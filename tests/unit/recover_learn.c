@@ -1,0 +1,68 @@
+/* Owns the test that what was learned stays about the level that it was learned at.
+ * Must not know how memory is modelled. */
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+#include "recover/recover.h"
+
+#define KIB(n) ((size_t)(n) << 10)
+
+struct trainer {
+    rebatch *rb;
+    unsigned level;
+    uint32_t ran; /* from the third on it answers REBATCH_OOM until it is lighter */
+};
+
+static rebatch_status nothing(void *user)
+{
+    const struct trainer *t = user;
+    rebatch_mutating(t->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    void *block;
+    if (++t->ran > 2 && t->level == 0)
+        return REBATCH_OOM;
+    const rebatch_status status =
+        rebatch_pool_alloc(&block, mb->pool, mb->count * (KIB(96) >> t->level), mb->stream, 0);
+    if (status)
+        return status;
+    rebatch_mutating(t->rb);
+    return rebatch_pool_free(mb->pool, block);
+}
+
+static rebatch_status lighten(unsigned level, void *user)
+{
+    struct trainer *t = user;
+    t->level = level;
+    return level <= 1 ? REBATCH_OK : REBATCH_E_UNSUPPORTED;
+}
+
+/* Two sizes are learned from, then nothing fits until it is lighter. */
+Test(recover_learn, a_model_stays_about_its_level)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = nothing,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = nothing,
+                                  .lighten = lighten,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    struct trainer t = {.level = 0};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_device *device;
+    rebatch_step_report report;
+    options.learn = REBATCH_ON;
+    cr_assert_eq(rebatch_device_open_host(&device, KIB(4096), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t.rb, device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_step(t.rb, &ops, 64, &t, &report), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(t.rb->lighten, 1);
+    cr_assert_not_null(t.rb->oracle.need);
+    cr_assert_eq(t.rb->oracle.lighten, 0);
+    cr_assert_geq(t.rb->oracle.need(t.rb->oracle.user, 10), 10 * KIB(96));
+    cr_assert(!rbi_need_has_oracle(t.rb, 1) && rbi_need_has_oracle(t.rb, 0));
+    rebatch_close(t.rb);
+    rebatch_device_close(device);
+}
