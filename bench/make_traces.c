@@ -396,6 +396,190 @@ static void write_churn(struct writer *w)
     }
 }
 
+/* Gradients accumulate over four micro-batches of different lengths before each update, in fp32
+ * beside weights in bf16. Layers are of two widths in turns; the update casts a weight at a time and
+ * has scratch as large as the weight for it. */
+static void write_accumulation(struct writer *w)
+{
+    const struct shape shapes[2] = {{18, 1152, 18, 64000}, {18, 1664, 26, 64000}};
+    enum { STEPS = 6, PARTS = 4, LAYERS = 18 };
+    uint64_t sizes[LAYER_WEIGHTS];
+    uint64_t layer[LAYERS][LAYER_ACTIVATIONS];
+    uint64_t gradients[LAYERS][LAYER_WEIGHTS];
+    for (int copy = 0; copy < 2; copy++) /* in bf16, then the masters in fp32 */
+        for (int i = 0; i < LAYERS; i++) {
+            layer_weights(sizes, &shapes[i % 2], copy ? FP32 : BF16);
+            for (int k = 0; k < LAYER_WEIGHTS; k++)
+                take(w, sizes[k]);
+        }
+    for (int step = 0; step < STEPS; step++) {
+        for (int part = 0; part < PARTS; part++) {
+            const uint64_t tokens = 4 * sequence_length(w, 128, 1024);
+            for (int i = 0; i < LAYERS; i++)
+                take_layer(w, layer[i], &shapes[i % 2], tokens);
+            const uint64_t logits = take(w, tokens * shapes[0].vocabulary * BF16);
+            const uint64_t losses = take(w, tokens * FP32);
+            give(w, logits);
+            for (int i = LAYERS - 1; i >= 0; i--) {
+                layer_weights(sizes, &shapes[i % 2], FP32);
+                for (int k = LAYER_WEIGHTS - 1; k >= 0; k--) {
+                    const uint64_t gradient = take(w, sizes[k] / 2);
+                    if (part == 0)
+                        gradients[i][k] = take(w, sizes[k]);
+                    give(w, gradient);
+                }
+                give_layer(w, layer[i], &shapes[i % 2], tokens);
+            }
+            give(w, losses);
+        }
+        for (int i = 0; i < LAYERS; i++) {
+            layer_weights(sizes, &shapes[i % 2], FP32);
+            for (int k = 0; k < LAYER_WEIGHTS; k++) {
+                if (step == 0) { /* the moments */
+                    take(w, sizes[k]);
+                    take(w, sizes[k]);
+                }
+                give(w, take(w, sizes[k]));
+                give(w, gradients[i][k]);
+            }
+        }
+    }
+}
+
+/* A mixture of experts: which expert gets how many of a layer's tokens is different in every layer
+ * and step, to the token. Every expert keeps three tensors of its share for its backward pass. */
+static void write_experts(struct writer *w)
+{
+    const struct shape m = {12, 1024, 16, 32000};
+    enum { STEPS = 8, LAYERS = 12, EXPERTS = 8, KEPT = 3 };
+    take_weights(w, &m, BF16, 1);
+    for (int i = 0; i < LAYERS * EXPERTS; i++)
+        for (int k = 0; k < 6; k++) /* weights, gradients and moments of two matrices */
+            take(w, 3584 * m.width * BF16);
+    uint64_t layer[LAYERS][LAYER_ACTIVATIONS];
+    uint64_t kept[LAYERS][EXPERTS][KEPT];
+    uint64_t routed[LAYERS];
+    uint64_t share[LAYERS][EXPERTS];
+    for (int step = 0; step < STEPS; step++) {
+        const uint64_t tokens = 8 * sequence_length(w, 256, 1024);
+        for (int i = 0; i < LAYERS; i++) {
+            take_layer(w, layer[i], &m, tokens);
+            routed[i] = take(w, 2 * tokens * m.width * BF16);
+            uint64_t left = 2 * tokens;
+            for (int e = 0; e < EXPERTS; e++) {
+                const uint64_t even = left / (uint64_t)(EXPERTS - e);
+                share[i][e] = e + 1 == EXPERTS ? left : between(w, even / 3, even + even / 2);
+                left -= share[i][e];
+                kept[i][e][0] = take(w, share[i][e] * m.width * BF16);
+                kept[i][e][1] = take(w, share[i][e] * 3584 * BF16);
+                const uint64_t scratch = take(w, share[i][e] * 3584 * BF16);
+                kept[i][e][2] = take(w, share[i][e] * m.width * BF16);
+                give(w, scratch);
+            }
+        }
+        for (int i = LAYERS - 1; i >= 0; i--) {
+            for (int e = 0; e < EXPERTS; e++) {
+                const uint64_t wide = take(w, share[i][e] * 3584 * BF16);
+                const uint64_t thin = take(w, share[i][e] * m.width * BF16);
+                for (int k = KEPT - 1; k >= 0; k--)
+                    give(w, kept[i][e][k]);
+                give(w, wide);
+                give(w, thin);
+            }
+            give(w, routed[i]);
+            give_layer(w, layer[i], &m, tokens);
+        }
+    }
+}
+
+/* Inference: a request's prompt is read in one go, with scratch for all its tokens, and then its
+ * cache grows by a piece for 192 tokens and layer at a time until the answer is complete. */
+static void write_serving(struct writer *w)
+{
+    const struct shape m = {20, 3072, 24, 32000};
+    enum { LAYERS = 20, REQUESTS = 10, ROUNDS = 160, PIECE = 192, PIECES = 16 };
+    take_weights(w, &m, BF16, 0);
+    struct {
+        uint64_t prompt[LAYERS], pieces[PIECES][LAYERS];
+        uint64_t count, most;
+        bool runs;
+    } requests[REQUESTS] = {0};
+    for (int round = 0; round < ROUNDS; round++) {
+        const size_t r = (size_t)between(w, 0, REQUESTS - 1);
+        if (!requests[r].runs) {
+            const uint64_t tokens = between(w, 17, 150) * between(w, 3, 21);
+            const uint64_t hidden = take(w, tokens * m.width * BF16);
+            for (int i = 0; i < LAYERS; i++) {
+                const uint64_t qkv = take(w, 3 * tokens * m.width * BF16);
+                requests[r].prompt[i] = take(w, 2 * tokens * m.width / 4 * BF16);
+                const uint64_t wide = take(w, tokens * 8192 * BF16);
+                give(w, qkv);
+                give(w, wide);
+            }
+            give(w, hidden);
+            requests[r].count = 0;
+            requests[r].most = between(w, 1, PIECES);
+            requests[r].runs = true;
+        } else if (requests[r].count < requests[r].most) {
+            for (int i = 0; i < LAYERS; i++)
+                requests[r].pieces[requests[r].count][i] = take(w, PIECE * m.width / 2 * BF16);
+            requests[r].count++;
+        } else {
+            for (int i = 0; i < LAYERS; i++) {
+                give(w, requests[r].prompt[i]);
+                for (uint64_t k = 0; k < requests[r].count; k++)
+                    give(w, requests[r].pieces[k][i]);
+            }
+            requests[r].runs = false;
+        }
+        give(w, take(w, REQUESTS * m.vocabulary * FP32));
+    }
+}
+
+/* Training on images of any size and aspect: a pyramid of convolutions whose feature maps halve in
+ * each direction as channels double, odd sizes rounded up, and heads on every level. */
+static void write_images(struct writer *w)
+{
+    enum { STEPS = 24, LEVELS = 5, BLOCKS = 4, KEPT = 3 };
+    uint64_t weights = 9 * 64 * 64;
+    for (int l = 0; l < LEVELS; l++, weights *= 4)
+        for (int i = 0; i < 4 * BLOCKS; i++) { /* weights, gradients, two moments */
+            take(w, weights * FP32);
+            take(w, (UINT64_C(64) << l) * FP32);
+        }
+    for (int step = 0; step < STEPS; step++) {
+        uint64_t kept[LEVELS][BLOCKS][KEPT];
+        uint64_t heads[LEVELS];
+        uint64_t height = between(w, 480, 1100);
+        uint64_t width = between(w, 480, 1400);
+        const uint64_t image = take(w, 2 * 3 * height * width * FP32);
+        uint64_t map[LEVELS];
+        for (int l = 0; l < LEVELS; l++) {
+            height = (height + 1) / 2;
+            width = (width + 1) / 2;
+            map[l] = 2 * (UINT64_C(64) << l) * height * width * FP32;
+            for (int i = 0; i < BLOCKS; i++) {
+                kept[l][i][0] = take(w, map[l]);
+                const uint64_t workspace = take(w, map[l] / 3 + (UINT64_C(1) << 20));
+                kept[l][i][1] = take(w, map[l]);
+                kept[l][i][2] = take(w, (UINT64_C(64) << l) * 2 * FP32);
+                give(w, workspace);
+            }
+            heads[l] = take(w, 2 * 85 * 3 * height * width * FP32);
+        }
+        for (int l = LEVELS - 1; l >= 0; l--) {
+            give(w, heads[l]);
+            for (int i = BLOCKS - 1; i >= 0; i--) {
+                const uint64_t gradient = take(w, map[l]);
+                for (int k = KEPT - 1; k >= 0; k--)
+                    give(w, kept[l][i][k]);
+                give(w, gradient);
+            }
+        }
+        give(w, image);
+    }
+}
+
 /* ---- all of them ---- */
 
 static const struct recipe {
@@ -414,6 +598,11 @@ static const struct recipe {
      write_adapters},
     {"growing-cache", 5, "generation with caches that grow by concatenation", write_growing_cache},
     {"churn", 6, "10,000 blocks of 512 B to 1 GiB in any order, 48 GiB in use", write_churn},
+    {"accumulation", 7, "layers of two widths, gradients of four micro-batches a step, AdamW",
+     write_accumulation},
+    {"experts", 8, "12 layers of 8 experts, which share the tokens unevenly", write_experts},
+    {"serving", 9, "20 layers, prompts of any length, caches that grow by pieces", write_serving},
+    {"images", 10, "a pyramid of convolutions over images of any size", write_images},
 };
 
 int main(int count, char **arguments)

@@ -52,6 +52,8 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->medium_bytes = from->medium_bytes;
     to->large_bytes = from->large_bytes;
     to->fast_bytes = from->fast_bytes;
+    to->care_bytes = from->care_bytes;
+    to->room_parts = from->room_parts;
     to->ranges_made = from->ranges_made;
     to->births = from->births;
     to->depth = from->depth;

@@ -170,7 +170,9 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
         rbi_quick_flush(pool, stream);
         block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
     }
-    return block ? rbi_block_take(pool, block, bytes) : NULL;
+    if (!block || (zone != RBI_ZONE_ANY && rbi_pool_wants_care(pool, block, bytes)))
+        return NULL;
+    return rbi_block_take(pool, block, bytes);
 }
 
 struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block)

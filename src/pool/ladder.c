@@ -51,6 +51,7 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     const size_t free_bytes =
         own.free_bytes > pool->headroom_bytes ? own.free_bytes - pool->headroom_bytes : 0;
     *room = rbi_min(allowed, free_bytes) & ~(pool->granule_bytes - 1);
+    pool->room_parts = *room / (rbi_min(limit, own.total_bytes) / RBI_POOL_ROOM_PARTS + 1);
     return REBATCH_OK;
 }
 
@@ -133,6 +134,7 @@ struct growth {
     bool no_remap;                        /* fresh ones before free ones */
     bool in_chunks;                       /* fresh ones in chunks, where there is plenty */
     bool by_remap;                        /* out: no fresh memory was needed */
+    bool from_cache;                      /* out: nothing was mapped for it */
     bool at_end;                          /* out: what is served is at the end of what was found */
 };
 
@@ -140,6 +142,9 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
                                   const struct growth *growth)
 {
     const size_t bytes = growth->bytes;
+    if (pool->care_bytes != SIZE_MAX &&
+        rbi_window_find_with_care(window, pool, bytes, growth->stream))
+        return REBATCH_OK;
     if (rbi_window_find(window, pool, bytes, growth->stream))
         return REBATCH_OK;
     size_t whole;
@@ -194,6 +199,16 @@ static bool has_plenty(rebatch_pool *pool, size_t bytes)
     return room > kept && bytes <= room - kept;
 }
 
+/* Whether a place is worth a longer search: in the beginning, when what a training keeps for good
+ * finds its place, and as long as memory is scarce. */
+static bool wants_care(const rebatch_pool *pool, bool plenty)
+{
+    if (plenty)
+        return false;
+    return pool->births < SETTLED_BIRTHS ||
+           pool->room_parts * 1000 < (size_t)pool->keep_room_permille * RBI_POOL_ROOM_PARTS;
+}
+
 /* What is to be kept free of the room stays for granules, which go wherever they are needed. */
 static size_t chunks_within(rebatch_pool *pool, size_t lacking, size_t room)
 {
@@ -246,6 +261,8 @@ static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool, st
                                   struct rbi_window *window)
 {
     growth->at_end = window->at_end;
+    growth->from_cache = window->granules == 0 && window->first == window->last &&
+                         window->first->stream == growth->stream;
     rbi_window_hold(pool, window);
     const rebatch_status status = gather(pool, growth, window->granules);
     if (status != REBATCH_OK) {
@@ -364,6 +381,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
     } else {
         struct rbi_block *block = NULL;
         const bool plenty = has_plenty(pool, request->bytes);
+        rbi_pool_set_care(pool, wants_care(pool, plenty));
         growth.no_remap = plenty;
         growth.no_fresh = !plenty;
         status = plenty ? REBATCH_OOM : grow(&block, pool, &growth);
@@ -374,7 +392,10 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
             status = grow(&block, pool, &growth);
         *out = take_part(pool, request, block, growth.at_end);
     }
-    if (!growth.by_remap) {
+    if (growth.from_cache && *out) {
+        pool->rungs[REBATCH_RUNG_REMAP] = remaps;
+        request->rung = REBATCH_RUNG_CACHE;
+    } else if (!growth.by_remap) {
         pool->rungs[REBATCH_RUNG_REMAP] = remaps;
         reach(pool, request, REBATCH_RUNG_DEVICE);
     }

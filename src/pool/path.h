@@ -383,6 +383,13 @@ void rbi_quick_flush_large(rebatch_pool *pool, struct rbi_pool_stream *stream);
 void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream);
 void rbi_quick_flush_all(rebatch_pool *pool);
 
+/* A block is not to be cut for a request before other places were looked at. */
+static inline bool rbi_pool_wants_care(const rebatch_pool *pool, const struct rbi_block *block,
+                                       size_t bytes)
+{
+    return bytes >= pool->care_bytes && block->bytes != bytes;
+}
+
 /* What rbi_pool_take_own() mostly does: NULL where that is not all. */
 static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
                                                        struct rbi_pool_stream *stream, size_t bytes)
@@ -394,7 +401,8 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
     const unsigned zone =
         (unsigned)(bytes >= pool->medium_bytes) + (unsigned)(bytes >= pool->large_bytes);
     struct rbi_block *block = rbi_bins_best(&stream->bins[zone], bytes);
-    if (RBI_UNLIKELY(!block || rbi_block_is_afloat(block)))
+    if (RBI_UNLIKELY(!block || rbi_block_is_afloat(block) ||
+                     rbi_pool_wants_care(pool, block, bytes)))
         return NULL;
     return rbi_block_take(pool, block, bytes);
 }

@@ -62,6 +62,7 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
     pool->medium_bytes = pool->has_space ? pool->granule_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
     pool->large_bytes = pool->has_space ? pool->granule_bytes * RBI_ZONE_LARGE_GRANULES : SIZE_MAX;
+    rbi_pool_set_care(pool, true);
     pool->block_nodes.node_bytes = sizeof(struct rbi_block);
     pool->range_nodes.node_bytes = sizeof(struct rbi_range);
     pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);

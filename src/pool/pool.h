@@ -23,6 +23,8 @@
 #define RBI_POOL_MERGES 1024
 /* Default of keep_room_permille. */
 #define RBI_POOL_KEEP_ROOM 125
+/* The room is noted in so many parts of what there is in all. */
+#define RBI_POOL_ROOM_PARTS 256
 /* So many bytes of small blocks are kept unmerged by each stream. */
 #define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
 
@@ -142,6 +144,9 @@ struct rebatch_pool {
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
     size_t fast_bytes;                   /* what the fast path takes is less; 0: nothing */
+    size_t care_bytes;                   /* from here on only a free block that is just as large is
+                                            taken without a look at other places; SIZE_MAX: any */
+    size_t room_parts; /* of RBI_POOL_ROOM_PARTS, what was left within the limit when last looked */
     struct rbi_nodes block_nodes, range_nodes, use_nodes;
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
@@ -245,6 +250,14 @@ static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
     if (bytes >= RBI_ZONE_LARGE_GRANULES * pool->granule_bytes)
         return RBI_ZONE_LARGE;
     return bytes < pool->granule_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
+}
+/* Whether free blocks are cut without a look at other places. Requests of less than half a granule
+ * always do so: they are many, go into parts of granules anyway, and keep one only. With max_split
+ * or a guard, where blocks lie is settled otherwise. */
+static inline void rbi_pool_set_care(rebatch_pool *pool, bool care)
+{
+    const bool may = pool->has_space && pool->plain && pool->max_split_bytes == SIZE_MAX;
+    pool->care_bytes = care && may ? pool->granule_bytes / 2 : SIZE_MAX;
 }
 /* The blocks of the first zone's bins from that of `bytes` on, in the order of their classes;
  * NULL at the end. */
@@ -351,6 +364,11 @@ struct rbi_window {
 /* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
                      struct rbi_pool_stream *stream);
+/* The same by a longer look, for a pool that is to be tight: of the places in the request's zone,
+ * mapped or not, the one that takes fewest wholly free granules. False too when memory is promised,
+ * as zones do not hold then. */
+bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
+                               const struct rbi_pool_stream *stream);
 /* The window that needs fewest granules in all; all work must be done and all free blocks be of
  * one stream. False when those that are free and `room` granules do not suffice. */
 bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,

@@ -99,22 +99,25 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 
 /* ---- addresses ---- */
 
-/* The most granules that addresses are reserved for at once: 512 GiB on CUDA devices. */
+/* The most granules that addresses are reserved for at once: 512 GiB on CUDA devices; an
+ * eighth more where as much could be mapped. */
 #define RESERVED_MOST ((size_t)1 << 18)
+#define RESERVED_TIMES 4
 
-/* An eighth more than could ever be mapped: addresses cost next to nothing, and many pieces of them
- * would leave parts of granules at each one's end. When blocks in use have cut them up so that no
- * place is left for a large one, another piece like it is reserved. */
+/* Several times what could ever be mapped: addresses cost next to nothing, and where they are
+ * scarce blocks of all ages come to lie side by side, and what stays keeps parts of granules of
+ * what goes. When blocks in use have cut them up so that no place is left for a large one, another
+ * piece like it is reserved. */
 static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
 {
     rebatch_memory_info info;
     if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return bytes;
     const size_t limit = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
-    const size_t most = rbi_min(limit, RESERVED_MOST * pool->granule_bytes);
-    size_t wanted;
-    if (!rbi_add(most, most / 8, &wanted) ||
-        !rbi_round_up(rbi_max(wanted, bytes), pool->granule_bytes, &wanted))
+    const size_t most = RESERVED_MOST * pool->granule_bytes;
+    const size_t mapped = rbi_min(limit, most);
+    size_t wanted = rbi_max(mapped + mapped / 8, rbi_min(RESERVED_TIMES * mapped, most));
+    if (!rbi_round_up(rbi_max(wanted, bytes), pool->granule_bytes, &wanted))
         return bytes;
     return wanted;
 }

@@ -93,6 +93,122 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
     return look.spare_bytes != SIZE_MAX;
 }
 
+/* ---- with care ---- */
+
+/* How many free blocks of a stream are looked at, and how many holes. */
+#define CARE_LOOKS 512
+/* Those that are a smaller part of the request are only looked at beside others. */
+#define CARE_PARTS 4
+/* A granule to be mapped counts like the loss of so many, times the part of the memory that is
+ * room: the scarcer memory is, the more is moved to save some. */
+#define CARE_MOVE 2
+
+/* A look as above, by another measure. */
+struct care {
+    const rebatch_pool *pool;
+    size_t bytes;
+    const struct rbi_pool_stream *stream;
+    unsigned zone;
+    struct rbi_window window; /* the best so far */
+    size_t whole;             /* wholly free granules that it takes; SIZE_MAX: none found */
+    size_t loss;              /* in bytes: what it leaves of granules, and what is to be mapped */
+};
+
+/* Wholly free granules of what is open that are taken for `bytes` at one end of it. */
+static size_t whole_taken(const struct care *care, const struct rbi_block *first, size_t all,
+                          bool at_end)
+{
+    const size_t mask = care->pool->granule_bytes - 1;
+    const size_t begin = (size_t)(first->address - first->range->address);
+    const size_t end = begin + all;
+    const size_t from = at_end ? end - care->bytes : begin;
+    const size_t low = rbi_max(from & ~mask, (begin + mask) & ~mask);
+    const size_t high = rbi_min((from + care->bytes + mask) & ~mask, end & ~mask);
+    return high > low ? granules_for(care->pool, high - low) : 0;
+}
+
+/* Ties break to the older range, then to the lower address. */
+static bool is_better(const struct care *care, const struct rbi_window *window, size_t whole,
+                      size_t loss)
+{
+    if (whole != care->whole)
+        return whole < care->whole;
+    if (loss != care->loss)
+        return loss < care->loss;
+    return rbi_block_precedes(window->first, care->window.first);
+}
+
+/* Wholly free granules can be used anywhere, parts of them only where they are: a place is the
+ * better the fewer of the former it takes. Of places that are alike in this it is better to leave
+ * whole granules, or nothing. Behind the last block of a range there is no end of addresses to
+ * speak of: what is allocated there one after the other is of one age, and goes together. */
+static void weigh(struct care *care, struct rbi_block *first, struct rbi_block *last, size_t all,
+                  bool at_end)
+{
+    const rebatch_pool *pool = care->pool;
+    const size_t whole = whole_taken(care, first, all, at_end);
+    if (whole > care->whole)
+        return;
+    struct rbi_window window;
+    lay_window(&window, pool, at_end ? last : first, care->bytes, at_end);
+    const size_t move_bytes =
+        pool->granule_bytes / RBI_POOL_ROOM_PARTS * CARE_MOVE * pool->room_parts;
+    const size_t rest = last->after ? (all - care->bytes) & (pool->granule_bytes - 1) : 0;
+    const size_t loss = rest + window.granules * move_bytes;
+    if (!is_better(care, &window, whole, loss))
+        return;
+    care->window = window;
+    care->whole = whole;
+    care->loss = loss;
+}
+
+static void weigh_around(struct care *care, struct rbi_block *block)
+{
+    struct rbi_block *first = block, *last = block;
+    size_t all = block->bytes;
+    for (; is_open(first->before, care->stream); first = first->before)
+        all += first->before->bytes;
+    for (; is_open(last->after, care->stream); last = last->after)
+        all += last->after->bytes;
+    if (all < care->bytes)
+        return;
+    weigh(care, first, last, all, false);
+    weigh(care, first, last, all, true);
+}
+
+static void weigh_bins(struct care *care, const struct rbi_bins *bins)
+{
+    unsigned looks = 0;
+    unsigned bin = rbi_bin_of(care->bytes / CARE_PARTS);
+    for (; (bin = rbi_bin_next(bins, bin)) < RBI_POOL_BINS; bin++) {
+        for (struct rbi_block *b = bins->of[bin]; b; b = b->next) {
+            if (b->range->zone != care->zone || !is_open(b, care->stream))
+                continue;
+            weigh_around(care, b);
+            if (++looks == CARE_LOOKS)
+                return;
+        }
+    }
+}
+
+bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
+                               const struct rbi_pool_stream *stream)
+{
+    struct care care = {.pool = pool,
+                        .bytes = bytes,
+                        .stream = stream,
+                        .zone = rbi_pool_zone(pool, bytes),
+                        .whole = SIZE_MAX,
+                        .loss = SIZE_MAX};
+    if (care.zone == RBI_ZONE_ANY)
+        return false;
+    for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        weigh_bins(&care, &s->bins[care.zone]);
+    weigh_bins(&care, &pool->space->bins[0]);
+    *window = care.window;
+    return care.whole != SIZE_MAX;
+}
+
 /* ---- the best of all ---- */
 
 /* Free blocks and holes, one behind the other. Its wholly free granules count like any others,

@@ -85,6 +85,13 @@ static inline rebatch_pool_stats stats_of(rebatch_pool *pool)
     return stats;
 }
 
+/* From here on the pool places blocks with care only when memory is short. */
+static inline void pass_beginning(rebatch_pool *pool)
+{
+    for (int i = 0; i < 1 << 14; i++)
+        give(pool, take(pool, 512));
+}
+
 static inline rebatch_scope begin(rebatch_pool *pool)
 {
     rebatch_scope scope;

@@ -430,3 +430,64 @@ Test(pool_space, free_memory_above_the_gc_threshold_goes_back)
     give(rig.pool, large);
     rig_close(&rig);
 }
+
+/* ---- places ---- */
+
+/* Two free places between blocks in use: one of two and a half granules, at a granule's beginning,
+ * and one of two, which begins and ends in the middle of a granule. */
+struct places {
+    char *wide, *tight;
+};
+static struct places make_places(rebatch_pool *pool)
+{
+    const size_t half = GRANULE / 2;
+    struct places places;
+    places.wide = take(pool, 5 * half);
+    (void)take(pool, 2 * half);
+    places.tight = take(pool, 4 * half);
+    (void)take(pool, 2 * half);
+    give(pool, places.wide);
+    give(pool, places.tight);
+    return places;
+}
+
+/* One and a half granules take one whole granule in either place; in the wide one a whole granule
+ * is left, in the tight one half of one. Nothing has to be mapped for it. */
+Test(pool_space, in_the_beginning_a_block_goes_where_whole_granules_are_left)
+{
+    struct rig rig = rig_open(64, NULL);
+    const struct places places = make_places(rig.pool);
+    const uint64_t remaps = rig.pool->rungs[REBATCH_RUNG_REMAP];
+    const uint64_t calls = stats_of(rig.pool).device_allocations;
+    cr_assert_eq((char *)take(rig.pool, 3 * GRANULE / 2), places.wide + GRANULE);
+    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_REMAP], remaps);
+    cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
+    cr_assert_eq((char *)take(rig.pool, 2 * GRANULE), places.tight, "as large as it can be");
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
+/* Where there is room, the smallest free block is good enough: no search. */
+Test(pool_space, later_a_block_goes_where_it_fits_best)
+{
+    struct rig rig = rig_open(64, NULL);
+    pass_beginning(rig.pool);
+    const struct places places = make_places(rig.pool);
+    cr_assert_eq((char *)take(rig.pool, 3 * GRANULE / 2), places.tight);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
+Test(pool_space, when_memory_is_short_a_block_goes_where_whole_granules_are_left)
+{
+    struct rig rig = rig_open(64, NULL);
+    pass_beginning(rig.pool);
+    const struct places places = make_places(rig.pool);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, stats_of(rig.pool).reserved_bytes), REBATCH_OK);
+    void *none;
+    for (int i = 0; i < 2; i++) /* one finds the room gone, the next is placed accordingly */
+        cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 6 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq((char *)take(rig.pool, 3 * GRANULE / 2), places.wide + GRANULE);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
