@@ -138,6 +138,18 @@ static rebatch_status take_memory(struct copy *copy)
     return copy_spare(copy);
 }
 
+/* What is mapped where a block lies. */
+static void copy_mapped(const struct copy *copy, struct rbi_range *to, const struct rbi_range *from,
+                        const struct rbi_block *block)
+{
+    const size_t offset = (size_t)(block->address - from->address);
+    const size_t last = (offset + block->bytes - 1) / copy->from->granule_bytes;
+    for (size_t i = offset / copy->from->granule_bytes; i <= last; i++)
+        to->granules[i] = from->granules[i] == 0 || from->granules[i] == RBI_CHUNK_GOES_ON
+                              ? from->granules[i]
+                              : copy->granule;
+}
+
 static rebatch_status copy_granules(struct copy *copy, struct rbi_range *to,
                                     const struct rbi_range *from)
 {
@@ -148,10 +160,9 @@ static rebatch_status copy_granules(struct copy *copy, struct rbi_range *to,
     to->granules = rbi_heap_calloc(count, sizeof *to->granules);
     if (!to->granules)
         return no_memory();
-    for (size_t i = 0; i < count; i++)
-        to->granules[i] = from->granules[i] == 0 || from->granules[i] == RBI_CHUNK_GOES_ON
-                              ? from->granules[i]
-                              : copy->granule;
+    for (const struct rbi_block *b = from->first; b; b = b->after)
+        if (b->state != RBI_BLOCK_HOLE)
+            copy_mapped(copy, to, from, b);
     return REBATCH_OK;
 }
 

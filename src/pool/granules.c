@@ -333,18 +333,29 @@ rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole)
 
 /* ---- the end ---- */
 
+/* The piece that begins with granule i, if there is one; its granules. */
+static size_t destroy_piece(rebatch_pool *pool, const struct rbi_range *range, size_t i)
+{
+    const rbi_physical physical = range->granules[i];
+    if (physical == 0)
+        return 1;
+    const size_t granules = piece_granules(pool, range, i);
+    const size_t bytes = granules * pool->granule_bytes;
+    (void)rbi_device_unmap(pool->device, range->address + i * pool->granule_bytes, bytes);
+    (void)rbi_device_release_physical(pool->device, physical, bytes);
+    return granules;
+}
+
 void rbi_granules_destroy(rebatch_pool *pool, struct rbi_range *range)
 {
-    const size_t end = range->bytes >> granule_shift(pool);
-    for (size_t i = 0; i < end;) {
-        const rbi_physical physical = range->granules[i];
-        const size_t granules = physical ? piece_granules(pool, range, i) : 1;
-        const size_t bytes = granules * pool->granule_bytes;
-        if (physical) {
-            (void)rbi_device_unmap(pool->device, range->address + i * pool->granule_bytes, bytes);
-            (void)rbi_device_release_physical(pool->device, physical, bytes);
-        }
-        i += granules;
+    size_t done = 0;
+    for (const struct rbi_block *b = range->first; b; b = b->after) {
+        if (b->state == RBI_BLOCK_HOLE)
+            continue; /* of most ranges most is */
+        const size_t first = index_of(pool, range, b->address);
+        const size_t last = index_of(pool, range, b->address + b->bytes - 1);
+        for (size_t i = rbi_max(first, done); i <= last; done = i)
+            i += destroy_piece(pool, range, i);
     }
 }
 
