@@ -315,6 +315,8 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
         status = rbi_guards_save(rb, RBI_GUARD_STEP);
     if (!status)
         status = zero_grad(rb);
+    if (!status)
+        status = rbi_pool_clone(&search->setting.fresh, &search->setting.fresh_device, rb->pool);
     if (status)
         return status;
     status = rbi_pieces_hold(&search->setting, reserve_bytes);

@@ -46,8 +46,10 @@ Test(probe_model, what_was_made_once_is_left_out_and_the_rest_is_affine)
     cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
     make_trace(&low, pool, 1, 5000, (size_t[]){1000, 333}, 2);
     make_trace(&high, pool, 4, 0, (size_t[]){4000, 633}, 2);
-    cr_assert_eq(rbi_model_make(&model, &(struct rbi_traces){{&low, &high}, 2, &high, NULL, false}),
-                 REBATCH_OK);
+    cr_assert_eq(
+        rbi_model_make(&model,
+                       &(struct rbi_traces){.whole = {&low, &high}, .count = 2, .latest = &high}),
+        REBATCH_OK);
     cr_assert(model.has_events);
     cr_assert_eq(rbi_model_need(&model, 10), 10240 + 1536);
     rbi_model_release(&model);
