@@ -6,28 +6,51 @@
 
 /* ---- lists of blocks ---- */
 
-static bool push(struct rbi_dry *dry, struct rbi_dry_list *list, void *address)
+/* 0: there is no host memory. */
+static uint32_t take_node(struct rbi_dry *dry)
 {
-    uint32_t number = dry->spare;
+    const uint32_t number = dry->spare;
     if (number) {
         dry->spare = dry->nodes[number].newer;
-    } else {
-        if (dry->node_count + 1 >= dry->node_room) {
-            const uint32_t room = dry->node_room ? 2 * dry->node_room : 256;
-            void *nodes = rbi_heap_resize(dry->nodes, room, sizeof *dry->nodes);
-            if (!nodes)
-                return false;
-            dry->nodes = nodes;
-            dry->node_room = room;
-        }
-        number = ++dry->node_count;
+        return number;
     }
+    if (dry->node_count + 1 >= dry->node_room) {
+        const uint32_t room = dry->node_room ? 2 * dry->node_room : 256;
+        void *nodes = rbi_heap_resize(dry->nodes, room, sizeof *dry->nodes);
+        if (!nodes)
+            return 0;
+        dry->nodes = nodes;
+        dry->node_room = room;
+    }
+    return ++dry->node_count;
+}
+
+static bool push(struct rbi_dry *dry, struct rbi_dry_list *list, void *address)
+{
+    const uint32_t number = take_node(dry);
+    if (number == 0)
+        return false;
     dry->nodes[number] = (struct rbi_dry_node){address, list->newest, 0};
     if (list->newest)
         dry->nodes[list->newest].newer = number;
     else
         list->oldest = number;
     list->newest = number;
+    return true;
+}
+
+/* As the oldest. */
+static bool put_back(struct rbi_dry *dry, struct rbi_dry_list *list, void *address)
+{
+    const uint32_t number = take_node(dry);
+    if (number == 0)
+        return false;
+    dry->nodes[number] = (struct rbi_dry_node){address, 0, list->oldest};
+    if (list->oldest)
+        dry->nodes[list->oldest].older = number;
+    else
+        list->newest = number;
+    list->oldest = number;
     return true;
 }
 
@@ -65,6 +88,7 @@ void rbi_dry_close(struct rbi_dry *dry)
     rbi_heap_free(dry->nodes);
     rbi_heap_free(dry->made);
     rbi_heap_free(dry->kept);
+    rbi_heap_free(dry->freed);
 }
 
 rebatch_status rbi_dry_open(struct rbi_dry *dry, const struct rbi_model *model, rebatch_pool *pool)
@@ -72,7 +96,8 @@ rebatch_status rbi_dry_open(struct rbi_dry *dry, const struct rbi_model *model, 
     *dry = (struct rbi_dry){.model = model};
     dry->made = rbi_heap_calloc((size_t)model->slots + 1, sizeof *dry->made);
     dry->kept = rbi_heap_calloc((size_t)model->slots + 1, sizeof *dry->kept);
-    if (!dry->made || !dry->kept)
+    dry->freed = rbi_heap_calloc((size_t)model->slots + 1, sizeof *dry->freed);
+    if (!dry->made || !dry->kept || !dry->freed)
         return no_memory();
     const rebatch_status status = rbi_pool_clone(&dry->pool, &dry->device, pool);
     return status ? status : rebatch_pool_reset_peaks(dry->pool);
@@ -126,21 +151,43 @@ static rebatch_status run_event(struct rbi_dry *dry, const struct rbi_model_even
     case RBI_TRACE_FREE:
         return rebatch_pool_free(dry->pool, pop(dry, &dry->made[event->slot], event->is_queued));
     case RBI_TRACE_FREE_PREVIOUS:
-        return rebatch_pool_free(dry->pool, pop(dry, &dry->kept[event->slot], true));
+        block = pop(dry, &dry->kept[event->slot], true);
+        if (block && !push(dry, &dry->freed[event->slot], block))
+            return no_memory();
+        return rebatch_pool_free(dry->pool, block);
     default:
         return REBATCH_OK;
     }
 }
 
+static void forget(struct rbi_dry *dry, struct rbi_dry_list *lists)
+{
+    for (uint32_t slot = 0; slot < dry->model->slots; slot++)
+        while (pop(dry, &lists[slot], false))
+            ;
+}
+
 /* What it leaves is what the next one finds as kept. */
 static void end_microbatch(struct rbi_dry *dry)
 {
-    for (uint32_t slot = 0; slot < dry->model->slots; slot++)
-        while (pop(dry, &dry->kept[slot], false))
-            ;
+    forget(dry, dry->kept);
+    forget(dry, dry->freed);
     struct rbi_dry_list *made = dry->made;
     dry->made = dry->kept;
     dry->kept = made;
+}
+
+/* What it has freed of the one before lives again. */
+static rebatch_status take_back(struct rbi_dry *dry, rebatch_scope scope)
+{
+    void *block;
+    forget(dry, dry->made);
+    for (uint32_t slot = 0; slot < dry->model->slots; slot++)
+        while ((block = pop(dry, &dry->freed[slot], false)))
+            if (!put_back(dry, &dry->kept[slot], block))
+                return no_memory();
+    const rebatch_status status = rebatch_scope_rollback(dry->pool, scope);
+    return status ? status : REBATCH_OOM;
 }
 
 rebatch_status rbi_dry_run(struct rbi_dry *dry, size_t count)
@@ -151,8 +198,10 @@ rebatch_status rbi_dry_run(struct rbi_dry *dry, size_t count)
     rebatch_status status = rebatch_scope_begin(&scope, dry->pool);
     while (!status && (event = rbi_model_next(&cursor)))
         status = run_event(dry, event, cursor.bytes);
-    if (status == REBATCH_OOM)
+    if (status == REBATCH_OOM) {
         dry->failing_bytes = cursor.bytes;
+        return take_back(dry, scope);
+    }
     if (status)
         return status;
     end_microbatch(dry);

@@ -6,70 +6,65 @@
 
 /* ---- a course of micro-batches ---- */
 
-/* The micro-batches of a step, as far as they differ: one leaves other pieces to the next than it
- * has found, and the last may be smaller. */
-#define SIZES 3
-/* Two steps. */
-#define STEPS 2
-/* And the update between them. */
-#define RUNS_MOST (SIZES * STEPS + 1)
-#define NO_RUN RUNS_MOST
-
-/* What is run, and before which of its runs the cache is given back, since they were an OOM that
- * the step's ladder so answers. */
 struct course {
     struct rbi_dry dry;
     const struct rbi_setting *setting;
     const struct rbi_plan *plan;
     rebatch_pool_stats stats; /* after the trial */
     bool begins_trimmed, has_retries, admits;
-    bool trims[RUNS_MOST];
-    size_t run;    /* the next */
-    size_t failed; /* the run that may be tried again; NO_RUN: none */
 };
 
 /* As a step's attempt begins: with its memory, where the session sees to that. */
-static rebatch_status run_attempt(struct course *course, size_t count)
+static rebatch_status admit(const struct course *course, size_t count)
 {
-    struct rbi_dry *dry = &course->dry;
-    rebatch_status status = REBATCH_OK;
-    if (course->admits && course->setting->admits_above < count)
-        status =
-            rbi_pool_admit(dry->pool, rbi_model_need(dry->model, count), course->setting->stream);
-    return status ? status : rbi_dry_run(dry, count);
+    if (!course->admits || course->setting->admits_above >= count)
+        return REBATCH_OK;
+    return rbi_pool_admit(course->dry.pool, rbi_model_need(course->dry.model, count),
+                          course->setting->stream);
 }
 
+/* What the first update makes. */
 static rebatch_status make_pieces(struct course *course)
 {
     const struct rbi_setting *setting = course->setting;
+    rebatch_pool *pool = course->dry.pool;
+    rebatch_scope scope;
     void *made;
-    rebatch_status status = REBATCH_OK;
+    rebatch_status status = rebatch_scope_begin(&scope, pool);
     for (size_t i = 0; i < setting->piece_count && !status; i++)
-        status = rebatch_pool_alloc(&made, course->dry.pool, setting->pieces[i].bytes,
-                                    setting->stream, 0);
-    return status;
+        status = rebatch_pool_alloc(&made, pool, setting->pieces[i].bytes, setting->stream, 0);
+    if (!status)
+        return rebatch_scope_commit(pool, scope);
+    const rebatch_status undone = rebatch_scope_rollback(pool, scope);
+    return undone ? undone : status;
 }
 
-/* `count`: 0: the update. */
+/* An OOM is answered as the step's ladder does it: once, with the cache given back.
+ *  @param count  0: the update */
 static rebatch_status run_next(struct course *course, size_t count, bool may_fail)
 {
-    rebatch_status status = REBATCH_OK;
-    const size_t run = course->run++;
-    if (course->trims[run])
-        status = rebatch_pool_trim(course->dry.pool, 0, NULL);
-    if (!status)
-        status = count ? run_attempt(course, count) : make_pieces(course);
-    if (status == REBATCH_OOM && may_fail && course->has_retries && !course->trims[run])
-        course->failed = run;
-    return status;
+    rebatch_status status = count ? admit(course, count) : REBATCH_OK;
+    if (status)
+        return status; /* what is refused is not tried again */
+    status = count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
+    if (status != REBATCH_OOM || !may_fail || !course->has_retries)
+        return status;
+    status = rebatch_pool_trim(course->dry.pool, 0, NULL);
+    if (!status && count)
+        status = admit(course, count);
+    if (status)
+        return status;
+    return count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
 }
 
+/* The micro-batches of a step, as far as they differ: one leaves other pieces to the next than it
+ * has found, and the last may be smaller. */
 static rebatch_status run_step(struct course *course, bool may_fail)
 {
     const size_t count = course->plan->count, batch = course->plan->batch;
-    const size_t sizes[SIZES] = {count, batch / count > 1 ? count : 0, batch % count};
+    const size_t sizes[] = {count, batch / count > 1 ? count : 0, batch % count};
     rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < SIZES && !status; i++)
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes && !status; i++)
         if (sizes[i])
             status = run_next(course, sizes[i], may_fail);
     return status;
@@ -138,23 +133,6 @@ static rebatch_status run_fresh(struct course *course)
 
 /* ---- judgement ---- */
 
-/* Runs it, again where a run failed that may be tried again.
- *  @return REBATCH_OK, REBATCH_OOM, or what else failed */
-static rebatch_status follow(struct course *course, const struct rbi_model *model,
-                             rebatch_status (*run)(struct course *course))
-{
-    for (;;) {
-        course->dry = (struct rbi_dry){.model = model};
-        course->run = 0;
-        course->failed = NO_RUN;
-        const rebatch_status status = run(course);
-        rbi_dry_close(&course->dry);
-        if (status != REBATCH_OOM || course->failed == NO_RUN)
-            return status;
-        course->trims[course->failed] = true;
-    }
-}
-
 /* As the cache is; where it is in pieces that this size has no use for, after it was given back;
  * and where the session's ladder has to do that once more on the way. */
 static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_model *model,
@@ -167,7 +145,9 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
                                 .begins_trimmed = way > 0,
                                 .has_retries = way > 1,
                                 .admits = true};
-        status = follow(&course, model, run_session);
+        course.dry.model = model;
+        status = run_session(&course);
+        rbi_dry_close(&course.dry);
         out->fits = status == REBATCH_OK;
         out->peak_bytes = course.stats.live_peak_bytes;
         out->reserved_bytes = course.stats.reserved_peak_bytes;
@@ -181,7 +161,9 @@ static rebatch_status replay_fresh(bool *fits, const struct rbi_model *model,
                                    const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     struct course course = {.setting = setting, .plan = plan, .has_retries = true};
-    const rebatch_status status = follow(&course, model, run_fresh);
+    course.dry.model = model;
+    const rebatch_status status = run_fresh(&course);
+    rbi_dry_close(&course.dry);
     *fits = status == REBATCH_OK;
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
