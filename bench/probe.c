@@ -2,6 +2,7 @@
  * the host device, the truth by trying every size, and beside it what others do on the same truth.
  */
 #include "probe_cases.h"
+#include "probe/probe.h"
 
 enum { CASES = 200 };
 
@@ -43,6 +44,14 @@ static void open_device(struct bed *bed, const struct setup *setup)
         make_plain(bed->device);
 }
 
+static size_t why; /* set while a case is asked about: its true size */
+static void say(const rebatch_event *e, void *user)
+{
+    (void)user;
+    if (e->kind == REBATCH_EVENT_TRIAL)
+        printf("  trial %zu peak %" PRIu64 " asked %" PRIu64 " needed %" PRIu64 " available %" PRIu64 "\n", e->count, e->peak_bytes, e->asked_bytes, e->needed_bytes, e->available_bytes);
+}
+
 static void close_bed(struct bed *bed)
 {
     rebatch_stream aside = bed->model.aside;
@@ -63,6 +72,8 @@ static bool open_bed(struct bed *bed, const struct setup *setup, size_t micro)
     options.micro_start = micro;
     options.micro_smallest = micro ? micro : setup->smallest;
     options.micro_largest = micro ? micro : setup->largest;
+    if (why && !micro)
+        options.on_event = say;
     bed->model = setup->model;
     open_device(bed, setup);
     if (rebatch_open(&bed->rb, bed->device, &options))
@@ -211,6 +222,60 @@ static void print_row(const struct row *row)
            100.0 * row->share / (double)(row->cases ? row->cases : 1));
 }
 
+/* How the model that the probe has made differs from what a micro-batch of that size does. */
+static void compare_model(const struct rbi_model *model, const struct setup *setup, size_t size)
+{
+    struct bed bed;
+    struct rbi_trace trace = {0};
+    if (!model || !size) {
+        printf("  model: none\n");
+        return;
+    }
+    if (!open_bed(&bed, setup, size))
+        return;
+    if (rebatch_step(bed.rb, &ops, 1, &bed.model, NULL) == REBATCH_OK) {
+        rbi_trace_begin(&trace, rebatch_get_pool(bed.rb), size);
+        const rebatch_status status = rebatch_step(bed.rb, &ops, size, &bed.model, NULL);
+        (void)rbi_trace_end(&trace, rebatch_get_pool(bed.rb), NULL);
+        struct rbi_cursor cursor = {.model = model, .count = size};
+        const struct rbi_model_event *event;
+        size_t i = 0, wrong = 0, kinds = 0, n = 0;
+        int64_t more = 0;
+        while (model->has_events && (event = rbi_model_next(&cursor))) {
+            n++;
+            if (i >= trace.event_count) {
+                kinds++;
+                continue;
+            }
+            const struct rbi_trace_event *real = &trace.events[i++];
+            if (event->kind == RBI_TRACE_ALLOC || event->kind == RBI_TRACE_RESERVE) {
+                if (real->kind != event->kind)
+                    kinds++;
+                else if (real->bytes != cursor.bytes) {
+                    wrong++;
+                    if (getenv("WHY")) {
+                        const char *r = "?";
+                        for (size_t k = 0; k < bed.model.item_count; k++)
+                            if (bytes_of(&bed.model.items[k], size) == real->bytes) {
+                                static char t[200];
+                                snprintf(t, sizeof t, "f %zu e %zu u %zu s %zu m %d", bed.model.items[k].fixed, bed.model.items[k].each, bed.model.items[k].unit, bed.model.items[k].step, bed.model.items[k].manner);
+                                r = t;
+                            }
+                        printf("    %s %zu: real %zu model %zu (%" PRId64 "): line c %zu run %zu step %zu b %" PRId64 " rise %" PRId64 " unit %zu up %zu res %zu; %s\n",
+                               event->kind == RBI_TRACE_RESERVE ? "reserve" : "alloc", i, real->bytes, cursor.bytes, (int64_t)cursor.bytes - (int64_t)real->bytes,
+                               event->line.count, event->line.run, event->line.step, event->line.bytes, event->line.rise, event->line.unit, event->line.up, event->line.residual, r);
+                    }
+                    more += (int64_t)cursor.bytes - (int64_t)real->bytes;
+                }
+            }
+        }
+        printf("  model at %zu (%s): %s, %zu events of %zu, kinds %zu, wrong %zu, more %" PRId64 "%s loops %zu\n", size, status ? "fails" : "runs", model->has_events ? "events" : "peak",
+               n, trace.event_count, kinds, wrong, more, model->is_rough ? ", rough" : "", model->loop_count);
+        rbi_trace_release(&trace);
+    }
+    close_bed(&bed);
+}
+
 /* Whether the steps after the probe ran at the size found. */
 static struct outcome probe(const struct setup *setup, bool *holds)
 {
@@ -230,6 +295,8 @@ static struct outcome probe(const struct setup *setup, bool *holds)
         rebatch_probe(bed.rb, &ops, setup->batch, &bed.model, &options, &report);
     if (status && status != REBATCH_E_EXHAUSTED)
         die("the probe failed");
+    if (why)
+        compare_model(rbi_probe_model(bed.rb), setup, why - 1);
     if (status == REBATCH_OK)
         *holds = runs_steps(&bed, setup->batch) &&
                  rebatch_get_micro(bed.rb, setup->batch) == report.size;
@@ -310,8 +377,16 @@ int main(int argc, char **argv)
         count(&rows[0], found, truth);
         for (size_t k = 1; k < sizeof rows / sizeof *rows; k++)
             count(&rows[k], rows[k].search(fits, setup.batch), truth);
-        if (is_verbose && (found.size != truth || found.ooms || !holds || only == i))
+        if (is_verbose && (found.size != truth || found.ooms || !holds || only == i)) {
             print_case(i, &setup, found, truth, holds);
+            why = truth + 1;
+            char text[32];
+            snprintf(text, sizeof text, "%zu", truth);
+            setenv("TRUTH", text, 1);
+            (void)probe(&setup, &holds);
+            why = 0;
+            unsetenv("TRUTH");
+        }
     }
     printf("%d cases, seed %" PRIu64 "; the largest size of each by trying all of them\n", CASES,
            seed);

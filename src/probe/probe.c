@@ -353,8 +353,10 @@ struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
 {
     const bool admits = rbi_is_on(rb->options.admission) &&
                         rb->options.on_oom != REBATCH_ON_OOM_STOP && rbi_pool_is_caching(rb->pool);
-    return (struct rbi_setting){
-        .pool = rb->pool, .stream = rb->options.stream, .admits_above = admits ? least : SIZE_MAX};
+    return (struct rbi_setting){.pool = rb->pool,
+                                .stream = rb->options.stream,
+                                .admits_above = admits ? least : SIZE_MAX,
+                                .has_stepped = rb->step > 0};
 }
 
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,

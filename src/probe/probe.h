@@ -221,6 +221,7 @@ struct rbi_setting {
     rebatch_pool *fresh;
     rebatch_device *fresh_device;
     const struct rbi_trace *first;
+    bool has_stepped; /* there were steps before the probe, which have made what is made once */
 };
 
 /* Takes `bytes` from the pool for later, in pieces like the blocks that live there.

@@ -115,12 +115,22 @@ static rebatch_status run_session(struct course *course)
 
 /* ---- in a session that begins with the size ---- */
 
+/* Where steps have come before, the first trial adds only what it frees of what they have kept. */
+static bool needs_first(const struct rbi_setting *setting)
+{
+    const struct rbi_trace *first = setting->first;
+    for (size_t i = 0; i < first->event_count && setting->has_stepped; i++)
+        if (first->events[i].kind == RBI_TRACE_FREE_OLDER)
+            return true;
+    return !setting->has_stepped;
+}
+
 /* A step of the smallest size has made what is made once, and the update its memory. */
 static rebatch_status run_fresh(struct course *course)
 {
     struct rbi_dry *dry = &course->dry;
     rebatch_status status = rbi_dry_open(dry, dry->model, course->setting->fresh);
-    if (!status)
+    if (!status && needs_first(course->setting))
         status = rbi_dry_run_first(dry, course->setting->first);
     if (!status)
         status = make_pieces(course);
