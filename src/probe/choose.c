@@ -148,7 +148,7 @@ static size_t after_oom(const struct rbi_search *s, size_t predicted)
 /* Sizes that were rounded leave some doubt about those that did not run. Where a run is left for
  * the next larger size, one is tried first that fits almost certainly and tells more; and where
  * nothing larger is likely to fit, the next larger one is when it nearly is. */
-#define CERTAIN 0.4
+#define CERTAIN 0.7
 #define NEARLY 0.3
 static rebatch_status weigh(size_t *predicted, struct rbi_search *s)
 {

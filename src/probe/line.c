@@ -318,7 +318,9 @@ struct rbi_line rbi_line_fit(const struct rbi_points *points)
         return line;
     if (unit == 1 && points->count > 2 && fit_straight_steps(&line, points))
         return line;
-    const size_t units[] = {unit > 1 ? unit : power, power, common};
+    /* Three sizes are rarely multiples of three, or five, times the unit by chance. */
+    const bool is_telling = points->count > 2 && power >= LEAST_UNIT && points->unit <= 1;
+    const size_t units[] = {is_telling ? common : unit > 1 ? unit : power, power, common};
     for (size_t i = 0; i < sizeof units / sizeof *units; i++)
         if (units[i] <= 2 * LARGEST_UNIT && fit_with_unit(&line, points, units[i]))
             return line;
