@@ -1,5 +1,5 @@
-/* Owns what is run dry to judge a size: the trial, the steps after the probe, and those of a session
- * that begins anew with it. Must not know where the sizes come from. */
+/* Owns what is run dry to judge a size: the trial, the steps after the probe, and those of a
+ * session that begins anew with it. Must not know where the sizes come from. */
 #include "probe/dry.h"
 
 #include "device/device.h"
