@@ -397,8 +397,8 @@ static void write_churn(struct writer *w)
 }
 
 /* Gradients accumulate over four micro-batches of different lengths before each update, in fp32
- * beside weights in bf16. Layers are of two widths in turns; the update casts a weight at a time and
- * has scratch as large as the weight for it. */
+ * beside weights in bf16. Layers are of two widths in turns; the update casts a weight at a time
+ * and has scratch as large as the weight for it. */
 static void write_accumulation(struct writer *w)
 {
     const struct shape shapes[2] = {{18, 1152, 18, 64000}, {18, 1664, 26, 64000}};

@@ -1,6 +1,8 @@
 /* How well the probe finds the largest micro-batch: seeded models, caps and settings of the pool on
  * the host device, the truth by trying every size, and beside it what others do on the same truth.
  */
+#include "probe/probe.h"
+
 #include "probe_cases.h"
 
 enum { CASES = 200 };
@@ -26,6 +28,21 @@ static void make_plain(rebatch_device *device)
     plain = *device->ops;
     plain.reserve = NULL;
     device->ops = &plain;
+}
+
+static bool is_told; /* each trial of a probe is */
+
+static void tell(const rebatch_event *event, void *user)
+{
+    (void)user;
+    if (event->kind != REBATCH_EVENT_TRIAL)
+        return;
+    if (event->peak_bytes)
+        printf("  %zu samples: %" PRIu64 " bytes live at the most\n", event->count,
+               event->peak_bytes);
+    else
+        printf("  %zu samples: OOM, needs %" PRIu64 " bytes of %" PRIu64 "\n", event->count,
+               event->needed_bytes, event->available_bytes);
 }
 
 static bool is_dry; /* devices without memory behind them: the same answers, sooner */
@@ -63,6 +80,7 @@ static bool open_bed(struct bed *bed, const struct setup *setup, size_t micro)
     options.micro_start = micro;
     options.micro_smallest = micro ? micro : setup->smallest;
     options.micro_largest = micro ? micro : setup->largest;
+    options.on_event = is_told && !micro ? tell : NULL;
     bed->model = setup->model;
     open_device(bed, setup);
     if (rebatch_open(&bed->rb, bed->device, &options))
@@ -211,8 +229,47 @@ static void print_row(const struct row *row)
            100.0 * row->share / (double)(row->cases ? row->cases : 1));
 }
 
+/* How many sizes, and bytes of them in all, the model has otherwise than the trace. */
+static void tell_difference(const struct rbi_model *model, const struct rbi_trace *trace)
+{
+    struct rbi_cursor cursor = {.model = model, .count = trace->count};
+    const struct rbi_model_event *event;
+    size_t i = 0, wrong = 0, events = 0;
+    int64_t more = 0;
+    for (; (event = rbi_model_next(&cursor)); events++) {
+        const struct rbi_trace_event *real = i < trace->event_count ? &trace->events[i++] : NULL;
+        if (!real || (event->kind != RBI_TRACE_ALLOC && event->kind != RBI_TRACE_RESERVE) ||
+            real->bytes == cursor.bytes)
+            continue;
+        wrong++;
+        more += (int64_t)cursor.bytes - (int64_t)real->bytes;
+    }
+    printf("  the model at %zu samples: %zu calls of %zu, %zu sizes wrong, %+" PRId64
+           " bytes in all\n",
+           trace->count, events, trace->event_count, wrong, more);
+}
+
+/* What the probe's model says of a micro-batch of the true size, beside one that runs. */
+static void tell_model(const struct rbi_model *model, const struct setup *setup, size_t truth)
+{
+    struct bed bed;
+    struct rbi_trace trace;
+    if (!model || !model->has_events || truth == 0 || !open_bed(&bed, setup, truth)) {
+        printf("  no model of calls\n");
+        return;
+    }
+    if (rebatch_step(bed.rb, &ops, 1, &bed.model, NULL) == REBATCH_OK) {
+        rbi_trace_begin(&trace, rebatch_get_pool(bed.rb), truth);
+        (void)rebatch_step(bed.rb, &ops, truth, &bed.model, NULL);
+        (void)rbi_trace_end(&trace, rebatch_get_pool(bed.rb), NULL);
+        tell_difference(model, &trace);
+        rbi_trace_release(&trace);
+    }
+    close_bed(&bed);
+}
+
 /* Whether the steps after the probe ran at the size found. */
-static struct outcome probe(const struct setup *setup, bool *holds)
+static struct outcome probe(const struct setup *setup, size_t truth, bool *holds)
 {
     struct bed bed;
     rebatch_probe_report report = {0};
@@ -230,6 +287,8 @@ static struct outcome probe(const struct setup *setup, bool *holds)
         rebatch_probe(bed.rb, &ops, setup->batch, &bed.model, &options, &report);
     if (status && status != REBATCH_E_EXHAUSTED)
         die("the probe failed");
+    if (is_told)
+        tell_model(rbi_probe_model(bed.rb), setup, truth);
     if (status == REBATCH_OK)
         *holds = runs_steps(&bed, setup->batch) &&
                  rebatch_get_micro(bed.rb, setup->batch) == report.size;
@@ -278,6 +337,16 @@ static void print_case(size_t i, const struct setup *setup, struct outcome found
         setup->pool.gc_threshold_permille, setup->pool.ballast_bytes);
 }
 
+/* The case, and the probe once more with all that it does. */
+static void tell_case(size_t i, const struct setup *setup, struct outcome found, size_t truth,
+                      bool holds)
+{
+    print_case(i, setup, found, truth, holds);
+    is_told = true;
+    (void)probe(setup, truth, &holds);
+    is_told = false;
+}
+
 int main(int argc, char **argv)
 {
     struct row rows[] = {{.name = "rebatch_probe"},
@@ -290,7 +359,8 @@ int main(int argc, char **argv)
     size_t microbatches[CASES] = {0}, held = 0, above_held = 0;
     size_t only = SIZE_MAX;
     if (read_arguments(&seed, &is_verbose, &only, argc, argv)) {
-        fprintf(stderr, "usage: probe [-v] [--dry] [--seed N] [--case I]\n");
+        fprintf(stderr, "usage: probe [-v] [--dry] [--seed N] [--case I]\n"
+                        "  -v: the cases missed, or with an OOM: settings, trials, model\n");
         return 2;
     }
     for (size_t i = 0; i < CASES; i++) {
@@ -303,7 +373,7 @@ int main(int argc, char **argv)
         else
             draw_first(&setup, i);
         const size_t truth = find_truth(fits, &setup);
-        const struct outcome found = probe(&setup, &holds);
+        const struct outcome found = probe(&setup, truth, &holds);
         microbatches[i] = found.trials;
         held += holds;
         above_held += holds && found.size > truth;
@@ -311,7 +381,7 @@ int main(int argc, char **argv)
         for (size_t k = 1; k < sizeof rows / sizeof *rows; k++)
             count(&rows[k], rows[k].search(fits, setup.batch), truth);
         if (is_verbose && (found.size != truth || found.ooms || !holds || only == i))
-            print_case(i, &setup, found, truth, holds);
+            tell_case(i, &setup, found, truth, holds);
     }
     printf("%d cases, seed %" PRIu64 "; the largest size of each by trying all of them\n", CASES,
            seed);

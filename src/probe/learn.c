@@ -27,6 +27,29 @@ static size_t round_up(void *user, size_t size)
     return rbi_round_size_up(&rb->options, size);
 }
 
+/* Memory may be another than it was when a size ran, so that all that ran are judged anew. */
+static rebatch_status judge_all(struct rbi_search *search)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t fits = 0; fits != search->fits && !status;) {
+        fits = search->fits;
+        status = rbi_search_judge(search);
+    }
+    return status;
+}
+
+/* 0: search->fits is the answer, 0 as well when nothing fits. */
+static rebatch_status choose(size_t *out, struct rbi_search *search)
+{
+    *out = search->report.microbatches == 0 ? search->least : 0;
+    if (search->report.microbatches == 0 || search->fits == 0)
+        return REBATCH_OK;
+    rebatch_status status = search->whole_count > 1 ? rbi_search_model(search) : REBATCH_OK;
+    if (!status)
+        status = judge_all(search);
+    return status || !rbi_search_may_go_on(search) ? status : rbi_search_next(out, search);
+}
+
 static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch)
 {
     struct lessons *lessons = user;
@@ -36,7 +59,8 @@ static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch)
     search->most = upper;
     search->batch = batch;
     search->setting = rbi_probe_setting(rb, search->least);
-    const rebatch_status status = rbi_search_next(out, search);
+    search->setting.is_work = true;
+    const rebatch_status status = choose(out, search);
     if (status)
         rbi_need_set_oracle(rb, NULL);
     else if (search->whole_count > 1)

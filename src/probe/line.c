@@ -44,15 +44,7 @@ struct rbi_line rbi_line_scale(const struct rbi_point *point)
                              .unit = 1};
 }
 
-/* ---- hypotheses ---- */
-
-/* In which a slope is stated that is no whole number of bytes a sample. */
-#define PARTS 1024
-
-static double lesser(double a, double b)
-{
-    return a < b ? a : b;
-}
+/* ---- exact laws ---- */
 
 static int64_t distance(size_t low, size_t high)
 {
@@ -88,39 +80,163 @@ static bool fit_straight(struct rbi_line *out, const struct rbi_points *given, s
     return true;
 }
 
-/* Sizes that were rounded up to a unit lie less than one above a line, so that between two points
- * it rises by what they differ, a unit more or less; and no line begins below zero. What is left of
- * that over all pairs is taken in the middle, and rounded to the nearest: one size may come out a
- * unit too small or too large, but the errors of many do not add up as those of a bound would.
- * False when nothing is left. */
+static bool fit_straight_steps(struct rbi_line *out, const struct rbi_points *points)
+{
+    for (size_t step = 2; step <= LARGEST_STEP; step *= 2)
+        if (fit_straight(out, points, step))
+            return true;
+    return false;
+}
+
+/* ---- sizes that were rounded up ---- */
+
+/* The middle of a range, or as much nearer to an end as the lean says. */
+static size_t between(size_t least, size_t most, double lean)
+{
+    return least + (size_t)((double)(most - least) * (1 + lean) / 2);
+}
+
+/* Whole bytes a sample, in steps of them, and nothing beside, rounded up to the unit: from a size
+ * follows that they are more than that without a unit, and no more than that, over the samples. Of
+ * what all sizes leave the middle is taken. */
+static bool fit_proportion(struct rbi_line *out, const struct rbi_points *points, size_t unit,
+                           size_t step)
+{
+    size_t least = 0, most = LARGEST_BYTES;
+    for (size_t i = 0; i < points->count; i++) {
+        const size_t samples = up_to(points->at[i].count, step);
+        const size_t bytes = points->at[i].bytes;
+        if (bytes < unit)
+            return false;
+        most = rbi_min(most, bytes / samples);
+        least = rbi_max(least, (bytes - unit) / samples + 1);
+    }
+    if (least > most)
+        return false;
+    const size_t each = between(least, most, points->lean);
+    const size_t samples = up_to(points->at[points->base].count, step);
+    *out = (struct rbi_line){.count = samples,
+                             .run = 1,
+                             .step = step,
+                             .bytes = (int64_t)(each * samples),
+                             .rise = (int64_t)each,
+                             .unit = unit,
+                             .up = unit - 1};
+    return true;
+}
+
+static bool fit_proportion_steps(struct rbi_line *out, const struct rbi_points *points, size_t unit)
+{
+    for (size_t step = 1; step <= LARGEST_STEP; step *= 2)
+        if (fit_proportion(out, points, unit, step))
+            return true;
+    return false;
+}
+
+/* What is known of a line: how far it is below the base point, and how much it rises a sample; a
+ * convex polygon of both. */
+struct spot {
+    double below, slope;
+};
+#define CORNERS_MOST (2 * RBI_POINTS_MOST + 6)
+struct region {
+    struct spot corners[CORNERS_MOST];
+    size_t count;
+};
+
+static double beyond(const struct spot *spot, double a, double b, double most)
+{
+    return a * spot->below + b * spot->slope - most;
+}
+
+/* Leaves what is within a * below + b * slope <= most. */
+static void clip(struct region *region, double a, double b, double most)
+{
+    struct region left = {.count = 0};
+    for (size_t i = 0; i < region->count; i++) {
+        const struct spot *from = &region->corners[i];
+        const struct spot *to = &region->corners[(i + 1) % region->count];
+        const double out_from = beyond(from, a, b, most), out_to = beyond(to, a, b, most);
+        if (out_from <= 0 && left.count < CORNERS_MOST)
+            left.corners[left.count++] = *from;
+        if ((out_from < 0 && out_to > 0) || (out_from > 0 && out_to < 0)) {
+            const double part = out_from / (out_from - out_to);
+            if (left.count < CORNERS_MOST)
+                left.corners[left.count++] =
+                    (struct spot){from->below + part * (to->below - from->below),
+                                  from->slope + part * (to->slope - from->slope)};
+        }
+    }
+    *region = left;
+}
+
+/* The centre of gravity. */
+static struct spot middle_of(const struct region *region)
+{
+    const struct spot origin = region->corners[0];
+    struct spot sum = {0, 0}, mean = {0, 0};
+    double area = 0;
+    for (size_t i = 0; i < region->count; i++) {
+        const struct spot *one = &region->corners[i];
+        const struct spot *two = &region->corners[(i + 1) % region->count];
+        const double cross = (one->below - origin.below) * (two->slope - origin.slope) -
+                             (two->below - origin.below) * (one->slope - origin.slope);
+        area += cross;
+        sum.below += cross * (one->below + two->below + origin.below) / 3;
+        sum.slope += cross * (one->slope + two->slope + origin.slope) / 3;
+        mean.below += one->below / (double)region->count;
+        mean.slope += one->slope / (double)region->count;
+    }
+    return area != 0 ? (struct spot){sum.below / area, sum.slope / area} : mean;
+}
+
+/* From the middle towards the corner that is highest, or lowest, so many samples further. */
+static struct spot lean(const struct region *region, double lean, double run)
+{
+    const struct spot middle = middle_of(region);
+    const double sign = lean < 0 ? -1 : 1;
+    const struct spot *edge = &region->corners[0];
+    for (size_t i = 1; i < region->count; i++)
+        if (sign * (region->corners[i].slope * run - region->corners[i].below) >
+            sign * (edge->slope * run - edge->below))
+            edge = &region->corners[i];
+    return (struct spot){middle.below + sign * lean * (edge->below - middle.below),
+                         middle.slope + sign * lean * (edge->slope - middle.slope)};
+}
+
+/* In which a slope is stated that is no whole number of bytes a sample. */
+#define PARTS 1024
+
+/* A line that never falls nor begins below zero, rounded up to the unit: it lies less than one
+ * below each size. The middle of all such lines is taken: one size may come out a unit too small or
+ * too large, but the errors of many do not add up as those of a bound would. */
 static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, size_t unit,
                         size_t step)
 {
-    double least = 0, most = (double)LARGEST_BYTES;
+    const struct rbi_point *base = &points->at[points->base];
+    const size_t base_count = up_to(base->count, step);
+    const double high = (double)base->bytes / (double)base_count;
+    struct region region = {
+        {{0, 0}, {(double)unit - 0.5, 0}, {(double)unit - 0.5, high}, {0, high}}, 4};
+    clip(&region, 1, (double)base_count, (double)base->bytes);
     for (size_t i = 0; i < points->count; i++) {
-        const struct rbi_point *low = &points->at[i];
-        const size_t from = up_to(low->count, step);
-        most = lesser(most, (double)low->bytes / (double)from);
-        for (size_t k = i + 1; k < points->count; k++) {
-            const double run = (double)distance(from, up_to(points->at[k].count, step));
-            const double rise = (double)distance(low->bytes, points->at[k].bytes);
-            if (run == 0 && rise != 0)
-                return false;
-            if (run == 0)
-                continue;
-            most = lesser(most, (rise + (double)unit) / run);
-            least = -lesser(-least, -(rise - (double)unit) / run);
-        }
+        const double run = (double)distance(base_count, up_to(points->at[i].count, step));
+        const double rise = (double)distance(base->bytes, points->at[i].bytes);
+        clip(&region, -1, run, rise);
+        clip(&region, 1, -run, (double)unit - 0.5 - rise);
     }
-    const double slope = points->is_cautious ? most : (least + most) / 2;
-    *out = (struct rbi_line){.count = up_to(points->at[points->base].count, step),
+    if (region.count == 0)
+        return false;
+    const double run = (double)distance(base_count, up_to(points->target, step));
+    const struct spot middle = lean(&region, points->lean, run);
+    *out = (struct rbi_line){.count = base_count,
                              .run = PARTS,
                              .step = step,
-                             .bytes = (int64_t)points->at[points->base].bytes,
-                             .rise = (int64_t)(slope * PARTS),
+                             .bytes = (int64_t)base->bytes - (int64_t)middle.below,
+                             .rise = (int64_t)(middle.slope * PARTS),
                              .unit = unit,
-                             .up = points->is_cautious ? unit - 1 : unit / 2};
-    return least <= most;
+                             .up = unit - 1};
+    return true;
 }
 
 /* Through the last two points, and above those that are above it. */
@@ -143,45 +259,70 @@ static struct rbi_line fit_piece(const struct rbi_points *points)
     return line;
 }
 
-static size_t unit_of(const struct rbi_points *points)
-{
-    size_t bits = LARGEST_UNIT;
-    for (size_t i = 0; i < points->count; i++)
-        bits |= points->at[i].bytes;
-    return bits & (~bits + 1);
-}
-
-/* Samples in steps. From two points only those that go through zero are seen. */
-static bool fit_steps(struct rbi_line *out, const struct rbi_points *points)
-{
-    const struct rbi_point *at = points->at;
-    for (size_t step = 2; step <= LARGEST_STEP; step *= 2) {
-        const size_t first = up_to(at[0].count, step);
-        const bool is_through_zero = at[0].bytes % first == 0 && at[0].bytes > 0 &&
-                                     at[0].bytes / first * up_to(at[1].count, step) == at[1].bytes;
-        if ((points->count > 2 || is_through_zero) && fit_straight(out, points, step))
-            return true;
-    }
-    return false;
-}
+/* ---- which law ---- */
 
 /* Sizes that are no multiples of so much were not rounded to a unit. */
 #define LEAST_UNIT 256
 
+static size_t common_divisor(size_t a, size_t b)
+{
+    while (b) {
+        const size_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+size_t rbi_points_unit(const struct rbi_points *points)
+{
+    size_t unit = 0;
+    for (size_t i = 0; i < points->count; i++)
+        unit = common_divisor(unit, points->at[i].bytes);
+    return rbi_max(unit, 1);
+}
+
+/* Of larger ones a size that does not rise may be a small part. */
+#define LEAST_LARGE_UNIT 65536
+
+/* Two points are always on some line: where sizes were rounded it must agree with that. */
+static bool is_credible(const struct rbi_line *straight, const struct rbi_points *points,
+                        size_t unit)
+{
+    return points->count != 2 || unit == 1 || straight->rise % (int64_t)unit == 0;
+}
+
+static bool fit_with_unit(struct rbi_line *out, const struct rbi_points *points, size_t unit)
+{
+    if (fit_proportion_steps(out, points, unit) || fit_rounded(out, points, unit, 1))
+        return true;
+    for (size_t step = 2; step <= LARGEST_STEP && points->count > 2; step *= 2)
+        if (fit_rounded(out, points, unit, step))
+            return true;
+    return false;
+}
+
 struct rbi_line rbi_line_fit(const struct rbi_points *points)
 {
     struct rbi_line line;
-    const bool is_straight = fit_straight(&line, points, 1);
-    /* Two points are always on a line: the unit of all other sizes tells more. */
-    if (is_straight && (points->count != 2 || points->unit == 1 || line.rise == 0))
+    const size_t common = rbi_points_unit(points);
+    const size_t power = rbi_min(common & (~common + 1), LARGEST_UNIT);
+    const size_t unit = points->unit > 1 ? points->unit : power >= LEAST_UNIT ? power : 1;
+    if (fit_straight(&line, points, 1) && line.rise == 0) {
+        if (points->lean > 0 && power >= LEAST_LARGE_UNIT) /* it may be less than one unit */
+            (void)fit_rounded(&line, points, power, 1);
         return line;
-    const size_t unit = is_straight ? points->unit : unit_of(points);
-    if (unit < LEAST_UNIT && fit_steps(&line, points))
+    }
+    if (fit_proportion_steps(&line, points, 1) ||
+        (fit_straight(&line, points, 1) && is_credible(&line, points, unit)))
         return line;
-    if (fit_rounded(&line, points, unit, 1) || fit_steps(&line, points))
+    if (unit == 1 && points->count > 2 && fit_straight_steps(&line, points))
         return line;
-    for (size_t step = 2; step <= LARGEST_STEP && points->count > 2; step *= 2)
-        if (fit_rounded(&line, points, unit, step))
+    /* Three sizes are rarely multiples of three, or five, times the unit by chance. */
+    const bool is_telling = points->count > 2 && power >= LEAST_UNIT && points->unit <= 1;
+    const size_t units[] = {is_telling ? common : unit > 1 ? unit : power, power, common};
+    for (size_t i = 0; i < sizeof units / sizeof *units; i++)
+        if (units[i] <= 2 * LARGEST_UNIT && fit_with_unit(&line, points, units[i]))
             return line;
     return fit_piece(points);
 }

@@ -11,7 +11,7 @@ static struct rbi_line fit(struct rbi_points *points)
 
 static void fit_sums(struct rbi_model *model, const struct rbi_traces *traces)
 {
-    struct rbi_points peaks = {.is_cautious = traces->is_cautious}, outside = peaks;
+    struct rbi_points peaks = {.count = 0}, outside = peaks;
     for (size_t t = 0; t < traces->count; t++) {
         const struct rbi_trace *trace = traces->whole[t];
         peaks.at[peaks.count++] = (struct rbi_point){trace->count, (size_t)trace->peak_bytes};
@@ -68,6 +68,7 @@ void rbi_model_release(struct rbi_model *model)
     rbi_heap_free(model->events);
     rbi_heap_free(model->loops);
     rbi_heap_free(model->kept);
+    rbi_heap_free(model->first);
     *model = (struct rbi_model){0};
 }
 
@@ -83,7 +84,8 @@ static size_t bytes_in_turn(const struct rbi_model_event *event, const struct rb
     return rbi_line_at(&event->last, (count - 1) % loop->turns.step + 1);
 }
 
-const struct rbi_model_event *rbi_model_next(struct rbi_cursor *at)
+/* A reserve's bytes are those of its own law. */
+static const struct rbi_model_event *next_event(struct rbi_cursor *at)
 {
     const struct rbi_model *model = at->model;
     while (at->loop < model->loop_count && at->event >= model->loops[at->loop].first) {
@@ -105,6 +107,33 @@ const struct rbi_model_event *rbi_model_next(struct rbi_cursor *at)
         return NULL;
     const struct rbi_model_event *event = &model->events[at->event++];
     at->bytes = rbi_line_at(&event->line, at->count);
+    return event;
+}
+
+static size_t in_units(size_t bytes)
+{
+    size_t whole;
+    return rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, &whole) ? whole : bytes;
+}
+
+/* What comes after a reserve is known, and so what it asks for. */
+static size_t bytes_of_rest(const struct rbi_cursor *reserve, enum rbi_rest which)
+{
+    struct rbi_cursor at = *reserve;
+    const struct rbi_model_event *event;
+    size_t sum = 0;
+    while ((event = next_event(&at)) && event->kind != RBI_TRACE_RESERVE)
+        if (event->kind == RBI_TRACE_ALLOC &&
+            !rbi_add(sum, which == RBI_REST_SUM_UNITS ? in_units(at.bytes) : at.bytes, &sum))
+            return SIZE_MAX;
+    return sum;
+}
+
+const struct rbi_model_event *rbi_model_next(struct rbi_cursor *at)
+{
+    const struct rbi_model_event *event = next_event(at);
+    if (event && event->rest)
+        at->bytes = bytes_of_rest(at, event->rest);
     return event;
 }
 

@@ -319,6 +319,8 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
         status = rbi_guards_save(rb, RBI_GUARD_STEP);
     if (!status)
         status = zero_grad(rb);
+    if (!status)
+        status = rbi_pool_clone(&search->setting.fresh, &search->setting.fresh_device, rb->pool);
     if (status)
         return status;
     status = rbi_pieces_hold(&search->setting, reserve_bytes);
@@ -357,8 +359,10 @@ struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
 {
     const bool admits = rbi_is_on(rb->options.admission) &&
                         rb->options.on_oom != REBATCH_ON_OOM_STOP && rbi_pool_is_caching(rb->pool);
-    return (struct rbi_setting){
-        .pool = rb->pool, .stream = rb->options.stream, .admits_above = admits ? least : SIZE_MAX};
+    return (struct rbi_setting){.pool = rb->pool,
+                                .stream = rb->options.stream,
+                                .admits_above = admits ? least : SIZE_MAX,
+                                .has_stepped = rb->step > 0};
 }
 
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,

@@ -81,14 +81,19 @@ struct rbi_point {
 struct rbi_points {
     struct rbi_point at[RBI_POINTS_MOST];
     size_t count;
-    size_t base;      /* the point whose bytes come out exactly */
-    size_t unit;      /* that of all sizes, 1: none */
-    bool is_cautious; /* from above where not all is known */
+    size_t base; /* the point whose bytes come out exactly */
+    size_t unit; /* that such sizes are rounded up to, 1: not known */
+    /* What is not known for certain is taken from the middle of what it may be; or, at `target`
+     * samples, nearer to the most of it, 1, or the least, -1. */
+    double lean;
+    size_t target;
 };
-/* The law that explains all points, which rise by count: a straight line, one over samples in
- * steps, or over sizes that are rounded up to a power of two; or else the line through the last
- * two, and how far another point is above it. */
+/* The law that explains all points, which rise by count: so much a sample, or a straight line, over
+ * samples in steps, or over sizes that are rounded up; or else the line through the last two, and
+ * how far another point is above it. */
 struct rbi_line rbi_line_fit(const struct rbi_points *points);
+/* The largest unit of which all sizes are multiples. */
+size_t rbi_points_unit(const struct rbi_points *points);
 /* Goes through the origin. */
 struct rbi_line rbi_line_scale(const struct rbi_point *point);
 struct rbi_line rbi_line_constant(size_t bytes);
@@ -105,8 +110,13 @@ bool rbi_turns_explain(struct rbi_turns *out, size_t step, const struct rbi_poin
 
 /* ---- what another size would do (align.c, model.c) ---- */
 
+/* What a reserve asks for where that was reckoned from what is to come: all that is allocated till
+ * the next one, as asked for, or each in whole units. */
+enum rbi_rest { RBI_REST_NONE, RBI_REST_SUM, RBI_REST_SUM_UNITS };
+
 struct rbi_model_event {
     enum rbi_trace_kind kind; /* ALLOC, FREE, FREE_PREVIOUS, RESERVE */
+    enum rbi_rest rest;       /* RESERVE */
     uint32_t slot;            /* the list that an allocation's block goes to */
     bool is_queued;           /* FREE: the oldest of the list, else the newest */
     bool is_last_first;       /* FREE in turns: the block of the last turn of the other loop */
@@ -128,6 +138,11 @@ struct rbi_kept {
     void *address;
 };
 
+/* What the first of the traces has kept: a block of it. */
+struct rbi_kept_first {
+    uint32_t slot, block;
+};
+
 /* Either events, or, when traces have no common form, a line for the peak as a whole. */
 struct rbi_model {
     struct rbi_model_event *events;
@@ -136,10 +151,13 @@ struct rbi_model {
     size_t loop_count;
     struct rbi_kept *kept; /* oldest first */
     size_t kept_count;
+    struct rbi_kept_first *first; /* oldest first */
+    size_t first_count;
     uint32_t slots;
     struct rbi_line peak;
     struct rbi_line outside; /* of the device, held by others */
     bool is_rough;           /* not all of it is a straight line of whole bytes a sample */
+    double doubts;           /* how many sizes there are that were rounded, by their units */
     bool has_events;
     rebatch_pool *pool; /* whose rounding it is; may be NULL */
 };
@@ -151,7 +169,8 @@ struct rbi_traces {
     size_t count;
     const struct rbi_trace *latest; /* one of them: what it has kept lives */
     const struct rbi_trace *cut;    /* of a larger size that ran into an OOM; may be NULL */
-    bool is_cautious;               /* what is not known for certain is bounded from above */
+    double lean;                    /* of the points */
+    size_t target;
 };
 
 /* Puts a model together from at least one trace. From one alone everything is in proportion, which
@@ -197,6 +216,14 @@ struct rbi_setting {
     struct rbi_piece *pieces;
     size_t piece_count;
     size_t admits_above; /* larger attempts start only when their memory is there */
+    /* The pool as it was when the probe began, a copy, and what its first trial did: sizes must
+     * also run in a session that begins so. NULL: not known. */
+    rebatch_pool *fresh;
+    rebatch_device *fresh_device;
+    const struct rbi_trace *first;
+    bool is_work;     /* what runs is no trial: what only nearly fits, or fits when it is run once
+                       * more, does not */
+    bool has_stepped; /* there were steps before the probe, which have made what is made once */
 };
 
 /* Takes `bytes` from the pool for later, in pieces like the blocks that live there.
@@ -260,10 +287,12 @@ struct rbi_search {
     struct rbi_trace whole[RBI_TRACES_MOST]; /* by rising count */
     size_t whole_count;
     size_t latest;           /* the count of the last whole one */
+    bool is_first_kept;      /* the first trial is still among them */
     struct rbi_trace cut;    /* of the last that failed */
     bool is_model_made;      /* of all that is there */
     size_t fits, fails;      /* the largest that ran, the smallest that did not: fits < fails */
     uint32_t runs_of_fits;   /* on accumulated gradients */
+    size_t failed;           /* a size that failed after it had run */
     uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
     size_t tried;            /* the last size */
     uint64_t began_ns;
@@ -283,22 +312,36 @@ struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 #define RBI_TIMED_TURNS 2
 #define RBI_TIMED_RUNS (RBI_TIMED_SIZES * RBI_TIMED_TURNS)
 
+/* ---- which size is next (choose.c) ---- */
+
+/* The trace of the last trial that ran; NULL: none. */
+struct rbi_trace *rbi_search_latest(struct rbi_search *search);
+/* Makes the model of all that was seen up to now. */
+rebatch_status rbi_search_model(struct rbi_search *search);
+/* What a size does now, as far as that is known. */
+rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *search,
+                                   const struct rbi_plan *plan);
+/* The largest allowed size of at most `size` that is above what ran; 0: none. */
+size_t rbi_search_allowed(const struct rbi_search *search, size_t size);
+bool rbi_search_may_go_on(const struct rbi_search *search);
+/* Lowers what ran to what also leaves room for the steps. */
+rebatch_status rbi_search_judge(struct rbi_search *search);
+/* Readies the pool for a size, and says what it will need. */
+rebatch_status rbi_search_prepare(struct rbi_search *search, size_t count);
+/* The next size, readied for, or 0 when the largest that ran is the answer. */
+rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
+
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);
 
-/* The same piece by piece, for one who runs the sizes himself and whose `trial` is NULL: begin,
- * then next and note in turns. */
+/* For one who runs the sizes himself, so that `trial` is NULL: begin; then the smallest, and what
+ * rbi_search_next() says, each noted. `most` and `batch` may change on the way. */
 void rbi_search_begin(struct rbi_search *search);
-/* 0: search->fits is the answer, 0 as well when nothing fits. From two sizes on, search->model is
- * of all that was noted. `most` and `batch` may be others than before. */
-rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
 /* `count` samples ran or, with REBATCH_OOM, did not. Takes the trace over; of what did not run it
  * may be empty.
  *  @param peak_bytes  most live in the pool meanwhile */
 void rbi_search_note(struct rbi_search *search, size_t count, rebatch_status status,
                      const struct rbi_trace *trace, uint64_t peak_bytes);
-/* The last that ran; NULL: none. */
-const struct rbi_trace *rbi_search_latest(const struct rbi_search *search);
 void rbi_search_release(struct rbi_search *search);
 
 #endif

@@ -1,247 +1,180 @@
-/* Owns the dry run: a size's calls on a pool like the live one, with nothing behind it.
- * Must not know where the sizes come from. */
-#include "probe/probe.h"
+/* Owns what is run dry to judge a size: the trial, the steps after the probe, and those of a
+ * session that begins anew with it. Must not know where the sizes come from. */
+#include "probe/dry.h"
 
 #include "device/device.h"
 
-/* ---- lists of blocks ---- */
+/* ---- a course of micro-batches ---- */
 
-/* Node numbers count from 1; 0 is none. */
-struct list {
-    uint32_t oldest, newest;
+struct course {
+    struct rbi_dry dry;
+    const struct rbi_setting *setting;
+    const struct rbi_plan *plan;
+    rebatch_pool_stats stats; /* after the trial */
+    bool begins_trimmed, has_retries, admits;
 };
-
-struct node {
-    void *address;
-    uint32_t older, newer;
-};
-
-struct dry {
-    rebatch_device *device;
-    rebatch_pool *pool;
-    struct node *nodes; /* the first stands for none */
-    uint32_t node_count, node_room;
-    uint32_t spare;    /* a list by `newer` */
-    struct list *made; /* of each slot of the model, by the micro-batch that runs */
-    struct list *kept; /* and by the one before */
-};
-
-static bool push(struct dry *dry, struct list *list, void *address)
-{
-    uint32_t number = dry->spare;
-    if (number) {
-        dry->spare = dry->nodes[number].newer;
-    } else {
-        if (dry->node_count + 1 >= dry->node_room) {
-            const uint32_t room = dry->node_room ? 2 * dry->node_room : 256;
-            void *nodes = rbi_heap_resize(dry->nodes, room, sizeof *dry->nodes);
-            if (!nodes)
-                return false;
-            dry->nodes = nodes;
-            dry->node_room = room;
-        }
-        number = ++dry->node_count;
-    }
-    dry->nodes[number] = (struct node){address, list->newest, 0};
-    if (list->newest)
-        dry->nodes[list->newest].newer = number;
-    else
-        list->oldest = number;
-    list->newest = number;
-    return true;
-}
-
-/* NULL when the list is empty. */
-static void *pop(struct dry *dry, struct list *list, bool is_oldest)
-{
-    const uint32_t number = is_oldest ? list->oldest : list->newest;
-    if (number == 0)
-        return NULL;
-    struct node *node = &dry->nodes[number];
-    if (node->older)
-        dry->nodes[node->older].newer = node->newer;
-    else
-        list->oldest = node->newer;
-    if (node->newer)
-        dry->nodes[node->newer].older = node->older;
-    else
-        list->newest = node->older;
-    node->newer = dry->spare;
-    dry->spare = number;
-    return node->address;
-}
-
-/* ---- a dry pool like the live one ---- */
-
-static rebatch_status no_memory(void)
-{
-    return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a dry run");
-}
-
-static void close_dry(struct dry *dry)
-{
-    rebatch_pool_destroy(dry->pool);
-    rebatch_device_close(dry->device);
-    rbi_heap_free(dry->nodes);
-    rbi_heap_free(dry->made);
-    rbi_heap_free(dry->kept);
-}
-
-/* A copy of the pool has everything at the same addresses, so what the last micro-batch has kept is
- * known by them. */
-static rebatch_status open_dry(struct dry *dry, const struct rbi_model *model,
-                               const struct rbi_setting *setting)
-{
-    *dry = (struct dry){0};
-    dry->made = rbi_heap_calloc((size_t)model->slots + 1, sizeof *dry->made);
-    dry->kept = rbi_heap_calloc((size_t)model->slots + 1, sizeof *dry->kept);
-    if (!dry->made || !dry->kept)
-        return no_memory();
-    for (size_t i = 0; i < model->kept_count; i++)
-        if (!push(dry, &dry->kept[model->kept[i].slot], model->kept[i].address))
-            return no_memory();
-    const rebatch_status status = rbi_pool_clone(&dry->pool, &dry->device, setting->pool);
-    return status ? status : rebatch_pool_reset_peaks(dry->pool);
-}
-
-/* ---- the dry run ---- */
-
-static rebatch_status run_event(struct dry *dry, const struct rbi_model_event *event, size_t bytes)
-{
-    void *block;
-    rebatch_status status;
-    switch (event->kind) {
-    case RBI_TRACE_ALLOC:
-        status = rebatch_pool_alloc(&block, dry->pool, bytes, event->stream, 0);
-        return status || push(dry, &dry->made[event->slot], block) ? status : no_memory();
-    case RBI_TRACE_RESERVE:
-        return rebatch_pool_reserve(dry->pool, bytes, event->stream);
-    case RBI_TRACE_FREE:
-        return rebatch_pool_free(dry->pool, pop(dry, &dry->made[event->slot], event->is_queued));
-    case RBI_TRACE_FREE_PREVIOUS:
-        return rebatch_pool_free(dry->pool, pop(dry, &dry->kept[event->slot], true));
-    default:
-        return REBATCH_OK;
-    }
-}
-
-/* What it leaves is what the next one finds as kept. */
-static void end_microbatch(struct dry *dry, const struct rbi_model *model)
-{
-    for (uint32_t slot = 0; slot < model->slots; slot++)
-        while (pop(dry, &dry->kept[slot], false))
-            ;
-    struct list *made = dry->made;
-    dry->made = dry->kept;
-    dry->kept = made;
-}
-
-static rebatch_status run_microbatch(struct rbi_forecast *out, struct dry *dry,
-                                     const struct rbi_model *model, size_t count)
-{
-    struct rbi_cursor cursor = {.model = model, .count = count};
-    const struct rbi_model_event *event;
-    rebatch_scope scope;
-    rebatch_status status = rebatch_scope_begin(&scope, dry->pool);
-    while (!status && (event = rbi_model_next(&cursor)))
-        status = run_event(dry, event, cursor.bytes);
-    if (status == REBATCH_OOM)
-        out->failing_bytes = cursor.bytes;
-    if (status)
-        return status;
-    end_microbatch(dry, model);
-    return rebatch_scope_commit(dry->pool, scope);
-}
 
 /* As a step's attempt begins: with its memory, where the session sees to that. */
-static rebatch_status run_attempt(struct rbi_forecast *out, struct dry *dry,
-                                  const struct rbi_model *model, const struct rbi_setting *setting,
-                                  size_t count)
+static rebatch_status admit(const struct course *course, size_t count)
 {
-    rebatch_status status = REBATCH_OK;
-    if (setting->admits_above < count)
-        status = rbi_pool_admit(dry->pool, rbi_model_need(model, count), setting->stream);
-    return status ? status : run_microbatch(out, dry, model, count);
+    if (!course->admits || course->setting->admits_above >= count)
+        return REBATCH_OK;
+    return rbi_pool_admit(course->dry.pool, rbi_model_need(course->dry.model, count),
+                          course->setting->stream);
+}
+
+/* What the first update makes. */
+static rebatch_status make_pieces(struct course *course)
+{
+    const struct rbi_setting *setting = course->setting;
+    rebatch_pool *pool = course->dry.pool;
+    rebatch_scope scope;
+    void *made;
+    rebatch_status status = rebatch_scope_begin(&scope, pool);
+    for (size_t i = 0; i < setting->piece_count && !status; i++)
+        status = rebatch_pool_alloc(&made, pool, setting->pieces[i].bytes, setting->stream, 0);
+    if (!status)
+        return rebatch_scope_commit(pool, scope);
+    const rebatch_status undone = rebatch_scope_rollback(pool, scope);
+    return undone ? undone : status;
+}
+
+/* An OOM is answered as the step's ladder does it: once, with the cache given back.
+ *  @param count  0: the update */
+static rebatch_status run_next(struct course *course, size_t count, bool may_fail)
+{
+    rebatch_status status = count ? admit(course, count) : REBATCH_OK;
+    if (status)
+        return status; /* what is refused is not tried again */
+    status = count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
+    if (status != REBATCH_OOM || !may_fail || !course->has_retries)
+        return status;
+    status = rebatch_pool_trim(course->dry.pool, 0, NULL);
+    if (!status && count)
+        status = admit(course, count);
+    if (status)
+        return status;
+    return count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
 }
 
 /* The micro-batches of a step, as far as they differ: one leaves other pieces to the next than it
  * has found, and the last may be smaller. */
-static rebatch_status run_step(struct rbi_forecast *out, struct dry *dry,
-                               const struct rbi_model *model, const struct rbi_setting *setting,
-                               size_t count, size_t batch)
+static rebatch_status run_step(struct course *course, bool may_fail)
 {
+    const size_t count = course->plan->count, batch = course->plan->batch;
     const size_t sizes[] = {count, batch / count > 1 ? count : 0, batch % count};
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes && !status; i++)
         if (sizes[i])
-            status = run_attempt(out, dry, model, setting, sizes[i]);
+            status = run_next(course, sizes[i], may_fail);
     return status;
 }
 
-/* What comes after the probe: a step, in which the memory that the first update takes is still
- * free, that update, and a step after it. */
-static rebatch_status run_training(struct rbi_forecast *out, struct dry *dry,
-                                   const struct rbi_model *model, const struct rbi_setting *setting,
-                                   size_t count, size_t batch)
+/* ---- in this session ---- */
+
+static rebatch_status keep_latest(struct rbi_dry *dry)
 {
-    void *made;
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < dry->model->kept_count && !status; i++)
+        status = rbi_dry_keep(dry, dry->model->kept[i].slot, dry->model->kept[i].address);
+    return status;
+}
+
+/* What comes after the probe: a step, in which the memory that the first update takes is free, that
+ * update, and a step after it. */
+static rebatch_status run_training(struct course *course)
+{
+    const struct rbi_setting *setting = course->setting;
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < setting->piece_count && !status; i++)
-        status = rebatch_pool_free(dry->pool, setting->pieces[i].address);
+        status = rebatch_pool_free(course->dry.pool, setting->pieces[i].address);
     if (!status)
-        status = run_step(out, dry, model, setting, count, batch);
-    for (size_t i = 0; i < setting->piece_count && !status; i++)
-        status = rebatch_pool_alloc(&made, dry->pool, setting->pieces[i].bytes, setting->stream, 0);
-    return status ? status : run_step(out, dry, model, setting, count, batch);
+        status = run_step(course, true);
+    if (!status)
+        status = run_next(course, 0, true);
+    return status ? status : run_step(course, true);
 }
 
-/* What others will hold more than they do now. */
-static rebatch_status outside_growth(size_t *out, const struct rbi_model *model,
-                                     const struct rbi_setting *setting, size_t count)
+static rebatch_status run_session(struct course *course)
 {
-    rebatch_memory_info info;
-    rebatch_pool_stats stats;
-    *out = 0;
-    rebatch_status status = rebatch_device_memory(rebatch_pool_device(setting->pool), &info);
+    struct rbi_dry *dry = &course->dry;
+    const struct rbi_plan *plan = course->plan;
+    rebatch_status status = rbi_dry_open(dry, dry->model, course->setting->pool);
     if (!status)
-        status = rebatch_pool_get_stats(&stats, setting->pool);
-    if (status)
-        return status;
-    const size_t taken = info.total_bytes - rbi_min(info.free_bytes, info.total_bytes);
-    const size_t wanted = (size_t)stats.reserved_bytes + rbi_line_at(&model->outside, count);
-    *out = wanted > taken ? wanted - taken : 0;
-    return REBATCH_OK;
-}
-
-static rebatch_status hold_outside(const struct dry *dry, const struct rbi_model *model,
-                                   const struct rbi_setting *setting, size_t count)
-{
-    size_t growth;
-    void *memory;
-    const rebatch_status status = outside_growth(&growth, model, setting, count);
-    return status || growth == 0 ? status : rbi_device_alloc(dry->device, &memory, growth);
-}
-
-static rebatch_status replay_events(struct rbi_forecast *out, const struct rbi_model *model,
-                                    const struct rbi_setting *setting, const struct rbi_plan *plan)
-{
-    struct dry dry;
-    rebatch_pool_stats stats = {0};
-    rebatch_status status = open_dry(&dry, model, setting);
-    if (!status && out->needs_trim)
-        status = rebatch_pool_trim(dry.pool, 0, NULL);
+        status = keep_latest(dry);
+    if (!status && course->begins_trimmed)
+        status = rebatch_pool_trim(dry->pool, 0, NULL);
     if (!status)
-        status = hold_outside(&dry, model, setting, plan->count);
+        status = rbi_dry_hold_outside(dry, plan->count);
     if (!status && plan->has_trial)
-        status = run_microbatch(out, &dry, model, plan->count);
+        status = rbi_dry_run(dry, plan->count);
     if (!status)
-        status = rebatch_pool_get_stats(&stats, dry.pool);
-    if (!status && plan->has_training)
-        status = run_training(out, &dry, model, setting, plan->count, plan->batch);
-    out->fits = !status;
-    out->peak_bytes = stats.live_peak_bytes;
-    out->reserved_bytes = stats.reserved_peak_bytes;
-    close_dry(&dry);
+        status = rebatch_pool_get_stats(&course->stats, dry->pool);
+    return status || !plan->has_training ? status : run_training(course);
+}
+
+/* ---- in a session that begins with the size ---- */
+
+/* Where steps have come before, the first trial adds only what it frees of what they have kept. */
+static bool needs_first(const struct rbi_setting *setting)
+{
+    const struct rbi_trace *first = setting->first;
+    for (size_t i = 0; i < first->event_count && setting->has_stepped; i++)
+        if (first->events[i].kind == RBI_TRACE_FREE_OLDER)
+            return true;
+    return !setting->has_stepped;
+}
+
+/* A step of the smallest size has made what is made once, and the update its memory. */
+static rebatch_status run_fresh(struct course *course)
+{
+    struct rbi_dry *dry = &course->dry;
+    rebatch_status status = rbi_dry_open(dry, dry->model, course->setting->fresh);
+    if (!status && needs_first(course->setting))
+        status = rbi_dry_run_first(dry, course->setting->first);
+    if (!status)
+        status = make_pieces(course);
+    if (!status)
+        status = rbi_dry_hold_outside(dry, course->plan->count);
+    if (!status)
+        status = run_step(course, true);
+    return status ? status : run_step(course, false);
+}
+
+/* ---- judgement ---- */
+
+/* As the cache is; where it is in pieces that this size has no use for, after it was given back;
+ * and where the session's ladder has to do that once more on the way. */
+static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_model *model,
+                                     const struct rbi_setting *setting, const struct rbi_plan *plan)
+{
+    rebatch_status status = REBATCH_OOM;
+    for (int way = 0; way < (setting->is_work ? 2 : 3) && status == REBATCH_OOM; way++) {
+        struct course course = {.setting = setting,
+                                .plan = plan,
+                                .begins_trimmed = way > 0,
+                                .has_retries = way > 1,
+                                .admits = true};
+        course.dry.model = model;
+        status = run_session(&course);
+        rbi_dry_close(&course.dry);
+        out->fits = status == REBATCH_OK;
+        out->peak_bytes = course.stats.live_peak_bytes;
+        out->reserved_bytes = course.stats.reserved_peak_bytes;
+        out->failing_bytes = course.dry.failing_bytes;
+        out->needs_trim = way > 0;
+    }
+    return status == REBATCH_OOM ? REBATCH_OK : status;
+}
+
+static rebatch_status replay_fresh(bool *fits, const struct rbi_model *model,
+                                   const struct rbi_setting *setting, const struct rbi_plan *plan)
+{
+    struct course course = {.setting = setting, .plan = plan, .has_retries = true};
+    course.dry.model = model;
+    const rebatch_status status = run_fresh(&course);
+    rbi_dry_close(&course.dry);
+    *fits = status == REBATCH_OK;
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
@@ -259,7 +192,7 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
     if (!status)
         status = rebatch_pool_available(&available, setting->pool);
     if (!status)
-        status = outside_growth(&growth, model, setting, count);
+        status = rbi_outside_growth(&growth, model, setting->pool, count);
     if (status)
         return status;
     available -= rbi_min(available, growth);
@@ -276,12 +209,10 @@ rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *mode
     *out = (struct rbi_forecast){0};
     if (!model->has_events)
         return judge_peak(out, model, setting, plan->count);
-    const rebatch_status status = replay_events(out, model, setting, plan);
-    if (status || out->fits)
+    const rebatch_status status = replay_session(out, model, setting, plan);
+    if (status || !out->fits || !plan->has_training || !setting->fresh || !setting->first)
         return status;
-    /* The cache may be in pieces that this size has no use for. */
-    out->needs_trim = true;
-    return replay_events(out, model, setting, plan);
+    return replay_fresh(&out->fits, model, setting, plan);
 }
 
 /* The largest size whose bytes alone, in pieces or not, would find room: a place to begin at, as it

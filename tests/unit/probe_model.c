@@ -46,8 +46,10 @@ Test(probe_model, what_was_made_once_is_left_out_and_the_rest_is_affine)
     cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
     make_trace(&low, pool, 1, 5000, (size_t[]){1000, 333}, 2);
     make_trace(&high, pool, 4, 0, (size_t[]){4000, 633}, 2);
-    cr_assert_eq(rbi_model_make(&model, &(struct rbi_traces){{&low, &high}, 2, &high, NULL, false}),
-                 REBATCH_OK);
+    cr_assert_eq(
+        rbi_model_make(&model,
+                       &(struct rbi_traces){.whole = {&low, &high}, .count = 2, .latest = &high}),
+        REBATCH_OK);
     cr_assert(model.has_events);
     cr_assert_eq(rbi_model_need(&model, 10), 10240 + 1536);
     rbi_model_release(&model);
@@ -180,4 +182,107 @@ Test(probe_model, where_no_law_holds_the_residual_is_kept)
     cr_assert_eq(rbi_line_at(&line, 20), 4001);
     cr_assert_geq(rbi_line_at(&line, 1), 9001);
     cr_assert_geq(rbi_line_at(&line, 21), 4001 + 9001 - 205);
+}
+
+static size_t rounded_up(size_t bytes, size_t unit)
+{
+    return (bytes + unit - 1) / unit * unit;
+}
+
+/* Of `fixed` and so much a sample, rounded up to the unit, at three sizes. */
+static struct rbi_points rounded_points(size_t fixed, size_t each, size_t unit)
+{
+    struct rbi_point at[3];
+    for (size_t i = 0; i < 3; i++) {
+        const size_t count = (size_t[]){1, 20, 41}[i];
+        at[i] = (struct rbi_point){count, rounded_up(fixed + count * each, unit)};
+    }
+    return points_of(3, at, 1);
+}
+
+Test(probe_model, units_need_not_be_powers_of_two)
+{
+    for (size_t each = 1001; each < 9000; each += 333) {
+        const struct rbi_points points = rounded_points(0, each, 768);
+        const struct rbi_line line = rbi_line_fit(&points);
+        for (size_t count = 1; count <= 80; count++) {
+            const size_t bytes = rounded_up(count * each, 768);
+            const size_t found = rbi_line_at(&line, count);
+            cr_assert(found <= bytes + 768 && bytes <= found + 768, "%zu a sample: %zu of %zu",
+                      each, found, bytes);
+        }
+    }
+}
+
+Test(probe_model, what_leans_to_the_ends_has_the_middle_and_the_truth_between)
+{
+    size_t doubts = 0;
+    for (size_t fixed = 0; fixed < 500000; fixed += 70001)
+        for (size_t each = 5003; each < 90000; each += 7919) {
+            struct rbi_points points = rounded_points(fixed, each, 65536);
+            points.unit = 65536;
+            points.target = 60;
+            size_t found[3];
+            for (int lean = -1; lean <= 1; lean++) {
+                points.lean = lean;
+                const struct rbi_line line = rbi_line_fit(&points);
+                found[lean + 1] = rbi_line_at(&line, points.target);
+            }
+            const size_t bytes = rounded_up(fixed + 60 * each, 65536);
+            cr_assert(found[0] <= found[1] && found[1] <= found[2]);
+            if (fixed) /* without, it is known to be in proportion */
+                cr_assert(found[0] <= bytes && bytes <= found[2], "%zu in %zu to %zu", bytes,
+                          found[0], found[2]);
+            doubts += found[0] < found[2];
+        }
+    cr_assert_gt(doubts, 0);
+}
+
+/* ---- reserves ---- */
+
+static void make_reserving_trace(struct rbi_trace *trace, rebatch_pool *pool, size_t count)
+{
+    const size_t sizes[] = {700 * count + 11, 300 * count, 1000 * ((count + 3) / 4)};
+    size_t sum = 0;
+    void *block;
+    rbi_trace_begin(trace, pool, count);
+    for (size_t i = 0; i < 3; i++)
+        sum += rounded_up(sizes[i], REBATCH_POOL_UNIT_BYTES);
+    cr_assert_eq(rebatch_pool_reserve(pool, sum, NULL), REBATCH_OK);
+    for (size_t i = 0; i < 3; i++) {
+        cr_assert_eq(rebatch_pool_alloc(&block, pool, sizes[i], NULL, 0), REBATCH_OK);
+        cr_assert_eq(rebatch_pool_free(pool, block), REBATCH_OK);
+    }
+    cr_assert_eq(rbi_trace_end(trace, pool, NULL), REBATCH_OK);
+    trace->is_whole = true;
+}
+
+Test(probe_model, a_reserve_that_is_the_sum_of_what_follows_is_so_at_every_size)
+{
+    static const size_t counts[] = {1, 10, 27};
+    rebatch_device *device;
+    rebatch_pool *pool;
+    struct rbi_trace made[3];
+    struct rbi_model model;
+    struct rbi_traces traces = {.count = 3, .latest = &made[2]};
+    cr_assert_eq(rebatch_device_open_dry(&device, REBATCH_UNLIMITED, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    for (size_t i = 0; i < 3; i++) {
+        make_reserving_trace(&made[i], pool, counts[i]);
+        traces.whole[i] = &made[i];
+    }
+    cr_assert_eq(rbi_model_make(&model, &traces), REBATCH_OK);
+    for (size_t count = 1; count < 100; count++) {
+        struct rbi_cursor cursor = {.model = &model, .count = count};
+        const struct rbi_model_event *event = rbi_model_next(&cursor);
+        cr_assert_eq(event->kind, RBI_TRACE_RESERVE);
+        cr_assert_eq(cursor.bytes, rounded_up(700 * count + 11, 512) +
+                                       rounded_up(300 * count, 512) +
+                                       rounded_up(1000 * ((count + 3) / 4), 512));
+    }
+    rbi_model_release(&model);
+    for (size_t i = 0; i < 3; i++)
+        rbi_trace_release(&made[i]);
+    rebatch_pool_destroy(pool);
+    rebatch_device_close(device);
 }

@@ -16,7 +16,9 @@ struct training {
     size_t each_bytes;                  /* of the pool */
     size_t outside_bytes, outside_each; /* of the device, for the time of a trial */
     uint64_t start_ns, each_ns;
-    size_t flat; /* samples that take no longer than one */
+    size_t flat;    /* samples that take no longer than one */
+    size_t brittle; /* a size that runs only once */
+    size_t brittle_runs;
     size_t ran;
     size_t sizes[32];
 };
@@ -32,6 +34,8 @@ static rebatch_status take(struct training *t, size_t count)
 {
     void *outside = NULL, *block;
     const size_t bytes = (t->outside_bytes + t->outside_each * count) / 65536 * 65536;
+    if (count == t->brittle && t->brittle_runs++ > 0)
+        return REBATCH_OOM;
     rebatch_status status = bytes ? rbi_device_alloc(t->device, &outside, bytes) : REBATCH_OK;
     if (!status)
         status = rebatch_pool_alloc(&block, t->pool, t->each_bytes * count, NULL, 0);
@@ -203,6 +207,32 @@ Test(probe_search, a_workspace_that_grows_with_the_samples_is_foretold)
     struct rbi_search search = search_of(&t, MIB(40));
     cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
     cr_assert_eq(search.report.size, 26, "26 and 13 MiB; found %zu", search.report.size);
+    cr_assert_eq(search.report.ooms, 0);
+    end(&t, &search);
+}
+
+/* ---- what is believed ---- */
+
+Test(probe_search, a_size_that_fails_when_it_is_run_again_is_not_the_answer)
+{
+    struct training t = {.each_bytes = MIB(1), .brittle = 1};
+    struct rbi_search search = search_of(&t, MIB(1));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(t.brittle_runs, 3, "once more after the cache was given back");
+    end(&t, &search);
+}
+
+Test(probe_search, a_session_that_begins_anew_must_have_room_for_the_size_too)
+{
+    struct training t = {.each_bytes = MIB(1)};
+    struct rbi_search search = search_of(&t, MIB(40));
+    void *block;
+    cr_assert_eq(rebatch_pool_alloc(&block, t.pool, MIB(9), NULL, 0), REBATCH_OK);
+    cr_assert_eq(rbi_pool_clone(&search.setting.fresh, &search.setting.fresh_device, t.pool),
+                 REBATCH_OK);
+    cr_assert_eq(rebatch_pool_free(t.pool, block), REBATCH_OK);
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 31, "found %zu", search.report.size);
     cr_assert_eq(search.report.ooms, 0);
     end(&t, &search);
 }

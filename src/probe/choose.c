@@ -1,0 +1,266 @@
+/* Owns what is believed of sizes in a search, and which of them is run next.
+ * Must not know how a trial runs. */
+#include <math.h>
+
+#include "probe/probe.h"
+
+struct rbi_trace *rbi_search_latest(struct rbi_search *s)
+{
+    for (size_t i = 0; i < s->whole_count; i++)
+        if (s->whole[i].count == s->latest)
+            return &s->whole[i];
+    return NULL;
+}
+
+/* ---- prediction ---- */
+
+static struct rbi_traces traces_of(struct rbi_search *s)
+{
+    struct rbi_traces traces = {
+        .count = s->whole_count, .latest = rbi_search_latest(s), .cut = &s->cut, .target = s->fits};
+    for (size_t i = 0; i < s->whole_count; i++)
+        traces.whole[i] = &s->whole[i];
+    return traces;
+}
+
+/* Of all that was seen up to now. */
+rebatch_status rbi_search_model(struct rbi_search *s)
+{
+    if (s->is_model_made)
+        return REBATCH_OK;
+    rbi_model_release(&s->model);
+    const struct rbi_traces traces = traces_of(s);
+    const rebatch_status status = rbi_model_make(&s->model, &traces);
+    s->model.pool = s->setting.pool;
+    s->setting.first =
+        s->whole_count && s->whole[0].count == s->least && s->is_first_kept ? &s->whole[0] : NULL;
+    s->is_model_made = status == REBATCH_OK;
+    return status;
+}
+
+static rebatch_status predict(size_t *out, struct rbi_search *s)
+{
+    *out = 0;
+    rebatch_status status = rbi_search_model(s);
+    if (!status)
+        status = rbi_replay_largest(out, &s->model, &s->setting, s->fits + 1,
+                                    rbi_min(s->most, s->fails - 1), s->batch);
+    return status;
+}
+
+/* The same where sizes that were rounded are `deviations` of their sum larger than thought. That of
+ * a size that may be anything within its unit is a third of the way from the middle to the end,
+ * times the root of three; and of many sizes less, since errors do not add up. */
+static rebatch_status predict_leaning(size_t *out, struct rbi_search *s, double deviations,
+                                      size_t most)
+{
+    struct rbi_model model;
+    struct rbi_traces traces = traces_of(s);
+    const double lean = deviations / sqrt(3 * rbi_max(s->model.doubts, 1));
+    traces.lean = lean > 1 ? 1 : lean < -1 ? -1 : lean;
+    traces.target = most;
+    *out = 0;
+    rebatch_status status = rbi_model_make(&model, &traces);
+    if (status)
+        return status;
+    model.pool = s->setting.pool;
+    status = rbi_replay_largest(out, &model, &s->setting, s->fits + 1, most, s->batch);
+    rbi_model_release(&model);
+    return status;
+}
+
+/* ---- which size next ---- */
+
+bool rbi_search_may_go_on(const struct rbi_search *s)
+{
+    return s->report.microbatches < s->max_trials &&
+           (s->max_ns == 0 || s->now() - s->began_ns < s->max_ns);
+}
+
+/* The largest allowed size of at most `size` that is above what ran; 0: none. */
+size_t rbi_search_allowed(const struct rbi_search *s, size_t size)
+{
+    const size_t allowed = s->round(s->user, size);
+    return allowed > s->fits ? allowed : 0;
+}
+
+/* The same, or else the smallest that may be tried at all. */
+static size_t allowed_near(const struct rbi_search *s, size_t size)
+{
+    const size_t below = rbi_search_allowed(s, size);
+    const size_t next = s->round_up(s->user, s->fits + 1);
+    return below ? below : next < s->fails && next <= s->most ? next : 0;
+}
+
+/* At an odd distance from what ran before, and no multiple of four, sizes and samples that were
+ * rounded up to powers of two show that they were. */
+static size_t tell_apart(size_t count, size_t before)
+{
+    while (count > before + 1 && ((count - before) % 2 == 0 || count % 4 == 0))
+        count--;
+    return count;
+}
+
+/* After the first trial. What was found before is the best guess; where it is the size that has
+ * just run, only a larger one that fits for certain is better. A size in proportion to what there
+ * is fits for certain. */
+static rebatch_status choose_second(size_t *out, struct rbi_search *s)
+{
+    size_t safe;
+    const rebatch_status status = predict(&safe, s);
+    *out = 0;
+    if (s->hint > s->fits && s->hint < s->fails) {
+        *out = s->hint;
+        return status;
+    }
+    if (s->hint == s->fits && safe == 0)
+        return status;
+    *out =
+        safe == s->most ? safe : allowed_near(s, tell_apart(rbi_max(safe, s->fits + 1), s->fits));
+    return status;
+}
+
+/* What is not certain is not believed so much further than what ran. */
+#define FAR 4
+#define FAR_ROUGH 2
+static size_t not_too_far(const struct rbi_search *s, size_t predicted)
+{
+    const size_t ran = s->whole[s->whole_count - 1].count;
+    if (s->whole_count != 2 || !s->model.is_rough || predicted / FAR < ran)
+        return predicted;
+    return allowed_near(s, tell_apart(predicted / FAR_ROUGH, s->fits));
+}
+
+/* Wrong once: where the model is not certain it was wrong by more than the last sample. Twice: it
+ * does not hold, and between what ran and what did not the middle is the best guess. */
+static size_t after_oom(const struct rbi_search *s, size_t predicted)
+{
+    const size_t gap = s->fails - s->fits;
+    if (s->whole_count == 1) /* a second size tells more than the first again */
+        return allowed_near(s, tell_apart(rbi_min(predicted, s->fits + gap / 2), s->fits));
+    if (s->report.ooms >= 2)
+        return allowed_near(s, s->fits + gap / 2);
+    return s->whole_count == 2 && s->model.is_rough
+               ? allowed_near(s, rbi_min(predicted, s->fails - 1 - gap / 8))
+               : predicted;
+}
+
+/* Sizes that were rounded leave some doubt about those that did not run. Where a run is left for
+ * the next larger size, one is tried first that fits almost certainly and tells more; and where
+ * nothing larger is likely to fit, the next larger one is when it nearly is. */
+#define CERTAIN 0.7
+#define NEARLY 0.3
+static rebatch_status weigh(size_t *predicted, struct rbi_search *s)
+{
+    const uint32_t left = s->max_trials - s->report.microbatches;
+    rebatch_status status = REBATCH_OK;
+    size_t size = 0;
+    if (!s->model.has_events || s->model.doubts == 0 || (s->setting.is_work && *predicted == 0))
+        return REBATCH_OK;
+    if (*predicted == 0) {
+        const size_t next = s->round_up(s->user, s->fits + 1);
+        if (next && next < s->fails && next <= s->most)
+            status = predict_leaning(&size, s, -NEARLY, next);
+        *predicted = rbi_search_allowed(s, size);
+    } else if (left > 1) {
+        status = predict_leaning(&size, s, CERTAIN, *predicted);
+        if (!status && size < *predicted)
+            *predicted =
+                allowed_near(s, size > s->fits ? size : s->fits + (*predicted - s->fits) / 2);
+    }
+    return status;
+}
+
+static bool keeps_memory(const struct rbi_model *model)
+{
+    for (size_t i = 0; i < model->event_count; i++)
+        if (model->events[i].kind == RBI_TRACE_FREE_PREVIOUS)
+            return true;
+    return false;
+}
+
+/* Whether the largest that ran has shown that it also runs in a step. Where a micro-batch frees
+ * what the one before has left, it must have followed one of its own size. */
+static bool is_verified(const struct rbi_search *s)
+{
+    if (s->fits >= s->batch)
+        return true; /* a step has only this one */
+    const bool is_exact = s->report.confidence == REBATCH_CONFIDENCE_EXACT;
+    return s->runs_of_fits >= (keeps_memory(&s->model) && !is_exact ? 2u : 1u);
+}
+
+/* What a size does now, as far as that is known. */
+rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *s,
+                                   const struct rbi_plan *plan)
+{
+    *out = (struct rbi_forecast){.fits = true};
+    if (s->whole_count < 2)
+        return REBATCH_OK;
+    const rebatch_status status = rbi_search_model(s);
+    return status ? status : rbi_replay(out, &s->model, &s->setting, plan);
+}
+
+/* One that ran may yet leave no room for the steps: where the memory of the first update lies, or
+ * what a micro-batch leaves to the next, then is in the way. The largest that leaves it is next;
+ * where nothing can be run any more it is believed, as a larger one has run. */
+rebatch_status rbi_search_judge(struct rbi_search *s)
+{
+    struct rbi_forecast steps;
+    rebatch_status status =
+        rbi_search_forecast(&steps, s, &(struct rbi_plan){s->fits, false, true, s->batch});
+    if (status || steps.fits || s->fits == s->least)
+        return status;
+    s->fails = s->fits;
+    s->runs_of_fits = 0;
+    size_t below = s->least;
+    for (size_t i = 0; i < s->whole_count; i++)
+        if (s->whole[i].count < s->fails)
+            below = s->whole[i].count;
+    s->fits = below;
+    if (rbi_search_may_go_on(s))
+        return status;
+    size_t size;
+    status = rbi_replay_largest(&size, &s->model, &s->setting, s->fits + 1, s->fails - 1, s->batch);
+    size = s->round(s->user, size);
+    if (size > s->fits)
+        s->fits = size;
+    return status;
+}
+
+/* Readies the pool for a size, and says what it will need. */
+rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
+{
+    struct rbi_forecast trial;
+    s->foretold_bytes = 0;
+    const rebatch_status status =
+        rbi_search_forecast(&trial, s, &(struct rbi_plan){.count = count, .has_trial = true});
+    if (status || s->whole_count < 2)
+        return status;
+    s->foretold_bytes = trial.peak_bytes;
+    /* What others take more than they have must not find it in the cache. */
+    return trial.needs_trim || s->model.outside.rise > 0
+               ? rebatch_pool_trim(s->setting.pool, 0, NULL)
+               : REBATCH_OK;
+}
+
+/* The next size, or 0 when the largest that ran is the answer. */
+rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
+{
+    *out = 0;
+    size_t predicted = 0;
+    rebatch_status status = rbi_search_judge(s);
+    if (!status && s->fits < s->most && s->fits + 1 < s->fails) {
+        status = s->whole_count > 1 ? predict(&predicted, s) : choose_second(&predicted, s);
+        predicted = rbi_search_allowed(s, predicted);
+        if (!status && s->whole_count > 1)
+            status = weigh(&predicted, s);
+        if (!status && predicted)
+            predicted = not_too_far(s, predicted);
+        if (!status && predicted && s->report.ooms)
+            predicted = after_oom(s, predicted);
+    }
+    if (status)
+        return status;
+    *out = predicted ? predicted : is_verified(s) ? 0 : s->fits;
+    return *out ? rbi_search_prepare(s, *out) : REBATCH_OK;
+}

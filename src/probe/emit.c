@@ -1,0 +1,237 @@
+/* Owns the model that a form makes: every call with its law.
+ * Must not know how the form was found. */
+#include "probe/form.h"
+
+/* The allocation that a free takes back; the last of a list that is filled in turns. */
+static size_t source_of(const struct rbi_form *form, size_t event)
+{
+    const uint32_t slot = form->slots[form->base_at][form->base->events[event].block];
+    for (size_t j = 0; j < form->base->event_count; j++)
+        if (form->base->events[j].kind == RBI_TRACE_ALLOC && form->base->events[j].block == slot)
+            return j;
+    return event;
+}
+
+/* `from`: the allocation, of a free that which it takes back. */
+static void set_lines(struct rbi_model_event *event, const struct rbi_form *form,
+                      const struct rbi_turns *turns, size_t from)
+{
+    const struct rbi_form_loop *source = rbi_form_loop_around(form, from);
+    const struct rbi_points points = rbi_form_points(form, source, from);
+    event->line =
+        source ? rbi_line_constant(form->base->events[from].bytes) : rbi_line_fit(&points);
+    event->last = event->line;
+    if (source && source->sort != RBI_EVEN)
+        (void)rbi_form_fits_last(&event->last, form, source, turns, from);
+}
+
+/* Whether that is what the first `reserves` and one more reserve of a trace asks for. */
+static bool asks_for_rest(const struct rbi_trace *trace, size_t reserves, bool in_units)
+{
+    size_t i = 0, sum = 0;
+    for (;; i++) {
+        if (i == trace->event_count)
+            return false;
+        if (trace->events[i].kind == RBI_TRACE_RESERVE && reserves-- == 0)
+            break;
+    }
+    const size_t asked = trace->events[i].bytes;
+    for (i++; i < trace->event_count && trace->events[i].kind != RBI_TRACE_RESERVE; i++) {
+        size_t bytes = trace->events[i].bytes;
+        if (trace->events[i].kind != RBI_TRACE_ALLOC)
+            continue;
+        if ((in_units && !rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, &bytes)) ||
+            !rbi_add(sum, bytes, &sum))
+            return false;
+    }
+    return sum == asked && sum > 0;
+}
+
+/* Of a reserve of the base; the other traces have as many before it. */
+static enum rbi_rest rest_of(const struct rbi_form *form, size_t event)
+{
+    size_t before = 0;
+    bool is_sum = true, is_sum_units = true;
+    for (size_t j = 0; j < event; j++)
+        before += form->base->events[j].kind == RBI_TRACE_RESERVE;
+    for (size_t t = 0; t < form->trace_count; t++) {
+        if (form->is_odd[t] || !form->traces[t]->is_whole)
+            continue;
+        is_sum = is_sum && asks_for_rest(form->traces[t], before, false);
+        is_sum_units = is_sum_units && asks_for_rest(form->traces[t], before, true);
+    }
+    return is_sum_units ? RBI_REST_SUM_UNITS : is_sum ? RBI_REST_SUM : RBI_REST_NONE;
+}
+
+static void add_event(struct rbi_model *model, const struct rbi_form *form,
+                      const struct rbi_form_loop *loop, const struct rbi_turns *turns, size_t j)
+{
+    const struct rbi_trace_event *event = &form->base->events[j];
+    struct rbi_model_event *added = &model->events[model->event_count++];
+    *added = (struct rbi_model_event){.kind = event->kind, .stream = event->stream};
+    if (event->kind == RBI_TRACE_ALLOC || event->kind == RBI_TRACE_FREE)
+        added->slot = form->slots[form->base_at][event->block];
+    const size_t from = event->kind == RBI_TRACE_FREE ? source_of(form, j) : j;
+    if (event->kind == RBI_TRACE_FREE && loop && rbi_form_loop_around(form, from) != loop) {
+        const uint32_t second = form->base->events[j + loop->period].block;
+        added->is_queued = event->block < second;
+        added->is_last_first = !added->is_queued;
+    }
+    if (event->kind == RBI_TRACE_RESERVE && !loop)
+        added->rest = rest_of(form, j);
+    set_lines(added, form, turns, from);
+    model->is_rough |= loop || added->line.step > 1 || added->line.run > 1;
+}
+
+/* A free of what the micro-batch before has kept. False when that is none of the model's. */
+static bool add_previous(struct rbi_model *model, const struct rbi_form *form,
+                         const struct rbi_trace_event *event)
+{
+    for (size_t t = 0; t < form->trace_count; t++) {
+        const struct rbi_trace *trace = form->traces[t];
+        if (!trace->is_whole || trace->count != form->base->before || form->is_odd[t] ||
+            event->block >= trace->blocks || form->slots[t][event->block] == RBI_NO_BLOCK)
+            continue;
+        model->events[model->event_count++] =
+            (struct rbi_model_event){.kind = RBI_TRACE_FREE_PREVIOUS,
+                                     .slot = form->slots[t][event->block],
+                                     .line = rbi_line_constant(0)};
+        return true;
+    }
+    return false;
+}
+
+/* Code rounds many sizes up to few units: one is known by two sizes, which are no multiples of
+ * anything larger at every count. Smaller ones are met by chance. */
+#define LEAST_UNIT 256
+#define UNITS_TRIED 64
+static void find_units(struct rbi_form *form)
+{
+    size_t units[UNITS_TRIED], times[UNITS_TRIED], count = 0;
+    form->unit_count = 0;
+    for (size_t j = 0; j < form->base->event_count; j++) {
+        if (form->base->events[j].kind != RBI_TRACE_ALLOC || rbi_form_loop_around(form, j))
+            continue;
+        const struct rbi_points points = rbi_form_points(form, NULL, j);
+        const size_t unit = rbi_points_unit(&points);
+        size_t at = 0;
+        if (points.count < 2 || unit < LEAST_UNIT || points.at[0].bytes == points.at[1].bytes)
+            continue;
+        while (at < count && units[at] != unit)
+            at++;
+        if (at == count && count < UNITS_TRIED) {
+            units[count] = unit;
+            times[count++] = 0;
+        }
+        times[at < count ? at : 0] += at < count;
+    }
+    for (size_t i = 0; i < count && form->unit_count < RBI_UNITS_MOST; i++) {
+        size_t at = form->unit_count;
+        if (times[i] < 2)
+            continue;
+        form->unit_count++;
+        for (; at > 0 && form->units[at - 1] < units[i]; at--)
+            form->units[at] = form->units[at - 1];
+        form->units[at] = units[i];
+    }
+}
+
+static void add_kept(struct rbi_model *model, const struct rbi_form *form)
+{
+    const struct rbi_trace *latest = form->traces[form->latest_at];
+    for (size_t i = 0; i < latest->event_count; i++) {
+        const struct rbi_trace_event *event = &latest->events[i];
+        const uint32_t slot = rbi_trace_keeps(latest, event)
+                                  ? form->slots[form->latest_at][event->block]
+                                  : RBI_NO_BLOCK;
+        if (slot != RBI_NO_BLOCK)
+            model->kept[model->kept_count++] = (struct rbi_kept){slot, event->address};
+    }
+    const struct rbi_trace *first = form->traces[0];
+    for (uint32_t block = 0; block < first->blocks; block++)
+        if (!first->is_freed[block] && form->slots[0][block] != RBI_NO_BLOCK)
+            model->first[model->first_count++] =
+                (struct rbi_kept_first){form->slots[0][block], block};
+}
+
+/* An event of the base that no other trace has was done once. */
+static bool is_met(const struct rbi_form *form, size_t event)
+{
+    for (size_t t = 0; t < form->trace_count; t++)
+        if (t != form->base_at && form->traces[t]->is_whole &&
+            *rbi_form_bytes(form, event, t) != RBI_NOT_MET)
+            return true;
+    return false;
+}
+
+/* Through two points that are near each other goes a line whatever the law is. */
+#define NEAR 8
+static bool is_too_near(const struct rbi_form *form)
+{
+    const size_t first = form->traces[0]->count;
+    return form->trace_count == 2 && form->base->count - first < NEAR;
+}
+
+/* Errors of as many sizes, all of one unit, would come to what theirs come to. */
+static void add_doubts(struct rbi_model *model)
+{
+    double sum = 0, squares = 0;
+    for (size_t i = 0; i < model->event_count; i++) {
+        const double unit = (double)model->events[i].line.unit;
+        if (model->events[i].kind != RBI_TRACE_ALLOC || unit == 1)
+            continue;
+        sum += unit;
+        squares += unit * unit;
+    }
+    model->doubts = squares > 0 ? sum * sum / squares : 0;
+}
+
+/* False when what is done in turns has no law. */
+static bool emit(struct rbi_model *model, struct rbi_form *form)
+{
+    find_units(form);
+    for (size_t j = 0; j < form->base->event_count;) {
+        const struct rbi_trace_event *event = &form->base->events[j];
+        const struct rbi_form_loop *loop = rbi_form_loop_at(form, j);
+        struct rbi_turns turns = {0, 1};
+        if (loop) {
+            if (!rbi_form_turns(&turns, form, loop))
+                return false;
+            model->loops[model->loop_count++] = (struct rbi_model_loop){
+                model->event_count, loop->period, turns, loop->sort != RBI_EVEN};
+            for (size_t x = 0; x < loop->period; x++)
+                add_event(model, form, loop, &turns, j + x);
+            j += loop->period * loop->turns[form->base_at];
+            continue;
+        }
+        if (event->kind == RBI_TRACE_FREE_PREVIOUS)
+            (void)add_previous(model, form, event);
+        else if (event->kind != RBI_TRACE_FREE_OLDER && is_met(form, j))
+            add_event(model, form, NULL, &turns, j);
+        j++;
+    }
+    add_kept(model, form);
+    add_doubts(model);
+    model->is_rough |= is_too_near(form);
+    return true;
+}
+
+rebatch_status rbi_model_align(struct rbi_model *out, const struct rbi_traces *traces)
+{
+    struct rbi_form form = {.lean = traces->lean, .target = traces->target};
+    const bool is_open = rbi_form_open(&form, traces);
+    const size_t most = is_open ? form.base->event_count + 1 : 1;
+    out->events = rbi_heap_calloc(most, sizeof *out->events);
+    out->loops = rbi_heap_calloc(RBI_LOOPS_MOST, sizeof *out->loops);
+    out->kept =
+        rbi_heap_calloc(is_open ? form.traces[form.latest_at]->blocks + 1 : 1, sizeof *out->kept);
+    out->first = rbi_heap_calloc(is_open ? form.traces[0]->blocks + 1 : 1, sizeof *out->first);
+    const bool has_memory = is_open && out->events && out->loops && out->kept && out->first;
+    if (has_memory) {
+        out->slots = form.base->blocks;
+        out->has_events = rbi_form_align(&form) && emit(out, &form);
+    }
+    rbi_form_close(&form);
+    return has_memory ? REBATCH_OK
+                      : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
+}
