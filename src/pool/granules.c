@@ -6,11 +6,6 @@
  * same: making, mapping and giving back one of them takes as long as of one granule. */
 #include "pool/pool.h"
 
-/* A chunk, 64 MiB on CUDA devices, and how many of them memory must come to: what the ones at both
- * ends keep is then little. */
-#define CHUNK_GRANULES ((size_t)32)
-#define CHUNKS_LEAST ((size_t)8)
-
 static unsigned granule_shift(const rebatch_pool *pool)
 {
     return (unsigned)__builtin_ctzll(pool->granule_bytes);
@@ -159,12 +154,12 @@ rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count)
 
 size_t rbi_chunks_create(rebatch_pool *pool, size_t count)
 {
-    const size_t chunks = count / CHUNK_GRANULES;
-    if (chunks < CHUNKS_LEAST || !prepare_spare(pool, count) || !prepare_chunks(pool, chunks))
+    const size_t chunks = count / RBI_CHUNK_GRANULES;
+    if (chunks < RBI_CHUNKS_LEAST || !prepare_spare(pool, count) || !prepare_chunks(pool, chunks))
         return 0;
     size_t made = 0;
-    for (size_t i = 0; i < chunks && create(pool, CHUNK_GRANULES) == REBATCH_OK; i++)
-        made += CHUNK_GRANULES;
+    for (size_t i = 0; i < chunks && create(pool, RBI_CHUNK_GRANULES) == REBATCH_OK; i++)
+        made += RBI_CHUNK_GRANULES;
     pool->stats.device_allocations += made > 0;
     return made;
 }

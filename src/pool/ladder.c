@@ -210,13 +210,15 @@ static bool wants_care(const rebatch_pool *pool, bool plenty)
 }
 
 /* What is to be kept free of the room stays for granules, which go wherever they are needed. */
-static size_t chunks_within(rebatch_pool *pool, size_t lacking, size_t room)
+size_t rbi_pool_chunks_within(rebatch_pool *pool, size_t bytes, size_t room)
 {
     rebatch_memory_info info;
     if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return 0;
+    const size_t chunk_bytes = RBI_CHUNK_GRANULES * pool->granule_bytes;
     const size_t kept = rbi_pool_share(pool, info.total_bytes, pool->keep_room_permille);
-    return room > kept ? rbi_min(lacking, (room - kept) / pool->granule_bytes) : 0;
+    const size_t most = room > kept ? rbi_min(bytes, room - kept) : 0;
+    return most < RBI_CHUNKS_LEAST * chunk_bytes ? 0 : most / chunk_bytes * chunk_bytes;
 }
 
 static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *growth, size_t count,
@@ -226,7 +228,9 @@ static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *gr
     if (lacking > room / pool->granule_bytes)
         return REBATCH_OOM;
     if (growth->in_chunks)
-        lacking -= rbi_chunks_create(pool, chunks_within(pool, lacking, room));
+        lacking -= rbi_chunks_create(
+            pool, rbi_pool_chunks_within(pool, lacking * pool->granule_bytes, room) /
+                      pool->granule_bytes);
     return lacking == 0 ? REBATCH_OK : rbi_granules_create(pool, lacking);
 }
 

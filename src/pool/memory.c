@@ -139,6 +139,37 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     return status;
 }
 
+static rebatch_status expect_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
+    const uint64_t cached = known ? known->free_bytes : 0;
+    size_t room;
+    rebatch_status status = cached < bytes ? rbi_pool_room(&room, pool, NULL) : REBATCH_OOM;
+    const size_t ahead =
+        status == REBATCH_OK ? rbi_pool_chunks_within(pool, bytes - (size_t)cached, room) : 0;
+    struct rbi_request request;
+    struct rbi_block *block;
+    if (ahead == 0 || (status = rbi_request_open(&request, pool, ahead, stream)) != REBATCH_OK)
+        return status;
+    status = rbi_pool_grow(&block, pool, ahead, request.stream, request.stream);
+    rbi_request_close(&request);
+    return status;
+}
+
+rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    size_t rounded = 0;
+    if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
+        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK || !pool->has_space ||
+        pool->guard)
+        return status;
+    rbi_pool_enter(pool);
+    status = expect_locked(pool, rounded, stream);
+    rbi_lock_give(&pool->lock);
+    return status == REBATCH_OOM ? REBATCH_OK : status;
+}
+
 bool rbi_pool_is_caching(const rebatch_pool *pool)
 {
     return pool->caching;

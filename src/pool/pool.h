@@ -290,6 +290,10 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 
 /* Makes `count` more granules; all or none. */
 rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
+/* A chunk, 64 MiB on CUDA devices, and how many of them memory must come to: what the ones at both
+ * ends keep is then little. */
+#define RBI_CHUNK_GRANULES ((size_t)32)
+#define RBI_CHUNKS_LEAST ((size_t)32)
 /* Makes at most `count` more in chunks: how many there are then more of. */
 size_t rbi_chunks_create(rebatch_pool *pool, size_t count);
 /* Gives spare granules back until `keep` are left, or fewer where the last is a chunk's; how many
@@ -427,6 +431,8 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
 /* `bytes` more for the stream, in one free block: free granules first, not those of `spared`, then
  * fresh memory. */
+/* Of a room, in whole chunks, what may be taken in them for `bytes`; 0 where that is little. */
+size_t rbi_pool_chunks_within(rebatch_pool *pool, size_t bytes, size_t room);
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
@@ -508,6 +514,9 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
 /* Gives cached memory back when somebody else has taken what should be free: less than the
  * headroom is left, or a cap was lowered below what is held. */
 rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
+/* The stream will soon need `bytes` in total: of what its free blocks lack, takes as much as comes
+ * in chunks and leaves plenty of room. Gives nothing back, and is content with less. */
+rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */
 void rbi_pool_mark(rebatch_pool *pool);

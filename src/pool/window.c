@@ -217,8 +217,20 @@ bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *po
 struct run {
     struct rbi_block *first, *last;
     size_t bytes, lead, whole, trail;
-    size_t fixed; /* of the whole granules those of chunks that reach beyond a block */
+    size_t fixed[2]; /* of the whole granules those of chunks that reach beyond it: at either end */
 };
+
+/* A chunk that reaches beyond a free block is in use there: its block is the first of a run, or the
+ * last. */
+static void note_fixed(struct run *run, const rebatch_pool *pool, const struct rbi_block *block)
+{
+    char *first_whole, *first;
+    const size_t whole = rbi_granules_whole(pool, block, &first_whole);
+    const size_t within = rbi_granules_within(pool, block, &first);
+    const size_t before = (size_t)(first - first_whole) / pool->granule_bytes;
+    run->fixed[0] += before;
+    run->fixed[1] += whole - within - before;
+}
 
 static bool is_in_run(const struct rbi_block *block)
 {
@@ -234,12 +246,10 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
         return false;
     *run = (struct run){.first = block};
     for (; block && is_in_run(block); block = block->after) {
-        char *first;
         run->last = block;
         run->bytes += block->bytes;
         if (block->state == RBI_BLOCK_FREE && pool->chunks_held > pool->chunk_count)
-            run->fixed +=
-                rbi_granules_whole(pool, block, &first) - rbi_granules_within(pool, block, &first);
+            note_fixed(run, pool, block);
     }
     const struct rbi_range *range = run->first->range;
     const size_t offset = (size_t)(run->first->address - range->address);
@@ -249,14 +259,26 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     return true;
 }
 
-/* Granules of the supply that `bytes` at the better end of the run take; those that could not be
- * used elsewhere cost nothing here. */
-static size_t granules_taken(const rebatch_pool *pool, const struct run *run, size_t bytes)
+/* Granules of the supply that `bytes` at one end of the run take; those that could not be used
+ * elsewhere cost nothing here. */
+static size_t taken_at(const rebatch_pool *pool, const struct run *run, size_t bytes, bool at_end)
 {
-    const size_t beside = rbi_max(run->lead, run->trail);
+    const size_t beside = at_end ? run->trail : run->lead;
     const size_t whole =
         bytes <= beside ? 0 : rbi_min(granules_for(pool, bytes - beside), run->whole);
-    return whole - rbi_min(whole, run->fixed);
+    const size_t up_to_far = run->whole - run->fixed[!at_end];
+    const size_t far = whole > up_to_far ? whole - up_to_far : 0;
+    return whole - rbi_min(whole, rbi_min(whole, run->fixed[at_end]) + far);
+}
+
+/* At the better end; *at_end says which. */
+static size_t granules_taken(bool *at_end, const rebatch_pool *pool, const struct run *run,
+                             size_t bytes)
+{
+    const size_t at_first = taken_at(pool, run, bytes, false);
+    const size_t at_last = taken_at(pool, run, bytes, true);
+    *at_end = at_last < at_first || (at_last == at_first && run->trail > run->lead);
+    return rbi_min(at_first, at_last);
 }
 
 /* Wholly free granules that are there, mapped or spare. */
@@ -277,19 +299,20 @@ bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, s
     const size_t supply = count_supply(pool) + room;
     struct run run, best = {.first = NULL};
     size_t fewest = SIZE_MAX;
+    bool at_end = false, best_at_end = false;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after) {
-            const size_t taken = granules_taken(pool, &run, bytes);
+            const size_t taken = granules_taken(&at_end, pool, &run, bytes);
             if (run.bytes >= bytes && taken < fewest) {
                 fewest = taken;
                 best = run;
+                best_at_end = at_end;
             }
         }
     }
     if (fewest > supply)
         return false;
-    const bool at_end = best.trail > best.lead;
-    lay_window(window, pool, at_end ? best.last : best.first, bytes, at_end);
+    lay_window(window, pool, best_at_end ? best.last : best.first, bytes, best_at_end);
     return true;
 }
 
@@ -300,7 +323,7 @@ uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
     struct run run;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after)
-            most = rbi_max(most, run.whole - run.fixed <= supply
+            most = rbi_max(most, run.whole - run.fixed[0] - run.fixed[1] <= supply
                                      ? run.bytes
                                      : rbi_max(run.lead, run.trail) + supply * pool->granule_bytes);
     return most;

@@ -238,9 +238,11 @@ rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
         return status;
     s->foretold_bytes = trial.peak_bytes;
     /* What others take more than they have must not find it in the cache. */
-    return trial.needs_trim || s->model.outside.rise > 0
-               ? rebatch_pool_trim(s->setting.pool, 0, NULL)
-               : REBATCH_OK;
+    const bool trims = trial.needs_trim || s->model.outside.rise > 0;
+    const rebatch_status trimmed = trims ? rebatch_pool_trim(s->setting.pool, 0, NULL) : REBATCH_OK;
+    return trimmed ? trimmed
+                   : rbi_pool_expect(s->setting.pool, rbi_model_need(&s->model, count),
+                                     s->setting.stream);
 }
 
 /* The next size, or 0 when the largest that ran is the answer. */

@@ -107,6 +107,9 @@ static rebatch_status run_session(struct course *course)
     if (!status)
         status = rbi_dry_hold_outside(dry, plan->count);
     if (!status && plan->has_trial)
+        status = rbi_pool_expect(dry->pool, rbi_model_need(dry->model, plan->count),
+                                 course->setting->stream);
+    if (!status && plan->has_trial)
         status = rbi_dry_run(dry, plan->count);
     if (!status)
         status = rebatch_pool_get_stats(&course->stats, dry->pool);

@@ -3,7 +3,7 @@
 
 #include "unit/pool_help.h"
 
-enum { CHUNK = 32, AHEAD = 16 * CHUNK, DEVICE_GRANULES = 1024 };
+enum { CHUNK = 32, LEAST = 32, AHEAD = 40 * CHUNK, EIGHTH = AHEAD / 8, DEVICE_GRANULES = 4096 };
 
 /* A pool of a device that counts, or fails, calls. */
 struct counted {
@@ -71,28 +71,54 @@ Test(pool_chunks, what_is_reserved_comes_in_chunks)
     close_counted(&c);
 }
 
+/* What is expected is taken as far as it comes in chunks, and nothing is lost where it does not. */
+Test(pool_chunks, what_is_expected_comes_in_chunks_or_later)
+{
+    struct counted c;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    cr_assert_eq(rbi_pool_expect(c.pool, (AHEAD + 5) * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE);
+    cr_assert_eq(c.pool->chunks_held, AHEAD / CHUNK);
+    cr_assert_eq(rbi_pool_expect(c.pool, (AHEAD + (LEAST - 1) * CHUNK) * GRANULE, NULL),
+                 REBATCH_OK);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE, "too little is lacking");
+    cr_assert_eq(rbi_pool_expect(c.pool, 5 * DEVICE_GRANULES * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (DEVICE_GRANULES * 7 / 8) * GRANULE);
+    cr_assert_eq(stats_of(c.pool).ooms, 0);
+    assert_valid(c.pool);
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    cr_assert_eq(rebatch_pool_trim(c.pool, 0, NULL), REBATCH_OK);
+    plan.calls = REBATCH_FAULT_CREATE;
+    plan.nth = 3;
+    plan.times = REBATCH_FAULT_FOREVER;
+    cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
+    cr_assert_eq(rbi_pool_expect(c.pool, AHEAD * GRANULE, NULL), REBATCH_OK);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
 /* Little memory comes in granules: chunks would keep much of it where it is. */
 Test(pool_chunks, little_memory_comes_in_granules)
 {
     struct counted c;
     open_counted(&c, DEVICE_GRANULES, NULL);
     (void)calls_of(&c, REBATCH_FAULT_CREATE);
-    admit(c.pool, 7 * CHUNK);
-    cr_assert_eq(calls_of(&c, 0), 7 * CHUNK);
+    admit(c.pool, (LEAST - 1) * CHUNK);
+    cr_assert_eq(calls_of(&c, 0), (LEAST - 1) * CHUNK);
     cr_assert_eq(c.pool->chunks_held, 0);
     close_counted(&c);
 }
 
-/* So does what would leave less than the room to keep: 960 of 1,024, of which 896 in chunks. */
+/* So does what would leave less than the room to keep: 3,840 of 4,096, of which 3,584 in chunks. */
 Test(pool_chunks, the_last_of_the_room_comes_in_granules)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.keep_room_permille = 125;
     struct counted c;
     open_counted(&c, DEVICE_GRANULES, &options);
-    admit(c.pool, 960);
-    cr_assert_eq(c.pool->chunks_held, 896 / CHUNK);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, 960 * GRANULE);
+    admit(c.pool, 3840);
+    cr_assert_eq(c.pool->chunks_held, 3584 / CHUNK);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, 3840 * GRANULE);
     close_counted(&c);
 }
 
@@ -100,18 +126,18 @@ Test(pool_chunks, the_last_of_the_room_comes_in_granules)
 Test(pool_chunks, free_chunks_go_where_they_are_needed)
 {
     struct counted c;
-    open_counted(&c, AHEAD + 80, NULL);
+    open_counted(&c, AHEAD + 400, NULL);
     admit(c.pool, AHEAD);
     void *blocks[8];
     for (int i = 0; i < 8; i++) /* the free block is taken from its end */
-        blocks[i] = take(c.pool, 64 * GRANULE);
+        blocks[i] = take(c.pool, EIGHTH * GRANULE);
     for (int i = 0; i < 8; i += 2)
         give(c.pool, blocks[i]);
-    char *large = take(c.pool, 4 * 64 * GRANULE);
-    memset(large, 0x55, 4 * 64 * GRANULE);
+    char *large = take(c.pool, 4 * EIGHTH * GRANULE);
+    memset(large, 0x55, 4 * EIGHTH * GRANULE);
     assert_valid(c.pool);
     cr_assert_gt(stats_of(c.pool).remaps, 0);
-    cr_assert_leq(stats_of(c.pool).reserved_bytes, (AHEAD + 80) * GRANULE);
+    cr_assert_leq(stats_of(c.pool).reserved_bytes, (AHEAD + 400) * GRANULE);
     for (int i = 0; i < 20; i++) /* pieces smaller than a chunk */
         memset(take(c.pool, 3 * GRANULE + UNIT), i, 3 * GRANULE);
     assert_valid(c.pool);
@@ -124,13 +150,13 @@ Test(pool_chunks, what_is_free_of_a_chunk_in_use_stays)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.keep_room_permille = 1;
     struct counted c;
-    open_counted(&c, 8 * CHUNK + 1, &options);
-    admit(c.pool, 8 * CHUNK);
-    cr_assert_eq(c.pool->chunks_held, 8);
-    void *halves[16], *whole;
-    for (int i = 0; i < 16; i++)
+    open_counted(&c, LEAST * CHUNK + 2, &options);
+    admit(c.pool, LEAST * CHUNK);
+    cr_assert_eq(c.pool->chunks_held, LEAST);
+    void *halves[2 * LEAST], *whole;
+    for (int i = 0; i < 2 * LEAST; i++)
         halves[i] = take(c.pool, CHUNK / 2 * GRANULE);
-    for (int i = 0; i < 16; i += 2)
+    for (int i = 0; i < 2 * LEAST; i += 2)
         give(c.pool, halves[i]);
     cr_assert_eq(rebatch_pool_alloc(&whole, c.pool, CHUNK * GRANULE, NULL, 0), REBATCH_OOM);
     assert_valid(c.pool);
@@ -157,12 +183,12 @@ Test(pool_chunks, a_life_with_chunks)
     for (int n = 0; n < 20000; n++) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         const size_t at = (random >> 33) % LIVE, kind = (random >> 40) % 100;
-        const size_t bytes = (random >> 20) % (kind < 50 ? 8 * GRANULE : 60 * GRANULE) + 1;
+        const size_t bytes = (random >> 20) % (kind < 50 ? 8 * GRANULE : 240 * GRANULE) + 1;
         if (blocks[at])
             give(c.pool, blocks[at]);
         blocks[at] = NULL;
         if (kind < 3)
-            (void)rbi_pool_admit(c.pool, (400 + kind * 200) * GRANULE, NULL);
+            (void)rbi_pool_admit(c.pool, (1500 + kind * 700) * GRANULE, NULL);
         else if (kind == 3)
             cr_assert_eq(rebatch_pool_trim(c.pool, bytes, NULL), REBATCH_OK);
         else if (rebatch_pool_alloc(&blocks[at], c.pool, bytes, NULL, 0) == REBATCH_OOM) {
@@ -178,7 +204,7 @@ Test(pool_chunks, a_life_with_chunks)
         if (n % 16 == 0)
             assert_valid(c.pool);
     }
-    cr_assert_gt(chunks, 8);
+    cr_assert_gt(chunks, LEAST);
     close_counted(&c);
 }
 
@@ -187,7 +213,7 @@ static void live_through(uint32_t kind, uint64_t nth, uint64_t times, uint64_t *
 {
     struct counted c;
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    open_counted(&c, AHEAD + 80, NULL);
+    open_counted(&c, AHEAD + 400, NULL);
     plan.calls = kind;
     plan.nth = nth;
     plan.times = times;
@@ -196,17 +222,17 @@ static void live_through(uint32_t kind, uint64_t nth, uint64_t times, uint64_t *
     (void)rbi_pool_admit(c.pool, AHEAD * GRANULE, NULL);
     assert_valid(c.pool);
     for (int i = 0; i < 8; i++)
-        (void)rebatch_pool_alloc(&blocks[i], c.pool, 64 * GRANULE, NULL, 0);
+        (void)rebatch_pool_alloc(&blocks[i], c.pool, EIGHTH * GRANULE, NULL, 0);
     for (int i = 0; i < 8; i += 2)
         if (blocks[i])
             give(c.pool, blocks[i]);
-    (void)rebatch_pool_alloc(&blocks[8], c.pool, 256 * GRANULE, NULL, 0);
+    (void)rebatch_pool_alloc(&blocks[8], c.pool, 4 * EIGHTH * GRANULE, NULL, 0);
     assert_valid(c.pool);
     if (blocks[8])
         give(c.pool, blocks[8]);
-    (void)rebatch_pool_trim(c.pool, 64 * GRANULE, NULL);
+    (void)rebatch_pool_trim(c.pool, 0, NULL);
     assert_valid(c.pool);
-    (void)rbi_pool_admit(c.pool, (AHEAD - 256) * GRANULE, NULL);
+    (void)rbi_pool_admit(c.pool, (LEAST * CHUNK) * GRANULE, NULL);
     assert_valid(c.pool);
     cr_assert_eq(rebatch_fault_counts(c.device, seen, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_fault_arm(c.device, NULL), REBATCH_OK);
@@ -252,7 +278,7 @@ Test(pool_chunks, every_release_may_fail)
 Test(pool_chunks, a_copy_has_the_chunks_too)
 {
     struct counted c;
-    open_counted(&c, AHEAD + 80, NULL);
+    open_counted(&c, AHEAD + 400, NULL);
     admit(c.pool, AHEAD);
     (void)take(c.pool, 5 * GRANULE + UNIT);
     rebatch_pool *copy;
