@@ -227,22 +227,28 @@ rebatch_status rbi_search_judge(struct rbi_search *s)
     return status;
 }
 
+/* What the model says of a size is taken ahead, as far as the pool does that. */
+static rebatch_status expect(const struct rbi_search *s, size_t count)
+{
+    return s->is_model_made ? rbi_pool_expect(s->setting.pool, rbi_model_need(&s->model, count),
+                                              s->setting.stream)
+                            : REBATCH_OK;
+}
+
 /* Readies the pool for a size, and says what it will need. */
 rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
 {
     struct rbi_forecast trial;
     s->foretold_bytes = 0;
-    const rebatch_status status =
+    rebatch_status status =
         rbi_search_forecast(&trial, s, &(struct rbi_plan){.count = count, .has_trial = true});
-    if (status || s->whole_count < 2)
+    if (status)
         return status;
-    s->foretold_bytes = trial.peak_bytes;
+    s->foretold_bytes = trial.peak_bytes; /* 0: not known yet */
     /* What others take more than they have must not find it in the cache. */
-    const bool trims = trial.needs_trim || s->model.outside.rise > 0;
-    const rebatch_status trimmed = trims ? rebatch_pool_trim(s->setting.pool, 0, NULL) : REBATCH_OK;
-    return trimmed ? trimmed
-                   : rbi_pool_expect(s->setting.pool, rbi_model_need(&s->model, count),
-                                     s->setting.stream);
+    if (s->whole_count > 1 && (trial.needs_trim || s->model.outside.rise > 0))
+        status = rebatch_pool_trim(s->setting.pool, 0, NULL);
+    return status ? status : expect(s, count);
 }
 
 /* The next size, or 0 when the largest that ran is the answer. */
