@@ -48,10 +48,10 @@ typedef struct rebatch_pool_options {
                                are kept for snapshots; 0: none */
     uint32_t keep_room_permille; /**< once live memory has not peaked for long, free granules are
                                       no longer moved to where they are needed, and fresh memory is
-                                      taken instead, as long as more than this share of the limit
-                                      (of the device, without one) stays free: moving costs device
-                                      calls again and again, fresh memory only once. 1 to 1000;
-                                      0: 125; 1000: always moved */
+                                      taken instead, as long as more than this share of what the
+                                      pool holds and could still have stays free: moving costs
+                                      device calls again and again, fresh memory only once. 1 to
+                                      1000; 0: 125; 1000: always moved */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \

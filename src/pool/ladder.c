@@ -36,6 +36,20 @@ size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint3
                     permille);
 }
 
+/* What the pool holds, and what it could still have: less than the limit where others have a part
+ * of the device. */
+static size_t reachable(const rebatch_pool *pool, size_t room)
+{
+    size_t all;
+    return rbi_add((size_t)pool->stats.reserved_bytes, room, &all) ? all : SIZE_MAX;
+}
+
+/* The room that is to be kept. */
+static size_t kept_room(const rebatch_pool *pool, size_t room)
+{
+    return share_of(reachable(pool, room), pool->keep_room_permille);
+}
+
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info)
 {
     *room = 0;
@@ -51,7 +65,7 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     const size_t free_bytes =
         own.free_bytes > pool->headroom_bytes ? own.free_bytes - pool->headroom_bytes : 0;
     *room = rbi_min(allowed, free_bytes) & ~(pool->granule_bytes - 1);
-    pool->room_parts = *room / (rbi_min(limit, own.total_bytes) / RBI_POOL_ROOM_PARTS + 1);
+    pool->room_parts = *room / (reachable(pool, *room) / RBI_POOL_ROOM_PARTS + 1);
     return REBATCH_OK;
 }
 
@@ -195,7 +209,7 @@ static bool has_plenty(rebatch_pool *pool, size_t bytes)
     const size_t collected_above = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
     if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
         return false;
-    const size_t kept = rbi_pool_share(pool, info.total_bytes, pool->keep_room_permille);
+    const size_t kept = kept_room(pool, room);
     return room > kept && bytes <= room - kept;
 }
 
@@ -210,13 +224,10 @@ static bool wants_care(const rebatch_pool *pool, bool plenty)
 }
 
 /* What is to be kept free of the room stays for granules, which go wherever they are needed. */
-size_t rbi_pool_chunks_within(rebatch_pool *pool, size_t bytes, size_t room)
+size_t rbi_pool_chunks_within(const rebatch_pool *pool, size_t bytes, size_t room)
 {
-    rebatch_memory_info info;
-    if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
-        return 0;
     const size_t chunk_bytes = RBI_CHUNK_GRANULES * pool->granule_bytes;
-    const size_t kept = rbi_pool_share(pool, info.total_bytes, pool->keep_room_permille);
+    const size_t kept = kept_room(pool, room);
     const size_t most = room > kept ? rbi_min(bytes, room - kept) : 0;
     return most < RBI_CHUNKS_LEAST * chunk_bytes ? 0 : most / chunk_bytes * chunk_bytes;
 }

@@ -432,7 +432,7 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
 /* `bytes` more for the stream, in one free block: free granules first, not those of `spared`, then
  * fresh memory. */
 /* Of a room, in whole chunks, what may be taken in them for `bytes`; 0 where that is little. */
-size_t rbi_pool_chunks_within(rebatch_pool *pool, size_t bytes, size_t room);
+size_t rbi_pool_chunks_within(const rebatch_pool *pool, size_t bytes, size_t room);
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be

@@ -122,6 +122,21 @@ Test(pool_chunks, the_last_of_the_room_comes_in_granules)
     close_counted(&c);
 }
 
+/* Where others have most of the device, it is a share of what is left: 3,584 of 4,096 of 16,384. */
+Test(pool_chunks, the_room_to_keep_is_a_share_of_what_can_be_had)
+{
+    struct counted c;
+    open_counted(&c, (size_t)4 * DEVICE_GRANULES, NULL);
+    void *theirs;
+    cr_assert_eq(rbi_device_alloc(c.device, &theirs, (size_t)3 * DEVICE_GRANULES * GRANULE),
+                 REBATCH_OK);
+    admit(c.pool, 3840);
+    cr_assert_eq(c.pool->chunks_held, 3584 / CHUNK);
+    cr_assert_eq(rbi_device_free(c.device, theirs, (size_t)3 * DEVICE_GRANULES * GRANULE),
+                 REBATCH_OK);
+    close_counted(&c);
+}
+
 /* What is wholly free is moved as a whole where it fits, in granules elsewhere. */
 Test(pool_chunks, free_chunks_go_where_they_are_needed)
 {
