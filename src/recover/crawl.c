@@ -58,19 +58,13 @@ bool rbi_crawl_step_done(rebatch *rb)
         rbi_round_size(&rb->options, crawl->most_samples - 1) == 0 ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return false;
-    rebatch_event event = {.kind = REBATCH_EVENT_CRAWL,
-                           .batch = rb->batch,
-                           .micro_before = rbi_micro_size(rb, rb->batch),
-                           .lighten_before = rb->lighten,
-                           .lighten_after = rb->lighten,
-                           .cost_before = rbi_budget(rb)};
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_CRAWL);
     size_t available = 0;
     (void)rebatch_pool_available(&available, rb->pool);
     rbi_growth_set_back(rb, available);
     shrink(rb);
     rb->crawl.row = 0;
-    event.micro_after = rbi_micro_size(rb, rb->batch);
-    event.cost_after = rbi_budget(rb);
+    rbi_event_end(&event, rb);
     rbi_event_emit(rb, &event);
     return true;
 }

@@ -21,6 +21,22 @@ void rbi_event_emit(const rebatch *rb, rebatch_event *event)
         rb->options.on_event(event, rb->options.on_event_user);
 }
 
+rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
+{
+    return (rebatch_event){.kind = kind,
+                           .batch = rb->batch,
+                           .micro_before = rbi_micro_size(rb, rb->batch),
+                           .lighten_before = rb->lighten,
+                           .lighten_after = rb->lighten,
+                           .cost_before = rbi_budget(rb)};
+}
+
+void rbi_event_end(rebatch_event *event, const rebatch *rb)
+{
+    event->micro_after = rbi_micro_size(rb, rb->batch);
+    event->cost_after = rbi_budget(rb);
+}
+
 const char *rebatch_phase_text(rebatch_phase phase)
 {
     switch (phase) {

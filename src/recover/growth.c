@@ -14,14 +14,8 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
     growth->failed_available = available_bytes;
     growth->wait =
         growth->wait > rb->options.grow_wait_max / 2 ? rb->options.grow_wait_max : growth->wait * 2;
-    rebatch_event event = {.kind = REBATCH_EVENT_GROWTH_FAILED,
-                           .batch = rb->batch,
-                           .micro_before = rbi_micro_size(rb, rb->batch),
-                           .micro_after = rbi_micro_size(rb, rb->batch),
-                           .lighten_before = rb->lighten,
-                           .lighten_after = rb->lighten,
-                           .cost_before = rbi_budget(rb),
-                           .cost_after = rbi_budget(rb)};
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROWTH_FAILED);
+    rbi_event_end(&event, rb);
     rbi_event_emit(rb, &event);
 }
 
@@ -43,18 +37,13 @@ static void grow_to(rebatch *rb, size_t size, unsigned lighten)
 {
     if (lighten != rb->lighten && rbi_callback_run(rb, RBI_LIGHTEN, NULL, lighten) != REBATCH_OK)
         return;
-    rebatch_event event = {.kind = REBATCH_EVENT_GROW,
-                           .batch = rb->batch,
-                           .micro_before = rbi_micro_size(rb, rb->batch),
-                           .lighten_before = rb->lighten,
-                           .lighten_after = lighten,
-                           .cost_before = rbi_budget(rb)};
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
     if (rb->by_cost)
         rb->budget = size;
     else
         rb->micro = size;
-    event.micro_after = rbi_micro_size(rb, rb->batch);
-    event.cost_after = rbi_budget(rb);
+    rbi_event_end(&event, rb);
+    event.lighten_after = lighten;
     rb->lighten = lighten;
     rb->growth.on_trial = true;
     rb->growth.clean = 0;

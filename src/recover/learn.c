@@ -33,18 +33,12 @@ void rbi_learn_stop(rebatch *rb)
 
 static void set_size(rebatch *rb, size_t size)
 {
-    rebatch_event event = {.kind = REBATCH_EVENT_LEARN,
-                           .batch = rb->batch,
-                           .micro_before = rbi_micro_size(rb, rb->batch),
-                           .lighten_before = rb->lighten,
-                           .lighten_after = rb->lighten,
-                           .cost_before = rbi_budget(rb)};
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_LEARN);
     if (rb->by_cost)
         rb->budget = size;
     else
         rb->micro = size;
-    event.micro_after = rbi_micro_size(rb, rb->batch);
-    event.cost_after = rbi_budget(rb);
+    rbi_event_end(&event, rb);
     if (event.micro_before != event.micro_after || event.cost_before != event.cost_after)
         rbi_event_emit(rb, &event);
 }

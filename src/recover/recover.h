@@ -240,6 +240,9 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike);
 /* ---- events (event.c) ---- */
 
 void rbi_event_emit(const rebatch *rb, rebatch_event *event);
+/* An event of a change: with how large micro-batches are before it, and then after it. */
+rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind);
+void rbi_event_end(rebatch_event *event, const rebatch *rb);
 
 /* ---- the session (session.c) ---- */
 
