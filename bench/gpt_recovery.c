@@ -2,7 +2,7 @@
  * of GPT-2 124M: bf16, 1,024 positions, 128 samples a step. Lines:
  *     caps rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES PROBE_MS MICROBATCH_MS PREDICTED_MIB
  *                  MEASURED_MIB COLD_MS STEP_MS
- *     parts WAY CAP_GIB MS MAPPED_GRANULES MAPPING_MS CALLBACKS_MS
+ *     parts WAY CAP_GIB MS MAPPED_PIECES MAPPING_MS GIVING_MS CALLBACKS_MS
  *     learn rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES LATER_MICROBATCHES COLD_MS STEP_MS
  *     tenant rebatch SIZE_BEFORE SIZE_AFTER STRUCK_MS STEP_MS REDONE_SAMPLES
  * TRUE is yes when whole steps run at SIZE and not at SIZE + 1 (or SIZE is the batch). COLD_MS is
@@ -52,7 +52,7 @@ static double mib(uint64_t bytes)
 static struct {
     const struct rbi_device_ops *inner;
     struct rbi_device_ops ops;
-    double ms;
+    double ms, giving_ms;
     uint64_t granules;
 } mapping;
 
@@ -81,6 +81,22 @@ static rebatch_status timed_set_access(void *self, void *address, size_t bytes)
     return status;
 }
 
+static rebatch_status timed_unmap(void *self, void *address, size_t bytes)
+{
+    const double began = now_ms();
+    const rebatch_status status = mapping.inner->unmap(self, address, bytes);
+    mapping.giving_ms += now_ms() - began;
+    return status;
+}
+
+static rebatch_status timed_release(void *self, rbi_physical physical, size_t bytes)
+{
+    const double began = now_ms();
+    const rebatch_status status = mapping.inner->release(self, physical, bytes);
+    mapping.giving_ms += now_ms() - began;
+    return status;
+}
+
 static void time_mapping(rebatch_device *device)
 {
     mapping.inner = device->ops;
@@ -88,6 +104,8 @@ static void time_mapping(rebatch_device *device)
     mapping.ops.create = timed_create;
     mapping.ops.map = timed_map;
     mapping.ops.set_access = timed_set_access;
+    mapping.ops.unmap = timed_unmap;
+    mapping.ops.release = timed_release;
     device->ops = &mapping.ops;
 }
 
@@ -268,20 +286,22 @@ static size_t moments_bytes(const struct bench *bench)
 
 struct parts {
     uint64_t granules;
-    double began_ms, mapping_ms, callback_ms;
+    double began_ms, mapping_ms, giving_ms, callback_ms;
 };
 
 static struct parts begin_parts(const struct bench *bench)
 {
-    return (struct parts){mapping.granules, now_ms(), mapping.ms, bench->callback_ms};
+    return (struct parts){mapping.granules, now_ms(), mapping.ms, mapping.giving_ms,
+                          bench->callback_ms};
 }
 
 static void print_parts(const struct bench *bench, const struct parts *before, const char *way,
                         size_t gib)
 {
-    printf("parts %s %zu %.1f %llu %.1f %.1f\n", way, gib, now_ms() - before->began_ms,
+    printf("parts %s %zu %.1f %llu %.1f %.1f %.1f\n", way, gib, now_ms() - before->began_ms,
            (unsigned long long)(mapping.granules - before->granules),
-           mapping.ms - before->mapping_ms, bench->callback_ms - before->callback_ms);
+           mapping.ms - before->mapping_ms, mapping.giving_ms - before->giving_ms,
+           bench->callback_ms - before->callback_ms);
 }
 
 /* The first step of a session that knows nothing, with no probe before it. */
@@ -400,8 +420,11 @@ static rebatch_status bench_tenant(FILE *tenant)
     if (!status)
         status = run_clean(&bench, &before, &ms);
     bench.strikes_after = 1;
+    const struct parts parts = begin_parts(&bench);
     if (!status)
         status = run_step(&bench, &struck, &struck_ms);
+    if (!status)
+        print_parts(&bench, &parts, "struck", LEFT_MIB >> 10);
     bench.strikes_after = 0;
     if (!status)
         status = run_clean(&bench, &after, &clean_ms);
