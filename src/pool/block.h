@@ -89,14 +89,14 @@ struct rbi_block {
 };
 _Static_assert(sizeof(struct rbi_block) == 128, "two lines of the cache");
 
-/* Where a chunk's memory goes on from the granule before. */
-#define RBI_CHUNK_GOES_ON UINT64_MAX
+/* Where a piece goes on from the granule before. */
+#define RBI_PIECE_GOES_ON UINT64_MAX
 
 /* A piece of address space, tiled by blocks. Either reserved, with physical memory mapped into it,
- * each piece of which is a granule or a chunk of several, or one plain allocation of the device.
+ * each piece of which is a granule or several, or one plain allocation of the device.
  *   sum of block->bytes == bytes
  *   granules == NULL || granules[i] != 0 just where block i's memory is not that of a hole
- *   granules[i] is the piece that begins there, or RBI_CHUNK_GOES_ON */
+ *   granules[i] is the piece that begins there, or RBI_PIECE_GOES_ON */
 struct rbi_range {
     struct rbi_range *previous, *next; /* in order of creation */
     char *address;

@@ -101,18 +101,18 @@ static rebatch_status copy_spare(const struct copy *copy)
 {
     rebatch_pool *const to = copy->to;
     const rebatch_pool *const from = copy->from;
-    to->singles = rbi_heap_calloc(from->single_capacity, sizeof *to->singles);
-    to->chunks = rbi_heap_calloc(from->chunk_capacity + 1, sizeof *to->chunks);
-    if (!to->singles || !to->chunks)
-        return no_memory();
-    to->single_capacity = from->single_capacity;
-    to->chunk_capacity = from->chunk_capacity;
+    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++) {
+        struct rbi_spare *const ours = &to->spare[size];
+        const struct rbi_spare *const theirs = &from->spare[size];
+        ours->pieces = rbi_heap_calloc(theirs->capacity + 1, sizeof *ours->pieces);
+        if (!ours->pieces)
+            return no_memory();
+        ours->capacity = theirs->capacity;
+        ours->held = theirs->held;
+        while (ours->count < theirs->count)
+            ours->pieces[ours->count++] = copy->granule;
+    }
     to->granules_held = from->granules_held;
-    to->chunks_held = from->chunks_held;
-    for (size_t i = 0; i < from->single_count; i++)
-        to->singles[to->single_count++] = copy->granule;
-    for (size_t i = 0; i < from->chunk_count; i++)
-        to->chunks[to->chunk_count++] = (struct rbi_chunk){copy->granule, from->chunks[i].granules};
     to->spare_count = from->spare_count;
     return REBATCH_OK;
 }
@@ -145,7 +145,7 @@ static void copy_mapped(const struct copy *copy, struct rbi_range *to, const str
     const size_t offset = (size_t)(block->address - from->address);
     const size_t last = (offset + block->bytes - 1) / copy->from->granule_bytes;
     for (size_t i = offset / copy->from->granule_bytes; i <= last; i++)
-        to->granules[i] = from->granules[i] == 0 || from->granules[i] == RBI_CHUNK_GOES_ON
+        to->granules[i] = from->granules[i] == 0 || from->granules[i] == RBI_PIECE_GOES_ON
                               ? from->granules[i]
                               : copy->granule;
 }

@@ -2,8 +2,8 @@
  * Must not know blocks' lives, nor what memory is asked for.
  *
  * Most pieces are one granule each: a larger piece can only be unmapped as a whole, and keeps free
- * memory from where it is needed. Where much is taken ahead of its use it comes in chunks all the
- * same: making, mapping and giving back one of them takes as long as of one granule. */
+ * memory from where it is needed. What is taken ahead of its use comes in larger ones all the same:
+ * making, mapping and giving back one of them takes as long as of one granule. */
 #include "pool/pool.h"
 
 static unsigned granule_shift(const rebatch_pool *pool)
@@ -16,164 +16,180 @@ static size_t index_of(const rebatch_pool *pool, const struct rbi_range *range, 
     return (size_t)(address - range->address) >> granule_shift(pool);
 }
 
+/* Of a piece of a power of two of granules. */
+static unsigned size_of(size_t granules)
+{
+    return (unsigned)__builtin_ctzll(granules);
+}
+
 /* ---- what is spare ---- */
 
-/* There is space for all that are held, so that an unmapped one always has a place. */
-static bool prepare_spare(rebatch_pool *pool, size_t more)
+/* There is a place for each piece that is held, so that an unmapped one always has one. */
+static bool prepare_spare(struct rbi_spare *spare)
 {
-    size_t capacity = rbi_max(pool->single_capacity, 64);
-    while (capacity < pool->granules_held + more)
-        capacity *= 2;
-    if (capacity == pool->single_capacity)
+    if (spare->held < spare->capacity)
         return true;
-    rbi_physical *singles = rbi_heap_resize(pool->singles, capacity, sizeof *singles);
-    if (!singles)
+    const size_t capacity = rbi_max(2 * spare->capacity, 64);
+    rbi_physical *pieces = rbi_heap_resize(spare->pieces, capacity, sizeof *pieces);
+    if (!pieces)
         return false;
-    pool->singles = singles;
-    pool->single_capacity = capacity;
+    spare->pieces = pieces;
+    spare->capacity = capacity;
     return true;
 }
 
-static bool prepare_chunks(rebatch_pool *pool, size_t more)
+static void put_spare(rebatch_pool *pool, rbi_physical physical, unsigned size)
 {
-    const size_t needed = pool->chunks_held + more;
-    if (needed <= pool->chunk_capacity)
-        return true;
-    const size_t capacity = rbi_max(needed, 2 * pool->chunk_capacity);
-    struct rbi_chunk *chunks = rbi_heap_resize(pool->chunks, capacity, sizeof *chunks);
-    if (!chunks)
-        return false;
-    pool->chunks = chunks;
-    pool->chunk_capacity = capacity;
-    return true;
+    struct rbi_spare *spare = &pool->spare[size];
+    spare->pieces[spare->count++] = physical;
+    pool->spare_count += (size_t)1 << size;
 }
 
-static void put_spare(rebatch_pool *pool, rbi_physical physical, size_t granules)
+static rbi_physical newest_spare(const rebatch_pool *pool, unsigned size)
 {
-    pool->spare_count += granules;
-    if (granules == 1)
-        pool->singles[pool->single_count++] = physical;
-    else
-        pool->chunks[pool->chunk_count++] = (struct rbi_chunk){physical, granules};
+    return pool->spare[size].pieces[pool->spare[size].count - 1];
 }
 
-static void drop_single(rebatch_pool *pool)
+static void drop_spare(rebatch_pool *pool, unsigned size)
 {
-    pool->single_count--;
-    pool->spare_count--;
+    pool->spare[size].count--;
+    pool->spare_count -= (size_t)1 << size;
 }
 
-static void drop_chunk(rebatch_pool *pool)
+/* The largest size of at most `most` granules that is spare, else the smallest above; there must be
+ * one. */
+static unsigned choose_spare(const rebatch_pool *pool, size_t most)
 {
-    pool->spare_count -= pool->chunks[--pool->chunk_count].granules;
+    unsigned size = RBI_PIECE_SIZES;
+    while (size-- > 0)
+        if (pool->spare[size].count && (size_t)1 << size <= most)
+            return size;
+    while (pool->spare[++size].count == 0)
+        ;
+    return size;
 }
 
-static rebatch_status release(rebatch_pool *pool, rbi_physical physical, size_t granules)
+/* Gives the newest spare piece of a size back. */
+static rebatch_status release(rebatch_pool *pool, unsigned size)
 {
-    const size_t bytes = granules * pool->granule_bytes;
-    const rebatch_status status = rbi_device_release_physical(pool->device, physical, bytes);
+    const size_t bytes = pool->granule_bytes << size;
+    const rebatch_status status =
+        rbi_device_release_physical(pool->device, newest_spare(pool, size), bytes);
     if (status != REBATCH_OK)
         return status; /* it stays spare */
-    pool->granules_held -= granules;
-    pool->chunks_held -= granules > 1;
+    drop_spare(pool, size);
+    pool->spare[size].held--;
+    pool->granules_held -= (size_t)1 << size;
     rbi_pool_note_given(pool, bytes);
     return REBATCH_OK;
-}
-
-/* Chunks first: the fewest calls. A chunk goes where as much is to go, or nothing else is left. */
-static size_t release_one(rebatch_pool *pool, size_t most)
-{
-    const struct rbi_chunk *chunk = pool->chunk_count ? &pool->chunks[pool->chunk_count - 1] : NULL;
-    if (chunk && (chunk->granules <= most || pool->single_count == 0)) {
-        const size_t granules = chunk->granules;
-        if (release(pool, chunk->physical, granules) != REBATCH_OK)
-            return 0;
-        drop_chunk(pool);
-        return granules;
-    }
-    if (pool->single_count == 0 ||
-        release(pool, pool->singles[pool->single_count - 1], 1) != REBATCH_OK)
-        return 0;
-    drop_single(pool);
-    return 1;
 }
 
 size_t rbi_granules_release(rebatch_pool *pool, size_t keep)
 {
     size_t released = 0;
     while (pool->spare_count > keep) {
-        const size_t granules = release_one(pool, pool->spare_count - keep);
-        if (granules == 0)
+        const unsigned size = choose_spare(pool, pool->spare_count - keep);
+        if (release(pool, size) != REBATCH_OK)
             break;
-        released += granules;
+        released += (size_t)1 << size;
     }
     pool->stats.device_frees += released > 0;
     return released;
 }
 
+bool rbi_granules_has_large(const rebatch_pool *pool)
+{
+    for (unsigned size = 1; size < RBI_PIECE_SIZES; size++)
+        if (pool->spare[size].held > pool->spare[size].count)
+            return true;
+    return false;
+}
+
 /* ---- making it ---- */
 
-static rebatch_status create(rebatch_pool *pool, size_t granules)
+static rebatch_status create(rebatch_pool *pool, unsigned size)
 {
     rbi_physical physical;
-    const size_t bytes = granules * pool->granule_bytes;
+    const size_t bytes = pool->granule_bytes << size;
+    if (!prepare_spare(&pool->spare[size]))
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
     rebatch_status status = rbi_device_create_physical(pool->device, &physical, bytes);
-    if (status == REBATCH_OOM && rbi_ballast_drop(pool))
+    if (status == REBATCH_OOM && size == 0 && rbi_ballast_drop(pool))
         status = rbi_device_create_physical(pool->device, &physical, bytes);
     if (status != REBATCH_OK)
         return status;
-    put_spare(pool, physical, granules);
-    pool->granules_held += granules;
-    pool->chunks_held += granules > 1;
+    put_spare(pool, physical, size);
+    pool->spare[size].held++;
+    pool->granules_held += (size_t)1 << size;
     rbi_pool_note_taken(pool, bytes);
     return REBATCH_OK;
 }
 
-static rebatch_status no_heap_for(size_t count)
+/* The largest size up to `most` that has no more than `count` granules, of which there are some. */
+static unsigned largest_within(size_t count, unsigned most)
 {
-    return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note %zu granules", count);
+    const unsigned size = 63 - (unsigned)__builtin_clzll(count);
+    return size < most ? size : most;
 }
 
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count)
+/* The largest piece that is at most each of these parts: of what is taken ahead of its use, as the
+ * pieces at its ends may stay half used, and of what there will be still to be had, since the last
+ * of the memory should go wherever it is needed. */
+#define PARTS_OF_REQUEST 32
+#define PARTS_OF_ROOM 64
+static unsigned size_ahead(size_t count, size_t room)
 {
-    if (!prepare_spare(pool, count))
-        return no_heap_for(count);
+    const size_t most = rbi_min(count / PARTS_OF_REQUEST, room / PARTS_OF_ROOM);
+    return largest_within(rbi_max(most, 1), RBI_PIECE_SIZES - 1);
+}
+
+size_t rbi_granules_ahead(size_t count, size_t room)
+{
+    const size_t singles = 2 * PARTS_OF_ROOM - 1;
+    return count < 2 * PARTS_OF_REQUEST || room <= singles ? 0 : rbi_min(count, room - singles);
+}
+
+/* Gives what was made since back. */
+static void unmake(rebatch_pool *pool, const size_t before[static RBI_PIECE_SIZES])
+{
+    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+        while (pool->spare[size].count > before[size] && release(pool, size) == REBATCH_OK)
+            ;
+}
+
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room)
+{
+    size_t before[RBI_PIECE_SIZES];
+    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+        before[size] = pool->spare[size].count;
     pool->stats.device_allocations++;
-    for (size_t made = 0; made < count; made++) {
-        const rebatch_status status = create(pool, 1);
-        if (status == REBATCH_OK)
-            continue;
-        while (made > 0 && release(pool, pool->singles[pool->single_count - 1], 1) == REBATCH_OK) {
-            drop_single(pool);
-            made--;
+    unsigned most = RBI_PIECE_SIZES - 1; /* what the device has in one piece */
+    for (size_t made = 0; made < count;) {
+        const unsigned ahead = size_ahead(count, room > made ? room - made : 0);
+        const unsigned size = largest_within(count - made, ahead < most ? ahead : most);
+        const rebatch_status status = create(pool, size);
+        if (status == REBATCH_OK) {
+            made += (size_t)1 << size;
+        } else if (status == REBATCH_OOM && size > 0) {
+            most = size - 1;
+        } else {
+            unmake(pool, before);
+            return status;
         }
-        return status;
     }
     return REBATCH_OK;
 }
 
-size_t rbi_chunks_create(rebatch_pool *pool, size_t count)
+/* Makes smaller ones of a spare piece, down to single granules. Its memory is the device's in
+ * between: somebody else may be quicker to take it. */
+static rebatch_status break_piece(rebatch_pool *pool, unsigned size)
 {
-    const size_t chunks = count / RBI_CHUNK_GRANULES;
-    if (chunks < RBI_CHUNKS_LEAST || !prepare_spare(pool, count) || !prepare_chunks(pool, chunks))
-        return 0;
-    size_t made = 0;
-    for (size_t i = 0; i < chunks && create(pool, RBI_CHUNK_GRANULES) == REBATCH_OK; i++)
-        made += RBI_CHUNK_GRANULES;
-    pool->stats.device_allocations += made > 0;
-    return made;
-}
-
-/* Makes granules of a spare chunk. Its memory is the device's in between: somebody else may be
- * quicker to take it. */
-static rebatch_status break_chunk(rebatch_pool *pool)
-{
-    const struct rbi_chunk chunk = pool->chunks[pool->chunk_count - 1];
-    const rebatch_status status = release(pool, chunk.physical, chunk.granules);
-    if (status != REBATCH_OK)
-        return status;
-    drop_chunk(pool);
-    return rbi_granules_create(pool, chunk.granules);
+    rebatch_status status = release(pool, size);
+    if (status == REBATCH_OK)
+        status = create(pool, 0);
+    while (status == REBATCH_OK && size-- > 0)
+        status = create(pool, size);
+    return status;
 }
 
 /* ---- what is mapped ---- */
@@ -183,7 +199,7 @@ static size_t piece_granules(const rebatch_pool *pool, const struct rbi_range *r
 {
     const size_t end = range->bytes >> granule_shift(pool);
     size_t granules = 1;
-    while (index + granules < end && range->granules[index + granules] == RBI_CHUNK_GOES_ON)
+    while (index + granules < end && range->granules[index + granules] == RBI_PIECE_GOES_ON)
         granules++;
     return granules;
 }
@@ -197,7 +213,7 @@ size_t rbi_granules_piece(const rebatch_pool *pool, const struct rbi_range *rang
 static bool goes_on(const rebatch_pool *pool, const struct rbi_range *range, size_t index)
 {
     return index < range->bytes >> granule_shift(pool) &&
-           range->granules[index] == RBI_CHUNK_GOES_ON;
+           range->granules[index] == RBI_PIECE_GOES_ON;
 }
 
 size_t rbi_granules_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first)
@@ -241,7 +257,7 @@ char *rbi_granules_unmap(rebatch_pool *pool, const struct rbi_range *range, char
         const size_t granules = piece_granules(pool, range, index);
         if (rbi_device_unmap(pool->device, at, granules * pool->granule_bytes) != REBATCH_OK)
             break;
-        put_spare(pool, range->granules[index], granules);
+        put_spare(pool, range->granules[index], size_of(granules));
         memset(&range->granules[index], 0, granules * sizeof *range->granules);
         at += granules * pool->granule_bytes;
     }
@@ -268,41 +284,37 @@ static void unwind(rebatch_pool *pool, struct rbi_block *hole, const char *to)
     }
 }
 
+/* Maps the newest spare piece of a size. */
 static rebatch_status map_piece(rebatch_pool *pool, const struct rbi_range *range, char *at,
-                                rbi_physical physical, size_t granules)
+                                unsigned size)
 {
+    const rbi_physical physical = newest_spare(pool, size);
     const rebatch_status status =
-        rbi_device_map(pool->device, at, granules * pool->granule_bytes, physical);
+        rbi_device_map(pool->device, at, pool->granule_bytes << size, physical);
     if (status != REBATCH_OK)
         return status;
     rbi_physical *const slot = &range->granules[index_of(pool, range, at)];
     slot[0] = physical;
-    for (size_t i = 1; i < granules; i++)
-        slot[i] = RBI_CHUNK_GOES_ON;
+    for (size_t i = 1; i < (size_t)1 << size; i++)
+        slot[i] = RBI_PIECE_GOES_ON;
+    drop_spare(pool, size);
     return REBATCH_OK;
 }
 
-/* Maps the next piece: a chunk where one fits; how many granules it has. */
+/* Maps the largest piece that fits; how many granules it has. */
 static rebatch_status map_next(size_t *granules, rebatch_pool *pool, struct rbi_block *hole,
                                char *at)
 {
     const size_t left = (size_t)(hole->address + hole->bytes - at) >> granule_shift(pool);
-    const struct rbi_chunk *chunk = pool->chunk_count ? &pool->chunks[pool->chunk_count - 1] : NULL;
-    rebatch_status status;
-    if (chunk && chunk->granules <= left) {
-        *granules = chunk->granules;
-        status = map_piece(pool, hole->range, at, chunk->physical, chunk->granules);
-        if (status == REBATCH_OK)
-            drop_chunk(pool);
-        return status;
+    unsigned size = choose_spare(pool, left);
+    if ((size_t)1 << size > left) {
+        const rebatch_status status = break_piece(pool, size);
+        if (status != REBATCH_OK)
+            return status;
+        size = choose_spare(pool, left);
     }
-    if (pool->single_count == 0 && (status = break_chunk(pool)) != REBATCH_OK)
-        return status;
-    *granules = 1;
-    status = map_piece(pool, hole->range, at, pool->singles[pool->single_count - 1], 1);
-    if (status == REBATCH_OK)
-        drop_single(pool);
-    return status;
+    *granules = (size_t)1 << size;
+    return map_piece(pool, hole->range, at, size);
 }
 
 rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole)
@@ -368,6 +380,6 @@ void rbi_granules_forget(const rebatch_pool *pool, struct rbi_range *range, size
 void rbi_granules_destroy_spare(rebatch_pool *pool)
 {
     (void)rbi_granules_release(pool, 0);
-    rbi_heap_free(pool->singles);
-    rbi_heap_free(pool->chunks);
+    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+        rbi_heap_free(pool->spare[size].pieces);
 }

@@ -146,7 +146,7 @@ struct growth {
     size_t guard_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free granules only */
     bool no_remap;                        /* fresh ones before free ones */
-    bool in_chunks;                       /* fresh ones in chunks, where there is plenty */
+    bool ahead;                           /* of its use: fresh ones in large pieces */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool from_cache;                      /* out: nothing was mapped for it */
     bool at_end;                          /* out: what is served is at the end of what was found */
@@ -223,26 +223,14 @@ static bool wants_care(const rebatch_pool *pool, bool plenty)
            pool->room_parts * 1000 < (size_t)pool->keep_room_permille * RBI_POOL_ROOM_PARTS;
 }
 
-/* What is to be kept free of the room stays for granules, which go wherever they are needed. */
-size_t rbi_pool_chunks_within(const rebatch_pool *pool, size_t bytes, size_t room)
-{
-    const size_t chunk_bytes = RBI_CHUNK_GRANULES * pool->granule_bytes;
-    const size_t kept = kept_room(pool, room);
-    const size_t most = room > kept ? rbi_min(bytes, room - kept) : 0;
-    return most < RBI_CHUNKS_LEAST * chunk_bytes ? 0 : most / chunk_bytes * chunk_bytes;
-}
-
 static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *growth, size_t count,
                                      size_t room)
 {
-    size_t lacking = count - pool->spare_count;
-    if (lacking > room / pool->granule_bytes)
+    const size_t lacking = count - pool->spare_count;
+    const size_t room_granules = room / pool->granule_bytes;
+    if (lacking > room_granules)
         return REBATCH_OOM;
-    if (growth->in_chunks)
-        lacking -= rbi_chunks_create(
-            pool, rbi_pool_chunks_within(pool, lacking * pool->granule_bytes, room) /
-                      pool->granule_bytes);
-    return lacking == 0 ? REBATCH_OK : rbi_granules_create(pool, lacking);
+    return rbi_granules_create(pool, lacking, growth->ahead ? room_granules : 0);
 }
 
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
@@ -299,8 +287,7 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 {
     *out = NULL;
     if (pool->has_space) {
-        struct growth growth = {
-            .bytes = bytes, .stream = stream, .spared = spared, .in_chunks = true};
+        struct growth growth = {.bytes = bytes, .stream = stream, .spared = spared, .ahead = true};
         struct rbi_window window;
         const rebatch_status found = find_hole(&window, pool, &growth);
         return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;
@@ -387,7 +374,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
     struct growth growth = {
-        .bytes = request->bytes, .stream = request->stream, .in_chunks = request->ahead};
+        .bytes = request->bytes, .stream = request->stream, .ahead = request->ahead};
     const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
     reach(pool, request, REBATCH_RUNG_REMAP);
     rebatch_status status;

@@ -139,6 +139,13 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     return status;
 }
 
+/* In bytes. */
+static size_t in_large_pieces(const rebatch_pool *pool, size_t bytes, size_t room)
+{
+    const size_t granule = pool->granule_bytes;
+    return rbi_granules_ahead(bytes / granule, room / granule) * granule;
+}
+
 static rebatch_status expect_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
@@ -146,7 +153,7 @@ static rebatch_status expect_locked(rebatch_pool *pool, size_t bytes, rebatch_st
     size_t room;
     rebatch_status status = cached < bytes ? rbi_pool_room(&room, pool, NULL) : REBATCH_OOM;
     const size_t ahead =
-        status == REBATCH_OK ? rbi_pool_chunks_within(pool, bytes - (size_t)cached, room) : 0;
+        status == REBATCH_OK ? in_large_pieces(pool, bytes - (size_t)cached, room) : 0;
     struct rbi_request request;
     struct rbi_block *block;
     if (ahead == 0 || (status = rbi_request_open(&request, pool, ahead, stream)) != REBATCH_OK)

@@ -94,11 +94,16 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* Several granules of physical memory that are mapped and given back as one, which takes the device
- * as long as a single one. What is free of a chunk in use stays where it is. */
-struct rbi_chunk {
-    rbi_physical physical;
-    size_t granules;
+/* Physical memory comes in pieces of 1, 2, 4 ... granules, up to 256 MiB on CUDA devices. Each is
+ * mapped and given back as one, which takes the device as long as a single granule. What is free of
+ * a piece in use stays where it is. */
+#define RBI_PIECE_SIZES 8
+
+/* Pieces of one size. Those that are created and not mapped are listed; there is space for all that
+ * are held. */
+struct rbi_spare {
+    rbi_physical *pieces;
+    size_t count, capacity, held;
 };
 
 struct rbi_pressure {
@@ -159,13 +164,11 @@ struct rebatch_pool {
     struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
     uint64_t births;
 
-    /* Physical memory that is created and not mapped: granules, and chunks of several. There is
-     * space for all that are held.
-     *   spare_count == single_count + sum of chunks[].granules */
-    rbi_physical *singles;
-    struct rbi_chunk *chunks;
-    size_t single_count, single_capacity, chunk_count, chunk_capacity;
-    size_t spare_count, granules_held, chunks_held;
+    /* Physical memory, by the size of its pieces: 2^i granules.
+     *   spare_count == sum of spare[i].count << i
+     *   granules_held == sum of spare[i].held << i */
+    struct rbi_spare spare[RBI_PIECE_SIZES];
+    size_t spare_count, granules_held;
     void *ballast; /* NULL: none, or given up */
 
     struct rbi_scope scopes[RBI_POOL_SCOPES];
@@ -288,17 +291,16 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 
 /* ---- physical memory (granules.c); all with the lock held ---- */
 
-/* Makes `count` more granules; all or none. */
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count);
-/* A chunk, 64 MiB on CUDA devices, and how many of them memory must come to: what the ones at both
- * ends keep is then little. */
-#define RBI_CHUNK_GRANULES ((size_t)32)
-#define RBI_CHUNKS_LEAST ((size_t)32)
-/* Makes at most `count` more in chunks: how many there are then more of. */
-size_t rbi_chunks_create(rebatch_pool *pool, size_t count);
-/* Gives spare granules back until `keep` are left, or fewer where the last is a chunk's; how many
- * it gave back. */
+/* Makes `count` more granules, in pieces as large as a room of so many granules allows; 0: in
+ * single ones. All or none. */
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room);
+/* Of `count` granules those that a room of so many has in larger pieces; 0 where there are few. */
+size_t rbi_granules_ahead(size_t count, size_t room);
+/* Gives spare granules back until `keep` are left, or fewer where the last piece is larger; how
+ * many it gave back. */
 size_t rbi_granules_release(rebatch_pool *pool, size_t keep);
+/* Whether a piece of several granules is mapped. */
+bool rbi_granules_has_large(const rebatch_pool *pool);
 /* Maps spare granules to a held hole, which keeps its state; nothing changes where it cannot, but
  * for what is quarantined. */
 rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole);
@@ -314,7 +316,7 @@ size_t rbi_granules_piece(const rebatch_pool *pool, const struct rbi_range *rang
                           const char *address);
 /* The wholly free granules of a block: where they begin, how many. */
 size_t rbi_granules_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first);
-/* Of them those that could be unmapped, which are not those of a chunk that reaches beyond. */
+/* Of them those that could be unmapped, which are not those of a piece that reaches beyond. */
 size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first);
 /* `count` granules from `first` on, made more so that they begin and end with pieces. */
 size_t rbi_granules_round(const rebatch_pool *pool, const struct rbi_range *range, char **first,
@@ -415,7 +417,7 @@ struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
     rebatch_pool_rung rung; /* out: the last one tried */
-    bool ahead;             /* of its use: fresh memory may come in chunks */
+    bool ahead;             /* of its use: fresh memory may come in large pieces */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
@@ -431,8 +433,6 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
 /* `bytes` more for the stream, in one free block: free granules first, not those of `spared`, then
  * fresh memory. */
-/* Of a room, in whole chunks, what may be taken in them for `bytes`; 0 where that is little. */
-size_t rbi_pool_chunks_within(const rebatch_pool *pool, size_t bytes, size_t room);
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
@@ -515,7 +515,7 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
  * headroom is left, or a cap was lowered below what is held. */
 rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 /* The stream will soon need `bytes` in total: of what its free blocks lack, takes as much as comes
- * in chunks and leaves plenty of room. Gives nothing back, and is content with less. */
+ * in large pieces. Gives nothing back, and is content with less. */
 rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */

@@ -190,7 +190,7 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
 }
 
 /* Unmaps `most` of a block's wholly free granules, or as many as there are, those next to a hole if
- * there is one; more where a chunk is among them. False when no more can be done. */
+ * there is one; more where a larger piece is among them. False when no more can be done. */
 static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t most)
 {
     char *first;

@@ -7,7 +7,8 @@
 /* What a walk over all blocks adds up to. */
 struct tally {
     uint64_t live_bytes, deferred_bytes, reserved_bytes, requested_bytes, live_blocks;
-    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, granules, chunks, lost_bytes;
+    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, granules, lost_bytes;
+    uint64_t pieces[RBI_PIECE_SIZES]; /* mapped, by their size */
     uint64_t tag_bytes[RBI_POOL_TAGS];
 };
 
@@ -98,12 +99,30 @@ static bool are_granules_valid(const rebatch_pool *pool, const struct rbi_range 
     return true;
 }
 
-static bool add_granule(const struct rbi_range *r, size_t i, size_t count, struct tally *tally)
+static bool add_piece(const rebatch_pool *pool, const struct rbi_range *r, size_t first,
+                      size_t granules, struct tally *tally)
 {
-    const bool goes_on = r->granules[i] == RBI_CHUNK_GOES_ON;
-    CHECK(!goes_on || (i > 0 && r->granules[i - 1] != 0));
-    tally->granules += r->granules[i] != 0;
-    tally->chunks += !goes_on && i + 1 < count && r->granules[i + 1] == RBI_CHUNK_GOES_ON;
+    const unsigned size = (unsigned)__builtin_ctzll(granules);
+    CHECK(r->granules[first] != RBI_PIECE_GOES_ON);
+    CHECK(granules == (size_t)1 << size && size < RBI_PIECE_SIZES);
+    CHECK(granules == rbi_granules_piece(pool, r, r->address + first * pool->granule_bytes));
+    tally->granules += granules;
+    tally->pieces[size]++;
+    return true;
+}
+
+static bool add_pieces(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
+{
+    const size_t count = r->bytes / pool->granule_bytes;
+    for (size_t first = 0, end; first < count; first = end) {
+        end = first + 1;
+        if (r->granules[first] == 0)
+            continue;
+        while (end < count && r->granules[end] == RBI_PIECE_GOES_ON)
+            end++;
+        if (!add_piece(pool, r, first, end - first, tally))
+            return false;
+    }
     return true;
 }
 
@@ -124,11 +143,7 @@ static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, 
     CHECK(bytes % pool->granule_bytes == 0);
     if (!r->granules)
         tally->reserved_bytes += bytes;
-    const size_t count = bytes / pool->granule_bytes;
-    for (size_t i = 0; r->granules && i < count; i++)
-        if (!add_granule(r, i, count, tally))
-            return false;
-    return true;
+    return !r->granules || add_pieces(pool, r, tally);
 }
 
 static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
@@ -141,14 +156,14 @@ static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
     }
     CHECK(pool->last_range == previous);
     CHECK(pool->granules_held == tally->granules + pool->spare_count);
-    CHECK(pool->single_count <= pool->single_capacity);
-    CHECK(pool->granules_held <= pool->single_capacity || pool->granules_held == 0);
-    CHECK(pool->chunk_count <= pool->chunks_held && pool->chunks_held <= pool->chunk_capacity);
-    size_t spare = pool->single_count;
-    for (size_t i = 0; i < pool->chunk_count; i++)
-        spare += pool->chunks[i].granules;
-    CHECK(pool->spare_count == spare);
-    CHECK(pool->chunks_held == tally->chunks + pool->chunk_count);
+    size_t spare = 0, held = 0;
+    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++) {
+        const struct rbi_spare *const of = &pool->spare[size];
+        CHECK(of->held == tally->pieces[size] + of->count && of->held <= of->capacity);
+        spare += of->count << size;
+        held += of->held << size;
+    }
+    CHECK(pool->spare_count == spare && pool->granules_held == held);
     tally->reserved_bytes += pool->granules_held * pool->granule_bytes;
     tally->reserved_bytes += pool->ballast ? pool->ballast_bytes : 0;
     return true;

@@ -217,10 +217,10 @@ bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *po
 struct run {
     struct rbi_block *first, *last;
     size_t bytes, lead, whole, trail;
-    size_t fixed[2]; /* of the whole granules those of chunks that reach beyond it: at either end */
+    size_t fixed[2]; /* of the whole granules those of pieces that reach beyond it: at either end */
 };
 
-/* A chunk that reaches beyond a free block is in use there: its block is the first of a run, or the
+/* A piece that reaches beyond a free block is in use there: its block is the first of a run, or the
  * last. */
 static void note_fixed(struct run *run, const rebatch_pool *pool, const struct rbi_block *block)
 {
@@ -248,7 +248,7 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     for (; block && is_in_run(block); block = block->after) {
         run->last = block;
         run->bytes += block->bytes;
-        if (block->state == RBI_BLOCK_FREE && pool->chunks_held > pool->chunk_count)
+        if (block->state == RBI_BLOCK_FREE && rbi_granules_has_large(pool))
             note_fixed(run, pool, block);
     }
     const struct rbi_range *range = run->first->range;

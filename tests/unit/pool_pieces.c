@@ -1,9 +1,13 @@
-/* Holds what chunks promise: memory taken ahead of its use costs few calls of the device, and what
- * is wholly free of it goes wherever it is needed, or back. Seed 1 where a test draws. */
+/* Holds what large pieces promise: memory taken ahead of its use costs few calls of the device, and
+ * what is wholly free of it goes wherever it is needed, or back. Seed 1 where a test draws. */
 
 #include "unit/pool_help.h"
 
-enum { CHUNK = 32, LEAST = 32, AHEAD = 40 * CHUNK, EIGHTH = AHEAD / 8, DEVICE_GRANULES = 4096 };
+/* A piece is a thirty-second of what is asked for, as there is plenty. */
+enum { PIECE = 32, AHEAD = 40 * PIECE, EIGHTH = AHEAD / 8, DEVICE_GRANULES = 4096 };
+
+/* The last of a device, which comes in single granules. */
+enum { SINGLES = 127 };
 
 /* A pool of a device that counts, or fails, calls. */
 struct counted {
@@ -36,6 +40,11 @@ static uint64_t calls_of(struct counted *c, uint32_t kinds)
     return seen;
 }
 
+static size_t pieces_held(const rebatch_pool *pool, unsigned size)
+{
+    return pool->spare[size].held;
+}
+
 static void admit(rebatch_pool *pool, size_t granules)
 {
     cr_assert_eq(rbi_pool_admit(pool, granules * GRANULE, NULL), REBATCH_OK, "%s",
@@ -43,47 +52,48 @@ static void admit(rebatch_pool *pool, size_t granules)
     assert_valid(pool);
 }
 
-Test(pool_chunks, memory_ahead_of_its_use_costs_few_calls)
+Test(pool_pieces, memory_ahead_of_its_use_costs_few_calls)
 {
     struct counted c;
     const uint32_t kinds = REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP;
     open_counted(&c, DEVICE_GRANULES, NULL);
     (void)calls_of(&c, kinds);
     admit(c.pool, AHEAD);
-    cr_assert_eq(calls_of(&c, REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE), 2 * AHEAD / CHUNK);
+    cr_assert_eq(calls_of(&c, REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE), 2 * AHEAD / PIECE);
     cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE);
     size_t released;
     cr_assert_eq(rebatch_pool_trim(c.pool, 0, &released), REBATCH_OK);
     cr_assert_eq(released, AHEAD * GRANULE);
-    cr_assert_eq(calls_of(&c, 0), 2 * AHEAD / CHUNK);
+    cr_assert_eq(calls_of(&c, 0), 2 * AHEAD / PIECE);
     close_counted(&c);
 }
 
 /* So does what a callback reserves. */
-Test(pool_chunks, what_is_reserved_comes_in_chunks)
+Test(pool_pieces, what_is_reserved_comes_in_pieces)
 {
     struct counted c;
     open_counted(&c, DEVICE_GRANULES, NULL);
     (void)calls_of(&c, REBATCH_FAULT_CREATE);
     cr_assert_eq(rebatch_pool_reserve(c.pool, AHEAD * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(calls_of(&c, 0), AHEAD / CHUNK);
+    cr_assert_eq(calls_of(&c, 0), AHEAD / PIECE);
     (void)take(c.pool, AHEAD * GRANULE);
     close_counted(&c);
 }
 
-/* What is expected is taken as far as it comes in chunks, and nothing is lost where it does not. */
-Test(pool_chunks, what_is_expected_comes_in_chunks_or_later)
+/* What is expected is taken as far as it comes in large pieces, and nothing is lost where it does
+ * not. */
+Test(pool_pieces, what_is_expected_comes_in_pieces_or_later)
 {
     struct counted c;
     open_counted(&c, DEVICE_GRANULES, NULL);
-    cr_assert_eq(rbi_pool_expect(c.pool, (AHEAD + 5) * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rbi_pool_expect(c.pool, AHEAD * GRANULE, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE);
-    cr_assert_eq(c.pool->chunks_held, AHEAD / CHUNK);
-    cr_assert_eq(rbi_pool_expect(c.pool, (AHEAD + (LEAST - 1) * CHUNK) * GRANULE, NULL),
-                 REBATCH_OK);
+    cr_assert_eq(pieces_held(c.pool, 5), AHEAD / PIECE);
+    cr_assert_eq(rbi_pool_expect(c.pool, (AHEAD + 63) * GRANULE, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE, "too little is lacking");
     cr_assert_eq(rbi_pool_expect(c.pool, 5 * DEVICE_GRANULES * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, (DEVICE_GRANULES * 7 / 8) * GRANULE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (DEVICE_GRANULES - SINGLES) * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 0), 1);
     cr_assert_eq(stats_of(c.pool).ooms, 0);
     assert_valid(c.pool);
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
@@ -97,48 +107,54 @@ Test(pool_chunks, what_is_expected_comes_in_chunks_or_later)
     close_counted(&c);
 }
 
-/* Little memory comes in granules: chunks would keep much of it where it is. */
-Test(pool_chunks, little_memory_comes_in_granules)
+/* Little memory comes in granules: larger pieces would keep much of it where it is. */
+Test(pool_pieces, little_memory_comes_in_granules)
 {
     struct counted c;
     open_counted(&c, DEVICE_GRANULES, NULL);
     (void)calls_of(&c, REBATCH_FAULT_CREATE);
-    admit(c.pool, (LEAST - 1) * CHUNK);
-    cr_assert_eq(calls_of(&c, 0), (LEAST - 1) * CHUNK);
-    cr_assert_eq(c.pool->chunks_held, 0);
+    admit(c.pool, 63);
+    cr_assert_eq(calls_of(&c, 0), 63);
+    cr_assert_eq(pieces_held(c.pool, 0), 63);
     close_counted(&c);
 }
 
-/* So does what would leave less than the room to keep: 3,840 of 4,096, of which 3,584 in chunks. */
-Test(pool_chunks, the_last_of_the_room_comes_in_granules)
+/* Each piece is at most a 64th of what there is when it is taken, so that they get smaller, and the
+ * last of the memory comes in granules. */
+Test(pool_pieces, pieces_get_smaller_as_the_room_does)
 {
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.keep_room_permille = 125;
     struct counted c;
-    open_counted(&c, DEVICE_GRANULES, &options);
-    admit(c.pool, 3840);
-    cr_assert_eq(c.pool->chunks_held, 3584 / CHUNK);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, 3840 * GRANULE);
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    admit(c.pool, DEVICE_GRANULES);
+    size_t room = DEVICE_GRANULES;
+    for (unsigned size = RBI_PIECE_SIZES; size-- > 1;)
+        for (size_t i = 0; i < pieces_held(c.pool, size); i++) {
+            cr_assert_leq((size_t)64 << size, room);
+            room -= (size_t)1 << size;
+        }
+    cr_assert_leq(room, SINGLES + 1);
+    cr_assert_eq(pieces_held(c.pool, 0), room);
     close_counted(&c);
 }
 
-/* Where others have most of the device, it is a share of what is left: 3,584 of 4,096 of 16,384. */
-Test(pool_chunks, the_room_to_keep_is_a_share_of_what_can_be_had)
+/* A device that has no large piece gives what it has in smaller ones. */
+Test(pool_pieces, a_device_without_large_pieces_gives_smaller_ones)
 {
     struct counted c;
-    open_counted(&c, (size_t)4 * DEVICE_GRANULES, NULL);
-    void *theirs;
-    cr_assert_eq(rbi_device_alloc(c.device, &theirs, (size_t)3 * DEVICE_GRANULES * GRANULE),
-                 REBATCH_OK);
-    admit(c.pool, 3840);
-    cr_assert_eq(c.pool->chunks_held, 3584 / CHUNK);
-    cr_assert_eq(rbi_device_free(c.device, theirs, (size_t)3 * DEVICE_GRANULES * GRANULE),
-                 REBATCH_OK);
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    plan.calls = REBATCH_FAULT_CREATE;
+    plan.nth = 1;
+    plan.times = 2;
+    cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
+    admit(c.pool, AHEAD);
+    cr_assert_eq(pieces_held(c.pool, 3), AHEAD / 8);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE);
     close_counted(&c);
 }
 
 /* What is wholly free is moved as a whole where it fits, in granules elsewhere. */
-Test(pool_chunks, free_chunks_go_where_they_are_needed)
+Test(pool_pieces, free_pieces_go_where_they_are_needed)
 {
     struct counted c;
     open_counted(&c, AHEAD + 400, NULL);
@@ -159,42 +175,42 @@ Test(pool_chunks, free_chunks_go_where_they_are_needed)
     close_counted(&c);
 }
 
-/* What is free of a chunk in use can be had where it is, and nowhere else. */
-Test(pool_chunks, what_is_free_of_a_chunk_in_use_stays)
+/* What is free of a piece in use can be had where it is, and nowhere else. */
+Test(pool_pieces, what_is_free_of_a_piece_in_use_stays)
 {
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.keep_room_permille = 1;
+    enum { PIECES = 32 };
     struct counted c;
-    open_counted(&c, LEAST * CHUNK + 2, &options);
-    admit(c.pool, LEAST * CHUNK);
-    cr_assert_eq(c.pool->chunks_held, LEAST);
-    void *halves[2 * LEAST], *whole;
-    for (int i = 0; i < 2 * LEAST; i++)
-        halves[i] = take(c.pool, CHUNK / 2 * GRANULE);
-    for (int i = 0; i < 2 * LEAST; i += 2)
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    admit(c.pool, PIECES * PIECE);
+    cr_assert_eq(pieces_held(c.pool, 5), PIECES);
+    cr_assert_eq(rebatch_pool_set_limit(c.pool, (PIECES * PIECE + 2) * GRANULE), REBATCH_OK);
+    void *halves[2 * PIECES], *whole;
+    for (int i = 0; i < 2 * PIECES; i++)
+        halves[i] = take(c.pool, PIECE / 2 * GRANULE);
+    for (int i = 0; i < 2 * PIECES; i += 2)
         give(c.pool, halves[i]);
-    cr_assert_eq(rebatch_pool_alloc(&whole, c.pool, CHUNK * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&whole, c.pool, PIECE * GRANULE, NULL, 0), REBATCH_OOM);
     assert_valid(c.pool);
     size_t released;
     cr_assert_eq(rebatch_pool_trim(c.pool, 0, &released), REBATCH_OK);
     cr_assert_eq(released, 0);
-    halves[0] = take(c.pool, CHUNK / 2 * GRANULE);
+    halves[0] = take(c.pool, PIECE / 2 * GRANULE);
     give(c.pool, halves[3]);
-    (void)take(c.pool, CHUNK * GRANULE);
+    (void)take(c.pool, PIECE * GRANULE);
     assert_valid(c.pool);
     close_counted(&c);
 }
 
 /* A random life with memory taken ahead and given back; the largest request that is said to fit
  * does. Seed 1. */
-Test(pool_chunks, a_life_with_chunks)
+Test(pool_pieces, a_life_with_pieces)
 {
     struct counted c;
     uint64_t random = 1;
     enum { LIVE = 48 };
     void *blocks[LIVE] = {NULL};
     open_counted(&c, DEVICE_GRANULES, NULL);
-    size_t chunks = 0;
+    size_t large = 0;
     for (int n = 0; n < 20000; n++) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         const size_t at = (random >> 33) % LIVE, kind = (random >> 40) % 100;
@@ -215,11 +231,11 @@ Test(pool_chunks, a_life_with_chunks)
         }
         if (blocks[at])
             memset(blocks[at], (int)n, UNIT);
-        chunks = rbi_max(chunks, c.pool->chunks_held);
+        large = rbi_max(large, pieces_held(c.pool, 4) + pieces_held(c.pool, 5));
         if (n % 16 == 0)
             assert_valid(c.pool);
     }
-    cr_assert_gt(chunks, LEAST);
+    cr_assert_gt(large, 32);
     close_counted(&c);
 }
 
@@ -247,7 +263,7 @@ static void live_through(uint32_t kind, uint64_t nth, uint64_t times, uint64_t *
         give(c.pool, blocks[8]);
     (void)rebatch_pool_trim(c.pool, 0, NULL);
     assert_valid(c.pool);
-    (void)rbi_pool_admit(c.pool, (LEAST * CHUNK) * GRANULE, NULL);
+    (void)rbi_pool_admit(c.pool, AHEAD * GRANULE, NULL);
     assert_valid(c.pool);
     cr_assert_eq(rebatch_fault_counts(c.device, seen, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_fault_arm(c.device, NULL), REBATCH_OK);
@@ -268,29 +284,29 @@ static void fail_every(uint32_t kind)
     cr_assert_gt(seen, 0);
 }
 
-Test(pool_chunks, every_create_may_fail)
+Test(pool_pieces, every_create_may_fail)
 {
     fail_every(REBATCH_FAULT_CREATE);
 }
-Test(pool_chunks, every_map_may_fail)
+Test(pool_pieces, every_map_may_fail)
 {
     fail_every(REBATCH_FAULT_MAP);
 }
-Test(pool_chunks, every_access_may_fail)
+Test(pool_pieces, every_access_may_fail)
 {
     fail_every(REBATCH_FAULT_ACCESS);
 }
-Test(pool_chunks, every_unmap_may_fail)
+Test(pool_pieces, every_unmap_may_fail)
 {
     fail_every(REBATCH_FAULT_UNMAP);
 }
-Test(pool_chunks, every_release_may_fail)
+Test(pool_pieces, every_release_may_fail)
 {
     fail_every(REBATCH_FAULT_RELEASE);
 }
 
 /* What a copy predicts is what the pool does. */
-Test(pool_chunks, a_copy_has_the_chunks_too)
+Test(pool_pieces, a_copy_has_the_pieces_too)
 {
     struct counted c;
     open_counted(&c, AHEAD + 400, NULL);
@@ -300,7 +316,8 @@ Test(pool_chunks, a_copy_has_the_chunks_too)
     rebatch_device *dry;
     cr_assert_eq(rbi_pool_clone(&copy, &dry, c.pool), REBATCH_OK, "%s", rebatch_last_error());
     assert_valid(copy);
-    cr_assert_eq(copy->chunks_held, c.pool->chunks_held);
+    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+        cr_assert_eq(pieces_held(copy, size), pieces_held(c.pool, size));
     size_t ours, theirs;
     cr_assert_eq(rebatch_pool_trim(c.pool, 0, &ours), REBATCH_OK);
     cr_assert_eq(rebatch_pool_trim(copy, 0, &theirs), REBATCH_OK);
