@@ -52,23 +52,48 @@ static rebatch_status make_scaled(struct rbi_model *out, const struct rbi_trace 
     return REBATCH_OK;
 }
 
+static void release_events(struct rbi_model *model)
+{
+    rbi_heap_free(model->events);
+    rbi_heap_free(model->loops);
+    rbi_heap_free(model->kept);
+    rbi_heap_free(model->first);
+}
+
+static uint64_t most_at_once(const struct rbi_model *model, size_t count, bool with_reserves);
+
+/* Some of the sizes that ran may have had a form in common by chance: then one of the others needed
+ * much less than that says. */
+#define MUCH 2
+static bool is_refuted(const struct rbi_model *model, const struct rbi_traces *traces)
+{
+    for (size_t i = 0; i < traces->count && model->has_events; i++) {
+        const struct rbi_trace *seen = traces->whole[i];
+        if (seen->peak_bytes && most_at_once(model, seen->count, false) / MUCH > seen->peak_bytes)
+            return true;
+    }
+    return false;
+}
+
 rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_traces *traces)
 {
     *out = (struct rbi_model){.slots = 0};
     fit_sums(out, traces);
     const rebatch_status status =
         traces->count == 1 ? make_scaled(out, traces->whole[0]) : rbi_model_align(out, traces);
-    if (status)
+    if (status) {
         rbi_model_release(out);
+    } else if (is_refuted(out, traces)) {
+        release_events(out);
+        *out = (struct rbi_model){.slots = 0};
+        fit_sums(out, traces);
+    }
     return status;
 }
 
 void rbi_model_release(struct rbi_model *model)
 {
-    rbi_heap_free(model->events);
-    rbi_heap_free(model->loops);
-    rbi_heap_free(model->kept);
-    rbi_heap_free(model->first);
+    release_events(model);
     *model = (struct rbi_model){0};
 }
 

@@ -103,6 +103,17 @@ Test(probe_model, traces_of_another_form_leave_the_peak)
     release_made(&made, 2);
 }
 
+/* That of 50 and 56 samples says that few need much. */
+Test(probe_model, a_form_that_a_third_size_refutes_is_none)
+{
+    struct made made = {.device = NULL};
+    make_model(&made, 3, (size_t[]){5, 50, 56},
+               (const size_t[][8]){{81920, 512}, {163840, 409600, 1024}, {81920, 163840, 1024}});
+    cr_assert_not(made.model.has_events);
+    cr_assert_geq(rbi_model_need(&made.model, 50), made.traces[1].peak_bytes);
+    release_made(&made, 3);
+}
+
 Test(probe_model, blocks_for_every_few_samples_are_turns)
 {
     struct made made = {.device = NULL};
