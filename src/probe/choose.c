@@ -251,6 +251,16 @@ rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
     return status ? status : expect(s, count);
 }
 
+/* A size that is to run for the first time, or what is enough of it; 0: what ran is. */
+static size_t enough_of(const struct rbi_search *s, size_t size)
+{
+    if (s->left == 0 || size == 0)
+        return size;
+    const size_t microbatches = (s->left - 1) / size + 1;
+    const size_t even = s->round_up(s->user, (s->left - 1) / microbatches + 1);
+    return even > s->fits ? rbi_min(even, size) : 0;
+}
+
 /* The next size, or 0 when the largest that ran is the answer. */
 rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
 {
@@ -269,6 +279,6 @@ rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
     }
     if (status)
         return status;
-    *out = predicted ? predicted : is_verified(s) ? 0 : s->fits;
+    *out = predicted ? enough_of(s, predicted) : is_verified(s) ? 0 : s->fits;
     return *out ? rbi_search_prepare(s, *out) : REBATCH_OK;
 }

@@ -50,7 +50,7 @@ static rebatch_status choose(size_t *out, struct rbi_search *search)
     return status || !rbi_search_may_go_on(search) ? status : rbi_search_next(out, search);
 }
 
-static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch)
+static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, size_t left)
 {
     struct lessons *lessons = user;
     struct rbi_search *search = &lessons->search;
@@ -58,6 +58,7 @@ static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch)
     search->least = rbi_min(rbi_round_size_up(&rb->options, 1), upper);
     search->most = upper;
     search->batch = batch;
+    search->left = left;
     search->setting = rbi_probe_setting(rb, search->least);
     search->setting.is_work = true;
     const rebatch_status status = choose(out, search);

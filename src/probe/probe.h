@@ -269,6 +269,9 @@ struct rbi_search {
     void *user;
     struct rbi_setting setting;
     size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
+    /* A new size is no larger than it must be for so many samples to run in as few micro-batches;
+     * 0: does not matter. */
+    size_t left;
     /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
     size_t (*round)(void *user, size_t size);
     size_t (*round_up)(void *user, size_t size);

@@ -45,14 +45,14 @@ static void set_size(rebatch *rb, size_t size)
 
 /* 0: there is none to ask, or he has just been dismissed, or he knows what he wanted to know. What
  * ends his teaching ends no step, so its sentence is of no use. */
-static size_t ask_teacher(rebatch *rb)
+static size_t ask_teacher(rebatch *rb, size_t left)
 {
     struct rbi_learning *learning = &rb->learning;
     size_t size = 0;
     if (!learning->teacher.user)
         return 0;
     const size_t upper = rbi_micro_upper(rb, rb->batch);
-    if (learning->teacher.next(&size, learning->teacher.user, upper, rb->batch)) {
+    if (learning->teacher.next(&size, learning->teacher.user, upper, rb->batch, left)) {
         rebatch_clear_error();
         dismiss_teacher(learning);
         return 0;
@@ -75,9 +75,9 @@ static size_t choose_double(rebatch *rb)
     return larger > size ? larger : 0;
 }
 
-static size_t choose(rebatch *rb)
+static size_t choose(rebatch *rb, size_t left)
 {
-    size_t size = ask_teacher(rb);
+    size_t size = ask_teacher(rb, left);
     if (!rb->learning.teacher.user)
         size = choose_double(rb);
     return size;
@@ -90,7 +90,7 @@ static size_t largest_found(const rebatch *rb)
     return teacher->user ? teacher->largest(teacher->user) : 0;
 }
 
-void rbi_learn_choose(rebatch *rb)
+void rbi_learn_choose(rebatch *rb, size_t left)
 {
     struct rbi_learning *learning = &rb->learning;
     if (!learning->is_on)
@@ -99,10 +99,13 @@ void rbi_learn_choose(rebatch *rb)
     if (learning->is_settled)
         return;
     if (learning->has_failed) { /* the ladder has chosen, and that tells something too */
+        const size_t found = largest_found(rb);
+        if (found > rbi_micro_size(rb, rb->batch))
+            set_size(rb, found);
         learning->chosen = rbi_micro_size(rb, rb->batch);
         return;
     }
-    learning->chosen = choose(rb);
+    learning->chosen = choose(rb, learning->has_stepped ? 0 : left);
     learning->is_settled = learning->chosen == 0;
     const size_t size = learning->chosen ? learning->chosen : largest_found(rb);
     if (size)
@@ -197,7 +200,8 @@ bool rbi_learn_step_done(rebatch *rb)
     if (learning->upper && learning->is_settled)
         return true;
     learning->upper = 0;
-    const size_t next = choose(rb);
+    learning->has_stepped = true;
+    const size_t next = choose(rb, 0);
     const size_t size = next ? next : largest_found(rb);
     if (size)
         set_size(rb, size);

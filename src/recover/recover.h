@@ -142,9 +142,10 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
 /* Somebody who makes a memory model of micro-batches that he watches, and says which size tells him
  * most. Sizes are in samples; all that fit are below all that do not. */
 struct rbi_teacher {
-    /* Which size is to run next, at most `upper` of a batch of `batch`; 0: the largest that ran and
-     * fits now is the answer. Any failure ends his teaching. */
-    rebatch_status (*next)(size_t *out, void *user, size_t upper, size_t batch);
+    /* Which size is to run next, at most `upper` of a batch of `batch`, and no larger than it must
+     * be for the `left` samples of the step to run in as few micro-batches (0: does not matter).
+     * *out is 0: the largest that ran and fits now is the answer. Any failure ends his teaching. */
+    rebatch_status (*next)(size_t *out, void *user, size_t upper, size_t batch, size_t left);
     /* A micro-batch of `count` samples begins, and ends. */
     void (*begin)(void *user, size_t count);
     rebatch_status (*end)(void *user, size_t count, rebatch_status status);
@@ -167,6 +168,7 @@ struct rbi_learning {
     bool is_settled;  /* no other size is looked for in this step */
     bool has_failed;  /* an OOM in this step: the ladder chooses */
     bool is_watched;  /* the micro-batch that runs */
+    bool has_stepped; /* a step was done meanwhile */
     size_t chosen;    /* size of the micro-batch to learn from; 0: none */
     size_t upper;     /* what limits and batch allowed, and fitted; 0: learning is not over */
     unsigned lighten; /* the level when it began */
@@ -179,8 +181,9 @@ rebatch_status rbi_learn_start(rebatch *rb);
 void rbi_learn_stop(rebatch *rb);
 /* A step begins. */
 void rbi_learn_begin_step(rebatch *rb);
-/* Before a micro-batch is cut: sets its size. */
-void rbi_learn_choose(rebatch *rb);
+/* Before a micro-batch is cut, when `left` samples are yet to run: sets its size. In the first step
+ * memory is taken for no more than they need. */
+void rbi_learn_choose(rebatch *rb, size_t left);
 /* Around an attempt of `count` samples. */
 void rbi_learn_begin(rebatch *rb, size_t count);
 void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status);

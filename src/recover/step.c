@@ -143,7 +143,7 @@ static rebatch_status accumulate(rebatch *rb)
         .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
     rbi_learn_begin_step(rb);
     while (progress.next < rb->batch) {
-        rbi_learn_choose(rb);
+        rbi_learn_choose(rb, rb->batch - progress.next);
         mb.first = progress.next;
         mb.count = rbi_cut(rb, progress.next);
         rb->size = rbi_size_of(rb, mb.first, mb.count);

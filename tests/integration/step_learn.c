@@ -75,6 +75,27 @@ Test(step_learn, the_first_step_has_at_most_three_microbatches_more_than_a_later
     }
 }
 
+/* Memory costs time to be taken: none is for a size that makes the step no shorter. */
+Test(step_learn, the_first_step_takes_no_more_than_its_microbatches_need)
+{
+    for (size_t mib = 3; mib <= 20; mib++) {
+        const rebatch_options options = learning();
+        struct bed bed;
+        bed_open_typical(&bed, MIB(mib), &options);
+        (void)bed_step(&bed, 64);
+        size_t left = 64, most = 0;
+        for (uint32_t i = 0; i < bed.load.ran; i++) {
+            const size_t size = bed.load.sizes[i];
+            if (i > 0 && size > most)
+                cr_assert_eq(size, (left - 1) / ((left - 1) / size + 1) + 1, "%zu MiB, %zu left",
+                             mib, left);
+            most = size > most ? size : most;
+            left -= size;
+        }
+        bed_close(&bed);
+    }
+}
+
 Test(step_learn, after_the_first_update_the_size_is_the_largest_that_fits)
 {
     for (size_t mib = 4; mib <= 20; mib += 2) {
@@ -229,6 +250,31 @@ Test(step_learn, a_prediction_that_does_not_hold_is_halved_and_then_learned_from
     cr_assert_eq(report.learned, 0);
     cr_assert(report.micro_after >= 8 && report.micro_after <= 11, "%zu", report.micro_after);
     bed_close(&bed);
+}
+
+/* The ladder halves, but not to less than has run. */
+Test(step_learn, a_size_that_failed_is_followed_by_no_smaller_one_than_has_run)
+{
+    for (size_t wall = 3; wall <= 30; wall++) {
+        const rebatch_options options = learning();
+        struct bed bed;
+        bed_open_typical(&bed, MIB(20), &options);
+        bed.load.wall = wall;
+        for (int i = 0; i < 4; i++)
+            (void)bed_step(&bed, 64);
+        size_t ran = 0, after_failures = 0;
+        for (uint32_t i = 0; i + 1 < bed.load.ran && i + 1 < 64; i++) {
+            const size_t size = bed.load.sizes[i], next = bed.load.sizes[i + 1];
+            if (size <= wall) {
+                ran = size > ran ? size : ran;
+            } else {
+                cr_assert_geq(next, ran, "a wall of %zu: %zu failed", wall, size);
+                after_failures++;
+            }
+        }
+        cr_assert_gt(after_failures, 0);
+        bed_close(&bed);
+    }
 }
 
 Test(step_learn, allocations_without_a_law_are_learned_by_their_peak)
