@@ -194,6 +194,14 @@ static rebatch_status take_working(struct gpt_model *model)
 
 /* ---- sets ---- */
 
+rebatch_status gpt_set_reserve(const struct gpt_model *model, size_t blocks)
+{
+    size_t elements = 0;
+    for (size_t i = 0; i < blocks; i++)
+        elements += gpt_block_elements(&model->config, i);
+    return rebatch_pool_reserve(model->pool, elements * sizeof(float), model->queue.stream);
+}
+
 rebatch_status gpt_set_create(struct gpt_set *out, struct gpt_model *model, size_t blocks,
                               enum gpt_tag tag)
 {
@@ -351,6 +359,9 @@ rebatch_status gpt_model_create(struct gpt_model **out, const struct gpt_config 
         goto fail;
     model->ops = ops;
     status = name_tags(model);
+    if (status)
+        goto fail;
+    status = gpt_set_reserve(model, gpt_block_count(config));
     if (status)
         goto fail;
     status = gpt_set_create(&model->parameters, model, gpt_block_count(config), GPT_TAG_PARAMETERS);

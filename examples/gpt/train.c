@@ -72,6 +72,8 @@ static rebatch_status zero_grad(void *user)
     struct gpt_set gradients = trainer->gradients;
     rebatch_status status = REBATCH_OK;
     if (gradients.count == 0)
+        status = gpt_set_reserve(model, gpt_block_count(&model->config) + 1);
+    if (gradients.count == 0 && !status)
         status = gpt_set_create(&gradients, model, gpt_block_count(&model->config) + 1,
                                 GPT_TAG_GRADIENTS);
     if (status)
