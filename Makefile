@@ -197,8 +197,8 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c) 
 
 # ---- what people run ---------------------------------------------------------------------------
 # Several jobs at once, as many as processors, without the user having to say so.
-JOBS := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 1))
-SUBMAKE = @$(MAKE) -s --no-print-directory $(JOBS)
+PARALLEL := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 1))
+SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
 
 DEVICE = host
 demo: ## train under a cap that shrinks, recover, and compare with undisturbed training (DEVICE=cuda)
