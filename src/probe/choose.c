@@ -280,5 +280,5 @@ rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
     if (status)
         return status;
     *out = predicted ? enough_of(s, predicted) : is_verified(s) ? 0 : s->fits;
-    return *out ? rbi_search_prepare(s, *out) : REBATCH_OK;
+    return REBATCH_OK;
 }

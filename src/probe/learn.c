@@ -69,6 +69,12 @@ static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, 
     return status;
 }
 
+static rebatch_status prepare(void *user, size_t size)
+{
+    struct lessons *lessons = user;
+    return rbi_search_prepare(&lessons->search, size);
+}
+
 static void begin(void *user, size_t count)
 {
     struct lessons *lessons = user;
@@ -155,6 +161,7 @@ rebatch_status rbi_teacher_create(struct rbi_teacher *out, rebatch *rb)
                                           .now = rbi_now_ns};
     rbi_search_begin(&lessons->search);
     *out = (struct rbi_teacher){.next = next,
+                                .prepare = prepare,
                                 .begin = begin,
                                 .end = end,
                                 .failed = failed,

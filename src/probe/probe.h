@@ -331,7 +331,7 @@ bool rbi_search_may_go_on(const struct rbi_search *search);
 rebatch_status rbi_search_judge(struct rbi_search *search);
 /* Readies the pool for a size, and says what it will need. */
 rebatch_status rbi_search_prepare(struct rbi_search *search, size_t count);
-/* The next size, readied for, or 0 when the largest that ran is the answer. */
+/* The next size, or 0 when the largest that ran is the answer. */
 rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */

@@ -245,7 +245,9 @@ rebatch_status rbi_search_run(struct rbi_search *s)
         status = rbi_search_next(&next, s);
         if (status || next == 0)
             break;
-        status = try_size(s, next);
+        status = rbi_search_prepare(s, next);
+        if (!status)
+            status = try_size(s, next);
     }
     if (!status && s->fits == 0)
         return REBATCH_E_EXHAUSTED;

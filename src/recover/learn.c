@@ -60,6 +60,15 @@ static size_t ask_teacher(rebatch *rb, size_t left)
     return size;
 }
 
+static void prepare_pool(struct rbi_learning *learning)
+{
+    const struct rbi_teacher *teacher = &learning->teacher;
+    if (!teacher->user || !teacher->prepare(teacher->user, learning->chosen))
+        return;
+    rebatch_clear_error();
+    dismiss_teacher(learning);
+}
+
 static bool has_run(const rebatch *rb)
 {
     return rb->known[rb->known_last].size != 0;
@@ -107,6 +116,8 @@ void rbi_learn_choose(rebatch *rb, size_t left)
     }
     learning->chosen = choose(rb, learning->has_stepped ? 0 : left);
     learning->is_settled = learning->chosen == 0;
+    if (learning->chosen)
+        prepare_pool(learning);
     const size_t size = learning->chosen ? learning->chosen : largest_found(rb);
     if (size)
         set_size(rb, size);

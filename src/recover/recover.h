@@ -146,6 +146,8 @@ struct rbi_teacher {
      * be for the `left` samples of the step to run in as few micro-batches (0: does not matter).
      * *out is 0: the largest that ran and fits now is the answer. Any failure ends his teaching. */
     rebatch_status (*next)(size_t *out, void *user, size_t upper, size_t batch, size_t left);
+    /* Readies the pool for a size that next() has said. Any failure ends his teaching. */
+    rebatch_status (*prepare)(void *user, size_t size);
     /* A micro-batch of `count` samples begins, and ends. */
     void (*begin)(void *user, size_t count);
     rebatch_status (*end)(void *user, size_t count, rebatch_status status);
