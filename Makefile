@@ -142,6 +142,8 @@ $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 
 $(BUILD)/bench/cotenant: $(BUILD)/bench/svg.o
 
+$(BUILD)/bench/events: $(addprefix $(BUILD)/src/cli/,replay_trace.o replay_ids.o)
+
 $(BUILD)/kernels/flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(GPU_CODE)' | cmp -s - $@ || echo '$(GPU_CODE)' > $@
@@ -262,6 +264,11 @@ bench-pool: ## what an allocation costs, beside glibc's and mimalloc's; writes b
 	@mkdir -p build/bench
 	@$(BUILD)/bench/pool
 
+bench-events: ## how often a pool asks how far streams have come, by how far they lag
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/events
+	@$(BUILD)/bench/events bench/traces/two-streams.trace.gz
+
 PROBE_FLAGS =
 bench-probe: ## how well the largest micro-batch is found, beside others (PROBE_FLAGS="--seed 7")
 	@scripts/install-deps build
@@ -332,6 +339,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind \
-    lint bench-step bench-pool bench-probe bench-cost bench-cotenant \
+    lint bench-step bench-pool bench-events bench-probe bench-cost bench-cotenant \
     bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     install test-install clean help FORCE

@@ -122,9 +122,17 @@ struct rbi_quick {
     struct rbi_block *newest;
 };
 
+/* An event that stands at a point of a stream's work. */
+struct rbi_mark {
+    rbi_event event; /* NULL: none yet, or none to be had */
+    uint64_t point;
+};
+#define RBI_STREAM_MARKS 8
+
 /* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
- * freed; whatever was enqueued before point `done` has completed.
- *   done <= frees; in_flight: done < recorded <= frees
+ * freed; whatever was enqueued before point `done` has completed. The marks under way are a ring,
+ * from first_mark on.
+ *   done < marks[first_mark].point < the next one's < ... <= frees
  *   free_bytes == sum of bytes over its free and quick blocks
  *   quick_filled[i / 64] bit i % 64 == (quick[i].newest != NULL); of the first RBI_POOL_QUICK
  *   list i
@@ -139,11 +147,14 @@ struct rbi_pool_stream {
     struct rbi_block *loose; /* quick blocks of which another size has the list */
     uint32_t misses;         /* requests since the quick lists served one, up to RBI_POOL_MISSES */
     uint32_t merged;         /* frees merged at once since then */
-    uint64_t frees, done, recorded;
+    uint64_t frees, done;
+    uint64_t next_mark; /* the free with which a mark is due; UINT64_MAX: nobody asks */
     uint64_t pins;
-    rbi_event event; /* NULL: none yet, or none to be had */
-    bool in_flight;  /* `event` stands at point `recorded` */
-    bool has_zones;  /* false: all its blocks are in the first one's bins */
+    uint64_t looked;   /* pool->looks when it was last looked at */
+    uint32_t mark_gap; /* frees from one mark to the next */
+    uint32_t first_mark, mark_count;
+    bool has_zones; /* false: all its blocks are in the first one's bins */
+    struct rbi_mark marks[RBI_STREAM_MARKS];
     struct rbi_quick quick[2 * RBI_POOL_QUICK];
     struct rbi_bins bins[RBI_POOL_ZONES];
 };

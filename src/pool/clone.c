@@ -80,7 +80,9 @@ static rebatch_status copy_streams(struct copy *copy)
         if (!ours)
             return no_memory();
         ours->stream = s->stream;
-        ours->frees = ours->done = ours->recorded = s->frees;
+        ours->frees = ours->done = s->frees;
+        ours->next_mark = s->next_mark;
+        ours->mark_gap = s->mark_gap;
         ours->misses = s->misses;
         ours->merged = s->merged;
         ours->has_zones = s->has_zones;
@@ -88,8 +90,6 @@ static rebatch_status copy_streams(struct copy *copy)
         end = &ours->next;
         if (s == copy->from->last_stream)
             copy->to->last_stream = ours;
-        if (s->event && rbi_event_create(copy->to->device, &ours->event) != REBATCH_OK)
-            return no_memory();
     }
     copy->to->space->frees = copy->to->space->done = copy->from->space->frees;
     return REBATCH_OK;

@@ -455,6 +455,30 @@ static bool is_waiting(const rebatch_pool *pool, const struct rbi_request *reque
     return rbi_pool_has_waiting(pool, pool->has_space ? NULL : request->stream);
 }
 
+/* What streams have left since the pool last looked. Where pending blocks of its own stream serve a
+ * request, only the streams that they wait for are asked. */
+static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
+                                struct rbi_request *request)
+{
+    const bool others = pool->pending || pool->first_stream->next;
+    if (others)
+        reach(pool, request, REBATCH_RUNG_OTHER_STREAMS);
+    bool any;
+    rebatch_status status = rbi_pool_poll_pending(&any, pool, request->stream, request->bytes);
+    if (status != REBATCH_OK || (any && !pool->guard && (*out = take_own(pool, request))))
+        return status;
+    if ((status = rbi_pool_poll_rest(pool)) != REBATCH_OK)
+        return status;
+    rbi_quick_flush_all(pool);
+    if (!others)
+        return REBATCH_OK;
+    if (!pool->guard)
+        *out = take_any(pool, request);
+    if (!*out)
+        rbi_pool_mark_soon(pool);
+    return REBATCH_OK;
+}
+
 /* Every rung below the pressure callbacks. REBATCH_OOM when none had memory. */
 static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct rbi_request *request)
 {
@@ -465,14 +489,9 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
             return REBATCH_OK;
     }
     if (pool->caching && (pool->pending || pool->has_space || pool->first_stream->next)) {
-        const bool others = pool->pending || pool->first_stream->next;
-        if (others)
-            reach(pool, request, REBATCH_RUNG_OTHER_STREAMS);
-        if ((status = rbi_pool_poll_streams(pool)) != REBATCH_OK)
+        status = take_done(out, pool, request);
+        if (status != REBATCH_OK || *out)
             return status;
-        rbi_quick_flush_all(pool);
-        if (others && !pool->guard && (*out = take_any(pool, request)))
-            return REBATCH_OK;
     }
     if ((status = take_fresh(out, pool, request)) != REBATCH_OOM)
         return status;

@@ -441,21 +441,21 @@ static inline void rbi_pool_cache_block(rebatch_pool *pool, struct rbi_block *bl
         rbi_pool_merge_block(pool, block);
 }
 
-/* No other stream has to be asked. */
-static inline bool rbi_pool_retires_at_once(const rebatch_pool *pool, const struct rbi_block *block)
+/* No other stream has to be waited for, and no mark is due. */
+static inline bool rbi_pool_retires_at_once(const struct rbi_block *block)
 {
-    return !block->used && !pool->first_stream->next;
+    return !block->used && block->stream->frees + 1 < block->stream->next_mark;
 }
 
 static inline void rbi_pool_note_free(const rebatch_pool *pool, struct rbi_block *block)
 {
-    block->freed_at = ++block->stream->frees; /* the only stream so far: nobody asks */
+    block->freed_at = ++block->stream->frees;
     block->birth = pool->births;
 }
 
 static inline void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    if (pool->guard || !rbi_pool_retires_at_once(pool, block)) {
+    if (pool->guard || !rbi_pool_retires_at_once(block)) {
         rbi_pool_retire_slowly(pool, block);
         return;
     }

@@ -75,6 +75,7 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     if (!pool->space || !rbi_table_prepare(&pool->table, 1))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
+    pool->space->next_mark = UINT64_MAX;
     pool->last_stream = pool->space;
     if (options->events) {
         pool->ring.events = rbi_heap_calloc(options->events, sizeof *pool->ring.events);
@@ -558,7 +559,7 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
     struct rbi_block *const block = rbi_table_block_as_is(entry);
     if (RBI_UNLIKELY(block->address != pointer || block->state != RBI_BLOCK_LIVE ||
                      pool->fast_bytes == 0 || rbi_pool_has_younger_scope(pool, block) ||
-                     !rbi_pool_retires_at_once(pool, block)))
+                     !rbi_pool_retires_at_once(block)))
         return leave_to_careful(pool, pointer);
     rbi_pool_count_free(pool, block);
     rbi_pool_leave_use(block);

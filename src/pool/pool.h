@@ -159,6 +159,7 @@ struct rebatch_pool {
     uint64_t ranges_made;
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
+    uint64_t looks;                /* searches so far that looked how far streams have come */
     struct rbi_block *pending;
     struct rbi_table table;
     struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
@@ -405,6 +406,13 @@ uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream
 /* Looks how far the streams have come, without waiting, and frees the pending blocks that are
  * ready. */
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);
+/* The same in two steps: first those alone that stand between `stream` and its own pending blocks
+ * of at least `bytes`, then the rest. *any: such a block is free now. */
+rebatch_status rbi_pool_poll_pending(bool *any, rebatch_pool *pool,
+                                     const struct rbi_pool_stream *stream, size_t bytes);
+rebatch_status rbi_pool_poll_rest(rebatch_pool *pool);
+/* A search was not served by what streams had done: what is freed next gets marks early. */
+void rbi_pool_mark_soon(rebatch_pool *pool);
 /* The same after waiting for all of them. */
 rebatch_status rbi_pool_await_streams(rebatch_pool *pool);
 /* Has waiting a point? */

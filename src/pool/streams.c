@@ -2,8 +2,13 @@
  * Must not know how memory is found. */
 #include "pool/pool.h"
 
-/* While an event is under way it is looked at only after so many frees. */
-#define FREES_A_LOOK 16
+/* The first free after a search that was not served gets a mark; from there on there are so many
+ * frees from one mark to the next, each time twice as many as before. */
+#define LEAST_GAP 16
+#define MOST_GAP 512
+/* A block that other streams use is nobody's until their work is known to be done, so its free
+ * counts as many. */
+#define FREES_A_USE 16
 
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream)
 {
@@ -24,6 +29,13 @@ static bool is_referred_to(const rebatch_pool *pool, const struct rbi_pool_strea
     return false;
 }
 
+/* The next free gets a mark. */
+static void begin_marks(struct rbi_pool_stream *stream)
+{
+    stream->next_mark = stream->frees + 1;
+    stream->mark_gap = LEAST_GAP;
+}
+
 /* A stream that no block refers to any more can become another one, so that a program which makes
  * streams without end does not make the list grow without end. */
 static struct rbi_pool_stream *reuse_stream(rebatch_pool *pool, rebatch_stream stream)
@@ -35,18 +47,12 @@ static struct rbi_pool_stream *reuse_stream(rebatch_pool *pool, rebatch_stream s
             pool->last_stream = pool->space;
         s->stream = stream;
         s->done = s->frees;
-        s->in_flight = false;
+        s->mark_count = 0;
+        if (s->next_mark != UINT64_MAX)
+            begin_marks(s);
         return s;
     }
     return NULL;
-}
-
-/* One stream alone needs no events. Without one, waiting is for the whole stream. */
-static void make_events(rebatch_pool *pool)
-{
-    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        if (!s->event && rbi_event_create(pool->device, &s->event) != REBATCH_OK)
-            s->event = NULL;
 }
 
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream)
@@ -59,44 +65,84 @@ struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream 
         return NULL;
     s->stream = stream;
     s->has_zones = pool->has_space;
+    s->next_mark = UINT64_MAX; /* one stream alone needs no marks at its frees */
     struct rbi_pool_stream **end = &pool->first_stream;
     while (*end)
         end = &(*end)->next;
     *end = s;
-    if (pool->first_stream->next)
-        make_events(pool);
+    if (pool->first_stream != s)
+        for (struct rbi_pool_stream *any = pool->first_stream; any; any = any->next)
+            if (any->next_mark == UINT64_MAX)
+                begin_marks(any);
     pool->last_stream = s;
     return s;
+}
+
+/* ---- marks ---- */
+
+static struct rbi_mark *mark_at(struct rbi_pool_stream *stream, uint32_t number)
+{
+    return &stream->marks[(stream->first_mark + number) % RBI_STREAM_MARKS];
 }
 
 static void note_done(struct rbi_pool_stream *stream, uint64_t point)
 {
     stream->done = point;
-    stream->in_flight = stream->in_flight && stream->recorded > point;
+    while (stream->mark_count != 0 && mark_at(stream, 0)->point <= point) {
+        stream->first_mark = (stream->first_mark + 1) % RBI_STREAM_MARKS;
+        stream->mark_count--;
+    }
 }
 
-/* Looks at the event under way, without waiting. */
-static rebatch_status query(rebatch_pool *pool, struct rbi_pool_stream *stream)
+/* Up to where there are marks. */
+static uint64_t marked_point(struct rbi_pool_stream *stream)
 {
-    if (!stream->in_flight)
-        return REBATCH_OK;
-    bool done = false;
-    const rebatch_status status = rbi_event_query(pool->device, stream->event, &done);
-    if (status == REBATCH_OK && done)
-        note_done(stream, stream->recorded);
+    return stream->mark_count != 0 ? mark_at(stream, stream->mark_count - 1)->point : stream->done;
+}
+
+/* Asks whether the oldest mark has been reached, without waiting. */
+static rebatch_status ask(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    const struct rbi_mark *mark = mark_at(stream, 0);
+    const rebatch_status status = rbi_event_query(pool->device, mark->event, reached);
+    *reached = *reached && status == REBATCH_OK;
+    if (*reached)
+        note_done(stream, mark->point);
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
-/* One event a stream is under way at a time: it stands for all frees before it, and those after
- * it wait for the next. Where recording fails the frees are left to rbi_pool_await(). */
-static void record(rebatch_pool *pool, struct rbi_pool_stream *stream)
+static rebatch_status ask_all(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    if (stream->in_flight || !stream->event || stream->done == stream->frees)
+    bool reached = true;
+    rebatch_status status = REBATCH_OK;
+    while (reached && stream->mark_count != 0 && status == REBATCH_OK)
+        status = ask(&reached, pool, stream);
+    return status;
+}
+
+/* All at once, so that later calls take nothing of the heap. */
+static void make_events(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    for (size_t i = 0; i < RBI_STREAM_MARKS; i++)
+        if (!stream->marks[i].event &&
+            rbi_event_create(pool->device, &stream->marks[i].event) != REBATCH_OK)
+            stream->marks[i].event = NULL;
+}
+
+/* Marks the frees so far. Where that fails they are left to rbi_pool_await(). */
+static void mark(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    if (stream->mark_count == RBI_STREAM_MARKS || marked_point(stream) == stream->frees)
         return;
-    if (rbi_event_record(pool->device, stream->event, stream->stream) != REBATCH_OK)
+    struct rbi_mark *mark = mark_at(stream, stream->mark_count);
+    if (!mark->event)
+        make_events(pool, stream);
+    if (!mark->event)
         return;
-    stream->recorded = stream->frees;
-    stream->in_flight = true;
+    if (rbi_event_record(pool->device, mark->event, stream->stream) != REBATCH_OK)
+        return;
+    mark->point = stream->frees;
+    stream->mark_count++;
 }
 
 /* A stream waits for its work when it is destroyed, so one that is gone has none. */
@@ -105,20 +151,43 @@ static bool is_gone(const rebatch_pool *pool, const struct rbi_pool_stream *stre
     return stream->stream && !rbi_device_stream_is_valid(pool->device, stream->stream);
 }
 
+/* Calls of the driver are dear beside what else a free costs. As long as no search misses anything,
+ * marks become rare, and whether they have been reached is asked only when there is place for no
+ * other. */
+static void mark_when_due(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    stream->next_mark = stream->frees + stream->mark_gap;
+    stream->mark_gap = rbi_min(2 * stream->mark_gap, MOST_GAP);
+    if (is_gone(pool, stream)) {
+        note_done(stream, stream->frees);
+        return;
+    }
+    bool reached;
+    if (stream->mark_count == RBI_STREAM_MARKS)
+        (void)ask(&reached, pool, stream); /* an error comes again where memory is searched */
+    mark(pool, stream);
+}
+
 uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     const uint64_t point = ++stream->frees;
-    if (!pool->first_stream->next || !stream->event)
-        return point; /* the only stream so far: nobody asks */
-    if (stream->in_flight && (point - stream->recorded) % FREES_A_LOOK != 0)
-        return point; /* one event stands for many frees */
-    if (is_gone(pool, stream)) {
-        note_done(stream, point);
-        return point;
-    }
-    (void)query(pool, stream); /* an error here comes again where memory is searched */
-    record(pool, stream);
+    if (point >= stream->next_mark)
+        mark_when_due(pool, stream);
     return point;
+}
+
+/* The free of a block that the stream uses and another one has. */
+static uint64_t note_free_of_use(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    stream->next_mark -= rbi_min(stream->next_mark - stream->frees, FREES_A_USE) - 1;
+    return rbi_stream_note_free(pool, stream);
+}
+
+void rbi_pool_mark_soon(rebatch_pool *pool)
+{
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        if (s->done != s->frees && s->next_mark != UINT64_MAX)
+            begin_marks(s);
 }
 
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until)
@@ -129,15 +198,21 @@ rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream
         note_done(stream, stream->frees);
         return REBATCH_OK;
     }
-    if (stream->in_flight && rbi_event_synchronize(pool->device, stream->event) == REBATCH_OK)
-        note_done(stream, stream->recorded);
-    if (stream->done >= until)
+    uint32_t number = 0;
+    while (number < stream->mark_count && mark_at(stream, number)->point < until)
+        number++;
+    if (number < stream->mark_count &&
+        rbi_event_synchronize(pool->device, mark_at(stream, number)->event) == REBATCH_OK) {
+        note_done(stream, mark_at(stream, number)->point);
         return REBATCH_OK;
+    }
     const rebatch_status status = rebatch_stream_synchronize(pool->device, stream->stream);
     if (status == REBATCH_OK)
         note_done(stream, stream->frees);
     return status;
 }
+
+/* ---- pending blocks ---- */
 
 static bool is_ready(const struct rbi_block *block)
 {
@@ -179,14 +254,23 @@ void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
         return;
     }
     for (struct rbi_block_use *use = block->uses; use; use = use->next)
-        use->until = rbi_stream_note_free(pool, use->stream);
+        use->until = note_free_of_use(pool, use->stream);
     block->state = RBI_BLOCK_PENDING;
     block->next = pool->pending;
     pool->pending = block;
 }
 
-static void settle_pending(rebatch_pool *pool)
+/* Is it one that `stream` would have for `bytes`? */
+static bool is_for(const struct rbi_block *block, const struct rbi_pool_stream *stream,
+                   size_t bytes)
 {
+    return block->stream == stream && block->bytes >= bytes;
+}
+
+/* Frees the pending blocks that are ready; true when one of them is for `stream` and `bytes`. */
+static bool settle_pending(rebatch_pool *pool, const struct rbi_pool_stream *stream, size_t bytes)
+{
+    bool any = false;
     for (struct rbi_block **at = &pool->pending; *at;) {
         struct rbi_block *block = *at;
         if (!is_ready(block)) {
@@ -194,34 +278,105 @@ static void settle_pending(rebatch_pool *pool)
             continue;
         }
         *at = block->next;
+        any = any || is_for(block, stream, bytes);
         RBI_RECORD(pool, FREE_COMPLETED, block->address, block->bytes, block->stream->stream,
                    block->tag);
         end_uses(pool, block);
         put_away(pool, block);
     }
+    return any;
+}
+
+/* ---- looking how far streams have come ---- */
+
+/* By the marks that there are. Once in a search, as later it would hardly have come further. */
+static rebatch_status look(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    if (stream->done == stream->frees || stream->looked == pool->looks)
+        return REBATCH_OK;
+    stream->looked = pool->looks;
+    if (is_gone(pool, stream)) {
+        note_done(stream, stream->frees);
+        return REBATCH_OK;
+    }
+    return ask_all(pool, stream);
+}
+
+/* Where all marks have been reached, what was freed after them may be done as well. */
+static rebatch_status look_beyond(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    if (stream->mark_count != 0)
+        return REBATCH_OK;
+    mark(pool, stream);
+    return ask_all(pool, stream);
+}
+
+/* What was freed after the last mark shall be known to be done when it is needed next. */
+static rebatch_status mark_beyond(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    if (stream->mark_count == 0)
+        mark(pool, stream);
+    return REBATCH_OK;
+}
+
+/* Takes a step with each stream that a block waits for. */
+static rebatch_status step_users(rebatch_pool *pool, const struct rbi_block *block,
+                                 rebatch_status (*step)(rebatch_pool *, struct rbi_pool_stream *))
+{
+    rebatch_status status = REBATCH_OK;
+    for (const struct rbi_block_use *use = block->uses; use && status == REBATCH_OK;
+         use = use->next)
+        if (use->stream->done < use->until)
+            status = step(pool, use->stream);
+    return status;
+}
+
+/* The same with all that pending blocks for `stream` and `bytes` wait for. */
+static rebatch_status step_awaited(rebatch_pool *pool, const struct rbi_pool_stream *stream,
+                                   size_t bytes,
+                                   rebatch_status (*step)(rebatch_pool *, struct rbi_pool_stream *))
+{
+    rebatch_status status = REBATCH_OK;
+    for (const struct rbi_block *b = pool->pending; b && status == REBATCH_OK; b = b->next)
+        if (is_for(b, stream, bytes))
+            status = step_users(pool, b, step);
+    return status;
+}
+
+rebatch_status rbi_pool_poll_pending(bool *any, rebatch_pool *pool,
+                                     const struct rbi_pool_stream *stream, size_t bytes)
+{
+    pool->looks++;
+    *any = false;
+    rebatch_status status = step_awaited(pool, stream, bytes, look);
+    if (status != REBATCH_OK)
+        return status;
+    *any = settle_pending(pool, stream, bytes);
+    if (*any)
+        return step_awaited(pool, stream, bytes, mark_beyond);
+    status = step_awaited(pool, stream, bytes, look_beyond);
+    if (status == REBATCH_OK)
+        *any = settle_pending(pool, stream, bytes);
+    return status;
+}
+
+rebatch_status rbi_pool_poll_rest(rebatch_pool *pool)
+{
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
+        rebatch_status status = look(pool, s);
+        if (status == REBATCH_OK)
+            status = look_beyond(pool, s);
+        if (status != REBATCH_OK)
+            return status;
+    }
+    (void)settle_pending(pool, NULL, 0);
+    return REBATCH_OK;
 }
 
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool)
 {
-    if (pool->has_space)
-        make_events(pool);
-    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
-        if (s->done == s->frees)
-            continue;
-        if (is_gone(pool, s)) {
-            note_done(s, s->frees);
-            continue;
-        }
-        rebatch_status status = query(pool, s);
-        if (status == REBATCH_OK && !s->in_flight) {
-            record(pool, s);
-            status = query(pool, s);
-        }
-        if (status != REBATCH_OK)
-            return status;
-    }
-    settle_pending(pool);
-    return REBATCH_OK;
+    pool->looks++;
+    return rbi_pool_poll_rest(pool);
 }
 
 rebatch_status rbi_pool_await_streams(rebatch_pool *pool)
@@ -231,7 +386,7 @@ rebatch_status rbi_pool_await_streams(rebatch_pool *pool)
         if (status != REBATCH_OK && status != REBATCH_OOM)
             return status;
     }
-    settle_pending(pool);
+    (void)settle_pending(pool, NULL, 0);
     return REBATCH_OK;
 }
 
@@ -250,8 +405,8 @@ void rbi_pool_destroy_streams(rebatch_pool *pool)
     while (pool->first_stream) {
         struct rbi_pool_stream *s = pool->first_stream;
         pool->first_stream = s->next;
-        if (s->event)
-            rbi_event_destroy(pool->device, s->event);
+        for (size_t i = 0; i < RBI_STREAM_MARKS; i++)
+            rbi_event_destroy(pool->device, s->marks[i].event);
         rbi_heap_free(s);
     }
 }

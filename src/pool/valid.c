@@ -231,8 +231,14 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
         found->quick_blocks++;
     }
     CHECK(found->live_bytes - before == s->free_bytes);
-    CHECK(s->done <= s->frees);
-    CHECK(!s->in_flight || (s->event && s->done < s->recorded && s->recorded <= s->frees));
+    uint64_t point = s->done;
+    CHECK(s->mark_count <= RBI_STREAM_MARKS);
+    for (uint32_t i = 0; i < s->mark_count; i++) {
+        const struct rbi_mark *mark = &s->marks[(s->first_mark + i) % RBI_STREAM_MARKS];
+        CHECK(mark->event && point < mark->point);
+        point = mark->point;
+    }
+    CHECK(point <= s->frees && s->frees < s->next_mark);
     return true;
 }
 

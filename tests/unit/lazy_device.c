@@ -36,6 +36,7 @@ static struct lazy {
     struct use uses[USES];
     size_t use_count;
     unsigned char *mapped; /* by granule */
+    uint64_t event_calls;
 } lazy;
 
 static struct rebatch_stream_object *stream_of(rebatch_stream stream)
@@ -173,6 +174,7 @@ static rebatch_status lazy_stream_synchronize(void *self, rebatch_stream stream)
 static rebatch_status lazy_event_create(void *self, rbi_event *out)
 {
     (void)self;
+    lazy.event_calls++;
     *out = calloc(1, sizeof **out);
     return *out ? REBATCH_OK : REBATCH_E_HOST_OOM;
 }
@@ -186,6 +188,7 @@ static void lazy_event_destroy(void *self, rbi_event event)
 static rebatch_status lazy_event_record(void *self, rbi_event event, rebatch_stream stream)
 {
     (void)self;
+    lazy.event_calls++;
     event->stream = stream_of(stream);
     event->number = event->stream->enqueued;
     return REBATCH_OK;
@@ -194,6 +197,7 @@ static rebatch_status lazy_event_record(void *self, rbi_event event, rebatch_str
 static rebatch_status lazy_event_query(void *self, rbi_event event, bool *done)
 {
     (void)self;
+    lazy.event_calls++;
     *done = !event->stream || event->stream->done >= event->number;
     return REBATCH_OK;
 }
@@ -201,6 +205,7 @@ static rebatch_status lazy_event_query(void *self, rbi_event event, bool *done)
 static rebatch_status lazy_event_synchronize(void *self, rbi_event event)
 {
     (void)self;
+    lazy.event_calls++;
     if (event->stream)
         come_to(event->stream, event->number);
     return REBATCH_OK;
@@ -210,6 +215,11 @@ static rebatch_status lazy_stream_wait(void *self, rebatch_stream stream, rbi_ev
 {
     (void)stream;
     return lazy_event_synchronize(self, event); /* sooner than needed is in order too */
+}
+
+uint64_t lazy_event_calls(void)
+{
+    return lazy.event_calls;
 }
 
 /* ---- life ---- */

@@ -17,6 +17,8 @@ void lazy_close(rebatch_device *device);
 void lazy_use(rebatch_stream stream, const void *memory, size_t bytes);
 /* Work of a stream is done: a `share` of what is under way, of 8. */
 void lazy_go_on(rebatch_stream stream, unsigned share);
+/* How often an event was made, recorded, queried or waited for. */
+uint64_t lazy_event_calls(void);
 /* Fails the test when memory is not mapped, or work of another stream may still use it. */
 void lazy_check_fresh(rebatch_stream stream, const void *memory, size_t bytes);
 

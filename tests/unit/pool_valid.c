@@ -54,6 +54,8 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, stream->small_bytes, 512);
     ASSERT_NOTICED(pool, stream->pins, 1);
     ASSERT_NOTICED(pool, stream->done, UINT64_MAX);
+    ASSERT_NOTICED(pool, stream->next_mark, stream->frees);
+    ASSERT_NOTICED(pool, stream->mark_count, RBI_STREAM_MARKS);
     ASSERT_NOTICED(pool, pool->table.used, 1);
     ASSERT_NOTICED(pool, pool->table.late, 1);
     ASSERT_NOTICED(pool, pool->scopes[0].first_birth, UINT64_MAX);

@@ -1,0 +1,162 @@
+/* How often the pool makes, records, queries and waits for events of a device, for traces of
+ * several streams. Calls are counted, nothing is timed: the figures are the same on every machine.
+ *
+ * The device is a dry one, on which an event is done so many calls of the pool after it was
+ * recorded: 0 is an idle GPU, a few tens one that has nothing to do but events, thousands one that
+ * the program runs a step ahead of. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "cli/replay.h"
+#include "device/device.h"
+
+#define WARM_RUNS 40
+
+struct rbi_event_object {
+    uint64_t done_at;
+};
+
+/* The dry device's operations, with these in place of its events'. */
+static struct rbi_device_ops counting;
+static uint64_t now, lag, calls; /* in calls of the pool */
+
+static rebatch_status create_event(void *self, rbi_event *out)
+{
+    (void)self;
+    calls++;
+    *out = calloc(1, sizeof **out);
+    return *out ? REBATCH_OK : REBATCH_E_HOST_OOM;
+}
+
+static void destroy_event(void *self, rbi_event event)
+{
+    (void)self;
+    free(event);
+}
+
+static rebatch_status record_event(void *self, rbi_event event, rebatch_stream stream)
+{
+    (void)self;
+    (void)stream;
+    calls++;
+    event->done_at = now + lag;
+    return REBATCH_OK;
+}
+
+static rebatch_status query_event(void *self, rbi_event event, bool *done)
+{
+    (void)self;
+    calls++;
+    *done = event->done_at <= now;
+    return REBATCH_OK;
+}
+
+static rebatch_status await_event(void *self, rbi_event event)
+{
+    (void)self;
+    calls++;
+    now = event->done_at > now ? event->done_at : now;
+    return REBATCH_OK;
+}
+
+static void check(rebatch_status status)
+{
+    if (status == REBATCH_OK)
+        return;
+    fprintf(stderr, "bench-events: %s\n", rebatch_last_error());
+    exit(1);
+}
+
+static rebatch_device *open_device(void)
+{
+    rebatch_device *device;
+    check(rebatch_device_open_dry(&device, (size_t)1 << 40, 0));
+    counting = *device->ops;
+    counting.event_create = create_event;
+    counting.event_destroy = destroy_event;
+    counting.event_record = record_event;
+    counting.event_query = query_event;
+    counting.event_synchronize = await_event;
+    device->ops = &counting;
+    now = 0;
+    return device;
+}
+
+struct run {
+    rebatch_pool *pool;
+    rebatch_stream *streams;
+    void **blocks;
+};
+
+static void play(const struct run *run, const struct rbi_trace *trace)
+{
+    for (size_t i = 0; i < trace->closed_count; i++, now++) {
+        const struct rbi_replay_op *op = &trace->ops[i];
+        void **const block = &run->blocks[op->slot];
+        if (op->kind == RBI_REPLAY_ALLOC)
+            check(rebatch_pool_alloc(block, run->pool, op->bytes, run->streams[op->stream], 0));
+        else if (op->kind == RBI_REPLAY_FREE)
+            check(rebatch_pool_free(run->pool, *block));
+        else if (*block)
+            check(rebatch_pool_use_on(run->pool, *block, run->streams[op->stream]));
+    }
+}
+
+/* What is live at most, as a share of what is reserved at most. */
+static double utilisation(rebatch_pool *pool)
+{
+    rebatch_pool_stats stats;
+    check(rebatch_pool_get_stats(&stats, pool));
+    return 100.0 * (double)stats.live_peak_bytes / (double)stats.reserved_peak_bytes;
+}
+
+static double per_1000(uint64_t count, const struct rbi_trace *trace)
+{
+    return 1000.0 * (double)count / (double)trace->allocations;
+}
+
+static void measure(const struct rbi_trace *trace)
+{
+    rebatch_device *device = open_device();
+    struct run run = {.streams = calloc(trace->streams, sizeof *run.streams),
+                      .blocks = calloc(trace->slots, sizeof *run.blocks)};
+    if (!run.streams || !run.blocks)
+        check(REBATCH_E_HOST_OOM);
+    for (uint32_t i = 1; i < trace->streams; i++)
+        check(rebatch_stream_create(&run.streams[i], device));
+    check(rebatch_pool_create(&run.pool, device, NULL));
+    calls = 0;
+    play(&run, trace);
+    printf("%8zu %10.1f %9.2f %%", (size_t)lag, per_1000(calls, trace), utilisation(run.pool));
+    for (int i = 0; i < WARM_RUNS; i++)
+        play(&run, trace);
+    calls = 0;
+    for (int i = 0; i < WARM_RUNS; i++)
+        play(&run, trace);
+    printf(" %10.1f %9.2f %%\n", per_1000(calls, trace) / WARM_RUNS, utilisation(run.pool));
+    rebatch_pool_destroy(run.pool);
+    for (uint32_t i = 1; i < trace->streams; i++)
+        rebatch_stream_destroy(device, run.streams[i]);
+    rebatch_device_close(device);
+    free(run.streams);
+    free(run.blocks);
+}
+
+int main(int count, char **arguments)
+{
+    static const uint64_t lags[] = {0, 5, 20, 50, 100, 200, 500, 2000};
+    for (int i = 1; i < count; i++) {
+        struct rbi_trace trace;
+        if (!rbi_trace_read(&trace, arguments[i]))
+            return 1;
+        printf("%s: calls for events, 1,000 pairs of allocate and free; live / reserved\n"
+               "     lag  first run  live/res.       warm  live/res.\n",
+               arguments[i]);
+        for (size_t n = 0; n < sizeof lags / sizeof *lags; n++) {
+            lag = lags[n];
+            measure(&trace);
+        }
+        rbi_trace_free(&trace);
+    }
+    return 0;
+}
