@@ -188,8 +188,10 @@ int main(void)
         printf("| %-31s | %4u | %7u | %20.1f | %21.3f |\n", ways[i].name, outcomes[i].ooms,
                outcomes[i].refused, (double)outcomes[i].microbatches / STEPS, outcomes[i].tokens);
     }
-    printf("\ncost: steps=%d ooms_with=%u ooms_without=%u tokens_with=%.3f tokens_without=%.3f\n",
-           STEPS, outcomes[0].ooms + outcomes[0].refused, outcomes[2].ooms + outcomes[2].refused,
-           outcomes[0].tokens, outcomes[2].tokens);
+    const struct outcome *with = &outcomes[0], *without = &outcomes[2];
+    printf("\ncost: steps=%d ooms_with=%u ooms_without=%u refused_with=%u refused_without=%u "
+           "tokens_with=%.3f tokens_without=%.3f\n",
+           STEPS, with->ooms, without->ooms, with->refused, without->refused, with->tokens,
+           without->tokens);
     return 0;
 }
