@@ -8,9 +8,10 @@
  * TRUE is yes when whole steps run at SIZE and not at SIZE + 1 (or SIZE is the batch). COLD_MS is
  * from the start of the probe to the end of the first effective step; STEP_MS an undisturbed one.
  * learn is a session without a probe, which learns from its first step's micro-batches. Parts say
- * where the MS of a probe, or of that first step, went: MAPPING_MS into the device's calls that
- * make and map memory, CALLBACKS_MS into the callbacks but for that; what is left is waiting for
- * the GPU, and the search.
+ * where the MS of a probe, of that first step, or of the one in which the other user struck went:
+ * MAPPING_MS into the device's calls that make and map memory, GIVING_MS into those that give it
+ * back, CALLBACKS_MS into the callbacks but for these; what is left is waiting for the GPU, the
+ * search, and what the other user took.
  *     gpt_recovery TENANT_PROGRAM */
 #include <stdio.h>
 #include <stdlib.h>
@@ -120,7 +121,7 @@ struct bench {
     unsigned strikes_after, microbatches;
     FILE *tenant;
     double strike_ms;   /* what it took that one: nobody computes, nor frees memory */
-    double callback_ms; /* but for mapping */
+    double callback_ms; /* but for mapping and giving back */
 };
 
 static rebatch_status open_bench(struct bench *bench, const rebatch_options *options)
@@ -198,9 +199,9 @@ static rebatch_status zero_grad(void *user)
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct bench *bench = user;
-    const double began = now_ms() - mapping.ms;
+    const double began = now_ms() - mapping.ms - mapping.giving_ms;
     rebatch_status status = gpt_trainer_ops()->forward_backward(mb, bench->trainer);
-    bench->callback_ms += now_ms() - mapping.ms - began;
+    bench->callback_ms += now_ms() - mapping.ms - mapping.giving_ms - began;
     if (!status && bench->strikes_after && ++bench->microbatches == bench->strikes_after)
         status = strike(bench);
     return status;
