@@ -2,6 +2,7 @@
 
 # ---- what was asked for ------------------------------------------------------------------------
 CC = cc
+CXX = c++
 SAN =
 prefix = /usr/local
 DESTDIR =
@@ -42,7 +43,8 @@ CLI_OBJ := $(call objects,$(CLI_SRC))
 GPT_OBJ := $(call objects,$(GPT_SRC))
 GPT_CUDA_OBJ := $(call objects,$(GPT_CUDA_SRC))
 GPT_NO_CUDA_OBJ := $(call objects,$(GPT_NO_CUDA_SRC))
-TEST_OBJ := $(call objects,$(TEST_SRC))
+TEST_CC_SRC := $(wildcard tests/integration/*.cc)
+TEST_OBJ := $(call objects,$(TEST_SRC)) $(patsubst %.cc,$(BUILD)/%.o,$(TEST_CC_SRC))
 
 STATIC := $(BUILD)/librebatch.a
 SONAME := librebatch.so.$(MAJOR)
@@ -81,7 +83,8 @@ $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
 $(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # Pairs of stores to a struct are faster one by one.
 $(BUILD)/src/pool/%.o: private FOLDER_CFLAGS := -Isrc -fno-tree-slp-vectorize
-$(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests
+# tests/cuda has a stand-in for CUDA's headers.
+$(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -isystem tests/cuda
 $(BUILD)/bench/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # The arithmetic of the reference model: every contraction is written out, none is the compiler's.
 $(BUILD)/examples/%.o: private FOLDER_CFLAGS := -Iexamples -O3 -ffp-contract=off
@@ -89,6 +92,12 @@ $(BUILD)/examples/%.o: private FOLDER_CFLAGS := -Iexamples -O3 -ffp-contract=off
 $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(ALL_CFLAGS) $(FOLDER_CFLAGS) -MMD -MP -c -o $@ $<
+
+# C++ of the tests, which is what headers are to bear, needs nothing of its library.
+$(BUILD)/tests/%.o: tests/%.cc $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(Q)$(CXX) -std=c++17 -fno-exceptions -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
+	    -Iinclude -isystem tests/cuda $(CFLAGS) $(SANITIZE) -MMD -MP -c -o $@ $<
 
 # Changed when the flags are, so that everything is built again.
 $(BUILD)/flags: FORCE
@@ -158,7 +167,7 @@ WRAP_CU = $(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -Wall,-Wextra -Iincl
 $(WRAP_EXISTING)-before: examples/wrap_existing.cu $(BUILD)/kernels/flags
 	@mkdir -p $(@D)
 	$(WRAP_CU)
-$(WRAP_EXISTING): examples/wrap_existing.cu $(BUILD)/kernels/flags $(STATIC)
+$(WRAP_EXISTING): examples/wrap_existing.cu $(wildcard include/rebatch/*.h) $(BUILD)/kernels/flags $(STATIC)
 	@mkdir -p $(@D)
 	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
 
