@@ -198,7 +198,7 @@ $(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) 
     $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
-$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c tests/integration/gpt_run.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
