@@ -212,7 +212,7 @@ PARALLEL := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 
 SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
 
 DEVICE = host
-demo: ## train under a cap that shrinks, recover, and compare with undisturbed training (DEVICE=cuda)
+demo: ## train under a cap that shrinks; compare with undisturbed training (DEVICE=cuda)
 	@scripts/install-deps build
 	$(SUBMAKE) $(if $(filter cuda,$(DEVICE)),$(DEMO)-cuda,$(DEMO))
 	@$(if $(filter cuda,$(DEVICE)),LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
@@ -233,12 +233,17 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 	    src/pool/*.c) -lm -ldl
 	@build/pool_threads && echo "test-threads: ok"
 
-kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
+kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(COMMAND)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
+	$(SUBMAKE) test-wrap-existing
+
+test-wrap-existing: ## a CUDA trainer before and after ten lines of rebatch (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-wrap-existing \
 	    $(WRAP_EXISTING)-before $(WRAP_EXISTING)
 
@@ -258,7 +263,7 @@ test-valgrind: ## every test under valgrind
 	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=40 \
 	    scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
 
-lint: ## format, banned calls, include order, headers alone as C11 and C++17
+lint: ## format, banned calls, include order, headers alone, what the contract names
 	@scripts/install-deps build lint
 	@scripts/lint
 
@@ -267,7 +272,7 @@ bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
 	$(SUBMAKE) $(BUILD)/bench/step
 	@$(BUILD)/bench/step
 
-bench-pool: ## what an allocation costs, beside glibc's and mimalloc's; writes build/bench/pool.json
+bench-pool: ## what an allocation costs, beside glibc's and mimalloc's
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/pool
 	@mkdir -p build/bench
@@ -279,7 +284,7 @@ bench-events: ## how often a pool asks how far streams have come, by how far the
 	@$(BUILD)/bench/events bench/traces/two-streams.trace.gz
 
 PROBE_FLAGS =
-bench-probe: ## how well the largest micro-batch is found, beside others (PROBE_FLAGS="--seed 7")
+bench-probe: ## how well the probe finds, beside others (PROBE_FLAGS="--seed 7")
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/probe
 	@$(BUILD)/bench/probe $(PROBE_FLAGS)
@@ -299,7 +304,7 @@ bench-kernels: ## how fast each GPU operation of the reference model runs (needs
 	$(SUBMAKE) $(BUILD)/bench/kernels
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/kernels
 
-bench-gpt: ## how fast the reference model trains at GPT-2's size, beside PyTorch (needs a GPU)
+bench-gpt: ## how fast GPT-2 trains, beside PyTorch (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/gpt
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-gpt $(BUILD)/bench/gpt
@@ -314,7 +319,7 @@ bench-search: ## the host's part of finding GPT-2's micro-batch, by a probe and 
 	$(SUBMAKE) $(BUILD)/bench/gpt_search
 	@$(BUILD)/bench/gpt_search
 
-bench-recovery: ## what an OOM costs at GPT-2's size, and finding the size, beside others (needs a GPU)
+bench-recovery: ## what an OOM costs GPT-2, and finding the size, beside others (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/gpt_recovery $(BUILD)/bench/gpt_tenant
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-recovery $(BUILD)/bench
@@ -342,12 +347,12 @@ clean: ## remove build/
 
 help: ## this list
 	@echo "make WHAT, where WHAT is"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 22
 	@echo "variables: CC CFLAGS SAN prefix DESTDIR; V=1 shows every command"
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind \
-    lint bench-step bench-pool bench-events bench-probe bench-cost bench-cotenant \
+.PHONY: all demo test test-threads kernels test-gpu test-wrap-existing test-gpu-large test-sanitizer \
+    test-valgrind lint bench-step bench-pool bench-events bench-probe bench-cost bench-cotenant \
     bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     install test-install clean help FORCE
