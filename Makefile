@@ -212,7 +212,7 @@ PARALLEL := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 
 SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
 
 DEVICE = host
-demo: ## train under a cap that shrinks; compare with undisturbed training (DEVICE=cuda)
+demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=cuda)
 	@scripts/install-deps build
 	$(SUBMAKE) $(if $(filter cuda,$(DEVICE)),$(DEMO)-cuda,$(DEMO))
 	@$(if $(filter cuda,$(DEVICE)),LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \

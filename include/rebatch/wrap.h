@@ -37,6 +37,8 @@
  *    is rebatch_last_error(). It is not in cudaGetLastError().
  *  - Each thread's own default stream (cudaStreamPerThread, --default-stream per-thread) has one
  *    name in all of them, so there the Async calls are cudaMalloc and cudaFree.
+ *  - Device state under rebatch_guard() is copied on the session's stream: work of other streams
+ *    that changes it must be done when a function of the step begins, and when it ends.
  *  - Not within a stream capture, and not in device code. A stream that memory was allocated or
  *    freed on must not be destroyed before rebatch_wrap_close().
  *
@@ -93,7 +95,8 @@ static inline int rebatch_wrap_last_error(void)
 
 /** Open a session on the GPU that is current, and make it the process's: see rebatch_set_current().
  *  To open one in another way, say so there.
- *  @param options  copied; NULL: defaults, and events are printed to stderr
+ *  @param options  copied; NULL: defaults, with rebatch_wrap_print() as on_event. With `learn` the
+ *                  first step finds the size of micro-batches
  *  @return cudaSuccess; cudaErrorUnknown when the process has a session; else what is behind the
  *          status that the opening of device or session answered: then nothing is open. */
 static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
