@@ -5,9 +5,11 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "rebatch/rebatch.h"
 #include "rebatch/wrap.h"
@@ -358,6 +360,29 @@ Test(wrap, an_attempt_is_taken_back_when_no_stream_is_at_work)
     rig_close(&rig);
 }
 
+static rebatch_status lag_and_give_up(const rebatch_microbatch *mb, void *user)
+{
+    struct lagging *lagging = user;
+    (void)mb;
+    check(cudaMalloc(&lagging->kept, MIB));
+    enqueue_work(&lagging->work, lagging->rig, lagging->rig->other);
+    end_work_later(&lagging->work);
+    return REBATCH_E_USER;
+}
+
+Test(wrap, so_is_one_that_fails_for_another_reason)
+{
+    struct rig rig;
+    rig_open(&rig);
+    struct lagging lagging = {.rig = &rig};
+    const rebatch_step_ops ops = {
+        sizeof ops, nothing, lag_and_give_up, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &lagging, NULL), REBATCH_E_USER);
+    check_waited(&lagging.work);
+    cr_assert_eq(live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
 static void *escape_there(void *user)
 {
     rebatch_escape_on_oom(cudaErrorMemoryAllocation);
@@ -479,6 +504,31 @@ Test(wrap, functions_that_do_not_declare_are_taken_to_change_things_at_once)
         }
         rig_close(&rig);
     }
+}
+
+Test(wrap, events_are_printed_for_people)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_device *device;
+    rebatch *rb;
+    options.on_event = rebatch_wrap_print;
+    cr_assert_eq(rebatch_device_open_host(&device, ROOM_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_set_current(rb), REBATCH_OK);
+    char printed[512] = "";
+    FILE *const file = tmpfile();
+    cr_assert_not_null(file);
+    cr_assert_eq(dup2(fileno(file), STDERR_FILENO), STDERR_FILENO);
+    struct wrap_trainer trainer = {.sample_bytes = MIB};
+    cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaSuccess);
+    rewind(file);
+    cr_assert_not_null(fgets(printed, sizeof printed, file));
+    cr_assert(strstr(printed, "rebatch: step 0: out of memory in ") == printed, "%s", printed);
+    cr_assert(strstr(printed, "micro-batch 100 -> 50"), "%s", printed);
+    cr_assert_null(fgets(printed, sizeof printed, file), "%s", printed);
+    fclose(file);
+    rebatch_wrap_close();
+    cr_assert_null(rebatch_get_current());
 }
 
 Test(wrap, an_update_that_had_begun_is_torn_and_a_step_that_never_fits_exhausted)
