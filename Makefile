@@ -2,6 +2,7 @@
 
 # ---- what was asked for ------------------------------------------------------------------------
 CC = cc
+CXX = c++
 SAN =
 prefix = /usr/local
 DESTDIR =
@@ -42,7 +43,8 @@ CLI_OBJ := $(call objects,$(CLI_SRC))
 GPT_OBJ := $(call objects,$(GPT_SRC))
 GPT_CUDA_OBJ := $(call objects,$(GPT_CUDA_SRC))
 GPT_NO_CUDA_OBJ := $(call objects,$(GPT_NO_CUDA_SRC))
-TEST_OBJ := $(call objects,$(TEST_SRC))
+TEST_CC_SRC := $(wildcard tests/integration/*.cc)
+TEST_OBJ := $(call objects,$(TEST_SRC)) $(patsubst %.cc,$(BUILD)/%.o,$(TEST_CC_SRC))
 
 STATIC := $(BUILD)/librebatch.a
 SONAME := librebatch.so.$(MAJOR)
@@ -81,7 +83,8 @@ $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
 $(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # Pairs of stores to a struct are faster one by one.
 $(BUILD)/src/pool/%.o: private FOLDER_CFLAGS := -Isrc -fno-tree-slp-vectorize
-$(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests
+# tests/cuda has a stand-in for CUDA's headers.
+$(BUILD)/tests/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples -Itests -isystem tests/cuda
 $(BUILD)/bench/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # The arithmetic of the reference model: every contraction is written out, none is the compiler's.
 $(BUILD)/examples/%.o: private FOLDER_CFLAGS := -Iexamples -O3 -ffp-contract=off
@@ -89,6 +92,12 @@ $(BUILD)/examples/%.o: private FOLDER_CFLAGS := -Iexamples -O3 -ffp-contract=off
 $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(ALL_CFLAGS) $(FOLDER_CFLAGS) -MMD -MP -c -o $@ $<
+
+# C++ of the tests, which is what headers are to bear, needs nothing of its library.
+$(BUILD)/tests/%.o: tests/%.cc $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(Q)$(CXX) -std=c++17 -fno-exceptions -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
+	    -Iinclude -isystem tests/cuda $(CFLAGS) $(SANITIZE) -MMD -MP -c -o $@ $<
 
 # Changed when the flags are, so that everything is built again.
 $(BUILD)/flags: FORCE
@@ -158,7 +167,7 @@ WRAP_CU = $(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -Wall,-Wextra -Iincl
 $(WRAP_EXISTING)-before: examples/wrap_existing.cu $(BUILD)/kernels/flags
 	@mkdir -p $(@D)
 	$(WRAP_CU)
-$(WRAP_EXISTING): examples/wrap_existing.cu $(BUILD)/kernels/flags $(STATIC)
+$(WRAP_EXISTING): examples/wrap_existing.cu $(wildcard include/rebatch/*.h) $(BUILD)/kernels/flags $(STATIC)
 	@mkdir -p $(@D)
 	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
 
@@ -189,7 +198,7 @@ $(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) 
     $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
-$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c tests/integration/gpt_run.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
@@ -203,7 +212,7 @@ PARALLEL := $(or $(filter -j%,$(MAKEFLAGS)),-j$(shell nproc 2>/dev/null || echo 
 SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
 
 DEVICE = host
-demo: ## train under a cap that shrinks, recover, and compare with undisturbed training (DEVICE=cuda)
+demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=cuda)
 	@scripts/install-deps build
 	$(SUBMAKE) $(if $(filter cuda,$(DEVICE)),$(DEMO)-cuda,$(DEMO))
 	@$(if $(filter cuda,$(DEVICE)),LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
@@ -224,12 +233,17 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 	    src/pool/*.c) -lm -ldl
 	@build/pool_threads && echo "test-threads: ok"
 
-kernels: ## the CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90 for one GPU)
+kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(COMMAND)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
+	$(SUBMAKE) test-wrap-existing
+
+test-wrap-existing: ## a CUDA trainer before and after ten lines of rebatch (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-wrap-existing \
 	    $(WRAP_EXISTING)-before $(WRAP_EXISTING)
 
@@ -249,7 +263,7 @@ test-valgrind: ## every test under valgrind
 	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=40 \
 	    scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
 
-lint: ## format, banned calls, include order, headers alone as C11 and C++17
+lint: ## format, banned calls, include order, headers alone, what the contract names
 	@scripts/install-deps build lint
 	@scripts/lint
 
@@ -258,7 +272,7 @@ bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
 	$(SUBMAKE) $(BUILD)/bench/step
 	@$(BUILD)/bench/step
 
-bench-pool: ## what an allocation costs, beside glibc's and mimalloc's; writes build/bench/pool.json
+bench-pool: ## what an allocation costs, beside glibc's and mimalloc's
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/pool
 	@mkdir -p build/bench
@@ -270,7 +284,7 @@ bench-events: ## how often a pool asks how far streams have come, by how far the
 	@$(BUILD)/bench/events bench/traces/two-streams.trace.gz
 
 PROBE_FLAGS =
-bench-probe: ## how well the largest micro-batch is found, beside others (PROBE_FLAGS="--seed 7")
+bench-probe: ## how well the probe finds, beside others (PROBE_FLAGS="--seed 7")
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/probe
 	@$(BUILD)/bench/probe $(PROBE_FLAGS)
@@ -290,7 +304,7 @@ bench-kernels: ## how fast each GPU operation of the reference model runs (needs
 	$(SUBMAKE) $(BUILD)/bench/kernels
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/kernels
 
-bench-gpt: ## how fast the reference model trains at GPT-2's size, beside PyTorch (needs a GPU)
+bench-gpt: ## how fast GPT-2 trains, beside PyTorch (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/gpt
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-gpt $(BUILD)/bench/gpt
@@ -305,7 +319,7 @@ bench-search: ## the host's part of finding GPT-2's micro-batch, by a probe and 
 	$(SUBMAKE) $(BUILD)/bench/gpt_search
 	@$(BUILD)/bench/gpt_search
 
-bench-recovery: ## what an OOM costs at GPT-2's size, and finding the size, beside others (needs a GPU)
+bench-recovery: ## what an OOM costs GPT-2, and finding the size, beside others (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/gpt_recovery $(BUILD)/bench/gpt_tenant
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-recovery $(BUILD)/bench
@@ -333,12 +347,12 @@ clean: ## remove build/
 
 help: ## this list
 	@echo "make WHAT, where WHAT is"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 22
 	@echo "variables: CC CFLAGS SAN prefix DESTDIR; V=1 shows every command"
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-threads kernels test-gpu test-gpu-large test-sanitizer test-valgrind \
-    lint bench-step bench-pool bench-events bench-probe bench-cost bench-cotenant \
+.PHONY: all demo test test-threads kernels test-gpu test-wrap-existing test-gpu-large test-sanitizer \
+    test-valgrind lint bench-step bench-pool bench-events bench-probe bench-cost bench-cotenant \
     bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     install test-install clean help FORCE

@@ -2,7 +2,8 @@
  *
  * It learns a function of 8 numbers with one wide hidden layer. Its CHECK macro exits on any error,
  * and it allocates what a micro-batch needs as it goes. The lines under `#ifdef REBATCH` are all
- * that is new; without them this is the program as it was, which ends where memory does.
+ * that is new (scripts/show-wrap prints them as a patch); without them this is the program as it
+ * was, which ends where memory does.
  *
  *   wrap_existing [FREE_MIB]   with so much memory left free on the card; default: all there is
  *
@@ -12,29 +13,20 @@
 #include <stdlib.h>
 
 #ifdef REBATCH
-#include <rebatch/rebatch.h>
-static rebatch_device *device;
-static rebatch *rb;
-#define RECOVER(code) rebatch_escape(rb, rebatch_from_cuda(device, code))
-#define cudaMalloc(out, bytes)                                                                     \
-    (rebatch_pool_alloc((void **)(out), rebatch_get_pool(rb), bytes, NULL, 0)                      \
-         ? cudaErrorMemoryAllocation                                                               \
-         : cudaSuccess)
-#define cudaFree(pointer) (rebatch_pool_free(rebatch_get_pool(rb), pointer), cudaSuccess)
-#else
-#define RECOVER(code)
-#define rebatch_mutating(rb)
+#include <rebatch/wrap.h>
 #endif
 
-#define CHECK(call)                                                                                \
-    do {                                                                                           \
-        const cudaError_t code_ = (call);                                                          \
-        if (code_ != cudaSuccess) {                                                                \
-            RECOVER(code_); /* from within a step this does not come back */                       \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(code_));         \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
+static void check(cudaError_t code, const char *file, int line)
+{
+    if (code == cudaSuccess)
+        return;
+#ifdef REBATCH
+    rebatch_escape_on_oom(code); /* from within a step this does not come back */
+#endif
+    fprintf(stderr, "%s:%d: %s\n", file, line, cudaGetErrorString(code));
+    exit(1);
+}
+#define CHECK(call) check((call), __FILE__, __LINE__)
 
 constexpr int INPUTS = 8, HIDDEN = 1 << 16, BATCH = 1024, STEPS = 20, THREADS = 256;
 constexpr float RATE = 1e-5f;
@@ -130,7 +122,9 @@ static void train_on(int first, int count)
     predict<<<(unsigned)count, THREADS>>>(error, hidden, targets + first, weights);
     CHECK(cudaMalloc(&slope, sizeof(float) * HIDDEN * (size_t)count));
     backward<<<grid, THREADS>>>(slope, hidden, error, weights);
-    rebatch_mutating(rb); /* nothing was changed until here */
+#ifdef REBATCH
+    rebatch_wrap_mutating(); /* nothing was changed until here */
+#endif
     accumulate<<<HIDDEN / THREADS, THREADS>>>(gradients, loss, hidden, slope, error, x, count);
     CHECK(cudaGetLastError());
     CHECK(cudaFree(slope));
@@ -140,37 +134,11 @@ static void train_on(int first, int count)
 
 static void update(void)
 {
-    rebatch_mutating(rb);
+#ifdef REBATCH
+    rebatch_wrap_mutating();
+#endif
     descend<<<HIDDEN / THREADS, THREADS>>>(weights, gradients);
     CHECK(cudaGetLastError());
-}
-
-/* Runs one effective batch and tells in how many micro-batches. */
-static unsigned step(void)
-{
-#ifdef REBATCH
-    static const rebatch_step_ops ops = {sizeof ops,
-                                         [](void *) { return zero_gradients(), REBATCH_OK; },
-                                         [](const rebatch_microbatch *mb, void *) {
-                                             return train_on((int)mb->first, (int)mb->count),
-                                                    REBATCH_OK;
-                                         },
-                                         [](void *) { return update(), REBATCH_OK; },
-                                         NULL,
-                                         REBATCH_DECLARES_MUTATION,
-                                         NULL};
-    rebatch_step_report report;
-    if (rebatch_step(rb, &ops, BATCH, NULL, &report)) {
-        fprintf(stderr, "%s\n", rebatch_last_error());
-        exit(1);
-    }
-    return report.microbatches;
-#else
-    zero_gradients();
-    train_on(0, BATCH);
-    update();
-    return 1;
-#endif
 }
 
 /* ---- data, and a card that others use as well ---- */
@@ -203,7 +171,6 @@ static void make_all(void)
 }
 
 /* Somebody else: takes all but `free_mib` of what is free on the card. */
-#undef cudaMalloc
 static void crowd(size_t free_mib)
 {
     size_t left, total;
@@ -226,22 +193,25 @@ static unsigned long long fingerprint(void)
 
 int main(int argc, char **argv)
 {
-#ifdef REBATCH
-    if (rebatch_device_open_cuda(&device, NULL) || rebatch_open(&rb, device, NULL)) {
-        fprintf(stderr, "%s\n", rebatch_last_error());
-        return 1;
-    }
-#endif
-    make_all();
     if (argc > 1)
         crowd((size_t)strtoull(argv[1], NULL, 10));
-    unsigned microbatches = 0;
-    float last;
+#ifdef REBATCH
+    CHECK(rebatch_wrap_open(NULL));
+#endif
+    make_all();
     for (int i = 0; i < STEPS; i++) {
-        microbatches = step();
+#ifdef REBATCH
+        CHECK(
+            rebatch_wrap_step(BATCH, zero_gradients, train_on, update, REBATCH_DECLARES_MUTATION));
+#else
+        zero_gradients();
+        train_on(0, BATCH);
+        update();
+#endif
+        float last;
         CHECK(cudaMemcpy(&last, loss, sizeof last, cudaMemcpyDeviceToHost));
         if (i == 0 || i == STEPS - 1)
-            printf("step %2d  loss %.6f  micro-batches %u\n", i, last, microbatches);
+            printf("step %2d  loss %.6f\n", i, last);
     }
     printf("weights %016llx\n", fingerprint());
     return 0;

@@ -249,7 +249,7 @@ static rebatch_status train(struct run *run)
 /* ---- both ---- */
 
 struct request {
-    bool is_cuda, has_hog;
+    bool is_cuda, has_hog, wants_help;
     enum gpt_dtype dtype;
 };
 
@@ -258,6 +258,9 @@ static bool apply(struct request *out, int option, const char *argument)
 {
     switch (option) {
     case 'h':
+        out->wants_help = true;
+        return true;
+    case 'o':
         out->has_hog = true;
         return true;
     case 'd':
@@ -270,20 +273,33 @@ static bool apply(struct request *out, int option, const char *argument)
     }
 }
 
+static void print_usage(FILE *stream)
+{
+    fputs(
+        "usage: demo [--device host]\n"
+        "       demo --device cuda [--dtype fp32|bf16|fp16] [--hog]\n"
+        "\n"
+        "Trains a small GPT under a cap that shrinks, through running out of memory, then without\n"
+        "a cap, and compares the two to the bit.\n"
+        "  --hog  memory runs out because somebody else holds it, not by a limit\n"
+        "exit status: 0 the same bits, 1 others or it failed, 2 wrong usage\n",
+        stream);
+}
+
 static bool read_request(struct request *out, int count, char **arguments)
 {
     static const struct option known[] = {{"device", required_argument, NULL, 'd'},
                                           {"dtype", required_argument, NULL, 't'},
-                                          {"hog", no_argument, NULL, 'h'},
+                                          {"hog", no_argument, NULL, 'o'},
+                                          {"help", no_argument, NULL, 'h'},
                                           {NULL, 0, NULL, 0}};
     bool ok = true;
     for (int found; ok && (found = getopt_long(count, arguments, "", known, NULL)) != -1;)
         ok = apply(out, found, optarg);
-    if (ok && optind == count && (out->is_cuda || (!out->has_hog && out->dtype == GPT_FP32)))
+    if (ok && optind == count &&
+        (out->wants_help || out->is_cuda || (!out->has_hog && out->dtype == GPT_FP32)))
         return true;
-    fprintf(stderr, "usage: demo [--device host]\n"
-                    "       demo --device cuda [--dtype fp32|bf16|fp16] [--hog]\n"
-                    "  --hog  memory runs out because somebody else holds it, not by a limit\n");
+    print_usage(stderr);
     return false;
 }
 
@@ -377,6 +393,10 @@ int main(int count, char **arguments)
     bool ok = false;
     if (!read_request(&request, count, arguments))
         return 2;
+    if (request.wants_help) {
+        print_usage(stdout);
+        return 0;
+    }
     rebatch_status status = gpt_train_options_init(&options, "demo");
     options.total_steps = STEPS;
     options.config.dtype = request.dtype;

@@ -32,7 +32,7 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(lighten, "N", "begin at this level: 1 and 2 compute again, 3 also puts moments on the host") \
     X(save, "FILE", "write the training's state there at the end")                                 \
     X(save_every, "N", "and after every N steps")                                                  \
-    X(resume, "FILE", "go on where that training was, with its settings; --steps counts on")       \
+    X(resume, "FILE", "go on where that training was, with its settings; --steps is in all")       \
     X(probe, NULL, "first find the largest micro-batch, by the settings of the group probe")       \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \

@@ -173,6 +173,11 @@ REBATCH_API void rebatch_stream_destroy(rebatch_device *device, rebatch_stream s
 REBATCH_API rebatch_status rebatch_stream_synchronize(rebatch_device *device,
                                                       rebatch_stream stream);
 
+/** Wait for the work of every stream of the device, those that were made elsewhere included. Faults
+ *  that came late surface here.
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+REBATCH_API rebatch_status rebatch_device_synchronize(rebatch_device *device);
+
 /** Enqueue a host function: it runs when what was enqueued before has run. On the host device this
  *  is how work gets on a stream; on its default stream it runs before the call returns. The
  *  function must not call rebatch.

@@ -139,14 +139,24 @@ int rbi_config_help(int count, char **arguments)
     return RBI_EXIT_OK;
 }
 
+static bool is_help(const char *argument)
+{
+    return strcmp(argument, "--help") == 0 || strcmp(argument, "-h") == 0;
+}
+
 int rbi_config_main(int count, char **arguments)
 {
     static const struct rbi_command commands[] = {
-        {"check", config_check},         {"show", config_show},       {"example", config_example},
-        {"reference", config_reference}, {"--help", rbi_config_help}, {"-h", rbi_config_help},
+        {"check", config_check},
+        {"show", config_show},
+        {"example", config_example},
+        {"reference", config_reference},
     };
     if (count == 0)
         return rbi_command_refuse("config check FILE | show [FILE] | example | reference");
+    for (int i = 0; i < count && i < 2; i++)
+        if (is_help(arguments[i]))
+            return rbi_config_help(0, NULL);
     return rbi_command_run("config command", commands, sizeof commands / sizeof *commands, count,
                            arguments);
 }

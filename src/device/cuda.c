@@ -234,6 +234,11 @@ static rebatch_status cuda_unmap(void *self, void *address, size_t bytes)
 
 /* ---- streams and events ---- */
 
+static rebatch_status cuda_synchronize(void *self)
+{
+    CALL(context_synchronize());
+}
+
 static rebatch_status cuda_stream_create(void *self, rebatch_stream *out)
 {
     CALL(stream_create(out, STREAM_NON_BLOCKING));
@@ -328,6 +333,7 @@ static const struct rbi_device_ops cuda_ops = {
     .free = cuda_free,
     .copy = cuda_copy,
     .fill = cuda_fill,
+    .synchronize = cuda_synchronize,
     .stream_create = cuda_stream_create,
     .stream_destroy = cuda_stream_destroy,
     .stream_synchronize = cuda_stream_synchronize,

@@ -47,6 +47,7 @@ struct cu_access {
     X(context_get, cuCtxGetCurrent, (cu_context * context))                                        \
     X(context_push, cuCtxPushCurrent_v2, (cu_context context))                                     \
     X(context_pop, cuCtxPopCurrent_v2, (cu_context * context))                                     \
+    X(context_synchronize, cuCtxSynchronize, (void))                                               \
     X(memory_info, cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                   \
     X(plain_alloc, cuMemAlloc_v2, (cu_pointer * out, size_t bytes))                                \
     X(plain_free, cuMemFree_v2, (cu_pointer memory))                                               \

@@ -83,6 +83,14 @@ rebatch_status rebatch_device_ordinal(int *out, const rebatch_device *device)
     return device->ops->ordinal(device->self, out);
 }
 
+rebatch_status rebatch_device_synchronize(rebatch_device *device)
+{
+    const rebatch_status status = check_device(device);
+    if (status || !device->ops->synchronize)
+        return status;
+    return device->ops->synchronize(device->self);
+}
+
 rebatch_status rebatch_stream_create(rebatch_stream *out, rebatch_device *device)
 {
     if (!out)

@@ -41,6 +41,8 @@ struct rbi_device_ops {
     rebatch_status (*stream_wait)(void *self, rebatch_stream, rbi_event);
 
     /* -- may provide -- */
+    /* Waits for the work of every stream; NULL: there is never any. */
+    rebatch_status (*synchronize)(void *self);
     /* False for a stream that is certainly none of this device's; NULL: not known. */
     bool (*stream_is_valid)(void *self, rebatch_stream);
     rebatch_status (*set_capacity)(void *self, size_t bytes);

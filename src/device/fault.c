@@ -128,6 +128,11 @@ static rebatch_status fault_fill(void *self, void *to, uint8_t value, size_t byt
     PASS(REBATCH_FAULT_FILL, rebatch_fill(inner, to, value, bytes, stream));
 }
 
+static rebatch_status fault_synchronize(void *self)
+{
+    PASS(REBATCH_FAULT_STREAM, rebatch_device_synchronize(inner));
+}
+
 static rebatch_status fault_stream_create(void *self, rebatch_stream *out)
 {
     PASS(REBATCH_FAULT_STREAM, rebatch_stream_create(out, inner));
@@ -254,6 +259,7 @@ static const struct rbi_device_ops plain_ops = {
     .free = fault_free,
     .copy = fault_copy,
     .fill = fault_fill,
+    .synchronize = fault_synchronize,
     .stream_create = fault_stream_create,
     .stream_destroy = fault_stream_destroy,
     .stream_synchronize = fault_stream_synchronize,

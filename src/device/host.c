@@ -250,6 +250,17 @@ static bool host_stream_is_valid(void *self, rebatch_stream stream)
     return valid;
 }
 
+/* No stream comes or goes meanwhile. */
+static rebatch_status host_synchronize(void *self)
+{
+    struct host *host = self;
+    pthread_mutex_lock(&host->lock);
+    for (rebatch_stream s = host->streams; s; s = *rbi_host_stream_next(s))
+        (void)rbi_host_stream_synchronize(s);
+    pthread_mutex_unlock(&host->lock);
+    return REBATCH_OK;
+}
+
 static rebatch_status host_stream_synchronize(void *self, rebatch_stream stream)
 {
     (void)self;
@@ -312,6 +323,7 @@ static const struct rbi_device_ops host_ops = {
     .free = host_free,
     .copy = host_copy,
     .fill = host_fill,
+    .synchronize = host_synchronize,
     .stream_create = host_stream_create,
     .stream_destroy = host_stream_destroy,
     .stream_synchronize = host_stream_synchronize,

@@ -4,7 +4,7 @@
 
 /* ---- what callbacks call ---- */
 
-static bool is_in_callback(const rebatch *rb)
+bool rbi_callback_is_running(const rebatch *rb)
 {
     return rb && rb->running && pthread_equal(rb->thread, pthread_self());
 }
@@ -26,7 +26,7 @@ void rebatch_mutating(rebatch *rb)
 
 rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
 {
-    if (!is_in_callback(rb))
+    if (!rbi_callback_is_running(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called outside a callback, or in another thread");
     rb->escape_status =
@@ -102,11 +102,17 @@ static bool is_fatal(rebatch_status status)
     return status && status != REBATCH_OOM;
 }
 
+static rebatch_status wait_for_work(rebatch *rb)
+{
+    return rb->any_stream ? rebatch_device_synchronize(rb->device)
+                          : rebatch_stream_synchronize(rb->device, rb->options.stream);
+}
+
 /* An OOM is what it says only if the device is well: work that failed late surfaces now, and so
  * does an error that nobody looked at. */
 static rebatch_status confirm_oom(rebatch *rb)
 {
-    const rebatch_status late = rebatch_stream_synchronize(rb->device, rb->options.stream);
+    const rebatch_status late = wait_for_work(rb);
     const rebatch_status stale = rbi_device_take_last_error(rb->device);
     return is_fatal(late) ? late : is_fatal(stale) ? stale : REBATCH_OOM;
 }
@@ -173,6 +179,8 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     const rebatch_phase phase = phase_of(rb, which);
     if (status == REBATCH_OOM)
         status = confirm_oom(rb);
+    else if (rb->any_stream)
+        (void)wait_for_work(rb); /* nothing must be at work in what is taken back */
     const bool torn = status == REBATCH_OOM && phase == REBATCH_PHASE_UPDATE;
     rebatch_scope_stats stats = {0};
     (void)rebatch_scope_get_stats(&stats, rb->pool, scope);

@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 #include <setjmp.h>
+#include <stdatomic.h>
 
 #include "base/base.h"
 #include "device/device.h"
@@ -210,6 +211,9 @@ enum rbi_callback {
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
                                 unsigned level);
 
+/* Whether a callback of `rb`, which may be NULL, is running in this thread. */
+bool rbi_callback_is_running(const rebatch *rb);
+
 /* What is known about an OOM when its attempt was taken back. */
 struct rbi_failure {
     rebatch_phase phase;
@@ -241,6 +245,11 @@ struct rbi_strike {
  * lighten level are set), else REBATCH_E_EXHAUSTED, REBATCH_E_TORN, or what lighten answered.
  * Counts and reports it. */
 rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike);
+
+/* ---- the process's session (current.c) ---- */
+
+/* The session is about to go. */
+void rbi_current_forget(rebatch *rb);
 
 /* ---- events (event.c) ---- */
 
@@ -276,6 +285,11 @@ struct rebatch {
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
+
+    /* frees_waited <= frees */
+    bool any_stream; /* what the pool gave may be in use on streams that it was not told of */
+    _Atomic(uint64_t) frees;        /* with rebatch_free_on() */
+    _Atomic(uint64_t) frees_waited; /* of them, before the session's stream was waited for */
 
     /* of the step that runs */
     const rebatch_step_ops *ops;

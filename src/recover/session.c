@@ -115,6 +115,7 @@ void rebatch_close(rebatch *rb)
 {
     if (!rb)
         return;
+    rbi_current_forget(rb);
     rbi_learn_stop(rb);
     rbi_need_set_oracle(rb, NULL);
     rbi_guards_release(rb);

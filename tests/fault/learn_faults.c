@@ -3,10 +3,8 @@
  * Must not know how a size is found. */
 #include <string.h>
 
-#include <criterion/criterion.h>
-
 #include "base/base.h"
-#include "rebatch/rebatch.h"
+#include "fault/fault_common.h"
 
 #define SAMPLE_BYTES ((size_t)96 << 10)
 #define CAPACITY_BYTES ((size_t)40 * (64 << 10))
@@ -77,15 +75,13 @@ static void set_up(struct trainer *t)
     *t = (struct trainer){.updates = 0};
     options.learn = REBATCH_ON;
     options.grow_after = 1;
-    cr_assert_eq(rebatch_device_open_host(&t->host, CAPACITY_BYTES, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(&t->device, t->host, NULL), REBATCH_OK);
+    fault_open(&t->host, &t->device, CAPACITY_BYTES);
     cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
 }
 
 /* Whatever happened, the session goes on, and nothing has leaked. */
 static void tear_down(struct trainer *t)
 {
-    rebatch_memory_info info;
     rebatch_step_report report;
     for (int i = 0; i < 8; i++)
         cr_assert_eq(rebatch_step(t->rb, &ops, BATCH, t, &report), REBATCH_OK, "%s",
@@ -93,10 +89,7 @@ static void tear_down(struct trainer *t)
     cr_assert_eq(report.ooms, 0);
     cr_assert_geq(report.micro_after, 13, "%zu of 26 that fit", report.micro_after);
     rebatch_close(t->rb);
-    cr_assert_eq(rebatch_device_memory(t->host, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
-    rebatch_device_close(t->device);
-    rebatch_device_close(t->host);
+    fault_close(t->host, t->device);
 }
 
 static void check(rebatch_status status, rebatch_status failure, uint64_t nth)
@@ -151,17 +144,13 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times)
 {
     for (uint64_t nth = 1, failed = 1; failed > 0; nth++) {
         struct trainer t;
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-        plan.calls = calls;
-        plan.nth = nth;
-        plan.times = times;
-        plan.status = failure;
+        const rebatch_fault_plan plan = fault_plan(calls, failure, nth, times);
         set_up(&t);
-        cr_assert_eq(rebatch_fault_arm(t.device, &plan), REBATCH_OK);
+        fault_arm(t.device, &plan);
         for (int i = 0; i < STEPS; i++)
             check(rebatch_step(t.rb, &ops, BATCH, &t, NULL), failure, nth);
         cr_assert_eq(rebatch_fault_counts(t.device, NULL, &failed), REBATCH_OK);
-        cr_assert_eq(rebatch_fault_arm(t.device, NULL), REBATCH_OK);
+        fault_arm(t.device, NULL);
         tear_down(&t);
         cr_assert_lt(nth, 3000, "there is no end to the calls");
     }

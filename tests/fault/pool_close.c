@@ -3,6 +3,7 @@
 #include <semaphore.h>
 #include <stdatomic.h>
 
+#include "fault/fault_common.h"
 #include "unit/pool_help.h"
 
 enum { GRANULES = 64 };
@@ -52,12 +53,9 @@ static void write_behind_gate(void *user)
 /* Every wait fails from here on. */
 static void fail_waits(const struct world *w, rebatch_status status)
 {
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.calls = REBATCH_FAULT_STREAM | REBATCH_FAULT_EVENT;
-    plan.nth = 1;
-    plan.times = REBATCH_FAULT_FOREVER;
-    plan.status = status;
-    cr_assert_eq(rebatch_fault_arm(w->fault, &plan), REBATCH_OK);
+    const rebatch_fault_plan plan =
+        fault_plan(REBATCH_FAULT_STREAM | REBATCH_FAULT_EVENT, status, 1, REBATCH_FAULT_FOREVER);
+    fault_arm(w->fault, &plan);
 }
 
 /* The pool goes, the work runs, and what is left behind is at most `left` bytes. */
@@ -67,7 +65,7 @@ static void destroy_and_run(struct world *w, size_t left)
     rebatch_pool_destroy(w->pool);
     cr_assert_lt(rbi_heap_live(), live);
     cr_assert_eq(sem_post(&w->gate), 0);
-    cr_assert_eq(rebatch_fault_arm(w->fault, NULL), REBATCH_OK);
+    fault_arm(w->fault, NULL);
     cr_assert_eq(rebatch_stream_synchronize(w->fault, w->stuck), REBATCH_OK);
     cr_assert_eq(atomic_load(&w->done), 1);
     rebatch_memory_info info;
@@ -129,14 +127,11 @@ Test(pool_close, memory_of_other_streams_goes_back)
     w.bytes = 2 * GRANULE;
     w.block = take_on(w.pool, w.bytes, w.stuck);
     cr_assert_eq(rebatch_stream_call(w.fault, w.stuck, write_behind_gate, &w), REBATCH_OK);
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     /* The pool waits for its streams in the order in which it came to know them: `other` is the
      * first, and that one succeeds. */
-    plan.calls = REBATCH_FAULT_STREAM;
-    plan.nth = 2;
-    plan.times = REBATCH_FAULT_FOREVER;
-    plan.status = REBATCH_E_DEVICE;
-    cr_assert_eq(rebatch_fault_arm(w.fault, &plan), REBATCH_OK);
+    const rebatch_fault_plan plan =
+        fault_plan(REBATCH_FAULT_STREAM, REBATCH_E_DEVICE, 2, REBATCH_FAULT_FOREVER);
+    fault_arm(w.fault, &plan);
     destroy_and_run(&w, 3 * GRANULE);
 }
 

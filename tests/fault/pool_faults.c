@@ -1,5 +1,6 @@
 /* Holds the pool when the heap or the device fails: at every call, once and for ever, nothing
  * leaks, the pool stays valid, and it works again when memory is there. Seeds: none. */
+#include "fault/fault_common.h"
 #include "unit/pool_help.h"
 
 struct world {
@@ -108,8 +109,7 @@ static void work(struct world *w)
 static void build(struct world *w)
 {
     memset(w, 0, sizeof *w);
-    cr_assert_eq(rebatch_device_open_host(&w->host, 20 * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(&w->fault, w->host, NULL), REBATCH_OK);
+    fault_open(&w->host, &w->fault, 20 * GRANULE);
     cr_assert_eq(rebatch_stream_create(&w->stream, w->fault), REBATCH_OK);
 }
 
@@ -117,7 +117,7 @@ static void build(struct world *w)
 static void tear_down(struct world *w)
 {
     rbi_heap_fail(0, 0);
-    cr_assert_eq(rebatch_fault_arm(w->fault, NULL), REBATCH_OK);
+    fault_arm(w->fault, NULL);
     if (w->pool) {
         cr_assert_eq(rebatch_pool_set_limit(w->pool, 0), REBATCH_OK);
         cr_assert_eq(stats_of(w->pool).live_bytes, 0);
@@ -131,12 +131,8 @@ static void tear_down(struct world *w)
         assert_valid(w->pool);
         rebatch_pool_destroy(w->pool);
     }
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(w->host, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
     rebatch_stream_destroy(w->fault, w->stream);
-    rebatch_device_close(w->fault);
-    rebatch_device_close(w->host);
+    fault_close(w->host, w->fault);
 }
 
 static const rebatch_toggle cachings[] = {REBATCH_ON, REBATCH_OFF};
@@ -184,12 +180,9 @@ static void fail_device(uint32_t kinds, rebatch_status status, bool forever, reb
         build(&w);
         w.allowed = status;
         create_pool(&w, caching);
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-        plan.calls = kinds;
-        plan.nth = nth;
-        plan.times = forever ? REBATCH_FAULT_FOREVER : 1;
-        plan.status = status;
-        cr_assert_eq(rebatch_fault_arm(w.fault, &plan), REBATCH_OK);
+        const rebatch_fault_plan plan =
+            fault_plan(kinds, status, nth, forever ? REBATCH_FAULT_FOREVER : 1);
+        fault_arm(w.fault, &plan);
         work(&w);
         if (nth == 0)
             cr_assert_eq(rebatch_fault_counts(w.fault, &seen, NULL), REBATCH_OK);
@@ -238,7 +231,7 @@ Test(pool_faults, the_device_fails_by_chance)
         plan.seed = seed;
         plan.rooms = rooms;
         plan.room_count = 2;
-        cr_assert_eq(rebatch_fault_arm(w.fault, &plan), REBATCH_OK);
+        fault_arm(w.fault, &plan);
         work(&w);
         cr_assert_eq(rebatch_device_set_capacity(w.host, 20 * GRANULE), REBATCH_OK);
         tear_down(&w);

@@ -3,10 +3,8 @@
  * Must not know how a size is found. */
 #include <string.h>
 
-#include <criterion/criterion.h>
-
 #include "base/base.h"
-#include "rebatch/rebatch.h"
+#include "fault/fault_common.h"
 
 #define SAMPLE_BYTES ((size_t)96 << 10)
 #define CAPACITY_BYTES ((size_t)40 * (64 << 10))
@@ -101,8 +99,7 @@ static void set_up(struct trainer *t, rebatch_toggle caching)
     rebatch_options options = REBATCH_OPTIONS_INIT;
     *t = (struct trainer){.random = 1, .is_caching = caching == REBATCH_ON};
     options.pool.caching = caching;
-    cr_assert_eq(rebatch_device_open_host(&t->host, CAPACITY_BYTES, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_fault(&t->device, t->host, NULL), REBATCH_OK);
+    fault_open(&t->host, &t->device, CAPACITY_BYTES);
     cr_assert_eq(rebatch_stream_create(&t->stream, t->device), REBATCH_OK);
     options.stream = t->stream;
     cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
@@ -116,13 +113,9 @@ static void set_up(struct trainer *t, rebatch_toggle caching)
 
 static void tear_down(struct trainer *t)
 {
-    rebatch_memory_info info;
     rebatch_close(t->rb);
     rebatch_stream_destroy(t->device, t->stream);
-    cr_assert_eq(rebatch_device_memory(t->host, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, 0);
-    rebatch_device_close(t->device);
-    rebatch_device_close(t->host);
+    fault_close(t->host, t->device);
 }
 
 static rebatch_status probe(struct trainer *t, rebatch_probe_report *report)
@@ -195,16 +188,12 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times,
     for (uint64_t nth = 1, failed = 1; failed > 0; nth++) {
         struct trainer t;
         rebatch_probe_report report;
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-        plan.calls = calls;
-        plan.nth = nth;
-        plan.times = times;
-        plan.status = failure;
+        const rebatch_fault_plan plan = fault_plan(calls, failure, nth, times);
         set_up(&t, caching);
-        cr_assert_eq(rebatch_fault_arm(t.device, &plan), REBATCH_OK);
+        fault_arm(t.device, &plan);
         const rebatch_status status = probe(&t, &report);
         cr_assert_eq(rebatch_fault_counts(t.device, NULL, &failed), REBATCH_OK);
-        cr_assert_eq(rebatch_fault_arm(t.device, NULL), REBATCH_OK);
+        fault_arm(t.device, NULL);
         cr_assert(status == REBATCH_OK || status == failure || status == REBATCH_E_EXHAUSTED,
                   "call %d: %s", (int)nth, rebatch_status_name(status));
         cr_assert_eq(report.status, status);

@@ -3,10 +3,8 @@
  * Must not know how the step recovers. */
 #include <string.h>
 
-#include <criterion/criterion.h>
-
 #include "base/base.h"
-#include "rebatch/rebatch.h"
+#include "fault/fault_common.h"
 
 #define WIDTH 64
 #define BATCH 24
@@ -187,13 +185,7 @@ static void tear_down(struct trainer *t)
 {
     rebatch_close(t->rb);
     rebatch_stream_destroy(t->device, t->stream);
-    if (t->host) {
-        rebatch_memory_info info;
-        cr_assert_eq(rebatch_device_memory(t->host, &info), REBATCH_OK);
-        cr_assert_eq(info.used_bytes, 0, "%zu bytes leaked", info.used_bytes);
-    }
-    rebatch_device_close(t->device);
-    rebatch_device_close(t->host);
+    fault_close(t->host, t->device);
 }
 
 /* Trains from nothing. @return whether it came to its end; then `result` is filled in. */
@@ -223,7 +215,7 @@ static bool run(struct result *result, rebatch_toggle caching, const rebatch_fau
     if (failed && t.device) {
         cr_assert_eq(rebatch_fault_counts(t.device, NULL, failed), REBATCH_OK);
         /* a device that cannot be waited for cannot be closed in peace either */
-        cr_assert_eq(rebatch_fault_arm(t.device, NULL), REBATCH_OK);
+        fault_arm(t.device, NULL);
     }
     rbi_heap_fail(0, 0);
     tear_down(&t);
@@ -284,11 +276,7 @@ static struct verdict fail_every_index(uint32_t calls, rebatch_status status, ui
     struct verdict verdict = {0};
     for (uint64_t nth = 1;; nth++) {
         cr_assert_lt(nth, 20000, "there is no end to the calls");
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-        plan.calls = calls;
-        plan.nth = nth;
-        plan.times = times;
-        plan.status = status;
+        const rebatch_fault_plan plan = fault_plan(calls, status, nth, times);
         uint64_t failed = 0;
         const bool finished = run(&result, caching, &plan, once, &failed);
         if (finished)
@@ -446,10 +434,9 @@ Test(step_faults, a_step_that_recovers_takes_nothing_from_the_heap)
     const uint64_t calls = rbi_heap_calls();
     uint32_t ooms = 0;
     for (int i = 0; i < 20; i++) {
-        rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-        plan.calls = REBATCH_FAULT_LAST_ERROR; /* an OOM that forward swallowed */
-        plan.nth = 2;
-        cr_assert_eq(rebatch_fault_arm(t.device, &plan), REBATCH_OK);
+        const rebatch_fault_plan plan = /* an OOM that forward swallowed */
+            fault_plan(REBATCH_FAULT_LAST_ERROR, REBATCH_OOM, 2, 1);
+        fault_arm(t.device, &plan);
         cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK);
         ooms += report.ooms;
     }

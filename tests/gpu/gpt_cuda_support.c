@@ -177,73 +177,15 @@ void pair_expect_same(const struct pair *a, size_t a_first, const struct pair *b
 
 /* ---- a training run ---- */
 
-struct run_options tiny_run(void)
+static int last_error(void)
 {
-    struct run_options options = {0};
-    ASSERT_OK(gpt_train_options_init(&options.train, "tiny"));
-    options.train.batch = 16;
-    options.train.clip = 0.5f;
-    options.train.warmup_steps = 1;
+    return (int)cudaGetLastError();
+}
+
+struct run_options gpu_run(void)
+{
+    struct run_options options = tiny_run();
+    options.on_gpu = true;
+    options.last_error = last_error;
     return options;
-}
-
-void run_open(struct run *run, const struct run_options *options)
-{
-    *run = (struct run){0};
-    if (options->is_host)
-        ASSERT_OK(rebatch_device_open_host(&run->inner, REBATCH_UNLIMITED, NULL));
-    else
-        ASSERT_OK(rebatch_device_open_cuda(&run->inner, NULL));
-    ASSERT_OK(rebatch_device_open_fault(&run->device, run->inner, NULL));
-    if (options->own_stream)
-        ASSERT_OK(rebatch_stream_create(&run->stream, run->device));
-    rebatch_options session = REBATCH_OPTIONS_INIT;
-    session.micro_start = options->micro;
-    session.growth = REBATCH_OFF;
-    session.stream = run->stream;
-    session.pool.caching = options->uncached ? REBATCH_OFF : REBATCH_ON;
-    session.pool.limit_bytes = options->limit;
-    ASSERT_OK(rebatch_open(&run->rb, run->device, &session));
-    ASSERT_OK(gpt_data_open_default(&run->data, ".", options->train.config.length));
-    ASSERT_OK(gpt_trainer_create(&run->trainer, run->rb,
-                                 options->is_host ? &gpt_host_ops : gpt_cuda_ops_get(), run->stream,
-                                 run->data, &options->train));
-}
-
-void run_close(struct run *run)
-{
-    rebatch_pool_stats stats;
-    rebatch_memory_info memory;
-    gpt_trainer_destroy(run->trainer);
-    gpt_data_close(run->data);
-    ASSERT_OK(rebatch_pool_get_stats(&stats, rebatch_get_pool(run->rb)));
-    cr_assert_eq(stats.live_bytes, 0);
-    rebatch_close(run->rb);
-    if (run->stream)
-        rebatch_stream_destroy(run->device, run->stream);
-    ASSERT_OK(rebatch_device_memory(run->inner, &memory));
-    cr_assert_eq(memory.used_bytes, 0);
-    rebatch_device_close(run->device);
-    rebatch_device_close(run->inner);
-    cr_assert_eq(cudaGetLastError(), cudaSuccess);
-}
-
-void run_steps(struct run *run, size_t steps)
-{
-    for (size_t i = 0; i < steps; i++)
-        ASSERT_OK(gpt_trainer_step(run->trainer, NULL, NULL));
-}
-
-void run_hash(struct run *run, char text[GPT_HASH_TEXT_BYTES])
-{
-    ASSERT_OK(gpt_trainer_hash(run->trainer, text));
-}
-
-void run_whole(char text[GPT_HASH_TEXT_BYTES], const struct run_options *options, size_t steps)
-{
-    struct run run;
-    run_open(&run, options);
-    run_steps(&run, steps);
-    run_hash(&run, text);
-    run_close(&run);
 }

@@ -4,28 +4,8 @@
 #ifndef REBATCH_TESTS_GPT_CUDA_SUPPORT_H
 #define REBATCH_TESTS_GPT_CUDA_SUPPORT_H
 
-#include <criterion/criterion.h>
-
-#include "gpt/error.h"
-#include "gpt/train.h"
+#include "integration/gpt_run.h"
 #include "kernels_support.h"
-#include "rebatch/rebatch.h"
-
-#define ASSERT_OK(call)                                                                            \
-    do {                                                                                           \
-        const rebatch_status status_ = (call);                                                     \
-        cr_assert(status_ == REBATCH_OK, "%s: %s: %s", #call, rebatch_status_name(status_),        \
-                  gpt_last_error());                                                               \
-    } while (0)
-
-/* Fails unless the call answers `status` with a sentence that has `words` in it. */
-#define ASSERT_ERROR(call, status, words)                                                          \
-    do {                                                                                           \
-        const rebatch_status answer_ = (call);                                                     \
-        cr_assert(answer_ == (status), "%s: %s", #call, rebatch_status_name(answer_));             \
-        cr_assert(strstr(gpt_last_error(), (words)), "\"%s\" does not say \"%s\"",                 \
-                  gpt_last_error(), (words));                                                      \
-    } while (0)
 
 /* ---- two queues and their operations ---- */
 
@@ -69,33 +49,7 @@ void pair_expect_same(const struct pair *a, size_t a_first, const struct pair *b
 
 /* ---- a training run ---- */
 
-struct run {
-    rebatch_device *inner, *device; /* device: the GPU behind a fault device */
-    rebatch_stream stream;
-    rebatch *rb;
-    struct gpt_data *data;
-    struct gpt_trainer *trainer;
-};
-
-struct run_options {
-    struct gpt_train_options train;
-    size_t micro;    /* first micro-batch; 0: the whole batch */
-    size_t limit;    /* of the pool; 0: none */
-    bool uncached;   /* every allocation goes to the device */
-    bool own_stream; /* not the default one */
-    bool is_host;    /* on the host, for comparison */
-};
-
-/* The tiny preset with dropout, a batch of 16, and gradients that are clipped. */
-struct run_options tiny_run(void);
-
-void run_open(struct run *run, const struct run_options *options);
-/* Also asserts that nothing is left in the pool, and no error in the runtime. */
-void run_close(struct run *run);
-/* Steps that must succeed. */
-void run_steps(struct run *run, size_t steps);
-void run_hash(struct run *run, char text[GPT_HASH_TEXT_BYTES]);
-/* Opens, runs `steps`, hashes, closes. */
-void run_whole(char text[GPT_HASH_TEXT_BYTES], const struct run_options *options, size_t steps);
+/* tiny_run() on the GPU; run_close() looks for an error in the runtime. */
+struct run_options gpu_run(void);
 
 #endif

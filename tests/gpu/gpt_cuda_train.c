@@ -9,7 +9,7 @@
 static void check_cuts(enum gpt_dtype dtype)
 {
     static const size_t sizes[] = {1, 2, 3, 5, 8, 16, 32};
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     options.train.batch = 32;
     options.train.config.dtype = dtype;
@@ -42,7 +42,7 @@ Test(gpt_cuda_train, the_cut_does_not_matter_in_fp16, .description = "seed 1, 3 
 Test(gpt_cuda_train, the_demo_does_not_depend_on_the_cut, .description = "seed 1, 2 steps of 64")
 {
     static const size_t sizes[] = {7, 16, 32};
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     ASSERT_OK(gpt_train_options_init(&options.train, "demo"));
     run_whole(want, &options, 2);
@@ -55,7 +55,7 @@ Test(gpt_cuda_train, the_demo_does_not_depend_on_the_cut, .description = "seed 1
 
 Test(gpt_cuda_train, the_hash_sees_the_seed, .description = "seeds 1 and 2")
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     char one[GPT_HASH_TEXT_BYTES], other[GPT_HASH_TEXT_BYTES];
     run_whole(one, &options, 1);
     options.train.seed = 2;
@@ -65,11 +65,11 @@ Test(gpt_cuda_train, the_hash_sees_the_seed, .description = "seeds 1 and 2")
 
 Test(gpt_cuda_train, the_curve_is_the_hosts, .description = "seed 1, 5 steps of 16, 20 evaluated")
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     struct run gpu, host;
     double gpu_held_out, host_held_out;
     run_open(&gpu, &options);
-    options.is_host = true;
+    options.on_gpu = false;
     run_open(&host, &options);
     run_steps(&gpu, 5);
     run_steps(&host, 5);
@@ -90,7 +90,7 @@ Test(gpt_cuda_train, the_curve_is_the_hosts, .description = "seed 1, 5 steps of 
 /* Rounded to 8 or 11 bits, the curve is nearly that of fp32, and not that itself. */
 Test(gpt_cuda_train, the_curve_in_16_bits_is_nearly_that_in_fp32, .description = "seed 1, 5 steps")
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     struct run runs[GPT_DTYPE_COUNT];
     for (size_t i = 0; i < GPT_DTYPE_COUNT; i++) {
         options.train.config.dtype = (enum gpt_dtype)i;
@@ -114,7 +114,7 @@ Test(gpt_cuda_train, the_curve_in_16_bits_is_nearly_that_in_fp32, .description =
 /* 3 steps of 16 at each level, in one micro-batch and in several. */
 static void check_levels(enum gpt_dtype dtype)
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     struct run run;
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     options.train.config.dtype = dtype;
@@ -150,7 +150,7 @@ Test(gpt_cuda_train, levels_change_between_steps, .description = "seed 1, 8 step
 {
     static const unsigned levels[] = {0, 3, 3, 2, 0, 3, 1, 2};
     enum { STEPS = sizeof levels / sizeof *levels };
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     struct run run;
     options.train.config.dtype = GPT_BF16;
@@ -167,7 +167,7 @@ Test(gpt_cuda_train, levels_change_between_steps, .description = "seed 1, 8 step
 
 Test(gpt_cuda_train, the_formula_says_what_a_step_holds, .description = "seed 1, 2 steps of 16")
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     const uint64_t blocks = (options.train.config.layers + 1) * GPT_ACT_COUNT + 9;
     for (size_t dtype = 0; dtype < GPT_DTYPE_COUNT; dtype++)
         for (unsigned level = 0; level <= GPT_LIGHTEN_MOST; level++) {
@@ -195,7 +195,7 @@ Test(gpt_cuda_train, the_formula_says_what_a_step_holds, .description = "seed 1,
  * however the batch is cut. */
 Test(gpt_cuda_train, fp16_finds_its_loss_scale, .description = "seed 1, 30 steps of 16")
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     struct run run;
     struct gpt_step_result result;
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
@@ -220,7 +220,7 @@ Test(gpt_cuda_train, fp16_finds_its_loss_scale, .description = "seed 1, 30 steps
 
 Test(gpt_cuda_train, fp16_begins_with_the_usual_scale, .description = "seed 1, 5 steps of 16")
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     struct run run;
     options.train.config.dtype = GPT_FP16;
     run_open(&run, &options);
@@ -243,7 +243,7 @@ static void arm(const struct run *run, uint64_t nth)
 /* At every 7th allocation of three steps, each in a run of its own. */
 static void check_ooms(enum gpt_dtype dtype)
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     struct run run;
     uint64_t count, failed;
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
@@ -286,7 +286,7 @@ Test(gpt_cuda_train, ooms_do_not_matter_in_fp16, .description = "seed 1, 3 steps
 
 Test(gpt_cuda_train, a_limit_of_half_the_peak_does_not_matter, .description = "seed 1, 3 steps")
 {
-    struct run_options options = tiny_run();
+    struct run_options options = gpu_run();
     struct run run;
     rebatch_pool_stats stats;
     rebatch_step_report report;
@@ -298,7 +298,7 @@ Test(gpt_cuda_train, a_limit_of_half_the_peak_does_not_matter, .description = "s
     ASSERT_OK(rebatch_pool_get_stats(&stats, rebatch_get_pool(run.rb)));
     run_hash(&run, want);
     run_close(&run);
-    options.limit = (size_t)stats.reserved_peak_bytes / 2;
+    options.limit_bytes = (size_t)stats.reserved_peak_bytes / 2;
     run_open(&run, &options);
     for (size_t i = 0; i < 3; i++) {
         ASSERT_OK(gpt_trainer_step(run.trainer, &report, NULL));
@@ -309,5 +309,5 @@ Test(gpt_cuda_train, a_limit_of_half_the_peak_does_not_matter, .description = "s
     run_close(&run);
     cr_assert_str_eq(got, want);
     cr_assert_gt(ooms, 0);
-    cr_assert_leq(stats.reserved_peak_bytes, options.limit);
+    cr_assert_leq(stats.reserved_peak_bytes, options.limit_bytes);
 }

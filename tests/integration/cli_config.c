@@ -182,6 +182,8 @@ Test(cli_config, help)
     cr_expect(config.code == 0 && strstr(config.out, "REBATCH_GROUP_KEY") != NULL);
     expect("config --help", 0, config.out, "");
     expect("config -h", 0, config.out, "");
+    expect("config check --help", 0, config.out, "");
+    expect("config show -h", 0, config.out, "");
     done(&none);
     done(&config);
 }

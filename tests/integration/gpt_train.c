@@ -205,7 +205,7 @@ Test(gpt_train, the_loss_falls_on_real_text, .description = "seed 1")
     struct run_options options = tiny_run();
     struct run run;
     options.train.clip = 1.0f;
-    options.train.learning_rate = 1e-2f;
+    options.train.learning_rate = 5e-3f; /* of twice that it came up again on some texts */
     options.train.total_steps = STEPS;
     double before, after;
     run_open(&run, &options);

@@ -20,6 +20,13 @@ static rebatch_options learning(void)
     return options;
 }
 
+static void bed_open_learning(struct bed *bed, size_t capacity_bytes, size_t moments_bytes)
+{
+    const rebatch_options options = learning();
+    bed_open_typical(bed, capacity_bytes, &options);
+    bed->load.moments_bytes = moments_bytes;
+}
+
 static rebatch_step_report bed_step(struct bed *bed, size_t batch)
 {
     rebatch_step_report report;
@@ -35,10 +42,8 @@ static rebatch_step_report bed_step(struct bed *bed, size_t batch)
 Test(step_learn, nothing_runs_twice_and_nothing_is_thrown_away)
 {
     for (size_t mib = 3; mib <= 20; mib++) {
-        const rebatch_options options = learning();
         struct bed bed;
-        bed_open_typical(&bed, MIB(mib), &options);
-        bed.load.moments_bytes = MIB(1);
+        bed_open_learning(&bed, MIB(mib), MIB(1));
         cr_assert_eq(rebatch_get_micro(bed.rb, 64), 1);
         size_t samples = 0;
         const rebatch_step_report report = bed_step(&bed, 64);
@@ -60,10 +65,8 @@ Test(step_learn, nothing_runs_twice_and_nothing_is_thrown_away)
 Test(step_learn, the_first_step_has_at_most_three_microbatches_more_than_a_later_one)
 {
     for (size_t mib = 3; mib <= 20; mib++) {
-        const rebatch_options options = learning();
         struct bed bed;
-        bed_open_typical(&bed, MIB(mib), &options);
-        bed.load.moments_bytes = MIB(1);
+        bed_open_learning(&bed, MIB(mib), MIB(1));
         const rebatch_step_report first = bed_step(&bed, 64);
         rebatch_step_report later = first;
         for (int i = 0; i < 3; i++)
@@ -99,10 +102,8 @@ Test(step_learn, the_first_step_takes_no_more_than_its_microbatches_need)
 Test(step_learn, after_the_first_update_the_size_is_the_largest_that_fits)
 {
     for (size_t mib = 4; mib <= 20; mib += 2) {
-        const rebatch_options options = learning();
         struct bed bed;
-        bed_open_typical(&bed, MIB(mib), &options);
-        bed.load.moments_bytes = MIB(1);
+        bed_open_learning(&bed, MIB(mib), MIB(1));
         const size_t largest = true_largest(&bed, MIB(mib), NULL, 64);
         for (int i = 0; i < 4; i++)
             cr_assert_eq(bed_step(&bed, 64).ooms, 0, "%zu MiB, step %d", mib, i);
@@ -115,10 +116,8 @@ Test(step_learn, after_the_first_update_the_size_is_the_largest_that_fits)
 /* What the first micro-batch makes and keeps, and what the first update does. */
 Test(step_learn, memory_that_appears_later_makes_the_size_smaller_without_an_oom)
 {
-    const rebatch_options options = learning();
     struct bed bed;
-    bed_open_typical(&bed, MIB(16), &options);
-    bed.load.moments_bytes = MIB(6);
+    bed_open_learning(&bed, MIB(16), MIB(6));
     const rebatch_step_report first = bed_step(&bed, 64);
     size_t most = 0;
     for (uint32_t i = 0; i < bed.load.ran; i++)
@@ -134,9 +133,8 @@ Test(step_learn, memory_that_appears_later_makes_the_size_smaller_without_an_oom
 
 Test(step_learn, everything_fits_ends_with_the_whole_batch)
 {
-    const rebatch_options options = learning();
     struct bed bed;
-    bed_open_typical(&bed, MIB(256), &options);
+    bed_open_learning(&bed, MIB(256), 0);
     const rebatch_step_report first = bed_step(&bed, 64);
     cr_assert_leq(first.microbatches, 3);
     const rebatch_step_report second = bed_step(&bed, 64);
@@ -150,9 +148,8 @@ Test(step_learn, everything_fits_ends_with_the_whole_batch)
 Test(step_learn, small_batches_teach_over_several_steps)
 {
     for (size_t batch = 1; batch <= 4; batch++) {
-        const rebatch_options options = learning();
         struct bed bed;
-        bed_open_typical(&bed, MIB(12), &options);
+        bed_open_learning(&bed, MIB(12), 0);
         rebatch_step_report report = {0};
         for (int i = 0; i < 4; i++) {
             report = bed_step(&bed, batch);
@@ -167,9 +164,8 @@ Test(step_learn, small_batches_teach_over_several_steps)
 Test(step_learn, a_larger_batch_is_learned_at_once)
 {
     for (size_t small = 1; small <= 8; small++) {
-        const rebatch_options options = learning();
         struct bed bed;
-        bed_open_typical(&bed, MIB(12), &options);
+        bed_open_learning(&bed, MIB(12), 0);
         const size_t largest = true_largest(&bed, MIB(12), NULL, 128);
         for (int i = 0; i < 3; i++)
             (void)bed_step(&bed, small);
@@ -238,9 +234,8 @@ Test(step_learn, an_oom_in_any_microbatch_of_the_first_step_is_survived)
 /* The callback's own wall: no model of the pool's memory sees it. */
 Test(step_learn, a_prediction_that_does_not_hold_is_halved_and_then_learned_from)
 {
-    const rebatch_options options = learning();
     struct bed bed;
-    bed_open_typical(&bed, MIB(20), &options);
+    bed_open_learning(&bed, MIB(20), 0);
     bed.load.wall = 11;
     rebatch_step_report report = bed_step(&bed, 64);
     cr_assert_gt(report.ooms, 0);
@@ -415,9 +410,8 @@ Test(step_learn, by_cost_the_budget_doubles_while_there_is_room)
 
 Test(step_learn, a_probe_ends_it)
 {
-    const rebatch_options options = learning();
     struct bed bed;
-    bed_open_typical(&bed, MIB(12), &options);
+    bed_open_learning(&bed, MIB(12), 0);
     cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
     const rebatch_step_report report = bed_step(&bed, 64);
     cr_assert_eq(report.micro_before, bed.report.size);
@@ -427,10 +421,9 @@ Test(step_learn, a_probe_ends_it)
 
 Test(step_learn, what_was_learned_can_be_asked)
 {
-    const rebatch_options options = learning();
     struct bed bed;
     rebatch_prediction prediction;
-    bed_open_typical(&bed, MIB(12), &options);
+    bed_open_learning(&bed, MIB(12), 0);
     cr_assert_eq(rebatch_predict(&prediction, bed.rb, 1, 64, NULL), REBATCH_E_STATE);
     for (int i = 0; i < 3; i++)
         (void)bed_step(&bed, 64);

@@ -2,24 +2,15 @@
  * Seeds: 1 to 8; each of 25,000 calls, times REBATCH_TEST_SCALE; 9 to 12. */
 #include <stdlib.h>
 
+#include "unit/pool_count.h"
 #include "unit/pool_help.h"
 
-enum { CALLS = 25000, MOST = 400, DEPTH = 8, STREAMS = 3, TAGS = 4, LATE = 2000 };
+enum { CALLS = 25000, MOST = 400, STREAMS = 3, LATE = 2000 };
 
 struct model_block {
     unsigned char *address;
-    size_t bytes, rounded;
-    uint64_t birth;
-    size_t deferred_in; /* depth of the scope in which its free waits; 0: none */
-    rebatch_tag tag;
+    struct counted is;
     unsigned char mark; /* what its first and last bytes are */
-};
-
-struct model_scope {
-    rebatch_scope handle;
-    uint64_t first_birth;
-    int64_t live_at_begin, peak;
-    uint64_t requested, allocations, largest;
 };
 
 struct model {
@@ -28,31 +19,29 @@ struct model {
     uint64_t random;
     struct model_block blocks[MOST];
     size_t count;
-    struct model_scope scopes[DEPTH];
-    size_t depth;
+    struct count counts;
     void *late[LATE]; /* taken back and not given out again */
     size_t late_count;
-    uint64_t births, tag_bytes[TAGS];
-    rebatch_pool_stats want; /* those statistics that the model knows */
 };
 
 /* Enqueued: an earlier owner's work may still be under way on the stream. */
 static void mark_block(const struct model *m, const struct model_block *b, rebatch_stream stream)
 {
-    const size_t edge = rbi_min(b->bytes, 64);
+    const size_t edge = rbi_min(b->is.bytes, 64);
     cr_assert_eq(rebatch_fill(m->rig.device, b->address, b->mark, edge, stream), REBATCH_OK);
-    cr_assert_eq(rebatch_fill(m->rig.device, b->address + b->bytes - edge, b->mark, edge, stream),
-                 REBATCH_OK);
+    cr_assert_eq(
+        rebatch_fill(m->rig.device, b->address + b->is.bytes - edge, b->mark, edge, stream),
+        REBATCH_OK);
 }
 
 static void check_mark(const struct model *m, const struct model_block *b)
 {
-    const size_t edge = rbi_min(b->bytes, 64);
+    const size_t edge = rbi_min(b->is.bytes, 64);
     for (int i = 1; i < STREAMS; i++)
         cr_assert_eq(rebatch_stream_synchronize(m->rig.device, m->streams[i]), REBATCH_OK);
     for (size_t i = 0; i < edge; i++) {
         cr_assert_eq(b->address[i], b->mark);
-        cr_assert_eq(b->address[b->bytes - 1 - i], b->mark);
+        cr_assert_eq(b->address[b->is.bytes - 1 - i], b->mark);
     }
 }
 
@@ -64,21 +53,12 @@ static void check_marks_sometimes(struct model *m, size_t first, size_t count)
             check_mark(m, &m->blocks[i]);
 }
 
-/* A block leaves the model. */
+/* It is gone, taken back by a rollback or freed. */
 static void model_drop(struct model *m, size_t at, bool rolled_back)
 {
-    const struct model_block *b = &m->blocks[at];
-    m->want.live_bytes -= b->rounded;
-    m->want.requested_bytes -= b->bytes;
-    m->want.blocks--;
-    m->want.freed_total_bytes += b->rounded;
-    m->tag_bytes[b->tag] -= b->rounded;
     if (rolled_back) {
-        m->want.rolled_back_blocks++;
         cr_assert_lt(m->late_count, LATE);
-        m->late[m->late_count++] = b->address;
-    } else {
-        m->want.frees++;
+        m->late[m->late_count++] = m->blocks[at].address;
     }
     m->blocks[at] = m->blocks[--m->count];
 }
@@ -101,49 +81,32 @@ static void do_alloc(struct model *m)
 {
     if (m->count == MOST)
         return;
-    struct model_block b = {NULL, draw_size(m), 0, m->births, 0, 0, 0};
-    b.rounded = (b.bytes + UNIT - 1) / UNIT * UNIT;
-    b.tag = (rebatch_tag)(draw(&m->random) % TAGS);
+    struct model_block b = {.is.bytes = draw_size(m)};
+    b.is.rounded = (b.is.bytes + UNIT - 1) / UNIT * UNIT;
+    b.is.tag = (rebatch_tag)(draw(&m->random) % COUNT_TAGS);
     b.mark = (unsigned char)draw(&m->random);
     void *pointer;
     const rebatch_stream stream = m->streams[draw(&m->random) % STREAMS];
-    const rebatch_status status = rebatch_pool_alloc(&pointer, m->rig.pool, b.bytes, stream, b.tag);
+    const rebatch_status status =
+        rebatch_pool_alloc(&pointer, m->rig.pool, b.is.bytes, stream, b.is.tag);
     if (status == REBATCH_OOM) {
         rebatch_oom_report report;
         cr_assert_eq(rebatch_pool_last_oom(&report, m->rig.pool), REBATCH_OK);
-        cr_assert_eq(report.asked_bytes, b.bytes);
-        cr_assert_lt(report.would_fit_bytes, b.rounded);
-        m->want.ooms++;
+        cr_assert_eq(report.asked_bytes, b.is.bytes);
+        cr_assert_lt(report.would_fit_bytes, b.is.rounded);
+        m->counts.want.ooms++;
         return;
     }
     cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
     b.address = pointer;
     cr_assert_eq((uintptr_t)pointer % REBATCH_POOL_ALIGNMENT, 0);
     for (size_t i = 0; i < m->count; i++) /* no overlap with any block in use */
-        cr_assert(b.address + b.rounded <= m->blocks[i].address ||
-                  m->blocks[i].address + m->blocks[i].rounded <= b.address);
+        cr_assert(b.address + b.is.rounded <= m->blocks[i].address ||
+                  m->blocks[i].address + m->blocks[i].is.rounded <= b.address);
     mark_block(m, &b, stream);
     forget_late(m, pointer);
+    count_alloc(&m->counts, &b.is);
     m->blocks[m->count++] = b;
-    m->births++;
-    m->want.allocations++;
-    m->want.blocks++;
-    m->want.live_bytes += b.rounded;
-    m->want.requested_bytes += b.bytes;
-    m->want.allocated_total_bytes += b.rounded;
-    m->tag_bytes[b.tag] += b.rounded;
-    if (m->want.live_bytes > m->want.live_peak_bytes)
-        m->want.live_peak_bytes = m->want.live_bytes;
-    if (m->want.blocks > m->want.blocks_peak)
-        m->want.blocks_peak = m->want.blocks;
-    for (size_t i = 0; i < m->depth; i++) {
-        struct model_scope *s = &m->scopes[i];
-        const int64_t live = (int64_t)m->want.live_bytes - s->live_at_begin;
-        s->peak = live > s->peak ? live : s->peak;
-        s->requested += b.bytes;
-        s->allocations++;
-        s->largest = b.rounded > s->largest ? b.rounded : s->largest;
-    }
 }
 
 static void do_free(struct model *m)
@@ -152,7 +115,7 @@ static void do_free(struct model *m)
         return;
     const size_t at = draw(&m->random) % m->count;
     struct model_block *b = &m->blocks[at];
-    if (b->deferred_in) {
+    if (b->is.deferred_in) {
         cr_assert_eq(rebatch_pool_free(m->rig.pool, b->address), REBATCH_E_INVALID);
         return;
     }
@@ -160,12 +123,8 @@ static void do_free(struct model *m)
         cr_assert_eq(rebatch_pool_free(m->rig.pool, b->address + 1), REBATCH_E_INVALID);
     check_marks_sometimes(m, at, 1);
     give(m->rig.pool, b->address);
-    if (m->depth && b->birth < m->scopes[m->depth - 1].first_birth) {
-        b->deferred_in = m->depth;
-        m->want.deferred_bytes += b->rounded;
-    } else {
+    if (count_free(&m->counts, &b->is))
         model_drop(m, at, false);
-    }
 }
 
 static void do_late_free(struct model *m)
@@ -173,56 +132,30 @@ static void do_late_free(struct model *m)
     if (m->late_count == 0)
         return;
     give(m->rig.pool, m->late[draw(&m->random) % m->late_count]);
-    m->want.late_frees++;
-}
-
-static void do_begin(struct model *m)
-{
-    if (m->depth == DEPTH)
-        return;
-    m->scopes[m->depth++] = (struct model_scope){
-        begin(m->rig.pool), m->births, (int64_t)m->want.live_bytes, 0, 0, 0, 0};
+    m->counts.want.late_frees++;
 }
 
 static void do_commit(struct model *m)
 {
-    if (m->depth == 0)
+    if (m->counts.depth == 0)
         return;
     check_marks_sometimes(m, 0, m->count);
-    m->depth--;
-    cr_assert_eq(rebatch_scope_commit(m->rig.pool, m->scopes[m->depth].handle), REBATCH_OK);
-    for (size_t i = m->count; i-- > 0;) {
-        struct model_block *b = &m->blocks[i];
-        if (b->deferred_in != m->depth + 1)
-            continue;
-        if (m->depth && b->birth < m->scopes[m->depth - 1].first_birth) {
-            b->deferred_in = m->depth;
-            continue;
-        }
-        m->want.deferred_bytes -= b->rounded;
-        model_drop(m, i, false);
-    }
+    count_commit(&m->counts, m->rig.pool);
+    for (size_t i = m->count; i-- > 0;)
+        if (count_is_gone_by_commit(&m->counts, &m->blocks[i].is))
+            model_drop(m, i, false);
 }
 
 static void do_rollback(struct model *m)
 {
-    if (m->depth == 0)
+    if (m->counts.depth == 0)
         return;
-    const size_t to = draw(&m->random) % m->depth;
-    const struct model_scope *s = &m->scopes[to];
+    const size_t to = draw(&m->random) % m->counts.depth;
     check_marks_sometimes(m, 0, m->count);
-    cr_assert_eq(rebatch_scope_rollback(m->rig.pool, s->handle), REBATCH_OK);
-    m->want.rollbacks += m->depth - to;
-    m->depth = to;
-    for (size_t i = m->count; i-- > 0;) {
-        struct model_block *b = &m->blocks[i];
-        if (b->deferred_in > to) {
-            b->deferred_in = 0;
-            m->want.deferred_bytes -= b->rounded;
-        }
-        if (b->birth >= s->first_birth)
+    count_rollback(&m->counts, m->rig.pool, to);
+    for (size_t i = m->count; i-- > 0;)
+        if (count_is_gone_by_rollback(&m->counts, &m->blocks[i].is))
             model_drop(m, i, true);
-    }
     if (m->late_count > LATE / 2) /* the model's own bound, not the pool's */
         m->late_count = 0;
 }
@@ -234,8 +167,8 @@ static void do_use_on(struct model *m)
     const struct model_block *b = &m->blocks[draw(&m->random) % m->count];
     const rebatch_stream stream = m->streams[draw(&m->random) % STREAMS];
     cr_assert_eq(rebatch_pool_use_on(m->rig.pool, b->address, stream),
-                 b->deferred_in ? REBATCH_E_INVALID : REBATCH_OK);
-    if (!b->deferred_in)
+                 b->is.deferred_in ? REBATCH_E_INVALID : REBATCH_OK);
+    if (!b->is.deferred_in)
         mark_block(m, b, stream);
 }
 
@@ -247,7 +180,8 @@ static void do_other(struct model *m)
         cr_assert_eq(rebatch_pool_trim(m->rig.pool, bytes, NULL), REBATCH_OK);
         break;
     case 1:
-        m->want.ooms += rebatch_pool_reserve(m->rig.pool, bytes, m->streams[0]) == REBATCH_OOM;
+        m->counts.want.ooms +=
+            rebatch_pool_reserve(m->rig.pool, bytes, m->streams[0]) == REBATCH_OOM;
         break;
     case 2:
         (void)rbi_pool_admit(m->rig.pool, bytes, m->streams[0]);
@@ -258,45 +192,6 @@ static void do_other(struct model *m)
     }
 }
 
-static void compare(struct model *m)
-{
-    const rebatch_pool_stats got = stats_of(m->rig.pool);
-#define SAME(name) cr_assert_eq(got.name, m->want.name, #name)
-    SAME(live_bytes);
-    SAME(live_peak_bytes);
-    SAME(requested_bytes);
-    SAME(deferred_bytes);
-    SAME(blocks);
-    SAME(blocks_peak);
-    SAME(allocations);
-    SAME(frees);
-    SAME(allocated_total_bytes);
-    SAME(freed_total_bytes);
-    SAME(ooms);
-    SAME(rollbacks);
-    SAME(rolled_back_blocks);
-    SAME(late_frees);
-#undef SAME
-    for (size_t i = 0; i < m->depth; i++) {
-        const struct model_scope *s = &m->scopes[i];
-        rebatch_scope_stats stats;
-        cr_assert_eq(rebatch_scope_get_stats(&stats, m->rig.pool, s->handle), REBATCH_OK);
-        cr_assert_eq(stats.live_bytes, (int64_t)m->want.live_bytes - s->live_at_begin);
-        cr_assert_eq(stats.peak_bytes, s->peak);
-        cr_assert_eq(stats.requested_bytes, s->requested);
-        cr_assert_eq(stats.allocations, s->allocations);
-        cr_assert_eq(stats.largest_bytes, s->largest);
-    }
-    for (rebatch_tag t = 0; t < TAGS; t++) {
-        rebatch_tag_usage usage;
-        cr_assert_eq(rebatch_pool_get_tag_usage(&usage, m->rig.pool, t), REBATCH_OK);
-        cr_assert_eq(usage.live_bytes, m->tag_bytes[t]);
-    }
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(m->rig.device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, got.reserved_bytes);
-}
-
 static void open_model(struct model *m, uint64_t seed, const rebatch_pool_options *options,
                        bool plain)
 {
@@ -305,22 +200,19 @@ static void open_model(struct model *m, uint64_t seed, const rebatch_pool_option
     m->rig = plain ? rig_open_plain(100, options) : rig_open(100, options);
     for (int i = 1; i < STREAMS; i++)
         cr_assert_eq(rebatch_stream_create(&m->streams[i], m->rig.device), REBATCH_OK);
-    for (int i = 1; i < TAGS; i++) {
-        const char name[2] = {(char)('a' + i), 0};
-        rebatch_tag tag;
-        cr_assert_eq(rebatch_pool_tag(&tag, m->rig.pool, name), REBATCH_OK);
-    }
+    count_make_tags(m->rig.pool);
 }
 
 static void close_model(struct model *m)
 {
-    while (m->depth)
+    while (m->counts.depth)
         do_commit(m);
     while (m->count) {
         give(m->rig.pool, m->blocks[0].address);
+        cr_assert(count_free(&m->counts, &m->blocks[0].is));
         model_drop(m, 0, false);
     }
-    compare(m);
+    count_compare(&m->counts, m->rig.pool, 0);
     cr_assert_eq(rebatch_pool_trim(m->rig.pool, 0, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(m->rig.pool).reserved_bytes, 0);
     rig_close(&m->rig);
@@ -338,7 +230,7 @@ static void run_model(uint64_t seed, int calls, const rebatch_pool_options *opti
         else if (kind < 840)
             do_free(m);
         else if (kind < 880)
-            do_begin(m);
+            count_begin(&m->counts, m->rig.pool);
         else if (kind < 910)
             do_commit(m);
         else if (kind < 925)
@@ -350,7 +242,7 @@ static void run_model(uint64_t seed, int calls, const rebatch_pool_options *opti
         else
             do_other(m);
         if (n % 50 == 0) {
-            compare(m);
+            count_compare(&m->counts, m->rig.pool, 0);
             assert_valid(m->rig.pool);
         }
     }

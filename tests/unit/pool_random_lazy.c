@@ -6,24 +6,15 @@
 #include <stdlib.h>
 
 #include "unit/lazy_device.h"
+#include "unit/pool_count.h"
 #include "unit/pool_help.h"
 
-enum { MOST = 256, DEPTH = 8, STREAMS = 4, TAGS = 5, LATE = 64, GRANULES = 100 };
+enum { MOST = 256, STREAMS = 4, LATE = 64, GRANULES = 100 };
 
 struct block {
     char *address;
-    size_t bytes, rounded;
-    uint64_t birth;
-    size_t deferred_in; /* depth of the scope in which its free waits; 0: none */
-    rebatch_tag tag;
+    struct counted is;
     size_t at; /* its place in `all` */
-};
-
-struct scope {
-    rebatch_scope handle;
-    uint64_t first_birth;
-    int64_t live_at_begin, peak;
-    uint64_t requested, allocations, largest;
 };
 
 /* How a run differs from others. */
@@ -45,13 +36,11 @@ struct model {
     struct block blocks[MOST];
     struct block *spare[MOST], *all[MOST], *sorted[MOST]; /* sorted by address */
     size_t count;
-    struct scope scopes[DEPTH];
-    size_t depth;
+    struct count counts;
     const void *late[LATE]; /* the last ones that were taken back and not given out again */
     size_t late_at;
-    uint64_t births, tag_bytes[TAGS], hash;
+    uint64_t hash;
     size_t limit, capacity;
-    rebatch_pool_stats want; /* those that the model knows */
 };
 
 static size_t below(struct model *m, size_t most)
@@ -90,8 +79,8 @@ static size_t rank(const struct model *m, const char *address)
 static void model_add(struct model *m, const struct block *b)
 {
     const size_t at = rank(m, b->address);
-    cr_assert(at == 0 || m->sorted[at - 1]->address + m->sorted[at - 1]->rounded <= b->address);
-    cr_assert(at == m->count || b->address + b->rounded <= m->sorted[at]->address);
+    cr_assert(at == 0 || m->sorted[at - 1]->address + m->sorted[at - 1]->is.rounded <= b->address);
+    cr_assert(at == m->count || b->address + b->is.rounded <= m->sorted[at]->address);
     struct block *mine = m->spare[m->count];
     *mine = *b;
     mine->at = m->count;
@@ -110,39 +99,12 @@ static void model_remove(struct model *m, struct block *b)
     m->spare[m->count] = b;
 }
 
+/* It is gone, taken back by a rollback or freed. */
 static void model_drop(struct model *m, struct block *b, bool rolled_back)
 {
-    m->want.live_bytes -= b->rounded;
-    m->want.requested_bytes -= b->bytes;
-    m->want.blocks--;
-    m->want.freed_total_bytes += b->rounded;
-    m->tag_bytes[b->tag] -= b->rounded;
-    m->want.frees += !rolled_back;
-    m->want.rolled_back_blocks += rolled_back;
     if (rolled_back)
         m->late[m->late_at++ % LATE] = b->address;
     model_remove(m, b);
-}
-
-static void model_count(struct model *m, const struct block *b)
-{
-    m->births++;
-    m->want.allocations++;
-    m->want.blocks++;
-    m->want.live_bytes += b->rounded;
-    m->want.requested_bytes += b->bytes;
-    m->want.allocated_total_bytes += b->rounded;
-    m->tag_bytes[b->tag] += b->rounded;
-    m->want.live_peak_bytes = rbi_max(m->want.live_peak_bytes, m->want.live_bytes);
-    m->want.blocks_peak = rbi_max(m->want.blocks_peak, m->want.blocks);
-    for (size_t i = 0; i < m->depth; i++) {
-        struct scope *s = &m->scopes[i];
-        const int64_t live = (int64_t)m->want.live_bytes - s->live_at_begin;
-        s->peak = live > s->peak ? live : s->peak;
-        s->requested += b->bytes;
-        s->allocations++;
-        s->largest = rbi_max(s->largest, b->rounded);
-    }
 }
 
 /* ---- calls ---- */
@@ -163,7 +125,7 @@ static size_t count_free_granules(const struct model *m)
     for (size_t i = 0; i < m->count; i++) {
         const uintptr_t from = (uintptr_t)m->sorted[i]->address / GRANULE;
         const uintptr_t to =
-            ((uintptr_t)m->sorted[i]->address + m->sorted[i]->rounded - 1) / GRANULE;
+            ((uintptr_t)m->sorted[i]->address + m->sorted[i]->is.rounded - 1) / GRANULE;
         const uintptr_t first = from > end ? from : end;
         taken += to + 1 > first ? to + 1 - first : 0;
         end = to + 1 > end ? to + 1 : end;
@@ -179,54 +141,51 @@ static void check_oom(struct model *m, const struct block *b)
     const rebatch_pool_options *o = &m->kind->options;
     rebatch_oom_report report;
     cr_assert_eq(rebatch_pool_last_oom(&report, m->pool), REBATCH_OK);
-    cr_assert_eq(report.asked_bytes, b->bytes);
+    cr_assert_eq(report.asked_bytes, b->is.bytes);
     /* Beyond max_split a larger request may be served where a smaller one is not. */
     if (o->guard != REBATCH_ON && !(m->kind->plain && o->max_split_bytes))
-        cr_assert_lt(report.would_fit_bytes, b->rounded);
+        cr_assert_lt(report.would_fit_bytes, b->is.rounded);
     if (!m->kind->plain && o->caching != REBATCH_OFF && o->guard != REBATCH_ON &&
         !o->ballast_bytes && !o->max_split_bytes && !o->headroom_bytes)
-        cr_assert_lt(count_free_granules(m), (b->rounded + GRANULE - 1) / GRANULE,
-                     "%zu bytes are refused, and %zu granules are free", b->bytes,
+        cr_assert_lt(count_free_granules(m), (b->is.rounded + GRANULE - 1) / GRANULE,
+                     "%zu bytes are refused, and %zu granules are free", b->is.bytes,
                      count_free_granules(m));
-    m->want.ooms++;
+    m->counts.want.ooms++;
 }
 
 static void do_alloc(struct model *m)
 {
     if (m->count == MOST)
         return;
-    struct block b = {NULL, draw_size(m), 0, 0, 0, (rebatch_tag)below(m, TAGS), 0};
-    b.rounded = round_up(m, b.bytes);
+    struct block b = {.is.bytes = draw_size(m)};
+    b.is.tag = (rebatch_tag)below(m, COUNT_TAGS);
+    b.is.rounded = round_up(m, b.is.bytes);
     const rebatch_stream stream = m->streams[below(m, STREAMS)];
     void *pointer;
-    const rebatch_status status = rebatch_pool_alloc(&pointer, m->pool, b.bytes, stream, b.tag);
+    const rebatch_status status =
+        rebatch_pool_alloc(&pointer, m->pool, b.is.bytes, stream, b.is.tag);
     if (status == REBATCH_OOM) {
         check_oom(m, &b);
         return;
     }
     cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
     b.address = pointer;
-    b.birth = m->births;
     cr_assert_eq((uintptr_t)pointer % REBATCH_POOL_ALIGNMENT, 0);
     m->hash = (m->hash ^ (uintptr_t)pointer) * UINT64_C(0x100000001b3);
-    lazy_check_fresh(stream, pointer, b.rounded);
-    lazy_use(stream, pointer, b.rounded);
+    lazy_check_fresh(stream, pointer, b.is.rounded);
+    lazy_use(stream, pointer, b.is.rounded);
     for (size_t i = 0; i < LATE; i++)
         if (m->late[i] == pointer)
             m->late[i] = NULL;
+    count_alloc(&m->counts, &b.is);
     model_add(m, &b);
-    model_count(m, &b);
 }
 
 static void free_block(struct model *m, struct block *b)
 {
     give(m->pool, b->address);
-    if (m->depth && b->birth < m->scopes[m->depth - 1].first_birth) {
-        b->deferred_in = m->depth;
-        m->want.deferred_bytes += b->rounded;
-    } else {
+    if (count_free(&m->counts, &b->is))
         model_drop(m, b, false);
-    }
 }
 
 static void do_free(struct model *m)
@@ -234,7 +193,7 @@ static void do_free(struct model *m)
     if (m->count == 0)
         return;
     struct block *b = m->all[below(m, m->count)];
-    if (b->deferred_in) {
+    if (b->is.deferred_in) {
         assert_refused(rebatch_pool_free(m->pool, b->address), REBATCH_E_INVALID, "freed already");
         return;
     }
@@ -249,54 +208,27 @@ static void do_late_free(struct model *m)
     if (!late)
         return;
     cr_assert_eq(rebatch_pool_free(m->pool, (void *)(uintptr_t)late), REBATCH_OK);
-    m->want.late_frees++;
-}
-
-static void do_begin(struct model *m)
-{
-    if (m->depth == DEPTH)
-        return;
-    m->scopes[m->depth++] =
-        (struct scope){begin(m->pool), m->births, (int64_t)m->want.live_bytes, 0, 0, 0, 0};
+    m->counts.want.late_frees++;
 }
 
 static void do_commit(struct model *m)
 {
-    if (m->depth == 0)
+    if (m->counts.depth == 0)
         return;
-    m->depth--;
-    cr_assert_eq(rebatch_scope_commit(m->pool, m->scopes[m->depth].handle), REBATCH_OK);
-    for (size_t i = m->count; i-- > 0;) {
-        struct block *b = m->all[i];
-        if (b->deferred_in != m->depth + 1)
-            continue;
-        if (m->depth && b->birth < m->scopes[m->depth - 1].first_birth) {
-            b->deferred_in = m->depth;
-            continue;
-        }
-        m->want.deferred_bytes -= b->rounded;
-        model_drop(m, b, false);
-    }
+    count_commit(&m->counts, m->pool);
+    for (size_t i = m->count; i-- > 0;)
+        if (count_is_gone_by_commit(&m->counts, &m->all[i]->is))
+            model_drop(m, m->all[i], false);
 }
 
 static void do_rollback(struct model *m)
 {
-    if (m->depth == 0)
+    if (m->counts.depth == 0)
         return;
-    const size_t to = below(m, m->depth);
-    const uint64_t first_birth = m->scopes[to].first_birth;
-    cr_assert_eq(rebatch_scope_rollback(m->pool, m->scopes[to].handle), REBATCH_OK);
-    m->want.rollbacks += m->depth - to;
-    m->depth = to;
-    for (size_t i = m->count; i-- > 0;) {
-        struct block *b = m->all[i];
-        if (b->deferred_in > to) {
-            b->deferred_in = 0;
-            m->want.deferred_bytes -= b->rounded;
-        }
-        if (b->birth >= first_birth)
-            model_drop(m, b, true);
-    }
+    count_rollback(&m->counts, m->pool, below(m, m->counts.depth));
+    for (size_t i = m->count; i-- > 0;)
+        if (count_is_gone_by_rollback(&m->counts, &m->all[i]->is))
+            model_drop(m, m->all[i], true);
 }
 
 static void do_use_on(struct model *m)
@@ -306,9 +238,9 @@ static void do_use_on(struct model *m)
     const struct block *b = m->all[below(m, m->count)];
     const rebatch_stream stream = m->streams[below(m, STREAMS)];
     cr_assert_eq(rebatch_pool_use_on(m->pool, b->address, stream),
-                 b->deferred_in ? REBATCH_E_INVALID : REBATCH_OK);
-    if (!b->deferred_in)
-        lazy_use(stream, b->address, b->rounded);
+                 b->is.deferred_in ? REBATCH_E_INVALID : REBATCH_OK);
+    if (!b->is.deferred_in)
+        lazy_use(stream, b->address, b->is.rounded);
 }
 
 /* A stream goes, and another one comes, which may have the same handle. */
@@ -344,7 +276,7 @@ static void do_other(struct model *m)
         cr_assert_eq(rebatch_pool_trim(m->pool, bytes, NULL), REBATCH_OK);
         break;
     case 2:
-        m->want.ooms += rebatch_pool_reserve(m->pool, bytes, stream) == REBATCH_OOM;
+        m->counts.want.ooms += rebatch_pool_reserve(m->pool, bytes, stream) == REBATCH_OOM;
         break;
     case 3:
         (void)rbi_pool_admit(m->pool, bytes, stream);
@@ -365,9 +297,9 @@ static size_t give_up(size_t wanted_bytes, void *user)
     (void)wanted_bytes;
     for (int n = 0; n < 2 && m->count > 0; n++) {
         struct block *b = m->all[below(m, m->count)];
-        if (b->deferred_in || (m->depth && b->birth < m->scopes[m->depth - 1].first_birth))
+        if (b->is.deferred_in || count_must_wait(&m->counts, &b->is))
             continue;
-        given += b->rounded;
+        given += b->is.rounded;
         free_block(m, b);
     }
     return given;
@@ -376,49 +308,10 @@ static size_t give_up(size_t wanted_bytes, void *user)
 /* ---- running ---- */
 
 /* What is free in caches counts as live when a peak rises. */
-static bool is_peak(const struct model *m, int64_t got, int64_t want, size_t beyond)
+static void compare(const struct model *m)
 {
-    return want <= got && got <= want + (int64_t)beyond * m->kind->threads;
-}
-
-static void compare(struct model *m)
-{
-    const rebatch_pool_stats got = stats_of(m->pool);
-    const size_t beyond = RBI_TCACHE_GRANULES_MOST * GRANULE + RBI_TCACHE_BLOCK_MOST;
-#define SAME(name) cr_assert_eq(got.name, m->want.name, #name)
-    SAME(live_bytes);
-    SAME(requested_bytes);
-    SAME(deferred_bytes);
-    SAME(blocks);
-    SAME(allocations);
-    SAME(frees);
-    SAME(allocated_total_bytes);
-    SAME(freed_total_bytes);
-    SAME(ooms);
-    SAME(rollbacks);
-    SAME(rolled_back_blocks);
-    SAME(late_frees);
-#undef SAME
-    cr_assert(is_peak(m, (int64_t)got.live_peak_bytes, (int64_t)m->want.live_peak_bytes, beyond));
-    cr_assert(is_peak(m, (int64_t)got.blocks_peak, (int64_t)m->want.blocks_peak, beyond / UNIT));
-    for (size_t i = 0; i < m->depth; i++) {
-        const struct scope *s = &m->scopes[i];
-        rebatch_scope_stats stats;
-        cr_assert_eq(rebatch_scope_get_stats(&stats, m->pool, s->handle), REBATCH_OK);
-        cr_assert_eq(stats.live_bytes, (int64_t)m->want.live_bytes - s->live_at_begin);
-        cr_assert(is_peak(m, stats.peak_bytes, s->peak, beyond));
-        cr_assert_eq(stats.requested_bytes, s->requested);
-        cr_assert_eq(stats.allocations, s->allocations);
-        cr_assert_eq(stats.largest_bytes, s->largest);
-    }
-    for (rebatch_tag t = 0; t < TAGS; t++) {
-        rebatch_tag_usage usage;
-        cr_assert_eq(rebatch_pool_get_tag_usage(&usage, m->pool, t), REBATCH_OK);
-        cr_assert_eq(usage.live_bytes, m->tag_bytes[t]);
-    }
-    rebatch_memory_info info;
-    cr_assert_eq(rebatch_device_memory(m->device, &info), REBATCH_OK);
-    cr_assert_eq(info.used_bytes, got.reserved_bytes);
+    const size_t a_cache = RBI_TCACHE_GRANULES_MOST * GRANULE + RBI_TCACHE_BLOCK_MOST;
+    count_compare(&m->counts, m->pool, a_cache * (size_t)m->kind->threads);
 }
 
 static struct model *open_model(uint64_t seed, const struct kind *kind)
@@ -436,11 +329,7 @@ static struct model *open_model(uint64_t seed, const struct kind *kind)
         m->spare[i] = &m->blocks[i];
     for (int i = 1; i < STREAMS; i++)
         cr_assert_eq(rebatch_stream_create(&m->streams[i], m->device), REBATCH_OK);
-    for (int i = 1; i < TAGS; i++) {
-        const char name[2] = {(char)('a' + i), 0};
-        rebatch_tag tag;
-        cr_assert_eq(rebatch_pool_tag(&tag, m->pool, name), REBATCH_OK);
-    }
+    count_make_tags(m->pool);
     if (kind->pressure)
         cr_assert_eq(rebatch_pool_add_pressure(m->pool, give_up, m), REBATCH_OK);
     if (kind->threads)
@@ -450,7 +339,7 @@ static struct model *open_model(uint64_t seed, const struct kind *kind)
 
 static void close_model(struct model *m)
 {
-    while (m->depth)
+    while (m->counts.depth)
         do_commit(m);
     while (m->count)
         free_block(m, m->all[0]);
@@ -477,7 +366,7 @@ static void call(struct model *m)
     else if (kind < 850)
         do_free(m);
     else if (kind < 875)
-        do_begin(m);
+        count_begin(&m->counts, m->pool);
     else if (kind < 893)
         do_commit(m);
     else if (kind < 903)

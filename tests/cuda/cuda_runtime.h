@@ -1,0 +1,38 @@
+/* What rebatch/wrap.h needs of CUDA's runtime, under its name, so that the header can be compiled
+ * and tested without CUDA. Who is linked with it defines the functions. Values are CUDA's. */
+#ifndef CUDA_RUNTIME_STANDIN_H
+#define CUDA_RUNTIME_STANDIN_H
+
+#include <stddef.h>
+
+typedef enum cudaError {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorNoDevice = 100,
+    cudaErrorLaunchFailure = 719,
+    cudaErrorNotSupported = 801,
+    cudaErrorUnknown = 999
+} cudaError_t;
+
+typedef struct CUstream_st *cudaStream_t;
+typedef struct CUmemPoolHandle_st *cudaMemPool_t;
+#define cudaStreamPerThread ((cudaStream_t)0x2)
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaGetLastError(void);
+cudaError_t cudaMalloc(void **out, size_t bytes);
+cudaError_t cudaFree(void *pointer);
+cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream);
+cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream);
+cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t pool,
+                                    cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,44 @@
+/* What the fault tests share: a host device behind one that fails, and plans for it. Must not know
+ * what runs on it. */
+#ifndef FAULT_COMMON_H
+#define FAULT_COMMON_H
+
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+
+/* From the `nth` call of these kinds on, `times` calls answer `status`. */
+static inline rebatch_fault_plan fault_plan(uint32_t calls, rebatch_status status, uint64_t nth,
+                                            uint64_t times)
+{
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.calls = calls;
+    plan.nth = nth;
+    plan.times = times;
+    plan.status = status;
+    return plan;
+}
+
+static inline void fault_arm(rebatch_device *device, const rebatch_fault_plan *plan)
+{
+    cr_assert_eq(rebatch_fault_arm(device, plan), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+static inline void fault_open(rebatch_device **host, rebatch_device **device, size_t capacity_bytes)
+{
+    cr_assert_eq(rebatch_device_open_host(host, capacity_bytes, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(device, *host, NULL), REBATCH_OK);
+}
+
+/* Nothing has leaked. Devices that were not opened are NULL. */
+static inline void fault_close(rebatch_device *host, rebatch_device *device)
+{
+    rebatch_memory_info info = {0};
+    if (host)
+        cr_assert_eq(rebatch_device_memory(host, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0, "%zu bytes leaked", info.used_bytes);
+    rebatch_device_close(device);
+    rebatch_device_close(host);
+}
+
+#endif

@@ -1,0 +1,559 @@
+/* Owns the tests of rebatch/wrap.h and rebatch/current.h, over a stand-in for CUDA's runtime and a
+ * host device, whose streams lag as the tests want. Must not know more of the library than its
+ * public headers say. */
+#include <criterion/criterion.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "rebatch/rebatch.h"
+#include "rebatch/wrap.h"
+#include "wrap_trainer.h"
+
+#define MIB ((size_t)1 << 20)
+#define ROOM_BYTES (64 * MIB)
+
+/* ---- the stand-in ---- */
+
+static struct {
+    unsigned mallocs, frees; /* calls of CUDA's own, the Async ones included */
+    int gpu;                 /* the current one; -1: the host device, which is no GPU */
+} runtime = {.gpu = -1};
+
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = runtime.gpu;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError(void)
+{
+    return cudaSuccess;
+}
+
+/* In parentheses these are no macros. */
+cudaError_t(cudaMalloc)(void **out, size_t bytes)
+{
+    runtime.mallocs++;
+    *out = malloc(bytes);
+    return *out ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+cudaError_t(cudaFree)(void *pointer)
+{
+    runtime.frees++;
+    free(pointer);
+    return cudaSuccess;
+}
+
+cudaError_t(cudaMallocAsync)(void **out, size_t bytes, cudaStream_t stream)
+{
+    (void)stream;
+    return (cudaMalloc)(out, bytes);
+}
+
+cudaError_t(cudaFreeAsync)(void *pointer, cudaStream_t stream)
+{
+    (void)stream;
+    return (cudaFree)(pointer);
+}
+
+cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t pool,
+                                    cudaStream_t stream)
+{
+    (void)pool;
+    return (cudaMallocAsync)(out, bytes, stream);
+}
+
+/* ---- the rig ---- */
+
+struct rig {
+    rebatch_device *device;
+    rebatch_stream own, other; /* the session's, and one that it does not know */
+    rebatch *rb;
+};
+
+static void rig_open(struct rig *rig)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    cr_assert_eq(rebatch_device_open_host(&rig->device, ROOM_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_stream_create(&rig->own, rig->device), REBATCH_OK);
+    cr_assert_eq(rebatch_stream_create(&rig->other, rig->device), REBATCH_OK);
+    options.stream = rig->own;
+    cr_assert_eq(rebatch_open(&rig->rb, rig->device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_set_current(rig->rb), REBATCH_OK);
+}
+
+static void rig_close(struct rig *rig)
+{
+    rebatch_close(rig->rb);
+    cr_assert_null(rebatch_get_current(), "a session that is gone is still the process's");
+    rebatch_stream_destroy(rig->device, rig->own);
+    rebatch_stream_destroy(rig->device, rig->other);
+    rebatch_device_close(rig->device);
+}
+
+static uint64_t live_bytes(const struct rig *rig)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(rig->rb)), REBATCH_OK);
+    return stats.live_bytes;
+}
+
+/* Work on a stream that does not end before somebody opens its gate. */
+struct work {
+    sem_t gate;
+    atomic_int done;
+    pthread_t opener;
+};
+
+static void run_work(void *user)
+{
+    struct work *work = user;
+    (void)sem_wait(&work->gate);
+    atomic_store(&work->done, 1);
+}
+
+static void enqueue_work(struct work *work, const struct rig *rig, rebatch_stream stream)
+{
+    cr_assert_eq(sem_init(&work->gate, 0, 0), 0);
+    atomic_store(&work->done, 0);
+    cr_assert_eq(rebatch_stream_call(rig->device, stream, run_work, work), REBATCH_OK);
+}
+
+static void *open_later(void *user)
+{
+    const struct timespec some_time = {.tv_nsec = 5000000};
+    (void)nanosleep(&some_time, NULL);
+    (void)sem_post(&((struct work *)user)->gate);
+    return NULL;
+}
+
+/* The gate opens while this thread waits, or does not. */
+static void end_work_later(struct work *work)
+{
+    cr_assert_eq(pthread_create(&work->opener, NULL, open_later, work), 0);
+}
+
+static void check_waited(struct work *work)
+{
+    cr_assert(atomic_load(&work->done), "the work was not waited for");
+    cr_assert_eq(pthread_join(work->opener, NULL), 0);
+}
+
+static cudaStream_t as_cuda(rebatch_stream stream)
+{
+    return (cudaStream_t)(void *)stream;
+}
+
+/* ---- where memory comes from ---- */
+
+Test(wrap, allocations_are_the_pools)
+{
+    struct rig rig;
+    rig_open(&rig);
+    void *a, *b;
+    cr_assert_eq(cudaMalloc(&a, MIB), cudaSuccess);
+    cr_assert_eq(cudaMallocAsync(&b, 2 * MIB, as_cuda(rig.other)), cudaSuccess);
+    cr_assert_eq(live_bytes(&rig), 3 * MIB);
+    cr_assert_eq(cudaFree(a), cudaSuccess);
+    cr_assert_eq(cudaFreeAsync(b, as_cuda(rig.other)), cudaSuccess);
+    cr_assert_eq(cudaFree(NULL), cudaSuccess);
+    cr_assert_eq(cudaFreeAsync(NULL, NULL), cudaSuccess);
+    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(runtime.mallocs + runtime.frees, 0);
+    rig_close(&rig);
+}
+
+Test(wrap, without_a_session_they_are_cudas_own)
+{
+    struct rig rig;
+    void *a, *b;
+    cr_assert_eq(cudaMalloc(&a, 100), cudaSuccess);
+    cr_assert_eq(cudaMallocAsync(&b, 100, NULL), cudaSuccess);
+    rig_open(&rig);
+    cr_assert_eq(cudaFree(a), cudaSuccess); /* what came before is freed there, too */
+    cr_assert_eq(cudaFreeAsync(b, NULL), cudaSuccess);
+    cr_assert_eq(runtime.mallocs, 2);
+    cr_assert_eq(runtime.frees, 2);
+    rig_close(&rig);
+    cr_assert_eq(cudaMalloc(&a, 100), cudaSuccess);
+    cr_assert_eq(cudaFree(a), cudaSuccess);
+    cr_assert_eq(runtime.mallocs, 3);
+    cr_assert_eq(runtime.frees, 3);
+}
+
+Test(wrap, with_another_gpu_current_they_are_cudas_own)
+{
+    struct rig rig;
+    rig_open(&rig);
+    void *ours, *a, *b;
+    cr_assert_eq(cudaMalloc(&ours, MIB), cudaSuccess);
+    runtime.gpu = 1;
+    cr_assert_eq(cudaMalloc(&a, 100), cudaSuccess);
+    cr_assert_eq(cudaMallocAsync(&b, 100, NULL), cudaSuccess);
+    cr_assert_eq(runtime.mallocs, 2);
+    cr_assert_eq(cudaFree(ours), cudaSuccess); /* whichever is current, as CUDA has it */
+    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(cudaFree(a), cudaSuccess);
+    cr_assert_eq(cudaFreeAsync(b, NULL), cudaSuccess);
+    cr_assert_eq(runtime.frees, 2);
+    rig_close(&rig);
+}
+
+Test(wrap, in_parentheses_they_are_cudas_own)
+{
+    struct rig rig;
+    rig_open(&rig);
+    void *a;
+    cr_assert_eq((cudaMalloc)(&a, 100), cudaSuccess);
+    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq((cudaFree)(a), cudaSuccess);
+    cr_assert_eq(runtime.mallocs, 1);
+    cr_assert_eq(runtime.frees, 1);
+    rig_close(&rig);
+}
+
+Test(wrap, what_does_not_fit_is_cudas_code_and_rebatchs_sentence)
+{
+    struct rig rig;
+    rig_open(&rig);
+    void *a = &rig, *b = &rig;
+    cr_assert_eq(cudaMalloc(&a, 2 * ROOM_BYTES), cudaErrorMemoryAllocation);
+    cr_assert_null(a);
+    cr_assert_str_neq(rebatch_last_error(), "");
+    cr_assert_eq(cudaMallocAsync(&b, 2 * ROOM_BYTES, NULL), cudaErrorMemoryAllocation);
+    cr_assert_null(b);
+    cr_assert_eq(cudaMalloc(&a, 0), cudaSuccess);
+    cr_assert_null(a);
+    rig_close(&rig);
+}
+
+Test(wrap, a_code_means_the_status_that_it_came_from)
+{
+    static const rebatch_status same[] = {
+        REBATCH_OK,       REBATCH_OOM,           REBATCH_E_INVALID,    REBATCH_E_NO_DEVICE,
+        REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST, REBATCH_E_UNSUPPORTED};
+    for (size_t i = 0; i < sizeof same / sizeof *same; i++)
+        cr_assert_eq(rebatch_from_cuda(NULL, (int)rebatch_wrap_code(same[i])), same[i]);
+    cr_assert_eq(rebatch_wrap_code(REBATCH_E_EXHAUSTED), cudaErrorMemoryAllocation);
+    cr_assert_eq(rebatch_wrap_code(REBATCH_E_TORN), cudaErrorMemoryAllocation);
+    cr_assert_eq(rebatch_wrap_code(REBATCH_E_HOST_OOM), cudaErrorUnknown); /* it is no OOM */
+}
+
+/* ---- who waits for whom ---- */
+
+Test(wrap, a_free_waits_for_every_stream)
+{
+    struct rig rig;
+    rig_open(&rig);
+    for (int i = 0; i < 3; i++) {
+        struct work work;
+        void *a;
+        cr_assert_eq(cudaMalloc(&a, MIB), cudaSuccess);
+        enqueue_work(&work, &rig, i == 0 ? rig.own : rig.other);
+        end_work_later(&work);
+        cr_assert_eq(i < 2 ? cudaFree(a) : cudaFreeAsync(a, cudaStreamPerThread), cudaSuccess);
+        check_waited(&work);
+    }
+    cr_assert_eq(live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
+Test(wrap, a_free_on_a_stream_does_not_wait_and_what_comes_from_it_does)
+{
+    struct rig rig;
+    rig_open(&rig);
+    struct work work;
+    void *a, *b, *c;
+    cr_assert_eq(cudaMallocAsync(&a, MIB, as_cuda(rig.own)), cudaSuccess);
+    enqueue_work(&work, &rig, rig.own);
+    cr_assert_eq(cudaFreeAsync(a, as_cuda(rig.own)), cudaSuccess);
+    cr_assert_not(atomic_load(&work.done)); /* its gate is closed */
+    cr_assert_eq(cudaMallocAsync(&b, MIB, as_cuda(rig.own)), cudaSuccess);
+    cr_assert_eq(b, a, "the stream itself may have it at once");
+    cr_assert_eq(cudaFreeAsync(b, as_cuda(rig.own)), cudaSuccess);
+    end_work_later(&work);
+    cr_assert_eq(cudaMalloc(&c, MIB), cudaSuccess);
+    cr_assert_eq(c, a);
+    check_waited(&work); /* any stream may use `c` now */
+    cr_assert_eq(cudaFree(c), cudaSuccess);
+    rig_close(&rig);
+}
+
+Test(wrap, a_block_that_is_freed_on_another_stream_waits_for_that)
+{
+    struct rig rig;
+    rig_open(&rig);
+    struct work work;
+    void *a, *b;
+    cr_assert_eq(cudaMalloc(&a, ROOM_BYTES), cudaSuccess); /* all that there is */
+    enqueue_work(&work, &rig, rig.other);
+    cr_assert_eq(cudaFreeAsync(a, as_cuda(rig.other)), cudaSuccess);
+    end_work_later(&work);
+    cr_assert_eq(cudaMalloc(&b, ROOM_BYTES), cudaSuccess);
+    check_waited(&work);
+    cr_assert_eq(cudaFree(b), cudaSuccess);
+    rig_close(&rig);
+}
+
+/* ---- steps ---- */
+
+static void check(cudaError_t code)
+{
+    if (code == cudaSuccess)
+        return;
+    rebatch_escape_on_oom((int)code);
+    cr_assert_fail("check() ends the program: code %d", (int)code);
+}
+
+struct lagging {
+    const struct rig *rig;
+    struct work work;
+    void *kept; /* from the first attempt, which is taken back */
+    unsigned attempts;
+};
+
+static rebatch_status nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status lag_and_fail_once(const rebatch_microbatch *mb, void *user)
+{
+    struct lagging *lagging = user;
+    (void)mb;
+    if (lagging->attempts++ == 0) {
+        void *more;
+        check(cudaMalloc(&lagging->kept, MIB));
+        enqueue_work(&lagging->work, lagging->rig, lagging->rig->other);
+        end_work_later(&lagging->work);
+        check(cudaMalloc(&more, 2 * ROOM_BYTES));
+    }
+    if (lagging->attempts == 2) {
+        check_waited(&lagging->work);
+        check(cudaFree(lagging->kept)); /* late, and no error */
+    }
+    return REBATCH_OK;
+}
+
+Test(wrap, an_attempt_is_taken_back_when_no_stream_is_at_work)
+{
+    struct rig rig;
+    rig_open(&rig);
+    struct lagging lagging = {.rig = &rig};
+    const rebatch_step_ops ops = {
+        sizeof ops, nothing, lag_and_fail_once, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    rebatch_step_report report;
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &lagging, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_assert_eq(report.ooms, 1);
+    cr_assert_eq(lagging.attempts, 3);
+    cr_assert_eq(runtime.frees, 0);
+    cr_assert_eq(live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
+static rebatch_status lag_and_give_up(const rebatch_microbatch *mb, void *user)
+{
+    struct lagging *lagging = user;
+    (void)mb;
+    check(cudaMalloc(&lagging->kept, MIB));
+    enqueue_work(&lagging->work, lagging->rig, lagging->rig->other);
+    end_work_later(&lagging->work);
+    return REBATCH_E_USER;
+}
+
+Test(wrap, so_is_one_that_fails_for_another_reason)
+{
+    struct rig rig;
+    rig_open(&rig);
+    struct lagging lagging = {.rig = &rig};
+    const rebatch_step_ops ops = {
+        sizeof ops, nothing, lag_and_give_up, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &lagging, NULL), REBATCH_E_USER);
+    check_waited(&lagging.work);
+    cr_assert_eq(live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
+static void *escape_there(void *user)
+{
+    rebatch_escape_on_oom(cudaErrorMemoryAllocation);
+    return user;
+}
+
+static rebatch_status escape_for_nothing(const rebatch_microbatch *mb, void *user)
+{
+    unsigned *came_back = user;
+    pthread_t thread;
+    void *answer = NULL;
+    (void)mb;
+    rebatch_escape_on_oom(cudaSuccess);
+    rebatch_escape_on_oom(cudaErrorInvalidValue); /* the check's to answer */
+    cr_assert_eq(pthread_create(&thread, NULL, escape_there, user), 0);
+    cr_assert_eq(pthread_join(thread, &answer), 0);
+    cr_assert_eq(answer, user);
+    ++*came_back;
+    return REBATCH_OK;
+}
+
+Test(wrap, what_is_no_oom_of_a_step_comes_back)
+{
+    struct rig rig;
+    rebatch_escape_on_oom(cudaErrorMemoryAllocation); /* no session */
+    rig_open(&rig);
+    rebatch_clear_error();
+    rebatch_escape_on_oom(cudaErrorMemoryAllocation); /* no step */
+    cr_assert_str_eq(rebatch_last_error(), "", "what was said before is still there");
+    unsigned came_back = 0;
+    const rebatch_step_ops ops = {
+        sizeof ops, nothing, escape_for_nothing, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &came_back, NULL), REBATCH_OK);
+    cr_assert_eq(came_back, 1);
+    rig_close(&rig);
+}
+
+Test(wrap, a_process_has_one_session)
+{
+    struct rig rig;
+    rebatch *second;
+    rig_open(&rig);
+    cr_assert_eq(rebatch_set_current(rig.rb), REBATCH_OK); /* it is that already */
+    cr_assert_eq(rebatch_open(&second, rig.device, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_set_current(second), REBATCH_E_STATE);
+    cr_assert_eq(rebatch_get_current(), rig.rb);
+    rebatch_close(second);
+    cr_assert_eq(rebatch_get_current(), rig.rb, "another session's end ended it");
+    rig_close(&rig);
+}
+
+Test(wrap, what_cannot_be_opened_leaves_nothing_open)
+{
+    cr_assert_eq(rebatch_wrap_open(NULL), cudaErrorNoDevice); /* no GPU has the ordinal -1 */
+    cr_assert_null(rebatch_get_current());
+    rebatch_wrap_close();
+    void *a;
+    cr_assert_eq(cudaMalloc(&a, 100), cudaSuccess);
+    cr_assert_eq(runtime.mallocs, 1);
+    cr_assert_eq(cudaFree(a), cudaSuccess);
+}
+
+Test(wrap, wrong_arguments_are_refused)
+{
+    struct rig rig;
+    rig_open(&rig);
+    void *a = &rig;
+    cr_assert_eq(rebatch_alloc(&a, NULL, 1), REBATCH_E_INVALID);
+    cr_assert_null(a);
+    cr_assert_eq(rebatch_alloc(NULL, rig.rb, 1), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_free(NULL, a), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_free(rig.rb, &rig), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_free_on(NULL, a, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_free_on(rig.rb, &rig, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_alloc(&a, rig.rb, 1), REBATCH_OK);
+    cr_assert_eq(rebatch_free_on(rig.rb, a, (rebatch_stream)(void *)&rig), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_free(rig.rb, a), REBATCH_OK);
+    rig_close(&rig);
+}
+
+/* ---- a step that is three functions ---- */
+
+#define BATCH 100
+#define SUM (BATCH * (BATCH - 1) / 2.0)
+
+typedef cudaError_t step_function(struct wrap_trainer *, size_t, uint32_t, rebatch_step_report *);
+
+static step_function *const ways[] = {wrap_trainer_step, wrap_trainer_step_by_lambdas};
+
+Test(wrap, a_step_of_functions_recovers_and_counts_every_sample_once)
+{
+    for (size_t way = 0; way < 2; way++) {
+        struct rig rig;
+        rig_open(&rig);
+        struct wrap_trainer trainer = {.sample_bytes = MIB};
+        rebatch_step_report report;
+        cr_assert_eq(ways[way](&trainer, BATCH, REBATCH_DECLARES_MUTATION, &report), cudaSuccess);
+        cr_assert_eq(report.ooms, 1);
+        cr_assert_eq(report.microbatches, 2);
+        cr_assert_eq(trainer.parameter, SUM);
+        cr_assert_eq(trainer.zeros, 1);
+        cr_assert_eq(trainer.trains, 3);
+        cr_assert_eq(live_bytes(&rig), 0);
+        rig_close(&rig);
+    }
+}
+
+Test(wrap, functions_that_do_not_declare_are_taken_to_change_things_at_once)
+{
+    for (size_t way = 0; way < 2; way++) {
+        struct rig rig;
+        rig_open(&rig);
+        struct wrap_trainer trainer = {.sample_bytes = MIB};
+        for (int step = 0; step < 2; step++) { /* what they did before changes nothing */
+            trainer = (struct wrap_trainer){.sample_bytes = step == 0 ? MIB : 2 * MIB};
+            cr_assert_eq(ways[way](&trainer, BATCH, 0, NULL), cudaSuccess);
+            cr_assert_eq(trainer.zeros, 2, "the batch did not begin again");
+            cr_assert_eq(trainer.parameter, SUM);
+        }
+        rig_close(&rig);
+    }
+}
+
+Test(wrap, events_are_printed_for_people)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_device *device;
+    rebatch *rb;
+    options.on_event = rebatch_wrap_print;
+    cr_assert_eq(rebatch_device_open_host(&device, ROOM_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_set_current(rb), REBATCH_OK);
+    char printed[512] = "";
+    FILE *const file = tmpfile();
+    cr_assert_not_null(file);
+    cr_assert_eq(dup2(fileno(file), STDERR_FILENO), STDERR_FILENO);
+    struct wrap_trainer trainer = {.sample_bytes = MIB};
+    cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaSuccess);
+    rewind(file);
+    cr_assert_not_null(fgets(printed, sizeof printed, file));
+    cr_assert(strstr(printed, "rebatch: step 0: out of memory in ") == printed, "%s", printed);
+    cr_assert(strstr(printed, "micro-batch 100 -> 50"), "%s", printed);
+    cr_assert_null(fgets(printed, sizeof printed, file), "%s", printed);
+    fclose(file);
+    rebatch_wrap_close();
+    cr_assert_null(rebatch_get_current());
+}
+
+Test(wrap, an_update_that_had_begun_is_torn_and_a_step_that_never_fits_exhausted)
+{
+    for (size_t way = 0; way < 2; way++) {
+        struct rig rig;
+        rig_open(&rig);
+        struct wrap_trainer trainer = {.sample_bytes = 1, .fail_updates = 1};
+        rebatch_step_report report;
+        cr_assert_eq(ways[way](&trainer, BATCH, REBATCH_DECLARES_MUTATION, &report),
+                     cudaErrorMemoryAllocation);
+        cr_assert_eq(report.status, REBATCH_E_TORN);
+        cr_assert_eq(trainer.updates, 1);
+        trainer = (struct wrap_trainer){.sample_bytes = 2 * ROOM_BYTES};
+        cr_assert_eq(ways[way](&trainer, BATCH, REBATCH_DECLARES_MUTATION, &report),
+                     cudaErrorMemoryAllocation);
+        cr_assert_eq(report.status, REBATCH_E_EXHAUSTED);
+        cr_assert_eq(trainer.updates, 0);
+        rig_close(&rig);
+    }
+}
+
+Test(wrap, a_step_without_a_session_is_refused)
+{
+    struct wrap_trainer trainer = {.sample_bytes = 1};
+    cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaErrorInvalidValue);
+    cr_assert_eq(trainer.zeros + trainer.trains + trainer.updates, 0);
+}

@@ -1,0 +1,72 @@
+/* Owns the trainer of the tests of rebatch/wrap.h in C++. Must not know the tests. */
+#include "wrap_trainer.h"
+
+#include <rebatch/wrap.h>
+#include <stdlib.h>
+
+static wrap_trainer *t;
+
+static void check(cudaError_t code)
+{
+    if (code == cudaSuccess)
+        return;
+    rebatch_escape_on_oom(code);
+    abort();
+}
+
+static void zero_gradients()
+{
+    t->zeros++;
+    t->sum = 0;
+}
+
+static void train_on(int first, int count)
+{
+    float *memory;
+    t->trains++;
+    check(cudaMalloc(&memory, (size_t)count * t->sample_bytes));
+    rebatch_wrap_mutating();
+    for (int i = first; i < first + count; i++)
+        t->sum += i;
+    check(cudaFree(memory));
+}
+
+static void update()
+{
+    t->updates++;
+    rebatch_wrap_mutating();
+    if (t->fail_updates > 0) {
+        t->fail_updates--;
+        check(cudaErrorMemoryAllocation);
+    }
+    t->parameter += t->sum;
+}
+
+cudaError_t wrap_trainer_step(wrap_trainer *trainer, size_t batch, uint32_t flags,
+                              rebatch_step_report *report)
+{
+    t = trainer;
+    return rebatch_wrap_step(batch, zero_gradients, train_on, update, flags, report);
+}
+
+cudaError_t wrap_trainer_step_by_lambdas(wrap_trainer *trainer, size_t batch, uint32_t flags,
+                                         rebatch_step_report *report)
+{
+    t = trainer;
+    auto train = [trainer](size_t first, size_t count) {
+        void *memory;
+        trainer->trains++;
+        check(cudaMallocAsync(&memory, count * trainer->sample_bytes, NULL));
+        rebatch_wrap_mutating();
+        for (size_t i = first; i < first + count; i++)
+            trainer->sum += (double)i;
+        check(cudaFreeAsync(memory, NULL));
+    };
+    return rebatch_wrap_step(
+        batch,
+        [=] {
+            trainer->zeros++;
+            trainer->sum = 0;
+        },
+        train, [&] { update(); }, flags, report);
+}
