@@ -51,7 +51,7 @@ typedef struct rebatch_pool_options {
                                       taken instead, as long as more than this share of what the
                                       pool holds and could still have stays free: moving costs
                                       device calls again and again, fresh memory only once. 1 to
-                                      1000; 0: 125; 1000: always moved */
+                                      1000; 0: 20; 1000: always moved */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \

@@ -193,24 +193,49 @@ static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
 #define SETTLED_TIMES 8
 #define SETTLED_BIRTHS 16384
 
-/* Whether memory is plentiful. As long as the pool does not know what it will need, or others
- * might, what is free is moved to where it is needed, and nothing is held in vain; but every move
- * costs calls of the device, in every step again. Fresh memory costs them once, and then lies where
- * it is needed. */
-static bool has_plenty(rebatch_pool *pool, size_t bytes)
+/* Whether the pool has seen what it will need. */
+static bool knows_needs(const rebatch_pool *pool)
 {
-    if (pool->births < SETTLED_TIMES * pool->settled_births + SETTLED_BIRTHS)
-        return false;
-    size_t room;
-    rebatch_memory_info info;
-    if (rbi_pool_room(&room, pool, &info) != REBATCH_OK)
-        return false;
-    const size_t reserved = pool->stats.reserved_bytes;
-    const size_t collected_above = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
+    return pool->births >= SETTLED_TIMES * pool->settled_births + SETTLED_BIRTHS;
+}
+
+/* What a pool that knows its needs may spend to save calls of the device; nothing of another.
+ * Until then, and where memory is scarce, free granules are moved to where they are needed, so that
+ * every zone is kept for its sizes and nothing is held in vain; but every move costs calls, in
+ * every step again. */
+struct means {
+    bool slack;  /* blocks of other zones: there is more than it needs, though they may be cut up */
+    bool plenty; /* fresh memory, which costs calls once and then lies where it is needed */
+};
+
+/* What is beyond the peak must be at least this part of all that the pool could have. */
+#define SLACK_PARTS 32
+
+static bool has_slack(const rebatch_pool *pool, size_t room)
+{
+    const size_t all = reachable(pool, room), peak = (size_t)pool->stats.live_peak_bytes;
+    return all > peak && all - peak >= all / SLACK_PARTS;
+}
+
+/* Whether others, and the pool itself, have enough left after `bytes` more. */
+static bool has_plenty(const rebatch_pool *pool, size_t bytes, size_t room,
+                       const rebatch_memory_info *info)
+{
+    const size_t reserved = (size_t)pool->stats.reserved_bytes;
+    const size_t collected_above = rbi_pool_share(pool, info->total_bytes, pool->gc_permille);
     if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
         return false;
     const size_t kept = kept_room(pool, room);
     return room > kept && bytes <= room - kept;
+}
+
+static struct means find_means(rebatch_pool *pool, size_t bytes)
+{
+    size_t room;
+    rebatch_memory_info info;
+    if (!knows_needs(pool) || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+        return (struct means){false, false};
+    return (struct means){has_slack(pool, room), has_plenty(pool, bytes, room, &info)};
 }
 
 /* Whether a place is worth a longer search: in the beginning, when what a training keeps for good
@@ -369,31 +394,40 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
     return REBATCH_OK;
 }
 
+static rebatch_status take_granules(struct rbi_block **out, rebatch_pool *pool,
+                                    const struct rbi_request *request, struct growth *growth,
+                                    bool plenty)
+{
+    struct rbi_block *block = NULL;
+    rbi_pool_set_care(pool, wants_care(pool, plenty));
+    growth->no_remap = plenty;
+    growth->no_fresh = !plenty;
+    rebatch_status status = plenty ? REBATCH_OOM : grow(&block, pool, growth);
+    if (status == REBATCH_OOM && (*out = take_afloat(pool, request)))
+        return REBATCH_OK;
+    growth->no_fresh = false;
+    if (status == REBATCH_OOM)
+        status = grow(&block, pool, growth);
+    *out = take_part(pool, request, block, growth->at_end);
+    return status;
+}
+
 /* Free granules from elsewhere, then fresh ones, mapped where the request finds addresses. */
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
+    const struct means means = find_means(pool, request->bytes);
+    if (means.slack && (*out = take_anywhere(pool, request))) {
+        request->rung = REBATCH_RUNG_CACHE;
+        return REBATCH_OK;
+    }
     struct growth growth = {
         .bytes = request->bytes, .stream = request->stream, .ahead = request->ahead};
     const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
     reach(pool, request, REBATCH_RUNG_REMAP);
-    rebatch_status status;
-    if (pool->guard) {
-        status = take_guarded(out, pool, &growth);
-    } else {
-        struct rbi_block *block = NULL;
-        const bool plenty = has_plenty(pool, request->bytes);
-        rbi_pool_set_care(pool, wants_care(pool, plenty));
-        growth.no_remap = plenty;
-        growth.no_fresh = !plenty;
-        status = plenty ? REBATCH_OOM : grow(&block, pool, &growth);
-        if (status == REBATCH_OOM && (*out = take_afloat(pool, request)))
-            return REBATCH_OK;
-        growth.no_fresh = false;
-        if (status == REBATCH_OOM)
-            status = grow(&block, pool, &growth);
-        *out = take_part(pool, request, block, growth.at_end);
-    }
+    const rebatch_status status = pool->guard
+                                      ? take_guarded(out, pool, &growth)
+                                      : take_granules(out, pool, request, &growth, means.plenty);
     if (growth.from_cache && *out) {
         pool->rungs[REBATCH_RUNG_REMAP] = remaps;
         request->rung = REBATCH_RUNG_CACHE;

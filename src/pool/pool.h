@@ -22,7 +22,7 @@
 #define RBI_POOL_MISSES 16
 #define RBI_POOL_MERGES 1024
 /* Default of keep_room_permille. */
-#define RBI_POOL_KEEP_ROOM 125
+#define RBI_POOL_KEEP_ROOM 20
 /* The room is noted in so many parts of what there is in all. */
 #define RBI_POOL_ROOM_PARTS 256
 /* So many bytes of small blocks are kept unmerged by each stream. */

@@ -94,7 +94,7 @@ Test(cli_config, show)
            "    ballast         = 0;          # default\n"
            "    max_split       = \"none\";     # default\n"
            "    gc_threshold    = \"none\";     # default\n"
-           "    keep_room       = \"12.5%\";    # default\n"
+           "    keep_room       = \"2%\";       # default\n"
            "    rounding        = 0;          # default\n"
            "    guard           = false;      # default\n"
            "    events          = 0;          # default\n"

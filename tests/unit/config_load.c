@@ -30,7 +30,7 @@ static const struct value {
     {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
     {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
     {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
-    {"memory.keep_room", "\"40%\"", "40%", "\"12.5%\""},
+    {"memory.keep_room", "\"40%\"", "40%", "\"2%\""},
     {"memory.rounding", "16", "16", "0"},
     {"memory.guard", "true", "true", "false"},
     {"memory.events", "1000", "1000", "0"},
@@ -293,7 +293,7 @@ static void on_event(const rebatch_event *event, void *user)
 Test(config_load, options_at_the_defaults)
 {
     const rebatch_options expected = {
-        .pool = {.caching = REBATCH_ON, .guard = REBATCH_OFF, .keep_room_permille = 125},
+        .pool = {.caching = REBATCH_ON, .guard = REBATCH_OFF, .keep_room_permille = 20},
         .micro_smallest = 1,
         .micro_multiple_of = 1,
         .on_oom = REBATCH_ON_OOM_HALVE,

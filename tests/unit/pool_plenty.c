@@ -1,5 +1,6 @@
-/* Holds when a pool spends memory to save work: once its needs are known, fresh granules are taken
- * rather than free ones moved, as long as there is plenty. No randomness. */
+/* Holds when a pool spends memory to save work: once its needs are known, blocks of other zones and
+ * fresh granules are taken rather than free ones moved, as long as there is plenty. No randomness.
+ */
 
 #include "unit/pool_help.h"
 
@@ -52,6 +53,56 @@ Test(pool_plenty, then_fresh_memory_is_taken)
     cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_REMAP], rungs);
     cr_assert_leq(stats_of(rig.pool).reserved_bytes, reserved + 8 * GRANULE);
     cr_assert_gt(stats_of(rig.pool).reserved_bytes, reserved);
+    rig_close(&rig);
+}
+
+/* A free block of 16 granules is of the zone of large ones, a request for two of another. */
+static uint64_t remaps_for_medium(size_t device_granules)
+{
+    struct rig rig = rig_open(device_granules, NULL);
+    give(rig.pool, take(rig.pool, 16 * GRANULE));
+    learn_needs(rig.pool);
+    const rebatch_pool_stats before = stats_of(rig.pool);
+    (void)take(rig.pool, 2 * GRANULE);
+    assert_valid(rig.pool);
+    const rebatch_pool_stats after = stats_of(rig.pool);
+    cr_assert_eq(after.reserved_bytes, before.reserved_bytes);
+    rig_close(&rig);
+    return after.remaps - before.remaps;
+}
+
+Test(pool_plenty, then_blocks_of_other_zones_are_taken)
+{
+    cr_assert_eq(remaps_for_medium(18), 0);
+}
+
+/* 16 granules are the peak: what 16 are of 17 is more than 31 of 32. */
+Test(pool_plenty, without_slack_zones_are_kept)
+{
+    cr_assert_eq(remaps_for_medium(16), 2);
+}
+
+/* Two phases of other sizes each, of which one takes up what the other has left. */
+Test(pool_plenty, so_do_steps_of_other_sizes_in_little_memory)
+{
+    enum { FEW = 4, MANY = 24, STEPS = 1500 };
+    struct rig rig = rig_open(FEW * 13 + 2, NULL);
+    uint64_t calls = 0;
+    for (int step = 0; step < STEPS; step++) {
+        void *few[FEW], *many[MANY];
+        if (step == STEPS - 100)
+            calls = stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps;
+        for (int i = 0; i < FEW; i++)
+            few[i] = take(rig.pool, 12 * GRANULE + UNIT);
+        for (int i = 0; i < FEW; i++)
+            give(rig.pool, few[i]);
+        for (int i = 0; i < MANY; i++)
+            many[i] = take(rig.pool, 2 * GRANULE);
+        for (int i = 0; i < MANY; i++)
+            give(rig.pool, many[i]);
+    }
+    cr_assert_eq(stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps, calls);
+    assert_valid(rig.pool);
     rig_close(&rig);
 }
 
@@ -111,7 +162,7 @@ Test(pool_plenty, the_room_to_keep_is_kept)
 Test(pool_plenty, the_room_is_that_within_the_limit)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.limit_bytes = 26 * GRANULE;
+    options.limit_bytes = 24 * GRANULE;
     struct rig rig = rig_open(1024, &options);
     scatter(rig.pool);
     learn_needs(rig.pool);
