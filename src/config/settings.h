@@ -72,7 +72,7 @@ enum rbi_setting_kind {
       .share_of = "the limit, or of the device's memory", .may_be_none = true,                     \
       .help = "When the pool grows beyond it, free memory that was not used for longest goes "     \
               "back to the device.")                                                               \
-    X(MEMORY_KEEP_ROOM, .key = "memory.keep_room", .kind = RBI_SHARE, .initial = "2%",          \
+    X(MEMORY_KEEP_ROOM, .key = "memory.keep_room", .kind = RBI_SHARE, .initial = "2%",             \
       .share_of = "what the pool holds and could have",                                            \
       .help = "While more than this stays free, a pool whose needs are known takes fresh memory "  \
               "rather than move free memory, which costs time. 100%: always move.")                \
