@@ -239,13 +239,14 @@ kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
-	$(SUBMAKE) test-wrap-existing
+	$(RUN_WRAP_EXISTING)
 
+RUN_WRAP_EXISTING = @LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
+    scripts/test-wrap-existing $(WRAP_EXISTING)-before $(WRAP_EXISTING)
 test-wrap-existing: ## a CUDA trainer before and after ten lines of rebatch (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before
-	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-wrap-existing \
-	    $(WRAP_EXISTING)-before $(WRAP_EXISTING)
+	$(RUN_WRAP_EXISTING)
 
 test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
 	@scripts/install-deps build
