@@ -50,7 +50,7 @@ struct rbi_block_use {
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
  *   after == NULL || after->address == address + bytes && after->before == this
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
- *   listed == (table[address] == this); live, lent, deferred, quick, pending: listed
+ *   in the pool's table == (live, lent, deferred, quick or pending)
  *   live or deferred: previous->birth < birth < next->birth
  *   free (or hole): *link == this, next == NULL || next->link == &next, bin == that of bytes
  *   used == (uses != NULL); bins == &stream->bins[stream->has_zones ? range->zone : 0]
@@ -72,7 +72,6 @@ struct rbi_block {
     uint8_t state; /* enum rbi_block_state */
     bool late;     /* quick, pending, lent: a rollback took it back, nobody has had it since */
     bool used;     /* other streams use it */
-    bool listed;   /* it is in the table */
 
     uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
                        not in use: pool->births when it was freed last */
@@ -84,6 +83,7 @@ struct rbi_block {
     struct rbi_range *range;
     struct rbi_block_use *uses;
     struct rbi_block *next_deferred; /* deferred: the scope's list */
+    struct rbi_block *same_home;     /* in the table: its list there */
     uint8_t tcache;                  /* lent: the number of its cache */
     bool taken;                      /* lent: in use */
 };

@@ -3,11 +3,11 @@
 #include "pool/pool.h"
 
 /* What of the pool has a counterpart in the copy, by its address. Every block has an address of its
- * own; streams are few and stand in the same order. */
+ * own, by which the copy's table has them all until it is done; streams are few and stand in the
+ * same order. */
 struct copy {
     rebatch_pool *from, *to;
-    struct rbi_table blocks; /* address -> block of the copy */
-    rbi_physical granule;    /* one handle for all granules: a dry device only counts bytes */
+    rbi_physical granule; /* one handle for all granules: a dry device only counts bytes */
 };
 
 static rebatch_status no_memory(void)
@@ -17,7 +17,7 @@ static rebatch_status no_memory(void)
 
 static struct rbi_block *counterpart(const struct copy *copy, const struct rbi_block *block)
 {
-    return block ? rbi_table_block(rbi_table_find(&copy->blocks, block->address)) : NULL;
+    return block ? rbi_table_find(&copy->to->table, block->address) : NULL;
 }
 
 static struct rbi_pool_stream *stream_of(const struct copy *copy, const struct rbi_pool_stream *s)
@@ -172,8 +172,7 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
                        const struct rbi_block *from)
 {
     rebatch_pool *to = copy->to;
-    if (!rbi_nodes_prepare(&to->block_nodes, 1) || !rbi_table_prepare(&to->table, 1) ||
-        !rbi_table_prepare(&copy->blocks, 1))
+    if (!rbi_pool_prepare_blocks(to, 1))
         return false;
     struct rbi_block *block =
         rbi_pool_make_block(to, range, from->address, from->bytes, stream_of(copy, from->stream));
@@ -186,9 +185,7 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
         last->after = block;
     else
         range->first = block;
-    rbi_table_put(&copy->blocks, block);
-    if (from->listed)
-        rbi_table_put(&to->table, block);
+    rbi_table_put(&to->table, block);
     return true;
 }
 
@@ -270,18 +267,13 @@ static void copy_live(const struct copy *copy)
         to->scopes[i].deferred = counterpart(copy, copy->from->scopes[i].deferred);
 }
 
-/* Until here all were listed, for `blocks` to find them. */
+/* Until here the table had them all, for counterparts to be found. */
 static void unlist(const struct copy *copy)
 {
-    const struct rbi_range *range = copy->to->first_range;
-    for (const struct rbi_range *r = copy->from->first_range; r; r = r->next) {
-        struct rbi_block *block = range->first;
-        for (const struct rbi_block *b = r->first; b; b = b->after) {
-            block->listed = b->listed;
-            block = block->after;
-        }
-        range = range->next;
-    }
+    for (const struct rbi_range *r = copy->to->first_range; r; r = r->next)
+        for (const struct rbi_block *b = r->first; b; b = b->after)
+            if (!rbi_block_is_listed(b))
+                rbi_table_remove(&copy->to->table, b);
 }
 
 static rebatch_status copy_lists(const struct copy *copy)
@@ -348,7 +340,6 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
     rbi_pool_enter(pool);
     status = copy_locked(&copy);
     rbi_lock_give(&pool->lock);
-    rbi_table_destroy(&copy.blocks);
     if (!status && info.total_bytes >= pool->granule_bytes)
         status = rebatch_device_set_capacity(dry, info.total_bytes);
     if (status)

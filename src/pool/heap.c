@@ -115,6 +115,15 @@ static struct rbi_bins *bins_for(struct rbi_pool_stream *stream, const struct rb
     return &stream->bins[stream->has_zones ? range->zone : 0];
 }
 
+/* What is known of blocks by their addresses is prepared first, so that it always does for all the
+ * blocks that can be. */
+bool rbi_pool_prepare_blocks(rebatch_pool *pool, size_t count)
+{
+    const size_t blocks = rbi_nodes_made_with(&pool->block_nodes, count);
+    return rbi_table_prepare(&pool->table, blocks) && rbi_late_prepare(&pool->late, blocks) &&
+           rbi_nodes_prepare(&pool->block_nodes, count);
+}
+
 struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
                                       size_t bytes, struct rbi_pool_stream *stream)
 {

@@ -11,9 +11,8 @@ rebatch_status rbi_pool_prepare(rebatch_pool *pool)
 {
     /* Searches that are within a pressure callback keep what they were promised. */
     const size_t searches = pool->pressing + 1;
-    if (rbi_nodes_prepare(&pool->block_nodes, rbi_pool_promised(pool)) &&
-        rbi_nodes_prepare(&pool->range_nodes, searches) &&
-        rbi_table_prepare(&pool->table, searches))
+    if (rbi_pool_prepare_blocks(pool, rbi_pool_promised(pool)) &&
+        rbi_nodes_prepare(&pool->range_nodes, searches))
         return REBATCH_OK;
     return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
 }

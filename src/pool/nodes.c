@@ -19,6 +19,12 @@ static void write_link(void *at, void *link)
     memcpy(at, &link, sizeof link);
 }
 
+size_t rbi_nodes_made_with(const struct rbi_nodes *nodes, size_t count)
+{
+    const size_t lacking = count > nodes->spare ? count - nodes->spare : 0;
+    return nodes->made + (lacking + CHUNK_NODES - 1) / CHUNK_NODES * CHUNK_NODES;
+}
+
 bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count)
 {
     while (nodes->spare < count) {
@@ -31,6 +37,7 @@ bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count)
         char *first = chunk + LINE_BYTES + (-(uintptr_t)chunk & (LINE_BYTES - 1));
         for (size_t i = CHUNK_NODES; i-- > 0;)
             rbi_nodes_put(nodes, first + i * nodes->node_bytes);
+        nodes->made += CHUNK_NODES;
     }
     return true;
 }

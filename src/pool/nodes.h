@@ -9,15 +9,17 @@
 #include <string.h>
 
 /* Nodes of one size, got from the heap in chunks and never given back before the end, so that calls
- * with a warm pool make no heap call. spare == nodes in the list `free`. */
+ * with a warm pool make no heap call. spare == nodes in the list `free`, made == all there are. */
 struct rbi_nodes {
     void *free;   /* a list through each node's first word */
     void *chunks; /* a list through each chunk's first word */
-    size_t spare;
+    size_t spare, made;
     size_t node_bytes;
 };
 /* Makes sure of `count` spare nodes; false when the heap has none. */
 bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count);
+/* How many there will be then. */
+size_t rbi_nodes_made_with(const struct rbi_nodes *nodes, size_t count);
 /* A zeroed node; one must be spare. */
 void *rbi_nodes_take(struct rbi_nodes *nodes);
 /* The same, not zeroed. */

@@ -127,14 +127,13 @@ static inline struct rbi_block *rbi_block_cut(rebatch_pool *pool, struct rbi_blo
     part->freed_at = block->freed_at;
     part->uses = NULL;
     part->state = block->state;
-    part->late = part->used = part->listed = false;
+    part->late = part->used = false;
     block->bytes -= bytes;
     if (off_end) {
         part->address = block->address + block->bytes;
     } else {
         part->address = block->address;
         block->address += bytes;
-        block->listed = false;
     }
     rbi_block_insert(part, block, off_end);
     return part;
@@ -142,7 +141,6 @@ static inline struct rbi_block *rbi_block_cut(rebatch_pool *pool, struct rbi_blo
 
 static inline void rbi_block_discard(rebatch_pool *pool, struct rbi_block *block)
 {
-    block->listed = false;
     rbi_nodes_put(&pool->block_nodes, block);
 }
 
@@ -164,12 +162,11 @@ static inline void rbi_block_take_in_after(rebatch_pool *pool, struct rbi_block 
     rbi_block_discard(pool, right);
 }
 
-/* The same the other way round: the one after it stays where it is listed. */
+/* The same the other way round: the one after it stays in its bin. */
 static inline void rbi_block_give_in_to_after(rebatch_pool *pool, struct rbi_block *left)
 {
     struct rbi_block *right = left->after;
     right->address = left->address;
-    right->listed = false;
     right->bytes += left->bytes;
     rbi_block_note_use(right, left);
     right->before = left->before;
@@ -368,12 +365,27 @@ static inline void rbi_quick_push(struct rbi_block *block)
     stream->quick_filled[slot / 64] |= UINT64_C(1) << slot % 64;
 }
 
+/* Is it in the table? */
+static inline bool rbi_block_is_listed(const struct rbi_block *block)
+{
+    return block->state >= RBI_BLOCK_QUICK && block->state <= RBI_BLOCK_PENDING;
+}
+
+/* A block can be found by its address from here on. */
+static inline void rbi_pool_list_block(rebatch_pool *pool, struct rbi_block *block)
+{
+    if (RBI_UNLIKELY(pool->late.count != 0))
+        rbi_late_remove(&pool->late, block->address);
+    rbi_table_put(&pool->table, block);
+}
+
 /* Merges a block in no list that is still in the table with its neighbours. */
 static inline void rbi_pool_settle_block(rebatch_pool *pool, struct rbi_block *block)
 {
+    rbi_table_remove(&pool->table, block);
     if (RBI_UNLIKELY(block->late)) {
-        rbi_table_mark_late(&pool->table, block->address);
-        block->late = block->listed = false;
+        rbi_late_add(&pool->late, block->address);
+        block->late = false;
     }
     (void)rbi_block_settle(pool, block, RBI_BLOCK_FREE);
 }

@@ -72,7 +72,7 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
 static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options *options)
 {
     pool->space = rbi_heap_calloc(1, sizeof *pool->space);
-    if (!pool->space || !rbi_table_prepare(&pool->table, 1))
+    if (!pool->space || !rbi_table_prepare(&pool->table, 1) || !rbi_late_prepare(&pool->late, 1))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
     pool->space->next_mark = UINT64_MAX;
@@ -148,6 +148,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_nodes_destroy(&pool->range_nodes);
     rbi_nodes_destroy(&pool->use_nodes);
     rbi_table_destroy(&pool->table);
+    rbi_late_destroy(&pool->late);
     rbi_heap_free(pool->ring.events);
     rbi_heap_free(pool->space);
     rbi_heap_free(pool);
@@ -263,8 +264,8 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     if (status != REBATCH_OK)
         return status;
     status = rbi_pool_search(out, pool, &request);
-    if (status == REBATCH_OK && !(*out)->listed)
-        rbi_table_put(&pool->table, *out);
+    if (status == REBATCH_OK)
+        rbi_pool_list_block(pool, *out);
     if (status == REBATCH_OOM)
         status = rbi_pool_report_oom(pool, &request, bytes, pool->tags[tag].name);
     rbi_request_close(&request);
@@ -276,8 +277,7 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
 static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                             size_t rounded)
 {
-    if (pool->block_nodes.spare < rbi_pool_promised(pool) ||
-        !rbi_table_has_space(&pool->table, pool->pressing + 1))
+    if (pool->block_nodes.spare < rbi_pool_promised(pool) || pool->late.crowded)
         return NULL;
     if (stream->misses < RBI_POOL_MISSES)
         stream->misses++;
@@ -285,8 +285,7 @@ static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_
     if (!block && !(block = rbi_pool_take_own(pool, stream, rounded)))
         return NULL;
     pool->rungs[REBATCH_RUNG_CACHE]++;
-    if (!block->listed)
-        rbi_table_put(&pool->table, block);
+    rbi_pool_list_block(pool, block);
     return block;
 }
 
@@ -445,13 +444,17 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
         pass_back(pool, range);
 }
 
+/* Did a rollback take back what began there? `block` is what the table knows of it. */
+static bool is_late(const rebatch_pool *pool, const struct rbi_block *block, const void *pointer)
+{
+    return block ? block->late : rbi_late_has(&pool->late, pointer);
+}
+
 /* Says what is wrong with a pointer that is no block in use. */
 static rebatch_status refuse_pointer(rebatch_pool *pool, const void *pointer)
 {
     rbi_tcaches_fold(pool);
-    const struct rbi_table_entry *entry = pointer ? rbi_table_find(&pool->table, pointer) : NULL;
-    const struct rbi_block *known = entry ? rbi_table_block(entry) : NULL;
-    if (known ? known->late : entry && rbi_table_is_late(entry))
+    if (pointer && is_late(pool, rbi_table_find(&pool->table, pointer), pointer))
         return rbi_error(REBATCH_E_INVALID,
                          "pointer is %p, which a rollback took back: expected a block in use",
                          pointer);
@@ -471,26 +474,20 @@ static rebatch_status refuse_pointer(rebatch_pool *pool, const void *pointer)
                      (size_t)((uintptr_t)pointer - (uintptr_t)block->address), block->bytes);
 }
 
-/* The table's entry of a pointer, whose block is then in no thread's cache. */
-static const struct rbi_table_entry *find_entry(struct rbi_block **block, rebatch_pool *pool,
-                                                const void *pointer)
+/* What the table knows of a pointer, which is then in no thread's cache. */
+static struct rbi_block *find_known(rebatch_pool *pool, const void *pointer)
 {
-    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, pointer);
-    *block = entry ? rbi_table_block(entry) : NULL;
-    if (!*block || (*block)->state != RBI_BLOCK_LENT || rbi_tcache_adopt(pool, *block))
-        return entry;
+    struct rbi_block *block = rbi_table_find(&pool->table, pointer);
+    if (!block || block->state != RBI_BLOCK_LENT || rbi_tcache_adopt(pool, block))
+        return block;
     rbi_tcaches_fold(pool); /* freed before: which is not what most calls are */
-    entry = rbi_table_find(&pool->table, pointer);
-    *block = entry ? rbi_table_block(entry) : NULL;
-    return entry;
+    return rbi_table_find(&pool->table, pointer);
 }
 
 /* The block in use that begins at `pointer`. */
 static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, const void *pointer)
 {
-    *out = NULL;
-    if (pointer)
-        (void)find_entry(out, pool, pointer);
+    *out = pointer ? find_known(pool, pointer) : NULL;
     if (*out && (*out)->state == RBI_BLOCK_LIVE)
         return REBATCH_OK;
     *out = NULL;
@@ -499,10 +496,9 @@ static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, cons
 
 static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
-    struct rbi_block *block;
-    const struct rbi_table_entry *const entry = find_entry(&block, pool, pointer);
+    struct rbi_block *const block = find_known(pool, pointer);
     if (!block || block->state != RBI_BLOCK_LIVE) {
-        if (!entry || (block ? !block->late : !rbi_table_is_late(entry)))
+        if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
     } else if (rbi_pool_has_younger_scope(pool, block)) {
@@ -553,13 +549,9 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
 {
     if (RBI_UNLIKELY(!pool || !pointer || !rbi_lock_take_as_owner(&pool->lock)))
         return free_shared(pool, pointer);
-    const struct rbi_table_entry *const entry = rbi_table_find(&pool->table, pointer);
-    if (RBI_UNLIKELY(!entry || rbi_table_is_late(entry)))
-        return leave_to_careful(pool, pointer);
-    struct rbi_block *const block = rbi_table_block_as_is(entry);
-    if (RBI_UNLIKELY(block->address != pointer || block->state != RBI_BLOCK_LIVE ||
-                     pool->fast_bytes == 0 || rbi_pool_has_younger_scope(pool, block) ||
-                     !rbi_pool_retires_at_once(block)))
+    struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
+    if (RBI_UNLIKELY(!block || block->state != RBI_BLOCK_LIVE || pool->fast_bytes == 0 ||
+                     rbi_pool_has_younger_scope(pool, block) || !rbi_pool_retires_at_once(block)))
         return leave_to_careful(pool, pointer);
     rbi_pool_count_free(pool, block);
     rbi_pool_leave_use(block);

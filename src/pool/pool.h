@@ -8,6 +8,7 @@
 #include "base/base.h"
 #include "device/device.h"
 #include "pool/block.h"
+#include "pool/late.h"
 #include "pool/lock.h"
 #include "pool/nodes.h"
 #include "pool/table.h"
@@ -161,7 +162,8 @@ struct rebatch_pool {
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     uint64_t looks;                /* searches so far that looked how far streams have come */
     struct rbi_block *pending;
-    struct rbi_table table;
+    struct rbi_table table; /* of the blocks that have been given out, and are not merged yet */
+    struct rbi_late late;
     struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
     uint64_t births;
 
@@ -267,6 +269,8 @@ static inline void rbi_pool_set_care(rebatch_pool *pool, bool care)
  * NULL at the end. */
 struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
 struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
+/* Makes sure of `count` spare nodes for blocks; false when the heap has no memory for them. */
+bool rbi_pool_prepare_blocks(rebatch_pool *pool, size_t count);
 /* A node for a piece of `range`, in no list. */
 struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
                                       size_t bytes, struct rbi_pool_stream *stream);

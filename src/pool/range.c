@@ -197,7 +197,7 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
     const size_t whole = rbi_granules_within(pool, block, &first);
     if (whole == 0 || block->freed_at > block->stream->done)
         return true;
-    if (!rbi_nodes_prepare(&pool->block_nodes, rbi_pool_promised(pool) + 3))
+    if (!rbi_pool_prepare_blocks(pool, rbi_pool_promised(pool) + 3))
         return false;
     size_t count = rbi_min(whole, most);
     if (!block->before || block->before->state != RBI_BLOCK_HOLE)

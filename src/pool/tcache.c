@@ -331,14 +331,13 @@ static struct rbi_block *find_more(rebatch_pool *pool, struct rbi_pool_stream *s
     if (block)
         return block;
     if (pool->block_nodes.spare < rbi_pool_promised(pool) || stream->quick_filled[1] ||
-        stream->loose || !rbi_table_has_space(&pool->table, pool->pressing + 1))
+        stream->loose)
         return NULL;
     block = rbi_pool_take_own_fast(pool, stream, bytes);
-    if (block && !block->listed) {
+    if (block) {
         /* What a rollback took back stays known until somebody has the address again. */
-        const struct rbi_table_entry *entry = rbi_table_find(&pool->table, block->address);
-        block->late = entry && rbi_table_is_late(entry);
-        rbi_table_put(&pool->table, block);
+        block->late = rbi_late_has(&pool->late, block->address);
+        rbi_pool_list_block(pool, block);
     }
     return block;
 }

@@ -43,7 +43,7 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         break;
     case RBI_BLOCK_QUICK:
     case RBI_BLOCK_PENDING:
-        CHECK(b->listed && b->freed_at <= b->stream->frees);
+        CHECK(b->freed_at <= b->stream->frees);
         tally->quick_blocks += b->state == RBI_BLOCK_QUICK;
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
@@ -67,11 +67,10 @@ static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, 
     CHECK(!b->after || (b->after->address == b->address + b->bytes && b->after->before == b));
     CHECK(!b->after || (b->state != RBI_BLOCK_FREE && b->state != RBI_BLOCK_HOLE) ||
           b->after->state != b->state || b->after->stream != b->stream);
-    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, b->address);
-    CHECK(b->listed == (entry && rbi_table_block(entry) == b));
+    CHECK(rbi_table_find(&pool->table, b->address) == (rbi_block_is_listed(b) ? b : NULL));
     if (b->state != RBI_BLOCK_LIVE && b->state != RBI_BLOCK_DEFERRED)
         return is_idle_block_valid(pool, b, tally);
-    CHECK(b->listed && !b->late);
+    CHECK(!b->late && !rbi_late_has(&pool->late, b->address));
     CHECK(b->tag < pool->tag_count && b->birth < pool->births);
     CHECK(b->requested_bytes <= b->bytes);
     CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
@@ -278,20 +277,30 @@ static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tall
 static bool is_table_valid(const rebatch_pool *pool)
 {
     const struct rbi_table *table = &pool->table;
-    size_t used = 0, late = 0, in_use = 0;
-    for (size_t i = 0; i < table->capacity; i++) {
-        const struct rbi_table_entry *entry = &table->entries[i];
-        if (!entry->address)
-            continue;
-        CHECK(rbi_table_find(table, entry->address) == entry);
-        const struct rbi_block *block = rbi_table_block(entry);
-        CHECK(!rbi_table_is_late(entry) || entry->value >> 1 <= table->rollback);
-        used++;
-        late += rbi_table_is_late(entry);
-        in_use += block && (block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED);
-    }
-    CHECK(used == table->used && late == table->late && 2 * used <= table->capacity);
+    size_t in_use = 0;
+    for (size_t i = 0; i < (size_t)1 << (64 - table->shift); i++)
+        for (const struct rbi_block *b = table->heads[i]; b; b = b->same_home) {
+            CHECK(rbi_table_find(table, b->address) == b && rbi_block_is_listed(b));
+            in_use += b->state == RBI_BLOCK_LIVE || b->state == RBI_BLOCK_DEFERRED;
+        }
     CHECK(in_use == pool->stats.blocks);
+    return true;
+}
+
+static bool is_late_valid(const rebatch_pool *pool)
+{
+    const struct rbi_late *late = &pool->late;
+    size_t used = 0, count = 0;
+    for (size_t i = 0; i < late->capacity; i++) {
+        const struct rbi_late_entry *entry = &late->entries[i];
+        CHECK(!late->other[i].address && (entry->address || entry->rollback == 0));
+        CHECK(entry->rollback <= late->rollback);
+        CHECK(entry->rollback == 0 || rbi_late_has(late, entry->address));
+        used += entry->address != NULL;
+        count += entry->rollback != 0;
+    }
+    CHECK(used == late->used && count == late->count && 2 * used <= late->capacity);
+    CHECK(late->capacity >= 4 * pool->block_nodes.made);
     return true;
 }
 
@@ -352,11 +361,10 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
 static bool is_lent_valid(const rebatch_pool *pool, const struct rbi_tcache *cache,
                           const struct rbi_block *b, bool taken)
 {
-    CHECK(b->state == RBI_BLOCK_LENT && b->taken == taken && !b->used && b->listed);
+    CHECK(b->state == RBI_BLOCK_LENT && b->taken == taken && !b->used);
     CHECK(&pool->tcaches[b->tcache] == cache && b->stream->stream == cache->stream);
     CHECK(b->bytes <= RBI_TCACHE_BLOCK_MOST && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
-    const struct rbi_table_entry *entry = rbi_table_find(&pool->table, b->address);
-    CHECK(entry && rbi_table_block(entry) == b);
+    CHECK(rbi_table_find(&pool->table, b->address) == b);
     CHECK(!taken || (!b->late && b->tag < pool->tag_count && b->requested_bytes <= b->bytes));
     return true;
 }
@@ -435,7 +443,8 @@ bool rbi_pool_is_valid(rebatch_pool *pool)
     if (valid) {
         rbi_tcaches_fold(pool);
         valid = are_ranges_valid(pool, &tally) && are_streams_valid(pool, &tally) &&
-                is_table_valid(pool) && are_scopes_valid(pool) && are_sums_valid(pool, &tally);
+                is_table_valid(pool) && is_late_valid(pool) && are_scopes_valid(pool) &&
+                are_sums_valid(pool, &tally);
     }
     rbi_lock_give(&pool->lock);
     return valid;

@@ -1,0 +1,40 @@
+/* The memory of what rollbacks took back (late.c).
+ * Must not know blocks. */
+#ifndef RBI_POOL_LATE_H
+#define RBI_POOL_LATE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "rebatch/pool.h"
+
+/* Rolled-back addresses that are remembered beyond those of the last rollback. */
+#define RBI_POOL_LATE_MOST 65536
+
+struct rbi_late_entry {
+    const char *address; /* NULL: empty */
+    uint64_t rollback;   /* number of the one that took it back; 0: given out again */
+};
+
+/* Addresses of blocks that a rollback took back, until they are given out again: frees of them come
+ * late, and are no mistake. Open addressing, linear probing; at most half full. When it is full,
+ * entries of no more use go, and older rollbacks if need be; all others move to `other`, so that a
+ * rollback needs no heap.
+ *   used == entries that are not empty; count == those of them with a rollback */
+struct rbi_late {
+    struct rbi_late_entry *entries, *other;
+    size_t capacity; /* of either; a power of two, or 0 */
+    size_t used, count;
+    uint64_t rollback; /* number of the last one, from 1 */
+    bool crowded;      /* it wants to be larger, when the heap can be asked */
+};
+/* Makes sure that one rollback can take back so many blocks; grows beyond that for those before it
+ * where the heap has memory. */
+bool rbi_late_prepare(struct rbi_late *late, size_t blocks);
+void rbi_late_add(struct rbi_late *late, const char *address);
+void rbi_late_remove(struct rbi_late *late, const char *address);
+bool rbi_late_has(const struct rbi_late *late, const char *address);
+void rbi_late_destroy(struct rbi_late *late);
+
+#endif
