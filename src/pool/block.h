@@ -114,6 +114,7 @@ struct rbi_bins {
     uint64_t filled;
     uint64_t words[RBI_POOL_BIN_WORDS];
     struct rbi_block *of[RBI_POOL_BINS];
+    struct rbi_block **nowhere; /* written in a next block's place where there is none */
 };
 
 /* Free blocks of one size, the last freed first. */

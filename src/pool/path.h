@@ -36,6 +36,15 @@ static inline unsigned rbi_bin_next(const struct rbi_bins *bins, unsigned bin)
     return next * 64 + (unsigned)__builtin_ctzll(bins->words[next]);
 }
 
+/* Adding and removing do without branches, as what else a bin has is hardly to be foretold: where
+ * there is no next block, what would be written to it goes nowhere. */
+static inline void rbi_bin_point_back(struct rbi_bins *bins, struct rbi_block *next,
+                                      struct rbi_block **link)
+{
+    struct rbi_block ***const at = next ? &next->link : &bins->nowhere;
+    *at = link;
+}
+
 static inline void rbi_bin_add_to(struct rbi_block *block, unsigned bin)
 {
     struct rbi_bins *const bins = block->bins;
@@ -44,8 +53,7 @@ static inline void rbi_bin_add_to(struct rbi_block *block, unsigned bin)
     block->bin = (uint16_t)bin;
     block->link = head;
     block->next = next;
-    if (next)
-        next->link = &block->next;
+    rbi_bin_point_back(bins, next, &block->next);
     *head = block;
     bins->words[bin / 64] |= UINT64_C(1) << bin % 64;
     bins->filled |= UINT64_C(1) << bin / 64;
@@ -63,14 +71,12 @@ static inline void rbi_bin_remove(struct rbi_block *block)
     struct rbi_block *const next = block->next;
     struct rbi_block **const link = block->link;
     *link = next;
-    if (next) {
-        next->link = link;
-    } else if (link == &bins->of[bin]) {
-        const uint64_t word = bins->words[bin / 64] & ~(UINT64_C(1) << bin % 64);
-        bins->words[bin / 64] = word;
-        if (word == 0)
-            bins->filled &= ~(UINT64_C(1) << bin / 64);
-    }
+    rbi_bin_point_back(bins, next, link);
+    const uint64_t bin_empty = bins->of[bin] == NULL;
+    const uint64_t word = bins->words[bin / 64] & ~(bin_empty << bin % 64);
+    const uint64_t word_empty = word == 0;
+    bins->words[bin / 64] = word;
+    bins->filled &= ~(word_empty << bin / 64);
 }
 
 /* Its size has changed: often not so much that its class has. */
@@ -129,12 +135,8 @@ static inline struct rbi_block *rbi_block_cut(rebatch_pool *pool, struct rbi_blo
     part->state = block->state;
     part->late = part->used = false;
     block->bytes -= bytes;
-    if (off_end) {
-        part->address = block->address + block->bytes;
-    } else {
-        part->address = block->address;
-        block->address += bytes;
-    }
+    part->address = block->address + (off_end ? block->bytes : 0);
+    block->address += off_end ? 0 : bytes;
     rbi_block_insert(part, block, off_end);
     return part;
 }
