@@ -203,8 +203,8 @@ static bool knows_needs(const rebatch_pool *pool)
  * every zone is kept for its sizes and nothing is held in vain; but every move costs calls, in
  * every step again. */
 struct means {
-    bool slack;  /* blocks of other zones: there is more than it needs, though they may be cut up */
     bool plenty; /* fresh memory, which costs calls once and then lies where it is needed */
+    bool slack;  /* else blocks of other zones: there is more than it needs, if they are cut up */
 };
 
 /* What is beyond the peak must be at least this part of all that the pool could have. */
@@ -234,7 +234,7 @@ static struct means find_means(rebatch_pool *pool, size_t bytes)
     rebatch_memory_info info;
     if (!knows_needs(pool) || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return (struct means){false, false};
-    return (struct means){has_slack(pool, room), has_plenty(pool, bytes, room, &info)};
+    return (struct means){has_plenty(pool, bytes, room, &info), has_slack(pool, room)};
 }
 
 /* Whether a place is worth a longer search: in the beginning, when what a training keeps for good
@@ -416,7 +416,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
     const struct means means = find_means(pool, request->bytes);
-    if (means.slack && (*out = take_anywhere(pool, request))) {
+    if (!means.plenty && means.slack && (*out = take_anywhere(pool, request))) {
         request->rung = REBATCH_RUNG_CACHE;
         return REBATCH_OK;
     }
