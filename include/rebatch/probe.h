@@ -31,8 +31,9 @@ typedef struct rebatch_probe_options {
                               which size is fastest */
     /** Memory that is not there yet and will be, in bytes: what the first update allocates and
      *  keeps, AdamW's two moments for example, and what comes in outside the pool. It is held from
-     *  the pool during the probe, so that the size found leaves room for it. State that an update
-     *  has already made counts by itself. */
+     *  the pool after the first run, so that the size found leaves room for it. State that an
+     *  update has already made counts by itself. As a sum of blocks, each rounded up to 512 bytes,
+     *  it also tells how they are cut. */
     size_t reserve_bytes;
     /** A file that keeps what probes have found, in a folder that is there; borrowed for the call;
      *  NULL: none. An entry counts only for the same key, device, memory, driver, library version
@@ -131,11 +132,11 @@ extern "C" {
  *  @param user    handed to the callbacks
  *  @param options copied; NULL means defaults
  *  @param report  may be NULL; filled in on failure as well
- *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when not even the smallest size fits, after one try, or
- *          zero_grad or reserve_bytes do not; REBATCH_E_INVALID, REBATCH_E_STATE (called from
- *          within a callback), REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST; any
- *          status that a callback answered. After a failure the micro-batch size is what it was,
- *          and nothing of a failed trial is still allocated. */
+ *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when not even the smallest size fits, after one try or
+ *          two, or zero_grad or reserve_bytes do not; REBATCH_E_INVALID, REBATCH_E_STATE (called
+ *          from within a callback), REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST;
+ *          any status that a callback answered. After a failure the micro-batch size is what it
+ *          was, and nothing of a failed trial is still allocated. */
 REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                          void *user, const rebatch_probe_options *options,
                                          rebatch_probe_report *report);

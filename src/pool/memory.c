@@ -88,6 +88,15 @@ static rebatch_status top_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_s
     return rbi_pool_grow(&block, pool, shortage, stream, stream);
 }
 
+/* What other streams have free, in parts of granules once their cache was given back. */
+static size_t free_of_others(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
+{
+    uint64_t sum = 0;
+    for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        sum += s == stream ? 0 : s->free_bytes;
+    return (size_t)sum;
+}
+
 static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     if (!pool->caching)
@@ -110,6 +119,12 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
         status = rbi_pool_trim_cache(pool, 0, request.stream, &released);
         if (status == REBATCH_OK)
             status = top_up(pool, bytes, request.stream);
+    }
+    if (status == REBATCH_OOM) {
+        /* The attempt may work on those streams too; and where it does not, a request that finds
+         * nothing else takes their free blocks. */
+        const size_t others = free_of_others(pool, request.stream);
+        status = top_up(pool, bytes - rbi_min(bytes, others), request.stream);
     }
     rbi_request_close(&request);
     return status;

@@ -178,7 +178,7 @@ void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
     while (block->previous != ring && block->previous->birth >= since)
         block = block->previous;
     for (; block != ring; block = block->next)
-        show(user, block->address, block->bytes);
+        show(user, block->address, block->requested_bytes);
     rbi_lock_give(&pool->lock);
 }
 

@@ -543,8 +543,8 @@ void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool);
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
 /* Sets who is told of the calls; NULL: nobody. */
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
-/* Shows every block in use that was allocated since there were so many births, oldest first; 0:
- * all. It runs with the lock held, as the recorder does. */
+/* Shows every block in use that was allocated since there were so many births, with the bytes that
+ * were asked for, oldest first; 0: all. It runs with the lock held, as the recorder does. */
 void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
                         void (*show)(void *user, const void *address, size_t bytes), void *user);
 /* How many blocks were ever allocated. */

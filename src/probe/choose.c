@@ -35,6 +35,8 @@ rebatch_status rbi_search_model(struct rbi_search *s)
     s->setting.first =
         s->whole_count && s->whole[0].count == s->least && s->is_first_kept ? &s->whole[0] : NULL;
     s->is_model_made = status == REBATCH_OK;
+    s->setting.least = s->least;
+    s->setting.runs_left = s->max_trials - rbi_min(s->max_trials, s->report.microbatches);
     return status;
 }
 
@@ -148,7 +150,7 @@ static size_t after_oom(const struct rbi_search *s, size_t predicted)
 /* Sizes that were rounded leave some doubt about those that did not run. Where a run is left for
  * the next larger size, one is tried first that fits almost certainly and tells more; and where
  * nothing larger is likely to fit, the next larger one is when it nearly is. */
-#define CERTAIN 0.7
+#define CERTAIN 1.0
 #define NEARLY 0.3
 static rebatch_status weigh(size_t *predicted, struct rbi_search *s)
 {
@@ -171,29 +173,22 @@ static rebatch_status weigh(size_t *predicted, struct rbi_search *s)
     return status;
 }
 
-static bool keeps_memory(const struct rbi_model *model)
-{
-    for (size_t i = 0; i < model->event_count; i++)
-        if (model->events[i].kind == RBI_TRACE_FREE_PREVIOUS)
-            return true;
-    return false;
-}
-
 /* Whether the largest that ran has shown that it also runs in a step. Where a micro-batch frees
- * what the one before has left, it must have followed one of its own size. */
+ * what the one before has left, and steps have several of the size, it must have followed one. */
 static bool is_verified(const struct rbi_search *s)
 {
-    if (s->fits >= s->batch)
+    const bool follows_own = s->batch / s->fits > 1 || s->batch % s->fits == 0;
+    if (s->fits >= s->batch && (s->runs_of_fits > 0 || s->setting.piece_count == 0))
         return true; /* a step has only this one */
     const bool is_exact = s->report.confidence == REBATCH_CONFIDENCE_EXACT;
-    return s->runs_of_fits >= (keeps_memory(&s->model) && !is_exact ? 2u : 1u);
+    return s->runs_of_fits >= (s->model.keeps && follows_own && !is_exact ? 2u : 1u);
 }
 
 /* What a size does now, as far as that is known. */
 rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *s,
                                    const struct rbi_plan *plan)
 {
-    *out = (struct rbi_forecast){.fits = true};
+    *out = (struct rbi_forecast){.fits = true, .is_ahead = true};
     if (s->whole_count < 2)
         return REBATCH_OK;
     const rebatch_status status = rbi_search_model(s);
@@ -248,7 +243,18 @@ rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
     /* What others take more than they have must not find it in the cache. */
     if (s->whole_count > 1 && (trial.needs_trim || s->model.outside.rise > 0))
         status = rebatch_pool_trim(s->setting.pool, 0, NULL);
-    return status ? status : expect(s, count);
+    return status || !trial.is_ahead ? status : expect(s, count);
+}
+
+/* Where a size fits only after a smaller one than ran last, that one is next. */
+static rebatch_status begin_small(size_t *size, struct rbi_search *s)
+{
+    struct rbi_forecast whole;
+    const rebatch_status status =
+        rbi_search_forecast(&whole, s, &(struct rbi_plan){*size, true, true, s->batch});
+    if (!status && whole.before)
+        *size = s->round_up(s->user, whole.before);
+    return status;
 }
 
 /* A size that is to run for the first time, or what is enough of it; 0: what ran is. */
@@ -280,5 +286,5 @@ rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
     if (status)
         return status;
     *out = predicted ? enough_of(s, predicted) : is_verified(s) ? 0 : s->fits;
-    return REBATCH_OK;
+    return *out && s->model.keeps && !s->setting.is_work ? begin_small(out, s) : REBATCH_OK;
 }

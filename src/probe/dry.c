@@ -127,12 +127,27 @@ rebatch_status rbi_outside_growth(size_t *out, const struct rbi_model *model, re
     return REBATCH_OK;
 }
 
+/* Whether there is room for so much, once the cache is given back. */
+static rebatch_status look_for_room(const struct rbi_dry *dry, size_t bytes)
+{
+    void *memory;
+    rebatch_status status = rbi_device_alloc(dry->device, &memory, bytes);
+    if (status == REBATCH_OOM && !(status = rebatch_pool_trim(dry->pool, 0, NULL)))
+        status = rbi_device_alloc(dry->device, &memory, bytes);
+    return status ? status : rbi_device_free(dry->device, memory, bytes);
+}
+
+/* What grows is made anew, and what it was is given back only then. */
 rebatch_status rbi_dry_hold_outside(const struct rbi_dry *dry, size_t count)
 {
     size_t growth;
     void *memory;
-    const rebatch_status status = rbi_outside_growth(&growth, dry->model, dry->pool, count);
-    return status || growth == 0 ? status : rbi_device_alloc(dry->device, &memory, growth);
+    rebatch_status status = rbi_outside_growth(&growth, dry->model, dry->pool, count);
+    if (status || growth == 0)
+        return status;
+    const size_t all = rbi_line_at(&dry->model->outside, count);
+    status = look_for_room(dry, rbi_max(growth, all - rbi_min(all, dry->model->outside_fixed)));
+    return status ? status : rbi_device_alloc(dry->device, &memory, growth);
 }
 
 /* ---- the dry run ---- */

@@ -96,6 +96,7 @@ static bool add_previous(struct rbi_model *model, const struct rbi_form *form,
             (struct rbi_model_event){.kind = RBI_TRACE_FREE_PREVIOUS,
                                      .slot = form->slots[t][event->block],
                                      .line = rbi_line_constant(0)};
+        model->keeps = true;
         return true;
     }
     return false;

@@ -19,6 +19,7 @@ static void fit_sums(struct rbi_model *model, const struct rbi_traces *traces)
     }
     model->peak = fit(&peaks);
     model->outside = fit(&outside);
+    model->outside_fixed = traces->whole[0]->outside_before;
     if (traces->count == 1) /* others than this training do not grow with its samples */
         model->outside.rise =
             (int64_t)(traces->whole[0]->outside_bytes - traces->whole[0]->outside_before);

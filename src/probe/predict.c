@@ -61,11 +61,14 @@ static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch
     struct rbi_setting setting = rbi_probe_setting(rb, least);
     rebatch_status status = read_limit(&out->limit_bytes, rb->pool);
     if (!status)
-        status = rbi_pieces_hold(&setting, reserve_bytes);
+        status = rbi_pieces_plan(&setting, reserve_bytes);
+    if (!status)
+        status = rbi_pieces_hold(&setting);
     if (status == REBATCH_OOM) {
         out->failing_bytes = reserve_bytes;
         status = rbi_model_peak(&out->peak_bytes, rbi_probe_model(rb), out->size);
         out->peak_bytes += reserve_bytes;
+        rbi_pieces_release(&setting);
         return status;
     }
     if (!status)

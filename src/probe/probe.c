@@ -62,6 +62,7 @@ static uint64_t peak_of(const rebatch *rb, size_t size)
  * keep. */
 struct trials {
     rebatch *rb;
+    const struct rbi_setting *setting;
     void *forgotten[FORGOTTEN_MOST];
     size_t count;
 };
@@ -142,7 +143,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     rbi_trace_begin(trace, rb->pool, size);
     const rebatch_status status = run_callback(rb, count);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
-    *peak_bytes = rbi_pool_peak_since_mark(rb->pool);
+    *peak_bytes = rbi_pool_peak_since_mark(rb->pool) + rbi_pieces_missing(trials->setting);
     if (rb->guard_count)
         rbi_pool_each_live(rb->pool, births, add_forgotten, trials);
     const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
@@ -151,6 +152,8 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
         trace->peak_bytes = peak_of(rb, size);
     else if (status == REBATCH_OOM && rb->failure.asked_bytes)
         rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
+    if (status == REBATCH_OOM)
+        trace->peak_bytes = rb->failure.need_bytes;
     if (status == REBATCH_OOM && rb->failure.need_bytes)
         rbi_need_learn_least(rb, size, rb->failure.need_bytes);
     if (status && status != REBATCH_OOM)
@@ -230,86 +233,19 @@ static rebatch_status zero_grad(rebatch *rb)
 
 /* Accumulators are zeroed as well when nothing fits; after any other failure the callbacks are not
  * to be trusted. */
-static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb)
+static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb,
+                                          size_t reserve_bytes)
 {
     rebatch_status status = rbi_search_run(search);
-    if (status == REBATCH_E_EXHAUSTED)
+    if (status == REBATCH_OOM)
+        status = say_nothing_fits(rb, "reserve_bytes", reserve_bytes);
+    else if (status == REBATCH_E_EXHAUSTED)
         status = say_nothing_fits(rb, "forward_backward of the smallest micro-batch",
                                   (size_t)rb->failure.need_bytes);
     if (status && status != REBATCH_E_EXHAUSTED)
         return status;
     const rebatch_status zeroed = zero_grad(rb);
     return status ? status : zeroed;
-}
-
-/* ---- memory that is not there yet ---- */
-
-#define PIECES_MOST 4096
-/* Optimizers keep one, two or three values a parameter. */
-#define TURNS_MOST 4
-
-/* Runs with the pool's lock held. */
-static void add_live(void *user, const void *address, size_t bytes)
-{
-    struct rbi_setting *setting = user;
-    (void)address;
-    if (setting->piece_count < PIECES_MOST)
-        setting->pieces[setting->piece_count++].bytes = bytes;
-}
-
-__extension__ typedef unsigned __int128 wide;
-
-/* What an update makes is like what it updates: the reserve is in pieces as the live blocks are,
- * each once or several times, and comes to `bytes` in all. */
-static void shape_pieces(struct rbi_setting *setting, rebatch_pool *pool, size_t bytes)
-{
-    rbi_pool_each_live(pool, 0, add_live, setting);
-    const size_t blocks = setting->piece_count;
-    uint64_t live = 0;
-    for (size_t i = 0; i < blocks; i++)
-        live += setting->pieces[i].bytes;
-    const uint64_t turns = live ? rbi_min((bytes + live / 2) / live, TURNS_MOST) : 0;
-    setting->piece_count = rbi_max(turns, 1) * rbi_max(blocks, 1);
-    if (live == 0 || setting->piece_count > PIECES_MOST) {
-        setting->piece_count = 1;
-        setting->pieces[0].bytes = bytes;
-        return;
-    }
-    const wide all = (wide)live * rbi_max(turns, 1);
-    size_t left = bytes;
-    for (size_t i = setting->piece_count; i-- > 0;) { /* the live sizes come first: they go last */
-        const wide share = (wide)setting->pieces[i % blocks].bytes * bytes;
-        setting->pieces[i].bytes = rbi_min((size_t)((share + all - 1) / all), left);
-        left -= setting->pieces[i].bytes;
-    }
-}
-
-void rbi_pieces_release(struct rbi_setting *setting)
-{
-    for (size_t i = 0; i < setting->piece_count; i++)
-        (void)rebatch_pool_free(setting->pool, setting->pieces[i].address);
-    rbi_heap_free(setting->pieces);
-    setting->pieces = NULL;
-    setting->piece_count = 0;
-}
-
-rebatch_status rbi_pieces_hold(struct rbi_setting *setting, size_t bytes)
-{
-    if (bytes == 0)
-        return REBATCH_OK;
-    setting->pieces = rbi_heap_calloc(PIECES_MOST, sizeof *setting->pieces);
-    if (!setting->pieces)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to hold reserve_bytes");
-    shape_pieces(setting, setting->pool, bytes);
-    rebatch_tag tag = 0; /* where there are no tags left */
-    (void)rebatch_pool_tag(&tag, setting->pool, "reserve_bytes");
-    rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < setting->piece_count && !status; i++)
-        status = rebatch_pool_alloc(&setting->pieces[i].address, setting->pool,
-                                    setting->pieces[i].bytes, setting->stream, tag);
-    if (status)
-        rbi_pieces_release(setting);
-    return status;
 }
 
 static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
@@ -323,10 +259,10 @@ static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve
         status = rbi_pool_clone(&search->setting.fresh, &search->setting.fresh_device, rb->pool);
     if (status)
         return status;
-    status = rbi_pieces_hold(&search->setting, reserve_bytes);
+    status = rbi_pieces_plan(&search->setting, reserve_bytes);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
-    status = search_with_reserve(search, rb);
+    status = search_with_reserve(search, rb, reserve_bytes);
     rbi_pieces_release(&search->setting);
     if (!status && search->whole_count > 1)
         status = rbi_probe_hand_over(rb, &search->model);
@@ -383,6 +319,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
                                 .round = round_down,
                                 .round_up = round_up,
                                 .max_trials = options->max_trials};
+    trials.setting = &search.setting;
     struct rbi_saved saved;
     rebatch_status status = rbi_saved_open(&saved, rb, options, search.least, search.most, batch);
     if (status)

@@ -40,7 +40,7 @@ struct rbi_trace {
     bool *is_freed;
     bool *is_passed; /* what the next micro-batch has freed; that there was one: has_next */
     bool has_next;
-    uint64_t peak_bytes;   /* on top of what lived before it */
+    uint64_t peak_bytes;   /* on top of what lived before it; after an OOM, the least it needed */
     uint64_t live_bytes;   /* at the most, all in all */
     size_t outside_bytes;  /* of the device, held by others, at the most */
     size_t outside_before; /* when it began */
@@ -156,9 +156,11 @@ struct rbi_model {
     uint32_t slots;
     struct rbi_line peak;
     struct rbi_line outside; /* of the device, held by others */
+    size_t outside_fixed;    /* of that, what they held before the first trial */
     bool is_rough;           /* not all of it is a straight line of whole bytes a sample */
     double doubts;           /* how many sizes there are that were rounded, by their units */
     bool has_events;
+    bool keeps;         /* a micro-batch leaves something to the next, which frees it */
     rebatch_pool *pool; /* whose rounding it is; may be NULL */
 };
 
@@ -215,6 +217,8 @@ struct rbi_setting {
     /* Held during the probe for what the first update will take. */
     struct rbi_piece *pieces;
     size_t piece_count;
+    size_t least;        /* of all sizes */
+    uint32_t runs_left;  /* trials that may yet be run */
     size_t admits_above; /* larger attempts start only when their memory is there */
     /* The pool as it was when the probe began, a copy, and what its first trial did: sizes must
      * also run in a session that begins so. NULL: not known. */
@@ -226,10 +230,20 @@ struct rbi_setting {
     bool has_stepped; /* there were steps before the probe, which have made what is made once */
 };
 
-/* Takes `bytes` from the pool for later, in pieces like the blocks that live there.
+/* ---- memory that is not there yet (pieces.c) ---- */
+
+/* The pieces that `bytes` will be taken in: like the blocks that live now.
+ *  @return REBATCH_OK; REBATCH_OOM when there is less, REBATCH_E_HOST_OOM, or what the device says:
+ *          there are none */
+rebatch_status rbi_pieces_plan(struct rbi_setting *setting, size_t bytes);
+/* Takes them from the pool.
  *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_HOST_OOM, or what the device says: none is held */
-rebatch_status rbi_pieces_hold(struct rbi_setting *setting, size_t bytes);
+rebatch_status rbi_pieces_hold(struct rbi_setting *setting);
+/* What those that are not held will add to what lives. */
+uint64_t rbi_pieces_missing(const struct rbi_setting *setting);
 void rbi_pieces_release(struct rbi_setting *setting);
+
+/* ---- what is run dry ---- */
 
 struct rbi_forecast {
     bool fits;
@@ -237,6 +251,9 @@ struct rbi_forecast {
     uint64_t reserved_bytes; /* at the most */
     uint64_t failing_bytes;  /* asked for by what does not fit */
     bool needs_trim;         /* fits only when the cache is given back before */
+    bool is_ahead;           /* the trial's memory may be taken ahead of it */
+    /* Fits only when micro-batches of so many samples run before and after the trial; 0: none. */
+    size_t before, after;
 };
 
 /* What is run on a copy of the pool, as it is now. */

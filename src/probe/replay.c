@@ -6,12 +6,18 @@
 
 /* ---- a course of micro-batches ---- */
 
+/* What is done for a size to fit, each beside what stands before it. RETRY: what runs out of memory
+ * in a step runs once more, as its ladder does it; and the trial's memory is not taken ahead, as
+ * that may be in the way. SMALL: a smaller micro-batch runs after the trial, and before it. */
+enum effort { AS_IS, TRIM, RETRY, SMALL_AFTER, SMALL_BEFORE };
+
 struct course {
     struct rbi_dry dry;
     const struct rbi_setting *setting;
     const struct rbi_plan *plan;
     rebatch_pool_stats stats; /* after the trial */
-    bool begins_trimmed, has_retries, admits;
+    enum effort effort;
+    bool admits;
 };
 
 /* As a step's attempt begins: with its memory, where the session sees to that. */
@@ -47,27 +53,25 @@ static rebatch_status run_next(struct course *course, size_t count, bool may_fai
     if (status)
         return status; /* what is refused is not tried again */
     status = count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
-    if (status != REBATCH_OOM || !may_fail || !course->has_retries)
+    if (status != REBATCH_OOM || !may_fail || course->effort < RETRY)
         return status;
     status = rebatch_pool_trim(course->dry.pool, 0, NULL);
-    if (!status && count)
-        status = admit(course, count);
     if (status)
         return status;
     return count ? rbi_dry_run(&course->dry, count) : make_pieces(course);
 }
 
 /* The micro-batches of a step, as far as they differ: one leaves other pieces to the next than it
- * has found, and the last may be smaller. */
+ * has found, for a while, and the last may be smaller. */
+#define ALIKE_MOST 4
 static rebatch_status run_step(struct course *course, bool may_fail)
 {
     const size_t count = course->plan->count, batch = course->plan->batch;
-    const size_t sizes[] = {count, batch / count > 1 ? count : 0, batch % count};
+    const size_t whole = rbi_min(batch / count, ALIKE_MOST);
     rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes && !status; i++)
-        if (sizes[i])
-            status = run_next(course, sizes[i], may_fail);
-    return status;
+    for (size_t i = 0; i < whole && !status; i++)
+        status = run_next(course, count, may_fail);
+    return status || batch % count == 0 ? status : run_next(course, batch % count, may_fail);
 }
 
 /* ---- in this session ---- */
@@ -95,6 +99,17 @@ static rebatch_status run_training(struct course *course)
     return status ? status : run_step(course, true);
 }
 
+/* Where a step has one micro-batch of the size and a rest, none follows another of the size: the
+ * rest comes between, which leaves less to the next. 0: it is not so. */
+static size_t small_of(const struct rbi_setting *setting, const struct rbi_plan *plan)
+{
+    const size_t rest = plan->batch % plan->count;
+    if (plan->batch / plan->count != 1 || rest == 0)
+        return 0;
+    const size_t small = rbi_max(rest, setting->least + 1); /* the first trial stays as it was */
+    return small < plan->count ? small : 0;
+}
+
 static rebatch_status run_session(struct course *course)
 {
     struct rbi_dry *dry = &course->dry;
@@ -102,30 +117,43 @@ static rebatch_status run_session(struct course *course)
     rebatch_status status = rbi_dry_open(dry, dry->model, course->setting->pool);
     if (!status)
         status = keep_latest(dry);
-    if (!status && course->begins_trimmed)
+    if (!status && course->effort >= TRIM)
         status = rebatch_pool_trim(dry->pool, 0, NULL);
+    if (!status && course->effort >= SMALL_BEFORE)
+        status = rbi_dry_run(dry, small_of(course->setting, plan));
     if (!status)
         status = rbi_dry_hold_outside(dry, plan->count);
-    if (!status && plan->has_trial)
+    if (!status && plan->has_trial && course->effort < RETRY)
         status = rbi_pool_expect(dry->pool, rbi_model_need(dry->model, plan->count),
                                  course->setting->stream);
     if (!status && plan->has_trial)
         status = rbi_dry_run(dry, plan->count);
     if (!status)
         status = rebatch_pool_get_stats(&course->stats, dry->pool);
+    if (!status && course->effort >= SMALL_AFTER)
+        status = rbi_dry_run(dry, small_of(course->setting, plan));
     return status || !plan->has_training ? status : run_training(course);
 }
 
 /* ---- in a session that begins with the size ---- */
 
-/* Where steps have come before, the first trial adds only what it frees of what they have kept. */
-static bool needs_first(const struct rbi_setting *setting)
+/* What steps before the probe have kept is what its first trial has freed, in the order in which
+ * any micro-batch frees such. */
+static rebatch_status keep_older(struct course *course)
 {
-    const struct rbi_trace *first = setting->first;
-    for (size_t i = 0; i < first->event_count && setting->has_stepped; i++)
-        if (first->events[i].kind == RBI_TRACE_FREE_OLDER)
-            return true;
-    return !setting->has_stepped;
+    const struct rbi_model *model = course->dry.model;
+    const struct rbi_trace *first = course->setting->first;
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0, k = 0; i < first->event_count && !status; i++) {
+        if (first->events[i].kind != RBI_TRACE_FREE_OLDER)
+            continue;
+        while (k < model->event_count && model->events[k].kind != RBI_TRACE_FREE_PREVIOUS)
+            k++;
+        if (k == model->event_count)
+            break;
+        status = rbi_dry_keep(&course->dry, model->events[k++].slot, first->events[i].address);
+    }
+    return status;
 }
 
 /* A step of the smallest size has made what is made once, and the update its memory. */
@@ -133,8 +161,9 @@ static rebatch_status run_fresh(struct course *course)
 {
     struct rbi_dry *dry = &course->dry;
     rebatch_status status = rbi_dry_open(dry, dry->model, course->setting->fresh);
-    if (!status && needs_first(course->setting))
-        status = rbi_dry_run_first(dry, course->setting->first);
+    if (!status)
+        status = course->setting->has_stepped ? keep_older(course)
+                                              : rbi_dry_run_first(dry, course->setting->first);
     if (!status)
         status = make_pieces(course);
     if (!status)
@@ -146,18 +175,25 @@ static rebatch_status run_fresh(struct course *course)
 
 /* ---- judgement ---- */
 
-/* As the cache is; where it is in pieces that this size has no use for, after it was given back;
- * and where the session's ladder has to do that once more on the way. */
+/* As long as trials are left for it. */
+static enum effort most_effort(const struct rbi_model *model, const struct rbi_setting *setting,
+                               const struct rbi_plan *plan)
+{
+    if (setting->is_work)
+        return TRIM;
+    if (!model->keeps || !plan->has_training || small_of(setting, plan) == 0 ||
+        setting->runs_left < plan->has_trial + 1U)
+        return RETRY;
+    return plan->has_trial && setting->runs_left > 2 ? SMALL_BEFORE : SMALL_AFTER;
+}
+
 static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_model *model,
                                      const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     rebatch_status status = REBATCH_OOM;
-    for (int way = 0; way < (setting->is_work ? 2 : 3) && status == REBATCH_OOM; way++) {
-        struct course course = {.setting = setting,
-                                .plan = plan,
-                                .begins_trimmed = way > 0,
-                                .has_retries = way > 1,
-                                .admits = true};
+    const enum effort most = most_effort(model, setting, plan);
+    for (enum effort effort = AS_IS; effort <= most && status == REBATCH_OOM; effort++) {
+        struct course course = {.setting = setting, .plan = plan, .effort = effort, .admits = true};
         course.dry.model = model;
         status = run_session(&course);
         rbi_dry_close(&course.dry);
@@ -165,7 +201,10 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
         out->peak_bytes = course.stats.live_peak_bytes;
         out->reserved_bytes = course.stats.reserved_peak_bytes;
         out->failing_bytes = course.dry.failing_bytes;
-        out->needs_trim = way > 0;
+        out->needs_trim = effort >= TRIM;
+        out->is_ahead = effort < RETRY;
+        out->after = effort >= SMALL_AFTER ? small_of(setting, plan) : 0;
+        out->before = effort >= SMALL_BEFORE ? small_of(setting, plan) : 0;
     }
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
@@ -173,7 +212,7 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
 static rebatch_status replay_fresh(bool *fits, const struct rbi_model *model,
                                    const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
-    struct course course = {.setting = setting, .plan = plan, .has_retries = true};
+    struct course course = {.setting = setting, .plan = plan, .effort = RETRY};
     course.dry.model = model;
     const rebatch_status status = run_fresh(&course);
     rbi_dry_close(&course.dry);

@@ -37,6 +37,8 @@ static void succeed(struct rbi_search *s, const struct rbi_trace *trace, uint64_
     const bool is_first = s->report.microbatches == 1;
     keep_trace(s, trace);
     rbi_search_latest(s)->live_bytes = peak_bytes;
+    if (trace->count < s->fits)
+        return; /* it ran for what it leaves to the next */
     s->runs_of_fits = (trace->count == s->fits ? s->runs_of_fits : 0) + !is_first;
     s->fits = trace->count;
     s->report.size = trace->count;
@@ -127,12 +129,19 @@ static rebatch_status finish(struct rbi_search *s)
     return status;
 }
 
-/* A cache in pieces that the size found has no use for is given back. */
+/* A cache in pieces that the size found has no use for is given back; and where what the last trial
+ * has left takes the room of the first step, a smaller one leaves less. */
 static rebatch_status ready_for_steps(struct rbi_search *s)
 {
     struct rbi_forecast steps;
-    const rebatch_status status =
+    rebatch_status status =
         rbi_search_forecast(&steps, s, &(struct rbi_plan){s->report.size, false, true, s->batch});
+    const size_t small = status || steps.after == 0 ? 0 : s->round_up(s->user, steps.after);
+    if (small && small < s->fits && rbi_search_may_go_on(s)) {
+        status = rbi_search_prepare(s, small);
+        if (!status)
+            status = try_size(s, small);
+    }
     return !status && steps.needs_trim ? rebatch_pool_trim(s->setting.pool, 0, NULL) : status;
 }
 
@@ -228,18 +237,39 @@ static void settle_report(struct rbi_search *s)
 
 /* ---- the whole ---- */
 
-void rbi_search_begin(struct rbi_search *s)
+static void set_bounds(struct rbi_search *s)
 {
     s->fails = s->too_large ? s->too_large : SIZE_MAX;
+}
+
+void rbi_search_begin(struct rbi_search *s)
+{
+    set_bounds(s);
     s->began_ns = s->now();
+}
+
+/* Whether what failed would fit in the memory that there is: in one piece, now that the cache was
+ * given back. */
+static bool was_in_pieces(const struct rbi_search *s)
+{
+    size_t available;
+    return s->cut.peak_bytes && rbi_search_may_go_on(s) &&
+           rebatch_pool_available(&available, s->setting.pool) == REBATCH_OK &&
+           s->cut.peak_bytes <= available;
 }
 
 rebatch_status rbi_search_run(struct rbi_search *s)
 {
     rbi_search_begin(s);
     rebatch_status status = try_size(s, s->least);
+    if (!status && s->fits == 0 && was_in_pieces(s)) {
+        set_bounds(s);
+        status = try_size(s, s->least);
+    }
     if (!status && s->fits == 0)
         return REBATCH_E_EXHAUSTED;
+    if (!status)
+        status = rbi_pieces_hold(&s->setting);
     while (!status && s->fits > 0 && rbi_search_may_go_on(s)) {
         size_t next;
         status = rbi_search_next(&next, s);

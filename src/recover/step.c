@@ -44,10 +44,12 @@ static void remember_failed(rebatch *rb, size_t first, size_t end)
 }
 
 /* Sees to it that memory that an attempt is known to need is there before it starts. The last
- * resort is always allowed to try: what is known may be out of date. */
+ * resort is always allowed to try: what is known may be out of date. So is what is tried once more:
+ * memory that was taken ahead, in one piece, may just have been in the way. */
 static rebatch_status admit(rebatch *rb, size_t count)
 {
-    if (!rbi_is_on(rb->options.admission) || rbi_round_size(&rb->options, count - 1) == 0 ||
+    const bool is_last_resort = rbi_round_size(&rb->options, count - 1) == 0;
+    if (!rbi_is_on(rb->options.admission) || is_last_resort || rb->retried_same ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return REBATCH_OK;
     const uint64_t need = rbi_need_foretell(rb, rb->size);

@@ -386,6 +386,29 @@ Test(pool_ladder, admission_takes_only_what_is_short)
     rig_close(&rig);
 }
 
+/* What another stream has free in granules that it has in use cannot go back, but serves: its own
+ * requests, and those that find nothing else. */
+Test(pool_ladder, admission_counts_what_other_streams_cannot_give_back)
+{
+    struct rig rig = rig_open(16, NULL);
+    rebatch_stream other;
+    cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
+    void *block = take_on(rig.pool, GRANULE / 2, other);
+    const size_t own = 15 * GRANULE, beside = GRANULE / 2;
+    cr_assert_eq(rbi_pool_admit(rig.pool, own + beside + REBATCH_POOL_UNIT_BYTES, NULL),
+                 REBATCH_OOM);
+    cr_assert_eq(rbi_pool_admit(rig.pool, own + beside, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
+    void *large = take(rig.pool, own), *small = take(rig.pool, beside);
+    cr_assert_eq(stats_of(rig.pool).ooms, 0);
+    give(rig.pool, large);
+    give(rig.pool, small);
+    give(rig.pool, block);
+    assert_valid(rig.pool);
+    rebatch_stream_destroy(rig.device, other);
+    rig_close(&rig);
+}
+
 /* Admission gives other streams' cache back when it must, and keeps its own. */
 Test(pool_ladder, admission_trims_the_cache_of_other_streams)
 {

@@ -15,10 +15,16 @@ struct training {
     rebatch_pool *pool;
     size_t each_bytes;                  /* of the pool */
     size_t outside_bytes, outside_each; /* of the device, for the time of a trial */
+    size_t workspace_each;              /* and for good: made anew when a larger one is needed */
+    void *workspace;
+    size_t workspace_bytes;
+    bool keeps; /* as much again till the next micro-batch has made its own */
+    void *kept;
     uint64_t start_ns, each_ns;
     size_t flat;    /* samples that take no longer than one */
     size_t brittle; /* a size that runs only once */
     size_t brittle_runs;
+    size_t unlucky; /* runs that fail though their memory is there */
     size_t ran;
     size_t sizes[32];
 };
@@ -30,17 +36,48 @@ static uint64_t now(void)
     return clock_ns;
 }
 
+static rebatch_status take_workspace(struct training *t, size_t count)
+{
+    const size_t bytes = t->workspace_each * count;
+    void *made;
+    if (bytes <= t->workspace_bytes)
+        return REBATCH_OK;
+    const rebatch_status status = rbi_device_alloc(t->device, &made, bytes);
+    if (status)
+        return status;
+    if (t->workspace)
+        (void)rbi_device_free(t->device, t->workspace, t->workspace_bytes);
+    t->workspace = made;
+    t->workspace_bytes = bytes;
+    return REBATCH_OK;
+}
+
+static rebatch_status take_all(struct training *t, size_t count)
+{
+    void *block, *own = NULL;
+    rebatch_status status = take_workspace(t, count);
+    if (!status && t->keeps)
+        status = rebatch_pool_alloc(&own, t->pool, t->each_bytes * count, NULL, 0);
+    if (!status)
+        status = rebatch_pool_alloc(&block, t->pool, t->each_bytes * count, NULL, 0);
+    if (status)
+        return status;
+    (void)rebatch_pool_free(t->pool, t->kept);
+    t->kept = own;
+    return rebatch_pool_free(t->pool, block);
+}
+
 static rebatch_status take(struct training *t, size_t count)
 {
-    void *outside = NULL, *block;
+    void *outside = NULL;
     const size_t bytes = (t->outside_bytes + t->outside_each * count) / 65536 * 65536;
     if (count == t->brittle && t->brittle_runs++ > 0)
         return REBATCH_OOM;
+    if (t->unlucky > 0 && t->unlucky--)
+        return REBATCH_OOM;
     rebatch_status status = bytes ? rbi_device_alloc(t->device, &outside, bytes) : REBATCH_OK;
     if (!status)
-        status = rebatch_pool_alloc(&block, t->pool, t->each_bytes * count, NULL, 0);
-    if (!status)
-        status = rebatch_pool_free(t->pool, block);
+        status = take_all(t, count);
     if (outside)
         (void)rbi_device_free(t->device, outside, bytes);
     return status;
@@ -95,6 +132,8 @@ static struct rbi_search search_of(struct training *t, size_t capacity_bytes)
 static void end(struct training *t, struct rbi_search *search)
 {
     rbi_search_release(search);
+    if (t->workspace)
+        (void)rbi_device_free(t->device, t->workspace, t->workspace_bytes);
     rebatch_pool_destroy(t->pool);
     rebatch_device_close(t->device);
 }
@@ -211,7 +250,67 @@ Test(probe_search, a_workspace_that_grows_with_the_samples_is_foretold)
     end(&t, &search);
 }
 
+/* After 20 samples 20 MiB are left for a larger workspace, until the one that there is goes. */
+Test(probe_search, a_workspace_that_is_made_anew_finds_room_beside_the_one_before)
+{
+    struct training t = {.each_bytes = MIB(1) / 8, .workspace_each = MIB(1)};
+    struct rbi_search search = search_of(&t, MIB(40));
+    search.hint = 20;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.ooms, 0);
+    cr_assert_eq(search.report.size, 20, "found %zu", search.report.size);
+    end(&t, &search);
+}
+
+/* ---- what a micro-batch leaves to the next ---- */
+
+/* A step of 64 has one micro-batch of 36 or more and a smaller one between two of them, so that 36
+ * find 28 of the one before: 28 + 2 * 36 MiB. What other trials leave is more, and what 36 leave
+ * themselves. */
+Test(probe_search, where_none_of_the_size_follows_another_a_smaller_one_comes_between)
+{
+    struct training t = {.each_bytes = MIB(1), .keeps = true};
+    struct rbi_search search = search_of(&t, MIB(100));
+    search.hint = 30;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 36, "found %zu", search.report.size);
+    cr_assert_eq(search.report.ooms, 0);
+    cr_assert_eq(t.sizes[t.ran - 1], 28, "the steps find what the rest leaves");
+    cr_assert_eq(search.report.microbatches, t.ran);
+    for (int i = 0; i < 4; i++)
+        cr_assert_eq(take(&t, i % 2 ? 28 : 36), REBATCH_OK);
+    end(&t, &search);
+}
+
+Test(probe_search, without_runs_for_it_the_size_must_follow_what_there_is)
+{
+    struct training t = {.each_bytes = MIB(1), .keeps = true};
+    struct rbi_search search = search_of(&t, MIB(100));
+    search.hint = 30;
+    search.max_trials = 3;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_leq(t.ran, 3);
+    cr_assert_eq(search.report.ooms, 0);
+    cr_assert_eq(take(&t, search.report.size), REBATCH_OK);
+    end(&t, &search);
+}
+
 /* ---- what is believed ---- */
+
+Test(probe_search, a_first_run_that_fails_where_its_memory_is_there_runs_once_more)
+{
+    struct training t = {.each_bytes = MIB(1), .unlucky = 1};
+    struct rbi_search search = search_of(&t, MIB(40));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 40);
+    cr_assert_eq(search.report.ooms, 1);
+    end(&t, &search);
+    t = (struct training){.each_bytes = MIB(1), .unlucky = 2};
+    search = search_of(&t, MIB(40));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(t.ran, 2);
+    end(&t, &search);
+}
 
 Test(probe_search, a_size_that_fails_when_it_is_run_again_is_not_the_answer)
 {

@@ -1,0 +1,143 @@
+/* Owns the memory that is not there yet: in which pieces the first update will take it.
+ * Must not know which sizes are run meanwhile. */
+#include "probe/probe.h"
+
+#define PIECES_MOST 4096
+/* Optimizers keep one, two or three values a parameter. */
+#define TURNS_MOST 4
+
+__extension__ typedef unsigned __int128 wide;
+
+/* Runs with the pool's lock held. */
+static void add_live(void *user, const void *address, size_t bytes)
+{
+    struct rbi_setting *setting = user;
+    (void)address;
+    if (setting->piece_count < PIECES_MOST)
+        setting->pieces[setting->piece_count++].bytes = bytes;
+}
+
+/* One of `turns` pieces that are `times` as large as the block in all. */
+static wide part_of(const struct rbi_piece *block, uint64_t times, uint64_t turns)
+{
+    return ((wide)block->bytes * times + turns - 1) / turns;
+}
+
+static bool is_sum(const struct rbi_setting *setting, uint64_t times, uint64_t turns, size_t bytes)
+{
+    const size_t unit = REBATCH_POOL_UNIT_BYTES;
+    wide units = 0;
+    for (size_t i = 0; i < setting->piece_count; i++)
+        units += turns * ((part_of(&setting->pieces[i], times, turns) + unit - 1) / unit);
+    return units * unit == bytes;
+}
+
+/* As many pieces of each block as the reserve is times as large, which is how optimizers keep their
+ * values. Where it is a sum that was rounded up as the pool does it, for fewer and larger pieces,
+ * they are those. */
+static uint64_t choose_turns(const struct rbi_setting *setting, uint64_t times, size_t bytes)
+{
+    for (uint64_t turns = times; turns > 0; turns--)
+        if (is_sum(setting, times, turns, bytes))
+            return turns;
+    return times;
+}
+
+/* What an update makes is like what it updates: the reserve is in pieces as the live blocks are,
+ * each once or several times one after the other, and comes to `bytes` in all, or to that when it
+ * is rounded up. */
+static void shape(struct rbi_setting *setting, size_t bytes)
+{
+    rbi_pool_each_live(setting->pool, 0, add_live, setting);
+    const size_t blocks = setting->piece_count;
+    struct rbi_piece *pieces = setting->pieces;
+    uint64_t live = 0;
+    for (size_t i = 0; i < blocks; i++)
+        live += pieces[i].bytes;
+    const uint64_t times = live ? rbi_min((bytes + live / 2) / live, TURNS_MOST) : 0;
+    const uint64_t turns = times ? choose_turns(setting, times, bytes) : 1;
+    if (live == 0 || turns * blocks > PIECES_MOST) {
+        setting->piece_count = 1;
+        pieces[0].bytes = bytes;
+        return;
+    }
+    const bool is_exact = times && is_sum(setting, times, turns, bytes);
+    const wide all = (wide)live * turns;
+    size_t left = bytes;
+    setting->piece_count = turns * blocks;
+    for (size_t i = setting->piece_count; i-- > 0;) { /* the live sizes come first: they go last */
+        const struct rbi_piece *block = &pieces[i / turns];
+        const wide share =
+            is_exact ? part_of(block, times, turns) : ((wide)block->bytes * bytes + all - 1) / all;
+        pieces[i].bytes = rbi_min((size_t)share, left);
+        left -= pieces[i].bytes;
+    }
+}
+
+uint64_t rbi_pieces_missing(const struct rbi_setting *setting)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i < setting->piece_count; i++) {
+        size_t rounded = 0;
+        if (!setting->pieces[i].address && setting->pieces[i].bytes)
+            (void)rbi_pool_check_size(&rounded, setting->pool, setting->pieces[i].bytes);
+        sum += rounded;
+    }
+    return sum;
+}
+
+rebatch_status rbi_pieces_plan(struct rbi_setting *setting, size_t bytes)
+{
+    if (bytes == 0)
+        return REBATCH_OK;
+    setting->pieces = rbi_heap_calloc(PIECES_MOST, sizeof *setting->pieces);
+    if (!setting->pieces)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to hold reserve_bytes");
+    shape(setting, bytes);
+    size_t available;
+    const rebatch_status status = rebatch_pool_available(&available, setting->pool);
+    if (status || bytes <= available)
+        return status;
+    rbi_pieces_release(setting);
+    return REBATCH_OOM;
+}
+
+static void give(struct rbi_setting *setting)
+{
+    for (size_t i = 0; i < setting->piece_count; i++) {
+        (void)rebatch_pool_free(setting->pool, setting->pieces[i].address);
+        setting->pieces[i].address = NULL;
+    }
+}
+
+static rebatch_status take(struct rbi_setting *setting)
+{
+    rebatch_tag tag = 0; /* where there are no tags left */
+    (void)rebatch_pool_tag(&tag, setting->pool, "reserve_bytes");
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < setting->piece_count && !status; i++)
+        status = rebatch_pool_alloc(&setting->pieces[i].address, setting->pool,
+                                    setting->pieces[i].bytes, setting->stream, tag);
+    if (status)
+        give(setting);
+    return status;
+}
+
+/* As a step's ladder does it: once more with the cache given back, which may be in the way. */
+rebatch_status rbi_pieces_hold(struct rbi_setting *setting)
+{
+    if (setting->piece_count == 0)
+        return REBATCH_OK;
+    rebatch_status status = take(setting);
+    if (status == REBATCH_OOM && !(status = rebatch_pool_trim(setting->pool, 0, NULL)))
+        status = take(setting);
+    return status;
+}
+
+void rbi_pieces_release(struct rbi_setting *setting)
+{
+    give(setting);
+    rbi_heap_free(setting->pieces);
+    setting->pieces = NULL;
+    setting->piece_count = 0;
+}
