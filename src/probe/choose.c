@@ -257,13 +257,22 @@ static rebatch_status begin_small(size_t *size, struct rbi_search *s)
     return status;
 }
 
-/* A size that is to run for the first time, or what is enough of it; 0: what ran is. */
+static size_t microbatches_of(size_t samples, size_t size)
+{
+    return (samples - 1) / size + 1;
+}
+
+/* A size that is to run for the first time, or what is enough of it; 0: what ran is, as no more
+ * micro-batches than these are saved. Another one costs little beside taking memory. */
+#define FEW 2
 static size_t enough_of(const struct rbi_search *s, size_t size)
 {
     if (s->left == 0 || size == 0)
         return size;
-    const size_t microbatches = (s->left - 1) / size + 1;
-    const size_t even = s->round_up(s->user, (s->left - 1) / microbatches + 1);
+    const size_t microbatches = microbatches_of(s->left, size);
+    if (s->whole_count > 1 && microbatches_of(s->left, s->fits) <= microbatches + FEW)
+        return 0;
+    const size_t even = s->round_up(s->user, microbatches_of(s->left, microbatches));
     return even > s->fits ? rbi_min(even, size) : 0;
 }
 
