@@ -198,10 +198,9 @@ static bool knows_needs(const rebatch_pool *pool)
     return pool->births >= SETTLED_TIMES * pool->settled_births + SETTLED_BIRTHS;
 }
 
-/* What a pool that knows its needs may spend to save calls of the device; nothing of another.
- * Until then, and where memory is scarce, free granules are moved to where they are needed, so that
- * every zone is kept for its sizes and nothing is held in vain; but every move costs calls, in
- * every step again. */
+/* What a pool may spend to save calls of the device. Until it knows its needs, and where memory is
+ * scarce, free granules are moved to where they are needed, so that every zone is kept for its
+ * sizes and nothing is held in vain; but every move costs calls, in every step again. */
 struct means {
     bool plenty; /* fresh memory, which costs calls once and then lies where it is needed */
     bool slack;  /* else blocks of other zones: there is more than it needs, if they are cut up */
@@ -228,13 +227,23 @@ static bool has_plenty(const rebatch_pool *pool, size_t bytes, size_t room,
     return room > kept && bytes <= room - kept;
 }
 
+/* The last micro-batch of a step is often smaller, and its blocks then just miss the zone in which
+ * memory was taken ahead for the others': they may have it even if the needs are not known, as to
+ * move it breaks large pieces up. */
+static bool may_be_large(const rebatch_pool *pool, size_t bytes)
+{
+    return bytes < pool->large_bytes && bytes >= pool->large_bytes / 2 &&
+           rbi_granules_has_large(pool);
+}
+
 static struct means find_means(rebatch_pool *pool, size_t bytes)
 {
     size_t room;
     rebatch_memory_info info;
-    if (!knows_needs(pool) || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+    const bool knows = knows_needs(pool), may_cut = knows || may_be_large(pool, bytes);
+    if (!may_cut || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return (struct means){false, false};
-    return (struct means){has_plenty(pool, bytes, room, &info), has_slack(pool, room)};
+    return (struct means){knows && has_plenty(pool, bytes, room, &info), has_slack(pool, room)};
 }
 
 /* Whether a place is worth a longer search: in the beginning, when what a training keeps for good

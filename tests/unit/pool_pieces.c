@@ -175,6 +175,23 @@ Test(pool_pieces, free_pieces_go_where_they_are_needed)
     close_counted(&c);
 }
 
+/* The last micro-batch of a step is smaller, and so are its blocks. */
+Test(pool_pieces, blocks_that_are_nearly_large_need_no_piece_broken)
+{
+    struct counted c;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    admit(c.pool, AHEAD);
+    give(c.pool, take(c.pool, 8 * GRANULE));
+    (void)calls_of(&c, REBATCH_FAULT_MAP | REBATCH_FAULT_UNMAP | REBATCH_FAULT_CREATE);
+    for (int i = 0; i < 40; i++)
+        (void)take(c.pool, 8 * GRANULE - UNIT);
+    cr_assert_eq(calls_of(&c, 0), 0);
+    cr_assert_eq(stats_of(c.pool).remaps, 0);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
 /* What is free of a piece in use can be had where it is, and nowhere else. */
 Test(pool_pieces, what_is_free_of_a_piece_in_use_stays)
 {
