@@ -2,11 +2,14 @@
  * positions, 128 samples a step, on a dry device with granules of 2 MiB and operations that do
  * nothing. So the calls of pool and driver are those of a GPU, and none is needed. For each cap a
  * line for a probe and one for the first step of a session that learns:
- *     NAME CAP_GIB SIZE SIZES_RUN GRANULES HOST_MS
- * GRANULES were taken from the device meanwhile; HOST_MS of the thread's time were spent outside
- * the callbacks: on the search. Another line has the micro-batches of the first step beside those
- * of a later one.
+ *     NAME CAP_GIB SIZE SIZES_RUN GRANULES PIECES CALLS HOST_MS
+ * GRANULES were taken from the device meanwhile; PIECES were mapped, each by calls of its own,
+ * which is what a GPU's driver takes long for. CALLS are all those that make, map, open to access,
+ * unmap or give back. HOST_MS of the thread's time were spent outside the
+ * callbacks: on the search. Another line has the micro-batches of the first step beside those of a
+ * later one.
  *     gpt_search [CAP_GIB] */
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,6 +78,36 @@ NOTHING(fill_nothing, (void *self, void *to, uint8_t value, size_t bytes, rebatc
 static void close_nothing(struct gpt_queue *q)
 {
 }
+static struct {
+    const struct rbi_device_ops *dry;
+    uint64_t pieces, calls;
+} counted;
+static rebatch_status count_create(void *self, rbi_physical *out, size_t bytes)
+{
+    counted.calls++;
+    return counted.dry->create(self, out, bytes);
+}
+static rebatch_status count_release(void *self, rbi_physical physical, size_t bytes)
+{
+    counted.calls++;
+    return counted.dry->release(self, physical, bytes);
+}
+static rebatch_status count_map(void *self, void *address, size_t bytes, rbi_physical physical)
+{
+    counted.pieces++;
+    counted.calls++;
+    return counted.dry->map(self, address, bytes, physical);
+}
+static rebatch_status count_set_access(void *self, void *address, size_t bytes)
+{
+    counted.calls++;
+    return counted.dry->set_access(self, address, bytes);
+}
+static rebatch_status count_unmap(void *self, void *address, size_t bytes)
+{
+    counted.calls++;
+    return counted.dry->unmap(self, address, bytes);
+}
 static rebatch_status pinned_alloc(void *self, void **out, size_t bytes)
 {
     *out = calloc(bytes, 1);
@@ -142,6 +175,12 @@ static rebatch_status open_bench(struct bench *bench, size_t cap_bytes, bool lea
     if (status)
         return status;
     bench->device_ops = *bench->device->ops;
+    counted.dry = bench->device->ops;
+    bench->device_ops.create = count_create;
+    bench->device_ops.release = count_release;
+    bench->device_ops.map = count_map;
+    bench->device_ops.set_access = count_set_access;
+    bench->device_ops.unmap = count_unmap;
     bench->device_ops.copy = copy_nothing;
     bench->device_ops.fill = fill_nothing;
     bench->device_ops.pinned_alloc = pinned_alloc;
@@ -208,16 +247,30 @@ static uint64_t held_granules(const struct bench *bench)
     return stats.reserved_bytes >> 21;
 }
 
-static void print_line(const struct bench *bench, const char *name, size_t gib, uint64_t before,
-                       double ms)
+/* What had been counted when the search began. */
+struct before {
+    uint64_t granules, pieces, calls;
+    double ms;
+};
+
+static struct before note_before(const struct bench *bench)
 {
+    return (struct before){held_granules(bench), counted.pieces, counted.calls, now_ms()};
+}
+
+static void print_line(const struct bench *bench, const char *name, size_t gib,
+                       const struct before *before)
+{
+    const double ms = now_ms() - before->ms - bench->inside_ms;
+    const struct before now = note_before(bench);
     char sizes[8 * SIZES_MOST] = "";
     size_t length = 0;
     for (size_t i = 0; i < bench->ran; i++)
         length += (size_t)snprintf(sizes + length, sizeof sizes - length, "%s%zu", i ? "," : "",
                                    bench->sizes[i]);
-    printf("%s %zu %zu %s %llu %.2f\n", name, gib, rebatch_get_micro(bench->rb, BATCH), sizes,
-           (unsigned long long)(held_granules(bench) - before), ms - bench->inside_ms);
+    printf("%s %zu %zu %s %" PRIu64 " %" PRIu64 " %" PRIu64 " %.2f\n", name, gib,
+           rebatch_get_micro(bench->rb, BATCH), sizes, now.granules - before->granules,
+           now.pieces - before->pieces, now.calls - before->calls, ms);
 }
 
 static rebatch_status bench_probe(size_t gib)
@@ -226,12 +279,11 @@ static rebatch_status bench_probe(size_t gib)
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
     rebatch_status status = open_bench(&bench, gib << 30, false);
     if (!status) {
-        const uint64_t before = held_granules(&bench);
-        const double began = now_ms();
+        const struct before before = note_before(&bench);
         options.reserve_bytes = gpt_trainer_reserve_bytes(bench.trainer);
         status = rebatch_probe(bench.rb, &ops, BATCH, &bench, &options, NULL);
         if (!status)
-            print_line(&bench, "probe", gib, before, now_ms() - began);
+            print_line(&bench, "probe", gib, &before);
     }
     close_bench(&bench);
     return status;
@@ -242,12 +294,11 @@ static rebatch_status bench_learn(size_t gib)
     struct bench bench = {.ran = 0};
     rebatch_step_report first, later;
     rebatch_status status = open_bench(&bench, gib << 30, true);
-    const uint64_t before = status ? 0 : held_granules(&bench);
-    const double began = now_ms();
+    const struct before before = status ? (struct before){0} : note_before(&bench);
     if (!status)
         status = rebatch_step(bench.rb, &ops, BATCH, &bench, &first);
     if (!status)
-        print_line(&bench, "learn", gib, before, now_ms() - began);
+        print_line(&bench, "learn", gib, &before);
     for (int i = 0; i < 3 && !status; i++)
         status = rebatch_step(bench.rb, &ops, BATCH, &bench, &later);
     if (!status)
