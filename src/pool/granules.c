@@ -134,13 +134,26 @@ static unsigned largest_within(size_t count, unsigned most)
 
 /* The largest piece that is at most each of these parts: of what is taken ahead of its use, as the
  * pieces at its ends may stay half used, and of what there will be still to be had, since the last
- * of the memory should go wherever it is needed. */
+ * of the memory should go wherever it is needed. Where there is plenty the latter is what matters,
+ * and a request comes in few pieces. Little comes in granules. */
 #define PARTS_OF_REQUEST 32
 #define PARTS_OF_ROOM 64
+#define FEW_OF_REQUEST 8
+#define PLENTY_OF_ROOM 256
 static unsigned size_ahead(size_t count, size_t room)
 {
-    const size_t most = rbi_min(count / PARTS_OF_REQUEST, room / PARTS_OF_ROOM);
+    if (count < 2 * PARTS_OF_REQUEST)
+        return 0;
+    const size_t most = rbi_max(rbi_min(count / PARTS_OF_REQUEST, room / PARTS_OF_ROOM),
+                                rbi_min(count / FEW_OF_REQUEST, room / PLENTY_OF_ROOM));
     return largest_within(rbi_max(most, 1), RBI_PIECE_SIZES - 1);
+}
+
+#define PARTS_OF_HELD 64
+size_t rbi_granules_growth(const rebatch_pool *pool, size_t room)
+{
+    const size_t most = rbi_min(pool->granules_held / PARTS_OF_HELD, room / PLENTY_OF_ROOM);
+    return (size_t)1 << largest_within(rbi_max(most, 1), RBI_PIECE_SIZES - 1);
 }
 
 size_t rbi_granules_ahead(size_t count, size_t room)
@@ -157,7 +170,7 @@ static void unmake(rebatch_pool *pool, const size_t before[static RBI_PIECE_SIZE
             ;
 }
 
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room)
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room, size_t piece)
 {
     size_t before[RBI_PIECE_SIZES];
     for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
@@ -165,7 +178,8 @@ rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room
     pool->stats.device_allocations++;
     unsigned most = RBI_PIECE_SIZES - 1; /* what the device has in one piece */
     for (size_t made = 0; made < count;) {
-        const unsigned ahead = size_ahead(count, room > made ? room - made : 0);
+        const unsigned by_room = size_ahead(count, room > made ? room - made : 0);
+        const unsigned ahead = rbi_max(by_room, size_of(piece));
         const unsigned size = largest_within(count - made, ahead < most ? ahead : most);
         const rebatch_status status = create(pool, size);
         if (status == REBATCH_OK) {

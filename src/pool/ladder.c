@@ -146,6 +146,7 @@ struct growth {
     bool no_fresh;                        /* free granules only */
     bool no_remap;                        /* fresh ones before free ones */
     bool ahead;                           /* of its use: fresh ones in large pieces */
+    size_t piece;                         /* where it is above 1, and not ahead: in such pieces */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool from_cache;                      /* out: nothing was mapped for it */
     bool at_end;                          /* out: what is served is at the end of what was found */
@@ -263,7 +264,8 @@ static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *gr
     const size_t room_granules = room / pool->granule_bytes;
     if (lacking > room_granules)
         return REBATCH_OOM;
-    return rbi_granules_create(pool, lacking, growth->ahead ? room_granules : 0);
+    return rbi_granules_create(pool, lacking, growth->ahead ? room_granules : 0,
+                               rbi_max(growth->piece, 1));
 }
 
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
@@ -308,11 +310,30 @@ static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool, st
     return rbi_window_map(out, pool, window, growth->stream);
 }
 
+/* A pool that is to grow takes whole pieces, where others, and it itself, have plenty left. */
+static void widen(struct rbi_window *window, rebatch_pool *pool, struct growth *growth)
+{
+    size_t room;
+    rebatch_memory_info info;
+    if (growth->no_fresh || growth->ahead || pool->spare_count >= window->granules ||
+        rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+        return;
+    const size_t piece = rbi_granules_growth(pool, room / pool->granule_bytes);
+    const size_t granules = (window->granules + piece - 1) & ~(piece - 1);
+    if (has_plenty(pool, granules * pool->granule_bytes, room, &info) &&
+        rbi_window_widen(window, pool, granules))
+        growth->piece = piece;
+}
+
 static rebatch_status grow(struct rbi_block **out, rebatch_pool *pool, struct growth *growth)
 {
     struct rbi_window window;
     const rebatch_status status = find_window(&window, pool, growth);
-    return status == REBATCH_OK ? fill_window(out, pool, growth, &window) : status;
+    if (status != REBATCH_OK)
+        return status;
+    if (pool->eager)
+        widen(&window, pool, growth);
+    return fill_window(out, pool, growth, &window);
 }
 
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,

@@ -192,6 +192,13 @@ rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream 
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
+void rbi_pool_set_eager(rebatch_pool *pool, bool eager)
+{
+    rbi_lock_take(&pool->lock);
+    pool->eager = eager && pool->has_space && pool->plain;
+    rbi_lock_give(&pool->lock);
+}
+
 bool rbi_pool_is_caching(const rebatch_pool *pool)
 {
     return pool->caching;

@@ -95,10 +95,10 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* Physical memory comes in pieces of 1, 2, 4 ... granules, up to 256 MiB on CUDA devices. Each is
+/* Physical memory comes in pieces of 1, 2, 4 ... granules, up to 1 GiB on CUDA devices. Each is
  * mapped and given back as one, which takes the device as long as a single granule. What is free of
  * a piece in use stays where it is. */
-#define RBI_PIECE_SIZES 8
+#define RBI_PIECE_SIZES 10
 
 /* Pieces of one size. Those that are created and not mapped are listed; there is space for all that
  * are held. */
@@ -146,6 +146,7 @@ struct rebatch_pool {
     bool guard;
     bool plain;     /* caching && !guard */
     bool has_space; /* granules are mapped into reserved addresses */
+    bool eager;     /* fresh memory comes ahead of its use where there is plenty */
 
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
@@ -296,9 +297,12 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 
 /* ---- physical memory (granules.c); all with the lock held ---- */
 
-/* Makes `count` more granules, in pieces as large as a room of so many granules allows; 0: in
- * single ones. All or none. */
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room);
+/* Makes `count` more granules, in pieces as large as a room of so many granules allows (0: none but
+ * single ones), or of up to `piece` granules, a power of two, where that is more. All or none. */
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room, size_t piece);
+/* Granules of the piece that a pool which is to grow takes for a request that needs fewer, within a
+ * room of so many; 1 where it holds little, or there is little. */
+size_t rbi_granules_growth(const rebatch_pool *pool, size_t room);
 /* Of `count` granules those that a room of so many has in larger pieces; 0 where there are few. */
 size_t rbi_granules_ahead(size_t count, size_t room);
 /* Gives spare granules back until `keep` are left, or fewer where the last piece is larger; how
@@ -380,6 +384,9 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
  * as zones do not hold then. */
 bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                                const struct rbi_pool_stream *stream);
+/* Lets the window reach further, so that `granules` are mapped for it, where all that must be
+ * mapped lies at its far end and there are the addresses. False when it stays as it was. */
+bool rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules);
 /* The window that needs fewest granules in all; all work must be done and all free blocks be of
  * one stream. False when those that are free and `room` granules do not suffice. */
 bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
@@ -529,6 +536,11 @@ rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 /* The stream will soon need `bytes` in total: of what its free blocks lack, takes as much as comes
  * in large pieces. Gives nothing back, and is content with less. */
 rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+/* Whether much more will be needed soon than is asked for: then fresh memory comes in whole pieces
+ * of a 64th of what the pool holds, or a 256th of the room where that is less, and what a request
+ * leaves of them is free for the next ones. Off at first, and without effect where memory is not
+ * cached, mapped or unguarded. */
+void rbi_pool_set_eager(rebatch_pool *pool, bool eager);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */
 void rbi_pool_mark(rebatch_pool *pool);

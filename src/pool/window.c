@@ -93,6 +93,24 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
     return look.spare_bytes != SIZE_MAX;
 }
 
+bool rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules)
+{
+    const struct rbi_block *const far = window->at_end ? window->first : window->last;
+    const struct rbi_block *const end = window->last->after;
+    if (far->state != RBI_BLOCK_HOLE || far->bytes / pool->granule_bytes < granules ||
+        granules < window->granules)
+        return false;
+    size_t beside = 0; /* what is mapped already */
+    for (const struct rbi_block *b = window->first; b != end; b = b->after) {
+        if (b != far && b->state == RBI_BLOCK_HOLE)
+            return false;
+        beside += b == far ? 0 : b->bytes;
+    }
+    window->bytes = beside + granules * pool->granule_bytes;
+    window->granules = granules;
+    return true;
+}
+
 /* ---- with care ---- */
 
 /* How many free blocks of a stream are looked at, and how many holes. */

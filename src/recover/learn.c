@@ -142,6 +142,7 @@ void rbi_learn_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->learning;
     learning->is_watched = learning->chosen && learning->teacher.user && learning->chosen == count;
+    rbi_pool_set_eager(rb->pool, learning->is_watched && !has_run(rb) && count < rb->batch);
     if (learning->is_watched)
         learning->teacher.begin(learning->teacher.user, count);
 }
@@ -164,6 +165,7 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     struct rbi_learning *learning = &rb->learning;
     if (!learning->is_on)
         return;
+    rbi_pool_set_eager(rb->pool, false);
     if (status == REBATCH_OK)
         rb->report.learned += learning->chosen != 0 && (rb->by_cost || learning->chosen == count);
     if (learning->is_watched) {

@@ -68,6 +68,35 @@ Test(pool_pieces, memory_ahead_of_its_use_costs_few_calls)
     close_counted(&c);
 }
 
+/* Where there is 256 times as much, an eighth of a request is one piece. */
+Test(pool_pieces, where_there_is_plenty_few_pieces_do)
+{
+    struct counted c;
+    open_counted(&c, 4 * DEVICE_GRANULES, NULL);
+    (void)calls_of(&c, REBATCH_FAULT_CREATE);
+    admit(c.pool, 8 * PIECE);
+    cr_assert_eq(calls_of(&c, 0), 8);
+    cr_assert_eq(pieces_held(c.pool, 5), 8);
+    close_counted(&c);
+}
+
+/* The largest piece has 512 granules. */
+Test(pool_pieces, the_largest_piece_is_a_gibibyte)
+{
+    enum { LARGEST = 1 << (RBI_PIECE_SIZES - 1) };
+    struct counted c;
+    const size_t granules = 3 * LARGEST * (size_t)64, asked = granules / 3;
+    cr_assert_eq(rebatch_device_open_dry(&c.host, granules * ((size_t)2 << 20), 0), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&c.device, c.host, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&c.pool, c.device, NULL), REBATCH_OK);
+    (void)calls_of(&c, REBATCH_FAULT_CREATE);
+    cr_assert_eq(rbi_pool_admit(c.pool, asked << 21, NULL), REBATCH_OK);
+    cr_assert_eq(calls_of(&c, 0), asked / LARGEST);
+    cr_assert_eq(LARGEST, 512);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
 /* So does what a callback reserves. */
 Test(pool_pieces, what_is_reserved_comes_in_pieces)
 {
@@ -342,4 +371,155 @@ Test(pool_pieces, a_copy_has_the_pieces_too)
     rebatch_pool_destroy(copy);
     rebatch_device_close(dry);
     close_counted(&c);
+}
+
+/* ---- a pool that is to grow ---- */
+
+/* What it holds, so that pieces of it are of 8 granules. */
+enum { HELD = 1024, GROWTH = 8 };
+
+static void open_eager(struct counted *c, size_t granules, const rebatch_pool_options *options)
+{
+    open_counted(c, granules, options);
+    (void)take(c->pool, HELD * GRANULE);
+    rbi_pool_set_eager(c->pool, true);
+    (void)calls_of(c, REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP);
+}
+
+/* Its small requests cost few calls, and none of its memory lies idle when they are many. */
+Test(pool_pieces, a_pool_that_is_to_grow_takes_whole_pieces)
+{
+    struct counted c;
+    open_eager(&c, DEVICE_GRANULES, NULL);
+    for (int i = 0; i < 8 * GROWTH; i++)
+        memset(take(c.pool, GRANULE), i, GRANULE);
+    cr_assert_eq(calls_of(&c, REBATCH_FAULT_CREATE), 2 * 8);
+    cr_assert_eq(pieces_held(c.pool, 3), 8);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 8 * GROWTH) * GRANULE);
+    memset(take(c.pool, 9 * GRANULE), 1, 9 * GRANULE);
+    cr_assert_eq(calls_of(&c, REBATCH_FAULT_CREATE), 2);
+    cr_assert_eq(pieces_held(c.pool, 3), 10);
+    rbi_pool_set_eager(c.pool, false);
+    (void)take(c.pool, 8 * GRANULE);
+    cr_assert_eq(calls_of(&c, 0), 1, "7 granules were left of the pieces");
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
+/* The smaller zones have pieces of their own; what a block leaves of one is for the next. */
+Test(pool_pieces, what_is_left_of_a_piece_is_for_the_next_request)
+{
+    struct counted c;
+    open_eager(&c, DEVICE_GRANULES, NULL);
+    for (int i = 0; i < 16; i++)
+        memset(take(c.pool, GRANULE + GRANULE / 2), i, GRANULE + GRANULE / 2);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 24) * GRANULE);
+    for (int i = 0; i < 64; i++)
+        (void)take(c.pool, GRANULE / 128);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 32) * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 3), 4);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
+static void assert_takes_single(size_t granules, const rebatch_pool_options *options)
+{
+    struct counted c;
+    open_eager(&c, granules, options);
+    for (int i = 0; i < 5; i++)
+        (void)take(c.pool, GRANULE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 5) * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 0), HELD + 5);
+    close_counted(&c);
+}
+
+/* Where memory is short, or shall be left to others, it takes what it needs and no more. */
+Test(pool_pieces, a_pool_that_is_to_grow_takes_nothing_ahead_without_plenty)
+{
+    rebatch_pool_options keeps = REBATCH_POOL_OPTIONS_INIT, collects = REBATCH_POOL_OPTIONS_INIT;
+    assert_takes_single(HELD + 300, NULL);
+    keeps.keep_room_permille = 900;
+    assert_takes_single(DEVICE_GRANULES, &keeps);
+    collects.gc_threshold_permille = 200;
+    assert_takes_single(DEVICE_GRANULES, &collects);
+}
+
+/* All there is can be had to the last granule. */
+Test(pool_pieces, a_pool_that_is_to_grow_has_all_the_memory)
+{
+    struct counted c;
+    void *block;
+    size_t count = 0;
+    open_eager(&c, DEVICE_GRANULES, NULL);
+    while (rebatch_pool_alloc(&block, c.pool, GRANULE, NULL, 0) == REBATCH_OK)
+        count++;
+    cr_assert_eq(count, DEVICE_GRANULES - HELD);
+    cr_assert_gt(pieces_held(c.pool, 3), 0);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
+/* The same random life, growing and not. Seed 1. */
+Test(pool_pieces, a_life_of_a_pool_that_is_to_grow)
+{
+    struct counted c;
+    uint64_t random = 1;
+    enum { LIVE = 96 };
+    void *blocks[LIVE] = {NULL};
+    open_eager(&c, DEVICE_GRANULES, NULL);
+    for (int n = 0; n < 20000; n++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        const size_t at = (random >> 33) % LIVE, kind = (random >> 40) % 100;
+        const size_t most = kind < 30 ? GRANULE / 32 : kind < 70 ? 8 * GRANULE : 60 * GRANULE;
+        if (blocks[at])
+            give(c.pool, blocks[at]);
+        blocks[at] = NULL;
+        if (kind == 99)
+            rbi_pool_set_eager(c.pool, random >> 63);
+        else if (kind == 98)
+            cr_assert_eq(rebatch_pool_trim(c.pool, 0, NULL), REBATCH_OK);
+        else if (rebatch_pool_alloc(&blocks[at], c.pool, (random >> 20) % most + 1, NULL, 0) ==
+                 REBATCH_OK)
+            memset(blocks[at], n, 1);
+        if (n % 16 == 0)
+            assert_valid(c.pool);
+    }
+    cr_assert_gt(pieces_held(c.pool, 3), 0);
+    close_counted(&c);
+}
+
+/* A call that fails costs a pool that is to grow nothing but what was asked for. */
+static uint64_t grow_through(uint32_t kind, uint64_t nth, uint64_t times)
+{
+    struct counted c;
+    uint64_t seen;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    open_eager(&c, DEVICE_GRANULES, NULL);
+    plan.calls = kind;
+    plan.nth = nth;
+    plan.times = times;
+    cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
+    for (size_t i = 0; i < 6; i++) {
+        void *block;
+        (void)rebatch_pool_alloc(&block, c.pool, (i + 1) * GRANULE + UNIT, NULL, 0);
+        assert_valid(c.pool);
+    }
+    cr_assert_eq(rebatch_fault_counts(c.device, &seen, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_fault_arm(c.device, NULL), REBATCH_OK);
+    (void)take(c.pool, GRANULE);
+    close_counted(&c);
+    return seen;
+}
+
+Test(pool_pieces, every_call_of_a_pool_that_is_to_grow_may_fail)
+{
+    const uint32_t kinds[] = {REBATCH_FAULT_CREATE, REBATCH_FAULT_MAP, REBATCH_FAULT_ACCESS};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        uint64_t seen = 1;
+        for (uint64_t nth = 1; nth <= seen; nth++) {
+            seen = grow_through(kinds[i], nth, 1);
+            (void)grow_through(kinds[i], nth, REBATCH_FAULT_FOREVER);
+        }
+        cr_assert_gt(seen, 1);
+    }
 }
