@@ -10,6 +10,8 @@
 
 /* A timed sample runs a short trace as often as it takes to make this many pairs. */
 #define SAMPLE_PAIRS 20000
+/* Before that it runs so often: by then a pool knows what it needs, and whether it repeats. */
+#define WARM_PASSES 16
 #define REPORT_BYTES 4096
 
 /* A pool with a device of its own, and the blocks and streams of the trace that runs on it. */
@@ -316,7 +318,7 @@ static rebatch_status sample(double *ns_per_pair, struct rig *rig, const struct 
     return status;
 }
 
-/* All samples on one pool, which has run the trace before. */
+/* All samples on one pool, which has run the trace before, as a training runs its steps. */
 static rebatch_status sample_warm(double *samples, const struct rbi_trace *trace,
                                   const struct rbi_replay_settings *settings)
 {
@@ -325,7 +327,7 @@ static rebatch_status sample_warm(double *samples, const struct rbi_trace *trace
     if (status)
         return status;
     const size_t times = SAMPLE_PAIRS / trace->allocations + 1;
-    status = sample(&samples[0], &rig, trace, 1);
+    status = sample(&samples[0], &rig, trace, WARM_PASSES);
     for (unsigned i = 0; i < settings->repeat && !status; i++)
         status = sample(&samples[i], &rig, trace, times);
     if (status != REBATCH_OOM)

@@ -281,7 +281,7 @@ char *rbi_granules_unmap(rebatch_pool *pool, const struct rbi_range *range, char
 size_t rbi_granules_quarantine(rebatch_pool *pool, struct rbi_block *block, const char *at)
 {
     const size_t bytes = rbi_granules_piece(pool, block->range, at) * pool->granule_bytes;
-    rbi_pool_give_to(block, pool->space);
+    rbi_pool_give_to(pool, block, pool->space);
     block->state = RBI_BLOCK_LOST;
     pool->stats.quarantined_bytes += bytes;
     return bytes;

@@ -141,10 +141,11 @@ void rbi_pool_discard_block(rebatch_pool *pool, struct rbi_block *block)
     rbi_block_discard(pool, block);
 }
 
-void rbi_pool_give_to(struct rbi_block *block, struct rbi_pool_stream *stream)
+void rbi_pool_give_to(rebatch_pool *pool, struct rbi_block *block, struct rbi_pool_stream *stream)
 {
     if (block->stream == stream)
         return;
+    pool->layout++;
     block->stream = stream;
     block->bins = bins_for(stream, block->range);
     block->freed_at = 0; /* its old stream is done with it, and no other work has touched it */
@@ -164,7 +165,7 @@ struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *bloc
                                       struct rbi_pool_stream *stream)
 {
     block = rbi_block_take(pool, block, bytes);
-    rbi_pool_give_to(block, stream);
+    rbi_pool_give_to(pool, block, stream);
     return block;
 }
 

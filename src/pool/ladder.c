@@ -353,6 +353,25 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
     return bytes > room ? REBATCH_OOM : rbi_range_alloc(out, pool, bytes, stream);
 }
 
+bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes)
+{
+    const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+    return bytes <= cached || find_means(pool, bytes).plenty;
+}
+
+char *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
+{
+    struct growth growth = {
+        .bytes = bytes, .stream = stream, .no_fresh = !find_means(pool, bytes).plenty};
+    struct rbi_window window;
+    struct rbi_block *block;
+    if (rbi_nodes_prepare(&pool->range_nodes, 1) && rbi_pool_await_streams(pool) == REBATCH_OK &&
+        find_hole(&window, pool, &growth) == REBATCH_OK &&
+        fill_window(&block, pool, &growth, &window) == REBATCH_OK)
+        return block->address;
+    return NULL;
+}
+
 /* Fresh memory of a device without granules. What does not fit limit and headroom is not asked
  * for. */
 static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,

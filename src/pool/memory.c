@@ -53,6 +53,8 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
     }
     if (status == REBATCH_OOM)
         status = rbi_pool_report_oom(pool, &request, bytes, "reserve");
+    if (status == REBATCH_OK)
+        rbi_cycle_note_reserve(pool, rounded, request.stream);
     rbi_request_close(&request);
     return status;
 }
@@ -67,8 +69,11 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
-    status = reserve_locked(pool, bytes, rounded, stream);
+    rbi_pool_enter_to_count(pool);
+    if (!rbi_cycle_reserve(pool, rounded, stream)) {
+        rbi_pool_leave_cycle(pool);
+        status = reserve_locked(pool, bytes, rounded, stream);
+    }
     if (status == REBATCH_OK)
         rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
     rbi_lock_give(&pool->lock);
@@ -104,6 +109,7 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
     if (known && known->free_bytes >= bytes)
         return REBATCH_OK;
+    rbi_pool_leave_cycle(pool);
     struct rbi_request request;
     rebatch_status status = rbi_request_open(&request, pool, bytes, stream);
     if (status != REBATCH_OK)
@@ -148,7 +154,7 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     status = admit_locked(pool, rounded, stream);
     rbi_lock_give(&pool->lock);
     return status;
@@ -258,7 +264,7 @@ rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     size_t room;
     status = rbi_pool_room(&room, pool, NULL);
     if (status == REBATCH_OK &&

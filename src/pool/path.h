@@ -557,12 +557,87 @@ static inline void rbi_pool_leave_use(struct rbi_block *block)
     block->next->previous = block->previous;
 }
 
+/* ---- cycles ---- */
+
+/* A block is in use now, or is about to be no longer: `live_bytes` are in use after that. */
+static inline void rbi_cycle_note(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes,
+                                  bool freed)
+{
+    if (RBI_UNLIKELY(!rbi_trail_add(&pool->trail, rbi_trail_level(live_bytes))))
+        rbi_cycle_look(pool, block, live_bytes, freed);
+}
+
+static inline void rbi_cycle_go_on(struct rbi_cycle *cycle)
+{
+    cycle->next++;
+    if (RBI_UNLIKELY(cycle->next == cycle->end)) {
+        cycle->next = cycle->calls;
+        cycle->periods++;
+    }
+}
+
+/* Whether a cycle runs; what is ready begins to. */
+static inline bool rbi_cycle_runs(rebatch_pool *pool)
+{
+    if (RBI_LIKELY(pool->cycle.phase < RBI_CYCLE_READY))
+        return false;
+    if (RBI_UNLIKELY(pool->cycle.phase == RBI_CYCLE_READY))
+        rbi_cycle_begin(pool);
+    return pool->cycle.phase == RBI_CYCLE_RUNS;
+}
+
+/* What a cycle that runs has for an allocation of `bytes`; NULL: another call is expected. */
+static inline struct rbi_block *rbi_cycle_take(rebatch_pool *pool, size_t bytes)
+{
+    struct rbi_cycle *const cycle = &pool->cycle;
+    struct rbi_cycle_call *const call = cycle->next;
+    if (RBI_UNLIKELY((size_t)call->units * REBATCH_POOL_UNIT_BYTES != bytes))
+        return NULL;
+    struct rbi_block *const block = rbi_nodes_take_as_is(&pool->block_nodes);
+    block->address = call->address;
+    block->bytes = bytes;
+    block->stream = cycle->stream;
+    block->uses = NULL;
+    block->used = false;
+    call->block = block;
+    cycle->stream->free_bytes -= bytes;
+    rbi_cycle_go_on(cycle);
+    return block;
+}
+
 /* Was the innermost scope opened after the block was allocated? Then its free waits for the
  * commit. */
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
                                               const struct rbi_block *block)
 {
     return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
+}
+
+/* Frees what a cycle that runs expects to be freed now; false: that is not `pointer`, or more has
+ * to be done about it. */
+static inline bool rbi_cycle_give(rebatch_pool *pool, const void *pointer)
+{
+    struct rbi_cycle *const cycle = &pool->cycle;
+    if (RBI_UNLIKELY(cycle->next->units != 0))
+        return false;
+    struct rbi_cycle_call *const from = &cycle->calls[cycle->next->of];
+    struct rbi_block *const block = from->block;
+    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_has_younger_scope(pool, block) ||
+                     !rbi_pool_retires_at_once(block)))
+        return false;
+    rbi_cycle_go_on(cycle);
+    if (RBI_UNLIKELY(rbi_cycle_is_old(from))) {
+        from->block = NULL;
+        rbi_cycle_give_old(pool, block);
+        return true;
+    }
+    rbi_pool_count_free(pool, block);
+    rbi_pool_leave_use(block);
+    from->block = NULL;
+    cycle->stream->frees++;
+    cycle->stream->free_bytes += block->bytes;
+    rbi_block_discard(pool, block);
+    return true;
 }
 
 #endif

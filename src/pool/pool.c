@@ -35,6 +35,8 @@ static rebatch_status check_options(const rebatch_pool_options *options,
     rebatch_status status = rbi_check_toggle(options->guard, "rebatch_pool_options.guard");
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->caching, "rebatch_pool_options.caching");
+    if (status == REBATCH_OK)
+        status = rbi_check_toggle(options->cycles, "rebatch_pool_options.cycles");
     if (status == REBATCH_OK && options->guard == REBATCH_ON &&
         (!rbi_device_has_virtual_memory(device) || !rbi_is_on(options->caching)))
         return rbi_error(REBATCH_E_UNSUPPORTED,
@@ -68,11 +70,21 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);
 }
 
+/* A closed trail remembers nothing, so that no call ever seems to repeat. */
+static bool prepare_trail(struct rbi_trail *trail, const rebatch_pool_options *options)
+{
+    if (rbi_is_on(options->cycles))
+        return rbi_trail_open(trail);
+    rbi_trail_close(trail);
+    return true;
+}
+
 /* What create takes of the heap, and of the device. */
 static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options *options)
 {
     pool->space = rbi_heap_calloc(1, sizeof *pool->space);
-    if (!pool->space || !rbi_table_prepare(&pool->table, 1) || !rbi_late_prepare(&pool->late, 1))
+    if (!pool->space || !rbi_table_prepare(&pool->table, 1) || !rbi_late_prepare(&pool->late, 1) ||
+        !prepare_trail(&pool->trail, options))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
     pool->space->next_mark = UINT64_MAX;
@@ -137,6 +149,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
 {
     if (!pool)
         return;
+    rbi_pool_leave_cycle(pool);
     rbi_tcaches_fold(pool);
     rbi_tcaches_destroy(pool);
     /* Also on streams of which nothing was freed: blocks in use go back as well. */
@@ -149,6 +162,8 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_nodes_destroy(&pool->use_nodes);
     rbi_table_destroy(&pool->table);
     rbi_late_destroy(&pool->late);
+    rbi_trail_close(&pool->trail);
+    rbi_cycle_close(&pool->cycle);
     rbi_heap_free(pool->ring.events);
     rbi_heap_free(pool->space);
     rbi_heap_free(pool);
@@ -184,7 +199,7 @@ void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
 
 uint64_t rbi_pool_births(rebatch_pool *pool)
 {
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     const uint64_t births = pool->births;
     rbi_lock_give(&pool->lock);
     return births;
@@ -253,6 +268,7 @@ static void use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
 {
     if (rbi_pool_use_block(pool, block, bytes, tag))
         rbi_pool_raise_peaks(pool);
+    rbi_cycle_note(pool, block, pool->stats.live_bytes, false);
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
 }
 
@@ -330,7 +346,7 @@ static COLD rebatch_status alloc_carefully(void **out, rebatch_pool *pool, size_
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_alloc")) != REBATCH_OK)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_take_lock(pool);
     status = alloc_locked(out, pool, bytes, rounded, stream, tag);
     rbi_lock_give(&pool->lock);
     return status;
@@ -364,6 +380,18 @@ static inline rebatch_status use_and_give(void **out, rebatch_pool *pool, struct
     return REBATCH_OK;
 }
 
+static inline rebatch_status note_and_give(void **out, rebatch_pool *pool, struct rbi_block *block,
+                                           size_t bytes, rebatch_tag tag)
+{
+    const bool is_peak = rbi_pool_use_block(pool, block, bytes, tag);
+    *out = block->address;
+    rbi_cycle_note(pool, block, pool->stats.live_bytes, false);
+    if (RBI_UNLIKELY(is_peak))
+        return raise_peaks_and_give(pool);
+    rbi_lock_give_as_owner(&pool->lock);
+    return REBATCH_OK;
+}
+
 static __attribute__((noinline)) rebatch_status cut_and_give(void **out, rebatch_pool *pool,
                                                              size_t bytes,
                                                              struct rbi_pool_stream *stream,
@@ -371,7 +399,7 @@ static __attribute__((noinline)) rebatch_status cut_and_give(void **out, rebatch
 {
     struct rbi_block *block = take_cached(pool, stream, rbi_round_to_unit(bytes));
     if (RBI_LIKELY(block))
-        return use_and_give(out, pool, block, bytes, tag);
+        return note_and_give(out, pool, block, bytes, tag);
     rbi_lock_give_as_owner(&pool->lock);
     return alloc_carefully(out, pool, bytes, stream->stream, tag);
 }
@@ -389,9 +417,15 @@ static inline rebatch_status alloc_fast(void **out, rebatch_pool *pool, size_t b
         rbi_lock_give_as_owner(&pool->lock);
         return alloc_carefully(out, pool, bytes, stream, tag);
     }
-    struct rbi_block *block = rbi_quick_pop(known, rbi_round_to_unit(bytes));
+    struct rbi_block *block;
+    if (rbi_cycle_runs(pool)) {
+        if (RBI_LIKELY((block = rbi_cycle_take(pool, rbi_round_to_unit(bytes))) != NULL))
+            return use_and_give(out, pool, block, bytes, tag);
+        rbi_cycle_leave(pool);
+    }
+    block = rbi_quick_pop(known, rbi_round_to_unit(bytes));
     if (block)
-        return use_and_give(out, pool, block, bytes, tag);
+        return note_and_give(out, pool, block, bytes, tag);
     return cut_and_give(out, pool, bytes, known, tag);
 }
 
@@ -484,10 +518,14 @@ static struct rbi_block *find_known(rebatch_pool *pool, const void *pointer)
     return rbi_table_find(&pool->table, pointer);
 }
 
-/* The block in use that begins at `pointer`. */
+/* The block in use that begins at `pointer`. A cycle goes on if it is none of its blocks. */
 static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, const void *pointer)
 {
     *out = pointer ? find_known(pool, pointer) : NULL;
+    if (!*out && pool->cycle.phase == RBI_CYCLE_RUNS) {
+        rbi_cycle_leave(pool);
+        *out = find_known(pool, pointer);
+    }
     if (*out && (*out)->state == RBI_BLOCK_LIVE)
         return REBATCH_OK;
     *out = NULL;
@@ -504,6 +542,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
     } else if (rbi_pool_has_younger_scope(pool, block)) {
         rbi_pool_defer_free(pool, block);
     } else {
+        rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
         rbi_pool_drop_block(pool, block, false);
     }
     rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
@@ -515,7 +554,7 @@ static COLD rebatch_status free_carefully(rebatch_pool *pool, const void *pointe
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK || !pointer)
         return status;
-    rbi_lock_take(&pool->lock);
+    rbi_pool_take_lock(pool);
     status = free_locked(pool, pointer);
     rbi_lock_give(&pool->lock);
     return status;
@@ -549,10 +588,17 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
 {
     if (RBI_UNLIKELY(!pool || !pointer || !rbi_lock_take_as_owner(&pool->lock)))
         return free_shared(pool, pointer);
+    if (rbi_cycle_runs(pool)) {
+        if (RBI_UNLIKELY(!rbi_cycle_give(pool, pointer)))
+            return leave_to_careful(pool, pointer);
+        rbi_lock_give_as_owner(&pool->lock);
+        return REBATCH_OK;
+    }
     struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
     if (RBI_UNLIKELY(!block || block->state != RBI_BLOCK_LIVE || pool->fast_bytes == 0 ||
                      rbi_pool_has_younger_scope(pool, block) || !rbi_pool_retires_at_once(block)))
         return leave_to_careful(pool, pointer);
+    rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
     rbi_pool_count_free(pool, block);
     rbi_pool_leave_use(block);
     rbi_pool_note_free(pool, block);

@@ -8,11 +8,13 @@
 #include "base/base.h"
 #include "device/device.h"
 #include "pool/block.h"
+#include "pool/cycle.h"
 #include "pool/late.h"
 #include "pool/lock.h"
 #include "pool/nodes.h"
 #include "pool/table.h"
 #include "pool/tcache.h"
+#include "pool/trail.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
@@ -206,6 +208,10 @@ struct rebatch_pool {
     void *tcache_memory;                /* what they lie in */
     bool lending;                       /* false: all of them are empty */
     uint64_t folded_peak_bytes;         /* the pool's peak when they were last folded for one */
+
+    struct rbi_trail trail;
+    struct rbi_cycle cycle;
+    uint64_t layout; /* counts what changes where memory is, or whose */
 };
 
 /* Tells the recorder, if there is one. */
@@ -222,9 +228,28 @@ static inline void rbi_tcaches_fold(rebatch_pool *pool)
     if (__builtin_expect(pool->lending, 0))
         rbi_tcaches_fold_slowly(pool);
 }
-/* Takes the lock, for whoever looks at more than one block or changes what asks for more than the
- * fast path does: whatever was done in threads' caches is counted, and they are empty. */
+/* Lays what a cycle has given out into the ranges, and goes on without it (cycle_leave.c). */
+void rbi_cycle_leave(rebatch_pool *pool);
+static inline void rbi_pool_leave_cycle(rebatch_pool *pool)
+{
+    if (__builtin_expect(pool->cycle.phase == RBI_CYCLE_RUNS, 0))
+        rbi_cycle_leave(pool);
+}
+/* Takes the lock, for whoever looks at a block beyond the fast path: all are in their ranges. */
+static inline void rbi_pool_take_lock(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    rbi_pool_leave_cycle(pool);
+}
+/* The same for whoever looks at more than one block or changes what asks for more than the fast
+ * path does: whatever was done in threads' caches is counted, and they are empty. */
 static inline void rbi_pool_enter(rebatch_pool *pool)
+{
+    rbi_pool_take_lock(pool);
+    rbi_tcaches_fold(pool);
+}
+/* The same for whoever looks at no block, only at what is counted: a cycle goes on. */
+static inline void rbi_pool_enter_to_count(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     rbi_tcaches_fold(pool);
@@ -281,7 +306,8 @@ void rbi_pool_discard_block(rebatch_pool *pool, struct rbi_block *block);
 struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, size_t bytes);
 /* Makes a block and the one after it, both in no list, one. */
 void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left);
-void rbi_pool_give_to(struct rbi_block *block, struct rbi_pool_stream *stream);
+/* Mapped and unmapped blocks change hands too: between a stream and the pool's space. */
+void rbi_pool_give_to(rebatch_pool *pool, struct rbi_block *block, struct rbi_pool_stream *stream);
 /* Takes `bytes` of a free block out of its bin for `stream`; needs one spare node. */
 struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
                                       struct rbi_pool_stream *stream);
@@ -454,6 +480,11 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
  * fresh memory. */
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
+/* Whether so many bytes are free, or to be had where there is plenty. */
+bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
+/* Free granules in a row, for `stream`: moved there, and fresh ones only where there is plenty.
+ * Gives where they begin; NULL: there are not enough. */
+char *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
@@ -519,6 +550,27 @@ struct rbi_pool_visitor {
     void *user;
 };
 void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor);
+
+/* ---- cycles (cycle.c) ---- */
+
+/* More periods pass before the next is learnt, as this one was in vain. */
+void rbi_cycle_wait_longer(struct rbi_cycle *cycle);
+/* Begins to run what is ready, where it can be. */
+void rbi_cycle_begin(rebatch_pool *pool);
+/* A call was noted that the trail wants to be looked at: of a block that is in use now, or will no
+ * longer be. */
+void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes, bool freed);
+/* Places what a learnt period allocates anew, in one stretch of memory, and lines that up
+ * (place.c). False where it cannot; memory may have been moved. */
+bool rbi_cycle_place(rebatch_pool *pool);
+/* Frees what was in use before the calls of the cycle were placed anew. */
+void rbi_cycle_give_old(rebatch_pool *pool, struct rbi_block *block);
+/* The same of a rebatch_pool_reserve() that has succeeded. */
+void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, const struct rbi_pool_stream *stream);
+/* Whether a cycle that runs expects a reserve of so many bytes now: then they are there, as in the
+ * period before. */
+bool rbi_cycle_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+void rbi_cycle_close(struct rbi_cycle *cycle);
 
 #include "pool/path.h"
 

@@ -40,6 +40,7 @@ static struct rbi_range *add_range(rebatch_pool *pool, void *address, size_t byt
 /* All its blocks are free. */
 static void remove_range(rebatch_pool *pool, struct rbi_range *range)
 {
+    pool->layout++;
     for (struct rbi_block *b = range->first; b;) {
         struct rbi_block *next = b->after;
         rbi_pool_bin_remove(b);
@@ -170,7 +171,7 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
         struct rbi_block *rest = stop < block->address + block->bytes
                                      ? rbi_pool_split(pool, block, (size_t)(stop - first))
                                      : NULL;
-        rbi_pool_give_to(block, pool->space);
+        rbi_pool_give_to(pool, block, pool->space);
         (void)rbi_pool_put_block(pool, block);
         block = rest;
     }

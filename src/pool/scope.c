@@ -55,7 +55,7 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     status = begin_locked(out, pool);
     rbi_lock_give(&pool->lock);
     return status;
@@ -106,6 +106,8 @@ static void commit_innermost(rebatch_pool *pool)
 {
     struct rbi_scope *scope = innermost(pool);
     close_innermost(pool);
+    if (scope->deferred)
+        rbi_pool_leave_cycle(pool);
     struct rbi_block *block;
     while ((block = pop_deferred(scope))) {
         if (rbi_pool_has_younger_scope(pool, block)) {
@@ -122,7 +124,7 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     const struct rbi_scope *open = find_open(pool, scope);
     if (!open)
         status = refuse_scope(scope);
@@ -205,7 +207,7 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open)
         get_stats_locked(out, pool, open);

@@ -75,7 +75,7 @@ rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *poo
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     rbi_pool_get_stats(out, pool);
     rbi_lock_give(&pool->lock);
     return REBATCH_OK;
@@ -86,7 +86,7 @@ rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool)
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     pool->stats.live_peak_bytes = pool->folded_peak_bytes = pool->stats.live_bytes;
     pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
     pool->stats.blocks_peak = pool->stats.blocks;
@@ -154,7 +154,7 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     if (tag < pool->tag_count)
         rbi_tag_get_usage(pool, tag, out);
     else
@@ -168,7 +168,7 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
 
 void rbi_pool_mark(rebatch_pool *pool)
 {
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     pool->mark_peak_bytes = pool->stats.live_bytes;
     rbi_pool_set_quiet(pool);
     rbi_lock_give(&pool->lock);
@@ -176,7 +176,7 @@ void rbi_pool_mark(rebatch_pool *pool)
 
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
 {
-    rbi_pool_enter(pool);
+    rbi_pool_enter_to_count(pool);
     const uint64_t peak = pool->mark_peak_bytes;
     rbi_lock_give(&pool->lock);
     return peak;

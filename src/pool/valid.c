@@ -438,7 +438,7 @@ bool rbi_pool_is_valid(rebatch_pool *pool)
 {
     struct tally tally;
     memset(&tally, 0, sizeof tally);
-    rbi_lock_take(&pool->lock);
+    rbi_pool_take_lock(pool);
     bool valid = are_tcaches_valid(pool);
     if (valid) {
         rbi_tcaches_fold(pool);

@@ -413,12 +413,12 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
             rbi_window_drop(pool, window);
             return status;
         }
-        rbi_pool_give_to(b, stream);
+        rbi_pool_give_to(pool, b, stream);
     }
     struct rbi_block *first = window->first;
-    rbi_pool_give_to(first, stream);
+    rbi_pool_give_to(pool, first, stream);
     while (first->after != end) {
-        rbi_pool_give_to(first->after, stream);
+        rbi_pool_give_to(pool, first->after, stream);
         rbi_pool_join(pool, first);
     }
     *out = rbi_pool_put_block(pool, first);
@@ -433,7 +433,7 @@ void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
             if (b->state != RBI_BLOCK_FREE || b->stream == stream)
                 continue;
             rbi_pool_bin_remove(b);
-            rbi_pool_give_to(b, stream);
+            rbi_pool_give_to(pool, b, stream);
             b = rbi_pool_put_block(pool, b);
         }
     }

@@ -86,6 +86,10 @@ Test(pool_alloc, wrong_options_are_refused)
     options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
     options.caching = (rebatch_toggle)7;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "is 7");
+    options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
+    options.cycles = (rebatch_toggle)5;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
+                   "cycles is 5");
     struct {
         rebatch_pool_options known;
         uint64_t newer;
@@ -503,11 +507,12 @@ static void one_round(rebatch_pool *pool, bool commit)
     }
 }
 
-/* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call. */
+/* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call, once
+ * calls were found to repeat for the first time. */
 Test(pool_alloc, warm_calls_make_no_heap_call)
 {
     struct rig rig = rig_open(512, NULL);
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 40; i++)
         one_round(rig.pool, i % 2);
     const uint64_t calls = rbi_heap_calls();
     for (int i = 0; i < 20; i++)

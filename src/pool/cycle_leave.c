@@ -1,0 +1,135 @@
+/* Owns how a cycle ends: what it gave out is laid into the ranges again, and the trail has the
+ * calls that it served.
+ * Must not know when one begins. */
+#include <stdlib.h>
+
+#include "pool/pool.h"
+
+/* ---- blocks ---- */
+
+static int by_address(const void *a, const void *b)
+{
+    const struct rbi_block *const *left = a, *const *right = b;
+    return ((*left)->address > (*right)->address) - ((*left)->address < (*right)->address);
+}
+
+static size_t collect_in_use(struct rbi_cycle *cycle)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < cycle->allocation_count; i++) {
+        const struct rbi_cycle_call *call = &cycle->calls[cycle->allocations[i]];
+        if (call->block && !rbi_cycle_is_old(call))
+            cycle->in_use[count++] = call->block;
+    }
+    qsort(cycle->in_use, count, sizeof(struct rbi_block *), by_address);
+    return count;
+}
+
+/* Lays a block into the free one around it: gives what is left behind it, or the block. Needs a
+ * spare node, which it gives back where nothing is left in front. */
+static struct rbi_block *lay(rebatch_pool *pool, struct rbi_block *around, struct rbi_block *block)
+{
+    const size_t before = (size_t)(block->address - around->address);
+    const size_t behind = around->bytes - before - block->bytes;
+    rbi_bin_remove(around);
+    block->range = around->range;
+    block->bins = around->bins;
+    struct rbi_block *rest = behind ? rbi_block_cut(pool, around, behind, true) : NULL;
+    around->bytes -= block->bytes;
+    rbi_block_insert(block, around, true);
+    if (before) {
+        rbi_bin_add(around);
+    } else {
+        block->before = around->before;
+        if (block->before)
+            block->before->after = block;
+        else
+            block->range->first = block;
+        rbi_block_discard(pool, around);
+    }
+    if (rest)
+        rbi_bin_add(rest);
+    rbi_pool_list_block(pool, block);
+    return rest ? rest : block;
+}
+
+static bool lies_in(const struct rbi_block *block, const struct rbi_block *around)
+{
+    return block->address >= around->address && block->address < around->address + around->bytes;
+}
+
+/* The first of the sorted blocks that does not lie before the range. */
+static size_t first_in(const struct rbi_range *range, struct rbi_block *const *blocks, size_t count)
+{
+    size_t low = 0, high = count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (blocks[middle]->address < range->address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Whatever is free may have been used since. */
+static void lay_into_range(rebatch_pool *pool, struct rbi_range *range, size_t count)
+{
+    const struct rbi_cycle *cycle = &pool->cycle;
+    size_t next = first_in(range, cycle->in_use, count);
+    for (struct rbi_block *b = range->first; b; b = b->after) {
+        if (b->state != RBI_BLOCK_FREE || b->stream != cycle->stream)
+            continue;
+        b->freed_at = cycle->stream->frees;
+        b->birth = pool->births;
+        while (next < count && b->state == RBI_BLOCK_FREE && lies_in(cycle->in_use[next], b))
+            b = lay(pool, b, cycle->in_use[next++]);
+    }
+}
+
+/* ---- the trail ---- */
+
+static uint32_t change_of_level(const struct rbi_cycle *cycle, const struct rbi_cycle_call *call)
+{
+    if (call->units == RBI_CYCLE_RESERVE)
+        return 0;
+    return call->units ? call->units : -cycle->calls[call->of].units;
+}
+
+/* The trail goes on as if it had noted the calls that the cycle served; backwards, as the level is
+ * known that they have led to. */
+static void note_served(rebatch_pool *pool)
+{
+    struct rbi_cycle *cycle = &pool->cycle;
+    struct rbi_trail *trail = &pool->trail;
+    const size_t next = (size_t)(cycle->next - cycle->calls);
+    uint32_t level = rbi_trail_level(pool->stats.live_bytes);
+    trail->count += cycle->periods * cycle->noted + next;
+    const uint64_t kept = rbi_min(trail->count - trail->seen, trail->mask + 1);
+    for (size_t i = 1, call = next; i <= kept; i++) {
+        call = (call ? call : cycle->noted) - 1;
+        trail->levels[(trail->count - i) & trail->mask] = level;
+        level -= change_of_level(cycle, &cycle->calls[call]);
+    }
+    trail->seen = trail->count;
+    cycle->turn = trail->count - next;
+}
+
+/* ---- both ---- */
+
+void rbi_cycle_leave(rebatch_pool *pool)
+{
+    struct rbi_cycle *cycle = &pool->cycle;
+    cycle->phase = RBI_CYCLE_NONE;
+    rbi_quick_flush_all(pool);
+    const size_t count = collect_in_use(cycle);
+    for (struct rbi_range *r = pool->first_range; r; r = r->next)
+        lay_into_range(pool, r, count);
+    note_served(pool);
+    cycle->served += pool->births - cycle->began;
+    if (cycle->periods == 0)
+        rbi_cycle_wait_longer(cycle);
+    else
+        cycle->patience = 0;
+    pool->trail.due = pool->trail.count + 1;
+}
