@@ -263,7 +263,7 @@ Test(probe_search, a_workspace_that_is_made_anew_finds_room_beside_the_one_befor
 }
 
 /* 32 samples need 32 MiB of the pool and 8 outside. While those are made the 2.5 MiB that 10
- * samples have left are there as well, but nothing of the pool's yet: so that is not taken ahead. */
+ * samples have left are there as well, but nothing of the pool's yet: that is not taken ahead. */
 Test(probe_search, what_a_trial_needs_is_not_taken_ahead_where_a_workspace_is_made_anew)
 {
     struct training t = {.each_bytes = MIB(1), .workspace_each = MIB(1) / 4};
