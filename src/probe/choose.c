@@ -240,10 +240,12 @@ rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
     if (status)
         return status;
     s->foretold_bytes = trial.peak_bytes; /* 0: not known yet */
-    /* What others take more than they have must not find it in the cache. */
-    if (s->whole_count > 1 && (trial.needs_trim || s->model.outside.rise > 0))
+    /* What others take more than they have must not find it in the cache, nor taken ahead: while
+     * they make it anew it needs room beside what it was. */
+    const bool is_outside_growing = s->whole_count > 1 && s->model.outside.rise > 0;
+    if (s->whole_count > 1 && (trial.needs_trim || is_outside_growing))
         status = rebatch_pool_trim(s->setting.pool, 0, NULL);
-    return status || !trial.is_ahead ? status : expect(s, count);
+    return status || !trial.is_ahead || is_outside_growing ? status : expect(s, count);
 }
 
 /* Where a size fits only after a smaller one than ran last, that one is next. */

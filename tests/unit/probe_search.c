@@ -262,6 +262,19 @@ Test(probe_search, a_workspace_that_is_made_anew_finds_room_beside_the_one_befor
     end(&t, &search);
 }
 
+/* 32 samples need 32 MiB of the pool and 8 outside. While those are made the 2.5 MiB that 10
+ * samples have left are there as well, but nothing of the pool's yet: that is not taken ahead. */
+Test(probe_search, what_a_trial_needs_is_not_taken_ahead_where_a_workspace_is_made_anew)
+{
+    struct training t = {.each_bytes = MIB(1), .workspace_each = MIB(1) / 4};
+    struct rbi_search search = search_of(&t, MIB(41));
+    search.hint = 10;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.ooms, 0);
+    cr_assert_eq(search.report.size, 32, "found %zu", search.report.size);
+    end(&t, &search);
+}
+
 /* ---- what a micro-batch leaves to the next ---- */
 
 /* A step of 64 has one micro-batch of 36 or more and a smaller one between two of them, so that 36
