@@ -17,6 +17,11 @@
 #define ANCHOR_CALLS 4
 /* Calls from one search to the next. */
 #define SEARCH_GAP 64
+/* Where no period was known for so many calls, they are searched in one window of so many, which is
+ * long enough for the longest period to pass twice. */
+#define PATIENCE (4 * RBI_TRAIL_CALLS)
+#define WINDOW (2 * RBI_TRAIL_CALLS)
+#define WINDOWS 8
 
 bool rbi_trail_open(struct rbi_trail *trail)
 {
@@ -73,8 +78,8 @@ static uint64_t count_matching(const struct rbi_trail *trail, uint64_t period)
 }
 
 /* Where calls went another way once, what came after it seems to have the distance to the time
- * before as its period, until a shorter one has passed twice. That is not looked for with every
- * anchor, as it takes as long as the period. */
+ * before as its period, until a shorter one has passed twice. A shorter one is tried again after as
+ * many calls as were compared in vain, so that a call costs no more than one comparison. */
 static void try_period(struct rbi_trail *trail, uint64_t period)
 {
     const bool known = trail->period != 0;
@@ -82,7 +87,7 @@ static void try_period(struct rbi_trail *trail, uint64_t period)
         (known && (period >= trail->period || trail->count < trail->retry)))
         return;
     const uint64_t same = count_matching(trail, period);
-    trail->retry = trail->count + (known ? period : 0);
+    trail->retry = trail->count + (known ? same : 0);
     if (same < (known ? period : LEAST_MATCH))
         return;
     trail->period = period;
@@ -109,11 +114,22 @@ static void set_anchor(struct rbi_trail *trail, uint64_t call)
     *anchor = (struct rbi_anchor){hash, call};
 }
 
+static bool is_worth_a_search(const struct rbi_trail *trail)
+{
+    if (rbi_trail_repeats(trail))
+        return false;
+    return trail->count - trail->known < PATIENCE || trail->count / WINDOW % WINDOWS == 0;
+}
+
 static void search(struct rbi_trail *trail)
 {
-    for (; trail->seen < trail->count; trail->seen++)
+    const bool searches = is_worth_a_search(trail);
+    for (; searches && trail->seen < trail->count; trail->seen++)
         if (is_chosen(level_of(trail, trail->seen)))
             set_anchor(trail, trail->seen);
+    trail->seen = trail->count;
+    if (rbi_trail_repeats(trail))
+        trail->known = trail->count;
 }
 
 /* Where a period was lost is an anchor too: if it is part of a longer one, as a micro-batch is of a

@@ -33,6 +33,7 @@ struct rbi_trail {
     uint64_t retry; /* the count from which a shorter period is tried */
     uint64_t due;   /* the count at which the trail is looked at again */
     uint64_t seen;  /* the calls before it have been looked at */
+    uint64_t known; /* the count when there last was a period */
     uint32_t none;  /* what `levels` is where nothing is remembered */
     struct rbi_anchor *anchors;
 };

@@ -191,6 +191,23 @@ Test(pool_cycles, a_step_of_several_micro_batches_is_one)
     close_run(&run);
 }
 
+/* What never repeats is looked through now and then only; a period is found all the same. */
+Test(pool_cycles, a_step_is_found_after_a_long_time_without_one)
+{
+    enum { CALLS = 400000, STEPS_MOST = 10000 };
+    const struct script script = write_script(3);
+    struct run run = open_run(NULL);
+    uint64_t random = 1;
+    for (int i = 0; i < CALLS; i++)
+        give(run.rig.pool, take(run.rig.pool, draw_bytes(&random)));
+    cr_assert_not(runs(&run));
+    int steps = 0;
+    for (; steps < STEPS_MOST && !runs(&run); steps++)
+        play(&run, &script, 0, script.count);
+    cr_assert(runs(&run));
+    close_run(&run);
+}
+
 /* ---- what is reserved ---- */
 
 /* The reserve of a cycle is there, whichever way the calls go after it. */
