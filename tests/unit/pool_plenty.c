@@ -1,6 +1,5 @@
 /* Holds when a pool spends memory to save work: once its needs are known, blocks of other zones and
- * fresh granules are taken rather than free ones moved, as long as there is plenty. No randomness.
- */
+ * fresh granules are taken rather than free ones moved, as long as there is plenty. */
 
 #include "unit/pool_help.h"
 
@@ -126,6 +125,54 @@ Test(pool_plenty, repeated_steps_end_without_device_calls)
     }
     cr_assert_eq(stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps, calls);
     assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
+static rebatch_status (*ask_memory)(void *self, rebatch_memory_info *out);
+static uint64_t questions;
+static rebatch_status count_questions(void *self, rebatch_memory_info *out)
+{
+    questions++;
+    return ask_memory(self, out);
+}
+
+/* Replaces one of many blocks of any size, again and again. */
+static void churn(rebatch_pool *pool, uint64_t random, int calls)
+{
+    enum { LIVE = 256 };
+    void *blocks[LIVE] = {NULL};
+    for (int i = 0; i < calls; i++) {
+        const size_t k = draw(&random) % LIVE, least = UNIT << draw(&random) % 12;
+        if (blocks[k])
+            give(pool, blocks[k]);
+        blocks[k] = take(pool, least + draw(&random) % least);
+    }
+    for (size_t k = 0; k < LIVE; k++)
+        if (blocks[k])
+            give(pool, blocks[k]);
+}
+
+/* Nor does what is in no cycle, once everything lies where it is needed; not even the question what
+ * the device has left, which takes a GPU microseconds. Seed 1. */
+Test(pool_plenty, a_warm_pool_does_not_ask_what_the_device_has_left)
+{
+    enum { ROUNDS = 12, CALLS = 50000 };
+    static struct rbi_device_ops counting; /* each test is a process of its own */
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.cycles = REBATCH_OFF;
+    struct rig rig = rig_open(16384, &options);
+    counting = *rig.device->ops;
+    ask_memory = counting.memory;
+    counting.memory = count_questions;
+    rig.device->ops = &counting;
+    for (int i = 0; i < ROUNDS; i++)
+        churn(rig.pool, 1, CALLS);
+    const uint64_t calls = stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps;
+    questions = 0;
+    churn(rig.pool, 1, CALLS);
+    const uint64_t took = stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps;
+    cr_assert_eq(took, calls);
+    cr_assert_eq(questions, 0);
     rig_close(&rig);
 }
 
