@@ -14,7 +14,7 @@
 
 /* ---- memory ---- */
 
-static void drop_memory(struct rbi_cycle *cycle)
+void rbi_cycle_close(struct rbi_cycle *cycle)
 {
     rbi_heap_free(cycle->calls);
     rbi_heap_free(cycle->allocations);
@@ -36,16 +36,11 @@ static bool prepare_memory(struct rbi_cycle *cycle)
     cycle->allocations = rbi_heap_calloc(calls, sizeof *cycle->allocations);
     cycle->in_use = rbi_heap_calloc(calls, sizeof(struct rbi_block *));
     if (!cycle->calls || !cycle->allocations || !cycle->in_use) {
-        drop_memory(cycle);
+        rbi_cycle_close(cycle);
         return false;
     }
     cycle->capacity = calls;
     return true;
-}
-
-void rbi_cycle_close(struct rbi_cycle *cycle)
-{
-    drop_memory(cycle);
 }
 
 /* ---- learning ---- */
@@ -169,7 +164,7 @@ static bool close_ring(struct rbi_cycle *cycle)
     return true;
 }
 
-/* And whether it lies where the old one did. */
+/* Whether what this period leaves lies where the old blocks did; the ring is closed. */
 static bool ends_as_it_began(const struct rbi_cycle *cycle)
 {
     for (size_t i = 0; i < cycle->old_count; i++) {
@@ -312,6 +307,7 @@ static void follow(rebatch_pool *pool, uint64_t live_bytes)
         trail->due = turn;
 }
 
+/* What there is to do about a call that was noted. */
 static void look(rebatch_pool *pool, const struct seen *seen)
 {
     struct rbi_cycle *cycle = &pool->cycle;

@@ -10,7 +10,7 @@
 
 #include "pool/pool.h"
 
-/* It takes a time that grows with the square of this: tenths of a second. */
+/* It takes a time that grows with the square of this, for each order: a third of a second. */
 #define MOST_ITEMS 16384
 /* It is good enough when less than this part is lost. */
 #define LOST_PARTS 256
@@ -65,7 +65,7 @@ static bool crosses(const struct rbi_cycle_call *call)
     return call->block != NULL;
 }
 
-/* Notes who is freed by which call; by which none, crosses. */
+/* What is freed within the period is in use until then; what crosses has an item of its own. */
 static void collect(struct item *items, const struct rbi_cycle *cycle)
 {
     size_t count = 0;
@@ -140,6 +140,7 @@ static uint64_t place_in_order(struct item *items, const struct item **placed, s
     return most;
 }
 
+/* The same in the best of the orders. */
 static uint64_t place_all(struct item *items, const struct item **placed, size_t count,
                           uint64_t in_use_most)
 {

@@ -143,17 +143,7 @@ Test(pool_cycles, a_block_that_outlives_its_step_has_its_places_too)
 {
     const struct script script = write_script(5);
     struct run run = open_run(NULL);
-    unsigned char *loss = NULL;
-    for (int i = 0; i < WARM; i++) {
-        play(&run, &script, 0, script.count / 2);
-        unsigned char *next = take(run.rig.pool, 700);
-        if (loss) {
-            cr_assert_eq(*loss, (unsigned char)(i - 1));
-            give(run.rig.pool, loss);
-        }
-        *(loss = next) = (unsigned char)i;
-        play(&run, &script, script.count / 2, script.count);
-    }
+    unsigned char *loss = play_with_loss(&run, &script, WARM);
     cr_assert(runs(&run));
     assert_valid(run.rig.pool);
     cr_assert_eq(*loss, (unsigned char)(WARM - 1));

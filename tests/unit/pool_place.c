@@ -83,19 +83,10 @@ Test(pool_place, what_crosses_into_the_next_step_stays_where_it_is)
 {
     const struct script script = write_script(2);
     struct run run = {.rig = rig_open(tight_granules(&script) + 2, NULL)};
-    unsigned char *loss = NULL;
-    for (int i = 0; i < 8 * AGAIN; i++) {
-        play(&run, &script, 0, script.count / 2);
-        unsigned char *next = take(run.rig.pool, 700);
-        if (loss) {
-            cr_assert_eq(*loss, (unsigned char)(i - 1));
-            give(run.rig.pool, loss);
-        }
-        *(loss = next) = (unsigned char)i;
-        play(&run, &script, script.count / 2, script.count);
-    }
+    unsigned char *loss = play_with_loss(&run, &script, 8 * AGAIN);
     cr_assert(runs(&run));
     assert_valid(run.rig.pool);
+    cr_assert_eq(*loss, (unsigned char)(8 * AGAIN - 1));
     give(run.rig.pool, loss);
     close_run(&run);
 }

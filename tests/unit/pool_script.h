@@ -83,6 +83,24 @@ static inline void play_times(struct run *run, const struct script *script, int 
         play(run, script, 0, script->count);
 }
 
+/* In each step a block is allocated that is kept until the next step has its own, as a loss is:
+ * gives the last, in which is the number of its step. */
+static inline unsigned char *play_with_loss(struct run *run, const struct script *script, int times)
+{
+    unsigned char *loss = NULL;
+    for (int i = 0; i < times; i++) {
+        play(run, script, 0, script->count / 2);
+        unsigned char *next = take(run->rig.pool, 700);
+        if (loss) {
+            cr_assert_eq(*loss, (unsigned char)(i - 1));
+            give(run->rig.pool, loss);
+        }
+        *(loss = next) = (unsigned char)i;
+        play(run, script, script->count / 2, script->count);
+    }
+    return loss;
+}
+
 static inline bool runs(const struct run *run)
 {
     return run->rig.pool->cycle.phase == RBI_CYCLE_RUNS;
