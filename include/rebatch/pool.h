@@ -58,10 +58,14 @@ typedef struct rebatch_pool_options {
                                 from then on the same calls get the same places without a search,
                                 until another call comes. Where memory is so short that some would
                                 be moved in every period, the places are found anew for all of them
-                                at once. Only while one thread uses the pool, on one stream; and not
-                                with guard, events, rounding or caching off.
+                                at once. A period may have several streams: memory that
+                                rebatch_pool_use_on() was said of is given out again once that
+                                stream's work is done, else the call is searched for. Only while one
+                                thread uses the pool; and not with guard, events, rounding or
+                                caching off.
                                 Takes 272 KiB of host memory, and 2.75 MiB more once a period is
-                                learnt, of which the system gives what the longest period touches.
+                                learnt (4 MiB where streams use blocks of others), of which the
+                                system gives what the longest period touches.
                                 REBATCH_OFF: every call is searched for, and the memory is not
                                 taken: to measure what calls cost that do not repeat, or for
                                 addresses that no period has a say in; default on */

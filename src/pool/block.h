@@ -155,6 +155,7 @@ struct rbi_pool_stream {
     uint32_t mark_gap; /* frees from one mark to the next */
     uint32_t first_mark, mark_count;
     bool has_zones; /* false: all its blocks are in the first one's bins */
+    bool in_cycle;  /* a cycle that runs allocates for it */
     struct rbi_mark marks[RBI_STREAM_MARKS];
     struct rbi_quick quick[2 * RBI_POOL_QUICK];
     struct rbi_bins bins[RBI_POOL_ZONES];

@@ -4,9 +4,16 @@
  * Why a cycle is right. While its period was learnt no memory was mapped, unmapped or given to
  * another stream, and at its end just as much was in use as in the beginning, and at the same
  * places. So as long as the calls are those of the period, whatever a call was given then is free
- * now, and blocks that are in use at once do not overlap, as they did not then. Where memory was
- * moved, places are found anew for all of them (place.c), and of what is in use in the beginning
- * each keeps its own until it is freed. */
+ * now, and blocks that are in use at once do not overlap, as they did not then. Each stream has
+ * addresses of its own, so this holds for several as for one. Where memory was moved, places are
+ * found anew for all of them (place.c), and of what is in use in the beginning each keeps its own
+ * until it is freed.
+ *
+ * What is free now need not be done: another stream may have used it (rebatch_pool_use_on). That
+ * is no longer a question of which blocks are pending, as the search has it, but of which free came
+ * last before an allocation where it lies, which is the same in every period: the allocation waits
+ * for the point to which the other stream's work had come then (cycle_waits.c). If it has not come
+ * so far yet, the cycle is left, and what is not done is pending. */
 #include "pool/pool.h"
 
 #define MOST_DOUBLINGS 2
@@ -19,9 +26,13 @@ void rbi_cycle_close(struct rbi_cycle *cycle)
     rbi_heap_free(cycle->calls);
     rbi_heap_free(cycle->allocations);
     rbi_heap_free(cycle->in_use);
+    rbi_heap_free(cycle->uses);
+    rbi_heap_free(cycle->waits);
     cycle->calls = NULL;
     cycle->allocations = NULL;
     cycle->in_use = NULL;
+    cycle->uses = NULL;
+    cycle->waits = NULL;
     cycle->capacity = 0;
 }
 
@@ -43,6 +54,21 @@ static bool prepare_memory(struct rbi_cycle *cycle)
     return true;
 }
 
+/* The same for uses, with the first that is learnt. */
+static bool prepare_uses(struct rbi_cycle *cycle)
+{
+    if (cycle->uses)
+        return true;
+    cycle->waits = rbi_heap_calloc(RBI_CYCLE_USES, sizeof *cycle->waits);
+    if (cycle->waits)
+        cycle->uses = rbi_heap_calloc(RBI_CYCLE_USES, sizeof *cycle->uses);
+    if (cycle->uses)
+        return true;
+    rbi_heap_free(cycle->waits);
+    cycle->waits = NULL;
+    return false;
+}
+
 /* ---- learning ---- */
 
 void rbi_cycle_wait_longer(struct rbi_cycle *cycle)
@@ -58,7 +84,7 @@ static void stop_learning(struct rbi_cycle *cycle)
 
 static bool may_learn(const rebatch_pool *pool)
 {
-    return pool->pressing == 0 && pool->fast_bytes != 0 && !pool->pending && pool->lock.biased;
+    return pool->pressing == 0 && pool->fast_bytes != 0 && pool->lock.biased;
 }
 
 static void begin_learning(rebatch_pool *pool, uint64_t live_bytes)
@@ -69,9 +95,9 @@ static void begin_learning(rebatch_pool *pool, uint64_t live_bytes)
         return;
     }
     cycle->phase = RBI_CYCLE_LEARNS;
-    cycle->stream = pool->last_stream;
     cycle->noted = cycle->allocation_count = cycle->live = cycle->most_live = cycle->old_count = 0;
-    cycle->reserves = false;
+    cycle->use_count = cycle->use_calls = cycle->used_frees = cycle->wait_count = 0;
+    cycle->reserves = cycle->is_several = false;
     cycle->first_birth = pool->births;
     cycle->live_bytes = live_bytes;
     cycle->layout = pool->layout;
@@ -80,28 +106,55 @@ static void begin_learning(rebatch_pool *pool, uint64_t live_bytes)
 
 /* A call that is noted. */
 struct seen {
-    struct rbi_block *block; /* in use now, or about to be no longer; NULL: of a reserve */
-    bool freed;
-    uint64_t live_bytes; /* after it */
+    enum { ALLOCATED, FREED, USED, RESERVED } what;
+    struct rbi_block *block;        /* in use now, or about to be no longer; NULL: of a reserve */
+    struct rbi_pool_stream *stream; /* it is for; of a use, the one that uses the block */
+    uint64_t live_bytes;            /* after it */
     size_t reserved_bytes;
 };
 
-static bool learn_allocation(struct rbi_cycle *cycle, struct rbi_block *block)
+static bool learn_allocation(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
+                             struct rbi_block *block)
 {
     const size_t units = block->bytes / REBATCH_POOL_UNIT_BYTES;
-    if (block->birth != cycle->first_birth + cycle->allocation_count || units >= RBI_CYCLE_RESERVE)
+    if (block->birth != cycle->first_birth + cycle->allocation_count ||
+        units > RBI_CYCLE_UNITS_MOST)
         return false;
-    cycle->calls[cycle->noted] =
-        (struct rbi_cycle_call){block->address, block, (uint32_t)units, 0, 0};
+    call->address = block->address;
+    call->block = block;
+    call->units = (uint32_t)units;
     cycle->allocations[cycle->allocation_count++] = (uint32_t)cycle->noted;
     cycle->most_live = rbi_max(cycle->most_live, ++cycle->live);
+    cycle->live_bytes += block->bytes;
     return true;
 }
 
-static bool learn_free(struct rbi_cycle *cycle, const struct rbi_block *block)
+/* The streams that used a block which is freed now. */
+static bool learn_uses(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
+                       const struct rbi_block *block)
 {
-    struct rbi_cycle_call *const call = &cycle->calls[cycle->noted];
-    *call = (struct rbi_cycle_call){NULL, NULL, 0, 0, 0};
+    if (!prepare_uses(cycle))
+        return false;
+    call->units = RBI_CYCLE_FREE_USED;
+    call->first_use = cycle->use_count;
+    for (const struct rbi_block_use *use = block->uses; use; use = use->next) {
+        if (cycle->use_count == RBI_CYCLE_USES)
+            return false;
+        cycle->uses[cycle->use_count++] = (struct rbi_cycle_use){.stream = use->stream,
+                                                                 .call = (uint32_t)cycle->noted,
+                                                                 .delay = UINT32_MAX,
+                                                                 .last = use->next == NULL};
+    }
+    cycle->used_frees++;
+    return true;
+}
+
+static bool learn_free(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
+                       const struct rbi_block *block)
+{
+    cycle->live_bytes -= block->bytes;
+    if (block->used && !learn_uses(cycle, call, block))
+        return false;
     if (block->birth < cycle->first_birth) {
         if (cycle->old_count == RBI_CYCLE_OLD)
             return false;
@@ -115,20 +168,43 @@ static bool learn_free(struct rbi_cycle *cycle, const struct rbi_block *block)
     return true;
 }
 
-static bool learn_reserve(struct rbi_cycle *cycle, size_t bytes)
+/* Whether the period frees an older block is seen at its end (find_used). */
+static bool learn_use(struct rbi_cycle *cycle, struct rbi_cycle_call *call, struct rbi_block *block)
 {
-    cycle->calls[cycle->noted] = (struct rbi_cycle_call){NULL, NULL, RBI_CYCLE_RESERVE, 0, bytes};
+    call->units = RBI_CYCLE_USE;
+    cycle->use_calls++;
+    if (block->birth >= cycle->first_birth) {
+        call->of = cycle->allocations[block->birth - cycle->first_birth];
+        return true;
+    }
+    call->of = RBI_CYCLE_NOBODY;
+    call->birth = block->birth;
+    call->block = block;
+    return true;
+}
+
+static bool learn_reserve(struct rbi_cycle *cycle, struct rbi_cycle_call *call, size_t bytes)
+{
+    call->units = RBI_CYCLE_RESERVE;
+    call->reserved_bytes = bytes;
     cycle->reserves = true;
     return true;
 }
 
-static bool learn_block(struct rbi_cycle *cycle, const struct seen *seen)
+static bool learn_call(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
+                       const struct seen *seen)
 {
-    const uint64_t bytes = seen->block->bytes;
-    cycle->live_bytes += seen->freed ? -bytes : bytes;
-    if (seen->block->stream != cycle->stream || seen->block->used)
-        return false;
-    return seen->freed ? learn_free(cycle, seen->block) : learn_allocation(cycle, seen->block);
+    switch (seen->what) {
+    case ALLOCATED:
+        return learn_allocation(cycle, call, seen->block);
+    case FREED:
+        return learn_free(cycle, call, seen->block);
+    case USED:
+        return learn_use(cycle, call, seen->block);
+    case RESERVED:
+        return learn_reserve(cycle, call, seen->reserved_bytes);
+    }
+    return false;
 }
 
 /* Calls that were not noted show in the bytes in use. */
@@ -136,8 +212,10 @@ static bool learn(struct rbi_cycle *cycle, const struct seen *seen)
 {
     if (cycle->noted == cycle->capacity)
         return false;
-    const bool noted =
-        seen->block ? learn_block(cycle, seen) : learn_reserve(cycle, seen->reserved_bytes);
+    struct rbi_cycle_call *const call = &cycle->calls[cycle->noted];
+    *call = (struct rbi_cycle_call){.stream = seen->stream};
+    cycle->is_several |= seen->stream != cycle->calls[0].stream;
+    const bool noted = learn_call(cycle, call, seen);
     cycle->noted++;
     return noted && cycle->live_bytes == seen->live_bytes;
 }
@@ -156,8 +234,9 @@ static bool close_ring(struct rbi_cycle *cycle)
             return false;
         const uint32_t of = cycle->allocations[old->birth - first_old];
         const struct rbi_cycle_call *call = &cycle->calls[of];
-        if (!call->block || call->block->state != RBI_BLOCK_LIVE || call->block->used ||
-            call->block->bytes != old->bytes || of < old->call)
+        if (!call->block || call->block->state != RBI_BLOCK_LIVE ||
+            call->block->bytes != old->bytes || call->stream != cycle->calls[old->call].stream ||
+            of < old->call)
             return false;
         cycle->calls[old->call].of = of;
     }
@@ -175,6 +254,35 @@ static bool ends_as_it_began(const struct rbi_cycle *cycle)
     return true;
 }
 
+/* The call that frees an older block; NULL: the period does not. */
+static const struct rbi_cycle_call *find_free_of(const struct rbi_cycle *cycle, uint64_t birth)
+{
+    for (size_t i = 0; i < cycle->old_count; i++)
+        if (cycle->old[i].birth == birth)
+            return &cycle->calls[cycle->old[i].call];
+    return NULL;
+}
+
+/* Uses of older blocks are of those that this period leaves in their place, or of blocks that are
+ * in use all the time: then they say nothing new from now on. The ring is closed. */
+static bool find_used(struct rbi_cycle *cycle)
+{
+    for (size_t i = 0; cycle->use_calls && i < cycle->noted; i++) {
+        struct rbi_cycle_call *const call = &cycle->calls[i];
+        if (call->units != RBI_CYCLE_USE || call->of != RBI_CYCLE_NOBODY)
+            continue;
+        const struct rbi_cycle_call *const free = find_free_of(cycle, call->birth);
+        const struct rbi_block *const block = call->block;
+        if (free)
+            call->of = free->of;
+        else if (block->state == RBI_BLOCK_LIVE && block->birth == call->birth)
+            call->address = block->address;
+        else
+            return false;
+    }
+    return true;
+}
+
 /* Takes a block in use out of its range; another one stands for it among those in use, and where it
  * lies is free. Needs a spare node. */
 static struct rbi_block *lift(rebatch_pool *pool, struct rbi_block *block)
@@ -183,22 +291,83 @@ static struct rbi_block *lift(rebatch_pool *pool, struct rbi_block *block)
     *lifted = *block;
     lifted->previous->next = lifted->next->previous = lifted;
     rbi_table_remove(&pool->table, block);
+    block->uses = NULL;
+    block->used = false;
     (void)rbi_block_settle(pool, block, RBI_BLOCK_FREE);
     block->stream->free_bytes -= lifted->bytes; /* it was not freed */
     return lifted;
 }
 
-/* All that a cycle gives out has nodes, and each may leave a rest behind it when it is laid into a
- * free block. */
+/* All that a cycle gives out has nodes, and so has what will be pending when it is left; each may
+ * leave a rest behind it when it is laid into a free block. */
+static bool prepare_nodes(rebatch_pool *pool)
+{
+    const struct rbi_cycle *cycle = &pool->cycle;
+    const size_t blocks = cycle->most_live + cycle->old_count + cycle->used_frees;
+    return rbi_pool_prepare_blocks(pool, 2 * blocks + rbi_pool_promised(pool)) &&
+           rbi_nodes_prepare(&pool->use_nodes, cycle->use_calls + cycle->use_count);
+}
+
+/* What is promised by a reserve must not wait for another stream. */
 static bool can_run(rebatch_pool *pool)
 {
     const struct rbi_cycle *cycle = &pool->cycle;
     return pool->births == cycle->first_birth + cycle->allocation_count &&
            pool->stats.live_bytes == cycle->live_bytes &&
            pool->promised_bytes == cycle->promised_bytes && cycle->live == cycle->old_count &&
-           may_learn(pool) && pool->last_stream == cycle->stream && cycle->allocation_count > 0 &&
-           rbi_pool_prepare_blocks(pool, 2 * (cycle->most_live + cycle->old_count) +
-                                             rbi_pool_promised(pool));
+           may_learn(pool) && cycle->allocation_count > 0 &&
+           !(cycle->reserves && cycle->use_count) && prepare_nodes(pool);
+}
+
+/* The free of the period that made a block pending; NULL: it is from before, and lies where none of
+ * the period's calls ever was. */
+static const struct rbi_cycle_call *find_free_to(const struct rbi_cycle *cycle,
+                                                 const struct rbi_block *pending)
+{
+    for (size_t i = cycle->use_count; i-- > 0;) {
+        const struct rbi_cycle_call *const call = &cycle->calls[cycle->uses[i].call];
+        const struct rbi_cycle_call *const from = &cycle->calls[call->of];
+        if (from->address == pending->address && from->stream == pending->stream)
+            return call;
+    }
+    return NULL;
+}
+
+/* A pending block becomes free, as all that a cycle waits for: the uses of its free have their
+ * points from it, and marks, lest it take the next ones of the streams to know of them. */
+static void adopt(rebatch_pool *pool, const struct rbi_cycle_call *freed, struct rbi_block *pending)
+{
+    struct rbi_cycle_use *own = &pool->cycle.uses[freed->first_use];
+    for (const struct rbi_block_use *use = pending->uses; use; use = use->next, own++) {
+        own->point = use->until;
+        rbi_stream_mark(pool, use->stream);
+    }
+    rbi_pool_end_pending(pool, pending);
+}
+
+static void adopt_pending(rebatch_pool *pool)
+{
+    for (struct rbi_block **at = &pool->pending; *at;) {
+        struct rbi_block *const block = *at;
+        const struct rbi_cycle_call *const freed = find_free_to(&pool->cycle, block);
+        if (!freed) {
+            at = &block->next;
+            continue;
+        }
+        *at = block->next;
+        adopt(pool, freed, block);
+    }
+}
+
+/* Its streams are not recycled while it runs; those that it allocates for are known by that. */
+static void hold_streams(struct rbi_cycle *cycle)
+{
+    for (size_t i = 0; i < cycle->allocation_count; i++)
+        cycle->calls[cycle->allocations[i]].stream->in_cycle = true;
+    for (size_t i = 0; i < cycle->noted; i++)
+        cycle->calls[i].stream->pins++;
+    for (size_t i = 0; i < cycle->use_count; i++)
+        cycle->uses[i].stream->pins++;
 }
 
 static void lift_all(rebatch_pool *pool)
@@ -216,26 +385,30 @@ static bool begin_running(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     const bool moved = pool->layout != cycle->layout;
-    if (!close_ring(cycle) || !can_run(pool) || (!moved && !ends_as_it_began(cycle)))
+    if (!close_ring(cycle) || !can_run(pool) || (!moved && !ends_as_it_began(cycle)) ||
+        !find_used(cycle) || !rbi_cycle_plan_waits(pool, cycle))
         return false;
     rbi_quick_flush_all(pool);
-    if (!moved)
-        lift_all(pool);
-    else if (!rbi_cycle_place(pool))
+    if (moved && !rbi_cycle_place(pool))
         return false;
+    if (!moved) {
+        adopt_pending(pool);
+        lift_all(pool);
+    }
+    hold_streams(cycle);
     cycle->end = cycle->calls + cycle->noted;
     cycle->next = cycle->calls;
     cycle->began = pool->births;
     cycle->periods = 0;
     cycle->moved = cycle->moved_most = 0;
+    cycle->lags = false;
     cycle->phase = RBI_CYCLE_RUNS;
     return true;
 }
 
 /* ---- following the trail ---- */
 
-/* Two periods are learnt as one where one did not end as it began. */
-static void double_period(rebatch_pool *pool)
+void rbi_cycle_double(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     struct rbi_trail *trail = &pool->trail;
@@ -260,7 +433,7 @@ void rbi_cycle_begin(rebatch_pool *pool)
         cycle->moved_most = rbi_min(2 * cycle->moved, (uint64_t)MOST_PATIENCE);
     cycle->moved = 0;
     if (!close_ring(cycle) || (!moved && !ends_as_it_began(cycle)))
-        double_period(pool);
+        rbi_cycle_double(pool);
     cycle->layout = pool->layout;
 }
 
@@ -325,37 +498,27 @@ static void look(rebatch_pool *pool, const struct seen *seen)
 
 void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes, bool freed)
 {
-    look(pool, &(struct seen){block, freed, live_bytes, 0});
+    look(pool, &(struct seen){.what = freed ? FREED : ALLOCATED,
+                              .block = block,
+                              .stream = block->stream,
+                              .live_bytes = live_bytes});
 }
 
-/* ---- old blocks ---- */
-
-void rbi_cycle_give_old(rebatch_pool *pool, struct rbi_block *block)
+/* What leaves as much in use as there was. */
+static void note_at_level(rebatch_pool *pool, struct seen *seen)
 {
-    rbi_pool_count_free(pool, block);
-    rbi_pool_leave_use(block);
-    rbi_pool_note_free(pool, block);
-    rbi_pool_settle_block(pool, block);
+    seen->live_bytes = pool->stats.live_bytes;
+    if (!rbi_trail_add(&pool->trail, rbi_trail_level(seen->live_bytes)))
+        look(pool, seen);
 }
 
-/* ---- reserves ---- */
-
-void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, const struct rbi_pool_stream *stream)
+void rbi_cycle_note_use(rebatch_pool *pool, struct rbi_block *block, struct rbi_pool_stream *stream)
 {
-    const uint64_t live_bytes = pool->stats.live_bytes;
-    if (pool->cycle.phase == RBI_CYCLE_LEARNS && stream != pool->cycle.stream)
-        stop_learning(&pool->cycle);
-    if (!rbi_trail_add(&pool->trail, rbi_trail_level(live_bytes)))
-        look(pool, &(struct seen){NULL, false, live_bytes, bytes});
+    note_at_level(pool, &(struct seen){.what = USED, .block = block, .stream = stream});
 }
 
-bool rbi_cycle_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
 {
-    struct rbi_cycle *cycle = &pool->cycle;
-    if (!rbi_cycle_runs(pool) || cycle->next->units != RBI_CYCLE_RESERVE ||
-        cycle->next->reserved_bytes != bytes || cycle->stream->stream != stream)
-        return false;
-    pool->promised_bytes = rbi_max(pool->promised_bytes, bytes);
-    rbi_cycle_go_on(cycle);
-    return true;
+    note_at_level(pool,
+                  &(struct seen){.what = RESERVED, .stream = stream, .reserved_bytes = bytes});
 }

@@ -1,5 +1,5 @@
-/* Owns how a cycle ends: what it gave out is laid into the ranges again, and the trail has the
- * calls that it served.
+/* Owns how a cycle ends: what it gave out is laid into the ranges again, what still waits for other
+ * streams too, as pending, and the trail has the calls that it served.
  * Must not know when one begins. */
 #include <stdlib.h>
 
@@ -21,7 +21,48 @@ static size_t collect_in_use(struct rbi_cycle *cycle)
         if (call->block && !rbi_cycle_is_old(call))
             cycle->in_use[count++] = call->block;
     }
-    qsort(cycle->in_use, count, sizeof(struct rbi_block *), by_address);
+    return count;
+}
+
+/* The block that a free left behind, with those of its uses that are not done; NULL: all are. */
+static struct rbi_block *make_pending(rebatch_pool *pool, const struct rbi_cycle_use *use)
+{
+    const struct rbi_cycle *cycle = &pool->cycle;
+    const struct rbi_cycle_call *from = &cycle->calls[cycle->calls[use->call].of];
+    struct rbi_block *block = NULL;
+    do {
+        if (use->stream->done >= use->point)
+            continue;
+        if (!block)
+            block = rbi_nodes_take(&pool->block_nodes);
+        rbi_block_add_use(pool, block, use->stream);
+        block->uses->until = use->point;
+    } while (!use++->last);
+    if (!block)
+        return NULL;
+    block->address = from->address;
+    block->bytes = (size_t)rbi_cycle_units(from) * REBATCH_POOL_UNIT_BYTES;
+    block->stream = from->stream;
+    block->state = RBI_BLOCK_PENDING;
+    block->birth = pool->births;
+    block->freed_at = from->stream->frees;
+    from->stream->free_bytes -= block->bytes;
+    return block;
+}
+
+/* What waits has not been given out again, so it overlaps with nothing. */
+static size_t collect_pending(rebatch_pool *pool, size_t count)
+{
+    struct rbi_cycle *cycle = &pool->cycle;
+    for (size_t i = 0; i < cycle->use_count; i++) {
+        const bool is_first = i == 0 || cycle->uses[i - 1].last;
+        struct rbi_block *block = is_first ? make_pending(pool, &cycle->uses[i]) : NULL;
+        if (!block)
+            continue;
+        block->next = pool->pending;
+        pool->pending = block;
+        cycle->in_use[count++] = block;
+    }
     return count;
 }
 
@@ -78,9 +119,9 @@ static void lay_into_range(rebatch_pool *pool, struct rbi_range *range, size_t c
     const struct rbi_cycle *cycle = &pool->cycle;
     size_t next = first_in(range, cycle->in_use, count);
     for (struct rbi_block *b = range->first; b; b = b->after) {
-        if (b->state != RBI_BLOCK_FREE || b->stream != cycle->stream)
+        if (b->state != RBI_BLOCK_FREE || !b->stream->in_cycle)
             continue;
-        b->freed_at = cycle->stream->frees;
+        b->freed_at = b->stream->frees;
         b->birth = pool->births;
         while (next < count && b->state == RBI_BLOCK_FREE && lies_in(cycle->in_use[next], b))
             b = lay(pool, b, cycle->in_use[next++]);
@@ -91,9 +132,9 @@ static void lay_into_range(rebatch_pool *pool, struct rbi_range *range, size_t c
 
 static uint32_t change_of_level(const struct rbi_cycle *cycle, const struct rbi_cycle_call *call)
 {
-    if (call->units == RBI_CYCLE_RESERVE)
-        return 0;
-    return call->units ? call->units : -cycle->calls[call->of].units;
+    if (rbi_cycle_allocates(call))
+        return rbi_cycle_units(call);
+    return rbi_cycle_frees(call) ? -rbi_cycle_units(&cycle->calls[call->of]) : 0;
 }
 
 /* The trail goes on as if it had noted the calls that the cycle served; backwards, as the level is
@@ -115,21 +156,53 @@ static void note_served(rebatch_pool *pool)
     cycle->turn = trail->count - next;
 }
 
-/* ---- both ---- */
+/* ---- streams ---- */
+
+static void let_go_of_streams(const struct rbi_cycle *cycle)
+{
+    for (size_t i = 0; i < cycle->noted; i++) {
+        cycle->calls[i].stream->in_cycle = false;
+        cycle->calls[i].stream->pins--;
+    }
+    for (size_t i = 0; i < cycle->use_count; i++)
+        cycle->uses[i].stream->pins--;
+}
+
+/* It ran into work that was not done in its first period, so it would in each: first marks are made
+ * earlier, then the period is doubled, as memory that is had again later is more likely to be done.
+ */
+static void try_with_more_time(rebatch_pool *pool)
+{
+    struct rbi_cycle *cycle = &pool->cycle;
+    if (cycle->haste < RBI_CYCLE_HASTE_MOST) {
+        cycle->haste++;
+        return;
+    }
+    cycle->haste = 1;
+    rbi_cycle_wait_longer(cycle);
+    rbi_cycle_double(pool);
+}
+
+/* ---- all of it ---- */
 
 void rbi_cycle_leave(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     cycle->phase = RBI_CYCLE_NONE;
     rbi_quick_flush_all(pool);
-    const size_t count = collect_in_use(cycle);
+    const size_t count = collect_pending(pool, collect_in_use(cycle));
+    qsort(cycle->in_use, count, sizeof(struct rbi_block *), by_address);
     for (struct rbi_range *r = pool->first_range; r; r = r->next)
         lay_into_range(pool, r, count);
+    let_go_of_streams(cycle);
+    rbi_pool_catch_up_marks(pool);
     note_served(pool);
     cycle->served += pool->births - cycle->began;
-    if (cycle->periods == 0)
-        rbi_cycle_wait_longer(cycle);
-    else
+    if (cycle->periods > 0)
         cycle->patience = 0;
+    else if (cycle->lags)
+        try_with_more_time(pool);
+    else
+        rbi_cycle_wait_longer(cycle);
     pool->trail.due = pool->trail.count + 1;
 }

@@ -107,7 +107,7 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
     if (!pool->caching)
         return look_for_room(pool, bytes);
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
-    if (known && known->free_bytes >= bytes)
+    if (known && known->free_bytes - rbi_cycle_waiting_bytes(pool, known) >= bytes)
         return REBATCH_OK;
     rbi_pool_leave_cycle(pool);
     struct rbi_request request;

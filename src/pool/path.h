@@ -557,6 +557,28 @@ static inline void rbi_pool_leave_use(struct rbi_block *block)
     block->next->previous = block->previous;
 }
 
+/* From now on that stream uses the block too. Needs a spare node. */
+static inline void rbi_block_add_use(rebatch_pool *pool, struct rbi_block *block,
+                                     struct rbi_pool_stream *stream)
+{
+    struct rbi_block_use *use = rbi_nodes_take_as_is(&pool->use_nodes);
+    *use = (struct rbi_block_use){.next = block->uses, .stream = stream};
+    block->uses = use;
+    block->used = true;
+    stream->pins++;
+}
+
+static inline void rbi_block_end_uses(rebatch_pool *pool, struct rbi_block *block)
+{
+    while (block->uses) {
+        struct rbi_block_use *use = block->uses;
+        block->uses = use->next;
+        use->stream->pins--;
+        rbi_nodes_put(&pool->use_nodes, use);
+    }
+    block->used = false;
+}
+
 /* ---- cycles ---- */
 
 /* A block is in use now, or is about to be no longer: `live_bytes` are in use after that. */
@@ -586,23 +608,27 @@ static inline bool rbi_cycle_runs(rebatch_pool *pool)
     return pool->cycle.phase == RBI_CYCLE_RUNS;
 }
 
-/* What a cycle that runs has for an allocation of `bytes`; NULL: another call is expected. */
-static inline struct rbi_block *rbi_cycle_take(rebatch_pool *pool, size_t bytes)
+/* Serves the call that is expected, an allocation of so many bytes. */
+static inline struct rbi_block *rbi_cycle_hand_out(rebatch_pool *pool, size_t bytes)
 {
-    struct rbi_cycle *const cycle = &pool->cycle;
-    struct rbi_cycle_call *const call = cycle->next;
-    if (RBI_UNLIKELY((size_t)call->units * REBATCH_POOL_UNIT_BYTES != bytes))
-        return NULL;
+    struct rbi_cycle_call *const call = pool->cycle.next;
     struct rbi_block *const block = rbi_nodes_take_as_is(&pool->block_nodes);
     block->address = call->address;
     block->bytes = bytes;
-    block->stream = cycle->stream;
+    block->stream = call->stream;
     block->uses = NULL;
     block->used = false;
     call->block = block;
-    cycle->stream->free_bytes -= bytes;
-    rbi_cycle_go_on(cycle);
+    call->stream->free_bytes -= bytes;
+    rbi_cycle_go_on(&pool->cycle);
     return block;
+}
+
+/* Whether a cycle that runs expects an allocation of so many bytes, which waits for nothing. */
+static inline bool rbi_cycle_expects(const rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    const struct rbi_cycle_call *const call = pool->cycle.next;
+    return (size_t)call->units * REBATCH_POOL_UNIT_BYTES == bytes && call->stream->stream == stream;
 }
 
 /* Was the innermost scope opened after the block was allocated? Then its free waits for the
@@ -613,30 +639,34 @@ static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
     return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
 }
 
+/* Takes what call `from` gave out of use: where it lies is free. Nobody but its own stream can have
+ * it before the cycle is left, so no mark is made. */
+static inline void rbi_cycle_take_back(rebatch_pool *pool, struct rbi_cycle_call *from,
+                                       struct rbi_block *block)
+{
+    rbi_cycle_go_on(&pool->cycle);
+    rbi_pool_count_free(pool, block);
+    rbi_pool_leave_use(block);
+    from->block = NULL;
+    from->stream->frees++;
+    from->stream->free_bytes += block->bytes;
+    rbi_block_discard(pool, block);
+}
+
 /* Frees what a cycle that runs expects to be freed now; false: that is not `pointer`, or more has
  * to be done about it. */
 static inline bool rbi_cycle_give(rebatch_pool *pool, const void *pointer)
 {
-    struct rbi_cycle *const cycle = &pool->cycle;
-    if (RBI_UNLIKELY(cycle->next->units != 0))
-        return false;
-    struct rbi_cycle_call *const from = &cycle->calls[cycle->next->of];
+    const struct rbi_cycle_call *const call = pool->cycle.next;
+    if (RBI_UNLIKELY(call->units != RBI_CYCLE_FREE))
+        return rbi_cycle_give_used(pool, pointer);
+    struct rbi_cycle_call *const from = &pool->cycle.calls[call->of];
     struct rbi_block *const block = from->block;
-    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_has_younger_scope(pool, block) ||
-                     !rbi_pool_retires_at_once(block)))
+    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_has_younger_scope(pool, block)))
         return false;
-    rbi_cycle_go_on(cycle);
-    if (RBI_UNLIKELY(rbi_cycle_is_old(from))) {
-        from->block = NULL;
-        rbi_cycle_give_old(pool, block);
-        return true;
-    }
-    rbi_pool_count_free(pool, block);
-    rbi_pool_leave_use(block);
-    from->block = NULL;
-    cycle->stream->frees++;
-    cycle->stream->free_bytes += block->bytes;
-    rbi_block_discard(pool, block);
+    if (RBI_UNLIKELY(rbi_cycle_is_old(from)))
+        return rbi_cycle_give_old(pool, from);
+    rbi_cycle_take_back(pool, from, block);
     return true;
 }
 

@@ -175,7 +175,7 @@ static char *find_memory(rebatch_pool *pool, uint64_t units)
     size_t bytes;
     if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, pool->granule_bytes, &bytes))
         return NULL;
-    return rbi_pool_line_up(pool, bytes, pool->cycle.stream);
+    return rbi_pool_line_up(pool, bytes, pool->cycle.calls[pool->cycle.allocations[0]].stream);
 }
 
 /* Where the blocks begin; NULL: nowhere. */
@@ -197,7 +197,8 @@ bool rbi_cycle_place(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     const size_t count = cycle->allocation_count;
-    if (!pool->has_space || count > MOST_ITEMS || cycle->reserves)
+    if (!pool->has_space || count > MOST_ITEMS || cycle->reserves || cycle->is_several ||
+        cycle->use_calls || cycle->use_count || pool->pending)
         return false;
     struct item *items = rbi_heap_calloc(count, sizeof *items);
     const struct item **placed = rbi_heap_calloc(count, sizeof(struct item *));

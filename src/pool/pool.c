@@ -113,7 +113,7 @@ static void set_fast_bytes(rebatch_pool *pool)
 {
     const bool is_plain = pool->plain && pool->rounding_divisions == 0 && !pool->ring.events &&
                           !pool->recorder.on_call;
-    pool->fast_bytes = is_plain ? SIZE_MAX / 4 : 0;
+    pool->fast_bytes = is_plain ? RBI_CYCLE_UNITS_MOST * (size_t)REBATCH_POOL_UNIT_BYTES : 0;
 }
 
 rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
@@ -380,6 +380,14 @@ static inline rebatch_status use_and_give(void **out, rebatch_pool *pool, struct
     return REBATCH_OK;
 }
 
+/* The same of one that waited for other streams. */
+static __attribute__((noinline)) rebatch_status use_waited_and_give(void **out, rebatch_pool *pool,
+                                                                    struct rbi_block *block,
+                                                                    size_t bytes, rebatch_tag tag)
+{
+    return use_and_give(out, pool, block, bytes, tag);
+}
+
 static inline rebatch_status note_and_give(void **out, rebatch_pool *pool, struct rbi_block *block,
                                            size_t bytes, rebatch_tag tag)
 {
@@ -405,23 +413,33 @@ static __attribute__((noinline)) rebatch_status cut_and_give(void **out, rebatch
 }
 
 /* What most calls are: of the thread that owns the lock, with nothing special asked of the pool
- * (fast_bytes), for the stream of the call before. All others go the careful way. */
+ * (fast_bytes), served by a cycle, or for the stream of the call before. All others go the careful
+ * way. */
 static inline rebatch_status alloc_fast(void **out, rebatch_pool *pool, size_t bytes,
                                         rebatch_stream stream, rebatch_tag tag)
 {
     if (RBI_UNLIKELY(!out || !pool || !rbi_lock_take_as_owner(&pool->lock)))
         return alloc_shared(out, pool, bytes, stream, tag);
-    struct rbi_pool_stream *const known = pool->last_stream;
-    if (RBI_UNLIKELY(bytes - 1 >= pool->fast_bytes || known->stream != stream ||
-                     tag >= pool->tag_count || rbi_pool_is_pressing(pool))) {
+    if (RBI_UNLIKELY(bytes - 1 >= pool->fast_bytes || tag >= pool->tag_count ||
+                     rbi_pool_is_pressing(pool))) {
         rbi_lock_give_as_owner(&pool->lock);
         return alloc_carefully(out, pool, bytes, stream, tag);
     }
     struct rbi_block *block;
     if (rbi_cycle_runs(pool)) {
-        if (RBI_LIKELY((block = rbi_cycle_take(pool, rbi_round_to_unit(bytes))) != NULL))
+        if (RBI_LIKELY(rbi_cycle_expects(pool, rbi_round_to_unit(bytes), stream))) {
+            block = rbi_cycle_hand_out(pool, rbi_round_to_unit(bytes));
             return use_and_give(out, pool, block, bytes, tag);
+        }
+        block = rbi_cycle_take_when_done(pool, rbi_round_to_unit(bytes), stream);
+        if (block)
+            return use_waited_and_give(out, pool, block, bytes, tag);
         rbi_cycle_leave(pool);
+    }
+    struct rbi_pool_stream *const known = pool->last_stream;
+    if (RBI_UNLIKELY(known->stream != stream)) {
+        rbi_lock_give_as_owner(&pool->lock);
+        return alloc_carefully(out, pool, bytes, stream, tag);
     }
     block = rbi_quick_pop(known, rbi_round_to_unit(bytes));
     if (block)
@@ -611,25 +629,33 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
 
 /* ---- blocks in use ---- */
 
+/* The stream of that handle, when the block is its own or it uses it already; NULL: neither. */
+static struct rbi_pool_stream *find_user(const struct rbi_block *block, rebatch_stream stream)
+{
+    if (block->stream->stream == stream)
+        return block->stream;
+    const struct rbi_block_use *use = block->uses;
+    while (use && use->stream->stream != stream)
+        use = use->next;
+    return use ? use->stream : NULL;
+}
+
 static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, rebatch_stream stream)
 {
     struct rbi_block *block;
     const rebatch_status status = find_live(&block, pool, pointer);
-    if (status != REBATCH_OK || block->stream->stream == stream)
+    if (status != REBATCH_OK)
         return status;
-    for (const struct rbi_block_use *use = block->uses; use; use = use->next)
-        if (use->stream->stream == stream)
-            return REBATCH_OK;
-    struct rbi_pool_stream *other =
-        rbi_nodes_prepare(&pool->use_nodes, 1) ? rbi_pool_open_stream(pool, stream) : NULL;
-    if (!other)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note that a stream uses a block");
-    struct rbi_block_use *use = rbi_nodes_take(&pool->use_nodes);
-    use->stream = other;
-    use->next = block->uses;
-    block->uses = use;
-    block->used = true;
-    other->pins++;
+    struct rbi_pool_stream *user = find_user(block, stream);
+    if (!user) {
+        if (rbi_nodes_prepare(&pool->use_nodes, 1))
+            user = rbi_pool_open_stream(pool, stream);
+        if (!user)
+            return rbi_error(REBATCH_E_HOST_OOM,
+                             "no host memory to note that a stream uses a block");
+        rbi_block_add_use(pool, block, user);
+    }
+    rbi_cycle_note_use(pool, block, user);
     return REBATCH_OK;
 }
 
@@ -639,7 +665,10 @@ rebatch_status rebatch_pool_use_on(rebatch_pool *pool, void *pointer, rebatch_st
     if (status != REBATCH_OK || (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    status = use_on_locked(pool, pointer, stream);
+    if (!rbi_cycle_use(pool, pointer, stream)) {
+        rbi_pool_leave_cycle(pool);
+        status = use_on_locked(pool, pointer, stream);
+    }
     rbi_lock_give(&pool->lock);
     return status;
 }

@@ -440,6 +440,17 @@ rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream
 /* Notes that what the stream has enqueued so far may use blocks that are being freed: the number of
  * that point. */
 uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream);
+/* The same where who frees them says whether a mark is made: no other is. */
+uint64_t rbi_stream_note_point(rebatch_pool *pool, struct rbi_pool_stream *stream, bool marks);
+/* A mark at the point where the stream is. */
+void rbi_stream_mark(rebatch_pool *pool, struct rbi_pool_stream *stream);
+/* Whether the stream is known to have come to a point, or is found to have, without waiting. */
+bool rbi_stream_has_come(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t point);
+/* Marks that became due while none were made are made with the next free. */
+void rbi_pool_catch_up_marks(rebatch_pool *pool);
+/* Makes a pending block, out of the list already, free at once: whoever has it free sees to it that
+ * nobody gets it too early. */
+void rbi_pool_end_pending(rebatch_pool *pool, struct rbi_block *block);
 /* Looks how far the streams have come, without waiting, and frees the pending blocks that are
  * ready. */
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);
@@ -555,6 +566,9 @@ void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor);
 
 /* More periods pass before the next is learnt, as this one was in vain. */
 void rbi_cycle_wait_longer(struct rbi_cycle *cycle);
+/* Two periods are learnt as one: where one alone did not end as it began, or gives memory out again
+ * before other streams are done with it. */
+void rbi_cycle_double(rebatch_pool *pool);
 /* Begins to run what is ready, where it can be. */
 void rbi_cycle_begin(rebatch_pool *pool);
 /* A call was noted that the trail wants to be looked at: of a block that is in use now, or will no
@@ -563,14 +577,32 @@ void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_b
 /* Places what a learnt period allocates anew, in one stretch of memory, and lines that up
  * (place.c). False where it cannot; memory may have been moved. */
 bool rbi_cycle_place(rebatch_pool *pool);
-/* Frees what was in use before the calls of the cycle were placed anew. */
-void rbi_cycle_give_old(rebatch_pool *pool, struct rbi_block *block);
 /* The same of a rebatch_pool_reserve() that has succeeded. */
-void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, const struct rbi_pool_stream *stream);
-/* Whether a cycle that runs expects a reserve of so many bytes now: then they are there, as in the
- * period before. */
-bool rbi_cycle_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);
+/* The same of a rebatch_pool_use_on(), of the block's own stream too. */
+void rbi_cycle_note_use(rebatch_pool *pool, struct rbi_block *block,
+                        struct rbi_pool_stream *stream);
 void rbi_cycle_close(struct rbi_cycle *cycle);
+
+/* Works out which allocations of a learnt period wait for the uses of what was freed before them,
+ * and which frees need marks for that (cycle_waits.c). False where that is too much, or the heap
+ * has no memory for it. */
+bool rbi_cycle_plan_waits(const rebatch_pool *pool, struct rbi_cycle *cycle);
+
+/* What a cycle that runs does where a call is not as most (cycle_run.c). Each serves the call that
+ * is expected, or says that it is another one. */
+
+/* An allocation that waits; NULL too when what it waits for is not done, as far as is known. */
+struct rbi_block *rbi_cycle_take_when_done(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+/* A free of a block that other streams used. */
+bool rbi_cycle_give_used(rebatch_pool *pool, const void *pointer);
+/* A free of what was in use before the calls of the cycle were placed anew. */
+bool rbi_cycle_give_old(rebatch_pool *pool, struct rbi_cycle_call *from);
+bool rbi_cycle_use(rebatch_pool *pool, const void *pointer, rebatch_stream stream);
+/* The memory of a reserve is there, as in the period before. */
+bool rbi_cycle_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+/* Free bytes of a stream that wait for others. */
+uint64_t rbi_cycle_waiting_bytes(const rebatch_pool *pool, const struct rbi_pool_stream *stream);
 
 #include "pool/path.h"
 

@@ -94,21 +94,37 @@ static void note_done(struct rbi_pool_stream *stream, uint64_t point)
     }
 }
 
+/* The number of the first mark from a point on; mark_count: there is none. */
+static uint32_t first_mark_from(struct rbi_pool_stream *stream, uint64_t point)
+{
+    uint32_t number = 0;
+    while (number < stream->mark_count && mark_at(stream, number)->point < point)
+        number++;
+    return number;
+}
+
 /* Up to where there are marks. */
 static uint64_t marked_point(struct rbi_pool_stream *stream)
 {
     return stream->mark_count != 0 ? mark_at(stream, stream->mark_count - 1)->point : stream->done;
 }
 
-/* Asks whether the oldest mark has been reached, without waiting. */
-static rebatch_status ask(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream)
+/* Asks whether a mark has been reached, and with it those before it, without waiting. */
+static rebatch_status ask_mark(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream,
+                               uint32_t number)
 {
-    const struct rbi_mark *mark = mark_at(stream, 0);
+    const struct rbi_mark *mark = mark_at(stream, number);
     const rebatch_status status = rbi_event_query(pool->device, mark->event, reached);
     *reached = *reached && status == REBATCH_OK;
     if (*reached)
         note_done(stream, mark->point);
     return status == REBATCH_OOM ? REBATCH_OK : status;
+}
+
+/* The same of the oldest. */
+static rebatch_status ask(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    return ask_mark(reached, pool, stream, 0);
 }
 
 static rebatch_status ask_all(rebatch_pool *pool, struct rbi_pool_stream *stream)
@@ -151,6 +167,18 @@ static bool is_gone(const rebatch_pool *pool, const struct rbi_pool_stream *stre
     return stream->stream && !rbi_device_stream_is_valid(pool->device, stream->stream);
 }
 
+void rbi_stream_mark(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    bool reached;
+    if (is_gone(pool, stream)) {
+        note_done(stream, stream->frees);
+        return;
+    }
+    if (stream->mark_count == RBI_STREAM_MARKS)
+        (void)ask(&reached, pool, stream); /* an error comes again where memory is searched */
+    mark(pool, stream);
+}
+
 /* Calls of the driver are dear beside what else a free costs. As long as no search misses anything,
  * marks become rare, and whether they have been reached is asked only when there is place for no
  * other. */
@@ -158,14 +186,7 @@ static void mark_when_due(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     stream->next_mark = stream->frees + stream->mark_gap;
     stream->mark_gap = rbi_min(2 * stream->mark_gap, MOST_GAP);
-    if (is_gone(pool, stream)) {
-        note_done(stream, stream->frees);
-        return;
-    }
-    bool reached;
-    if (stream->mark_count == RBI_STREAM_MARKS)
-        (void)ask(&reached, pool, stream); /* an error comes again where memory is searched */
-    mark(pool, stream);
+    rbi_stream_mark(pool, stream);
 }
 
 uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
@@ -174,6 +195,20 @@ uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream
     if (point >= stream->next_mark)
         mark_when_due(pool, stream);
     return point;
+}
+
+uint64_t rbi_stream_note_point(rebatch_pool *pool, struct rbi_pool_stream *stream, bool marks)
+{
+    const uint64_t point = ++stream->frees;
+    if (marks)
+        rbi_stream_mark(pool, stream);
+    return point;
+}
+
+void rbi_pool_catch_up_marks(rebatch_pool *pool)
+{
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        s->next_mark = rbi_max(s->next_mark, s->frees + 1);
 }
 
 /* The free of a block that the stream uses and another one has. */
@@ -198,9 +233,7 @@ rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream
         note_done(stream, stream->frees);
         return REBATCH_OK;
     }
-    uint32_t number = 0;
-    while (number < stream->mark_count && mark_at(stream, number)->point < until)
-        number++;
+    const uint32_t number = first_mark_from(stream, until);
     if (number < stream->mark_count &&
         rbi_event_synchronize(pool->device, mark_at(stream, number)->event) == REBATCH_OK) {
         note_done(stream, mark_at(stream, number)->point);
@@ -220,17 +253,6 @@ static bool is_ready(const struct rbi_block *block)
         if (use->stream->done < use->until)
             return false;
     return true;
-}
-
-static void end_uses(rebatch_pool *pool, struct rbi_block *block)
-{
-    while (block->uses) {
-        struct rbi_block_use *use = block->uses;
-        block->uses = use->next;
-        use->stream->pins--;
-        rbi_nodes_put(&pool->use_nodes, use);
-    }
-    block->used = false;
 }
 
 /* The gap behind a guarded block is a hole again with it. */
@@ -260,6 +282,12 @@ void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
     pool->pending = block;
 }
 
+void rbi_pool_end_pending(rebatch_pool *pool, struct rbi_block *block)
+{
+    rbi_block_end_uses(pool, block);
+    put_away(pool, block);
+}
+
 /* Is it one that `stream` would have for `bytes`? */
 static bool is_for(const struct rbi_block *block, const struct rbi_pool_stream *stream,
                    size_t bytes)
@@ -281,8 +309,7 @@ static bool settle_pending(rebatch_pool *pool, const struct rbi_pool_stream *str
         any = any || is_for(block, stream, bytes);
         RBI_RECORD(pool, FREE_COMPLETED, block->address, block->bytes, block->stream->stream,
                    block->tag);
-        end_uses(pool, block);
-        put_away(pool, block);
+        rbi_pool_end_pending(pool, block);
     }
     return any;
 }
@@ -309,6 +336,23 @@ static rebatch_status look_beyond(rebatch_pool *pool, struct rbi_pool_stream *st
         return REBATCH_OK;
     mark(pool, stream);
     return ask_all(pool, stream);
+}
+
+bool rbi_stream_has_come(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t point)
+{
+    if (stream->done >= point)
+        return true;
+    if (is_gone(pool, stream)) {
+        note_done(stream, stream->frees);
+        return true;
+    }
+    if (marked_point(stream) >= point) {
+        bool reached;
+        return ask_mark(&reached, pool, stream, first_mark_from(stream, point)) == REBATCH_OK &&
+               reached;
+    }
+    return ask_all(pool, stream) == REBATCH_OK && look_beyond(pool, stream) == REBATCH_OK &&
+           stream->done >= point;
 }
 
 /* What was freed after the last mark shall be known to be done when it is needed next. */

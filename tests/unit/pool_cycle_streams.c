@@ -1,0 +1,729 @@
+/* Holds what a cycle does with several streams, of which some use blocks of others: it is served as
+ * on one, and no memory is given out while work may still use it. Streams go on when the test says
+ * so. Seeds 1 to 6 where a test draws, 31 to 36 for the random one. */
+#include "unit/lazy_device.h"
+#include "unit/pool_help.h"
+
+enum {
+    DEVICE_GRANULES = 8192,
+    STREAM_GRANULES = 2048,
+    STREAMS = 3,
+    BLOCKS = 60,
+    CALLS = 4 * BLOCKS,
+    WARM = 120
+};
+
+/* ---- steps ---- */
+
+/* What a call does: allocates block `of` for a stream, says that a stream uses it, or frees it. */
+struct call {
+    enum { ALLOC, USE, FREE } what;
+    size_t of, bytes;
+    int stream;
+};
+
+/* A training step: blocks of its own, all freed before its end. */
+struct step {
+    struct call calls[CALLS];
+    size_t count;
+};
+
+static void add(struct step *step, struct call call)
+{
+    cr_assert_lt(step->count, CALLS);
+    step->calls[step->count++] = call;
+}
+
+static void add_random(struct step *step, uint64_t *random, size_t of)
+{
+    const size_t most = draw(random) % 4 == 0 ? 20 * GRANULE : GRANULE;
+    add(step, (struct call){ALLOC, of, 1 + draw(random) % most, (int)(draw(random) % STREAMS)});
+}
+
+/* Of any stream, used on none, one or two, now and then on one twice or on its own. */
+static struct step draw_step(uint64_t seed)
+{
+    struct step step = {.count = 0};
+    size_t open[BLOCKS], opened = 0, made = 0, uses = 0;
+    uint64_t random = seed;
+    while (made < BLOCKS || opened > 0) {
+        const size_t at = opened ? draw(&random) % opened : 0;
+        if (made < BLOCKS && (opened == 0 || draw(&random) % 3 != 0)) {
+            add_random(&step, &random, made);
+            open[opened++] = made++;
+        } else if (uses < BLOCKS && draw(&random) % 2 == 0) {
+            add(&step, (struct call){USE, open[at], 0, (int)(draw(&random) % STREAMS)});
+            uses++;
+        } else {
+            add(&step, (struct call){FREE, open[at], 0, 0});
+            open[at] = open[--opened];
+        }
+    }
+    return step;
+}
+
+/* Stream 1 gathers the weights of a layer ahead of its use on stream 0, and reduces its gradients,
+ * which stream 0 has. */
+static struct step gathering_step(void)
+{
+    enum { LAYERS = 10 };
+    struct step step = {.count = 0};
+    size_t made = 0, ahead = made++;
+    add(&step, (struct call){ALLOC, ahead, 16 * GRANULE, 1});
+    for (int layer = 0; layer < LAYERS; layer++) {
+        const size_t weights = ahead, first = made;
+        add(&step, (struct call){USE, weights, 0, 0});
+        if (layer + 1 < LAYERS)
+            add(&step, (struct call){ALLOC, ahead = made++, 16 * GRANULE, 1});
+        const size_t gradients = made++;
+        add(&step, (struct call){ALLOC, gradients, 16 * GRANULE, 0});
+        add(&step, (struct call){ALLOC, made++, (size_t)(layer + 1) * GRANULE, 0});
+        add(&step, (struct call){USE, gradients, 0, 1});
+        add(&step, (struct call){FREE, made - 1, 0, 0});
+        add(&step, (struct call){FREE, weights, 0, 0});
+        add(&step, (struct call){FREE, gradients, 0, 0});
+        cr_assert_leq(made - first, 3);
+    }
+    return step;
+}
+
+/* ---- a pool that steps run on ---- */
+
+struct world {
+    rebatch_device *lazy, *device; /* the latter fails calls of the former as a test says */
+    rebatch_pool *pool;
+    rebatch_stream streams[STREAMS]; /* the first is the default stream */
+    struct {
+        char *address;
+        size_t bytes;
+    } blocks[BLOCKS]; /* of the step, as long as they are in use */
+    unsigned lag;     /* calls from one time that all work is done to the next; 0: never */
+    unsigned held;    /* streams that stand still all the same, by their bits */
+    uint64_t calls;
+};
+
+static struct world open_world_with(unsigned lag, const rebatch_pool_options *options)
+{
+    struct world w = {.lag = lag};
+    w.lazy = lazy_open(DEVICE_GRANULES * GRANULE, GRANULE, true);
+    cr_assert_eq(rebatch_device_open_fault(&w.device, w.lazy, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&w.pool, w.device, options), REBATCH_OK);
+    for (int i = 1; i < STREAMS; i++)
+        cr_assert_eq(rebatch_stream_create(&w.streams[i], w.device), REBATCH_OK);
+    pass_beginning(w.pool);
+    for (int i = 0; i < STREAMS; i++)
+        give(w.pool, take_on(w.pool, STREAM_GRANULES * GRANULE, w.streams[i]));
+    return w;
+}
+
+static struct world open_world(unsigned lag)
+{
+    return open_world_with(lag, NULL);
+}
+
+static void finish_work(const struct world *w)
+{
+    for (int i = 0; i < STREAMS; i++)
+        if (!(w->held >> i & 1))
+            lazy_go_on(w->streams[i], 8);
+}
+
+static void close_world(struct world *w)
+{
+    assert_valid(w->pool);
+    rebatch_pool_destroy(w->pool);
+    for (int i = 1; i < STREAMS; i++)
+        rebatch_stream_destroy(w->device, w->streams[i]);
+    rebatch_device_close(w->device);
+    lazy_close(w->lazy);
+}
+
+static void check_overlaps(const struct world *w, size_t of)
+{
+    const char *const from = w->blocks[of].address, *const to = from + w->blocks[of].bytes;
+    for (size_t i = 0; i < BLOCKS; i++)
+        if (i != of && w->blocks[i].address)
+            cr_assert(w->blocks[i].address + w->blocks[i].bytes <= from ||
+                          to <= w->blocks[i].address,
+                      "blocks %zu and %zu overlap", of, i);
+}
+
+static void *take_fresh(const struct world *w, size_t bytes, int stream)
+{
+    void *block = take_on(w->pool, bytes, w->streams[stream]);
+    lazy_check_fresh(w->streams[stream], block, bytes);
+    lazy_use(w->streams[stream], block, bytes);
+    return block;
+}
+
+static void use_on(const struct world *w, void *block, size_t bytes, int stream)
+{
+    cr_assert_eq(rebatch_pool_use_on(w->pool, block, w->streams[stream]), REBATCH_OK);
+    lazy_use(w->streams[stream], block, bytes);
+}
+
+static void play_call(struct world *w, const struct call *call)
+{
+    const size_t of = call->of;
+    switch (call->what) {
+    case ALLOC:
+        w->blocks[of].address = take_fresh(w, call->bytes, call->stream);
+        w->blocks[of].bytes = call->bytes;
+        check_overlaps(w, of);
+        break;
+    case USE:
+        use_on(w, w->blocks[of].address, w->blocks[of].bytes, call->stream);
+        break;
+    case FREE:
+        give(w->pool, w->blocks[of].address);
+        w->blocks[of].address = NULL;
+        break;
+    }
+    if (w->lag && ++w->calls % w->lag == 0)
+        finish_work(w);
+}
+
+static void play(struct world *w, const struct step *step, size_t first, size_t end)
+{
+    for (size_t i = first; i < end; i++)
+        play_call(w, &step->calls[i]);
+}
+
+static void play_times(struct world *w, const struct step *step, int times)
+{
+    for (int i = 0; i < times; i++)
+        play(w, step, 0, step->count);
+}
+
+static bool runs(const struct world *w)
+{
+    return w->pool->cycle.phase == RBI_CYCLE_RUNS;
+}
+
+/* Steps until it runs, so that a step begins with the next call. */
+static void play_until_it_runs(struct world *w, const struct step *step)
+{
+    for (int i = 0; i < WARM && !runs(w); i++)
+        play(w, step, 0, step->count);
+    cr_assert(runs(w));
+    while (w->pool->cycle.next != w->pool->cycle.calls)
+        play(w, step, 0, step->count);
+}
+
+/* A pool in which a step runs as a cycle, a new one beginning. */
+static struct world open_cycle(const struct step *step, unsigned lag)
+{
+    struct world w = open_world(lag);
+    play_until_it_runs(&w, step);
+    return w;
+}
+
+/* ---- as on one stream ---- */
+
+Test(pool_cycle_streams, blocks_that_other_streams_use_are_served_at_the_places_they_had)
+{
+    for (uint64_t seed = 0; seed <= 6; seed++) {
+        const struct step step = seed ? draw_step(seed) : gathering_step();
+        struct world w = open_cycle(&step, 1);
+        const char *places[BLOCKS] = {NULL};
+        const uint64_t served = w.pool->cycle.periods;
+        for (int times = 0; times < 3; times++)
+            for (size_t i = 0; i < step.count; i++) {
+                const size_t of = step.calls[i].of;
+                play_call(&w, &step.calls[i]);
+                if (step.calls[i].what != ALLOC)
+                    continue;
+                cr_assert(times == 0 || places[of] == w.blocks[of].address);
+                places[of] = w.blocks[of].address;
+            }
+        cr_assert(runs(&w));
+        cr_assert_eq(w.pool->cycle.periods, served + 3);
+        close_world(&w);
+    }
+}
+
+/* Statistics are those of a pool that never has a cycle. */
+Test(pool_cycle_streams, it_counts_as_without)
+{
+    const struct step step = draw_step(2);
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.cycles = REBATCH_OFF;
+    rebatch_pool_stats with[CALLS], without[CALLS];
+    for (int cycles = 0; cycles < 2; cycles++) {
+        struct world w = open_world_with(1, cycles ? NULL : &options);
+        play_times(&w, &step, WARM);
+        cr_assert_eq(runs(&w), cycles);
+        for (size_t i = 0; i < step.count; i++) {
+            play_call(&w, &step.calls[i]);
+            (cycles ? with : without)[i] = stats_of(w.pool);
+        }
+        cr_assert_eq(runs(&w), cycles);
+        close_world(&w);
+    }
+    for (size_t i = 0; i < step.count; i++) {
+        cr_assert_eq(with[i].live_bytes, without[i].live_bytes);
+        cr_assert_eq(with[i].live_peak_bytes, without[i].live_peak_bytes);
+        cr_assert_eq(with[i].requested_bytes, without[i].requested_bytes);
+        cr_assert_eq(with[i].allocations, without[i].allocations);
+        cr_assert_eq(with[i].frees, without[i].frees);
+        cr_assert_eq(with[i].blocks, without[i].blocks);
+    }
+}
+
+/* Where the calls are those of the cycle but the stream is another. */
+Test(pool_cycle_streams, another_stream_is_another_call)
+{
+    const struct step step = draw_step(3);
+    struct world w = open_cycle(&step, 1);
+    for (size_t at = 0; at < step.count; at++) {
+        const struct call *const call = &step.calls[at];
+        play(&w, &step, 0, at);
+        if (call->what == FREE) {
+            play(&w, &step, at, step.count);
+            continue;
+        }
+        struct call other = *call;
+        other.stream = (call->stream + 1) % STREAMS;
+        play_call(&w, &other);
+        cr_assert_not(runs(&w));
+        assert_valid(w.pool);
+        play(&w, &step, at + 1, step.count);
+        play_until_it_runs(&w, &step);
+    }
+    close_world(&w);
+}
+
+/* What is prepared ahead on one stream, used on another in the next step, and freed there. */
+static void play_with_batches(struct world *w, const struct step *step, int times)
+{
+    enum { BYTES = 3 * GRANULE };
+    void *batch = take_fresh(w, BYTES, 2);
+    for (int i = 0; i < times; i++) {
+        use_on(w, batch, BYTES, 0);
+        play(w, step, 0, step->count / 2);
+        void *next = take_fresh(w, BYTES, 2);
+        play(w, step, step->count / 2, step->count);
+        give(w->pool, batch);
+        batch = next;
+    }
+    cr_assert(runs(w));
+    assert_valid(w->pool);
+    give(w->pool, batch);
+}
+
+Test(pool_cycle_streams, a_batch_that_is_prepared_in_the_step_before_has_its_places_too)
+{
+    const struct step step = gathering_step();
+    struct world w = open_world(1);
+    play_with_batches(&w, &step, WARM);
+    close_world(&w);
+}
+
+/* A block that is in use all the time, of which each step says that another stream uses it. */
+Test(pool_cycle_streams, uses_of_older_blocks_are_calls_of_it_too)
+{
+    enum { WEIGHTS = 300 };
+    const struct step step = draw_step(1);
+    struct world w = open_world(1);
+    char *const weights[2] = {take_fresh(&w, GRANULE, 0), take_fresh(&w, GRANULE, 0)};
+    for (int i = 0; i < WARM; i++) {
+        play_times(&w, &step, 1);
+        for (int n = 0; n < WEIGHTS; n++)
+            use_on(&w, weights[n % 2], GRANULE, 1);
+    }
+    cr_assert(runs(&w));
+    use_on(&w, weights[1], GRANULE, 1); /* not in that order */
+    cr_assert_not(runs(&w));
+    give(w.pool, weights[0]);
+    give(w.pool, weights[1]);
+    cr_assert_not_null(w.pool->pending);
+    close_world(&w);
+}
+
+/* ---- memory that is not done ---- */
+
+/* While a stream stands still, or several, what is used on it is not given out to others, by the
+ * cycle or after it; once they have gone on, it is. */
+Test(pool_cycle_streams, memory_is_not_given_out_before_the_other_streams_work_is_done)
+{
+    enum { LONGEST = 1 << 2 }; /* steps of a period */
+    const struct step step = draw_step(4);
+    struct world w = open_cycle(&step, 1);
+    for (unsigned held = 1; held < 1 << STREAMS; held++)
+        for (size_t at = 0; at < step.count; at += 11) {
+            play(&w, &step, 0, at);
+            w.held = held;
+            play(&w, &step, at, step.count); /* each allocation is held against all work */
+            play_times(&w, &step, LONGEST);
+            cr_assert_not(runs(&w));
+            assert_valid(w.pool);
+            cr_assert_not_null(w.pool->pending);
+            w.held = 0;
+            play_until_it_runs(&w, &step);
+        }
+    close_world(&w);
+}
+
+/* An allocation may wait for several streams, as a block may be used on several: each of them is
+ * waited for. */
+Test(pool_cycle_streams, a_block_may_wait_for_several_streams)
+{
+    const struct step step = draw_step(4);
+    struct world w = open_cycle(&step, 1);
+    const struct rbi_cycle *const cycle = &w.pool->cycle;
+    size_t several = 0;
+    for (size_t i = 0; i < cycle->wait_count; i++)
+        several += !cycle->waits[i].last;
+    cr_assert_gt(several, 0);
+    several = 0;
+    for (size_t i = 0; i < cycle->use_count; i++)
+        several += !cycle->uses[i].last;
+    cr_assert_gt(several, 0);
+    close_world(&w);
+}
+
+/* Whether that is pending just as it was freed. */
+static bool is_pending(const struct world *w, const char *address, size_t bytes)
+{
+    const struct rbi_block *b = w->pool->pending;
+    while (b && b->address != address)
+        b = b->next;
+    return b && b->bytes == (bytes + UNIT - 1) / UNIT * UNIT;
+}
+
+/* Plays the step as far as `end`, or as it runs, with streams that stand still; blocks that are
+ * freed meanwhile and were used on another stream are not done from then on. */
+static void play_still(struct world *w, const struct step *step, size_t end, const char **freed)
+{
+    int own[BLOCKS];
+    bool used[BLOCKS] = {false};
+    w->lag = 0;
+    for (size_t i = 0; i < end; i++) {
+        const struct call *const call = &step->calls[i];
+        const char *const address = w->blocks[call->of].address;
+        play_call(w, call);
+        if (call->what == ALLOC)
+            own[call->of] = call->stream;
+        used[call->of] |= call->what == USE && call->stream != own[call->of];
+        if (call->what == FREE && used[call->of])
+            freed[call->of] = address;
+    }
+}
+
+/* Wherever it is left, what is not done is pending, and free once it is. */
+Test(pool_cycle_streams, what_is_not_done_is_pending_when_it_is_left)
+{
+    const struct step step = draw_step(1);
+    struct world w = open_cycle(&step, 1);
+    size_t left = 0;
+    for (size_t end = 1; end <= step.count; end++) {
+        const char *freed[BLOCKS] = {NULL};
+        play_still(&w, &step, end, freed);
+        left += runs(&w);
+        settle(w.pool);
+        cr_assert_not(runs(&w));
+        assert_valid(w.pool);
+        for (size_t of = 0; of < BLOCKS; of++)
+            cr_assert(!freed[of] || is_pending(&w, freed[of], w.blocks[of].bytes));
+        finish_work(&w);
+        cr_assert_eq(rebatch_pool_trim(w.pool, SIZE_MAX, NULL), REBATCH_OK);
+        cr_assert_null(w.pool->pending);
+        assert_valid(w.pool);
+        w.lag = 1;
+        play(&w, &step, end, step.count);
+        play_until_it_runs(&w, &step);
+    }
+    cr_assert_gt(left, step.count / 4);
+    close_world(&w);
+}
+
+/* What waits for another stream is not free for an attempt that is to be admitted. */
+Test(pool_cycle_streams, what_is_not_done_is_not_admitted)
+{
+    const struct step step = draw_step(1);
+    struct world w = open_cycle(&step, 1);
+    const struct rbi_pool_stream *const stream = rbi_pool_find_stream(w.pool, NULL);
+    w.lag = 0;
+    size_t at = 0;
+    for (; rbi_cycle_waiting_bytes(w.pool, stream) == 0; at++)
+        play_call(&w, &step.calls[at]);
+    cr_assert(runs(&w));
+    const size_t waiting = rbi_cycle_waiting_bytes(w.pool, stream);
+    const size_t done = stream->free_bytes - waiting;
+    cr_assert_eq(rbi_pool_admit(w.pool, done, NULL), REBATCH_OK);
+    cr_assert(runs(&w));
+    cr_assert_eq(rbi_pool_admit(w.pool, done + waiting, NULL), REBATCH_OK);
+    cr_assert_not(runs(&w));
+    cr_assert_geq(stream->free_bytes, done + waiting);
+    w.lag = 1;
+    play(&w, &step, at, step.count);
+    close_world(&w);
+}
+
+/* Where work always lags, blocks are pending whenever a step begins, and some of the work has to be
+ * done before memory is given out again: the cycle begins all the same, and goes on. */
+Test(pool_cycle_streams, streams_that_lag_have_one_too)
+{
+    enum { LAG = 15, STEPS = 20 };
+    size_t lasted = 0;
+    for (uint64_t seed = 1; seed <= 6; seed++) {
+        const struct step step = draw_step(seed);
+        struct world w = open_world(LAG);
+        play_times(&w, &step, WARM);
+        const uint64_t births = w.pool->births;
+        play_times(&w, &step, STEPS);
+        lasted += runs(&w) && w.pool->cycle.began < births;
+        close_world(&w);
+    }
+    cr_assert_geq(lasted, 4);
+}
+
+/* Where it lags so much that a step's memory is not done when the next one asks for it, several
+ * steps become one period, in which each has its own. */
+Test(pool_cycle_streams, steps_that_lag_by_more_than_one_become_one_period)
+{
+    const struct step step = gathering_step();
+    struct world w = open_world(0);
+    int lasted = 0;
+    for (int i = 0; i < 10 * WARM && lasted < 20; i++) {
+        play_times(&w, &step, 1);
+        lasted = runs(&w) ? lasted + 1 : 0;
+        for (int stream = 0; stream < STREAMS; stream++)
+            lazy_go_on(w.streams[stream], 4);
+    }
+    cr_assert_eq(lasted, 20);
+    cr_assert_gt(w.pool->trail.period, step.count);
+    close_world(&w);
+}
+
+/* ---- what costs calls of the device ---- */
+
+/* Marks are made where they are waited for, and as few as can be: with other places than a search
+ * finds there are hardly more calls for them than without a cycle. */
+Test(pool_cycle_streams, it_costs_hardly_more_calls_of_the_device)
+{
+    enum { STEPS = 20 };
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.cycles = REBATCH_OFF;
+    const struct step step = gathering_step();
+    uint64_t calls[2];
+    for (int cycles = 0; cycles < 2; cycles++) {
+        struct world w = open_world_with(1, cycles ? NULL : &options);
+        play_times(&w, &step, WARM);
+        const uint64_t before = lazy_event_calls();
+        play_times(&w, &step, STEPS);
+        cr_assert_eq(runs(&w), cycles);
+        calls[cycles] = lazy_event_calls() - before;
+        close_world(&w);
+    }
+    cr_assert_leq(10 * calls[1], 11 * calls[0], "%zu with, %zu without", (size_t)calls[1],
+                  (size_t)calls[0]);
+}
+
+/* Blocks that one stream alone uses need none, however many streams there are. */
+Test(pool_cycle_streams, without_uses_it_costs_none)
+{
+    struct step step = draw_step(2);
+    size_t count = 0;
+    for (size_t i = 0; i < step.count; i++)
+        if (step.calls[i].what != USE)
+            step.calls[count++] = step.calls[i];
+    step.count = count;
+    struct world w = open_cycle(&step, 1);
+    const uint64_t before = lazy_event_calls();
+    play_times(&w, &step, 50);
+    cr_assert(runs(&w));
+    cr_assert_eq(lazy_event_calls(), before);
+    close_world(&w);
+}
+
+/* ---- what else may come ---- */
+
+/* A stream that is destroyed has no work left; another one may have its handle. */
+Test(pool_cycle_streams, a_stream_may_go_and_come_again)
+{
+    const struct step step = draw_step(5);
+    struct world w = open_cycle(&step, 1);
+    for (size_t at = 0; at < step.count; at += 7) {
+        w.held = 1 << 2;
+        play(&w, &step, 0, at);
+        rebatch_stream_destroy(w.device, w.streams[2]);
+        cr_assert_eq(rebatch_stream_create(&w.streams[2], w.device), REBATCH_OK);
+        w.held = 0;
+        play(&w, &step, at, step.count);
+        assert_valid(w.pool);
+        play_until_it_runs(&w, &step);
+    }
+    close_world(&w);
+}
+
+Test(pool_cycle_streams, a_rollback_takes_back_what_other_streams_use)
+{
+    const struct step step = draw_step(6);
+    struct world w = open_cycle(&step, 1);
+    for (size_t at = 1; at < step.count; at += 5) {
+        w.held = 7;
+        const rebatch_scope scope = begin(w.pool);
+        play(&w, &step, 0, at);
+        cr_assert_eq(rebatch_scope_rollback(w.pool, scope), REBATCH_OK);
+        cr_assert_eq(stats_of(w.pool).live_bytes, 0);
+        assert_valid(w.pool);
+        memset(w.blocks, 0, sizeof w.blocks);
+        play_times(&w, &step, 1);
+        w.held = 0;
+        play_until_it_runs(&w, &step);
+    }
+    close_world(&w);
+}
+
+/* The frees of blocks from before the scope are carried out when it is committed. */
+Test(pool_cycle_streams, frees_of_older_blocks_that_are_used_wait_for_the_commit)
+{
+    const struct step step = draw_step(6);
+    struct world w = open_cycle(&step, 1);
+    play(&w, &step, 0, step.count / 2);
+    const uint64_t in_use = stats_of(w.pool).blocks;
+    const rebatch_scope scope = begin(w.pool);
+    w.held = 7;
+    for (size_t of = 0; of < BLOCKS; of++)
+        if (w.blocks[of].address)
+            give(w.pool, w.blocks[of].address);
+    cr_assert_eq(stats_of(w.pool).blocks, in_use);
+    cr_assert_not(runs(&w));
+    assert_valid(w.pool);
+    cr_assert_eq(rebatch_scope_commit(w.pool, scope), REBATCH_OK);
+    cr_assert_eq(stats_of(w.pool).blocks, 0);
+    memset(w.blocks, 0, sizeof w.blocks);
+    play_times(&w, &step, 1);
+    close_world(&w);
+}
+
+/* What is promised by a reserve is there at once, so it must not be what waits for a stream. */
+Test(pool_cycle_streams, a_step_that_reserves_has_none_where_streams_use_others_blocks)
+{
+    struct step step = draw_step(2);
+    for (int with_uses = 1; with_uses >= 0; with_uses--) {
+        struct world w = open_world(1);
+        for (int i = 0; i < WARM; i++) {
+            cr_assert_eq(rebatch_pool_reserve(w.pool, GRANULE, w.streams[1]), REBATCH_OK);
+            play_times(&w, &step, 1);
+            cr_assert(!with_uses || !runs(&w));
+        }
+        cr_assert_neq(with_uses, runs(&w));
+        close_world(&w);
+        size_t count = 0;
+        for (size_t i = 0; i < step.count; i++)
+            if (step.calls[i].what != USE)
+                step.calls[count++] = step.calls[i];
+        step.count = count;
+    }
+}
+
+/* ---- what fails ---- */
+
+/* Without events nothing is known to be done before it is waited for: it is left, and no memory is
+ * given out too early. */
+Test(pool_cycle_streams, every_call_for_an_event_may_fail)
+{
+    const struct step step = draw_step(1);
+    struct world w = open_cycle(&step, 7);
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.calls = REBATCH_FAULT_EVENT;
+    for (int forever = 0; forever < 2; forever++)
+        for (plan.nth = 1; plan.nth < 40; plan.nth++) {
+            plan.times = forever ? REBATCH_FAULT_FOREVER : 1;
+            cr_assert_eq(rebatch_fault_arm(w.device, &plan), REBATCH_OK);
+            play_times(&w, &step, 6);
+            assert_valid(w.pool);
+        }
+    plan.nth = 0;
+    cr_assert_eq(rebatch_fault_arm(w.device, &plan), REBATCH_OK);
+    w.lag = 1;
+    play_until_it_runs(&w, &step);
+    close_world(&w);
+}
+
+/* Calls are served as before where the heap has no memory to learn one, or to begin it. */
+Test(pool_cycle_streams, every_call_of_the_heap_may_fail)
+{
+    const struct step step = gathering_step();
+    uint64_t nth = 0;
+    for (bool began = false; !began; nth++) {
+        struct world w = open_world(1);
+        play_times(&w, &step, 3);
+        rbi_heap_fail(nth + 1, UINT64_MAX);
+        play_times(&w, &step, 20);
+        rbi_heap_fail(0, 0);
+        began = runs(&w);
+        assert_valid(w.pool);
+        play_times(&w, &step, WARM);
+        cr_assert(runs(&w));
+        close_world(&w);
+    }
+    cr_assert_geq(nth, 6); /* calls, places, blocks in use, uses, waits, stretches */
+}
+
+/* ---- anything at any time ---- */
+
+static void disturb(struct world *w, uint64_t *random)
+{
+    rebatch_pool *const pool = w->pool;
+    const int stream = (int)(draw(random) % STREAMS);
+    const size_t bytes = 1 + draw(random) % (20 * GRANULE), of = draw(random) % BLOCKS;
+    rebatch_scope scope;
+    void *extra;
+    switch (draw(random) % 8) {
+    case 0:
+        give(pool, take_fresh(w, bytes, stream));
+        break;
+    case 1:
+        scope = begin(pool);
+        extra = take_fresh(w, bytes, stream);
+        use_on(w, extra, bytes, (stream + 1) % STREAMS);
+        cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK);
+        give(pool, extra);
+        break;
+    case 2:
+        cr_assert_eq(rebatch_pool_trim(pool, bytes, NULL), REBATCH_OK);
+        break;
+    case 3:
+        cr_assert_eq(rebatch_pool_reserve(pool, bytes, w->streams[stream]), REBATCH_OK);
+        break;
+    case 4:
+        assert_valid(pool);
+        break;
+    case 5:
+        if (w->blocks[of].address)
+            use_on(w, w->blocks[of].address, w->blocks[of].bytes, stream);
+        break;
+    case 6:
+        w->held = (unsigned)draw(random) % 8;
+        break;
+    default:
+        cr_assert_eq(rbi_pool_admit(pool, bytes, w->streams[stream]), REBATCH_OK);
+    }
+}
+
+/* No block overlaps another, or has memory that work may still use, and everything holds. */
+Test(pool_cycle_streams, disturbed_cycles_stay_right)
+{
+    enum { TIMES = 2000 };
+    uint64_t served = 0;
+    for (uint64_t seed = 31; seed <= 36; seed++) {
+        const struct step step = draw_step(seed);
+        struct world w = open_world(1 + seed % 3 * 7);
+        uint64_t random = seed;
+        for (int times = 0; times < TIMES; times++)
+            for (size_t i = 0; i < step.count; i++) {
+                play_call(&w, &step.calls[i]);
+                if (draw(&random) % (20 * step.count) == 0)
+                    disturb(&w, &random);
+                if (w.held && draw(&random) % (2 * step.count) == 0)
+                    w.held = 0;
+            }
+        assert_valid(w.pool);
+        served += w.pool->cycle.served;
+        close_world(&w);
+    }
+    cr_assert_gt(served, 6 * TIMES * BLOCKS / 4);
+}
