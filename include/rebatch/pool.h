@@ -57,8 +57,9 @@ typedef struct rebatch_pool_options {
                                 its end as at its beginning, the places of the next are learnt, and
                                 from then on the same calls get the same places without a search,
                                 until another call comes. Where memory is so short that some would
-                                be moved in every period, the places are found anew for all of them
-                                at once. A period may have several streams: memory that
+                                be moved in every period, where streams take it of each other, or
+                                lag behind, the places are found anew for all of them at once, for
+                                which all work is waited for. A period may have several streams: memory that
                                 rebatch_pool_use_on() was said of is given out again once that
                                 stream's work is done, else the call is searched for. Only while one
                                 thread uses the pool; and not with guard, events, rounding or

@@ -97,7 +97,7 @@ static void begin_learning(rebatch_pool *pool, uint64_t live_bytes)
     cycle->phase = RBI_CYCLE_LEARNS;
     cycle->noted = cycle->allocation_count = cycle->live = cycle->most_live = cycle->old_count = 0;
     cycle->use_count = cycle->use_calls = cycle->used_frees = cycle->wait_count = 0;
-    cycle->reserves = cycle->is_several = false;
+    cycle->reserves = false;
     cycle->first_birth = pool->births;
     cycle->live_bytes = live_bytes;
     cycle->layout = pool->layout;
@@ -214,7 +214,6 @@ static bool learn(struct rbi_cycle *cycle, const struct seen *seen)
         return false;
     struct rbi_cycle_call *const call = &cycle->calls[cycle->noted];
     *call = (struct rbi_cycle_call){.stream = seen->stream};
-    cycle->is_several |= seen->stream != cycle->calls[0].stream;
     const bool noted = learn_call(cycle, call, seen);
     cycle->noted++;
     return noted && cycle->live_bytes == seen->live_bytes;
@@ -386,12 +385,15 @@ static bool begin_running(rebatch_pool *pool)
     struct rbi_cycle *cycle = &pool->cycle;
     const bool moved = pool->layout != cycle->layout;
     if (!close_ring(cycle) || !can_run(pool) || (!moved && !ends_as_it_began(cycle)) ||
-        !find_used(cycle) || !rbi_cycle_plan_waits(pool, cycle))
+        !find_used(cycle))
         return false;
     rbi_quick_flush_all(pool);
-    if (moved && !rbi_cycle_place(pool))
+    const uint64_t layout = pool->layout;
+    const bool may_place = moved || (cycle->spare_calls && cycle->use_count);
+    const bool is_placed = may_place && rbi_cycle_place(pool);
+    if ((!is_placed && (moved || pool->layout != layout)) || !rbi_cycle_plan_waits(pool, cycle))
         return false;
-    if (!moved) {
+    if (!is_placed) {
         adopt_pending(pool);
         lift_all(pool);
     }

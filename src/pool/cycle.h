@@ -109,11 +109,10 @@ struct rbi_cycle {
     size_t noted, allocation_count, live, most_live;
     struct rbi_cycle_old old[RBI_CYCLE_OLD];
     size_t old_count;
-    bool reserves;   /* memory is reserved in it */
-    bool is_several; /* there is more than one stream in it */
-    struct {         /* what placing it last came to: it takes long */
+    bool reserves; /* memory is reserved in it */
+    struct {       /* what placing it last came to: it takes long */
         size_t calls;
-        uint64_t in_use_most, units;
+        uint64_t in_use_most, spare_calls, units;
     } placed;
 
     struct rbi_cycle_use *uses;   /* NULL: none was ever learnt */
@@ -121,7 +120,10 @@ struct rbi_cycle {
     size_t use_count, wait_count;
     size_t use_calls, used_frees; /* of the period's calls */
     bool lags;                    /* it runs no longer as a stream had not come far enough */
-    unsigned haste; /* marks are made within the first 1/2^haste of the calls until they are
+    uint64_t lag_calls;           /* calls since the free that it waited for then */
+    uint64_t spare_calls; /* that blocks are placed apart, where others use them; 0: streams have
+                             not lagged yet */
+    unsigned haste;       /* marks are made within the first 1/2^haste of the calls until they are
                        waited for */
 
     uint64_t first_birth;  /* of the period that is learnt */

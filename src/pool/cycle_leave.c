@@ -5,6 +5,10 @@
 
 #include "pool/pool.h"
 
+/* Periods after which a stream that has not come far enough is an exception. In the first ones
+ * memory may not have been used before. */
+#define LASTING 4
+
 /* ---- blocks ---- */
 
 static int by_address(const void *a, const void *b)
@@ -168,17 +172,23 @@ static void let_go_of_streams(const struct rbi_cycle *cycle)
         cycle->uses[i].stream->pins--;
 }
 
-/* It ran into work that was not done in its first period, so it would in each: first marks are made
- * earlier, then the period is doubled, as memory that is had again later is more likely to be done.
- */
+/* It ran into work that was not done in its first periods, so it would again. First marks are made
+ * earlier, then blocks that others use are placed apart in time, and where a period is too short
+ * for that it is doubled. */
 static void try_with_more_time(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     if (cycle->haste < RBI_CYCLE_HASTE_MOST) {
         cycle->haste++;
+    } else {
+        cycle->haste = 1;
+        cycle->spare_calls = 2 * rbi_max(cycle->spare_calls, cycle->lag_calls);
+    }
+    if (cycle->spare_calls < cycle->noted) {
+        cycle->patience = 0;
         return;
     }
-    cycle->haste = 1;
+    cycle->spare_calls = cycle->noted;
     rbi_cycle_wait_longer(cycle);
     rbi_cycle_double(pool);
 }
@@ -198,10 +208,10 @@ void rbi_cycle_leave(rebatch_pool *pool)
     rbi_pool_catch_up_marks(pool);
     note_served(pool);
     cycle->served += pool->births - cycle->began;
-    if (cycle->periods > 0)
-        cycle->patience = 0;
-    else if (cycle->lags)
+    if (cycle->lags && cycle->periods < LASTING)
         try_with_more_time(pool);
+    else if (cycle->periods > 0)
+        cycle->patience = 0;
     else
         rbi_cycle_wait_longer(cycle);
     pool->trail.due = pool->trail.count + 1;

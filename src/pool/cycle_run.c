@@ -4,15 +4,25 @@
 
 /* ---- allocations that wait ---- */
 
+static void note_lag(struct rbi_cycle *cycle, const struct rbi_cycle_call *call,
+                     const struct rbi_cycle_use *use)
+{
+    const size_t now = (size_t)(call - cycle->calls);
+    cycle->lags = true;
+    cycle->lag_calls = now - use->call + (now < use->call ? cycle->noted : 0);
+}
+
 /* By what is known, else by one question to each stream that has not come far enough. */
 static bool is_done(rebatch_pool *pool, const struct rbi_cycle_call *call)
 {
-    const struct rbi_cycle *const cycle = &pool->cycle;
+    struct rbi_cycle *const cycle = &pool->cycle;
     const struct rbi_cycle_wait *wait = &cycle->waits[call->of];
     for (;; wait++) {
         const struct rbi_cycle_use *const use = &cycle->uses[wait->use];
-        if (!rbi_stream_has_come(pool, use->stream, use->point))
+        if (!rbi_stream_has_come(pool, use->stream, use->point)) {
+            note_lag(cycle, call, use);
             return false;
+        }
         if (wait->last)
             return true;
     }
@@ -20,15 +30,11 @@ static bool is_done(rebatch_pool *pool, const struct rbi_cycle_call *call)
 
 struct rbi_block *rbi_cycle_take_when_done(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
-    struct rbi_cycle *const cycle = &pool->cycle;
-    const struct rbi_cycle_call *const call = cycle->next;
+    const struct rbi_cycle_call *const call = pool->cycle.next;
     if (!rbi_cycle_allocates(call) || call->stream->stream != stream ||
         (size_t)rbi_cycle_units(call) * REBATCH_POOL_UNIT_BYTES != bytes)
         return NULL;
-    if (is_done(pool, call))
-        return rbi_cycle_hand_out(pool, bytes);
-    cycle->lags = true;
-    return NULL;
+    return is_done(pool, call) ? rbi_cycle_hand_out(pool, bytes) : NULL;
 }
 
 /* ---- blocks that other streams use ---- */
@@ -80,8 +86,11 @@ bool rbi_cycle_give_used(rebatch_pool *pool, const void *pointer)
     struct rbi_cycle_call *const from = &cycle->calls[call->of];
     struct rbi_block *const block = from->block;
     struct rbi_cycle_use *use = &cycle->uses[call->first_use];
-    if (block->address != pointer || rbi_pool_has_younger_scope(pool, block) ||
-        !are_users_known(block, use))
+    if (block->address != pointer || rbi_pool_has_younger_scope(pool, block))
+        return false;
+    if (rbi_cycle_is_old(from))
+        return rbi_cycle_give_old(pool, from);
+    if (!are_users_known(block, use))
         return false;
     do
         use->point = rbi_stream_note_point(pool, use->stream, use->marks);
@@ -116,12 +125,14 @@ uint64_t rbi_cycle_waiting_bytes(const rebatch_pool *pool, const struct rbi_pool
 bool rbi_cycle_give_old(rebatch_pool *pool, struct rbi_cycle_call *from)
 {
     struct rbi_block *const block = from->block;
-    if (block->used)
-        return false;
     rbi_cycle_go_on(&pool->cycle);
     from->block = NULL;
     rbi_pool_count_free(pool, block);
     rbi_pool_leave_use(block);
+    if (block->used) {
+        rbi_pool_retire_slowly(pool, block);
+        return true;
+    }
     rbi_pool_note_free(pool, block);
     rbi_pool_settle_block(pool, block);
     return true;

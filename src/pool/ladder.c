@@ -362,7 +362,7 @@ bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes)
     return bytes <= cached || find_means(pool, bytes).plenty;
 }
 
-char *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
+struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
 {
     struct growth growth = {
         .bytes = bytes, .stream = stream, .no_fresh = !find_means(pool, bytes).plenty};
@@ -371,7 +371,7 @@ char *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream 
     if (rbi_nodes_prepare(&pool->range_nodes, 1) && rbi_pool_await_streams(pool) == REBATCH_OK &&
         find_hole(&window, pool, &growth) == REBATCH_OK &&
         fill_window(&block, pool, &growth, &window) == REBATCH_OK)
-        return block->address;
+        return block;
     return NULL;
 }
 

@@ -1,11 +1,12 @@
-/* Owns where the blocks of a period lie when they are placed all at once: in one stretch of memory,
- * as short as can be found, so that none has to be moved in any period.
+/* Owns where the blocks of a period lie when they are placed all at once: each stream's in one
+ * stretch of memory, as short as can be found, so that none has to be moved in any period.
  * Must not know how a period is learnt, or run.
  *
  * It is known who is in use when, so blocks can be placed in any order, each where nobody is who is
  * in use at the same time: the largest first (greedy by size; Pisarchyk and Lee, "Efficient Memory
  * Management for Deep Neural Net Inference", 2020), and where that is not good enough in two orders
- * more. */
+ * more. Where streams lag, what they use of others' blocks is taken to be in use for a while after
+ * it is freed, so that it is likely to be done when its memory is given out again. */
 #include <stdlib.h>
 
 #include "pool/pool.h"
@@ -14,14 +15,27 @@
 #define MOST_ITEMS 16384
 /* It is good enough when less than this part is lost. */
 #define LOST_PARTS 256
+/* Less time to spare than this part of a period is not worth a try. */
+#define LEAST_SPARE_PARTS 128
 
-/* What call `of` allocates. In units, and in calls of the period: in use from `from` until before
- * `to`. What is in use from one period into the next has its place for itself. */
+/* What call `of` allocates. In units, and in calls of the period: in use for `calls` of them from
+ * `from` on, the first one after the last. What is in use from one period into the next has its
+ * place for itself. */
 struct item {
     uint32_t units, offset;
-    uint32_t from, to;
+    uint32_t from, calls;
     uint32_t of;
 };
+
+/* What one stream has. */
+struct stretch {
+    struct rbi_pool_stream *stream;
+    struct item *items;
+    size_t count;
+    uint64_t in_use_most, units;
+    struct rbi_block *block; /* where they lie, out of all lists */
+};
+#define MOST_STRETCHES 16
 
 static int compare(uint32_t a, uint32_t b)
 {
@@ -44,7 +58,7 @@ static int by_size(const void *a, const void *b)
 static int by_time_in_use(const void *a, const void *b)
 {
     const struct item *x = a, *y = b;
-    const int longer = compare(y->to - y->from, x->to - x->from);
+    const int longer = compare(y->calls, x->calls);
     return longer ? longer : by_size(a, b);
 }
 
@@ -55,9 +69,11 @@ struct order {
 };
 static const struct order orders[] = {{by_size, false}, {by_time_in_use, true}, {by_birth, true}};
 
-static bool meet(const struct item *a, const struct item *b)
+/* Whether one of them is allocated while the other is in use; `period` calls make the ring. */
+static bool meet(const struct item *a, const struct item *b, uint32_t period)
 {
-    return a->from < b->to && b->from < a->to;
+    const uint32_t after = b->from - a->from + (b->from < a->from ? period : 0);
+    return after < a->calls || period - after < b->calls;
 }
 
 static bool crosses(const struct rbi_cycle_call *call)
@@ -65,45 +81,67 @@ static bool crosses(const struct rbi_cycle_call *call)
     return call->block != NULL;
 }
 
-/* What is freed within the period is in use until then; what crosses has an item of its own. */
-static void collect(struct item *items, const struct rbi_cycle *cycle)
+/* Until when memory that was freed with a call is not to be given out again, in calls. */
+static uint32_t time_in_use(const struct rbi_cycle *cycle, uint32_t of, uint32_t freed,
+                            uint64_t spare_calls)
 {
-    size_t count = 0;
-    for (size_t i = 0; i < cycle->noted; i++) {
-        const struct rbi_cycle_call *const call = &cycle->calls[i];
-        const uint32_t of = call->units ? (uint32_t)i : call->of;
-        const uint32_t units = cycle->calls[of].units;
-        if (call->units && crosses(call))
-            items[count++] = (struct item){units, 0, 0, (uint32_t)cycle->noted, of};
-        else if (!call->units && !crosses(&cycle->calls[of]))
-            items[count++] = (struct item){units, 0, of, (uint32_t)i, of};
-    }
+    const bool was_used = cycle->calls[freed].units == RBI_CYCLE_FREE_USED;
+    const uint64_t calls = freed - of + (was_used ? spare_calls : 0);
+    return (uint32_t)rbi_min(calls, (uint64_t)cycle->noted);
 }
 
-/* Units that are in use at once at most. */
-static uint64_t most_in_use(const struct rbi_cycle *cycle)
+/* What is freed within the period is in use until then; what crosses has an item of its own. */
+static size_t collect(struct item *items, const struct rbi_cycle *cycle,
+                      const struct rbi_pool_stream *stream, uint64_t spare_calls)
 {
-    uint64_t crossing = 0, in_use = 0, most = 0;
-    for (size_t i = 0; i < cycle->noted; i++) {
+    size_t count = 0;
+    for (uint32_t i = 0; i < cycle->noted; i++) {
         const struct rbi_cycle_call *const call = &cycle->calls[i];
-        const struct rbi_cycle_call *const of = call->units ? call : &cycle->calls[call->of];
-        if (crosses(of))
-            crossing += call->units;
-        else
-            in_use += call->units ? call->units : -(uint64_t)of->units;
-        most = rbi_max(most, in_use);
+        if (call->stream != stream || (!rbi_cycle_allocates(call) && !rbi_cycle_frees(call)))
+            continue;
+        const bool frees = rbi_cycle_frees(call);
+        const uint32_t of = frees ? call->of : i;
+        const uint32_t units = cycle->calls[of].units;
+        if (!frees && crosses(call))
+            items[count++] = (struct item){units, 0, 0, (uint32_t)cycle->noted, of};
+        else if (frees && !crosses(&cycle->calls[of]))
+            items[count++] =
+                (struct item){units, 0, of, time_in_use(cycle, of, i, spare_calls), of};
     }
-    return crossing + most;
+    return count;
+}
+
+/* Units that are in use at once at most; `changes` has space for each call. */
+static uint64_t most_in_use(const struct stretch *stretch, int64_t *changes, uint32_t period)
+{
+    int64_t in_use = 0, most = 0;
+    memset(changes, 0, period * sizeof *changes);
+    for (size_t i = 0; i < stretch->count; i++) {
+        const struct item *const item = &stretch->items[i];
+        const uint32_t end = item->from + item->calls;
+        in_use += end > period ? item->units : 0; /* since the period before */
+        if (item->calls == period) {
+            in_use += end > period ? 0 : item->units;
+            continue;
+        }
+        changes[item->from] += item->units;
+        if (end != period)
+            changes[end % period] -= item->units;
+    }
+    most = in_use;
+    for (uint32_t i = 0; i < period; i++)
+        most = rbi_max(most, in_use += changes[i]);
+    return (uint64_t)most;
 }
 
 /* `placed` are in the order of their offsets. */
 static uint32_t find_offset(const struct item **placed, size_t count, const struct item *item,
-                            bool smallest_gap)
+                            uint32_t period, bool smallest_gap)
 {
     uint32_t end = 0, best = 0, least = UINT32_MAX;
     for (size_t i = 0; i < count; i++) {
         const struct item *const other = placed[i];
-        if (!meet(other, item))
+        if (!meet(other, item, period))
             continue;
         const uint32_t gap = other->offset > end ? other->offset - end : 0;
         if (gap >= item->units && gap < least) {
@@ -128,12 +166,12 @@ static void insert(const struct item **placed, size_t count, const struct item *
 
 /* Units that all of them take. */
 static uint64_t place_in_order(struct item *items, const struct item **placed, size_t count,
-                               const struct order *order)
+                               uint32_t period, const struct order *order)
 {
     uint64_t most = 0;
     qsort(items, count, sizeof *items, order->compare);
     for (size_t i = 0; i < count; i++) {
-        items[i].offset = find_offset(placed, i, &items[i], order->smallest_gap);
+        items[i].offset = find_offset(placed, i, &items[i], period, order->smallest_gap);
         insert(placed, i, &items[i]);
         most = rbi_max(most, (uint64_t)items[i].offset + items[i].units);
     }
@@ -141,14 +179,16 @@ static uint64_t place_in_order(struct item *items, const struct item **placed, s
 }
 
 /* The same in the best of the orders. */
-static uint64_t place_all(struct item *items, const struct item **placed, size_t count,
-                          uint64_t in_use_most)
+static uint64_t place_all(struct stretch *stretch, const struct item **placed, uint32_t period)
 {
+    const uint64_t in_use_most = stretch->in_use_most;
     const size_t all = sizeof orders / sizeof *orders;
+    struct item *const items = stretch->items;
+    const size_t count = stretch->count;
     uint64_t least = UINT64_MAX, units = 0;
     size_t best = 0;
     for (size_t i = 0; i < all; i++) {
-        units = place_in_order(items, placed, count, &orders[i]);
+        units = place_in_order(items, placed, count, period, &orders[i]);
         if (units < least) {
             least = units;
             best = i;
@@ -156,57 +196,146 @@ static uint64_t place_all(struct item *items, const struct item **placed, size_t
         if (least <= in_use_most + in_use_most / LOST_PARTS)
             break;
     }
-    return units == least ? least : place_in_order(items, placed, count, &orders[best]);
+    return units == least ? least : place_in_order(items, placed, count, period, &orders[best]);
+}
+
+/* ---- memory for them ---- */
+
+/* All that a period is placed with. */
+struct plan {
+    struct item *items;
+    const struct item **placed;
+    int64_t *changes;
+    struct stretch stretches[MOST_STRETCHES];
+    size_t count;
+    uint64_t spare_calls;
+    uint64_t in_use_most; /* of all streams, each by itself */
+};
+
+/* A free block of the stream's own that is large enough, or free granules that are gathered in a
+ * row; memory that nobody has is taken only where there is plenty. It is out of all lists, so that
+ * the next stretch is not made of it. */
+static bool find_memory(rebatch_pool *pool, struct stretch *stretch)
+{
+    size_t bytes;
+    if (!rbi_round_up((size_t)stretch->units * REBATCH_POOL_UNIT_BYTES, pool->granule_bytes,
+                      &bytes))
+        return false;
+    struct rbi_block *block =
+        rbi_pool_find_fit(stretch->stream, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+    if (!block)
+        block = rbi_pool_line_up(pool, bytes, stretch->stream);
+    if (block)
+        stretch->block = rbi_block_take(pool, block, bytes);
+    return block != NULL;
+}
+
+static void assign(rebatch_pool *pool, const struct stretch *stretch)
+{
+    for (size_t i = 0; i < stretch->count; i++)
+        pool->cycle.calls[stretch->items[i].of].address =
+            stretch->block->address + (size_t)stretch->items[i].offset * REBATCH_POOL_UNIT_BYTES;
+}
+
+static bool find_memory_for_all(rebatch_pool *pool, struct plan *plan)
+{
+    size_t found = 0;
+    while (found < plan->count && find_memory(pool, &plan->stretches[found]))
+        found++;
+    for (size_t i = 0; i < found; i++) {
+        if (found == plan->count)
+            assign(pool, &plan->stretches[i]);
+        (void)rbi_pool_put_block(pool, plan->stretches[i].block);
+    }
+    return found == plan->count;
+}
+
+/* ---- all of it ---- */
+
+/* The streams that the period allocates for, and what each has of the items. */
+static bool collect_all(rebatch_pool *pool, struct plan *plan, uint64_t spare_calls)
+{
+    const struct rbi_cycle *cycle = &pool->cycle;
+    struct item *items = plan->items;
+    plan->count = 0;
+    plan->in_use_most = 0;
+    plan->spare_calls = spare_calls;
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
+        const size_t own = collect(items, cycle, s, spare_calls);
+        if (own == 0)
+            continue;
+        if (plan->count == MOST_STRETCHES)
+            return false;
+        struct stretch *const stretch = &plan->stretches[plan->count++];
+        *stretch = (struct stretch){.stream = s, .items = items, .count = own};
+        stretch->in_use_most = most_in_use(stretch, plan->changes, (uint32_t)cycle->noted);
+        plan->in_use_most += stretch->in_use_most;
+        items += own;
+    }
+    return true;
+}
+
+static size_t cached_bytes(const rebatch_pool *pool)
+{
+    return (size_t)(pool->stats.reserved_bytes - pool->stats.live_bytes);
 }
 
 /* What was found for the same period before is not worked out again where that is too much. */
-static bool may_fit(rebatch_pool *pool, uint64_t in_use_most)
+static uint64_t least_units(const struct rbi_cycle *cycle, const struct plan *plan)
+{
+    const bool is_known = cycle->placed.calls == cycle->noted &&
+                          cycle->placed.in_use_most == plan->in_use_most &&
+                          cycle->placed.spare_calls == plan->spare_calls;
+    return is_known ? cycle->placed.units : plan->in_use_most;
+}
+
+/* As much time to spare as what is cached allows, as that costs nothing; at least what streams were
+ * seen to need, for which more memory may be taken. */
+static bool choose_spare_calls(rebatch_pool *pool, struct plan *plan)
 {
     const struct rbi_cycle *cycle = &pool->cycle;
-    const bool is_known =
-        cycle->placed.calls == cycle->noted && cycle->placed.in_use_most == in_use_most;
-    const uint64_t units = is_known ? cycle->placed.units : in_use_most;
-    return rbi_pool_may_line_up(pool, (size_t)units * REBATCH_POOL_UNIT_BYTES);
+    uint64_t spare_calls = cycle->use_count ? cycle->noted / 2 : 0;
+    for (; spare_calls > rbi_max(cycle->spare_calls, cycle->noted / LEAST_SPARE_PARTS);
+         spare_calls /= 2) {
+        if (!collect_all(pool, plan, spare_calls))
+            return false;
+        if (least_units(cycle, plan) * REBATCH_POOL_UNIT_BYTES <= cached_bytes(pool))
+            return true;
+    }
+    return collect_all(pool, plan, cycle->spare_calls) &&
+           rbi_pool_may_line_up(pool, least_units(cycle, plan) * REBATCH_POOL_UNIT_BYTES);
 }
 
-/* Gathers free granules in a row; memory that nobody has is taken only where there is plenty. */
-static char *find_memory(rebatch_pool *pool, uint64_t units)
-{
-    size_t bytes;
-    if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, pool->granule_bytes, &bytes))
-        return NULL;
-    return rbi_pool_line_up(pool, bytes, pool->cycle.calls[pool->cycle.allocations[0]].stream);
-}
-
-/* Where the blocks begin; NULL: nowhere. */
-static char *place_items(rebatch_pool *pool, struct item *items, const struct item **placed)
+static bool place_items(rebatch_pool *pool, struct plan *plan)
 {
     struct rbi_cycle *cycle = &pool->cycle;
-    const uint64_t in_use_most = most_in_use(cycle);
-    if (!may_fit(pool, in_use_most))
-        return NULL;
-    collect(items, cycle);
-    const uint64_t units = place_all(items, placed, cycle->allocation_count, in_use_most);
+    if (!choose_spare_calls(pool, plan))
+        return false;
+    uint64_t units = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        struct stretch *const stretch = &plan->stretches[i];
+        stretch->units = place_all(stretch, plan->placed, (uint32_t)cycle->noted);
+        units += stretch->units;
+    }
     cycle->placed.calls = cycle->noted;
-    cycle->placed.in_use_most = in_use_most;
+    cycle->placed.in_use_most = plan->in_use_most;
+    cycle->placed.spare_calls = plan->spare_calls;
     cycle->placed.units = units;
-    return find_memory(pool, units);
+    return find_memory_for_all(pool, plan);
 }
 
 bool rbi_cycle_place(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     const size_t count = cycle->allocation_count;
-    if (!pool->has_space || count > MOST_ITEMS || cycle->reserves || cycle->is_several ||
-        cycle->use_calls || cycle->use_count || pool->pending)
+    if (!pool->has_space || count > MOST_ITEMS || cycle->reserves)
         return false;
-    struct item *items = rbi_heap_calloc(count, sizeof *items);
-    const struct item **placed = rbi_heap_calloc(count, sizeof(struct item *));
-    char *const base = items && placed ? place_items(pool, items, placed) : NULL;
-    for (size_t i = 0; base && i < count; i++)
-        cycle->calls[items[i].of].address =
-            base + (size_t)items[i].offset * REBATCH_POOL_UNIT_BYTES;
-    rbi_heap_free(items);
-    rbi_heap_free(placed);
-    return base != NULL;
+    struct plan plan = {.items = rbi_heap_calloc(count, sizeof *plan.items),
+                        .placed = rbi_heap_calloc(count, sizeof(struct item *)),
+                        .changes = rbi_heap_calloc(cycle->noted, sizeof *plan.changes)};
+    const bool is_placed = plan.items && plan.placed && plan.changes && place_items(pool, &plan);
+    rbi_heap_free(plan.items);
+    rbi_heap_free(plan.placed);
+    rbi_heap_free(plan.changes);
+    return is_placed;
 }

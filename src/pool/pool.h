@@ -494,8 +494,9 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 /* Whether so many bytes are free, or to be had where there is plenty. */
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
 /* Free granules in a row, for `stream`: moved there, and fresh ones only where there is plenty.
- * Gives where they begin; NULL: there are not enough. */
-char *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);
+ * Gives the free block that they are; NULL: there are not enough. */
+struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes,
+                                   struct rbi_pool_stream *stream);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
@@ -574,8 +575,9 @@ void rbi_cycle_begin(rebatch_pool *pool);
 /* A call was noted that the trail wants to be looked at: of a block that is in use now, or will no
  * longer be. */
 void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes, bool freed);
-/* Places what a learnt period allocates anew, in one stretch of memory, and lines that up
- * (place.c). False where it cannot; memory may have been moved. */
+/* Places what a learnt period allocates anew, in one stretch of memory for each stream, and lines
+ * that up (place.c). False where it cannot; then they keep their places, but memory may have been
+ * moved. */
 bool rbi_cycle_place(rebatch_pool *pool);
 /* The same of a rebatch_pool_reserve() that has succeeded. */
 void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);

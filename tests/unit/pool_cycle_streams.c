@@ -102,7 +102,8 @@ struct world {
     uint64_t calls;
 };
 
-static struct world open_world_with(unsigned lag, const rebatch_pool_options *options)
+/* Streams have nothing of their own yet. */
+static struct world open_bare_world(unsigned lag, const rebatch_pool_options *options)
 {
     struct world w = {.lag = lag};
     w.lazy = lazy_open(DEVICE_GRANULES * GRANULE, GRANULE, true);
@@ -111,6 +112,13 @@ static struct world open_world_with(unsigned lag, const rebatch_pool_options *op
     for (int i = 1; i < STREAMS; i++)
         cr_assert_eq(rebatch_stream_create(&w.streams[i], w.device), REBATCH_OK);
     pass_beginning(w.pool);
+    return w;
+}
+
+/* Each stream has more than it needs, so that none takes memory of another. */
+static struct world open_world_with(unsigned lag, const rebatch_pool_options *options)
+{
+    struct world w = open_bare_world(lag, options);
     for (int i = 0; i < STREAMS; i++)
         give(w.pool, take_on(w.pool, STREAM_GRANULES * GRANULE, w.streams[i]));
     return w;
@@ -346,18 +354,20 @@ Test(pool_cycle_streams, uses_of_older_blocks_are_calls_of_it_too)
  * cycle or after it; once they have gone on, it is. */
 Test(pool_cycle_streams, memory_is_not_given_out_before_the_other_streams_work_is_done)
 {
-    enum { LONGEST = 1 << 2 }; /* steps of a period */
+    enum { LASTING = 4, LONGEST = 4 }; /* steps of a cycle that is not an exception; of a period */
     const struct step step = draw_step(4);
     struct world w = open_cycle(&step, 1);
     for (unsigned held = 1; held < 1 << STREAMS; held++)
         for (size_t at = 0; at < step.count; at += 11) {
+            play_times(&w, &step, LASTING);
+            const uint64_t began = w.pool->cycle.began;
             play(&w, &step, 0, at);
+            cr_assert(runs(&w));
             w.held = held;
             play(&w, &step, at, step.count); /* each allocation is held against all work */
             play_times(&w, &step, LONGEST);
-            cr_assert_not(runs(&w));
+            cr_assert(!runs(&w) || w.pool->cycle.began != began);
             assert_valid(w.pool);
-            cr_assert_not_null(w.pool->pending);
             w.held = 0;
             play_until_it_runs(&w, &step);
         }
@@ -460,40 +470,63 @@ Test(pool_cycle_streams, what_is_not_done_is_not_admitted)
     close_world(&w);
 }
 
-/* Where work always lags, blocks are pending whenever a step begins, and some of the work has to be
- * done before memory is given out again: the cycle begins all the same, and goes on. */
-Test(pool_cycle_streams, streams_that_lag_have_one_too)
+/* ---- streams that lag ---- */
+
+/* Whether the cycle that runs after `times` steps goes on for some more. No memory changes hands
+ * then. */
+static bool lasts(struct world *w, const struct step *step, int times)
 {
-    enum { LAG = 15, STEPS = 20 };
-    size_t lasted = 0;
-    for (uint64_t seed = 1; seed <= 6; seed++) {
-        const struct step step = draw_step(seed);
-        struct world w = open_world(LAG);
-        play_times(&w, &step, WARM);
-        const uint64_t births = w.pool->births;
-        play_times(&w, &step, STEPS);
-        lasted += runs(&w) && w.pool->cycle.began < births;
-        close_world(&w);
-    }
-    cr_assert_geq(lasted, 4);
+    play_times(w, step, times);
+    const uint64_t births = w->pool->births, layout = w->pool->layout;
+    play_times(w, step, 20);
+    const bool lasted = runs(w) && w->pool->cycle.began < births;
+    cr_assert(!lasted || w->pool->layout == layout);
+    assert_valid(w->pool);
+    return lasted;
 }
 
-/* Where it lags so much that a step's memory is not done when the next one asks for it, several
- * steps become one period, in which each has its own. */
+/* Where work always lags, blocks are pending whenever a step begins, and some of the work has to be
+ * done before memory is given out again: the cycle begins all the same, and goes on. Marks come
+ * earlier for it, or blocks are placed anew, so that memory is given out again later. */
+Test(pool_cycle_streams, streams_that_lag_have_one_too)
+{
+    for (unsigned lag = 7; lag < 128; lag = 2 * lag + 1) {
+        int lasted = 0;
+        for (uint64_t seed = 1; seed <= 6; seed++) {
+            const struct step step = draw_step(seed);
+            struct world w = open_world(lag);
+            lasted += lasts(&w, &step, WARM);
+            close_world(&w);
+        }
+        cr_assert_eq(lasted, 6, "%d at lag %u", lasted, lag);
+    }
+}
+
+/* Where work lags by more than a step, its memory is not done when the next one asks for it:
+ * several steps become one period. */
 Test(pool_cycle_streams, steps_that_lag_by_more_than_one_become_one_period)
 {
-    const struct step step = gathering_step();
-    struct world w = open_world(0);
-    int lasted = 0;
-    for (int i = 0; i < 10 * WARM && lasted < 20; i++) {
-        play_times(&w, &step, 1);
-        lasted = runs(&w) ? lasted + 1 : 0;
-        for (int stream = 0; stream < STREAMS; stream++)
-            lazy_go_on(w.streams[stream], 4);
-    }
-    cr_assert_eq(lasted, 20);
+    const struct step step = draw_step(1);
+    struct world w = open_world(2 * (unsigned)step.count);
+    cr_assert(lasts(&w, &step, 2 * WARM));
     cr_assert_gt(w.pool->trail.period, step.count);
     close_world(&w);
+}
+
+/* Where streams take memory of each other in every step there is no place to learn: blocks are
+ * placed anew, each stream's by themselves, once that fits into what is cached, or there is
+ * plenty. */
+Test(pool_cycle_streams, streams_that_take_memory_of_each_other_are_placed_apart)
+{
+    for (uint64_t seed = 1; seed <= 6; seed++) {
+        const struct step step = draw_step(seed);
+        struct world w = open_bare_world(7, NULL);
+        bool lasted = false;
+        for (int i = 0; i < 40 && !lasted; i++)
+            lasted = lasts(&w, &step, WARM);
+        cr_assert(lasted, "seed %d", (int)seed);
+        close_world(&w);
+    }
 }
 
 /* ---- what costs calls of the device ---- */
@@ -641,6 +674,51 @@ Test(pool_cycle_streams, every_call_for_an_event_may_fail)
     w.lag = 1;
     play_until_it_runs(&w, &step);
     close_world(&w);
+}
+
+static uint64_t failed_calls(const struct world *w)
+{
+    uint64_t calls, failed;
+    cr_assert_eq(rebatch_fault_counts(w->device, &calls, &failed), REBATCH_OK);
+    return failed;
+}
+
+/* Plays on until a cycle is placed that streams take memory of each other in, or a call of the
+ * device has failed in that; then to the end of the step. */
+static void play_until_placed(struct world *w, const struct step *step, uint64_t nth)
+{
+    size_t next = 0;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    plan.calls = REBATCH_FAULT_RESERVE | REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP |
+                 REBATCH_FAULT_ACCESS | REBATCH_FAULT_UNMAP;
+    const rebatch_fault_plan none = REBATCH_FAULT_PLAN_INIT;
+    const uint64_t before = failed_calls(w);
+    plan.nth = nth;
+    for (; !runs(w) && failed_calls(w) == before; next = (next + 1) % step->count) {
+        const bool places = w->pool->cycle.phase == RBI_CYCLE_READY;
+        cr_assert_eq(rebatch_fault_arm(w->device, places ? &plan : &none), REBATCH_OK);
+        play_call(w, &step->calls[next]);
+    }
+    cr_assert_eq(rebatch_fault_arm(w->device, &none), REBATCH_OK);
+    play(w, step, next, step->count);
+}
+
+/* What was moved then stays so, the calls are served as before, and a later try finds it all. */
+Test(pool_cycle_streams, placing_may_fail_at_any_call)
+{
+    const struct step step = draw_step(3);
+    uint64_t nth = 0;
+    for (bool placed = false; !placed; nth++) {
+        struct world w = open_bare_world(7, NULL);
+        play_until_placed(&w, &step, nth + 1);
+        placed = runs(&w);
+        assert_valid(w.pool);
+        for (int i = 0; i < 30 * WARM && !runs(&w); i++)
+            play_times(&w, &step, 1);
+        cr_assert(runs(&w));
+        close_world(&w);
+    }
+    cr_assert_gt(nth, 10);
 }
 
 /* Calls are served as before where the heap has no memory to learn one, or to begin it. */
