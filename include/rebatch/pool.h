@@ -58,12 +58,12 @@ typedef struct rebatch_pool_options {
                                 from then on the same calls get the same places without a search,
                                 until another call comes. Where memory is so short that some would
                                 be moved in every period, where streams take it of each other, or
-                                lag behind, the places are found anew for all of them at once, for
-                                which all work is waited for. A period may have several streams: memory that
-                                rebatch_pool_use_on() was said of is given out again once that
-                                stream's work is done, else the call is searched for. Only while one
-                                thread uses the pool; and not with guard, events, rounding or
-                                caching off.
+                                where they lag, the places are found anew for all of them at once,
+                                for which all work is waited for. A period may have several streams:
+                                memory that rebatch_pool_use_on() was said of is given out again
+                                when that stream's work is done, else the call is searched for. Only
+                                while one thread uses the pool; and not with guard, events, rounding
+                                or caching off.
                                 Takes 272 KiB of host memory, and 2.75 MiB more once a period is
                                 learnt (4 MiB where streams use blocks of others), of which the
                                 system gives what the longest period touches.

@@ -278,6 +278,7 @@ static bool find_used(struct rbi_cycle *cycle)
             call->address = block->address;
         else
             return false;
+        call->block = NULL;
     }
     return true;
 }
@@ -391,7 +392,9 @@ static bool begin_running(rebatch_pool *pool)
     const uint64_t layout = pool->layout;
     const bool may_place = moved || (cycle->spare_calls && cycle->use_count);
     const bool is_placed = may_place && rbi_cycle_place(pool);
-    if ((!is_placed && (moved || pool->layout != layout)) || !rbi_cycle_plan_waits(pool, cycle))
+    if (!is_placed && (moved || pool->layout != layout))
+        return false;
+    if (!rbi_cycle_plan_waits(pool, cycle) || !prepare_nodes(pool)) /* placing may take some */
         return false;
     if (!is_placed) {
         adopt_pending(pool);
@@ -425,10 +428,10 @@ void rbi_cycle_double(rebatch_pool *pool)
 void rbi_cycle_begin(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
+    const bool moved = pool->layout != cycle->layout;
     cycle->phase = RBI_CYCLE_NONE;
     if (begin_running(pool))
         return;
-    const bool moved = pool->layout != cycle->layout;
     if (!moved)
         rbi_cycle_wait_longer(cycle);
     else

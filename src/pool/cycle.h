@@ -9,21 +9,21 @@
 /* READY: learnt; the next call of the fast path begins it, or finds that it cannot be. */
 enum rbi_cycle_phase { RBI_CYCLE_NONE, RBI_CYCLE_LEARNS, RBI_CYCLE_READY, RBI_CYCLE_RUNS };
 
-/* A call of a period. */
+/* A call of a period: what it does, and what is needed of the one that allocated the block which it
+ * is about, is in one half each, as a line of the cache may end between them.
+ *   waits: units == RBI_CYCLE_WAITS + size, and of is the first of its waits */
 struct rbi_cycle_call {
+    struct rbi_block *block; /* what an allocation gave, as long as that is in use; USE of an older
+                                block: that one */
+    struct rbi_pool_stream *stream; /* of an allocation and a RESERVE; USE: the one that uses it */
     union {
         char *address;         /* where an allocation lies; USE of what is none of the period's */
         size_t reserved_bytes; /* RESERVE */
         size_t first_use;      /* FREE_USED: among the period's uses */
         uint64_t birth;        /* USE, as long as it is learnt: of an older block */
     };
-    struct rbi_block *block; /* what an allocation gave, as long as that is in use; USE of an older
-                                block: that one */
-    struct rbi_pool_stream *stream; /* of an allocation and a RESERVE; USE: the one that uses it */
-    uint32_t
-        units;   /* an allocation's size, RBI_CYCLE_WAITS added where it waits; else what it is */
-    uint32_t of; /* a free and a USE: the call that allocated it, or RBI_CYCLE_NOBODY; an
-                       allocation that waits: the first of its waits */
+    uint32_t units; /* an allocation's size; else one of those below */
+    uint32_t of;    /* a free and a USE: the call that allocated it, or RBI_CYCLE_NOBODY */
 };
 _Static_assert(sizeof(struct rbi_cycle_call) == 32, "two of them are a line of the cache");
 /* What a call is that does not allocate; of a block that other streams used the free is another. */

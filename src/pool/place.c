@@ -18,12 +18,12 @@
 /* Less time to spare than this part of a period is not worth a try. */
 #define LEAST_SPARE_PARTS 128
 
-/* What call `of` allocates. In units, and in calls of the period: in use for `calls` of them from
- * `from` on, the first one after the last. What is in use from one period into the next has its
- * place for itself. */
+/* What call `of` allocates. In units, and in calls of the period: in use from `from` until before
+ * `to`, which may be in the next period, up to where it was allocated in this. What is in use from
+ * one period into the next has its place for itself. */
 struct item {
     uint32_t units, offset;
-    uint32_t from, calls;
+    uint32_t from, to;
     uint32_t of;
 };
 
@@ -32,6 +32,7 @@ struct stretch {
     struct rbi_pool_stream *stream;
     struct item *items;
     size_t count;
+    bool wraps;
     uint64_t in_use_most, units;
     struct rbi_block *block; /* where they lie, out of all lists */
 };
@@ -58,7 +59,7 @@ static int by_size(const void *a, const void *b)
 static int by_time_in_use(const void *a, const void *b)
 {
     const struct item *x = a, *y = b;
-    const int longer = compare(y->calls, x->calls);
+    const int longer = compare(y->to - y->from, x->to - x->from);
     return longer ? longer : by_size(a, b);
 }
 
@@ -69,11 +70,12 @@ struct order {
 };
 static const struct order orders[] = {{by_size, false}, {by_time_in_use, true}, {by_birth, true}};
 
-/* Whether one of them is allocated while the other is in use; `period` calls make the ring. */
+/* `period` is 0 where nothing is in use until the next one. */
 static bool meet(const struct item *a, const struct item *b, uint32_t period)
 {
-    const uint32_t after = b->from - a->from + (b->from < a->from ? period : 0);
-    return after < a->calls || period - after < b->calls;
+    if (a->from < b->to && b->from < a->to)
+        return true;
+    return period != 0 && (b->from + period < a->to || a->from + period < b->to);
 }
 
 static bool crosses(const struct rbi_cycle_call *call)
@@ -81,13 +83,13 @@ static bool crosses(const struct rbi_cycle_call *call)
     return call->block != NULL;
 }
 
-/* Until when memory that was freed with a call is not to be given out again, in calls. */
-static uint32_t time_in_use(const struct rbi_cycle *cycle, uint32_t of, uint32_t freed,
-                            uint64_t spare_calls)
+/* Before which call memory that was freed with a call is not to be given out again. */
+static uint32_t end_of_use(const struct rbi_cycle *cycle, uint32_t of, uint32_t freed,
+                           uint64_t spare_calls)
 {
     const bool was_used = cycle->calls[freed].units == RBI_CYCLE_FREE_USED;
     const uint64_t calls = freed - of + (was_used ? spare_calls : 0);
-    return (uint32_t)rbi_min(calls, (uint64_t)cycle->noted);
+    return of + (uint32_t)rbi_min(calls, (uint64_t)cycle->noted);
 }
 
 /* What is freed within the period is in use until then; what crosses has an item of its own. */
@@ -105,33 +107,31 @@ static size_t collect(struct item *items, const struct rbi_cycle *cycle,
         if (!frees && crosses(call))
             items[count++] = (struct item){units, 0, 0, (uint32_t)cycle->noted, of};
         else if (frees && !crosses(&cycle->calls[of]))
-            items[count++] =
-                (struct item){units, 0, of, time_in_use(cycle, of, i, spare_calls), of};
+            items[count++] = (struct item){units, 0, of, end_of_use(cycle, of, i, spare_calls), of};
     }
     return count;
 }
 
-/* Units that are in use at once at most; `changes` has space for each call. */
-static uint64_t most_in_use(const struct stretch *stretch, int64_t *changes, uint32_t period)
+/* Units that are in use at once at most, and whether some are until the next period; `changes` has
+ * space for each call. */
+static void find_most(struct stretch *stretch, int64_t *changes, uint32_t period)
 {
-    int64_t in_use = 0, most = 0;
+    int64_t in_use = 0, most;
     memset(changes, 0, period * sizeof *changes);
+    stretch->wraps = false;
     for (size_t i = 0; i < stretch->count; i++) {
         const struct item *const item = &stretch->items[i];
-        const uint32_t end = item->from + item->calls;
-        in_use += end > period ? item->units : 0; /* since the period before */
-        if (item->calls == period) {
-            in_use += end > period ? 0 : item->units;
-            continue;
-        }
         changes[item->from] += item->units;
-        if (end != period)
-            changes[end % period] -= item->units;
+        if (item->to > period)
+            in_use += item->units;
+        if (item->to != period)
+            changes[item->to % period] -= item->units;
+        stretch->wraps |= item->to > period;
     }
     most = in_use;
     for (uint32_t i = 0; i < period; i++)
         most = rbi_max(most, in_use += changes[i]);
-    return (uint64_t)most;
+    stretch->in_use_most = (uint64_t)most;
 }
 
 /* `placed` are in the order of their offsets. */
@@ -182,13 +182,14 @@ static uint64_t place_in_order(struct item *items, const struct item **placed, s
 static uint64_t place_all(struct stretch *stretch, const struct item **placed, uint32_t period)
 {
     const uint64_t in_use_most = stretch->in_use_most;
+    const uint32_t ring = stretch->wraps ? period : 0;
     const size_t all = sizeof orders / sizeof *orders;
     struct item *const items = stretch->items;
     const size_t count = stretch->count;
     uint64_t least = UINT64_MAX, units = 0;
     size_t best = 0;
     for (size_t i = 0; i < all; i++) {
-        units = place_in_order(items, placed, count, period, &orders[i]);
+        units = place_in_order(items, placed, count, ring, &orders[i]);
         if (units < least) {
             least = units;
             best = i;
@@ -196,7 +197,7 @@ static uint64_t place_all(struct stretch *stretch, const struct item **placed, u
         if (least <= in_use_most + in_use_most / LOST_PARTS)
             break;
     }
-    return units == least ? least : place_in_order(items, placed, count, period, &orders[best]);
+    return units == least ? least : place_in_order(items, placed, count, ring, &orders[best]);
 }
 
 /* ---- memory for them ---- */
@@ -268,7 +269,7 @@ static bool collect_all(rebatch_pool *pool, struct plan *plan, uint64_t spare_ca
             return false;
         struct stretch *const stretch = &plan->stretches[plan->count++];
         *stretch = (struct stretch){.stream = s, .items = items, .count = own};
-        stretch->in_use_most = most_in_use(stretch, plan->changes, (uint32_t)cycle->noted);
+        find_most(stretch, plan->changes, (uint32_t)cycle->noted);
         plan->in_use_most += stretch->in_use_most;
         items += own;
     }

@@ -230,6 +230,7 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
         found->quick_blocks++;
     }
     CHECK(found->live_bytes - before == s->free_bytes);
+    CHECK(!s->in_cycle);
     uint64_t point = s->done;
     CHECK(s->mark_count <= RBI_STREAM_MARKS);
     for (uint32_t i = 0; i < s->mark_count; i++) {

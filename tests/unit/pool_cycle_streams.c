@@ -322,9 +322,12 @@ static void play_with_batches(struct world *w, const struct step *step, int time
 Test(pool_cycle_streams, a_batch_that_is_prepared_in_the_step_before_has_its_places_too)
 {
     const struct step step = gathering_step();
-    struct world w = open_world(1);
-    play_with_batches(&w, &step, WARM);
-    close_world(&w);
+    for (unsigned lag = 1; lag < 64; lag = 2 * lag + 1) {
+        struct world w = open_world(lag);
+        play_with_batches(&w, &step, 2 * WARM);
+        cr_assert(lag < 31 || w.pool->cycle.placed.calls > 0);
+        close_world(&w);
+    }
 }
 
 /* A block that is in use all the time, of which each step says that another stream uses it. */
