@@ -8,7 +8,7 @@
  * unmap or give back. HOST_MS of the thread's time were spent outside the
  * callbacks: on the search. Another line has the micro-batches of the first step beside those of a
  * later one.
- *     gpt_search [CAP_GIB] */
+ *     gpt_search [CAP_GIB...] */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +22,7 @@
 
 enum { BATCH = 128, SIZES_MOST = 128 };
 
-static const size_t caps_gib[] = {8, 12, 24, 48, 96};
+static const double caps_gib[] = {8, 12, 24, 48, 96};
 
 /* Of this thread, so that other programs do not count. */
 static double now_ms(void)
@@ -258,7 +258,7 @@ static struct before note_before(const struct bench *bench)
     return (struct before){held_granules(bench), counted.pieces, counted.calls, now_ms()};
 }
 
-static void print_line(const struct bench *bench, const char *name, size_t gib,
+static void print_line(const struct bench *bench, const char *name, double gib,
                        const struct before *before)
 {
     const double ms = now_ms() - before->ms - bench->inside_ms;
@@ -268,16 +268,21 @@ static void print_line(const struct bench *bench, const char *name, size_t gib,
     for (size_t i = 0; i < bench->ran; i++)
         length += (size_t)snprintf(sizes + length, sizeof sizes - length, "%s%zu", i ? "," : "",
                                    bench->sizes[i]);
-    printf("%s %zu %zu %s %" PRIu64 " %" PRIu64 " %" PRIu64 " %.2f\n", name, gib,
+    printf("%s %g %zu %s %" PRIu64 " %" PRIu64 " %" PRIu64 " %.2f\n", name, gib,
            rebatch_get_micro(bench->rb, BATCH), sizes, now.granules - before->granules,
            now.pieces - before->pieces, now.calls - before->calls, ms);
 }
 
-static rebatch_status bench_probe(size_t gib)
+static size_t in_bytes(double gib)
+{
+    return (size_t)(gib * 1024) << 20;
+}
+
+static rebatch_status bench_probe(double gib)
 {
     struct bench bench = {.ran = 0};
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    rebatch_status status = open_bench(&bench, gib << 30, false);
+    rebatch_status status = open_bench(&bench, in_bytes(gib), false);
     if (!status) {
         const struct before before = note_before(&bench);
         options.reserve_bytes = gpt_trainer_reserve_bytes(bench.trainer);
@@ -289,11 +294,11 @@ static rebatch_status bench_probe(size_t gib)
     return status;
 }
 
-static rebatch_status bench_learn(size_t gib)
+static rebatch_status bench_learn(double gib)
 {
     struct bench bench = {.ran = 0};
     rebatch_step_report first, later;
-    rebatch_status status = open_bench(&bench, gib << 30, true);
+    rebatch_status status = open_bench(&bench, in_bytes(gib), true);
     const struct before before = status ? (struct before){0} : note_before(&bench);
     if (!status)
         status = rebatch_step(bench.rb, &ops, BATCH, &bench, &first);
@@ -302,24 +307,27 @@ static rebatch_status bench_learn(size_t gib)
     for (int i = 0; i < 3 && !status; i++)
         status = rebatch_step(bench.rb, &ops, BATCH, &bench, &later);
     if (!status)
-        printf("first %zu microbatches=%u later=%u size=%zu ooms=%u redone=%zu\n", gib,
+        printf("first %g microbatches=%u later=%u size=%zu ooms=%u redone=%zu\n", gib,
                first.microbatches, later.microbatches, later.micro_after, first.ooms + later.ooms,
                first.redone_samples);
     close_bench(&bench);
     return status;
 }
 
+static rebatch_status bench(double cap_gib)
+{
+    const rebatch_status status = bench_probe(cap_gib);
+    return status ? status : bench_learn(cap_gib);
+}
+
 int main(int count, char **arguments)
 {
-    const size_t only = count > 1 ? strtoul(arguments[1], NULL, 10) : 0;
+    const size_t all = sizeof caps_gib / sizeof *caps_gib;
     rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < sizeof caps_gib / sizeof *caps_gib && !status; i++) {
-        if (only && only != caps_gib[i])
-            continue;
-        status = bench_probe(caps_gib[i]);
-        if (!status)
-            status = bench_learn(caps_gib[i]);
-    }
+    for (int i = 1; i < count && !status; i++)
+        status = bench(strtod(arguments[i], NULL));
+    for (size_t i = 0; count == 1 && i < all && !status; i++)
+        status = bench(caps_gib[i]);
     if (status)
         fprintf(stderr, "gpt_search: %s: %s\n", rebatch_status_name(status), gpt_last_error());
     return status ? 1 : 0;

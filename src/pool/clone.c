@@ -310,10 +310,11 @@ static rebatch_status skip_addresses(const struct copy *copy)
     return status ? status : rbi_device_free(dry, at, gap);
 }
 
-/* Where all work is done, no block is pending. */
+/* Where all work is done, no block is pending. Where none is, it does not matter how far the work
+ * has come, and whoever copies a pool to look ahead need not let the device run idle for it. */
 static rebatch_status copy_locked(struct copy *copy)
 {
-    rebatch_status status = rbi_pool_await_streams(copy->from);
+    rebatch_status status = copy->from->pending ? rbi_pool_await_streams(copy->from) : REBATCH_OK;
     rbi_quick_flush_all(copy->from);
     if (!status)
         status = take_memory(copy);

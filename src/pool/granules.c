@@ -156,6 +156,12 @@ size_t rbi_granules_growth(const rebatch_pool *pool, size_t room)
     return (size_t)1 << largest_within(rbi_max(most, 1), RBI_PIECE_SIZES - 1);
 }
 
+size_t rbi_granules_expected(const rebatch_pool *pool, size_t room)
+{
+    const unsigned ahead = size_ahead(pool->expected.granules, room);
+    return (size_t)1 << largest_within(pool->expected.left, ahead);
+}
+
 size_t rbi_granules_ahead(size_t count, size_t room)
 {
     const size_t singles = 2 * PARTS_OF_ROOM - 1;

@@ -328,6 +328,15 @@ static void widen(struct rbi_window *window, rebatch_pool *pool, struct growth *
         growth->piece = piece;
 }
 
+rebatch_status rbi_pool_find_addresses(char **out, rebatch_pool *pool, size_t bytes)
+{
+    struct rbi_window window;
+    const rebatch_status status = find_hole(&window, pool, &(struct growth){.bytes = bytes});
+    if (status == REBATCH_OK)
+        *out = window.first->address;
+    return status;
+}
+
 static rebatch_status grow(struct rbi_block **out, rebatch_pool *pool, struct growth *growth)
 {
     struct rbi_window window;
@@ -479,12 +488,44 @@ static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rb
     return take_part(pool, request, block, growth.at_end);
 }
 
+/* Of memory that is expected to be used: the device makes it while it works on what was asked for
+ * before, which it would wait for if all came at once. What a request leaves of the last piece is
+ * the beginning of the next one's. */
+static struct rbi_block *take_expected(rebatch_pool *pool, const struct rbi_request *request)
+{
+    struct rbi_window window;
+    struct rbi_block *block;
+    size_t room;
+    if (pool->expected.left == 0 || request->ahead || request->bytes < pool->large_bytes ||
+        !rbi_window_find_at(&window, pool, pool->expected.at, request->bytes, request->stream) ||
+        rbi_pool_room(&room, pool, NULL) != REBATCH_OK)
+        return NULL;
+    const size_t room_granules = room / pool->granule_bytes;
+    const size_t piece = rbi_granules_expected(pool, room_granules);
+    const size_t granules = (window.granules + piece - 1) & ~(piece - 1);
+    if (granules <= rbi_min(room_granules, pool->expected.left))
+        (void)rbi_window_widen(&window, pool, granules);
+    struct growth growth = {
+        .bytes = request->bytes, .stream = request->stream, .no_remap = true, .piece = piece};
+    pool->expected.at += window.granules * pool->granule_bytes;
+    pool->expected.left -= rbi_min(window.granules, pool->expected.left);
+    if (fill_window(&block, pool, &growth, &window) != REBATCH_OK) {
+        pool->expected.left = 0;
+        return NULL;
+    }
+    return take_part(pool, request, block, growth.at_end);
+}
+
 /* Free granules from elsewhere, then fresh ones, mapped where the request finds addresses. */
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
     if ((*out = take_mapped_already(pool, request))) {
         request->rung = REBATCH_RUNG_CACHE;
+        return REBATCH_OK;
+    }
+    if ((*out = take_expected(pool, request))) {
+        reach(pool, request, REBATCH_RUNG_DEVICE);
         return REBATCH_OK;
     }
     const struct means means = find_means(pool, request->bytes);

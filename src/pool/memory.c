@@ -102,12 +102,27 @@ static size_t free_of_others(const rebatch_pool *pool, const struct rbi_pool_str
     return (size_t)sum;
 }
 
+/* Without what waits for other streams, as long as a cycle has it. */
+static size_t free_now(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
+{
+    return (size_t)(stream->free_bytes - rbi_cycle_waiting_bytes(pool, stream));
+}
+
+/* Whether what the stream lacks of `bytes` will come as it is needed. */
+static bool is_expected(rebatch_pool *pool, size_t bytes, const struct rbi_pool_stream *stream)
+{
+    const size_t cached = stream ? free_now(pool, stream) : 0;
+    size_t room;
+    return pool->expected.left != 0 && rbi_pool_room(&room, pool, NULL) == REBATCH_OK &&
+           bytes - cached <= room;
+}
+
 static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     if (!pool->caching)
         return look_for_room(pool, bytes);
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
-    if (known && known->free_bytes - rbi_cycle_waiting_bytes(pool, known) >= bytes)
+    if ((known && free_now(pool, known) >= bytes) || is_expected(pool, bytes, known))
         return REBATCH_OK;
     rbi_pool_leave_cycle(pool);
     struct rbi_request request;
@@ -175,12 +190,11 @@ static rebatch_status expect_locked(rebatch_pool *pool, size_t bytes, rebatch_st
     rebatch_status status = cached < bytes ? rbi_pool_room(&room, pool, NULL) : REBATCH_OOM;
     const size_t ahead =
         status == REBATCH_OK ? in_large_pieces(pool, bytes - (size_t)cached, room) : 0;
-    struct rbi_request request;
-    struct rbi_block *block;
-    if (ahead == 0 || (status = rbi_request_open(&request, pool, ahead, stream)) != REBATCH_OK)
+    if (ahead == 0 || (status = rbi_pool_prepare(pool)) != REBATCH_OK)
         return status;
-    status = rbi_pool_grow(&block, pool, ahead, request.stream, request.stream);
-    rbi_request_close(&request);
+    status = rbi_pool_find_addresses(&pool->expected.at, pool, ahead);
+    if (status == REBATCH_OK)
+        pool->expected.granules = pool->expected.left = ahead / pool->granule_bytes;
     return status;
 }
 
@@ -193,6 +207,7 @@ rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream 
         pool->guard)
         return status;
     rbi_pool_enter(pool);
+    pool->expected.left = 0;
     status = expect_locked(pool, rounded, stream);
     rbi_lock_give(&pool->lock);
     return status == REBATCH_OOM ? REBATCH_OK : status;

@@ -149,6 +149,10 @@ struct rebatch_pool {
     bool plain;     /* caching && !guard */
     bool has_space; /* granules are mapped into reserved addresses */
     bool eager;     /* fresh memory comes ahead of its use where there is plenty */
+    struct {        /* fresh memory that will soon be used: it comes where it is, in large pieces */
+        size_t granules, left; /* in all, and still to be mapped; left == 0: none is expected */
+        char *at;              /* where the next of them are mapped */
+    } expected;
 
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
@@ -329,6 +333,8 @@ rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room
 /* Granules of the piece that a pool which is to grow takes for a request that needs fewer, within a
  * room of so many; 1 where it holds little, or there is little. */
 size_t rbi_granules_growth(const rebatch_pool *pool, size_t room);
+/* The same where the pool knows how much it will grow. */
+size_t rbi_granules_expected(const rebatch_pool *pool, size_t room);
 /* Of `count` granules those that a room of so many has in larger pieces; 0 where there are few. */
 size_t rbi_granules_ahead(size_t count, size_t room);
 /* Gives spare granules back until `keep` are left, or fewer where the last piece is larger; how
@@ -405,6 +411,10 @@ struct rbi_window {
 /* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
                      struct rbi_pool_stream *stream);
+/* The one that begins with the hole at `at`, or with the free block before it; false when no hole
+ * begins there, or there are not the addresses, or nothing has to be mapped for it. */
+bool rbi_window_find_at(struct rbi_window *window, const rebatch_pool *pool, const char *at,
+                        size_t bytes, const struct rbi_pool_stream *stream);
 /* The same by a longer look, for a pool that is to be tight: of the places in the request's zone,
  * mapped or not, the one that takes fewest wholly free granules. False too when memory is promised,
  * as zones do not hold then. */
@@ -491,6 +501,8 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
  * fresh memory. */
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
+/* Where there are addresses for so many bytes, whole granules, and no memory yet. */
+rebatch_status rbi_pool_find_addresses(char **out, rebatch_pool *pool, size_t bytes);
 /* Whether so many bytes are free, or to be had where there is plenty. */
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
 /* Free granules in a row, for `stream`: moved there, and fresh ones only where there is plenty.
@@ -619,8 +631,9 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
 /* Gives cached memory back when somebody else has taken what should be free: less than the
  * headroom is left, or a cap was lowered below what is held. */
 rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
-/* The stream will soon need `bytes` in total: of what its free blocks lack, takes as much as comes
- * in large pieces. Gives nothing back, and is content with less. */
+/* The stream will soon need `bytes` in total: what its free blocks lack will come in large pieces,
+ * as it is asked for, until it is told otherwise; 0: nothing more is expected. Takes nothing yet,
+ * and an attempt that is admitted takes nothing beforehand either. */
 rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
 /* Whether much more will be needed soon than is asked for: then fresh memory comes in whole pieces
  * of a 64th of what the pool holds, or a 256th of the room where that is less, and what a request
@@ -647,10 +660,11 @@ void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
                         void (*show)(void *user, const void *address, size_t bytes), void *user);
 /* How many blocks were ever allocated. */
 uint64_t rbi_pool_births(rebatch_pool *pool);
-/* Copies the pool as it is, once all work on its streams is done, over a dry device of its own:
+/* Copies the pool as it is once all work on its streams is done, over a dry device of its own:
  * options, blocks, holes, granules and what others hold of the device, each where and as it is, so
- * that the same calls find the same addresses. Pressure callbacks, the recorder and the last events
- * are not in the copy; streams are known by the same handles.
+ * that the same calls find the same addresses. It waits for that work only where blocks that
+ * several streams use were freed. Pressure callbacks, the recorder and the last events are not in
+ * the copy; streams are known by the same handles.
  *  @return REBATCH_OK; REBATCH_E_HOST_OOM, or what the device says: both are NULL then */
 rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool);
 /* Walks everything and checks the equations above; false, with the error text set, when one does

@@ -93,6 +93,33 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
     return look.spare_bytes != SIZE_MAX;
 }
 
+static struct rbi_block *find_block_at(const rebatch_pool *pool, const char *at)
+{
+    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+        if (at < r->address || at >= r->address + r->bytes)
+            continue;
+        struct rbi_block *block = r->first;
+        while (block && block->address < at)
+            block = block->after;
+        return block && block->address == at ? block : NULL;
+    }
+    return NULL;
+}
+
+bool rbi_window_find_at(struct rbi_window *window, const rebatch_pool *pool, const char *at,
+                        size_t bytes, const struct rbi_pool_stream *stream)
+{
+    struct rbi_block *const hole = find_block_at(pool, at);
+    if (!hole || hole->state != RBI_BLOCK_HOLE)
+        return false;
+    const bool is_joined = is_usable(hole->before, stream);
+    const size_t before = is_joined ? hole->before->bytes : 0;
+    if (bytes <= before || bytes - before > hole->bytes)
+        return false;
+    lay_window(window, pool, is_joined ? hole->before : hole, bytes, false);
+    return true;
+}
+
 bool rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules)
 {
     const struct rbi_block *const far = window->at_end ? window->first : window->last;

@@ -92,6 +92,7 @@ static rebatch_status try_size(struct rbi_search *s, size_t count)
     uint64_t peak_bytes = 0;
     const rebatch_status status =
         s->trial(&trace, &peak_bytes, s->user, count, rbi_search_latest(s));
+    (void)rbi_pool_expect(s->setting.pool, 0, s->setting.stream);
     if (status && status != REBATCH_OOM) {
         rbi_trace_release(&trace);
         return status;

@@ -166,6 +166,7 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     if (!learning->is_on)
         return;
     rbi_pool_set_eager(rb->pool, false);
+    (void)rbi_pool_expect(rb->pool, 0, rb->options.stream);
     if (status == REBATCH_OK)
         rb->report.learned += learning->chosen != 0 && (rb->by_cost || learning->chosen == count);
     if (learning->is_watched) {

@@ -1,5 +1,6 @@
 /* Owns the tests of a pool's copy: the same calls find the same addresses.
  * Must not know what copies are for. */
+#include "unit/lazy_device.h"
 #include "unit/pool_help.h"
 
 #define CALLS 400
@@ -188,6 +189,45 @@ Test(pool_clone, what_others_hold_is_held_of_the_copys_device)
     give(rig.pool, block);
     cr_assert_eq(rbi_device_free(rig.device, theirs, 5 * GRANULE), REBATCH_OK);
     rig_close(&rig);
+}
+
+static void copy_and_drop(rebatch_pool *pool)
+{
+    rebatch_device *dry;
+    rebatch_pool *copy;
+    cr_assert_eq(rbi_pool_clone(&copy, &dry, pool), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(copy);
+    cr_assert_null(copy->pending);
+    rebatch_pool_destroy(copy);
+    rebatch_device_close(dry);
+}
+
+/* Whoever looks ahead does not hold the device up: what a stream frees is its own. A block that
+ * another stream used is free only when that stream is done with it. */
+Test(pool_clone, work_is_waited_for_only_where_blocks_wait_for_it)
+{
+    rebatch_device *device = lazy_open(64 * GRANULE, GRANULE, true);
+    rebatch_stream other;
+    rebatch_pool *pool;
+    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_stream_create(&other, device), REBATCH_OK);
+    void *block = take(pool, 4 * GRANULE);
+    lazy_use(NULL, block, 4 * GRANULE);
+    give(pool, block);
+    copy_and_drop(pool);
+    const struct rbi_pool_stream *const stream = pool->first_stream;
+    cr_assert_lt(stream->done, stream->frees);
+    block = take(pool, 4 * GRANULE);
+    lazy_use(other, block, 4 * GRANULE);
+    cr_assert_eq(rebatch_pool_use_on(pool, block, other), REBATCH_OK);
+    give(pool, block);
+    cr_assert_not_null(pool->pending);
+    copy_and_drop(pool);
+    cr_assert_eq(stream->done, stream->frees);
+    cr_assert_null(pool->pending);
+    rebatch_pool_destroy(pool);
+    rebatch_stream_destroy(device, other);
+    lazy_close(device);
 }
 
 Test(pool_clone, without_host_memory_it_says_so_and_leaves_nothing)

@@ -109,31 +109,101 @@ Test(pool_pieces, what_is_reserved_comes_in_pieces)
     close_counted(&c);
 }
 
-/* What is expected is taken as far as it comes in large pieces, and nothing is lost where it does
- * not. */
-Test(pool_pieces, what_is_expected_comes_in_pieces_or_later)
+static void expect(rebatch_pool *pool, size_t granules)
+{
+    cr_assert_eq(rbi_pool_expect(pool, granules * GRANULE, NULL), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    assert_valid(pool);
+}
+
+/* As it is asked for and no sooner, one piece behind the other; also where it is known that an
+ * attempt needs it. What is not large comes in granules. */
+Test(pool_pieces, what_is_expected_comes_in_pieces_when_it_is_used)
 {
     struct counted c;
     open_counted(&c, DEVICE_GRANULES, NULL);
-    cr_assert_eq(rbi_pool_expect(c.pool, AHEAD * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE);
-    cr_assert_eq(pieces_held(c.pool, 5), AHEAD / PIECE);
-    cr_assert_eq(rbi_pool_expect(c.pool, (AHEAD + 63) * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, AHEAD * GRANULE, "too little is lacking");
-    cr_assert_eq(rbi_pool_expect(c.pool, 5 * DEVICE_GRANULES * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, (DEVICE_GRANULES - SINGLES) * GRANULE);
+    expect(c.pool, AHEAD);
+    admit(c.pool, AHEAD);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, 0);
+    char *const first = take(c.pool, 20 * GRANULE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, PIECE * GRANULE);
+    char *const second = take(c.pool, 20 * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 5), 2);
+    cr_assert_eq(second, first + 20 * GRANULE);
+    memset(first, 1, 40 * GRANULE);
+    (void)take(c.pool, GRANULE / 2);
     cr_assert_eq(pieces_held(c.pool, 0), 1);
-    cr_assert_eq(stats_of(c.pool).ooms, 0);
-    assert_valid(c.pool);
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    cr_assert_eq(rebatch_pool_trim(c.pool, 0, NULL), REBATCH_OK);
-    plan.calls = REBATCH_FAULT_CREATE;
-    plan.nth = 3;
-    plan.times = REBATCH_FAULT_FOREVER;
-    cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
-    cr_assert_eq(rbi_pool_expect(c.pool, AHEAD * GRANULE, NULL), REBATCH_OK);
+    (void)take(c.pool, (AHEAD - 40) * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 5), AHEAD / PIECE);
+    (void)take(c.pool, 20 * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 0), 21, "no more was expected");
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (AHEAD + 21) * GRANULE);
     assert_valid(c.pool);
     close_counted(&c);
+}
+
+/* What was not used when it ends is not taken at all, nor what would not come in large pieces. */
+Test(pool_pieces, what_is_expected_no_more_comes_in_granules)
+{
+    struct counted c;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    expect(c.pool, AHEAD);
+    expect(c.pool, 0);
+    (void)take(c.pool, 20 * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 0), 20);
+    expect(c.pool, 63);
+    (void)take(c.pool, 20 * GRANULE);
+    cr_assert_eq(pieces_held(c.pool, 0), 40);
+    admit(c.pool, 63);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (40 + 63) * GRANULE);
+    close_counted(&c);
+}
+
+/* More than there is may be expected: all of it can be had, to the last granule. */
+Test(pool_pieces, what_is_expected_in_vain_is_in_nobodys_way)
+{
+    struct counted c;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    expect(c.pool, 5 * DEVICE_GRANULES);
+    for (size_t i = 0; i < DEVICE_GRANULES / 16; i++)
+        (void)take(c.pool, 16 * GRANULE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, DEVICE_GRANULES * GRANULE);
+    cr_assert_geq(pieces_held(c.pool, 0), SINGLES);
+    cr_assert_eq(stats_of(c.pool).ooms, 0);
+    assert_valid(c.pool);
+    close_counted(&c);
+}
+
+static void take_of_expected(uint32_t kinds, uint64_t nth, uint64_t times)
+{
+    struct counted c;
+    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
+    open_counted(&c, DEVICE_GRANULES, NULL);
+    expect(c.pool, AHEAD);
+    plan.calls = kinds;
+    plan.nth = nth;
+    plan.times = times;
+    cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
+    for (int i = 0; i < 4; i++) {
+        void *block;
+        const rebatch_status status = rebatch_pool_alloc(&block, c.pool, 40 * GRANULE, NULL, 0);
+        cr_assert(status == REBATCH_OK || status == REBATCH_OOM, "%s", rebatch_last_error());
+        assert_valid(c.pool);
+    }
+    plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
+    cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
+    (void)take(c.pool, 40 * GRANULE);
+    close_counted(&c);
+}
+
+Test(pool_pieces, every_call_for_what_is_expected_may_fail)
+{
+    const uint32_t kinds[] = {REBATCH_FAULT_CREATE, REBATCH_FAULT_MAP, REBATCH_FAULT_ACCESS};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (uint64_t nth = 1; nth <= 8; nth++) {
+            take_of_expected(kinds[k], nth, 1);
+            take_of_expected(kinds[k], nth, REBATCH_FAULT_FOREVER);
+        }
 }
 
 /* Little memory comes in granules: larger pieces would keep much of it where it is. */
