@@ -169,6 +169,22 @@ struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *bloc
     return block;
 }
 
+/* Merges the small quick blocks of one size, the smallest that is large enough: all others stay in
+ * their lists, where the next requests find them. False when there is none. */
+static bool settle_one_size(rebatch_pool *pool, struct rbi_pool_stream *stream, size_t bytes)
+{
+    if (!rbi_quick_is_small(bytes))
+        return false;
+    const uint64_t enough = stream->quick_filled[0] & UINT64_MAX << rbi_quick_slot(bytes);
+    if (!enough)
+        return false;
+    const size_t units = (size_t)__builtin_ctzll(enough) + 1;
+    struct rbi_block *block;
+    while ((block = rbi_quick_pop(stream, units * REBATCH_POOL_UNIT_BYTES)) != NULL)
+        rbi_pool_settle_block(pool, block);
+    return true;
+}
+
 struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                     size_t bytes)
 {
@@ -176,6 +192,8 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
     const unsigned zone = rbi_pool_zone(pool, bytes);
     rbi_quick_flush_large(pool, stream);
     struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
+    while (!block && zone == RBI_ZONE_SMALL && settle_one_size(pool, stream, bytes))
+        block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
     if (!block && stream->small_bytes) {
         rbi_quick_flush(pool, stream);
         block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
@@ -218,7 +236,8 @@ static void flush_lists(rebatch_pool *pool, struct rbi_pool_stream *stream, unsi
 /* Why the lists of large sizes cost no memory: every request that is not served by a block of just
  * its size has all of them merged first (rbi_quick_flush_large), so it finds what it would find had
  * each been merged when it was freed; and one that is served leaves no rest. Those of small sizes
- * hold a bounded sum, and are merged before anything else is tried when the bins have no block. */
+ * hold a bounded sum; when the bins have no block, those of one size that is large enough are
+ * merged, and all of them before anything else is tried. */
 void rbi_quick_flush_large(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     flush_lists(pool, stream, 1);
