@@ -592,10 +592,24 @@ static COLD rebatch_status leave_to_careful(rebatch_pool *pool, const void *poin
     return free_carefully(pool, pointer);
 }
 
-static __attribute__((noinline)) rebatch_status merge_and_give(rebatch_pool *pool,
-                                                               struct rbi_block *block)
+/* Finds the block and frees it. It stands in rebatch_pool_free() twice, for addresses where small
+ * blocks lie and for others: which one is known at once, long before the block is found, and in
+ * each of the two it is then foretold well what becomes of the block. */
+static inline __attribute__((always_inline)) rebatch_status free_expected(rebatch_pool *pool,
+                                                                          void *pointer, bool small)
 {
-    rbi_pool_merge_block(pool, block);
+    struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
+    if (RBI_UNLIKELY(!block || block->state != RBI_BLOCK_LIVE || pool->fast_bytes == 0 ||
+                     rbi_pool_has_younger_scope(pool, block) || !rbi_pool_retires_at_once(block)))
+        return leave_to_careful(pool, pointer);
+    rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
+    rbi_pool_count_free(pool, block);
+    rbi_pool_leave_use(block);
+    rbi_pool_note_free(pool, block);
+    if (__builtin_expect(rbi_pool_wants_quick(block), small))
+        rbi_quick_push(block);
+    else
+        rbi_pool_merge_block(pool, block);
     rbi_lock_give_as_owner(&pool->lock);
     return REBATCH_OK;
 }
@@ -612,19 +626,9 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
         rbi_lock_give_as_owner(&pool->lock);
         return REBATCH_OK;
     }
-    struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
-    if (RBI_UNLIKELY(!block || block->state != RBI_BLOCK_LIVE || pool->fast_bytes == 0 ||
-                     rbi_pool_has_younger_scope(pool, block) || !rbi_pool_retires_at_once(block)))
-        return leave_to_careful(pool, pointer);
-    rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
-    rbi_pool_count_free(pool, block);
-    rbi_pool_leave_use(block);
-    rbi_pool_note_free(pool, block);
-    if (!rbi_pool_wants_quick(block))
-        return merge_and_give(pool, block);
-    rbi_quick_push(block);
-    rbi_lock_give_as_owner(&pool->lock);
-    return REBATCH_OK;
+    if ((uintptr_t)pointer - pool->small_address < pool->small_span)
+        return free_expected(pool, pointer, true);
+    return free_expected(pool, pointer, false);
 }
 
 /* ---- blocks in use ---- */

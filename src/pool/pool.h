@@ -164,6 +164,9 @@ struct rebatch_pool {
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
     struct rbi_range *first_range, *last_range;
+    /* The first range of the small zone: a pointer into it is most likely a small block's. */
+    uintptr_t small_address;
+    size_t small_span; /* 0: there is none */
     uint64_t ranges_made;
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */

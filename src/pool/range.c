@@ -139,6 +139,10 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
     }
     struct rbi_range *range = add_range(pool, address, wanted, pool->space, zone);
     range->granules = granules;
+    if (zone == RBI_ZONE_SMALL && pool->small_span == 0) {
+        pool->small_address = (uintptr_t)address;
+        pool->small_span = wanted;
+    }
     (void)rbi_pool_put_block(pool, range->first);
     return REBATCH_OK;
 }

@@ -148,12 +148,15 @@ static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, 
 static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
 {
     const struct rbi_range *previous = NULL;
+    bool has_small = pool->small_span == 0;
     for (const struct rbi_range *r = pool->first_range; r; previous = r, r = r->next) {
         CHECK(r->previous == previous && (!previous || previous->number < r->number));
+        has_small |= r->zone == RBI_ZONE_SMALL && pool->small_span == r->bytes &&
+                     pool->small_address == (uintptr_t)r->address;
         if (!is_range_valid(pool, r, tally))
             return false;
     }
-    CHECK(pool->last_range == previous);
+    CHECK(pool->last_range == previous && has_small);
     CHECK(pool->granules_held == tally->granules + pool->spare_count);
     size_t spare = 0, held = 0;
     for (unsigned size = 0; size < RBI_PIECE_SIZES; size++) {

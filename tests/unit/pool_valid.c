@@ -57,6 +57,7 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, stream->next_mark, stream->frees);
     ASSERT_NOTICED(pool, stream->mark_count, RBI_STREAM_MARKS);
     ASSERT_NOTICED(pool, pool->table.shift, 63);
+    ASSERT_NOTICED(pool, pool->small_span, 1);
     ASSERT_NOTICED(pool, pool->late.used, 1);
     ASSERT_NOTICED(pool, pool->late.count, 1);
     ASSERT_NOTICED(pool, pool->scopes[0].first_birth, UINT64_MAX);
