@@ -1,7 +1,5 @@
 /* Owns what is believed of sizes in a search, and which of them is run next.
  * Must not know how a trial runs. */
-#include <math.h>
-
 #include "probe/probe.h"
 
 struct rbi_trace *rbi_search_latest(struct rbi_search *s)
@@ -17,10 +15,18 @@ struct rbi_trace *rbi_search_latest(struct rbi_search *s)
 static struct rbi_traces traces_of(struct rbi_search *s)
 {
     struct rbi_traces traces = {
-        .count = s->whole_count, .latest = rbi_search_latest(s), .cut = &s->cut, .target = s->fits};
+        .count = s->whole_count, .latest = rbi_search_latest(s), .cut = &s->cut};
     for (size_t i = 0; i < s->whole_count; i++)
         traces.whole[i] = &s->whole[i];
     return traces;
+}
+
+rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *s)
+{
+    const struct rbi_traces traces = traces_of(s);
+    const rebatch_status status = rbi_model_make(out, &traces);
+    out->pool = s->setting.pool;
+    return status;
 }
 
 /* Of all that was seen up to now. */
@@ -29,9 +35,7 @@ rebatch_status rbi_search_model(struct rbi_search *s)
     if (s->is_model_made)
         return REBATCH_OK;
     rbi_model_release(&s->model);
-    const struct rbi_traces traces = traces_of(s);
-    const rebatch_status status = rbi_model_make(&s->model, &traces);
-    s->model.pool = s->setting.pool;
+    const rebatch_status status = rbi_search_make(&s->model, s);
     s->setting.first =
         s->whole_count && s->whole[0].count == s->least && s->is_first_kept ? &s->whole[0] : NULL;
     s->is_model_made = status == REBATCH_OK;
@@ -50,27 +54,6 @@ static rebatch_status predict(size_t *out, struct rbi_search *s)
     return status;
 }
 
-/* The same where sizes that were rounded are `deviations` of their sum larger than thought. That of
- * a size that may be anything within its unit is a third of the way from the middle to the end,
- * times the root of three; and of many sizes less, since errors do not add up. */
-static rebatch_status predict_leaning(size_t *out, struct rbi_search *s, double deviations,
-                                      size_t most)
-{
-    struct rbi_model model;
-    struct rbi_traces traces = traces_of(s);
-    const double lean = deviations / sqrt(3 * rbi_max(s->model.doubts, 1));
-    traces.lean = lean > 1 ? 1 : lean < -1 ? -1 : lean;
-    traces.target = most;
-    *out = 0;
-    rebatch_status status = rbi_model_make(&model, &traces);
-    if (status)
-        return status;
-    model.pool = s->setting.pool;
-    status = rbi_replay_largest(out, &model, &s->setting, s->fits + 1, most, s->batch);
-    rbi_model_release(&model);
-    return status;
-}
-
 /* ---- which size next ---- */
 
 bool rbi_search_may_go_on(const struct rbi_search *s)
@@ -79,15 +62,13 @@ bool rbi_search_may_go_on(const struct rbi_search *s)
            (s->max_ns == 0 || s->now() - s->began_ns < s->max_ns);
 }
 
-/* The largest allowed size of at most `size` that is above what ran; 0: none. */
 size_t rbi_search_allowed(const struct rbi_search *s, size_t size)
 {
     const size_t allowed = s->round(s->user, size);
     return allowed > s->fits ? allowed : 0;
 }
 
-/* The same, or else the smallest that may be tried at all. */
-static size_t allowed_near(const struct rbi_search *s, size_t size)
+size_t rbi_search_allowed_near(const struct rbi_search *s, size_t size)
 {
     const size_t below = rbi_search_allowed(s, size);
     const size_t next = s->round_up(s->user, s->fits + 1);
@@ -117,20 +98,35 @@ static rebatch_status choose_second(size_t *out, struct rbi_search *s)
     }
     if (s->hint == s->fits && safe == 0)
         return status;
-    *out =
-        safe == s->most ? safe : allowed_near(s, tell_apart(rbi_max(safe, s->fits + 1), s->fits));
+    *out = safe == s->most
+               ? safe
+               : rbi_search_allowed_near(s, tell_apart(rbi_max(safe, s->fits + 1), s->fits));
     return status;
+}
+
+/* One more than a power of two begins a tile anew, whatever power of two the tile is: what is in
+ * tiles is seen there, up to three quarters of the way. */
+static size_t above_tiles(size_t predicted)
+{
+    size_t power = 1;
+    while (2 * power + 1 <= predicted - predicted / 4)
+        power *= 2;
+    return power + 1;
 }
 
 /* What is not certain is not believed so much further than what ran. */
 #define FAR 4
 #define FAR_ROUGH 2
+#define LEAST_TELLING 5
 static size_t not_too_far(const struct rbi_search *s, size_t predicted)
 {
     const size_t ran = s->whole[s->whole_count - 1].count;
     if (s->whole_count != 2 || !s->model.is_rough || predicted / FAR < ran)
         return predicted;
-    return allowed_near(s, tell_apart(predicted / FAR_ROUGH, s->fits));
+    const size_t telling = above_tiles(predicted);
+    return rbi_search_allowed_near(s, telling >= LEAST_TELLING && telling > s->fits + 1
+                                          ? telling
+                                          : tell_apart(predicted / FAR_ROUGH, s->fits));
 }
 
 /* Wrong once: where the model is not certain it was wrong by more than the last sample. Twice: it
@@ -139,38 +135,13 @@ static size_t after_oom(const struct rbi_search *s, size_t predicted)
 {
     const size_t gap = s->fails - s->fits;
     if (s->whole_count == 1) /* a second size tells more than the first again */
-        return allowed_near(s, tell_apart(rbi_min(predicted, s->fits + gap / 2), s->fits));
+        return rbi_search_allowed_near(s,
+                                       tell_apart(rbi_min(predicted, s->fits + gap / 2), s->fits));
     if (s->report.ooms >= 2)
-        return allowed_near(s, s->fits + gap / 2);
+        return rbi_search_allowed_near(s, s->fits + gap / 2);
     return s->whole_count == 2 && s->model.is_rough
-               ? allowed_near(s, rbi_min(predicted, s->fails - 1 - gap / 8))
+               ? rbi_search_allowed_near(s, rbi_min(predicted, s->fails - 1 - gap / 8))
                : predicted;
-}
-
-/* Sizes that were rounded leave some doubt about those that did not run. Where a run is left for
- * the next larger size, one is tried first that fits almost certainly and tells more; and where
- * nothing larger is likely to fit, the next larger one is when it nearly is. */
-#define CERTAIN 1.0
-#define NEARLY 0.3
-static rebatch_status weigh(size_t *predicted, struct rbi_search *s)
-{
-    const uint32_t left = s->max_trials - s->report.microbatches;
-    rebatch_status status = REBATCH_OK;
-    size_t size = 0;
-    if (!s->model.has_events || s->model.doubts == 0 || (s->setting.is_work && *predicted == 0))
-        return REBATCH_OK;
-    if (*predicted == 0) {
-        const size_t next = s->round_up(s->user, s->fits + 1);
-        if (next && next < s->fails && next <= s->most)
-            status = predict_leaning(&size, s, -NEARLY, next);
-        *predicted = rbi_search_allowed(s, size);
-    } else if (left > 1) {
-        status = predict_leaning(&size, s, CERTAIN, *predicted);
-        if (!status && size < *predicted)
-            *predicted =
-                allowed_near(s, size > s->fits ? size : s->fits + (*predicted - s->fits) / 2);
-    }
-    return status;
 }
 
 /* Whether the largest that ran has shown that it also runs in a step. Where a micro-batch frees
@@ -283,15 +254,16 @@ rebatch_status rbi_search_next(size_t *out, struct rbi_search *s)
 {
     *out = 0;
     size_t predicted = 0;
+    bool is_weighed = false;
     rebatch_status status = rbi_search_judge(s);
     if (!status && s->fits < s->most && s->fits + 1 < s->fails) {
         status = s->whole_count > 1 ? predict(&predicted, s) : choose_second(&predicted, s);
         predicted = rbi_search_allowed(s, predicted);
         if (!status && s->whole_count > 1)
-            status = weigh(&predicted, s);
+            status = rbi_search_weigh(&predicted, &is_weighed, s);
         if (!status && predicted)
             predicted = not_too_far(s, predicted);
-        if (!status && predicted && s->report.ooms)
+        if (!status && predicted && s->report.ooms && !is_weighed)
             predicted = after_oom(s, predicted);
     }
     if (status)

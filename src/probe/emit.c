@@ -21,6 +21,10 @@ static void set_lines(struct rbi_model_event *event, const struct rbi_form *form
     event->line =
         source ? rbi_line_constant(form->base->events[from].bytes) : rbi_line_fit(&points);
     event->last = event->line;
+    if (!source && points.count > 1) {
+        event->points = points;
+        event->points.draw = from + 1;
+    }
     if (source && source->sort != RBI_EVEN)
         (void)rbi_form_fits_last(&event->last, form, source, turns, from);
 }
@@ -106,6 +110,8 @@ static bool add_previous(struct rbi_model *model, const struct rbi_form *form,
  * anything larger at every count. Smaller ones are met by chance. */
 #define LEAST_UNIT 256
 #define UNITS_TRIED 64
+/* Powers of two up to 256. */
+#define TILES_TRIED 9
 static void find_units(struct rbi_form *form)
 {
     size_t units[UNITS_TRIED], times[UNITS_TRIED], count = 0;
@@ -135,6 +141,25 @@ static void find_units(struct rbi_form *form)
             form->units[at] = form->units[at - 1];
         form->units[at] = units[i];
     }
+}
+
+/* Code that pads samples does it for many sizes: a tile is known by two that nothing else
+ * explains. */
+static void find_tile(struct rbi_form *form)
+{
+    size_t times[TILES_TRIED] = {0}, most = 0;
+    form->tile = 0;
+    for (size_t j = 0; j < form->base->event_count; j++) {
+        if (form->base->events[j].kind != RBI_TRACE_ALLOC || rbi_form_loop_around(form, j))
+            continue;
+        const struct rbi_points points = rbi_form_points(form, NULL, j);
+        const struct rbi_line line = rbi_line_fit(&points);
+        for (size_t k = 1; k < TILES_TRIED && points.count > 2 && line.unit == 1; k++)
+            times[k] += line.step == (size_t)1 << k;
+    }
+    for (size_t k = 1; k < TILES_TRIED; k++)
+        most = times[k] > 1 && times[k] > times[most] ? k : most;
+    form->tile = most ? (size_t)1 << most : 0;
 }
 
 static void add_kept(struct rbi_model *model, const struct rbi_form *form)
@@ -173,24 +198,19 @@ static bool is_too_near(const struct rbi_form *form)
     return form->trace_count == 2 && form->base->count - first < NEAR;
 }
 
-/* Errors of as many sizes, all of one unit, would come to what theirs come to. */
-static void add_doubts(struct rbi_model *model)
+/* What does not rise may yet be so much for a tile, where there are tiles. */
+static bool is_doubtful(const struct rbi_model_event *event)
 {
-    double sum = 0, squares = 0;
-    for (size_t i = 0; i < model->event_count; i++) {
-        const double unit = (double)model->events[i].line.unit;
-        if (model->events[i].kind != RBI_TRACE_ALLOC || unit == 1)
-            continue;
-        sum += unit;
-        squares += unit * unit;
-    }
-    model->doubts = squares > 0 ? sum * sum / squares : 0;
+    return event->kind == RBI_TRACE_ALLOC &&
+           (event->line.unit > 1 ||
+            (event->points.tile && event->points.count > 1 && event->line.rise == 0));
 }
 
 /* False when what is done in turns has no law. */
 static bool emit(struct rbi_model *model, struct rbi_form *form)
 {
     find_units(form);
+    find_tile(form);
     for (size_t j = 0; j < form->base->event_count;) {
         const struct rbi_trace_event *event = &form->base->events[j];
         const struct rbi_form_loop *loop = rbi_form_loop_at(form, j);
@@ -212,14 +232,15 @@ static bool emit(struct rbi_model *model, struct rbi_form *form)
         j++;
     }
     add_kept(model, form);
-    add_doubts(model);
+    for (size_t i = 0; i < model->event_count; i++)
+        model->is_doubtful |= is_doubtful(&model->events[i]);
     model->is_rough |= is_too_near(form);
     return true;
 }
 
 rebatch_status rbi_model_align(struct rbi_model *out, const struct rbi_traces *traces)
 {
-    struct rbi_form form = {.lean = traces->lean, .target = traces->target};
+    struct rbi_form form = {.tile = 0};
     const bool is_open = rbi_form_open(&form, traces);
     const size_t most = is_open ? form.base->event_count + 1 : 1;
     out->events = rbi_heap_calloc(most, sizeof *out->events);

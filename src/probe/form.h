@@ -35,8 +35,7 @@ struct rbi_form {
     size_t trace_count, base_at, latest_at;
     size_t units[RBI_UNITS_MOST]; /* that sizes are rounded up to, largest first */
     size_t unit_count;
-    double lean; /* of the points */
-    size_t target;
+    size_t tile; /* that samples are rounded up to, for several sizes; 0: not known */
     bool is_odd[RBI_POINTS_MOST]; /* not of the base's form */
     struct rbi_form_loop *loops;
     size_t loop_count;

@@ -24,7 +24,7 @@ const struct rbi_form_loop *rbi_form_loop_around(const struct rbi_form *form, si
 struct rbi_points rbi_form_points(const struct rbi_form *form, const struct rbi_form_loop *loop,
                                   size_t event)
 {
-    struct rbi_points points = {.unit = 1, .lean = form->lean, .target = form->target};
+    struct rbi_points points = {.unit = 1, .tile = form->tile};
     for (size_t t = 0; t < form->trace_count; t++) {
         size_t bytes = *rbi_form_bytes(form, event, t);
         if (bytes == RBI_NOT_MET)

@@ -1,5 +1,7 @@
 /* Owns the functions of the samples that sizes are taken for.
  * Must not know what the sizes are of. */
+#include <math.h>
+
 #include "probe/probe.h"
 
 /* Sizes that code rounds up are rounded to powers of two, rarely to larger ones than this. */
@@ -90,15 +92,34 @@ static bool fit_straight_steps(struct rbi_line *out, const struct rbi_points *po
 
 /* ---- sizes that were rounded up ---- */
 
-/* The middle of a range, or as much nearer to an end as the lean says. */
-static size_t between(size_t least, size_t most, double lean)
+/* What is drawn of a law: each by numbers of its own. */
+enum draw { OF_EACH, OF_PART, OF_ALONG, OF_ACROSS, OF_FIXED, OF_TILE, OF_CONSTANT };
+
+/* In [0, 1), each as likely as any other (SplitMix64). */
+static double drawn(const struct rbi_points *points, enum draw what)
 {
-    return least + (size_t)((double)(most - least) * (1 + lean) / 2);
+    uint64_t z = points->draw + (what + 1) * UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return (double)((z ^ (z >> 31)) >> 11) / (double)(UINT64_C(1) << 53);
+}
+
+/* Whether a law that is as likely as that is drawn; never where the middle is asked for. */
+static bool is_drawn(const struct rbi_points *points, enum draw what, double likelihood)
+{
+    return points->draw && drawn(points, what) < likelihood;
+}
+
+/* Of a range with both its ends. */
+static size_t between(size_t least, size_t most, const struct rbi_points *points)
+{
+    return points->draw ? least + (size_t)((double)(most - least + 1) * drawn(points, OF_EACH))
+                        : least + (most - least) / 2;
 }
 
 /* Whole bytes a sample, in steps of them, and nothing beside, rounded up to the unit: from a size
  * follows that they are more than that without a unit, and no more than that, over the samples. Of
- * what all sizes leave the middle is taken. */
+ * what all sizes leave the middle is taken, or any. */
 static bool fit_proportion(struct rbi_line *out, const struct rbi_points *points, size_t unit,
                            size_t step)
 {
@@ -113,7 +134,7 @@ static bool fit_proportion(struct rbi_line *out, const struct rbi_points *points
     }
     if (least > most)
         return false;
-    const size_t each = between(least, most, points->lean);
+    const size_t each = between(least, most, points);
     const size_t samples = up_to(points->at[points->base].count, step);
     *out = (struct rbi_line){.count = samples,
                              .run = 1,
@@ -170,6 +191,12 @@ static void clip(struct region *region, double a, double b, double most)
     *region = left;
 }
 
+static double cross_of(const struct spot *from, const struct spot *one, const struct spot *two)
+{
+    return (one->below - from->below) * (two->slope - from->slope) -
+           (two->below - from->below) * (one->slope - from->slope);
+}
+
 /* The centre of gravity. */
 static struct spot middle_of(const struct region *region)
 {
@@ -179,8 +206,7 @@ static struct spot middle_of(const struct region *region)
     for (size_t i = 0; i < region->count; i++) {
         const struct spot *one = &region->corners[i];
         const struct spot *two = &region->corners[(i + 1) % region->count];
-        const double cross = (one->below - origin.below) * (two->slope - origin.slope) -
-                             (two->below - origin.below) * (one->slope - origin.slope);
+        const double cross = cross_of(&origin, one, two);
         area += cross;
         sum.below += cross * (one->below + two->below + origin.below) / 3;
         sum.slope += cross * (one->slope + two->slope + origin.slope) / 3;
@@ -190,18 +216,30 @@ static struct spot middle_of(const struct region *region)
     return area != 0 ? (struct spot){sum.below / area, sum.slope / area} : mean;
 }
 
-/* From the middle towards the corner that is highest, or lowest, so many samples further. */
-static struct spot lean(const struct region *region, double lean, double run)
+/* Any spot of it, each as likely as any other: of a triangle that is drawn by its area. */
+static struct spot any_of(const struct region *region, const struct rbi_points *points)
 {
-    const struct spot middle = middle_of(region);
-    const double sign = lean < 0 ? -1 : 1;
-    const struct spot *edge = &region->corners[0];
-    for (size_t i = 1; i < region->count; i++)
-        if (sign * (region->corners[i].slope * run - region->corners[i].below) >
-            sign * (edge->slope * run - edge->below))
-            edge = &region->corners[i];
-    return (struct spot){middle.below + sign * lean * (edge->below - middle.below),
-                         middle.slope + sign * lean * (edge->slope - middle.slope)};
+    const struct spot *origin = &region->corners[0];
+    double area = 0, along = drawn(points, OF_ALONG), across = drawn(points, OF_ACROSS);
+    size_t i = 1;
+    for (size_t k = 1; k + 1 < region->count; k++)
+        area += fabs(cross_of(origin, &region->corners[k], &region->corners[k + 1]));
+    double left = area * drawn(points, OF_PART);
+    for (; i + 2 < region->count; i++) {
+        left -= fabs(cross_of(origin, &region->corners[i], &region->corners[i + 1]));
+        if (left < 0)
+            break;
+    }
+    if (along + across > 1) {
+        along = 1 - along;
+        across = 1 - across;
+    }
+    const struct spot *one = &region->corners[i % region->count];
+    const struct spot *two = &region->corners[(i + 1) % region->count];
+    return (struct spot){origin->below + along * (one->below - origin->below) +
+                             across * (two->below - origin->below),
+                         origin->slope + along * (one->slope - origin->slope) +
+                             across * (two->slope - origin->slope)};
 }
 
 /* In which a slope is stated that is no whole number of bytes a sample. */
@@ -209,7 +247,7 @@ static struct spot lean(const struct region *region, double lean, double run)
 
 /* A line that never falls nor begins below zero, rounded up to the unit: it lies less than one
  * below each size. The middle of all such lines is taken: one size may come out a unit too small or
- * too large, but the errors of many do not add up as those of a bound would. */
+ * too large, but the errors of many do not add up as those of a bound would. Or any. */
 static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, size_t unit,
                         size_t step)
 {
@@ -227,13 +265,12 @@ static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, s
     }
     if (region.count == 0)
         return false;
-    const double run = (double)distance(base_count, up_to(points->target, step));
-    const struct spot middle = lean(&region, points->lean, run);
+    const struct spot spot = points->draw ? any_of(&region, points) : middle_of(&region);
     *out = (struct rbi_line){.count = base_count,
                              .run = PARTS,
                              .step = step,
-                             .bytes = (int64_t)base->bytes - (int64_t)middle.below,
-                             .rise = (int64_t)(middle.slope * PARTS),
+                             .bytes = (int64_t)base->bytes - (int64_t)spot.below,
+                             .rise = (int64_t)(spot.slope * PARTS),
                              .unit = unit,
                              .up = unit - 1};
     return true;
@@ -292,8 +329,14 @@ static bool is_credible(const struct rbi_line *straight, const struct rbi_points
     return points->count != 2 || unit == 1 || straight->rise % (int64_t)unit == 0;
 }
 
+/* How likely it is that a size which is in proportion also has a fixed part. */
+#define FIXED_TOO 0.25
+
 static bool fit_with_unit(struct rbi_line *out, const struct rbi_points *points, size_t unit)
 {
+    if (points->count > 2 && is_drawn(points, OF_FIXED, FIXED_TOO) &&
+        fit_rounded(out, points, unit, 1))
+        return true;
     if (fit_proportion_steps(out, points, unit) || fit_rounded(out, points, unit, 1))
         return true;
     for (size_t step = 2; step <= LARGEST_STEP && points->count > 2; step *= 2)
@@ -302,19 +345,46 @@ static bool fit_with_unit(struct rbi_line *out, const struct rbi_points *points,
     return false;
 }
 
+/* How likely it is that what does not rise is so much for a tile of samples, where others are; or
+ * is less than one unit, so large a power of two it is. */
+#define TILE_TOO 0.5
+#define PART_OF_UNIT 0.25
+
+static void draw_constant(struct rbi_line *out, const struct rbi_points *points, size_t power)
+{
+    if (points->count > 1 && points->tile && is_drawn(points, OF_TILE, TILE_TOO) &&
+        fit_proportion(out, points, 1, points->tile))
+        return;
+    if (power >= LEAST_LARGE_UNIT && is_drawn(points, OF_CONSTANT, PART_OF_UNIT))
+        (void)fit_rounded(out, points, power, 1);
+}
+
+/* Small multiples of a large power of two are what tiles of so much come to, and what other sizes
+ * are rounded up to: one is as likely as the other. */
+#define UNIT_NOT_TILE 0.5
+#define LEAST_TILE_UNIT 4096
+
+static bool draw_unit(struct rbi_line *out, const struct rbi_points *points, size_t power)
+{
+    return power >= LEAST_TILE_UNIT && is_drawn(points, OF_TILE, UNIT_NOT_TILE) &&
+           !fit_proportion(out, points, 1, 1) && fit_with_unit(out, points, power);
+}
+
 struct rbi_line rbi_line_fit(const struct rbi_points *points)
 {
     struct rbi_line line;
     const size_t common = rbi_points_unit(points);
     const size_t power = rbi_min(common & (~common + 1), LARGEST_UNIT);
     const size_t unit = points->unit > 1 ? points->unit : power >= LEAST_UNIT ? power : 1;
-    if (fit_straight(&line, points, 1) && line.rise == 0) {
-        if (points->lean > 0 && power >= LEAST_LARGE_UNIT) /* it may be less than one unit */
-            (void)fit_rounded(&line, points, power, 1);
+    const bool is_straight = fit_straight(&line, points, 1);
+    if (is_straight && line.rise == 0) {
+        draw_constant(&line, points, power);
         return line;
     }
-    if (fit_proportion_steps(&line, points, 1) ||
-        (fit_straight(&line, points, 1) && is_credible(&line, points, unit)))
+    const bool is_exact = is_straight && is_credible(&line, points, unit);
+    if (!is_exact && draw_unit(&line, points, power))
+        return line;
+    if (fit_proportion_steps(&line, points, 1) || (is_exact && fit_straight(&line, points, 1)))
         return line;
     if (unit == 1 && points->count > 2 && fit_straight_steps(&line, points))
         return line;

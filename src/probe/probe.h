@@ -83,10 +83,10 @@ struct rbi_points {
     size_t count;
     size_t base; /* the point whose bytes come out exactly */
     size_t unit; /* that such sizes are rounded up to, 1: not known */
-    /* What is not known for certain is taken from the middle of what it may be; or, at `target`
-     * samples, nearer to the most of it, 1, or the least, -1. */
-    double lean;
-    size_t target;
+    size_t tile; /* that samples are rounded up to for such sizes, 0: not known */
+    /* What is not known for certain is the middle of what it may be, 0; or any of it, another one
+     * for each number. */
+    uint64_t draw;
 };
 /* The law that explains all points, which rise by count: so much a sample, or a straight line, over
  * samples in steps, or over sizes that are rounded up; or else the line through the last two, and
@@ -122,6 +122,7 @@ struct rbi_model_event {
     bool is_last_first;       /* FREE in turns: the block of the last turn of the other loop */
     struct rbi_line line;     /* of the bytes; of FREE: those of the allocation */
     struct rbi_line last;     /* in turns: those of the last turn, over the samples left for it */
+    struct rbi_points points; /* what the line is drawn from; none: there is no other */
     rebatch_stream stream;
 };
 
@@ -158,7 +159,7 @@ struct rbi_model {
     struct rbi_line outside; /* of the device, held by others */
     size_t outside_fixed;    /* of that, what they held before the first trial */
     bool is_rough;           /* not all of it is a straight line of whole bytes a sample */
-    double doubts;           /* how many sizes there are that were rounded, by their units */
+    bool is_doubtful;        /* some sizes were rounded, or may have been */
     bool has_events;
     bool keeps;         /* a micro-batch leaves something to the next, which frees it */
     rebatch_pool *pool; /* whose rounding it is; may be NULL */
@@ -171,8 +172,6 @@ struct rbi_traces {
     size_t count;
     const struct rbi_trace *latest; /* one of them: what it has kept lives */
     const struct rbi_trace *cut;    /* of a larger size that ran into an OOM; may be NULL */
-    double lean;                    /* of the points */
-    size_t target;
 };
 
 /* Puts a model together from at least one trace. From one alone everything is in proportion, which
@@ -186,6 +185,9 @@ rebatch_status rbi_model_align(struct rbi_model *out, const struct rbi_traces *t
 /* What one micro-batch does and the next does not: a buffer made at first use, which then stays. */
 bool rbi_trace_is_one_off(const struct rbi_trace *trace, const struct rbi_trace_event *event);
 void rbi_model_release(struct rbi_model *model);
+/* Any model that explains what was seen, where more than one does: another one for each number,
+ * which is not 0. */
+void rbi_model_draw(struct rbi_model *model, uint64_t number);
 
 /* Goes through what `count` samples do, turn by turn. Set model and count, and the rest to zero. */
 struct rbi_cursor {
@@ -271,6 +273,11 @@ rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *mode
 rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
                                   const struct rbi_setting *setting, size_t least, size_t most,
                                   size_t batch);
+/* The same, for a model that differs little from one of which `near`, one of them, is the largest:
+ * what lies in a gap above sizes that do not fit is not looked for. */
+rebatch_status rbi_replay_near(size_t *out, const struct rbi_model *model,
+                               const struct rbi_setting *setting, size_t least, size_t most,
+                               size_t batch, size_t near);
 
 /* ---- the search (search.c) ---- */
 
@@ -341,15 +348,26 @@ rebatch_status rbi_search_model(struct rbi_search *search);
 /* What a size does now, as far as that is known. */
 rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *search,
                                    const struct rbi_plan *plan);
+/* Makes that model, for other numbers than the search's own. */
+rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *search);
 /* The largest allowed size of at most `size` that is above what ran; 0: none. */
 size_t rbi_search_allowed(const struct rbi_search *search, size_t size);
 bool rbi_search_may_go_on(const struct rbi_search *search);
+/* The same, or else the smallest that may be tried at all. */
+size_t rbi_search_allowed_near(const struct rbi_search *search, size_t size);
 /* Lowers what ran to what also leaves room for the steps. */
 rebatch_status rbi_search_judge(struct rbi_search *search);
 /* Readies the pool for a size, and says what it will need. */
 rebatch_status rbi_search_prepare(struct rbi_search *search, size_t count);
 /* The next size, or 0 when the largest that ran is the answer. */
 rebatch_status rbi_search_next(size_t *out, struct rbi_search *search);
+
+/* ---- how certain that is (weigh.c) ---- */
+
+/* Where more than one model explains what was seen, the size that is to be tried in place of the
+ * one predicted, 0 for none.
+ *  @param is_weighed  it has been: what failed was reckoned with */
+rebatch_status rbi_search_weigh(size_t *predicted, bool *is_weighed, struct rbi_search *search);
 
 /* REBATCH_OK: report->size is set; REBATCH_E_EXHAUSTED: not even the smallest fits. */
 rebatch_status rbi_search_run(struct rbi_search *search);

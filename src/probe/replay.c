@@ -195,7 +195,10 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
 {
     rebatch_status status = REBATCH_OOM;
     const enum effort most = most_effort(model, setting, plan);
-    for (enum effort effort = AS_IS; effort <= most && status == REBATCH_OOM; effort++) {
+    /* Where sizes are not certain, nor are the holes in the cache that they would find. */
+    const bool is_trimmed = plan->has_trial && model->is_doubtful && !setting->is_work;
+    for (enum effort effort = is_trimmed ? TRIM : AS_IS; effort <= most && status == REBATCH_OOM;
+         effort++) {
         struct course course = {.setting = setting, .plan = plan, .effort = effort, .admits = true};
         course.dry.model = model;
         status = run_session(&course);
@@ -278,17 +281,17 @@ static rebatch_status guess_largest(size_t *out, const struct rbi_model *model,
     return status;
 }
 
-rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
-                                  const struct rbi_setting *setting, size_t least, size_t most,
-                                  size_t batch)
+rebatch_status rbi_replay_near(size_t *out, const struct rbi_model *model,
+                               const struct rbi_setting *setting, size_t least, size_t most,
+                               size_t batch, size_t near)
 {
     *out = 0;
     if (least > most)
         return REBATCH_OK;
     /* fits < least means: none found yet; everything above `most` is known not to fit. From the
      * guess on steps double, up or down, until there is one of either kind. */
-    size_t fits = least - 1, fails = most + 1, step = 1, count;
-    rebatch_status status = guess_largest(&count, model, setting, least, most);
+    size_t fits = least - 1, fails = most + 1, step = 1, count = near;
+    rebatch_status status = REBATCH_OK;
     while (!status) {
         struct rbi_forecast forecast;
         status =
@@ -309,5 +312,33 @@ rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
     }
     if (!status && fits >= least)
         *out = fits;
+    return status;
+}
+
+/* Pieces may fit at a size though they do not at a smaller one: up to so many are tried from above,
+ * where bytes alone would find room. */
+#define GAP_MOST 16
+
+rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
+                                  const struct rbi_setting *setting, size_t least, size_t most,
+                                  size_t batch)
+{
+    *out = 0;
+    if (least > most)
+        return REBATCH_OK;
+    size_t count;
+    rebatch_status status = guess_largest(&count, model, setting, least, most);
+    if (!status)
+        status = rbi_replay_near(out, model, setting, least, most, batch, count);
+    const size_t above = rbi_max(*out + 1, least);
+    for (size_t i = 0; i < GAP_MOST && !status && count > above; i++, count--) {
+        struct rbi_forecast forecast;
+        status =
+            rbi_replay(&forecast, model, setting, &(struct rbi_plan){count, true, true, batch});
+        if (status || !forecast.fits)
+            continue;
+        *out = count;
+        break;
+    }
     return status;
 }

@@ -2,6 +2,7 @@
  * Must not know the search. */
 #include <criterion/criterion.h>
 
+#include "device/device.h"
 #include "probe/dry.h"
 
 #define KIB(n) ((size_t)(n) << 10)
@@ -61,4 +62,125 @@ Test(probe_dry, what_a_micro_batch_did_before_an_oom_is_taken_back)
     rbi_trace_release(&large);
     rebatch_pool_destroy(pool);
     rebatch_device_close(device);
+}
+
+/* ---- the largest size ---- */
+
+enum { BLOCKS = 12, SIZES_MOST = 60 };
+
+/* A model of blocks whose sizes a seed draws, on a device without virtual memory: its pieces lie
+ * otherwise at each size. */
+struct drawn {
+    rebatch_device *device;
+    struct rbi_device_ops plain;
+    rebatch_pool *pool;
+    struct rbi_trace traces[2];
+    struct rbi_model model;
+    struct rbi_setting setting;
+    void *live[BLOCKS];
+    size_t each[BLOCKS], fixed[BLOCKS];
+    bool is_short[BLOCKS];
+};
+
+static size_t next(uint64_t *state, size_t most)
+{
+    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (size_t)(*state >> 33) % most;
+}
+
+static void run_drawn(struct rbi_trace *trace, struct drawn *drawn, size_t count)
+{
+    void *blocks[BLOCKS];
+    rbi_trace_begin(trace, drawn->pool, count);
+    for (size_t i = 0; i < BLOCKS; i++) {
+        cr_assert_eq(rebatch_pool_alloc(&blocks[i], drawn->pool,
+                                        drawn->fixed[i] + drawn->each[i] * count, NULL, 0),
+                     REBATCH_OK);
+        if (drawn->is_short[i])
+            cr_assert_eq(rebatch_pool_free(drawn->pool, blocks[i]), REBATCH_OK);
+    }
+    for (size_t i = BLOCKS; i-- > 0;)
+        if (!drawn->is_short[i])
+            cr_assert_eq(rebatch_pool_free(drawn->pool, blocks[i]), REBATCH_OK);
+    cr_assert_eq(rbi_trace_end(trace, drawn->pool, NULL), REBATCH_OK);
+    trace->is_whole = true;
+}
+
+static void open_drawn(struct drawn *drawn, uint64_t state)
+{
+    *drawn = (struct drawn){.device = NULL};
+    cr_assert_eq(rebatch_device_open_dry(&drawn->device, KIB(14336 + next(&state, 6144)), KIB(64)),
+                 REBATCH_OK);
+    drawn->plain = *drawn->device->ops;
+    drawn->plain.reserve = NULL;
+    drawn->device->ops = &drawn->plain;
+    cr_assert_eq(rebatch_pool_create(&drawn->pool, drawn->device, NULL), REBATCH_OK);
+    for (size_t i = 0; i < BLOCKS; i++) {
+        drawn->each[i] = 1 + next(&state, (size_t)1 << (12 + next(&state, 6)));
+        drawn->fixed[i] = next(&state, 4) ? 0 : next(&state, KIB(512));
+        drawn->is_short[i] = next(&state, 2) == 0;
+    }
+    for (size_t i = 0; i < BLOCKS; i++)
+        cr_assert_eq(
+            rebatch_pool_alloc(&drawn->live[i], drawn->pool, 1 + next(&state, KIB(1024)), NULL, 0),
+            REBATCH_OK);
+    for (size_t i = 0; i < BLOCKS; i += 2)
+        cr_assert_eq(rebatch_pool_free(drawn->pool, drawn->live[i]), REBATCH_OK);
+    run_drawn(&drawn->traces[0], drawn, 1);
+    run_drawn(&drawn->traces[1], drawn, 10);
+    cr_assert_eq(rbi_model_make(&drawn->model,
+                                &(struct rbi_traces){.whole = {drawn->traces, drawn->traces + 1},
+                                                     .count = 2,
+                                                     .latest = &drawn->traces[1]}),
+                 REBATCH_OK);
+    drawn->model.pool = drawn->pool;
+    drawn->setting =
+        (struct rbi_setting){.pool = drawn->pool, .least = 1, .admits_above = SIZE_MAX};
+}
+
+static void close_drawn(struct drawn *drawn)
+{
+    rbi_model_release(&drawn->model);
+    rbi_trace_release(&drawn->traces[0]);
+    rbi_trace_release(&drawn->traces[1]);
+    rebatch_pool_destroy(drawn->pool);
+    rebatch_device_close(drawn->device);
+}
+
+/* fits[size]; gives the largest. */
+static size_t try_all(bool *fits, const struct drawn *drawn)
+{
+    size_t largest = 0;
+    for (size_t size = 11; size <= SIZES_MOST; size++) {
+        struct rbi_forecast forecast;
+        cr_assert_eq(rbi_replay(&forecast, &drawn->model, &drawn->setting,
+                                &(struct rbi_plan){size, true, true, SIZES_MOST}),
+                     REBATCH_OK);
+        fits[size] = forecast.fits;
+        largest = forecast.fits ? size : largest;
+    }
+    return largest;
+}
+
+Test(probe_dry, the_largest_size_is_found_above_others_that_do_not_fit)
+{
+    size_t gaps = 0, found_above = 0;
+    for (uint64_t seed = 1; seed <= 600; seed++) {
+        struct drawn drawn;
+        bool fits[SIZES_MOST + 1] = {false};
+        size_t found, gap = 11;
+        open_drawn(&drawn, seed * 7919);
+        const size_t largest = try_all(fits, &drawn);
+        cr_assert_eq(
+            rbi_replay_largest(&found, &drawn.model, &drawn.setting, 11, SIZES_MOST, SIZES_MOST),
+            REBATCH_OK);
+        while (gap < largest && fits[gap])
+            gap++;
+        gaps += gap < largest;
+        found_above += gap < largest && found == largest;
+        cr_assert_eq(found, largest, "seed %d: %zu of %zu", (int)seed, found, largest);
+        close_drawn(&drawn);
+    }
+    cr_assert_gt(gaps, 2, "%zu gaps", gaps);
+    cr_assert_eq(found_above, gaps);
 }

@@ -225,28 +225,113 @@ Test(probe_model, units_need_not_be_powers_of_two)
     }
 }
 
-Test(probe_model, what_leans_to_the_ends_has_the_middle_and_the_truth_between)
+/* What 64 draws say of so many samples, at the least and at the most. */
+static void draw_all(size_t found[2], const struct rbi_points *given, size_t count)
 {
-    size_t doubts = 0;
+    struct rbi_points points = *given;
+    found[0] = SIZE_MAX;
+    found[1] = 0;
+    for (points.draw = 1; points.draw <= 64; points.draw++) {
+        const struct rbi_line line = rbi_line_fit(&points);
+        const size_t bytes = rbi_line_at(&line, count);
+        found[0] = rbi_min(found[0], bytes);
+        found[1] = rbi_max(found[1], bytes);
+        for (size_t i = 0; i < points.count; i++)
+            cr_assert_eq(rbi_line_at(&line, points.at[i].count), points.at[i].bytes,
+                         "draw %zu at %zu samples: %zu of %zu", (size_t)points.draw,
+                         points.at[i].count, rbi_line_at(&line, points.at[i].count),
+                         points.at[i].bytes);
+    }
+}
+
+Test(probe_model, what_is_drawn_explains_what_was_seen_and_has_the_truth_within_it)
+{
+    size_t doubts = 0, within = 0, all = 0;
     for (size_t fixed = 0; fixed < 500000; fixed += 70001)
         for (size_t each = 5003; each < 90000; each += 7919) {
             struct rbi_points points = rounded_points(fixed, each, 65536);
+            size_t found[2];
             points.unit = 65536;
-            points.target = 60;
-            size_t found[3];
-            for (int lean = -1; lean <= 1; lean++) {
-                points.lean = lean;
-                const struct rbi_line line = rbi_line_fit(&points);
-                found[lean + 1] = rbi_line_at(&line, points.target);
-            }
+            draw_all(found, &points, 60);
             const size_t bytes = rounded_up(fixed + 60 * each, 65536);
-            cr_assert(found[0] <= found[1] && found[1] <= found[2]);
-            if (fixed) /* without, it is known to be in proportion */
-                cr_assert(found[0] <= bytes && bytes <= found[2], "%zu in %zu to %zu", bytes,
-                          found[0], found[2]);
-            doubts += found[0] < found[2];
+            within += found[0] <= bytes && bytes <= found[1];
+            doubts += found[0] < found[1];
+            all++;
         }
-    cr_assert_gt(doubts, 0);
+    cr_assert_gt(doubts, all / 2);
+    cr_assert_geq(within, all - all / 20, "%zu of %zu", within, all);
+}
+
+Test(probe_model, a_law_that_is_certain_is_drawn_as_it_is)
+{
+    const struct rbi_points points =
+        points_of(3, (struct rbi_point[]){{1, 5001}, {2, 8002}, {9, 29009}}, 1);
+    size_t found[2];
+    draw_all(found, &points, 100);
+    cr_assert_eq(found[0], 302100);
+    cr_assert_eq(found[1], 302100);
+}
+
+Test(probe_model, what_does_not_rise_may_be_less_than_a_unit)
+{
+    const size_t mib = (size_t)1 << 20;
+    size_t found[2];
+    struct rbi_points points =
+        points_of(3, (struct rbi_point[]){{1, 2 * mib}, {10, 2 * mib}, {47, 2 * mib}}, 1);
+    draw_all(found, &points, 90);
+    cr_assert_eq(found[0], 2 * mib);
+    cr_assert_eq(found[1], 4 * mib);
+    points = points_of(3, (struct rbi_point[]){{1, 3001}, {10, 3001}, {47, 3001}}, 1);
+    draw_all(found, &points, 90);
+    cr_assert_eq(found[1], 3001, "so odd a size was not rounded");
+}
+
+Test(probe_model, what_does_not_rise_may_be_of_a_tile_where_others_are)
+{
+    struct rbi_points points =
+        points_of(3, (struct rbi_point[]){{1, 8 * 779}, {2, 8 * 779}, {7, 8 * 779}}, 1);
+    size_t found[2];
+    draw_all(found, &points, 15);
+    cr_assert_eq(found[1], 8 * 779, "no tile is known");
+    points.tile = 8;
+    draw_all(found, &points, 15);
+    cr_assert_eq(found[0], 8 * 779);
+    cr_assert_eq(found[1], 16 * 779);
+}
+
+Test(probe_model, multiples_of_a_large_power_of_two_are_of_tiles_or_were_rounded_up)
+{
+    const size_t mib = (size_t)1 << 20;
+    const struct rbi_points points =
+        points_of(3, (struct rbi_point[]){{1, 2 * mib}, {6, 2 * mib}, {100, 4 * mib}}, 1);
+    const struct rbi_line line = rbi_line_fit(&points);
+    size_t found[2];
+    cr_assert_eq(line.step, 64);
+    draw_all(found, &points, 110);
+    cr_assert_eq(found[0], 4 * mib);
+    cr_assert_eq(found[1], 6 * mib, "40000 bytes a sample are more than two units");
+}
+
+Test(probe_model, a_model_is_drawn_as_a_whole_and_the_same_for_the_same_number)
+{
+    struct made made = {.device = NULL};
+    uint64_t needs[2][16];
+    size_t others = 0;
+    make_model(&made, 3, (size_t[]){1, 20, 41},
+               (const size_t[][8]){{65536, 131072}, {1376256, 1966080}, {2818048, 4063232}});
+    cr_assert(made.model.has_events);
+    cr_assert(made.model.is_doubtful);
+    const uint64_t middle = rbi_model_need(&made.model, 60);
+    for (int turn = 0; turn < 2; turn++)
+        for (uint64_t i = 0; i < 16; i++) {
+            rbi_model_draw(&made.model, i + 1);
+            needs[turn][i] = rbi_model_need(&made.model, 60);
+            cr_assert_eq(rbi_model_need(&made.model, 41), 2818048 + 4063232);
+            others += needs[turn][i] != middle;
+        }
+    cr_assert_arr_eq(needs[0], needs[1], sizeof needs[0]);
+    cr_assert_gt(others, 0);
+    release_made(&made, 3);
 }
 
 /* ---- reserves ---- */
