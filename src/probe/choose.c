@@ -105,11 +105,11 @@ static rebatch_status choose_second(size_t *out, struct rbi_search *s)
 }
 
 /* One more than a power of two begins a tile anew, whatever power of two the tile is: what is in
- * tiles is seen there, up to three quarters of the way. */
+ * tiles is seen there, up to two thirds of the way. */
 static size_t above_tiles(size_t predicted)
 {
     size_t power = 1;
-    while (2 * power + 1 <= predicted - predicted / 4)
+    while (2 * power + 1 <= predicted - predicted / 3)
         power *= 2;
     return power + 1;
 }
