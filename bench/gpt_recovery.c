@@ -2,11 +2,13 @@
  * of GPT-2 124M: bf16, 1,024 positions, 128 samples a step. Lines:
  *     caps rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES PROBE_MS MICROBATCH_MS PREDICTED_MIB
  *                  MEASURED_MIB COLD_MS STEP_MS
+ *     steps CAP_GIB PREDICTED_MIB MEASURED_MIB
  *     parts WAY CAP_GIB MS MAPPED_PIECES MAPPING_MS GIVING_MS CALLBACKS_MS
  *     learn rebatch CAP_GIB SIZE TRUE OOMS MICROBATCHES LATER_MICROBATCHES COLD_MS STEP_MS
  *     tenant rebatch SIZE_BEFORE SIZE_AFTER STRUCK_MS STEP_MS REDONE_SAMPLES
  * TRUE is yes when whole steps run at SIZE and not at SIZE + 1 (or SIZE is the batch). COLD_MS is
  * from the start of the probe to the end of the first effective step; STEP_MS an undisturbed one.
+ * steps: the peak of the first one after the probe, by rebatch_predict() and as it was.
  * learn is a session without a probe, which learns from its first step's micro-batches. Parts say
  * where the MS of a probe, of that first step, or of the one in which the other user struck went:
  * MAPPING_MS into the device's calls that make and map memory, GIVING_MS into those that give it
@@ -336,6 +338,28 @@ static rebatch_status bench_learn(size_t gib)
     return status;
 }
 
+/* The first step after a probe, its peak foretold by what the probe has learnt. What is reserved
+ * for the update is made only at its end. */
+static rebatch_status run_foretold(struct bench *bench, const rebatch_probe_options *probing,
+                                   rebatch_step_report *report, double *ms, size_t shown_gib)
+{
+    rebatch_pool *pool = rebatch_get_pool(bench->rb);
+    rebatch_prediction prediction;
+    rebatch_pool_stats stats;
+    rebatch_status status = rebatch_predict(&prediction, bench->rb,
+                                            rebatch_get_micro(bench->rb, BATCH), BATCH, probing);
+    if (!status)
+        status = rebatch_pool_reset_peaks(pool);
+    if (!status)
+        status = run_step(bench, report, ms);
+    if (!status)
+        status = rebatch_pool_get_stats(&stats, pool);
+    if (!status && shown_gib)
+        printf("steps %zu %.1f %.1f\n", shown_gib,
+               mib(prediction.peak_bytes - probing->reserve_bytes), mib(stats.live_peak_bytes));
+    return status;
+}
+
 static rebatch_status bench_cap(size_t gib, bool shows)
 {
     struct bench bench = {0};
@@ -356,7 +380,7 @@ static rebatch_status bench_cap(size_t gib, bool shows)
             print_parts(&bench, &before, "probe", gib);
     }
     if (!status)
-        status = run_step(&bench, &report, &first_ms);
+        status = run_foretold(&bench, &probing, &report, &first_ms, shows ? gib : 0);
     const uint32_t ooms = probe.ooms + report.ooms;
     if (!status)
         status = run_clean(&bench, &report, &clean_ms);
