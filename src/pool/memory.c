@@ -206,8 +206,12 @@ rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream 
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK || !pool->has_space ||
         pool->guard)
         return status;
-    rbi_pool_enter(pool);
+    rbi_lock_take(&pool->lock);
     pool->expected.left = 0;
+    rbi_lock_give(&pool->lock);
+    if (bytes == 0) /* which a cycle that runs need not know */
+        return REBATCH_OK;
+    rbi_pool_enter(pool);
     status = expect_locked(pool, rounded, stream);
     rbi_lock_give(&pool->lock);
     return status == REBATCH_OOM ? REBATCH_OK : status;

@@ -85,14 +85,21 @@ void rbi_search_note(struct rbi_search *s, size_t count, rebatch_status status,
     s->cut = *trace;
 }
 
+/* After it nothing more is expected, whatever it needed. */
+static rebatch_status run_trial(struct rbi_search *s, struct rbi_trace *trace, uint64_t *peak_bytes,
+                                size_t count)
+{
+    const rebatch_status status = s->trial(trace, peak_bytes, s->user, count, rbi_search_latest(s));
+    (void)rbi_pool_expect(s->setting.pool, 0, s->setting.stream);
+    return status;
+}
+
 /* REBATCH_OK also after an OOM: s->fits says whether it ran. */
 static rebatch_status try_size(struct rbi_search *s, size_t count)
 {
     struct rbi_trace trace = {0};
     uint64_t peak_bytes = 0;
-    const rebatch_status status =
-        s->trial(&trace, &peak_bytes, s->user, count, rbi_search_latest(s));
-    (void)rbi_pool_expect(s->setting.pool, 0, s->setting.stream);
+    const rebatch_status status = run_trial(s, &trace, &peak_bytes, count);
     if (status && status != REBATCH_OOM) {
         rbi_trace_release(&trace);
         return status;
@@ -167,7 +174,7 @@ static rebatch_status time_size(struct timed *timed, struct rbi_search *s)
         struct rbi_trace trace = {0};
         const uint64_t began = s->now();
         s->report.microbatches++;
-        status = s->trial(&trace, &timed->peak_bytes, s->user, timed->count, rbi_search_latest(s));
+        status = run_trial(s, &trace, &timed->peak_bytes, timed->count);
         const uint64_t ns = s->now() - began;
         if (status == REBATCH_OOM) {
             s->report.ooms++;

@@ -150,6 +150,8 @@ void rbi_learn_begin(rebatch *rb, size_t count)
 static void settle_after(rebatch *rb, rebatch_status status)
 {
     struct rbi_learning *learning = &rb->learning;
+    rbi_pool_set_eager(rb->pool, false);
+    (void)rbi_pool_expect(rb->pool, 0, rb->options.stream);
     learning->is_watched = false;
     if (status != REBATCH_OOM) {
         learning->is_settled |= learning->has_failed;
@@ -165,8 +167,6 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     struct rbi_learning *learning = &rb->learning;
     if (!learning->is_on)
         return;
-    rbi_pool_set_eager(rb->pool, false);
-    (void)rbi_pool_expect(rb->pool, 0, rb->options.stream);
     if (status == REBATCH_OK)
         rb->report.learned += learning->chosen != 0 && (rb->by_cost || learning->chosen == count);
     if (learning->is_watched) {

@@ -96,6 +96,7 @@ Test(pool_cycles, counting_does_not_end_it)
     cr_assert_eq(rebatch_scope_get_stats(&stats, run.rig.pool, scope), REBATCH_OK);
     cr_assert_eq(rebatch_scope_commit(run.rig.pool, scope), REBATCH_OK);
     cr_assert_eq(rbi_pool_admit(run.rig.pool, GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rbi_pool_expect(run.rig.pool, 0, NULL), REBATCH_OK);
     rbi_pool_mark(run.rig.pool);
     (void)rbi_pool_peak_since_mark(run.rig.pool);
     (void)stats_of(run.rig.pool);

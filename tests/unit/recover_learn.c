@@ -85,6 +85,7 @@ static rebatch_status growing_nothing(void *user)
     const struct growing *g = user;
     rebatch_mutating(g->rb);
     cr_assert_not(rebatch_get_pool(g->rb)->eager);
+    cr_assert_eq(rebatch_get_pool(g->rb)->expected.left, 0);
     return REBATCH_OK;
 }
 
@@ -132,6 +133,7 @@ static void run_growing(struct growing *g, rebatch_status expected)
     cr_assert_eq(rebatch_step(g->rb, &ops, g->batch, g, &report), expected, "%s",
                  rebatch_last_error());
     cr_assert_not(rebatch_get_pool(g->rb)->eager);
+    cr_assert_eq(rebatch_get_pool(g->rb)->expected.left, 0);
     rebatch_close(g->rb);
     rebatch_device_close(device);
 }
