@@ -57,13 +57,14 @@ typedef struct rebatch_pool_options {
                                 its end as at its beginning, the places of the next are learnt, and
                                 from then on the same calls get the same places without a search,
                                 until another call comes. Where memory is so short that some would
-                                be moved in every period, where streams take it of each other, or
-                                where they lag, the places are found anew for all of them at once,
-                                for which all work is waited for. A period may have several streams:
-                                memory that rebatch_pool_use_on() was said of is given out again
-                                when that stream's work is done, else the call is searched for. Only
-                                while one thread uses the pool; and not with guard, events, rounding
-                                or caching off.
+                                be moved in every period, or where streams use blocks of others, the
+                                places are found anew for all of them at once, for which all work is
+                                waited for; in the latter case, where there is plenty, with up to a
+                                third of the pool's peak more, which saves events. A period may have
+                                several streams: memory that rebatch_pool_use_on() was said of is
+                                given out again when that stream's work is done, else the call is
+                                searched for. Only while one thread uses the pool; and not with
+                                guard, events, rounding or caching off.
                                 Takes 272 KiB of host memory, and 2.75 MiB more once a period is
                                 learnt (4 MiB where streams use blocks of others), of which the
                                 system gives what the longest period touches.

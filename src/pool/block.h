@@ -127,6 +127,7 @@ struct rbi_quick {
 struct rbi_mark {
     rbi_event event; /* NULL: none yet, or none to be had */
     uint64_t point;
+    uint64_t call; /* rbi_pool_calls() when it was made */
 };
 #define RBI_STREAM_MARKS 8
 

@@ -380,6 +380,42 @@ static void lift_all(rebatch_pool *pool)
     }
 }
 
+/* Fewer uses than this part of a period's calls are worth no places of their own. */
+#define FEW_USES_PARTS 128
+
+/* As far as streams were seen to lag, and half as far again. */
+static void choose_spare_calls(rebatch_pool *pool)
+{
+    struct rbi_cycle *cycle = &pool->cycle;
+    const uint64_t calls = pool->lag_calls + pool->lag_calls / 2;
+    cycle->spare_calls = rbi_max(cycle->spare_calls, rbi_min(calls, (uint64_t)cycle->noted));
+    pool->lag_calls = 0;
+}
+
+/* Where many blocks are used by other streams, they are placed for the sake of fewer marks. What
+ * could not be had is not tried again for the same calls. */
+static bool has_many_uses(const struct rbi_cycle *cycle)
+{
+    return cycle->use_count > cycle->noted / FEW_USES_PARTS;
+}
+
+static bool wants_places(const rebatch_pool *pool, bool moved)
+{
+    const struct rbi_cycle *cycle = &pool->cycle;
+    const bool may_wait = cycle->use_count != 0 && cycle->spare_calls != 0;
+    const bool once_more = cycle->hopes && rbi_pool_knows_needs(pool);
+    return moved || ((has_many_uses(cycle) || may_wait) && (!cycle->stays || once_more));
+}
+
+/* As long as needs are not known there is no fresh memory for that: it is tried once more then. */
+static void note_places(rebatch_pool *pool, bool is_placed, bool is_changed)
+{
+    struct rbi_cycle *cycle = &pool->cycle;
+    const bool knows = rbi_pool_knows_needs(pool);
+    cycle->hopes = has_many_uses(cycle) && !cycle->has_enough && !knows;
+    cycle->stays = !is_placed && (knows || is_changed);
+}
+
 /* The places of a period in which memory was moved are gone: others are found then. */
 static bool begin_running(rebatch_pool *pool)
 {
@@ -389,9 +425,11 @@ static bool begin_running(rebatch_pool *pool)
         !find_used(cycle))
         return false;
     rbi_quick_flush_all(pool);
+    choose_spare_calls(pool);
     const uint64_t layout = pool->layout;
-    const bool may_place = moved || (cycle->spare_calls && cycle->use_count);
-    const bool is_placed = may_place && rbi_cycle_place(pool);
+    cycle->is_apart = cycle->has_enough = false;
+    const bool is_placed = wants_places(pool, moved) && rbi_cycle_place(pool);
+    note_places(pool, is_placed, pool->layout != layout);
     if (!is_placed && (moved || pool->layout != layout))
         return false;
     if (!rbi_cycle_plan_waits(pool, cycle) || !prepare_nodes(pool)) /* placing may take some */
@@ -444,6 +482,7 @@ void rbi_cycle_begin(rebatch_pool *pool)
 
 static void lose(struct rbi_cycle *cycle)
 {
+    cycle->stays = false;
     cycle->phase = RBI_CYCLE_NONE;
     cycle->turn = 0;
     cycle->doublings = 0;

@@ -63,7 +63,6 @@ struct rbi_cycle_use {
     bool marks;     /* a mark is made then */
     bool last;      /* of that call */
 };
-#define RBI_CYCLE_HASTE_MOST 2
 #define RBI_CYCLE_USES (RBI_TRAIL_CALLS / 2)
 /* What an allocation waits for. */
 struct rbi_cycle_wait {
@@ -119,12 +118,13 @@ struct rbi_cycle {
     struct rbi_cycle_wait *waits; /* as many as there is space for uses */
     size_t use_count, wait_count;
     size_t use_calls, used_frees; /* of the period's calls */
-    bool lags;                    /* it runs no longer as a stream had not come far enough */
-    uint64_t lag_calls;           /* calls since the free that it waited for then */
-    uint64_t spare_calls; /* that blocks are placed apart, where others use them; 0: streams have
-                             not lagged yet */
-    unsigned haste;       /* marks are made within the first 1/2^haste of the calls until they are
-                       waited for */
+    bool is_apart;        /* blocks that others use are placed for the sake of fewer marks */
+    bool has_enough;      /* memory for that */
+    bool hopes;           /* it has not, but may have once the pool knows its needs */
+    bool stays;           /* its blocks are not to be placed where no memory is moved */
+    bool lags;            /* it runs no longer as a stream had not come far enough */
+    uint64_t spare_calls; /* for which blocks that others have used are left alone, and marks stand
+                             before they are waited for; 0: streams have not lagged yet */
 
     uint64_t first_birth;  /* of the period that is learnt */
     uint64_t live_bytes;   /* after the last call that was noted */

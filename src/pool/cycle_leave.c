@@ -162,6 +162,8 @@ static void note_served(rebatch_pool *pool)
 
 /* ---- streams ---- */
 
+#define LEAST_SPARE_CALLS ((uint64_t)8)
+
 static void let_go_of_streams(const struct rbi_cycle *cycle)
 {
     for (size_t i = 0; i < cycle->noted; i++) {
@@ -172,18 +174,13 @@ static void let_go_of_streams(const struct rbi_cycle *cycle)
         cycle->uses[i].stream->pins--;
 }
 
-/* It ran into work that was not done in its first periods, so it would again. First marks are made
- * earlier, then blocks that others use are placed apart in time, and where a period is too short
+/* It ran into work that was not done in its first periods, so it would again. Marks are made
+ * earlier then, and blocks that others use are placed apart in time; where a period is too short
  * for that it is doubled. */
 static void try_with_more_time(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
-    if (cycle->haste < RBI_CYCLE_HASTE_MOST) {
-        cycle->haste++;
-    } else {
-        cycle->haste = 1;
-        cycle->spare_calls = 2 * rbi_max(cycle->spare_calls, cycle->lag_calls);
-    }
+    cycle->spare_calls = 2 * rbi_max(cycle->spare_calls, LEAST_SPARE_CALLS);
     if (cycle->spare_calls < cycle->noted) {
         cycle->patience = 0;
         return;

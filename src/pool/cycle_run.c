@@ -4,14 +4,6 @@
 
 /* ---- allocations that wait ---- */
 
-static void note_lag(struct rbi_cycle *cycle, const struct rbi_cycle_call *call,
-                     const struct rbi_cycle_use *use)
-{
-    const size_t now = (size_t)(call - cycle->calls);
-    cycle->lags = true;
-    cycle->lag_calls = now - use->call + (now < use->call ? cycle->noted : 0);
-}
-
 /* By what is known, else by one question to each stream that has not come far enough. */
 static bool is_done(rebatch_pool *pool, const struct rbi_cycle_call *call)
 {
@@ -20,7 +12,7 @@ static bool is_done(rebatch_pool *pool, const struct rbi_cycle_call *call)
     for (;; wait++) {
         const struct rbi_cycle_use *const use = &cycle->uses[wait->use];
         if (!rbi_stream_has_come(pool, use->stream, use->point)) {
-            note_lag(cycle, call, use);
+            cycle->lags = true;
             return false;
         }
         if (wait->last)
@@ -28,9 +20,17 @@ static bool is_done(rebatch_pool *pool, const struct rbi_cycle_call *call)
     }
 }
 
+/* Its blocks may be placed better now than when it began. */
+static bool is_outdated(const rebatch_pool *pool)
+{
+    return pool->cycle.hopes && rbi_pool_knows_needs(pool);
+}
+
 struct rbi_block *rbi_cycle_take_when_done(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     const struct rbi_cycle_call *const call = pool->cycle.next;
+    if (is_outdated(pool))
+        return NULL;
     if (!rbi_cycle_allocates(call) || call->stream->stream != stream ||
         (size_t)rbi_cycle_units(call) * REBATCH_POOL_UNIT_BYTES != bytes)
         return NULL;

@@ -11,6 +11,7 @@
 /* Stretches that there are at once, and streams that one allocation waits for. */
 #define MOST_STRETCHES 4096
 #define MOST_WAITS 8
+#define DELAY_PARTS 3
 
 /* Memory that was freed with call `at`, counted from the beginning of the first lap, and may be in
  * use on other streams still. */
@@ -115,6 +116,14 @@ static bool collect_waits(struct walk *walk, const char *from, const char *to)
     return true;
 }
 
+/* How much later than the free a mark may be made which is waited for so many calls after it: a
+ * part of what blocks are left alone for is for that. */
+static uint32_t delay_of(const struct rbi_cycle *cycle, uint32_t calls)
+{
+    const uint64_t before = cycle->spare_calls - cycle->spare_calls / DELAY_PARTS;
+    return calls > before ? calls - (uint32_t)before : 0;
+}
+
 static bool note_waits(struct walk *walk, struct rbi_cycle_call *call)
 {
     struct rbi_cycle *const cycle = walk->cycle;
@@ -127,7 +136,7 @@ static bool note_waits(struct walk *walk, struct rbi_cycle_call *call)
     for (size_t i = 0; i < walk->wait_count; i++) {
         const struct latest *const latest = &walk->waits[i];
         struct rbi_cycle_use *const use = &cycle->uses[latest->use];
-        use->delay = rbi_min(use->delay, (walk->now - latest->at) >> cycle->haste);
+        use->delay = rbi_min(use->delay, delay_of(cycle, walk->now - latest->at));
         cycle->waits[cycle->wait_count++] =
             (struct rbi_cycle_wait){latest->use, i + 1 == walk->wait_count};
     }

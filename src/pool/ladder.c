@@ -193,8 +193,7 @@ static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
 #define SETTLED_TIMES 8
 #define SETTLED_BIRTHS 16384
 
-/* Whether the pool has seen what it will need. */
-static bool knows_needs(const rebatch_pool *pool)
+bool rbi_pool_knows_needs(const rebatch_pool *pool)
 {
     return pool->births >= SETTLED_TIMES * pool->settled_births + SETTLED_BIRTHS;
 }
@@ -241,7 +240,7 @@ static struct means find_means(rebatch_pool *pool, size_t bytes)
 {
     size_t room;
     rebatch_memory_info info;
-    const bool knows = knows_needs(pool), may_cut = knows || may_be_large(pool, bytes);
+    const bool knows = rbi_pool_knows_needs(pool), may_cut = knows || may_be_large(pool, bytes);
     if (!may_cut || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return (struct means){false, false};
     return (struct means){knows && has_plenty(pool, bytes, room, &info), has_slack(pool, room)};
@@ -371,10 +370,11 @@ bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes)
     return bytes <= cached || find_means(pool, bytes).plenty;
 }
 
-struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
+struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
+                                   bool fresh)
 {
     struct growth growth = {
-        .bytes = bytes, .stream = stream, .no_fresh = !find_means(pool, bytes).plenty};
+        .bytes = bytes, .stream = stream, .no_fresh = !fresh || !find_means(pool, bytes).plenty};
     struct rbi_window window;
     struct rbi_block *block;
     if (rbi_nodes_prepare(&pool->range_nodes, 1) && rbi_pool_await_streams(pool) == REBATCH_OK &&
@@ -477,7 +477,7 @@ static rebatch_status take_granules(struct rbi_block **out, rebatch_pool *pool,
  * device need not be asked what it has left, which takes it microseconds. */
 static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rbi_request *request)
 {
-    if (pool->guard || pool->care_bytes != SIZE_MAX || !knows_needs(pool))
+    if (pool->guard || pool->care_bytes != SIZE_MAX || !rbi_pool_knows_needs(pool))
         return NULL;
     struct rbi_block *block = take_afloat(pool, request);
     struct rbi_window window;

@@ -669,6 +669,7 @@ rebatch_status rebatch_pool_use_on(rebatch_pool *pool, void *pointer, rebatch_st
     if (status != REBATCH_OK || (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
+    pool->use_calls++;
     if (!rbi_cycle_use(pool, pointer, stream)) {
         rbi_pool_leave_cycle(pool);
         status = use_on_locked(pool, pointer, stream);

@@ -171,11 +171,13 @@ struct rebatch_pool {
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     uint64_t looks;                /* searches so far that looked how far streams have come */
+    uint64_t lag_calls; /* after so many calls a mark was not reached yet: the most since a cycle
+                           began */
     struct rbi_block *pending;
     struct rbi_table table; /* of the blocks that have been given out, and are not merged yet */
     struct rbi_late late;
     struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
-    uint64_t births;
+    uint64_t births, use_calls;
 
     /* Physical memory, by the size of its pieces: 2^i granules.
      *   spare_count == sum of spare[i].count << i
@@ -220,6 +222,12 @@ struct rebatch_pool {
     struct rbi_cycle cycle;
     uint64_t layout; /* counts what changes where memory is, or whose */
 };
+
+/* Allocations, frees and uses so far. */
+static inline uint64_t rbi_pool_calls(const rebatch_pool *pool)
+{
+    return 2 * pool->births - pool->stats.blocks + pool->use_calls;
+}
 
 /* Tells the recorder, if there is one. */
 static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call call,
@@ -506,12 +514,14 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
 /* Where there are addresses for so many bytes, whole granules, and no memory yet. */
 rebatch_status rbi_pool_find_addresses(char **out, rebatch_pool *pool, size_t bytes);
+/* Whether the pool has seen what it will need; before that there is plenty of nothing. */
+bool rbi_pool_knows_needs(const rebatch_pool *pool);
 /* Whether so many bytes are free, or to be had where there is plenty. */
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
-/* Free granules in a row, for `stream`: moved there, and fresh ones only where there is plenty.
- * Gives the free block that they are; NULL: there are not enough. */
-struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes,
-                                   struct rbi_pool_stream *stream);
+/* Free granules in a row, for `stream`: moved there, and fresh ones only if they may be and where
+ * there is plenty. Gives the free block that they are; NULL: there are not enough. */
+struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
+                                   bool fresh);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);

@@ -118,6 +118,8 @@ static rebatch_status ask_mark(bool *reached, rebatch_pool *pool, struct rbi_poo
     *reached = *reached && status == REBATCH_OK;
     if (*reached)
         note_done(stream, mark->point);
+    else
+        pool->lag_calls = rbi_max(pool->lag_calls, rbi_pool_calls(pool) - mark->call);
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
@@ -158,6 +160,7 @@ static void mark(rebatch_pool *pool, struct rbi_pool_stream *stream)
     if (rbi_event_record(pool->device, mark->event, stream->stream) != REBATCH_OK)
         return;
     mark->point = stream->frees;
+    mark->call = rbi_pool_calls(pool);
     stream->mark_count++;
 }
 

@@ -128,11 +128,11 @@ Test(pool_place, lining_up_may_fail_at_any_call)
             REBATCH_FAULT_RESERVE | REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP | REBATCH_FAULT_ACCESS;
         plan.nth = nth;
         cr_assert_eq(rebatch_fault_arm(device, &plan), REBATCH_OK);
-        const bool failed = !rbi_pool_line_up(pool, 2 * PIECES * GRANULE, pool->first_stream);
+        const bool failed = !rbi_pool_line_up(pool, 2 * PIECES * GRANULE, pool->first_stream, true);
         plan.nth = 0;
         cr_assert_eq(rebatch_fault_arm(device, &plan), REBATCH_OK);
         assert_valid(pool);
-        cr_assert_neq(rbi_pool_line_up(pool, 2 * PIECES * GRANULE, pool->first_stream), NULL);
+        cr_assert_neq(rbi_pool_line_up(pool, 2 * PIECES * GRANULE, pool->first_stream, true), NULL);
         assert_valid(pool);
         rebatch_pool_destroy(pool);
         rebatch_memory_info info;

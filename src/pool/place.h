@@ -1,0 +1,54 @@
+/* A period's blocks as they are placed all at once (place.c, place_apart.c).
+ * Must not know how a period is learnt, or run. */
+#ifndef RBI_POOL_PLACE_H
+#define RBI_POOL_PLACE_H
+
+#include "pool/pool.h"
+
+/* What call `of` allocates. In units, and in calls of the period: in use from `from` until before
+ * `to`, which may be in the next period, up to where it was allocated in this. What is in use from
+ * one period into the next has its place for itself. */
+struct rbi_item {
+    uint32_t units, offset;
+    uint32_t from, to;
+    uint32_t of;
+    uint32_t was_to;
+    uint32_t freed; /* where other streams use it, the call that frees it: from there until `to` its
+                       memory is left alone; else 0, as no call 0 frees what the period allocated */
+};
+
+/* What one stream has. */
+struct rbi_stretch {
+    struct rbi_pool_stream *stream;
+    struct rbi_item *items;
+    size_t count;
+    bool wraps;              /* something is in use until the next period */
+    uint64_t in_use_most;    /* units */
+    uint64_t units;          /* that they take as they are placed */
+    struct rbi_block *block; /* where they lie, out of all lists */
+};
+#define RBI_STRETCHES 16
+
+/* `in_use` has space for each call of the period. */
+struct rbi_plan {
+    struct rbi_item *items;
+    const struct rbi_item **placed;
+    int64_t *in_use;
+    uint32_t period;
+    struct rbi_stretch stretches[RBI_STRETCHES];
+    size_t count;
+    uint64_t in_use_most; /* of all stretches, each by itself */
+    bool has_enough;      /* memory, that no more is worth it */
+    bool takes_fresh;     /* also such as nobody has, where there is plenty */
+};
+
+/* Finds in_use_most and wraps; in_use[i] is then what is in use with call i. */
+void rbi_stretch_weigh(struct rbi_stretch *stretch, int64_t *in_use, uint32_t period);
+
+/* Leaves what other streams have used alone for longer after it was freed, at most half a period:
+ * first where that takes no more memory than there is at the period's peak, then for at most
+ * `units` more, which go where most is won by it. The longer that memory is left alone the fewer
+ * marks tell that it is done. */
+void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units);
+
+#endif
