@@ -21,7 +21,7 @@
  * long enough for the longest period to pass twice. */
 #define PATIENCE (4 * RBI_TRAIL_CALLS)
 #define WINDOW (2 * RBI_TRAIL_CALLS)
-#define WINDOWS 8
+#define WINDOWS 4
 
 bool rbi_trail_open(struct rbi_trail *trail)
 {

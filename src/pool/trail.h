@@ -10,7 +10,7 @@
 #include "rebatch/pool.h"
 
 /* How many calls are remembered: the longest period is a little shorter. A power of two. */
-#define RBI_TRAIL_CALLS ((size_t)1 << 16)
+#define RBI_TRAIL_CALLS ((size_t)1 << 17)
 #define RBI_TRAIL_ANCHORS 1024
 
 /* Where the calls last looked as this hash says. */
