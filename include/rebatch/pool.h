@@ -66,7 +66,7 @@ typedef struct rebatch_pool_options {
                                 searched for. Only while one thread uses the pool; and not with
                                 guard, events, rounding or caching off.
                                 Takes 528 KiB of host memory, and 5.5 MiB more once a period is
-                                learnt (8 MiB where streams use blocks of others), of which the
+                                learnt (10 MiB where streams use blocks of others), of which the
                                 system gives what the longest period touches.
                                 REBATCH_OFF: every call is searched for, and the memory is not
                                 taken: to measure what calls cost that do not repeat, or for

@@ -28,6 +28,8 @@ void rbi_cycle_close(struct rbi_cycle *cycle)
     rbi_heap_free(cycle->in_use);
     rbi_heap_free(cycle->uses);
     rbi_heap_free(cycle->waits);
+    rbi_heap_free(cycle->places.of);
+    cycle->places = (struct rbi_cycle_places){.of = NULL};
     cycle->calls = NULL;
     cycle->allocations = NULL;
     cycle->in_use = NULL;
@@ -383,13 +385,14 @@ static void lift_all(rebatch_pool *pool)
 /* Fewer uses than this part of a period's calls are worth no places of their own. */
 #define FEW_USES_PARTS 128
 
-/* As far as streams were seen to lag, and half as far again. */
+/* Marks stand for a little longer than streams lag; places are chosen with more to spare, so that
+ * they are good for a while. */
 static void choose_spare_calls(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
-    const uint64_t calls = pool->lag_calls + pool->lag_calls / 2;
-    cycle->spare_calls = rbi_max(cycle->spare_calls, rbi_min(calls, (uint64_t)cycle->noted));
-    pool->lag_calls = 0;
+    const uint64_t lag = pool->lag_calls, most = cycle->noted;
+    cycle->lead_calls = rbi_min(lag + lag / 32 + (lag > 0), most);
+    cycle->spare_calls = rbi_min(lag + lag / 4 * 3, most);
 }
 
 /* Where many blocks are used by other streams, they are placed for the sake of fewer marks. What
@@ -407,15 +410,6 @@ static bool wants_places(const rebatch_pool *pool, bool moved)
     return moved || ((has_many_uses(cycle) || may_wait) && (!cycle->stays || once_more));
 }
 
-/* As long as needs are not known there is no fresh memory for that: it is tried once more then. */
-static void note_places(rebatch_pool *pool, bool is_placed, bool is_changed)
-{
-    struct rbi_cycle *cycle = &pool->cycle;
-    const bool knows = rbi_pool_knows_needs(pool);
-    cycle->hopes = has_many_uses(cycle) && !cycle->has_enough && !knows;
-    cycle->stays = !is_placed && (knows || is_changed);
-}
-
 /* The places of a period in which memory was moved are gone: others are found then. */
 static bool begin_running(rebatch_pool *pool)
 {
@@ -427,9 +421,10 @@ static bool begin_running(rebatch_pool *pool)
     rbi_quick_flush_all(pool);
     choose_spare_calls(pool);
     const uint64_t layout = pool->layout;
-    cycle->is_apart = cycle->has_enough = false;
-    const bool is_placed = wants_places(pool, moved) && rbi_cycle_place(pool);
-    note_places(pool, is_placed, pool->layout != layout);
+    const bool is_placed = wants_places(pool, moved) && rbi_cycle_place(pool, moved);
+    cycle->has_enough = is_placed && cycle->places.has_enough;
+    /* As long as needs are not known there is no fresh memory for it. */
+    cycle->hopes = has_many_uses(cycle) && !cycle->has_enough && !rbi_pool_knows_needs(pool);
     if (!is_placed && (moved || pool->layout != layout))
         return false;
     if (!rbi_cycle_plan_waits(pool, cycle) || !prepare_nodes(pool)) /* placing may take some */

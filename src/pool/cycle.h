@@ -89,6 +89,27 @@ struct rbi_cycle_old {
  * placed; where that fails, after twice as many. */
 #define RBI_CYCLE_MOVED 3
 
+/* Where the blocks of a period lay when they were last placed, and what calls it had: where the
+ * same come again so do the places. */
+struct rbi_cycle_place {
+    uint32_t units, of; /* as of the call */
+    uint32_t offset;    /* of what it allocates, in units, within its stretch */
+    uint16_t stretch;
+    bool crosses; /* what it allocates is in use when a period begins */
+};
+#define RBI_CYCLE_STRETCHES 16
+struct rbi_cycle_places {
+    struct rbi_cycle_place *of; /* NULL: none were placed yet */
+    size_t count;
+    struct {
+        struct rbi_pool_stream *stream;
+        uint64_t units;
+    } stretches[RBI_CYCLE_STRETCHES];
+    size_t stretch_count;
+    uint64_t spare_calls;
+    bool has_enough; /* memory, that no more is worth it for the sake of fewer marks */
+};
+
 /* While a cycle is learnt, each call is noted with the place that the search found for it. While it
  * runs, calls that are those of the cycle are served by it, and the blocks it gave out are in no
  * range's list, nor in the table: what they lie in is free there, and so is what was freed and
@@ -113,18 +134,20 @@ struct rbi_cycle {
         size_t calls;
         uint64_t in_use_most, spare_calls, units;
     } placed;
+    struct rbi_cycle_places places;
+    uint64_t placed_births; /* births when blocks were last placed anew though none were moved */
 
     struct rbi_cycle_use *uses;   /* NULL: none was ever learnt */
     struct rbi_cycle_wait *waits; /* as many as there is space for uses */
     size_t use_count, wait_count;
     size_t use_calls, used_frees; /* of the period's calls */
-    bool is_apart;        /* blocks that others use are placed for the sake of fewer marks */
-    bool has_enough;      /* memory for that */
-    bool hopes;           /* it has not, but may have once the pool knows its needs */
-    bool stays;           /* its blocks are not to be placed where no memory is moved */
-    bool lags;            /* it runs no longer as a stream had not come far enough */
-    uint64_t spare_calls; /* for which blocks that others have used are left alone, and marks stand
-                             before they are waited for; 0: streams have not lagged yet */
+    bool has_enough;              /* placed, with enough memory for few marks */
+    bool hopes;                   /* it has not, but may have once the pool knows its needs */
+    bool stays;                   /* its blocks are not to be placed where no memory is moved */
+    bool lags;                    /* it runs no longer as a stream had not come far enough */
+    uint64_t lead_calls;          /* marks stand so long before they are waited for */
+    uint64_t spare_calls; /* blocks that others have used are left alone so long, if they are placed
+                             anew; 0: streams do not lag */
 
     uint64_t first_birth;  /* of the period that is learnt */
     uint64_t live_bytes;   /* after the last call that was noted */

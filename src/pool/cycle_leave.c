@@ -162,7 +162,7 @@ static void note_served(rebatch_pool *pool)
 
 /* ---- streams ---- */
 
-#define LEAST_SPARE_CALLS ((uint64_t)8)
+#define LEAST_LAG_CALLS 8
 
 static void let_go_of_streams(const struct rbi_cycle *cycle)
 {
@@ -180,12 +180,12 @@ static void let_go_of_streams(const struct rbi_cycle *cycle)
 static void try_with_more_time(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
-    cycle->spare_calls = 2 * rbi_max(cycle->spare_calls, LEAST_SPARE_CALLS);
-    if (cycle->spare_calls < cycle->noted) {
+    pool->lag_calls = rbi_max(pool->lag_calls, cycle->lead_calls);
+    pool->lag_calls += pool->lag_calls / 2 + LEAST_LAG_CALLS;
+    if (pool->lag_calls < cycle->noted) {
         cycle->patience = 0;
         return;
     }
-    cycle->spare_calls = cycle->noted;
     rbi_cycle_wait_longer(cycle);
     rbi_cycle_double(pool);
 }

@@ -11,7 +11,6 @@
 /* Stretches that there are at once, and streams that one allocation waits for. */
 #define MOST_STRETCHES 4096
 #define MOST_WAITS 8
-#define DELAY_PARTS 3
 
 /* Memory that was freed with call `at`, counted from the beginning of the first lap, and may be in
  * use on other streams still. */
@@ -116,12 +115,10 @@ static bool collect_waits(struct walk *walk, const char *from, const char *to)
     return true;
 }
 
-/* How much later than the free a mark may be made which is waited for so many calls after it: a
- * part of what blocks are left alone for is for that. */
+/* How much later than the free a mark may be made which is waited for so many calls after it. */
 static uint32_t delay_of(const struct rbi_cycle *cycle, uint32_t calls)
 {
-    const uint64_t before = cycle->spare_calls - cycle->spare_calls / DELAY_PARTS;
-    return calls > before ? calls - (uint32_t)before : 0;
+    return calls > cycle->lead_calls ? calls - (uint32_t)cycle->lead_calls : 0;
 }
 
 static bool note_waits(struct walk *walk, struct rbi_cycle_call *call)

@@ -364,6 +364,11 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
     return bytes > room ? REBATCH_OOM : rbi_range_alloc(out, pool, bytes, stream);
 }
 
+bool rbi_pool_is_plentiful(rebatch_pool *pool)
+{
+    return find_means(pool, 0).plenty;
+}
+
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes)
 {
     const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;

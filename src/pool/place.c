@@ -19,6 +19,8 @@
  * much that more is needed anyway, a smaller part beyond that. */
 #define HELD_PARTS 3
 #define APART_PARTS 8
+/* However much streams lag, no more than this part of what is held is taken for it at once. */
+#define FRESH_PARTS 4
 /* Each try is with less than the one before, by this part of what there was to spare at least. */
 #define APART_TRIES 4
 #define LESS_PARTS 8
@@ -168,42 +170,56 @@ static uint64_t place_all(struct rbi_stretch *stretch, const struct rbi_item **p
 
 /* ---- memory for them ---- */
 
-/* A free block of the stream's own that is large enough, or free granules that are gathered in a
- * row; memory that nobody has is taken only where there is plenty. It is out of all lists, so that
- * the next stretch is not made of it. */
-static bool find_memory(rebatch_pool *pool, struct rbi_stretch *stretch, bool fresh)
+/* What a stretch may be made of, beside a free block of the stream's own that is large enough. */
+enum means {
+    NOTHING_ELSE,
+    FREE_GRANULES, /* which are gathered in a row */
+    FRESH_MEMORY   /* where there is plenty, and those */
+};
+
+static struct rbi_block *find_memory(rebatch_pool *pool, uint64_t units,
+                                     struct rbi_pool_stream *stream, enum means means)
 {
     size_t bytes;
-    if (!rbi_round_up((size_t)stretch->units * REBATCH_POOL_UNIT_BYTES, pool->granule_bytes,
-                      &bytes))
-        return false;
-    struct rbi_block *block =
-        rbi_pool_find_fit(stretch->stream, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
-    if (!block)
-        block = rbi_pool_line_up(pool, bytes, stretch->stream, fresh);
-    if (block)
-        stretch->block = rbi_block_take(pool, block, bytes);
-    return block != NULL;
+    if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, pool->granule_bytes, &bytes))
+        return NULL;
+    struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+    if (!block && means != NOTHING_ELSE)
+        block = rbi_pool_line_up(pool, bytes, stream, means == FRESH_MEMORY);
+    return block ? rbi_block_take(pool, block, bytes) : NULL;
 }
 
-static void assign(rebatch_pool *pool, const struct rbi_stretch *stretch)
+static void assign(struct rbi_cycle *cycle, struct rbi_block *const *stretches)
 {
-    for (size_t i = 0; i < stretch->count; i++)
-        pool->cycle.calls[stretch->items[i].of].address =
-            stretch->block->address + (size_t)stretch->items[i].offset * REBATCH_POOL_UNIT_BYTES;
-}
-
-static bool find_memory_for_all(rebatch_pool *pool, struct rbi_plan *plan)
-{
-    size_t found = 0;
-    while (found < plan->count && find_memory(pool, &plan->stretches[found], plan->takes_fresh))
-        found++;
-    for (size_t i = 0; i < found; i++) {
-        if (found == plan->count)
-            assign(pool, &plan->stretches[i]);
-        (void)rbi_pool_put_block(pool, plan->stretches[i].block);
+    for (size_t i = 0; i < cycle->allocation_count; i++) {
+        const uint32_t of = cycle->allocations[i];
+        const struct rbi_cycle_place *const place = &cycle->places.of[of];
+        cycle->calls[of].address =
+            stretches[place->stretch]->address + (size_t)place->offset * REBATCH_POOL_UNIT_BYTES;
     }
-    return found == plan->count;
+}
+
+/* Each stretch is out of all lists until all are found, so that none is made of another. */
+static bool take_places(rebatch_pool *pool, enum means means)
+{
+    const struct rbi_cycle_places *const places = &pool->cycle.places;
+    struct rbi_block *found[RBI_CYCLE_STRETCHES];
+    size_t count = 0;
+    while (count < places->stretch_count &&
+           (found[count] = find_memory(pool, places->stretches[count].units,
+                                       places->stretches[count].stream, means)) != NULL)
+        count++;
+    if (count == places->stretch_count)
+        assign(&pool->cycle, found);
+    for (size_t i = 0; i < count; i++)
+        (void)rbi_pool_put_block(pool, found[i]);
+    return count == places->stretch_count;
+}
+
+static bool keep_and_take(rebatch_pool *pool, const struct rbi_plan *plan)
+{
+    return rbi_places_keep(&pool->cycle, plan) &&
+           take_places(pool, plan->takes_fresh ? FRESH_MEMORY : FREE_GRANULES);
 }
 
 /* ---- all of it ---- */
@@ -218,7 +234,7 @@ static bool collect_all(rebatch_pool *pool, struct rbi_plan *plan)
         const size_t own = collect(items, &pool->cycle, s);
         if (own == 0)
             continue;
-        if (plan->count == RBI_STRETCHES)
+        if (plan->count == RBI_CYCLE_STRETCHES)
             return false;
         struct rbi_stretch *const stretch = &plan->stretches[plan->count++];
         *stretch = (struct rbi_stretch){.stream = s, .items = items, .count = own};
@@ -275,7 +291,7 @@ static bool place_apart(rebatch_pool *pool, struct rbi_plan *plan)
         rbi_plan_move_apart(plan, spare);
         const uint64_t units = place_each(plan);
         if (units <= most)
-            return find_memory_for_all(pool, plan);
+            return keep_and_take(pool, plan);
         lost += units - most + spare / LESS_PARTS;
     }
     return false;
@@ -291,32 +307,28 @@ static bool place_closely(rebatch_pool *pool, struct rbi_plan *plan)
                           cycle->placed.in_use_most == plan->in_use_most &&
                           cycle->placed.spare_calls == cycle->spare_calls;
     const uint64_t least = is_known ? cycle->placed.units : plan->in_use_most;
-    if (!rbi_pool_may_line_up(pool, (size_t)least * REBATCH_POOL_UNIT_BYTES))
+    const uint64_t bytes = least * REBATCH_POOL_UNIT_BYTES;
+    if (bytes > cached_bytes(pool) + pool->stats.reserved_bytes / FRESH_PARTS ||
+        !rbi_pool_may_line_up(pool, (size_t)bytes))
         return false;
     cycle->placed.calls = cycle->noted;
     cycle->placed.in_use_most = plan->in_use_most;
     cycle->placed.spare_calls = cycle->spare_calls;
     cycle->placed.units = place_each(plan);
     plan->takes_fresh = true;
-    return find_memory_for_all(pool, plan);
+    plan->has_enough = false;
+    return keep_and_take(pool, plan);
 }
 
 static bool place_items(rebatch_pool *pool, struct rbi_plan *plan)
 {
-    struct rbi_cycle *cycle = &pool->cycle;
-    if (cycle->use_count == 0 || !place_apart(pool, plan))
-        return place_closely(pool, plan);
-    cycle->is_apart = true;
-    cycle->has_enough = plan->has_enough;
-    return true;
+    return (pool->cycle.use_count != 0 && place_apart(pool, plan)) || place_closely(pool, plan);
 }
 
-bool rbi_cycle_place(rebatch_pool *pool)
+static bool place_anew(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     const size_t count = cycle->allocation_count;
-    if (!pool->has_space || count > MOST_ITEMS || cycle->reserves)
-        return false;
     struct rbi_plan plan = {.items = rbi_heap_calloc(count, sizeof *plan.items),
                             .placed = rbi_heap_calloc(count, sizeof(struct rbi_item *)),
                             .in_use = rbi_heap_calloc(cycle->noted, sizeof *plan.in_use),
@@ -325,5 +337,36 @@ bool rbi_cycle_place(rebatch_pool *pool)
     rbi_heap_free(plan.items);
     rbi_heap_free(plan.placed);
     rbi_heap_free(plan.in_use);
+    return is_placed;
+}
+
+/* Where it need not be it is done for the sake of fewer marks, and seldom: for other calls than the
+ * last only when the pool has made as many allocations again. */
+static bool may_place_anew(const rebatch_pool *pool, bool must_be)
+{
+    const struct rbi_cycle *cycle = &pool->cycle;
+    return must_be || cycle->lead_calls > cycle->places.spare_calls ||
+           (cycle->hopes && rbi_pool_knows_needs(pool)) || pool->births >= 2 * cycle->placed_births;
+}
+
+bool rbi_cycle_place(rebatch_pool *pool, bool moved)
+{
+    struct rbi_cycle *cycle = &pool->cycle;
+    if (!pool->has_space || cycle->allocation_count > MOST_ITEMS || cycle->reserves)
+        return false;
+    const bool is_short = moved && !rbi_pool_is_plentiful(pool);
+    const bool must_be = is_short || cycle->lags;
+    const bool are_outdated = cycle->hopes && rbi_pool_knows_needs(pool);
+    const bool are_known = !are_outdated && rbi_places_are_for(cycle);
+    /* What is lined up was the memory of other sizes, which would take fresh memory for it where
+     * there is plenty: so not without need. */
+    if (are_known && take_places(pool, must_be ? FREE_GRANULES : NOTHING_ELSE))
+        return true;
+    if (are_known ? !must_be : !may_place_anew(pool, must_be))
+        return false;
+    const uint64_t layout = pool->layout;
+    const bool is_placed = place_anew(pool);
+    cycle->placed_births = pool->births;
+    cycle->stays = !is_placed && (rbi_pool_knows_needs(pool) || pool->layout != layout);
     return is_placed;
 }

@@ -22,12 +22,10 @@ struct rbi_stretch {
     struct rbi_pool_stream *stream;
     struct rbi_item *items;
     size_t count;
-    bool wraps;              /* something is in use until the next period */
-    uint64_t in_use_most;    /* units */
-    uint64_t units;          /* that they take as they are placed */
-    struct rbi_block *block; /* where they lie, out of all lists */
+    bool wraps;           /* something is in use until the next period */
+    uint64_t in_use_most; /* units */
+    uint64_t units;       /* that they take as they are placed */
 };
-#define RBI_STRETCHES 16
 
 /* `in_use` has space for each call of the period. */
 struct rbi_plan {
@@ -35,7 +33,7 @@ struct rbi_plan {
     const struct rbi_item **placed;
     int64_t *in_use;
     uint32_t period;
-    struct rbi_stretch stretches[RBI_STRETCHES];
+    struct rbi_stretch stretches[RBI_CYCLE_STRETCHES];
     size_t count;
     uint64_t in_use_most; /* of all stretches, each by itself */
     bool has_enough;      /* memory, that no more is worth it */
@@ -50,5 +48,12 @@ void rbi_stretch_weigh(struct rbi_stretch *stretch, int64_t *in_use, uint32_t pe
  * `units` more, which go where most is won by it. The longer that memory is left alone the fewer
  * marks tell that it is done. */
 void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units);
+
+/* Keeps what was planned for when the same calls come again. False when the heap has no memory for
+ * it. */
+bool rbi_places_keep(struct rbi_cycle *cycle, const struct rbi_plan *plan);
+/* Whether the period that was learnt has the calls that were placed last, and left alone
+ * long enough what streams have used. */
+bool rbi_places_are_for(const struct rbi_cycle *cycle);
 
 #endif

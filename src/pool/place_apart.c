@@ -135,7 +135,7 @@ static size_t neediest(const struct rbi_plan *plan)
 
 void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units)
 {
-    uint64_t most[RBI_STRETCHES];
+    uint64_t most[RBI_CYCLE_STRETCHES];
     for (size_t i = 0; i < plan->count; i++) {
         most[i] = plan->stretches[i].in_use_most;
         fill(&plan->stretches[i], plan, most[i] - most[i] / TIGHT_PARTS);

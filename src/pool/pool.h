@@ -171,8 +171,7 @@ struct rebatch_pool {
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     uint64_t looks;                /* searches so far that looked how far streams have come */
-    uint64_t lag_calls; /* after so many calls a mark was not reached yet: the most since a cycle
-                           began */
+    uint64_t lag_calls;            /* how far streams are taken to lag, in calls; 0: not at all */
     struct rbi_block *pending;
     struct rbi_table table; /* of the blocks that have been given out, and are not merged yet */
     struct rbi_late late;
@@ -516,6 +515,8 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 rebatch_status rbi_pool_find_addresses(char **out, rebatch_pool *pool, size_t bytes);
 /* Whether the pool has seen what it will need; before that there is plenty of nothing. */
 bool rbi_pool_knows_needs(const rebatch_pool *pool);
+/* Whether fresh memory is taken rather than that granules are moved. */
+bool rbi_pool_is_plentiful(rebatch_pool *pool);
 /* Whether so many bytes are free, or to be had where there is plenty. */
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
 /* Free granules in a row, for `stream`: moved there, and fresh ones only if they may be and where
@@ -601,9 +602,10 @@ void rbi_cycle_begin(rebatch_pool *pool);
  * longer be. */
 void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes, bool freed);
 /* Places what a learnt period allocates anew, in one stretch of memory for each stream, and lines
- * that up (place.c). False where it cannot; then they keep their places, but memory may have been
- * moved. */
-bool rbi_cycle_place(rebatch_pool *pool);
+ * that up (place.c); where the same calls were placed before they get those places again, for which
+ * nothing is lined up without need. `moved`: memory was, in the period. False where it cannot; then
+ * they keep their places, but memory may have been moved. */
+bool rbi_cycle_place(rebatch_pool *pool, bool moved);
 /* The same of a rebatch_pool_reserve() that has succeeded. */
 void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);
 /* The same of a rebatch_pool_use_on(), of the block's own stream too. */

@@ -1,230 +1,7 @@
 /* Holds what a cycle does with several streams, of which some use blocks of others: it is served as
  * on one, and no memory is given out while work may still use it. Streams go on when the test says
  * so. Seeds 1 to 6 where a test draws, 31 to 36 for the random one. */
-#include "unit/lazy_device.h"
-#include "unit/pool_help.h"
-
-enum {
-    DEVICE_GRANULES = 8192,
-    STREAM_GRANULES = 2048,
-    STREAMS = 3,
-    BLOCKS = 60,
-    CALLS = 4 * BLOCKS,
-    WARM = 120
-};
-
-/* ---- steps ---- */
-
-/* What a call does: allocates block `of` for a stream, says that a stream uses it, or frees it. */
-struct call {
-    enum { ALLOC, USE, FREE } what;
-    size_t of, bytes;
-    int stream;
-};
-
-/* A training step: blocks of its own, all freed before its end. */
-struct step {
-    struct call calls[CALLS];
-    size_t count;
-};
-
-static void add(struct step *step, struct call call)
-{
-    cr_assert_lt(step->count, CALLS);
-    step->calls[step->count++] = call;
-}
-
-static void add_random(struct step *step, uint64_t *random, size_t of)
-{
-    const size_t most = draw(random) % 4 == 0 ? 20 * GRANULE : GRANULE;
-    add(step, (struct call){ALLOC, of, 1 + draw(random) % most, (int)(draw(random) % STREAMS)});
-}
-
-/* Of any stream, used on none, one or two, now and then on one twice or on its own. */
-static struct step draw_step(uint64_t seed)
-{
-    struct step step = {.count = 0};
-    size_t open[BLOCKS], opened = 0, made = 0, uses = 0;
-    uint64_t random = seed;
-    while (made < BLOCKS || opened > 0) {
-        const size_t at = opened ? draw(&random) % opened : 0;
-        if (made < BLOCKS && (opened == 0 || draw(&random) % 3 != 0)) {
-            add_random(&step, &random, made);
-            open[opened++] = made++;
-        } else if (uses < BLOCKS && draw(&random) % 2 == 0) {
-            add(&step, (struct call){USE, open[at], 0, (int)(draw(&random) % STREAMS)});
-            uses++;
-        } else {
-            add(&step, (struct call){FREE, open[at], 0, 0});
-            open[at] = open[--opened];
-        }
-    }
-    return step;
-}
-
-/* Stream 1 gathers the weights of a layer ahead of its use on stream 0, and reduces its gradients,
- * which stream 0 has. */
-static struct step gathering_step(void)
-{
-    enum { LAYERS = 10 };
-    struct step step = {.count = 0};
-    size_t made = 0, ahead = made++;
-    add(&step, (struct call){ALLOC, ahead, 16 * GRANULE, 1});
-    for (int layer = 0; layer < LAYERS; layer++) {
-        const size_t weights = ahead, first = made;
-        add(&step, (struct call){USE, weights, 0, 0});
-        if (layer + 1 < LAYERS)
-            add(&step, (struct call){ALLOC, ahead = made++, 16 * GRANULE, 1});
-        const size_t gradients = made++;
-        add(&step, (struct call){ALLOC, gradients, 16 * GRANULE, 0});
-        add(&step, (struct call){ALLOC, made++, (size_t)(layer + 1) * GRANULE, 0});
-        add(&step, (struct call){USE, gradients, 0, 1});
-        add(&step, (struct call){FREE, made - 1, 0, 0});
-        add(&step, (struct call){FREE, weights, 0, 0});
-        add(&step, (struct call){FREE, gradients, 0, 0});
-        cr_assert_leq(made - first, 3);
-    }
-    return step;
-}
-
-/* ---- a pool that steps run on ---- */
-
-struct world {
-    rebatch_device *lazy, *device; /* the latter fails calls of the former as a test says */
-    rebatch_pool *pool;
-    rebatch_stream streams[STREAMS]; /* the first is the default stream */
-    struct {
-        char *address;
-        size_t bytes;
-    } blocks[BLOCKS]; /* of the step, as long as they are in use */
-    unsigned lag;     /* calls from one time that all work is done to the next; 0: never */
-    unsigned held;    /* streams that stand still all the same, by their bits */
-    uint64_t calls;
-};
-
-/* Streams have nothing of their own yet. */
-static struct world open_bare_world(unsigned lag, const rebatch_pool_options *options)
-{
-    struct world w = {.lag = lag};
-    w.lazy = lazy_open(DEVICE_GRANULES * GRANULE, GRANULE, true);
-    cr_assert_eq(rebatch_device_open_fault(&w.device, w.lazy, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_create(&w.pool, w.device, options), REBATCH_OK);
-    for (int i = 1; i < STREAMS; i++)
-        cr_assert_eq(rebatch_stream_create(&w.streams[i], w.device), REBATCH_OK);
-    pass_beginning(w.pool);
-    return w;
-}
-
-/* Each stream has more than it needs, so that none takes memory of another. */
-static struct world open_world_with(unsigned lag, const rebatch_pool_options *options)
-{
-    struct world w = open_bare_world(lag, options);
-    for (int i = 0; i < STREAMS; i++)
-        give(w.pool, take_on(w.pool, STREAM_GRANULES * GRANULE, w.streams[i]));
-    return w;
-}
-
-static struct world open_world(unsigned lag)
-{
-    return open_world_with(lag, NULL);
-}
-
-static void finish_work(const struct world *w)
-{
-    for (int i = 0; i < STREAMS; i++)
-        if (!(w->held >> i & 1))
-            lazy_go_on(w->streams[i], 8);
-}
-
-static void close_world(struct world *w)
-{
-    assert_valid(w->pool);
-    rebatch_pool_destroy(w->pool);
-    for (int i = 1; i < STREAMS; i++)
-        rebatch_stream_destroy(w->device, w->streams[i]);
-    rebatch_device_close(w->device);
-    lazy_close(w->lazy);
-}
-
-static void check_overlaps(const struct world *w, size_t of)
-{
-    const char *const from = w->blocks[of].address, *const to = from + w->blocks[of].bytes;
-    for (size_t i = 0; i < BLOCKS; i++)
-        if (i != of && w->blocks[i].address)
-            cr_assert(w->blocks[i].address + w->blocks[i].bytes <= from ||
-                          to <= w->blocks[i].address,
-                      "blocks %zu and %zu overlap", of, i);
-}
-
-static void *take_fresh(const struct world *w, size_t bytes, int stream)
-{
-    void *block = take_on(w->pool, bytes, w->streams[stream]);
-    lazy_check_fresh(w->streams[stream], block, bytes);
-    lazy_use(w->streams[stream], block, bytes);
-    return block;
-}
-
-static void use_on(const struct world *w, void *block, size_t bytes, int stream)
-{
-    cr_assert_eq(rebatch_pool_use_on(w->pool, block, w->streams[stream]), REBATCH_OK);
-    lazy_use(w->streams[stream], block, bytes);
-}
-
-static void play_call(struct world *w, const struct call *call)
-{
-    const size_t of = call->of;
-    switch (call->what) {
-    case ALLOC:
-        w->blocks[of].address = take_fresh(w, call->bytes, call->stream);
-        w->blocks[of].bytes = call->bytes;
-        check_overlaps(w, of);
-        break;
-    case USE:
-        use_on(w, w->blocks[of].address, w->blocks[of].bytes, call->stream);
-        break;
-    case FREE:
-        give(w->pool, w->blocks[of].address);
-        w->blocks[of].address = NULL;
-        break;
-    }
-    if (w->lag && ++w->calls % w->lag == 0)
-        finish_work(w);
-}
-
-static void play(struct world *w, const struct step *step, size_t first, size_t end)
-{
-    for (size_t i = first; i < end; i++)
-        play_call(w, &step->calls[i]);
-}
-
-static void play_times(struct world *w, const struct step *step, int times)
-{
-    for (int i = 0; i < times; i++)
-        play(w, step, 0, step->count);
-}
-
-static bool runs(const struct world *w)
-{
-    return w->pool->cycle.phase == RBI_CYCLE_RUNS;
-}
-
-/* Steps until it runs, so that a step begins with the next call. */
-static void play_until_it_runs(struct world *w, const struct step *step)
-{
-    for (int i = 0; i < WARM && !runs(w); i++)
-        play(w, step, 0, step->count);
-    cr_assert(runs(w));
-    while (w->pool->cycle.next != w->pool->cycle.calls)
-        play(w, step, 0, step->count);
-}
-
-/* A pool in which a step runs as a cycle, a new one beginning. */
-static struct world open_cycle(const struct step *step, unsigned lag)
-{
-    struct world w = open_world(lag);
-    play_until_it_runs(&w, step);
-    return w;
-}
+#include "unit/pool_streams.h"
 
 /* ---- as on one stream ---- */
 
@@ -325,7 +102,7 @@ Test(pool_cycle_streams, a_batch_that_is_prepared_in_the_step_before_has_its_pla
     for (unsigned lag = 1; lag < 64; lag = 2 * lag + 1) {
         struct world w = open_world(lag);
         play_with_batches(&w, &step, 2 * WARM);
-        cr_assert(w.pool->cycle.is_apart);
+        cr_assert_not_null(w.pool->cycle.places.of);
         close_world(&w);
     }
 }
@@ -357,7 +134,7 @@ Test(pool_cycle_streams, uses_of_older_blocks_are_calls_of_it_too)
  * cycle or after it; once they have gone on, it is. */
 Test(pool_cycle_streams, memory_is_not_given_out_before_the_other_streams_work_is_done)
 {
-    enum { LASTING = 4, LONGEST = 4 }; /* steps of a cycle that is not an exception; of a period */
+    enum { LASTING = 4 }; /* steps of a cycle that is not an exception */
     const struct step step = draw_step(4);
     struct world w = open_cycle(&step, 1);
     for (unsigned held = 1; held < 1 << STREAMS; held++)
@@ -368,7 +145,7 @@ Test(pool_cycle_streams, memory_is_not_given_out_before_the_other_streams_work_i
             cr_assert(runs(&w));
             w.held = held;
             play(&w, &step, at, step.count); /* each allocation is held against all work */
-            play_times(&w, &step, LONGEST);
+            play_times(&w, &step, 2 * (int)(w.pool->cycle.noted / step.count));
             cr_assert(!runs(&w) || w.pool->cycle.began != began);
             assert_valid(w.pool);
             w.held = 0;
@@ -530,94 +307,6 @@ Test(pool_cycle_streams, streams_that_take_memory_of_each_other_are_placed_apart
         cr_assert(lasted, "seed %d", (int)seed);
         close_world(&w);
     }
-}
-
-/* ---- what costs calls of the device ---- */
-
-/* Marks are made where they are waited for, and as few as can be: with other places than a search
- * finds there are hardly more calls for them than without a cycle. */
-Test(pool_cycle_streams, it_costs_hardly_more_calls_of_the_device)
-{
-    enum { STEPS = 20 };
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.cycles = REBATCH_OFF;
-    const struct step step = gathering_step();
-    uint64_t calls[2];
-    for (int cycles = 0; cycles < 2; cycles++) {
-        struct world w = open_world_with(1, cycles ? NULL : &options);
-        play_times(&w, &step, WARM);
-        const uint64_t before = lazy_event_calls();
-        play_times(&w, &step, STEPS);
-        cr_assert_eq(runs(&w), cycles);
-        calls[cycles] = lazy_event_calls() - before;
-        close_world(&w);
-    }
-    cr_assert_leq(10 * calls[1], 11 * calls[0], "%zu with, %zu without", (size_t)calls[1],
-                  (size_t)calls[0]);
-}
-
-/* Event calls of so many steps. */
-static uint64_t event_calls(struct world *w, const struct step *step, int times)
-{
-    const uint64_t before = lazy_event_calls();
-    play_times(w, step, times);
-    cr_assert(runs(w));
-    return lazy_event_calls() - before;
-}
-
-/* Stream 1 fills a small buffer for each layer, which stream 0 reads. */
-static struct step buffered_step(void)
-{
-    struct step step = {.count = 0};
-    add(&step, (struct call){ALLOC, 0, 96 * GRANULE, 0});
-    for (size_t layer = 1; layer < BLOCKS; layer++) {
-        add(&step, (struct call){ALLOC, layer, 2 * GRANULE, 1});
-        add(&step, (struct call){USE, layer, 0, 0});
-        add(&step, (struct call){FREE, layer, 0, 0});
-    }
-    add(&step, (struct call){FREE, 0, 0, 0});
-    return step;
-}
-
-/* A cycle may begin before the pool knows its needs, with what is cached by then. Once they are
- * known it takes a little more, so that what other streams have used is left alone for longer, and
- * one mark serves for many frees. It is a part of the peak, and taken once. */
-Test(pool_cycle_streams, where_there_is_plenty_a_mark_serves_for_many_frees)
-{
-    enum { STEPS = 50 };
-    const struct step step = buffered_step();
-    struct world w = open_bare_world(1, NULL);
-    play_times(&w, &step, WARM);
-    cr_assert(w.pool->cycle.hopes);
-    const uint64_t before = event_calls(&w, &step, STEPS);
-    while (!rbi_pool_knows_needs(w.pool))
-        play_times(&w, &step, WARM);
-    play_times(&w, &step, WARM);
-    cr_assert(w.pool->cycle.is_apart && w.pool->cycle.has_enough && !w.pool->cycle.hopes);
-    const rebatch_pool_stats stats = stats_of(w.pool);
-    cr_assert_leq(4 * event_calls(&w, &step, STEPS), before);
-    play_times(&w, &step, 10 * WARM);
-    const size_t held = (size_t)stats_of(w.pool).reserved_bytes;
-    cr_assert_eq(held, stats.reserved_bytes);
-    cr_assert_leq(held, stats.live_peak_bytes / 3 * 4 + STREAMS * GRANULE);
-    close_world(&w);
-}
-
-/* Blocks that one stream alone uses need none, however many streams there are. */
-Test(pool_cycle_streams, without_uses_it_costs_none)
-{
-    struct step step = draw_step(2);
-    size_t count = 0;
-    for (size_t i = 0; i < step.count; i++)
-        if (step.calls[i].what != USE)
-            step.calls[count++] = step.calls[i];
-    step.count = count;
-    struct world w = open_cycle(&step, 1);
-    const uint64_t before = lazy_event_calls();
-    play_times(&w, &step, 50);
-    cr_assert(runs(&w));
-    cr_assert_eq(lazy_event_calls(), before);
-    close_world(&w);
 }
 
 /* ---- what else may come ---- */

@@ -135,12 +135,12 @@ static size_t planned_wait(const struct period *p, const struct rbi_cycle_call *
     }
 }
 
-/* A mark of the stream stands after that free, and for two thirds of the spare calls before `now`,
+/* A mark of the stream stands after that free, and for the lead before `now`,
  * which is in the same period or in the next; where there are fewer in between, with the free. */
 static void check_mark(const struct period *p, const struct rbi_cycle_use *use, size_t now)
 {
     const size_t end = now > use->call ? now : now + p->cycle.noted;
-    const size_t before = p->cycle.spare_calls - p->cycle.spare_calls / 3;
+    const size_t before = p->cycle.lead_calls;
     const size_t latest = end - use->call > before ? end - before : use->call;
     for (size_t i = 0; i < p->cycle.use_count; i++) {
         const struct rbi_cycle_use *const mark = &p->uses[i];
@@ -181,7 +181,7 @@ Test(pool_cycle_waits, each_allocation_waits_for_the_last_uses_of_its_memory)
         draw_period(&p, seed);
         for (size_t stream = 0; stream < STREAMS; stream++)
             p.streams[stream].next = stream + 1 < STREAMS ? &p.streams[stream + 1] : NULL;
-        p.cycle.spare_calls = seed % 3 * 20;
+        p.cycle.lead_calls = seed % 3 * 20;
         const rebatch_pool pool = {.first_stream = &p.streams[0]};
         cr_assert(rbi_cycle_plan_waits(&pool, &p.cycle));
         memset(&m, 0, sizeof m);

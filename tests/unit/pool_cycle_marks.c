@@ -1,0 +1,145 @@
+/* Holds what a cycle of several streams costs: how many calls for events, how much memory, and
+ * what it is ended and begun for. */
+#include "unit/pool_streams.h"
+
+/* Marks are made where they are waited for, and as few as can be: with other places than a search
+ * finds there are hardly more calls for them than without a cycle. */
+Test(pool_cycle_marks, it_costs_hardly_more_calls_of_the_device)
+{
+    enum { STEPS = 20 };
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.cycles = REBATCH_OFF;
+    const struct step step = gathering_step();
+    uint64_t calls[2];
+    for (int cycles = 0; cycles < 2; cycles++) {
+        struct world w = open_world_with(1, cycles ? NULL : &options);
+        play_times(&w, &step, WARM);
+        const uint64_t before = lazy_event_calls();
+        play_times(&w, &step, STEPS);
+        cr_assert_eq(runs(&w), cycles);
+        calls[cycles] = lazy_event_calls() - before;
+        close_world(&w);
+    }
+    cr_assert_leq(10 * calls[1], 11 * calls[0], "%zu with, %zu without", (size_t)calls[1],
+                  (size_t)calls[0]);
+}
+
+/* Event calls of so many steps. */
+static uint64_t event_calls(struct world *w, const struct step *step, int times)
+{
+    const uint64_t before = lazy_event_calls();
+    play_times(w, step, times);
+    cr_assert(runs(w));
+    return lazy_event_calls() - before;
+}
+
+/* Stream 1 fills a small buffer for each layer, which stream 0 reads. */
+static struct step buffered_step(void)
+{
+    struct step step = {.count = 0};
+    add(&step, (struct call){ALLOC, 0, 96 * GRANULE, 0});
+    for (size_t layer = 1; layer < BLOCKS; layer++) {
+        add(&step, (struct call){ALLOC, layer, 2 * GRANULE, 1});
+        add(&step, (struct call){USE, layer, 0, 0});
+        add(&step, (struct call){FREE, layer, 0, 0});
+    }
+    add(&step, (struct call){FREE, 0, 0, 0});
+    return step;
+}
+
+/* A cycle may begin before the pool knows its needs, with what is cached by then. Once they are
+ * known it takes a little more, so that what other streams have used is left alone for longer, and
+ * one mark serves for many frees. It is a part of the peak, and taken once. */
+Test(pool_cycle_marks, where_there_is_plenty_a_mark_serves_for_many_frees)
+{
+    enum { STEPS = 50 };
+    const struct step step = buffered_step();
+    struct world w = open_bare_world(1, NULL);
+    play_times(&w, &step, WARM);
+    cr_assert(w.pool->cycle.hopes);
+    const uint64_t before = event_calls(&w, &step, STEPS);
+    while (!rbi_pool_knows_needs(w.pool))
+        play_times(&w, &step, WARM);
+    play_times(&w, &step, WARM);
+    cr_assert(w.pool->cycle.has_enough && !w.pool->cycle.hopes);
+    const rebatch_pool_stats stats = stats_of(w.pool);
+    cr_assert_leq(4 * event_calls(&w, &step, STEPS), before);
+    play_times(&w, &step, 10 * WARM);
+    const size_t held = (size_t)stats_of(w.pool).reserved_bytes;
+    cr_assert_eq(held, stats.reserved_bytes);
+    cr_assert_leq(held, stats.live_peak_bytes / 3 * 4 + STREAMS * GRANULE);
+    close_world(&w);
+}
+
+static void end_cycle(const struct world *w)
+{
+    rbi_pool_enter(w->pool);
+    rbi_lock_give(&w->pool->lock);
+    cr_assert_not(runs(w));
+}
+
+/* Whoever looks ends a cycle. When it begins again blocks are where they were placed before, which
+ * takes no memory and moves none, however often it is ended. */
+Test(pool_cycle_marks, a_cycle_that_was_ended_has_its_places_again)
+{
+    const struct step step = buffered_step();
+    struct world w = open_bare_world(1, NULL);
+    play_times(&w, &step, WARM);
+    while (!rbi_pool_knows_needs(w.pool))
+        play_times(&w, &step, WARM);
+    play_times(&w, &step, WARM);
+    char *places[BLOCKS];
+    for (size_t i = 0; i < w.pool->cycle.allocation_count; i++)
+        places[i] = w.pool->cycle.calls[w.pool->cycle.allocations[i]].address;
+    end_cycle(&w);
+    play_until_it_runs(&w, &step); /* a search is served by other zones' memory than places are */
+    const rebatch_pool_stats stats = stats_of(w.pool);
+    for (int times = 0; times < 10; times++) {
+        end_cycle(&w);
+        play_until_it_runs(&w, &step);
+        for (size_t i = 0; i < w.pool->cycle.allocation_count; i++)
+            cr_assert_eq(w.pool->cycle.calls[w.pool->cycle.allocations[i]].address, places[i]);
+    }
+    cr_assert_eq(stats_of(w.pool).remaps, stats.remaps);
+    cr_assert_eq(stats_of(w.pool).device_allocations, stats.device_allocations);
+    cr_assert_eq(stats_of(w.pool).reserved_bytes, stats.reserved_bytes);
+    close_world(&w);
+}
+
+/* How far streams lag is known at once when they do, and forgotten by and by when they do not any
+ * more. */
+Test(pool_cycle_marks, how_far_streams_lag_is_seen)
+{
+    enum { LAG = 40 };
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.cycles = REBATCH_OFF; /* which would ask no more than it must */
+    const struct step step = gathering_step();
+    struct world w = open_world_with(1, &options);
+    play_times(&w, &step, WARM);
+    cr_assert_leq(w.pool->lag_calls, 1);
+    w.lag = LAG;
+    play_times(&w, &step, WARM);
+    cr_assert(w.pool->lag_calls > LAG / 2 && w.pool->lag_calls <= LAG, "%zu",
+              (size_t)w.pool->lag_calls);
+    w.lag = 1;
+    play_times(&w, &step, 20 * WARM);
+    cr_assert_leq(w.pool->lag_calls, 2);
+    close_world(&w);
+}
+
+/* Blocks that one stream alone uses need none, however many streams there are. */
+Test(pool_cycle_marks, without_uses_it_costs_none)
+{
+    struct step step = draw_step(2);
+    size_t count = 0;
+    for (size_t i = 0; i < step.count; i++)
+        if (step.calls[i].what != USE)
+            step.calls[count++] = step.calls[i];
+    step.count = count;
+    struct world w = open_cycle(&step, 1);
+    const uint64_t before = lazy_event_calls();
+    play_times(&w, &step, 50);
+    cr_assert(runs(&w));
+    cr_assert_eq(lazy_event_calls(), before);
+    close_world(&w);
+}
