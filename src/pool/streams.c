@@ -114,7 +114,8 @@ static uint64_t marked_point(struct rbi_pool_stream *stream)
  * that they lag by less, by and by. */
 static void note_lag(rebatch_pool *pool, const struct rbi_mark *mark, bool reached)
 {
-    const uint64_t calls = rbi_pool_calls(pool) - mark->call;
+    const uint64_t now = rbi_pool_calls(pool);
+    const uint64_t calls = now > mark->call ? now - mark->call : 0; /* lent blocks count late */
     if (!reached)
         pool->lag_calls = rbi_max(pool->lag_calls, calls + 1);
     else if (calls < pool->lag_calls)
