@@ -392,14 +392,16 @@ static void choose_spare_calls(rebatch_pool *pool)
     struct rbi_cycle *cycle = &pool->cycle;
     const uint64_t lag = pool->lag_calls, most = cycle->noted;
     cycle->lead_calls = rbi_min(lag + lag / 32 + (lag > 0), most);
-    cycle->spare_calls = rbi_min(lag + lag / 4 * 3, most);
+    cycle->spare_calls = rbi_min(rbi_max(lag + lag / 4 * 3, cycle->lead_calls), most);
 }
 
 /* Where many blocks are used by other streams, they are placed for the sake of fewer marks. What
- * could not be had is not tried again for the same calls. */
-static bool has_many_uses(const struct rbi_cycle *cycle)
+ * could not be had is not tried again until the calls go another way. */
+static bool has_many_uses(const rebatch_pool *pool)
 {
-    return cycle->use_count > cycle->noted / FEW_USES_PARTS;
+    const struct rbi_cycle *cycle = &pool->cycle;
+    return cycle->use_count > cycle->noted / FEW_USES_PARTS && rbi_cycle_may_be_apart(cycle) &&
+           rbi_cycle_may_be_placed(pool);
 }
 
 static bool wants_places(const rebatch_pool *pool, bool moved)
@@ -407,7 +409,7 @@ static bool wants_places(const rebatch_pool *pool, bool moved)
     const struct rbi_cycle *cycle = &pool->cycle;
     const bool may_wait = cycle->use_count != 0 && cycle->spare_calls != 0;
     const bool once_more = cycle->hopes && rbi_pool_knows_needs(pool);
-    return moved || ((has_many_uses(cycle) || may_wait) && (!cycle->stays || once_more));
+    return moved || ((has_many_uses(pool) || may_wait) && (!cycle->stays || once_more));
 }
 
 /* The places of a period in which memory was moved are gone: others are found then. */
@@ -424,11 +426,14 @@ static bool begin_running(rebatch_pool *pool)
     const bool is_placed = wants_places(pool, moved) && rbi_cycle_place(pool, moved);
     cycle->has_enough = is_placed && cycle->places.has_enough;
     /* As long as needs are not known there is no fresh memory for it. */
-    cycle->hopes = has_many_uses(cycle) && !cycle->has_enough && !rbi_pool_knows_needs(pool);
+    cycle->hopes = has_many_uses(pool) && !cycle->has_enough && !rbi_pool_knows_needs(pool);
     if (!is_placed && (moved || pool->layout != layout))
         return false;
-    if (!rbi_cycle_plan_waits(pool, cycle) || !prepare_nodes(pool)) /* placing may take some */
+    if (!rbi_cycle_plan_waits(pool, cycle) || !prepare_nodes(pool)) { /* placing may take some */
+        cycle->stays = is_placed; /* with the places that a search finds there may be fewer waits */
+        cycle->places.count = 0;
         return false;
+    }
     if (!is_placed) {
         adopt_pending(pool);
         lift_all(pool);

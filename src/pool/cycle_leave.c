@@ -182,6 +182,7 @@ static void try_with_more_time(rebatch_pool *pool)
     struct rbi_cycle *cycle = &pool->cycle;
     pool->lag_calls = rbi_max(pool->lag_calls, cycle->lead_calls);
     pool->lag_calls += pool->lag_calls / 2 + LEAST_LAG_CALLS;
+    pool->lag_calls = rbi_min(pool->lag_calls, (uint64_t)RBI_TRAIL_CALLS);
     if (pool->lag_calls < cycle->noted) {
         cycle->patience = 0;
         return;

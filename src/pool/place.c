@@ -19,7 +19,7 @@
  * much that more is needed anyway, a smaller part beyond that. */
 #define HELD_PARTS 3
 #define APART_PARTS 8
-/* However much streams lag, no more than this part of what is held is taken for it at once. */
+/* Where that does not do, no more than this part of what is held is taken at once. */
 #define FRESH_PARTS 4
 /* Each try is with less than the one before, by this part of what there was to spare at least. */
 #define APART_TRIES 4
@@ -218,8 +218,12 @@ static bool take_places(rebatch_pool *pool, enum means means)
 
 static bool keep_and_take(rebatch_pool *pool, const struct rbi_plan *plan)
 {
-    return rbi_places_keep(&pool->cycle, plan) &&
-           take_places(pool, plan->takes_fresh ? FRESH_MEMORY : FREE_GRANULES);
+    struct rbi_cycle *cycle = &pool->cycle;
+    if (rbi_places_keep(cycle, plan) &&
+        take_places(pool, plan->takes_fresh ? FRESH_MEMORY : FREE_GRANULES))
+        return true;
+    cycle->places.count = 0;
+    return false;
 }
 
 /* ---- all of it ---- */
@@ -322,7 +326,8 @@ static bool place_closely(rebatch_pool *pool, struct rbi_plan *plan)
 
 static bool place_items(rebatch_pool *pool, struct rbi_plan *plan)
 {
-    return (pool->cycle.use_count != 0 && place_apart(pool, plan)) || place_closely(pool, plan);
+    return (rbi_cycle_may_be_apart(&pool->cycle) && place_apart(pool, plan)) ||
+           place_closely(pool, plan);
 }
 
 static bool place_anew(rebatch_pool *pool)
@@ -349,10 +354,16 @@ static bool may_place_anew(const rebatch_pool *pool, bool must_be)
            (cycle->hopes && rbi_pool_knows_needs(pool)) || pool->births >= 2 * cycle->placed_births;
 }
 
+bool rbi_cycle_may_be_placed(const rebatch_pool *pool)
+{
+    const struct rbi_cycle *cycle = &pool->cycle;
+    return pool->has_space && cycle->allocation_count <= MOST_ITEMS && !cycle->reserves;
+}
+
 bool rbi_cycle_place(rebatch_pool *pool, bool moved)
 {
     struct rbi_cycle *cycle = &pool->cycle;
-    if (!pool->has_space || cycle->allocation_count > MOST_ITEMS || cycle->reserves)
+    if (!rbi_cycle_may_be_placed(pool))
         return false;
     const bool is_short = moved && !rbi_pool_is_plentiful(pool);
     const bool must_be = is_short || cycle->lags;

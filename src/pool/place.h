@@ -44,9 +44,9 @@ struct rbi_plan {
 void rbi_stretch_weigh(struct rbi_stretch *stretch, int64_t *in_use, uint32_t period);
 
 /* Leaves what other streams have used alone for longer after it was freed, at most half a period:
- * first where that takes no more memory than there is at the period's peak, then for at most
- * `units` more, which go where most is won by it. The longer that memory is left alone the fewer
- * marks tell that it is done. */
+ * first where that takes no more memory than most of what there is at the period's peak, then for
+ * at most `units` more, which go where most is won by it. The longer that memory is left alone the
+ * fewer marks tell that it is done. */
 void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units);
 
 /* Keeps what was planned for when the same calls come again. False when the heap has no memory for

@@ -222,7 +222,7 @@ struct rebatch_pool {
     uint64_t layout; /* counts what changes where memory is, or whose */
 };
 
-/* Allocations, frees and uses so far. */
+/* Allocations, frees and uses so far; blocks that are lent count late. */
 static inline uint64_t rbi_pool_calls(const rebatch_pool *pool)
 {
     return 2 * pool->births - pool->stats.blocks + pool->use_calls;
@@ -606,6 +606,8 @@ void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_b
  * nothing is lined up without need. `moved`: memory was, in the period. False where it cannot; then
  * they keep their places, but memory may have been moved. */
 bool rbi_cycle_place(rebatch_pool *pool, bool moved);
+/* False where there are no granules, a period reserves, or it would take too long. */
+bool rbi_cycle_may_be_placed(const rebatch_pool *pool);
 /* The same of a rebatch_pool_reserve() that has succeeded. */
 void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);
 /* The same of a rebatch_pool_use_on(), of the block's own stream too. */

@@ -111,11 +111,14 @@ static uint64_t marked_point(struct rbi_pool_stream *stream)
 }
 
 /* What was not reached after so many calls says that streams lag by more, at once; what was says
- * that they lag by less, by and by. */
+ * that they lag by less, by and by. Blocks that are lent are counted late, so that calls may seem
+ * to go backwards: that says nothing. */
 static void note_lag(rebatch_pool *pool, const struct rbi_mark *mark, bool reached)
 {
     const uint64_t now = rbi_pool_calls(pool);
-    const uint64_t calls = now > mark->call ? now - mark->call : 0; /* lent blocks count late */
+    if (now < mark->call)
+        return;
+    const uint64_t calls = rbi_min(now - mark->call, (uint64_t)RBI_TRAIL_CALLS);
     if (!reached)
         pool->lag_calls = rbi_max(pool->lag_calls, calls + 1);
     else if (calls < pool->lag_calls)
@@ -129,7 +132,8 @@ static rebatch_status ask_mark(bool *reached, rebatch_pool *pool, struct rbi_poo
     const struct rbi_mark *mark = mark_at(stream, number);
     const rebatch_status status = rbi_event_query(pool->device, mark->event, reached);
     *reached = *reached && status == REBATCH_OK;
-    note_lag(pool, mark, *reached);
+    if (status == REBATCH_OK)
+        note_lag(pool, mark, *reached);
     if (*reached)
         note_done(stream, mark->point);
     return status == REBATCH_OOM ? REBATCH_OK : status;

@@ -1,5 +1,5 @@
 /* Holds what a cycle of several streams costs: how many calls for events, how much memory, and
- * what it is ended and begun for. */
+ * what it is ended and begun for. Seeds 1 to 40 for the random test. */
 #include "unit/pool_streams.h"
 
 /* Marks are made where they are waited for, and as few as can be: with other places than a search
@@ -145,6 +145,69 @@ Test(pool_cycle_marks, blocks_that_are_lent_do_not_look_like_lag)
     close_world(&w);
 }
 
+/* However little streams lag when a cycle begins, its places are good for that, so that they come
+ * again. */
+Test(pool_cycle_marks, places_are_good_for_a_small_lag)
+{
+    const struct step step = buffered_step();
+    for (uint64_t lag = 1; lag <= 40; lag++) {
+        struct world w = open_world(1);
+        for (size_t next = 0; !runs(&w); next = (next + 1) % step.count) {
+            if (w.pool->cycle.phase == RBI_CYCLE_READY)
+                w.pool->lag_calls = lag; /* as it is seen when the next call begins one */
+            play_call(&w, &step.calls[next]);
+        }
+        cr_assert_gt(w.pool->cycle.lead_calls, lag);
+        cr_assert_geq(w.pool->cycle.spare_calls, w.pool->cycle.lead_calls);
+        cr_assert(rbi_cycle_may_be_apart(&w.pool->cycle));
+        close_world(&w);
+    }
+}
+
+/* Where more blocks are used by others than it is worked out for, the cycle runs with the places
+ * that a search finds. */
+Test(pool_cycle_marks, with_very_many_uses_it_runs_as_well)
+{
+    enum { USES = RBI_CYCLE_APART_FREES + 3000, STEPS = 60 };
+    struct world w = open_bare_world(1, NULL);
+    int ran = 0;
+    for (int i = 0; i < STEPS; i++) {
+        void *const large = take_on(w.pool, 512 * GRANULE, w.streams[1]);
+        for (int n = 0; n < USES; n++) {
+            void *const block = take_on(w.pool, 512, w.streams[1]);
+            cr_assert_eq(rebatch_pool_use_on(w.pool, block, NULL), REBATCH_OK);
+            give(w.pool, block);
+        }
+        give(w.pool, large);
+        finish_work(&w);
+        ran += runs(&w);
+    }
+    cr_assert(rbi_pool_knows_needs(w.pool));
+    cr_assert_gt(ran, STEPS / 2, "%d", ran);
+    close_world(&w);
+}
+
+/* A stall of any length is not taken for more than the longest period. */
+Test(pool_cycle_marks, lag_has_a_bound)
+{
+    const struct step step = buffered_step();
+    struct world w = open_world(1);
+    play_until_it_runs(&w, &step);
+    w.pool->lag_calls = RBI_TRAIL_CALLS - 1;
+    for (int times = 0; times < 5; times++) {
+        w.pool->cycle.lags = true; /* as if it had run into work that was not done */
+        w.pool->cycle.periods = 0;
+        end_cycle(&w);
+        cr_assert_leq(w.pool->lag_calls, RBI_TRAIL_CALLS);
+        w.pool->cycle.phase = RBI_CYCLE_NONE;
+        for (int i = 0; i < 40 * WARM && !runs(&w); i++)
+            play_times(&w, &step, 1);
+        if (!runs(&w))
+            break;
+    }
+    close_world(&w);
+}
+
 /* Blocks that one stream alone uses need none, however many streams there are. */
 Test(pool_cycle_marks, without_uses_it_costs_none)
 {
@@ -160,4 +223,49 @@ Test(pool_cycle_marks, without_uses_it_costs_none)
     cr_assert(runs(&w));
     cr_assert_eq(lazy_event_calls(), before);
     close_world(&w);
+}
+
+/* ---- anything at any time ---- */
+
+/* Two programs by turns, whose streams lag by this and by that or stand still, with cycles ended
+ * and memory given back at any time; where `is_tight` there is half as much again as they hold.
+ * Blocks never overlap, and none is given out that work may still use. */
+static void play_anything(uint64_t seed, bool is_tight)
+{
+    uint64_t random = seed;
+    const struct step steps[2] = {draw_step(seed), draw_step(seed + 1000)};
+    struct world w = is_tight ? open_bare_world(1, NULL) : open_world(1);
+    play_times(&w, &steps[0], 3);
+    play_times(&w, &steps[1], 3);
+    if (is_tight)
+        w.pool->limit_bytes = w.pool->stats.reserved_bytes / 2 * 3;
+    w.pool->births += draw(&random) % 2 * 200000; /* its needs are known then */
+    for (int i = 0, which = 0; i < 200; i++) {
+        const uint64_t what = draw(&random) % 24;
+        which ^= what == 0;
+        if (what == 1 || what == 2)
+            w.lag = 1 + (unsigned)(draw(&random) % (what == 1 ? 400 : 10));
+        if (what == 3) {
+            rbi_pool_enter(w.pool);
+            rbi_lock_give(&w.pool->lock);
+        }
+        if (what == 4)
+            w.held = (unsigned)(draw(&random) % 8);
+        if (what == 5 || what == 6)
+            w.held = 0;
+        if (what == 7)
+            cr_assert_eq(rebatch_pool_trim(w.pool, 0, NULL), REBATCH_OK);
+        if (what == 8)
+            assert_valid(w.pool);
+        play_times(&w, &steps[which], 1);
+    }
+    w.held = 0;
+    finish_work(&w);
+    close_world(&w);
+}
+
+Test(pool_cycle_marks, two_programs_by_turns_stay_right)
+{
+    for (uint64_t seed = 1; seed <= 40; seed++)
+        play_anything(seed, seed % 2);
 }
