@@ -408,8 +408,8 @@ static bool wants_places(const rebatch_pool *pool, bool moved)
 {
     const struct rbi_cycle *cycle = &pool->cycle;
     const bool may_wait = cycle->use_count != 0 && cycle->spare_calls != 0;
-    const bool once_more = cycle->hopes && rbi_pool_knows_needs(pool);
-    return moved || ((has_many_uses(pool) || may_wait) && (!cycle->stays || once_more));
+    return moved ||
+           ((has_many_uses(pool) || may_wait) && (!cycle->stays || rbi_cycle_is_outdated(pool)));
 }
 
 /* The places of a period in which memory was moved are gone: others are found then. */

@@ -64,10 +64,6 @@ struct rbi_cycle_use {
     bool last;      /* of that call */
 };
 #define RBI_CYCLE_USES (RBI_TRAIL_CALLS / 2)
-/* Of so many frees, and with so many calls each, it is worked out how long blocks are left alone:
- * it takes some tens of milliseconds then. */
-#define RBI_CYCLE_APART_FREES 2048
-#define RBI_CYCLE_APART_WORK ((uint64_t)1 << 26)
 /* What an allocation waits for. */
 struct rbi_cycle_wait {
     uint32_t use;
@@ -139,7 +135,7 @@ struct rbi_cycle {
         uint64_t in_use_most, spare_calls, units;
     } placed;
     struct rbi_cycle_places places;
-    uint64_t placed_births; /* births when blocks were last placed anew though none were moved */
+    uint64_t placed_births; /* births when blocks were last placed anew, or that was tried */
 
     struct rbi_cycle_use *uses;   /* NULL: none was ever learnt */
     struct rbi_cycle_wait *waits; /* as many as there is space for uses */
@@ -166,11 +162,5 @@ struct rbi_cycle {
     uint64_t periods;           /* whole ones that it has served since */
     uint64_t served;            /* allocations, up to when it was left last */
 };
-
-static inline bool rbi_cycle_may_be_apart(const struct rbi_cycle *cycle)
-{
-    return cycle->use_count != 0 && cycle->used_frees <= RBI_CYCLE_APART_FREES &&
-           (uint64_t)cycle->used_frees * cycle->noted <= RBI_CYCLE_APART_WORK;
-}
 
 #endif

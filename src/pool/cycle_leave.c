@@ -8,6 +8,8 @@
 /* Periods after which a stream that has not come far enough is an exception. In the first ones
  * memory may not have been used before. */
 #define LASTING 4
+/* Where one has not, it is taken to lag by half as much again, and so many calls. */
+#define LEAST_LAG_CALLS 8
 
 /* ---- blocks ---- */
 
@@ -161,8 +163,6 @@ static void note_served(rebatch_pool *pool)
 }
 
 /* ---- streams ---- */
-
-#define LEAST_LAG_CALLS 8
 
 static void let_go_of_streams(const struct rbi_cycle *cycle)
 {

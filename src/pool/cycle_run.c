@@ -20,16 +20,10 @@ static bool is_done(rebatch_pool *pool, const struct rbi_cycle_call *call)
     }
 }
 
-/* Its blocks may be placed better now than when it began. */
-static bool is_outdated(const rebatch_pool *pool)
-{
-    return pool->cycle.hopes && rbi_pool_knows_needs(pool);
-}
-
 struct rbi_block *rbi_cycle_take_when_done(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     const struct rbi_cycle_call *const call = pool->cycle.next;
-    if (is_outdated(pool))
+    if (rbi_cycle_is_outdated(pool))
         return NULL;
     if (!rbi_cycle_allocates(call) || call->stream->stream != stream ||
         (size_t)rbi_cycle_units(call) * REBATCH_POOL_UNIT_BYTES != bytes)

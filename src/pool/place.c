@@ -171,21 +171,21 @@ static uint64_t place_all(struct rbi_stretch *stretch, const struct rbi_item **p
 /* ---- memory for them ---- */
 
 /* What a stretch may be made of, beside a free block of the stream's own that is large enough. */
-enum means {
+enum source {
     NOTHING_ELSE,
     FREE_GRANULES, /* which are gathered in a row */
     FRESH_MEMORY   /* where there is plenty, and those */
 };
 
 static struct rbi_block *find_memory(rebatch_pool *pool, uint64_t units,
-                                     struct rbi_pool_stream *stream, enum means means)
+                                     struct rbi_pool_stream *stream, enum source source)
 {
     size_t bytes;
     if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, pool->granule_bytes, &bytes))
         return NULL;
     struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
-    if (!block && means != NOTHING_ELSE)
-        block = rbi_pool_line_up(pool, bytes, stream, means == FRESH_MEMORY);
+    if (!block && source != NOTHING_ELSE)
+        block = rbi_pool_line_up(pool, bytes, stream, source == FRESH_MEMORY);
     return block ? rbi_block_take(pool, block, bytes) : NULL;
 }
 
@@ -200,14 +200,14 @@ static void assign(struct rbi_cycle *cycle, struct rbi_block *const *stretches)
 }
 
 /* Each stretch is out of all lists until all are found, so that none is made of another. */
-static bool take_places(rebatch_pool *pool, enum means means)
+static bool take_places(rebatch_pool *pool, enum source source)
 {
     const struct rbi_cycle_places *const places = &pool->cycle.places;
     struct rbi_block *found[RBI_CYCLE_STRETCHES];
     size_t count = 0;
     while (count < places->stretch_count &&
            (found[count] = find_memory(pool, places->stretches[count].units,
-                                       places->stretches[count].stream, means)) != NULL)
+                                       places->stretches[count].stream, source)) != NULL)
         count++;
     if (count == places->stretch_count)
         assign(&pool->cycle, found);
@@ -351,7 +351,7 @@ static bool may_place_anew(const rebatch_pool *pool, bool must_be)
 {
     const struct rbi_cycle *cycle = &pool->cycle;
     return must_be || cycle->lead_calls > cycle->places.spare_calls ||
-           (cycle->hopes && rbi_pool_knows_needs(pool)) || pool->births >= 2 * cycle->placed_births;
+           rbi_cycle_is_outdated(pool) || pool->births >= 2 * cycle->placed_births;
 }
 
 bool rbi_cycle_may_be_placed(const rebatch_pool *pool)
@@ -367,8 +367,7 @@ bool rbi_cycle_place(rebatch_pool *pool, bool moved)
         return false;
     const bool is_short = moved && !rbi_pool_is_plentiful(pool);
     const bool must_be = is_short || cycle->lags;
-    const bool are_outdated = cycle->hopes && rbi_pool_knows_needs(pool);
-    const bool are_known = !are_outdated && rbi_places_are_for(cycle);
+    const bool are_known = !rbi_cycle_is_outdated(pool) && rbi_places_are_for(cycle);
     /* What is lined up was the memory of other sizes, which would take fresh memory for it where
      * there is plenty: so not without need. */
     if (are_known && take_places(pool, must_be ? FREE_GRANULES : NOTHING_ELSE))

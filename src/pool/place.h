@@ -1,4 +1,4 @@
-/* A period's blocks as they are placed all at once (place.c, place_apart.c).
+/* A period's blocks as they are placed all at once (place.c, place_apart.c, place_again.c).
  * Must not know how a period is learnt, or run. */
 #ifndef RBI_POOL_PLACE_H
 #define RBI_POOL_PLACE_H
@@ -12,7 +12,7 @@ struct rbi_item {
     uint32_t units, offset;
     uint32_t from, to;
     uint32_t of;
-    uint32_t was_to;
+    uint32_t was_to; /* before a round of moving apart */
     uint32_t freed; /* where other streams use it, the call that frees it: from there until `to` its
                        memory is left alone; else 0, as no call 0 frees what the period allocated */
 };
@@ -43,6 +43,11 @@ struct rbi_plan {
 /* Finds in_use_most and wraps; in_use[i] is then what is in use with call i. */
 void rbi_stretch_weigh(struct rbi_stretch *stretch, int64_t *in_use, uint32_t period);
 
+/* How long blocks are left alone is worked out for so many that others use, and with so many calls
+ * for all of them: it takes some tens of milliseconds then. */
+#define RBI_PLAN_APART_FREES 2048
+#define RBI_PLAN_APART_CALLS ((uint64_t)1 << 26)
+
 /* Leaves what other streams have used alone for longer after it was freed, at most half a period:
  * first where that takes no more memory than most of what there is at the period's peak, then for
  * at most `units` more, which go where most is won by it. The longer that memory is left alone the
@@ -52,8 +57,8 @@ void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units);
 /* Keeps what was planned for when the same calls come again. False when the heap has no memory for
  * it. */
 bool rbi_places_keep(struct rbi_cycle *cycle, const struct rbi_plan *plan);
-/* Whether the period that was learnt has the calls that were placed last, and left alone
- * long enough what streams have used. */
+/* Whether the period that was learnt has the calls that were placed last, and those places leave
+ * what streams have used alone for long enough. */
 bool rbi_places_are_for(const struct rbi_cycle *cycle);
 
 #endif

@@ -133,6 +133,12 @@ static size_t neediest(const struct rbi_plan *plan)
     return best;
 }
 
+bool rbi_cycle_may_be_apart(const struct rbi_cycle *cycle)
+{
+    return cycle->use_count != 0 && cycle->used_frees <= RBI_PLAN_APART_FREES &&
+           (uint64_t)cycle->used_frees * cycle->noted <= RBI_PLAN_APART_CALLS;
+}
+
 void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units)
 {
     uint64_t most[RBI_CYCLE_STRETCHES];

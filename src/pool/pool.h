@@ -608,6 +608,13 @@ void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_b
 bool rbi_cycle_place(rebatch_pool *pool, bool moved);
 /* False where there are no granules, a period reserves, or it would take too long. */
 bool rbi_cycle_may_be_placed(const rebatch_pool *pool);
+/* Whether other streams use blocks of it, and how long these are left alone can be worked out. */
+bool rbi_cycle_may_be_apart(const struct rbi_cycle *cycle);
+/* Whether its blocks may be placed better than they are, as the pool knows its needs now. */
+static inline bool rbi_cycle_is_outdated(const rebatch_pool *pool)
+{
+    return pool->cycle.hopes && rbi_pool_knows_needs(pool);
+}
 /* The same of a rebatch_pool_reserve() that has succeeded. */
 void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);
 /* The same of a rebatch_pool_use_on(), of the block's own stream too. */

@@ -1,5 +1,6 @@
 /* Holds what a cycle of several streams costs: how many calls for events, how much memory, and
  * what it is ended and begun for. Seeds 1 to 40 for the random test. */
+#include "pool/place.h"
 #include "unit/pool_streams.h"
 
 /* Marks are made where they are waited for, and as few as can be: with other places than a search
@@ -168,7 +169,7 @@ Test(pool_cycle_marks, places_are_good_for_a_small_lag)
  * that a search finds. */
 Test(pool_cycle_marks, with_very_many_uses_it_runs_as_well)
 {
-    enum { USES = RBI_CYCLE_APART_FREES + 3000, STEPS = 60 };
+    enum { USES = RBI_PLAN_APART_FREES + 3000, STEPS = 60 };
     struct world w = open_bare_world(1, NULL);
     int ran = 0;
     for (int i = 0; i < STEPS; i++) {
@@ -245,10 +246,8 @@ static void play_anything(uint64_t seed, bool is_tight)
         which ^= what == 0;
         if (what == 1 || what == 2)
             w.lag = 1 + (unsigned)(draw(&random) % (what == 1 ? 400 : 10));
-        if (what == 3) {
-            rbi_pool_enter(w.pool);
-            rbi_lock_give(&w.pool->lock);
-        }
+        if (what == 3)
+            end_cycle(&w);
         if (what == 4)
             w.held = (unsigned)(draw(&random) % 8);
         if (what == 5 || what == 6)

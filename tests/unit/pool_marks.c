@@ -102,7 +102,7 @@ Test(pool_marks, memory_that_streams_use_in_turn_costs_two_calls_a_time_at_most)
 {
     static const struct {
         unsigned lag, most_permille; /* of the buffers */
-    } cases[] = {{0, 2000}, {1, 1200}, {8, 350}};
+    } cases[] = {{0, 2000}, {1, 1200}, {8, 300}};
     const int steps = 50;
     for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
         struct world w = open_world(4096);
