@@ -71,6 +71,18 @@ static bool are_users_known(const struct rbi_block *block, const struct rbi_cycl
     return block->used;
 }
 
+/* What was placed anew is waited for by marks that are planned here too. */
+static bool give_old_with_marks(rebatch_pool *pool, struct rbi_cycle_call *from,
+                                const struct rbi_cycle_use *use)
+{
+    (void)rbi_cycle_give_old(pool, from);
+    do
+        if (use->marks)
+            rbi_stream_mark(pool, use->stream);
+    while (!use++->last);
+    return true;
+}
+
 bool rbi_cycle_give_used(rebatch_pool *pool, const void *pointer)
 {
     struct rbi_cycle *const cycle = &pool->cycle;
@@ -83,7 +95,7 @@ bool rbi_cycle_give_used(rebatch_pool *pool, const void *pointer)
     if (block->address != pointer || rbi_pool_has_younger_scope(pool, block))
         return false;
     if (rbi_cycle_is_old(from))
-        return rbi_cycle_give_old(pool, from);
+        return give_old_with_marks(pool, from, use);
     if (!are_users_known(block, use))
         return false;
     do

@@ -107,6 +107,54 @@ Test(pool_cycle_streams, a_batch_that_is_prepared_in_the_step_before_has_its_pla
     }
 }
 
+/* Whether the free that is expected is of a block from before the calls were placed anew, and what
+ * streams that used it get marks then. */
+static const struct rbi_cycle_use *marked_use_of_old(const struct world *w)
+{
+    const struct rbi_cycle *const cycle = &w->pool->cycle;
+    if (!runs(w) || cycle->next->units != RBI_CYCLE_FREE_USED ||
+        !rbi_cycle_is_old(&cycle->calls[cycle->next->of]))
+        return NULL;
+    const struct rbi_cycle_use *use = &cycle->uses[cycle->next->first_use];
+    while (!use->marks && !use->last)
+        use++;
+    return use->marks ? use : NULL;
+}
+
+/* Of all that was freed until now. */
+static bool has_mark(const struct rbi_pool_stream *stream)
+{
+    const uint32_t last = (stream->first_mark + stream->mark_count - 1) % RBI_STREAM_MARKS;
+    return stream->done == stream->frees ||
+           (stream->mark_count && stream->marks[last].point == stream->frees);
+}
+
+/* What is placed anew is waited for by it. */
+Test(pool_cycle_streams, a_mark_that_is_due_with_an_older_blocks_free_is_made)
+{
+    enum { BYTES = 3 * GRANULE };
+    const struct step step = gathering_step();
+    size_t seen = 0;
+    for (unsigned lag = 1; lag < 64; lag++) {
+        struct world w = open_world(lag);
+        void *batch = take_fresh(&w, BYTES, 2);
+        for (int i = 0; i < WARM; i++) {
+            use_on(&w, batch, BYTES, 0);
+            play(&w, &step, 0, step.count / 2);
+            void *const next = take_fresh(&w, BYTES, 2);
+            play(&w, &step, step.count / 2, step.count);
+            const struct rbi_cycle_use *const use = marked_use_of_old(&w);
+            give(w.pool, batch);
+            cr_assert(!use || has_mark(use->stream));
+            seen += use != NULL;
+            batch = next;
+        }
+        give(w.pool, batch);
+        close_world(&w);
+    }
+    cr_assert_geq(seen, 10);
+}
+
 /* A block that is in use all the time, of which each step says that another stream uses it. */
 Test(pool_cycle_streams, uses_of_older_blocks_are_calls_of_it_too)
 {
