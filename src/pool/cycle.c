@@ -412,14 +412,15 @@ static bool wants_places(const rebatch_pool *pool, bool moved)
            ((has_many_uses(pool) || may_wait) && (!cycle->stays || rbi_cycle_is_outdated(pool)));
 }
 
-/* The places of a period in which memory was moved are gone: others are found then. */
+/* The places of a period in which memory was moved are gone, and those of one that does not end as
+ * it began are not those of the next: others are found then. */
 static bool begin_running(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     const bool moved = pool->layout != cycle->layout;
-    if (!close_ring(cycle) || !can_run(pool) || (!moved && !ends_as_it_began(cycle)) ||
-        !find_used(cycle))
+    if (!close_ring(cycle) || !can_run(pool) || !find_used(cycle))
         return false;
+    const bool has_places = !moved && ends_as_it_began(cycle);
     rbi_quick_flush_all(pool);
     choose_spare_calls(pool);
     const uint64_t layout = pool->layout;
@@ -427,7 +428,7 @@ static bool begin_running(rebatch_pool *pool)
     cycle->has_enough = is_placed && cycle->places.has_enough;
     /* As long as needs are not known there is no fresh memory for it. */
     cycle->hopes = has_many_uses(pool) && !cycle->has_enough && !rbi_pool_knows_needs(pool);
-    if (!is_placed && (moved || pool->layout != layout))
+    if (!is_placed && (!has_places || pool->layout != layout))
         return false;
     if (!rbi_cycle_plan_waits(pool, cycle) || !prepare_nodes(pool)) { /* placing may take some */
         cycle->stays = is_placed; /* with the places that a search finds there may be fewer waits */
