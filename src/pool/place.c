@@ -336,10 +336,14 @@ static bool place_anew(rebatch_pool *pool)
     const size_t count = cycle->allocation_count;
     struct rbi_plan plan = {.items = rbi_heap_calloc(count, sizeof *plan.items),
                             .placed = rbi_heap_calloc(count, sizeof(struct rbi_item *)),
+                            .used = rbi_heap_calloc(count, sizeof(struct rbi_item *)),
                             .in_use = rbi_heap_calloc(cycle->noted, sizeof *plan.in_use),
-                            .period = (uint32_t)cycle->noted};
-    const bool is_placed = plan.items && plan.placed && plan.in_use && place_items(pool, &plan);
+                            .period = (uint32_t)cycle->noted,
+                            .margin = (uint32_t)(cycle->spare_calls - cycle->lead_calls)};
+    const bool is_placed =
+        plan.items && plan.placed && plan.used && plan.in_use && place_items(pool, &plan);
     rbi_heap_free(plan.items);
+    rbi_heap_free(plan.used);
     rbi_heap_free(plan.placed);
     rbi_heap_free(plan.in_use);
     return is_placed;

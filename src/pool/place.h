@@ -12,7 +12,7 @@ struct rbi_item {
     uint32_t units, offset;
     uint32_t from, to;
     uint32_t of;
-    uint32_t was_to; /* before a round of moving apart */
+    uint32_t end;   /* `to`, within the period, before it is left alone for longer */
     uint32_t freed; /* where other streams use it, the call that frees it: from there until `to` its
                        memory is left alone; else 0, as no call 0 frees what the period allocated */
 };
@@ -22,6 +22,8 @@ struct rbi_stretch {
     struct rbi_pool_stream *stream;
     struct rbi_item *items;
     size_t count;
+    struct rbi_item **used; /* those that other streams use */
+    size_t used_count;
     bool wraps;           /* something is in use until the next period */
     uint64_t in_use_most; /* units */
     uint64_t units;       /* that they take as they are placed */
@@ -31,8 +33,10 @@ struct rbi_stretch {
 struct rbi_plan {
     struct rbi_item *items;
     const struct rbi_item **placed;
+    struct rbi_item **used;
     int64_t *in_use;
     uint32_t period;
+    uint32_t margin; /* calls for which items are left alone beyond what marks need */
     struct rbi_stretch stretches[RBI_CYCLE_STRETCHES];
     size_t count;
     uint64_t in_use_most; /* of all stretches, each by itself */
@@ -43,15 +47,14 @@ struct rbi_plan {
 /* Finds in_use_most and wraps; in_use[i] is then what is in use with call i. */
 void rbi_stretch_weigh(struct rbi_stretch *stretch, int64_t *in_use, uint32_t period);
 
-/* How long blocks are left alone is worked out for so many that others use, and with so many calls
- * for all of them: it takes some tens of milliseconds then. */
+/* For more blocks that other streams use it is not worked out how long they are left alone: some
+ * tries may be needed until they can be placed. */
 #define RBI_PLAN_APART_FREES 2048
-#define RBI_PLAN_APART_CALLS ((uint64_t)1 << 26)
 
-/* Leaves what other streams have used alone for longer after it was freed, at most half a period:
- * first where that takes no more memory than most of what there is at the period's peak, then for
- * at most `units` more, which go where most is won by it. The longer that memory is left alone the
- * fewer marks tell that it is done. */
+/* Leaves what other streams have used alone for longer after it was freed, until the next of few
+ * releases: each needs one mark, which says of all that was freed before it that it is done. As few
+ * as there can be with most of what is in use at the period's peak, and with at most `units` more,
+ * which go where they save most. */
 void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units);
 
 /* Keeps what was planned for when the same calls come again. False when the heap has no memory for

@@ -1,5 +1,5 @@
-/* Holds how long memory that other streams have used is left alone: as long as memory allows, and
- * nobody else pays for it. Seeds 1 to 200 where a test draws. */
+/* Holds how long memory that other streams have used is left alone: until the next of as few
+ * releases as memory allows, and nobody else pays for it. Seeds 1 to 200 where a test draws. */
 #include "pool/place.h"
 #include "unit/pool_help.h"
 
@@ -8,6 +8,7 @@ enum { PERIOD = 300, ITEMS = 120, STRETCHES = 3 };
 /* A period that is made up. */
 struct bed {
     struct rbi_item items[ITEMS], before[ITEMS];
+    struct rbi_item *used[ITEMS];
     int64_t in_use[PERIOD];
     struct rbi_plan plan;
 };
@@ -15,7 +16,8 @@ struct bed {
 static void open_bed(struct bed *bed)
 {
     memset(bed, 0, sizeof *bed);
-    bed->plan = (struct rbi_plan){.items = bed->items, .in_use = bed->in_use, .period = PERIOD};
+    bed->plan = (struct rbi_plan){
+        .items = bed->items, .used = bed->used, .in_use = bed->in_use, .period = PERIOD};
 }
 
 /* `items` more are the next stretch. */
@@ -83,8 +85,8 @@ static uint64_t most_in_use(const struct rbi_stretch *stretch)
     return most;
 }
 
-/* Nothing but the end of what other streams use has changed: it is later, by half a period at most
- * and not beyond its next allocation. */
+/* Nothing but the end of what other streams use has changed: it is later, and not beyond its next
+ * allocation. */
 static void check_items(const struct bed *bed)
 {
     for (size_t i = 0; i < item_count(bed); i++) {
@@ -93,7 +95,6 @@ static void check_items(const struct bed *bed)
         cr_assert_geq(item->to, before->to);
         cr_assert(item->freed || item->to == before->to);
         cr_assert_leq(item->to - item->from, PERIOD);
-        cr_assert(item->to == before->to || item->to - item->freed <= PERIOD / 2);
     }
 }
 
@@ -162,38 +163,71 @@ static void add_buffers(struct bed *bed)
             .units = UNITS, .from = 10 * i, .to = 10 * i + 5, .freed = 10 * i + 5};
 }
 
-static void check_equally_long(const struct bed *bed, uint32_t calls)
+/* How many calls there are with which any of the items that are left alone end. */
+static size_t count_releases(const struct bed *bed)
 {
-    for (uint32_t i = 0; i < BUFFERS; i++)
-        cr_assert_eq(bed->items[i].to - bed->items[i].freed, calls);
+    bool ends[PERIOD] = {false};
+    size_t count = 0;
+    for (size_t i = 0; i < item_count(bed); i++)
+        if (bed->items[i].freed)
+            ends[bed->items[i].to % PERIOD] = true;
+    for (size_t i = 0; i < PERIOD; i++)
+        count += ends[i];
+    return count;
 }
 
-/* There are as many as there is memory for, each of which is left alone equally long: so they lie
- * in a row. */
-Test(pool_place_apart, buffers_of_one_size_are_left_alone_equally_long)
+/* As many as there is memory for, and those of one release end together. */
+Test(pool_place_apart, what_is_freed_waits_for_the_next_release)
 {
-    enum { MORE = 6 };
+    enum { HELD = 4 };
     static struct bed bed;
     open_bed(&bed);
     add_buffers(&bed);
     add_stretch(&bed, BUFFERS);
     cr_assert_eq(bed.plan.in_use_most, UNITS);
-    rbi_plan_move_apart(&bed.plan, (MORE + 1) * UNITS - 1);
-    cr_assert_eq(bed.plan.in_use_most, (1 + MORE) * UNITS);
-    cr_assert_geq(bed.items[0].to, bed.items[0].freed + 10 * (MORE - 1));
-    check_equally_long(&bed, bed.items[0].to - bed.items[0].freed);
+    rbi_plan_move_apart(&bed.plan, HELD * UNITS);
+    cr_assert_eq(bed.plan.in_use_most, (1 + HELD) * UNITS);
+    cr_assert_eq(count_releases(&bed), BUFFERS / (HELD + 1));
 }
 
-/* Where only some of them could be left alone for longer, none is. */
-Test(pool_place_apart, a_gap_that_few_could_use_changes_none)
+/* They are left alone for 15 calls anyway, 10 of them beyond what a mark needs: so the two that are
+ * freed before the mark of a release, and end behind it, need no other. */
+Test(pool_place_apart, what_ends_soon_after_a_release_needs_no_mark_of_its_own)
+{
+    enum { MARGIN = 10, HELD = 4 };
+    static struct bed bed;
+    open_bed(&bed);
+    bed.plan.margin = MARGIN;
+    add_buffers(&bed);
+    for (uint32_t i = 0; i < BUFFERS; i++)
+        bed.items[i].to += 2 * MARGIN;
+    add_stretch(&bed, BUFFERS);
+    const uint64_t most = bed.plan.in_use_most;
+    rbi_plan_move_apart(&bed.plan, HELD * UNITS);
+    check_items(&bed);
+    cr_assert_eq(bed.plan.in_use_most, most + HELD * UNITS);
+    uint32_t release = 0;
+    size_t releases = 0;
+    for (uint32_t i = 0; i < BUFFERS; i++) {
+        const struct rbi_item *const item = &bed.items[i];
+        const bool is_covered = item->to == bed.before[i].to && item->to <= release + MARGIN;
+        releases += !is_covered && item->to != release;
+        release = is_covered ? release : item->to;
+    }
+    cr_assert_eq(releases, (BUFFERS + HELD) / (HELD + 1), "%zu", releases);
+}
+
+/* What is to be allocated again is released by then, and with it all else that is held. */
+Test(pool_place_apart, nothing_is_held_beyond_its_next_allocation)
 {
     static struct bed bed;
     open_bed(&bed);
-    add_buffers(&bed);
-    bed.items[BUFFERS] = (struct rbi_item){.units = 6 * UNITS, .from = PERIOD / 3, .to = PERIOD};
-    add_stretch(&bed, BUFFERS + 1);
-    rbi_plan_move_apart(&bed.plan, 0);
-    check_equally_long(&bed, 0);
+    bed.items[0] = (struct rbi_item){.units = UNITS, .from = 100, .to = PERIOD + 20, .freed = 290};
+    bed.items[1] = (struct rbi_item){.units = UNITS, .from = 30, .to = 40, .freed = 40};
+    add_stretch(&bed, 2);
+    rbi_plan_move_apart(&bed.plan, 100 * UNITS);
+    cr_assert_eq(bed.items[0].to, PERIOD + 100);
+    cr_assert_eq(bed.items[1].to, 100);
 }
 
 /* Memory to spare goes to the stream in which it does most. */
