@@ -209,10 +209,16 @@ struct means {
 /* What is beyond the peak must be at least this part of all that the pool could have. */
 #define SLACK_PARTS 32
 
+static size_t beyond_peak(const rebatch_pool *pool, size_t room)
+{
+    const size_t all = reachable(pool, room);
+    return all - rbi_min(all, (size_t)pool->stats.live_peak_bytes);
+}
+
 static bool has_slack(const rebatch_pool *pool, size_t room)
 {
-    const size_t all = reachable(pool, room), peak = (size_t)pool->stats.live_peak_bytes;
-    return all > peak && all - peak >= all / SLACK_PARTS;
+    const size_t beyond = beyond_peak(pool, room);
+    return beyond != 0 && beyond >= reachable(pool, room) / SLACK_PARTS;
 }
 
 /* Whether others, and the pool itself, have enough left after `bytes` more. */
@@ -367,6 +373,12 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 bool rbi_pool_is_plentiful(rebatch_pool *pool)
 {
     return find_means(pool, 0).plenty;
+}
+
+size_t rbi_pool_bytes_beyond_peak(rebatch_pool *pool)
+{
+    size_t room;
+    return rbi_pool_room(&room, pool, NULL) == REBATCH_OK ? beyond_peak(pool, room) : 0;
 }
 
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes)

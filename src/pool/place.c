@@ -15,9 +15,11 @@
 #define MOST_ITEMS 16384
 /* It is good enough when less than this part is lost. */
 #define LOST_PARTS 256
-/* For the sake of fewer marks a part of the peak may be held beyond it, or where streams lag so
- * much that more is needed anyway, a smaller part beyond that. */
-#define HELD_PARTS 3
+/* For the sake of fewer marks a part of the peak may be held beyond it, but no more than a part of
+ * what there is beyond it, as others may want that; or where streams lag so much that more is
+ * needed anyway, a part of the peak beyond that. */
+#define HELD_PARTS 2
+#define BEYOND_PARTS 8
 #define APART_PARTS 8
 /* Where that does not do, no more than this part of what is held is taken at once. */
 #define FRESH_PARTS 4
@@ -272,8 +274,9 @@ static uint64_t most_bytes_apart(rebatch_pool *pool, struct rbi_plan *plan)
 {
     const uint64_t peak = pool->stats.live_peak_bytes, live = pool->stats.live_bytes;
     const uint64_t least = plan->in_use_most * REBATCH_POOL_UNIT_BYTES;
-    const uint64_t enough =
-        rbi_max(peak + peak / HELD_PARTS - rbi_min(live, peak), least + peak / APART_PARTS);
+    const uint64_t more =
+        rbi_min(peak / HELD_PARTS, rbi_pool_bytes_beyond_peak(pool) / BEYOND_PARTS);
+    const uint64_t enough = rbi_max(peak + more - rbi_min(live, peak), least + peak / APART_PARTS);
     const uint64_t cached = cached_bytes(pool);
     plan->has_enough = rbi_pool_may_line_up(pool, (size_t)enough);
     plan->takes_fresh = plan->has_enough && enough > cached;

@@ -517,6 +517,8 @@ rebatch_status rbi_pool_find_addresses(char **out, rebatch_pool *pool, size_t by
 bool rbi_pool_knows_needs(const rebatch_pool *pool);
 /* Whether fresh memory is taken rather than that granules are moved. */
 bool rbi_pool_is_plentiful(rebatch_pool *pool);
+/* What the pool holds or could have more than its peak; 0 where the device does not say. */
+size_t rbi_pool_bytes_beyond_peak(rebatch_pool *pool);
 /* Whether so many bytes are free, or to be had where there is plenty. */
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
 /* Free granules in a row, for `stream`: moved there, and fresh ones only if they may be and where
