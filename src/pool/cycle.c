@@ -5,9 +5,9 @@
  * another stream, and at its end just as much was in use as in the beginning, and at the same
  * places. So as long as the calls are those of the period, whatever a call was given then is free
  * now, and blocks that are in use at once do not overlap, as they did not then. Each stream has
- * addresses of its own, so this holds for several as for one. Where memory was moved, places are
- * found anew for all of them (place.c), and of what is in use in the beginning each keeps its own
- * until it is freed.
+ * addresses of its own, so this holds for several as for one. Where memory was moved, or other
+ * places are in use at the end, places are found anew for all of them (place.c), and of what is in
+ * use in the beginning each keeps its own until it is freed.
  *
  * What is free now need not be done: another stream may have used it (rebatch_pool_use_on). That
  * is no longer a question of which blocks are pending, as the search has it, but of which free came
@@ -424,7 +424,7 @@ static bool begin_running(rebatch_pool *pool)
     rbi_quick_flush_all(pool);
     choose_spare_calls(pool);
     const uint64_t layout = pool->layout;
-    const bool is_placed = wants_places(pool, moved) && rbi_cycle_place(pool, moved);
+    const bool is_placed = wants_places(pool, moved) && rbi_cycle_place(pool, moved, has_places);
     cycle->has_enough = is_placed && cycle->places.has_enough;
     /* As long as needs are not known there is no fresh memory for it. */
     cycle->hopes = has_many_uses(pool) && !cycle->has_enough && !rbi_pool_knows_needs(pool);
@@ -446,6 +446,7 @@ static bool begin_running(rebatch_pool *pool)
     cycle->periods = 0;
     cycle->moved = cycle->moved_most = 0;
     cycle->lags = false;
+    cycle->is_placed = is_placed;
     cycle->phase = RBI_CYCLE_RUNS;
     return true;
 }

@@ -101,9 +101,10 @@ struct rbi_cycle_place {
 struct rbi_cycle_places {
     struct rbi_cycle_place *of; /* NULL: none were placed yet */
     size_t count;
-    struct {
+    struct rbi_cycle_stretch {
         struct rbi_pool_stream *stream;
         uint64_t units;
+        char *address; /* where it was last; NULL: nowhere yet */
     } stretches[RBI_CYCLE_STRETCHES];
     size_t stretch_count;
     uint64_t spare_calls;
@@ -136,11 +137,13 @@ struct rbi_cycle {
     } placed;
     struct rbi_cycle_places places;
     uint64_t placed_births; /* births when blocks were last placed anew, or that was tried */
+    uint64_t waited_births; /* births when streams were last waited for, to have places again */
 
     struct rbi_cycle_use *uses;   /* NULL: none was ever learnt */
     struct rbi_cycle_wait *waits; /* as many as there is space for uses */
     size_t use_count, wait_count;
     size_t use_calls, used_frees; /* of the period's calls */
+    bool is_placed;               /* its blocks lie where they were placed, not as a search did */
     bool has_enough;              /* placed, with enough memory for few marks */
     bool hopes;                   /* it has not, but may have once the pool knows its needs */
     bool stays;                   /* its blocks are not to be placed where no memory is moved */
@@ -162,5 +165,11 @@ struct rbi_cycle {
     uint64_t periods;           /* whole ones that it has served since */
     uint64_t served;            /* allocations, up to when it was left last */
 };
+
+/* Whether its blocks were placed with enough memory for few marks when it last ran. */
+static inline bool rbi_cycle_has_enough(const struct rbi_cycle *cycle)
+{
+    return cycle->places.count != 0 && cycle->places.has_enough;
+}
 
 #endif

@@ -174,15 +174,20 @@ static void let_go_of_streams(const struct rbi_cycle *cycle)
         cycle->uses[i].stream->pins--;
 }
 
-/* It ran into work that was not done in its first periods, so it would again. Marks are made
- * earlier then, and blocks that others use are placed apart in time; where a period is too short
- * for that it is doubled. */
+/* It ran into work that was not done in its first periods, so it would again. Where a search found
+ * its places, blocks that others use are placed apart in time next. Else marks are made earlier
+ * then, and blocks left alone for longer; where a period is too short for that it is doubled. */
 static void try_with_more_time(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
+    if (!cycle->is_placed && !cycle->stays && rbi_cycle_may_be_placed(pool)) {
+        cycle->patience = 0;
+        return;
+    }
     pool->lag_calls = rbi_max(pool->lag_calls, cycle->lead_calls);
     pool->lag_calls += pool->lag_calls / 2 + LEAST_LAG_CALLS;
     pool->lag_calls = rbi_min(pool->lag_calls, (uint64_t)RBI_TRAIL_CALLS);
+    pool->lag_least = cycle->is_placed ? pool->lag_calls : 0;
     if (pool->lag_calls < cycle->noted) {
         cycle->patience = 0;
         return;
@@ -206,6 +211,8 @@ void rbi_cycle_leave(rebatch_pool *pool)
     rbi_pool_catch_up_marks(pool);
     note_served(pool);
     cycle->served += pool->births - cycle->began;
+    if (cycle->periods >= LASTING)
+        pool->lag_least = 0;
     if (cycle->lags && cycle->periods < LASTING)
         try_with_more_time(pool);
     else if (cycle->periods > 0)

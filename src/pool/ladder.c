@@ -126,13 +126,28 @@ static struct rbi_block *take_afloat(rebatch_pool *pool, const struct rbi_reques
                : take(pool, request, find_own(pool, request, zone | RBI_ZONE_AFLOAT));
 }
 
+static bool may_leave_zone(const rebatch_pool *pool, const struct rbi_request *request)
+{
+    return pool->caching && !pool->guard && rbi_pool_zone(pool, request->bytes) != RBI_ZONE_ANY;
+}
+
 /* A block of any zone, rather than wait for work or fail. */
 static struct rbi_block *take_anywhere(rebatch_pool *pool, const struct rbi_request *request)
 {
-    if (!pool->caching || pool->guard || rbi_pool_zone(pool, request->bytes) == RBI_ZONE_ANY)
+    if (!may_leave_zone(pool, request))
         return NULL;
     struct rbi_block *block = find_own(pool, request, RBI_ZONE_ANY);
     return take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY));
+}
+
+/* Where a period was placed with memory to spare, that is in stretches, whatever the sizes. When it
+ * ends they are cut up, rather than that fresh memory is taken, and are whole again once all of
+ * them is free. */
+static struct rbi_block *take_of_stretch(rebatch_pool *pool, const struct rbi_request *request)
+{
+    if (!rbi_cycle_has_enough(&pool->cycle) || !may_leave_zone(pool, request))
+        return NULL;
+    return take(pool, request, find_own(pool, request, RBI_ZONE_ANY));
 }
 
 /* ---- addresses and granules ---- */
@@ -489,20 +504,29 @@ static rebatch_status take_granules(struct rbi_block **out, rebatch_pool *pool,
     return status;
 }
 
+/* Several blocks that lie one behind the other. */
+static struct rbi_block *take_row(rebatch_pool *pool, const struct rbi_request *request)
+{
+    struct rbi_block *block = NULL;
+    struct rbi_window window;
+    struct growth growth = {.bytes = request->bytes, .stream = request->stream};
+    if (!rbi_window_find(&window, pool, request->bytes, request->stream) || window.granules != 0 ||
+        fill_window(&block, pool, &growth, &window) != REBATCH_OK)
+        return NULL;
+    return take_part(pool, request, block, growth.at_end);
+}
+
 /* What is free and mapped already, as far as it is taken before fresh memory: a block between two
- * holes, or several that lie one behind the other. Where there was plenty last time: then the
- * device need not be asked what it has left, which takes it microseconds. */
+ * holes, a row of blocks, or a part of a stretch. Where there was plenty last time: then the device
+ * need not be asked what it has left, which takes it microseconds. */
 static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rbi_request *request)
 {
     if (pool->guard || pool->care_bytes != SIZE_MAX || !rbi_pool_knows_needs(pool))
         return NULL;
     struct rbi_block *block = take_afloat(pool, request);
-    struct rbi_window window;
-    struct growth growth = {.bytes = request->bytes, .stream = request->stream};
-    if (block || !rbi_window_find(&window, pool, request->bytes, request->stream) ||
-        window.granules != 0 || fill_window(&block, pool, &growth, &window) != REBATCH_OK)
-        return block;
-    return take_part(pool, request, block, growth.at_end);
+    if (!block)
+        block = take_row(pool, request);
+    return block ? block : take_of_stretch(pool, request);
 }
 
 /* Of memory that is expected to be used: the device makes it while it works on what was asked for

@@ -204,17 +204,20 @@ static void assign(struct rbi_cycle *cycle, struct rbi_block *const *stretches)
 /* Each stretch is out of all lists until all are found, so that none is made of another. */
 static bool take_places(rebatch_pool *pool, enum source source)
 {
-    const struct rbi_cycle_places *const places = &pool->cycle.places;
+    struct rbi_cycle_places *const places = &pool->cycle.places;
     struct rbi_block *found[RBI_CYCLE_STRETCHES];
     size_t count = 0;
+    rbi_places_gather(pool);
     while (count < places->stretch_count &&
            (found[count] = find_memory(pool, places->stretches[count].units,
                                        places->stretches[count].stream, source)) != NULL)
         count++;
     if (count == places->stretch_count)
         assign(&pool->cycle, found);
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
+        places->stretches[i].address = found[i]->address;
         (void)rbi_pool_put_block(pool, found[i]);
+    }
     return count == places->stretch_count;
 }
 
@@ -342,7 +345,7 @@ static bool place_anew(rebatch_pool *pool)
                             .used = rbi_heap_calloc(count, sizeof(struct rbi_item *)),
                             .in_use = rbi_heap_calloc(cycle->noted, sizeof *plan.in_use),
                             .period = (uint32_t)cycle->noted,
-                            .margin = (uint32_t)(cycle->spare_calls - cycle->lead_calls)};
+                            .lead = (uint32_t)cycle->lead_calls};
     const bool is_placed =
         plan.items && plan.placed && plan.used && plan.in_use && place_items(pool, &plan);
     rbi_heap_free(plan.items);
@@ -367,13 +370,13 @@ bool rbi_cycle_may_be_placed(const rebatch_pool *pool)
     return pool->has_space && cycle->allocation_count <= MOST_ITEMS && !cycle->reserves;
 }
 
-bool rbi_cycle_place(rebatch_pool *pool, bool moved)
+bool rbi_cycle_place(rebatch_pool *pool, bool moved, bool has_places)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     if (!rbi_cycle_may_be_placed(pool))
         return false;
     const bool is_short = moved && !rbi_pool_is_plentiful(pool);
-    const bool must_be = is_short || cycle->lags;
+    const bool must_be = is_short || cycle->lags || (!moved && !has_places);
     const bool are_known = !rbi_cycle_is_outdated(pool) && rbi_places_are_for(cycle);
     /* What is lined up was the memory of other sizes, which would take fresh memory for it where
      * there is plenty: so not without need. */

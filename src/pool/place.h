@@ -36,7 +36,7 @@ struct rbi_plan {
     struct rbi_item **used;
     int64_t *in_use;
     uint32_t period;
-    uint32_t margin; /* calls for which items are left alone beyond what marks need */
+    uint32_t lead; /* marks stand so many calls before they are waited for */
     struct rbi_stretch stretches[RBI_CYCLE_STRETCHES];
     size_t count;
     uint64_t in_use_most; /* of all stretches, each by itself */
@@ -47,8 +47,9 @@ struct rbi_plan {
 /* Finds in_use_most and wraps; in_use[i] is then what is in use with call i. */
 void rbi_stretch_weigh(struct rbi_stretch *stretch, int64_t *in_use, uint32_t period);
 
-/* For more blocks that other streams use it is not worked out how long they are left alone: some
- * tries may be needed until they can be placed. */
+/* Where other streams use more blocks than this, all are placed closely: for those that are left
+ * alone for longer several tries may be needed, each of which takes a time that grows with the
+ * square of all blocks. */
 #define RBI_PLAN_APART_FREES 2048
 
 /* Leaves what other streams have used alone for longer after it was freed, until the next of few
@@ -63,5 +64,8 @@ bool rbi_places_keep(struct rbi_cycle *cycle, const struct rbi_plan *plan);
 /* Whether the period that was learnt has the calls that were placed last, and those places leave
  * what streams have used alone for long enough. */
 bool rbi_places_are_for(const struct rbi_cycle *cycle);
+/* Makes of each stretch one free block of its stream's again, where all of it is free, whoever has
+ * had parts of it since. */
+void rbi_places_gather(rebatch_pool *pool);
 
 #endif

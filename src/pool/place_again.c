@@ -1,4 +1,5 @@
-/* Owns where the blocks of a period were placed last, so that it is not worked out again.
+/* Owns where the blocks of a period were placed last, so that it is not worked out again, and that
+ * the memory there is had again.
  * Must not know how places are found. */
 #include "pool/place.h"
 
@@ -61,4 +62,112 @@ bool rbi_places_are_for(const struct rbi_cycle *cycle)
     while (same < cycle->noted && is_same(places, same, &cycle->calls[same]))
         same++;
     return same == cycle->noted;
+}
+
+/* ---- their memory ---- */
+
+/* The streams' work is waited for at most once in so many periods. */
+#define WAIT_PERIODS 16
+
+static char *end_of(const rebatch_pool *pool, const struct rbi_cycle_stretch *stretch)
+{
+    size_t bytes = (size_t)stretch->units * REBATCH_POOL_UNIT_BYTES;
+    (void)rbi_round_up(bytes, pool->granule_bytes, &bytes);
+    return stretch->address + bytes;
+}
+
+static struct rbi_block *first_of(const rebatch_pool *pool, const struct rbi_cycle_stretch *stretch)
+{
+    return stretch->address ? rbi_pool_block_around(pool, stretch->address) : NULL;
+}
+
+static bool is_unused(const struct rbi_block *block, const struct rbi_cycle_stretch *stretch)
+{
+    (void)stretch;
+    return block->state == RBI_BLOCK_FREE || block->state == RBI_BLOCK_PENDING;
+}
+
+static bool is_done(const struct rbi_block *block, const struct rbi_cycle_stretch *stretch)
+{
+    return block->state == RBI_BLOCK_FREE &&
+           (block->stream == stretch->stream || block->freed_at <= block->stream->done);
+}
+
+static bool is_own(const struct rbi_block *block, const struct rbi_cycle_stretch *stretch)
+{
+    return block->state == RBI_BLOCK_FREE && block->stream == stretch->stream;
+}
+
+/* Whether a stretch consists of such blocks. */
+static bool consists_of(const rebatch_pool *pool, const struct rbi_cycle_stretch *stretch,
+                        bool (*is)(const struct rbi_block *, const struct rbi_cycle_stretch *))
+{
+    const char *const end = end_of(pool, stretch);
+    const struct rbi_block *block = first_of(pool, stretch);
+    while (block && is(block, stretch)) {
+        if (block->address + block->bytes >= end)
+            return true;
+        block = block->after;
+    }
+    return false;
+}
+
+static bool all_consist_of(const rebatch_pool *pool,
+                           bool (*is)(const struct rbi_block *, const struct rbi_cycle_stretch *))
+{
+    const struct rbi_cycle_places *const places = &pool->cycle.places;
+    for (size_t i = 0; i < places->stretch_count; i++)
+        if (!consists_of(pool, &places->stretches[i], is))
+            return false;
+    return true;
+}
+
+/* What of a free block lies in the stretch becomes its stream's. Gives the block behind it. */
+static struct rbi_block *give_part(rebatch_pool *pool, struct rbi_block *block,
+                                   const struct rbi_cycle_stretch *stretch)
+{
+    char *const from = stretch->address, *const to = end_of(pool, stretch);
+    if (block->stream == stretch->stream)
+        return block->after;
+    rbi_pool_bin_remove(block);
+    if (block->address < from) {
+        struct rbi_block *const part = rbi_pool_split(pool, block, (size_t)(from - block->address));
+        rbi_pool_bin_add(block);
+        block = part;
+    }
+    if (block->address + block->bytes > to)
+        rbi_pool_bin_add(rbi_pool_split(pool, block, (size_t)(to - block->address)));
+    rbi_pool_give_to(pool, block, stretch->stream);
+    return rbi_pool_put_block(pool, block)->after;
+}
+
+static void gather(rebatch_pool *pool, const struct rbi_cycle_stretch *stretch)
+{
+    struct rbi_block *block = first_of(pool, stretch);
+    while (block && block->address < end_of(pool, stretch) && rbi_pool_prepare_blocks(pool, 2))
+        block = give_part(pool, block, stretch);
+}
+
+/* Whoever has had parts of it since has freed them: whether they are done is asked, and waited for
+ * now and then. */
+static bool settle(rebatch_pool *pool)
+{
+    struct rbi_cycle *const cycle = &pool->cycle;
+    if (rbi_pool_poll_streams(pool) != REBATCH_OK)
+        return false;
+    if (all_consist_of(pool, is_done))
+        return true;
+    if (pool->births - cycle->waited_births < WAIT_PERIODS * cycle->allocation_count)
+        return false;
+    cycle->waited_births = pool->births;
+    return rbi_pool_await_streams(pool) == REBATCH_OK;
+}
+
+void rbi_places_gather(rebatch_pool *pool)
+{
+    const struct rbi_cycle_places *const places = &pool->cycle.places;
+    if (all_consist_of(pool, is_own) || !all_consist_of(pool, is_unused) || !settle(pool))
+        return;
+    for (size_t i = 0; i < places->stretch_count; i++)
+        gather(pool, &places->stretches[i]);
 }

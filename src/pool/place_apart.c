@@ -39,13 +39,14 @@ struct lap {
     struct rbi_item *const *held; /* the first; the others and those to come are behind it */
     size_t held_count;
     int64_t held_units;
-    uint32_t again;   /* the call that allocates one of them again; the period: none does */
-    uint32_t covered; /* the last call of which the last release's mark says enough */
+    uint32_t again; /* the call that allocates one of them again; the period: none does */
+    int64_t marked; /* with which the mark of the last release is made */
 };
 
 struct outcome {
-    size_t releases;
+    uint64_t limit; /* of what may be in use */
     uint64_t in_use_most;
+    size_t releases;
 };
 
 static void hold(struct lap *lap)
@@ -56,11 +57,18 @@ static void hold(struct lap *lap)
         lap->again = rbi_min(lap->again, item->from);
 }
 
+/* Whether the one that is to be held next, behind a release, was freed before its mark. */
+static bool is_marked(const struct lap *lap)
+{
+    const struct rbi_item *const item = *lap->held;
+    return (int64_t)item->end - (item->to - item->freed) < lap->marked;
+}
+
 /* Those that end with a call. */
 static void hold_ending(struct lap *lap, struct rbi_item *const *end, uint32_t call)
 {
     while (lap->held + lap->held_count != end && lap->held[lap->held_count]->end == call) {
-        if (call <= lap->covered)
+        if (lap->held_count == 0 && is_marked(lap))
             lap->held++;
         else
             hold(lap);
@@ -75,20 +83,20 @@ static void release(struct lap *lap, const struct rbi_plan *plan, uint32_t call,
     lap->held_count = 0;
     lap->held_units = 0;
     lap->again = plan->period;
-    lap->covered = call + plan->margin;
+    lap->marked = (int64_t)call - plan->lead;
 }
 
-/* With at most `most` units in use, where that can be. The period ends with a release, so that
- * little is in use from one into the next. Only a final lap changes the items. */
+/* With at most `limit` units in use, where that can be. The period begins and ends with a release,
+ * so that little is in use from one into the next. Only a final lap changes the items. */
 static struct outcome go_round(const struct rbi_stretch *stretch, const struct rbi_plan *plan,
-                               uint64_t most, bool is_final)
+                               uint64_t limit, bool is_final)
 {
     struct rbi_item *const *const end = stretch->used + stretch->used_count;
-    struct lap lap = {.held = stretch->used, .again = plan->period, .covered = plan->margin};
-    struct outcome outcome = {0};
+    struct lap lap = {.held = stretch->used, .again = plan->period, .marked = -(int64_t)plan->lead};
+    struct outcome outcome = {.limit = limit};
     for (uint32_t call = 0; call < plan->period; call++) {
         hold_ending(&lap, end, call);
-        const bool is_full = plan->in_use[call] + lap.held_units > (int64_t)most;
+        const bool is_full = plan->in_use[call] + lap.held_units > (int64_t)limit;
         if (lap.held_count != 0 && (is_full || call == lap.again)) {
             release(&lap, plan, call, is_final);
             outcome.releases++;
@@ -190,10 +198,10 @@ static bool take_best(struct offer *offers, size_t count, uint64_t *units)
 }
 
 static void take_offer(struct rbi_stretch *stretch, const struct offer *offer,
-                       const struct rbi_plan *plan, uint64_t units)
+                       const struct rbi_plan *plan)
 {
     rbi_stretch_weigh(stretch, plan->in_use, plan->period);
-    (void)go_round(stretch, plan, limit_of(stretch, units, offer->chosen), true);
+    (void)go_round(stretch, plan, offer->of[offer->chosen].limit, true);
     rbi_stretch_weigh(stretch, plan->in_use, plan->period);
 }
 
@@ -212,7 +220,7 @@ void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units)
         ;
     plan->in_use_most = 0;
     for (size_t i = 0; i < plan->count; i++) {
-        take_offer(&plan->stretches[i], &offers[i], plan, units);
+        take_offer(&plan->stretches[i], &offers[i], plan);
         plan->in_use_most += plan->stretches[i].in_use_most;
     }
 }

@@ -172,6 +172,7 @@ struct rebatch_pool {
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     uint64_t looks;                /* searches so far that looked how far streams have come */
     uint64_t lag_calls;            /* how far streams are taken to lag, in calls; 0: not at all */
+    uint64_t lag_least;            /* it is no less, as a cycle with less has just failed */
     struct rbi_block *pending;
     struct rbi_table table; /* of the blocks that have been given out, and are not merged yet */
     struct rbi_late late;
@@ -605,9 +606,10 @@ void rbi_cycle_begin(rebatch_pool *pool);
 void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes, bool freed);
 /* Places what a learnt period allocates anew, in one stretch of memory for each stream, and lines
  * that up (place.c); where the same calls were placed before they get those places again, for which
- * nothing is lined up without need. `moved`: memory was, in the period. False where it cannot; then
- * they keep their places, but memory may have been moved. */
-bool rbi_cycle_place(rebatch_pool *pool, bool moved);
+ * nothing is lined up without need. `moved`: memory was, in the period; `has_places`: those that a
+ * search found are good for the next, too. False where it cannot; then they keep their places, but
+ * memory may have been moved. */
+bool rbi_cycle_place(rebatch_pool *pool, bool moved, bool has_places);
 /* False where there are no granules, a period reserves, or it would take too long. */
 bool rbi_cycle_may_be_placed(const rebatch_pool *pool);
 /* Whether other streams use blocks of it, and how long these are left alone can be worked out. */

@@ -121,7 +121,7 @@ static void note_lag(rebatch_pool *pool, const struct rbi_mark *mark, bool reach
     const uint64_t calls = rbi_min(now - mark->call, (uint64_t)RBI_TRAIL_CALLS);
     if (!reached)
         pool->lag_calls = rbi_max(pool->lag_calls, calls + 1);
-    else if (calls < pool->lag_calls)
+    else if (rbi_max(calls, pool->lag_least) < pool->lag_calls)
         pool->lag_calls -= (pool->lag_calls - calls + LAG_PARTS - 1) / LAG_PARTS;
 }
 

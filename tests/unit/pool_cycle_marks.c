@@ -34,28 +34,6 @@ static uint64_t event_calls(struct world *w, const struct step *step, int times)
     return lazy_event_calls() - before;
 }
 
-/* Stream 1 fills a small buffer for each layer, which stream 0 reads. */
-static struct step buffered_step(void)
-{
-    struct step step = {.count = 0};
-    add(&step, (struct call){ALLOC, 0, 96 * GRANULE, 0});
-    for (size_t layer = 1; layer < BLOCKS; layer++) {
-        add(&step, (struct call){ALLOC, layer, 2 * GRANULE, 1});
-        add(&step, (struct call){USE, layer, 0, 0});
-        add(&step, (struct call){FREE, layer, 0, 0});
-    }
-    add(&step, (struct call){FREE, 0, 0, 0});
-    return step;
-}
-
-static void play_until_it_has_enough(struct world *w, const struct step *step)
-{
-    while (!rbi_pool_knows_needs(w->pool))
-        play_times(w, step, WARM);
-    play_times(w, step, WARM);
-    cr_assert(w->pool->cycle.has_enough && !w->pool->cycle.hopes);
-}
-
 /* What was held then is held for good, and no more than `most` beyond the peak. */
 static void check_held(struct world *w, const struct step *step, size_t most)
 {
@@ -93,41 +71,6 @@ Test(pool_cycle_marks, where_there_is_less_than_plenty_less_is_held_for_it)
     play_until_it_has_enough(&w, &step);
     cr_assert_eq(stats_of(w.pool).live_peak_bytes, PEAK * GRANULE);
     check_held(&w, &step, BEYOND / 8 * GRANULE);
-    close_world(&w);
-}
-
-static void end_cycle(const struct world *w)
-{
-    rbi_pool_enter(w->pool);
-    rbi_lock_give(&w->pool->lock);
-    cr_assert_not(runs(w));
-}
-
-/* Whoever looks ends a cycle. When it begins again blocks are where they were placed before, which
- * takes no memory and moves none, however often it is ended. */
-Test(pool_cycle_marks, a_cycle_that_was_ended_has_its_places_again)
-{
-    const struct step step = buffered_step();
-    struct world w = open_bare_world(1, NULL);
-    play_times(&w, &step, WARM);
-    while (!rbi_pool_knows_needs(w.pool))
-        play_times(&w, &step, WARM);
-    play_times(&w, &step, WARM);
-    char *places[BLOCKS];
-    for (size_t i = 0; i < w.pool->cycle.allocation_count; i++)
-        places[i] = w.pool->cycle.calls[w.pool->cycle.allocations[i]].address;
-    end_cycle(&w);
-    play_until_it_runs(&w, &step); /* a search is served by other zones' memory than places are */
-    const rebatch_pool_stats stats = stats_of(w.pool);
-    for (int times = 0; times < 10; times++) {
-        end_cycle(&w);
-        play_until_it_runs(&w, &step);
-        for (size_t i = 0; i < w.pool->cycle.allocation_count; i++)
-            cr_assert_eq(w.pool->cycle.calls[w.pool->cycle.allocations[i]].address, places[i]);
-    }
-    cr_assert_eq(stats_of(w.pool).remaps, stats.remaps);
-    cr_assert_eq(stats_of(w.pool).device_allocations, stats.device_allocations);
-    cr_assert_eq(stats_of(w.pool).reserved_bytes, stats.reserved_bytes);
     close_world(&w);
 }
 

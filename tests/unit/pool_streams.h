@@ -89,6 +89,20 @@ static inline struct step gathering_step(void)
     return step;
 }
 
+/* Stream 1 fills a small buffer for each layer, which stream 0 reads. */
+static inline struct step buffered_step(void)
+{
+    struct step step = {.count = 0};
+    add(&step, (struct call){ALLOC, 0, 96 * GRANULE, 0});
+    for (size_t layer = 1; layer < BLOCKS; layer++) {
+        add(&step, (struct call){ALLOC, layer, 2 * GRANULE, 1});
+        add(&step, (struct call){USE, layer, 0, 0});
+        add(&step, (struct call){FREE, layer, 0, 0});
+    }
+    add(&step, (struct call){FREE, 0, 0, 0});
+    return step;
+}
+
 /* ---- a pool that steps run on ---- */
 
 struct world {
@@ -226,6 +240,23 @@ static inline struct world open_cycle(const struct step *step, unsigned lag)
     struct world w = open_world(lag);
     play_until_it_runs(&w, step);
     return w;
+}
+
+/* Plays until a cycle has what memory it wants for few marks. */
+static inline void play_until_it_has_enough(struct world *w, const struct step *step)
+{
+    while (!rbi_pool_knows_needs(w->pool))
+        play_times(w, step, WARM);
+    play_times(w, step, WARM);
+    cr_assert(w->pool->cycle.has_enough && !w->pool->cycle.hopes);
+}
+
+/* Whoever looks at blocks ends a cycle. */
+static inline void end_cycle(const struct world *w)
+{
+    rbi_pool_enter(w->pool);
+    rbi_lock_give(&w->pool->lock);
+    cr_assert_not(runs(w));
 }
 
 #endif
