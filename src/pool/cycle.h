@@ -166,10 +166,10 @@ struct rbi_cycle {
     uint64_t served;            /* allocations, up to when it was left last */
 };
 
-/* Whether its blocks were placed with enough memory for few marks when it last ran. */
-static inline bool rbi_cycle_has_enough(const struct rbi_cycle *cycle)
+/* Whether its blocks were placed when it last ran, with as much memory as they will have. */
+static inline bool rbi_cycle_has_memory(const struct rbi_cycle *cycle)
 {
-    return cycle->places.count != 0 && cycle->places.has_enough;
+    return cycle->places.count != 0 && !cycle->hopes;
 }
 
 #endif

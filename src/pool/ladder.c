@@ -140,12 +140,11 @@ static struct rbi_block *take_anywhere(rebatch_pool *pool, const struct rbi_requ
     return take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY));
 }
 
-/* Where a period was placed with memory to spare, that is in stretches, whatever the sizes. When it
- * ends they are cut up, rather than that fresh memory is taken, and are whole again once all of
- * them is free. */
+/* Where a period was placed its memory is in stretches, whatever the sizes. When it ends they are
+ * cut up, rather than that fresh memory is taken, and are whole again once all of them is free. */
 static struct rbi_block *take_of_stretch(rebatch_pool *pool, const struct rbi_request *request)
 {
-    if (!rbi_cycle_has_enough(&pool->cycle) || !may_leave_zone(pool, request))
+    if (!rbi_cycle_has_memory(&pool->cycle) || !may_leave_zone(pool, request))
         return NULL;
     return take(pool, request, find_own(pool, request, RBI_ZONE_ANY));
 }
