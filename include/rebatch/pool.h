@@ -60,12 +60,13 @@ typedef struct rebatch_pool_options {
                                 be moved in every period, or where streams use blocks of others, the
                                 places are found anew for all of them at once, for which all work
                                 may be waited for; in the latter case, where there is plenty, with
-                                up to a third of the pool's peak more, which saves events, and what
-                                it takes for the time that streams lag. A period may have several
-                                streams: memory that rebatch_pool_use_on() was said of is given out
-                                again when that stream's work is done, else the call is searched
-                                for. Only while one thread uses the pool; and not with guard,
-                                events, rounding or caching off.
+                                up to half of the pool's peak more, but no more than an eighth of
+                                what there is beyond it, which saves events, and what it takes for
+                                the time that streams lag. A period may have several streams: memory
+                                that rebatch_pool_use_on() was said of is given out again when that
+                                stream's work is done, else the call is searched for. Only while one
+                                thread uses the pool; and not with guard, events, rounding or
+                                caching off.
                                 Takes 528 KiB of host memory, and 5.5 MiB more once a period is
                                 learnt (10 MiB where streams use blocks of others, 7.5 where memory
                                 is short), of which the system gives what the longest period
