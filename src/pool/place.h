@@ -65,7 +65,7 @@ bool rbi_places_keep(struct rbi_cycle *cycle, const struct rbi_plan *plan);
  * what streams have used alone for long enough. */
 bool rbi_places_are_for(const struct rbi_cycle *cycle);
 /* Makes of each stretch one free block of its stream's again, where all of it is free, whoever has
- * had parts of it since. */
+ * had parts of it since. It may wait for the streams' work, once in a while. */
 void rbi_places_gather(rebatch_pool *pool);
 
 #endif

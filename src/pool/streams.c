@@ -119,10 +119,11 @@ static void note_lag(rebatch_pool *pool, const struct rbi_mark *mark, bool reach
     if (now < mark->call)
         return;
     const uint64_t calls = rbi_min(now - mark->call, (uint64_t)RBI_TRAIL_CALLS);
+    const uint64_t least = rbi_max(calls, pool->lag_least);
     if (!reached)
         pool->lag_calls = rbi_max(pool->lag_calls, calls + 1);
-    else if (rbi_max(calls, pool->lag_least) < pool->lag_calls)
-        pool->lag_calls -= (pool->lag_calls - calls + LAG_PARTS - 1) / LAG_PARTS;
+    else if (least < pool->lag_calls)
+        pool->lag_calls -= (pool->lag_calls - least + LAG_PARTS - 1) / LAG_PARTS;
 }
 
 /* Asks whether a mark has been reached, and with it those before it, without waiting. */
