@@ -242,7 +242,8 @@ REBATCH_API rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, si
  *  than the innermost open scope stays as it is until that scope commits, so that a rollback finds
  *  it untouched.
  *  @param pointer  from rebatch_pool_alloc(); NULL is allowed. A block that a rollback has already
- *                  taken back is ignored and counted (late_frees)
+ *                  taken back is ignored and counted (late_frees) until its address is given out
+ *                  again; remembered are those of the last rollback, and the latest 32,768
  *  @return REBATCH_OK; REBATCH_E_INVALID for a pointer that is not the start of a block of this
  *          pool, or one freed already. Any thread. */
 REBATCH_API rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer);

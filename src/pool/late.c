@@ -59,9 +59,32 @@ static bool grow(struct rbi_late *late, size_t capacity)
     return true;
 }
 
+static size_t count_after(const struct rbi_late *late, uint64_t rollback)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < late->capacity; i++)
+        count += late->entries[i].rollback > rollback;
+    return count;
+}
+
+/* The latest rollback that can be forgotten: those after it took back RBI_POOL_LATE_LEAST addresses
+ * or more. */
+static uint64_t before_latest(const struct rbi_late *late)
+{
+    uint64_t first = 0, beyond = late->rollback; /* enough came after the first, too few after it */
+    while (first + 1 < beyond) {
+        const uint64_t middle = first + (beyond - first) / 2;
+        if (count_after(late, middle) >= RBI_POOL_LATE_LEAST)
+            first = middle;
+        else
+            beyond = middle;
+    }
+    return first;
+}
+
 static void forget_useless(struct rbi_late *late)
 {
-    clean(late, late->count > RBI_POOL_LATE_MOST ? late->rollback - 1 : 0);
+    clean(late, late->count > RBI_POOL_LATE_MOST ? before_latest(late) : 0);
 }
 
 static bool is_crowded(const struct rbi_late *late)

@@ -9,8 +9,10 @@
 
 #include "rebatch/pool.h"
 
-/* Rolled-back addresses that are remembered beyond those of the last rollback. */
+/* When more addresses than MOST are remembered, the oldest rollbacks are forgotten, but none of the
+ * latest LEAST addresses, nor of the last rollback's. */
 #define RBI_POOL_LATE_MOST 65536
+#define RBI_POOL_LATE_LEAST 32768
 
 struct rbi_late_entry {
     const char *address; /* NULL: empty */

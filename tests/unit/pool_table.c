@@ -98,6 +98,25 @@ Test(pool_late, what_it_remembers_is_bounded)
     rbi_late_destroy(&late);
 }
 
+/* Whatever number of blocks each rollback takes back. */
+Test(pool_late, the_latest_are_remembered)
+{
+    struct rbi_late late = {.rollback = 0};
+    uint64_t random = 1;
+    for (size_t unit = 0, left = 0; unit < 10 * RBI_POOL_LATE_MOST; unit++, left--) {
+        if (left == 0) {
+            late.rollback++;
+            left = draw(&random) % 64 ? 1 + draw(&random) % 100 : 20000;
+            cr_assert(rbi_late_prepare(&late, left));
+        }
+        rbi_late_add(&late, address_of(unit));
+        const size_t latest = draw(&random) % RBI_POOL_LATE_LEAST;
+        cr_assert(unit < latest || rbi_late_has(&late, address_of(unit - latest)));
+    }
+    cr_assert_leq(late.capacity, 8 * RBI_POOL_LATE_MOST);
+    rbi_late_destroy(&late);
+}
+
 /* When the heap gives nothing, old rollbacks make place for the last. */
 Test(pool_late, without_heap_old_rollbacks_make_place)
 {
