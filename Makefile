@@ -228,10 +228,12 @@ test: ## every test (SAN=address,undefined for a sanitizer build)
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
 	@mkdir -p build
-	$(Q)$(CC) -std=c17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -pthread -Iinclude -Isrc \
-	    -o build/pool_threads tests/threads/pool_threads.c $(wildcard src/base/*.c src/device/*.c \
-	    src/pool/*.c) -lm -ldl
-	@build/pool_threads && echo "test-threads: ok"
+	$(Q)for test in pool_threads pool_turns; do \
+	    $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -pthread -Iinclude -Isrc \
+	        -o build/$$test tests/threads/$$test.c $(wildcard src/base/*.c src/device/*.c \
+	        src/pool/*.c) -lm -ldl && build/$$test || exit 1; \
+	done
+	@echo "test-threads: ok"
 
 kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test

@@ -3,7 +3,10 @@
  *
  *  All metadata is in host memory. There is no global state: every call takes the pool. All calls
  *  are safe from several threads, except that scopes are one stack a pool, so it is one thread that
- *  opens and closes them. */
+ *  opens and closes them. A scope is of the pool, not of a thread: while it is open it takes in
+ *  what any thread allocates and frees, and a rollback takes that back. So a thread that is no part
+ *  of what may be taken back, one that prepares batches beside a training step for example, uses a
+ *  pool of its own on the same device, or is done before the step begins. */
 #ifndef REBATCH_POOL_H
 #define REBATCH_POOL_H
 
@@ -64,9 +67,9 @@ typedef struct rebatch_pool_options {
                                 what there is beyond it, which saves events, and what it takes for
                                 the time that streams lag. A period may have several streams: memory
                                 that rebatch_pool_use_on() was said of is given out again when that
-                                stream's work is done, else the call is searched for. Only while one
-                                thread uses the pool; and not with guard, events, rounding or
-                                caching off.
+                                stream's work is done, else the call is searched for. Threads that
+                                take turns have one too, not those that wait for each other; nor is
+                                there one with guard, events, rounding or caching off.
                                 Takes 528 KiB of host memory, and 5.5 MiB more once a period is
                                 learnt (10 MiB where streams use blocks of others, 7.5 where memory
                                 is short), of which the system gives what the longest period

@@ -86,7 +86,7 @@ static void stop_learning(struct rbi_cycle *cycle)
 
 static bool may_learn(const rebatch_pool *pool)
 {
-    return pool->pressing == 0 && pool->fast_bytes != 0 && pool->lock.biased;
+    return pool->pressing == 0 && pool->fast_bytes != 0 && !rbi_lock_is_contended(&pool->lock);
 }
 
 static void begin_learning(rebatch_pool *pool, uint64_t live_bytes)
@@ -468,6 +468,7 @@ void rbi_cycle_double(rebatch_pool *pool)
 void rbi_cycle_begin(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
+    rbi_tcaches_fold(pool); /* what caches give back must not meet a cycle that runs */
     const bool moved = pool->layout != cycle->layout;
     cycle->phase = RBI_CYCLE_NONE;
     if (begin_running(pool))

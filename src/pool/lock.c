@@ -28,15 +28,11 @@ static bool order_all_threads(void)
 
 void rbi_lock_init(struct rbi_lock *lock)
 {
-    /* Where the kernel has no such barrier nobody may be the owner. */
-    const bool can_own =
+    *lock = (struct rbi_lock){.biased = false};
+    lock->can_be_owned =
         syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0 &&
         order_all_threads();
-    atomic_init(&lock->owner, can_own ? RBI_LOCK_NOBODY : RBI_LOCK_SHARED);
-    atomic_init(&lock->busy, 0);
-    atomic_init(&lock->word, 0);
-    lock->biased = false;
-    lock->waits = 0;
+    atomic_init(&lock->owner, lock->can_be_owned ? RBI_LOCK_NOBODY : RBI_LOCK_SHARED);
 }
 
 static void pause_briefly(void)
@@ -63,19 +59,20 @@ static bool take_word(_Atomic uint32_t *word)
     return false;
 }
 
-/* The holder may have lost its processor: then it needs one more than we do. */
-void rbi_spin_take_slowly(_Atomic uint32_t *word)
+/* The word is held: makes the holder the owner if it alone has taken it for long. That it has it by
+ * the word this time is known to rbi_lock_give_slowly(). */
+static void own_if_alone(struct rbi_lock *lock)
 {
-    do {
-        for (int i = 0; i < SPINS && atomic_load_explicit(word, memory_order_relaxed) != 0; i++)
-            pause_briefly();
-        if (atomic_load_explicit(word, memory_order_relaxed) != 0)
-            (void)sched_yield();
-    } while (atomic_exchange_explicit(word, 1, memory_order_acquire) != 0);
+    if (lock->in_row < RBI_LOCK_ALONE || !lock->can_be_owned || rbi_lock_is_contended(lock))
+        return;
+    lock->in_row = 0;
+    lock->biased = true;
+    atomic_store_explicit(&lock->owner, lock->last, memory_order_relaxed);
 }
 
 void rbi_lock_give_slowly(struct rbi_lock *lock)
 {
+    own_if_alone(lock);
     if (atomic_exchange_explicit(&lock->word, 0, memory_order_release) == 2)
         (void)syscall(SYS_futex, &lock->word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
@@ -90,17 +87,34 @@ static void share(struct rbi_lock *lock)
         (void)sched_yield();
 }
 
-void rbi_lock_take_slowly(struct rbi_lock *lock)
+/* Makes this thread the owner where nobody has been one. */
+static bool become_owner(struct rbi_lock *lock)
 {
     const uint64_t self = number_thread();
-    uint64_t owner = RBI_LOCK_NOBODY;
-    if (atomic_compare_exchange_strong_explicit(&lock->owner, &owner, self, memory_order_relaxed,
-                                                memory_order_relaxed)) {
+    uint64_t owner = atomic_load_explicit(&lock->owner, memory_order_relaxed);
+    return owner == RBI_LOCK_NOBODY &&
+           atomic_compare_exchange_strong_explicit(&lock->owner, &owner, self, memory_order_relaxed,
+                                                   memory_order_relaxed);
+}
+
+static void count_take(struct rbi_lock *lock, bool was_free)
+{
+    lock->in_row = lock->last == rbi_lock_thread ? lock->in_row + 1 : 1;
+    lock->last = rbi_lock_thread;
+    const bool is_calm = ++lock->takes % RBI_LOCK_CALM == 0;
+    if (was_free && !is_calm)
+        return;
+    const uint64_t waits = atomic_load_explicit(&lock->waits, memory_order_relaxed) + !was_free;
+    atomic_store_explicit(&lock->waits, is_calm ? waits / 2 : waits, memory_order_relaxed);
+}
+
+void rbi_lock_take_slowly(struct rbi_lock *lock)
+{
+    if (become_owner(lock)) {
         rbi_lock_take(lock); /* as its owner, unless somebody was as quick */
         return;
     }
-    const bool was_free = take_word(&lock->word);
-    lock->waits += !was_free;
+    count_take(lock, take_word(&lock->word));
     if (atomic_load_explicit(&lock->owner, memory_order_relaxed) != RBI_LOCK_SHARED)
         share(lock);
     lock->biased = false;

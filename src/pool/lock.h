@@ -7,18 +7,29 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* A lock of one word that belongs, as long as only one thread ever takes it, to that thread, which
- * then needs no atomic read-modify-write: it says `busy`, and looks whether it still is the owner.
- * A second thread ends that for good: it takes the word, names nobody the owner, has every
- * processor pass a memory barrier (membarrier(2)) and waits until the old owner is not busy.
+/* A lock of one word that belongs to a thread as long as no other takes it: the owner needs no
+ * atomic read-modify-write, it says `busy` and looks whether it still is the owner. Another thread
+ * ends that: it takes the word, names nobody the owner, has every processor pass a memory barrier
+ * (membarrier(2)) and waits until the old owner is not busy. From then on all take the word, until
+ * one thread has taken it RBI_LOCK_ALONE times in a row and is the owner from there on, if threads
+ * are not in each other's way: as many takes cost more than what it costs to end it.
  *   word: 0 free, 1 held, 2 held and waited for */
 struct rbi_lock {
     _Atomic uint64_t owner; /* a thread's number, from 1, or one of the two below */
     _Atomic uint32_t busy;
     _Atomic uint32_t word;
-    bool biased;    /* how the holder has it; the holder's, as is the next */
-    uint64_t waits; /* how often it was held when it was asked for */
+    bool can_be_owned; /* the kernel has such a barrier */
+    /* The holder's: */
+    bool biased;     /* how it has the lock */
+    uint32_t in_row; /* takes of the word by `last` since another thread's */
+    uint64_t last, takes;
+    /* How often it was held when it was asked for; halved every RBI_LOCK_CALM takes of the word.
+     * The holder's to write. */
+    _Atomic uint64_t waits;
 };
+#define RBI_LOCK_ALONE 1024
+#define RBI_LOCK_CALM 65536
+#define RBI_LOCK_CONTENDED 64 /* waits */
 #define RBI_LOCK_NOBODY (UINT64_MAX - 1)
 #define RBI_LOCK_SHARED UINT64_MAX
 void rbi_lock_init(struct rbi_lock *lock);
@@ -61,16 +72,10 @@ static inline void rbi_lock_give(struct rbi_lock *lock)
     else
         rbi_lock_give_slowly(lock);
 }
-/* For what is held for a moment only, and mostly taken by one thread: one word, 0 when free. */
-void rbi_spin_take_slowly(_Atomic uint32_t *word);
-static inline void rbi_spin_take(_Atomic uint32_t *word)
+/* Do threads wait for each other, of late? Anybody may ask. */
+static inline bool rbi_lock_is_contended(const struct rbi_lock *lock)
 {
-    if (__builtin_expect(atomic_exchange_explicit(word, 1, memory_order_acquire) != 0, 0))
-        rbi_spin_take_slowly(word);
-}
-static inline void rbi_spin_give(_Atomic uint32_t *word)
-{
-    atomic_store_explicit(word, 0, memory_order_release);
+    return atomic_load_explicit(&lock->waits, memory_order_relaxed) >= RBI_LOCK_CONTENDED;
 }
 
 #endif

@@ -352,20 +352,11 @@ static COLD rebatch_status alloc_carefully(void **out, rebatch_pool *pool, size_
     return status;
 }
 
-/* Of a thread that does not own the lock. */
-static __attribute__((noinline)) rebatch_status
-alloc_shared(void **out, rebatch_pool *pool, size_t bytes, rebatch_stream stream, rebatch_tag tag)
-{
-    if (RBI_LIKELY(out && pool) && rbi_tcache_alloc(out, pool, bytes, stream, tag))
-        return REBATCH_OK;
-    return alloc_carefully(out, pool, bytes, stream, tag);
-}
-
 /* The last step of a call on the fast path. */
 static COLD rebatch_status raise_peaks_and_give(rebatch_pool *pool)
 {
     rbi_pool_raise_peaks(pool);
-    rbi_lock_give_as_owner(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return REBATCH_OK;
 }
 
@@ -376,7 +367,7 @@ static inline rebatch_status use_and_give(void **out, rebatch_pool *pool, struct
     *out = block->address;
     if (RBI_UNLIKELY(is_peak))
         return raise_peaks_and_give(pool);
-    rbi_lock_give_as_owner(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return REBATCH_OK;
 }
 
@@ -396,7 +387,7 @@ static inline rebatch_status note_and_give(void **out, rebatch_pool *pool, struc
     rbi_cycle_note(pool, block, pool->stats.live_bytes, false);
     if (RBI_UNLIKELY(is_peak))
         return raise_peaks_and_give(pool);
-    rbi_lock_give_as_owner(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return REBATCH_OK;
 }
 
@@ -408,21 +399,19 @@ static __attribute__((noinline)) rebatch_status cut_and_give(void **out, rebatch
     struct rbi_block *block = take_cached(pool, stream, rbi_round_to_unit(bytes));
     if (RBI_LIKELY(block))
         return note_and_give(out, pool, block, bytes, tag);
-    rbi_lock_give_as_owner(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return alloc_carefully(out, pool, bytes, stream->stream, tag);
 }
 
-/* What most calls are: of the thread that owns the lock, with nothing special asked of the pool
- * (fast_bytes), served by a cycle, or for the stream of the call before. All others go the careful
+/* What most calls are, with the lock held: nothing special is asked of the pool (fast_bytes), and a
+ * cycle serves them, or they are for the stream of the call before. All others go the careful
  * way. */
-static inline rebatch_status alloc_fast(void **out, rebatch_pool *pool, size_t bytes,
-                                        rebatch_stream stream, rebatch_tag tag)
+static inline __attribute__((always_inline)) rebatch_status
+alloc_expected(void **out, rebatch_pool *pool, size_t bytes, rebatch_stream stream, rebatch_tag tag)
 {
-    if (RBI_UNLIKELY(!out || !pool || !rbi_lock_take_as_owner(&pool->lock)))
-        return alloc_shared(out, pool, bytes, stream, tag);
     if (RBI_UNLIKELY(bytes - 1 >= pool->fast_bytes || tag >= pool->tag_count ||
                      rbi_pool_is_pressing(pool))) {
-        rbi_lock_give_as_owner(&pool->lock);
+        rbi_lock_give(&pool->lock);
         return alloc_carefully(out, pool, bytes, stream, tag);
     }
     struct rbi_block *block;
@@ -438,13 +427,34 @@ static inline rebatch_status alloc_fast(void **out, rebatch_pool *pool, size_t b
     }
     struct rbi_pool_stream *const known = pool->last_stream;
     if (RBI_UNLIKELY(known->stream != stream)) {
-        rbi_lock_give_as_owner(&pool->lock);
+        rbi_lock_give(&pool->lock);
         return alloc_carefully(out, pool, bytes, stream, tag);
     }
     block = rbi_quick_pop(known, rbi_round_to_unit(bytes));
     if (block)
         return note_and_give(out, pool, block, bytes, tag);
     return cut_and_give(out, pool, bytes, known, tag);
+}
+
+/* Of a thread that does not own the lock. */
+static __attribute__((noinline)) rebatch_status
+alloc_shared(void **out, rebatch_pool *pool, size_t bytes, rebatch_stream stream, rebatch_tag tag)
+{
+    if (RBI_LIKELY(out && pool) && rbi_tcache_alloc(out, pool, bytes, stream, tag))
+        return REBATCH_OK;
+    if (RBI_UNLIKELY(!out || !pool || rbi_lock_is_contended(&pool->lock)))
+        return alloc_carefully(out, pool, bytes, stream, tag);
+    rbi_lock_take(&pool->lock);
+    rbi_tcaches_fold(pool); /* of the time when they were wanted */
+    return alloc_expected(out, pool, bytes, stream, tag);
+}
+
+static inline rebatch_status alloc_fast(void **out, rebatch_pool *pool, size_t bytes,
+                                        rebatch_stream stream, rebatch_tag tag)
+{
+    if (RBI_UNLIKELY(!out || !pool || !rbi_lock_take_as_owner(&pool->lock)))
+        return alloc_shared(out, pool, bytes, stream, tag);
+    return alloc_expected(out, pool, bytes, stream, tag);
 }
 
 static __attribute__((noinline)) rebatch_status alloc_on_stream(void **out, rebatch_pool *pool,
@@ -578,25 +588,17 @@ static COLD rebatch_status free_carefully(rebatch_pool *pool, const void *pointe
     return status;
 }
 
-/* Of a thread that does not own the lock. */
-static __attribute__((noinline)) rebatch_status free_shared(rebatch_pool *pool, const void *pointer)
-{
-    if (RBI_LIKELY(pool && pointer) && rbi_tcache_free(pool, pointer))
-        return REBATCH_OK;
-    return free_carefully(pool, pointer);
-}
-
 static COLD rebatch_status leave_to_careful(rebatch_pool *pool, const void *pointer)
 {
-    rbi_lock_give_as_owner(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return free_carefully(pool, pointer);
 }
 
-/* Finds the block and frees it. It stands in rebatch_pool_free() twice, for addresses where small
+/* Finds the block and frees it. It stands in free_expected() twice, for addresses where small
  * blocks lie and for others: which one is known at once, long before the block is found, and in
  * each of the two it is then foretold well what becomes of the block. */
-static inline __attribute__((always_inline)) rebatch_status free_expected(rebatch_pool *pool,
-                                                                          void *pointer, bool small)
+static inline __attribute__((always_inline)) rebatch_status free_found(rebatch_pool *pool,
+                                                                       void *pointer, bool small)
 {
     struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
     if (RBI_UNLIKELY(!block || block->state != RBI_BLOCK_LIVE || pool->fast_bytes == 0 ||
@@ -610,25 +612,43 @@ static inline __attribute__((always_inline)) rebatch_status free_expected(rebatc
         rbi_quick_push(block);
     else
         rbi_pool_merge_block(pool, block);
-    rbi_lock_give_as_owner(&pool->lock);
+    rbi_lock_give(&pool->lock);
     return REBATCH_OK;
 }
 
-/* What most calls are, as in alloc_fast(): of a block that no other stream uses, and no scope
+/* What most calls are, as in alloc_expected(): of a block that no other stream uses, and no scope
  * keeps. */
+static inline __attribute__((always_inline)) rebatch_status free_expected(rebatch_pool *pool,
+                                                                          void *pointer)
+{
+    if (rbi_cycle_runs(pool)) {
+        if (RBI_UNLIKELY(!rbi_cycle_give(pool, pointer)))
+            return leave_to_careful(pool, pointer);
+        rbi_lock_give(&pool->lock);
+        return REBATCH_OK;
+    }
+    if ((uintptr_t)pointer - pool->small_address < pool->small_span)
+        return free_found(pool, pointer, true);
+    return free_found(pool, pointer, false);
+}
+
+/* Of a thread that does not own the lock. */
+static __attribute__((noinline)) rebatch_status free_shared(rebatch_pool *pool, void *pointer)
+{
+    if (RBI_LIKELY(pool && pointer) && rbi_tcache_free(pool, pointer))
+        return REBATCH_OK;
+    if (RBI_UNLIKELY(!pool || !pointer || rbi_lock_is_contended(&pool->lock)))
+        return free_carefully(pool, pointer);
+    rbi_lock_take(&pool->lock);
+    rbi_tcaches_fold(pool);
+    return free_expected(pool, pointer);
+}
+
 rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
 {
     if (RBI_UNLIKELY(!pool || !pointer || !rbi_lock_take_as_owner(&pool->lock)))
         return free_shared(pool, pointer);
-    if (rbi_cycle_runs(pool)) {
-        if (RBI_UNLIKELY(!rbi_cycle_give(pool, pointer)))
-            return leave_to_careful(pool, pointer);
-        rbi_lock_give_as_owner(&pool->lock);
-        return REBATCH_OK;
-    }
-    if ((uintptr_t)pointer - pool->small_address < pool->small_span)
-        return free_expected(pool, pointer, true);
-    return free_expected(pool, pointer, false);
+    return free_expected(pool, pointer);
 }
 
 /* ---- blocks in use ---- */

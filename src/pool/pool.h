@@ -273,7 +273,7 @@ static inline void rbi_pool_enter_to_count(rebatch_pool *pool)
  * is asked of the pool. */
 static inline bool rbi_tcache_wants(const rebatch_pool *pool, size_t bytes)
 {
-    return bytes <= RBI_TCACHE_BLOCK_MOST && pool->lock.waits >= RBI_TCACHE_WAITS &&
+    return bytes <= RBI_TCACHE_BLOCK_MOST && rbi_lock_is_contended(&pool->lock) &&
            pool->fast_bytes != 0 && pool->promised_bytes == 0;
 }
 

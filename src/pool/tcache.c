@@ -129,7 +129,7 @@ bool rbi_tcache_alloc(void **out, rebatch_pool *pool, size_t bytes, rebatch_stre
     if (!cache || bytes - 1 >= RBI_TCACHE_BLOCK_MOST || rbi_pool_is_pressing(pool))
         return false;
     struct rbi_block *block = NULL;
-    rbi_spin_take(&cache->busy);
+    rbi_lock_take(&cache->lock);
     if (cache->stream == stream && tag < cache->tag_count)
         block = pop_free(cache, class_of(bytes));
     if (block) {
@@ -137,7 +137,7 @@ bool rbi_tcache_alloc(void **out, rebatch_pool *pool, size_t bytes, rebatch_stre
         begin_use(cache, block, bytes, tag);
         *out = block->address;
     }
-    rbi_spin_give(&cache->busy);
+    rbi_lock_give(&cache->lock);
     return block != NULL;
 }
 
@@ -149,7 +149,7 @@ bool rbi_tcache_free(rebatch_pool *pool, const void *pointer)
     if (!cache)
         return false;
     bool is_full = false;
-    rbi_spin_take(&cache->busy);
+    rbi_lock_take(&cache->lock);
     struct rbi_block *block = rbi_tcache_find(cache, pointer);
     if (block && block->taken) {
         rbi_pool_leave_use(block);
@@ -161,7 +161,7 @@ bool rbi_tcache_free(rebatch_pool *pool, const void *pointer)
     } else {
         block = NULL;
     }
-    rbi_spin_give(&cache->busy);
+    rbi_lock_give(&cache->lock);
     if (is_full)
         flush(pool, cache);
     return block != NULL;
@@ -183,7 +183,17 @@ static void lend(rebatch_pool *pool, struct rbi_tcache *cache, struct rbi_block 
     cache->lent_of[class_of(block->bytes)]++;
 }
 
-/* A block that is out of the cache's lists is in no list from here on. */
+static void count_pairs(rebatch_pool *pool, struct rbi_tcache *cache)
+{
+    pool->births += cache->pairs;
+    pool->stats.freed_total_bytes += cache->pair_bytes;
+    pool->requested_total_bytes += cache->pair_requested_bytes;
+    pool->requested_given_bytes += cache->pair_requested_bytes;
+    cache->pairs = cache->pair_bytes = cache->pair_requested_bytes = 0;
+}
+
+/* A block that is out of the cache's lists is in no list from here on. With the last one all is
+ * counted: a cache that has none need not be folded. */
 static void take_back(rebatch_pool *pool, struct rbi_tcache *cache, struct rbi_block *block)
 {
     remove_from_table(cache, block);
@@ -192,6 +202,8 @@ static void take_back(rebatch_pool *pool, struct rbi_tcache *cache, struct rbi_b
     block->state = RBI_BLOCK_HELD;
     pool->stats.live_bytes -= block->bytes;
     pool->stats.blocks--;
+    if (cache->lent == 0)
+        count_pairs(pool, cache);
 }
 
 /* Gives free blocks, a list, back to their stream. That work may be enqueued which has used them is
@@ -218,15 +230,6 @@ static void make_live(rebatch_pool *pool, struct rbi_tcache *cache, struct rbi_b
     (void)rbi_pool_use_block(pool, block, block->requested_bytes, block->tag);
 }
 
-static void count_pairs(rebatch_pool *pool, struct rbi_tcache *cache)
-{
-    pool->births += cache->pairs;
-    pool->stats.freed_total_bytes += cache->pair_bytes;
-    pool->requested_total_bytes += cache->pair_requested_bytes;
-    pool->requested_given_bytes += cache->pair_requested_bytes;
-    cache->pairs = cache->pair_bytes = cache->pair_requested_bytes = 0;
-}
-
 static void fold(rebatch_pool *pool, struct rbi_tcache *cache)
 {
     count_pairs(pool, cache);
@@ -243,9 +246,11 @@ void rbi_tcaches_fold_slowly(rebatch_pool *pool)
 {
     struct rbi_tcache *caches = atomic_load_explicit(&pool->tcaches, memory_order_relaxed);
     for (size_t i = 0; i < RBI_TCACHES; i++) {
-        rbi_spin_take(&caches[i].busy);
+        if (caches[i].lent == 0)
+            continue;
+        rbi_lock_take(&caches[i].lock);
         fold(pool, &caches[i]);
-        rbi_spin_give(&caches[i].busy);
+        rbi_lock_give(&caches[i].lock);
     }
     pool->lending = false;
 }
@@ -266,12 +271,12 @@ static struct rbi_block *cut_half(struct rbi_block **list)
 static void flush(rebatch_pool *pool, struct rbi_tcache *cache)
 {
     rbi_lock_take(&pool->lock);
-    rbi_spin_take(&cache->busy);
+    rbi_lock_take(&cache->lock);
     const size_t enough = cache->free_most / 2;
     while (cache->free_bytes > enough)
         for (unsigned i = RBI_TCACHE_CLASSES; i-- > 0 && cache->free_bytes > enough;)
             give_back(pool, cache, cut_half(&cache->free[i]));
-    rbi_spin_give(&cache->busy);
+    rbi_lock_give(&cache->lock);
     rbi_lock_give(&pool->lock);
 }
 
@@ -279,11 +284,11 @@ bool rbi_tcache_adopt(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_tcache *cache =
         &atomic_load_explicit(&pool->tcaches, memory_order_relaxed)[block->tcache];
-    rbi_spin_take(&cache->busy);
+    rbi_lock_take(&cache->lock);
     const bool taken = block->taken;
     if (taken)
         make_live(pool, cache, block);
-    rbi_spin_give(&cache->busy);
+    rbi_lock_give(&cache->lock);
     return taken;
 }
 
@@ -296,8 +301,10 @@ static struct rbi_tcache *make_caches(rebatch_pool *pool)
         return NULL;
     char *first = memory + (-(uintptr_t)memory & (LINE_BYTES - 1));
     struct rbi_tcache *caches = (struct rbi_tcache *)(void *)first;
-    for (size_t i = 0; i < RBI_TCACHES; i++)
+    for (size_t i = 0; i < RBI_TCACHES; i++) {
+        rbi_lock_init(&caches[i].lock);
         caches[i].in_use.next = caches[i].in_use.previous = &caches[i].in_use;
+    }
     pool->tcache_memory = memory;
     atomic_store_explicit(&pool->tcaches, caches, memory_order_release);
     return caches;
@@ -384,9 +391,9 @@ bool rbi_tcache_lend(rebatch_pool *pool, struct rbi_block *block, size_t bytes, 
             return false;
         cache = own_cache(pool);
     }
-    rbi_spin_take(&cache->busy);
+    rbi_lock_take(&cache->lock);
     const bool lent = refill(pool, cache, block, bytes, tag);
-    rbi_spin_give(&cache->busy);
+    rbi_lock_give(&cache->lock);
     if (lent && pool->stats.live_bytes > pool->quiet_bytes)
         rbi_pool_raise_peaks(pool);
     return lent;

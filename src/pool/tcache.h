@@ -7,9 +7,6 @@
 #include "pool/lock.h"
 
 #define RBI_TCACHES 16
-/* So often one thread must have waited for another before anything is lent: what uses a pool by
- * turns needs no caches, and keeps exact peaks. */
-#define RBI_TCACHE_WAITS 16
 #define RBI_TCACHE_CLASSES RBI_POOL_QUICK /* one a unit, as the quick lists of small sizes */
 #define RBI_TCACHE_BLOCK_MOST ((size_t)RBI_TCACHE_CLASSES * REBATCH_POOL_UNIT_BYTES)
 /* Most bytes free in a cache; less where that would be more than so many granules, or more than
@@ -26,8 +23,9 @@ struct rbi_tcache_entry {
     struct rbi_block *block;
 };
 
-/* There are caches once threads have waited for the pool's lock. They are a fixed few, and a thread
- * uses the one that its number falls on: so nothing need be done when a thread ends.
+/* There are caches where threads wait for the pool's lock; what uses a pool by turns needs none,
+ * keeps exact peaks, and has cycles. They are a fixed few, and a thread uses the one that its
+ * number falls on: so nothing need be done when a thread ends.
  *
  * The pool lends blocks to a cache: they are of one stream, they stay in the pool's table in the
  * state LENT, and count as live there, in stats.live_bytes and stats.blocks, whether the cache has
@@ -42,9 +40,9 @@ struct rbi_tcache_entry {
  *   lent == blocks in the table == sum of lent_of == those in the ring in_use + those in free
  *   lent_of[i], free[i]: of i + 1 units
  *   free_bytes == sum of bytes over free
- *   lent == 0, or all are of stream */
+ *   lent == 0, or all are of stream; lent == 0: pairs == 0 */
 struct rbi_tcache {
-    _Alignas(64) _Atomic uint32_t busy;
+    _Alignas(64) struct rbi_lock lock;
     uint32_t strangers; /* refills for other streams since a request for its own */
     rebatch_stream stream;
     size_t tag_count; /* of the pool, at the last refill */

@@ -427,10 +427,10 @@ static bool are_tcaches_valid(rebatch_pool *pool)
     struct rbi_tcache *caches = pool->tcaches;
     size_t lent = 0;
     for (size_t i = 0; caches && i < RBI_TCACHES; i++) {
-        rbi_spin_take(&caches[i].busy);
+        rbi_lock_take(&caches[i].lock);
         const bool valid = is_tcache_valid(pool, &caches[i]);
         lent += caches[i].lent;
-        rbi_spin_give(&caches[i].busy);
+        rbi_lock_give(&caches[i].lock);
         if (!valid)
             return false;
     }

@@ -360,7 +360,7 @@ static bool set_up(struct shared *shared, bool caches)
         rebatch_pool_add_pressure(shared->pool, give_up, shared))
         return false;
     if (caches) /* as after some waiting, which a machine with one processor may not see */
-        shared->pool->lock.waits = RBI_TCACHE_WAITS;
+        shared->pool->lock.waits = RBI_LOCK_CONTENDED;
     return pthread_barrier_init(&shared->barrier, NULL, THREADS) == 0;
 }
 

@@ -106,15 +106,15 @@ static inline void *look_at(void *pool)
     return NULL;
 }
 
-/* Makes the pool one whose lock no thread owns, and which threads have waited for: from now on they
- * have caches. */
+/* Makes the pool one whose lock no thread owns, and which threads have waited for so often that
+ * they have caches from now on. */
 static inline void contend(rebatch_pool *pool)
 {
     pthread_t thread;
     (void)stats_of(pool);
     cr_assert_eq(pthread_create(&thread, NULL, look_at, pool), 0);
     cr_assert_eq(pthread_join(thread, NULL), 0);
-    pool->lock.waits = RBI_TCACHE_WAITS;
+    pool->lock.waits = UINT64_MAX / 2;
 }
 
 /* The calls that follow are made as another thread would make them: the pool knows threads by their

@@ -207,6 +207,25 @@ Test(pool_scopes, late_frees_are_ignored_until_the_address_is_given_out_again)
     rig_close(&rig);
 }
 
+/* Scopes are of the pool: who is no part of what may be taken back has a pool of its own. */
+Test(pool_scopes, a_scope_takes_in_what_other_threads_do)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *older = take(rig.pool, 3 * KIB);
+    const rebatch_scope scope = begin(rig.pool);
+    be_thread(77);
+    void *inside = take(rig.pool, 3 * KIB);
+    give(rig.pool, older);
+    be_thread(78);
+    rollback(rig.pool, scope);
+    assert_refused(rebatch_pool_use_on(rig.pool, inside, NULL), REBATCH_E_INVALID, "took back");
+    size_t bytes;
+    cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, older), REBATCH_OK);
+    give(rig.pool, older);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    rig_close(&rig);
+}
+
 /* Whoever still uses a block that was taken back is told so. */
 Test(pool_scopes, a_block_that_a_rollback_took_back_cannot_be_used)
 {
