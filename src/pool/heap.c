@@ -81,13 +81,35 @@ struct rbi_block *rbi_pool_next_free(const struct rbi_block *block)
     return block->next ? block->next : first_from(block->stream, block->bin + 1u);
 }
 
+/* The last bin before `end` that has blocks; RBI_POOL_BINS: there is none. */
+static unsigned bin_before(const struct rbi_bins *bins, unsigned end)
+{
+    for (unsigned word = RBI_POOL_BIN_WORDS; word-- > 0;) {
+        uint64_t here = bins->words[word];
+        if (end < (word + 1) * 64)
+            here &= end > word * 64 ? (UINT64_C(1) << end % 64) - 1 : 0;
+        if (here)
+            return word * 64 + 63u - (unsigned)__builtin_clzll(here);
+    }
+    return RBI_POOL_BINS;
+}
+
+struct rbi_block *rbi_pool_large_hole(const rebatch_pool *pool, unsigned zone)
+{
+    const struct rbi_bins *const bins = &pool->space->bins[0];
+    for (unsigned bin = RBI_POOL_BINS; (bin = bin_before(bins, bin)) < RBI_POOL_BINS;)
+        for (struct rbi_block *b = bins->of[bin]; b; b = b->next)
+            if (b->range->zone == zone)
+                return b;
+    return NULL;
+}
+
 static uint64_t largest_in(const struct rbi_bins *bins)
 {
     uint64_t largest = 0;
-    if (bins->filled == 0)
+    const unsigned bin = bin_before(bins, RBI_POOL_BINS);
+    if (bin == RBI_POOL_BINS)
         return 0;
-    const unsigned word = 63u - (unsigned)__builtin_clzll(bins->filled);
-    const unsigned bin = word * 64 + 63u - (unsigned)__builtin_clzll(bins->words[word]);
     for (const struct rbi_block *b = bins->of[bin]; b; b = b->next)
         largest = rbi_max(largest, b->bytes);
     return largest;

@@ -310,6 +310,8 @@ static inline void rbi_pool_set_care(rebatch_pool *pool, bool care)
  * NULL at the end. */
 struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
 struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
+/* One of the largest holes of a zone's ranges: there are none in a larger class. NULL: none. */
+struct rbi_block *rbi_pool_large_hole(const rebatch_pool *pool, unsigned zone);
 /* Makes sure of `count` spare nodes for blocks; false when the heap has no memory for them. */
 bool rbi_pool_prepare_blocks(rebatch_pool *pool, size_t count);
 /* A node for a piece of `range`, in no list. */

@@ -236,6 +236,59 @@ static void weigh_bins(struct care *care, const struct rbi_bins *bins)
     }
 }
 
+/* Blocks of one size that are allocated one after the other, as the layers of a model have, are
+ * of one age and go together. Side by side they leave whole granules then; in the best place of
+ * each they would keep a part of one at either end, which is much for those that are a few granules
+ * long. After so many there is a row, which goes on beside its last block; and after so many it
+ * begins anew where addresses are plenty. */
+#define ROW_BLOCKS 2
+#define ROW_BLOCKS_LONG 4
+
+/* How many of the blocks that were allocated last are of this size, as far as it matters. */
+static unsigned row_length(const rebatch_pool *pool, size_t bytes)
+{
+    const struct rbi_block *const ring = &pool->by_birth;
+    const struct rbi_block *block = ring->previous;
+    unsigned length = 0;
+    for (; length < ROW_BLOCKS_LONG && block != ring && block->bytes == bytes; length++)
+        block = block->previous;
+    return length;
+}
+
+/* Lays a window into what is open from `first` on, in front of it where it is at the end. */
+static bool lay_open(struct rbi_window *window, const struct care *care, struct rbi_block *first,
+                     bool at_end)
+{
+    size_t all = 0;
+    for (const struct rbi_block *b = first; all < care->bytes && is_open(b, care->stream);
+         b = at_end ? b->before : b->after)
+        all += b->bytes;
+    if (all < care->bytes)
+        return false;
+    lay_window(window, care->pool, first, care->bytes, at_end);
+    return true;
+}
+
+/* Where a row begins anew: in the largest hole, as far in front as it is open. */
+static bool lay_anew(struct rbi_window *window, const struct care *care)
+{
+    struct rbi_block *first = rbi_pool_large_hole(care->pool, care->zone);
+    while (first && is_open(first->before, care->stream))
+        first = first->before;
+    return first && lay_open(window, care, first, false);
+}
+
+static bool find_in_row(struct rbi_window *window, const struct care *care)
+{
+    const unsigned length = row_length(care->pool, care->bytes);
+    const struct rbi_block *const last = care->pool->by_birth.previous;
+    if (care->zone != RBI_ZONE_MEDIUM || length < ROW_BLOCKS || last->range->zone != care->zone)
+        return false;
+    return lay_open(window, care, last->after, false) ||
+           lay_open(window, care, last->before, true) ||
+           (length == ROW_BLOCKS_LONG && lay_anew(window, care));
+}
+
 bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                                const struct rbi_pool_stream *stream)
 {
@@ -247,6 +300,8 @@ bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *po
                         .loss = SIZE_MAX};
     if (care.zone == RBI_ZONE_ANY)
         return false;
+    if (find_in_row(window, &care))
+        return true;
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         weigh_bins(&care, &s->bins[care.zone]);
     weigh_bins(&care, &pool->space->bins[0]);

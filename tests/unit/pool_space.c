@@ -491,3 +491,33 @@ Test(pool_space, when_memory_is_short_a_block_goes_where_whole_granules_are_left
     assert_valid(rig.pool);
     rig_close(&rig);
 }
+
+/* Two of one size, and more to come: from the third on they lie side by side, whatever holes there
+ * are that each would fit into better. */
+Test(pool_space, blocks_of_one_size_lie_side_by_side)
+{
+    enum { HOLES = 12, ROW = 10 };
+    const size_t bytes = 3 * GRANULE + 20 * KIB;
+    struct rig rig = rig_open(256, NULL);
+    char *row[ROW];
+    void *holes[HOLES];
+    for (int i = 0; i < HOLES; i++) {
+        holes[i] = take(rig.pool, bytes + 8 * KIB);
+        (void)take(rig.pool, 30 * KIB);
+    }
+    for (int i = 0; i < HOLES; i++)
+        give(rig.pool, holes[i]);
+    for (int i = 0; i < ROW; i++)
+        row[i] = take(rig.pool, bytes);
+    for (int i = 5; i < ROW; i++)
+        cr_assert_eq(row[i], row[i - 1] + bytes, "block %d", i);
+    /* So that they leave whole granules when they go together, but for one where they begin. */
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
+    for (int i = 4; i < ROW; i++)
+        give(rig.pool, row[i]);
+    size_t released;
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 0, &released), REBATCH_OK);
+    cr_assert_geq(released, (ROW - 4) * bytes / GRANULE * GRANULE - GRANULE);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
