@@ -24,7 +24,8 @@ REBATCH_API rebatch *rebatch_get_current(void);
 
 /** Leave the running callback of the process's session when `code` means that memory ran out, as
  *  rebatch_from_cuda() and rebatch_escape() do. It comes back when it means anything else, when
- *  this thread runs no callback, and without a session: then the code is the caller's to answer.
+ *  this thread runs no callback, or one of a pool inside it, and without a session: then the code
+ *  is the caller's to answer.
  *  @param code  a CUresult or cudaError_t */
 REBATCH_API void rebatch_escape_on_oom(int code);
 

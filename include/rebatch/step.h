@@ -318,8 +318,10 @@ REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
  *  thread: for code that checks errors by a macro that exits. What it held other than pool memory
  *  is not released.
  *  A callback that itself runs a step of another session must not be left from within that step.
+ *  Nor can it be left from within a callback of a pool, pressure or a snapshot's `write`.
  *  @param status  what the callback is to have answered; REBATCH_OK counts as REBATCH_E_INVALID
- *  @return only when no callback of `rb` is running in this thread: REBATCH_E_STATE. */
+ *  @return only when no callback of `rb` is running in this thread, or one of a pool is inside it:
+ *          REBATCH_E_STATE. */
 REBATCH_API rebatch_status rebatch_escape(rebatch *rb, rebatch_status status);
 
 /** Write an event as one line, without a newline.

@@ -6,6 +6,7 @@
 #define SHARED_GRANULES 4
 
 _Thread_local const rebatch_pool *rbi_pool_pressing;
+_Thread_local unsigned rbi_pool_callbacks;
 
 rebatch_status rbi_pool_prepare(rebatch_pool *pool)
 {
@@ -711,7 +712,9 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     rbi_lock_give(&pool->lock);
     const rebatch_pool *outer = rbi_pool_pressing;
     rbi_pool_pressing = pool;
+    rbi_pool_callbacks++;
     const size_t given = pressure->give_up(wanted_bytes, pressure->user);
+    rbi_pool_callbacks--;
     rbi_pool_pressing = outer;
     rbi_pool_enter(pool);
     pool->pressing--;

@@ -542,6 +542,9 @@ static inline bool rbi_pool_is_pressing(const rebatch_pool *pool)
     return rbi_pool_pressing == pool;
 }
 
+/* How many callbacks of pools this thread is within: pressure, and writing a snapshot. */
+extern _Thread_local unsigned rbi_pool_callbacks;
+
 /* ---- block life (pool.c) ---- */
 
 /* Takes a live or deferred block out of use. */

@@ -176,8 +176,10 @@ rebatch_status rebatch_pool_write_snapshot(rebatch_pool *pool, rebatch_snapshot_
     sink.status = REBATCH_OK;
     sink.length = 0;
     rbi_pool_enter(pool);
+    rbi_pool_callbacks++;
     forms[format](&sink, pool);
     flush(&sink);
+    rbi_pool_callbacks--;
     rbi_lock_give(&pool->lock);
     return sink.status;
 }

@@ -29,6 +29,10 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
     if (!rbi_callback_is_running(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called outside a callback, or in another thread");
+    if (rbi_pool_callbacks != rb->pool_callbacks)
+        return rbi_error(REBATCH_E_STATE,
+                         "rebatch_escape() was called within a callback of a pool: expected that "
+                         "one to return");
     rb->escape_status =
         status ? status
                : rbi_error(REBATCH_E_INVALID, "rebatch_escape() was called with REBATCH_OK");
@@ -167,6 +171,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
     rb->mutated = false;
     rb->thread = pthread_self();
+    rb->pool_callbacks = rbi_pool_callbacks;
     rb->running = true;
     status = call_with_way_out(rb, which, mb, level);
     rb->running = false;

@@ -312,6 +312,7 @@ struct rebatch {
     bool running;
     bool mutated;
     pthread_t thread;
+    unsigned pool_callbacks; /* of pools, that this thread was within when it began */
     jmp_buf escape;
     rebatch_status escape_status;
     /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */

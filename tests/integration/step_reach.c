@@ -111,6 +111,102 @@ Test(step_reach, escape_from_lighten_is_survived)
     rig_close(&rig);
 }
 
+/* What tries to leave a callback of the pool's: give_up and write. */
+struct leaver {
+    rebatch *rb;
+    int refused;
+};
+
+static size_t leave_give_up(size_t wanted_bytes, void *user)
+{
+    struct leaver *leaver = user;
+    (void)wanted_bytes;
+    leaver->refused += rebatch_escape(leaver->rb, REBATCH_OOM) == REBATCH_E_STATE;
+    return 0;
+}
+
+static rebatch_status leave_write(const void *data, size_t size, void *user)
+{
+    (void)data;
+    (void)size;
+    (void)leave_give_up(0, user);
+    return REBATCH_OK;
+}
+
+static rebatch_status ask_too_much(struct script *s, enum script_callback callback,
+                                   const rebatch_microbatch *mb)
+{
+    void *memory;
+    if (callback == SCRIPT_FORWARD)
+        cr_assert_eq(rebatch_pool_alloc(&memory, mb->pool, SCRIPT_IMPOSSIBLE_BYTES, s->stream, 0),
+                     REBATCH_OOM);
+    return REBATCH_OK;
+}
+
+Test(step_reach, escape_from_within_a_pressure_callback_comes_back_with_an_error)
+{
+    struct rig rig;
+    open_warm(&rig);
+    struct leaver leaver = {rig.rb, 0};
+    cr_assert_eq(rebatch_pool_add_pressure(rebatch_get_pool(rig.rb), leave_give_up, &leaver),
+                 REBATCH_OK);
+    rig.script.inside = ask_too_much;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(leaver.refused, 1);
+    rig.script.inside = NULL;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_ESCAPE);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rig.report.ooms, 1);
+    rig_close(&rig);
+}
+
+static rebatch_status write_snapshot(struct script *s, enum script_callback callback,
+                                     const rebatch_microbatch *mb)
+{
+    if (callback == SCRIPT_FORWARD)
+        cr_assert_eq(rebatch_pool_write_snapshot(mb->pool, REBATCH_SNAPSHOT_BLOCKS_CSV, leave_write,
+                                                 s->inside_user),
+                     REBATCH_OK);
+    return REBATCH_OK;
+}
+
+Test(step_reach, escape_while_a_snapshot_is_written_comes_back_with_an_error, .timeout = 20)
+{
+    struct rig rig;
+    open_warm(&rig);
+    struct leaver leaver = {rig.rb, 0};
+    rig.script.inside = write_snapshot;
+    rig.script.inside_user = &leaver;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(leaver.refused, 1);
+    cr_assert(strstr(rebatch_last_error(), "rebatch_escape"), "%s", rebatch_last_error());
+    rig_close(&rig);
+}
+
+static size_t step_other(size_t wanted_bytes, void *user)
+{
+    (void)wanted_bytes;
+    struct rig *other = user;
+    cr_assert_eq(rig_step(other, 8), REBATCH_OK);
+    return 0;
+}
+
+Test(step_reach, a_step_of_another_session_within_a_pressure_callback_may_be_left)
+{
+    struct rig rig;
+    struct rig other;
+    open_warm(&rig);
+    open_warm(&other);
+    cr_assert_eq(rebatch_pool_add_pressure(rebatch_get_pool(rig.rb), step_other, &other),
+                 REBATCH_OK);
+    script_fail(&other.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_ESCAPE);
+    rig.script.inside = ask_too_much;
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(other.report.ooms, 1);
+    rig_close(&other);
+    rig_close(&rig);
+}
+
 /* ---- the device's last error ---- */
 
 Test(step_reach, an_oom_that_forward_swallowed_is_found)
