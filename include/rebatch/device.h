@@ -208,7 +208,8 @@ REBATCH_API rebatch_status rebatch_pinned_alloc(void **out, rebatch_device *devi
 
 /** Give it back. Nothing that was enqueued may still use it. A NULL `memory` is allowed.
  *  @param bytes  as it was allocated
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE,
+ *  @return REBATCH_OK; REBATCH_E_INVALID for memory that the device has not given, or with another
+ *          size, which a GPU does not look at; REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE,
  *          REBATCH_E_DEVICE_LOST. Any thread. */
 REBATCH_API rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t bytes);
 

@@ -106,3 +106,37 @@ Test(device_pinned, bad_arguments_are_refused)
     ASSERT_OK(rebatch_pinned_free(device, NULL, 1));
     rebatch_device_close(device);
 }
+
+static void refuse_free(rebatch_device *device, void *memory, size_t bytes, const char *text)
+{
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_pinned_free(device, memory, bytes), REBATCH_E_INVALID, "%s", text);
+    cr_assert(strstr(rebatch_last_error(), text), "%s", rebatch_last_error());
+}
+
+static void refuse_wrong_frees(rebatch_device *device)
+{
+    char *first, *second, own[8];
+    ASSERT_OK(rebatch_pinned_alloc((void **)&first, device, 100));
+    ASSERT_OK(rebatch_pinned_alloc((void **)&second, device, 8192));
+    refuse_free(device, second, 4096, "bytes is 4096: expected 8192");
+    refuse_free(device, second + 4096, 4096, "no pinned memory at");
+    refuse_free(device, own, sizeof own, "no pinned memory at");
+    memset(first, 3, 100); /* all is as it was */
+    memset(second, 4, 8192);
+    ASSERT_OK(rebatch_pinned_free(device, second, 8192));
+    refuse_free(device, second, 8192, "no pinned memory at");
+    ASSERT_OK(rebatch_pinned_free(device, first, 100));
+    refuse_free(device, first, 100, "no pinned memory at");
+}
+
+Test(device_pinned, a_free_of_another_size_or_a_second_one_is_refused)
+{
+    rebatch_device *host, *fault;
+    ASSERT_OK(rebatch_device_open_host(&host, REBATCH_UNLIMITED, NULL));
+    ASSERT_OK(rebatch_device_open_fault(&fault, host, NULL));
+    refuse_wrong_frees(host);
+    refuse_wrong_frees(fault);
+    rebatch_device_close(fault);
+    rebatch_device_close(host);
+}
