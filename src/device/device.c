@@ -123,15 +123,28 @@ rebatch_status rebatch_stream_call(rebatch_device *device, rebatch_stream stream
     return device->ops->stream_call(device->self, stream, function, user);
 }
 
+/* What can be known of a range on any device; `name` is the argument's. */
+static rebatch_status check_range(const void *address, size_t bytes, const char *name)
+{
+    if (!address)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL: expected %zu bytes there", name, bytes);
+    if (bytes > UINTPTR_MAX - (uintptr_t)address)
+        return rbi_error(REBATCH_E_INVALID, "the %zu bytes at %p (%s) end beyond the last address",
+                         bytes, address, name);
+    return REBATCH_OK;
+}
+
 rebatch_status rebatch_copy(rebatch_device *device, void *to, const void *from, size_t bytes,
                             rebatch_stream stream)
 {
-    const rebatch_status status = check_stream(device, stream);
+    rebatch_status status = check_stream(device, stream);
     if (status || bytes == 0)
         return status;
-    if (!to || !from)
-        return rbi_error(REBATCH_E_INVALID, "%s is NULL: expected %zu bytes there",
-                         to ? "from" : "to", bytes);
+    status = check_range(to, bytes, "to");
+    if (!status)
+        status = check_range(from, bytes, "from");
+    if (status)
+        return status;
     const uintptr_t a = (uintptr_t)to;
     const uintptr_t b = (uintptr_t)from;
     if ((a > b ? a - b : b - a) < bytes)
@@ -143,12 +156,11 @@ rebatch_status rebatch_copy(rebatch_device *device, void *to, const void *from, 
 rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value, size_t bytes,
                             rebatch_stream stream)
 {
-    const rebatch_status status = check_stream(device, stream);
+    rebatch_status status = check_stream(device, stream);
     if (status || bytes == 0)
         return status;
-    if (!to)
-        return rbi_error(REBATCH_E_INVALID, "to is NULL: expected %zu bytes there", bytes);
-    return device->ops->fill(device->self, to, value, bytes, stream);
+    status = check_range(to, bytes, "to");
+    return status ? status : device->ops->fill(device->self, to, value, bytes, stream);
 }
 
 /* Where pinned memory is asked for or given back. */

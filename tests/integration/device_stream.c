@@ -332,6 +332,21 @@ Test(device_stream, ranges_that_overlap_are_refused)
     rebatch_device_close(device);
 }
 
+Test(device_stream, ranges_beyond_the_last_address_are_refused)
+{
+    rebatch_device *device = open_device();
+    unsigned char buffer[64];
+    rebatch_clear_error();
+    cr_assert_eq(rebatch_fill(device, buffer, 0, SIZE_MAX, NULL), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "end beyond the last address"), "%s",
+              rebatch_last_error());
+    cr_assert_eq(rebatch_copy(device, buffer, (void *)(UINTPTR_MAX - 8), 64, NULL),
+                 REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_copy(device, (void *)(UINTPTR_MAX - 8), buffer, 64, NULL),
+                 REBATCH_E_INVALID);
+    rebatch_device_close(device);
+}
+
 Test(device_stream, null_is_refused_where_there_are_bytes)
 {
     rebatch_device *device = open_device();
