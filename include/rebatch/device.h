@@ -190,13 +190,14 @@ REBATCH_API rebatch_status rebatch_stream_call(rebatch_device *device, rebatch_s
  *  valid until it has run. Overlapping ranges are refused. That both lie within memory that is
  *  there is the caller's duty: a GPU refuses some ranges that do not, the host device, which takes
  *  any memory of the process, faults.
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED on a dry device,
+ *          REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
 REBATCH_API rebatch_status rebatch_copy(rebatch_device *device, void *to, const void *from,
                                         size_t bytes, rebatch_stream stream);
 
 /** Enqueue setting `bytes` bytes of device memory to `value`; that they are there is the caller's
  *  duty, as in rebatch_copy().
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
+ *  @return as rebatch_copy(). Any thread. */
 REBATCH_API rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value,
                                         size_t bytes, rebatch_stream stream);
 

@@ -310,7 +310,7 @@ REBATCH_API void rebatch_mutating(rebatch *rb);
  *  @param state  borrowed until rebatch_close(); device memory for REBATCH_GUARD_DEVICE
  *  @return REBATCH_OK, REBATCH_OOM (device copies come from the pool), REBATCH_E_INVALID,
  *          REBATCH_E_HOST_OOM, REBATCH_E_STATE from within a callback, REBATCH_E_UNSUPPORTED when
- *          64 are guarded. */
+ *          64 are guarded, and for device memory of a dry device, which cannot be copied. */
 REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                          rebatch_guard_kind kind);
 

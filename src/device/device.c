@@ -123,6 +123,16 @@ rebatch_status rebatch_stream_call(rebatch_device *device, rebatch_stream stream
     return device->ops->stream_call(device->self, stream, function, user);
 }
 
+/* Where memory is read or written. */
+static rebatch_status check_contents(rebatch_device *device, rebatch_stream stream)
+{
+    const rebatch_status status = check_stream(device, stream);
+    if (status || rbi_device_has_contents(device))
+        return status;
+    return rbi_error(REBATCH_E_UNSUPPORTED, "device %s has no contents to read or write",
+                     device->name);
+}
+
 /* What can be known of a range on any device; `name` is the argument's. */
 static rebatch_status check_range(const void *address, size_t bytes, const char *name)
 {
@@ -137,7 +147,7 @@ static rebatch_status check_range(const void *address, size_t bytes, const char 
 rebatch_status rebatch_copy(rebatch_device *device, void *to, const void *from, size_t bytes,
                             rebatch_stream stream)
 {
-    rebatch_status status = check_stream(device, stream);
+    rebatch_status status = check_contents(device, stream);
     if (status || bytes == 0)
         return status;
     status = check_range(to, bytes, "to");
@@ -156,7 +166,7 @@ rebatch_status rebatch_copy(rebatch_device *device, void *to, const void *from, 
 rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value, size_t bytes,
                             rebatch_stream stream)
 {
-    rebatch_status status = check_stream(device, stream);
+    rebatch_status status = check_contents(device, stream);
     if (status || bytes == 0)
         return status;
     status = check_range(to, bytes, "to");
@@ -260,6 +270,11 @@ rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size
 rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t bytes)
 {
     return device->ops->unmap(device->self, address, bytes);
+}
+
+bool rbi_device_has_contents(const rebatch_device *device)
+{
+    return device->ops->copy != NULL;
 }
 
 bool rbi_device_stream_is_valid(rebatch_device *device, rebatch_stream stream)

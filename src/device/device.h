@@ -27,8 +27,6 @@ struct rbi_device_ops {
      */
     rebatch_status (*alloc)(void *self, void **out, size_t bytes);
     rebatch_status (*free)(void *self, void *memory, size_t bytes);
-    rebatch_status (*copy)(void *self, void *to, const void *from, size_t bytes, rebatch_stream);
-    rebatch_status (*fill)(void *self, void *to, uint8_t value, size_t bytes, rebatch_stream);
     rebatch_status (*stream_create)(void *self, rebatch_stream *out);
     void (*stream_destroy)(void *self, rebatch_stream);
     rebatch_status (*stream_synchronize)(void *self, rebatch_stream);
@@ -41,6 +39,9 @@ struct rbi_device_ops {
     rebatch_status (*stream_wait)(void *self, rebatch_stream, rbi_event);
 
     /* -- may provide -- */
+    /* Both or neither; NULL: its memory has no contents. */
+    rebatch_status (*copy)(void *self, void *to, const void *from, size_t bytes, rebatch_stream);
+    rebatch_status (*fill)(void *self, void *to, uint8_t value, size_t bytes, rebatch_stream);
     /* Waits for the work of every stream; NULL: there is never any. */
     rebatch_status (*synchronize)(void *self);
     /* False for a stream that is certainly none of this device's; NULL: not known. */
@@ -104,6 +105,8 @@ rebatch_status rbi_device_map(rebatch_device *device, void *address, size_t byte
 rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size_t bytes);
 rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t bytes);
 
+/* Whether memory can be copied and filled. */
+bool rbi_device_has_contents(const rebatch_device *device);
 bool rbi_device_stream_is_valid(rebatch_device *device, rebatch_stream stream);
 rebatch_status rbi_device_take_last_error(rebatch_device *device);
 

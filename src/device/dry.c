@@ -139,33 +139,6 @@ static rebatch_status dry_set_capacity(void *self, size_t capacity_bytes)
     return REBATCH_OK;
 }
 
-static rebatch_status refuse(void)
-{
-    return rbi_error(REBATCH_E_UNSUPPORTED, "a dry device has no memory to write to");
-}
-
-static rebatch_status dry_copy(void *self, void *to, const void *from, size_t bytes,
-                               rebatch_stream stream)
-{
-    (void)self;
-    (void)to;
-    (void)from;
-    (void)bytes;
-    (void)stream;
-    return refuse();
-}
-
-static rebatch_status dry_fill(void *self, void *to, uint8_t value, size_t bytes,
-                               rebatch_stream stream)
-{
-    (void)self;
-    (void)to;
-    (void)value;
-    (void)bytes;
-    (void)stream;
-    return refuse();
-}
-
 /* ---- streams ---- */
 
 static rebatch_status dry_stream_create(void *self, rebatch_stream *out)
@@ -246,12 +219,12 @@ static rebatch_status dry_stream_wait(void *self, rebatch_stream stream, rbi_eve
 #define DRY_OPS                                                                                    \
     .struct_size = sizeof(struct rbi_device_ops), .close = dry_close,                              \
     .granule_bytes = dry_granule_bytes, .memory = dry_memory, .alloc = dry_alloc,                  \
-    .free = dry_free, .copy = dry_copy, .fill = dry_fill, .stream_create = dry_stream_create,      \
-    .stream_destroy = dry_stream_destroy, .stream_synchronize = dry_stream_synchronize,            \
-    .stream_call = dry_stream_call, .event_create = dry_event_create,                              \
-    .event_destroy = dry_event_destroy, .event_record = dry_event_record,                          \
-    .event_query = dry_event_query, .event_synchronize = dry_event_synchronize,                    \
-    .stream_wait = dry_stream_wait, .set_capacity = dry_set_capacity
+    .free = dry_free, .stream_create = dry_stream_create, .stream_destroy = dry_stream_destroy,    \
+    .stream_synchronize = dry_stream_synchronize, .stream_call = dry_stream_call,                  \
+    .event_create = dry_event_create, .event_destroy = dry_event_destroy,                          \
+    .event_record = dry_event_record, .event_query = dry_event_query,                              \
+    .event_synchronize = dry_event_synchronize, .stream_wait = dry_stream_wait,                    \
+    .set_capacity = dry_set_capacity
 
 static const struct rbi_device_ops plain_ops = {DRY_OPS};
 

@@ -249,7 +249,7 @@ static rebatch_status fault_unmap(void *self, void *address, size_t bytes)
     PASS(REBATCH_FAULT_UNMAP, rbi_device_unmap(inner, address, bytes));
 }
 
-/* A fault device has virtual memory when the device that it wraps has. */
+/* A fault device has virtual memory and contents when the device that it wraps has. */
 static const struct rbi_device_ops plain_ops = {
     .struct_size = sizeof(struct rbi_device_ops),
     .close = fault_close,
@@ -386,6 +386,10 @@ rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *i
     fault->ops = plain_ops;
     if (rbi_device_has_virtual_memory(inner))
         add_virtual_memory(&fault->ops);
+    if (!rbi_device_has_contents(inner)) {
+        fault->ops.copy = NULL;
+        fault->ops.fill = NULL;
+    }
     pthread_mutex_init(&fault->lock, NULL);
     char name[64];
     (void)snprintf(name, sizeof name, "fault(%.50s)", inner->name);

@@ -92,6 +92,10 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
         return rbi_error(REBATCH_E_INVALID,
                          "kind is %d: expected REBATCH_GUARD_HOST or REBATCH_GUARD_DEVICE",
                          (int)kind);
+    if (kind == REBATCH_GUARD_DEVICE && !rbi_device_has_contents(rb->device))
+        return rbi_error(REBATCH_E_UNSUPPORTED,
+                         "device memory of device %s cannot be guarded: it cannot be copied",
+                         rb->device->name);
     if (rb->ops)
         return rbi_error(REBATCH_E_STATE, "rebatch_guard() was called within a step");
     if (rb->guard_count == RBI_MAX_GUARDS)

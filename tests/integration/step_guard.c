@@ -290,6 +290,36 @@ Test(step_guard, bad_arguments_are_refused_and_said)
     rig_close(&rig);
 }
 
+static void refuse_device_guard(rebatch_device *device)
+{
+    rebatch *rb;
+    void *state;
+    int host = 0;
+    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&state, rebatch_get_pool(rb), 512, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(rb, state, 512, REBATCH_GUARD_DEVICE), REBATCH_E_UNSUPPORTED);
+    cr_assert(strstr(rebatch_last_error(), "cannot be copied"), "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_guard(rb, &host, sizeof host, REBATCH_GUARD_HOST), REBATCH_OK);
+    rebatch_close(rb);
+}
+
+Test(step_guard, device_state_of_a_device_that_copies_nothing_is_refused)
+{
+    rebatch_device *dry;
+    rebatch_device *fault;
+    cr_assert_eq(rebatch_device_open_dry(&dry, MIB(64), 0), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&fault, dry, NULL), REBATCH_OK);
+    refuse_device_guard(dry);
+    refuse_device_guard(fault);
+    char a[8], b[8];
+    cr_assert_eq(rebatch_copy(fault, a, b, sizeof a, NULL), REBATCH_E_UNSUPPORTED);
+    cr_assert_eq(rebatch_fill(dry, a, 0, sizeof a, NULL), REBATCH_E_UNSUPPORTED);
+    cr_assert(strstr(rebatch_last_error(), "device dry has no contents"), "%s",
+              rebatch_last_error());
+    rebatch_device_close(fault);
+    rebatch_device_close(dry);
+}
+
 Test(step_guard, a_device_guard_without_room_is_an_oom_and_leaves_nothing)
 {
     struct rig rig;
