@@ -39,7 +39,7 @@ static void fill_in_tags(rebatch_oom_report *report, const rebatch_pool *pool)
     }
 }
 
-static rebatch_status say_oom(const rebatch_oom_report *report)
+static rebatch_status say_oom(const rebatch_oom_report *report, size_t headroom_bytes)
 {
     char text[320];
     struct rbi_text t = {text, sizeof text, 0};
@@ -47,7 +47,13 @@ static rebatch_status say_oom(const rebatch_oom_report *report)
     rbi_text_add_bytes(&t, report->asked_bytes);
     rbi_text_add(&t, " for %s: ", report->tag);
     rbi_text_add_bytes(&t, report->device_free_bytes);
-    rbi_text_add(&t, " free on the device, ");
+    rbi_text_add(&t, " free on the device");
+    if (headroom_bytes) {
+        rbi_text_add(&t, " less ");
+        rbi_text_add_bytes(&t, headroom_bytes);
+        rbi_text_add(&t, " headroom");
+    }
+    rbi_text_add(&t, ", ");
     rbi_text_add_bytes(&t, report->live_bytes);
     rbi_text_add(&t, " live and ");
     rbi_text_add_bytes(&t, report->reserved_bytes);
@@ -104,7 +110,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     rbi_ring_add_oom(&pool->ring, asked_bytes, info.free_bytes, request->stream->stream,
                      number_of(pool, tag));
     __atomic_fetch_add(&pool->stats.ooms, 1, __ATOMIC_RELAXED);
-    return say_oom(report);
+    return say_oom(report, pool->headroom_bytes);
 }
 
 rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool)
