@@ -83,8 +83,8 @@ typedef struct rebatch_fault_plan {
     uint64_t times;     /**< how many calls in a row fail from there; 0: 1; REBATCH_FAULT_FOREVER */
     uint32_t permille;  /**< besides, this many of 1000 calls fail, by chance */
     uint64_t seed;      /**< of that chance: the same seed fails the same calls */
-    rebatch_status status; /**< what a failing call answers; 0: REBATCH_OOM, for pinned host memory
-                                REBATCH_E_HOST_OOM */
+    rebatch_status status; /**< what a failing call answers, one of REBATCH_STATUSES; 0:
+                                REBATCH_OOM, for pinned host memory REBATCH_E_HOST_OOM */
     const rebatch_fault_room
         *rooms;        /**< changes of capacity by rising at_call; copied; NULL: none */
     size_t room_count; /**< how many; at most 64 */

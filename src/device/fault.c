@@ -291,14 +291,8 @@ static void add_virtual_memory(struct rbi_device_ops *ops)
 
 /* ---- plans ---- */
 
-static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t granule_bytes)
+static rebatch_status check_rooms(const rebatch_fault_plan *plan, size_t granule_bytes)
 {
-    if (plan->calls & ~(uint32_t)REBATCH_FAULT_ANY)
-        return rbi_error(REBATCH_E_INVALID, "plan.calls is 0x%x: expected bits of 0x%x",
-                         plan->calls, (unsigned)REBATCH_FAULT_ANY);
-    if (plan->permille > 1000)
-        return rbi_error(REBATCH_E_INVALID, "plan.permille is %u: expected at most 1000",
-                         plan->permille);
     if (plan->room_count > MAX_ROOMS || (plan->room_count && !plan->rooms))
         return rbi_error(REBATCH_E_INVALID, "plan has %zu rooms at %p: expected at most %d",
                          plan->room_count, (const void *)plan->rooms, MAX_ROOMS);
@@ -315,6 +309,33 @@ static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t granule_
                              "the one before, %" PRIu64,
                              i, plan->rooms[i].at_call, plan->rooms[i - 1].at_call);
     return REBATCH_OK;
+}
+
+/* A status is any of the library's; a callback's own is none of a device's. */
+static bool is_status(rebatch_status status)
+{
+    switch (status) {
+#define STATUS_CASE(name, number, text) case REBATCH_##name:
+        REBATCH_STATUSES(STATUS_CASE)
+#undef STATUS_CASE
+        return true;
+    default:
+        return false;
+    }
+}
+
+static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t granule_bytes)
+{
+    if (plan->calls & ~(uint32_t)REBATCH_FAULT_ANY)
+        return rbi_error(REBATCH_E_INVALID, "plan.calls is 0x%x: expected bits of 0x%x",
+                         plan->calls, (unsigned)REBATCH_FAULT_ANY);
+    if (plan->permille > 1000)
+        return rbi_error(REBATCH_E_INVALID, "plan.permille is %u: expected at most 1000",
+                         plan->permille);
+    if (!is_status(plan->status))
+        return rbi_error(REBATCH_E_INVALID, "plan.status is %d: expected a status of status.h",
+                         (int)plan->status);
+    return check_rooms(plan, granule_bytes);
 }
 
 static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
@@ -346,8 +367,10 @@ static struct fault *fault_of(const rebatch_device *device)
 {
     if (device && device->ops->close == fault_close)
         return device->self;
-    (void)rbi_error(REBATCH_E_INVALID, "device %s is no fault device",
-                    device ? device->name : "NULL");
+    if (device)
+        (void)rbi_error(REBATCH_E_INVALID, "device %s is no fault device", device->name);
+    else
+        (void)rbi_error(REBATCH_E_INVALID, "device is NULL: expected a fault device");
     return NULL;
 }
 

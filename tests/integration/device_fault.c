@@ -379,6 +379,12 @@ Test(device_fault, plans_that_are_wrong_are_refused_and_change_nothing)
     plan.permille = 1001;
     refuse_plan(&plan, "1001");
     plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
+    plan.nth = 1;
+    plan.status = (rebatch_status)12345;
+    refuse_plan(&plan, "plan.status is 12345");
+    plan.status = (rebatch_status)13;
+    refuse_plan(&plan, "plan.status is 13");
+    plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
     plan.struct_size = 0;
     refuse_plan(&plan, "struct_size");
     plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
@@ -427,6 +433,7 @@ Test(device_fault, what_is_no_fault_device_is_refused)
     cr_assert_eq(rebatch_fault_arm(pair.host, &plan), REBATCH_E_INVALID);
     assert_text_has("host");
     cr_assert_eq(rebatch_fault_arm(NULL, &plan), REBATCH_E_INVALID);
+    assert_text_has("device is NULL: expected a fault device");
     cr_assert_eq(rebatch_fault_counts(pair.host, &seen, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_fault_counts(NULL, NULL, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rebatch_fault_counts(pair.fault, NULL, NULL), REBATCH_OK);
