@@ -24,8 +24,26 @@ void rebatch_device_close(rebatch_device *device)
 {
     if (!device)
         return;
+    const size_t users = atomic_load(&device->users);
+    if (users) {
+        (void)rbi_error(REBATCH_E_STATE,
+                        "device %s stays open: what is open on it is %zu, expected 0 fault "
+                        "devices, pools and sessions",
+                        device->name, users);
+        return;
+    }
     device->ops->close(device->self);
     rbi_heap_free(device);
+}
+
+void rbi_device_hold(rebatch_device *device)
+{
+    atomic_fetch_add(&device->users, 1);
+}
+
+void rbi_device_let_go(rebatch_device *device)
+{
+    atomic_fetch_sub(&device->users, 1);
 }
 
 const char *rebatch_device_name(const rebatch_device *device)

@@ -73,6 +73,7 @@ struct rbi_device_ops {
 };
 
 struct rebatch_device {
+    atomic_size_t users; /* fault devices, pools: it is not closed under them */
     const struct rbi_device_ops *ops;
     void *self;
     char name[64];
@@ -82,6 +83,10 @@ struct rebatch_device {
 /* Wraps `self` into a device; on failure the caller still owns `self`. */
 rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_ops *ops, void *self,
                                  const char *name);
+
+/* From the first to the second, rebatch_device_close() does nothing. */
+void rbi_device_hold(rebatch_device *device);
+void rbi_device_let_go(rebatch_device *device);
 
 /* REBATCH_E_INVALID when not even one granule fits. */
 rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t granule_bytes);

@@ -92,6 +92,7 @@ static rebatch_device *inner_of(void *self)
 static void fault_close(void *self)
 {
     struct fault *fault = self;
+    rbi_device_let_go(fault->inner);
     pthread_mutex_destroy(&fault->lock);
     rbi_heap_free(fault);
 }
@@ -406,6 +407,7 @@ rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *i
     if (!fault)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a fault device");
     fault->inner = inner;
+    rbi_device_hold(inner);
     fault->ops = plain_ops;
     if (rbi_device_has_virtual_memory(inner))
         add_virtual_memory(&fault->ops);

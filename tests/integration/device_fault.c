@@ -351,6 +351,17 @@ Test(device_fault, fault_devices_nest)
     close_pair(&pair);
 }
 
+Test(device_fault, the_inner_device_stays_open_while_it_is_used)
+{
+    struct pair pair;
+    open_pair(&pair, NULL);
+    rebatch_clear_error();
+    rebatch_device_close(pair.host);
+    assert_text_has("device host stays open: what is open on it is 1, expected 0");
+    cr_assert_eq(copy_once(&pair), REBATCH_OK);
+    close_pair(&pair);
+}
+
 /* ---- bad plans ---- */
 
 static void refuse_plan(const rebatch_fault_plan *plan, const char *part)
