@@ -133,6 +133,9 @@ void rbi_text_add(struct rbi_text *t, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 void rbi_text_add_v(struct rbi_text *t, const char *format, va_list arguments)
     __attribute__((format(printf, 2, 0)));
+/* Text from outside, fit for a sentence: control characters and what is no UTF-8 as "\xNN", and at
+ * most `most` bytes, then "...". */
+void rbi_text_add_shown(struct rbi_text *t, const char *text, size_t length, size_t most);
 /* "1.50 GiB", "512 B": three significant digits; for people. */
 void rbi_text_add_bytes(struct rbi_text *t, uint64_t bytes);
 

@@ -16,7 +16,8 @@ static bool is_setting_variable(const char *name, size_t length)
     return false;
 }
 
-/* The group of a name such as REBATCH_MEMORY_LIMT; NULL for one such as REBATCH_COMMAND. */
+/* The group of a name such as REBATCH_MEMORY_LIMT or REBATCH_MEMORY; NULL for one such as
+ * REBATCH_COMMAND. */
 static const struct rbi_group *group_of(const char *name, size_t length)
 {
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
@@ -24,7 +25,9 @@ static const struct rbi_group *group_of(const char *name, size_t length)
         const struct rbi_variable variable = rbi_setting_variable(setting);
         const size_t prefix =
             sizeof RBI_VARIABLE_PREFIX - 1 + (size_t)(rbi_setting_name(setting) - setting->key);
-        if (length >= prefix && memcmp(variable.name, name, prefix) == 0)
+        const bool is_group = length == prefix - 1; /* without the '_' behind it */
+        if ((is_group || length >= prefix) &&
+            memcmp(variable.name, name, is_group ? length : prefix) == 0)
             for (size_t g = 0; g < RBI_GROUP_COUNT; g++)
                 if (rbi_setting_is_in(setting, rbi_groups[g].name))
                     return &rbi_groups[g];

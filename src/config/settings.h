@@ -242,8 +242,7 @@ struct rbi_place {
     const char *variable;
 };
 
-/* A place, or a text that came from outside, made fit for an error sentence: cut, and without
- * control characters. */
+/* A place, or a text that came from outside, made fit for an error sentence. */
 struct rbi_shown {
     char text[160];
 };

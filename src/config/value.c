@@ -8,26 +8,11 @@
 
 /* ---- what error sentences show ---- */
 
-/* Copies text of which only `most` bytes are wanted, control characters as '?'; a character of
- * several bytes is left out whole. */
-static void add_clean(struct rbi_text *t, const char *text, size_t length, size_t most)
-{
-    size_t end = rbi_min(length, most);
-    while (end < length && end > 0 && ((unsigned char)text[end] & 0xc0) == 0x80)
-        end--;
-    for (size_t i = 0; i < end; i++) {
-        const unsigned char c = (unsigned char)text[i];
-        rbi_text_add(t, "%c", c < 0x20 || c == 0x7f ? '?' : c);
-    }
-    if (end < length)
-        rbi_text_add(t, "...");
-}
-
 struct rbi_shown rbi_shown_text(const char *text, size_t length)
 {
     struct rbi_shown shown = {""};
     struct rbi_text t = {shown.text, sizeof shown.text, 0};
-    add_clean(&t, text, length, 60);
+    rbi_text_add_shown(&t, text, length, 60);
     return shown;
 }
 
@@ -40,8 +25,8 @@ struct rbi_shown rbi_shown_path(const char *path)
     size_t from = length > most ? length - most : 0;
     while (from > 0 && ((unsigned char)path[from] & 0xc0) == 0x80)
         from++;
-    add_clean(&t, "...", from > 0 ? 3 : 0, 3);
-    add_clean(&t, path + from, length - from, most);
+    rbi_text_add(&t, "%s", from > 0 ? "..." : "");
+    rbi_text_add_shown(&t, path + from, length - from, most);
     return shown;
 }
 
@@ -81,6 +66,8 @@ static rebatch_status refuse_text(const struct rbi_setting *setting, const struc
 {
     char shown[sizeof(struct rbi_shown) + 64];
     struct rbi_text t = {shown, sizeof shown, 0};
+    if (!place->file && (text[0] == '"' || text[0] == '\''))
+        wrong = ", in quotes, which a variable goes without";
     rbi_text_add(&t, "\"%s\"%s", rbi_shown_text(text, strlen(text)).text, wrong);
     return rbi_entry_refuse(setting, place, shown);
 }

@@ -124,3 +124,38 @@ Test(base_text, bytes_are_shown_in_three_digits_and_rounded_right)
         for (uint64_t d = 0; d < 3; d++)
             check_bytes(((uint64_t)1 << shift) - 1 + d);
 }
+
+/* ---- rbi_text_add_shown() ---- */
+
+static void shown_is(const char *bytes, size_t most, const char *expected)
+{
+    char text[256] = "";
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add_shown(&t, bytes, strlen(bytes), most);
+    cr_assert_str_eq(text, expected);
+    cr_assert_eq(t.length, strlen(expected));
+}
+
+Test(base_text, what_is_shown_is_utf_8_and_has_no_control_characters)
+{
+    shown_is("", 10, "");
+    shown_is("a b~", 10, "a b~");
+    shown_is("\x1b[1m\n\x7f", 40, "\\x1b[1m\\x0a\\x7f");
+    shown_is("\xff\xfe", 40, "\\xff\\xfe");
+    shown_is("\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80", 40, "\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80");
+    shown_is("\xc3", 40, "\\xc3");                            /* cut short */
+    shown_is("\xe2\x82z", 40, "\\xe2\\x82z");                 /* the same */
+    shown_is("\xc0\xaf", 40, "\\xc0\\xaf");                   /* longer than it must be */
+    shown_is("\xe0\x80\xaf", 40, "\\xe0\\x80\\xaf");          /* the same */
+    shown_is("\xed\xa0\x80", 40, "\\xed\\xa0\\x80");          /* a surrogate */
+    shown_is("\xf5\x80\x80\x80", 40, "\\xf5\\x80\\x80\\x80"); /* beyond U+10FFFF */
+    shown_is("\xc2\x9b"
+             "1m",
+             40,
+             "\\xc2\\x9b"
+             "1m"); /* a control character too */
+    shown_is("abcdef", 6, "abcdef");
+    shown_is("abcdefg", 6, "abcdef...");
+    shown_is("abcde\xc3\xa4", 6, "abcde...");
+    shown_is("abc\xff", 6, "abc...");
+}

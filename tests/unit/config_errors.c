@@ -156,7 +156,7 @@ Test(config_errors, wrong_values)
          "t.cfg:1: memory.limit is \"000000000000000000000000000000000000000000000000000000000001"
          "...\", too long a text: " LIMIT},
         {"memory = { limit = \"a\\nb\\x07\"; };",
-         "t.cfg:1: memory.limit is \"a?b?\", not a size: " LIMIT},
+         "t.cfg:1: memory.limit is \"a\\x0ab\\x07\", not a size: " LIMIT},
         {"memory = { headroom = \"90%\"; };",
          "t.cfg:1: memory.headroom is \"90%\", a share: " HEADROOM},
         {"memory = { headroom = \"none\"; };",
@@ -400,7 +400,7 @@ Test(config_errors, texts_that_are_none)
         {"probe = { file = true; };", "t.cfg:1: probe.file is true, a boolean: " PROBE_FILE},
         {"probe = { file = \"a\\\"b\"; };", "t.cfg:1: probe.file is \"a\"b\", with a quote, a "
                                             "backslash or a control character: " PROBE_FILE},
-        {"probe = { file = \"a\\nb\"; };", "t.cfg:1: probe.file is \"a?b\", with a quote, a "
+        {"probe = { file = \"a\\nb\"; };", "t.cfg:1: probe.file is \"a\\x0ab\", with a quote, a "
                                            "backslash or a control character: " PROBE_FILE},
     };
     EXPECT_MISTAKES(list);
@@ -529,6 +529,15 @@ Test(config_errors, variables)
         {"REBATCH_MEMORY_LIMIT", "22G",
          "REBATCH_MEMORY_LIMIT: memory.limit is \"22G\", which may mean 22GiB or 22GB: " LIMIT},
         {"REBATCH_MEMORY_LIMIT", "", "REBATCH_MEMORY_LIMIT: memory.limit is \"\", empty: " LIMIT},
+        {"REBATCH_MEMORY_LIMIT", "\"1GiB\"",
+         "REBATCH_MEMORY_LIMIT: memory.limit is \"\"1GiB\"\", in quotes, which a variable goes "
+         "without: " LIMIT},
+        {"REBATCH_RECOVERY_ON_OOM", "'fit'",
+         "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"'fit'\", in quotes, which a variable goes "
+         "without: expected text, \"halve\", \"fit\" or \"stop\""},
+        {"REBATCH_MEMORY_LIMIT", "\xff\xc3\x28\x1b[1m \xc3\xa4",
+         "REBATCH_MEMORY_LIMIT: memory.limit is \"\\xff\\xc3(\\x1b[1m \xc3\xa4\", not a "
+         "size: " LIMIT},
         {"REBATCH_MEMORY_LIMIT", "0",
          "REBATCH_MEMORY_LIMIT: memory.limit is 0, a cap of nothing: " LIMIT},
         {"REBATCH_MEMORY_LIMIT", "99999999999999999999",
@@ -549,6 +558,11 @@ Test(config_errors, variables)
          "REBATCH_MEMORY_COLOUR is not a setting's variable: expected " MEMORY_KEYS " "
          "in "
          "group memory"},
+        {"REBATCH_GROWTH", "off",
+         "REBATCH_GROWTH is not a setting's variable: expected enabled, after or wait_max in group "
+         "growth"},
+        {"REBATCH_LOG", "debug",
+         "REBATCH_LOG is not a setting's variable: expected level in group log"},
         {"REBATCH_LOG_", "5",
          "REBATCH_LOG_ is not a setting's variable: expected level in group log"},
     };

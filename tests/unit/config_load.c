@@ -153,7 +153,7 @@ Test(config_load, variables_of_others_are_left_alone)
 {
     static const char *const names[] = {
         "REBATCH_COMMAND",         "REBATCH_SOURCE_DIR",   "REBATCH_",
-        "REBATCH_MEMORYLESS",      "REBATCH_LOG",          "REBATCH_FOO_LEVEL",
+        "REBATCH_MEMORYLESS",      "REBATCH_LOGS",         "REBATCH_FOO_LEVEL",
         "REBATCH_RUN_BATCH_START", "XREBATCH_MEMORY_LIMIT"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         setenv(names[i], "22", 1);
