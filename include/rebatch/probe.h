@@ -36,9 +36,9 @@ typedef struct rebatch_probe_options {
      *  it also tells how they are cut. */
     size_t reserve_bytes;
     /** A file that keeps what probes have found, in a folder that is there; borrowed for the call;
-     *  NULL: none. An entry counts only for the same key, device, memory, driver, library version
-     *  and settings, and its size is run before it is believed. A file that cannot be used is left
-     *  out, with an event that says why, and the probe runs as it would without. */
+     *  NULL: none; "" is refused. An entry counts only for the same key, device, memory, driver,
+     *  library version and settings, and its size is run before it is believed. A file that cannot
+     *  be used is left out, with an event that says why, and the probe runs as it would without. */
     const char *file;
     /** Names the model in that file, 1 to 255 bytes: "gpt2-124M T=1024 bf16", for example. What
      *  changes the memory of a sample belongs in it. */
@@ -56,7 +56,7 @@ typedef struct rebatch_probe_options {
 /** How sure a result is: X(name, in words). */
 #define REBATCH_CONFIDENCES(X)                                                                     \
     X(NONE, "nothing was found")                                                                   \
-    X(MEASURED, "it ran; nothing was predicted")                                                   \
+    X(MEASURED, "it ran; its memory was not predicted beforehand")                                 \
     X(AFFINE, "it ran; its memory was predicted, but not to the byte")                             \
     X(EXACT, "it ran, and its memory was predicted to the byte")
 

@@ -74,6 +74,9 @@ static rebatch_status make_key(struct rbi_saved *saved, const rebatch_probe_opti
                                size_t batch)
 {
     rebatch *rb = saved->rb;
+    if (options->file[0] == '\0')
+        return rbi_error(REBATCH_E_INVALID,
+                         "file is \"\": expected a name for the file of results, or NULL");
     const size_t length = options->key ? strlen(options->key) : 0;
     if (length == 0 || length > KEY_BYTES_MOST)
         return rbi_error(REBATCH_E_INVALID,

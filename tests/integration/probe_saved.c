@@ -250,6 +250,20 @@ Test(probe_saved, a_file_without_a_key_is_refused)
     bed_close(&bed);
 }
 
+Test(probe_saved, a_file_without_a_name_is_refused)
+{
+    struct bed bed;
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    bed_open_typical(&bed, MIB(12), NULL);
+    options.file = "";
+    options.key = "typical";
+    cr_assert_eq(bed_probe(&bed, 64, &options), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "file is \"\": expected a name"), "%s",
+              rebatch_last_error());
+    cr_assert_eq(bed.load.ran, 0);
+    bed_close(&bed);
+}
+
 Test(probe_saved, nothing_is_saved_when_nothing_fits)
 {
     struct bed bed;
