@@ -2,6 +2,7 @@
 #ifndef RBI_CLI_COMMAND_H
 #define RBI_CLI_COMMAND_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 enum {
@@ -21,6 +22,8 @@ struct rbi_command {
  * sentence about a name that none has. */
 int rbi_command_run(const char *what, const struct rbi_command *commands, size_t command_count,
                     int count, char **arguments);
+/* Whether it asks for help: --help or -h. */
+bool rbi_command_is_help(const char *argument);
 /* Says how a command is used, and gives RBI_EXIT_USAGE. */
 int rbi_command_refuse(const char *usage);
 

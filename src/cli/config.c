@@ -132,16 +132,36 @@ static int config_reference(int count, char **arguments)
 
 int rbi_config_help(int count, char **arguments)
 {
-    (void)arguments;
-    if (count > 0)
+    if (count > 0 && !rbi_command_is_help(arguments[0]))
         return rbi_command_refuse("help config");
     fputs(config_help, stdout);
     return RBI_EXIT_OK;
 }
 
-static bool is_help(const char *argument)
+/* Takes "--" out of what follows a command; false when help is asked for, or an option that there
+ * is not. Then *code is what to exit with. */
+static bool read_options(int *count, char **arguments, int *code)
 {
-    return strcmp(argument, "--help") == 0 || strcmp(argument, "-h") == 0;
+    int left = 0;
+    bool are_paths = false; /* after "--" */
+    for (int i = 0; i < *count; i++) {
+        const bool is_option = !are_paths && arguments[i][0] == '-' && arguments[i][1];
+        if (is_option && rbi_command_is_help(arguments[i])) {
+            *code = rbi_config_help(0, NULL);
+            return false;
+        }
+        if (is_option && strcmp(arguments[i], "--") != 0) {
+            fprintf(stderr, "rebatch: there is no option '%.60s'; see 'rebatch help config'\n",
+                    arguments[i]);
+            *code = RBI_EXIT_USAGE;
+            return false;
+        }
+        are_paths |= is_option;
+        if (!is_option)
+            arguments[left++] = arguments[i];
+    }
+    *count = left;
+    return true;
 }
 
 int rbi_config_main(int count, char **arguments)
@@ -154,9 +174,12 @@ int rbi_config_main(int count, char **arguments)
     };
     if (count == 0)
         return rbi_command_refuse("config check FILE | show [FILE] | example | reference");
-    for (int i = 0; i < count && i < 2; i++)
-        if (is_help(arguments[i]))
-            return rbi_config_help(0, NULL);
-    return rbi_command_run("config command", commands, sizeof commands / sizeof *commands, count,
+    if (rbi_command_is_help(arguments[0]))
+        return rbi_config_help(0, NULL);
+    int code;
+    int rest = count - 1;
+    if (!read_options(&rest, arguments + 1, &code))
+        return code;
+    return rbi_command_run("config command", commands, sizeof commands / sizeof *commands, rest + 1,
                            arguments);
 }

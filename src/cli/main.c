@@ -58,7 +58,7 @@ int rbi_command_run(const char *what, const struct rbi_command *commands, size_t
             return commands[i].run(count - 1, arguments + 1);
     const char *near = NULL;
     for (size_t i = 0; i < command_count && !near; i++)
-        if (is_near(arguments[0], commands[i].name))
+        if (strlen(commands[i].name) > 2 && is_near(arguments[0], commands[i].name))
             near = commands[i].name;
     if (near)
         fprintf(stderr, "rebatch: there is no %s '%.60s'; did you mean '%s'?\n", what, arguments[0],
@@ -67,6 +67,11 @@ int rbi_command_run(const char *what, const struct rbi_command *commands, size_t
         fprintf(stderr, "rebatch: there is no %s '%.60s'; see 'rebatch --help'\n", what,
                 arguments[0]);
     return RBI_EXIT_USAGE;
+}
+
+bool rbi_command_is_help(const char *argument)
+{
+    return strcmp(argument, "--help") == 0 || strcmp(argument, "-h") == 0;
 }
 
 int rbi_command_refuse(const char *usage)
@@ -81,7 +86,7 @@ static int run_help(int count, char **arguments)
 {
     static const struct rbi_command topics[] = {
         {"config", rbi_config_help}, {"probe", rbi_probe_help}, {"replay", rbi_replay_help}};
-    if (count > 0)
+    if (count > 0 && !rbi_command_is_help(arguments[0]))
         return rbi_command_run("help on", topics, sizeof topics / sizeof *topics, count, arguments);
     fputs(main_help, stdout);
     return RBI_EXIT_OK;
@@ -101,7 +106,7 @@ int main(int count, char **arguments)
     static const struct rbi_command commands[] = {
         {"config", rbi_config_main}, {"probe", rbi_probe_main}, {"replay", rbi_replay_main},
         {"help", run_help},          {"--help", run_help},      {"-h", run_help},
-        {"--version", run_version},
+        {"--version", run_version},  {"-V", run_version},
     };
     if (count < 2) {
         fputs(main_help, stderr);

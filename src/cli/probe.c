@@ -31,7 +31,7 @@
     X(batch, "N", "samples of the effective batch (default 64)")                                   \
     X(cap, "SIZE", "memory of the host device, 64MiB for example: REBATCH_DEVICE_CAPACITY")        \
     X(json, NULL, "one object instead of the table")                                               \
-    X(help, NULL, "this text")
+    X(help, NULL, "this text; so does -h")
 
 enum probe_option {
 #define OPTION(name, argument, text) OPTION_##name,
@@ -58,8 +58,7 @@ static void print_help(void)
 
 int rbi_probe_help(int count, char **arguments)
 {
-    (void)arguments;
-    if (count > 0)
+    if (count > 0 && !rbi_command_is_help(arguments[0]))
         return rbi_command_refuse("help probe");
     print_help();
     return RBI_EXIT_OK;
@@ -147,10 +146,10 @@ static bool read_request(struct request *request, int count, char **arguments, i
     arguments[-1] = name;           /* in place of the command's name */
     *request = (struct request){.json = false};
     *code = RBI_EXIT_USAGE;
-    for (int found; (found = getopt_long(count + 1, arguments - 1, "", known, NULL)) != -1;) {
+    for (int found; (found = getopt_long(count + 1, arguments - 1, "h", known, NULL)) != -1;) {
         if (found == '?')
             return false;
-        given[found] = optarg ? optarg : "";
+        given[found == 'h' ? OPTION_help : found] = optarg ? optarg : "";
     }
     if (given[OPTION_help]) {
         print_help();
@@ -384,8 +383,11 @@ static int fail(struct rbi_probe_result *result, const struct run *run,
         (void)rebatch_oom_format(text, sizeof text, &result->report.oom);
         fputs(text, stderr); /* lines, the last one too */
     }
-    if (is_memory && request->json)
+    if (request->json)
         rbi_probe_print_json(result);
+    /* The model is of a dtype that the device has not, which is known only now. */
+    if (result->status == REBATCH_E_UNSUPPORTED && run->rb && !run->trainer)
+        return RBI_EXIT_USAGE;
     return is_memory ? RBI_EXIT_NOTHING_FITS : RBI_EXIT_FAILED;
 }
 

@@ -57,8 +57,7 @@ static const char help[] =
 
 int rbi_replay_help(int count, char **arguments)
 {
-    (void)arguments;
-    if (count > 0)
+    if (count > 0 && !rbi_command_is_help(arguments[0]))
         return rbi_command_refuse("help replay");
     fputs(help, stdout);
     return RBI_EXIT_OK;

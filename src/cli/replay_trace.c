@@ -11,9 +11,10 @@
 #include "cli/replay.h"
 
 #define STREAMS_MOST 1024
-#define LINE_BYTES 1024 /* comments may be longer, the other lines are at most 66 */
-#define SHOWN_MOST 60   /* of a line in a message */
-#define FIELDS_MOST 5   /* one more than any line has */
+#define LINE_BYTES 1024             /* comments may be longer, the other lines are at most 66 */
+#define LINE_MOST ((size_t)1 << 20) /* of a comment: what never ends is no trace */
+#define SHOWN_MOST 60               /* of a line in a message */
+#define FIELDS_MOST 5               /* one more than any line has */
 /* What a trace may have in use at once: the sums of live and reserved bytes then fit into 64 bits,
  * whatever the rounding. */
 #define LIVE_MOST (UINT64_C(1) << 62) /* a multiple of REBATCH_POOL_UNIT_BYTES */
@@ -109,7 +110,12 @@ static enum next read_line(struct reader *reader)
     reader->line++;
     errno = 0;
     int c;
+    size_t bytes = 0;
     while ((c = gzgetc(reader->file)) != -1 && c != '\n') {
+        if (++bytes > LINE_MOST) {
+            (void)refuse(reader, "the line is longer than 1 MiB: expected a trace of lines");
+            return NEXT_FAILED;
+        }
         if (reader->length < sizeof reader->text - 1)
             reader->text[reader->length++] = (char)c;
         else

@@ -52,6 +52,7 @@ static void expect_good(const char *file, size_t in_file, const char *more)
 Test(cli_config, version)
 {
     expect("--version", 0, "rebatch " REBATCH_VERSION "\n", "");
+    expect("-V", 0, "rebatch " REBATCH_VERSION "\n", "");
 }
 
 Test(cli_config, check)
@@ -59,6 +60,10 @@ Test(cli_config, check)
     config_write("good.cfg", "memory = { limit = \"22GiB\"; headroom = \"1GiB\"; };\n");
     config_write("bad.cfg", "memory = {\n  limt = \"22GiB\";\n};\n");
     expect_good("good.cfg", 2, "");
+    config_write("-odd.cfg", "memory = { limit = \"22GiB\"; };\n");
+    struct run behind = run("config check -- -odd.cfg");
+    cr_expect(behind.code == 0 && strncmp(behind.out, "-odd.cfg: ok", 12) == 0, "%s", behind.error);
+    done(&behind);
     expect("config check bad.cfg", 1, "",
            "bad.cfg:2: memory.limt is not a setting; did you mean memory.limit?\n");
     expect("config check none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");
@@ -185,6 +190,9 @@ Test(cli_config, help)
     expect("config -h", 0, config.out, "");
     expect("config check --help", 0, config.out, "");
     expect("config show -h", 0, config.out, "");
+    expect("config show a.cfg --help", 0, config.out, "");
+    expect("help -h", 0, none.error, "");
+    expect("help config -h", 0, config.out, "");
     done(&none);
     done(&config);
 }
@@ -204,6 +212,11 @@ Test(cli_config, wrong_usage)
         {"config ref", "rebatch: there is no config command 'ref'; did you mean 'reference'?\n"},
         {"config set", "rebatch: there is no config command 'set'; see 'rebatch --help'\n"},
         {"help confi", "rebatch: there is no help on 'confi'; did you mean 'config'?\n"},
+        {"-V a", "usage: rebatch --version\n"},
+        {"-x", "rebatch: there is no command '-x'; see 'rebatch --help'\n"},
+        {"config show --bogus",
+         "rebatch: there is no option '--bogus'; see 'rebatch help config'\n"},
+        {"config check -q a.cfg", "rebatch: there is no option '-q'; see 'rebatch help config'\n"},
         {"config", "usage: rebatch config check FILE | show [FILE] | example | reference\n"},
         {"config check", "usage: rebatch config check FILE\n"},
         {"config check a b", "usage: rebatch config check FILE\n"},

@@ -308,6 +308,8 @@ Test(cli_probe, wrong_usage)
     expect_refused("--channels 100", 2, "100");
     expect_refused("--heads 3", 2, "3");
     expect_refused("--json=1", 2, "--json");
+    expect_refused("--preset tiny --batch 4 --dtype bf16", 2,
+                   "rebatch: dtype is bf16: expected fp32 on the host device");
 }
 
 Test(cli_probe, settings_that_cannot_be_used)
@@ -318,15 +320,28 @@ Test(cli_probe, settings_that_cannot_be_used)
                    "rebatch: bad.cfg:1: memory.limt is not a setting; did you mean memory.limit?");
     expect_refused("--cap much", 1,
                    "rebatch: REBATCH_DEVICE_CAPACITY: device.capacity is \"much\"");
-    expect_refused("--preset tiny --batch 4 --dtype bf16", 1, "rebatch: ");
     config_write("cuda.cfg", "device = { kind = \"cuda\"; ordinal = 9999; };\n");
     expect_refused("--config cuda.cfg", 1, "rebatch: ");
+}
+
+Test(cli_probe, the_object_says_what_failed)
+{
+    struct run r = run("--cap much --json");
+    cr_assert_eq(r.code, 1);
+    cr_assert(strstr(r.out, "\"status\":\"REBATCH_E_PARSE\",\"error\":\"REBATCH_DEVICE_CAPACITY: "),
+              "%s", r.out);
+    const char *end = skip_value(r.out);
+    cr_assert(end && strcmp(end, "\n") == 0, "%s", r.out);
+    done(&r);
 }
 
 Test(cli_probe, help)
 {
     struct run r = run("--help");
+    struct run brief = run("-h");
     cr_assert_eq(r.code, 0);
+    cr_assert(brief.code == 0 && strcmp(brief.out, r.out) == 0, "%s", brief.error);
+    done(&brief);
     cr_assert(strstr(r.out, "usage: rebatch probe [OPTION]...\n"), "%s", r.out);
     cr_assert(strstr(r.out, "3 nothing fits"), "%s", r.out);
     done(&r);

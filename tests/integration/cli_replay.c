@@ -553,6 +553,9 @@ Test(cli_replay, help)
     struct run wrong = run("--help --nonsense");
     cr_expect(asked.code == 0);
     cr_expect(wrong.code == 2);
+    struct run brief = run("-h");
+    cr_expect(brief.code == 0 && strcmp(brief.out, asked.out) == 0);
+    done(&brief);
     static const char *const words[] = {
         "--capacity", "--smallest", "--limit",  "--headroom", "--caching",
         "--cycles",   "--granule",  "--repeat", "--json",     "peak live / reserved"};
@@ -636,6 +639,12 @@ Test(cli_replay, lines_that_are_too_long)
     config_write("t", text);
     const struct object o = run_json("t");
     cr_expect(number(&o, "allocations") == 1, "a comment may be as long as it likes");
+}
+
+Test(cli_replay, a_line_without_an_end_is_given_up)
+{
+    expect_error("/dev/zero", 1,
+                 "/dev/zero:1: the line is longer than 1 MiB: expected a trace of lines\n");
 }
 
 Test(cli_replay, too_many_streams)
