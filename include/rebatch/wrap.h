@@ -13,13 +13,13 @@
  *      exit(1);                          // as ever
  *  }
  *  check(rebatch_wrap_open(NULL));       // once, before the first allocation
- *  check(rebatch_wrap_step(batch, zero_gradients, train_on, update));
+ *  check(rebatch_wrap_step(batch, zero_gradients, train_on, update, REBATCH_DECLARES_MUTATION));
  *  @endcode
  *
  *  In train_on(first, count) and update(), rebatch_wrap_mutating() stands where they begin to
- *  change gradients and parameters, and the flag REBATCH_DECLARES_MUTATION of the step says so. An
- *  OOM before that costs one micro-batch at most. Without it the effective batch runs again, and an
- *  OOM in update() ends the training (step.h).
+ *  change gradients and parameters, which the flag of the step says. An OOM before that costs one
+ *  micro-batch at most. Without lines and flag the effective batch runs again, and an OOM in
+ *  update() ends the training (step.h).
  *
  *  What the redirected calls do:
  *  - Memory is the pool's, and is taken back when its attempt fails, whoever holds the pointer: one
