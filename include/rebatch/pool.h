@@ -29,15 +29,17 @@ typedef uint32_t rebatch_scope;
 /** Options of a pool. Zero means default. */
 typedef struct rebatch_pool_options {
     size_t struct_size;      /**< sizeof(rebatch_pool_options) */
-    size_t limit_bytes;      /**< most that is ever held from the device; 0: no limit of our own */
+    size_t limit_bytes;      /**< most that is ever held from the device, at least one granule of
+                                  it; 0: no limit of our own */
     uint32_t limit_permille; /**< the same as a share of the device's total, 1 to 1000; 0: none.
                                   When both are given the smaller one holds */
-    size_t headroom_bytes;   /**< left free on the device for libraries and the driver; 0: none */
+    size_t headroom_bytes;   /**< left free on the device for libraries and the driver, at most
+                                  all of it; 0: none */
     rebatch_toggle caching;  /**< REBATCH_OFF: every call goes straight to the device, for memory
                                   checkers; default on */
     size_t ballast_bytes;    /**< kept from the device until it says OOM itself, then given back so
-                                  that error paths can run; taken again when there is room;
-                                  0: none */
+                                  that error paths can run; taken again when there is room; at
+                                  most limit_bytes, and the device's total; 0: none */
     size_t max_split_bytes;  /**< free blocks larger than this are not split for requests that are
                                   smaller than it; 0: no such bound */
     uint32_t gc_threshold_permille; /**< above this share of the limit (of the device, without

@@ -528,6 +528,8 @@ bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
  * there is plenty. Gives the free block that they are; NULL: there are not enough. */
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
                                    bool fresh);
+/* REBATCH_E_INVALID for limit, headroom or ballast that can never work there (options.c). */
+rebatch_status rbi_pool_check_sizes(const rebatch_pool_options *options, rebatch_device *device);
 /* What the device could give now, in whole granules, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);

@@ -101,6 +101,36 @@ Test(pool_alloc, wrong_options_are_refused)
     rig_close(&rig);
 }
 
+/* Sizes with which no request could ever be served, or that could never be had, are refused. */
+Test(pool_alloc, sizes_that_can_never_work_are_refused)
+{
+    struct rig rig = rig_open(16, NULL);
+    rebatch_pool *pool;
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.limit_bytes = GRANULE - 1;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
+                   "limit_bytes is 65535: expected 0 or at least one granule of 65536 bytes");
+    cr_assert_null(pool);
+    options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
+    options.headroom_bytes = 16 * GRANULE + 1;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
+                   "headroom_bytes is 1048577: expected at most the 1048576 bytes of device host");
+    options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
+    options.ballast_bytes = 16 * GRANULE + 1;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
+                   "ballast_bytes is 1048577: expected at most the 1048576 bytes");
+    options.ballast_bytes = 4 * GRANULE;
+    options.limit_bytes = 3 * GRANULE;
+    assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
+                   "expected at most limit_bytes, 196608");
+    options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
+    options.limit_bytes = GRANULE;
+    options.headroom_bytes = 16 * GRANULE;
+    cr_assert_eq(rebatch_pool_create(&pool, rig.device, &options), REBATCH_OK);
+    rebatch_pool_destroy(pool);
+    rig_close(&rig);
+}
+
 /* A size whose rounding overflows is invalid, for allocate, reserve and admit. */
 Test(pool_alloc, a_size_that_cannot_be_rounded_is_invalid)
 {
