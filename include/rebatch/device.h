@@ -139,8 +139,8 @@ REBATCH_API rebatch_status rebatch_fault_counts(const rebatch_device *device, ui
                                                 uint64_t *failed);
 
 /** Close a device. Whatever was allocated from it must have been given back before; streams made
- *  with rebatch_stream_create() too. NULL is allowed. One that a fault device is still open on
- *  stays open, and rebatch_last_error() says so; pools and sessions must be gone. */
+ *  with rebatch_stream_create() too. NULL is allowed. One on which a fault device, a pool or a
+ *  session is still open stays open, and rebatch_last_error() says so. */
 REBATCH_API void rebatch_device_close(rebatch_device *device);
 
 /** A short name, for example "host" or "fault(host)".

@@ -133,6 +133,7 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
     if (!pool)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->device = device;
+    rbi_device_hold(device);
     pool->by_birth.next = pool->by_birth.previous = &pool->by_birth;
     rbi_lock_init(&pool->lock);
     rbi_tags_init(pool);
@@ -150,6 +151,11 @@ void rebatch_pool_destroy(rebatch_pool *pool)
 {
     if (!pool)
         return;
+    if (pool->is_sessions) {
+        (void)rbi_error(REBATCH_E_STATE,
+                        "the pool is a session's: expected rebatch_close() to destroy it");
+        return;
+    }
     rbi_pool_leave_cycle(pool);
     rbi_tcaches_fold(pool);
     rbi_tcaches_destroy(pool);
@@ -167,6 +173,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_cycle_close(&pool->cycle);
     rbi_heap_free(pool->ring.events);
     rbi_heap_free(pool->space);
+    rbi_device_let_go(pool->device);
     rbi_heap_free(pool);
 }
 

@@ -221,6 +221,8 @@ struct rebatch_pool {
     struct rbi_trail trail;
     struct rbi_cycle cycle;
     uint64_t layout; /* counts what changes where memory is, or whose */
+
+    bool is_sessions; /* which alone destroys it */
 };
 
 /* Allocations, frees and uses so far; blocks that are lent count late. */

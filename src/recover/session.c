@@ -98,6 +98,8 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     }
     status = rebatch_pool_create(&rb->pool, device, &o.pool);
     if (!status)
+        rb->pool->is_sessions = true;
+    if (!status)
         status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
     if (!status && o.learn == REBATCH_ON)
         status = rbi_learn_start(rb);
@@ -119,6 +121,8 @@ void rebatch_close(rebatch *rb)
     rbi_learn_stop(rb);
     rbi_need_set_oracle(rb, NULL);
     rbi_guards_release(rb);
+    if (rb->pool)
+        rb->pool->is_sessions = false;
     rebatch_pool_destroy(rb->pool);
     rbi_heap_free(rb->failed);
     rbi_heap_free(rb);

@@ -490,3 +490,26 @@ Test(step_reach, work_still_on_the_stream_may_use_what_is_taken_back)
     take_back_under_work(REBATCH_OFF, SCRIPT_POOL, REBATCH_OK, 2);
     take_back_under_work(REBATCH_OFF, SCRIPT_OWN, SCRIPT_STATUS, 1);
 }
+
+/* ---- what goes away too early ---- */
+
+Test(step_reach, a_session_keeps_its_pool_and_its_device, .timeout = 20)
+{
+    rebatch_device *device;
+    rebatch *rb;
+    rebatch_pool *pool;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    rebatch_pool_destroy(rebatch_get_pool(rb));
+    cr_assert(strstr(rebatch_last_error(), "expected rebatch_close()"), "%s", rebatch_last_error());
+    rebatch_device_close(device);
+    cr_assert(strstr(rebatch_last_error(), "what is open on it is 2"), "%s", rebatch_last_error());
+    void *block;
+    cr_assert_eq(rebatch_pool_alloc(&block, rebatch_get_pool(rb), MIB(1), NULL, 0), REBATCH_OK);
+    rebatch_pool_destroy(pool);
+    rebatch_close(rb);
+    rebatch_clear_error();
+    rebatch_device_close(device);
+    cr_assert_str_eq(rebatch_last_error(), "");
+}
