@@ -54,7 +54,9 @@ typedef struct rebatch_step_ops {
      *  weighted by 1/batch. Allocate, rebatch_reserve() what the rest needs, rebatch_mutating(),
      *  accumulate: in this order an OOM costs no more than this micro-batch. */
     rebatch_status (*forward_backward)(const rebatch_microbatch *microbatch, void *user);
-    /** Apply the update. Allocate and reserve first, rebatch_mutating(), then change parameters. */
+    /** Apply the update. Allocate and reserve first, rebatch_mutating(), then change parameters.
+     *  What fails after that leaves them torn, be it an OOM or not: what can be refused is to be
+     *  refused before. */
     rebatch_status (*optimizer_step)(void *user);
     /** Optional. Use less memory a sample from now on, for example by recomputing activations:
      *  0 is none, 1 the mildest. Must not change the results.
@@ -237,6 +239,8 @@ typedef struct rebatch_step_report {
                                the next step's are smaller */
     uint32_t learned;     /**< of the micro-batches that count, those that rebatch_options.learn has
                                chosen to learn from */
+    bool torn; /**< optimizer_step failed, whatever it answered, after it had begun to change
+                    parameters: some are new, some old, and nothing of it is undone */
 } rebatch_step_report;
 
 /** Where guarded state lives. */
@@ -287,7 +291,12 @@ REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
  *          restore a checkpoint.
  *          REBATCH_E_INVALID, REBATCH_E_STATE (called from within a callback), REBATCH_E_DEVICE,
  *          REBATCH_E_DEVICE_LOST; any status that a callback answered. Such a failure counts as a
- *          step that did not happen: the next call has the same step number. */
+ *          step that did not happen: parameters are those before it, guarded state is put back, and
+ *          what is in the accumulators the next step's zero_grad clears. But an update that failed
+ *          after rebatch_mutating() is torn whatever the status: report->torn says so, as does the
+ *          sentence, and nothing is undone. To call again would apply it twice: restore a
+ *          checkpoint.
+ *          After any failure the next call has the same step number. */
 REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                         void *user, rebatch_step_report *report);
 
@@ -299,7 +308,8 @@ REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops
 REBATCH_API rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
 
 /** From within a callback: from here on it changes accumulators or parameters. An OOM before this
- *  costs one micro-batch; after it, the effective batch runs again from zero_grad. */
+ *  costs one micro-batch; after it, the effective batch runs again from zero_grad. A failure of
+ *  optimizer_step after it, OOM or not, leaves the update torn. */
 REBATCH_API void rebatch_mutating(rebatch *rb);
 
 /** Have `bytes` bytes at `state` restored whenever work that may have changed them is thrown away:

@@ -568,6 +568,8 @@ void rbi_request_close(struct rbi_request *request);
 /* The birth of the first block inside an open scope, 0 for the scope 0; REBATCH_E_INVALID with its
  * text when it is not open. */
 rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope);
+/* Commits an open scope and those that are open within it. */
+void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* With those that are worked out. */
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);

@@ -137,6 +137,18 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
     return status;
 }
 
+void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope)
+{
+    if (rbi_pool_check(pool) != REBATCH_OK)
+        return;
+    rbi_pool_enter_to_count(pool);
+    const struct rbi_scope *open = find_open(pool, scope);
+    const size_t outside = open ? (size_t)(open - pool->scopes) : pool->depth;
+    while (pool->depth > outside)
+        commit_innermost(pool);
+    rbi_lock_give(&pool->lock);
+}
+
 static void rollback_innermost(rebatch_pool *pool)
 {
     struct rbi_scope *scope = innermost(pool);

@@ -143,7 +143,8 @@ static void note_failure(rebatch *rb, rebatch_phase phase, bool pool_failed, uin
     failure->available_bytes = available;
 }
 
-/* The scope of a callback that succeeded becomes part of what lives. */
+/* The scope of a callback that succeeded becomes part of what lives; one that left a scope of its
+ * own open fails, with all of them open still. */
 static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
                              const rebatch_microbatch *mb)
 {
@@ -152,13 +153,38 @@ static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope
         (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
         rbi_need_learn(rb, rb->size, stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0);
     }
-    if (rebatch_scope_commit(rb->pool, scope)) {
-        (void)rebatch_scope_rollback(rb->pool, scope);
+    if (rebatch_scope_commit(rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
-    }
     if (rb->mutated)
         rb->declares[which] = address_of(rb, which);
     return REBATCH_OK;
+}
+
+/* Ends a callback that failed: what it allocated is taken back, unless it was an update that had
+ * begun, for its pointers may be in use. Gives what the callback has failed with. */
+static rebatch_status give_up(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
+                              rebatch_status status, uint64_t ooms_before)
+{
+    const rebatch_phase phase = phase_of(rb, which);
+    if (status == REBATCH_OOM)
+        status = confirm_oom(rb);
+    else if (rb->any_stream)
+        (void)wait_for_work(rb); /* nothing must be at work in what is taken back */
+    rb->report.torn = phase == REBATCH_PHASE_UPDATE;
+    rebatch_scope_stats stats = {0};
+    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
+    rebatch_pool_stats pool = {0};
+    (void)rebatch_pool_get_stats(&pool, rb->pool);
+    if (rb->report.torn)
+        rbi_scope_commit_all(rb->pool, scope);
+    else
+        (void)rebatch_scope_rollback(rb->pool, scope);
+    if (status == REBATCH_OOM)
+        note_failure(rb, phase, rbi_pool_oom_count(rb->pool) != ooms_before,
+                     pool.live_bytes - (uint64_t)stats.live_bytes);
+    else if (rb->report.torn)
+        rbi_answer_say_torn(rb, status);
+    return status;
 }
 
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
@@ -179,24 +205,6 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     if (status == REBATCH_OK)
         status = rbi_device_take_last_error(rb->device); /* an OOM that the callback swallowed */
     if (status == REBATCH_OK)
-        return commit(rb, which, scope, mb);
-
-    const rebatch_phase phase = phase_of(rb, which);
-    if (status == REBATCH_OOM)
-        status = confirm_oom(rb);
-    else if (rb->any_stream)
-        (void)wait_for_work(rb); /* nothing must be at work in what is taken back */
-    const bool torn = status == REBATCH_OOM && phase == REBATCH_PHASE_UPDATE;
-    rebatch_scope_stats stats = {0};
-    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-    rebatch_pool_stats pool = {0};
-    (void)rebatch_pool_get_stats(&pool, rb->pool);
-    if (torn)
-        (void)rebatch_scope_commit(rb->pool, scope);
-    else
-        (void)rebatch_scope_rollback(rb->pool, scope);
-    if (status == REBATCH_OOM)
-        note_failure(rb, phase, rbi_pool_oom_count(rb->pool) != ooms,
-                     pool.live_bytes - (uint64_t)stats.live_bytes);
-    return status;
+        status = commit(rb, which, scope, mb);
+    return status ? give_up(rb, which, scope, status, ooms) : REBATCH_OK;
 }

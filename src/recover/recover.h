@@ -206,8 +206,9 @@ enum rbi_callback {
 };
 
 /* Runs one callback in a scope of its own. REBATCH_OK: the scope is committed. Else it was rolled
- * back, except after an OOM within the update, of which nothing is undone. A REBATCH_OOM has left
- * no stale error behind, the stream is idle, and rb->failure is filled in. */
+ * back, except after a failure within the update, of which nothing is undone: report.torn is set.
+ * A REBATCH_OOM has left no stale error behind, the stream is idle, and rb->failure is filled in.
+ */
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
                                 unsigned level);
 
@@ -222,6 +223,11 @@ struct rbi_failure {
     uint64_t available_bytes; /* now */
     uint64_t released_bytes;  /* given back to the device for others */
 };
+
+/* ---- what is said of answers (answer.c) ---- */
+
+/* An update that had begun failed with `status`, which is no OOM. */
+void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
 
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
 

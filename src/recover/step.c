@@ -254,7 +254,7 @@ static rebatch_status run(rebatch *rb)
         status = accumulate(rb);
     if (!status)
         status = update(rb);
-    if (status && status != REBATCH_E_TORN)
+    if (status && !rb->report.torn)
         (void)rbi_guards_restore(rb, RBI_GUARD_STEP);
     return status;
 }

@@ -210,7 +210,9 @@ static void own_failure_passes(enum script_callback callback, enum script_when w
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
     cr_assert_str_eq(script_trace(&rig.script), expected);
     cr_assert_eq(rig.report.ooms, 0);
-    cr_assert_eq(rig_live_bytes(&rig), live_bytes, "the attempt's allocations are still there");
+    const bool torn = callback == SCRIPT_UPDATE && when == SCRIPT_WHILE;
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes + (torn ? KIB(64) : 0),
+                 "the attempt's allocations are still there, or those of a torn update are not");
     cr_assert_eq(rebatch_get_micro(rig.rb, 16), 8);
     rig.script.fault_count = 0;
     script_restore(&rig.script);
@@ -227,6 +229,106 @@ Test(step_contract, a_failure_that_is_no_oom_passes_through_unchanged)
             own_failure_passes(SCRIPT_FORWARD, when, manners[i], "z f0+8!");
             own_failure_passes(SCRIPT_UPDATE, when, manners[i], "z f0+8 f8+8 u!");
         }
+    }
+}
+
+/* Allocates, as whoever makes its moments at the first update. */
+static rebatch_status make_moments(struct script *s, enum script_callback callback,
+                                   const rebatch_microbatch *mb)
+{
+    void **moments = s->inside_user;
+    (void)mb;
+    return callback == SCRIPT_UPDATE
+               ? rebatch_pool_alloc(moments, rebatch_get_pool(s->rb), KIB(8), s->stream, 0)
+               : REBATCH_OK;
+}
+
+Test(step_contract, an_update_that_had_begun_and_fails_is_torn_whatever_it_answers)
+{
+    static const enum script_manner manners[] = {SCRIPT_OWN, SCRIPT_OWN_ESCAPE, SCRIPT_LOST};
+    for (size_t i = 0; i < 3; i++) {
+        const rebatch_status expected =
+            manners[i] == SCRIPT_LOST ? REBATCH_E_DEVICE_LOST : SCRIPT_STATUS;
+        struct rig rig;
+        open_warm(&rig, NULL);
+        const uint64_t live_bytes = rig_live_bytes(&rig);
+        void *moments = NULL;
+        size_t bytes;
+        rig.script.inside = make_moments;
+        rig.script.inside_user = &moments;
+        script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, manners[i]);
+        cr_assert_eq(rig_step(&rig, 16), expected);
+        cr_assert_str_eq(script_trace(&rig.script), "z f0+16 u!");
+        cr_assert(rig.report.torn);
+        cr_assert_eq(rig.report.status, expected);
+        cr_assert_eq(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), moments),
+                     REBATCH_OK, "a pointer to it may be in use");
+        cr_assert_eq(rig_live_bytes(&rig), live_bytes + KIB(8) + KIB(64));
+        for (size_t k = 0; k < SCRIPT_PARAMETERS; k++)
+            cr_assert_eq(rig.script.parameters[k], k < SCRIPT_PARAMETERS / 2 ? 2 : 1);
+        cr_assert_eq(strncmp(rebatch_last_error(), "step 1: optimizer_step failed with ", 35), 0,
+                     "the text is: %s", rebatch_last_error());
+        cr_assert(strstr(rebatch_last_error(), "checkpoint"));
+        rig_fail_device(&rig, 0, 0, REBATCH_OK);
+        rig_close(&rig);
+    }
+}
+
+static rebatch_status open_a_scope(struct script *s, enum script_callback callback,
+                                   const rebatch_microbatch *mb)
+{
+    rebatch_scope scope;
+    (void)mb;
+    return callback == SCRIPT_UPDATE ? rebatch_scope_begin(&scope, rebatch_get_pool(s->rb))
+                                     : REBATCH_OK;
+}
+
+static void tear_with_a_scope_open(enum script_manner manner, rebatch_status expected)
+{
+    struct rig rig;
+    open_warm(&rig, NULL);
+    rig.script.inside = open_a_scope;
+    if (expected != REBATCH_E_STATE)
+        script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, manner);
+    rig.script.batch = 16;
+    memset(rig.script.tries, 0, sizeof rig.script.tries);
+    cr_assert_eq(rebatch_step(rig.rb, &rig.ops, 16, &rig.script, &rig.report), expected);
+    cr_assert(rig.report.torn);
+    rebatch_pool *pool = rebatch_get_pool(rig.rb);
+    for (int i = 0; i < 3; i++) { /* none is left open */
+        rebatch_scope scope;
+        cr_assert_eq(rebatch_scope_begin(&scope, pool), REBATCH_OK);
+        cr_assert_eq(scope & 63, 0, "scope %u is not the outermost", (unsigned)scope);
+        cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK);
+    }
+    rig_close(&rig);
+}
+
+Test(step_contract, an_update_with_a_scope_of_its_own_still_open_is_torn)
+{
+    tear_with_a_scope_open(SCRIPT_RETURN, REBATCH_E_STATE); /* it answered REBATCH_OK */
+    tear_with_a_scope_open(SCRIPT_RETURN, REBATCH_E_TORN);
+    tear_with_a_scope_open(SCRIPT_OWN_ESCAPE, SCRIPT_STATUS);
+}
+
+Test(step_contract, a_failure_before_the_update_is_a_step_that_did_not_happen)
+{
+    static const enum script_callback callbacks[] = {SCRIPT_ZERO, SCRIPT_FORWARD, SCRIPT_UPDATE};
+    for (size_t i = 0; i < 3; i++) {
+        struct rig rig;
+        open_warm(&rig, NULL);
+        const uint64_t live_bytes = rig_live_bytes(&rig);
+        const enum script_when when = i < 2 ? SCRIPT_WHILE : SCRIPT_BEFORE;
+        script_fail(&rig.script, callbacks[i], 1, when, SCRIPT_OWN);
+        cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
+        cr_assert_not(rig.report.torn);
+        cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+        for (size_t k = 0; k < SCRIPT_PARAMETERS; k++)
+            cr_assert_eq(rig.script.parameters[k], 1);
+        rig.script.fault_count = 0;
+        cr_assert_eq(rig_step(&rig, 16), REBATCH_OK); /* every sample counts once */
+        cr_assert_eq(rig.report.step, 1);
+        rig_close(&rig);
     }
 }
 

@@ -142,6 +142,12 @@ Test(step_guard, a_torn_update_puts_nothing_back)
     EXPECT_MOVES(SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_POOL, REBATCH_E_TORN, 4, 0, 1, 2, 3);
 }
 
+Test(step_guard, a_failed_update_that_had_begun_puts_nothing_back)
+{
+    EXPECT_MOVES(SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_OWN, SCRIPT_STATUS, 4, 0, 1, 2, 3);
+    EXPECT_MOVES(SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_OWN_ESCAPE, SCRIPT_STATUS, 4, 0, 1, 2, 3);
+}
+
 Test(step_guard, exhausted_puts_back_what_was_before_the_step)
 {
     /* z f0+8 f8+8! f8+4! f8+2! f8+1! */

@@ -181,6 +181,7 @@ static void follow(struct order *order, struct rig *rig, const struct script_cal
 {
     cr_assert_eq(call->callback, order->next, "this is not the call that the contract has next");
     order->vain += call->answer == REBATCH_OOM;
+    order->torn = call->callback == SCRIPT_UPDATE && call->answer && is_dirty(rig, call);
     order->in_row = call->answer == REBATCH_OOM ? order->in_row + 1
                     : call->callback == SCRIPT_FORWARD && call->answer == REBATCH_OK
                         ? 0
@@ -193,7 +194,6 @@ static void follow(struct order *order, struct rig *rig, const struct script_cal
         order->next = SCRIPT_FORWARD;
         order->first = 0;
     } else if (call->callback == SCRIPT_UPDATE) {
-        order->torn = call->answer == REBATCH_OOM && is_dirty(rig, call);
         if (call->answer == REBATCH_OK || order->torn)
             order->next = SCRIPT_CALLBACKS;
     }
@@ -248,6 +248,7 @@ static void check_order(struct rig *rig, rebatch_status status)
     const bool is_own = last && last->answer == status; /* a callback's, passed through */
     if (status == REBATCH_E_TORN && !is_own)
         cr_assert(order.torn, "TORN, but the update had not begun");
+    cr_assert_eq(rig->report.torn, order.torn);
     if (status == REBATCH_OK || status == REBATCH_E_EXHAUSTED)
         cr_assert(!order.torn, "TORN is not said");
     if (status == REBATCH_E_EXHAUSTED && !is_own)
@@ -322,7 +323,7 @@ rebatch_status rig_step(struct rig *rig, size_t batch)
     if (status == REBATCH_OK) {
         check_success(rig, batch, version);
         rig->steps++;
-    } else if (status != REBATCH_E_TORN) {
+    } else if (!rig->report.torn) {
         cr_assert_eq(rig_live_bytes(rig), live_bytes, "the step failed, but something is left");
     }
     if (status == REBATCH_E_EXHAUSTED)
