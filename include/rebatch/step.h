@@ -36,9 +36,15 @@ typedef struct rebatch_microbatch {
 
 /** Bits of rebatch_step_ops.flags. */
 enum {
-    /** Every callback calls rebatch_mutating() before it changes accumulators or parameters, each
-     *  time. Without this bit rebatch learns it of a callback when it first succeeds, and until
-     *  then takes it to change them from its first line. */
+    /** forward_backward and optimizer_step call rebatch_mutating() before they change accumulators
+     *  or parameters, each time; zero_grad need not. Without this bit rebatch learns it of a
+     *  callback when it first succeeds, and until then takes it to change them from its first line.
+     *
+     *  With it, a forward_backward that succeeds and has never called it in this session ends the
+     *  step with REBATCH_E_STATE, except in a trial (probing): after an OOM samples would count
+     *  twice. So the first micro-batch has to declare even where its samples contribute nothing;
+     *  later ones need not. An optimizer_step may skip its update, so the first that succeeds and
+     *  has not called it is an event of level WARN, UNDECLARED. */
     REBATCH_DECLARES_MUTATION = 1
 };
 
@@ -106,7 +112,10 @@ typedef enum rebatch_phase {
     X(TRIAL, INFO, "a probe's trial")                                                              \
     X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
     X(CRAWL, WARN, "memory goes back to the device and comes again in every micro-batch")          \
-    X(LEARN, INFO, "the memory of those that ran says how large micro-batches may be")
+    X(LEARN, INFO, "the memory of those that ran says how large micro-batches may be")             \
+    X(UNDECLARED, WARN,                                                                            \
+      "optimizer_step returned without rebatch_mutating(), which REBATCH_DECLARES_MUTATION "       \
+      "promises: right only if it changed nothing")
 
 typedef enum rebatch_log_level {
     REBATCH_LOG_DEFAULT = 0, /**< INFO */
@@ -309,7 +318,9 @@ REBATCH_API rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
 
 /** From within a callback: from here on it changes accumulators or parameters. An OOM before this
  *  costs one micro-batch; after it, the effective batch runs again from zero_grad. A failure of
- *  optimizer_step after it, OOM or not, leaves the update torn. */
+ *  optimizer_step after it, OOM or not, leaves the update torn. With `rb` NULL, or outside of a
+ *  callback, it does nothing but set rebatch_last_error(). Any thread that works for the callback.
+ */
 REBATCH_API void rebatch_mutating(rebatch *rb);
 
 /** Have `bytes` bytes at `state` restored whenever work that may have changed them is thrown away:

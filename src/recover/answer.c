@@ -4,6 +4,17 @@
 
 #include "recover/recover.h"
 
+rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const rebatch_microbatch *mb)
+{
+    char samples[64];
+    struct rbi_text t = {samples, sizeof samples, 0};
+    rbi_text_add_samples(&t, mb->first, mb->count);
+    return rbi_error(REBATCH_E_STATE,
+                     "step %" PRIu64 ": forward_backward of %s returned without "
+                     "rebatch_mutating(), which REBATCH_DECLARES_MUTATION promises",
+                     rb->step, samples);
+}
+
 void rbi_answer_say_torn(const rebatch *rb, rebatch_status status)
 {
     char answer[32];

@@ -20,7 +20,11 @@ rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
 
 void rebatch_mutating(rebatch *rb)
 {
-    if (rb)
+    if (!rb)
+        (void)rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    else if (!rb->running)
+        (void)rbi_error(REBATCH_E_STATE, "rebatch_mutating() was called outside a callback");
+    else
         rb->mutated = true;
 }
 
@@ -60,6 +64,26 @@ static bool declares(const rebatch *rb, enum rbi_callback which)
 {
     return (rb->ops->flags & REBATCH_DECLARES_MUTATION) ||
            rb->declares[which] == address_of(rb, which);
+}
+
+/* A callback has succeeded that said it would declare, and never did in this session. It may have
+ * changed things all the same, and an OOM then was answered wrong. That it changed nothing may be
+ * true of an update, which can be skipped, and of a trial. */
+static rebatch_status check_promise(rebatch *rb, enum rbi_callback which,
+                                    const rebatch_microbatch *mb)
+{
+    if (rb->mutated || !(rb->ops->flags & REBATCH_DECLARES_MUTATION) ||
+        rb->declares[which] == address_of(rb, which))
+        return REBATCH_OK;
+    if (which == RBI_FORWARD_BACKWARD && !mb->probing)
+        return rbi_answer_say_undeclared(rb, mb);
+    if (which == RBI_OPTIMIZER && rb->warned_of != rb->ops->optimizer_step) {
+        rb->warned_of = rb->ops->optimizer_step;
+        rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_UNDECLARED);
+        rbi_event_end(&event, rb);
+        rbi_event_emit(rb, &event);
+    }
+    return REBATCH_OK;
 }
 
 static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
@@ -204,6 +228,8 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 
     if (status == REBATCH_OK)
         status = rbi_device_take_last_error(rb->device); /* an OOM that the callback swallowed */
+    if (status == REBATCH_OK)
+        status = check_promise(rb, which, mb);
     if (status == REBATCH_OK)
         status = commit(rb, which, scope, mb);
     return status ? give_up(rb, which, scope, status, ooms) : REBATCH_OK;

@@ -52,10 +52,17 @@ const char *rebatch_phase_text(rebatch_phase phase)
 
 static bool is_oom(rebatch_event_kind kind)
 {
-    return kind != REBATCH_EVENT_STEP && kind != REBATCH_EVENT_GROW &&
-           kind != REBATCH_EVENT_GROWTH_FAILED && kind != REBATCH_EVENT_CRAWL &&
-           kind != REBATCH_EVENT_TRIAL && kind != REBATCH_EVENT_PROBE_FILE &&
-           kind != REBATCH_EVENT_LEARN;
+    return kind == REBATCH_EVENT_RETRY || kind == REBATCH_EVENT_SHRINK ||
+           kind == REBATCH_EVENT_LIGHTEN || kind == REBATCH_EVENT_EXHAUSTED ||
+           kind == REBATCH_EVENT_TORN;
+}
+
+void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count)
+{
+    if (count == 1)
+        rbi_text_add(t, "sample %zu", first);
+    else
+        rbi_text_add(t, "samples %zu-%zu", first, first + count - 1);
 }
 
 /* Where it struck, and how much was missing. */

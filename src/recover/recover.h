@@ -226,6 +226,8 @@ struct rbi_failure {
 
 /* ---- what is said of answers (answer.c) ---- */
 
+/* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
+rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const rebatch_microbatch *mb);
 /* An update that had begun failed with `status`, which is no OOM. */
 void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
 
@@ -263,6 +265,8 @@ void rbi_event_emit(const rebatch *rb, rebatch_event *event);
 /* An event of a change: with how large micro-batches are before it, and then after it. */
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind);
 void rbi_event_end(rebatch_event *event, const rebatch *rb);
+/* "samples 0-7", "sample 3". */
+void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
 
 /* ---- the session (session.c) ---- */
 
@@ -323,6 +327,8 @@ struct rebatch {
     rebatch_status escape_status;
     /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
     void (*declares[RBI_CALLBACKS])(void);
+    /* The last optimizer_step that succeeded without, and was reported. */
+    rebatch_status (*warned_of)(void *user);
 };
 
 #endif

@@ -1,5 +1,7 @@
 /* Owns the tests of rebatch_mutating(): who declares, who is taken to have mutated, what is learnt.
  * Must not know more of the library than its public headers say. */
+#include <string.h>
+
 #include <criterion/criterion.h>
 
 #include "step_common.h"
@@ -133,7 +135,9 @@ Test(step_declare, mutating_outside_a_callback_says_nothing)
     open_undeclared(&rig, true);
     rig.ops.flags = REBATCH_DECLARES_MUTATION;
     rebatch_mutating(NULL);
+    cr_assert_str_eq(rebatch_last_error(), "rb is NULL");
     rebatch_mutating(rig.rb);
+    cr_assert_str_eq(rebatch_last_error(), "rebatch_mutating() was called outside a callback");
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_FORWARD], 1);
@@ -150,5 +154,116 @@ Test(step_declare, mutating_in_one_callback_says_nothing_about_the_next)
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_RETURN);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8! f8+4~1 f12+4~1 u! u");
+    rig_close(&rig);
+}
+
+/* ---- a promise that is not kept ---- */
+
+/* A script that declares nothing, with the flag. */
+static void open_liar(struct rig *rig)
+{
+    open_undeclared(rig, false);
+    rig->ops.flags = REBATCH_DECLARES_MUTATION;
+}
+
+Test(step_declare, a_forward_that_breaks_its_promise_ends_the_step)
+{
+    struct rig rig;
+    open_liar(&rig);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_STATE);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8");
+    cr_assert_str_eq(rebatch_last_error(),
+                     "step 0: forward_backward of samples 0-7 returned without rebatch_mutating(), "
+                     "which REBATCH_DECLARES_MUTATION promises");
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
+    rig.script.fault_count = 0;
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_STATE);
+    cr_assert(strstr(rebatch_last_error(), " of sample 0 "), "%s", rebatch_last_error());
+    cr_assert_not(rig.report.torn);
+    rig.script.declares = true;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
+/* Declares in some callbacks only. */
+static rebatch_status declare_in(struct script *s, enum script_callback callback,
+                                 const rebatch_microbatch *mb)
+{
+    const bool *declares = s->inside_user;
+    (void)mb;
+    s->declares = declares[callback];
+    return REBATCH_OK;
+}
+
+Test(step_declare, zero_grad_need_not_declare)
+{
+    static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
+    struct rig rig;
+    open_liar(&rig);
+    rig.script.inside = declare_in;
+    rig.script.inside_user = declares;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(rig_events(&rig), "STEP");
+    rig_close(&rig);
+}
+
+Test(step_declare, a_forward_that_has_declared_may_contribute_nothing)
+{
+    static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
+    struct rig rig;
+    open_liar(&rig);
+    rig.script.inside = declare_in;
+    rig.script.inside_user = declares;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    declares[SCRIPT_FORWARD] = false;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
+Test(step_declare, an_update_without_a_declaration_is_an_event_once)
+{
+    static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true};
+    struct rig rig;
+    char text[256];
+    open_liar(&rig);
+    rig.script.inside = declare_in;
+    rig.script.inside_user = declares;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(rig_events(&rig), "UNDECLARED STEP");
+    cr_assert_eq(rig.events[0].level, REBATCH_LOG_WARN);
+    (void)rebatch_event_format(text, sizeof text, &rig.events[0]);
+    cr_assert_str_eq(text, "step 0: optimizer_step returned without rebatch_mutating(), which "
+                           "REBATCH_DECLARES_MUTATION promises: right only if it changed nothing");
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(rig_events(&rig), "STEP");
+    rig_close(&rig);
+}
+
+Test(step_declare, an_update_may_be_skipped_once_it_has_declared)
+{
+    static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
+    struct rig rig;
+    open_liar(&rig);
+    rig.script.inside = declare_in;
+    rig.script.inside_user = declares;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    declares[SCRIPT_UPDATE] = false;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(rig_events(&rig), "STEP");
+    rig_close(&rig);
+}
+
+Test(step_declare, a_trial_need_not_declare)
+{
+    rebatch_probe_report report;
+    struct rig rig;
+    open_liar(&rig);
+    rig.script.is_probed = true;
+    rig.script.batch = 16;
+    cr_assert_eq(rebatch_probe(rig.rb, &rig.ops, 16, &rig.script, NULL, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    rig.script.is_probed = false;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_STATE);
     rig_close(&rig);
 }

@@ -340,6 +340,7 @@ static rebatch_status lag_and_fail_once(const rebatch_microbatch *mb, void *user
         check_waited(&lagging->work);
         check(cudaFree(lagging->kept)); /* late, and no error */
     }
+    rebatch_wrap_mutating();
     return REBATCH_OK;
 }
 
@@ -401,6 +402,7 @@ static rebatch_status escape_for_nothing(const rebatch_microbatch *mb, void *use
     cr_assert_eq(pthread_join(thread, &answer), 0);
     cr_assert_eq(answer, user);
     ++*came_back;
+    rebatch_wrap_mutating();
     return REBATCH_OK;
 }
 
