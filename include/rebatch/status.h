@@ -30,7 +30,8 @@
     X(E_PARSE, 12, "a file has a mistake in it")
 
 /** The answer of every call that can fail. A callback may also answer with a number of its own
- *  from REBATCH_E_USER on: it is passed through unchanged. */
+ *  from REBATCH_E_USER to the largest int: it is passed through unchanged. Any other number, those
+ *  below 0 too, is none. */
 typedef enum rebatch_status {
 #define REBATCH_STATUS_ENUM_(name, number, text) REBATCH_##name = number,
     REBATCH_STATUSES(REBATCH_STATUS_ENUM_)
@@ -56,7 +57,10 @@ REBATCH_API const char *rebatch_status_name(rebatch_status status);
 REBATCH_API const char *rebatch_status_text(rebatch_status status);
 
 /** One sentence about the last call of this thread that failed: the value, what was expected and
- *  where. It stays until the next failure of this thread or rebatch_clear_error().
+ *  where. When a callback ended a step it is the sentence behind the status that it answered, or
+ *  says which callback answered what; one that calls rebatch_clear_error() before it answers leaves
+ *  none, for a sentence of its own elsewhere. It stays until the next failure of this thread or
+ *  rebatch_clear_error().
  *  @return a string owned by the library, "" when nothing failed yet; valid until then. */
 REBATCH_API const char *rebatch_last_error(void);
 

@@ -48,8 +48,10 @@ enum {
     REBATCH_DECLARES_MUTATION = 1
 };
 
-/** The user's step. A callback answers REBATCH_OK, REBATCH_OOM, or any other status, which ends the
- *  step and is passed through unchanged. It closes every scope that it opens (REBATCH_E_STATE).
+/** The user's step. A callback answers REBATCH_OK, REBATCH_OOM, or another status, which ends the
+ *  step and is passed through unchanged. REBATCH_E_EXHAUSTED and REBATCH_E_TORN say what a step
+ *  has done, and are not a callback's to answer, nor is a number that is no status: the step's is
+ *  REBATCH_E_STATE then. It closes every scope that it opens (REBATCH_E_STATE).
  *  `user` is the pointer given to rebatch_step(). */
 typedef struct rebatch_step_ops {
     size_t struct_size; /**< sizeof(rebatch_step_ops) */

@@ -9,6 +9,8 @@
 #define ERROR_BYTES 512
 
 static _Thread_local char error_text[ERROR_BYTES];
+static _Thread_local rebatch_status error_status;
+static _Thread_local uint64_t error_changes;
 
 rebatch_status rbi_error(rebatch_status status, const char *format, ...)
 {
@@ -16,6 +18,8 @@ rebatch_status rbi_error(rebatch_status status, const char *format, ...)
     va_start(arguments, format);
     (void)vsnprintf(error_text, sizeof error_text, format, arguments);
     va_end(arguments);
+    error_status = status;
+    error_changes++;
     return status;
 }
 
@@ -27,6 +31,24 @@ const char *rebatch_last_error(void)
 void rebatch_clear_error(void)
 {
     error_text[0] = '\0';
+    error_status = REBATCH_OK;
+    error_changes++;
+}
+
+rebatch_status rbi_error_status(void)
+{
+    return error_status;
+}
+
+uint64_t rbi_error_changes(void)
+{
+    return error_changes;
+}
+
+/* Whether it is a callback's own; an int below 0 is not. */
+static bool is_own(rebatch_status status)
+{
+    return status >= REBATCH_E_USER && status <= REBATCH_STATUS_MAX_;
 }
 
 const char *rebatch_status_name(rebatch_status status)
@@ -38,7 +60,7 @@ const char *rebatch_status_name(rebatch_status status)
         REBATCH_STATUSES(NAME_CASE)
 #undef NAME_CASE
     default:
-        return status >= REBATCH_E_USER ? "REBATCH_E_USER" : "REBATCH_E_UNKNOWN";
+        return is_own(status) ? "REBATCH_E_USER" : "REBATCH_E_UNKNOWN";
     }
 }
 
@@ -51,7 +73,7 @@ const char *rebatch_status_text(rebatch_status status)
         REBATCH_STATUSES(TEXT_CASE)
 #undef TEXT_CASE
     default:
-        return status >= REBATCH_E_USER ? "a status of the callback's own" : "no such status";
+        return is_own(status) ? "a status of the callback's own" : "no such status";
     }
 }
 

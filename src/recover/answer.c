@@ -1,30 +1,106 @@
-/* Owns what is said of a callback's answer that is no OOM.
+/* Owns what is said of a callback's answer, and which it may not give.
  * Must not know how callbacks run. */
 #include <inttypes.h>
+#include <string.h>
 
 #include "recover/recover.h"
 
-rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const rebatch_microbatch *mb)
+/* So much of a sentence is kept within another. */
+#define WITHIN 300
+
+static void add_status(struct rbi_text *t, rebatch_status status)
 {
-    char samples[64];
-    struct rbi_text t = {samples, sizeof samples, 0};
-    rbi_text_add_samples(&t, mb->first, mb->count);
+    const char *name = rebatch_status_name(status);
+    if (strcmp(name, "REBATCH_E_USER") == 0 || strcmp(name, "REBATCH_E_UNKNOWN") == 0)
+        rbi_text_add(t, "%d", (int)status);
+    else
+        rbi_text_add(t, "%s", name);
+}
+
+static void add_call(struct rbi_text *t, const rebatch *rb, const struct rbi_call *call)
+{
+    static const char *const names[] = {[RBI_ZERO_GRAD] = "zero_grad",
+                                        [RBI_FORWARD_BACKWARD] = "forward_backward",
+                                        [RBI_OPTIMIZER] = "optimizer_step",
+                                        [RBI_LIGHTEN] = "lighten"};
+    rbi_text_add(t, "step %" PRIu64 ": %s", rb->step, names[call->which]);
+    if (call->mb) {
+        rbi_text_add(t, " of ");
+        rbi_text_add_samples(t, call->mb->first, call->mb->count);
+    }
+    if (call->which == RBI_LIGHTEN)
+        rbi_text_add(t, " to level %u", call->level);
+}
+
+static void say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
+                const char *verb, rebatch_status answer, const char *more)
+{
+    char text[512];
+    char within[WITHIN + 1] = "";
+    struct rbi_text t = {text, sizeof text, 0};
+    if (rbi_error_changes() != call->error_changes) { /* it coped with that, or says it otherwise */
+        struct rbi_text w = {within, sizeof within, 0};
+        rbi_text_add(&w, "%s", rebatch_last_error());
+    }
+    add_call(&t, rb, call);
+    rbi_text_add(&t, " %s ", verb);
+    add_status(&t, answer);
+    rbi_text_add(&t, "%s", more);
+    if (within[0])
+        rbi_text_add(&t, "; the last failure within it: %s", within);
+    (void)rbi_error(status, "%s", text);
+}
+
+void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
+                    const char *verb)
+{
+    const bool is_changed = rbi_error_changes() != call->error_changes;
+    const bool is_said = rbi_error_status() == status || rebatch_last_error()[0] == '\0';
+    if (!is_changed || !is_said)
+        say(rb, call, status, verb, status, "");
+}
+
+rebatch_status rbi_answer_check(const rebatch *rb, const struct rbi_call *call,
+                                rebatch_status answer)
+{
+    const char *more = NULL;
+    if (answer == REBATCH_OK || answer == REBATCH_OOM)
+        return answer;
+    if (call->which == RBI_LIGHTEN && answer == REBATCH_E_UNSUPPORTED)
+        return answer; /* there is no such level: no failure */
+    if (answer == REBATCH_E_EXHAUSTED || answer == REBATCH_E_TORN)
+        more = ", which only a step has to answer: expected another status, or a number from "
+               "REBATCH_E_USER on";
+    else if (strcmp(rebatch_status_name(answer), "REBATCH_E_UNKNOWN") == 0)
+        more = ", which is no status: expected one, or a number from REBATCH_E_USER, 1000, on";
+    if (!more) {
+        rbi_answer_say(rb, call, answer, "answered");
+        return answer;
+    }
+    say(rb, call, REBATCH_E_STATE, "answered", answer, more);
+    return REBATCH_E_STATE;
+}
+
+rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_call *call)
+{
+    char text[128];
+    struct rbi_text t = {text, sizeof text, 0};
+    add_call(&t, rb, call);
     return rbi_error(REBATCH_E_STATE,
-                     "step %" PRIu64 ": forward_backward of %s returned without "
-                     "rebatch_mutating(), which REBATCH_DECLARES_MUTATION promises",
-                     rb->step, samples);
+                     "%s returned without rebatch_mutating(), which REBATCH_DECLARES_MUTATION "
+                     "promises",
+                     text);
 }
 
 void rbi_answer_say_torn(const rebatch *rb, rebatch_status status)
 {
-    char answer[32];
-    struct rbi_text t = {answer, sizeof answer, 0};
-    if (status < REBATCH_E_USER)
-        rbi_text_add(&t, "%s", rebatch_status_name(status));
-    else
-        rbi_text_add(&t, "%d", (int)status);
+    char text[WITHIN + 1] = "";
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "%s", rebatch_last_error());
+    if (text[0] == '\0')
+        rbi_text_add(&t, "step %" PRIu64 ": optimizer_step failed", rb->step);
     (void)rbi_error(status,
-                    "step %" PRIu64 ": optimizer_step failed with %s after it began to change "
-                    "parameters: some are new, some old; restore a checkpoint",
-                    rb->step, answer);
+                    "%s; optimizer_step had begun to change parameters: some are new, some old; "
+                    "restore a checkpoint",
+                    text);
 }

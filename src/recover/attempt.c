@@ -69,14 +69,14 @@ static bool declares(const rebatch *rb, enum rbi_callback which)
 /* A callback has succeeded that said it would declare, and never did in this session. It may have
  * changed things all the same, and an OOM then was answered wrong. That it changed nothing may be
  * true of an update, which can be skipped, and of a trial. */
-static rebatch_status check_promise(rebatch *rb, enum rbi_callback which,
-                                    const rebatch_microbatch *mb)
+static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 {
+    const enum rbi_callback which = call->which;
     if (rb->mutated || !(rb->ops->flags & REBATCH_DECLARES_MUTATION) ||
         rb->declares[which] == address_of(rb, which))
         return REBATCH_OK;
-    if (which == RBI_FORWARD_BACKWARD && !mb->probing)
-        return rbi_answer_say_undeclared(rb, mb);
+    if (which == RBI_FORWARD_BACKWARD && !call->mb->probing)
+        return rbi_answer_say_undeclared(rb, call);
     if (which == RBI_OPTIMIZER && rb->warned_of != rb->ops->optimizer_step) {
         rb->warned_of = rb->ops->optimizer_step;
         rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_UNDECLARED);
@@ -101,28 +101,26 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
 
 /* ---- running ---- */
 
-static rebatch_status call(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
-                           unsigned level)
+static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
 {
-    switch (which) {
+    switch (call->which) {
     case RBI_ZERO_GRAD:
         return rb->ops->zero_grad(rb->user);
     case RBI_FORWARD_BACKWARD:
-        return rb->ops->forward_backward(mb, rb->user);
+        return rb->ops->forward_backward(call->mb, rb->user);
     case RBI_OPTIMIZER:
         return rb->ops->optimizer_step(rb->user);
     default:
-        return rb->ops->lighten(level, rb->user);
+        return rb->ops->lighten(call->level, rb->user);
     }
 }
 
 /* Nothing here is changed between setjmp and longjmp, so nothing needs to be volatile. */
-static rebatch_status call_with_way_out(rebatch *rb, enum rbi_callback which,
-                                        const rebatch_microbatch *mb, unsigned level)
+static rebatch_status call_with_way_out(rebatch *rb, const struct rbi_call *which)
 {
     if (setjmp(rb->escape))
         return rb->escape_status;
-    return call(rb, which, mb, level);
+    return call_user(rb, which);
 }
 
 static bool is_fatal(rebatch_status status)
@@ -186,14 +184,17 @@ static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope
 
 /* Ends a callback that failed: what it allocated is taken back, unless it was an update that had
  * begun, for its pointers may be in use. Gives what the callback has failed with. */
-static rebatch_status give_up(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
+static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_scope scope,
                               rebatch_status status, uint64_t ooms_before)
 {
-    const rebatch_phase phase = phase_of(rb, which);
-    if (status == REBATCH_OOM)
+    const rebatch_phase phase = phase_of(rb, call->which);
+    if (status == REBATCH_OOM) {
         status = confirm_oom(rb);
-    else if (rb->any_stream)
+        if (status != REBATCH_OOM)
+            rbi_answer_say(rb, call, status, "answered REBATCH_OOM, and the device");
+    } else if (rb->any_stream) {
         (void)wait_for_work(rb); /* nothing must be at work in what is taken back */
+    }
     rb->report.torn = phase == REBATCH_PHASE_UPDATE;
     rebatch_scope_stats stats = {0};
     (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
@@ -211,26 +212,34 @@ static rebatch_status give_up(rebatch *rb, enum rbi_callback which, rebatch_scop
     return status;
 }
 
+static rebatch_status run(rebatch *rb, const struct rbi_call *which)
+{
+    rb->mutated = false;
+    rb->thread = pthread_self();
+    rb->pool_callbacks = rbi_pool_callbacks;
+    rb->running = true;
+    const rebatch_status answer = call_with_way_out(rb, which);
+    rb->running = false;
+    rebatch_status status = rbi_answer_check(rb, which, answer);
+    if (status == REBATCH_OK) { /* an OOM that the callback swallowed */
+        status = rbi_device_take_last_error(rb->device);
+        if (is_fatal(status))
+            rbi_answer_say(rb, which, status, "left in the device's last error");
+    }
+    return status ? status : check_promise(rb, which);
+}
+
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
                                 unsigned level)
 {
+    const struct rbi_call call = {which, mb, level, rbi_error_changes()};
     rebatch_scope scope;
     rebatch_status status = rebatch_scope_begin(&scope, rb->pool);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    rb->mutated = false;
-    rb->thread = pthread_self();
-    rb->pool_callbacks = rbi_pool_callbacks;
-    rb->running = true;
-    status = call_with_way_out(rb, which, mb, level);
-    rb->running = false;
-
-    if (status == REBATCH_OK)
-        status = rbi_device_take_last_error(rb->device); /* an OOM that the callback swallowed */
-    if (status == REBATCH_OK)
-        status = check_promise(rb, which, mb);
+    status = run(rb, &call);
     if (status == REBATCH_OK)
         status = commit(rb, which, scope, mb);
-    return status ? give_up(rb, which, scope, status, ooms) : REBATCH_OK;
+    return status ? give_up(rb, &call, scope, status, ooms) : REBATCH_OK;
 }

@@ -226,9 +226,24 @@ struct rbi_failure {
 
 /* ---- what is said of answers (answer.c) ---- */
 
+struct rbi_call {
+    enum rbi_callback which;
+    const rebatch_microbatch *mb; /* of forward_backward */
+    unsigned level;               /* of lighten */
+    uint64_t error_changes;       /* rbi_error_changes() when it began */
+};
+
+/* What the step goes by: the answer itself, or REBATCH_E_STATE for one that no callback may give.
+ * Sets the sentence of a failure. */
+rebatch_status rbi_answer_check(const rebatch *rb, const struct rbi_call *call,
+                                rebatch_status answer);
+/* Sets the sentence of a failure, "step 0: zero_grad VERB 1007", unless what was said during the
+ * call is about that status, or the sentence was cleared. */
+void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
+                    const char *verb);
 /* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
-rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const rebatch_microbatch *mb);
-/* An update that had begun failed with `status`, which is no OOM. */
+rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_call *call);
+/* An update that had begun failed with `status`, which is no OOM, and is said: adds that. */
 void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
 
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */

@@ -63,6 +63,8 @@ Test(base_status, a_callbacks_number_and_no_number_have_names_too)
     cr_assert_str_eq(rebatch_status_name(REBATCH_E_USER), "REBATCH_E_USER");
     cr_assert_str_eq(rebatch_status_name((rebatch_status)(REBATCH_E_USER + 7)), "REBATCH_E_USER");
     cr_assert_str_eq(rebatch_status_name(REBATCH_STATUS_MAX_), "REBATCH_E_USER");
+    cr_assert_str_eq(rebatch_status_name((rebatch_status)-1), "REBATCH_E_UNKNOWN");
+    cr_assert_str_eq(rebatch_status_text((rebatch_status)-1), "no such status");
     cr_assert_str_eq(rebatch_status_name((rebatch_status)13), "REBATCH_E_UNKNOWN");
     cr_assert_str_eq(rebatch_status_name((rebatch_status)999), "REBATCH_E_UNKNOWN");
     cr_assert_gt(strlen(rebatch_status_text(REBATCH_E_USER)), 0);
@@ -118,6 +120,18 @@ Test(base_status, every_thread_has_an_error_of_its_own)
     cr_assert_str_eq(seen[0], "empty");
     cr_assert_str_eq(seen[1], "its own");
     cr_assert_str_eq(rebatch_last_error(), "of this thread");
+}
+
+Test(base_status, who_set_or_cleared_it_is_known)
+{
+    const uint64_t changes = rbi_error_changes();
+    cr_assert_eq(rbi_error_status(), REBATCH_OK);
+    (void)rbi_error(REBATCH_E_IO, "a");
+    cr_assert_eq(rbi_error_status(), REBATCH_E_IO);
+    cr_assert_eq(rbi_error_changes(), changes + 1);
+    rebatch_clear_error();
+    cr_assert_eq(rbi_error_status(), REBATCH_OK);
+    cr_assert_eq(rbi_error_changes(), changes + 2);
 }
 
 Test(base_status, an_error_takes_nothing_from_the_heap)
