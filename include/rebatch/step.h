@@ -54,7 +54,7 @@ enum {
  *  REBATCH_E_STATE then. It closes every scope that it opens (REBATCH_E_STATE).
  *  `user` is the pointer given to rebatch_step(). */
 typedef struct rebatch_step_ops {
-    size_t struct_size; /**< sizeof(rebatch_step_ops) */
+    size_t struct_size; /**< sizeof(rebatch_step_ops), as REBATCH_STEP_OPS_INIT has it */
     /** Set the accumulators (gradients, loss, token counts) to zero. May run again at any time
      *  before the update, and must then have the same effect. */
     rebatch_status (*zero_grad)(void *user);
@@ -84,6 +84,11 @@ typedef struct rebatch_step_ops {
      *  micro-batch, for at most twice its samples, and must not call the session. */
     uint64_t (*cost)(size_t first, size_t count, void *user);
 } rebatch_step_ops;
+/** No callbacks: the first three are then set one by one, and what else there is. */
+#define REBATCH_STEP_OPS_INIT                                                                      \
+    {                                                                                              \
+        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL                                  \
+    }
 
 /** Where an OOM struck: X(name, in words). */
 #define REBATCH_PHASES(X)                                                                          \

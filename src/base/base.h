@@ -78,10 +78,15 @@ uint64_t rbi_file_calls(void);
 
 /* ---- options (options.c) ---- */
 
+/* How large a struct is that ends with `last`. */
+#define RBI_SIZE_TO(type, last) (offsetof(type, last) + sizeof(((type *)0)->last))
+
 /* Copies a caller's options struct over ours, which holds defaults: at most `ours_size` bytes, so
  * an older and shorter struct leaves our tail alone; a newer and longer one is refused unless its
- * tail is zero. `given` may be NULL: nothing is copied. `name` is for the error text. */
-rebatch_status rbi_options_copy(void *ours, size_t ours_size, const void *given, const char *name);
+ * tail is zero. One that is shorter than `least`, as it was in version 0.1.0, is none.
+ * `given` may be NULL: nothing is copied. `name` is for the error text. */
+rebatch_status rbi_options_copy(void *ours, size_t ours_size, size_t least, const void *given,
+                                const char *name);
 
 /* True unless `toggle` is off: for switches whose default is on. */
 static inline bool rbi_is_on(rebatch_toggle toggle)

@@ -4,16 +4,26 @@
 
 #include "base/base.h"
 
-rebatch_status rbi_options_copy(void *ours, size_t ours_size, const void *given, const char *name)
+/* More than any version will add to a struct: what is beyond it is not read to see. */
+#define ADDED_MOST 1024
+
+rebatch_status rbi_options_copy(void *ours, size_t ours_size, size_t least, const void *given,
+                                const char *name)
 {
     if (!given)
         return REBATCH_OK;
     size_t given_size;
     memcpy(&given_size, given, sizeof given_size);
-    if (given_size < sizeof given_size)
+    if (given_size < least)
         return rbi_error(REBATCH_E_INVALID,
-                         "%s.struct_size is %zu: expected sizeof(%s); use its _INIT macro", name,
-                         given_size, name);
+                         "%s.struct_size is %zu: expected sizeof(%s), at least %zu; use its _INIT "
+                         "macro",
+                         name, given_size, name, least);
+    if (given_size > ours_size + ADDED_MOST)
+        return rbi_error(REBATCH_E_INVALID,
+                         "%s.struct_size is %zu: expected sizeof(%s), at most %zu; use its _INIT "
+                         "macro",
+                         name, given_size, name, ours_size + ADDED_MOST);
     const unsigned char *bytes = given;
     for (size_t i = ours_size; i < given_size; i++)
         if (bytes[i] != 0)

@@ -151,37 +151,17 @@ static void fill(rebatch_options *o, const struct rebatch_config *config)
     o->learn = toggle_of(config, RBI_BATCH_LEARN);
 }
 
-/* How large a caller's struct must be for these settings: members that came later may be missing
- * where they would say what they say anyway. */
-static size_t needed_bytes(const rebatch_options *o)
-{
-    if (o->learn == REBATCH_ON)
-        return offsetof(rebatch_options, learn) + sizeof o->learn;
-    if (o->max_ooms_in_row)
-        return offsetof(rebatch_options, max_ooms_in_row) + sizeof o->max_ooms_in_row;
-    if (o->micro_allowed[0])
-        return offsetof(rebatch_options, micro_allowed) + sizeof o->micro_allowed;
-    if (o->micro_multiple_of > 1)
-        return offsetof(rebatch_options, micro_multiple_of) + sizeof o->micro_multiple_of;
-    return offsetof(rebatch_options, log_level) + sizeof o->log_level;
-}
-
 rebatch_status rebatch_config_options(rebatch_options *options, const rebatch_config *config)
 {
     if (!options || !config)
         return rbi_error(REBATCH_E_INVALID, "%s is NULL", options ? "config" : "options");
     rebatch_options ours = REBATCH_OPTIONS_INIT;
-    const rebatch_status status = rbi_options_copy(&ours, sizeof ours, options, "rebatch_options");
+    const rebatch_status status = rbi_options_copy(
+        &ours, sizeof ours, RBI_SIZE_TO(rebatch_options, learn), options, "rebatch_options");
     if (status)
         return status;
     const size_t given = options->struct_size;
     fill(&ours, config);
-    const size_t needed = needed_bytes(&ours);
-    if (given < needed)
-        return rbi_error(REBATCH_E_INVALID,
-                         "rebatch_options.struct_size is %zu: expected at least %zu, or settings "
-                         "would be lost",
-                         given, needed);
     ours.struct_size = given;
     memcpy(options, &ours, rbi_min(given, sizeof ours));
     return REBATCH_OK;

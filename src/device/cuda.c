@@ -431,7 +431,9 @@ rebatch_status rebatch_device_open_cuda(rebatch_device **out, const rebatch_cuda
         return rbi_error(REBATCH_E_INVALID, "out is NULL");
     *out = NULL;
     rebatch_cuda_options o = REBATCH_CUDA_OPTIONS_INIT;
-    rebatch_status status = rbi_options_copy(&o, sizeof o, options, "rebatch_cuda_options");
+    rebatch_status status =
+        rbi_options_copy(&o, sizeof o, RBI_SIZE_TO(rebatch_cuda_options, take_last_error), options,
+                         "rebatch_cuda_options");
     if (status)
         return status;
     struct cuda *cuda = rbi_heap_calloc(1, sizeof *cuda);

@@ -342,7 +342,9 @@ static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t granule_
 static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
 {
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    rebatch_status status = rbi_options_copy(&plan, sizeof plan, given, "rebatch_fault_plan");
+    rebatch_status status =
+        rbi_options_copy(&plan, sizeof plan, RBI_SIZE_TO(rebatch_fault_plan, room_count), given,
+                         "rebatch_fault_plan");
     if (!status)
         status = check_plan(&plan, rbi_device_granule_bytes(fault->inner));
     if (status)

@@ -404,7 +404,9 @@ rebatch_status rebatch_device_open_host(rebatch_device **out, size_t capacity_by
         return rbi_error(REBATCH_E_INVALID, "out is NULL");
     *out = NULL;
     rebatch_host_options o = REBATCH_HOST_OPTIONS_INIT;
-    rebatch_status status = rbi_options_copy(&o, sizeof o, options, "rebatch_host_options");
+    rebatch_status status =
+        rbi_options_copy(&o, sizeof o, RBI_SIZE_TO(rebatch_host_options, granule_bytes), options,
+                         "rebatch_host_options");
     if (status)
         return status;
     const size_t granule = o.granule_bytes ? o.granule_bytes : DEFAULT_GRANULE_BYTES;

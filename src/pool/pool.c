@@ -125,7 +125,9 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
     if (!device)
         return rbi_error(REBATCH_E_INVALID, "device is NULL: expected an open device");
     rebatch_pool_options ours = REBATCH_POOL_OPTIONS_INIT;
-    rebatch_status status = rbi_options_copy(&ours, sizeof ours, options, "rebatch_pool_options");
+    rebatch_status status =
+        rbi_options_copy(&ours, sizeof ours, RBI_SIZE_TO(rebatch_pool_options, cycles), options,
+                         "rebatch_pool_options");
     if (status != REBATCH_OK || (status = check_options(&ours, device)) != REBATCH_OK ||
         (status = rbi_pool_check_sizes(&ours, device)) != REBATCH_OK)
         return status;

@@ -84,7 +84,8 @@ rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size
     rebatch_probe_options o = REBATCH_PROBE_OPTIONS_INIT;
     rebatch_status status = check(out, rb, size, batch);
     if (!status)
-        status = rbi_options_copy(&o, sizeof o, options, "rebatch_probe_options");
+        status = rbi_options_copy(&o, sizeof o, RBI_SIZE_TO(rebatch_probe_options, choose), options,
+                                  "rebatch_probe_options");
     if (!status)
         status = predict(&prediction, rb, batch, o.reserve_bytes);
     if (out)

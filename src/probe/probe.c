@@ -279,7 +279,8 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
 {
     *out = (rebatch_probe_options)REBATCH_PROBE_OPTIONS_INIT;
     const rebatch_status status =
-        rbi_options_copy(out, sizeof *out, given, "rebatch_probe_options");
+        rbi_options_copy(out, sizeof *out, RBI_SIZE_TO(rebatch_probe_options, choose), given,
+                         "rebatch_probe_options");
     if (!status && out->choose != REBATCH_PROBE_LARGEST && out->choose != REBATCH_PROBE_FASTEST)
         return rbi_error(REBATCH_E_INVALID,
                          "choose is %d: expected REBATCH_PROBE_LARGEST or REBATCH_PROBE_FASTEST",

@@ -248,8 +248,8 @@ void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
 
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
 
-/* Checks the arguments of `function` and copies the table, which an older and shorter struct gives
- * without lighten and flags. */
+/* Checks the arguments of `function` and copies the table, what an older and shorter
+ * struct does not have is NULL or 0. */
 rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
                               const rebatch_step_ops *given, size_t batch, const char *function);
 /* From here on callbacks can run. `ops` must outlive it; rb->ops = NULL ends it. */

@@ -72,7 +72,8 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     if (!device)
         return rbi_error(REBATCH_E_INVALID, "device is NULL");
     rebatch_options o = REBATCH_OPTIONS_INIT;
-    rebatch_status status = rbi_options_copy(&o, sizeof o, options, "rebatch_options");
+    rebatch_status status = rbi_options_copy(&o, sizeof o, RBI_SIZE_TO(rebatch_options, learn),
+                                             options, "rebatch_options");
     if (status)
         return status;
     set_defaults(&o);

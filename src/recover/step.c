@@ -196,7 +196,8 @@ static rebatch_status update(rebatch *rb)
 static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *given)
 {
     *out = (rebatch_step_ops){.struct_size = sizeof *out};
-    const rebatch_status status = rbi_options_copy(out, sizeof *out, given, "rebatch_step_ops");
+    const rebatch_status status = rbi_options_copy(
+        out, sizeof *out, RBI_SIZE_TO(rebatch_step_ops, cost), given, "rebatch_step_ops");
     if (status)
         return status;
     const char *missing = !out->zero_grad          ? "zero_grad"

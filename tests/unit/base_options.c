@@ -1,6 +1,9 @@
 /* Owns the tests of the rules for options structs, of checked arithmetic and of the clock.
  * Must not know any one module's options. */
+#include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <criterion/criterion.h>
 
@@ -21,6 +24,9 @@ struct newer {
     unsigned char last[8];
 };
 
+/* The first version had no b and no c. */
+#define LEAST RBI_SIZE_TO(struct ours, a)
+
 static const struct ours defaults = {sizeof(struct ours), 1, 2, 3};
 
 /* ---- rbi_options_copy() ---- */
@@ -29,25 +35,25 @@ Test(base_options, the_same_size_is_copied)
 {
     struct ours ours = defaults;
     const struct ours given = {sizeof given, 7, 0, 9};
-    cr_assert_eq(rbi_options_copy(&ours, sizeof ours, &given, "ours"), REBATCH_OK);
+    cr_assert_eq(rbi_options_copy(&ours, sizeof ours, LEAST, &given, "ours"), REBATCH_OK);
     cr_assert_eq(memcmp(&ours, &given, sizeof ours), 0);
 }
 
 Test(base_options, null_copies_nothing)
 {
     struct ours ours = defaults;
-    cr_assert_eq(rbi_options_copy(&ours, sizeof ours, NULL, "ours"), REBATCH_OK);
+    cr_assert_eq(rbi_options_copy(&ours, sizeof ours, LEAST, NULL, "ours"), REBATCH_OK);
     cr_assert_eq(memcmp(&ours, &defaults, sizeof ours), 0);
 }
 
 Test(base_options, an_older_and_shorter_struct_leaves_the_tail_alone)
 {
-    for (size_t size = sizeof(size_t); size <= sizeof(struct ours); size += sizeof(uint64_t)) {
+    for (size_t size = LEAST; size <= sizeof(struct ours); size += sizeof(uint64_t)) {
         struct ours ours = defaults;
         struct ours given = {size, 7, 8, 9};
-        cr_assert_eq(rbi_options_copy(&ours, sizeof ours, &given, "ours"), REBATCH_OK);
+        cr_assert_eq(rbi_options_copy(&ours, sizeof ours, LEAST, &given, "ours"), REBATCH_OK);
         cr_assert_eq(ours.struct_size, sizeof ours, "it is our struct still");
-        cr_assert_eq(ours.a, size > offsetof(struct ours, a) ? 7 : 1);
+        cr_assert_eq(ours.a, 7);
         cr_assert_eq(ours.b, size > offsetof(struct ours, b) ? 8 : 2);
         cr_assert_eq(ours.c, size > offsetof(struct ours, c) ? 9 : 3);
     }
@@ -59,7 +65,7 @@ Test(base_options, a_newer_and_longer_struct_is_taken_when_its_tail_is_zero)
     struct newer given;
     memset(&given, 0, sizeof given);
     given.known = (struct ours){sizeof given, 7, 8, 9};
-    cr_assert_eq(rbi_options_copy(&ours, sizeof ours, &given, "ours"), REBATCH_OK);
+    cr_assert_eq(rbi_options_copy(&ours, sizeof ours, LEAST, &given, "ours"), REBATCH_OK);
     cr_assert_eq(ours.a, 7);
     cr_assert_eq(ours.c, 9);
     cr_assert_eq(ours.struct_size, sizeof ours);
@@ -75,25 +81,51 @@ Test(base_options, a_newer_and_longer_struct_is_refused_when_its_tail_says_somet
         given.known = (struct ours){sizeof given, 7, 8, 9};
         ((unsigned char *)&given)[sizeof(struct ours) + byte] = 0x80;
         rebatch_clear_error();
-        cr_assert_eq(rbi_options_copy(&ours, sizeof ours, &given, "some_options"),
+        cr_assert_eq(rbi_options_copy(&ours, sizeof ours, LEAST, &given, "some_options"),
                      REBATCH_E_INVALID);
         assert_text_has("some_options");
         cr_assert_eq(memcmp(&ours, &defaults, sizeof ours), 0, "nothing is half applied");
     }
 }
 
+static void refuse_size(size_t size)
+{
+    struct ours ours = defaults;
+    const struct ours given = {size, 7, 8, 9};
+    char text[64];
+    (void)snprintf(text, sizeof text, "some_options.struct_size is %zu: expected sizeof", size);
+    rebatch_clear_error();
+    cr_assert_eq(rbi_options_copy(&ours, sizeof ours, LEAST, &given, "some_options"),
+                 REBATCH_E_INVALID);
+    assert_text_has(text);
+    assert_text_has("use its _INIT macro");
+    cr_assert_eq(memcmp(&ours, &defaults, sizeof ours), 0);
+}
+
 Test(base_options, a_size_that_cannot_be_is_refused)
 {
-    for (size_t size = 0; size < sizeof(size_t); size++) {
+    for (size_t size = 0; size < LEAST; size++)
+        refuse_size(size);
+}
+
+/* A size that was never set may be anything: nothing is read so far beyond the struct. */
+Test(base_options, a_size_that_no_version_will_have_is_refused_unread)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *pages = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    cr_assert_neq(pages, MAP_FAILED);
+    cr_assert_eq(mprotect(pages + page, page, PROT_NONE), 0);
+    static const size_t sizes[] = {2048, 65536, SIZE_MAX / 2, SIZE_MAX};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         struct ours ours = defaults;
-        const struct ours given = {size, 7, 8, 9};
-        rebatch_clear_error();
-        cr_assert_eq(rbi_options_copy(&ours, sizeof ours, &given, "some_options"),
+        const struct ours given = {sizes[i], 0, 0, 0};
+        char *const at = pages + page - sizeof given;
+        memcpy(at, &given, sizeof given);
+        cr_assert_eq(rbi_options_copy(&ours, sizeof ours, LEAST, at, "some_options"),
                      REBATCH_E_INVALID);
-        assert_text_has("some_options");
-        assert_text_has("struct_size");
-        cr_assert_eq(memcmp(&ours, &defaults, sizeof ours), 0);
+        refuse_size(sizes[i]);
     }
+    cr_assert_eq(munmap(pages, 2 * page), 0);
 }
 
 Test(base_options, toggles_are_default_on_or_off)

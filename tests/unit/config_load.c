@@ -516,34 +516,6 @@ Test(config_load, the_longest_list)
     rebatch_config_free(config);
 }
 
-/* A program that was built before a setting was there loses nothing where it is at its default. */
-Test(config_load, options_of_an_older_program)
-{
-    static const struct {
-        const char *name, *value;
-        size_t size;
-    } list[] = {
-        {"REBATCH_BATCH_MULTIPLE_OF", "8", offsetof(rebatch_options, micro_multiple_of)},
-        {"REBATCH_BATCH_ALLOWED", "8", offsetof(rebatch_options, micro_allowed)},
-        {"REBATCH_RECOVERY_MAX_OOMS_IN_ROW", "8", offsetof(rebatch_options, max_ooms_in_row)},
-        {"REBATCH_BATCH_LEARN", "true", offsetof(rebatch_options, learn)},
-    };
-    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
-        rebatch_options options = REBATCH_OPTIONS_INIT;
-        options.struct_size = list[i].size;
-        rebatch_config *config = load(NULL);
-        cr_expect(rebatch_config_options(&options, config) == REBATCH_OK, "%s", list[i].name);
-        cr_expect(options.struct_size == list[i].size && options.max_attempts == 64);
-        rebatch_config_free(config);
-        setenv(list[i].name, list[i].value, 1);
-        config = load(NULL);
-        unsetenv(list[i].name);
-        cr_expect(rebatch_config_options(&options, config) == REBATCH_E_INVALID, "%s",
-                  list[i].name);
-        rebatch_config_free(config);
-    }
-}
-
 Test(config_load, options_of_a_share_and_every_level)
 {
     static const char *const levels[] = {"quiet", "error", "warn", "info", "debug"};
