@@ -52,6 +52,7 @@ enum {
  *  step and is passed through unchanged. REBATCH_E_EXHAUSTED and REBATCH_E_TORN say what a step
  *  has done, and are not a callback's to answer, nor is a number that is no status: the step's is
  *  REBATCH_E_STATE then. It closes every scope that it opens (REBATCH_E_STATE).
+ *  It must return: no exception may leave it, and no longjmp but rebatch_escape().
  *  `user` is the pointer given to rebatch_step(). */
 typedef struct rebatch_step_ops {
     size_t struct_size; /**< sizeof(rebatch_step_ops), as REBATCH_STEP_OPS_INIT has it */
@@ -277,7 +278,9 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
                                         const rebatch_options *options);
 
-/** Release the session, its pool and whatever is still allocated from it. NULL is allowed. */
+/** Release the session, its pool and whatever is still allocated from it. NULL is allowed. Not from
+ *  within a callback, nor while another thread is in a step: the session then stays open, and
+ *  rebatch_last_error() says so. */
 REBATCH_API void rebatch_close(rebatch *rb);
 
 /** The session's pool: parameters and data may live there as well. Borrowed. */
@@ -305,13 +308,14 @@ REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
  *          between: the next step's zero_grad clears them.
  *          REBATCH_E_TORN: the OOM struck within the update: some parameters are new, some old;
  *          restore a checkpoint.
- *          REBATCH_E_INVALID, REBATCH_E_STATE (called from within a callback), REBATCH_E_DEVICE,
- *          REBATCH_E_DEVICE_LOST; any status that a callback answered. Such a failure counts as a
- *          step that did not happen: parameters are those before it, guarded state is put back, and
- *          what is in the accumulators the next step's zero_grad clears. But an update that failed
- *          after rebatch_mutating() is torn whatever the status: report->torn says so, as does the
- *          sentence, and nothing is undone. To call again would apply it twice: restore a
- *          checkpoint.
+ *          REBATCH_E_INVALID, REBATCH_E_STATE (called from within a callback, or while another
+ *          thread is in a step; or what the callbacks did, as rebatch_step_ops says),
+ *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST; any status that a callback answered. Such a
+ *          failure counts as a step that did not happen: parameters are those before it, guarded
+ *          state is put back, and what is in the accumulators the next step's zero_grad clears.
+ *          But an update that failed after rebatch_mutating() is torn whatever the status:
+ *          report->torn says so, as does the sentence, and nothing is undone. To call again would
+ *          apply it twice: restore a checkpoint.
  *          After any failure the next call has the same step number. */
 REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                         void *user, rebatch_step_report *report);

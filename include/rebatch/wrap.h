@@ -123,13 +123,15 @@ static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
 }
 
 /** Close the process's session and its device. All that came from the pool is gone then, and a free
- *  that comes later is CUDA's own, an error. Without a session nothing happens. Not from within a
- *  step, and no other thread may be allocating. */
+ *  that comes later is CUDA's own, an error. Without a session nothing happens. From within a step
+ *  nothing happens either, and rebatch_last_error() says so. No other thread may be allocating. */
 static inline void rebatch_wrap_close(void)
 {
     rebatch *const rb = rebatch_get_current();
     rebatch_device *const device = rb ? rebatch_pool_device(rebatch_get_pool(rb)) : NULL;
     rebatch_close(rb);
+    if (rb && rebatch_get_current() == rb)
+        return; /* refused, and still in use */
     rebatch_device_close(device);
 }
 

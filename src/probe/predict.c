@@ -11,8 +11,9 @@ static rebatch_status check(const rebatch_prediction *out, const rebatch *rb, si
     if (size == 0 || batch == 0)
         return rbi_error(REBATCH_E_INVALID, "%s is 0: expected at least 1 sample",
                          size ? "batch" : "size");
-    if (rb->ops)
-        return rbi_error(REBATCH_E_STATE, "rebatch_predict() was called from within a callback");
+    const rebatch_status status = rbi_session_check_idle(rb, "rebatch_predict");
+    if (status)
+        return status;
     if (!rbi_probe_model(rb))
         return rbi_error(REBATCH_E_STATE, "there is no memory model of this session: expected a "
                                           "rebatch_probe() that has run two sizes");

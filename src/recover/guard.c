@@ -96,13 +96,14 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
         return rbi_error(REBATCH_E_UNSUPPORTED,
                          "device memory of device %s cannot be guarded: it cannot be copied",
                          rb->device->name);
-    if (rb->ops)
-        return rbi_error(REBATCH_E_STATE, "rebatch_guard() was called within a step");
+    rebatch_status status = rbi_session_check_idle(rb, "rebatch_guard");
+    if (status)
+        return status;
     if (rb->guard_count == RBI_MAX_GUARDS)
         return rbi_error(REBATCH_E_UNSUPPORTED, "%d states are guarded already: the most there is",
                          RBI_MAX_GUARDS);
     struct rbi_guard guard = {.state = state, .bytes = bytes, .kind = kind};
-    rebatch_status status = make_copy(rb, &guard.at_step, bytes, kind);
+    status = make_copy(rb, &guard.at_step, bytes, kind);
     if (!status)
         status = make_copy(rb, &guard.at_attempt, bytes, kind);
     if (status) {

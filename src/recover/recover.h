@@ -285,6 +285,9 @@ void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
 
 /* ---- the session (session.c) ---- */
 
+/* REBATCH_E_STATE, for `function`, while callbacks can run. */
+rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
+
 struct rbi_failed_range {
     size_t first, end;
 };

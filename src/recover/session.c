@@ -114,9 +114,18 @@ fail:
     return status;
 }
 
+rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function)
+{
+    if (!rb->ops)
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_STATE,
+                     "%s() was called from within a callback, or while another thread is in a step",
+                     function);
+}
+
 void rebatch_close(rebatch *rb)
 {
-    if (!rb)
+    if (!rb || rbi_session_check_idle(rb, "rebatch_close"))
         return;
     rbi_current_forget(rb);
     rbi_learn_stop(rb);
@@ -143,8 +152,9 @@ rebatch_status rebatch_set_step(rebatch *rb, uint64_t step)
 {
     if (!rb)
         return rbi_error(REBATCH_E_INVALID, "rb is NULL");
-    if (rb->ops)
-        return rbi_error(REBATCH_E_STATE, "rebatch_set_step() was called from within a callback");
+    const rebatch_status status = rbi_session_check_idle(rb, "rebatch_set_step");
+    if (status)
+        return status;
     rb->step = step;
     return REBATCH_OK;
 }

@@ -217,11 +217,12 @@ rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
 {
     if (!rb || !given)
         return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "ops" : "rb");
-    if (rb->ops)
-        return rbi_error(REBATCH_E_STATE, "%s() was called from within a callback", function);
+    rebatch_status status = rbi_session_check_idle(rb, function);
+    if (status)
+        return status;
     if (batch == 0)
         return rbi_error(REBATCH_E_INVALID, "batch is 0: expected at least 1 sample");
-    const rebatch_status status = rbi_limits_check_batch(&rb->options, batch);
+    status = rbi_limits_check_batch(&rb->options, batch);
     return status ? status : read_ops(out, given);
 }
 

@@ -397,7 +397,8 @@ static rebatch_status step_within(struct script *s, enum script_callback callbac
     rebatch_clear_error();
     cr_assert_eq(rebatch_step(s->rb, &rig->ops, 4, s, &report), REBATCH_E_STATE);
     cr_assert_eq(report.status, REBATCH_E_STATE);
-    cr_assert_str_neq(rebatch_last_error(), "");
+    cr_assert_str_eq(rebatch_last_error(), "rebatch_step() was called from within a callback, or "
+                                           "while another thread is in a step");
     static int state;
     cr_assert_eq(rebatch_guard(s->rb, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_STATE);
     return REBATCH_OK;
@@ -409,6 +410,28 @@ Test(step_reach, step_and_guard_within_a_callback_are_refused_and_change_nothing
     open_warm(&rig);
     rig.script.inside = step_within;
     rig.script.inside_user = &rig;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
+    rig_close(&rig);
+}
+
+static rebatch_status close_within(struct script *s, enum script_callback callback,
+                                   const rebatch_microbatch *mb)
+{
+    (void)callback;
+    (void)mb;
+    rebatch_clear_error();
+    rebatch_close(s->rb);
+    cr_assert_str_eq(rebatch_last_error(), "rebatch_close() was called from within a callback, or "
+                                           "while another thread is in a step");
+    return REBATCH_OK;
+}
+
+Test(step_reach, close_within_a_callback_is_refused)
+{
+    struct rig rig;
+    open_warm(&rig);
+    rig.script.inside = close_within;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u");
     rig_close(&rig);

@@ -422,6 +422,26 @@ Test(wrap, what_is_no_oom_of_a_step_comes_back)
     rig_close(&rig);
 }
 
+static rebatch_status close_within(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    (void)user;
+    rebatch_wrap_close();
+    rebatch_wrap_mutating();
+    return REBATCH_OK;
+}
+
+Test(wrap, close_within_a_step_is_refused)
+{
+    struct rig rig;
+    const rebatch_step_ops ops = {
+        sizeof ops, nothing, close_within, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    rig_open(&rig);
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 2, NULL, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_get_current(), rig.rb);
+    rig_close(&rig);
+}
+
 Test(wrap, a_process_has_one_session)
 {
     struct rig rig;
