@@ -165,7 +165,8 @@ typedef struct rebatch_event {
 /** What to do first about an OOM that the same size would meet again. */
 typedef enum rebatch_on_oom {
     REBATCH_ON_OOM_DEFAULT = 0, /**< halve */
-    REBATCH_ON_OOM_HALVE,       /**< half of the micro-batch that failed */
+    REBATCH_ON_OOM_HALVE,       /**< half of the micro-batch that failed; after a growth the size
+                                     before it, where that is more */
     REBATCH_ON_OOM_STOP,        /**< nothing: the step ends with REBATCH_E_EXHAUSTED */
     REBATCH_ON_OOM_FIT /**< the largest that is predicted to fit in what there is then, from a
                             probe's memory model or from sizes that ran; a little less after a

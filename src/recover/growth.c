@@ -38,6 +38,8 @@ static void grow_to(rebatch *rb, size_t size, unsigned lighten)
     if (lighten != rb->lighten && rbi_callback_run(rb, RBI_LIGHTEN, NULL, lighten) != REBATCH_OK)
         return;
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
+    rb->growth.held = size_now(rb);
+    rb->growth.held_by_cost = rb->by_cost;
     if (rb->by_cost)
         rb->budget = size;
     else
@@ -48,6 +50,14 @@ static void grow_to(rebatch *rb, size_t size, unsigned lighten)
     rb->growth.on_trial = true;
     rb->growth.clean = 0;
     rbi_event_emit(rb, &event);
+}
+
+size_t rbi_growth_take_held(rebatch *rb, size_t failed)
+{
+    struct rbi_growth *growth = &rb->growth;
+    const size_t held = growth->held_by_cost == rb->by_cost ? growth->held : 0;
+    growth->held = 0;
+    return held < failed ? held : 0;
 }
 
 /* ---- how far ---- */
@@ -111,6 +121,7 @@ void rbi_growth_step_done(rebatch *rb, size_t batch)
         return;
     if (growth->on_trial) { /* the last growth has held */
         growth->on_trial = false;
+        growth->held = 0;
         growth->wait = rb->options.grow_after;
     }
     if (!rbi_is_on(rb->options.growth))

@@ -66,11 +66,13 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     if (rbi_round_size(limits, mb->count - 1) == 0)
         return false; /* nothing smaller is allowed */
     const size_t predicted = predicted_size(rb, rb->size);
+    const size_t held = rbi_growth_take_held(rb, rb->size);
     if (rb->by_cost) { /* always less than before, also where cost falls with the samples */
-        rb->budget = rbi_min(predicted ? predicted : rb->size / 2, rb->budget - (rb->budget > 0));
+        const size_t less = predicted ? predicted : rbi_max(rb->size / 2, held);
+        rb->budget = rbi_min(less, rb->budget - (rb->budget > 0));
         return true;
     }
-    const size_t half = rbi_round_size(limits, mb->count / 2);
+    const size_t half = rbi_round_size(limits, rbi_max(mb->count / 2, held));
     rb->micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
     return true;
 }

@@ -124,6 +124,9 @@ struct rbi_growth {
     uint32_t wait;  /* clean steps before the next growth */
     uint32_t clean; /* steps since the last OOM or growth */
     bool on_trial;  /* grew, and not yet `wait` clean steps ago */
+    size_t
+        held; /* the size before the last growth, as long as an OOM may lead back to it; 0: none */
+    bool held_by_cost;
     /* The last growth that failed: to which size, and what there was then. */
     size_t failed_size; /* 0: none */
     bool failed_by_cost;
@@ -134,6 +137,8 @@ struct rbi_growth {
 void rbi_growth_step_done(rebatch *rb, size_t batch);
 /* A larger size that has room; the same where there is none. */
 size_t rbi_growth_larger(rebatch *rb);
+/* The size before the last growth, where it is less than the `failed` one; 0: none. Asked once. */
+size_t rbi_growth_take_held(rebatch *rb, size_t failed);
 /* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean
  * steps count anew. */
 void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);

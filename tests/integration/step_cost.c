@@ -223,6 +223,25 @@ Test(step_cost, growth_goes_by_cost)
     rig_close(&rig);
 }
 
+Test(step_cost, a_failed_growth_returns_to_the_budget_before_it)
+{
+    size_t lengths[SCRIPT_SAMPLES];
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 10;
+    options.grow_after = 1;
+    struct rig rig;
+    fill(lengths, 2);
+    open_long(&rig, MIB(2), &options, lengths); /* 32 units */
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.cost_before, 20);
+    cr_assert_eq(rig.report.cost_after, 32);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->more_than = 10;
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 1);
+    cr_assert_eq(rig.report.cost_after, 20);
+    rig_close(&rig);
+}
+
 Test(step_cost, a_budget_that_cuts_nothing_does_not_grow)
 {
     size_t lengths[SCRIPT_SAMPLES];

@@ -280,6 +280,52 @@ Test(step_growth, an_oom_that_no_growth_brought_about_is_no_failed_growth)
     rig_close(&rig);
 }
 
+/* From 12 samples to 16, which fail: half of that is less than what ran. `manner` and `calls` say
+ * how often they are tried. */
+static void fall_back(enum script_manner manner, const char *calls)
+{
+    rebatch_options options = grow_after(1, 0);
+    options.micro_start = 12;
+    options.micro_allowed[0] = 8;
+    options.micro_allowed[1] = 12;
+    options.micro_allowed[2] = 16;
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.base_bytes = MIB(1);
+    run_clean(&rig, 1);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
+    build_wall(&rig);
+    rig.script.faults[0].more_than = 12;
+    rig.script.faults[0].manner = manner;
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), calls);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
+    rig_close(&rig);
+}
+
+Test(step_growth, a_failed_growth_returns_to_the_size_before_it)
+{
+    fall_back(SCRIPT_POOL, "z f0+16! f0+12~1 f12+12~1 f24+12 f36+12 f48+12 f60+4 u");
+    /* once more at first, for something was released */
+    fall_back(SCRIPT_RETURN, "z f0+16! f0+16~1! f0+12~2 f12+12~2 f24+12 f36+12 f48+12 f60+4 u");
+}
+
+Test(step_growth, when_that_size_fails_too_the_next_is_half_of_it)
+{
+    const rebatch_options options = grow_after(1, 0);
+    struct rig rig;
+    open_shrunk(&rig, &options);
+    run_clean(&rig, 1);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32);
+    build_wall(&rig);
+    rig.script.faults[0].more_than = 8;
+    rig.script.faults[0].manner = SCRIPT_POOL;
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+32! f0+16~1! f0+8~2 f8+8~2 f16+8~1 f24+8~1 "
+                                                "f32+8 f40+8 f48+8 f56+8 u");
+    rig_close(&rig);
+}
+
 Test(step_growth, a_lighter_level_is_left_again)
 {
     const rebatch_options options = grow_after(1, 0);
