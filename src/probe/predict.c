@@ -78,6 +78,16 @@ static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch
     return status;
 }
 
+bool rbi_predict_fits(void *user, rebatch *rb, size_t size)
+{
+    rebatch_prediction prediction = {.size = size};
+    (void)user; /* the session's model */
+    if (predict(&prediction, rb, rbi_size_of(rb, 0, rb->batch), 0) == REBATCH_OK)
+        return prediction.fits;
+    rebatch_clear_error(); /* of a step that has succeeded */
+    return true;
+}
+
 rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size, size_t batch,
                                const rebatch_probe_options *options)
 {

@@ -183,7 +183,9 @@ const struct rbi_model *rbi_probe_model(const rebatch *rb)
 
 void rbi_probe_lend(rebatch *rb, struct rbi_model *model)
 {
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){foretell, NULL, model, rb->lighten, rb->by_cost});
+    rbi_need_set_oracle(
+        rb, &(struct rbi_oracle){
+                .need = foretell, .user = model, .lighten = rb->lighten, .by_cost = rb->by_cost});
 }
 
 rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model)
@@ -193,8 +195,12 @@ rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
     *own = *model;
     *model = (struct rbi_model){0};
-    rbi_need_set_oracle(
-        rb, &(struct rbi_oracle){foretell, destroy_model, own, rb->lighten, rb->by_cost});
+    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
+                                                 .destroy = destroy_model,
+                                                 .user = own,
+                                                 .lighten = rb->lighten,
+                                                 .by_cost = rb->by_cost,
+                                                 .fits = rbi_predict_fits});
     return REBATCH_OK;
 }
 

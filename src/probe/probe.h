@@ -329,6 +329,8 @@ struct rbi_search {
 const struct rbi_model *rbi_probe_model(const rebatch *rb);
 /* The session takes a model over, which is empty then. */
 rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model);
+/* What rebatch_predict() says of a size, for the oracle; true when it cannot be told. */
+bool rbi_predict_fits(void *user, rebatch *rb, size_t size);
 /* The session asks a model that is kept elsewhere, until it has another one or none. */
 void rbi_probe_lend(rebatch *rb, struct rbi_model *model);
 /* A session's pool, and how its steps will use it. */

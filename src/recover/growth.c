@@ -75,6 +75,24 @@ static size_t doubled(const rebatch *rb, size_t size, size_t upper)
     return next && next <= upper ? next : size;
 }
 
+/* `larger`, or halfway to it, and so on, until whole steps are predicted to find room. What did not
+ * is not asked about again with no more memory. */
+static size_t fitting(rebatch *rb, size_t size, size_t larger, size_t available)
+{
+    struct rbi_growth *growth = &rb->growth;
+    if (!rbi_need_has_oracle(rb, rb->lighten) || !rb->oracle.fits)
+        return larger;
+    while (larger > size && !rb->oracle.fits(rb->oracle.user, rb, larger)) {
+        growth->failed_size = larger;
+        growth->failed_by_cost = rb->by_cost;
+        growth->failed_available = available;
+        larger = size + (larger - size) / 2;
+        if (!rb->by_cost)
+            larger = rbi_max(rbi_round_size(&rb->options, larger), size);
+    }
+    return larger;
+}
+
 /* The largest that is predicted to fit in what there is now. Where a prediction did not hold with
  * no less than that, halfway to it. Points of one's own do not say what is far beyond them. */
 static size_t predicted(rebatch *rb, size_t size, size_t upper)
@@ -91,7 +109,7 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
         larger = size + (rbi_max(growth->failed_size, size) - size) / 2;
     if (!rb->by_cost)
         larger = rbi_round_size(&rb->options, larger);
-    return rbi_max(larger, size);
+    return fitting(rb, size, rbi_max(larger, size), available);
 }
 
 size_t rbi_growth_larger(rebatch *rb)

@@ -97,6 +97,9 @@ struct rbi_oracle {
     void *user;
     unsigned lighten; /* the level that it is about */
     bool by_cost;     /* what its sizes are */
+    /* Whether steps would find room for a size, pieces and all, within a step that has succeeded:
+     * takes the time of a dry run, and the heap. NULL: only `need` is known. */
+    bool (*fits)(void *user, rebatch *rb, size_t size);
 };
 /* Takes the oracle over, and destroys the one before; NULL: none from here on. */
 void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle);

@@ -227,6 +227,44 @@ Test(probe_state, a_predicted_growth_that_fails_goes_halfway_next_time)
     bed_close(&bed);
 }
 
+/* What is left would do for the bytes of one sample more, and not for its pieces. */
+Test(probe_state, growth_asks_what_a_prediction_says)
+{
+    static const struct load_item items[] = {
+        {.each = 8192}, {.each = 4096}, {.each = 16640, .is_late = true}};
+    unsigned refused = 0;
+    for (size_t kib = 192; kib <= 2048; kib += 64) {
+        struct bed bed;
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        rebatch_probe_options probe = REBATCH_PROBE_OPTIONS_INIT;
+        options.grow_after = 1;
+        bed_open(&bed, kib << 10, &options);
+        memcpy(bed.load.items, items, sizeof items);
+        bed.load.item_count = sizeof items / sizeof *items;
+        bed.load.moments_bytes = 16640;
+        probe.reserve_bytes = 16640;
+        void *weights[2];
+        for (size_t i = 0; i < 2; i++)
+            cr_assert_eq(
+                rebatch_pool_alloc(&weights[i], rebatch_get_pool(bed.rb), 16640 + 8 * i, NULL, 0),
+                REBATCH_OK);
+        cr_assert_eq(bed_probe(&bed, 96, &probe), REBATCH_OK);
+        for (int i = 0; i < 8; i++) {
+            rebatch_prediction next;
+            rebatch_step_report report;
+            cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 96, &bed.load, &report), REBATCH_OK);
+            cr_assert_eq(report.ooms, 0, "step %d of %zu KiB: %zu samples, found were %zu", i, kib,
+                         report.micro_before, bed.report.size);
+            cr_assert_eq(rebatch_predict(&next, bed.rb, report.micro_after + 1, 96, NULL),
+                         REBATCH_OK);
+            refused += !next.fits;
+        }
+        cr_assert_geq(rebatch_get_micro(bed.rb, 96), bed.report.size);
+        bed_close(&bed);
+    }
+    cr_assert_gt(refused, 0);
+}
+
 /* A prediction that is wrong by little costs little; after two the next is half. */
 Test(probe_state, fit_goes_a_little_lower_once_and_then_halves)
 {
