@@ -69,12 +69,14 @@ void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count)
 static void add_strike(struct rbi_text *t, const rebatch_event *event)
 {
     rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
-    if (event->count)
-        rbi_text_add(t, ": samples %zu-%zu", event->first, event->first + event->count - 1);
+    if (event->count) {
+        rbi_text_add(t, ": ");
+        rbi_text_add_samples(t, event->first, event->count);
+    }
     if (event->cost)
         rbi_text_add(t, ", cost %" PRIu64 ",", event->cost);
     if (event->needed_bytes) {
-        rbi_text_add(t, event->count ? " need " : ": needs ");
+        rbi_text_add(t, event->count > 1 ? " need " : event->count ? " needs " : ": needs ");
         if (event->phase != REBATCH_PHASE_ADMISSION) /* it did not get to the end */
             rbi_text_add(t, "at least ");
         rbi_text_add_bytes(t, event->needed_bytes);
@@ -121,8 +123,8 @@ static void add_answer(struct rbi_text *t, const rebatch_event *event)
     if (event->lighten_before != event->lighten_after)
         rbi_text_add(t, "; lighten level %u -> %u", event->lighten_before, event->lighten_after);
     if (event->redone_samples)
-        rbi_text_add(t, "; %zu samples again, %.1f ms lost", event->redone_samples,
-                     (double)event->lost_ns / 1e6);
+        rbi_text_add(t, "; %zu sample%s again, %.1f ms lost", event->redone_samples,
+                     event->redone_samples == 1 ? "" : "s", (double)event->lost_ns / 1e6);
     else if (event->phase == REBATCH_PHASE_ADMISSION && is_oom(event->kind))
         rbi_text_add(t, "; nothing ran in vain");
 }

@@ -84,10 +84,10 @@ static rebatch_status make_copy(rebatch *rb, void **out, size_t bytes, rebatch_g
 
 rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_guard_kind kind)
 {
-    if (!rb || !state || bytes == 0)
-        return rbi_error(REBATCH_E_INVALID,
-                         "rebatch_guard(%p, %p, %zu): expected a session, state and its size",
-                         (void *)rb, state, bytes);
+    if (!rb || !state)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "state" : "rb");
+    if (bytes == 0)
+        return rbi_error(REBATCH_E_INVALID, "bytes is 0: expected the size of state");
     if (kind != REBATCH_GUARD_HOST && kind != REBATCH_GUARD_DEVICE)
         return rbi_error(REBATCH_E_INVALID,
                          "kind is %d: expected REBATCH_GUARD_HOST or REBATCH_GUARD_DEVICE",

@@ -1,6 +1,7 @@
 /* Owns the ladder that answers an OOM: once more, smaller, lighter, nothing left.
  * Must not know how callbacks run. */
 #include <inttypes.h>
+#include <string.h>
 
 #include "recover/recover.h"
 
@@ -144,14 +145,23 @@ static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_micr
                         "limit");
 }
 
+/* "forward_backward of 2 samples, before accumulating" */
+static void add_phase(struct rbi_text *t, rebatch_phase phase, const rebatch_microbatch *mb)
+{
+    const char *const text = rebatch_phase_text(phase);
+    const size_t callback = strcspn(text, ",");
+    rbi_text_add(t, "%.*s", (int)callback, text);
+    if (mb)
+        rbi_text_add(t, " of %zu sample%s", mb->count, mb->count == 1 ? "" : "s");
+    rbi_text_add(t, "%s", text + callback);
+}
+
 static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch *mb)
 {
     char text[384];
     struct rbi_text t = {text, sizeof text, 0};
-    rbi_text_add(&t, "step %" PRIu64 ": out of memory in %s", rb->step,
-                 rebatch_phase_text(rb->failure.phase));
-    if (mb)
-        rbi_text_add(&t, " of %zu sample%s", mb->count, mb->count == 1 ? "" : "s");
+    rbi_text_add(&t, "step %" PRIu64 ": out of memory in ", rb->step);
+    add_phase(&t, rb->failure.phase, mb);
     if (rb->failure.need_bytes) {
         rbi_text_add(&t, ", which needs at least ");
         rbi_text_add_bytes(&t, rb->failure.need_bytes);

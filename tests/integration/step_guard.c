@@ -284,9 +284,11 @@ Test(step_guard, bad_arguments_are_refused_and_said)
     int state = 0;
     rebatch_clear_error();
     cr_assert_eq(rebatch_guard(NULL, &state, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
-    cr_assert_str_neq(rebatch_last_error(), "");
+    cr_assert_str_eq(rebatch_last_error(), "rb is NULL");
     cr_assert_eq(rebatch_guard(rig.rb, NULL, sizeof state, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
+    cr_assert_str_eq(rebatch_last_error(), "state is NULL");
     cr_assert_eq(rebatch_guard(rig.rb, &state, 0, REBATCH_GUARD_HOST), REBATCH_E_INVALID);
+    cr_assert_str_eq(rebatch_last_error(), "bytes is 0: expected the size of state");
     rebatch_clear_error();
     cr_assert_eq(rebatch_guard(rig.rb, &state, sizeof state, (rebatch_guard_kind)0),
                  REBATCH_E_INVALID);

@@ -291,7 +291,7 @@ Test(step_ladder, exhausted_names_what_failed_before_lightening_was_tried_in_vai
     script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+1! l1!");
-    assert_text_has(rebatch_phase_text(REBATCH_PHASE_FORWARD));
+    assert_text_has("forward_backward of 1 sample, before accumulating");
     assert_text_has("4.00 MiB");
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_eq(rig_event(&rig, REBATCH_EVENT_EXHAUSTED)->asked_bytes, MIB(4));
@@ -324,7 +324,7 @@ Test(step_ladder, exhausted_says_where_what_was_needed_what_was_there_and_what_w
     rig.script.sample_bytes = MIB(5);
     cr_assert_eq(rig_step(&rig, 2), REBATCH_E_EXHAUSTED);
     assert_text_has("step 1");
-    assert_text_has(rebatch_phase_text(REBATCH_PHASE_FORWARD));
+    assert_text_has("forward_backward of 1 sample, before accumulating");
     assert_text_has("5.00 MiB");
     assert_text_has("3.00 MiB");
     assert_text_has("free memory");

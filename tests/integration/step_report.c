@@ -325,6 +325,31 @@ Test(step_report, an_event_is_one_line_of_text_cut_to_any_size)
     check_line(&event, "96", "128");
 }
 
+Test(step_report, one_sample_is_a_sample)
+{
+    struct rig rig;
+    char text[512];
+    open_cut(&rig, 2);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL)->times = 2;
+    cr_assert_eq(rig_step(&rig, 4), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+2 f2+2! f2+1~1!");
+    (void)rebatch_event_format(text, sizeof text, &rig.events[0]);
+    cr_assert(strstr(text, "in forward_backward, before accumulating: samples 2-3 need at least "),
+              "%s", text);
+    cr_assert(strstr(text, "; 2 samples again, "), "%s", text);
+    (void)rebatch_event_format(text, sizeof text, &rig.events[1]);
+    cr_assert(strstr(text, "in forward_backward, before accumulating: sample 2 needs at least "),
+              "%s", text);
+    cr_assert(strstr(rebatch_last_error(),
+                     "step 0: out of memory in forward_backward of 1 sample, "
+                     "before accumulating, which needs at least ") == rebatch_last_error(),
+              "%s", rebatch_last_error());
+    rebatch_event event = {.kind = REBATCH_EVENT_SHRINK, .redone_samples = 1};
+    (void)rebatch_event_format(text, sizeof text, &event);
+    cr_assert(strstr(text, "; 1 sample again, "), "%s", text);
+    rig_close(&rig);
+}
+
 Test(step_report, every_phase_has_its_words)
 {
     static const char *const words[] = {
