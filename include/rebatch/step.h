@@ -19,7 +19,7 @@
 #include "rebatch/status.h"
 
 /** A session: a pool, a micro-batch size and what was learned about memory. Used by one thread at a
- *  time. */
+ *  time; threads that a callback starts may allocate from its pool, and end before it returns. */
 typedef struct rebatch rebatch;
 
 /** One try at a part of the effective batch. */
@@ -30,7 +30,8 @@ typedef struct rebatch_microbatch {
     size_t batch;          /**< samples in the effective batch; the weight of a sample is 1/batch */
     uint32_t attempt;      /**< how often these samples were tried before */
     bool probing;          /**< a trial: the results are thrown away */
-    rebatch_pool *pool;    /**< allocate from here: it is all taken back when the attempt fails */
+    rebatch_pool *pool;    /**< allocate from here: it is all taken back when the attempt fails,
+                                and so is what other threads allocate from it meanwhile (pool.h) */
     rebatch_stream stream; /**< the session's stream */
 } rebatch_microbatch;
 
