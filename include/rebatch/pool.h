@@ -340,7 +340,7 @@ REBATCH_API rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, reb
 /** Read the statistics.
  *
  *  They are exact, but for peaks once threads have waited for each other's calls: from then on
- *  blocks of up to 32 KiB are held ahead for threads, in at most 16 caches with at most 4 MiB free
+ *  blocks of up to 32 KiB are held ahead for threads, in at most 16 caches with at most 8 MiB free
  *  in each (16 granules, or a 64th of limit_bytes, where that is less). What is free there counts
  *  as live when a peak rises: live_peak_bytes, blocks_peak and scopes' peak_bytes may be high by
  *  that, and are never low. A tag's peak_bytes and at_peak_bytes lack what it allocated in caches

@@ -11,7 +11,7 @@
 #define RBI_TCACHE_BLOCK_MOST ((size_t)RBI_TCACHE_CLASSES * REBATCH_POOL_UNIT_BYTES)
 /* Most bytes free in a cache; less where that would be more than so many granules, or more than
  * such a part of the limit. */
-#define RBI_TCACHE_FREE_MOST ((size_t)4 << 20)
+#define RBI_TCACHE_FREE_MOST ((size_t)8 << 20)
 #define RBI_TCACHE_GRANULES_MOST 16
 #define RBI_TCACHE_LIMIT_PARTS 64
 /* Most blocks, and bytes, that are lent at once beyond the one that is asked for. */
