@@ -4,6 +4,7 @@
 #include <linux/membarrier.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "pool/pool.h"
@@ -78,13 +79,15 @@ void rbi_lock_give_slowly(struct rbi_lock *lock)
 }
 
 /* The word is held: ends the ownership of another thread. That thread either saw `owner` change,
- * and then leaves `busy` alone, or had said `busy` before the barrier, and is waited for. */
+ * and then leaves `busy` alone, or had said `busy` before the barrier, and is waited for: it may be
+ * within a call of the device, or wait for the device's work. */
 static void share(struct rbi_lock *lock)
 {
+    const struct timespec nap = {.tv_nsec = 50 * 1000};
     atomic_store_explicit(&lock->owner, RBI_LOCK_SHARED, memory_order_relaxed);
     (void)order_all_threads();
-    while (atomic_load_explicit(&lock->busy, memory_order_acquire) != 0)
-        (void)sched_yield();
+    for (int i = 0; atomic_load_explicit(&lock->busy, memory_order_acquire) != 0; i++)
+        (void)(i < SPINS ? sched_yield() : nanosleep(&nap, NULL));
 }
 
 /* Makes this thread the owner where nobody has been one. */
