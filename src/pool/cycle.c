@@ -151,6 +151,12 @@ static bool learn_uses(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
     return true;
 }
 
+/* Of a block of this period: not one from a thread's cache, whose allocations were not seen. */
+static bool is_learnt(const struct rbi_cycle *cycle, const struct rbi_block *block)
+{
+    return block->birth - cycle->first_birth < cycle->allocation_count;
+}
+
 static bool learn_free(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
                        const struct rbi_block *block)
 {
@@ -164,6 +170,8 @@ static bool learn_free(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
             block->birth, block->address, block->bytes, (uint32_t)cycle->noted};
         return true;
     }
+    if (!is_learnt(cycle, block))
+        return false;
     call->of = cycle->allocations[block->birth - cycle->first_birth];
     cycle->calls[call->of].block = NULL;
     cycle->live--;
@@ -176,6 +184,8 @@ static bool learn_use(struct rbi_cycle *cycle, struct rbi_cycle_call *call, stru
     call->units = RBI_CYCLE_USE;
     cycle->use_calls++;
     if (block->birth >= cycle->first_birth) {
+        if (!is_learnt(cycle, block))
+            return false;
         call->of = cycle->allocations[block->birth - cycle->first_birth];
         return true;
     }

@@ -66,6 +66,10 @@ static void own_if_alone(struct rbi_lock *lock)
 {
     if (lock->in_row < RBI_LOCK_ALONE || !lock->can_be_owned || rbi_lock_is_contended(lock))
         return;
+    uint64_t *const had = &lock->owners[lock->last % RBI_LOCK_OWNERS];
+    if (*had != 0 && *had != lock->last)
+        return;
+    *had = lock->last;
     lock->in_row = 0;
     lock->biased = true;
     atomic_store_explicit(&lock->owner, lock->last, memory_order_relaxed);
@@ -79,14 +83,16 @@ void rbi_lock_give_slowly(struct rbi_lock *lock)
 }
 
 /* The word is held: ends the ownership of another thread. That thread either saw `owner` change,
- * and then leaves `busy` alone, or had said `busy` before the barrier, and is waited for: it may be
- * within a call of the device, or wait for the device's work. */
-static void share(struct rbi_lock *lock)
+ * and then is not busy for long, or had said `busy` before the barrier, and is waited for: it may
+ * be within a call of the device, or wait for the device's work. */
+static void share(struct rbi_lock *lock, uint64_t owner)
 {
     const struct timespec nap = {.tv_nsec = 50 * 1000};
+    _Atomic uint32_t *const busy = rbi_lock_busy(lock, owner);
+    lock->owners[owner % RBI_LOCK_OWNERS] = owner;
     atomic_store_explicit(&lock->owner, RBI_LOCK_SHARED, memory_order_relaxed);
     (void)order_all_threads();
-    for (int i = 0; atomic_load_explicit(&lock->busy, memory_order_acquire) != 0; i++)
+    for (int i = 0; atomic_load_explicit(busy, memory_order_acquire) != 0; i++)
         (void)(i < SPINS ? sched_yield() : nanosleep(&nap, NULL));
 }
 
@@ -118,7 +124,8 @@ void rbi_lock_take_slowly(struct rbi_lock *lock)
         return;
     }
     count_take(lock, take_word(&lock->word));
-    if (atomic_load_explicit(&lock->owner, memory_order_relaxed) != RBI_LOCK_SHARED)
-        share(lock);
+    const uint64_t owner = atomic_load_explicit(&lock->owner, memory_order_relaxed);
+    if (owner != RBI_LOCK_SHARED)
+        share(lock, owner);
     lock->biased = false;
 }

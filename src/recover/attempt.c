@@ -69,21 +69,27 @@ static bool declares(const rebatch *rb, enum rbi_callback which)
 /* A callback has succeeded that said it would declare, and never did in this session. It may have
  * changed things all the same, and an OOM then was answered wrong. That it changed nothing may be
  * true of an update, which can be skipped, and of a trial. */
+static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
+{
+    return (rb->ops->flags & REBATCH_DECLARES_MUTATION) && !rb->has_declared[which];
+}
+
 static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 {
-    const enum rbi_callback which = call->which;
-    if (rb->mutated || !(rb->ops->flags & REBATCH_DECLARES_MUTATION) ||
-        rb->declares[which] == address_of(rb, which))
-        return REBATCH_OK;
-    if (which == RBI_FORWARD_BACKWARD && !call->mb->probing)
+    if (call->which == RBI_FORWARD_BACKWARD && !call->mb->probing &&
+        breaks_promise(rb, call->which))
         return rbi_answer_say_undeclared(rb, call);
-    if (which == RBI_OPTIMIZER && rb->warned_of != rb->ops->optimizer_step) {
-        rb->warned_of = rb->ops->optimizer_step;
-        rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_UNDECLARED);
-        rbi_event_end(&event, rb);
-        rbi_event_emit(rb, &event);
-    }
     return REBATCH_OK;
+}
+
+static void warn_of_promise(rebatch *rb)
+{
+    if (rb->warned || !breaks_promise(rb, RBI_OPTIMIZER))
+        return;
+    rb->warned = true;
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_UNDECLARED);
+    rbi_event_end(&event, rb);
+    rbi_event_emit(rb, &event);
 }
 
 static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
@@ -220,6 +226,7 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
     rb->running = true;
     const rebatch_status answer = call_with_way_out(rb, which);
     rb->running = false;
+    rb->has_declared[which->which] |= rb->mutated;
     rebatch_status status = rbi_answer_check(rb, which, answer);
     if (status == REBATCH_OK) { /* an OOM that the callback swallowed */
         status = rbi_device_take_last_error(rb->device);
@@ -241,5 +248,9 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     status = run(rb, &call);
     if (status == REBATCH_OK)
         status = commit(rb, which, scope, mb);
-    return status ? give_up(rb, &call, scope, status, ooms) : REBATCH_OK;
+    if (status)
+        return give_up(rb, &call, scope, status, ooms);
+    if (which == RBI_OPTIMIZER)
+        warn_of_promise(rb);
+    return REBATCH_OK;
 }

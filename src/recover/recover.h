@@ -353,8 +353,8 @@ struct rebatch {
     rebatch_status escape_status;
     /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
     void (*declares[RBI_CALLBACKS])(void);
-    /* The last optimizer_step that succeeded without, and was reported. */
-    rebatch_status (*warned_of)(void *user);
+    bool has_declared[RBI_CALLBACKS]; /* one of these has called rebatch_mutating(), once */
+    bool warned;                      /* of an update that did not */
 };
 
 #endif

@@ -221,6 +221,24 @@ Test(step_declare, a_forward_that_has_declared_may_contribute_nothing)
     rig_close(&rig);
 }
 
+/* As of a model that trains two parts in turn. */
+Test(step_declare, nor_need_another_forward_of_the_session)
+{
+    static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
+    struct rig rig;
+    open_liar(&rig);
+    rig.script.inside = declare_in;
+    rig.script.inside_user = declares;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    real_forward = rig.ops.forward_backward;
+    rig.ops.forward_backward = another_forward;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig.ops.forward_backward = real_forward;
+    declares[SCRIPT_FORWARD] = false;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
 Test(step_declare, an_update_without_a_declaration_is_an_event_once)
 {
     static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true};

@@ -1,10 +1,12 @@
 /* Holds what cycles are to a pool that several threads use: those that take turns have them, and
  * those that wait for each other have caches instead. Threads run in the order that a test says
  * (be_thread). Seeds 1 to 6 where a test draws. */
+#include <time.h>
+
 #include "unit/pool_help.h"
 #include "unit/pool_script.h"
 
-enum { FORWARD = 1001, BACKWARD, LOADER };
+enum { FORWARD = 1003, BACKWARD, LOADER };
 
 static struct run open_run(void)
 {
@@ -158,4 +160,94 @@ Test(pool_cycle_threads, an_owner_that_was_in_others_way_has_one)
     give(run.rig.pool, large);
     assert_valid(run.rig.pool);
     close_run(&run);
+}
+
+static struct rbi_lock one_lock;
+static atomic_int taken;
+
+static void *take_it(void *unused)
+{
+    (void)unused;
+    rbi_lock_take(&one_lock);
+    atomic_store(&taken, 1);
+    rbi_lock_give(&one_lock);
+    return NULL;
+}
+
+/* A thread that was stopped between its two looks at whose the lock is says that it is not busy
+ * when another has long been the owner, and is within. */
+Test(pool_cycle_threads, who_lost_the_lock_late_lets_nobody_in)
+{
+    const struct timespec a_while = {.tv_nsec = 20 * 1000 * 1000};
+    pthread_t third;
+    rbi_lock_init(&one_lock);
+    be_thread(FORWARD);
+    rbi_lock_take(&one_lock);
+    rbi_lock_give(&one_lock);
+    be_thread(BACKWARD);
+    for (int i = 0; i < RBI_LOCK_ALONE; i++) {
+        rbi_lock_take(&one_lock);
+        rbi_lock_give(&one_lock);
+    }
+    cr_assert_eq(atomic_load(&one_lock.owner), BACKWARD);
+    rbi_lock_take(&one_lock);
+    atomic_store(rbi_lock_busy(&one_lock, FORWARD), 0);
+    cr_assert_eq(pthread_create(&third, NULL, take_it, NULL), 0);
+    (void)nanosleep(&a_while, NULL);
+    cr_assert_eq(atomic_load(&taken), 0);
+    rbi_lock_give(&one_lock);
+    cr_assert_eq(pthread_join(third, NULL), 0);
+    cr_assert_eq(atomic_load(&taken), 1);
+}
+
+/* Each owner has a place of its own to say that it is busy: who finds it taken is never one. */
+Test(pool_cycle_threads, threads_whose_places_are_one_do_not_both_own_it)
+{
+    rbi_lock_init(&one_lock);
+    be_thread(FORWARD);
+    rbi_lock_take(&one_lock);
+    rbi_lock_give(&one_lock);
+    be_thread(FORWARD + RBI_LOCK_OWNERS);
+    for (int i = 0; i < 2 * RBI_LOCK_ALONE; i++) {
+        rbi_lock_take(&one_lock);
+        rbi_lock_give(&one_lock);
+    }
+    cr_assert_eq(atomic_load(&one_lock.owner), RBI_LOCK_SHARED);
+}
+
+/* Allocations in caches are counted, but not seen: a block of theirs is none of a period that is
+ * being learnt, whatever its number. */
+Test(pool_cycle_threads, what_caches_gave_out_is_no_part_of_a_period)
+{
+    enum { BLOCKS = 40 };
+    struct rig rig = rig_open(2048, NULL);
+    rebatch_pool *const pool = rig.pool;
+    rebatch_stream stream;
+    cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
+    void *blocks[BLOCKS], *small = NULL;
+    for (int step = 0; step < 4000 && !small; step++) {
+        size_t k = 0;
+        for (; k < BLOCKS && !small; k++) {
+            blocks[k] = take(pool, GRANULE + 3000 * k);
+            if (k != BLOCKS / 2)
+                continue;
+            if (pool->cycle.phase == RBI_CYCLE_LEARNS && pool->cycle.noted > 5) {
+                contend(pool);
+                be_thread(LOADER);
+                small = take(pool, 512);
+                for (size_t i = 0; i < 8 * pool->cycle.capacity; i++)
+                    give(pool, take(pool, KIB));
+                (void)stats_of(pool); /* the small one is the pool's from here on, and the last */
+                give(pool, small);
+                cr_assert_eq(pool->cycle.phase, RBI_CYCLE_NONE);
+            }
+            cr_assert_eq(rebatch_pool_use_on(pool, blocks[k], stream), REBATCH_OK);
+        }
+        while (k-- > 0)
+            give(pool, blocks[k]);
+    }
+    cr_assert_not_null(small);
+    assert_valid(pool);
+    rebatch_stream_destroy(rig.device, stream);
+    rig_close(&rig);
 }
