@@ -227,8 +227,8 @@ REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_devic
 /** Wait for the streams, give everything back to the device, blocks in use included, and release
  *  the pool. Of a stream that cannot be waited for, memory that its work may still use stays mapped
  *  and counts as used on the device for good: it is never taken from under running work. NULL is
- *  allowed. No other thread may be using the pool. A session's pool stays, and rebatch_last_error()
- *  says so. */
+ *  allowed. No other thread may be using the pool. A session's pool stays, and so does one whose
+ *  pressure callback this is called from; rebatch_last_error() says so. */
 REBATCH_API void rebatch_pool_destroy(rebatch_pool *pool);
 
 /** The device that the pool was created on; borrowed. Any thread. */

@@ -151,7 +151,7 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
 
 void rebatch_pool_destroy(rebatch_pool *pool)
 {
-    if (!pool)
+    if (!pool || rbi_pool_check_caller(pool, "rebatch_pool_destroy"))
         return;
     if (pool->is_sessions) {
         (void)rbi_error(REBATCH_E_STATE,

@@ -125,7 +125,8 @@ rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function)
 
 void rebatch_close(rebatch *rb)
 {
-    if (!rb || rbi_session_check_idle(rb, "rebatch_close"))
+    if (!rb || rbi_session_check_idle(rb, "rebatch_close") ||
+        (rb->pool && rbi_pool_check_caller(rb->pool, "rebatch_close")))
         return;
     rbi_current_forget(rb);
     rbi_learn_stop(rb);

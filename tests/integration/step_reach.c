@@ -536,3 +536,22 @@ Test(step_reach, a_session_keeps_its_pool_and_its_device, .timeout = 20)
     rebatch_device_close(device);
     cr_assert_str_eq(rebatch_last_error(), "");
 }
+
+static size_t close_it(size_t wanted_bytes, void *user)
+{
+    (void)wanted_bytes;
+    rebatch_close(user);
+    return 0;
+}
+
+Test(step_reach, a_session_is_not_closed_from_its_pools_callback)
+{
+    struct rig rig;
+    rig_open(&rig, MIB(64), NULL);
+    rebatch_pool *const pool = rebatch_get_pool(rig.rb);
+    void *none;
+    cr_assert_eq(rebatch_pool_add_pressure(pool, close_it, rig.rb), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&none, pool, (size_t)1 << 40, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    rig_close(&rig);
+}

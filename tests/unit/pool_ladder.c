@@ -441,3 +441,21 @@ Test(pool_ladder, the_mark_sees_the_peak_since_it_was_set)
     cr_assert_eq(stats_of(rig.pool).live_peak_bytes, 8 * KIB);
     rig_close(&rig);
 }
+
+static size_t destroy_it(size_t wanted_bytes, void *user)
+{
+    (void)wanted_bytes;
+    assert_refused((rebatch_pool_destroy(user), REBATCH_OK), REBATCH_OK, "pressure callback");
+    return 0;
+}
+
+Test(pool_ladder, a_pool_is_not_destroyed_from_its_own_callback)
+{
+    struct rig rig = rig_open(4, NULL);
+    void *none;
+    cr_assert_eq(rebatch_pool_add_pressure(rig.pool, destroy_it, rig.pool), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 8 * GRANULE, NULL, 0), REBATCH_OOM);
+    give(rig.pool, take(rig.pool, GRANULE));
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
