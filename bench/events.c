@@ -1,5 +1,6 @@
 /* How often the pool makes, records, queries and waits for events of a device, for traces of
- * several streams. Calls are counted, nothing is timed: the figures are the same on every machine.
+ * several streams, and whether a warm one calls the device for anything else. Calls are counted,
+ * nothing is timed: the figures are the same on every machine.
  *
  * The device is a dry one, on which an event is done so many calls of the pool after it was
  * recorded: 0 is an idle GPU, a few tens one that has nothing to do but events, thousands one that
@@ -16,9 +17,26 @@ struct rbi_event_object {
     uint64_t done_at;
 };
 
-/* The dry device's operations, with these in place of its events'. */
-static struct rbi_device_ops counting;
-static uint64_t now, lag, calls; /* in calls of the pool */
+/* The dry device's operations, and those with these in place of its events', the others counted. */
+static struct rbi_device_ops dry, counting;
+static uint64_t now, lag; /* in calls of the pool */
+static uint64_t calls, others;
+
+#define COUNTED(name, parameters, ...)                                                             \
+    static rebatch_status count_##name parameters                                                  \
+    {                                                                                              \
+        others++;                                                                                  \
+        return dry.name(__VA_ARGS__);                                                              \
+    }
+COUNTED(memory, (void *self, rebatch_memory_info *out), self, out)
+COUNTED(reserve, (void *self, void **out, size_t bytes), self, out, bytes)
+COUNTED(create, (void *self, rbi_physical *out, size_t bytes), self, out, bytes)
+COUNTED(release, (void *self, rbi_physical physical, size_t bytes), self, physical, bytes)
+COUNTED(map, (void *self, void *address, size_t bytes, rbi_physical physical), self, address, bytes,
+        physical)
+COUNTED(set_access, (void *self, void *address, size_t bytes), self, address, bytes)
+COUNTED(unmap, (void *self, void *address, size_t bytes), self, address, bytes)
+COUNTED(stream_synchronize, (void *self, rebatch_stream stream), self, stream)
 
 static rebatch_status create_event(void *self, rbi_event *out)
 {
@@ -71,7 +89,15 @@ static rebatch_device *open_device(void)
 {
     rebatch_device *device;
     check(rebatch_device_open_dry(&device, (size_t)1 << 40, 0));
-    counting = *device->ops;
+    counting = dry = *device->ops;
+    counting.memory = count_memory;
+    counting.reserve = count_reserve;
+    counting.create = count_create;
+    counting.release = count_release;
+    counting.map = count_map;
+    counting.set_access = count_set_access;
+    counting.unmap = count_unmap;
+    counting.stream_synchronize = count_stream_synchronize;
     counting.event_create = create_event;
     counting.event_destroy = destroy_event;
     counting.event_record = record_event;
@@ -130,10 +156,11 @@ static void measure(const struct rbi_trace *trace)
     printf("%8zu %10.1f %9.2f %%", (size_t)lag, per_1000(calls, trace), utilisation(run.pool));
     for (int i = 0; i < WARM_RUNS; i++)
         play(&run, trace);
-    calls = 0;
+    calls = others = 0;
     for (int i = 0; i < WARM_RUNS; i++)
         play(&run, trace);
-    printf(" %10.1f %9.2f %%\n", per_1000(calls, trace) / WARM_RUNS, utilisation(run.pool));
+    printf(" %10.1f %9.2f %% %10.1f\n", per_1000(calls, trace) / WARM_RUNS, utilisation(run.pool),
+           per_1000(others, trace) / WARM_RUNS);
     rebatch_pool_destroy(run.pool);
     for (uint32_t i = 1; i < trace->streams; i++)
         rebatch_stream_destroy(device, run.streams[i]);
@@ -150,7 +177,7 @@ int main(int count, char **arguments)
         if (!rbi_trace_read(&trace, arguments[i]))
             return 1;
         printf("%s: calls for events, 1,000 pairs of allocate and free; live / reserved\n"
-               "     lag  first run  live/res.       warm  live/res.\n",
+               "     lag  first run  live/res.       warm  live/res.     others\n",
                arguments[i]);
         for (size_t n = 0; n < sizeof lags / sizeof *lags; n++) {
             lag = lags[n];

@@ -41,11 +41,11 @@ enum {
      *  or parameters, each time; zero_grad need not. Without this bit rebatch learns it of a
      *  callback when it first succeeds, and until then takes it to change them from its first line.
      *
-     *  With it, a forward_backward that succeeds and has never called it in this session ends the
-     *  step with REBATCH_E_STATE, except in a trial (probing): after an OOM samples would count
+     *  With it, a forward_backward that succeeds when none of the session has ever called it ends
+     *  the step with REBATCH_E_STATE, except in a trial (probing): after an OOM samples would count
      *  twice. So the first micro-batch has to declare even where its samples contribute nothing;
-     *  later ones need not. An optimizer_step may skip its update, so the first that succeeds and
-     *  has not called it is an event of level WARN, UNDECLARED. */
+     *  later ones need not. An optimizer_step may skip its update, so the first that succeeds when
+     *  none has called it is an event of level WARN, UNDECLARED. */
     REBATCH_DECLARES_MUTATION = 1
 };
 

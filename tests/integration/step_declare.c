@@ -196,13 +196,18 @@ static rebatch_status declare_in(struct script *s, enum script_callback callback
     return REBATCH_OK;
 }
 
+static void open_declaring_in(struct rig *rig, bool *declares)
+{
+    open_liar(rig);
+    rig->script.inside = declare_in;
+    rig->script.inside_user = declares;
+}
+
 Test(step_declare, zero_grad_need_not_declare)
 {
     static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
     struct rig rig;
-    open_liar(&rig);
-    rig.script.inside = declare_in;
-    rig.script.inside_user = declares;
+    open_declaring_in(&rig, declares);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     cr_assert_str_eq(rig_events(&rig), "STEP");
     rig_close(&rig);
@@ -212,9 +217,7 @@ Test(step_declare, a_forward_that_has_declared_may_contribute_nothing)
 {
     static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
     struct rig rig;
-    open_liar(&rig);
-    rig.script.inside = declare_in;
-    rig.script.inside_user = declares;
+    open_declaring_in(&rig, declares);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     declares[SCRIPT_FORWARD] = false;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
@@ -226,9 +229,7 @@ Test(step_declare, nor_need_another_forward_of_the_session)
 {
     static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
     struct rig rig;
-    open_liar(&rig);
-    rig.script.inside = declare_in;
-    rig.script.inside_user = declares;
+    open_declaring_in(&rig, declares);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     real_forward = rig.ops.forward_backward;
     rig.ops.forward_backward = another_forward;
@@ -244,9 +245,7 @@ Test(step_declare, an_update_without_a_declaration_is_an_event_once)
     static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true};
     struct rig rig;
     char text[256];
-    open_liar(&rig);
-    rig.script.inside = declare_in;
-    rig.script.inside_user = declares;
+    open_declaring_in(&rig, declares);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     cr_assert_str_eq(rig_events(&rig), "UNDECLARED STEP");
     cr_assert_eq(rig.events[0].level, REBATCH_LOG_WARN);
@@ -262,9 +261,7 @@ Test(step_declare, an_update_may_be_skipped_once_it_has_declared)
 {
     static bool declares[SCRIPT_CALLBACKS] = {[SCRIPT_FORWARD] = true, [SCRIPT_UPDATE] = true};
     struct rig rig;
-    open_liar(&rig);
-    rig.script.inside = declare_in;
-    rig.script.inside_user = declares;
+    open_declaring_in(&rig, declares);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     declares[SCRIPT_UPDATE] = false;
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);

@@ -10,6 +10,7 @@
 #include <time.h>
 
 #include "pool/pool.h"
+#include "threads/holds.h"
 
 enum { THREADS = 4, LIVE = 64, TURNS = 4000, STASH = 32, INSIDE = 200, BELT = 64, SMALL = 1000 };
 #define CAPACITY ((size_t)7 << 20)
@@ -33,15 +34,6 @@ struct worker {
     unsigned char *blocks[LIVE];
     size_t sizes[LIVE];
 };
-
-#define HOLDS(shared, condition)                                                                   \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s:%d: does not hold: %s (%s)\n", __func__, __LINE__, #condition,     \
-                    rebatch_last_error());                                                         \
-            atomic_fetch_add(&(shared)->failures, 1);                                              \
-        }                                                                                          \
-    } while (0)
 
 static uint64_t draw(struct worker *w)
 {

@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include "pool/pool.h"
+#include "threads/holds.h"
 
 enum { BLOCKS = 64, STEPS = 2000, BURST = 32 };
 #define GRANULE ((size_t)64 << 10)
@@ -20,15 +21,6 @@ struct shared {
     atomic_int failures, step; /* STEPS: all are done */
     uint64_t periods;          /* of cycles, in all */
 };
-
-#define HOLDS(shared, condition)                                                                   \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s:%d: does not hold: %s (%s)\n", __func__, __LINE__, #condition,     \
-                    rebatch_last_error());                                                         \
-            atomic_fetch_add(&(shared)->failures, 1);                                              \
-        }                                                                                          \
-    } while (0)
 
 static size_t bytes_of(size_t k)
 {
