@@ -18,57 +18,79 @@
 
 #define MOST_DOUBLINGS 2
 #define MOST_PATIENCE 1024
+#define LEAST_SPACE 1024
 
 /* ---- memory ---- */
 
-void rbi_cycle_close(struct rbi_cycle *cycle)
+static void free_calls(struct rbi_cycle *cycle)
 {
     rbi_heap_free(cycle->calls);
     rbi_heap_free(cycle->allocations);
     rbi_heap_free(cycle->in_use);
-    rbi_heap_free(cycle->uses);
-    rbi_heap_free(cycle->waits);
-    rbi_heap_free(cycle->places.of);
-    cycle->places = (struct rbi_cycle_places){.of = NULL};
     cycle->calls = NULL;
     cycle->allocations = NULL;
     cycle->in_use = NULL;
-    cycle->uses = NULL;
-    cycle->waits = NULL;
     cycle->capacity = 0;
 }
 
-/* Once, for the longest period that there can be: the heap gives memory that is not touched in
- * name only. */
-static bool prepare_memory(struct rbi_cycle *cycle)
+static void free_uses(struct rbi_cycle *cycle)
 {
-    const size_t calls = RBI_TRAIL_CALLS;
-    if (cycle->capacity)
+    rbi_heap_free(cycle->uses);
+    rbi_heap_free(cycle->waits);
+    cycle->uses = NULL;
+    cycle->waits = NULL;
+    cycle->use_capacity = 0;
+}
+
+void rbi_cycle_close(struct rbi_cycle *cycle)
+{
+    free_calls(cycle);
+    free_uses(cycle);
+    rbi_heap_free(cycle->places.of);
+    cycle->places = (struct rbi_cycle_places){.of = NULL};
+}
+
+/* Periods differ little, or by as much as a micro-batch and a step: so space is made for the next
+ * power of two. */
+static size_t space_for(size_t period)
+{
+    size_t calls = LEAST_SPACE;
+    while (calls < period)
+        calls *= 2;
+    return calls;
+}
+
+static bool prepare_calls(struct rbi_cycle *cycle, size_t period)
+{
+    if (period <= cycle->capacity)
         return true;
+    const size_t calls = space_for(period);
+    free_calls(cycle);
     cycle->calls = rbi_heap_calloc(calls, sizeof *cycle->calls);
     cycle->allocations = rbi_heap_calloc(calls, sizeof *cycle->allocations);
     cycle->in_use = rbi_heap_calloc(calls, sizeof(struct rbi_block *));
-    if (!cycle->calls || !cycle->allocations || !cycle->in_use) {
-        rbi_cycle_close(cycle);
-        return false;
-    }
-    cycle->capacity = calls;
-    return true;
+    if (cycle->calls && cycle->allocations && cycle->in_use)
+        cycle->capacity = calls;
+    else
+        free_calls(cycle);
+    return cycle->capacity != 0;
 }
 
-/* The same for uses, with the first that is learnt. */
+/* With the first use that is learnt: there are no more of them than calls, but for blocks that are
+ * older than the period. */
 static bool prepare_uses(struct rbi_cycle *cycle)
 {
-    if (cycle->uses)
-        return true;
-    cycle->waits = rbi_heap_calloc(RBI_CYCLE_USES, sizeof *cycle->waits);
-    if (cycle->waits)
-        cycle->uses = rbi_heap_calloc(RBI_CYCLE_USES, sizeof *cycle->uses);
-    if (cycle->uses)
-        return true;
-    rbi_heap_free(cycle->waits);
-    cycle->waits = NULL;
-    return false;
+    const size_t uses = cycle->capacity;
+    if (cycle->use_count != 0 || uses <= cycle->use_capacity)
+        return cycle->use_count < cycle->use_capacity;
+    free_uses(cycle);
+    cycle->uses = rbi_heap_calloc(uses, sizeof *cycle->uses);
+    cycle->waits = rbi_heap_calloc(uses, sizeof *cycle->waits);
+    if (cycle->uses && cycle->waits)
+        cycle->use_capacity = uses;
+    else
+        free_uses(cycle);
+    return cycle->use_capacity != 0;
 }
 
 /* ---- learning ---- */
@@ -92,7 +114,7 @@ static bool may_learn(const rebatch_pool *pool)
 static void begin_learning(rebatch_pool *pool, uint64_t live_bytes)
 {
     struct rbi_cycle *cycle = &pool->cycle;
-    if (!may_learn(pool) || !prepare_memory(cycle)) {
+    if (!may_learn(pool) || !prepare_calls(cycle, pool->trail.period)) {
         rbi_cycle_wait_longer(cycle);
         return;
     }
@@ -135,12 +157,10 @@ static bool learn_allocation(struct rbi_cycle *cycle, struct rbi_cycle_call *cal
 static bool learn_uses(struct rbi_cycle *cycle, struct rbi_cycle_call *call,
                        const struct rbi_block *block)
 {
-    if (!prepare_uses(cycle))
-        return false;
     call->units = RBI_CYCLE_FREE_USED;
     call->first_use = cycle->use_count;
     for (const struct rbi_block_use *use = block->uses; use; use = use->next) {
-        if (cycle->use_count == RBI_CYCLE_USES)
+        if (!prepare_uses(cycle))
             return false;
         cycle->uses[cycle->use_count++] = (struct rbi_cycle_use){.stream = use->stream,
                                                                  .call = (uint32_t)cycle->noted,
@@ -331,43 +351,40 @@ static bool can_run(rebatch_pool *pool)
            !(cycle->reserves && cycle->use_count) && prepare_nodes(pool);
 }
 
-/* The free of the period that made a block pending; NULL: it is from before, and lies where none of
- * the period's calls ever was. */
-static const struct rbi_cycle_call *find_free_to(const struct rbi_cycle *cycle,
-                                                 const struct rbi_block *pending)
+/* The block that a free of the period made pending is held, if it is so still: the uses of the free
+ * have their points from it, and marks, lest it take the next ones of the streams to know of
+ * them. */
+static void adopt(rebatch_pool *pool, const struct rbi_cycle_call *freed)
 {
-    for (size_t i = cycle->use_count; i-- > 0;) {
-        const struct rbi_cycle_call *const call = &cycle->calls[cycle->uses[i].call];
-        const struct rbi_cycle_call *const from = &cycle->calls[call->of];
-        if (from->address == pending->address && from->stream == pending->stream)
-            return call;
-    }
-    return NULL;
-}
-
-/* A pending block becomes free, as all that a cycle waits for: the uses of its free have their
- * points from it, and marks, lest it take the next ones of the streams to know of them. */
-static void adopt(rebatch_pool *pool, const struct rbi_cycle_call *freed, struct rbi_block *pending)
-{
+    const struct rbi_cycle_call *const from = &pool->cycle.calls[freed->of];
+    struct rbi_block *const block = rbi_table_find(&pool->table, from->address);
+    if (!block || block->state != RBI_BLOCK_PENDING || block->stream != from->stream)
+        return;
     struct rbi_cycle_use *own = &pool->cycle.uses[freed->first_use];
-    for (const struct rbi_block_use *use = pending->uses; use; use = use->next, own++) {
+    for (const struct rbi_block_use *use = block->uses; use; use = use->next, own++) {
         own->point = use->until;
         rbi_stream_mark(pool, use->stream);
     }
-    rbi_pool_end_pending(pool, pending);
+    block->state = RBI_BLOCK_HELD;
 }
 
+/* What is pending becomes free, as all that a cycle waits for, but for what is from before, and
+ * lies where none of the period's calls ever was. The last free comes first: it is the one that
+ * made pending what lies where several of them were. */
 static void adopt_pending(rebatch_pool *pool)
 {
+    const struct rbi_cycle *const cycle = &pool->cycle;
+    for (size_t i = cycle->use_count; i-- > 0;)
+        if (cycle->uses[i].last)
+            adopt(pool, &cycle->calls[cycle->uses[i].call]);
     for (struct rbi_block **at = &pool->pending; *at;) {
         struct rbi_block *const block = *at;
-        const struct rbi_cycle_call *const freed = find_free_to(&pool->cycle, block);
-        if (!freed) {
+        if (block->state == RBI_BLOCK_PENDING) {
             at = &block->next;
             continue;
         }
         *at = block->next;
-        adopt(pool, freed, block);
+        rbi_pool_end_pending(pool, block);
     }
 }
 

@@ -63,7 +63,6 @@ struct rbi_cycle_use {
     bool marks;     /* a mark is made then */
     bool last;      /* of that call */
 };
-#define RBI_CYCLE_USES (RBI_TRAIL_CALLS / 2)
 /* What an allocation waits for. */
 struct rbi_cycle_wait {
     uint32_t use;
@@ -139,8 +138,9 @@ struct rbi_cycle {
     uint64_t placed_births; /* births when blocks were last placed anew, or that was tried */
     uint64_t waited_births; /* births when streams were last waited for, to have places again */
 
-    struct rbi_cycle_use *uses;   /* NULL: none was ever learnt */
-    struct rbi_cycle_wait *waits; /* as many as there is space for uses */
+    struct rbi_cycle_use *uses; /* NULL: none was ever learnt */
+    struct rbi_cycle_wait *waits;
+    size_t use_capacity; /* uses, and waits, that there is space for */
     size_t use_count, wait_count;
     size_t use_calls, used_frees; /* of the period's calls */
     bool is_placed;               /* its blocks lie where they were placed, not as a search did */

@@ -126,7 +126,7 @@ static bool note_waits(struct walk *walk, struct rbi_cycle_call *call)
     struct rbi_cycle *const cycle = walk->cycle;
     if (walk->wait_count == 0)
         return true;
-    if (cycle->wait_count + walk->wait_count > RBI_CYCLE_USES)
+    if (cycle->wait_count + walk->wait_count > cycle->use_capacity)
         return false;
     call->units |= RBI_CYCLE_WAITS;
     call->of = (uint32_t)cycle->wait_count;

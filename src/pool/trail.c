@@ -3,7 +3,8 @@
  *
  * A period is looked for by anchors: some levels are chosen by their value, so that the same calls
  * are anchors whenever they come. Where one is met again with the same calls before it, as many
- * calls may have passed as a period has. */
+ * calls may have passed as a period has. Anchors are kept for longer than calls, so they tell when
+ * more calls are to be remembered. */
 #include "pool/trail.h"
 
 #include "base/base.h"
@@ -17,23 +18,26 @@
 #define ANCHOR_CALLS 4
 /* Calls from one search to the next. */
 #define SEARCH_GAP 64
-/* Where no period was known for so many calls, they are searched in one window of so many, which is
- * long enough for the longest period to pass twice. */
+/* Where no period was known for so many calls, they are searched in windows only: in some that are
+ * long enough for the longest period to pass twice, and in shorter ones more often, as most periods
+ * are short and one of those is to be found soon. */
 #define PATIENCE (4 * RBI_TRAIL_CALLS)
 #define WINDOW (2 * RBI_TRAIL_CALLS)
-#define WINDOWS 4
+#define WINDOWS 8
+#define SHORT_WINDOW (WINDOW / 8)
+#define SHORT_WINDOWS 8
 
 bool rbi_trail_open(struct rbi_trail *trail)
 {
     *trail = (struct rbi_trail){.due = UINT64_MAX, .seen = ANCHOR_CALLS - 1};
-    uint32_t *levels = rbi_heap_calloc(RBI_TRAIL_CALLS, sizeof *levels);
+    uint32_t *levels = rbi_heap_calloc(RBI_TRAIL_CALLS_FIRST, sizeof *levels);
     trail->anchors = rbi_heap_calloc(RBI_TRAIL_ANCHORS, sizeof *trail->anchors);
     trail->levels = levels && trail->anchors ? levels : &trail->none;
     if (trail->levels == &trail->none) {
         rbi_heap_free(levels);
         return false;
     }
-    trail->mask = RBI_TRAIL_CALLS - 1;
+    trail->mask = RBI_TRAIL_CALLS_FIRST - 1;
     trail->due = SEARCH_GAP;
     return true;
 }
@@ -65,10 +69,34 @@ static bool is_chosen(uint32_t level)
     return level * UINT32_C(0x9e3779b9) >> (32 - ANCHOR_BITS) == 0;
 }
 
+static uint64_t remembered(const struct rbi_trail *trail)
+{
+    return rbi_min(trail->count - trail->first, trail->mask + 1);
+}
+
+/* Remembers as many calls as such a period needs from now on, where the heap has memory for it. */
+static void widen(struct rbi_trail *trail, uint64_t period)
+{
+    size_t calls = trail->mask + 1;
+    const uint64_t known = remembered(trail);
+    while (calls <= period)
+        calls *= 2;
+    uint32_t *const levels =
+        calls <= RBI_TRAIL_CALLS ? rbi_heap_calloc(calls, sizeof *levels) : NULL;
+    if (!levels)
+        return;
+    for (uint64_t call = trail->count - known; call < trail->count; call++)
+        levels[call & (calls - 1)] = level_of(trail, call);
+    rbi_heap_free(trail->levels);
+    trail->levels = levels;
+    trail->mask = calls - 1;
+    trail->first = trail->count - known;
+}
+
 /* How many of the last calls, up to a period of them, are those of a period before. */
 static uint64_t count_matching(const struct rbi_trail *trail, uint64_t period)
 {
-    const uint64_t known = rbi_min(trail->count, trail->mask + 1);
+    const uint64_t known = remembered(trail);
     const uint64_t most = rbi_min(period, known > period ? known - period : 0);
     uint64_t same = 0;
     while (same < most && level_of(trail, trail->count - 1 - same) ==
@@ -83,9 +111,13 @@ static uint64_t count_matching(const struct rbi_trail *trail, uint64_t period)
 static void try_period(struct rbi_trail *trail, uint64_t period)
 {
     const bool known = trail->period != 0;
-    if (period < LEAST_PERIOD || period > trail->mask ||
+    if (period < LEAST_PERIOD || period > RBI_TRAIL_CALLS ||
         (known && (period >= trail->period || trail->count < trail->retry)))
         return;
+    if (period > trail->mask) {
+        widen(trail, period);
+        return;
+    }
     const uint64_t same = count_matching(trail, period);
     trail->retry = trail->count + (known ? same : 0);
     if (same < (known ? period : LEAST_MATCH))
@@ -118,7 +150,8 @@ static bool is_worth_a_search(const struct rbi_trail *trail)
 {
     if (rbi_trail_repeats(trail))
         return false;
-    return trail->count - trail->known < PATIENCE || trail->count / WINDOW % WINDOWS == 0;
+    return trail->count - trail->known < PATIENCE || trail->count / WINDOW % WINDOWS == 0 ||
+           trail->count / SHORT_WINDOW % SHORT_WINDOWS == 0;
 }
 
 static void search(struct rbi_trail *trail)

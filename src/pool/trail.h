@@ -9,9 +9,11 @@
 
 #include "rebatch/pool.h"
 
-/* How many calls are remembered: the longest period is a little shorter. A power of two. */
-#define RBI_TRAIL_CALLS ((size_t)1 << 17)
-#define RBI_TRAIL_ANCHORS 1024
+/* How many calls are remembered at first, and at most, which is enough for the step of a large
+ * model in many micro-batches: the longest period is a little shorter. Powers of two. */
+#define RBI_TRAIL_CALLS_FIRST ((size_t)1 << 17)
+#define RBI_TRAIL_CALLS ((size_t)1 << 20)
+#define RBI_TRAIL_ANCHORS 8192
 
 /* Where the calls last looked as this hash says. */
 struct rbi_anchor {
@@ -21,12 +23,13 @@ struct rbi_anchor {
 /* A call is remembered by its level: what was live after it, in units, modulo 2^32. A training step
  * that repeats goes through the same levels again; where something is kept for good it does not,
  * and is no period.
- *   levels[i & mask], count - mask <= i < count, is that of call i
+ *   levels[i & mask], count - mask <= i < count, first <= i, is that of call i
  *   period != 0: levels of calls i and i - period are the same for since <= i < seen
  *   mask == 0: nothing is remembered */
 struct rbi_trail {
     uint32_t *levels;
     size_t mask;
+    uint64_t first;  /* no call before it is remembered */
     uint64_t count;  /* calls so far */
     uint64_t period; /* calls; 0: none known */
     uint64_t since;
