@@ -132,6 +132,17 @@ static bool apply(struct request *request, enum probe_option option, const char 
     return false;
 }
 
+/* What getopt_long() did not take: ':' is an option without its value. */
+static void refuse_option(int found, const char *given)
+{
+    const char letter[] = {'-', (char)optopt, '\0'};
+    if (found == ':')
+        fprintf(stderr, "rebatch: %.60s has no value; see 'rebatch help probe'\n", given);
+    else
+        fprintf(stderr, "rebatch: there is no option '%.60s'; see 'rebatch help probe'\n",
+                optopt > OPTION_COUNT ? letter : given);
+}
+
 /* Whether to go on; else *code is what to exit with. */
 static bool read_request(struct request *request, int count, char **arguments, int *code)
 {
@@ -142,13 +153,13 @@ static bool read_request(struct request *request, int count, char **arguments, i
 #undef OPTION
             {NULL, 0, NULL, 0}};
     const char *given[OPTION_COUNT] = {[OPTION_preset] = "demo"};
-    static char name[] = "rebatch"; /* getopt's complaints begin with it */
-    arguments[-1] = name;           /* in place of the command's name */
     *request = (struct request){.json = false};
     *code = RBI_EXIT_USAGE;
-    for (int found; (found = getopt_long(count + 1, arguments - 1, "h", known, NULL)) != -1;) {
-        if (found == '?')
+    for (int found; (found = getopt_long(count + 1, arguments - 1, ":h", known, NULL)) != -1;) {
+        if (found == '?' || found == ':') {
+            refuse_option(found, arguments[optind - 2]);
             return false;
+        }
         given[found == 'h' ? OPTION_help : found] = optarg ? optarg : "";
     }
     if (given[OPTION_help]) {

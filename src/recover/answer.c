@@ -99,8 +99,9 @@ void rbi_answer_say_torn(const rebatch *rb, rebatch_status status)
     rbi_text_add(&t, "%s", rebatch_last_error());
     if (text[0] == '\0')
         rbi_text_add(&t, "step %" PRIu64 ": optimizer_step failed", rb->step);
-    (void)rbi_error(status,
-                    "%s; optimizer_step had begun to change parameters: some are new, some old; "
-                    "restore a checkpoint",
-                    text);
+    (void)rbi_error(status, "%s; optimizer_step %s", text,
+                    rb->mutated ? "had begun to change parameters: some are new, some old; restore "
+                                  "a checkpoint"
+                                : "does not declare when it changes parameters: some may be new, "
+                                  "some old; restore a checkpoint");
 }

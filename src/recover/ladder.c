@@ -175,11 +175,13 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
 
 static rebatch_status say_torn(const rebatch *rb)
 {
-    return rbi_error(REBATCH_E_TORN,
-                     "step %" PRIu64 ": out of memory in optimizer_step after it began to change "
-                     "parameters: some are new, some old; restore a checkpoint, and reserve before "
-                     "rebatch_mutating()",
-                     rb->step);
+    return rbi_error(REBATCH_E_TORN, "step %" PRIu64 ": out of memory in optimizer_step%s",
+                     rb->step,
+                     rb->mutated ? " after it began to change parameters: some are new, some old; "
+                                   "restore a checkpoint, and reserve before rebatch_mutating()"
+                                 : ", which does not declare when it changes parameters: some may "
+                                   "be new, some old; restore a checkpoint, and declare it "
+                                   "(REBATCH_DECLARES_MUTATION)");
 }
 
 static void count(rebatch *rb, const struct rbi_strike *strike)

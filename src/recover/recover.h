@@ -251,7 +251,8 @@ void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_stat
                     const char *verb);
 /* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
 rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_call *call);
-/* An update that had begun failed with `status`, which is no OOM, and is said: adds that. */
+/* An update that had begun, or may have, failed with `status`, which is no OOM, and is said: adds
+ * that. */
 void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
 
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */

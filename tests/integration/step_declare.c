@@ -39,6 +39,24 @@ Test(step_declare, an_optimizer_that_never_declares_is_torn_by_any_oom)
     cr_assert_eq(rig_step(&rig, 16), REBATCH_E_TORN);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8 u!");
     cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_UPDATE], 1);
+    cr_assert_str_eq(rebatch_last_error(),
+                     "step 1: out of memory in optimizer_step, which does not declare when it "
+                     "changes parameters: some may be new, some old; restore a checkpoint, and "
+                     "declare it (REBATCH_DECLARES_MUTATION)");
+    rig_close(&rig);
+}
+
+Test(step_declare, an_optimizer_that_never_declares_is_torn_by_any_failure)
+{
+    struct rig rig;
+    open_undeclared(&rig, false);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_OWN);
+    cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
+    cr_assert(rig.report.torn);
+    cr_assert_str_eq(rebatch_last_error(),
+                     "step 1: optimizer_step answered 1007; optimizer_step does not declare when "
+                     "it changes parameters: some may be new, some old; restore a checkpoint");
     rig_close(&rig);
 }
 
