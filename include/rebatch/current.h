@@ -30,7 +30,8 @@ REBATCH_API rebatch *rebatch_get_current(void);
 REBATCH_API void rebatch_escape_on_oom(int code);
 
 /** Allocate memory that any stream may use at once, without rebatch_pool_use_on(). It is the
- *  session's pool's, and taken back with a failed attempt like all that comes from there.
+ *  session's pool's, and what the running callback's thread, or one that joined it, allocates is
+ *  taken back with a failed attempt like all that comes from there.
  *  @param[out] out  as of rebatch_pool_alloc(). What is freed on the session's stream in another
  *                   way than by the two below may be given out while work there still uses it
  *  @return as rebatch_pool_alloc(). Any thread, within callbacks and outside. */

@@ -3,10 +3,10 @@
  *
  *  All metadata is in host memory. There is no global state: every call takes the pool. All calls
  *  are safe from several threads, except that scopes are one stack a pool, so it is one thread that
- *  opens and closes them. A scope is of the pool, not of a thread: while it is open it takes in
- *  what any thread allocates and frees, and a rollback takes that back. So a thread that is no part
- *  of what may be taken back, one that prepares batches beside a training step for example, uses a
- *  pool of its own on the same device, or is done before the step begins. */
+ *  opens and closes them. A scope of rebatch_scope_begin() is of the pool, not of a thread: while
+ *  it is open it takes in what any thread allocates and frees, and a rollback takes that back.
+ *  Those of a session's callbacks are of the callback's thread, and of those that joined it
+ *  (step.h). */
 #ifndef REBATCH_POOL_H
 #define REBATCH_POOL_H
 

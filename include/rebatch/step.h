@@ -19,7 +19,8 @@
 #include "rebatch/status.h"
 
 /** A session: a pool, a micro-batch size and what was learned about memory. Used by one thread at a
- *  time; threads that a callback starts may allocate from its pool, and end before it returns. */
+ *  time. Other threads may use its pool at any time: those that work for callbacks, which end
+ *  before the callback returns, say so with rebatch_join(). */
 typedef struct rebatch rebatch;
 
 /** One try at a part of the effective batch. */
@@ -30,8 +31,9 @@ typedef struct rebatch_microbatch {
     size_t batch;          /**< samples in the effective batch; the weight of a sample is 1/batch */
     uint32_t attempt;      /**< how often these samples were tried before */
     bool probing;          /**< a trial: the results are thrown away */
-    rebatch_pool *pool;    /**< allocate from here: it is all taken back when the attempt fails,
-                                and so is what other threads allocate from it meanwhile (pool.h) */
+    rebatch_pool *pool;    /**< allocate from here: it is all taken back when the attempt fails.
+                                What other threads allocate is theirs, unless they joined
+                                (rebatch_join()) */
     rebatch_stream stream; /**< the session's stream */
 } rebatch_microbatch;
 
@@ -347,6 +349,22 @@ REBATCH_API void rebatch_mutating(rebatch *rb);
  *          64 are guarded, and for device memory of a dry device, which cannot be copied. */
 REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                          rebatch_guard_kind kind);
+
+/** Have what this thread does with the session's pool be the running callback's, as if the
+ *  callback's own thread did it: for a thread that works for callbacks, as one of a backward pass
+ *  may. What it allocates is taken back when the attempt fails, and a block from before the attempt
+ *  that it frees is there again. Of any other thread, one that prepares batches beside the step for
+ *  example, nothing is taken back; when the callback frees a block of it, that is undone with the
+ *  attempt.
+ *  It holds for all callbacks of `rb`, until rebatch_leave(), or until the thread joins another
+ *  session; leave before rebatch_close(). rebatch_escape() is for the callback's own thread all the
+ *  same.
+ *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread. */
+REBATCH_API rebatch_status rebatch_join(rebatch *rb);
+
+/** What this thread does is its own again. @return as rebatch_join(); without it, nothing changes.
+ */
+REBATCH_API rebatch_status rebatch_leave(rebatch *rb);
 
 /** Leave the running callback with `status`, by longjmp, from any depth of calls in the callback's
  *  thread: for code that checks errors by a macro that exits. What it held other than pool memory

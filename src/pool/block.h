@@ -72,6 +72,7 @@ struct rbi_block {
     uint8_t state; /* enum rbi_block_state */
     bool late;     /* quick, pending, lent: a rollback took it back, nobody has had it since */
     bool used;     /* other streams use it */
+    bool outside;  /* live, deferred, lent in use: of no scope */
 
     uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
                        not in use: pool->births when it was freed last */

@@ -180,6 +180,7 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
     block->birth = from->birth;
     block->requested_bytes = from->requested_bytes; /* or freed_at */
     block->tag = from->tag;
+    block->outside = from->outside;
     block->before = last;
     if (last)
         last->after = block;

@@ -52,16 +52,17 @@ static void add_tag(rebatch_leak_report *report, const rebatch_pool *pool,
     report->tag_count = (uint32_t)last + 1;
 }
 
-/* Blocks in use stand in the order of their births: a scope's are the end of the list. One whose
- * free waits for a commit has been freed. */
-static void gather(rebatch_leak_report *report, const rebatch_pool *pool, uint64_t first_birth)
+/* Blocks in use stand in the order of their births: a scope's are the end of the list, but for
+ * those from outside. One whose free waits for a commit has been freed. */
+static void gather(rebatch_leak_report *report, const rebatch_pool *pool, rebatch_scope scope,
+                   uint64_t first_birth)
 {
     struct shares shares;
     memset(&shares, 0, sizeof shares);
     const struct rbi_block *const ring = &pool->by_birth;
     for (const struct rbi_block *b = ring->previous; b != ring && b->birth >= first_birth;
          b = b->previous) {
-        if (b->state == RBI_BLOCK_DEFERRED)
+        if (b->state == RBI_BLOCK_DEFERRED || (b->outside && scope != 0))
             continue;
         report->blocks++;
         report->live_bytes += b->bytes;
@@ -88,7 +89,7 @@ rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *p
     uint64_t first_birth;
     status = rbi_scope_first_birth(&first_birth, pool, scope);
     if (status == REBATCH_OK)
-        gather(out, pool, first_birth);
+        gather(out, pool, scope, first_birth);
     rbi_lock_give(&pool->lock);
     return status;
 }

@@ -549,6 +549,7 @@ static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *bloc
     struct rbi_block *const newest = ring->previous;
     block->state = RBI_BLOCK_LIVE;
     block->late = false;
+    block->outside = rbi_pool_is_outside(pool, pool->insider);
     block->requested_bytes = bytes;
     block->tag = tag;
     block->birth = pool->births++;
@@ -640,12 +641,18 @@ static inline bool rbi_cycle_expects(const rebatch_pool *pool, size_t bytes, reb
     return (size_t)call->units * REBATCH_POOL_UNIT_BYTES == bytes && call->stream->stream == stream;
 }
 
-/* Was the innermost scope opened after the block was allocated? Then its free waits for the
- * commit. */
+/* Is a scope open that the block is not of? */
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
                                               const struct rbi_block *block)
 {
-    return pool->depth && block->birth < pool->scopes[pool->depth - 1].first_birth;
+    return pool->depth &&
+           (block->birth < pool->scopes[pool->depth - 1].first_birth || block->outside);
+}
+
+/* Then its free waits for the commit, if it is one of those that the scope takes in. */
+static inline bool rbi_pool_defers(const rebatch_pool *pool, const struct rbi_block *block)
+{
+    return rbi_pool_has_younger_scope(pool, block) && !rbi_pool_is_outside(pool, pool->insider);
 }
 
 /* Takes what call `from` gave out of use: where it lies is free. Nobody but its own stream can have
@@ -671,7 +678,7 @@ static inline bool rbi_cycle_give(rebatch_pool *pool, const void *pointer)
         return rbi_cycle_give_used(pool, pointer);
     struct rbi_cycle_call *const from = &pool->cycle.calls[call->of];
     struct rbi_block *const block = from->block;
-    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_has_younger_scope(pool, block)))
+    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_defers(pool, block)))
         return false;
     if (RBI_UNLIKELY(rbi_cycle_is_old(from)))
         return rbi_cycle_give_old(pool, from);

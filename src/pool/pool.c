@@ -577,7 +577,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-    } else if (rbi_pool_has_younger_scope(pool, block)) {
+    } else if (rbi_pool_defers(pool, block)) {
         rbi_pool_defer_free(pool, block);
     } else {
         rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
@@ -612,7 +612,7 @@ static inline __attribute__((always_inline)) rebatch_status free_found(rebatch_p
 {
     struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
     if (RBI_UNLIKELY(!block || block->state != RBI_BLOCK_LIVE || pool->fast_bytes == 0 ||
-                     rbi_pool_has_younger_scope(pool, block) || !rbi_pool_retires_at_once(block)))
+                     rbi_pool_defers(pool, block) || !rbi_pool_retires_at_once(block)))
         return leave_to_careful(pool, pointer);
     rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
     rbi_pool_count_free(pool, block);

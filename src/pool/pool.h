@@ -77,8 +77,9 @@ static inline uint64_t rbi_ring_first(const struct rbi_ring *ring)
 
 /* ---- scopes and tags ---- */
 
-/* Blocks with birth >= first_birth are inside. The peak and the largest are those of the time in
- * which this scope was the innermost; they are added to the parent's when it ends. */
+/* Blocks with birth >= first_birth are inside, but for those that other threads than the insider
+ * allocated. The peak and the largest are those of the time in which this scope was the innermost;
+ * they are added to the parent's when it ends. */
 struct rbi_scope {
     rebatch_scope handle;
     uint64_t first_birth;
@@ -86,7 +87,8 @@ struct rbi_scope {
     uint64_t live_most;          /* highest live_bytes of the whole pool */
     uint64_t requested_at_begin; /* pool->requested_total_bytes then */
     uint64_t largest_bytes;
-    struct rbi_block *deferred; /* freed inside, older than it: all birth < first_birth */
+    uint64_t outer_insider;     /* pool->insider around it */
+    struct rbi_block *deferred; /* freed inside, and not of it */
 };
 
 /* at_peak_bytes is up to date when peak_number == pool->peak_number; otherwise the tag has not
@@ -189,6 +191,8 @@ struct rebatch_pool {
     struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
     uint32_t scope_serial;
+    uint64_t insider; /* the thread whose calls scopes take in, and of those that joined it; 0:
+                         all threads' */
 
     struct rbi_tag tags[RBI_POOL_TAGS];
     size_t tag_count;
@@ -237,6 +241,15 @@ static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call ca
 {
     if (pool->recorder.on_call)
         pool->recorder.on_call(pool->recorder.user, call, address, bytes, stream);
+}
+
+/* The pool whose insider this thread has joined; NULL: none's. */
+extern _Thread_local const rebatch_pool *rbi_pool_joined __attribute__((tls_model("initial-exec")));
+/* Whether this thread is none of those whose calls scopes take in. */
+static inline bool rbi_pool_is_outside(const rebatch_pool *pool, uint64_t insider)
+{
+    return __builtin_expect(insider != 0, 0) && insider != rbi_lock_thread &&
+           rbi_pool_joined != pool;
 }
 
 /* Takes back what threads have ahead of themselves; the lock is held. */
@@ -568,6 +581,9 @@ void rbi_request_close(struct rbi_request *request);
 /* The birth of the first block inside an open scope, 0 for the scope 0; REBATCH_E_INVALID with its
  * text when it is not open. */
 rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope);
+/* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
+ * it, and no other. */
+rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* With those that are worked out. */

@@ -2,8 +2,10 @@
  * Must not know how memory is found.
  *
  * Blocks in use stand in one list by birth, so a scope is the end of that list from its first
- * birth on: beginning and committing move nothing. */
+ * birth on, but for blocks from outside: beginning and committing move nothing. */
 #include "pool/pool.h"
+
+_Thread_local const rebatch_pool *rbi_pool_joined;
 
 #define INDEX_BITS 6
 _Static_assert(RBI_POOL_SCOPES == 1 << INDEX_BITS, "a handle holds the index of its scope");
@@ -27,7 +29,7 @@ static rebatch_status refuse_scope(rebatch_scope handle)
     return rbi_error(REBATCH_E_INVALID, "scope is %u: expected one that is open", (unsigned)handle);
 }
 
-static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool)
+static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint64_t insider)
 {
     if (pool->depth == RBI_POOL_SCOPES)
         return rbi_error(REBATCH_E_UNSUPPORTED, "%d scopes are open: expected no more",
@@ -40,8 +42,10 @@ static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool)
                                 .first_birth = pool->births,
                                 .live_at_begin = pool->stats.live_bytes,
                                 .live_most = pool->stats.live_bytes,
-                                .requested_at_begin = pool->requested_total_bytes};
+                                .requested_at_begin = pool->requested_total_bytes,
+                                .outer_insider = pool->insider};
     pool->depth++;
+    pool->insider = insider;
     pool->quiet_bytes = pool->stats.live_bytes;
     *out = scope->handle;
     return REBATCH_OK;
@@ -56,7 +60,16 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     if (status != REBATCH_OK)
         return status;
     rbi_pool_enter_to_count(pool);
-    status = begin_locked(out, pool);
+    status = begin_locked(out, pool, pool->insider);
+    rbi_lock_give(&pool->lock);
+    return status;
+}
+
+rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
+{
+    *out = 0;
+    rbi_pool_enter_to_count(pool);
+    const rebatch_status status = begin_locked(out, pool, rbi_lock_thread);
     rbi_lock_give(&pool->lock);
     return status;
 }
@@ -97,6 +110,7 @@ static void fold(struct rbi_scope *to, const struct rbi_scope *from)
 static void close_innermost(rebatch_pool *pool)
 {
     const struct rbi_scope *scope = &pool->scopes[--pool->depth];
+    pool->insider = scope->outer_insider;
     if (pool->depth)
         fold(innermost(pool), scope);
     rbi_pool_set_quiet(pool);
@@ -159,8 +173,13 @@ static void rollback_innermost(rebatch_pool *pool)
     }
     const uint64_t before = pool->stats.rolled_back_blocks;
     const struct rbi_block *const ring = &pool->by_birth;
-    while (ring->previous != ring && ring->previous->birth >= scope->first_birth)
-        rbi_pool_drop_block(pool, ring->previous, true);
+    for (struct rbi_block *b = ring->previous, *previous; b != ring; b = previous) {
+        if (b->birth < scope->first_birth)
+            break;
+        previous = b->previous;
+        if (!b->outside)
+            rbi_pool_drop_block(pool, b, true);
+    }
     RBI_RECORD(pool, ROLLBACK, NULL, pool->stats.rolled_back_blocks - before, NULL, 0);
     close_innermost(pool);
     pool->stats.rollbacks++;

@@ -326,7 +326,7 @@ static bool are_scopes_valid(const rebatch_pool *pool)
         CHECK(scope->first_birth <= first_birth && scope->live_most >= scope->live_at_begin);
         CHECK((scope->handle & (RBI_POOL_SCOPES - 1)) == i && scope->handle != 0);
         for (const struct rbi_block *b = scope->deferred; b; b = b->next_deferred) {
-            CHECK(b->state == RBI_BLOCK_DEFERRED && b->birth < scope->first_birth);
+            CHECK(b->state == RBI_BLOCK_DEFERRED && (b->birth < scope->first_birth || b->outside));
             CHECK(deferred > 0);
             deferred--;
         }

@@ -241,7 +241,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 {
     const struct rbi_call call = {which, mb, level, rbi_error_changes()};
     rebatch_scope scope;
-    rebatch_status status = rebatch_scope_begin(&scope, rb->pool);
+    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);

@@ -144,6 +144,27 @@ rebatch_pool *rebatch_get_pool(const rebatch *rb)
     return rb ? rb->pool : NULL;
 }
 
+static rebatch_status check_session(const rebatch *rb)
+{
+    return rb ? REBATCH_OK : rbi_error(REBATCH_E_INVALID, "rb is NULL");
+}
+
+rebatch_status rebatch_join(rebatch *rb)
+{
+    const rebatch_status status = check_session(rb);
+    if (!status)
+        rbi_pool_joined = rb->pool;
+    return status;
+}
+
+rebatch_status rebatch_leave(rebatch *rb)
+{
+    const rebatch_status status = check_session(rb);
+    if (!status && rbi_pool_joined == rb->pool)
+        rbi_pool_joined = NULL;
+    return status;
+}
+
 size_t rebatch_get_micro(const rebatch *rb, size_t batch)
 {
     return rb ? rbi_micro_size(rb, batch) : 0;

@@ -384,6 +384,48 @@ Test(wrap, so_is_one_that_fails_for_another_reason)
     rig_close(&rig);
 }
 
+static void *allocate_there(void *user)
+{
+    void **const batch = user;
+    return cudaMalloc(batch, 3 * MIB) == cudaSuccess ? user : NULL;
+}
+
+/* The first attempt runs out of memory, after another thread has prepared a batch beside it. */
+static rebatch_status prepare_and_fail_once(const rebatch_microbatch *mb, void *user)
+{
+    pthread_t thread;
+    void *prepared = NULL, *own;
+    check(cudaMalloc(&own, MIB));
+    if (mb->attempt == 0) {
+        cr_assert_eq(pthread_create(&thread, NULL, allocate_there, user), 0);
+        cr_assert_eq(pthread_join(thread, &prepared), 0);
+        cr_assert_not_null(prepared);
+        memset(*(void **)user, 0x5a, 3 * MIB);
+        check(cudaMalloc(&own, ROOM_BYTES));
+    }
+    rebatch_wrap_mutating();
+    check(cudaFree(own));
+    return REBATCH_OK;
+}
+
+Test(wrap, what_other_threads_allocate_beside_a_step_stays)
+{
+    struct rig rig;
+    rig_open(&rig);
+    unsigned char *batch = NULL;
+    const rebatch_step_ops ops = {
+        sizeof ops, nothing, prepare_and_fail_once, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    rebatch_step_report report;
+    cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &batch, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_assert_eq(report.ooms, 1);
+    cr_assert_eq(live_bytes(&rig), 3 * MIB);
+    cr_assert_eq(batch[0], 0x5a);
+    cr_assert_eq(batch[3 * MIB - 1], 0x5a);
+    cr_assert_eq(cudaFree(batch), cudaSuccess);
+    rig_close(&rig);
+}
+
 static void *escape_there(void *user)
 {
     rebatch_escape_on_oom(cudaErrorMemoryAllocation);

@@ -100,6 +100,18 @@ static inline rebatch_scope begin(rebatch_pool *pool)
     return scope;
 }
 
+static inline void commit(rebatch_pool *pool, rebatch_scope scope)
+{
+    cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(pool);
+}
+
+static inline void rollback(rebatch_pool *pool, rebatch_scope scope)
+{
+    cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK, "%s", rebatch_last_error());
+    assert_valid(pool);
+}
+
 static inline void *look_at(void *pool)
 {
     (void)stats_of(pool);

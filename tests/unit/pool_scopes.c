@@ -2,18 +2,6 @@
  * Seeds: none is drawn; pool_random.c does. */
 #include "unit/pool_help.h"
 
-static void commit(rebatch_pool *pool, rebatch_scope scope)
-{
-    cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK, "%s", rebatch_last_error());
-    assert_valid(pool);
-}
-
-static void rollback(rebatch_pool *pool, rebatch_scope scope)
-{
-    cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK, "%s", rebatch_last_error());
-    assert_valid(pool);
-}
-
 static rebatch_scope_stats scope_stats(rebatch_pool *pool, rebatch_scope scope)
 {
     rebatch_scope_stats stats;

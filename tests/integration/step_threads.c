@@ -1,0 +1,169 @@
+/* Owns the tests of threads beside a step: whose memory is taken back with an attempt, and whose is
+ * not. Must not know more of the library than its public headers say. */
+#include <pthread.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "step_common.h"
+
+#define BATCH_BYTES KIB(40)
+
+/* What another thread does while a callback runs. */
+struct beside {
+    rebatch *rb;
+    bool joins;
+    unsigned char *batch; /* the last that it prepared; with its number in it */
+    unsigned prepared;
+};
+
+static void *prepare(void *user)
+{
+    struct beside *beside = user;
+    void *next = NULL;
+    if (beside->joins && rebatch_join(beside->rb))
+        return NULL;
+    rebatch_pool *const pool = rebatch_get_pool(beside->rb);
+    if (rebatch_pool_alloc(&next, pool, BATCH_BYTES, NULL, 0))
+        return NULL;
+    memset(next, (int)++beside->prepared, BATCH_BYTES);
+    beside->batch = next;
+    return beside->joins && rebatch_leave(beside->rb) ? NULL : next;
+}
+
+static unsigned char *run_beside(struct beside *beside)
+{
+    pthread_t thread;
+    void *batch = NULL;
+    cr_assert_eq(pthread_create(&thread, NULL, prepare, beside), 0);
+    cr_assert_eq(pthread_join(thread, &batch), 0);
+    cr_assert_not_null(batch);
+    return batch;
+}
+
+/* Two micro-batches of 8. */
+static void open_beside(struct rig *rig, struct beside *beside, bool joins)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 8;
+    options.growth = REBATCH_OFF;
+    rig_open(rig, MIB(64), &options);
+    rig->script.base_bytes = MIB(1);
+    cr_assert_eq(rig_step(rig, 16), REBATCH_OK);
+    *beside = (struct beside){.rb = rig->rb, .joins = joins};
+    rig->script.inside_user = beside;
+}
+
+/* A batch that is prepared beside each micro-batch takes the place of the one before it. */
+static rebatch_status use_batch(struct script *s, enum script_callback callback,
+                                const rebatch_microbatch *mb)
+{
+    struct beside *beside = s->inside_user;
+    (void)mb;
+    if (callback != SCRIPT_FORWARD)
+        return REBATCH_OK;
+    unsigned char *const batch = beside->batch;
+    const unsigned number = beside->prepared;
+    (void)run_beside(beside);
+    if (!batch)
+        return REBATCH_OK;
+    cr_assert_eq(batch[0], (unsigned char)number);
+    cr_assert_eq(batch[BATCH_BYTES - 1], (unsigned char)number);
+    return REBATCH_OK;
+}
+
+Test(step_threads, what_other_threads_allocate_stays_when_an_attempt_is_taken_back)
+{
+    struct rig rig;
+    struct beside beside;
+    open_beside(&rig, &beside, false);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    rig.script.inside = use_batch;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    script_fail(&rig.script, SCRIPT_FORWARD, 3, SCRIPT_WHILE, SCRIPT_ESCAPE);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_gt(rig.report.ooms, 1);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes + beside.prepared * BATCH_BYTES);
+    size_t bytes;
+    cr_assert_eq(rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rig.rb), beside.batch),
+                 REBATCH_OK);
+    rig_close(&rig);
+}
+
+/* Frees a batch that another thread prepared in this attempt, and another one from before. */
+static rebatch_status consume_batches(struct script *s, enum script_callback callback,
+                                      const rebatch_microbatch *mb)
+{
+    struct beside *beside = s->inside_user;
+    if (callback != SCRIPT_FORWARD || mb->first != 0)
+        return REBATCH_OK;
+    rebatch_pool *const pool = rebatch_get_pool(s->rb);
+    if (!beside->batch)
+        (void)run_beside(beside);
+    cr_assert_eq(beside->batch[0], 1, "it is the same in each attempt");
+    cr_assert_eq(rebatch_pool_free(pool, beside->batch), REBATCH_OK);
+    void *other;
+    cr_assert_eq(rebatch_pool_alloc(&other, pool, BATCH_BYTES, NULL, 0), REBATCH_OK);
+    memset(other, 0xff, BATCH_BYTES);
+    return rebatch_pool_free(pool, other);
+}
+
+Test(step_threads, a_callback_that_frees_what_another_thread_allocated_finds_it_again)
+{
+    struct rig rig;
+    struct beside beside;
+    open_beside(&rig, &beside, false);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    rig.script.inside = consume_batches;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 2);
+    cr_assert_eq(beside.prepared, 1);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+    rig_close(&rig);
+}
+
+Test(step_threads, what_a_thread_that_joined_allocates_is_taken_back)
+{
+    struct rig rig;
+    struct beside beside;
+    open_beside(&rig, &beside, true);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    rig.script.inside = use_batch;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_OWN);
+    cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
+    cr_assert_eq(beside.prepared, 1);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes);
+    rig_close(&rig);
+}
+
+/* What a thread that has left again allocates stays; so does what is allocated beside no callback,
+ * whoever joined. */
+Test(step_threads, joining_holds_until_the_thread_leaves)
+{
+    struct rig rig;
+    struct beside beside;
+    open_beside(&rig, &beside, false);
+    cr_assert_eq(rebatch_join(rig.rb), REBATCH_OK);
+    cr_assert_eq(rebatch_join(rig.rb), REBATCH_OK);
+    cr_assert_eq(rebatch_leave(rig.rb), REBATCH_OK);
+    cr_assert_eq(rebatch_leave(rig.rb), REBATCH_OK, "it has left already");
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    beside.joins = true;
+    (void)run_beside(&beside);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes + BATCH_BYTES);
+    beside.joins = false;
+    rig.script.inside = use_batch;
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes + beside.prepared * BATCH_BYTES);
+    rig_close(&rig);
+}
+
+Test(step_threads, without_a_session_nothing_is_joined)
+{
+    cr_assert_eq(rebatch_join(NULL), REBATCH_E_INVALID);
+    cr_assert_str_eq(rebatch_last_error(), "rb is NULL");
+    cr_assert_eq(rebatch_leave(NULL), REBATCH_E_INVALID);
+}

@@ -1,0 +1,385 @@
+/* Holds what a scope of one thread leaves to others: what those allocate and free is theirs.
+ * Threads run in the order that a test says (be_thread). Seeds 1 to 20 for the random test. */
+#include "unit/pool_help.h"
+#include "unit/pool_script.h"
+
+enum { INSIDER = 21, OTHER = 22, DEVICE_GRANULES = 2048 };
+
+static rebatch_scope begin_own(rebatch_pool *pool)
+{
+    rebatch_scope scope;
+    be_thread(INSIDER);
+    cr_assert_eq(rbi_scope_begin_own(&scope, pool), REBATCH_OK);
+    return scope;
+}
+
+static bool is_in_use(rebatch_pool *pool, const void *pointer)
+{
+    size_t bytes;
+    return rebatch_pool_block_bytes(&bytes, pool, pointer) == REBATCH_OK;
+}
+
+Test(pool_outside, blocks_of_other_threads_stay)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope scope = begin_own(rig.pool);
+    void *own[2] = {take(rig.pool, 3 * KIB), NULL};
+    be_thread(OTHER);
+    void *other = take(rig.pool, 5 * KIB);
+    be_thread(INSIDER);
+    own[1] = take(rig.pool, 7 * KIB);
+    rollback(rig.pool, scope);
+    assert_valid(rig.pool);
+    cr_assert_not(is_in_use(rig.pool, own[0]));
+    cr_assert_not(is_in_use(rig.pool, own[1]));
+    cr_assert(is_in_use(rig.pool, other));
+    cr_assert_eq(stats_of(rig.pool).rolled_back_blocks, 2);
+    give(rig.pool, other);
+    rig_close(&rig);
+}
+
+Test(pool_outside, what_other_threads_free_is_freed)
+{
+    for (int commits = 0; commits < 2; commits++) {
+        struct rig rig = rig_open(64, NULL);
+        void *older = take(rig.pool, 3 * KIB);
+        const rebatch_scope scope = begin_own(rig.pool);
+        void *inside = take(rig.pool, 3 * KIB);
+        be_thread(OTHER);
+        void *other = take(rig.pool, 3 * KIB);
+        give(rig.pool, older);
+        give(rig.pool, other);
+        give(rig.pool, inside);
+        cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+        be_thread(INSIDER);
+        if (commits)
+            commit(rig.pool, scope);
+        else
+            rollback(rig.pool, scope);
+        cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+        rig_close(&rig);
+    }
+}
+
+/* A batch that was prepared beside an attempt is there again for the next one. */
+Test(pool_outside, a_free_of_another_threads_block_is_undone)
+{
+    struct rig rig = rig_open(64, NULL);
+    rebatch_scope scope = begin_own(rig.pool);
+    be_thread(OTHER);
+    void *batch = take(rig.pool, 3 * KIB);
+    memset(batch, 0x5a, 3 * KIB);
+    for (int attempt = 0; attempt < 2; attempt++) {
+        be_thread(INSIDER);
+        give(rig.pool, batch);
+        cr_assert_eq(stats_of(rig.pool).deferred_bytes, 3 * KIB);
+        void *next = take(rig.pool, 3 * KIB);
+        cr_assert_neq(next, batch);
+        memset(next, 0, 3 * KIB);
+        rollback(rig.pool, scope);
+        cr_assert(is_in_use(rig.pool, batch));
+        cr_assert_eq(*(unsigned char *)batch, 0x5a);
+        scope = begin_own(rig.pool);
+    }
+    give(rig.pool, batch);
+    commit(rig.pool, scope);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    rig_close(&rig);
+}
+
+Test(pool_outside, a_thread_that_joined_is_inside)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *older = take(rig.pool, 3 * KIB);
+    const rebatch_scope scope = begin_own(rig.pool);
+    be_thread(OTHER);
+    rbi_pool_joined = rig.pool;
+    void *inside = take(rig.pool, 3 * KIB);
+    give(rig.pool, older);
+    rbi_pool_joined = NULL;
+    void *other = take(rig.pool, 3 * KIB);
+    be_thread(INSIDER);
+    rollback(rig.pool, scope);
+    cr_assert_not(is_in_use(rig.pool, inside));
+    cr_assert(is_in_use(rig.pool, older));
+    cr_assert(is_in_use(rig.pool, other));
+    give(rig.pool, older);
+    give(rig.pool, other);
+    rig_close(&rig);
+}
+
+/* When the one around it ends all threads are inside again, as outside of any. */
+Test(pool_outside, a_scope_within_is_of_the_same_threads)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope around = begin_own(rig.pool);
+    const rebatch_scope within = begin(rig.pool);
+    be_thread(OTHER);
+    void *others[2] = {take(rig.pool, 3 * KIB), take(rig.pool, 3 * KIB)};
+    be_thread(INSIDER);
+    give(rig.pool, others[0]);
+    commit(rig.pool, within); /* waits for the one around it, too */
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, 3 * KIB);
+    void *own = take(rig.pool, 3 * KIB);
+    rollback(rig.pool, around);
+    cr_assert_not(is_in_use(rig.pool, own));
+    cr_assert(is_in_use(rig.pool, others[0]));
+    cr_assert(is_in_use(rig.pool, others[1]));
+    const rebatch_scope any = begin(rig.pool);
+    be_thread(OTHER);
+    void *inside = take(rig.pool, 3 * KIB);
+    rollback(rig.pool, any);
+    cr_assert_not(is_in_use(rig.pool, inside));
+    give(rig.pool, others[0]);
+    give(rig.pool, others[1]);
+    rig_close(&rig);
+}
+
+Test(pool_outside, they_are_no_leak_of_the_scope)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope scope = begin_own(rig.pool);
+    void *own = take(rig.pool, 3 * KIB);
+    be_thread(OTHER);
+    void *other = take(rig.pool, 5 * KIB);
+    rebatch_leak_report leaks;
+    cr_assert_eq(rebatch_scope_get_leaks(&leaks, rig.pool, scope), REBATCH_OK);
+    cr_assert_eq(leaks.blocks, 1);
+    cr_assert_eq(leaks.live_bytes, 3 * KIB);
+    cr_assert_eq(rebatch_scope_get_leaks(&leaks, rig.pool, 0), REBATCH_OK);
+    cr_assert_eq(leaks.blocks, 2, "of the whole pool it is");
+    be_thread(INSIDER);
+    commit(rig.pool, scope);
+    give(rig.pool, own);
+    give(rig.pool, other);
+    rig_close(&rig);
+}
+
+Test(pool_outside, a_copy_has_them_too)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope scope = begin_own(rig.pool);
+    void *own = take(rig.pool, 3 * KIB);
+    be_thread(OTHER);
+    void *other = take(rig.pool, 5 * KIB);
+    rebatch_device *device;
+    rebatch_pool *copy;
+    cr_assert_eq(rbi_pool_clone(&copy, &device, rig.pool), REBATCH_OK);
+    rollback(copy, scope);
+    cr_assert_not(is_in_use(copy, own));
+    cr_assert(is_in_use(copy, other));
+    rebatch_pool_destroy(copy);
+    rebatch_device_close(device);
+    be_thread(INSIDER);
+    rollback(rig.pool, scope);
+    give(rig.pool, other);
+    rig_close(&rig);
+}
+
+/* ---- caches ---- */
+
+Test(pool_outside, blocks_of_caches_stay_too)
+{
+    enum { BLOCKS = 40 };
+    struct rig rig = rig_open(64, NULL);
+    void *own[BLOCKS], *others[BLOCKS];
+    contend(rig.pool);
+    give(rig.pool, take(rig.pool, 32 * GRANULE));
+    const rebatch_scope scope = begin_own(rig.pool);
+    for (int i = 0; i < BLOCKS; i++) {
+        be_thread(INSIDER);
+        own[i] = take(rig.pool, KIB);
+        be_thread(OTHER);
+        others[i] = take(rig.pool, KIB);
+    }
+    cr_assert(rig.pool->lending);
+    be_thread(INSIDER);
+    give(rig.pool, others[0]); /* which waits */
+    rollback(rig.pool, scope);
+    for (int i = 0; i < BLOCKS; i++) {
+        cr_assert_not(is_in_use(rig.pool, own[i]));
+        cr_assert(is_in_use(rig.pool, others[i]));
+        give(rig.pool, others[i]);
+    }
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    rig_close(&rig);
+}
+
+/* Threads whose numbers fall on one cache share it. */
+Test(pool_outside, a_free_within_a_shared_cache_is_undone)
+{
+    struct rig rig = rig_open(64, NULL);
+    contend(rig.pool);
+    give(rig.pool, take(rig.pool, 32 * GRANULE));
+    const rebatch_scope scope = begin_own(rig.pool);
+    be_thread(INSIDER + RBI_TCACHES);
+    void *other = take(rig.pool, KIB);
+    void *another = take(rig.pool, KIB);
+    cr_assert(rig.pool->lending);
+    give(rig.pool, another);
+    be_thread(INSIDER);
+    give(rig.pool, other);
+    void *own = take(rig.pool, KIB);
+    cr_assert_neq(own, other);
+    rollback(rig.pool, scope);
+    cr_assert(is_in_use(rig.pool, other));
+    cr_assert_not(is_in_use(rig.pool, own));
+    give(rig.pool, other);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    rig_close(&rig);
+}
+
+/* ---- cycles ---- */
+
+/* A step in which another thread prepares the next batch, and the step frees the one before. */
+static unsigned char *play_with_batch(struct run *run, const struct script *script,
+                                      unsigned char *batch, bool fails)
+{
+    rebatch_pool *const pool = run->rig.pool;
+    const rebatch_scope scope = begin_own(pool);
+    play(run, script, 0, script->count / 2);
+    be_thread(OTHER);
+    unsigned char *const next = take(pool, 9 * KIB);
+    memset(next, *batch + 1, 9 * KIB);
+    be_thread(INSIDER);
+    play(run, script, script->count / 2, script->count);
+    give(pool, batch);
+    if (!fails) {
+        commit(pool, scope);
+        return next;
+    }
+    rollback(pool, scope);
+    cr_assert(is_in_use(pool, batch));
+    cr_assert(is_in_use(pool, next));
+    cr_assert_eq(*next, (unsigned char)(*batch + 1));
+    give(pool, batch);
+    return next;
+}
+
+Test(pool_outside, cycles_know_them_too)
+{
+    const struct script script = write_script(1);
+    struct run run = {.rig = rig_open(DEVICE_GRANULES, NULL)};
+    unsigned char *batch = take(run.rig.pool, 9 * KIB);
+    *batch = 0;
+    int ran = 0;
+    for (int i = 0; i < 3 * WARM; i++) {
+        const unsigned char was = *batch;
+        batch = play_with_batch(&run, &script, batch, i % 50 == 49);
+        cr_assert_eq(*batch, (unsigned char)(was + 1));
+        ran += runs(&run);
+    }
+    assert_valid(run.rig.pool);
+    give(run.rig.pool, batch);
+    cr_assert_eq(stats_of(run.rig.pool).live_bytes, 0);
+    close_run(&run);
+}
+
+/* ---- anything ---- */
+
+/* What a naive model knows of a block. */
+struct known {
+    unsigned char *block;
+    size_t bytes;
+    unsigned char mark;
+    size_t depth; /* of scopes when the insider allocated it; 0: before, or another thread's */
+    size_t freed; /* its free waits for the end of so many scopes; 0: for none */
+};
+
+enum { MOST = 200, DEPTH = 4 };
+
+struct model {
+    struct known known[MOST];
+    size_t count;
+    rebatch_scope scopes[DEPTH];
+    size_t depth;
+};
+
+static void forget(struct model *m, size_t i)
+{
+    m->known[i] = m->known[--m->count];
+}
+
+static void model_free(struct model *m, rebatch_pool *pool, size_t i, bool is_inside)
+{
+    struct known *const k = &m->known[i];
+    if (k->freed)
+        return;
+    cr_assert_eq(*k->block, k->mark);
+    cr_assert_eq(k->block[k->bytes - 1], k->mark);
+    give(pool, k->block);
+    if (is_inside && k->depth < m->depth)
+        k->freed = m->depth;
+    else
+        forget(m, i);
+}
+
+static void model_end(struct model *m, rebatch_pool *pool, bool commits)
+{
+    be_thread(INSIDER);
+    if (commits)
+        commit(pool, m->scopes[m->depth - 1]);
+    else
+        rollback(pool, m->scopes[m->depth - 1]);
+    m->depth--;
+    for (size_t i = m->count; i-- > 0;) {
+        struct known *const k = &m->known[i];
+        const bool was_inside = k->depth > m->depth;
+        if (!commits) {
+            k->freed = k->freed > m->depth ? 0 : k->freed;
+            if (was_inside)
+                forget(m, i);
+            continue;
+        }
+        k->depth = k->depth > m->depth ? m->depth : k->depth;
+        if (k->freed > m->depth)
+            k->freed = k->depth < m->depth ? m->depth : 0;
+        if (k->freed == 0 && !is_in_use(pool, k->block))
+            forget(m, i);
+    }
+}
+
+static void model_call(struct model *m, rebatch_pool *pool, uint64_t *random)
+{
+    const bool is_inside = draw(random) % 2 != 0;
+    be_thread(is_inside ? INSIDER : OTHER);
+    const uint64_t what = draw(random) % 16;
+    if (what == 0 && m->depth < DEPTH) {
+        m->scopes[m->depth] = m->depth == 0 ? begin_own(pool) : begin(pool);
+        m->depth++;
+    } else if (what == 1 && m->depth > 0) {
+        model_end(m, pool, draw(random) % 2 != 0);
+    } else if (what < 9 && m->count < MOST) {
+        const size_t bytes = draw(random) % 3 == 0 ? draw_bytes(random) : 1 + draw(random) % KIB;
+        unsigned char *const block = take(pool, bytes);
+        const unsigned char mark = (unsigned char)draw(random);
+        *block = block[bytes - 1] = mark;
+        m->known[m->count++] = (struct known){block, bytes, mark, is_inside ? m->depth : 0, 0};
+    } else if (m->count > 0) {
+        model_free(m, pool, draw(random) % m->count, is_inside);
+    }
+}
+
+Test(pool_outside, any_calls_of_any_threads)
+{
+    enum { CALLS = 20000 };
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        struct rig rig = rig_open(DEVICE_GRANULES, NULL);
+        static struct model m;
+        m = (struct model){.count = 0};
+        uint64_t random = seed;
+        if (seed % 2)
+            contend(rig.pool);
+        for (int i = 0; i < CALLS; i++) {
+            model_call(&m, rig.pool, &random);
+            if (i % 1000 == 0)
+                assert_valid(rig.pool);
+        }
+        while (m.depth > 0)
+            model_end(&m, rig.pool, true);
+        while (m.count > 0)
+            model_free(&m, rig.pool, 0, false);
+        cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+        rig_close(&rig);
+    }
+}
