@@ -44,8 +44,10 @@
  *
  *  The redirected calls may be made in any thread, steps in one at a time. What other threads than
  *  the step's allocate is theirs, and stays when an attempt is taken back; one that works for the
- *  step says rebatch_join(rebatch_get_current()). rebatch_escape_on_oom() leaves by longjmp: between
- *  the step's function and check() there must be nothing that a destructor would have to release. */
+ *  step says rebatch_join(rebatch_get_current()).
+ *
+ *  rebatch_escape_on_oom() leaves by longjmp: between the step's function and check() there must be
+ *  nothing that a destructor would have to release. */
 #ifndef REBATCH_WRAP_H
 #define REBATCH_WRAP_H
 
