@@ -235,7 +235,7 @@ static double run_random(const struct contender *c)
     return pat_random(c->take, c->give, c->user, 100000);
 }
 
-/* A run makes more calls than the pool's longest period has, 1,048,575, so none is known to it. */
+/* A run makes more calls than the pool's longest period has, 1,048,512, so none is known to it. */
 static double run_random_unrepeated(const struct contender *c)
 {
     return pat_random(c->take, c->give, c->user, 600000);

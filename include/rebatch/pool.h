@@ -72,12 +72,13 @@ typedef struct rebatch_pool_options {
                                 stream's work is done, else the call is searched for. Threads that
                                 take turns have one too, not those that wait for each other; nor is
                                 there one with guard, events, rounding or caching off. A period has
-                                up to a million calls (1,048,560), a step in many micro-batches
-                                included.
-                                Takes 640 KiB of host memory, up to 4.2 MiB where calls seem to
-                                repeat after more than 131,071; and for each call of a period that
-                                is learnt 44 bytes, 40 more where streams use blocks of others, and
-                                16 more where memory is short.
+                                up to a million calls (1,048,512), as a step in many micro-batches
+                                may have.
+                                Takes 640 KiB of host memory, up to 4.2 MiB once calls seem to
+                                repeat after more than 131,000; and for each call of a period that
+                                is learnt 44 bytes, for each use of a block by another stream 64,
+                                and 16 more a call where memory is short. Space is asked for up to
+                                twice as many, of which the system gives what is touched.
                                 REBATCH_OFF: every call is searched for, and the memory is not
                                 taken: to measure what calls cost that do not repeat, or for
                                 addresses that no period has a say in; default on */

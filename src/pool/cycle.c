@@ -39,7 +39,7 @@ static void free_uses(struct rbi_cycle *cycle)
     rbi_heap_free(cycle->waits);
     cycle->uses = NULL;
     cycle->waits = NULL;
-    cycle->use_capacity = 0;
+    cycle->use_capacity = cycle->wait_capacity = 0;
 }
 
 void rbi_cycle_close(struct rbi_cycle *cycle)
@@ -80,17 +80,12 @@ static bool prepare_calls(struct rbi_cycle *cycle, size_t period)
  * older than the period. */
 static bool prepare_uses(struct rbi_cycle *cycle)
 {
-    const size_t uses = cycle->capacity;
-    if (cycle->use_count != 0 || uses <= cycle->use_capacity)
+    if (cycle->use_count != 0 || cycle->capacity <= cycle->use_capacity)
         return cycle->use_count < cycle->use_capacity;
     free_uses(cycle);
-    cycle->uses = rbi_heap_calloc(uses, sizeof *cycle->uses);
-    cycle->waits = rbi_heap_calloc(uses, sizeof *cycle->waits);
-    if (cycle->uses && cycle->waits)
-        cycle->use_capacity = uses;
-    else
-        free_uses(cycle);
-    return cycle->use_capacity != 0;
+    cycle->uses = rbi_heap_calloc(cycle->capacity, sizeof *cycle->uses);
+    cycle->use_capacity = cycle->uses ? cycle->capacity : 0;
+    return cycle->uses != NULL;
 }
 
 /* ---- learning ---- */
@@ -335,7 +330,8 @@ static struct rbi_block *lift(rebatch_pool *pool, struct rbi_block *block)
 static bool prepare_nodes(rebatch_pool *pool)
 {
     const struct rbi_cycle *cycle = &pool->cycle;
-    const size_t blocks = cycle->most_live + cycle->old_count + cycle->used_frees;
+    const size_t pending = rbi_min(cycle->used_frees, (size_t)RBI_CYCLE_PENDING_MOST);
+    const size_t blocks = cycle->most_live + cycle->old_count + pending;
     return rbi_pool_prepare_blocks(pool, 2 * blocks + rbi_pool_promised(pool)) &&
            rbi_nodes_prepare(&pool->use_nodes, cycle->use_calls + cycle->use_count);
 }
@@ -484,7 +480,7 @@ void rbi_cycle_double(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     struct rbi_trail *trail = &pool->trail;
-    if (cycle->doublings == MOST_DOUBLINGS || 2 * trail->period > trail->mask)
+    if (cycle->doublings == MOST_DOUBLINGS || !rbi_trail_widen(trail, 2 * trail->period))
         return;
     cycle->doublings++;
     cycle->patience = 0;

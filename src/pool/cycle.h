@@ -63,6 +63,9 @@ struct rbi_cycle_use {
     bool marks;     /* a mark is made then */
     bool last;      /* of that call */
 };
+/* Blocks freed after other streams had used them, and not given out again since: where there are
+ * more at once a period is no cycle. */
+#define RBI_CYCLE_PENDING_MOST 4096
 /* What an allocation waits for. */
 struct rbi_cycle_wait {
     uint32_t use;
@@ -140,7 +143,7 @@ struct rbi_cycle {
 
     struct rbi_cycle_use *uses; /* NULL: none was ever learnt */
     struct rbi_cycle_wait *waits;
-    size_t use_capacity; /* uses, and waits, that there is space for */
+    size_t use_capacity, wait_capacity; /* how many there is space for */
     size_t use_count, wait_count;
     size_t use_calls, used_frees; /* of the period's calls */
     bool is_placed;               /* its blocks lie where they were placed, not as a search did */

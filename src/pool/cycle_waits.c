@@ -8,9 +8,11 @@
  * longer of interest. So each piece of memory is waited for once, and only where it is needed. */
 #include "pool/pool.h"
 
-/* Stretches that there are at once, and streams that one allocation waits for. */
-#define MOST_STRETCHES 4096
+/* Streams that one allocation waits for. */
 #define MOST_WAITS 8
+#define LEAST_WAITS 1024
+/* Where so many stretches have to be moved, in all, a period is no cycle: it takes some 0.1 s. */
+#define MOST_MOVED (UINT64_C(1) << 25)
 
 /* Memory that was freed with call `at`, counted from the beginning of the first lap, and may be in
  * use on other streams still. */
@@ -29,6 +31,7 @@ struct walk {
     struct rbi_cycle *cycle;
     struct stretch *stretches;
     size_t count;
+    uint64_t moved; /* within their array, so far */
     uint32_t now;
     struct latest waits[MOST_WAITS]; /* of the allocation that is looked at */
     size_t wait_count;
@@ -51,7 +54,8 @@ static size_t first_behind(const struct walk *walk, const char *address)
 
 static bool insert(struct walk *walk, size_t index, struct stretch stretch)
 {
-    if (walk->count == MOST_STRETCHES)
+    walk->moved += walk->count - index;
+    if (walk->count == RBI_CYCLE_PENDING_MOST || walk->moved > MOST_MOVED)
         return false;
     struct stretch *const place = &walk->stretches[index];
     memmove(place + 1, place, (walk->count++ - index) * sizeof *place);
@@ -61,6 +65,7 @@ static bool insert(struct walk *walk, size_t index, struct stretch stretch)
 
 static void discard(struct walk *walk, size_t first, size_t end)
 {
+    walk->moved += walk->count - end;
     memmove(&walk->stretches[first], &walk->stretches[end],
             (walk->count - end) * sizeof *walk->stretches);
     walk->count -= end - first;
@@ -121,12 +126,27 @@ static uint32_t delay_of(const struct rbi_cycle *cycle, uint32_t calls)
     return calls > cycle->lead_calls ? calls - (uint32_t)cycle->lead_calls : 0;
 }
 
+/* So that there is space for one allocation's more. */
+static bool prepare_waits(struct rbi_cycle *cycle)
+{
+    if (cycle->wait_count + MOST_WAITS <= cycle->wait_capacity)
+        return true;
+    const size_t capacity = rbi_max(2 * cycle->wait_capacity, (size_t)LEAST_WAITS);
+    struct rbi_cycle_wait *const waits =
+        rbi_heap_resize(cycle->waits, capacity, sizeof *cycle->waits);
+    if (!waits)
+        return false;
+    cycle->waits = waits;
+    cycle->wait_capacity = capacity;
+    return true;
+}
+
 static bool note_waits(struct walk *walk, struct rbi_cycle_call *call)
 {
     struct rbi_cycle *const cycle = walk->cycle;
     if (walk->wait_count == 0)
         return true;
-    if (cycle->wait_count + walk->wait_count > cycle->use_capacity)
+    if (!prepare_waits(cycle))
         return false;
     call->units |= RBI_CYCLE_WAITS;
     call->of = (uint32_t)cycle->wait_count;
@@ -201,7 +221,8 @@ bool rbi_cycle_plan_waits(const rebatch_pool *pool, struct rbi_cycle *cycle)
     if (cycle->use_count == 0)
         return true;
     struct walk walk = {.cycle = cycle,
-                        .stretches = rbi_heap_calloc(MOST_STRETCHES, sizeof(struct stretch))};
+                        .stretches =
+                            rbi_heap_calloc(RBI_CYCLE_PENDING_MOST, sizeof(struct stretch))};
     const bool done = walk.stretches && pass_twice(&walk);
     rbi_heap_free(walk.stretches);
     for (const struct rbi_pool_stream *s = pool->first_stream; done && s; s = s->next)

@@ -51,6 +51,8 @@ void rbi_stretch_weigh(struct rbi_stretch *stretch, int64_t *in_use, uint32_t pe
  * alone for longer several tries may be needed, each of which takes a time that grows with the
  * square of all blocks. */
 #define RBI_PLAN_APART_FREES 2048
+/* And so they are in longer periods: a try goes through all calls for each stretch many times. */
+#define RBI_PLAN_APART_CALLS RBI_TRAIL_CALLS_FIRST
 
 /* Leaves what other streams have used alone for longer after it was freed, until the next of few
  * releases: each needs one mark, which says of all that was freed before it that it is done. As few

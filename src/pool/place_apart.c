@@ -207,7 +207,8 @@ static void take_offer(struct rbi_stretch *stretch, const struct offer *offer,
 
 bool rbi_cycle_may_be_apart(const struct rbi_cycle *cycle)
 {
-    return cycle->use_count != 0 && cycle->used_frees <= RBI_PLAN_APART_FREES;
+    return cycle->use_count != 0 && cycle->used_frees <= RBI_PLAN_APART_FREES &&
+           cycle->noted <= RBI_PLAN_APART_CALLS;
 }
 
 void rbi_plan_move_apart(struct rbi_plan *plan, uint64_t units)

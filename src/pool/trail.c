@@ -16,8 +16,11 @@
 #define LEAST_MATCH 16
 #define ANCHOR_BITS 4 /* one level in 2^4 is chosen */
 #define ANCHOR_CALLS 4
-/* Calls from one search to the next. */
-#define SEARCH_GAP 64
+/* A longer period than this must have gone on as before for one of so many parts after it was
+ * found: where some other step comes between many short ones, each time after about as many, the
+ * distance between two of them looks like a period as soon as it ends. */
+#define LONG_PERIOD (RBI_TRAIL_CALLS_FIRST / 2)
+#define LONG_PARTS 8
 /* Where no period was known for so many calls, they are searched in windows only: in some that are
  * long enough for the longest period to pass twice, and in shorter ones more often, as most periods
  * are short and one of those is to be found soon. */
@@ -38,7 +41,7 @@ bool rbi_trail_open(struct rbi_trail *trail)
         return false;
     }
     trail->mask = RBI_TRAIL_CALLS_FIRST - 1;
-    trail->due = SEARCH_GAP;
+    trail->due = RBI_TRAIL_GAP;
     return true;
 }
 
@@ -74,23 +77,26 @@ static uint64_t remembered(const struct rbi_trail *trail)
     return rbi_min(trail->count - trail->first, trail->mask + 1);
 }
 
-/* Remembers as many calls as such a period needs from now on, where the heap has memory for it. */
-static void widen(struct rbi_trail *trail, uint64_t period)
+bool rbi_trail_widen(struct rbi_trail *trail, uint64_t period)
 {
     size_t calls = trail->mask + 1;
     const uint64_t known = remembered(trail);
-    while (calls <= period)
+    if (period > RBI_TRAIL_PERIOD_MOST)
+        return false;
+    while (calls - RBI_TRAIL_GAP < period)
         calls *= 2;
-    uint32_t *const levels =
-        calls <= RBI_TRAIL_CALLS ? rbi_heap_calloc(calls, sizeof *levels) : NULL;
+    if (calls == trail->mask + 1)
+        return true;
+    uint32_t *const levels = rbi_heap_calloc(calls, sizeof *levels);
     if (!levels)
-        return;
+        return false;
     for (uint64_t call = trail->count - known; call < trail->count; call++)
         levels[call & (calls - 1)] = level_of(trail, call);
     rbi_heap_free(trail->levels);
     trail->levels = levels;
     trail->mask = calls - 1;
     trail->first = trail->count - known;
+    return true;
 }
 
 /* How many of the last calls, up to a period of them, are those of a period before. */
@@ -111,19 +117,17 @@ static uint64_t count_matching(const struct rbi_trail *trail, uint64_t period)
 static void try_period(struct rbi_trail *trail, uint64_t period)
 {
     const bool known = trail->period != 0;
-    if (period < LEAST_PERIOD || period > RBI_TRAIL_CALLS ||
-        (known && (period >= trail->period || trail->count < trail->retry)))
+    if (period < LEAST_PERIOD ||
+        (known && (period >= trail->period || trail->count < trail->retry)) ||
+        !rbi_trail_widen(trail, period))
         return;
-    if (period > trail->mask) {
-        widen(trail, period);
-        return;
-    }
     const uint64_t same = count_matching(trail, period);
     trail->retry = trail->count + (known ? same : 0);
     if (same < (known ? period : LEAST_MATCH))
         return;
+    const uint64_t most = period > LONG_PERIOD ? period - period / LONG_PARTS : period;
     trail->period = period;
-    trail->since = trail->count - same;
+    trail->since = trail->count - rbi_min(same, most);
 }
 
 /* The first call since the last look that is not that of a period before; the count: there is
@@ -176,7 +180,7 @@ bool rbi_trail_look(struct rbi_trail *trail)
         set_anchor(trail, other);
     }
     search(trail);
-    trail->due = trail->count + SEARCH_GAP;
+    trail->due = trail->count + RBI_TRAIL_GAP;
     return !is_lost;
 }
 

@@ -10,9 +10,13 @@
 #include "rebatch/pool.h"
 
 /* How many calls are remembered at first, and at most, which is enough for the step of a large
- * model in many micro-batches: the longest period is a little shorter. Powers of two. */
+ * model in many micro-batches. Powers of two. */
 #define RBI_TRAIL_CALLS_FIRST ((size_t)1 << 17)
 #define RBI_TRAIL_CALLS ((size_t)1 << 20)
+/* Calls from one search for a period to the next: until then the calls of the period before must be
+ * remembered. */
+#define RBI_TRAIL_GAP 64
+#define RBI_TRAIL_PERIOD_MOST (RBI_TRAIL_CALLS - RBI_TRAIL_GAP)
 #define RBI_TRAIL_ANCHORS 8192
 
 /* Where the calls last looked as this hash says. */
@@ -46,6 +50,9 @@ void rbi_trail_close(struct rbi_trail *trail);
 /* Looks at the calls since the last look: whether they go on as they were, and if no period is
  * known, whether there is one. False when there was one, and there is none now. */
 bool rbi_trail_look(struct rbi_trail *trail);
+/* Remembers as many calls as such a period needs from now on; those before are as they were. False
+ * where it is too long, or the heap has no memory for it. */
+bool rbi_trail_widen(struct rbi_trail *trail, uint64_t period);
 /* Whether two whole periods are known to be the same. */
 static inline bool rbi_trail_repeats(const struct rbi_trail *trail)
 {

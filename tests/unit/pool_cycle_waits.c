@@ -66,6 +66,7 @@ static void draw_period(struct period *p, uint64_t seed)
     p->cycle.uses = p->uses;
     p->cycle.waits = p->waits;
     p->cycle.use_capacity = sizeof p->uses / sizeof *p->uses;
+    p->cycle.wait_capacity = sizeof p->waits / sizeof *p->waits;
     while (p->cycle.noted < CALLS - LIVE) {
         const uint32_t units = 1 + (uint32_t)(draw(&random) % 12);
         const uint32_t at = (uint32_t)(draw(&random) % (UNITS - units + 1));
