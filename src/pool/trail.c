@@ -72,6 +72,14 @@ static bool is_chosen(uint32_t level)
     return level * UINT32_C(0x9e3779b9) >> (32 - ANCHOR_BITS) == 0;
 }
 
+/* A block that is taken and given back again and again leads to one level every other time: where
+ * that is chosen, it would be an anchor all the time. */
+static bool is_anchor(const struct rbi_trail *trail, uint64_t call)
+{
+    const uint32_t level = level_of(trail, call);
+    return is_chosen(level) && level != level_of(trail, call - 2);
+}
+
 static uint64_t remembered(const struct rbi_trail *trail)
 {
     return rbi_min(trail->count - trail->first, trail->mask + 1);
@@ -162,7 +170,7 @@ static void search(struct rbi_trail *trail)
 {
     const bool searches = is_worth_a_search(trail);
     for (; searches && trail->seen < trail->count; trail->seen++)
-        if (is_chosen(level_of(trail, trail->seen)))
+        if (is_anchor(trail, trail->seen))
             set_anchor(trail, trail->seen);
     trail->seen = trail->count;
     if (rbi_trail_repeats(trail))

@@ -31,18 +31,19 @@ struct rbi_anchor {
  *   period != 0: levels of calls i and i - period are the same for since <= i < seen
  *   mask == 0: nothing is remembered */
 struct rbi_trail {
-    uint32_t *levels;
-    size_t mask;
+    struct rbi_anchor *anchors;
     uint64_t first;  /* no call before it is remembered */
-    uint64_t count;  /* calls so far */
     uint64_t period; /* calls; 0: none known */
     uint64_t since;
     uint64_t retry; /* the count from which a shorter period is tried */
-    uint64_t due;   /* the count at which the trail is looked at again */
     uint64_t seen;  /* the calls before it have been looked at */
     uint64_t known; /* the count when there last was a period */
     uint32_t none;  /* what `levels` is where nothing is remembered */
-    struct rbi_anchor *anchors;
+    /* Of every call: */
+    uint32_t *levels;
+    size_t mask;
+    uint64_t count; /* calls so far */
+    uint64_t due;   /* the count at which the trail is looked at again */
 };
 /* False when the heap has no memory for it: then nothing is remembered. */
 bool rbi_trail_open(struct rbi_trail *trail);
