@@ -19,8 +19,8 @@
 #include "rebatch/status.h"
 
 /** A session: a pool, a micro-batch size and what was learned about memory. Used by one thread at a
- *  time. Other threads may use its pool at any time: those that work for callbacks, which end
- *  before the callback returns, say so with rebatch_join(). */
+ *  time. Other threads may use its pool at any time. Those that work for callbacks say so with
+ *  rebatch_join(), and are done with what they do for one before it returns. */
 typedef struct rebatch rebatch;
 
 /** One try at a part of the effective batch. */
@@ -351,14 +351,17 @@ REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                          rebatch_guard_kind kind);
 
 /** Have what this thread does with the session's pool be the running callback's, as if the
- *  callback's own thread did it: for a thread that works for callbacks, as one of a backward pass
- *  may. What it allocates is taken back when the attempt fails, and a block from before the attempt
- *  that it frees is there again. Of any other thread, one that prepares batches beside the step for
- *  example, nothing is taken back; when the callback frees a block of it, that is undone with the
- *  attempt.
+ *  callback's own thread did it. A thread that works for callbacks must say so, as one of a
+ *  backward pass may be: what it allocates is taken back when the attempt fails, and a block from
+ *  before the attempt that it frees is there again. Of any other thread, one that prepares batches
+ *  beside the step for example, nothing is undone: what it allocates stays, what it frees is gone
+ *  for the next attempt too; and where the callback frees a block of it, that is undone with the
+ *  attempt. Nor do its failures count as the callback's, nor its memory as what a micro-batch
+ *  needs, and what rebatch_reserve() promised is not given to it; but a probe, and a size that is
+ *  learnt, takes it for the micro-batch's, so that they find more when such threads are idle.
  *  It holds for all callbacks of `rb`, until rebatch_leave(), or until the thread joins another
- *  session; leave before rebatch_close(). rebatch_escape() is for the callback's own thread all the
- *  same.
+ *  session; leave before rebatch_close(). While a scope of the callback's own is open, such threads
+ *  are within it. rebatch_escape() is for the callback's own thread all the same.
  *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread. */
 REBATCH_API rebatch_status rebatch_join(rebatch *rb);
 

@@ -57,6 +57,7 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->ranges_made = from->ranges_made;
     to->births = from->births;
     to->depth = from->depth;
+    to->insider = from->insider;
     to->scope_serial = from->scope_serial;
     to->tag_count = from->tag_count;
     to->peak_number = from->peak_number;

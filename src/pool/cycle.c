@@ -480,7 +480,9 @@ void rbi_cycle_double(rebatch_pool *pool)
 {
     struct rbi_cycle *cycle = &pool->cycle;
     struct rbi_trail *trail = &pool->trail;
-    if (cycle->doublings == MOST_DOUBLINGS || !rbi_trail_widen(trail, 2 * trail->period))
+    const uint64_t twice = 2 * trail->period;
+    if (cycle->doublings == MOST_DOUBLINGS || !rbi_trail_widen(trail, twice) ||
+        rbi_trail_remembered(trail) < twice)
         return;
     cycle->doublings++;
     cycle->patience = 0;

@@ -92,7 +92,7 @@ bool rbi_cycle_give_used(rebatch_pool *pool, const void *pointer)
     struct rbi_cycle_call *const from = &cycle->calls[call->of];
     struct rbi_block *const block = from->block;
     struct rbi_cycle_use *use = &cycle->uses[call->first_use];
-    if (block->address != pointer || rbi_pool_defers(pool, block))
+    if (block->address != pointer || rbi_pool_has_younger_scope(pool, block))
         return false;
     if (rbi_cycle_is_old(from))
         return give_old_with_marks(pool, from, use);

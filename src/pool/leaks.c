@@ -54,15 +54,15 @@ static void add_tag(rebatch_leak_report *report, const rebatch_pool *pool,
 
 /* Blocks in use stand in the order of their births: a scope's are the end of the list, but for
  * those from outside. One whose free waits for a commit has been freed. */
-static void gather(rebatch_leak_report *report, const rebatch_pool *pool, rebatch_scope scope,
-                   uint64_t first_birth)
+static void gather(rebatch_leak_report *report, const rebatch_pool *pool,
+                   const struct rbi_extent *extent)
 {
     struct shares shares;
     memset(&shares, 0, sizeof shares);
     const struct rbi_block *const ring = &pool->by_birth;
-    for (const struct rbi_block *b = ring->previous; b != ring && b->birth >= first_birth;
+    for (const struct rbi_block *b = ring->previous; b != ring && b->birth >= extent->first_birth;
          b = b->previous) {
-        if (b->state == RBI_BLOCK_DEFERRED || (b->outside && scope != 0))
+        if (b->state == RBI_BLOCK_DEFERRED || (b->outside && extent->leaves_out))
             continue;
         report->blocks++;
         report->live_bytes += b->bytes;
@@ -86,10 +86,10 @@ rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *p
     if (status != REBATCH_OK)
         return status;
     rbi_pool_enter(pool);
-    uint64_t first_birth;
-    status = rbi_scope_first_birth(&first_birth, pool, scope);
+    struct rbi_extent extent;
+    status = rbi_scope_get_extent(&extent, pool, scope);
     if (status == REBATCH_OK)
-        gather(out, pool, scope, first_birth);
+        gather(out, pool, &extent);
     rbi_lock_give(&pool->lock);
     return status;
 }

@@ -59,6 +59,24 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
     return status;
 }
 
+rebatch_status rbi_pool_promise_more(rebatch_pool *pool, size_t bytes, size_t rounded,
+                                     rebatch_stream stream, const char *tag)
+{
+    struct rbi_request request;
+    size_t both;
+    if (!rbi_add(pool->promised_bytes, rounded, &both))
+        both = SIZE_MAX;
+    rebatch_status status = rbi_request_open(&request, pool, both, stream);
+    if (status != REBATCH_OK)
+        return status;
+    if (pool->plain)
+        status = hold_piece(pool, &request);
+    if (status == REBATCH_OOM)
+        status = rbi_pool_report_oom(pool, &request, bytes, tag);
+    rbi_request_close(&request);
+    return status;
+}
+
 rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     rebatch_status status = rbi_pool_check(pool);

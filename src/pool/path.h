@@ -521,7 +521,7 @@ static inline bool rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_blo
     stats->blocks++;
     pool->requested_total_bytes += block->requested_bytes;
     rbi_raise(&stats->blocks_peak, stats->blocks);
-    if (pool->depth)
+    if (pool->depth && !block->outside)
         rbi_raise(&pool->scopes[pool->depth - 1].largest_bytes, bytes);
     return stats->live_bytes > pool->quiet_bytes;
 }
@@ -542,23 +542,32 @@ static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_bloc
 /* ---- in use ---- */
 
 /* A block in no list is in use from here on; true when rbi_pool_raise_peaks() is to be called. */
-static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                                      rebatch_tag tag)
+static inline bool rbi_pool_use_block_of(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                                         rebatch_tag tag, bool outside)
 {
     struct rbi_block *const ring = &pool->by_birth;
     struct rbi_block *const newest = ring->previous;
     block->state = RBI_BLOCK_LIVE;
     block->late = false;
-    block->outside = rbi_pool_is_outside(pool, pool->insider);
+    block->outside = outside;
     block->requested_bytes = bytes;
     block->tag = tag;
     block->birth = pool->births++;
     block->next = ring;
     block->previous = newest;
     newest->next = ring->previous = block;
-    if (RBI_UNLIKELY(pool->promised_bytes != 0))
+    if (RBI_UNLIKELY(pool->promised_bytes != 0) && !outside)
         pool->promised_bytes -= rbi_min(pool->promised_bytes, block->bytes);
+    if (RBI_UNLIKELY(outside))
+        rbi_scope_shift(pool, block, (int64_t)block->bytes);
     return rbi_pool_count_alloc(pool, block);
+}
+
+/* By this thread. */
+static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                                      rebatch_tag tag)
+{
+    return rbi_pool_use_block_of(pool, block, bytes, tag, rbi_pool_is_outside(pool, pool->insider));
 }
 
 static inline void rbi_pool_leave_use(struct rbi_block *block)
@@ -641,18 +650,13 @@ static inline bool rbi_cycle_expects(const rebatch_pool *pool, size_t bytes, reb
     return (size_t)call->units * REBATCH_POOL_UNIT_BYTES == bytes && call->stream->stream == stream;
 }
 
-/* Is a scope open that the block is not of? */
+/* Is the innermost scope one that the block is not of? Then its free waits for the commit, if the
+ * scope takes it in. */
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
                                               const struct rbi_block *block)
 {
-    return pool->depth &&
-           (block->birth < pool->scopes[pool->depth - 1].first_birth || block->outside);
-}
-
-/* Then its free waits for the commit, if it is one of those that the scope takes in. */
-static inline bool rbi_pool_defers(const rebatch_pool *pool, const struct rbi_block *block)
-{
-    return rbi_pool_has_younger_scope(pool, block) && !rbi_pool_is_outside(pool, pool->insider);
+    return pool->depth && (block->birth < pool->scopes[pool->depth - 1].first_birth ||
+                           (block->outside && pool->insider != 0));
 }
 
 /* Takes what call `from` gave out of use: where it lies is free. Nobody but its own stream can have
@@ -678,7 +682,7 @@ static inline bool rbi_cycle_give(rebatch_pool *pool, const void *pointer)
         return rbi_cycle_give_used(pool, pointer);
     struct rbi_cycle_call *const from = &pool->cycle.calls[call->of];
     struct rbi_block *const block = from->block;
-    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_defers(pool, block)))
+    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_has_younger_scope(pool, block)))
         return false;
     if (RBI_UNLIKELY(rbi_cycle_is_old(from)))
         return rbi_cycle_give_old(pool, from);

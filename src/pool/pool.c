@@ -203,7 +203,8 @@ void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
     while (block->previous != ring && block->previous->birth >= since)
         block = block->previous;
     for (; block != ring; block = block->next)
-        show(user, block->address, block->requested_bytes);
+        if (since == 0 || !block->outside)
+            show(user, block->address, block->requested_bytes);
     rbi_lock_give(&pool->lock);
 }
 
@@ -298,12 +299,33 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     return status;
 }
 
+/* What one thread was promised is not another's, beside the scope. */
+static inline bool is_beside_promise(const rebatch_pool *pool)
+{
+    return RBI_UNLIKELY(pool->promised_bytes != 0) && rbi_pool_is_outside(pool, pool->insider);
+}
+
+/* With memory for both, and what was promised stays so. */
+static COLD rebatch_status alloc_beside_promise(struct rbi_block **out, rebatch_pool *pool,
+                                                size_t bytes, size_t rounded, rebatch_stream stream,
+                                                rebatch_tag tag)
+{
+    const size_t promised = pool->promised_bytes;
+    rebatch_status status =
+        rbi_pool_promise_more(pool, bytes, rounded, stream, pool->tags[tag].name);
+    if (status == REBATCH_OK)
+        status = alloc_by_search(out, pool, bytes, rounded, stream, tag);
+    pool->promised_bytes = promised;
+    return status;
+}
+
 /* The ladder's first rung, with nothing around it: NULL when that does not do, or might need the
  * heap first. */
 static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                             size_t rounded)
 {
-    if (pool->block_nodes.spare < rbi_pool_promised(pool) || pool->late.crowded)
+    if (pool->block_nodes.spare < rbi_pool_promised(pool) || pool->late.crowded ||
+        is_beside_promise(pool))
         return NULL;
     if (stream->misses < RBI_POOL_MISSES)
         stream->misses++;
@@ -332,7 +354,9 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
     }
     rebatch_status status = REBATCH_OK;
     if (!block)
-        status = alloc_by_search(&block, pool, bytes, rounded, stream, tag);
+        status = is_beside_promise(pool)
+                     ? alloc_beside_promise(&block, pool, bytes, rounded, stream, tag)
+                     : alloc_by_search(&block, pool, bytes, rounded, stream, tag);
     if (status != REBATCH_OK)
         return status;
     if (!rbi_tcache_wants(pool, rounded) || !rbi_tcache_lend(pool, block, bytes, tag))
@@ -577,9 +601,12 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-    } else if (rbi_pool_defers(pool, block)) {
+    } else if (rbi_pool_has_younger_scope(pool, block) &&
+               !rbi_pool_is_outside(pool, pool->insider)) {
         rbi_pool_defer_free(pool, block);
     } else {
+        if (rbi_pool_has_younger_scope(pool, block))
+            rbi_scope_shift(pool, block, -(int64_t)block->bytes);
         rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
         rbi_pool_drop_block(pool, block, false);
     }
@@ -612,7 +639,7 @@ static inline __attribute__((always_inline)) rebatch_status free_found(rebatch_p
 {
     struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
     if (RBI_UNLIKELY(!block || block->state != RBI_BLOCK_LIVE || pool->fast_bytes == 0 ||
-                     rbi_pool_defers(pool, block) || !rbi_pool_retires_at_once(block)))
+                     rbi_pool_has_younger_scope(pool, block) || !rbi_pool_retires_at_once(block)))
         return leave_to_careful(pool, pointer);
     rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
     rbi_pool_count_free(pool, block);

@@ -77,9 +77,10 @@ static inline uint64_t rbi_ring_first(const struct rbi_ring *ring)
 
 /* ---- scopes and tags ---- */
 
-/* Blocks with birth >= first_birth are inside, but for those that other threads than the insider
- * allocated. The peak and the largest are those of the time in which this scope was the innermost;
- * they are added to the parent's when it ends. */
+/* Blocks with birth >= first_birth are inside, but where there is an insider for those that
+ * other threads than it allocated; what those do shifts what was in use when it began. The peak
+ * and the largest are those of the time in which this scope was the innermost; they are added to
+ * the parent's when it ends. */
 struct rbi_scope {
     rebatch_scope handle;
     uint64_t first_birth;
@@ -87,7 +88,8 @@ struct rbi_scope {
     uint64_t live_most;          /* highest live_bytes of the whole pool */
     uint64_t requested_at_begin; /* pool->requested_total_bytes then */
     uint64_t largest_bytes;
-    uint64_t outer_insider;     /* pool->insider around it */
+    uint64_t insider;           /* the thread whose calls it takes in, and of those that joined it;
+                                   0: all threads' */
     struct rbi_block *deferred; /* freed inside, and not of it */
 };
 
@@ -191,8 +193,7 @@ struct rebatch_pool {
     struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
     uint32_t scope_serial;
-    uint64_t insider; /* the thread whose calls scopes take in, and of those that joined it; 0:
-                         all threads' */
+    uint64_t insider; /* the innermost scope's; 0 without one */
 
     struct rbi_tag tags[RBI_POOL_TAGS];
     size_t tag_count;
@@ -213,7 +214,8 @@ struct rebatch_pool {
     /* The highest peak that was more than an eighth above the last such, and births then: while
      * these stand the pool is taken to have seen what it will need. */
     uint64_t settled_peak_bytes, settled_births;
-    rebatch_oom_report oom;
+    rebatch_oom_report oom, own_oom; /* the latter of those that scopes take in, or without any */
+    uint64_t own_ooms;
     struct rbi_ring ring;
     struct rbi_pool_recorder recorder;
 
@@ -285,11 +287,12 @@ static inline void rbi_pool_enter_to_count(rebatch_pool *pool)
     rbi_tcaches_fold(pool);
 }
 /* May a block of `bytes` be lent? Only where threads get into each other's way, and nothing special
- * is asked of the pool. */
+ * is asked of the pool; and not to a thread that scopes leave out. */
 static inline bool rbi_tcache_wants(const rebatch_pool *pool, size_t bytes)
 {
     return bytes <= RBI_TCACHE_BLOCK_MOST && rbi_lock_is_contended(&pool->lock) &&
-           pool->fast_bytes != 0 && pool->promised_bytes == 0;
+           pool->fast_bytes != 0 && pool->promised_bytes == 0 &&
+           !rbi_pool_is_outside(pool, pool->insider);
 }
 
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
@@ -522,6 +525,10 @@ static inline size_t rbi_pool_promised(const rebatch_pool *pool)
 {
     return RBI_POOL_SEARCH_NODES * (pool->pressing + 1);
 }
+/* Promises so many bytes beside what is promised already (memory.c); the OOM is said to be one of
+ * `bytes`, before they were rounded. */
+rebatch_status rbi_pool_promise_more(rebatch_pool *pool, size_t bytes, size_t rounded,
+                                     rebatch_stream stream, const char *tag);
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
@@ -578,12 +585,22 @@ void rbi_request_close(struct rbi_request *request);
 
 /* ---- counting (tags.c), scopes (scope.c), reports (report.c); with the lock held ---- */
 
-/* The birth of the first block inside an open scope, 0 for the scope 0; REBATCH_E_INVALID with its
- * text when it is not open. */
-rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope);
+/* What is inside a scope: blocks from a birth on, but for those from outside where it leaves them
+ * out. */
+struct rbi_extent {
+    uint64_t first_birth;
+    bool leaves_out;
+};
+/* Of an open scope; all there is, for the scope 0. REBATCH_E_INVALID with its text when it is not
+ * open. */
+rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool,
+                                    rebatch_scope scope);
 /* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
  * it, and no other. */
 rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
+/* The calling thread is outside: so many bytes, of a block that is not of the scopes which leave it
+ * out, came into use, or went. */
+void rbi_scope_shift(rebatch_pool *pool, const struct rbi_block *block, int64_t bytes);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* With those that are worked out. */
@@ -705,8 +722,11 @@ struct rbi_pool_traffic {
     uint64_t taken_bytes, given_bytes;
 };
 void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool);
-/* stats.ooms without the lock: may be read while other threads allocate. */
+/* How often a request failed, but for those of threads that a scope left out. Without the lock: it
+ * may be read while other threads allocate. */
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
+/* Why the last of them did. */
+void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
 /* Sets who is told of the calls; NULL: nobody. */
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
 /* Shows every block in use that was allocated since there were so many births, with the bytes that

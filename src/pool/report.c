@@ -109,7 +109,11 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     fill_in_tags(report, pool);
     rbi_ring_add_oom(&pool->ring, asked_bytes, info.free_bytes, request->stream->stream,
                      number_of(pool, tag));
-    __atomic_fetch_add(&pool->stats.ooms, 1, __ATOMIC_RELAXED);
+    pool->stats.ooms++;
+    if (!rbi_pool_is_outside(pool, pool->insider)) {
+        pool->own_oom = *report;
+        __atomic_fetch_add(&pool->own_ooms, 1, __ATOMIC_RELAXED);
+    }
     return say_oom(report, pool->headroom_bytes);
 }
 
@@ -125,6 +129,13 @@ rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool
     *out = pool->oom;
     rbi_lock_give(&pool->lock);
     return REBATCH_OK;
+}
+
+void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    *out = pool->own_oom;
+    rbi_lock_give(&pool->lock);
 }
 
 static const char *rung_text(rebatch_pool_rung rung)

@@ -43,7 +43,7 @@ static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint6
                                 .live_at_begin = pool->stats.live_bytes,
                                 .live_most = pool->stats.live_bytes,
                                 .requested_at_begin = pool->requested_total_bytes,
-                                .outer_insider = pool->insider};
+                                .insider = insider};
     pool->depth++;
     pool->insider = insider;
     pool->quiet_bytes = pool->stats.live_bytes;
@@ -72,6 +72,23 @@ rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
     const rebatch_status status = begin_locked(out, pool, rbi_lock_thread);
     rbi_lock_give(&pool->lock);
     return status;
+}
+
+static bool is_of(const struct rbi_scope *scope, const struct rbi_block *block)
+{
+    return block->birth >= scope->first_birth && !block->outside;
+}
+
+void rbi_scope_shift(rebatch_pool *pool, const struct rbi_block *block, int64_t bytes)
+{
+    for (size_t i = pool->depth; i-- > 0;) {
+        struct rbi_scope *const scope = &pool->scopes[i];
+        if (scope->insider == 0 || is_of(scope, block))
+            continue;
+        scope->live_at_begin += (uint64_t)bytes;
+        scope->live_most += (uint64_t)bytes;
+    }
+    rbi_pool_set_quiet(pool);
 }
 
 static void push_deferred(struct rbi_scope *scope, struct rbi_block *block)
@@ -110,7 +127,7 @@ static void fold(struct rbi_scope *to, const struct rbi_scope *from)
 static void close_innermost(rebatch_pool *pool)
 {
     const struct rbi_scope *scope = &pool->scopes[--pool->depth];
-    pool->insider = scope->outer_insider;
+    pool->insider = pool->depth ? scope[-1].insider : 0;
     if (pool->depth)
         fold(innermost(pool), scope);
     rbi_pool_set_quiet(pool);
@@ -177,7 +194,7 @@ static void rollback_innermost(rebatch_pool *pool)
         if (b->birth < scope->first_birth)
             break;
         previous = b->previous;
-        if (!b->outside)
+        if (!b->outside || scope->insider == 0)
             rbi_pool_drop_block(pool, b, true);
     }
     RBI_RECORD(pool, ROLLBACK, NULL, pool->stats.rolled_back_blocks - before, NULL, 0);
@@ -204,15 +221,15 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     return status;
 }
 
-rebatch_status rbi_scope_first_birth(uint64_t *out, rebatch_pool *pool, rebatch_scope scope)
+rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool, rebatch_scope scope)
 {
-    *out = 0;
+    *out = (struct rbi_extent){0, false};
     if (scope == 0)
         return REBATCH_OK;
     const struct rbi_scope *open = find_open(pool, scope);
     if (!open)
         return refuse_scope(scope);
-    *out = open->first_birth;
+    *out = (struct rbi_extent){open->first_birth, open->insider != 0};
     return REBATCH_OK;
 }
 

@@ -192,5 +192,5 @@ void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool)
 
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool)
 {
-    return __atomic_load_n(&pool->stats.ooms, __ATOMIC_RELAXED);
+    return __atomic_load_n(&pool->own_ooms, __ATOMIC_RELAXED);
 }

@@ -108,14 +108,13 @@ static inline struct rbi_block *pop_free(struct rbi_tcache *cache, unsigned clas
     return block;
 }
 
-static inline void begin_use(const rebatch_pool *pool, struct rbi_tcache *cache,
-                             struct rbi_block *block, size_t bytes, rebatch_tag tag)
+static inline void begin_use(struct rbi_tcache *cache, struct rbi_block *block, size_t bytes,
+                             rebatch_tag tag)
 {
     struct rbi_block *const ring = &cache->in_use;
     struct rbi_block *const newest = ring->previous;
     block->taken = true;
     block->late = false;
-    block->outside = rbi_pool_is_outside(pool, cache->insider);
     block->requested_bytes = bytes;
     block->tag = tag;
     block->next = ring;
@@ -131,11 +130,12 @@ bool rbi_tcache_alloc(void **out, rebatch_pool *pool, size_t bytes, rebatch_stre
         return false;
     struct rbi_block *block = NULL;
     rbi_lock_take(&cache->lock);
-    if (cache->stream == stream && tag < cache->tag_count)
+    if (cache->stream == stream && tag < cache->tag_count &&
+        !rbi_pool_is_outside(pool, cache->insider))
         block = pop_free(cache, class_of(bytes));
     if (block) {
         cache->strangers = 0;
-        begin_use(pool, cache, block, bytes, tag);
+        begin_use(cache, block, bytes, tag);
         *out = block->address;
     }
     rbi_lock_give(&cache->lock);
@@ -143,13 +143,6 @@ bool rbi_tcache_alloc(void **out, rebatch_pool *pool, size_t bytes, rebatch_stre
 }
 
 static void flush(rebatch_pool *pool, struct rbi_tcache *cache);
-
-/* Its free by a thread whose calls scopes take in is for the pool to keep. */
-static bool waits_for_commit(const rebatch_pool *pool, const struct rbi_tcache *cache,
-                             const struct rbi_block *block)
-{
-    return block->outside && !rbi_pool_is_outside(pool, cache->insider);
-}
 
 bool rbi_tcache_free(rebatch_pool *pool, const void *pointer)
 {
@@ -159,7 +152,7 @@ bool rbi_tcache_free(rebatch_pool *pool, const void *pointer)
     bool is_full = false;
     rbi_lock_take(&cache->lock);
     struct rbi_block *block = rbi_tcache_find(cache, pointer);
-    if (block && block->taken && !waits_for_commit(pool, cache, block)) {
+    if (block && block->taken) {
         rbi_pool_leave_use(block);
         cache->pairs++;
         cache->pair_bytes += block->bytes;
@@ -233,11 +226,9 @@ static void give_back(rebatch_pool *pool, struct rbi_tcache *cache, struct rbi_b
 /* Makes a block in use a live one; no peak rises, as it has been counted as live before. */
 static void make_live(rebatch_pool *pool, struct rbi_tcache *cache, struct rbi_block *block)
 {
-    const bool outside = block->outside; /* whoever folds is another thread */
     rbi_pool_leave_use(block);
     take_back(pool, cache, block);
-    (void)rbi_pool_use_block(pool, block, block->requested_bytes, block->tag);
-    block->outside = outside;
+    (void)rbi_pool_use_block_of(pool, block, block->requested_bytes, block->tag, false);
 }
 
 static void fold(rebatch_pool *pool, struct rbi_tcache *cache)
@@ -389,7 +380,7 @@ static bool refill(rebatch_pool *pool, struct rbi_tcache *cache, struct rbi_bloc
     cache->free_most = free_most(pool);
     pool->lending = true;
     lend(pool, cache, block);
-    begin_use(pool, cache, block, bytes, tag);
+    begin_use(cache, block, bytes, tag);
     lend_ahead(pool, cache, block->stream, block->bytes);
     return true;
 }

@@ -36,7 +36,7 @@ struct rbi_tcache_entry {
  * allocated inside the innermost scope, and none is lent under conditions that have changed.
  *
  * Locks: the pool's first, then a cache's; with a cache's none is waited for. What a cache may read
- * and write of a lent block is next, previous, tag, late, taken, outside and requested_bytes.
+ * and write of a lent block is next, previous, tag, late, taken and requested_bytes.
  *   lent == blocks in the table == sum of lent_of == those in the ring in_use + those in free
  *   lent_of[i], free[i]: of i + 1 units
  *   free_bytes == sum of bytes over free
@@ -46,7 +46,7 @@ struct rbi_tcache {
     uint32_t strangers; /* refills for other streams since a request for its own */
     rebatch_stream stream;
     size_t tag_count; /* of the pool, at the last refill; and so is */
-    uint64_t insider;
+    uint64_t insider; /* who else may not have its blocks */
     size_t free_bytes, free_most;
     struct rbi_tcache_entry *entries; /* open addressing, linear probing, at most half full */
     size_t capacity;                  /* a power of two, or 0 */

@@ -80,15 +80,10 @@ static bool is_anchor(const struct rbi_trail *trail, uint64_t call)
     return is_chosen(level) && level != level_of(trail, call - 2);
 }
 
-static uint64_t remembered(const struct rbi_trail *trail)
-{
-    return rbi_min(trail->count - trail->first, trail->mask + 1);
-}
-
 bool rbi_trail_widen(struct rbi_trail *trail, uint64_t period)
 {
     size_t calls = trail->mask + 1;
-    const uint64_t known = remembered(trail);
+    const uint64_t known = rbi_trail_remembered(trail);
     if (period > RBI_TRAIL_PERIOD_MOST)
         return false;
     while (calls - RBI_TRAIL_GAP < period)
@@ -110,7 +105,7 @@ bool rbi_trail_widen(struct rbi_trail *trail, uint64_t period)
 /* How many of the last calls, up to a period of them, are those of a period before. */
 static uint64_t count_matching(const struct rbi_trail *trail, uint64_t period)
 {
-    const uint64_t known = remembered(trail);
+    const uint64_t known = rbi_trail_remembered(trail);
     const uint64_t most = rbi_min(period, known > period ? known - period : 0);
     uint64_t same = 0;
     while (same < most && level_of(trail, trail->count - 1 - same) ==

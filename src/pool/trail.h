@@ -54,6 +54,12 @@ bool rbi_trail_look(struct rbi_trail *trail);
 /* Remembers as many calls as such a period needs from now on; those before are as they were. False
  * where it is too long, or the heap has no memory for it. */
 bool rbi_trail_widen(struct rbi_trail *trail, uint64_t period);
+/* How many of the last calls are remembered. */
+static inline uint64_t rbi_trail_remembered(const struct rbi_trail *trail)
+{
+    const uint64_t calls = trail->count - trail->first;
+    return calls < trail->mask + 1 ? calls : trail->mask + 1;
+}
 /* Whether two whole periods are known to be the same. */
 static inline bool rbi_trail_repeats(const struct rbi_trail *trail)
 {

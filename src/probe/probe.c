@@ -337,7 +337,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     status = run(&search, rb, options->reserve_bytes);
     free_forgotten(&trials);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
-        (void)rebatch_pool_last_oom(&search.report.oom, rb->pool);
+        rbi_pool_last_own_oom(&search.report.oom, rb->pool);
     if (!status)
         rbi_saved_close(&saved, &search.report, search.fails);
     *report = search.report;

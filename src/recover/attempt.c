@@ -157,7 +157,7 @@ static void note_failure(rebatch *rb, rebatch_phase phase, bool pool_failed, uin
     *failure = (struct rbi_failure){.phase = phase};
     if (pool_failed) {
         rebatch_oom_report oom;
-        (void)rebatch_pool_last_oom(&oom, rb->pool);
+        rbi_pool_last_own_oom(&oom, rb->pool);
         failure->asked_bytes = oom.asked_bytes;
         failure->need_bytes =
             oom.asked_bytes + (oom.live_bytes > live_before ? oom.live_bytes - live_before : 0);
@@ -201,6 +201,8 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     } else if (rb->any_stream) {
         (void)wait_for_work(rb); /* nothing must be at work in what is taken back */
     }
+    /* As long as the scope is open, other threads' are not counted. */
+    const bool pool_failed = rbi_pool_oom_count(rb->pool) != ooms_before;
     rb->report.torn = phase == REBATCH_PHASE_UPDATE;
     rebatch_scope_stats stats = {0};
     (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
@@ -211,8 +213,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     else
         (void)rebatch_scope_rollback(rb->pool, scope);
     if (status == REBATCH_OOM)
-        note_failure(rb, phase, rbi_pool_oom_count(rb->pool) != ooms_before,
-                     pool.live_bytes - (uint64_t)stats.live_bytes);
+        note_failure(rb, phase, pool_failed, pool.live_bytes - (uint64_t)stats.live_bytes);
     else if (rb->report.torn)
         rbi_answer_say_torn(rb, status);
     return status;

@@ -293,7 +293,7 @@ static void end(rebatch *rb, rebatch_status status)
     report->cost_after = rbi_budget(rb);
     report->lighten_level = rb->lighten;
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
-        (void)rebatch_pool_last_oom(&report->oom, rb->pool);
+        rbi_pool_last_own_oom(&report->oom, rb->pool);
 }
 
 rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,

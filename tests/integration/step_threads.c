@@ -5,6 +5,7 @@
 
 #include <criterion/criterion.h>
 
+#include "rebatch/probe.h"
 #include "step_common.h"
 
 #define BATCH_BYTES KIB(40)
@@ -13,8 +14,10 @@
 struct beside {
     rebatch *rb;
     bool joins;
+    size_t bytes;         /* of a batch */
     unsigned char *batch; /* the last that it prepared; with its number in it */
     unsigned prepared;
+    void *kept;
 };
 
 static void *prepare(void *user)
@@ -24,9 +27,9 @@ static void *prepare(void *user)
     if (beside->joins && rebatch_join(beside->rb))
         return NULL;
     rebatch_pool *const pool = rebatch_get_pool(beside->rb);
-    if (rebatch_pool_alloc(&next, pool, BATCH_BYTES, NULL, 0))
+    if (rebatch_pool_alloc(&next, pool, beside->bytes, NULL, 0))
         return NULL;
-    memset(next, (int)++beside->prepared, BATCH_BYTES);
+    memset(next, (int)++beside->prepared, beside->bytes);
     beside->batch = next;
     return beside->joins && rebatch_leave(beside->rb) ? NULL : next;
 }
@@ -50,7 +53,7 @@ static void open_beside(struct rig *rig, struct beside *beside, bool joins)
     rig_open(rig, MIB(64), &options);
     rig->script.base_bytes = MIB(1);
     cr_assert_eq(rig_step(rig, 16), REBATCH_OK);
-    *beside = (struct beside){.rb = rig->rb, .joins = joins};
+    *beside = (struct beside){.rb = rig->rb, .joins = joins, .bytes = BATCH_BYTES};
     rig->script.inside_user = beside;
 }
 
@@ -68,7 +71,7 @@ static rebatch_status use_batch(struct script *s, enum script_callback callback,
     if (!batch)
         return REBATCH_OK;
     cr_assert_eq(batch[0], (unsigned char)number);
-    cr_assert_eq(batch[BATCH_BYTES - 1], (unsigned char)number);
+    cr_assert_eq(batch[beside->bytes - 1], (unsigned char)number);
     return REBATCH_OK;
 }
 
@@ -157,6 +160,144 @@ Test(step_threads, joining_holds_until_the_thread_leaves)
     rig.script.inside = use_batch;
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), live_bytes + beside.prepared * BATCH_BYTES);
+    rig_close(&rig);
+}
+
+/* ---- what the session makes of it ---- */
+
+static void *ask_for_too_much(void *user)
+{
+    struct beside *beside = user;
+    void *none;
+    return rebatch_pool_alloc(&none, rebatch_get_pool(beside->rb), MIB(4000), NULL, 0) ==
+                   REBATCH_OOM
+               ? user
+               : NULL;
+}
+
+/* Another thread's request fails, before memory beside the pool runs out for the callback. */
+static rebatch_status fail_beside(struct script *s, enum script_callback callback,
+                                  const rebatch_microbatch *mb)
+{
+    struct beside *beside = s->inside_user;
+    pthread_t thread;
+    void *failed = NULL;
+    if (callback != SCRIPT_FORWARD || beside->prepared++ != 0)
+        return REBATCH_OK;
+    (void)mb;
+    cr_assert_eq(pthread_create(&thread, NULL, ask_for_too_much, beside), 0);
+    cr_assert_eq(pthread_join(thread, &failed), 0);
+    cr_assert_not_null(failed);
+    return REBATCH_OOM;
+}
+
+Test(step_threads, an_oom_of_another_thread_is_not_the_callbacks)
+{
+    struct rig rig;
+    struct beside beside;
+    open_beside(&rig, &beside, false);
+    rig.script.inside = fail_beside;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 1);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1 f8+8 u",
+                     "the cache went back to the device, and it was tried once more");
+    cr_assert_eq(rig.report.oom.asked_bytes, 0);
+    rig_close(&rig);
+}
+
+/* A batch that comes beside one attempt is no part of what such an attempt needs. */
+Test(step_threads, what_others_allocate_is_not_learnt_as_a_need)
+{
+    struct rig rig;
+    struct beside beside;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 32;
+    rig_open(&rig, MIB(64), &options);
+    rig.script.base_bytes = MIB(36);
+    beside = (struct beside){.rb = rig.rb, .bytes = MIB(24)};
+    rig.script.inside_user = &beside;
+    cr_assert_eq(rig_step(&rig, 32), REBATCH_OK);
+    rig.script.inside = use_batch;
+    cr_assert_eq(rig_step(&rig, 32), REBATCH_OK);
+    rig.script.inside = NULL;
+    cr_assert_eq(rig_step(&rig, 32), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 0);
+    cr_assert_eq(rig.report.micro_after, 32);
+    rig_close(&rig);
+}
+
+static void *take_much(void *user)
+{
+    struct beside *beside = user;
+    void *much;
+    const rebatch_status status =
+        rebatch_pool_alloc(&much, rebatch_get_pool(beside->rb), MIB(40), NULL, 0);
+    return status == REBATCH_OOM ? user : NULL;
+}
+
+/* What the callback has reserved stays its own: else the update would be torn. */
+static rebatch_status reserve_and_mutate(struct script *s, enum script_callback callback,
+                                         const rebatch_microbatch *mb)
+{
+    struct beside *beside = s->inside_user;
+    pthread_t thread;
+    void *failed = NULL, *own;
+    (void)mb;
+    if (callback != SCRIPT_UPDATE)
+        return REBATCH_OK;
+    cr_assert_eq(rebatch_reserve(s->rb, MIB(40)), REBATCH_OK);
+    rebatch_mutating(s->rb);
+    cr_assert_eq(pthread_create(&thread, NULL, take_much, beside), 0);
+    cr_assert_eq(pthread_join(thread, &failed), 0);
+    cr_assert_not_null(failed);
+    cr_assert_eq(rebatch_pool_alloc(&own, rebatch_get_pool(s->rb), MIB(40), NULL, 0), REBATCH_OK);
+    return rebatch_pool_free(rebatch_get_pool(s->rb), own);
+}
+
+Test(step_threads, what_was_reserved_is_there_whatever_others_take)
+{
+    struct rig rig;
+    struct beside beside;
+    open_beside(&rig, &beside, false);
+    rig.script.inside = reserve_and_mutate;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    rig_close(&rig);
+}
+
+static rebatch_status nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+/* The pointer to another thread's batch is guarded: when it comes back to what it was, the batch is
+ * not forgotten, for that thread has it. */
+static rebatch_status keep_pointer(const rebatch_microbatch *mb, void *user)
+{
+    struct beside *beside = user;
+    void *own;
+    const rebatch_status status =
+        rebatch_pool_alloc(&own, mb->pool, mb->count * KIB(64), mb->stream, 0);
+    if (status)
+        return status;
+    beside->kept = run_beside(beside);
+    return rebatch_pool_free(mb->pool, own);
+}
+
+Test(step_threads, a_probe_leaves_others_their_blocks)
+{
+    struct rig rig;
+    struct beside beside;
+    const rebatch_step_ops ops = {sizeof ops, nothing, keep_pointer, nothing, NULL, 0, NULL};
+    open_beside(&rig, &beside, false);
+    const uint64_t live_bytes = rig_live_bytes(&rig);
+    cr_assert_eq(rebatch_guard(rig.rb, &beside.kept, sizeof beside.kept, REBATCH_GUARD_HOST),
+                 REBATCH_OK);
+    rebatch_probe_report report;
+    cr_assert_eq(rebatch_probe(rig.rb, &ops, 16, &beside, NULL, &report), REBATCH_OK);
+    cr_assert_null(beside.kept);
+    cr_assert_gt(beside.prepared, 1);
     cr_assert_eq(rig_live_bytes(&rig), live_bytes + beside.prepared * BATCH_BYTES);
     rig_close(&rig);
 }

@@ -176,6 +176,113 @@ Test(pool_outside, a_copy_has_them_too)
     rig_close(&rig);
 }
 
+/* A scope of the program around all that takes in what any thread has done. */
+Test(pool_outside, a_scope_around_takes_in_all_threads)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope around = begin(rig.pool);
+    void *others[2];
+    for (int i = 0; i < 2; i++) {
+        const rebatch_scope scope = begin_own(rig.pool);
+        be_thread(OTHER);
+        others[i] = take(rig.pool, 3 * KIB);
+        be_thread(INSIDER);
+        commit(rig.pool, scope);
+    }
+    give(rig.pool, others[0]);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, 0);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 3 * KIB);
+    rebatch_leak_report leaks;
+    cr_assert_eq(rebatch_scope_get_leaks(&leaks, rig.pool, around), REBATCH_OK);
+    cr_assert_eq(leaks.blocks, 1);
+    const rebatch_scope scope = begin_own(rig.pool);
+    give(rig.pool, others[1]);
+    commit(rig.pool, scope);
+    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
+    be_thread(OTHER);
+    void *last = take(rig.pool, 3 * KIB);
+    be_thread(INSIDER);
+    rollback(rig.pool, around);
+    cr_assert_not(is_in_use(rig.pool, last));
+    rig_close(&rig);
+}
+
+/* What its peak was, and what is left, are what its own threads did. */
+Test(pool_outside, they_do_not_count_in_the_scope)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *older = take(rig.pool, 40 * KIB);
+    const rebatch_scope scope = begin_own(rig.pool);
+    const rebatch_scope within = begin(rig.pool);
+    give(rig.pool, take(rig.pool, 10 * KIB));
+    void *own = take(rig.pool, 4 * KIB);
+    be_thread(OTHER);
+    void *others[2] = {take(rig.pool, 100 * KIB), take(rig.pool, 50 * KIB)};
+    give(rig.pool, others[0]);
+    give(rig.pool, older);
+    be_thread(INSIDER);
+    void *last = take(rig.pool, 8 * KIB);
+    commit(rig.pool, within);
+    rebatch_scope_stats stats;
+    cr_assert_eq(rebatch_scope_get_stats(&stats, rig.pool, scope), REBATCH_OK);
+    cr_assert_eq(stats.live_bytes, 12 * KIB);
+    cr_assert_eq(stats.peak_bytes, 12 * KIB);
+    cr_assert_eq(stats.largest_bytes, 10 * KIB);
+    commit(rig.pool, scope);
+    give(rig.pool, own);
+    give(rig.pool, last);
+    give(rig.pool, others[1]);
+    rig_close(&rig);
+}
+
+Test(pool_outside, their_failures_are_not_the_scopes)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *pointer;
+    rebatch_oom_report report;
+    const rebatch_scope scope = begin_own(rig.pool);
+    be_thread(OTHER);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 65 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rbi_pool_oom_count(rig.pool), 0);
+    be_thread(INSIDER);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 66 * GRANULE, NULL, 0), REBATCH_OOM);
+    be_thread(OTHER);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 67 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rbi_pool_oom_count(rig.pool), 1);
+    rbi_pool_last_own_oom(&report, rig.pool);
+    cr_assert_eq(report.asked_bytes, 66 * GRANULE);
+    cr_assert_eq(rebatch_pool_last_oom(&report, rig.pool), REBATCH_OK);
+    cr_assert_eq(report.asked_bytes, 67 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).ooms, 3);
+    be_thread(INSIDER);
+    rollback(rig.pool, scope);
+    rig_close(&rig);
+}
+
+/* What the insider reserved is there, whatever other threads ask for in between. */
+Test(pool_outside, what_was_promised_is_not_theirs)
+{
+    struct rig rig = rig_open(64, NULL);
+    give(rig.pool, take(rig.pool, 20 * GRANULE));
+    const rebatch_scope scope = begin_own(rig.pool);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 40 * GRANULE, NULL), REBATCH_OK);
+    be_thread(OTHER);
+    void *others[3] = {take(rig.pool, 10 * GRANULE), take(rig.pool, KIB), NULL};
+    cr_assert_eq(rebatch_pool_alloc(&others[2], rig.pool, 20 * GRANULE, NULL, 0), REBATCH_OOM);
+    be_thread(INSIDER);
+    void *own[2] = {take(rig.pool, 30 * GRANULE), NULL};
+    be_thread(OTHER);
+    cr_assert_eq(rebatch_pool_alloc(&others[2], rig.pool, 20 * GRANULE, NULL, 0), REBATCH_OOM);
+    be_thread(INSIDER);
+    own[1] = take(rig.pool, 10 * GRANULE);
+    rollback(rig.pool, scope);
+    cr_assert_not(is_in_use(rig.pool, own[0]));
+    cr_assert_not(is_in_use(rig.pool, own[1]));
+    give(rig.pool, others[0]);
+    give(rig.pool, others[1]);
+    rig_close(&rig);
+}
+
 /* ---- caches ---- */
 
 Test(pool_outside, blocks_of_caches_stay_too)
@@ -205,25 +312,25 @@ Test(pool_outside, blocks_of_caches_stay_too)
     rig_close(&rig);
 }
 
-/* Threads whose numbers fall on one cache share it. */
-Test(pool_outside, a_free_within_a_shared_cache_is_undone)
+/* Threads whose numbers fall on one cache share it, but not within such a scope. */
+Test(pool_outside, other_threads_have_nothing_of_a_cache)
 {
     struct rig rig = rig_open(64, NULL);
     contend(rig.pool);
     give(rig.pool, take(rig.pool, 32 * GRANULE));
     const rebatch_scope scope = begin_own(rig.pool);
+    void *own[2] = {take(rig.pool, KIB), take(rig.pool, KIB)};
+    cr_assert(rig.pool->lending);
+    give(rig.pool, own[1]);
     be_thread(INSIDER + RBI_TCACHES);
     void *other = take(rig.pool, KIB);
-    void *another = take(rig.pool, KIB);
-    cr_assert(rig.pool->lending);
-    give(rig.pool, another);
+    cr_assert_neq(other, own[1], "it is free in the cache");
     be_thread(INSIDER);
     give(rig.pool, other);
-    void *own = take(rig.pool, KIB);
-    cr_assert_neq(own, other);
+    cr_assert_neq(take(rig.pool, KIB), other);
     rollback(rig.pool, scope);
     cr_assert(is_in_use(rig.pool, other));
-    cr_assert_not(is_in_use(rig.pool, own));
+    cr_assert_not(is_in_use(rig.pool, own[0]));
     give(rig.pool, other);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
     rig_close(&rig);
