@@ -272,7 +272,8 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
 
 /** Hold at least `bytes` bytes in the cache, in one piece: the allocations that follow cannot fail
  *  as long as their rounded sizes add up to no more. With caching off nothing can be held; the call
- *  then only looks whether the device has the room.
+ *  then only looks whether the device has the room, and so it does in a thread beside a session's
+ *  callback (rebatch_join()), to which nothing is promised.
  *  @return as rebatch_pool_alloc(). Any thread. */
 REBATCH_API rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes,
                                                 rebatch_stream stream);

@@ -210,7 +210,7 @@ static bool settle_one_size(rebatch_pool *pool, struct rbi_pool_stream *stream, 
 struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                     size_t bytes)
 {
-    const size_t most = pool->max_split_bytes;
+    const size_t most = rbi_pool_split_most(pool);
     const unsigned zone = rbi_pool_zone(pool, bytes);
     rbi_quick_flush_large(pool, stream);
     struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);

@@ -89,7 +89,7 @@ static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *
 static struct rbi_block *find_own(const rebatch_pool *pool, const struct rbi_request *request,
                                   unsigned zone)
 {
-    return rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, pool->max_split_bytes,
+    return rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, rbi_pool_split_most(pool),
                              zone);
 }
 
@@ -102,7 +102,7 @@ static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request
             continue;
         rbi_quick_flush(pool, s);
         struct rbi_block *block =
-            rbi_pool_find_fit(s, request->bytes, s->done, pool->max_split_bytes, zone);
+            rbi_pool_find_fit(s, request->bytes, s->done, rbi_pool_split_most(pool), zone);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -612,7 +612,7 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
         return status;
     rbi_pool_adopt(pool, request->stream);
     struct rbi_block *block = rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX,
-                                                pool->max_split_bytes, RBI_ZONE_ANY);
+                                                rbi_pool_split_most(pool), RBI_ZONE_ANY);
     struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && !pool->guard &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {
@@ -702,6 +702,41 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
     return rbi_pool_has_waiting(pool, NULL) ? REBATCH_OOM : take_best(out, pool, request);
 }
 
+/* The smallest free block that what is promised fits in, cut to that and out of all lists; NULL:
+ * there is none. Needs a spare node. */
+static struct rbi_block *set_promised_aside(rebatch_pool *pool)
+{
+    struct rbi_block *best = NULL;
+    rbi_quick_flush_all(pool);
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
+        struct rbi_block *block =
+            rbi_pool_find_fit(s, pool->promised_bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+        if (block && (!best || block->bytes < best->bytes))
+            best = block;
+    }
+    return best ? rbi_block_take(pool, best, pool->promised_bytes) : NULL;
+}
+
+/* For who was promised nothing: as if the piece that was were not there. */
+static rebatch_status climb_beside(struct rbi_block **out, rebatch_pool *pool,
+                                   struct rbi_request *request)
+{
+    if (!request->beside || pool->promised_bytes == 0)
+        return climb(out, pool, request);
+    if (!rbi_pool_prepare_blocks(pool, 3 * rbi_pool_promised(pool) + 1) ||
+        !rbi_nodes_prepare(&pool->range_nodes, 2 * (pool->pressing + 1)))
+        return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
+    struct rbi_request promised = *request;
+    promised.bytes = pool->promised_bytes;
+    struct rbi_block *aside = set_promised_aside(pool);
+    rebatch_status status = aside ? REBATCH_OK : climb(&aside, pool, &promised);
+    if (status == REBATCH_OK)
+        status = climb(out, pool, request);
+    if (aside)
+        (void)rbi_pool_put_block(pool, aside);
+    return status;
+}
+
 /* Has one callback give up memory; true when it did. It runs without the lock, so that it can
  * free. */
 static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_t wanted_bytes)
@@ -725,13 +760,13 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request)
 {
     *out = NULL;
-    rebatch_status status = climb(out, pool, request);
+    rebatch_status status = climb_beside(out, pool, request);
     for (size_t i = 0; status == REBATCH_OOM && i < pool->pressure_count; i++) {
         const struct rbi_pressure pressure = pool->pressures[i];
         reach(pool, request, REBATCH_RUNG_PRESSURE);
         if (!press(pool, &pressure, request->bytes))
             continue;
-        status = climb(out, pool, request);
+        status = climb_beside(out, pool, request);
         request->rung = REBATCH_RUNG_PRESSURE;
     }
     return status;

@@ -37,6 +37,18 @@ static rebatch_status hold_piece(rebatch_pool *pool, struct rbi_request *request
     return status;
 }
 
+/* Of a thread beside a scope that leaves it out: the memory is there now, and nothing is
+ * promised. */
+static rebatch_status look_for_piece(rebatch_pool *pool, struct rbi_request *request)
+{
+    struct rbi_block *block;
+    request->beside = true;
+    const rebatch_status status = rbi_pool_search(&block, pool, request);
+    if (status == REBATCH_OK)
+        (void)rbi_pool_put_block(pool, block);
+    return status;
+}
+
 static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t rounded,
                                      rebatch_stream stream)
 {
@@ -49,30 +61,13 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
         request.rung = REBATCH_RUNG_DEVICE;
         status = look_for_room(pool, rounded);
     } else if (!pool->guard) {
-        status = hold_piece(pool, &request);
+        status = rbi_pool_is_outside(pool, pool->insider) ? look_for_piece(pool, &request)
+                                                          : hold_piece(pool, &request);
     }
     if (status == REBATCH_OOM)
         status = rbi_pool_report_oom(pool, &request, bytes, "reserve");
     if (status == REBATCH_OK)
         rbi_cycle_note_reserve(pool, rounded, request.stream);
-    rbi_request_close(&request);
-    return status;
-}
-
-rebatch_status rbi_pool_promise_more(rebatch_pool *pool, size_t bytes, size_t rounded,
-                                     rebatch_stream stream, const char *tag)
-{
-    struct rbi_request request;
-    size_t both;
-    if (!rbi_add(pool->promised_bytes, rounded, &both))
-        both = SIZE_MAX;
-    rebatch_status status = rbi_request_open(&request, pool, both, stream);
-    if (status != REBATCH_OK)
-        return status;
-    if (pool->plain)
-        status = hold_piece(pool, &request);
-    if (status == REBATCH_OOM)
-        status = rbi_pool_report_oom(pool, &request, bytes, tag);
     rbi_request_close(&request);
     return status;
 }
@@ -88,7 +83,7 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
         return status;
     rbi_pool_enter_to_count(pool);
-    if (!rbi_cycle_reserve(pool, rounded, stream)) {
+    if (rbi_pool_is_outside(pool, pool->insider) || !rbi_cycle_reserve(pool, rounded, stream)) {
         rbi_pool_leave_cycle(pool);
         status = reserve_locked(pool, bytes, rounded, stream);
     }

@@ -559,7 +559,7 @@ static inline bool rbi_pool_use_block_of(rebatch_pool *pool, struct rbi_block *b
     if (RBI_UNLIKELY(pool->promised_bytes != 0) && !outside)
         pool->promised_bytes -= rbi_min(pool->promised_bytes, block->bytes);
     if (RBI_UNLIKELY(outside))
-        rbi_scope_shift(pool, block, (int64_t)block->bytes);
+        rbi_scope_pass_over(pool, block, true);
     return rbi_pool_count_alloc(pool, block);
 }
 

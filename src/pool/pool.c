@@ -194,16 +194,16 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
     rbi_lock_give(&pool->lock);
 }
 
-void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
+void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
                         void (*show)(void *user, const void *address, size_t bytes), void *user)
 {
     rbi_pool_enter(pool);
     const struct rbi_block *const ring = &pool->by_birth;
     const struct rbi_block *block = ring;
-    while (block->previous != ring && block->previous->birth >= since)
+    while (block->previous != ring && block->previous->birth >= extent->first_birth)
         block = block->previous;
     for (; block != ring; block = block->next)
-        if (since == 0 || !block->outside)
+        if (!block->outside || !extent->leaves_out)
             show(user, block->address, block->requested_bytes);
     rbi_lock_give(&pool->lock);
 }
@@ -290,6 +290,7 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
     if (status != REBATCH_OK)
         return status;
+    request.beside = rbi_pool_is_beside_promise(pool);
     status = rbi_pool_search(out, pool, &request);
     if (status == REBATCH_OK)
         rbi_pool_list_block(pool, *out);
@@ -299,33 +300,13 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     return status;
 }
 
-/* What one thread was promised is not another's, beside the scope. */
-static inline bool is_beside_promise(const rebatch_pool *pool)
-{
-    return RBI_UNLIKELY(pool->promised_bytes != 0) && rbi_pool_is_outside(pool, pool->insider);
-}
-
-/* With memory for both, and what was promised stays so. */
-static COLD rebatch_status alloc_beside_promise(struct rbi_block **out, rebatch_pool *pool,
-                                                size_t bytes, size_t rounded, rebatch_stream stream,
-                                                rebatch_tag tag)
-{
-    const size_t promised = pool->promised_bytes;
-    rebatch_status status =
-        rbi_pool_promise_more(pool, bytes, rounded, stream, pool->tags[tag].name);
-    if (status == REBATCH_OK)
-        status = alloc_by_search(out, pool, bytes, rounded, stream, tag);
-    pool->promised_bytes = promised;
-    return status;
-}
-
 /* The ladder's first rung, with nothing around it: NULL when that does not do, or might need the
  * heap first. */
 static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                             size_t rounded)
 {
     if (pool->block_nodes.spare < rbi_pool_promised(pool) || pool->late.crowded ||
-        is_beside_promise(pool))
+        rbi_pool_is_beside_promise(pool))
         return NULL;
     if (stream->misses < RBI_POOL_MISSES)
         stream->misses++;
@@ -354,9 +335,7 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
     }
     rebatch_status status = REBATCH_OK;
     if (!block)
-        status = is_beside_promise(pool)
-                     ? alloc_beside_promise(&block, pool, bytes, rounded, stream, tag)
-                     : alloc_by_search(&block, pool, bytes, rounded, stream, tag);
+        status = alloc_by_search(&block, pool, bytes, rounded, stream, tag);
     if (status != REBATCH_OK)
         return status;
     if (!rbi_tcache_wants(pool, rounded) || !rbi_tcache_lend(pool, block, bytes, tag))
@@ -450,11 +429,12 @@ alloc_expected(void **out, rebatch_pool *pool, size_t bytes, rebatch_stream stre
     }
     struct rbi_block *block;
     if (rbi_cycle_runs(pool)) {
-        if (RBI_LIKELY(rbi_cycle_expects(pool, rbi_round_to_unit(bytes), stream))) {
+        const bool beside = rbi_pool_is_beside_promise(pool);
+        if (RBI_LIKELY(rbi_cycle_expects(pool, rbi_round_to_unit(bytes), stream) && !beside)) {
             block = rbi_cycle_hand_out(pool, rbi_round_to_unit(bytes));
             return use_and_give(out, pool, block, bytes, tag);
         }
-        block = rbi_cycle_take_when_done(pool, rbi_round_to_unit(bytes), stream);
+        block = beside ? NULL : rbi_cycle_take_when_done(pool, rbi_round_to_unit(bytes), stream);
         if (block)
             return use_waited_and_give(out, pool, block, bytes, tag);
         rbi_cycle_leave(pool);
@@ -606,7 +586,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
         rbi_pool_defer_free(pool, block);
     } else {
         if (rbi_pool_has_younger_scope(pool, block))
-            rbi_scope_shift(pool, block, -(int64_t)block->bytes);
+            rbi_scope_pass_over(pool, block, false);
         rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
         rbi_pool_drop_block(pool, block, false);
     }

@@ -90,6 +90,7 @@ struct rbi_scope {
     uint64_t largest_bytes;
     uint64_t insider;           /* the thread whose calls it takes in, and of those that joined it;
                                    0: all threads' */
+    uint64_t others;            /* allocations that it leaves out */
     struct rbi_block *deferred; /* freed inside, and not of it */
 };
 
@@ -254,6 +255,13 @@ static inline bool rbi_pool_is_outside(const rebatch_pool *pool, uint64_t inside
            rbi_pool_joined != pool;
 }
 
+/* What one thread was promised is not another's, beside the scope. */
+static inline bool rbi_pool_is_beside_promise(const rebatch_pool *pool)
+{
+    return __builtin_expect(pool->promised_bytes != 0, 0) &&
+           rbi_pool_is_outside(pool, pool->insider);
+}
+
 /* Takes back what threads have ahead of themselves; the lock is held. */
 static inline void rbi_tcaches_fold(rebatch_pool *pool)
 {
@@ -315,6 +323,12 @@ static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
     if (bytes >= RBI_ZONE_LARGE_GRANULES * pool->granule_bytes)
         return RBI_ZONE_LARGE;
     return bytes < pool->granule_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
+}
+/* Larger free blocks are not cut for smaller requests; but what is promised is, as it is in one
+ * piece. */
+static inline size_t rbi_pool_split_most(const rebatch_pool *pool)
+{
+    return pool->promised_bytes != 0 ? SIZE_MAX : pool->max_split_bytes;
 }
 /* Whether free blocks are cut without a look at other places. Requests of less than half a granule
  * always do so: they are many, go into parts of granules anyway, and keep one only. With max_split
@@ -515,6 +529,7 @@ struct rbi_request {
     struct rbi_pool_stream *stream;
     rebatch_pool_rung rung; /* out: the last one tried */
     bool ahead;             /* of its use: fresh memory may come in large pieces */
+    bool beside;            /* what is promised is not for it */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
@@ -525,10 +540,6 @@ static inline size_t rbi_pool_promised(const rebatch_pool *pool)
 {
     return RBI_POOL_SEARCH_NODES * (pool->pressing + 1);
 }
-/* Promises so many bytes beside what is promised already (memory.c); the OOM is said to be one of
- * `bytes`, before they were rounded. */
-rebatch_status rbi_pool_promise_more(rebatch_pool *pool, size_t bytes, size_t rounded,
-                                     rebatch_stream stream, const char *tag);
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
@@ -598,9 +609,11 @@ rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool,
 /* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
  * it, and no other. */
 rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
-/* The calling thread is outside: so many bytes, of a block that is not of the scopes which leave it
- * out, came into use, or went. */
-void rbi_scope_shift(rebatch_pool *pool, const struct rbi_block *block, int64_t bytes);
+/* The calling thread is outside: a block, which scopes may leave out, is about to be counted as in
+ * use, or no longer. */
+void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins);
+/* The innermost scope that takes in what all threads do; NULL: none does. */
+struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* With those that are worked out. */
@@ -729,9 +742,9 @@ uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
 void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
 /* Sets who is told of the calls; NULL: nobody. */
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
-/* Shows every block in use that was allocated since there were so many births, with the bytes that
- * were asked for, oldest first; 0: all. It runs with the lock held, as the recorder does. */
-void rbi_pool_each_live(rebatch_pool *pool, uint64_t since,
+/* Shows every block in use that is of an extent, with the bytes that were asked for, oldest first.
+ * It runs with the lock held, as the recorder does. */
+void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
                         void (*show)(void *user, const void *address, size_t bytes), void *user);
 /* How many blocks were ever allocated. */
 uint64_t rbi_pool_births(rebatch_pool *pool);

@@ -79,15 +79,46 @@ static bool is_of(const struct rbi_scope *scope, const struct rbi_block *block)
     return block->birth >= scope->first_birth && !block->outside;
 }
 
-void rbi_scope_shift(rebatch_pool *pool, const struct rbi_block *block, int64_t bytes)
+/* Adds what `from` has seen to `to`, the scope around it. */
+static void fold(struct rbi_scope *to, const struct rbi_scope *from)
 {
-    for (size_t i = pool->depth; i-- > 0;) {
-        struct rbi_scope *const scope = &pool->scopes[i];
-        if (scope->insider == 0 || is_of(scope, block))
-            continue;
-        scope->live_at_begin += (uint64_t)bytes;
-        scope->live_most += (uint64_t)bytes;
-    }
+    if (to->live_most < from->live_most && !(from->insider != 0 && to->insider == 0))
+        to->live_most = from->live_most;
+    if (to->largest_bytes < from->largest_bytes)
+        to->largest_bytes = from->largest_bytes;
+}
+
+struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool)
+{
+    size_t depth = pool->depth;
+    while (depth > 0 && pool->scopes[depth - 1].insider != 0)
+        depth--;
+    return depth ? &pool->scopes[depth - 1] : NULL;
+}
+
+/* What was in use when it began is now so much more, or less. */
+static void shift(struct rbi_scope *scope, const struct rbi_block *block, bool begins)
+{
+    const uint64_t bytes = begins ? block->bytes : -(uint64_t)block->bytes;
+    scope->live_at_begin += bytes;
+    scope->live_most += bytes;
+    if (!begins)
+        return;
+    scope->others++;
+    scope->requested_at_begin += block->requested_bytes;
+}
+
+void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins)
+{
+    /* What counts in one and not in the one within it: until now they have seen the same. */
+    for (size_t i = pool->depth; i-- > 1 && pool->scopes[i - 1].insider != 0;)
+        fold(&pool->scopes[i - 1], &pool->scopes[i]);
+    for (size_t i = pool->depth; i-- > 0;)
+        if (pool->scopes[i].insider != 0 && !is_of(&pool->scopes[i], block))
+            shift(&pool->scopes[i], block, begins);
+    struct rbi_scope *const all = rbi_scope_of_all(pool);
+    if (all && begins)
+        rbi_raise(&all->largest_bytes, block->bytes);
     rbi_pool_set_quiet(pool);
 }
 
@@ -115,18 +146,10 @@ static struct rbi_block *pop_deferred(struct rbi_scope *scope)
     return block;
 }
 
-/* Adds what `from` has seen to `to`, the scope around it. */
-static void fold(struct rbi_scope *to, const struct rbi_scope *from)
-{
-    if (to->live_most < from->live_most)
-        to->live_most = from->live_most;
-    if (to->largest_bytes < from->largest_bytes)
-        to->largest_bytes = from->largest_bytes;
-}
-
 static void close_innermost(rebatch_pool *pool)
 {
-    const struct rbi_scope *scope = &pool->scopes[--pool->depth];
+    const struct rbi_scope *const scope = innermost(pool);
+    pool->depth--;
     pool->insider = pool->depth ? scope[-1].insider : 0;
     if (pool->depth)
         fold(innermost(pool), scope);
@@ -242,7 +265,7 @@ static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
     out->live_bytes = (int64_t)(pool->stats.live_bytes - scope->live_at_begin);
     out->peak_bytes = (int64_t)(sum.live_most - scope->live_at_begin);
     out->requested_bytes = pool->requested_total_bytes - scope->requested_at_begin;
-    out->allocations = pool->births - scope->first_birth;
+    out->allocations = pool->births - scope->first_birth - scope->others;
     out->largest_bytes = sum.largest_bytes;
 }
 

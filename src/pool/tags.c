@@ -16,6 +16,9 @@ void rbi_pool_set_quiet(rebatch_pool *pool)
     pool->quiet_bytes = rbi_min(pool->stats.live_peak_bytes, pool->mark_peak_bytes);
     if (pool->depth)
         pool->quiet_bytes = rbi_min(pool->quiet_bytes, pool->scopes[pool->depth - 1].live_most);
+    struct rbi_scope *const all = pool->insider ? rbi_scope_of_all(pool) : NULL;
+    if (all)
+        pool->quiet_bytes = rbi_min(pool->quiet_bytes, all->live_most);
 }
 
 /* A little more now and then is how all live memory varies. */
@@ -55,6 +58,9 @@ void rbi_pool_raise_peaks(rebatch_pool *pool)
     }
     if (pool->depth)
         rbi_raise(&pool->scopes[pool->depth - 1].live_most, live);
+    struct rbi_scope *const all = pool->insider ? rbi_scope_of_all(pool) : NULL;
+    if (all)
+        rbi_raise(&all->live_most, live);
     rbi_pool_set_quiet(pool);
 }
 

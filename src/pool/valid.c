@@ -347,6 +347,11 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     uint64_t quiet_bytes = rbi_min(s->live_peak_bytes, pool->mark_peak_bytes);
     if (pool->depth)
         quiet_bytes = rbi_min(quiet_bytes, pool->scopes[pool->depth - 1].live_most);
+    for (size_t i = pool->depth; i-- > 0 && pool->insider;)
+        if (pool->scopes[i].insider == 0) {
+            quiet_bytes = rbi_min(quiet_bytes, pool->scopes[i].live_most);
+            break;
+        }
     CHECK(pool->quiet_bytes == quiet_bytes && s->live_bytes <= quiet_bytes);
     CHECK(s->deferred_bytes == tally->deferred_bytes);
     CHECK(s->blocks == tally->live_blocks && s->blocks <= s->blocks_peak);

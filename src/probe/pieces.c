@@ -48,7 +48,7 @@ static uint64_t choose_turns(const struct rbi_setting *setting, uint64_t times, 
  * is rounded up. */
 static void shape(struct rbi_setting *setting, size_t bytes)
 {
-    rbi_pool_each_live(setting->pool, 0, add_live, setting);
+    rbi_pool_each_live(setting->pool, &(struct rbi_extent){0, false}, add_live, setting);
     const size_t blocks = setting->piece_count;
     struct rbi_piece *pieces = setting->pieces;
     uint64_t live = 0;

@@ -145,7 +145,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(rb->pool) + rbi_pieces_missing(trials->setting);
     if (rb->guard_count)
-        rbi_pool_each_live(rb->pool, births, add_forgotten, trials);
+        rbi_pool_each_live(rb->pool, &(struct rbi_extent){births, true}, add_forgotten, trials);
     const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)

@@ -149,18 +149,17 @@ static rebatch_status confirm_oom(rebatch *rb)
     return is_fatal(late) ? late : is_fatal(stale) ? stale : REBATCH_OOM;
 }
 
-/* Fills in rb->failure from what the pool saw. `live_before` is what lived when the callback began.
- */
-static void note_failure(rebatch *rb, rebatch_phase phase, bool pool_failed, uint64_t live_before)
+/* Fills in rb->failure from what the pool saw, `oom`; NULL: nothing. `live_before` is what lived
+ * when the callback began. */
+static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_report *oom,
+                         uint64_t live_before)
 {
     struct rbi_failure *failure = &rb->failure;
     *failure = (struct rbi_failure){.phase = phase};
-    if (pool_failed) {
-        rebatch_oom_report oom;
-        rbi_pool_last_own_oom(&oom, rb->pool);
-        failure->asked_bytes = oom.asked_bytes;
+    if (oom) {
+        failure->asked_bytes = oom->asked_bytes;
         failure->need_bytes =
-            oom.asked_bytes + (oom.live_bytes > live_before ? oom.live_bytes - live_before : 0);
+            oom->asked_bytes + (oom->live_bytes > live_before ? oom->live_bytes - live_before : 0);
     } else { /* somebody beside the pool needs memory, so the cache must not keep it */
         size_t released = 0;
         (void)rebatch_pool_trim(rb->pool, 0, &released);
@@ -203,6 +202,8 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     }
     /* As long as the scope is open, other threads' are not counted. */
     const bool pool_failed = rbi_pool_oom_count(rb->pool) != ooms_before;
+    rebatch_oom_report oom;
+    rbi_pool_last_own_oom(&oom, rb->pool);
     rb->report.torn = phase == REBATCH_PHASE_UPDATE;
     rebatch_scope_stats stats = {0};
     (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
@@ -213,7 +214,8 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     else
         (void)rebatch_scope_rollback(rb->pool, scope);
     if (status == REBATCH_OOM)
-        note_failure(rb, phase, pool_failed, pool.live_bytes - (uint64_t)stats.live_bytes);
+        note_failure(rb, phase, pool_failed ? &oom : NULL,
+                     pool.live_bytes - (uint64_t)stats.live_bytes);
     else if (rb->report.torn)
         rbi_answer_say_torn(rb, status);
     return status;

@@ -235,6 +235,57 @@ Test(pool_outside, they_do_not_count_in_the_scope)
     rig_close(&rig);
 }
 
+static rebatch_scope_stats scope_stats(rebatch_pool *pool, rebatch_scope scope)
+{
+    rebatch_scope_stats stats;
+    cr_assert_eq(rebatch_scope_get_stats(&stats, pool, scope), REBATCH_OK);
+    return stats;
+}
+
+/* One of the program around it counts what all do, also while it is open. */
+Test(pool_outside, a_scope_around_counts_all_threads)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope around = begin(rig.pool);
+    const rebatch_scope scope = begin_own(rig.pool);
+    give(rig.pool, take(rig.pool, 50 * KIB));
+    be_thread(OTHER);
+    give(rig.pool, take(rig.pool, 100 * KIB));
+    be_thread(INSIDER);
+    for (int ended = 0; ended < 2; ended++) {
+        const rebatch_scope_stats stats = scope_stats(rig.pool, around);
+        cr_assert_eq(stats.peak_bytes, 100 * KIB);
+        cr_assert_eq(stats.largest_bytes, 100 * KIB);
+        cr_assert_eq(stats.allocations, 2);
+        cr_assert_eq(stats.requested_bytes, 150 * KIB);
+        if (ended == 0) {
+            cr_assert_eq(scope_stats(rig.pool, scope).allocations, 1);
+            cr_assert_eq(scope_stats(rig.pool, scope).requested_bytes, 50 * KIB);
+            commit(rig.pool, scope);
+        }
+    }
+    commit(rig.pool, around);
+    rig_close(&rig);
+}
+
+/* A block of the outer one that another thread frees is none of the inner: what both have seen up
+ * to then is noted in each. */
+Test(pool_outside, nested_scopes_keep_their_peaks)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope scope = begin_own(rig.pool);
+    void *block = take(rig.pool, 10 * KIB);
+    const rebatch_scope within = begin(rig.pool);
+    give(rig.pool, take(rig.pool, 5 * KIB));
+    be_thread(OTHER);
+    give(rig.pool, block);
+    be_thread(INSIDER);
+    commit(rig.pool, within);
+    cr_assert_eq(scope_stats(rig.pool, scope).peak_bytes, 15 * KIB);
+    commit(rig.pool, scope);
+    rig_close(&rig);
+}
+
 Test(pool_outside, their_failures_are_not_the_scopes)
 {
     struct rig rig = rig_open(64, NULL);
@@ -256,30 +307,6 @@ Test(pool_outside, their_failures_are_not_the_scopes)
     cr_assert_eq(stats_of(rig.pool).ooms, 3);
     be_thread(INSIDER);
     rollback(rig.pool, scope);
-    rig_close(&rig);
-}
-
-/* What the insider reserved is there, whatever other threads ask for in between. */
-Test(pool_outside, what_was_promised_is_not_theirs)
-{
-    struct rig rig = rig_open(64, NULL);
-    give(rig.pool, take(rig.pool, 20 * GRANULE));
-    const rebatch_scope scope = begin_own(rig.pool);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 40 * GRANULE, NULL), REBATCH_OK);
-    be_thread(OTHER);
-    void *others[3] = {take(rig.pool, 10 * GRANULE), take(rig.pool, KIB), NULL};
-    cr_assert_eq(rebatch_pool_alloc(&others[2], rig.pool, 20 * GRANULE, NULL, 0), REBATCH_OOM);
-    be_thread(INSIDER);
-    void *own[2] = {take(rig.pool, 30 * GRANULE), NULL};
-    be_thread(OTHER);
-    cr_assert_eq(rebatch_pool_alloc(&others[2], rig.pool, 20 * GRANULE, NULL, 0), REBATCH_OOM);
-    be_thread(INSIDER);
-    own[1] = take(rig.pool, 10 * GRANULE);
-    rollback(rig.pool, scope);
-    cr_assert_not(is_in_use(rig.pool, own[0]));
-    cr_assert_not(is_in_use(rig.pool, own[1]));
-    give(rig.pool, others[0]);
-    give(rig.pool, others[1]);
     rig_close(&rig);
 }
 

@@ -313,7 +313,7 @@ Test(pool_tcache, a_leak_report_names_what_caches_gave_out)
     for (size_t i = 0; i < 3; i++)
         cr_assert(report.largest[1 + i].address == blocks[i], "in the order of their allocation");
     size_t bytes = 0;
-    rbi_pool_each_live(rig.pool, births, add_up, &bytes);
+    rbi_pool_each_live(rig.pool, &(struct rbi_extent){births, false}, add_up, &bytes);
     cr_assert_eq(bytes, 9 * KIB);
     cr_assert_eq(rebatch_scope_commit(rig.pool, scope), REBATCH_OK);
     give(rig.pool, older);

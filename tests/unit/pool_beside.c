@@ -1,0 +1,200 @@
+/* Holds what was promised to a scope's own thread against what other threads do beside it. Threads
+ * run in the order that a test says (be_thread). */
+#include "unit/pool_help.h"
+
+enum { INSIDER = 21, OTHER = 22 };
+
+static rebatch_scope begin_own(rebatch_pool *pool)
+{
+    rebatch_scope scope;
+    be_thread(INSIDER);
+    cr_assert_eq(rbi_scope_begin_own(&scope, pool), REBATCH_OK);
+    return scope;
+}
+
+static void reserve(rebatch_pool *pool, size_t granules)
+{
+    cr_assert_eq(rebatch_pool_reserve(pool, granules * GRANULE, NULL), REBATCH_OK);
+}
+
+static void assert_refused_to_other(rebatch_pool *pool, size_t granules)
+{
+    void *none;
+    be_thread(OTHER);
+    cr_assert_eq(rebatch_pool_alloc(&none, pool, granules * GRANULE, NULL, 0), REBATCH_OOM);
+    be_thread(INSIDER);
+}
+
+Test(pool_beside, what_was_promised_is_not_theirs)
+{
+    struct rig rig = rig_open(64, NULL);
+    give(rig.pool, take(rig.pool, 20 * GRANULE));
+    const rebatch_scope scope = begin_own(rig.pool);
+    reserve(rig.pool, 40);
+    be_thread(OTHER);
+    void *others[2] = {take(rig.pool, 10 * GRANULE), take(rig.pool, KIB)};
+    assert_refused_to_other(rig.pool, 20);
+    (void)take(rig.pool, 30 * GRANULE);
+    assert_refused_to_other(rig.pool, 20);
+    (void)take(rig.pool, 10 * GRANULE);
+    rollback(rig.pool, scope);
+    give(rig.pool, others[0]);
+    give(rig.pool, others[1]);
+    rig_close(&rig);
+}
+
+/* A request of theirs that fails has looked everywhere else, and given nothing of it back. */
+Test(pool_beside, their_failures_leave_it_whole)
+{
+    struct rig rig = rig_open_plain(64, NULL);
+    const rebatch_scope scope = begin_own(rig.pool);
+    reserve(rig.pool, 60);
+    assert_refused_to_other(rig.pool, 10);
+    for (int i = 0; i < 40; i++)
+        (void)take(rig.pool, 3 * GRANULE / 2);
+    rollback(rig.pool, scope);
+    rig_close(&rig);
+}
+
+/* What is free elsewhere they have, though not in one piece with it. */
+Test(pool_beside, they_have_what_is_free_elsewhere)
+{
+    struct rig rig = rig_open_plain(64, NULL);
+    void *blocks[2] = {take(rig.pool, 20 * GRANULE), take(rig.pool, 40 * GRANULE)};
+    give(rig.pool, blocks[0]);
+    give(rig.pool, blocks[1]);
+    const rebatch_scope scope = begin_own(rig.pool);
+    reserve(rig.pool, 40);
+    be_thread(OTHER);
+    void *other = take(rig.pool, 10 * GRANULE);
+    be_thread(INSIDER);
+    (void)take(rig.pool, 40 * GRANULE);
+    rollback(rig.pool, scope);
+    give(rig.pool, other);
+    rig_close(&rig);
+}
+
+/* What other threads reserve is there at that moment; nothing is promised to them. */
+Test(pool_beside, what_they_reserve_is_not_kept)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_scope scope = begin_own(rig.pool);
+    be_thread(OTHER);
+    reserve(rig.pool, 40);
+    cr_assert_eq(rig.pool->promised_bytes, 0);
+    void *other = take(rig.pool, 40 * GRANULE);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 40 * GRANULE, NULL), REBATCH_OOM);
+    be_thread(INSIDER);
+    rollback(rig.pool, scope);
+    give(rig.pool, other);
+    rig_close(&rig);
+}
+
+/* While callbacks for another thread's request run, the insider goes on. */
+struct meanwhile {
+    rebatch_pool *pool;
+    size_t takes, reserves; /* granules */
+};
+
+static size_t let_insider_go_on(size_t wanted_bytes, void *user)
+{
+    const struct meanwhile *meanwhile = user;
+    const rebatch_pool *const pressing = rbi_pool_pressing;
+    (void)wanted_bytes;
+    rbi_pool_pressing = NULL;
+    be_thread(INSIDER);
+    if (meanwhile->takes)
+        (void)take(meanwhile->pool, meanwhile->takes * GRANULE);
+    if (meanwhile->reserves)
+        reserve(meanwhile->pool, meanwhile->reserves);
+    be_thread(OTHER);
+    rbi_pool_pressing = pressing;
+    return 0;
+}
+
+Test(pool_beside, it_is_what_the_insider_made_of_it_meanwhile)
+{
+    const struct meanwhile cases[] = {{.takes = 40}, {.reserves = 50}};
+    for (size_t i = 0; i < 2; i++) {
+        struct rig rig = rig_open(64, NULL);
+        struct meanwhile meanwhile = cases[i];
+        meanwhile.pool = rig.pool;
+        cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_insider_go_on, &meanwhile),
+                     REBATCH_OK);
+        const rebatch_scope scope = begin_own(rig.pool);
+        reserve(rig.pool, 40);
+        assert_refused_to_other(rig.pool, 30);
+        cr_assert_eq(rig.pool->promised_bytes, meanwhile.reserves * GRANULE);
+        if (meanwhile.reserves)
+            (void)take(rig.pool, meanwhile.reserves * GRANULE);
+        rollback(rig.pool, scope);
+        rig_close(&rig);
+    }
+}
+
+/* ---- cycles ---- */
+
+static bool expects_a_reserve(const rebatch_pool *pool)
+{
+    return pool->cycle.phase == RBI_CYCLE_RUNS && pool->cycle.next->units == RBI_CYCLE_RESERVE;
+}
+
+static void play_step(rebatch_pool *pool)
+{
+    enum { SMALL = 60, CALLS = 120 };
+    void *small[SMALL] = {NULL};
+    uint64_t random = 7;
+    const rebatch_scope scope = begin_own(pool);
+    reserve(pool, 52);
+    void *const first = take(pool, 3 * GRANULE), *const second = take(pool, 3 * GRANULE + UNIT);
+    for (int i = 0; i < CALLS; i++) {
+        const size_t at = draw(&random) % SMALL, bytes = 1 + draw(&random) % (GRANULE / 2);
+        if (small[at])
+            give(pool, small[at]);
+        small[at] = small[at] ? NULL : take(pool, bytes);
+    }
+    void *const large = take(pool, 28 * GRANULE);
+    for (int i = 0; i < SMALL; i++)
+        give(pool, small[i]);
+    give(pool, first);
+    give(pool, second);
+    give(pool, large);
+    cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK); /* a look would end the cycle */
+}
+
+/* Requests of just the sizes that a cycle expects next are another thread's this time. */
+Test(pool_beside, a_cycle_does_not_hand_it_out)
+{
+    enum { STEPS_MOST = 4000 };
+    struct rig rig = rig_open(56, NULL);
+    void *none;
+    for (int i = 0; i < STEPS_MOST && !expects_a_reserve(rig.pool); i++)
+        play_step(rig.pool);
+    cr_assert(expects_a_reserve(rig.pool));
+    const rebatch_scope scope = begin_own(rig.pool);
+    reserve(rig.pool, 52);
+    be_thread(OTHER);
+    void *other = take(rig.pool, 3 * GRANULE);
+    cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 3 * GRANULE + UNIT, NULL, 0), REBATCH_OOM);
+    be_thread(INSIDER);
+    (void)take(rig.pool, 52 * GRANULE);
+    rollback(rig.pool, scope);
+    give(rig.pool, other);
+    rig_close(&rig);
+}
+
+/* ---- options ---- */
+
+/* It is in one piece, which is cut for whatever comes. */
+Test(pool_beside, max_split_does_not_keep_it_whole)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.max_split_bytes = 20 * GRANULE;
+    struct rig rig = rig_open_plain(64, &options);
+    const rebatch_scope scope = begin(rig.pool);
+    reserve(rig.pool, 60);
+    for (int i = 0; i < 60; i++)
+        (void)take(rig.pool, GRANULE);
+    rollback(rig.pool, scope);
+    rig_close(&rig);
+}
