@@ -10,6 +10,7 @@
 
 /* Streams that one allocation waits for. */
 #define MOST_WAITS 8
+/* Waits of a period that there is space for at first. */
 #define LEAST_WAITS 1024
 /* Where so many stretches have to be moved, in all, a period is no cycle: it takes some 0.1 s. */
 #define MOST_MOVED (UINT64_C(1) << 25)

@@ -717,7 +717,8 @@ static struct rbi_block *set_promised_aside(rebatch_pool *pool)
     return best ? rbi_block_take(pool, best, pool->promised_bytes) : NULL;
 }
 
-/* For who was promised nothing: as if the piece that was were not there. */
+/* For who was promised nothing: as if the piece that was were not there. Nodes are for both
+ * searches, what waits in callbacks keeps its own, and for the rest of the piece. */
 static rebatch_status climb_beside(struct rbi_block **out, rebatch_pool *pool,
                                    struct rbi_request *request)
 {

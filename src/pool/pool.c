@@ -577,15 +577,16 @@ static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, cons
 static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
     struct rbi_block *const block = find_known(pool, pointer);
-    if (!block || block->state != RBI_BLOCK_LIVE) {
+    const bool is_live = block && block->state == RBI_BLOCK_LIVE;
+    const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
+    if (!is_live) {
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-    } else if (rbi_pool_has_younger_scope(pool, block) &&
-               !rbi_pool_is_outside(pool, pool->insider)) {
+    } else if (is_not_of_scope && !rbi_pool_is_outside(pool, pool->insider)) {
         rbi_pool_defer_free(pool, block);
     } else {
-        if (rbi_pool_has_younger_scope(pool, block))
+        if (is_not_of_scope)
             rbi_scope_pass_over(pool, block, false);
         rbi_cycle_note(pool, block, pool->stats.live_bytes - block->bytes, true);
         rbi_pool_drop_block(pool, block, false);

@@ -34,14 +34,20 @@ static void *prepare(void *user)
     return beside->joins && rebatch_leave(beside->rb) ? NULL : next;
 }
 
-static unsigned char *run_beside(struct beside *beside)
+/* What another thread answers, which ends before this goes on; not NULL. */
+static void *run_there(void *(*what)(void *user), struct beside *beside)
 {
     pthread_t thread;
-    void *batch = NULL;
-    cr_assert_eq(pthread_create(&thread, NULL, prepare, beside), 0);
-    cr_assert_eq(pthread_join(thread, &batch), 0);
-    cr_assert_not_null(batch);
-    return batch;
+    void *answer = NULL;
+    cr_assert_eq(pthread_create(&thread, NULL, what, beside), 0);
+    cr_assert_eq(pthread_join(thread, &answer), 0);
+    cr_assert_not_null(answer);
+    return answer;
+}
+
+static unsigned char *run_beside(struct beside *beside)
+{
+    return run_there(prepare, beside);
 }
 
 /* Two micro-batches of 8. */
@@ -166,14 +172,14 @@ Test(step_threads, joining_holds_until_the_thread_leaves)
 
 /* ---- what the session makes of it ---- */
 
-static void *ask_for_too_much(void *user)
+/* Asks for more than there is for it. */
+static void *ask_in_vain(void *user)
 {
     struct beside *beside = user;
     void *none;
-    return rebatch_pool_alloc(&none, rebatch_get_pool(beside->rb), MIB(4000), NULL, 0) ==
-                   REBATCH_OOM
-               ? user
-               : NULL;
+    const rebatch_status status =
+        rebatch_pool_alloc(&none, rebatch_get_pool(beside->rb), beside->bytes, NULL, 0);
+    return status == REBATCH_OOM ? user : NULL;
 }
 
 /* Another thread's request fails, before memory beside the pool runs out for the callback. */
@@ -181,14 +187,11 @@ static rebatch_status fail_beside(struct script *s, enum script_callback callbac
                                   const rebatch_microbatch *mb)
 {
     struct beside *beside = s->inside_user;
-    pthread_t thread;
-    void *failed = NULL;
     if (callback != SCRIPT_FORWARD || beside->prepared++ != 0)
         return REBATCH_OK;
     (void)mb;
-    cr_assert_eq(pthread_create(&thread, NULL, ask_for_too_much, beside), 0);
-    cr_assert_eq(pthread_join(thread, &failed), 0);
-    cr_assert_not_null(failed);
+    beside->bytes = MIB(4000);
+    (void)run_there(ask_in_vain, beside);
     return REBATCH_OOM;
 }
 
@@ -227,30 +230,19 @@ Test(step_threads, what_others_allocate_is_not_learnt_as_a_need)
     rig_close(&rig);
 }
 
-static void *take_much(void *user)
-{
-    struct beside *beside = user;
-    void *much;
-    const rebatch_status status =
-        rebatch_pool_alloc(&much, rebatch_get_pool(beside->rb), MIB(40), NULL, 0);
-    return status == REBATCH_OOM ? user : NULL;
-}
-
 /* What the callback has reserved stays its own: else the update would be torn. */
 static rebatch_status reserve_and_mutate(struct script *s, enum script_callback callback,
                                          const rebatch_microbatch *mb)
 {
     struct beside *beside = s->inside_user;
-    pthread_t thread;
-    void *failed = NULL, *own;
+    void *own;
     (void)mb;
     if (callback != SCRIPT_UPDATE)
         return REBATCH_OK;
     cr_assert_eq(rebatch_reserve(s->rb, MIB(40)), REBATCH_OK);
     rebatch_mutating(s->rb);
-    cr_assert_eq(pthread_create(&thread, NULL, take_much, beside), 0);
-    cr_assert_eq(pthread_join(thread, &failed), 0);
-    cr_assert_not_null(failed);
+    beside->bytes = MIB(40);
+    (void)run_there(ask_in_vain, beside);
     cr_assert_eq(rebatch_pool_alloc(&own, rebatch_get_pool(s->rb), MIB(40), NULL, 0), REBATCH_OK);
     return rebatch_pool_free(rebatch_get_pool(s->rb), own);
 }

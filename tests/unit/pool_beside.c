@@ -2,16 +2,6 @@
  * run in the order that a test says (be_thread). */
 #include "unit/pool_help.h"
 
-enum { INSIDER = 21, OTHER = 22 };
-
-static rebatch_scope begin_own(rebatch_pool *pool)
-{
-    rebatch_scope scope;
-    be_thread(INSIDER);
-    cr_assert_eq(rbi_scope_begin_own(&scope, pool), REBATCH_OK);
-    return scope;
-}
-
 static void reserve(rebatch_pool *pool, size_t granules)
 {
     cr_assert_eq(rebatch_pool_reserve(pool, granules * GRANULE, NULL), REBATCH_OK);

@@ -84,7 +84,7 @@ Test(pool_cycle_long, steps_of_any_length_are_one)
  * the steps are. */
 Test(pool_cycle_long, short_steps_are_served_whatever_comes_between)
 {
-    enum { STEP_CALLS = 400, STEPS = 350, EVALUATION = 600, OTHER = 650, ROUNDS = 60 };
+    enum { STEP_CALLS = 400, STEPS = 350, EVALUATION = 600, SECOND = 650, ROUNDS = 60 };
     struct rig rig = rig_open(DEVICE_GRANULES, NULL);
     uint64_t random = 5;
     size_t steps = 0, served = 0;
@@ -96,7 +96,7 @@ Test(pool_cycle_long, short_steps_are_served_whatever_comes_between)
         }
         play_long(rig.pool, EVALUATION, 2);
         if (round % 5 == 0)
-            play_long(rig.pool, OTHER, 3);
+            play_long(rig.pool, SECOND, 3);
     }
     cr_assert_gt(rig.pool->trail.mask, RBI_TRAIL_CALLS_FIRST);
     cr_assert_gt(100 * served, 95 * steps, "%zu of %zu", served, steps);

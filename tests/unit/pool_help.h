@@ -136,6 +136,17 @@ static inline void be_thread(uint64_t number)
     rbi_lock_thread = number;
 }
 
+/* The thread whose calls a scope takes in, and one that it leaves out. */
+enum { INSIDER = 21, OTHER = 22 };
+
+static inline rebatch_scope begin_own(rebatch_pool *pool)
+{
+    rebatch_scope scope;
+    be_thread(INSIDER);
+    cr_assert_eq(rbi_scope_begin_own(&scope, pool), REBATCH_OK);
+    return scope;
+}
+
 /* The call is refused: with that status, and a text that has `words` in it. */
 #define assert_refused(call, wanted, words)                                                        \
     do {                                                                                           \

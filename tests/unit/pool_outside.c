@@ -3,15 +3,7 @@
 #include "unit/pool_help.h"
 #include "unit/pool_script.h"
 
-enum { INSIDER = 21, OTHER = 22, DEVICE_GRANULES = 2048 };
-
-static rebatch_scope begin_own(rebatch_pool *pool)
-{
-    rebatch_scope scope;
-    be_thread(INSIDER);
-    cr_assert_eq(rbi_scope_begin_own(&scope, pool), REBATCH_OK);
-    return scope;
-}
+enum { DEVICE_GRANULES = 2048 };
 
 static bool is_in_use(rebatch_pool *pool, const void *pointer)
 {
