@@ -288,7 +288,6 @@ static rebatch_status load(struct gpt_trainer *trainer, struct reader *reader)
     struct gpt_trainer saved = {0};
     struct gpt_save_shape shape = {0};
     struct taken taken;
-    gpt_moments_settle(trainer);
     rebatch_status status = read_fields(&options, reader, &gpt_save_settings);
     if (!status)
         status = compare_settings(reader, &options, &trainer->options);

@@ -56,17 +56,6 @@ static rebatch_status copy_sets(const struct gpt_set to[2], const struct gpt_set
 
 /* ---- moving ---- */
 
-/* While both places are filled, the pool's is the later one, unless it was taken back. */
-void gpt_moments_settle(struct gpt_trainer *trainer)
-{
-    gpt_set_forget_if_taken_back(&trainer->moments[0], trainer);
-    gpt_set_forget_if_taken_back(&trainer->moments[1], trainer);
-    if (trainer->moments[0].count == 0 || trainer->pinned[0].count == 0)
-        return;
-    unpin_set(&trainer->pinned[0], trainer);
-    unpin_set(&trainer->pinned[1], trainer);
-}
-
 const struct gpt_set *gpt_moments_of(const struct gpt_trainer *trainer)
 {
     return trainer->moments[0].count > 0 ? trainer->moments : trainer->pinned;
@@ -75,7 +64,6 @@ const struct gpt_set *gpt_moments_of(const struct gpt_trainer *trainer)
 rebatch_status gpt_moments_pin(struct gpt_trainer *trainer)
 {
     struct gpt_set pinned[2] = {{.count = 0}, {.count = 0}};
-    gpt_moments_settle(trainer);
     if (trainer->pinned[0].count > 0)
         return REBATCH_OK;
     rebatch_status status = pin_set(&pinned[0], trainer);
@@ -94,14 +82,11 @@ rebatch_status gpt_moments_pin(struct gpt_trainer *trainer)
     return REBATCH_OK;
 }
 
-/* The pinned ones stay until the callback behind which this runs has had its way: what is in the
- * pool may be taken back. */
 rebatch_status gpt_moments_unpin(struct gpt_trainer *trainer)
 {
     struct gpt_model *model = trainer->model;
     const size_t blocks = gpt_block_count(&model->config);
     struct gpt_set sets[2] = {{.count = 0}, {.count = 0}};
-    gpt_moments_settle(trainer);
     if (trainer->pinned[0].count == 0)
         return REBATCH_OK;
     rebatch_status status = gpt_set_create(&sets[0], model, blocks, GPT_TAG_MOMENTS);
@@ -115,6 +100,8 @@ rebatch_status gpt_moments_unpin(struct gpt_trainer *trainer)
         return status;
     }
     memcpy(trainer->moments, sets, sizeof sets);
+    unpin_set(&trainer->pinned[0], trainer);
+    unpin_set(&trainer->pinned[1], trainer);
     return REBATCH_OK;
 }
 

@@ -148,7 +148,6 @@ rebatch_status gpt_trainer_save(struct gpt_trainer *trainer, const char *path)
     if (length < 0 || (size_t)length >= sizeof beside)
         return gpt_error(REBATCH_E_IO, "%.200s...: the name is too long", path);
     struct writer writer = {.path = beside};
-    gpt_moments_settle(trainer);
     writer.file = open(beside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (writer.file < 0)
         return say(beside, "made");

@@ -67,8 +67,6 @@ static rebatch_status zero_grad(void *user)
 {
     struct gpt_trainer *trainer = user;
     struct gpt_model *model = trainer->model;
-    gpt_set_forget_if_taken_back(&trainer->gradients, trainer);
-    gpt_moments_settle(trainer);
     struct gpt_set gradients = trainer->gradients;
     rebatch_status status = REBATCH_OK;
     if (gradients.count == 0)
@@ -185,11 +183,8 @@ rebatch_status gpt_trainer_step(struct gpt_trainer *trainer, rebatch_step_report
     const float scale = trainer->has_scaler ? trainer->scaler.scale : 0.0f;
     const uint64_t skipped = trainer->skipped;
     status = rebatch_step(trainer->rb, gpt_trainer_ops(), options->batch, trainer, report);
-    if (status) {
-        gpt_set_forget_if_taken_back(&trainer->gradients, trainer);
-        gpt_moments_settle(trainer);
+    if (status)
         return status;
-    }
     struct gpt_scalars scalars;
     status = gpt_read_back(trainer, &scalars, trainer->scalars, sizeof scalars);
     if (status)
@@ -369,6 +364,20 @@ static rebatch_status open_feed(struct gpt_trainer *trainer)
     return gpt_feed_open(&trainer->feed, model->tags[GPT_TAG_DATA]);
 }
 
+/* The count, and the pointers to memory that callbacks make when they first need it. */
+static rebatch_status guard_state(struct gpt_trainer *trainer)
+{
+    rebatch *rb = trainer->rb;
+    rebatch_status status =
+        rebatch_guard(rb, &trainer->samples_seen, sizeof trainer->samples_seen, REBATCH_GUARD_HOST);
+    if (!status)
+        status =
+            rebatch_guard(rb, &trainer->gradients, sizeof trainer->gradients, REBATCH_GUARD_HOST);
+    if (!status)
+        status = rebatch_guard(rb, &trainer->moments, sizeof trainer->moments, REBATCH_GUARD_HOST);
+    return status;
+}
+
 rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const struct gpt_ops *ops,
                                   rebatch_stream stream, const struct gpt_data *data,
                                   const struct gpt_train_options *options)
@@ -392,8 +401,7 @@ rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const s
     if (!status)
         status = open_feed(trainer);
     if (!status)
-        status = rebatch_guard(rb, &trainer->samples_seen, sizeof trainer->samples_seen,
-                               REBATCH_GUARD_HOST);
+        status = guard_state(trainer);
     if (status) {
         gpt_trainer_destroy(trainer);
         return status;

@@ -29,16 +29,6 @@ rebatch_status gpt_read_back(struct gpt_trainer *trainer, void *to, const void *
     return status ? status : rebatch_stream_synchronize(queue->device, queue->stream);
 }
 
-void gpt_set_forget_if_taken_back(struct gpt_set *set, struct gpt_trainer *trainer)
-{
-    size_t bytes;
-    for (size_t i = 0; i < set->count; i++)
-        if (rebatch_pool_block_bytes(&bytes, trainer->model->pool, set->blocks[i])) {
-            *set = (struct gpt_set){0};
-            return;
-        }
-}
-
 /* ---- the update ---- */
 
 static size_t chunks_of(size_t elements)
@@ -139,7 +129,6 @@ static rebatch_status take_moments(struct gpt_set moments[2], struct gpt_trainer
 {
     struct gpt_model *model = trainer->model;
     rebatch_status status = REBATCH_OK;
-    gpt_moments_settle(trainer);
     for (int i = 0; i < 2 && !status; i++) {
         moments[i] = gpt_moments_of(trainer)[i];
         if (moments[i].count > 0)

@@ -17,11 +17,6 @@ struct gpt_scalars {
 /* Brings device memory to the host, and waits for it. */
 rebatch_status gpt_read_back(struct gpt_trainer *trainer, void *to, const void *from, size_t bytes);
 
-/* A set is published only at the end of the callback that allocated it. It can still be taken back:
- * when rebatch finds a late error behind a callback that succeeded. Then its blocks are no longer
- * in use, and the set is forgotten. */
-void gpt_set_forget_if_taken_back(struct gpt_set *set, struct gpt_trainer *trainer);
-
 /* What a level of the callback `lighten` means to the model. */
 static inline enum gpt_lighten gpt_lighten_of(unsigned level)
 {
@@ -30,8 +25,6 @@ static inline enum gpt_lighten gpt_lighten_of(unsigned level)
 
 /* ---- where the moments are (moments.c) ---- */
 
-/* Settles what an earlier callback has moved: to be called at the beginning of each. */
-void gpt_moments_settle(struct gpt_trainer *trainer);
 /* Both sets where they are now, empty when there are none yet. */
 const struct gpt_set *gpt_moments_of(const struct gpt_trainer *trainer);
 /* Moves them to pinned host memory, which kernels reach, or makes them there; REBATCH_OOM when

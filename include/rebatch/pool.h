@@ -249,7 +249,7 @@ REBATCH_API rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, si
 
 /** Give a block back. Work already enqueued on its stream may still use it. A block that is older
  *  than the innermost open scope stays as it is until that scope commits, so that a rollback finds
- *  it untouched.
+ *  it untouched; unless a pressure callback frees it.
  *  @param pointer  from rebatch_pool_alloc(); NULL is allowed. A block that a rollback has already
  *                  taken back is ignored and counted (late_frees) until its address is given out
  *                  again; remembered are those of the last rollback, and the latest 32,768
@@ -298,6 +298,7 @@ REBATCH_API rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *p
 
 /** Register a function that is called when memory is short, before an allocation fails: it may free
  *  blocks of this pool (in this thread) and says how many bytes it gave up. It must not allocate.
+ *  What it frees is free at once, and no rollback of a scope that is open then brings it back.
  *  @param user  handed to `give_up`; borrowed until the pool is destroyed
  *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when 16 are registered. Any thread.
  *          */

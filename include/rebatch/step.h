@@ -60,7 +60,9 @@ enum {
 typedef struct rebatch_step_ops {
     size_t struct_size; /**< sizeof(rebatch_step_ops), as REBATCH_STEP_OPS_INIT has it */
     /** Set the accumulators (gradients, loss, token counts) to zero. May run again at any time
-     *  before the update, and must then have the same effect. */
+     *  before the update, and must then have the same effect. It may allocate the accumulators when
+     *  it runs for the first time; a guard on their pointer is then what has it do so again when
+     *  they were taken back (rebatch_guard()). */
     rebatch_status (*zero_grad)(void *user);
     /** Run samples [first, first + count) forward and backward and add what each contributes,
      *  weighted by 1/batch. Allocate, rebatch_reserve() what the rest needs, rebatch_mutating(),
@@ -71,7 +73,10 @@ typedef struct rebatch_step_ops {
      *  refused before. */
     rebatch_status (*optimizer_step)(void *user);
     /** Optional. Use less memory a sample from now on, for example by recomputing activations:
-     *  0 is none, 1 the mildest. Must not change the results.
+     *  0 is none, 1 the mildest. Must not change the results. Once it has returned REBATCH_OK the
+     *  level is in force, whatever becomes of the step: what lighten allocated and what it changed
+     *  in guarded host state stays, and what it freed is free at once. One that fails changes
+     *  nothing: its allocations, its frees and guarded host state are undone.
      *  @return REBATCH_OK; REBATCH_E_UNSUPPORTED when there is no such level. */
     rebatch_status (*lighten)(unsigned level, void *user);
     uint32_t flags; /**< bits of REBATCH_DECLARES_MUTATION */
@@ -207,8 +212,9 @@ typedef struct rebatch_options {
     rebatch_toggle growth;  /**< grow again after clean steps; default on */
     uint32_t grow_after;    /**< steps without OOM before the micro-batch grows; at most
                                    grow_wait_max; 0: 16 */
-    uint32_t grow_wait_max; /**< a failed growth doubles that wait, up to this; one that held
-                                   ends the longer wait; 0: 1024 */
+    uint32_t grow_wait_max; /**< a failed growth doubles the wait, up to this. A growth that holds
+                                 resets it. A prediction that has refused a growth for so many
+                                 more clean steps is overruled; 0: 1024 */
 
     rebatch_log_level log_level; /**< events above this are not reported; default INFO */
     void (*on_event)(const rebatch_event *event, void *user); /**< NULL: none. It must not call
@@ -339,10 +345,17 @@ REBATCH_API rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
 REBATCH_API void rebatch_mutating(rebatch *rb);
 
 /** Have `bytes` bytes at `state` restored whenever work that may have changed them is thrown away:
- *  RNG state, running statistics, cursors, pointers to what an attempt allocates. State changed
- *  before the samples' work is taken back comes back to what it was before the attempt, or before
- *  zero_grad when the effective batch runs again; so do not guard pointers to what a zero_grad that
- *  succeeded has allocated, which stays.
+ *  RNG state, running statistics, cursors, and pointers to memory that callbacks allocate and keep.
+ *  State comes back to what it was before the attempt when its samples run again, and to what it
+ *  was before zero_grad when the effective batch runs again or the step fails.
+ *
+ *  Memory goes with it. A batch that runs again, and a step that fails without being torn, takes
+ *  back all that the step has allocated, in zero_grad and in micro-batches that succeeded too. What
+ *  the step has freed of memory from before it is there again. So there is one safe way to keep
+ *  memory that a callback allocates: guard its pointer, and allocate when the pointer is NULL.
+ *
+ *  What a pressure callback or lighten changes in guarded host state is not put back: what these
+ *  free is free for good.
  *  @param state  borrowed until rebatch_close(); device memory for REBATCH_GUARD_DEVICE
  *  @return REBATCH_OK, REBATCH_OOM (device copies come from the pool), REBATCH_E_INVALID,
  *          REBATCH_E_HOST_OOM, REBATCH_E_STATE from within a callback, REBATCH_E_UNSUPPORTED when

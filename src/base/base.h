@@ -121,6 +121,11 @@ static inline bool rbi_round_up(size_t n, size_t unit, size_t *out)
     *out = sum & ~(unit - 1);
     return true;
 }
+/* The whole part; 0 for what is less, and the largest number for what is more. */
+static inline uint64_t rbi_saturate(double value)
+{
+    return value >= 0x1p64 ? UINT64_MAX : value > 0 ? (uint64_t)value : 0;
+}
 static inline size_t rbi_min(size_t a, size_t b)
 {
     return a < b ? a : b;

@@ -743,13 +743,20 @@ static rebatch_status climb_beside(struct rbi_block **out, rebatch_pool *pool,
 static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_t wanted_bytes)
 {
     const uint64_t freed = pool->stats.freed_total_bytes;
+    const bool is_watched = pool->pressure_watch.on_pressure && pool->insider != 0 &&
+                            !rbi_pool_is_outside(pool, pool->insider);
+    const struct rbi_pool_pressure_watch watch = pool->pressure_watch;
     pool->stats.pressure_calls++;
     pool->pressing++;
     rbi_lock_give(&pool->lock);
     const rebatch_pool *outer = rbi_pool_pressing;
     rbi_pool_pressing = pool;
     rbi_pool_callbacks++;
+    if (is_watched)
+        watch.on_pressure(watch.user, true);
     const size_t given = pressure->give_up(wanted_bytes, pressure->user);
+    if (is_watched)
+        watch.on_pressure(watch.user, false);
     rbi_pool_callbacks--;
     rbi_pool_pressing = outer;
     rbi_pool_enter(pool);

@@ -194,6 +194,13 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
     rbi_lock_give(&pool->lock);
 }
 
+void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch)
+{
+    rbi_lock_take(&pool->lock);
+    pool->pressure_watch = *watch;
+    rbi_lock_give(&pool->lock);
+}
+
 void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
                         void (*show)(void *user, const void *address, size_t bytes), void *user)
 {
@@ -583,7 +590,8 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-    } else if (is_not_of_scope && !rbi_pool_is_outside(pool, pool->insider)) {
+    } else if (is_not_of_scope && !rbi_pool_is_outside(pool, pool->insider) &&
+               !rbi_pool_is_pressing(pool)) {
         rbi_pool_defer_free(pool, block);
     } else {
         if (is_not_of_scope)

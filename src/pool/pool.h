@@ -121,6 +121,13 @@ struct rbi_pressure {
 
 enum rbi_pool_call { RBI_POOL_ALLOC, RBI_POOL_FREE, RBI_POOL_RESERVE };
 
+/* Told when a pressure callback begins, and when it has returned, in the thread that runs it and
+ * without the lock. Not of threads that the open scopes leave out. */
+struct rbi_pool_pressure_watch {
+    void (*on_pressure)(void *user, bool begins); /* NULL: nobody is told */
+    void *user;
+};
+
 /* Told of every call that succeeded, with the sizes as they were asked for. It runs with the lock
  * held, so it must not call the pool. */
 struct rbi_pool_recorder {
@@ -202,6 +209,7 @@ struct rebatch_pool {
 
     struct rbi_pressure pressures[RBI_POOL_PRESSURES];
     size_t pressure_count;
+    struct rbi_pool_pressure_watch pressure_watch;
 
     /* Not kept, but worked out when asked for: allocations, frees, allocated_total_bytes and
      * requested_bytes. */
@@ -616,6 +624,13 @@ void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
+/* Commits the innermost scope past those of its session around it: what was freed in it is free
+ * now, and what was allocated in it stays when they are rolled back. */
+rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope);
+/* Of the frees that wait in an open scope for its commit, undoes those of the blocks that
+ * `is_known`. It runs with the lock held, so it must not call the pool. */
+void rbi_scope_revive(rebatch_pool *pool, rebatch_scope scope,
+                      bool (*is_known)(void *user, const void *address), void *user);
 /* With those that are worked out. */
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);
@@ -742,6 +757,7 @@ uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
 void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
 /* Sets who is told of the calls; NULL: nobody. */
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
+void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch);
 /* Shows every block in use that is of an extent, with the bytes that were asked for, oldest first.
  * It runs with the lock held, as the recorder does. */
 void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,

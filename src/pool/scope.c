@@ -203,6 +203,71 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope)
     rbi_lock_give(&pool->lock);
 }
 
+/* Where a free waits that no session's scope is to hold back: the innermost scope of all threads,
+ * if the block is older. */
+static struct rbi_scope *find_waiting_place(rebatch_pool *pool, const struct rbi_block *block)
+{
+    struct rbi_scope *const all = rbi_scope_of_all(pool);
+    return all && block->birth < all->first_birth ? all : NULL;
+}
+
+rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_pool_enter(pool);
+    struct rbi_scope *const scope = find_open(pool, handle);
+    if (!scope || scope != innermost(pool)) {
+        rbi_lock_give(&pool->lock);
+        return refuse_scope(handle);
+    }
+    const uint64_t first_birth = scope->first_birth;
+    close_innermost(pool);
+    struct rbi_block *block;
+    while ((block = pop_deferred(scope))) {
+        struct rbi_scope *const place = find_waiting_place(pool, block);
+        if (place) {
+            push_deferred(place, block);
+            continue;
+        }
+        pool->stats.deferred_bytes -= block->bytes;
+        rbi_scope_pass_over(pool, block, false);
+        rbi_pool_drop_block(pool, block, false);
+    }
+    for (struct rbi_block *b = pool->by_birth.previous;
+         pool->insider != 0 && b != &pool->by_birth && b->birth >= first_birth; b = b->previous) {
+        if (b->outside)
+            continue;
+        b->outside = true;
+        rbi_scope_pass_over(pool, b, true);
+    }
+    rbi_lock_give(&pool->lock);
+    return REBATCH_OK;
+}
+
+void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
+                      bool (*is_known)(void *user, const void *address), void *user)
+{
+    rbi_pool_enter(pool);
+    struct rbi_scope *const scope = find_open(pool, handle);
+    struct rbi_block *block = scope ? scope->deferred : NULL;
+    if (scope)
+        scope->deferred = NULL;
+    while (block) {
+        struct rbi_block *const next = block->next_deferred;
+        if (is_known(user, block->address)) {
+            pool->stats.deferred_bytes -= block->bytes;
+            block->state = RBI_BLOCK_LIVE;
+            block->next_deferred = NULL;
+        } else {
+            push_deferred(scope, block);
+        }
+        block = next;
+    }
+    rbi_lock_give(&pool->lock);
+}
+
 static void rollback_innermost(rebatch_pool *pool)
 {
     struct rbi_scope *scope = innermost(pool);

@@ -67,12 +67,6 @@ struct trials {
     size_t count;
 };
 
-static void free_forgotten(struct trials *trials)
-{
-    while (trials->count > 0)
-        (void)rebatch_pool_free(trials->rb->pool, trials->forgotten[--trials->count]);
-}
-
 /* Runs with the pool's lock held. */
 static void add_forgotten(void *user, const void *address, size_t bytes)
 {
@@ -80,6 +74,33 @@ static void add_forgotten(void *user, const void *address, size_t bytes)
     (void)bytes;
     if (trials->count < FORGOTTEN_MOST && rbi_guards_forget(trials->rb, address, RBI_GUARD_STEP))
         trials->forgotten[trials->count++] = (void *)(uintptr_t)address;
+}
+
+/* Runs with the pool's lock held. */
+static bool is_known(void *user, const void *address)
+{
+    return rbi_guards_know(user, address);
+}
+
+static void free_forgotten(struct trials *trials)
+{
+    while (trials->count > 0)
+        (void)rebatch_pool_free(trials->rb->pool, trials->forgotten[--trials->count]);
+}
+
+/* Puts guarded state back after what ran in `scope`, which ends. A block of before that was freed
+ * there, and that guards know again, is there again. */
+static rebatch_status end_trial(struct trials *trials, rebatch_scope scope, uint64_t first_birth)
+{
+    rebatch *rb = trials->rb;
+    if (rb->guard_count)
+        rbi_pool_each_live(rb->pool, &(struct rbi_extent){first_birth, true}, add_forgotten,
+                           trials);
+    const rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_STEP);
+    if (rb->guard_count)
+        rbi_scope_revive(rb->pool, scope, is_known, rb);
+    rbi_scope_commit_all(rb->pool, scope);
+    return status;
 }
 
 static const rebatch *rb_of(const void *user)
@@ -126,7 +147,7 @@ static rebatch_status run_callback(rebatch *rb, size_t count)
                                    .probing = true,
                                    .pool = rb->pool,
                                    .stream = rb->options.stream};
-    const rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb, 0);
+    const rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
     return status ? status : rebatch_stream_synchronize(rb->device, rb->options.stream);
 }
 
@@ -138,15 +159,17 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     const size_t count = rb->by_cost ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
     rb->size = size;
     free_forgotten(trials);
+    rebatch_scope scope;
+    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    if (status)
+        return status;
     const uint64_t births = rbi_pool_births(rb->pool);
     rbi_pool_mark(rb->pool);
     rbi_trace_begin(trace, rb->pool, size);
-    const rebatch_status status = run_callback(rb, count);
+    status = run_callback(rb, count);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(rb->pool) + rbi_pieces_missing(trials->setting);
-    if (rb->guard_count)
-        rbi_pool_each_live(rb->pool, &(struct rbi_extent){births, true}, add_forgotten, trials);
-    const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
+    const rebatch_status restored = end_trial(trials, scope, births);
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)
         trace->peak_bytes = peak_of(rb, size);
@@ -232,9 +255,13 @@ static rebatch_status judge(const rebatch *rb, rebatch_status status, const char
 
 static rebatch_status zero_grad(rebatch *rb)
 {
-    const rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL, 0);
-    const rebatch_status restored = rbi_guards_restore(rb, RBI_GUARD_STEP);
-    return status ? judge(rb, status, "zero_grad", 0) : restored;
+    rebatch_status status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+    if (status)
+        return status;
+    status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
+    if (status)
+        (void)rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
+    return judge(rb, status, "zero_grad", 0);
 }
 
 /* Accumulators are zeroed as well when nothing fits; after any other failure the callbacks are not
@@ -254,15 +281,22 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
     return status ? status : zeroed;
 }
 
-static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
+/* Trials begin as micro-batches do, after zero_grad, and each leaves guarded state as that did. */
+static rebatch_status prepare(struct rbi_setting *setting, rebatch *rb)
 {
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
     if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_STEP);
-    if (!status)
         status = zero_grad(rb);
     if (!status)
-        status = rbi_pool_clone(&search->setting.fresh, &search->setting.fresh_device, rb->pool);
+        status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    if (!status)
+        status = rbi_pool_clone(&setting->fresh, &setting->fresh_device, rb->pool);
+    return status;
+}
+
+static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
+{
+    rebatch_status status = prepare(&search->setting, rb);
     if (status)
         return status;
     status = rbi_pieces_plan(&search->setting, reserve_bytes);

@@ -60,6 +60,11 @@ void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_stat
         say(rb, call, status, verb, status, "");
 }
 
+void rbi_answer_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status)
+{
+    say(rb, call, status, "left in the device's last error", status, "");
+}
+
 rebatch_status rbi_answer_check(const rebatch *rb, const struct rbi_call *call,
                                 rebatch_status answer)
 {

@@ -134,7 +134,7 @@ static bool is_fatal(rebatch_status status)
     return status && status != REBATCH_OOM;
 }
 
-static rebatch_status wait_for_work(rebatch *rb)
+rebatch_status rbi_callback_wait(rebatch *rb)
 {
     return rb->any_stream ? rebatch_device_synchronize(rb->device)
                           : rebatch_stream_synchronize(rb->device, rb->options.stream);
@@ -144,7 +144,7 @@ static rebatch_status wait_for_work(rebatch *rb)
  * does an error that nobody looked at. */
 static rebatch_status confirm_oom(rebatch *rb)
 {
-    const rebatch_status late = wait_for_work(rb);
+    const rebatch_status late = rbi_callback_wait(rb);
     const rebatch_status stale = rbi_device_take_last_error(rb->device);
     return is_fatal(late) ? late : is_fatal(stale) ? stale : REBATCH_OOM;
 }
@@ -198,7 +198,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
         if (status != REBATCH_OOM)
             rbi_answer_say(rb, call, status, "answered REBATCH_OOM, and the device");
     } else if (rb->any_stream) {
-        (void)wait_for_work(rb); /* nothing must be at work in what is taken back */
+        (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
     }
     /* As long as the scope is open, other threads' are not counted. */
     const bool pool_failed = rbi_pool_oom_count(rb->pool) != ooms_before;
@@ -230,19 +230,21 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
     const rebatch_status answer = call_with_way_out(rb, which);
     rb->running = false;
     rb->has_declared[which->which] |= rb->mutated;
-    rebatch_status status = rbi_answer_check(rb, which, answer);
-    if (status == REBATCH_OK) { /* an OOM that the callback swallowed */
-        status = rbi_device_take_last_error(rb->device);
-        if (is_fatal(status))
-            rbi_answer_say(rb, which, status, "left in the device's last error");
-    }
-    return status ? status : check_promise(rb, which);
+    return rbi_answer_check(rb, which, answer);
 }
 
-rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
-                                unsigned level)
+/* An OOM that the callback swallowed, or an error that it did not look at. */
+static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *which)
 {
-    const struct rbi_call call = {which, mb, level, rbi_error_changes()};
+    const rebatch_status status = rbi_device_take_last_error(rb->device);
+    if (is_fatal(status))
+        rbi_answer_say_late(rb, which, status);
+    return status;
+}
+
+rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
+{
+    const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
     rebatch_scope scope;
     rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
     if (status)
@@ -250,10 +252,53 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
     status = run(rb, &call);
     if (status == REBATCH_OK)
+        status = find_swallowed(rb, &call);
+    if (status == REBATCH_OK)
+        status = check_promise(rb, &call);
+    if (status == REBATCH_OK)
         status = commit(rb, which, scope, mb);
     if (status)
         return give_up(rb, &call, scope, status, ooms);
     if (which == RBI_OPTIMIZER)
         warn_of_promise(rb);
     return REBATCH_OK;
+}
+
+/* ---- lighten ---- */
+
+/* The level is in force, so all that it needs stays. */
+static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, rebatch_scope scope)
+{
+    rbi_guards_end_change(rb, true);
+    rb->lighten = call->level;
+    rebatch_status status = rbi_scope_commit_finally(rb->pool, scope);
+    if (status) {
+        rbi_scope_commit_all(rb->pool, scope);
+        status = rbi_error(REBATCH_E_STATE, "lighten returned with a scope of its own still open");
+    }
+    const rebatch_status late = find_swallowed(rb, call);
+    return is_fatal(late) ? late : status;
+}
+
+rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
+{
+    const struct rbi_call call = {RBI_LIGHTEN, NULL, level, rbi_error_changes()};
+    const struct rbi_failure failure = rb->failure; /* of the callback before this one */
+    rebatch_scope scope;
+    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    if (status)
+        return status;
+    const uint64_t ooms = rbi_pool_oom_count(rb->pool);
+    rbi_guards_begin_change(rb);
+    status = run(rb, &call);
+    if (status == REBATCH_OK) {
+        status = enter_level(rb, &call, scope);
+    } else {
+        status = give_up(rb, &call, scope, status, ooms);
+        rbi_guards_end_change(rb, false);
+        if (status == REBATCH_E_UNSUPPORTED) /* what it tried is no callback's to answer for */
+            (void)rbi_device_take_last_error(rb->device);
+    }
+    rb->failure = failure;
+    return status;
 }

@@ -9,9 +9,11 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
     if (!growth->on_trial)
         return;
     growth->on_trial = false;
-    growth->failed_size = rb->by_cost ? rb->budget : rb->micro;
-    growth->failed_by_cost = rb->by_cost;
-    growth->failed_available = available_bytes;
+    if (!growth->is_of_level) {
+        growth->failed_size = rb->by_cost ? rb->budget : rb->micro;
+        growth->failed_by_cost = rb->by_cost;
+        growth->failed_available = available_bytes;
+    }
     growth->wait =
         growth->wait > rb->options.grow_wait_max / 2 ? rb->options.grow_wait_max : growth->wait * 2;
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROWTH_FAILED);
@@ -25,7 +27,8 @@ static bool has_room(rebatch *rb, size_t size, unsigned lighten)
     size_t available;
     if (rebatch_pool_available(&available, rb->pool) != REBATCH_OK)
         return false;
-    return rbi_need_predict(rb, size, lighten) <= available;
+    uint64_t need;
+    return !rbi_need_predict(&need, rb, size, lighten) || need <= available;
 }
 
 static size_t size_now(const rebatch *rb)
@@ -33,10 +36,31 @@ static size_t size_now(const rebatch *rb)
     return rb->by_cost ? rb->budget : rbi_micro_size(rb, rb->batch);
 }
 
-static void grow_to(rebatch *rb, size_t size, unsigned lighten)
+static void begin_trial(struct rbi_growth *growth, bool is_overruling, bool is_of_level)
 {
-    if (lighten != rb->lighten && rbi_callback_run(rb, RBI_LIGHTEN, NULL, lighten) != REBATCH_OK)
+    growth->on_trial = true;
+    growth->is_overruling = is_overruling;
+    growth->is_of_level = is_of_level;
+    growth->clean = 0;
+}
+
+static void leave_level(rebatch *rb, bool is_overruling)
+{
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
+    const unsigned before = rb->lighten;
+    (void)rbi_callback_lighten(rb, before - 1); /* the step is done: what fails late shows later */
+    if (rb->lighten == before) {
+        rb->growth.clean = 0; /* it is asked again after as long a wait */
         return;
+    }
+    rbi_event_end(&event, rb);
+    rb->growth.held = 0;
+    begin_trial(&rb->growth, is_overruling, true);
+    rbi_event_emit(rb, &event);
+}
+
+static void grow_to(rebatch *rb, size_t size, bool is_overruling)
+{
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
     rb->growth.held = size_now(rb);
     rb->growth.held_by_cost = rb->by_cost;
@@ -45,11 +69,13 @@ static void grow_to(rebatch *rb, size_t size, unsigned lighten)
     else
         rb->micro = size;
     rbi_event_end(&event, rb);
-    event.lighten_after = lighten;
-    rb->lighten = lighten;
-    rb->growth.on_trial = true;
-    rb->growth.clean = 0;
+    begin_trial(&rb->growth, is_overruling, false);
     rbi_event_emit(rb, &event);
+}
+
+bool rbi_growth_overrules(const rebatch *rb)
+{
+    return rb->growth.on_trial && rb->growth.is_overruling;
 }
 
 size_t rbi_growth_take_held(rebatch *rb, size_t failed)
@@ -112,10 +138,15 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
     return fitting(rb, size, rbi_max(larger, size), available);
 }
 
+static size_t upper_size(const rebatch *rb)
+{
+    return rb->by_cost ? SIZE_MAX : rbi_micro_upper(rb, rb->batch);
+}
+
 size_t rbi_growth_larger(rebatch *rb)
 {
     const size_t size = size_now(rb);
-    const size_t upper = rb->by_cost ? SIZE_MAX : rbi_micro_upper(rb, rb->batch);
+    const size_t upper = upper_size(rb);
     if (rbi_need_has_model(rb))
         return predicted(rb, size, upper);
     const size_t larger = doubled(rb, size, upper);
@@ -128,6 +159,40 @@ static bool is_cut(const rebatch *rb, size_t batch)
     return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, batch) < rbi_micro_upper(rb, batch);
 }
 
+/* The last growth has held for so long that it is no longer on trial. */
+static void settle(rebatch *rb)
+{
+    struct rbi_growth *growth = &rb->growth;
+    if (growth->is_overruling)
+        rbi_need_refute_oracle(rb);
+    growth->on_trial = false;
+    growth->held = 0;
+    growth->wait = rb->options.grow_after;
+}
+
+/* First back to the full speed of a sample, then to more samples at once. A prediction that has
+ * refused that for grow_wait_max clean steps is tried: whatever is wrong with it, a size that fits
+ * is found in the end. */
+static void grow(rebatch *rb, size_t batch)
+{
+    const struct rbi_growth *growth = &rb->growth;
+    const bool overrules = growth->clean - growth->wait >= rb->options.grow_wait_max;
+    if (rb->lighten) {
+        const size_t size = rb->by_cost ? rb->crawl.largest : size_now(rb);
+        if (overrules || has_room(rb, size, rb->lighten - 1))
+            leave_level(rb, overrules);
+        return;
+    }
+    if (!is_cut(rb, batch))
+        return;
+    const size_t size = size_now(rb);
+    const size_t larger = rbi_growth_larger(rb);
+    if (larger > size)
+        grow_to(rb, larger, false);
+    else if (overrules)
+        grow_to(rb, doubled(rb, size, upper_size(rb)), true);
+}
+
 void rbi_growth_step_done(rebatch *rb, size_t batch)
 {
     struct rbi_growth *growth = &rb->growth;
@@ -137,23 +202,8 @@ void rbi_growth_step_done(rebatch *rb, size_t batch)
         growth->clean++;
     if (growth->clean < growth->wait)
         return;
-    if (growth->on_trial) { /* the last growth has held */
-        growth->on_trial = false;
-        growth->held = 0;
-        growth->wait = rb->options.grow_after;
-    }
-    if (!rbi_is_on(rb->options.growth))
-        return;
-    /* First back to the full speed of a sample, then to more samples at once. */
-    const size_t size = size_now(rb);
-    if (rb->lighten) {
-        if (has_room(rb, size, rb->lighten - 1))
-            grow_to(rb, size, rb->lighten - 1);
-        return;
-    }
-    if (!is_cut(rb, batch))
-        return;
-    const size_t larger = rbi_growth_larger(rb);
-    if (larger > size)
-        grow_to(rb, larger, 0);
+    if (growth->on_trial)
+        settle(rb);
+    if (rbi_is_on(rb->options.growth))
+        grow(rb, batch);
 }

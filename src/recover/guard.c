@@ -17,6 +17,44 @@ static void *copy_at(const struct rbi_guard *guard, enum rbi_guard_point point)
     return point == RBI_GUARD_STEP ? guard->at_step : guard->at_attempt;
 }
 
+/* ---- what pressure callbacks and lighten change ---- */
+
+void rbi_guards_begin_change(rebatch *rb)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        if (guard->kind == REBATCH_GUARD_HOST)
+            memcpy(guard->before_change, guard->state, guard->bytes);
+    }
+}
+
+/* The bytes that were changed are changed in the copies too. */
+static void keep_change(const struct rbi_guard *guard)
+{
+    const char *const now = guard->state, *const before = guard->before_change;
+    if (memcmp(now, before, guard->bytes) == 0)
+        return;
+    char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
+    for (size_t k = 0; k < guard->bytes; k++)
+        if (now[k] != before[k])
+            at_step[k] = at_attempt[k] = now[k];
+}
+
+void rbi_guards_end_change(rebatch *rb, bool is_kept)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        if (guard->kind != REBATCH_GUARD_HOST)
+            continue;
+        if (is_kept)
+            keep_change(guard);
+        else
+            memcpy(guard->state, guard->before_change, guard->bytes);
+    }
+}
+
+/* ---- saving and restoring ---- */
+
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
 {
     rebatch_status status = REBATCH_OK;
@@ -37,6 +75,19 @@ rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point)
             first = status;
     }
     return first;
+}
+
+bool rbi_guards_know(const rebatch *rb, const void *address)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        const char *now = guard->state;
+        const size_t words = guard->kind == REBATCH_GUARD_HOST ? guard->bytes / sizeof address : 0;
+        for (size_t k = 0; k < words; k++)
+            if (memcmp(now + k * sizeof address, &address, sizeof address) == 0)
+                return true;
+    }
+    return false;
 }
 
 bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_point point)
@@ -63,6 +114,7 @@ static void release(rebatch *rb, const struct rbi_guard *guard)
     } else {
         rbi_heap_free(guard->at_step);
         rbi_heap_free(guard->at_attempt);
+        rbi_heap_free(guard->before_change);
     }
 }
 
@@ -106,6 +158,8 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
     status = make_copy(rb, &guard.at_step, bytes, kind);
     if (!status)
         status = make_copy(rb, &guard.at_attempt, bytes, kind);
+    if (!status && kind == REBATCH_GUARD_HOST)
+        status = make_copy(rb, &guard.before_change, bytes, kind);
     if (status) {
         release(rb, &guard);
         return status;

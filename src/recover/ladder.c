@@ -39,8 +39,8 @@ static size_t refit(const rebatch *rb, size_t failed)
     const struct rbi_failure *failure = &rb->failure;
     size_t size = failed - rbi_max(failed / 16, 1);
     if (failure->need_bytes > failure->available_bytes)
-        size = rbi_min(size, (size_t)((double)failed * (double)failure->available_bytes /
-                                      (double)failure->need_bytes));
+        size = rbi_min(size, rbi_saturate((double)failed * (double)failure->available_bytes /
+                                          (double)failure->need_bytes));
     return rb->by_cost ? size : rbi_round_size(&rb->options, size);
 }
 
@@ -86,16 +86,9 @@ static rebatch_status lighten(rebatch *rb, bool *is_lighter)
     if (!rb->ops->lighten || !rbi_is_on(rb->options.lighten) ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP)
         return REBATCH_OK;
-    const struct rbi_failure failure = rb->failure; /* of the callback before this one */
-    const rebatch_status status = rbi_callback_run(rb, RBI_LIGHTEN, NULL, rb->lighten + 1);
-    rb->failure = failure;
-    if (status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED)
-        return REBATCH_OK;
-    if (status == REBATCH_OK) {
-        rb->lighten++;
-        *is_lighter = true;
-    }
-    return status;
+    const rebatch_status status = rbi_callback_lighten(rb, rb->lighten + 1);
+    *is_lighter = status == REBATCH_OK;
+    return status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED ? REBATCH_OK : status;
 }
 
 /* Finds the rung to take. Gives what lighten answered when that ends the step. */

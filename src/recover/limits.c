@@ -62,7 +62,7 @@ size_t rbi_micro_upper(const rebatch *rb, size_t batch)
 size_t rbi_micro_size(const rebatch *rb, size_t batch)
 {
     const size_t size = rbi_round_size(&rb->options, rbi_min(rb->micro, batch));
-    return size ? size : batch;
+    return size ? size : rbi_min(rbi_round_size_up(&rb->options, 1), batch);
 }
 
 rebatch_status rbi_limits_check_batch(const rebatch_options *o, size_t batch)

@@ -27,7 +27,8 @@ const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned li
 
 bool rbi_need_has_oracle(const rebatch *rb, unsigned lighten)
 {
-    return rb->oracle.need && rb->oracle.lighten == lighten && rb->oracle.by_cost == rb->by_cost;
+    return rb->oracle.need && !rb->oracle_is_refuted && rb->oracle.lighten == lighten &&
+           rb->oracle.by_cost == rb->by_cost;
 }
 
 /* Micro-batches of one cost need not need the same: the model keeps to the worst of those whose
@@ -40,6 +41,17 @@ static void correct_oracle(rebatch *rb, size_t size, uint64_t bytes)
     const double factor = foretold ? (double)bytes / (double)foretold : 1;
     if (rb->oracle_factor < factor)
         rb->oracle_factor = factor;
+}
+
+/* What failed with at most that size, now that this ran in less, did so for another reason. */
+static void forget_failures(rebatch *rb, size_t size, uint64_t bytes)
+{
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        struct rbi_need *need = &rb->known[i];
+        if (need->size && need->size <= size && !need->is_exact && need->bytes > bytes &&
+            need->by_cost == rb->by_cost && need->lighten == rb->lighten)
+            *need = (struct rbi_need){0};
+    }
 }
 
 static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
@@ -60,6 +72,7 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
 
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes)
 {
+    forget_failures(rb, size, bytes);
     learn(rb, size, bytes, true);
 }
 
@@ -140,55 +153,74 @@ static uint64_t least_needed(const rebatch *rb, size_t size, unsigned lighten)
     return most;
 }
 
-static uint64_t predict_cost(const rebatch *rb, size_t size, unsigned lighten)
+static bool predict_cost(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
 {
-    if (rbi_need_has_oracle(rb, lighten))
-        return (uint64_t)((double)rb->oracle.need(rb->oracle.user, size) * rb->oracle_factor);
+    *bytes = 0;
+    if (rbi_need_has_oracle(rb, lighten)) {
+        const double need = (double)rb->oracle.need(rb->oracle.user, size);
+        *bytes = rbi_saturate(need * rb->oracle_factor);
+        return true;
+    }
     const struct rbi_need *low = smallest_exact(rb, lighten);
     if (!low)
-        return 0;
+        return false;
     const struct line line = line_through(rb, low, largest_exact(rb, lighten, SIZE_MAX), lighten);
-    const uint64_t bytes = (uint64_t)(line.base + line.slope * (double)size);
+    *bytes = rbi_saturate(line.base + line.slope * (double)size);
     const uint64_t least = least_needed(rb, size, lighten);
-    return bytes > least ? bytes : least;
+    if (*bytes < least)
+        *bytes = least;
+    return true;
 }
 
 /* ---- prediction ---- */
 
-uint64_t rbi_need_foretell(const rebatch *rb, size_t size)
+bool rbi_need_foretell(uint64_t *bytes, const rebatch *rb, size_t size)
 {
+    *bytes = 0;
     if (rb->by_cost) {
         const struct rbi_need *high = largest_exact(rb, rb->lighten, SIZE_MAX);
-        return rbi_need_has_oracle(rb, rb->lighten) || (high && size <= high->size)
-                   ? predict_cost(rb, size, rb->lighten)
-                   : 0;
+        return (rbi_need_has_oracle(rb, rb->lighten) || (high && size <= high->size)) &&
+               predict_cost(bytes, rb, size, rb->lighten);
     }
     /* A size that ran into an OOM is known only as far as it got. */
     const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
-    if (known)
-        return known->is_exact ? known->bytes : 0;
-    return rbi_need_has_oracle(rb, rb->lighten) ? rb->oracle.need(rb->oracle.user, size) : 0;
+    if (known && known->is_exact)
+        *bytes = known->bytes;
+    else if (!known && rbi_need_has_oracle(rb, rb->lighten))
+        *bytes = rb->oracle.need(rb->oracle.user, size);
+    else
+        return false;
+    return true;
 }
 
-uint64_t rbi_need_predict(const rebatch *rb, size_t size, unsigned lighten)
+/* Memory is affine in the micro-batch; from one point alone, in proportion is the safe reading,
+ * since the part that does not depend on it is then counted twice. */
+static uint64_t extrapolate(const rebatch *rb, const struct rbi_need *high, size_t size,
+                            unsigned lighten)
 {
-    if (rb->by_cost)
-        return predict_cost(rb, size, lighten);
-    const struct rbi_need *known = rbi_need_find(rb, size, lighten);
-    if (known)
-        return known->bytes;
-    if (rbi_need_has_oracle(rb, lighten))
-        return rb->oracle.need(rb->oracle.user, size);
-    const struct rbi_need *high = largest_exact(rb, lighten, size);
-    if (!high)
-        return 0;
     const struct rbi_need *low = largest_exact(rb, lighten, high->size);
-    /* Memory is affine in the micro-batch; from one point alone, in proportion is the safe reading,
-     * since the part that does not depend on it is then counted twice. */
     double slope = (double)high->bytes / (double)high->size;
     if (low && high->bytes > low->bytes)
         slope = (double)(high->bytes - low->bytes) / (double)(high->size - low->size);
-    return high->bytes + (uint64_t)(slope * (double)(size - high->size));
+    return rbi_saturate((double)high->bytes + slope * (double)(size - high->size));
+}
+
+bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
+{
+    *bytes = 0;
+    if (rb->by_cost)
+        return predict_cost(bytes, rb, size, lighten);
+    const struct rbi_need *known = rbi_need_find(rb, size, lighten);
+    const struct rbi_need *high = known ? NULL : largest_exact(rb, lighten, size);
+    if (known)
+        *bytes = known->bytes;
+    else if (rbi_need_has_oracle(rb, lighten))
+        *bytes = rb->oracle.need(rb->oracle.user, size);
+    else if (high)
+        *bytes = extrapolate(rb, high, size, lighten);
+    else
+        return false;
+    return true;
 }
 
 bool rbi_need_has_model(const rebatch *rb)
@@ -202,8 +234,8 @@ bool rbi_need_has_model(const rebatch *rb)
 
 static bool is_predicted_to_fit(const rebatch *rb, size_t size, uint64_t available_bytes)
 {
-    const uint64_t need = rbi_need_predict(rb, size, rb->lighten);
-    return need != 0 && need <= available_bytes;
+    uint64_t need;
+    return rbi_need_predict(&need, rb, size, rb->lighten) && need <= available_bytes;
 }
 
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes)
@@ -235,4 +267,11 @@ void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle)
         rb->oracle.destroy(rb->oracle.user);
     rb->oracle = oracle ? *oracle : (struct rbi_oracle){0};
     rb->oracle_factor = 1;
+    rb->oracle_is_refuted = false;
+}
+
+void rbi_need_refute_oracle(rebatch *rb)
+{
+    if (rbi_need_has_oracle(rb, rb->lighten))
+        rb->oracle_is_refuted = true;
 }

@@ -43,14 +43,21 @@ struct rbi_guard {
     void *state; /* the user's */
     size_t bytes;
     rebatch_guard_kind kind;
-    void *at_step;    /* copy from before zero_grad */
-    void *at_attempt; /* copy from before the callback that runs */
+    void *at_step;       /* copy from before zero_grad */
+    void *at_attempt;    /* copy from before the callback that runs */
+    void *before_change; /* of host state: copy from before a pressure callback or lighten */
 };
 
 enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
 
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point);
 rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point);
+/* Around a pressure callback and lighten, which change guarded host state for good: an attempt or a
+ * step that is undone later does not undo that. Not kept: the state is put back at once. */
+void rbi_guards_begin_change(rebatch *rb);
+void rbi_guards_end_change(rebatch *rb, bool is_kept);
+/* Whether a pointer to `address` is in guarded host state now. */
+bool rbi_guards_know(const rebatch *rb, const void *address);
 /* Whether a pointer to `address` is in guarded host state now, where the copy has another value:
  * put back, nobody would know the block. */
 bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_point point);
@@ -75,11 +82,11 @@ void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes);
 void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes);
 /* NULL when that size never ran. */
 const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned lighten);
-/* What a size will need, as surely as an attempt is to be refused by it; 0: not known. */
-uint64_t rbi_need_foretell(const rebatch *rb, size_t size);
-/* What a size will need: known, or foretold, or put together from sizes that are known; 0 when
- * nothing is known. */
-uint64_t rbi_need_predict(const rebatch *rb, size_t size, unsigned lighten);
+/* What a size will need, as surely as an attempt is to be refused by it. False: not known. */
+bool rbi_need_foretell(uint64_t *bytes, const rebatch *rb, size_t size);
+/* What a size will need: known, or foretold, or put together from sizes that are known. False, and
+ * 0: nothing is known. */
+bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten);
 /* Whether the oracle is about the step's kind of size and that level. */
 bool rbi_need_has_oracle(const rebatch *rb, unsigned lighten);
 /* Whether there is a model to choose a size by: that, or enough that ran by cost. */
@@ -103,6 +110,8 @@ struct rbi_oracle {
 };
 /* Takes the oracle over, and destroys the one before; NULL: none from here on. */
 void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle);
+/* What the oracle says of its level is not gone by any longer. */
+void rbi_need_refute_oracle(rebatch *rb);
 
 /* ---- crawling (crawl.c) ---- */
 
@@ -124,9 +133,11 @@ bool rbi_crawl_step_done(rebatch *rb);
 /* ---- growth (growth.c) ---- */
 
 struct rbi_growth {
-    uint32_t wait;  /* clean steps before the next growth */
-    uint32_t clean; /* steps since the last OOM or growth */
-    bool on_trial;  /* grew, and not yet `wait` clean steps ago */
+    uint32_t wait;      /* clean steps before the next growth */
+    uint32_t clean;     /* steps since the last OOM or growth */
+    bool on_trial;      /* grew, and not yet `wait` clean steps ago */
+    bool is_overruling; /* so it did against a prediction */
+    bool is_of_level;   /* it left a lighter level, and the size stayed */
     size_t
         held; /* the size before the last growth, as long as an OOM may lead back to it; 0: none */
     bool held_by_cost;
@@ -138,6 +149,8 @@ struct rbi_growth {
 
 /* At the end of a step that succeeded. */
 void rbi_growth_step_done(rebatch *rb, size_t batch);
+/* Whether a growth against a prediction is on trial, by which no attempt is to be refused then. */
+bool rbi_growth_overrules(const rebatch *rb);
 /* A larger size that has room; the same where there is none. */
 size_t rbi_growth_larger(rebatch *rb);
 /* The size before the last growth, where it is less than the `failed` one; 0: none. Asked once. */
@@ -217,8 +230,15 @@ enum rbi_callback {
  * back, except after a failure within the update, of which nothing is undone: report.torn is set.
  * A REBATCH_OOM has left no stale error behind, the stream is idle, and rb->failure is filled in.
  */
-rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb,
-                                unsigned level);
+rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb);
+
+/* Runs lighten. Once it has answered REBATCH_OK the level is in force, rb->lighten, and what it
+ * allocated and freed stays so whatever becomes of the step; also where an error that surfaces late
+ * ends the step. Else it has changed nothing. rb->failure stays as it is. */
+rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level);
+
+/* Waits for the work that callbacks have enqueued. */
+rebatch_status rbi_callback_wait(rebatch *rb);
 
 /* Whether a callback of `rb`, which may be NULL, is running in this thread. */
 bool rbi_callback_is_running(const rebatch *rb);
@@ -249,6 +269,8 @@ rebatch_status rbi_answer_check(const rebatch *rb, const struct rbi_call *call,
  * call is about that status, or the sentence was cleared. */
 void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                     const char *verb);
+/* The callback succeeded, and `status` was in the device's last error. */
+void rbi_answer_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status);
 /* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
 rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_call *call);
 /* An update that had begun, or may have, failed with `status`, which is no OOM, and is said: adds
@@ -319,9 +341,11 @@ struct rebatch {
     struct rbi_learning learning;
     struct rbi_oracle oracle; /* need is NULL: there is none */
     double oracle_factor;     /* the most that was needed for what it foretold, by cost */
+    bool oracle_is_refuted;   /* a size ran in steps for which it said there was no room */
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
+    pthread_mutex_t changing; /* held during a pressure callback of the step */
 
     /* frees_waited <= frees */
     bool any_stream; /* what the pool gave may be in use on streams that it was not told of */
@@ -335,7 +359,8 @@ struct rebatch {
     bool by_cost;
     bool cut_by_budget; /* a micro-batch was */
     rebatch_step_report report;
-    uint64_t pool_ooms; /* of the pool, when the step began */
+    uint64_t pool_ooms;  /* of the pool, when the step began */
+    rebatch_scope scope; /* what the step has allocated, and the frees that wait for its end */
     struct rbi_failure failure;
     struct rbi_failed_range *failed; /* room for options.max_attempts */
     size_t failed_count;

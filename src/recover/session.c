@@ -64,6 +64,20 @@ static void set_defaults(rebatch_options *o)
         o->pool = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
 }
 
+/* What pressure callbacks free is free at once and for good, so what they do to guarded state is
+ * too. */
+static void on_pressure(void *user, bool begins)
+{
+    rebatch *rb = user;
+    if (begins) {
+        (void)pthread_mutex_lock(&rb->changing);
+        rbi_guards_begin_change(rb);
+    } else {
+        rbi_guards_end_change(rb, true);
+        (void)pthread_mutex_unlock(&rb->changing);
+    }
+}
+
 rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch_options *options)
 {
     if (!out)
@@ -92,14 +106,18 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
     rb->growth.wait = o.grow_after;
     rb->oracle_factor = 1;
+    (void)pthread_mutex_init(&rb->changing, NULL);
     rb->failed = rbi_heap_calloc(o.max_attempts, sizeof *rb->failed);
     if (!rb->failed) {
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
         goto fail;
     }
     status = rebatch_pool_create(&rb->pool, device, &o.pool);
-    if (!status)
+    if (!status) {
         rb->pool->is_sessions = true;
+        rbi_pool_watch_pressure(
+            rb->pool, &(struct rbi_pool_pressure_watch){.on_pressure = on_pressure, .user = rb});
+    }
     if (!status)
         status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
     if (!status && o.learn == REBATCH_ON)
@@ -135,6 +153,7 @@ void rebatch_close(rebatch *rb)
     if (rb->pool)
         rb->pool->is_sessions = false;
     rebatch_pool_destroy(rb->pool);
+    (void)pthread_mutex_destroy(&rb->changing);
     rbi_heap_free(rb->failed);
     rbi_heap_free(rb);
 }

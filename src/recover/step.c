@@ -2,13 +2,26 @@
  * Must not know how memory is found. */
 #include "recover/recover.h"
 
+/* ---- what the step takes back ---- */
+
+/* Takes back all that the step has allocated since zero_grad, and undoes its frees, so that what
+ * guards restore exists. */
+static rebatch_status undo_step(rebatch *rb)
+{
+    if (rb->any_stream)
+        (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
+    (void)rebatch_scope_rollback(rb->pool, rb->scope);
+    rb->scope = 0;
+    return rbi_guards_restore(rb, RBI_GUARD_STEP);
+}
+
 /* ---- zero_grad ---- */
 
 static rebatch_status zero_grad(rebatch *rb)
 {
     for (;;) {
         const uint64_t began = rbi_now_ns();
-        rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL, 0);
+        rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
         if (status != REBATCH_OOM)
             return status;
         status = rbi_guards_restore(rb, RBI_GUARD_STEP);
@@ -50,10 +63,11 @@ static rebatch_status admit(rebatch *rb, size_t count)
 {
     const bool is_last_resort = rbi_round_size(&rb->options, count - 1) == 0;
     if (!rbi_is_on(rb->options.admission) || is_last_resort || rb->retried_same ||
-        rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
+        rbi_growth_overrules(rb) || rb->options.on_oom == REBATCH_ON_OOM_STOP ||
+        !rbi_pool_is_caching(rb->pool))
         return REBATCH_OK;
-    const uint64_t need = rbi_need_foretell(rb, rb->size);
-    if (need == 0)
+    uint64_t need;
+    if (!rbi_need_foretell(&need, rb, rb->size) || need == 0)
         return REBATCH_OK;
     const rebatch_status status = rbi_pool_admit(rb->pool, need, rb->options.stream);
     if (status != REBATCH_OOM)
@@ -75,7 +89,7 @@ static rebatch_status try_samples(rebatch *rb, const rebatch_microbatch *mb)
         return status;
     rb->report.attempts++;
     rbi_learn_begin(rb, mb->count);
-    status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb, 0);
+    status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb);
     rbi_learn_end(rb, mb->count, status);
     return status;
 }
@@ -109,11 +123,16 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
 {
     const size_t end = mb->first + mb->count;
     remember_failed(rb, 0, end);
-    rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_STEP);
+    rebatch_status status = undo_step(rb);
+    size_t available;
+    (void)rebatch_pool_available(&available, rb->pool);
+    rb->failure.available_bytes = available;
     if (!status)
         status = rbi_ladder_next(
             rb, &(struct rbi_strike){
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
+    if (!status)
+        status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (!status)
         status = zero_grad(rb);
     rbi_crawl_restart(rb);
@@ -177,7 +196,7 @@ static rebatch_status update(rebatch *rb)
         const uint64_t began = rbi_now_ns();
         rebatch_status status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
         if (!status)
-            status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL, 0);
+            status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status != REBATCH_OOM)
             return status;
         if (rb->failure.phase == REBATCH_PHASE_OPTIMIZER)
@@ -249,6 +268,8 @@ static rebatch_status run(rebatch *rb)
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    if (!status)
+        status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (status)
         return status;
     status = zero_grad(rb);
@@ -257,7 +278,10 @@ static rebatch_status run(rebatch *rb)
     if (!status)
         status = update(rb);
     if (status && !rb->report.torn)
-        (void)rbi_guards_restore(rb, RBI_GUARD_STEP);
+        (void)undo_step(rb);
+    else
+        rbi_scope_commit_all(rb->pool, rb->scope);
+    rb->scope = 0;
     return status;
 }
 

@@ -251,26 +251,6 @@ Test(gpt_lighten, without_room_the_moments_stay_pinned, .description = "seed 1, 
     cr_assert_str_eq(got, want);
 }
 
-/* A callback that succeeded is undone all the same when the device says something late. */
-Test(gpt_lighten, moments_that_are_taken_back_are_the_pinned_ones, .description = "seed 1, 3 steps")
-{
-    const struct run_options options = tiny_run();
-    char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
-    struct run run;
-    rebatch_scope scope;
-    run_whole(want, &options, 3);
-    run_open(&run, &options);
-    lighten(&run, 3);
-    run_steps(&run, 2);
-    ASSERT_OK(rebatch_scope_begin(&scope, rebatch_get_pool(run.rb)));
-    lighten(&run, 0);
-    ASSERT_OK(rebatch_scope_rollback(rebatch_get_pool(run.rb), scope));
-    run_steps(&run, 1);
-    run_hash(&run, got);
-    run_close(&run);
-    cr_assert_str_eq(got, want);
-}
-
 /* ---- memory ---- */
 
 Test(gpt_lighten, the_formula_says_what_a_step_holds, .description = "seed 1, 2 steps of 16")

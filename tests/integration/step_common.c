@@ -339,10 +339,11 @@ static rebatch_status lighten(unsigned level, void *user)
     const struct script_fault *fault = due(s, SCRIPT_LIGHTEN, 1);
     if (go_inside(s, call, NULL))
         return call->answer;
-    if (fault)
+    if (fault && (fault->manner != SCRIPT_SWALLOW || fail(s, fault, call) != REBATCH_OK))
         return fail(s, fault, call);
     if (level > s->lighten_levels)
         return call->answer = REBATCH_E_UNSUPPORTED;
+    call->answer = REBATCH_OK; /* also where it has left an OOM in the device's last error */
     s->level = level;
     return REBATCH_OK;
 }

@@ -337,6 +337,10 @@ Test(step_samples, a_step_may_run_inside_a_scope_of_the_callers)
     rig.script.inside_user = &memory;
     script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL);
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
+    cr_assert_eq(rig_live_bytes(&rig), 0); /* of a micro-batch that ran again with the batch */
+    memory.allocates = true;
+    rig.script.fault_count = 0;
+    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     cr_assert_eq(rig_live_bytes(&rig), KIB(4));
     cr_assert_eq(rebatch_scope_rollback(pool, scope), REBATCH_OK);
     cr_assert_eq(rig_live_bytes(&rig), 0);
