@@ -11,6 +11,7 @@
 #include "gpt/probe.h"
 #include "gpt/save.h"
 #include "gpt/train.h"
+#include "output.h"
 #include "rebatch/rebatch.h"
 
 enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
@@ -448,7 +449,7 @@ static rebatch_status train(struct run *run, const struct request *request)
     return status;
 }
 
-int main(int count, char **arguments)
+static int run_gpt(int count, char **arguments)
 {
     struct request request;
     struct run run = {0};
@@ -462,4 +463,10 @@ int main(int count, char **arguments)
         fprintf(stderr, "gpt: %s: %s\n", rebatch_status_text(status), gpt_last_error());
     close_run(&run);
     return status ? EXIT_FAILED : EXIT_OK;
+}
+
+int main(int count, char **arguments)
+{
+    output_begin();
+    return output_end("gpt", run_gpt(count, arguments));
 }
