@@ -218,12 +218,15 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	@$(if $(filter cuda,$(DEVICE)),LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
+# Programs that tests run as a user would.
+TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL)
+TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples
+
 TEST_FLAGS =
 test: ## every test (SAN=address,undefined for a sanitizer build)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(TESTS) $(COMMAND) $(GPT)
-	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) \
-	    $(TESTS) $(TEST_FLAGS)
+	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
+	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=$(if $(SAN),8,1) $(TESTS) $(TEST_FLAGS)
 
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
@@ -262,8 +265,8 @@ test-sanitizer: kernels ## the kernel tests under compute-sanitizer (SANITIZER_T
 
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
-	$(SUBMAKE) $(TESTS) $(COMMAND) $(GPT)
-	@REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_TEST_STRIDE=40 \
+	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
+	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=40 \
 	    scripts/run-valgrind $(TESTS) $(TEST_FLAGS)
 
 lint: ## format, banned calls, include order, headers alone, what the contract names

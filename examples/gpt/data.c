@@ -18,6 +18,7 @@ struct gpt_data {
     size_t count, room;
     /* The splits: [0, training) and [held_out, count). */
     size_t training, held_out;
+    struct gpt_source source;
 };
 
 /* ---- reading ---- */
@@ -82,6 +83,14 @@ static rebatch_status create(struct gpt_data **out)
     return *out ? REBATCH_OK : gpt_error(REBATCH_E_HOST_OOM, "no host memory for text");
 }
 
+/* What is found there from any folder. */
+static void set_source(struct gpt_data *data, const char *path, bool is_default)
+{
+    data->source.is_default = is_default;
+    if (!realpath(path, data->source.path))
+        data->source.path[0] = '\0';
+}
+
 /* Keeps the text when `status` is good, else closes it. */
 static rebatch_status finish(struct gpt_data **out, const char *name, size_t length,
                              rebatch_status status)
@@ -98,7 +107,10 @@ static rebatch_status finish(struct gpt_data **out, const char *name, size_t len
 rebatch_status gpt_data_open(struct gpt_data **out, const char *path, size_t length)
 {
     const rebatch_status status = create(out);
-    return status ? status : finish(out, path, length, append_file(*out, path));
+    if (status)
+        return status;
+    set_source(*out, path, false);
+    return finish(out, path, length, append_file(*out, path));
 }
 
 /* ---- the default text ---- */
@@ -167,9 +179,10 @@ static rebatch_status append_default(struct gpt_data *data, const char *root)
 rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, size_t length)
 {
     const rebatch_status status = create(out);
-    return status
-               ? status
-               : finish(out, "the text found on this machine", length, append_default(*out, root));
+    if (status)
+        return status;
+    set_source(*out, root, true);
+    return finish(out, "the text found on this machine", length, append_default(*out, root));
 }
 
 rebatch_status gpt_data_open_made(struct gpt_data **out, size_t length)
@@ -195,6 +208,11 @@ void gpt_data_close(struct gpt_data *data)
 size_t gpt_data_bytes(const struct gpt_data *data)
 {
     return data->count;
+}
+
+const struct gpt_source *gpt_data_source(const struct gpt_data *data)
+{
+    return &data->source;
 }
 
 void gpt_data_hash(const struct gpt_data *data, char text[GPT_HASH_TEXT_BYTES])

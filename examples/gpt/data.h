@@ -2,6 +2,8 @@
 #ifndef GPT_DATA_H
 #define GPT_DATA_H
 
+#include <limits.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -14,6 +16,12 @@ struct gpt_data;
 enum gpt_split {
     GPT_TRAINING, /* the first nine tenths */
     GPT_HELD_OUT  /* the rest, for evaluation; a text whose tenth is no sample is all in both */
+};
+
+/* Where a text was read from. */
+struct gpt_source {
+    bool is_default;     /* gpt_data_open_default() read it, under the folder `path` */
+    char path[PATH_MAX]; /* absolute; "": made up, or of no place that has a name */
 };
 
 /* Reads a whole file.
@@ -37,6 +45,8 @@ rebatch_status gpt_data_open_made(struct gpt_data **out, size_t length);
 void gpt_data_close(struct gpt_data *data);
 
 size_t gpt_data_bytes(const struct gpt_data *data);
+/* Lives as long as `data`. */
+const struct gpt_source *gpt_data_source(const struct gpt_data *data);
 /* SHA-256 of the text. */
 void gpt_data_hash(const struct gpt_data *data, char text[GPT_HASH_TEXT_BYTES]);
 

@@ -12,6 +12,7 @@
 #include "gpt/error.h"
 #include "gpt/ops.h"
 #include "gpt/train.h"
+#include "output.h"
 #include "rebatch/rebatch.h"
 
 #define MIB ((size_t)1 << 20)
@@ -385,7 +386,7 @@ static rebatch_status run_both(const struct request *request,
     return status;
 }
 
-int main(int count, char **arguments)
+static int run_demo(int count, char **arguments)
 {
     struct request request = {0};
     struct gpt_train_options options;
@@ -408,4 +409,10 @@ int main(int count, char **arguments)
         fprintf(stderr, "demo: failed: %s: %s\n", rebatch_status_name(status), gpt_last_error());
     gpt_data_close(data);
     return ok ? 0 : 1;
+}
+
+int main(int count, char **arguments)
+{
+    output_begin();
+    return output_end("demo", run_demo(count, arguments));
 }

@@ -25,6 +25,7 @@ struct reader {
     uint8_t *bytes;
     size_t count;
     size_t at; /* what comes next */
+    int version;
 };
 
 static void close_reader(struct reader *reader)
@@ -64,11 +65,12 @@ static rebatch_status read_file(struct reader *reader, int file)
 static rebatch_status check_sum(struct reader *reader)
 {
     const size_t digits = GPT_HASH_TEXT_BYTES - 1, head = sizeof GPT_SAVE_FIRST_LINE - 1;
-    /* "..., version 1\n": what is before the number. */
+    /* "..., version 2\n": what is before the number. */
     if (reader->count < head || memcmp(reader->bytes, GPT_SAVE_FIRST_LINE, head - 2) != 0)
         return refuse(reader, "is no saved training");
-    if (memcmp(reader->bytes, GPT_SAVE_FIRST_LINE, head) != 0)
-        return refuse(reader, "is of another version: expected version 1");
+    reader->version = reader->bytes[head - 2] - '0';
+    if (reader->version < 1 || reader->version > 2 || reader->bytes[head - 1] != '\n')
+        return refuse(reader, "is of another version: expected version 1 or 2");
     if (reader->count < head + digits)
         return refuse(reader, "is cut short");
     struct gpt_hash hash;
@@ -135,6 +137,18 @@ static rebatch_status read_fields(void *object, struct reader *reader,
     return REBATCH_OK;
 }
 
+static rebatch_status read_source(struct gpt_source *out, struct reader *reader)
+{
+    if (reader->version == 1)
+        return REBATCH_OK;
+    const char *const from = (const char *)reader->bytes + reader->at;
+    const char *const end = memchr(from, '\n', reader->count - reader->at);
+    if (!end || !gpt_save_parse_source(out, from, (size_t)(end - from)))
+        return refuse(reader, "has no line of where its text is from where it was expected");
+    reader->at += (size_t)(end - from) + 1;
+    return REBATCH_OK;
+}
+
 static rebatch_status read_shape(struct gpt_save_shape *out, struct reader *reader)
 {
     char line[GPT_SAVE_LINE_BYTES];
@@ -142,6 +156,9 @@ static rebatch_status read_shape(struct gpt_save_shape *out, struct reader *read
     const char *value = next_value(line, reader, "text");
     if (value)
         (void)snprintf(out->text, sizeof out->text, "%.*s", (int)sizeof out->text - 1, value);
+    const rebatch_status status = value ? read_source(&out->source, reader) : REBATCH_OK;
+    if (status)
+        return status;
     value = value ? next_value(line, reader, "moments") : NULL;
     if (!value || !gpt_save_parse_whole(&moments, value) || moments > 1)
         return refuse(reader, "has no line of its text and moments where they were expected");
@@ -150,15 +167,24 @@ static rebatch_status read_shape(struct gpt_save_shape *out, struct reader *read
     return line[0] ? refuse(reader, "has a line too many in its header") : REBATCH_OK;
 }
 
-rebatch_status gpt_saved_options(struct gpt_train_options *out, const char *path)
+rebatch_status gpt_saved_options(struct gpt_train_options *out, struct gpt_source *source,
+                                 const char *path)
 {
     struct reader reader;
     struct gpt_train_options options = {0};
+    struct gpt_trainer saved = {0};
+    struct gpt_save_shape shape = {0};
     rebatch_status status = open_reader(&reader, path);
     if (!status)
         status = read_fields(&options, &reader, &gpt_save_settings);
     if (!status)
+        status = read_fields(&saved, &reader, &gpt_save_states);
+    if (!status)
+        status = read_shape(&shape, &reader);
+    if (!status)
         *out = options;
+    if (!status && source)
+        *source = shape.source;
     close_reader(&reader);
     return status;
 }
@@ -180,16 +206,28 @@ static rebatch_status compare_settings(const struct reader *reader,
     return REBATCH_OK;
 }
 
+/* The same bytes are the same text, wherever they are now. */
 static rebatch_status compare_text(const struct reader *reader, const struct gpt_save_shape *shape,
                                    const struct gpt_data *data)
 {
+    const struct gpt_source *const theirs = &shape->source, *const ours = gpt_data_source(data);
+    const char *const found = theirs->is_default ? "what was found under " : "";
     char text[GPT_HASH_TEXT_BYTES];
     gpt_data_hash(data, text);
-    return strcmp(text, shape->text) == 0
-               ? REBATCH_OK
-               : gpt_error(REBATCH_E_INVALID,
-                           "%s was saved in training on another text than this run's",
-                           reader->path);
+    if (strcmp(text, shape->text) == 0)
+        return REBATCH_OK;
+    if (!theirs->path[0])
+        return gpt_error(REBATCH_E_INVALID,
+                         "%s was saved in training on another text than this run's: expected that "
+                         "one as --data",
+                         reader->path);
+    if (theirs->is_default == ours->is_default && strcmp(theirs->path, ours->path) == 0)
+        return gpt_error(REBATCH_E_INVALID,
+                         "%s was saved in training on %s%s, which is another text now",
+                         reader->path, found, theirs->path);
+    return gpt_error(REBATCH_E_INVALID,
+                     "%s was saved in training on %s%s: this run has another text", reader->path,
+                     found, theirs->path);
 }
 
 /* All that is there before anything is changed: so that nothing is when it cannot be had. */

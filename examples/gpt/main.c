@@ -11,6 +11,7 @@
 #include "gpt/probe.h"
 #include "gpt/save.h"
 #include "gpt/train.h"
+#include "output.h"
 #include "rebatch/rebatch.h"
 
 enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
@@ -32,7 +33,7 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(lighten, "N", "begin at this level: 1 and 2 compute again, 3 also puts moments on the host") \
     X(save, "FILE", "write the training's state there at the end")                                 \
     X(save_every, "N", "and after every N steps")                                                  \
-    X(resume, "FILE", "go on where that training was, with its settings; --steps is in all")       \
+    X(resume, "FILE", "go on where that training was: its settings, its text; --steps is in all")  \
     X(probe, NULL, "first find the largest micro-batch, by the settings of the group probe")       \
     X(eval, "N", "at the end, evaluate this many held-out samples")                                \
     X(config, "FILE", "settings of rebatch, as `rebatch config example` shows them")               \
@@ -84,6 +85,7 @@ struct request {
     size_t steps; /* of the whole training, those before a resume included */
     size_t save_every;
     const char *data, *config, *root, *save, *resume;
+    struct gpt_source saved; /* of the text of the training that goes on */
 };
 
 static bool parse_count(size_t *out, const char *name, const char *text, size_t least)
@@ -252,12 +254,12 @@ static bool find_options(const char *given[OPTION_COUNT], int count, char **argu
 static bool read_request(struct request *request, int count, char **arguments, int *code)
 {
     const char *given[OPTION_COUNT] = {NULL};
-    *request = (struct request){.root = "."};
+    *request = (struct request){.steps = 0};
     struct gpt_train_options *train = &request->train;
     if (!find_options(given, count, arguments, code))
         return false;
     const char *resume = given[OPTION_resume];
-    if (!accept(resume ? gpt_saved_options(train, resume)
+    if (!accept(resume ? gpt_saved_options(train, &request->saved, resume)
                        : gpt_train_options_init(train, "demo"))) {
         *code = resume ? EXIT_FAILED : EXIT_USAGE;
         return false;
@@ -296,6 +298,30 @@ static void print_event(const rebatch_event *event, void *user)
     printf("  ! %s\n", line);
 }
 
+/* A training that goes on has its own text, unless it is said where that is now: whether it is the
+ * same is known when the state is loaded. */
+static rebatch_status open_data(struct run *run, const struct request *request)
+{
+    const size_t length = request->train.config.length;
+    const struct gpt_source *const saved = &request->saved;
+    const bool is_saved = saved->path[0] && !request->data && !request->root;
+    if (is_saved && !saved->is_default) {
+        const rebatch_status status = gpt_data_open(&run->data, saved->path, length);
+        char why[512];
+        (void)snprintf(why, sizeof why, "%s", gpt_last_error());
+        return status == REBATCH_E_IO
+                   ? gpt_error(
+                         status,
+                         "%s: %s was saved in training on it, and --data says where it is now", why,
+                         request->resume)
+                   : status;
+    }
+    if (request->data)
+        return gpt_data_open(&run->data, request->data, length);
+    const char *const root = request->root ? request->root : is_saved ? saved->path : ".";
+    return gpt_data_open_default(&run->data, root, length);
+}
+
 static rebatch_status open_run(struct run *run, const struct request *request)
 {
     const struct gpt_ops *ops = NULL;
@@ -305,10 +331,7 @@ static rebatch_status open_run(struct run *run, const struct request *request)
     if (!status)
         status = rebatch_config_options(&options, run->config);
     if (!status)
-        status =
-            request->data
-                ? gpt_data_open(&run->data, request->data, request->train.config.length)
-                : gpt_data_open_default(&run->data, request->root, request->train.config.length);
+        status = open_data(run, request);
     if (!status)
         status = rebatch_config_open_device(&run->device, run->config);
     if (!status)
@@ -448,7 +471,7 @@ static rebatch_status train(struct run *run, const struct request *request)
     return status;
 }
 
-int main(int count, char **arguments)
+static int run_gpt(int count, char **arguments)
 {
     struct request request;
     struct run run = {0};
@@ -462,4 +485,10 @@ int main(int count, char **arguments)
         fprintf(stderr, "gpt: %s: %s\n", rebatch_status_text(status), gpt_last_error());
     close_run(&run);
     return status ? EXIT_FAILED : EXIT_OK;
+}
+
+int main(int count, char **arguments)
+{
+    output_begin();
+    return output_end("gpt", run_gpt(count, arguments));
 }

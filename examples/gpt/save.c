@@ -63,7 +63,7 @@ static rebatch_status put_fields(struct writer *writer, const struct gpt_save_fi
 static rebatch_status put_header(struct writer *writer, const struct gpt_trainer *trainer,
                                  const struct gpt_save_shape *shape)
 {
-    char line[GPT_SAVE_LINE_BYTES];
+    char line[GPT_SAVE_LINE_BYTES], source[GPT_SAVE_SOURCE_BYTES];
     rebatch_status status = put(writer, GPT_SAVE_FIRST_LINE, sizeof GPT_SAVE_FIRST_LINE - 1);
     if (!status)
         status = put_fields(writer, &gpt_save_settings, &trainer->options);
@@ -71,8 +71,13 @@ static rebatch_status put_header(struct writer *writer, const struct gpt_trainer
         status = put_fields(writer, &gpt_save_states, trainer);
     if (status)
         return status;
-    (void)snprintf(line, sizeof line, "text=%s\nmoments=%d\n", shape->text, shape->has_moments);
-    return put_line(writer, line);
+    (void)snprintf(line, sizeof line, "text=%s", shape->text);
+    status = put_line(writer, line);
+    gpt_save_format_source(source, &shape->source);
+    if (!status)
+        status = put_line(writer, source);
+    (void)snprintf(line, sizeof line, "moments=%d\n", shape->has_moments);
+    return status ? status : put_line(writer, line);
 }
 
 static rebatch_status put_set(struct writer *writer, const struct gpt_model *model,
@@ -113,6 +118,7 @@ static rebatch_status put_all(struct writer *writer, const struct gpt_trainer *t
     if (!room)
         return gpt_error(REBATCH_E_HOST_OOM, "no host memory to save weights");
     gpt_data_hash(trainer->data, shape.text);
+    shape.source = *gpt_data_source(trainer->data);
     gpt_hash_begin(&writer->hash);
     rebatch_status status = put_header(writer, trainer, &shape);
     if (!status)

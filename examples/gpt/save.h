@@ -5,9 +5,10 @@
 
 #include "gpt/train.h"
 
-/* Writes the run's state: weights, moments, losses, numbers of steps and samples, settings, and
- * which text it is of. Between steps only. What was there under that name stays until the new file
- * is whole and on the disk, and is then replaced; PATH.new is what it is written to.
+/* Writes the run's state: weights, moments, losses, numbers of steps and samples, settings, which
+ * text it is of, and where that was read from. Between steps only. What was there under that name
+ * stays until the new file is whole and on the disk, and is then replaced; PATH.new is what it is
+ * written to.
  *  @return REBATCH_OK; REBATCH_E_IO: the old file is as it was; REBATCH_E_HOST_OOM; a device's */
 rebatch_status gpt_trainer_save(struct gpt_trainer *trainer, const char *path);
 
@@ -20,8 +21,10 @@ rebatch_status gpt_trainer_save(struct gpt_trainer *trainer, const char *path);
  *          end */
 rebatch_status gpt_trainer_load(struct gpt_trainer *trainer, const char *path);
 
-/* The settings that a run was saved with.
+/* The settings that a run was saved with, and where its text was read from.
+ *  @param[out] source  may be NULL; its path is "" in a file of version 1
  *  @return REBATCH_OK, REBATCH_E_IO, REBATCH_E_PARSE, REBATCH_E_HOST_OOM */
-rebatch_status gpt_saved_options(struct gpt_train_options *out, const char *path);
+rebatch_status gpt_saved_options(struct gpt_train_options *out, struct gpt_source *source,
+                                 const char *path);
 
 #endif

@@ -124,6 +124,44 @@ bool gpt_save_parse(void *object, const struct gpt_save_field *field, const char
     return true;
 }
 
+#define SOURCE_NAME_BYTES 5 /* "data=", "root=" */
+
+void gpt_save_format_source(char line[GPT_SAVE_SOURCE_BYTES], const struct gpt_source *source)
+{
+    char *to = stpcpy(line, source->is_default ? "root=" : "data=");
+    for (const char *from = source->path; *from; from++) {
+        if (*from == '\n' || *from == '%')
+            to = stpcpy(to, *from == '%' ? "%25" : "%0A");
+        else
+            *to++ = *from;
+    }
+    *to = '\0';
+}
+
+bool gpt_save_parse_source(struct gpt_source *out, const char *line, size_t count)
+{
+    if (count < SOURCE_NAME_BYTES || (memcmp(line, "data=", SOURCE_NAME_BYTES) != 0 &&
+                                      memcmp(line, "root=", SOURCE_NAME_BYTES) != 0))
+        return false;
+    out->is_default = line[0] == 'r';
+    const char *const end = line + count;
+    size_t length = 0;
+    for (const char *from = line + SOURCE_NAME_BYTES; from < end; from++) {
+        char c = *from;
+        if (c == '%') {
+            if (end - from < 3 || (memcmp(from, "%25", 3) != 0 && memcmp(from, "%0A", 3) != 0))
+                return false;
+            c = from[1] == '2' ? '%' : '\n';
+            from += 2;
+        }
+        if (c == '\0' || length + 1 == sizeof out->path)
+            return false;
+        out->path[length++] = c;
+    }
+    out->path[length] = '\0';
+    return true;
+}
+
 void gpt_save_copy(void *to, const void *from, const struct gpt_save_fields *fields)
 {
     for (size_t i = 0; i < fields->count; i++) {

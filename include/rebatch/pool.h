@@ -223,7 +223,9 @@ extern "C" {
  *  @param[out] out    owned by the caller, release with rebatch_pool_destroy(); NULL on failure
  *  @param device      borrowed; must outlive the pool
  *  @param options     copied; NULL means defaults
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
+ *          REBATCH_E_UNSUPPORTED when guard is on, and caching is off or the device has no virtual
+ *          memory. Any thread. */
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
@@ -271,9 +273,10 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
                                                     const void *pointer);
 
 /** Hold at least `bytes` bytes in the cache, in one piece: the allocations that follow cannot fail
- *  as long as their rounded sizes add up to no more. With caching off nothing can be held; the call
- *  then only looks whether the device has the room, and so it does in a thread beside a session's
- *  callback (rebatch_join()), to which nothing is promised.
+ *  as long as their sizes, each rounded up by itself, add up to no more (rebatch_reserve() says how
+ *  sizes are rounded). With caching off nothing can be held; the call then only looks whether the
+ *  device has the room, and so it does in a thread beside a session's callback (rebatch_join()), to
+ *  which nothing is promised. With guard on it does nothing.
  *  @return as rebatch_pool_alloc(). Any thread. */
 REBATCH_API rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes,
                                                 rebatch_stream stream);

@@ -284,7 +284,9 @@ extern "C" {
  *  @param[out] out  owned by the caller, release with rebatch_close(); NULL on failure
  *  @param device    borrowed; must outlive the session
  *  @param options   copied; NULL means defaults
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
+ *          REBATCH_E_UNSUPPORTED when options->pool.guard is on, and options->pool.caching is off
+ *          or the device has no virtual memory. Any thread. */
 REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
                                         const rebatch_options *options);
 
@@ -331,8 +333,14 @@ REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops
                                         void *user, rebatch_step_report *report);
 
 /** From within a callback: make sure of the memory that the rest of it will need. When this answers
- *  REBATCH_OK, allocations whose sizes, each rounded up to REBATCH_POOL_UNIT_BYTES, add up to at
- *  most `bytes` cannot fail (with caching on).
+ *  REBATCH_OK, the callback can allocate `bytes` bytes without an OOM, in one block or in several,
+ *  with caching on and guard off. With caching off the call looks whether the device has the room
+ *  now, and with guard on it does nothing: both promise nothing.
+ *  @param bytes  the sum of what will be allocated, each size rounded up by itself as the pool
+ *                rounds it: to a multiple of REBATCH_POOL_UNIT_BYTES, and then to a step of
+ *                rounding_divisions, if that is set. For one block its size is enough, for `bytes`
+ *                is rounded up in the same way. For many small ones the sum of their sizes is not:
+ *                1,000 blocks of 100 bytes take 512,000. What is freed meanwhile is not subtracted
  *  @return REBATCH_OK, REBATCH_OOM (return it from the callback), REBATCH_E_INVALID,
  *          REBATCH_E_STATE outside a callback, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. */
 REBATCH_API rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);

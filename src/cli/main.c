@@ -1,12 +1,12 @@
-/* Owns the `rebatch` command: finding what was asked for, help, and the end of output.
+/* Owns the `rebatch` command: finding what was asked for, and help.
  * Must not know the library's inside: public headers only. */
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "cli/command.h"
 #include "cli/probe.h"
 #include "cli/replay.h"
+#include "output.h"
 #include "rebatch/version.h"
 
 static const char main_help[] =
@@ -108,17 +108,12 @@ int main(int count, char **arguments)
         {"help", run_help},          {"--help", run_help},      {"-h", run_help},
         {"--version", run_version},  {"-V", run_version},
     };
+    output_begin();
     if (count < 2) {
         fputs(main_help, stderr);
         return RBI_EXIT_USAGE;
     }
-    const int code = rbi_command_run("command", commands, sizeof commands / sizeof *commands,
-                                     count - 1, arguments + 1);
-    errno = 0;
-    if (fflush(stdout) == 0 && !ferror(stdout))
-        return code;
-    /* The reason is known only when it was the last write that failed. */
-    fprintf(stderr, "rebatch: cannot write the output%s%s\n", errno ? ": " : "",
-            errno ? strerror(errno) : "");
-    return RBI_EXIT_FAILED;
+    return output_end("rebatch",
+                      rbi_command_run("command", commands, sizeof commands / sizeof *commands,
+                                      count - 1, arguments + 1));
 }

@@ -17,6 +17,8 @@ static const char help[] =
     "  u ID STREAM         another stream uses the block too\n"
     "  # comment           'peak allocated N reserved M' in it are PyTorch's own figures\n"
     "\n"
+    "It may have 262144 granules in use at once, 512 GiB unless --granule says otherwise.\n"
+    "\n"
     "options:\n"
     "  --capacity SIZE   the device's memory; without it there is as much as the trace takes\n"
     "  --device dry|cuda cuda: on the first GPU's memory; dry unless given\n"
@@ -68,7 +70,7 @@ static bool replay(const char *path, const struct rbi_replay_settings *settings,
 {
     struct rbi_trace trace;
     struct rbi_replay_result result;
-    if (!rbi_trace_read(&trace, path))
+    if (!rbi_trace_read(&trace, path, settings->granule_bytes))
         return false;
     const bool ok = rbi_replay_run(&result, &trace, settings);
     if (ok && !*has_head) {

@@ -41,6 +41,10 @@ bool rbi_replay_has_ending(const char *path, const char *ending);
 
 /* ---- traces (replay_trace.c) ---- */
 
+/* What a trace may have in use at once: 512 GiB in granules of 2 MiB, which is more than a device
+ * has. A pool keeps a few bytes for each, so a line that asks for more costs a host its memory. */
+#define RBI_REPLAY_GRANULES_MOST 262144
+
 enum rbi_replay_kind { RBI_REPLAY_ALLOC, RBI_REPLAY_FREE, RBI_REPLAY_USE };
 
 /* One line of a trace. A block in use has a slot; a freed one's slot goes to the next. */
@@ -65,9 +69,9 @@ struct rbi_trace {
     size_t peak_op;                /* the allocation that first reached peak_live_bytes */
     uint64_t torch_allocated_bytes, torch_reserved_bytes; /* PyTorch's peaks; 0: it does not say */
 };
-/* Reads gzip or plain text. False, with file, line and what was expected on stderr, when it
- * cannot. */
-bool rbi_trace_read(struct rbi_trace *trace, const char *path);
+/* Reads gzip or plain text, for a device with granules of `granule_bytes`. False, with file, line
+ * and what was expected on stderr, when it cannot. */
+bool rbi_trace_read(struct rbi_trace *trace, const char *path, uint64_t granule_bytes);
 void rbi_trace_free(struct rbi_trace *trace);
 
 /* ---- IDs of a trace (replay_ids.c) ---- */
@@ -86,6 +90,7 @@ struct rbi_replay_ids {
     struct rbi_replay_id *entries;
     size_t capacity; /* a power of two, or 0 */
     size_t used;
+    uint64_t seed; /* another in every run: no file is written so that its IDs all collide */
 };
 /* The entry of an ID, an empty one when it is new; NULL when there is no memory for it. It is valid
  * until the next call. Whoever fills an empty one in adds 1 to `used`. */

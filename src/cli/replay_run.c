@@ -8,10 +8,15 @@
 
 #include "cli/replay.h"
 
-/* A timed sample runs a short trace as often as it takes to make this many pairs. */
+/* A timed sample runs a short trace as often as it takes to make this many pairs, or as many calls
+ * of other kinds. */
 #define SAMPLE_PAIRS 20000
 /* Before that it runs so often: by then a pool knows what it needs, and whether it repeats. */
 #define WARM_PASSES 16
+/* Warm passes end after so long, and so do samples: of a trace that takes seconds there are fewer,
+ * one at least. */
+#define WARM_MOST_NS 5e9
+#define SAMPLES_MOST_NS 10e9
 #define REPORT_BYTES 4096
 
 /* A pool with a device of its own, and the blocks and streams of the trace that runs on it. */
@@ -318,18 +323,31 @@ static rebatch_status sample(double *ns_per_pair, struct rig *rig, const struct 
     return status;
 }
 
-/* All samples on one pool, which has run the trace before, as a training runs its steps. */
-static rebatch_status sample_warm(double *samples, const struct rbi_trace *trace,
+static rebatch_status warm_up(struct rig *rig, const struct rbi_trace *trace)
+{
+    double ns_per_pair;
+    rebatch_status status = REBATCH_OK;
+    const double began = now_ns();
+    for (int i = 0; i < WARM_PASSES && !status && now_ns() - began < WARM_MOST_NS; i++)
+        status = sample(&ns_per_pair, rig, trace, 1);
+    return status;
+}
+
+/* All samples on one pool, which has run the trace before, as a training runs its steps; *taken is
+ * how many. */
+static rebatch_status sample_warm(double *samples, unsigned *taken, const struct rbi_trace *trace,
                                   const struct rbi_replay_settings *settings)
 {
+    *taken = 0;
     struct rig rig;
     rebatch_status status = open_rig(&rig, trace, settings, false);
     if (status)
         return status;
-    const size_t times = SAMPLE_PAIRS / trace->allocations + 1;
-    status = sample(&samples[0], &rig, trace, WARM_PASSES);
-    for (unsigned i = 0; i < settings->repeat && !status; i++)
-        status = sample(&samples[i], &rig, trace, times);
+    const size_t times = 2 * SAMPLE_PAIRS / trace->closed_count + 1;
+    status = warm_up(&rig, trace);
+    const double began = now_ns();
+    while (*taken < settings->repeat && !status && now_ns() - began < SAMPLES_MOST_NS)
+        status = sample(&samples[(*taken)++], &rig, trace, times);
     if (status != REBATCH_OOM)
         (void)say_status(trace, status);
     close_rig(&rig);
@@ -337,16 +355,18 @@ static rebatch_status sample_warm(double *samples, const struct rbi_trace *trace
 }
 
 /* Each sample on a pool of its own. */
-static rebatch_status sample_fresh(double *samples, const struct rbi_trace *trace,
+static rebatch_status sample_fresh(double *samples, unsigned *taken, const struct rbi_trace *trace,
                                    const struct rbi_replay_settings *settings)
 {
+    *taken = 0;
     rebatch_status status = REBATCH_OK;
-    for (unsigned i = 0; i < settings->repeat && !status; i++) {
+    const double began = now_ns();
+    while (*taken < settings->repeat && !status && now_ns() - began < SAMPLES_MOST_NS) {
         struct rig rig;
         status = open_rig(&rig, trace, settings, false);
         if (status)
             break;
-        status = say_status(trace, sample(&samples[i], &rig, trace, 1));
+        status = say_status(trace, sample(&samples[(*taken)++], &rig, trace, 1));
         close_rig(&rig);
     }
     return status;
@@ -360,16 +380,17 @@ static bool measure_time(struct rbi_replay_result *result, const struct rbi_trac
         fprintf(stderr, "%s: no host memory to time it\n", trace->path);
         return false;
     }
-    rebatch_status status = sample_warm(samples, trace, settings);
+    unsigned taken;
+    rebatch_status status = sample_warm(samples, &taken, trace, settings);
     if (status == REBATCH_OOM) {
         fprintf(stderr,
                 "%s: runs once, but not again on the same pool in this capacity: timed on fresh "
                 "pools\n",
                 trace->path);
-        status = sample_fresh(samples, trace, settings);
+        status = sample_fresh(samples, &taken, trace, settings);
     }
-    qsort(samples, settings->repeat, sizeof *samples, by_value);
-    result->ns_per_pair = samples[settings->repeat / 2];
+    qsort(samples, taken, sizeof *samples, by_value);
+    result->ns_per_pair = samples[taken / 2];
     free(samples);
     return status == REBATCH_OK;
 }

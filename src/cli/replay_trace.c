@@ -15,9 +15,13 @@
 #define LINE_MOST ((size_t)1 << 20) /* of a comment: what never ends is no trace */
 #define SHOWN_MOST 60               /* of a line in a message */
 #define FIELDS_MOST 5               /* one more than any line has */
-/* What a trace may have in use at once: the sums of live and reserved bytes then fit into 64 bits,
- * whatever the rounding. */
+/* With this in use at once sums of live and reserved bytes fit into 64 bits, whatever the rounding
+ * and the granule. */
 #define LIVE_MOST (UINT64_C(1) << 62) /* a multiple of REBATCH_POOL_UNIT_BYTES */
+/* Gzip makes a thousand bytes of one, and a line takes more memory than it has bytes: what unpacks
+ * to more text than this is to be of so many bytes at least. Recorded traces are of a quarter. */
+#define UNPACKED_FREE (UINT64_C(16) << 20)
+#define UNPACKED_TIMES 100
 
 struct field {
     const char *text; /* no zero byte behind it */
@@ -30,7 +34,10 @@ struct reader {
     uint64_t line;         /* number of the line in `text`, from 1 */
     char text[LINE_BYTES]; /* with a zero byte behind it */
     size_t length;
-    bool is_cut; /* the line went on */
+    bool is_cut;         /* the line went on */
+    uint64_t text_bytes; /* read so far */
+    uint64_t next_check; /* of how much is unpacked, when so many are read */
+    uint64_t live_most;
 
     struct rbi_replay_ids ids;
     size_t op_capacity;
@@ -103,6 +110,30 @@ static enum next fail_read(const struct reader *reader)
     return NEXT_FAILED;
 }
 
+/* Whether little gzip data have become much text. */
+static bool is_inflated(struct reader *reader)
+{
+    if (reader->text_bytes <= reader->next_check)
+        return false;
+    reader->next_check = reader->text_bytes + UNPACKED_FREE / 16;
+    if (gzdirect(reader->file))
+        return false;
+    const z_off_t packed = gzoffset(reader->file);
+    if (packed >= 0 && reader->text_bytes / UNPACKED_TIMES <= (uint64_t)packed)
+        return false;
+    if (packed < 0)
+        (void)refuse(reader,
+                     "the gzip data of a pipe are %" PRIu64 " bytes of text so far: "
+                     "expected at most %" PRIu64 ", a file, or a trace that is unpacked",
+                     reader->text_bytes, UNPACKED_FREE);
+    else
+        (void)refuse(reader,
+                     "%" PRIu64 " bytes of gzip data are %" PRIu64 " of text: expected at "
+                     "most %d times as many, or a trace that is unpacked",
+                     (uint64_t)packed, reader->text_bytes, UNPACKED_TIMES);
+    return true;
+}
+
 static enum next read_line(struct reader *reader)
 {
     reader->length = 0;
@@ -122,6 +153,9 @@ static enum next read_line(struct reader *reader)
             reader->is_cut = true;
     }
     reader->text[reader->length] = '\0';
+    reader->text_bytes += bytes + 1;
+    if (is_inflated(reader))
+        return NEXT_FAILED;
     const enum next next = c == -1 ? fail_read(reader) : NEXT_LINE;
     /* The last line may lack its end. */
     return next == NEXT_END && reader->length > 0 ? NEXT_LINE : next;
@@ -255,11 +289,12 @@ static bool read_alloc(struct reader *reader, const struct field *fields)
         !read_number(&number, reader, "STREAM", fields[3]) ||
         !find_stream(&op.stream, reader, number))
         return false;
-    if (bytes > LIVE_MOST || rounded(bytes) > LIVE_MOST - reader->live_bytes)
+    if (bytes > reader->live_most || rounded(bytes) > reader->live_most - reader->live_bytes)
         return refuse(reader,
                       "BYTES is %" PRIu64 " on top of the %" PRIu64
-                      " that are in use: expected no more than %" PRIu64 " in all",
-                      bytes, reader->live_bytes, LIVE_MOST);
+                      " that are in use: expected no more than %" PRIu64
+                      " in all, %d granules (--granule)",
+                      bytes, reader->live_bytes, reader->live_most, RBI_REPLAY_GRANULES_MOST);
     struct rbi_replay_id *entry = rbi_replay_ids_find(&reader->ids, id);
     if (!entry)
         return refuse_memory(reader->trace);
@@ -405,13 +440,17 @@ static bool read_file(struct reader *reader)
     return next == NEXT_END && close_trace(reader);
 }
 
-bool rbi_trace_read(struct rbi_trace *trace, const char *path)
+bool rbi_trace_read(struct rbi_trace *trace, const char *path, uint64_t granule_bytes)
 {
     *trace = (struct rbi_trace){.path = path, .streams = 1};
     struct reader *reader = calloc(1, sizeof *reader);
     if (!reader)
         return refuse_memory(trace);
     reader->trace = trace;
+    reader->next_check = UNPACKED_FREE;
+    reader->live_most = granule_bytes > LIVE_MOST / RBI_REPLAY_GRANULES_MOST
+                            ? LIVE_MOST
+                            : granule_bytes * RBI_REPLAY_GRANULES_MOST;
     errno = 0;
     reader->file = gzopen(path, "rb");
     bool ok = reader->file != NULL;

@@ -49,6 +49,16 @@ static rebatch_status dry_memory(void *self, rebatch_memory_info *out)
     return REBATCH_OK;
 }
 
+/* Addresses end where the kernel's begin. */
+static rebatch_status take_addresses(struct dry *dry, size_t bytes, void **address)
+{
+    if (bytes > (size_t)INTPTR_MAX - dry->next_address)
+        return rbi_error(REBATCH_OOM, "the dry device has no addresses left for %zu bytes", bytes);
+    *address = (void *)dry->next_address;
+    dry->next_address += bytes;
+    return REBATCH_OK;
+}
+
 /* Takes `bytes` of the capacity and, where asked for, of the addresses. */
 static rebatch_status take(struct dry *dry, size_t bytes, void **address, rbi_physical *physical)
 {
@@ -57,13 +67,12 @@ static rebatch_status take(struct dry *dry, size_t bytes, void **address, rbi_ph
     if (dry->used_bytes > dry->capacity_bytes || bytes > dry->capacity_bytes - dry->used_bytes) {
         status = rbi_error(REBATCH_OOM, "the dry device has no room for %zu bytes", bytes);
     } else {
-        dry->used_bytes += bytes;
-        if (physical)
+        if (address)
+            status = take_addresses(dry, bytes, address);
+        if (!status)
+            dry->used_bytes += bytes;
+        if (!status && physical)
             *physical = dry->next_physical++;
-        if (address) {
-            *address = (void *)dry->next_address;
-            dry->next_address += bytes;
-        }
     }
     pthread_mutex_unlock(&dry->lock);
     return status;
@@ -92,10 +101,9 @@ static rebatch_status dry_reserve(void *self, void **out, size_t bytes)
 {
     struct dry *dry = self;
     pthread_mutex_lock(&dry->lock);
-    *out = (void *)dry->next_address;
-    dry->next_address += bytes;
+    const rebatch_status status = take_addresses(dry, bytes, out);
     pthread_mutex_unlock(&dry->lock);
-    return REBATCH_OK;
+    return status;
 }
 
 static rebatch_status dry_create(void *self, rbi_physical *out, size_t bytes)

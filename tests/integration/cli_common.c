@@ -10,18 +10,24 @@
 
 char cli_command[PATH_MAX];
 char cli_gpt[PATH_MAX];
+char cli_demo[PATH_MAX], cli_minimal[PATH_MAX];
 
-static void find(char found[PATH_MAX], const char *variable)
+/* What a variable names, or a file in the folder that it names. */
+static void find(char found[PATH_MAX], const char *variable, const char *file)
 {
-    const char *path = getenv(variable);
-    cr_assert(path != NULL, "%s does not name the command: use make test", variable);
+    char path[PATH_MAX];
+    const char *value = getenv(variable);
+    cr_assert(value != NULL, "%s is not set: use make test", variable);
+    (void)snprintf(path, sizeof path, "%s%s", value, file);
     cr_assert(realpath(path, found) != NULL, "%s is not there", path);
 }
 
 void cli_enter(void)
 {
-    find(cli_command, "REBATCH_COMMAND");
-    find(cli_gpt, "REBATCH_GPT");
+    find(cli_command, "REBATCH_COMMAND", "");
+    find(cli_gpt, "REBATCH_GPT", "");
+    find(cli_demo, "REBATCH_EXAMPLES", "/gpt/demo");
+    find(cli_minimal, "REBATCH_EXAMPLES", "/minimal");
     config_enter();
 }
 

@@ -10,6 +10,9 @@ extern char cli_command[PATH_MAX];
 /* The reference model's, that REBATCH_GPT names. */
 extern char cli_gpt[PATH_MAX];
 
+/* The other examples, in the folder that REBATCH_EXAMPLES names. */
+extern char cli_demo[PATH_MAX], cli_minimal[PATH_MAX];
+
 /* Finds them, and goes into a folder of the test's own, which config_leave() removes. */
 void cli_enter(void);
 

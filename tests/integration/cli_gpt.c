@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "cli_common.h"
@@ -34,6 +35,70 @@ static char *train(const char *settings, const char *options)
     cr_assert_eq(r.code, 0, "%s", r.error);
     free(r.error);
     return r.out;
+}
+
+/* ---- going on ---- */
+
+#define SAVED "--preset tiny --batch 4 --save state --data text --seed 7 --dropout 0.2 --steps "
+
+static void expect_failure(const char *arguments, const char *end)
+{
+    struct run r = cli_run_program(cli_gpt, arguments);
+    cr_assert_eq(r.code, 1, "%s ends with %d: %s", arguments, r.code, r.out);
+    const size_t length = strlen(r.error), tail = strlen(end);
+    cr_assert(length >= tail && strcmp(r.error + length - tail, end) == 0, "%s: %s", arguments,
+              r.error);
+    done(&r);
+}
+
+/* The hash at the end of a run that must succeed; the caller frees it. */
+static char *train_on(const char *arguments)
+{
+    struct run r = cli_run_program(cli_gpt, arguments);
+    cr_assert_eq(r.code, 0, "%s: %s", arguments, r.error);
+    const char *const hash = strstr(r.out, "sha256=");
+    cr_assert_not_null(hash, "%s", r.out);
+    char *copy = strdup(hash);
+    done(&r);
+    return copy;
+}
+
+/* Settings and text are those of the state, from whatever folder it goes on. */
+Test(cli_gpt, a_training_goes_on_with_its_settings_and_its_text)
+{
+    free(train_on(SAVED "2"));
+    char *given = train_on("--resume state --data text --steps 4");
+    char *found = train_on("--resume state --steps 4");
+    cr_assert_str_eq(found, given);
+    free(found);
+    cr_assert(mkdir("folder", 0700) == 0 && chdir("folder") == 0);
+    found = train_on("--resume ../state --steps 4");
+    cr_assert(unlink("out") == 0 && unlink("error") == 0 && chdir("..") == 0);
+    cr_assert_eq(rmdir("folder"), 0);
+    cr_assert_str_eq(found, given);
+    free(found);
+    cr_assert_eq(rename("text", "moved"), 0);
+    expect_failure("--resume state --steps 4",
+                   "/text cannot be opened: No such file or directory: state was saved in "
+                   "training on it, and --data says where it is now\n");
+    found = train_on("--resume state --steps 4 --data moved");
+    cr_assert_str_eq(found, given);
+    free(found);
+    free(given);
+}
+
+/* What a state was saved with cannot be another thing afterwards. */
+Test(cli_gpt, a_training_does_not_go_on_with_other_settings_or_another_text)
+{
+    free(train_on(SAVED "2"));
+    config_write("other", "this is another text, long enough for one sample of sixty-five bytes "
+                          "and for a few more of them");
+    expect_failure("--resume state --seed 8", "was saved with seed=7: this run has seed=8\n");
+    expect_failure("--resume state --batch 8", "was saved with batch=4: this run has batch=8\n");
+    expect_failure("--resume state --data other", "/text: this run has another text\n");
+    expect_failure("--resume state --root /nowhere", "/text: this run has another text\n");
+    cr_assert_eq(rename("other", "text"), 0);
+    expect_failure("--resume state", "/text, which is another text now\n");
 }
 
 static const char *hash_of(const char *out)

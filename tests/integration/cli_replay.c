@@ -4,6 +4,7 @@
 #include <criterion/criterion.h>
 #include <limits.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -569,6 +570,8 @@ Test(cli_replay, help)
 
 #define FORMS "'a ID BYTES STREAM', 'f ID', 'u ID STREAM' or '# comment'"
 
+#define MOST "expected no more than 549755813888 in all, 262144 granules (--granule)\n"
+
 Test(cli_replay, mistakes_in_a_trace)
 {
     static const struct {
@@ -593,11 +596,11 @@ Test(cli_replay, mistakes_in_a_trace)
         {"a 99999999999999999999 1 0\n",
          ":1: ID is 99999999999999999999: expected at most 18446744073709551615\n"},
         {"a 0 18446744073709551615 0\n",
-         ":1: BYTES is 18446744073709551615 on top of the 0 that are in use: expected no more "
-         "than 4611686018427387904 in all\n"},
-        {"a 0 4611686018427387904 0\na 1 1 0\n",
-         ":2: BYTES is 1 on top of the 4611686018427387904 that are in use: expected no more "
-         "than 4611686018427387904 in all\n"},
+         ":1: BYTES is 18446744073709551615 on top of the 0 that are in use: " MOST},
+        {"a 0 1125899906842624 0\n",
+         ":1: BYTES is 1125899906842624 on top of the 0 that are in use: " MOST},
+        {"a 0 549755813888 0\na 1 1 0\n",
+         ":2: BYTES is 1 on top of the 549755813888 that are in use: " MOST},
         {"a 0 512 0\n# x\na 0 512 0\n",
          ":3: ID 0 is in use since line 1: expected one that is new or was freed\n"},
         {"f 7\n", ":1: ID 7 is unknown: expected one that is in use\n"},
@@ -645,6 +648,59 @@ Test(cli_replay, a_line_without_an_end_is_given_up)
 {
     expect_error("/dev/zero", 1,
                  "/dev/zero:1: the line is longer than 1 MiB: expected a trace of lines\n");
+}
+
+/* Of a device with other granules there is as much more, or as much less. */
+Test(cli_replay, what_may_be_in_use_goes_by_the_granule)
+{
+    config_write("t", "a 0 1099511627776 0\n");
+    expect_error("t", 1, "t:1: BYTES is 1099511627776 on top of the 0 that are in use: " MOST);
+    const struct object o = run_json("--granule 4MiB t");
+    cr_expect(number(&o, "peak_live_bytes") == 1099511627776.0);
+    config_write("t", "a 0 17179869185 0\n");
+    expect_error("--granule 64KiB t", 1,
+                 "t:1: BYTES is 17179869185 on top of the 0 that are in use: expected no more than "
+                 "17179869184 in all, 262144 granules (--granule)\n");
+    config_write("t", "a 0 4611686018427387905 0\n");
+    expect_error("--granule 1TiB t", 1,
+                 "t:1: BYTES is 4611686018427387905 on top of the 0 that are in use: expected no "
+                 "more than 288230376151711744 in all, 262144 granules (--granule)\n");
+}
+
+/* Memory is bounded by the length of the file, and gzip makes a thousand bytes of one. */
+Test(cli_replay, gzip_data_that_unpack_to_much_more_are_given_up)
+{
+    static const char make[] = "set -e; printf 'a 0 1 0\\nf 0\\n' >t;"
+                               "for i in 1 2 3 4 5 6 7; do cat t t t t t t t t >u; mv u t; done;"
+                               "gzip <t >bomb.gz;";
+    struct run r = cli_run(make, "replay --repeat 1", "bomb.gz");
+    cr_expect(r.code == 1);
+    unsigned long line, packed, text;
+    cr_assert(sscanf(r.error, "bomb.gz:%lu: %lu bytes of gzip data are %lu of text:", &line,
+                     &packed, &text) == 3,
+              "%s", r.error);
+    cr_expect(text > 16 * MIB && text < 18 * MIB && packed < text / 100, "%s", r.error);
+    cr_expect(strstr(r.error, ": expected at most 100 times as many, or a trace that is unpacked"));
+    done(&r);
+    r = run("/dev/stdin < bomb.gz");
+    cr_expect(r.code == 1, "%s", r.error);
+    done(&r);
+}
+
+/* IDs that many a table would put into one place: minutes of looking for them. */
+Test(cli_replay, ids_that_are_far_apart_are_found)
+{
+    const char *stride = getenv("REBATCH_TEST_STRIDE");
+    const bool is_slow = stride && strcmp(stride, "1") != 0; /* valgrind, or a sanitizer */
+    const uint64_t ids = is_slow ? 20000 : 300000;
+    FILE *file = fopen("t", "w");
+    cr_assert(file != NULL);
+    for (uint64_t i = 0; i < ids; i++)
+        (void)fprintf(file, "a %llu 1 0\n", (unsigned long long)(i << 44));
+    cr_assert(fclose(file) == 0);
+    struct run r = cli_run(is_slow ? "" : "ulimit -t 20;", "replay --repeat 1 --json", "t");
+    cr_expect(r.code == 0, "%d: %s", r.code, r.error);
+    done(&r);
 }
 
 Test(cli_replay, too_many_streams)

@@ -5,6 +5,7 @@
 #include "gpt/save.h"
 
 #include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -215,7 +216,7 @@ Test(gpt_save, the_settings_come_back_to_the_bit)
     options.train.seed = UINT64_MAX;
     save_after(&options, 1);
     struct gpt_train_options saved;
-    ASSERT_OK(gpt_saved_options(&saved, file));
+    ASSERT_OK(gpt_saved_options(&saved, NULL, file));
     cr_assert_eq(memcmp(&saved.learning_rate, &options.train.learning_rate, sizeof(float)), 0);
     cr_assert_eq(
         memcmp(&saved.least_learning_rate, &options.train.least_learning_rate, sizeof(float)), 0);
@@ -319,7 +320,8 @@ Test(gpt_save, what_is_no_saved_training_is_refused)
     expect_refused(&run, "/dev/zero", REBATCH_E_IO, "is no regular file");
     expect_refused(&run, "/dev/null", REBATCH_E_IO, "is no regular file");
     expect_refused(&run, folder, REBATCH_E_IO, "is no regular file");
-    ASSERT_ERROR(gpt_saved_options(&saved, "README.md"), REBATCH_E_PARSE, "is no saved training");
+    ASSERT_ERROR(gpt_saved_options(&saved, NULL, "README.md"), REBATCH_E_PARSE,
+                 "is no saved training");
     ASSERT_ERROR(gpt_trainer_save(run.trainer, "/nowhere/state"), REBATCH_E_IO,
                  "/nowhere/state.new cannot be made");
     run_close(&run);
@@ -351,7 +353,7 @@ static void write_whole(const char *path, const uint8_t *bytes, size_t count)
 /* Each byte of the header and of the checksum, and some between them. */
 static size_t next_place(size_t at, size_t count, size_t stride)
 {
-    const size_t header = 700, tail = 80;
+    const size_t header = 800, tail = 80;
     if (at < header)
         return at + stride;
     return at + 80021 < count - tail ? at + 80021 : at < count - tail ? count - tail : at + stride;
@@ -403,17 +405,9 @@ Test(gpt_save, cut_at_any_length_nothing_is_loaded)
     free(bytes);
 }
 
-/* A file of the next version has a good checksum of its own. */
-Test(gpt_save, a_newer_version_is_refused)
+/* A good checksum for what was changed. */
+static void write_summed(const char *path, uint8_t *bytes, size_t count)
 {
-    struct run_options options = tiny_run();
-    struct run run;
-    size_t count;
-    save_after(&options, 1);
-    uint8_t *bytes = read_whole(&count, file);
-    uint8_t *digit = memchr(bytes, '\n', count);
-    cr_assert(digit && digit[-1] == '1');
-    digit[-1] = '2';
     struct gpt_hash hash;
     char sum[GPT_HASH_TEXT_BYTES];
     const size_t digits = sizeof sum - 1;
@@ -421,11 +415,123 @@ Test(gpt_save, a_newer_version_is_refused)
     gpt_hash_add(&hash, bytes, count - digits);
     gpt_hash_end(&hash, sum);
     memcpy(bytes + count - digits, sum, digits);
-    write_whole(other, bytes, count);
+    write_whole(path, bytes, count);
+}
+
+static void set_version(uint8_t *bytes, size_t count, char version)
+{
+    uint8_t *end = memchr(bytes, '\n', count);
+    cr_assert(end && end[-1] == '2');
+    end[-1] = (uint8_t)version;
+}
+
+/* The line of the header that begins so; it ends at *end. */
+static uint8_t *find_line(uint8_t **end, uint8_t *bytes, size_t count, const char *begin)
+{
+    uint8_t *line = memmem(bytes, count, begin, strlen(begin));
+    cr_assert_not_null(line);
+    *end = memchr(line + 1, '\n', count - (size_t)(line + 1 - bytes));
+    cr_assert_not_null(*end);
+    return line;
+}
+
+Test(gpt_save, a_newer_version_is_refused)
+{
+    struct run_options options = tiny_run();
+    struct run run;
+    size_t count;
+    save_after(&options, 1);
+    uint8_t *bytes = read_whole(&count, file);
+    set_version(bytes, count, '3');
+    write_summed(other, bytes, count);
     run_open(&run, &options);
-    expect_refused(&run, other, REBATCH_E_PARSE, "is of another version: expected version 1");
+    expect_refused(&run, other, REBATCH_E_PARSE, "is of another version: expected version 1 or 2");
     run_close(&run);
     free(bytes);
+}
+
+/* It has no line of where its text is from. */
+Test(gpt_save, version_1_is_loaded)
+{
+    struct run_options options = tiny_run();
+    struct gpt_train_options saved;
+    struct gpt_source source;
+    char reference[GPT_HASH_TEXT_BYTES], hash[GPT_HASH_TEXT_BYTES];
+    size_t count;
+    run_whole(reference, &options, 3);
+    save_after(&options, 1);
+    uint8_t *end, *bytes = read_whole(&count, file);
+    uint8_t *line = find_line(&end, bytes, count, "\nroot=");
+    set_version(bytes, count, '1');
+    memmove(line, end, count - (size_t)(end - bytes));
+    count -= (size_t)(end - line);
+    write_summed(file, bytes, count);
+    ASSERT_OK(gpt_saved_options(&saved, &source, file));
+    cr_assert_str_empty(source.path);
+    resume(hash, &options, 2);
+    cr_assert_str_eq(hash, reference);
+    free(bytes);
+}
+
+/* ---- where its text is from ---- */
+
+static void expect_source(const char *path, bool is_default)
+{
+    struct gpt_train_options saved;
+    struct gpt_source source;
+    ASSERT_OK(gpt_saved_options(&saved, &source, file));
+    cr_assert_str_eq(source.path, path);
+    cr_assert_eq(source.is_default, is_default);
+}
+
+/* Absolute, with any character that a name may have. */
+Test(gpt_save, where_the_text_is_from_comes_back)
+{
+    static const char *const names[] = {"plain", "two\nlines, 100%", "%0A", "=\xff\x01 "};
+    struct run_options options = tiny_run();
+    struct run run;
+    char path[PATH_MAX], here[PATH_MAX];
+    save_after(&options, 0);
+    cr_assert_not_null(realpath(".", here));
+    expect_source(here, true);
+    run_open(&run, &options);
+    const struct gpt_data *ours = run.data;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        struct gpt_data *theirs;
+        (void)snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+        write_whole(path, (const uint8_t *)here, sizeof here);
+        ASSERT_OK(gpt_data_open(&theirs, path, options.train.config.length));
+        run.trainer->data = theirs;
+        ASSERT_OK(gpt_trainer_save(run.trainer, file));
+        expect_source(path, false);
+        run.trainer->data = ours;
+        gpt_data_close(theirs);
+        cr_assert_eq(unlink(path), 0);
+    }
+    run_close(&run);
+}
+
+Test(gpt_save, a_wrong_line_of_where_the_text_is_from_is_refused)
+{
+    static const char *const lines[] = {"\nrot=", "\nroot%", "\nrootx"};
+    static const char *const ends[] = {"%", "%2", "%0a", "%00"};
+    struct run_options options = tiny_run();
+    struct run run;
+    size_t count;
+    save_after(&options, 0);
+    run_open(&run, &options);
+    for (size_t i = 0; i < 3 + 4; i++) {
+        uint8_t *end, *bytes = read_whole(&count, file);
+        uint8_t *line = find_line(&end, bytes, count, "\nroot=");
+        if (i < 3)
+            memcpy(line, lines[i], strlen(lines[i]));
+        else
+            memcpy(end - strlen(ends[i - 3]), ends[i - 3], strlen(ends[i - 3]));
+        write_summed(other, bytes, count);
+        expect_refused(&run, other, REBATCH_E_PARSE, "has no line of where its text is from");
+        free(bytes);
+    }
+    run_close(&run);
 }
 
 /* ---- interrupted while saving ---- */
