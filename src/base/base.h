@@ -39,6 +39,9 @@ bool rbi_countdown_strikes(struct rbi_countdown *countdown);
 /* Zeroed memory for count * size bytes; NULL when there is none, or when the product overflows.
  * Nothing else in the library may call malloc and its kin. */
 void *rbi_heap_calloc(size_t count, size_t size);
+/* The same, from the beginning of a line of the cache on: for what is _Alignas(RBI_LINE_BYTES). */
+#define RBI_LINE_BYTES 64
+void *rbi_heap_calloc_lines(size_t count, size_t size);
 /* Grows or makes an array; the old one stays valid on NULL. New bytes are not zeroed. */
 void *rbi_heap_resize(void *old, size_t count, size_t size);
 void rbi_heap_free(void *memory);

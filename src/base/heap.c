@@ -2,6 +2,7 @@
  * Must not know who asks. */
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/base.h"
 
@@ -32,6 +33,18 @@ void *rbi_heap_calloc(size_t count, size_t size)
 {
     size_t bytes;
     return fails_now() || !rbi_mul(count, size, &bytes) ? NULL : counted(calloc(1, bytes));
+}
+
+void *rbi_heap_calloc_lines(size_t count, size_t size)
+{
+    size_t bytes;
+    if (fails_now() || !rbi_mul(count, size, &bytes) ||
+        !rbi_round_up(bytes, RBI_LINE_BYTES, &bytes))
+        return NULL;
+    void *memory = counted(aligned_alloc(RBI_LINE_BYTES, bytes));
+    if (memory)
+        memset(memory, 0, bytes);
+    return memory;
 }
 
 void *rbi_heap_resize(void *old, size_t count, size_t size)

@@ -56,7 +56,7 @@ struct rbi_block_use {
  *   used == (uses != NULL); bins == &stream->bins[stream->has_zones ? range->zone : 0]
  *   hole, lost: address and bytes are multiples of the granule */
 struct rbi_block {
-    _Alignas(64) char *address;
+    _Alignas(RBI_LINE_BYTES) char *address;
     size_t bytes;
     struct rbi_bins *bins;            /* of its stream and zone */
     struct rbi_block *before, *after; /* neighbours in the range */

@@ -5,7 +5,6 @@
 #include "pool/pool.h"
 
 #define CHUNK_NODES 64
-#define LINE_BYTES 64
 
 static void *read_link(const void *from)
 {
@@ -28,13 +27,13 @@ size_t rbi_nodes_made_with(const struct rbi_nodes *nodes, size_t count)
 bool rbi_nodes_prepare(struct rbi_nodes *nodes, size_t count)
 {
     while (nodes->spare < count) {
-        char *chunk = rbi_heap_calloc(1, 2 * LINE_BYTES + CHUNK_NODES * nodes->node_bytes);
+        char *chunk = rbi_heap_calloc_lines(1, RBI_LINE_BYTES + CHUNK_NODES * nodes->node_bytes);
         if (!chunk)
             return false;
         write_link(chunk, nodes->chunks);
         nodes->chunks = chunk;
         /* Behind the link, on the next line of the cache. */
-        char *first = chunk + LINE_BYTES + (-(uintptr_t)chunk & (LINE_BYTES - 1));
+        char *first = chunk + RBI_LINE_BYTES;
         for (size_t i = CHUNK_NODES; i-- > 0;)
             rbi_nodes_put(nodes, first + i * nodes->node_bytes);
         nodes->made += CHUNK_NODES;

@@ -69,6 +69,7 @@ bool rbi_places_are_for(const struct rbi_cycle *cycle)
 /* The streams' work is waited for at most once in so many periods. */
 #define WAIT_PERIODS 16
 
+/* Of a stretch that has an address. */
 static char *end_of(const rebatch_pool *pool, const struct rbi_cycle_stretch *stretch)
 {
     size_t bytes = (size_t)stretch->units * REBATCH_POOL_UNIT_BYTES;
@@ -102,13 +103,10 @@ static bool is_own(const struct rbi_block *block, const struct rbi_cycle_stretch
 static bool consists_of(const rebatch_pool *pool, const struct rbi_cycle_stretch *stretch,
                         bool (*is)(const struct rbi_block *, const struct rbi_cycle_stretch *))
 {
-    const char *const end = end_of(pool, stretch);
-    const struct rbi_block *block = first_of(pool, stretch);
-    while (block && is(block, stretch)) {
-        if (block->address + block->bytes >= end)
+    for (const struct rbi_block *block = first_of(pool, stretch); block && is(block, stretch);
+         block = block->after)
+        if (block->address + block->bytes >= end_of(pool, stretch))
             return true;
-        block = block->after;
-    }
     return false;
 }
 

@@ -131,7 +131,7 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
     if (status != REBATCH_OK || (status = check_options(&ours, device)) != REBATCH_OK ||
         (status = rbi_pool_check_sizes(&ours, device)) != REBATCH_OK)
         return status;
-    rebatch_pool *pool = rbi_heap_calloc(1, sizeof *pool);
+    rebatch_pool *pool = rbi_heap_calloc_lines(1, sizeof *pool);
     if (!pool)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->device = device;
@@ -230,7 +230,7 @@ static bool round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
 {
     if (!rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, rounded))
         return false;
-    if (__builtin_expect(pool->rounding_divisions == 0, 1))
+    if (__builtin_expect(pool->rounding_divisions == 0, 1) || *rounded == 0)
         return true;
     const size_t octave = (size_t)1 << (63 - __builtin_clzll(*rounded));
     const size_t step = octave / pool->rounding_divisions;

@@ -229,7 +229,6 @@ struct rebatch_pool {
     struct rbi_pool_recorder recorder;
 
     struct rbi_tcache *_Atomic tcaches; /* RBI_TCACHES; NULL: none yet */
-    void *tcache_memory;                /* what they lie in */
     bool lending;                       /* false: all of them are empty */
     uint64_t folded_peak_bytes;         /* the pool's peak when they were last folded for one */
 
@@ -592,7 +591,7 @@ extern _Thread_local unsigned rbi_pool_callbacks;
 
 /* Takes a live or deferred block out of use. */
 void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back);
-/* The size of a block for `bytes`. */
+/* The size of a block for `bytes`; 0 for 0. */
 rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
 rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream);
 rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function);

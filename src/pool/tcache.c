@@ -4,7 +4,6 @@
 
 #include "pool/pool.h"
 
-#define LINE_BYTES 64
 #define SMALLEST_CAPACITY 256
 #define LARGEST_CAPACITY 65536
 /* After so many refills for other streams, none for its own between them, a cache goes over to
@@ -297,16 +296,13 @@ bool rbi_tcache_adopt(rebatch_pool *pool, struct rbi_block *block)
 
 static struct rbi_tcache *make_caches(rebatch_pool *pool)
 {
-    char *memory = rbi_heap_calloc(1, LINE_BYTES + RBI_TCACHES * sizeof(struct rbi_tcache));
-    if (!memory)
+    struct rbi_tcache *caches = rbi_heap_calloc_lines(RBI_TCACHES, sizeof *caches);
+    if (!caches)
         return NULL;
-    char *first = memory + (-(uintptr_t)memory & (LINE_BYTES - 1));
-    struct rbi_tcache *caches = (struct rbi_tcache *)(void *)first;
     for (size_t i = 0; i < RBI_TCACHES; i++) {
         rbi_lock_init(&caches[i].lock);
         caches[i].in_use.next = caches[i].in_use.previous = &caches[i].in_use;
     }
-    pool->tcache_memory = memory;
     atomic_store_explicit(&pool->tcaches, caches, memory_order_release);
     return caches;
 }
@@ -406,5 +402,5 @@ void rbi_tcaches_destroy(rebatch_pool *pool)
     struct rbi_tcache *caches = atomic_load_explicit(&pool->tcaches, memory_order_relaxed);
     for (size_t i = 0; caches && i < RBI_TCACHES; i++)
         rbi_heap_free(caches[i].entries);
-    rbi_heap_free(pool->tcache_memory);
+    rbi_heap_free(caches);
 }

@@ -42,7 +42,7 @@ struct rbi_tcache_entry {
  *   free_bytes == sum of bytes over free
  *   lent == 0, or all are of stream; lent == 0: pairs == 0 */
 struct rbi_tcache {
-    _Alignas(64) struct rbi_lock lock;
+    _Alignas(RBI_LINE_BYTES) struct rbi_lock lock;
     uint32_t strangers; /* refills for other streams since a request for its own */
     rebatch_stream stream;
     size_t tag_count; /* of the pool, at the last refill; and so is */

@@ -228,7 +228,7 @@ Test(gpt_scaler, a_scale_that_is_too_large_comes_down_by_itself, .description = 
     for (int i = 0; i < 20; i++) {
         is_struck = run.trainer->scaler.scale > 1024.0f;
         run_steps(&run, 1);
-        cr_assert_eq(run.trainer->skipped, i < 6 ? i + 1 : 6);
+        cr_assert_eq(run.trainer->skipped, i < 6 ? (uint64_t)i + 1 : 6);
     }
     assert_state(&run.trainer->scaler, 1024.0f, 14);
     cr_assert_eq(run.trainer->updates, 14);

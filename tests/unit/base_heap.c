@@ -25,6 +25,24 @@ Test(base_heap, memory_is_zeroed_and_counted)
     cr_assert_eq(rbi_heap_live(), live);
 }
 
+Test(base_heap, lines_begin_where_the_caches_do)
+{
+    const uint64_t calls = rbi_heap_calls();
+    const int64_t live = rbi_heap_live();
+    for (size_t size = 1; size <= 1000; size += 37) { /* of used memory, too */
+        unsigned char *memory = rbi_heap_calloc_lines(3, size);
+        cr_assert_not_null(memory);
+        cr_assert_eq((uintptr_t)memory % RBI_LINE_BYTES, 0);
+        for (size_t i = 0; i < 3 * size; i++)
+            cr_assert_eq(memory[i], 0);
+        memset(memory, 0xff, 3 * size);
+        cr_assert_eq(rbi_heap_live(), live + 1);
+        rbi_heap_free(memory);
+    }
+    cr_assert_eq(rbi_heap_calls(), calls + 28);
+    cr_assert_eq(rbi_heap_live(), live);
+}
+
 /* Behind volatile, so that no compiler complains about what is being tested. */
 static volatile size_t most = SIZE_MAX;
 
@@ -33,6 +51,8 @@ Test(base_heap, a_size_that_overflows_is_refused)
     const int64_t live = rbi_heap_live();
     cr_assert_null(rbi_heap_calloc(most, 2));
     cr_assert_null(rbi_heap_calloc(most / 2 + 1, 2));
+    cr_assert_null(rbi_heap_calloc_lines(most, 2));
+    cr_assert_null(rbi_heap_calloc_lines(most, 1));
     cr_assert_null(rbi_heap_resize(NULL, most, 2));
     char *memory = rbi_heap_resize(NULL, 4, 1);
     memcpy(memory, "abc", 4);
@@ -64,7 +84,9 @@ static uint64_t failures(unsigned count)
 {
     uint64_t bits = 0;
     for (unsigned i = 0; i < count; i++) {
-        void *memory = i % 2 ? rbi_heap_calloc(1, 1) : rbi_heap_resize(NULL, 1, 1);
+        void *memory = i % 3 == 0   ? rbi_heap_calloc(1, 1)
+                       : i % 3 == 1 ? rbi_heap_calloc_lines(1, 1)
+                                    : rbi_heap_resize(NULL, 1, 1);
         bits |= (uint64_t)!memory << i;
         rbi_heap_free(memory);
     }

@@ -433,7 +433,7 @@ static void check_sums(const struct busy *b, const struct pickle_value *snapshot
 {
     const rebatch_pool_stats stats = stats_of(b->rig.pool);
     const struct pickle_value *segments = pickle_list(snapshot, "segments");
-    int64_t total = 0, allocated = 0, active = 0, requested = 0, pending = 0;
+    int64_t total = 0, allocated = 0, requested = 0, pending = 0;
     for (size_t i = 0; i < segments->count; i++) {
         const struct pickle_value *s = segments->items[i];
         const struct pickle_value *blocks = pickle_list(s, "blocks");
@@ -456,7 +456,6 @@ static void check_sums(const struct busy *b, const struct pickle_value *snapshot
         cr_assert_eq(pickle_list(s, "segment_pool_id")->count, 2);
         total += pickle_number(s, "total_size");
         allocated += live;
-        active += live + waiting;
         requested += asked;
         pending += waiting;
     }

@@ -344,6 +344,9 @@ Test(pool_space, sizes_are_rounded_to_steps_of_their_octave)
         cr_assert_eq(bytes, cases[i][1]);
     }
     cr_assert_eq(stats_of(rig.pool).requested_bytes, 600 + 5000 + 33000 + 65536);
+    size_t of_nothing;
+    cr_assert_eq(rbi_pool_check_size(&of_nothing, rig.pool, 0), REBATCH_OK);
+    cr_assert_eq(of_nothing, 0);
     rig_close(&rig);
     rebatch_pool *pool;
     rig = rig_open(8, NULL);
