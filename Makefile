@@ -244,7 +244,7 @@ test-undefined: ## every test under clang's UBSan
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
 	@mkdir -p build
-	$(Q)for test in pool_threads pool_turns pool_beside; do \
+	$(Q)for test in pool_threads pool_beside; do \
 	    $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -pthread -Iinclude -Isrc -Itests \
 	        -o build/$$test tests/threads/$$test.c $(wildcard src/base/*.c src/device/*.c \
 	        src/pool/*.c) -lm -ldl && build/$$test || exit 1; \

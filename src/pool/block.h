@@ -20,7 +20,6 @@ enum rbi_block_state {
     RBI_BLOCK_FREE,     /* in a bin of its stream */
     RBI_BLOCK_QUICK,    /* free, and in a quick list of its stream: not yet merged */
     RBI_BLOCK_LIVE,     /* in use */
-    RBI_BLOCK_LENT,     /* in a thread's cache: in use, or free there (tcache.h) */
     RBI_BLOCK_DEFERRED, /* freed in a scope younger than it; counted as live till the commit */
     RBI_BLOCK_PENDING,  /* freed, but another stream's work may still use it */
     RBI_BLOCK_HELD,     /* for the moment out of all lists */
@@ -50,7 +49,7 @@ struct rbi_block_use {
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
  *   after == NULL || after->address == address + bytes && after->before == this
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
- *   in the pool's table == (live, lent, deferred, quick or pending)
+ *   in the pool's table == (live, deferred, quick or pending)
  *   live or deferred: previous->birth < birth < next->birth
  *   free (or hole): *link == this, next == NULL || next->link == &next, bin == that of bytes
  *   used == (uses != NULL); bins == &stream->bins[stream->has_zones ? range->zone : 0]
@@ -61,23 +60,22 @@ struct rbi_block {
     struct rbi_bins *bins;            /* of its stream and zone */
     struct rbi_block *before, *after; /* neighbours in the range */
     struct rbi_block *next; /* free, hole: its bin; quick: its list; pending: the pending list; live
-                               and deferred: all by birth, which is a ring; lent: its cache's ring
-                               or list */
+                               and deferred: all by birth, which is a ring */
     union {
         struct rbi_block **link;    /* free, hole: where it is pointed to from */
-        struct rbi_block *previous; /* live, deferred, and lent in use */
+        struct rbi_block *previous; /* live, deferred */
     };
     uint16_t bin; /* free, hole: its place among the bins */
     rebatch_tag tag;
     uint8_t state; /* enum rbi_block_state */
-    bool late;     /* quick, pending, lent: a rollback took it back, nobody has had it since */
+    bool late;     /* quick, pending: a rollback took it back, nobody has had it since */
     bool used;     /* other streams use it */
-    bool outside;  /* live, deferred, lent in use: of no scope */
+    bool outside;  /* live, deferred: of no scope */
 
     uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
                        not in use: pool->births when it was freed last */
     union {
-        size_t requested_bytes; /* live, deferred, lent in use */
+        size_t requested_bytes; /* live, deferred */
         uint64_t freed_at;      /* otherwise stream->frees then; 0: no work has touched it */
     };
     struct rbi_pool_stream *stream; /* the one it was allocated for, or was last free on */
@@ -85,8 +83,6 @@ struct rbi_block {
     struct rbi_block_use *uses;
     struct rbi_block *next_deferred; /* deferred: the scope's list */
     struct rbi_block *same_home;     /* in the table: its list there */
-    uint8_t tcache;                  /* lent: the number of its cache */
-    bool taken;                      /* lent: in use */
 };
 _Static_assert(sizeof(struct rbi_block) == 128, "two lines of the cache");
 
@@ -128,7 +124,6 @@ struct rbi_quick {
 struct rbi_mark {
     rbi_event event; /* NULL: none yet, or none to be had */
     uint64_t point;
-    uint64_t call; /* rbi_pool_calls() when it was made */
 };
 #define RBI_STREAM_MARKS 8
 
@@ -157,7 +152,6 @@ struct rbi_pool_stream {
     uint32_t mark_gap; /* frees from one mark to the next */
     uint32_t first_mark, mark_count;
     bool has_zones; /* false: all its blocks are in the first one's bins */
-    bool in_cycle;  /* a cycle that runs allocates for it */
     struct rbi_mark marks[RBI_STREAM_MARKS];
     struct rbi_quick quick[2 * RBI_POOL_QUICK];
     struct rbi_bins bins[RBI_POOL_ZONES];

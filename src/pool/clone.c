@@ -340,8 +340,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
         status = rebatch_pool_create(&copy.to, dry, NULL);
     if (status)
         return status;
-    rbi_trail_close(&copy.to->trail); /* what is tried on it may repeat by chance */
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     status = copy_locked(&copy);
     rbi_lock_give(&pool->lock);
     if (!status && info.total_bytes >= pool->granule_bytes)

@@ -141,15 +141,6 @@ static struct rbi_block *take_anywhere(rebatch_pool *pool, const struct rbi_requ
     return take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY));
 }
 
-/* Where a period was placed its memory is in stretches, whatever the sizes. When it ends they are
- * cut up, rather than that fresh memory is taken, and are whole again once all of them is free. */
-static struct rbi_block *take_of_stretch(rebatch_pool *pool, const struct rbi_request *request)
-{
-    if (!rbi_cycle_has_memory(&pool->cycle) || !may_leave_zone(pool, request))
-        return NULL;
-    return take(pool, request, find_own(pool, request, RBI_ZONE_ANY));
-}
-
 /* ---- addresses and granules ---- */
 
 /* What a search of the rungs REMAP and DEVICE is after. */
@@ -526,7 +517,7 @@ static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rb
     struct rbi_block *block = take_afloat(pool, request);
     if (!block)
         block = take_row(pool, request);
-    return block ? block : take_of_stretch(pool, request);
+    return block;
 }
 
 /* Of memory that is expected to be used: the device makes it while it works on what was asked for
@@ -684,10 +675,6 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
         return status;
     if ((*out = take_anywhere(pool, request)))
         return REBATCH_OK;
-    if (pool->lending) { /* what threads have ahead of themselves, rather than wait or fail */
-        rbi_tcaches_fold(pool);
-        return climb(out, pool, request);
-    }
     if (is_waiting(pool, request)) {
         reach(pool, request, REBATCH_RUNG_WAIT);
         if ((status = rbi_pool_await_streams(pool)) != REBATCH_OK)
@@ -759,7 +746,7 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
         watch.on_pressure(watch.user, false);
     rbi_pool_callbacks--;
     rbi_pool_pressing = outer;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     pool->pressing--;
     return given > 0 || pool->stats.freed_total_bytes != freed;
 }

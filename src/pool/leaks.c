@@ -85,7 +85,7 @@ rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *p
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     struct rbi_extent extent;
     status = rbi_scope_get_extent(&extent, pool, scope);
     if (status == REBATCH_OK)

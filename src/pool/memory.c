@@ -66,8 +66,6 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
     }
     if (status == REBATCH_OOM)
         status = rbi_pool_report_oom(pool, &request, bytes, "reserve");
-    if (status == REBATCH_OK)
-        rbi_cycle_note_reserve(pool, rounded, request.stream);
     rbi_request_close(&request);
     return status;
 }
@@ -82,11 +80,8 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK ||
         (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
-    if (rbi_pool_is_outside(pool, pool->insider) || !rbi_cycle_reserve(pool, rounded, stream)) {
-        rbi_pool_leave_cycle(pool);
-        status = reserve_locked(pool, bytes, rounded, stream);
-    }
+    rbi_lock_take(&pool->lock);
+    status = reserve_locked(pool, bytes, rounded, stream);
     if (status == REBATCH_OK)
         rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
     rbi_lock_give(&pool->lock);
@@ -115,16 +110,10 @@ static size_t free_of_others(const rebatch_pool *pool, const struct rbi_pool_str
     return (size_t)sum;
 }
 
-/* Without what waits for other streams, as long as a cycle has it. */
-static size_t free_now(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
-{
-    return (size_t)(stream->free_bytes - rbi_cycle_waiting_bytes(pool, stream));
-}
-
 /* Whether what the stream lacks of `bytes` will come as it is needed. */
 static bool is_expected(rebatch_pool *pool, size_t bytes, const struct rbi_pool_stream *stream)
 {
-    const size_t cached = stream ? free_now(pool, stream) : 0;
+    const size_t cached = stream ? (size_t)stream->free_bytes : 0;
     size_t room;
     return pool->expected.left != 0 && rbi_pool_room(&room, pool, NULL) == REBATCH_OK &&
            bytes - cached <= room;
@@ -135,9 +124,8 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
     if (!pool->caching)
         return look_for_room(pool, bytes);
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
-    if ((known && free_now(pool, known) >= bytes) || is_expected(pool, bytes, known))
+    if ((known && known->free_bytes >= bytes) || is_expected(pool, bytes, known))
         return REBATCH_OK;
-    rbi_pool_leave_cycle(pool);
     struct rbi_request request;
     rebatch_status status = rbi_request_open(&request, pool, bytes, stream);
     if (status != REBATCH_OK)
@@ -182,7 +170,7 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
         (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     status = admit_locked(pool, rounded, stream);
     rbi_lock_give(&pool->lock);
     return status;
@@ -224,7 +212,7 @@ rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream 
     rbi_lock_give(&pool->lock);
     if (bytes == 0) /* which a cycle that runs need not know */
         return REBATCH_OK;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     status = expect_locked(pool, rounded, stream);
     rbi_lock_give(&pool->lock);
     return status == REBATCH_OOM ? REBATCH_OK : status;
@@ -252,7 +240,7 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
     if (status != REBATCH_OK)
         return status;
     size_t released = 0;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     if (pool->pending)
         status = rbi_pool_await_streams(pool);
     if (status == REBATCH_OK)
@@ -273,7 +261,7 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
     pool->limit_permille = 0;
     const uint64_t reserved = pool->stats.reserved_bytes;
@@ -296,7 +284,7 @@ rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     size_t room;
     status = rbi_pool_room(&room, pool, NULL);
     if (status == REBATCH_OK &&

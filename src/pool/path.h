@@ -598,58 +598,6 @@ static inline void rbi_block_end_uses(rebatch_pool *pool, struct rbi_block *bloc
     block->used = false;
 }
 
-/* ---- cycles ---- */
-
-/* A block is in use now, or is about to be no longer: `live_bytes` are in use after that. */
-static inline void rbi_cycle_note(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes,
-                                  bool freed)
-{
-    if (RBI_UNLIKELY(!rbi_trail_add(&pool->trail, rbi_trail_level(live_bytes))))
-        rbi_cycle_look(pool, block, live_bytes, freed);
-}
-
-static inline void rbi_cycle_go_on(struct rbi_cycle *cycle)
-{
-    cycle->next++;
-    if (RBI_UNLIKELY(cycle->next == cycle->end)) {
-        cycle->next = cycle->calls;
-        cycle->periods++;
-    }
-}
-
-/* Whether a cycle runs; what is ready begins to. */
-static inline bool rbi_cycle_runs(rebatch_pool *pool)
-{
-    if (RBI_LIKELY(pool->cycle.phase < RBI_CYCLE_READY))
-        return false;
-    if (RBI_UNLIKELY(pool->cycle.phase == RBI_CYCLE_READY))
-        rbi_cycle_begin(pool);
-    return pool->cycle.phase == RBI_CYCLE_RUNS;
-}
-
-/* Serves the call that is expected, an allocation of so many bytes. */
-static inline struct rbi_block *rbi_cycle_hand_out(rebatch_pool *pool, size_t bytes)
-{
-    struct rbi_cycle_call *const call = pool->cycle.next;
-    struct rbi_block *const block = rbi_nodes_take_as_is(&pool->block_nodes);
-    block->address = call->address;
-    block->bytes = bytes;
-    block->stream = call->stream;
-    block->uses = NULL;
-    block->used = false;
-    call->block = block;
-    call->stream->free_bytes -= bytes;
-    rbi_cycle_go_on(&pool->cycle);
-    return block;
-}
-
-/* Whether a cycle that runs expects an allocation of so many bytes, which waits for nothing. */
-static inline bool rbi_cycle_expects(const rebatch_pool *pool, size_t bytes, rebatch_stream stream)
-{
-    const struct rbi_cycle_call *const call = pool->cycle.next;
-    return (size_t)call->units * REBATCH_POOL_UNIT_BYTES == bytes && call->stream->stream == stream;
-}
-
 /* Is the innermost scope one that the block is not of? Then its free waits for the commit, if the
  * scope takes it in. */
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
@@ -657,37 +605,6 @@ static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
 {
     return pool->depth && (block->birth < pool->scopes[pool->depth - 1].first_birth ||
                            (block->outside && pool->insider != 0));
-}
-
-/* Takes what call `from` gave out of use: where it lies is free. Nobody but its own stream can have
- * it before the cycle is left, so no mark is made. */
-static inline void rbi_cycle_take_back(rebatch_pool *pool, struct rbi_cycle_call *from,
-                                       struct rbi_block *block)
-{
-    rbi_cycle_go_on(&pool->cycle);
-    rbi_pool_count_free(pool, block);
-    rbi_pool_leave_use(block);
-    from->block = NULL;
-    from->stream->frees++;
-    from->stream->free_bytes += block->bytes;
-    rbi_block_discard(pool, block);
-}
-
-/* Frees what a cycle that runs expects to be freed now; false: that is not `pointer`, or more has
- * to be done about it. */
-static inline bool rbi_cycle_give(rebatch_pool *pool, const void *pointer)
-{
-    const struct rbi_cycle_call *const call = pool->cycle.next;
-    if (RBI_UNLIKELY(call->units != RBI_CYCLE_FREE))
-        return rbi_cycle_give_used(pool, pointer);
-    struct rbi_cycle_call *const from = &pool->cycle.calls[call->of];
-    struct rbi_block *const block = from->block;
-    if (RBI_UNLIKELY(block->address != pointer || rbi_pool_has_younger_scope(pool, block)))
-        return false;
-    if (RBI_UNLIKELY(rbi_cycle_is_old(from)))
-        return rbi_cycle_give_old(pool, from);
-    rbi_cycle_take_back(pool, from, block);
-    return true;
 }
 
 #endif

@@ -8,13 +8,10 @@
 #include "base/base.h"
 #include "device/device.h"
 #include "pool/block.h"
-#include "pool/cycle.h"
 #include "pool/late.h"
 #include "pool/lock.h"
 #include "pool/nodes.h"
 #include "pool/table.h"
-#include "pool/tcache.h"
-#include "pool/trail.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
@@ -136,7 +133,7 @@ struct rbi_pool_recorder {
     void *user;
 };
 
-/* Between calls, once the threads' caches are folded:
+/* Between calls:
  *   stats.live_bytes == sum of bytes over live and deferred blocks == sum of tags[].live_bytes
  *   stats.reserved_bytes == bytes of plain ranges + granules mapped + granules spare + ballast
  *   allocations == births == stats.blocks + frees + stats.rolled_back_blocks
@@ -183,13 +180,11 @@ struct rebatch_pool {
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     uint64_t looks;                /* searches so far that looked how far streams have come */
-    uint64_t lag_calls;            /* how far streams are taken to lag, in calls; 0: not at all */
-    uint64_t lag_least;            /* it is no less, as a cycle with less has just failed */
     struct rbi_block *pending;
     struct rbi_table table; /* of the blocks that have been given out, and are not merged yet */
     struct rbi_late late;
     struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
-    uint64_t births, use_calls;
+    uint64_t births;
 
     /* Physical memory, by the size of its pieces: 2^i granules.
      *   spare_count == sum of spare[i].count << i
@@ -228,22 +223,10 @@ struct rebatch_pool {
     struct rbi_ring ring;
     struct rbi_pool_recorder recorder;
 
-    struct rbi_tcache *_Atomic tcaches; /* RBI_TCACHES; NULL: none yet */
-    bool lending;                       /* false: all of them are empty */
-    uint64_t folded_peak_bytes;         /* the pool's peak when they were last folded for one */
-
-    struct rbi_trail trail;
-    struct rbi_cycle cycle;
     uint64_t layout; /* counts what changes where memory is, or whose */
 
     bool is_sessions; /* which alone destroys it */
 };
-
-/* Allocations, frees and uses so far; blocks that are lent count late. */
-static inline uint64_t rbi_pool_calls(const rebatch_pool *pool)
-{
-    return 2 * pool->births - pool->stats.blocks + pool->use_calls;
-}
 
 /* Tells the recorder, if there is one. */
 static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call call,
@@ -258,7 +241,7 @@ extern _Thread_local const rebatch_pool *rbi_pool_joined __attribute__((tls_mode
 /* Whether this thread is none of those whose calls scopes take in. */
 static inline bool rbi_pool_is_outside(const rebatch_pool *pool, uint64_t insider)
 {
-    return __builtin_expect(insider != 0, 0) && insider != rbi_lock_thread &&
+    return __builtin_expect(insider != 0, 0) && insider != rbi_thread_number() &&
            rbi_pool_joined != pool;
 }
 
@@ -269,47 +252,11 @@ static inline bool rbi_pool_is_beside_promise(const rebatch_pool *pool)
            rbi_pool_is_outside(pool, pool->insider);
 }
 
-/* Takes back what threads have ahead of themselves; the lock is held. */
-static inline void rbi_tcaches_fold(rebatch_pool *pool)
-{
-    if (__builtin_expect(pool->lending, 0))
-        rbi_tcaches_fold_slowly(pool);
-}
-/* Lays what a cycle has given out into the ranges, and goes on without it (cycle_leave.c). */
-void rbi_cycle_leave(rebatch_pool *pool);
-static inline void rbi_pool_leave_cycle(rebatch_pool *pool)
-{
-    if (__builtin_expect(pool->cycle.phase == RBI_CYCLE_RUNS, 0))
-        rbi_cycle_leave(pool);
-}
 /* Takes the lock, for whoever looks at a block beyond the fast path: all are in their ranges. */
 static inline void rbi_pool_take_lock(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    rbi_pool_leave_cycle(pool);
 }
-/* The same for whoever looks at more than one block or changes what asks for more than the fast
- * path does: whatever was done in threads' caches is counted, and they are empty. */
-static inline void rbi_pool_enter(rebatch_pool *pool)
-{
-    rbi_pool_take_lock(pool);
-    rbi_tcaches_fold(pool);
-}
-/* The same for whoever looks at no block, only at what is counted: a cycle goes on. */
-static inline void rbi_pool_enter_to_count(rebatch_pool *pool)
-{
-    rbi_lock_take(&pool->lock);
-    rbi_tcaches_fold(pool);
-}
-/* May a block of `bytes` be lent? Only where threads get into each other's way, and nothing special
- * is asked of the pool; and not to a thread that scopes leave out. */
-static inline bool rbi_tcache_wants(const rebatch_pool *pool, size_t bytes)
-{
-    return bytes <= RBI_TCACHE_BLOCK_MOST && rbi_lock_is_contended(&pool->lock) &&
-           pool->fast_bytes != 0 && pool->promised_bytes == 0 &&
-           !rbi_pool_is_outside(pool, pool->insider);
-}
-
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
 rebatch_status rbi_pool_check(const rebatch_pool *pool);
 
@@ -662,60 +609,6 @@ struct rbi_pool_visitor {
     void *user;
 };
 void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor);
-
-/* ---- cycles (cycle.c) ---- */
-
-/* More periods pass before the next is learnt, as this one was in vain. */
-void rbi_cycle_wait_longer(struct rbi_cycle *cycle);
-/* Two periods are learnt as one: where one alone did not end as it began, or gives memory out again
- * before other streams are done with it. */
-void rbi_cycle_double(rebatch_pool *pool);
-/* Begins to run what is ready, where it can be. */
-void rbi_cycle_begin(rebatch_pool *pool);
-/* A call was noted that the trail wants to be looked at: of a block that is in use now, or will no
- * longer be. */
-void rbi_cycle_look(rebatch_pool *pool, struct rbi_block *block, uint64_t live_bytes, bool freed);
-/* Places what a learnt period allocates anew, in one stretch of memory for each stream, and lines
- * that up (place.c); where the same calls were placed before they get those places again, for which
- * nothing is lined up without need. `moved`: memory was, in the period; `has_places`: those that a
- * search found are good for the next, too. False where it cannot; then they keep their places, but
- * memory may have been moved. */
-bool rbi_cycle_place(rebatch_pool *pool, bool moved, bool has_places);
-/* False where there are no granules, a period reserves, or it would take too long. */
-bool rbi_cycle_may_be_placed(const rebatch_pool *pool);
-/* Whether other streams use blocks of it, and how long these are left alone can be worked out. */
-bool rbi_cycle_may_be_apart(const struct rbi_cycle *cycle);
-/* Whether its blocks may be placed better than they are, as the pool knows its needs now. */
-static inline bool rbi_cycle_is_outdated(const rebatch_pool *pool)
-{
-    return pool->cycle.hopes && rbi_pool_knows_needs(pool);
-}
-/* The same of a rebatch_pool_reserve() that has succeeded. */
-void rbi_cycle_note_reserve(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream);
-/* The same of a rebatch_pool_use_on(), of the block's own stream too. */
-void rbi_cycle_note_use(rebatch_pool *pool, struct rbi_block *block,
-                        struct rbi_pool_stream *stream);
-void rbi_cycle_close(struct rbi_cycle *cycle);
-
-/* Works out which allocations of a learnt period wait for the uses of what was freed before them,
- * and which frees need marks for that (cycle_waits.c). False where that is too much, or the heap
- * has no memory for it. */
-bool rbi_cycle_plan_waits(const rebatch_pool *pool, struct rbi_cycle *cycle);
-
-/* What a cycle that runs does where a call is not as most (cycle_run.c). Each serves the call that
- * is expected, or says that it is another one. */
-
-/* An allocation that waits; NULL too when what it waits for is not done, as far as is known. */
-struct rbi_block *rbi_cycle_take_when_done(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
-/* A free of a block that other streams used. */
-bool rbi_cycle_give_used(rebatch_pool *pool, const void *pointer);
-/* A free of what was in use before the calls of the cycle were placed anew. */
-bool rbi_cycle_give_old(rebatch_pool *pool, struct rbi_cycle_call *from);
-bool rbi_cycle_use(rebatch_pool *pool, const void *pointer, rebatch_stream stream);
-/* The memory of a reserve is there, as in the period before. */
-bool rbi_cycle_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
-/* Free bytes of a stream that wait for others. */
-uint64_t rbi_cycle_waiting_bytes(const rebatch_pool *pool, const struct rbi_pool_stream *stream);
 
 #include "pool/path.h"
 

@@ -312,7 +312,7 @@ size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
     struct rbi_text t = begin_text(text, size);
     if (!pool)
         return 0;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     rebatch_pool_stats stats;
     rbi_pool_get_stats(&stats, pool);
     add_memory(&t, pool, &stats);

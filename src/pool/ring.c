@@ -42,7 +42,7 @@ static bool visit_range(const struct rbi_range *range, const struct rbi_pool_vis
 
 void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor)
 {
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     rbi_quick_flush_all(pool);
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         if (!visit_range(r, visitor))

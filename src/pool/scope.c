@@ -59,7 +59,7 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     status = begin_locked(out, pool, pool->insider);
     rbi_lock_give(&pool->lock);
     return status;
@@ -68,8 +68,8 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
 rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
 {
     *out = 0;
-    rbi_pool_enter_to_count(pool);
-    const rebatch_status status = begin_locked(out, pool, rbi_lock_thread);
+    rbi_lock_take(&pool->lock);
+    const rebatch_status status = begin_locked(out, pool, rbi_thread_number());
     rbi_lock_give(&pool->lock);
     return status;
 }
@@ -160,8 +160,6 @@ static void commit_innermost(rebatch_pool *pool)
 {
     struct rbi_scope *scope = innermost(pool);
     close_innermost(pool);
-    if (scope->deferred)
-        rbi_pool_leave_cycle(pool);
     struct rbi_block *block;
     while ((block = pop_deferred(scope))) {
         if (rbi_pool_has_younger_scope(pool, block)) {
@@ -178,7 +176,7 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     const struct rbi_scope *open = find_open(pool, scope);
     if (!open)
         status = refuse_scope(scope);
@@ -195,7 +193,7 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope)
 {
     if (rbi_pool_check(pool) != REBATCH_OK)
         return;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     const struct rbi_scope *open = find_open(pool, scope);
     const size_t outside = open ? (size_t)(open - pool->scopes) : pool->depth;
     while (pool->depth > outside)
@@ -216,7 +214,7 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
     if (!scope || scope != innermost(pool)) {
         rbi_lock_give(&pool->lock);
@@ -249,7 +247,7 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
 void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
                       bool (*is_known)(void *user, const void *address), void *user)
 {
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
     struct rbi_block *block = scope ? scope->deferred : NULL;
     if (scope)
@@ -295,7 +293,7 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open) {
         const size_t outside = (size_t)(open - pool->scopes);
@@ -343,7 +341,7 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     const struct rbi_scope *open = find_open(pool, scope);
     if (open)
         get_stats_locked(out, pool, open);

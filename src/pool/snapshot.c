@@ -175,7 +175,7 @@ rebatch_status rebatch_pool_write_snapshot(rebatch_pool *pool, rebatch_snapshot_
     sink.user = user;
     sink.status = REBATCH_OK;
     sink.length = 0;
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     rbi_pool_callbacks++;
     forms[format](&sink, pool);
     flush(&sink);

@@ -9,7 +9,6 @@
 /* A block that other streams use is nobody's until their work is known to be done, so its free
  * counts as many. */
 #define FREES_A_USE 16
-#define LAG_PARTS 128
 
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream)
 {
@@ -110,22 +109,6 @@ static uint64_t marked_point(struct rbi_pool_stream *stream)
     return stream->mark_count != 0 ? mark_at(stream, stream->mark_count - 1)->point : stream->done;
 }
 
-/* What was not reached after so many calls says that streams lag by more, at once; what was says
- * that they lag by less, by and by. Blocks that are lent are counted late, so that calls may seem
- * to go backwards: that says nothing. */
-static void note_lag(rebatch_pool *pool, const struct rbi_mark *mark, bool reached)
-{
-    const uint64_t now = rbi_pool_calls(pool);
-    if (now < mark->call)
-        return;
-    const uint64_t calls = rbi_min(now - mark->call, (uint64_t)RBI_TRAIL_CALLS);
-    const uint64_t least = rbi_max(calls, pool->lag_least);
-    if (!reached)
-        pool->lag_calls = rbi_max(pool->lag_calls, calls + 1);
-    else if (least < pool->lag_calls)
-        pool->lag_calls -= (pool->lag_calls - least + LAG_PARTS - 1) / LAG_PARTS;
-}
-
 /* Asks whether a mark has been reached, and with it those before it, without waiting. */
 static rebatch_status ask_mark(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream,
                                uint32_t number)
@@ -133,8 +116,6 @@ static rebatch_status ask_mark(bool *reached, rebatch_pool *pool, struct rbi_poo
     const struct rbi_mark *mark = mark_at(stream, number);
     const rebatch_status status = rbi_event_query(pool->device, mark->event, reached);
     *reached = *reached && status == REBATCH_OK;
-    if (status == REBATCH_OK)
-        note_lag(pool, mark, *reached);
     if (*reached)
         note_done(stream, mark->point);
     return status == REBATCH_OOM ? REBATCH_OK : status;
@@ -177,7 +158,6 @@ static void mark(rebatch_pool *pool, struct rbi_pool_stream *stream)
     if (rbi_event_record(pool->device, mark->event, stream->stream) != REBATCH_OK)
         return;
     mark->point = stream->frees;
-    mark->call = rbi_pool_calls(pool);
     stream->mark_count++;
 }
 

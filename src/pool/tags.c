@@ -30,25 +30,8 @@ static void note_settled(rebatch_pool *pool, uint64_t live)
     pool->settled_births = pool->births;
 }
 
-/* Tags do not know of blocks in threads' caches. These are folded whenever the peak has grown by
- * such a part, so that who holds what is known while a pool fills; at each of its many peaks would
- * be too often. */
-#define PEAK_PARTS 256
-
-static void fold_for_peak(rebatch_pool *pool)
-{
-    const uint64_t live = pool->stats.live_bytes;
-    const uint64_t known = pool->folded_peak_bytes;
-    if (live <= pool->stats.live_peak_bytes || live <= known + known / PEAK_PARTS)
-        return;
-    pool->folded_peak_bytes = live;
-    rbi_tcaches_fold(pool);
-}
-
 void rbi_pool_raise_peaks(rebatch_pool *pool)
 {
-    if (RBI_UNLIKELY(pool->lending))
-        fold_for_peak(pool);
     const uint64_t live = pool->stats.live_bytes;
     rbi_raise(&pool->mark_peak_bytes, live);
     if (live > pool->stats.live_peak_bytes) {
@@ -81,7 +64,7 @@ rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *poo
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     rbi_pool_get_stats(out, pool);
     rbi_lock_give(&pool->lock);
     return REBATCH_OK;
@@ -92,8 +75,8 @@ rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool)
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
-    pool->stats.live_peak_bytes = pool->folded_peak_bytes = pool->stats.live_bytes;
+    rbi_lock_take(&pool->lock);
+    pool->stats.live_peak_bytes = pool->stats.live_bytes;
     pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
     pool->stats.blocks_peak = pool->stats.blocks;
     rbi_pool_set_quiet(pool);
@@ -160,7 +143,7 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     if (tag < pool->tag_count)
         rbi_tag_get_usage(pool, tag, out);
     else
@@ -174,7 +157,7 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
 
 void rbi_pool_mark(rebatch_pool *pool)
 {
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     pool->mark_peak_bytes = pool->stats.live_bytes;
     rbi_pool_set_quiet(pool);
     rbi_lock_give(&pool->lock);
@@ -182,7 +165,7 @@ void rbi_pool_mark(rebatch_pool *pool)
 
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
 {
-    rbi_pool_enter_to_count(pool);
+    rbi_lock_take(&pool->lock);
     const uint64_t peak = pool->mark_peak_bytes;
     rbi_lock_give(&pool->lock);
     return peak;

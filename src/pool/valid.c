@@ -49,7 +49,6 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         break;
     default:
         CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0);
-        CHECK(b->state != RBI_BLOCK_LENT);
         CHECK(b->state != RBI_BLOCK_GUARD || pool->guard);
     }
     CHECK((b->state != RBI_BLOCK_HOLE && b->state != RBI_BLOCK_LOST) ||
@@ -233,7 +232,6 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
         found->quick_blocks++;
     }
     CHECK(found->live_bytes - before == s->free_bytes);
-    CHECK(!s->in_cycle);
     uint64_t point = s->done;
     CHECK(s->mark_count <= RBI_STREAM_MARKS);
     for (uint32_t i = 0; i < s->mark_count; i++) {
@@ -364,97 +362,14 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     return true;
 }
 
-/* ---- threads' caches, before they are folded ---- */
-
-/* A lent block, as its cache and the pool have it. */
-static bool is_lent_valid(const rebatch_pool *pool, const struct rbi_tcache *cache,
-                          const struct rbi_block *b, bool taken)
-{
-    CHECK(b->state == RBI_BLOCK_LENT && b->taken == taken && !b->used);
-    CHECK(&pool->tcaches[b->tcache] == cache && b->stream->stream == cache->stream);
-    CHECK(b->bytes <= RBI_TCACHE_BLOCK_MOST && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
-    CHECK(rbi_table_find(&pool->table, b->address) == b);
-    CHECK(!taken || (!b->late && b->tag < pool->tag_count && b->requested_bytes <= b->bytes));
-    return true;
-}
-
-static bool are_lists_valid(const rebatch_pool *pool, const struct rbi_tcache *cache,
-                            size_t *of_class)
-{
-    const struct rbi_block *const ring = &cache->in_use;
-    const struct rbi_block *previous = ring;
-    for (const struct rbi_block *b = ring->next; b != ring; previous = b, b = b->next) {
-        CHECK(b->previous == previous);
-        if (!is_lent_valid(pool, cache, b, true))
-            return false;
-        of_class[b->bytes / REBATCH_POOL_UNIT_BYTES - 1]++;
-    }
-    CHECK(ring->previous == previous);
-    size_t free_bytes = 0;
-    for (size_t i = 0; i < RBI_TCACHE_CLASSES; i++)
-        for (const struct rbi_block *b = cache->free[i]; b; b = b->next) {
-            CHECK(b->bytes == (i + 1) * REBATCH_POOL_UNIT_BYTES);
-            if (!is_lent_valid(pool, cache, b, false))
-                return false;
-            free_bytes += b->bytes;
-            of_class[i]++;
-        }
-    CHECK(free_bytes == cache->free_bytes);
-    return true;
-}
-
-static bool is_tcache_valid(const rebatch_pool *pool, const struct rbi_tcache *cache)
-{
-    size_t of_class[RBI_TCACHE_CLASSES] = {0};
-    if (!are_lists_valid(pool, cache, of_class))
-        return false;
-    size_t lent = 0;
-    for (size_t i = 0; i < RBI_TCACHE_CLASSES; i++) {
-        CHECK(cache->lent_of[i] == of_class[i]);
-        lent += of_class[i];
-    }
-    CHECK(cache->lent == lent && 2 * lent <= cache->capacity);
-    for (size_t i = 0; i < cache->capacity; i++) {
-        const struct rbi_tcache_entry *entry = &cache->entries[i];
-        if (!entry->address)
-            continue;
-        CHECK(entry->block->address == entry->address && entry->block->state == RBI_BLOCK_LENT);
-        CHECK(rbi_tcache_find(cache, entry->address) == entry->block);
-        lent--;
-    }
-    CHECK(lent == 0);
-    CHECK(pool->lending || cache->lent == 0);
-    return true;
-}
-
-static bool are_tcaches_valid(rebatch_pool *pool)
-{
-    struct rbi_tcache *caches = pool->tcaches;
-    size_t lent = 0;
-    for (size_t i = 0; caches && i < RBI_TCACHES; i++) {
-        rbi_lock_take(&caches[i].lock);
-        const bool valid = is_tcache_valid(pool, &caches[i]);
-        lent += caches[i].lent;
-        rbi_lock_give(&caches[i].lock);
-        if (!valid)
-            return false;
-    }
-    CHECK(lent == 0 || (pool->fast_bytes != 0 && pool->promised_bytes == 0));
-    return true;
-}
-
 bool rbi_pool_is_valid(rebatch_pool *pool)
 {
     struct tally tally;
     memset(&tally, 0, sizeof tally);
     rbi_pool_take_lock(pool);
-    bool valid = are_tcaches_valid(pool);
-    if (valid) {
-        rbi_tcaches_fold(pool);
-        valid = are_ranges_valid(pool, &tally) && are_streams_valid(pool, &tally) &&
-                is_table_valid(pool) && is_late_valid(pool) && are_scopes_valid(pool) &&
-                are_sums_valid(pool, &tally);
-    }
+    const bool valid = are_ranges_valid(pool, &tally) && are_streams_valid(pool, &tally) &&
+                       is_table_valid(pool) && is_late_valid(pool) && are_scopes_valid(pool) &&
+                       are_sums_valid(pool, &tally);
     rbi_lock_give(&pool->lock);
     return valid;
 }

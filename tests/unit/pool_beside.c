@@ -122,57 +122,6 @@ Test(pool_beside, it_is_what_the_insider_made_of_it_meanwhile)
     }
 }
 
-/* ---- cycles ---- */
-
-static bool expects_a_reserve(const rebatch_pool *pool)
-{
-    return pool->cycle.phase == RBI_CYCLE_RUNS && pool->cycle.next->units == RBI_CYCLE_RESERVE;
-}
-
-static void play_step(rebatch_pool *pool)
-{
-    enum { SMALL = 60, CALLS = 120 };
-    void *small[SMALL] = {NULL};
-    uint64_t random = 7;
-    const rebatch_scope scope = begin_own(pool);
-    reserve(pool, 52);
-    void *const first = take(pool, 3 * GRANULE), *const second = take(pool, 3 * GRANULE + UNIT);
-    for (int i = 0; i < CALLS; i++) {
-        const size_t at = draw(&random) % SMALL, bytes = 1 + draw(&random) % (GRANULE / 2);
-        if (small[at])
-            give(pool, small[at]);
-        small[at] = small[at] ? NULL : take(pool, bytes);
-    }
-    void *const large = take(pool, 28 * GRANULE);
-    for (int i = 0; i < SMALL; i++)
-        give(pool, small[i]);
-    give(pool, first);
-    give(pool, second);
-    give(pool, large);
-    cr_assert_eq(rebatch_scope_commit(pool, scope), REBATCH_OK); /* a look would end the cycle */
-}
-
-/* Requests of just the sizes that a cycle expects next are another thread's this time. */
-Test(pool_beside, a_cycle_does_not_hand_it_out)
-{
-    enum { STEPS_MOST = 4000 };
-    struct rig rig = rig_open(56, NULL);
-    void *none;
-    for (int i = 0; i < STEPS_MOST && !expects_a_reserve(rig.pool); i++)
-        play_step(rig.pool);
-    cr_assert(expects_a_reserve(rig.pool));
-    const rebatch_scope scope = begin_own(rig.pool);
-    reserve(rig.pool, 52);
-    be_thread(OTHER);
-    void *other = take(rig.pool, 3 * GRANULE);
-    cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 3 * GRANULE + UNIT, NULL, 0), REBATCH_OOM);
-    be_thread(INSIDER);
-    (void)take(rig.pool, 52 * GRANULE);
-    rollback(rig.pool, scope);
-    give(rig.pool, other);
-    rig_close(&rig);
-}
-
 /* ---- options ---- */
 
 /* It is in one piece, which is cut for whatever comes. */

@@ -112,28 +112,11 @@ static inline void rollback(rebatch_pool *pool, rebatch_scope scope)
     assert_valid(pool);
 }
 
-static inline void *look_at(void *pool)
-{
-    (void)stats_of(pool);
-    return NULL;
-}
-
-/* Makes the pool one whose lock no thread owns, and which threads have waited for so often that
- * they have caches from now on. */
-static inline void contend(rebatch_pool *pool)
-{
-    pthread_t thread;
-    (void)stats_of(pool);
-    cr_assert_eq(pthread_create(&thread, NULL, look_at, pool), 0);
-    cr_assert_eq(pthread_join(thread, NULL), 0);
-    pool->lock.waits = UINT64_MAX / 2;
-}
-
 /* The calls that follow are made as another thread would make them: the pool knows threads by their
  * numbers. So a test decides in which order threads run. */
 static inline void be_thread(uint64_t number)
 {
-    rbi_lock_thread = number;
+    rbi_thread = number;
 }
 
 /* The thread whose calls a scope takes in, and one that it leaves out. */

@@ -1,7 +1,6 @@
 /* Holds what a scope of one thread leaves to others: what those allocate and free is theirs.
  * Threads run in the order that a test says (be_thread). Seeds 1 to 20 for the random test. */
 #include "unit/pool_help.h"
-#include "unit/pool_script.h"
 
 enum { DEVICE_GRANULES = 2048 };
 
@@ -302,104 +301,13 @@ Test(pool_outside, their_failures_are_not_the_scopes)
     rig_close(&rig);
 }
 
-/* ---- caches ---- */
-
-Test(pool_outside, blocks_of_caches_stay_too)
-{
-    enum { BLOCKS = 40 };
-    struct rig rig = rig_open(64, NULL);
-    void *own[BLOCKS], *others[BLOCKS];
-    contend(rig.pool);
-    give(rig.pool, take(rig.pool, 32 * GRANULE));
-    const rebatch_scope scope = begin_own(rig.pool);
-    for (int i = 0; i < BLOCKS; i++) {
-        be_thread(INSIDER);
-        own[i] = take(rig.pool, KIB);
-        be_thread(OTHER);
-        others[i] = take(rig.pool, KIB);
-    }
-    cr_assert(rig.pool->lending);
-    be_thread(INSIDER);
-    give(rig.pool, others[0]); /* which waits */
-    rollback(rig.pool, scope);
-    for (int i = 0; i < BLOCKS; i++) {
-        cr_assert_not(is_in_use(rig.pool, own[i]));
-        cr_assert(is_in_use(rig.pool, others[i]));
-        give(rig.pool, others[i]);
-    }
-    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
-}
-
-/* Threads whose numbers fall on one cache share it, but not within such a scope. */
-Test(pool_outside, other_threads_have_nothing_of_a_cache)
-{
-    struct rig rig = rig_open(64, NULL);
-    contend(rig.pool);
-    give(rig.pool, take(rig.pool, 32 * GRANULE));
-    const rebatch_scope scope = begin_own(rig.pool);
-    void *own[2] = {take(rig.pool, KIB), take(rig.pool, KIB)};
-    cr_assert(rig.pool->lending);
-    give(rig.pool, own[1]);
-    be_thread(INSIDER + RBI_TCACHES);
-    void *other = take(rig.pool, KIB);
-    cr_assert_neq(other, own[1], "it is free in the cache");
-    be_thread(INSIDER);
-    give(rig.pool, other);
-    cr_assert_neq(take(rig.pool, KIB), other);
-    rollback(rig.pool, scope);
-    cr_assert(is_in_use(rig.pool, other));
-    cr_assert_not(is_in_use(rig.pool, own[0]));
-    give(rig.pool, other);
-    cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
-    rig_close(&rig);
-}
-
-/* ---- cycles ---- */
-
-/* A step in which another thread prepares the next batch, and the step frees the one before. */
-static unsigned char *play_with_batch(struct run *run, const struct script *script,
-                                      unsigned char *batch, bool fails)
-{
-    rebatch_pool *const pool = run->rig.pool;
-    const rebatch_scope scope = begin_own(pool);
-    play(run, script, 0, script->count / 2);
-    be_thread(OTHER);
-    unsigned char *const next = take(pool, 9 * KIB);
-    memset(next, *batch + 1, 9 * KIB);
-    be_thread(INSIDER);
-    play(run, script, script->count / 2, script->count);
-    give(pool, batch);
-    if (!fails) {
-        commit(pool, scope);
-        return next;
-    }
-    rollback(pool, scope);
-    cr_assert(is_in_use(pool, batch));
-    cr_assert(is_in_use(pool, next));
-    cr_assert_eq(*next, (unsigned char)(*batch + 1));
-    give(pool, batch);
-    return next;
-}
-
-Test(pool_outside, cycles_know_them_too)
-{
-    const struct script script = write_script(1);
-    struct run run = {.rig = rig_open(DEVICE_GRANULES, NULL)};
-    unsigned char *batch = take(run.rig.pool, 9 * KIB);
-    *batch = 0;
-    for (int i = 0; i < 3 * WARM; i++) {
-        const unsigned char was = *batch;
-        batch = play_with_batch(&run, &script, batch, i % 50 == 49);
-        cr_assert_eq(*batch, (unsigned char)(was + 1));
-    }
-    assert_valid(run.rig.pool);
-    give(run.rig.pool, batch);
-    cr_assert_eq(stats_of(run.rig.pool).live_bytes, 0);
-    close_run(&run);
-}
-
 /* ---- anything ---- */
+
+static size_t draw_bytes(uint64_t *random)
+{
+    const size_t most = draw(random) % 4 == 0 ? 40 * GRANULE : GRANULE;
+    return 1 + draw(random) % most;
+}
 
 /* What a naive model knows of a block. */
 struct known {
@@ -492,8 +400,6 @@ Test(pool_outside, any_calls_of_any_threads)
         static struct model m;
         m = (struct model){.count = 0};
         uint64_t random = seed;
-        if (seed % 2)
-            contend(rig.pool);
         for (int i = 0; i < CALLS; i++) {
             model_call(&m, rig.pool, &random);
             if (i % 1000 == 0)

@@ -203,47 +203,6 @@ Test(pool_streams, a_block_used_on_another_stream_waits_for_it)
     rig_close(&rig);
 }
 
-/* A step in which `other` uses a block, whose memory is not that of `held`, as any after it. Gives
- * where it was. */
-static char *play_step(const struct rig *rig, rebatch_stream other, const char *held)
-{
-    enum { SMALL = 20 };
-    void *small[SMALL];
-    char *const block = take(rig->pool, 8 * GRANULE);
-    cr_assert(!held || block + 8 * GRANULE <= held || held + 8 * GRANULE <= block);
-    cr_assert_eq(rebatch_pool_use_on(rig->pool, block, other), REBATCH_OK);
-    for (size_t i = 0; i < SMALL; i++)
-        small[i] = take(rig->pool, (i + 1) * (i + 2) * UNIT);
-    give(rig->pool, block);
-    for (size_t i = 0; i < SMALL; i++)
-        give(rig->pool, small[i]);
-    return block;
-}
-
-/* The same of calls that repeat, so that they are served without a search: the cycle is left where
- * the work is not done, and taken up again. */
-Test(pool_streams, in_a_cycle_a_block_used_on_another_stream_waits_for_it_too, .timeout = 60)
-{
-    enum { STEPS = 400 };
-    struct rig rig = rig_open(64, NULL);
-    const rebatch_stream other = make_stream(rig.device);
-    struct gate gate;
-    for (int i = 0; i < 3; i++) {
-        for (int n = 0; n < STEPS; n++) {
-            (void)play_step(&rig, other, NULL);
-            cr_assert_eq(rebatch_stream_synchronize(rig.device, other), REBATCH_OK);
-        }
-        cr_assert_eq(rig.pool->cycle.phase, RBI_CYCLE_RUNS);
-        shut(&gate, rig.device, other);
-        const char *const held = play_step(&rig, other, NULL);
-        cr_assert_neq(play_step(&rig, other, held), held);
-        cr_assert_neq(rig.pool->cycle.phase, RBI_CYCLE_RUNS);
-        open_and_wait(&gate, rig.device, other);
-        assert_valid(rig.pool);
-    }
-    rig_close(&rig);
-}
-
 /* The same for a block that a rollback takes back, and for a free that waited for the commit. */
 Test(pool_streams, scopes_wait_for_other_streams_too)
 {

@@ -1,0 +1,168 @@
+/* Owns an allocation from the call to the block in use.
+ * Must not know how memory is found. */
+#include "pool/pool.h"
+
+/* ---- what is asked for ---- */
+
+/* Steps an octave: a size is rounded up to a multiple of its highest bit's step. */
+static bool round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
+{
+    if (!rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, rounded))
+        return false;
+    if (__builtin_expect(pool->rounding_divisions == 0, 1) || *rounded == 0)
+        return true;
+    const size_t octave = (size_t)1 << (63 - __builtin_clzll(*rounded));
+    const size_t step = octave / pool->rounding_divisions;
+    return step <= REBATCH_POOL_UNIT_BYTES || rbi_round_up(*rounded, step, rounded);
+}
+
+rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
+{
+    size_t whole;
+    if (round_size(rounded, pool, bytes) && rbi_round_up(*rounded, pool->granule_bytes, &whole))
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_INVALID,
+                     "bytes is %zu: expected a size that can be rounded up to %zu bytes", bytes,
+                     pool->granule_bytes);
+}
+
+rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream)
+{
+    if (!stream || rbi_device_stream_is_valid(pool->device, stream))
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_INVALID, "stream is %p: expected a stream of device \"%s\"",
+                     (void *)stream, rebatch_device_name(pool->device));
+}
+
+rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function)
+{
+    if (!rbi_pool_is_pressing(pool))
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_STATE,
+                     "%s called from within a pressure callback: expected only frees there",
+                     function);
+}
+
+rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
+                                rebatch_stream stream)
+{
+    const rebatch_status status = rbi_pool_prepare(pool);
+    if (status != REBATCH_OK)
+        return status;
+    *request = (struct rbi_request){.bytes = bytes, .stream = rbi_pool_open_stream(pool, stream)};
+    if (!request->stream)
+        return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another stream");
+    request->stream->pins++;
+    return REBATCH_OK;
+}
+
+void rbi_request_close(struct rbi_request *request)
+{
+    request->stream->pins--;
+}
+
+/* ---- finding a block ---- */
+
+static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                                      size_t rounded, rebatch_stream stream, rebatch_tag tag)
+{
+    struct rbi_request request;
+    rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
+    if (status != REBATCH_OK)
+        return status;
+    request.beside = rbi_pool_is_beside_promise(pool);
+    status = rbi_pool_search(out, pool, &request);
+    if (status == REBATCH_OK)
+        rbi_pool_list_block(pool, *out);
+    if (status == REBATCH_OOM)
+        status = rbi_pool_report_oom(pool, &request, bytes, pool->tags[tag].name);
+    rbi_request_close(&request);
+    return status;
+}
+
+/* The ladder's first rung, with nothing around it: NULL when that does not do, or might need the
+ * heap first. */
+static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                            size_t rounded)
+{
+    if (pool->block_nodes.spare < rbi_pool_promised(pool) || pool->late.crowded ||
+        rbi_pool_is_beside_promise(pool))
+        return NULL;
+    if (stream->misses < RBI_POOL_MISSES)
+        stream->misses++;
+    struct rbi_block *block = rbi_pool_take_own_fast(pool, stream, rounded);
+    if (!block && !(block = rbi_pool_take_own(pool, stream, rounded)))
+        return NULL;
+    pool->rungs[REBATCH_RUNG_CACHE]++;
+    rbi_pool_list_block(pool, block);
+    return block;
+}
+
+static rebatch_status find_block(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                                 size_t rounded, rebatch_stream stream, rebatch_tag tag)
+{
+    struct rbi_pool_stream *const known = rbi_pool_find_stream(pool, stream);
+    if (RBI_LIKELY(known != NULL)) {
+        pool->last_stream = known;
+        *out = rbi_quick_pop(known, rounded);
+        if (RBI_LIKELY(*out != NULL))
+            return REBATCH_OK;
+        if (pool->plain && (*out = take_cached(pool, known, rounded)) != NULL)
+            return REBATCH_OK;
+    }
+    return alloc_by_search(out, pool, bytes, rounded, stream, tag);
+}
+
+/* ---- the call ---- */
+
+/* What is wrong with the arguments of a call that rebatch_pool_alloc() does not go on with. */
+static __attribute__((cold, noinline)) rebatch_status refuse(void **out, const rebatch_pool *pool,
+                                                             size_t bytes, rebatch_stream stream)
+{
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the pointer");
+    *out = NULL;
+    size_t rounded;
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK || bytes == 0)
+        return status;
+    if ((status = rbi_pool_check_size(&rounded, pool, bytes)) != REBATCH_OK ||
+        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
+        return status;
+    return rbi_pool_check_caller(pool, "rebatch_pool_alloc");
+}
+
+static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
+                                   rebatch_stream stream, rebatch_tag tag)
+{
+    if (RBI_UNLIKELY(tag >= pool->tag_count))
+        return rbi_error(REBATCH_E_INVALID,
+                         "tag is %u: expected one from rebatch_pool_tag(), 0 to %zu", (unsigned)tag,
+                         pool->tag_count - 1);
+    struct rbi_block *block;
+    const rebatch_status status = find_block(&block, pool, bytes, rounded, stream, tag);
+    if (RBI_UNLIKELY(status != REBATCH_OK))
+        return status;
+    if (RBI_UNLIKELY(rbi_pool_use_block(pool, block, bytes, tag)))
+        rbi_pool_raise_peaks(pool);
+    RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
+    *out = block->address;
+    rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
+                                  rebatch_stream stream, rebatch_tag tag)
+{
+    size_t rounded;
+    if (RBI_UNLIKELY(!out || !pool || bytes == 0 || !round_size(&rounded, pool, bytes) ||
+                     rounded > SIZE_MAX - (pool->granule_bytes - 1) ||
+                     (stream && !rbi_device_stream_is_valid(pool->device, stream)) ||
+                     rbi_pool_is_pressing(pool)))
+        return refuse(out, pool, bytes, stream);
+    *out = NULL;
+    rbi_lock_take(&pool->lock);
+    const rebatch_status status = alloc_locked(out, pool, bytes, rounded, stream, tag);
+    rbi_lock_give(&pool->lock);
+    return status;
+}

@@ -1,0 +1,163 @@
+/* Owns what becomes of a block in use: its free, now or when a scope ends, and who else uses it.
+ * Must not know how memory is found. */
+#include "pool/pool.h"
+
+/* With caching off a block is all that its segment holds. What the device does not take back now
+ * stays cached, and every trim tries it again. */
+static void pass_back(rebatch_pool *pool, struct rbi_range *range)
+{
+    for (struct rbi_block_use *use = range->first->uses; use; use = use->next)
+        (void)rbi_pool_await(pool, use->stream, use->until);
+    if (pool->pending)
+        (void)rbi_pool_poll_streams(pool);
+    rbi_quick_flush_all(pool);
+    if (range->first->state == RBI_BLOCK_FREE)
+        (void)rbi_range_free(pool, range);
+}
+
+void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
+{
+    if (block->used)
+        RBI_RECORD(pool, FREE_REQUESTED, block->address, block->bytes, block->stream->stream,
+                   block->tag);
+    else
+        RBI_RECORD(pool, FREE, block->address, block->bytes, block->stream->stream, block->tag);
+    rbi_pool_count_free(pool, block);
+    pool->stats.rolled_back_blocks += rolled_back;
+    rbi_pool_leave_use(block);
+    block->late = rolled_back;
+    struct rbi_range *range = block->range;
+    rbi_pool_retire_block(pool, block);
+    if (!pool->caching)
+        pass_back(pool, range);
+}
+
+/* Did a rollback take back what began there? `block` is what the table knows of it. */
+static bool is_late(const rebatch_pool *pool, const struct rbi_block *block, const void *pointer)
+{
+    return block ? block->late : rbi_late_has(&pool->late, pointer);
+}
+
+/* Says what is wrong with a pointer that is no block in use. */
+static rebatch_status refuse_pointer(rebatch_pool *pool, const void *pointer)
+{
+    if (pointer && is_late(pool, rbi_table_find(&pool->table, pointer), pointer))
+        return rbi_error(REBATCH_E_INVALID,
+                         "pointer is %p, which a rollback took back: expected a block in use",
+                         pointer);
+    const struct rbi_block *block = rbi_pool_block_around(pool, pointer);
+    if (!block || block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST ||
+        block->state == RBI_BLOCK_GUARD)
+        return rbi_error(REBATCH_E_INVALID,
+                         "pointer is %p: expected one from rebatch_pool_alloc() of this pool%s",
+                         pointer, block ? ", not freed already" : "");
+    if (block->state != RBI_BLOCK_LIVE)
+        return rbi_error(REBATCH_E_INVALID,
+                         "pointer is %p, which has been freed already: "
+                         "expected a block in use",
+                         pointer);
+    return rbi_error(REBATCH_E_INVALID,
+                     "pointer is %p, %zu bytes inside a block of %zu: expected its start", pointer,
+                     (size_t)((uintptr_t)pointer - (uintptr_t)block->address), block->bytes);
+}
+
+/* The block in use that begins at `pointer`. */
+static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, const void *pointer)
+{
+    *out = pointer ? rbi_table_find(&pool->table, pointer) : NULL;
+    if (*out && (*out)->state == RBI_BLOCK_LIVE)
+        return REBATCH_OK;
+    *out = NULL;
+    return refuse_pointer(pool, pointer);
+}
+
+static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
+{
+    struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
+    const bool is_live = block && block->state == RBI_BLOCK_LIVE;
+    const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
+    if (!is_live) {
+        if (!is_late(pool, block, pointer))
+            return refuse_pointer(pool, pointer);
+        pool->stats.late_frees++;
+    } else if (is_not_of_scope && !rbi_pool_is_outside(pool, pool->insider) &&
+               !rbi_pool_is_pressing(pool)) {
+        rbi_pool_defer_free(pool, block);
+    } else {
+        if (is_not_of_scope)
+            rbi_scope_pass_over(pool, block, false);
+        rbi_pool_drop_block(pool, block, false);
+    }
+    rbi_pool_tell(pool, RBI_POOL_FREE, pointer, 0, NULL);
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (RBI_UNLIKELY(status != REBATCH_OK || !pointer))
+        return status;
+    rbi_lock_take(&pool->lock);
+    const rebatch_status freed = free_locked(pool, pointer);
+    rbi_lock_give(&pool->lock);
+    return freed;
+}
+
+/* ---- blocks in use ---- */
+
+/* The stream of that handle, when the block is its own or it uses it already; NULL: neither. */
+static struct rbi_pool_stream *find_user(const struct rbi_block *block, rebatch_stream stream)
+{
+    if (block->stream->stream == stream)
+        return block->stream;
+    const struct rbi_block_use *use = block->uses;
+    while (use && use->stream->stream != stream)
+        use = use->next;
+    return use ? use->stream : NULL;
+}
+
+static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, rebatch_stream stream)
+{
+    struct rbi_block *block;
+    const rebatch_status status = find_live(&block, pool, pointer);
+    if (status != REBATCH_OK)
+        return status;
+    struct rbi_pool_stream *user = find_user(block, stream);
+    if (!user) {
+        if (rbi_nodes_prepare(&pool->use_nodes, 1))
+            user = rbi_pool_open_stream(pool, stream);
+        if (!user)
+            return rbi_error(REBATCH_E_HOST_OOM,
+                             "no host memory to note that a stream uses a block");
+        rbi_block_add_use(pool, block, user);
+    }
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_pool_use_on(rebatch_pool *pool, void *pointer, rebatch_stream stream)
+{
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK || (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    status = use_on_locked(pool, pointer, stream);
+    rbi_lock_give(&pool->lock);
+    return status;
+}
+
+rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool *pool, const void *pointer)
+{
+    if (!bytes)
+        return rbi_error(REBATCH_E_INVALID, "bytes is NULL: expected where to put the size");
+    *bytes = 0;
+    rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    struct rbi_block *block;
+    status = find_live(&block, pool, pointer);
+    if (status == REBATCH_OK)
+        *bytes = block->bytes;
+    rbi_lock_give(&pool->lock);
+    return status;
+}
