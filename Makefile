@@ -28,7 +28,7 @@ MAJOR := $(call version_of,MAJOR)
 VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 
 # ---- what there is -----------------------------------------------------------------------------
-LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/recover/*.c src/probe/*.c \
+LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/plan/*.c src/recover/*.c src/probe/*.c \
                       src/config/*.c)
 CLI_SRC := $(wildcard src/cli/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c

@@ -57,31 +57,9 @@ typedef struct rebatch_pool_options {
                                       pool holds and could still have stays free: moving costs
                                       device calls again and again, fresh memory only once. 1 to
                                       1000; 0: 20; 1000: always moved */
-    rebatch_toggle cycles; /**< calls that repeat, as a training step's do, become a cycle: once two
-                                whole periods of calls are the same, each with as much in use at
-                                its end as at its beginning, the places of the next are learnt, and
-                                from then on the same calls get the same places without a search,
-                                until another call comes. Where memory is so short that some would
-                                be moved in every period, or where streams use blocks of others, the
-                                places are found anew for all of them at once, for which all work
-                                may be waited for; in the latter case, where there is plenty, with
-                                up to half of the pool's peak more, but no more than an eighth of
-                                what there is beyond it, which saves events, and what it takes for
-                                the time that streams lag. A period may have several streams: memory
-                                that rebatch_pool_use_on() was said of is given out again when that
-                                stream's work is done, else the call is searched for. Threads that
-                                take turns have one too, not those that wait for each other; nor is
-                                there one with guard, events, rounding or caching off. A period has
-                                up to a million calls (1,048,512), as a step in many micro-batches
-                                may have.
-                                Takes 640 KiB of host memory, up to 4.2 MiB once calls seem to
-                                repeat after more than 131,000; and for each call of a period that
-                                is learnt 44 bytes, for each use of a block by another stream 64,
-                                and 16 more a call where memory is short. Space is asked for up to
-                                twice as many, of which the system gives what is touched.
-                                REBATCH_OFF: every call is searched for, and the memory is not
-                                taken: to measure what calls cost that do not repeat, or for
-                                addresses that no period has a say in; default on */
+    rebatch_toggle replay; /**< serve phases that repeat (rebatch_pool_mark()) by a plan where memory
+                                is so short that pages would be moved in each of them; needs
+                                virtual memory and caching; default on */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
@@ -313,6 +291,18 @@ REBATCH_API rebatch_status rebatch_pool_add_pressure(
  *  @param name      copied; at most 31 bytes count
  *  @return REBATCH_OK; REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when 255 tags exist. Any thread. */
 REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool, const char *name);
+
+/** Say that a phase of the program begins, and that the one before has ended: a micro-batch or an
+ *  update, for example. Sessions do this by themselves. Where memory is so short that pages have to
+ *  be moved in a phase, the pool notes the phase's calls; when the same calls have come twice, it
+ *  works out a layout for them, and serves the next phases with this key from one arena: no page is
+ *  moved any more. The first call that differs ends that for this phase, and the calls are noted
+ *  anew. Calls on other streams than that of the phase's first allocation are served as ever, as are
+ *  allocations that outlive the phase or that other streams use.
+ *  @param key  what the phase is, its size for example; 0: no phase. The 16 keys that were used last
+ *              are known
+ *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread; the thread whose calls the phase has. */
+REBATCH_API rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key);
 
 /** Open a scope inside the innermost open one.
  *  @param[out] out  0 on failure

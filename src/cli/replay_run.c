@@ -317,8 +317,11 @@ static rebatch_status sample(double *ns_per_pair, struct rig *rig, const struct 
     size_t at;
     rebatch_status status = REBATCH_OK;
     const double began = now_ns();
-    for (size_t i = 0; i < times && !status; i++)
+    for (size_t i = 0; i < times && !status; i++) {
+        (void)rebatch_pool_mark(rig->pool, 1); /* each repetition is a phase */
         status = run_ops(&at, rig, trace, trace->closed_count);
+    }
+    (void)rebatch_pool_mark(rig->pool, 0);
     *ns_per_pair = (now_ns() - began) / ((double)times * (double)trace->allocations);
     return status;
 }

@@ -89,9 +89,9 @@ static bool set_caching(struct rbi_replay_settings *settings, const char *text)
     return set_toggle(&settings->pool.caching, text);
 }
 
-static bool set_cycles(struct rbi_replay_settings *settings, const char *text)
+static bool set_replay(struct rbi_replay_settings *settings, const char *text)
 {
-    return set_toggle(&settings->pool.cycles, text);
+    return set_toggle(&settings->pool.replay, text);
 }
 
 static bool set_guard(struct rbi_replay_settings *settings, const char *text)
@@ -171,7 +171,7 @@ static const struct option options[] = {
     {"--headroom", set_headroom, A_SIZE},
     {"--device", set_device, "dry or cuda"},
     {"--caching", set_caching, "on or off"},
-    {"--cycles", set_cycles, "on or off"},
+    {"--replay", set_replay, "on or off"},
     {"--ballast", set_ballast, A_SIZE},
     {"--max-split", set_max_split, A_SIZE},
     {"--gc-threshold", set_gc_threshold, "a share from 0.1% to 100%"},

@@ -115,7 +115,7 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     pool->limit_permille = limit->permille;
     pool->headroom_bytes = config->entries[RBI_MEMORY_HEADROOM].number;
     pool->caching = toggle_of(config, RBI_MEMORY_CACHING);
-    pool->cycles = toggle_of(config, RBI_MEMORY_CYCLES);
+    pool->replay = toggle_of(config, RBI_MEMORY_REPLAY);
     pool->ballast_bytes = config->entries[RBI_MEMORY_BALLAST].number;
     pool->max_split_bytes = config->entries[RBI_MEMORY_MAX_SPLIT].number;
     pool->gc_threshold_permille = config->entries[RBI_MEMORY_GC_THRESHOLD].permille;

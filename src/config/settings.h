@@ -61,7 +61,7 @@ enum rbi_setting_kind {
     X(MEMORY_CACHING, .key = "memory.caching", .kind = RBI_SWITCH, .initial = "true",              \
       .help = "Keep freed memory for the next request. false sends every call straight to the "    \
               "device, for memory checkers.")                                                      \
-    X(MEMORY_CYCLES, .key = "memory.cycles", .kind = RBI_SWITCH, .initial = "true",                \
+    X(MEMORY_REPLAY, .key = "memory.replay", .kind = RBI_SWITCH, .initial = "true",                \
       .help = "Give calls that repeat, as a training step's do, the places that they had before, " \
               "without a search. false searches for every one.")                                   \
     X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \

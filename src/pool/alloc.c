@@ -101,6 +101,9 @@ static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_
 static rebatch_status find_block(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                                  size_t rounded, rebatch_stream stream, rebatch_tag tag)
 {
+    if (RBI_UNLIKELY(pool->plan.mode == RBI_PLAN_SERVES) &&
+        (*out = rbi_plan_serve(pool, rounded, stream)) != NULL)
+        return REBATCH_OK;
     struct rbi_pool_stream *const known = rbi_pool_find_stream(pool, stream);
     if (RBI_LIKELY(known != NULL)) {
         pool->last_stream = known;
@@ -145,6 +148,8 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         return status;
     if (RBI_UNLIKELY(rbi_pool_use_block(pool, block, bytes, tag)))
         rbi_pool_raise_peaks(pool);
+    if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF) && !block->planned)
+        rbi_plan_note_alloc(pool, block);
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
     *out = block->address;
     rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);

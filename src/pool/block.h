@@ -83,6 +83,9 @@ struct rbi_block {
     struct rbi_block_use *uses;
     struct rbi_block *next_deferred; /* deferred: the scope's list */
     struct rbi_block *same_home;     /* in the table: its list there */
+    uint32_t phase;                  /* of a plan, the one in which it was allocated */
+    uint32_t call : 31;              /* and by which of its calls */
+    uint32_t planned : 1; /* live, deferred: it lies in the plan's arena, and not in its range */
 };
 _Static_assert(sizeof(struct rbi_block) == 128, "two lines of the cache");
 

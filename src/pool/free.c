@@ -22,10 +22,16 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
                    block->tag);
     else
         RBI_RECORD(pool, FREE, block->address, block->bytes, block->stream->stream, block->tag);
+    if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF))
+        rbi_plan_note_free(pool, block);
     rbi_pool_count_free(pool, block);
     pool->stats.rolled_back_blocks += rolled_back;
     rbi_pool_leave_use(block);
     block->late = rolled_back;
+    if (RBI_UNLIKELY(block->planned)) {
+        rbi_plan_discard(pool, block);
+        return;
+    }
     struct rbi_range *range = block->range;
     rbi_pool_retire_block(pool, block);
     if (!pool->caching)
@@ -129,6 +135,7 @@ static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, reb
         if (!user)
             return rbi_error(REBATCH_E_HOST_OOM,
                              "no host memory to note that a stream uses a block");
+        rbi_plan_note_use(pool, block);
         rbi_block_add_use(pool, block, user);
     }
     return REBATCH_OK;

@@ -709,7 +709,7 @@ static struct rbi_block *set_promised_aside(rebatch_pool *pool)
 static rebatch_status climb_beside(struct rbi_block **out, rebatch_pool *pool,
                                    struct rbi_request *request)
 {
-    if (!request->beside || pool->promised_bytes == 0)
+    if (!request->beside || pool->promised_bytes <= rbi_plan_idle_bytes(pool))
         return climb(out, pool, request);
     if (!rbi_pool_prepare_blocks(pool, 3 * rbi_pool_promised(pool) + 1) ||
         !rbi_nodes_prepare(&pool->range_nodes, 2 * (pool->pressing + 1)))
@@ -756,6 +756,10 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
 {
     *out = NULL;
     rebatch_status status = climb_beside(out, pool, request);
+    if (status == REBATCH_OOM && pool->plan.mode == RBI_PLAN_SERVES) {
+        rbi_plan_leave(pool); /* what the arena does not use may do */
+        status = climb_beside(out, pool, request);
+    }
     for (size_t i = 0; status == REBATCH_OOM && i < pool->pressure_count; i++) {
         const struct rbi_pressure pressure = pool->pressures[i];
         reach(pool, request, REBATCH_RUNG_PRESSURE);

@@ -60,6 +60,8 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
     if (!pool->caching) {
         request.rung = REBATCH_RUNG_DEVICE;
         status = look_for_room(pool, rounded);
+    } else if (rounded <= rbi_plan_idle_bytes(pool) && !rbi_pool_is_outside(pool, pool->insider)) {
+        pool->promised_bytes = rounded;
     } else if (!pool->guard) {
         status = rbi_pool_is_outside(pool, pool->insider) ? look_for_piece(pool, &request)
                                                           : hold_piece(pool, &request);

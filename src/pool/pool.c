@@ -34,7 +34,7 @@ static rebatch_status check_options(const rebatch_pool_options *options,
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->caching, "rebatch_pool_options.caching");
     if (status == REBATCH_OK)
-        status = rbi_check_toggle(options->cycles, "rebatch_pool_options.cycles");
+        status = rbi_check_toggle(options->replay, "rebatch_pool_options.replay");
     if (status == REBATCH_OK && options->guard == REBATCH_ON &&
         (!rbi_device_has_virtual_memory(device) || !rbi_is_on(options->caching)))
         return rbi_error(REBATCH_E_UNSUPPORTED,
@@ -63,6 +63,7 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->medium_bytes = pool->has_space ? pool->granule_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
     pool->large_bytes = pool->has_space ? pool->granule_bytes * RBI_ZONE_LARGE_GRANULES : SIZE_MAX;
     rbi_pool_set_care(pool, true);
+    pool->plan.is_on = pool->has_space && pool->plain && rbi_is_on(options->replay);
     pool->block_nodes.node_bytes = sizeof(struct rbi_block);
     pool->range_nodes.node_bytes = sizeof(struct rbi_range);
     pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);
@@ -105,7 +106,7 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
         return rbi_error(REBATCH_E_INVALID, "device is NULL: expected an open device");
     rebatch_pool_options ours = REBATCH_POOL_OPTIONS_INIT;
     rebatch_status status =
-        rbi_options_copy(&ours, sizeof ours, RBI_SIZE_TO(rebatch_pool_options, cycles), options,
+        rbi_options_copy(&ours, sizeof ours, RBI_SIZE_TO(rebatch_pool_options, replay), options,
                          "rebatch_pool_options");
     if (status != REBATCH_OK || (status = check_options(&ours, device)) != REBATCH_OK ||
         (status = rbi_pool_check_sizes(&ours, device)) != REBATCH_OK)
@@ -145,6 +146,7 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_nodes_destroy(&pool->use_nodes);
     rbi_table_destroy(&pool->table);
     rbi_late_destroy(&pool->late);
+    rbi_plan_close(&pool->plan);
     rbi_heap_free(pool->ring.events);
     rbi_heap_free(pool->space);
     rbi_device_let_go(pool->device);
@@ -154,6 +156,17 @@ void rebatch_pool_destroy(rebatch_pool *pool)
 rebatch_device *rebatch_pool_device(const rebatch_pool *pool)
 {
     return pool ? pool->device : NULL;
+}
+
+rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    rbi_plan_mark(pool, key);
+    rbi_lock_give(&pool->lock);
+    return REBATCH_OK;
 }
 
 /* ---- who listens ---- */

@@ -11,6 +11,7 @@
 #include "pool/late.h"
 #include "pool/lock.h"
 #include "pool/nodes.h"
+#include "pool/plan/plan.h"
 #include "pool/table.h"
 #include "rebatch/pool.h"
 
@@ -223,6 +224,7 @@ struct rebatch_pool {
     struct rbi_ring ring;
     struct rbi_pool_recorder recorder;
 
+    struct rbi_pool_plan plan;
     uint64_t layout; /* counts what changes where memory is, or whose */
 
     bool is_sessions; /* which alone destroys it */
@@ -252,10 +254,11 @@ static inline bool rbi_pool_is_beside_promise(const rebatch_pool *pool)
            rbi_pool_is_outside(pool, pool->insider);
 }
 
-/* Takes the lock, for whoever looks at a block beyond the fast path: all are in their ranges. */
+/* Takes the lock, for whoever looks at ranges: all blocks are in them. */
 static inline void rbi_pool_take_lock(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
+    rbi_plan_leave(pool);
 }
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
 rebatch_status rbi_pool_check(const rebatch_pool *pool);
@@ -634,7 +637,7 @@ rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream 
 void rbi_pool_set_eager(rebatch_pool *pool, bool eager);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */
-void rbi_pool_mark(rebatch_pool *pool);
+void rbi_pool_mark_peak(rebatch_pool *pool);
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
 /* What went between pool and device since create, but for what rebatch_pool_trim() was asked to
  * give. */

@@ -155,7 +155,7 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
 
 /* ---- the mark ---- */
 
-void rbi_pool_mark(rebatch_pool *pool)
+void rbi_pool_mark_peak(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     pool->mark_peak_bytes = pool->stats.live_bytes;

@@ -164,7 +164,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     if (status)
         return status;
     const uint64_t births = rbi_pool_births(rb->pool);
-    rbi_pool_mark(rb->pool);
+    rbi_pool_mark_peak(rb->pool);
     rbi_trace_begin(trace, rb->pool, size);
     status = run_callback(rb, count);
     const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);

@@ -242,6 +242,14 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
     return status;
 }
 
+/* Calls of one callback repeat where size and level are the same. */
+static uint64_t key_of(const rebatch *rb, enum rbi_callback which)
+{
+    const uint64_t size = which == RBI_FORWARD_BACKWARD ? rb->size : 0;
+    return (size * RBI_CALLBACKS + (uint64_t)which) * UINT64_C(0x9e3779b97f4a7c15) + rb->lighten +
+           1;
+}
+
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
 {
     const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
@@ -250,7 +258,9 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
+    (void)rebatch_pool_mark(rb->pool, key_of(rb, which));
     status = run(rb, &call);
+    (void)rebatch_pool_mark(rb->pool, 0);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
     if (status == REBATCH_OK)

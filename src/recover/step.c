@@ -259,7 +259,7 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->report = (rebatch_step_report){
         .step = rb->step, .micro_before = rbi_micro_size(rb, batch), .cost_before = rbi_budget(rb)};
     rb->pool_ooms = rbi_pool_oom_count(rb->pool);
-    rbi_pool_mark(rb->pool);
+    rbi_pool_mark_peak(rb->pool);
 }
 
 /* A step that failed is a step that did not happen, as far as that is in our hands. */

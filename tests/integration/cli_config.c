@@ -96,7 +96,7 @@ Test(cli_config, show)
            "    limit           = \"22GiB\";    # a.cfg:2\n"
            "    headroom        = 0;          # default\n"
            "    caching         = true;       # default\n"
-           "    cycles          = true;       # default\n"
+           "    replay          = true;       # default\n"
            "    ballast         = 0;          # default\n"
            "    max_split       = \"none\";     # default\n"
            "    gc_threshold    = \"none\";     # default\n"

@@ -455,7 +455,7 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--headroom 3MiB --capacity 8MiB", false},
         {"--caching off --capacity 6MiB", true},
         {"--caching on --capacity 4MiB", false},
-        {"--cycles off --capacity 6MiB", true},
+        {"--replay off --capacity 6MiB", true},
         {"--granule 1MiB --capacity 6MiB", true},
         {"--ballast 2MiB --capacity 8MiB", true},
         {"--guard on --capacity 6MiB", true},
@@ -474,11 +474,11 @@ Test(cli_replay, settings_of_the_pool_hold)
 
 /* What the first run needs is the same, repeats or not; the time is of passes that all repeat, and
  * a search takes some three times as long as none: half as long again is no chance. */
-Test(cli_replay, without_cycles_only_the_time_is_another)
+Test(cli_replay, without_replay_only_the_time_is_another)
 {
     const struct object as_it_is = run_json("--repeat 9 $B/gpt2.trace.gz");
-    const struct object on = run_json("--repeat 9 --cycles on $B/gpt2.trace.gz");
-    const struct object off = run_json("--repeat 9 --cycles off $B/gpt2.trace.gz");
+    const struct object on = run_json("--repeat 9 --replay on $B/gpt2.trace.gz");
+    const struct object off = run_json("--repeat 9 --replay off $B/gpt2.trace.gz");
     static const char *const same[] = {"utilisation", "device_calls", "peak_reserved_bytes",
                                        "largest_hole_bytes"};
     for (size_t i = 0; i < sizeof same / sizeof *same; i++) {
@@ -559,7 +559,7 @@ Test(cli_replay, help)
     done(&brief);
     static const char *const words[] = {
         "--capacity", "--smallest", "--limit",  "--headroom", "--caching",
-        "--cycles",   "--granule",  "--repeat", "--json",     "peak live / reserved"};
+        "--replay",   "--granule",  "--repeat", "--json",     "peak live / reserved"};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         cr_expect(strstr(asked.out, words[i]) != NULL, "%s", words[i]);
     done(&asked);
@@ -761,8 +761,8 @@ Test(cli_replay, wrong_usage)
         {"--limit 90% t",
          "rebatch replay: --limit is a share: expected --capacity with it, of which it is\n"},
         {"--caching maybe t", "rebatch replay: --caching is 'maybe': expected on or off\n"},
-        {"--cycles 0 t", "rebatch replay: --cycles is '0': expected on or off\n"},
-        {"--cycles", "rebatch replay: --cycles has no value: expected on or off\n"},
+        {"--replay 0 t", "rebatch replay: --replay is '0': expected on or off\n"},
+        {"--replay", "rebatch replay: --replay has no value: expected on or off\n"},
         {"--repeat 0 t", "rebatch replay: --repeat is '0': expected a number from 1 to 1000\n"},
         {"--repeat 1001 t",
          "rebatch replay: --repeat is '1001': expected a number from 1 to 1000\n"},

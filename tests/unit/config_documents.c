@@ -150,7 +150,7 @@ Test(config_documents, defaults_are_those_of_the_headers)
         {"memory.limit", "pool.h", "size_t limit_bytes;", "0: no limit", "none"},
         {"memory.headroom", "pool.h", "size_t headroom_bytes;", "0: none", "0"},
         {"memory.caching", "pool.h", "rebatch_toggle caching;", "default on", "true"},
-        {"memory.cycles", "pool.h", "rebatch_toggle cycles;", "default on", "true"},
+        {"memory.replay", "pool.h", "rebatch_toggle replay;", "default on", "true"},
         {"memory.ballast", "pool.h", "size_t ballast_bytes;", "0: none", "0"},
         {"memory.max_split", "pool.h", "size_t max_split_bytes;", "0: no such bound", "none"},
         {"memory.gc_threshold", "pool.h", "uint32_t gc_threshold_permille;", "0: never", "none"},

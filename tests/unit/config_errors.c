@@ -17,7 +17,7 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "memory, "                                                                                     \
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
-    "limit, headroom, caching, cycles, ballast, max_split, gc_threshold, keep_room, "              \
+    "limit, headroom, caching, replay, ballast, max_split, gc_threshold, keep_room, "              \
     "rounding, guard or events"
 #define THRESHOLD                                                                                  \
     "expected text, a share such as \"90%\" of the limit, or of the device's memory, or \"none\""
@@ -89,10 +89,10 @@ Test(config_errors, wrong_types)
          "false"},
         {"memory = { caching = \"yes\"; };",
          "t.cfg:1: memory.caching is \"yes\", text: expected a boolean, true or false"},
-        {"memory = { cycles = 0; };",
-         "t.cfg:1: memory.cycles is 0, a whole number: expected a boolean, true or false"},
-        {"memory = { cycles = \"off\"; };",
-         "t.cfg:1: memory.cycles is \"off\", text: expected a boolean, true or false"},
+        {"memory = { replay = 0; };",
+         "t.cfg:1: memory.replay is 0, a whole number: expected a boolean, true or false"},
+        {"memory = { replay = \"off\"; };",
+         "t.cfg:1: memory.replay is \"off\", text: expected a boolean, true or false"},
         {"memory = { limit = false; };", "t.cfg:1: memory.limit is false, a boolean: " LIMIT},
         {"memory = { limit = 1.5; };",
          "t.cfg:1: memory.limit is 1.5, a number with a fraction: " LIMIT},
@@ -545,8 +545,8 @@ Test(config_errors, variables)
          "number: " LIMIT},
         {"REBATCH_MEMORY_CACHING", "1",
          "REBATCH_MEMORY_CACHING: memory.caching is \"1\": expected a boolean, true or false"},
-        {"REBATCH_MEMORY_CYCLES", "off",
-         "REBATCH_MEMORY_CYCLES: memory.cycles is \"off\": expected a boolean, true or false"},
+        {"REBATCH_MEMORY_REPLAY", "off",
+         "REBATCH_MEMORY_REPLAY: memory.replay is \"off\": expected a boolean, true or false"},
         {"REBATCH_RECOVERY_ON_OOM", "retry",
          "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"retry\": expected text, \"halve\", "
          "\"fit\" or \"stop\""},

@@ -27,7 +27,7 @@ static const struct value {
     {"memory.limit", "\"22GiB\"", "22GiB", "\"none\""},
     {"memory.headroom", "268435456", "268435456", "0"},
     {"memory.caching", "false", "false", "true"},
-    {"memory.cycles", "false", "false", "true"},
+    {"memory.replay", "false", "false", "true"},
     {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
     {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
     {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
@@ -268,7 +268,7 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
     cr_expect(o->pool.guard == e->pool.guard);
     cr_expect(o->pool.events == e->pool.events);
-    cr_expect(o->pool.cycles == e->pool.cycles);
+    cr_expect(o->pool.replay == e->pool.replay);
     cr_expect(o->micro_start == e->micro_start);
     cr_expect(o->micro_smallest == e->micro_smallest);
     cr_expect(o->micro_largest == e->micro_largest);
@@ -298,7 +298,7 @@ Test(config_load, options_at_the_defaults)
         .pool = {.caching = REBATCH_ON,
                  .guard = REBATCH_OFF,
                  .keep_room_permille = 20,
-                 .cycles = REBATCH_ON},
+                 .replay = REBATCH_ON},
         .micro_smallest = 1,
         .micro_multiple_of = 1,
         .on_oom = REBATCH_ON_OOM_HALVE,
@@ -331,7 +331,7 @@ Test(config_load, options_of_every_setting)
                  .rounding_divisions = 16,
                  .guard = REBATCH_ON,
                  .events = 1000,
-                 .cycles = REBATCH_OFF},
+                 .replay = REBATCH_OFF},
         .micro_start = 96,
         .micro_smallest = 2,
         .micro_largest = 128,
@@ -412,7 +412,7 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.limit", pool.limit_bytes),
         MEMBER("memory.headroom", pool.headroom_bytes),
         MEMBER("memory.caching", pool.caching),
-        MEMBER("memory.cycles", pool.cycles),
+        MEMBER("memory.replay", pool.replay),
         MEMBER("memory.ballast", pool.ballast_bytes),
         MEMBER("memory.max_split", pool.max_split_bytes),
         MEMBER("memory.gc_threshold", pool.gc_threshold_permille),

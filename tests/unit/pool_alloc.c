@@ -87,9 +87,9 @@ Test(pool_alloc, wrong_options_are_refused)
     options.caching = (rebatch_toggle)7;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "is 7");
     options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
-    options.cycles = (rebatch_toggle)5;
+    options.replay = (rebatch_toggle)5;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
-                   "cycles is 5");
+                   "replay is 5");
     struct {
         rebatch_pool_options known;
         uint64_t newer;

@@ -433,7 +433,7 @@ Test(pool_ladder, the_mark_sees_the_peak_since_it_was_set)
     struct rig rig = rig_open(64, NULL);
     give(rig.pool, take(rig.pool, 8 * KIB));
     void *kept = take(rig.pool, KIB);
-    rbi_pool_mark(rig.pool);
+    rbi_pool_mark_peak(rig.pool);
     cr_assert_eq(rbi_pool_peak_since_mark(rig.pool), KIB);
     give(rig.pool, take(rig.pool, 4 * KIB));
     give(rig.pool, kept);

@@ -159,7 +159,7 @@ Test(pool_plenty, a_warm_pool_does_not_ask_what_the_device_has_left)
     enum { ROUNDS = 12, CALLS = 50000 };
     static struct rbi_device_ops counting; /* each test is a process of its own */
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.cycles = REBATCH_OFF;
+    options.replay = REBATCH_OFF;
     struct rig rig = rig_open(16384, &options);
     counting = *rig.device->ops;
     ask_memory = counting.memory;

@@ -91,7 +91,7 @@ static rebatch_status trial(struct rbi_trace *trace, uint64_t *peak_bytes, void 
     t->sizes[t->ran++] = count;
     clock_ns += t->start_ns + t->each_ns * (count > t->flat ? count : t->flat);
     cr_assert_eq(rebatch_scope_begin(&scope, t->pool), REBATCH_OK);
-    rbi_pool_mark(t->pool);
+    rbi_pool_mark_peak(t->pool);
     rbi_trace_begin(trace, t->pool, count);
     const rebatch_status status = take(t, count);
     cr_assert_eq(rbi_trace_end(trace, t->pool, before), REBATCH_OK);

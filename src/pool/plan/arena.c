@@ -1,0 +1,71 @@
+/* Owns the memory of a plan: how it is taken from the pool, and cut up again.
+ * Must not know why. */
+#include "pool/plan/plan.h"
+#include "pool/pool.h"
+
+struct rbi_block *rbi_arena_take(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    struct rbi_pool_stream *const known = rbi_pool_find_stream(pool, stream);
+    if (!known || rbi_pool_prepare(pool) != REBATCH_OK)
+        return NULL;
+    rbi_quick_flush_all(pool);
+    struct rbi_block *block = rbi_pool_find_fit(known, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+    if (!block && pool->has_space)
+        block = rbi_pool_line_up(pool, bytes, known, false);
+    if (!block && pool->has_space)
+        block = rbi_pool_line_up(pool, bytes, known, true);
+    return block ? rbi_block_take(pool, block, bytes) : NULL;
+}
+
+/* Lays a block into the gap around it. Needs a spare node. */
+static void lay(rebatch_pool *pool, struct rbi_block *gap, struct rbi_block *block)
+{
+    const size_t before = (size_t)(block->address - gap->address);
+    const size_t behind = gap->bytes - before - block->bytes;
+    if (behind)
+        rbi_block_cut(pool, gap, behind, true)->state = RBI_BLOCK_HELD;
+    gap->bytes -= block->bytes;
+    rbi_block_insert(block, gap, true);
+    if (before)
+        return;
+    block->before = gap->before;
+    if (block->before)
+        block->before->after = block;
+    else
+        block->range->first = block;
+    rbi_block_discard(pool, gap);
+}
+
+static struct rbi_block *find_gap(const struct rbi_range *range, const char *address)
+{
+    struct rbi_block *gap = range->first;
+    while (address >= gap->address + gap->bytes)
+        gap = gap->after;
+    return gap;
+}
+
+void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_birth)
+{
+    struct rbi_range *const range = arena->range;
+    struct rbi_pool_stream *const stream = arena->stream;
+    char *const end = arena->address + arena->bytes;
+    char *at = arena->address;
+    for (struct rbi_block *b = pool->by_birth.previous;
+         b != &pool->by_birth && b->birth >= first_birth; b = b->previous) {
+        if (!b->planned)
+            continue;
+        b->planned = false;
+        lay(pool, find_gap(range, b->address), b);
+    }
+    const uint64_t point = ++stream->frees;
+    for (struct rbi_block *b = find_gap(range, at); b && b->address < end;) {
+        at = b->address + b->bytes;
+        if (b->state == RBI_BLOCK_HELD) {
+            b->freed_at = point;
+            b->birth = pool->births;
+            (void)rbi_pool_put_block(pool, b);
+        }
+        b = at < end ? find_gap(range, at) : NULL;
+    }
+    rbi_pool_catch_up_marks(pool);
+}

@@ -1,0 +1,349 @@
+/* Owns phases: the recording of their calls, when one is planned, and the serving of those that are.
+ * Must not know how memory is found.
+ *
+ * A phase is planned only where pages are moved in each of its kind: where memory is plentiful, the
+ * pool finds the same places again by itself. Its calls are then recorded, compared with those of
+ * the next phase of the same key, planned when they are the same, and served by number from there
+ * on. The first call that differs ends that for this phase, and the calls are recorded anew. */
+#include "pool/plan/plan.h"
+
+#include "pool/plan/layout.h"
+#include "pool/pool.h"
+
+/* So many plans in a row for which pages were moved are in vain, and so many phases rest then. */
+#define MOVES_MOST 4
+#define REST_PHASES 64
+#define CALLS_FIRST 256
+/* A call has a number of 32 bits; what is longer is no step of a training. */
+#define CALLS_MOST ((size_t)1 << 20)
+
+static uint64_t moved_pages(const rebatch_pool *pool)
+{
+    return pool->stats.remaps + pool->device_given_bytes / pool->granule_bytes;
+}
+
+static void forget(struct rbi_phase *phase)
+{
+    phase->count = 0;
+    phase->allocations = 0;
+    phase->arena_bytes = 0;
+}
+
+void rbi_plan_close(struct rbi_pool_plan *plan)
+{
+    for (size_t i = 0; i < RBI_PLAN_PHASES; i++)
+        rbi_heap_free(plan->phases[i].calls);
+}
+
+/* ---- recording ---- */
+
+static bool grow(struct rbi_phase *phase)
+{
+    const size_t capacity = phase->capacity ? 2 * phase->capacity : CALLS_FIRST;
+    struct rbi_phase_call *calls =
+        capacity <= CALLS_MOST ? rbi_heap_calloc(capacity, sizeof *calls) : NULL;
+    if (!calls)
+        return false;
+    if (phase->count)
+        memcpy(calls, phase->calls, phase->count * sizeof *calls);
+    rbi_heap_free(phase->calls);
+    phase->calls = calls;
+    phase->capacity = capacity;
+    return true;
+}
+
+static void record(struct rbi_pool_plan *plan, uint32_t units, uint32_t of)
+{
+    struct rbi_phase *const phase = plan->phase;
+    if (phase->count == phase->capacity && !grow(phase)) {
+        plan->mode = RBI_PLAN_OFF;
+        forget(phase);
+        return;
+    }
+    phase->calls[phase->count++] = (struct rbi_phase_call){units, {of}};
+    phase->allocations += units != 0;
+    plan->next = phase->count;
+}
+
+static bool is_next(const struct rbi_pool_plan *plan, uint32_t units, uint32_t of)
+{
+    const struct rbi_phase *const phase = plan->phase;
+    if (plan->next == phase->count)
+        return false;
+    const struct rbi_phase_call *const call = &phase->calls[plan->next];
+    return call->units == units && (units != 0 || call->of == of);
+}
+
+/* The calls from here on are others: they are recorded in place of those. */
+static void record_from_here(struct rbi_pool_plan *plan)
+{
+    struct rbi_phase *const phase = plan->phase;
+    phase->arena_bytes = 0;
+    phase->count = plan->next;
+    phase->allocations = 0;
+    for (size_t i = 0; i < phase->count; i++) {
+        if (phase->calls[i].units == 0)
+            continue;
+        phase->calls[i].offset = 0;
+        phase->allocations++;
+    }
+    plan->mode = RBI_PLAN_RECORDS;
+}
+
+/* A call on the phase's stream; `of` is 0 of an allocation. */
+static void note(rebatch_pool *pool, uint32_t units, uint32_t of)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    if (plan->mode != RBI_PLAN_RECORDS && is_next(plan, units, of)) {
+        plan->next++;
+        return;
+    }
+    if (plan->mode == RBI_PLAN_SERVES)
+        rbi_plan_leave(pool);
+    if (plan->mode == RBI_PLAN_COMPARES)
+        record_from_here(plan);
+    if (plan->mode == RBI_PLAN_RECORDS)
+        record(plan, units, of);
+}
+
+static bool is_of_phase(const rebatch_pool *pool, const struct rbi_block *block)
+{
+    return pool->plan.mode != RBI_PLAN_OFF && block->phase == pool->plan.serial;
+}
+
+void rbi_plan_note_alloc(rebatch_pool *pool, struct rbi_block *block)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    block->phase = 0;
+    if (plan->next == 0 && plan->mode == RBI_PLAN_RECORDS)
+        plan->phase->stream = block->stream->stream;
+    if (block->outside || block->stream->stream != plan->phase->stream)
+        return;
+    block->phase = plan->serial;
+    block->call = (uint32_t)plan->next & INT32_MAX;
+    note(pool, (uint32_t)(block->bytes / REBATCH_POOL_UNIT_BYTES), 0);
+}
+
+/* What other streams use may not be given out again when it is freed. */
+void rbi_plan_note_use(rebatch_pool *pool, const struct rbi_block *block)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    if (!is_of_phase(pool, block))
+        return;
+    if (plan->mode == RBI_PLAN_SERVES && block->planned)
+        rbi_plan_leave(pool);
+    if (plan->mode != RBI_PLAN_SERVES && plan->mode != RBI_PLAN_OFF)
+        plan->phase->calls[block->call].offset = RBI_PLAN_ELSEWHERE;
+}
+
+void rbi_plan_note_free(rebatch_pool *pool, const struct rbi_block *block)
+{
+    if (is_of_phase(pool, block))
+        note(pool, 0, block->call);
+}
+
+void rbi_plan_discard(rebatch_pool *pool, struct rbi_block *block)
+{
+    pool->plan.arena_live_bytes -= block->bytes;
+    rbi_table_remove(&pool->table, block);
+    if (block->late)
+        rbi_late_add(&pool->late, block->address);
+    block->planned = false; /* of a node that is taken as it is */
+    rbi_nodes_put(&pool->block_nodes, block);
+}
+
+size_t rbi_plan_idle_bytes(const rebatch_pool *pool)
+{
+    const struct rbi_pool_plan *const plan = &pool->plan;
+    return plan->arena ? plan->arena->bytes - plan->arena_live_bytes : 0;
+}
+
+/* ---- planning ---- */
+
+/* Offsets by call; the rest is served elsewhere. */
+static void set_offsets(struct rbi_phase *phase, const struct rbi_lifetime *lifetimes, size_t count)
+{
+    for (size_t i = 0; i < phase->count; i++)
+        if (phase->calls[i].units != 0)
+            phase->calls[i].offset = RBI_PLAN_ELSEWHERE;
+    for (size_t i = 0; i < count; i++)
+        phase->calls[lifetimes[i].from].offset = lifetimes[i].offset;
+}
+
+/* The most units that lifetimes have in use at once. Sets the offsets of their calls to something
+ * else than that of the others, which is RBI_PLAN_ELSEWHERE. */
+static uint64_t most_in_use(struct rbi_phase *phase, const struct rbi_lifetime *lifetimes,
+                            size_t count)
+{
+    uint64_t units = 0, most = 0;
+    set_offsets(phase, lifetimes, count);
+    for (size_t i = 0; i < phase->count; i++) {
+        const struct rbi_phase_call *const call = &phase->calls[i];
+        if (call->units == 0)
+            units -= phase->calls[call->of].offset == RBI_PLAN_ELSEWHERE
+                         ? 0
+                         : phase->calls[call->of].units;
+        else if (call->offset != RBI_PLAN_ELSEWHERE)
+            units += call->units;
+        most = most < units ? units : most;
+    }
+    return most;
+}
+
+/* Allocations that are freed within the phase, and used by its stream alone. */
+static size_t collect(struct rbi_lifetime *lifetimes, const struct rbi_phase *phase)
+{
+    size_t count = 0;
+    for (uint32_t i = 0; i < phase->count; i++) {
+        const struct rbi_phase_call *const call = &phase->calls[i];
+        if (call->units != 0 || phase->calls[call->of].offset == RBI_PLAN_ELSEWHERE)
+            continue;
+        lifetimes[count++] =
+            (struct rbi_lifetime){.units = phase->calls[call->of].units, .from = call->of, .to = i};
+    }
+    return count;
+}
+
+static void make_plan(struct rbi_phase *phase, size_t granule_bytes)
+{
+    const size_t most = phase->allocations;
+    if (most == 0 || most > RBI_LAYOUT_MOST)
+        return;
+    struct rbi_lifetime *lifetimes = rbi_heap_calloc(most, sizeof *lifetimes);
+    const struct rbi_lifetime **room = rbi_heap_calloc(most, sizeof *room);
+    if (lifetimes && room) {
+        const size_t count = collect(lifetimes, phase);
+        const uint64_t units =
+            rbi_layout_pack(lifetimes, room, count, most_in_use(phase, lifetimes, count));
+        set_offsets(phase, lifetimes, count);
+        if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, granule_bytes,
+                          &phase->arena_bytes))
+            phase->arena_bytes = 0;
+    }
+    rbi_heap_free(lifetimes);
+    rbi_heap_free(room);
+}
+
+/* ---- serving ---- */
+
+/* Memory for the arena, and nodes enough to cut it up at any time. */
+static bool begin_to_serve(rebatch_pool *pool, struct rbi_phase *phase)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    const uint64_t before = moved_pages(pool);
+    if (!rbi_pool_prepare_blocks(pool, 2 * phase->allocations + rbi_pool_promised(pool) + 2))
+        return false;
+    plan->arena = rbi_arena_take(pool, phase->arena_bytes, phase->stream);
+    phase->moves = moved_pages(pool) == before ? 0 : phase->moves + 1;
+    if (phase->moves > MOVES_MOST) {
+        phase->moves = 0;
+        phase->rest = REST_PHASES;
+    }
+    plan->arena_live_bytes = 0;
+    return plan->arena != NULL;
+}
+
+struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
+    if (stream != plan->phase->stream || rbi_pool_is_outside(pool, pool->insider))
+        return NULL;
+    if (units > UINT32_MAX || !is_next(plan, (uint32_t)units, 0)) {
+        rbi_plan_leave(pool);
+        return NULL;
+    }
+    const struct rbi_phase_call *const call = &plan->phase->calls[plan->next];
+    if (call->offset == RBI_PLAN_ELSEWHERE || pool->block_nodes.spare < rbi_pool_promised(pool))
+        return NULL;
+    struct rbi_block *const block = rbi_nodes_take(&pool->block_nodes);
+    block->address = plan->arena->address + (size_t)call->offset * REBATCH_POOL_UNIT_BYTES;
+    block->bytes = bytes;
+    block->stream = plan->arena->stream;
+    block->bins = plan->arena->bins;
+    block->range = plan->arena->range;
+    block->planned = true;
+    block->phase = plan->serial;
+    block->call = (uint32_t)plan->next++ & INT32_MAX;
+    plan->arena_live_bytes += bytes;
+    rbi_pool_list_block(pool, block);
+    return block;
+}
+
+void rbi_plan_leave(rebatch_pool *pool)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    struct rbi_block *const arena = plan->arena;
+    if (plan->mode != RBI_PLAN_SERVES)
+        return;
+    plan->mode = RBI_PLAN_OFF;
+    plan->arena = NULL;
+    rbi_arena_cut_up(pool, arena, plan->first_birth);
+}
+
+/* ---- the phases ---- */
+
+static struct rbi_phase *find_phase(struct rbi_pool_plan *plan, uint64_t key)
+{
+    struct rbi_phase *oldest = &plan->phases[0];
+    for (size_t i = 0; i < RBI_PLAN_PHASES; i++) {
+        struct rbi_phase *const phase = &plan->phases[i];
+        if (phase->key == key)
+            return phase;
+        if (phase->used < oldest->used)
+            oldest = phase;
+    }
+    forget(oldest);
+    oldest->key = key;
+    oldest->moves = oldest->rest = 0;
+    oldest->is_needed = false;
+    return oldest;
+}
+
+static void end(rebatch_pool *pool)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    struct rbi_phase *const phase = plan->phase;
+    const bool has_moved = moved_pages(pool) != plan->moved;
+    if (plan->mode == RBI_PLAN_SERVES) {
+        rbi_plan_leave(pool);
+    } else {
+        phase->is_needed = has_moved;
+        if (plan->mode == RBI_PLAN_COMPARES && plan->next < phase->count)
+            record_from_here(plan);
+        else if (plan->mode == RBI_PLAN_COMPARES && has_moved)
+            make_plan(phase, pool->granule_bytes);
+    }
+    plan->mode = RBI_PLAN_OFF;
+    plan->phase = NULL;
+}
+
+static enum rbi_plan_mode mode_for(rebatch_pool *pool, struct rbi_phase *phase)
+{
+    if (phase->rest > 0) {
+        phase->rest--;
+        return RBI_PLAN_OFF;
+    }
+    if (phase->arena_bytes)
+        return begin_to_serve(pool, phase) ? RBI_PLAN_SERVES : RBI_PLAN_OFF;
+    if (!phase->is_needed)
+        return RBI_PLAN_OFF;
+    return phase->count ? RBI_PLAN_COMPARES : RBI_PLAN_RECORDS;
+}
+
+void rbi_plan_mark(rebatch_pool *pool, uint64_t key)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    if (plan->phase)
+        end(pool);
+    if (key == 0 || !plan->is_on)
+        return;
+    struct rbi_phase *const phase = find_phase(plan, key);
+    plan->serial++;
+    phase->used = ++plan->marks;
+    plan->phase = phase;
+    plan->next = 0;
+    plan->first_birth = pool->births;
+    plan->moved = moved_pages(pool);
+    plan->mode = mode_for(pool, phase);
+}

@@ -1,0 +1,90 @@
+/* Phases whose calls repeat, and the plan by which one is served: its blocks lie in one arena, so
+ * that no page has to be moved for them.
+ * Must not know how memory is found, nor what a phase is to who marks it. */
+#ifndef RBI_PLAN_H
+#define RBI_PLAN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "rebatch/pool.h"
+
+struct rbi_block;
+struct rbi_pool_stream;
+
+#define RBI_PLAN_PHASES 16
+/* An allocation that is not the plan's: the pool serves it as any other. */
+#define RBI_PLAN_ELSEWHERE UINT32_MAX
+
+/* A call of a phase on its stream. */
+struct rbi_phase_call {
+    uint32_t units; /* of an allocation; 0: a free */
+    union {
+        uint32_t of;     /* of a free: the call that allocated */
+        uint32_t offset; /* of an allocation, in units: in the arena, or RBI_PLAN_ELSEWHERE */
+    };
+};
+
+/* What is known of the phases with one key. */
+struct rbi_phase {
+    uint64_t key; /* 0: the entry is empty */
+    uint64_t used;
+    rebatch_stream stream; /* of its first allocation */
+    struct rbi_phase_call *calls;
+    size_t count, capacity;
+    size_t allocations;
+    size_t arena_bytes; /* 0: there is no plan */
+    uint32_t moves;     /* plans in a row for whose arena pages were moved */
+    uint32_t rest;      /* so many phases are not looked at */
+    bool is_needed;     /* pages were moved in the last one */
+};
+
+enum rbi_plan_mode {
+    RBI_PLAN_OFF,      /* nothing is noted */
+    RBI_PLAN_RECORDS,  /* calls are noted */
+    RBI_PLAN_COMPARES, /* they are the same as those noted before, so far */
+    RBI_PLAN_SERVES    /* so they are, and the plan serves them */
+};
+
+/* serves == (arena != NULL); arena_live_bytes == sum of bytes over blocks in use in the arena */
+struct rbi_pool_plan {
+    struct rbi_phase phases[RBI_PLAN_PHASES];
+    struct rbi_phase *phase; /* that runs; NULL: none */
+    enum rbi_plan_mode mode;
+    bool is_on;
+    size_t next;     /* the call that comes next */
+    uint32_t serial; /* of the phase that runs: blocks have it, with the number of their call */
+    uint64_t marks;  /* so far */
+    uint64_t first_birth;
+    uint64_t moved; /* pages that had been moved when it began */
+    struct rbi_block *arena;
+    size_t arena_live_bytes;
+};
+
+void rbi_plan_close(struct rbi_pool_plan *plan);
+
+/* ---- with the pool's lock held ---- */
+
+/* The phase that runs ends, and one with `key` begins; 0: none. */
+void rbi_plan_mark(rebatch_pool *pool, uint64_t key);
+/* Serves an allocation, or NULL: the pool has to. */
+struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+/* A block is in use, which rbi_plan_serve() did not serve; another stream is to use it; it is about
+ * to be free. */
+void rbi_plan_note_alloc(rebatch_pool *pool, struct rbi_block *block);
+void rbi_plan_note_use(rebatch_pool *pool, const struct rbi_block *block);
+void rbi_plan_note_free(rebatch_pool *pool, const struct rbi_block *block);
+/* A block of the arena is free, and in no list any more. */
+void rbi_plan_discard(rebatch_pool *pool, struct rbi_block *block);
+/* What of the arena is not in use; 0 where nothing is served. */
+size_t rbi_plan_idle_bytes(const rebatch_pool *pool);
+/* Ends the serving of this phase: its blocks are laid into the pool's range like any others. */
+void rbi_plan_leave(rebatch_pool *pool);
+
+/* Takes memory for an arena, in one piece and out of all lists; NULL: there is none (arena.c). */
+struct rbi_block *rbi_arena_take(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+/* Cuts an arena up into its blocks in use, which begin with `first_birth`, and what is free. */
+void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_birth);
+
+#endif
