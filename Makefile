@@ -58,6 +58,8 @@ GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
 MINIMAL := $(BUILD)/examples/minimal
 TESTS := $(BUILD)/tests/run
+STORM := $(BUILD)/tests/storm/storm
+STORM_OBJ := $(call objects,$(wildcard tests/storm/*.c))
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
 KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
@@ -141,6 +143,9 @@ $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
 
+$(STORM): $(STORM_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+
 # Stand-ins for CUDA's driver, under its name.
 TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole)
 $(TESTS): | $(TEST_DRIVERS)
@@ -207,7 +212,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
--include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ))
+-include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c))
 
 # ---- what people run ---------------------------------------------------------------------------
@@ -240,6 +245,13 @@ test-undefined: ## every test under clang's UBSan
 	@scripts/install-deps clang
 	@$(MAKE) -s --no-print-directory test SAN=undefined,float-cast-overflow STRIDE=40 \
 	    CC=clang CXX=clang++
+
+SEEDS = 100000
+STORM_FLAGS =
+test-storm: ## random trainings under every kind of trouble (SEEDS, STORM_FLAGS="--seed 7 --verbose")
+	@scripts/install-deps build
+	$(SUBMAKE) $(STORM)
+	@$(STORM) --seeds $(SEEDS) $(STORM_FLAGS)
 
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
@@ -371,7 +383,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-undefined test-threads kernels test-gpu test-wrap-existing test-gpu-large \
+.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-gpu-large \
     test-sanitizer test-valgrind lint bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     install test-install clean help FORCE

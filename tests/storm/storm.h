@@ -1,0 +1,248 @@
+/* A storm: short random trainings of a small model under every kind of trouble, each compared with
+ * the same training in plain C. What the files of this folder give each other.
+ * Must not know more of the library than its public headers say. */
+#ifndef STORM_H
+#define STORM_H
+
+#include "rebatch/rebatch.h"
+
+#define STORM_PARAMETERS 4
+#define STORM_BATCH_MOST 40
+#define STORM_LENGTH_MOST 32
+#define STORM_CACHES 4
+#define STORM_SPARES 3
+#define STORM_TEMPS 64
+#define STORM_FAULTS 4
+#define STORM_LEVELS 3
+/* More than the device has ever: no rung of the pool's ladder can serve it. */
+#define STORM_IMPOSSIBLE_BYTES ((size_t)1 << 40)
+/* All that any training needs, several times over. */
+#define STORM_PLENTY_BYTES ((size_t)64 << 20)
+#define STORM_STATUS ((rebatch_status)(REBATCH_E_USER + 7))
+
+/* ---- dice ---- */
+
+uint64_t storm_hash(uint64_t a, uint64_t b);
+/* The next number, and one below n, and true once in n times. */
+uint64_t storm_next(uint64_t *dice);
+size_t storm_below(uint64_t *dice, size_t n);
+bool storm_one_in(uint64_t *dice, size_t n);
+/* From low to high, both included. */
+size_t storm_between(uint64_t *dice, size_t low, size_t high);
+
+/* ---- the arithmetic, which model and reference share (reference.c) ---- */
+
+/* What a training is: all that decides its result. */
+struct storm_numbers {
+    double parameters[STORM_PARAMETERS], moments[STORM_PARAMETERS], gradients[STORM_PARAMETERS];
+    double running; /* a statistic over all samples in their order */
+    uint64_t rng;
+};
+
+/* What one sample draws and looks up. */
+struct storm_sample {
+    double draw, entry;
+    size_t length;
+};
+
+uint64_t storm_rng_next(uint64_t rng);
+double storm_unit(uint64_t bits); /* in [0, 1) */
+/* Entry `index` of the table that cache number `cache` holds. */
+double storm_entry(size_t cache, size_t index);
+size_t storm_length(uint64_t key, size_t sample);
+double storm_running(double running, const struct storm_sample *sample);
+void storm_accumulate(double *gradients, const double *parameters,
+                      const struct storm_sample *sample, size_t batch);
+void storm_update(double *parameter, double *moment, double gradient, double draw, double entry);
+/* Which entry of cache 2 the update of a step looks up. */
+size_t storm_update_index(uint64_t step);
+
+/* One effective batch and its update, without the library. `lengths` is the key of the lengths. */
+void storm_reference_step(struct storm_numbers *numbers, uint64_t step, size_t batch,
+                          uint64_t lengths);
+
+/* ---- what is drawn (plan.c) ---- */
+
+enum storm_callback { STORM_ZERO, STORM_FORWARD, STORM_UPDATE, STORM_LIGHTEN, STORM_CALLBACKS };
+
+enum storm_manner {
+    STORM_RETURN,  /* answers REBATCH_OOM */
+    STORM_POOL,    /* passes up what the pool answers to a request that cannot fit */
+    STORM_ESCAPE,  /* rebatch_escape(), from some depth */
+    STORM_SWALLOW, /* answers REBATCH_OK and leaves an OOM in the device's last error */
+    STORM_OWN,     /* answers STORM_STATUS */
+    STORM_OWN_ESCAPE,
+    STORM_MANNERS
+};
+
+struct storm_fault {
+    enum storm_callback callback;
+    uint32_t nth, times; /* calls of that callback in this step, from 1 */
+    size_t more_than;    /* only those with more samples */
+    bool is_late;        /* half of the change was made */
+    enum storm_manner manner;
+    uint32_t seen;
+};
+
+/* What is the same during a training. */
+struct storm_plan {
+    rebatch_options options;
+    size_t granule_bytes;
+    size_t batch_least, batch_most;
+    uint32_t steps;
+    unsigned levels;                        /* of lighten; 0: no callback */
+    bool has_flag, declares, reserves;      /* of REBATCH_DECLARES_MUTATION; calls it */
+    bool has_cost, is_one_guard, is_padded; /* one guard for all host state; memory is */
+    unsigned cost_kind;
+    bool makes_gradients; /* in zero_grad, lazily */
+    bool frees_first;     /* a cache that is replaced: before the larger one is there */
+    bool unpins;          /* a cache may be given up once it was used in a callback */
+    bool is_sloppy;       /* a lighten that fails has changed guarded state */
+    size_t pressures;     /* callbacks */
+    size_t base_bytes, unit_bytes, late_bytes, zero_bytes, update_bytes, spare_bytes;
+    unsigned trouble; /* 0: memory is short; 1: faults; 2: both */
+    unsigned probes;  /* one step in so many has a probe before it; 0: none */
+};
+
+struct storm;
+void storm_plan_draw(struct storm_plan *plan, uint64_t *dice);
+/* The faults of a step, and where else trouble comes from in it. */
+void storm_plan_step(struct storm *s);
+/* Whether a micro-batch that is not the last may have that size, and the largest for a batch. */
+bool storm_is_allowed(const rebatch_options *o, size_t size);
+size_t storm_upper(const rebatch_options *o, size_t batch);
+
+/* ---- the program under test (model.c) ---- */
+
+struct storm_cache {
+    double *table; /* NULL: there is none */
+    uint64_t count;
+};
+
+struct storm_spare {
+    void *block;
+    uint64_t bytes;
+};
+
+/* All guarded host state. */
+struct storm_keep {
+    uint64_t rng;
+    struct storm_cache caches[STORM_CACHES];
+    double *moments;      /* on the device; NULL: none there */
+    uint64_t moments_are; /* 0: not made yet; 1: on the device; 2: on the host */
+    double *gradients;
+    struct storm_spare spares[STORM_SPARES];
+    uint64_t level;
+};
+
+/* The program, and what is known of how it should be. */
+struct storm {
+    uint64_t seed, dice;
+    bool is_verbose, has_failed;
+    char failure[400];
+    struct storm_plan plan;
+
+    rebatch_device *host, *device; /* the latter is a fault device on the former */
+    rebatch *rb;
+    rebatch_pool *pool;
+    rebatch_step_ops ops;
+
+    /* the program's state */
+    struct storm_keep keep;
+    double *parameters, *running; /* on the device, all the time */
+    uint64_t other_bytes;         /* live besides what `keep` knows, all the time */
+    double moments_on_host[STORM_PARAMETERS];
+    bool is_pinned[STORM_CACHES];
+    void *temps[STORM_TEMPS]; /* of the callback that runs */
+    size_t temp_bytes[STORM_TEMPS];
+    size_t temp_count;
+
+    /* the step */
+    uint64_t step, lengths;
+    size_t batch;
+    struct storm_fault faults[STORM_FAULTS];
+    size_t fault_count;
+    size_t room_low, room_high; /* what a co-tenant leaves; high 0: it does not move */
+    bool is_probing;            /* a probe runs, no step */
+    bool is_calm;               /* no more trouble from the program */
+
+    /* what should be */
+    struct storm_numbers before, after; /* the step, by the reference */
+    struct storm_keep at_step;          /* to which an undone step comes back */
+    struct storm_keep at_callback;      /* to which an undone attempt comes back */
+    double running_at_step, running_at_callback;
+    bool learned[STORM_CALLBACKS];
+    size_t next;           /* sample that comes next */
+    bool may_zero;         /* zero_grad is next */
+    bool may_be_torn;      /* an update has failed after it had begun, or may have */
+    bool is_updated;       /* the update has succeeded */
+    bool has_answered_own; /* STORM_STATUS, before that */
+    uint32_t calls[STORM_CALLBACKS];
+
+    struct storm_counts *counts;
+};
+
+rebatch_step_ops storm_model_ops(const struct storm_plan *plan);
+
+/* ---- its memory (memory.c) ---- */
+
+/* NULL: there is no memory. */
+void *storm_alloc(struct storm *s, size_t bytes);
+void storm_free(struct storm *s, void *pointer);
+void storm_fill(void *block, size_t bytes, uint64_t marker);
+bool storm_is_filled(const void *block, size_t bytes, uint64_t marker);
+/* What is written into a spare block. */
+uint64_t storm_spare_marker(const struct storm *s, size_t i);
+/* A block of the callback that runs; NULL: there is no memory. */
+void *storm_temp(struct storm *s, size_t bytes);
+void storm_temps_free(struct storm *s);
+/* Whether nobody has written into them. */
+bool storm_temps_hold(const struct storm *s);
+/* Sees to it that a cache has so many entries, and stays until the callback is done with it. */
+rebatch_status storm_cache_ensure(struct storm *s, size_t cache, size_t count);
+void storm_cache_done(struct storm *s, size_t cache);
+void storm_cache_drop(struct storm *s, size_t cache);
+double storm_cache_look_up(struct storm *s, size_t cache, size_t index);
+/* The pressure callback. */
+size_t storm_give_up(size_t wanted_bytes, void *user);
+
+/* ---- what must hold (checks.c) ---- */
+
+/* Notes the first thing that is wrong. */
+void storm_fail(struct storm *s, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void storm_say(const struct storm *s, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+/* Bytes that a block of so many has. */
+size_t storm_rounded(size_t bytes);
+/* Guarded state is what it should be, every pointer is a live block of its size with its contents,
+ * and nothing else lives. `where` names the place. */
+void storm_check_keep(struct storm *s, const struct storm_keep *should, double running,
+                      const char *where);
+void storm_check_memory(struct storm *s, const char *where);
+/* What `keep` knows of is so much. */
+uint64_t storm_held(struct storm *s, const char *where);
+/* Blocks of before the step that a callback has freed stay untouched until it ends. */
+void storm_check_waiting(struct storm *s, const char *where);
+void storm_check_cut(struct storm *s, const rebatch_microbatch *mb);
+void storm_check_numbers(struct storm *s, const struct storm_numbers *should, const char *where);
+bool storm_same_bits(const double *a, const double *b, size_t count);
+
+/* ---- a training (training.c) ---- */
+
+/* What happened, all in all. */
+#define STORM_COUNTS(X)                                                                            \
+    X(trainings)                                                                                   \
+    X(steps) X(ok) X(exhausted) X(torn) X(own) X(ooms) X(dirty_ooms) X(undone) X(shrunk) X(grown)  \
+        X(growths_failed) X(lightened) X(pressed) X(probes) X(recovery_steps)
+
+struct storm_counts {
+#define STORM_COUNT_(name) uint64_t name;
+    STORM_COUNTS(STORM_COUNT_)
+#undef STORM_COUNT_
+};
+
+/* Runs the training of a seed. `failure` has room for 512 bytes.
+ * @return true when all held. */
+bool storm_run(uint64_t seed, bool is_verbose, struct storm_counts *counts, char *failure);
+
+#endif

@@ -1,0 +1,384 @@
+/* Owns a training: its session, its steps, how each is judged, and the way back when all is well.
+ * Must not know what the callbacks do. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "storm.h"
+
+/* ---- opening and closing ---- */
+
+static void on_event(const rebatch_event *event, void *user)
+{
+    struct storm *const s = user;
+    char text[512];
+    s->counts->shrunk += event->kind == REBATCH_EVENT_SHRINK;
+    s->counts->grown += event->kind == REBATCH_EVENT_GROW;
+    s->counts->growths_failed += event->kind == REBATCH_EVENT_GROWTH_FAILED;
+    if (!s->is_verbose)
+        return;
+    (void)rebatch_event_format(text, sizeof text, event);
+    storm_say(s, "    ! %s", text);
+}
+
+static void guard(struct storm *s, void *state, size_t bytes, rebatch_guard_kind kind)
+{
+    if (rebatch_guard(s->rb, state, bytes, kind) != REBATCH_OK)
+        storm_fail(s, "a guard was refused: %s", rebatch_last_error());
+}
+
+static void set_guards(struct storm *s)
+{
+    struct storm_keep *const keep = &s->keep;
+    guard(s, s->running, sizeof *s->running, REBATCH_GUARD_DEVICE);
+    if (s->plan.is_one_guard) {
+        guard(s, keep, sizeof *keep, REBATCH_GUARD_HOST);
+        return;
+    }
+    guard(s, &keep->rng, sizeof keep->rng, REBATCH_GUARD_HOST);
+    for (size_t i = 0; i < STORM_CACHES; i++)
+        guard(s, &keep->caches[i], sizeof keep->caches[i], REBATCH_GUARD_HOST);
+    guard(s, &keep->moments, sizeof keep->moments, REBATCH_GUARD_HOST);
+    guard(s, &keep->moments_are, sizeof keep->moments_are, REBATCH_GUARD_HOST);
+    guard(s, &keep->gradients, sizeof keep->gradients, REBATCH_GUARD_HOST);
+    for (size_t i = 0; i < STORM_SPARES; i++) {
+        guard(s, &keep->spares[i].block, sizeof keep->spares[i].block, REBATCH_GUARD_HOST);
+        guard(s, &keep->spares[i].bytes, sizeof keep->spares[i].bytes, REBATCH_GUARD_HOST);
+    }
+    guard(s, &keep->level, sizeof keep->level, REBATCH_GUARD_HOST);
+}
+
+static bool open_session(struct storm *s)
+{
+    rebatch_options *const o = &s->plan.options;
+    const rebatch_host_options host = {sizeof host, s->plan.granule_bytes};
+    o->on_event = on_event;
+    o->on_event_user = s;
+    if (rebatch_device_open_host(&s->host, STORM_PLENTY_BYTES, &host) != REBATCH_OK ||
+        rebatch_device_open_fault(&s->device, s->host, NULL) != REBATCH_OK ||
+        rebatch_open(&s->rb, s->device, o) != REBATCH_OK) {
+        storm_fail(s, "cannot open: %s", rebatch_last_error());
+        return false;
+    }
+    s->pool = rebatch_get_pool(s->rb);
+    s->ops = storm_model_ops(&s->plan);
+    return true;
+}
+
+static bool make_model(struct storm *s)
+{
+    const size_t bytes = STORM_PARAMETERS * sizeof(double);
+    s->parameters = storm_alloc(s, bytes);
+    s->running = storm_alloc(s, sizeof *s->running);
+    if (!s->plan.makes_gradients)
+        s->keep.gradients = storm_alloc(s, bytes);
+    if (!s->parameters || !s->running) {
+        storm_fail(s, "no memory for the parameters");
+        return false;
+    }
+    s->keep.rng = storm_hash(s->seed, 1);
+    *s->running = 0;
+    s->before.rng = s->keep.rng;
+    for (size_t i = 0; i < STORM_PARAMETERS; i++)
+        s->before.parameters[i] = s->parameters[i] = storm_unit(storm_hash(s->seed, 50 + i));
+    set_guards(s);
+    for (size_t i = 0; i < s->plan.pressures; i++)
+        if (rebatch_pool_add_pressure(s->pool, storm_give_up, s) != REBATCH_OK)
+            storm_fail(s, "no pressure: %s", rebatch_last_error());
+    rebatch_pool_stats stats;
+    (void)rebatch_pool_get_stats(&stats, s->pool);
+    s->other_bytes = stats.live_bytes - storm_held(s, "at the beginning");
+    return !s->has_failed;
+}
+
+static void close_session(struct storm *s)
+{
+    rebatch_memory_info info = {0};
+    rebatch_close(s->rb);
+    (void)rebatch_device_memory(s->host, &info);
+    if (info.used_bytes)
+        storm_fail(s, "%zu bytes were not given back to the device", info.used_bytes);
+    rebatch_device_close(s->device);
+    rebatch_device_close(s->host);
+}
+
+/* ---- between steps ---- */
+
+static void set_room(struct storm *s, size_t bytes)
+{
+    if (rebatch_device_set_capacity(s->host, bytes) != REBATCH_OK)
+        storm_fail(s, "a capacity was refused: %s", rebatch_last_error());
+    storm_say(s, "  room: %zu bytes", bytes);
+}
+
+/* A co-tenant leaves so much beyond what is in use. */
+static void move_tenant(struct storm *s)
+{
+    if (s->plan.trouble == 1 ? !storm_one_in(&s->dice, 20) : !storm_one_in(&s->dice, 2))
+        return;
+    if (storm_one_in(&s->dice, 5)) {
+        set_room(s, STORM_PLENTY_BYTES);
+        return;
+    }
+    rebatch_memory_info info;
+    if (storm_one_in(&s->dice, 2))
+        (void)rebatch_pool_trim(s->pool, 0, NULL);
+    (void)rebatch_device_memory(s->host, &info);
+    const size_t most =
+        s->plan.unit_bytes * STORM_BATCH_MOST * (size_t)(1 << storm_below(&s->dice, 4));
+    set_room(s, info.used_bytes + storm_below(&s->dice, most) + s->plan.granule_bytes);
+}
+
+static void change_spares(struct storm *s)
+{
+    for (size_t i = 0; i < STORM_SPARES; i++) {
+        struct storm_spare *const spare = &s->keep.spares[i];
+        if (!storm_one_in(&s->dice, 3))
+            continue;
+        if (spare->block) {
+            storm_free(s, spare->block);
+            *spare = (struct storm_spare){NULL, 0};
+            continue;
+        }
+        const size_t bytes = 1 + storm_below(&s->dice, s->plan.spare_bytes);
+        void *const block = storm_alloc(s, bytes);
+        if (!block)
+            continue;
+        storm_fill(block, bytes, storm_spare_marker(s, i));
+        *spare = (struct storm_spare){block, bytes};
+    }
+}
+
+/* From here on a step, or a probe, may have to be undone. */
+static void mark(struct storm *s)
+{
+    s->at_step = s->at_callback = s->keep;
+    s->running_at_step = s->running_at_callback = *s->running;
+}
+
+static void disarm(struct storm *s)
+{
+    (void)rebatch_fault_arm(s->device, NULL);
+}
+
+static void probe(struct storm *s)
+{
+    rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
+    rebatch_probe_report report;
+    options.max_trials = (uint32_t)storm_below(&s->dice, 5);
+    if (storm_one_in(&s->dice, 3))
+        options.reserve_bytes = storm_below(&s->dice, 20000);
+    storm_say(s, "  probe");
+    s->is_probing = true;
+    mark(s);
+    const rebatch_status status = rebatch_probe(s->rb, &s->ops, s->batch, s, &options, &report);
+    s->is_probing = false;
+    disarm(s);
+    s->counts->probes++;
+    storm_say(s, "  probe: %s, %zu", rebatch_status_name(status), report.size);
+    if (status != REBATCH_OK && status != REBATCH_E_EXHAUSTED && status != STORM_STATUS)
+        storm_fail(s, "the probe answered %s: %s", rebatch_status_name(status),
+                   rebatch_last_error());
+    storm_check_keep(s, &s->at_step, s->running_at_step, "after a probe");
+    storm_check_memory(s, "after a probe");
+}
+
+/* ---- a step ---- */
+
+static void begin_step(struct storm *s)
+{
+    mark(s);
+    s->after = s->before;
+    storm_reference_step(&s->after, s->step, s->batch, s->lengths);
+    memset(s->calls, 0, sizeof s->calls);
+    s->next = SIZE_MAX;
+    s->may_zero = true;
+    s->may_be_torn = s->is_updated = s->has_answered_own = false;
+}
+
+/* As a checkpoint would. */
+static void restore_torn(struct storm *s)
+{
+    storm_temps_free(s);
+    memcpy(s->parameters, s->before.parameters, sizeof s->before.parameters);
+    memcpy(s->keep.moments_are == 1 ? s->keep.moments : s->moments_on_host, s->before.moments,
+           sizeof s->before.moments);
+    s->keep.rng = s->before.rng;
+    *s->running = s->before.running;
+    s->counts->torn++;
+}
+
+static void judge_failure(struct storm *s, const rebatch_step_report *report, rebatch_status status)
+{
+    const bool is_known = status == REBATCH_E_EXHAUSTED || status == REBATCH_E_TORN ||
+                          (status == STORM_STATUS && s->has_answered_own);
+    if (!is_known)
+        storm_fail(s, "the step answered %s: %s", rebatch_status_name(status),
+                   rebatch_last_error());
+    if (report->torn != s->may_be_torn || (status == REBATCH_E_TORN && !report->torn))
+        storm_fail(s, "the step answered %s, torn is %d: expected %d", rebatch_status_name(status),
+                   report->torn, s->may_be_torn);
+    s->counts->exhausted += status == REBATCH_E_EXHAUSTED;
+    s->counts->own += status == STORM_STATUS;
+    if (report->torn) {
+        restore_torn(s);
+    } else {
+        s->counts->undone++;
+        storm_check_keep(s, &s->at_step, s->running_at_step, "after a failed step");
+    }
+    storm_check_numbers(s, &s->before, "after a failed step");
+}
+
+static void judge(struct storm *s, const rebatch_step_report *report, rebatch_status status)
+{
+    storm_say(s, "  step: %s", rebatch_status_name(status));
+    s->counts->steps++;
+    s->counts->ooms += report->ooms;
+    if (status == REBATCH_OK) {
+        s->counts->ok++;
+        if (!s->is_updated || s->may_be_torn || s->has_answered_own)
+            storm_fail(s, "the step answered REBATCH_OK, and the update was not made");
+        storm_check_keep(s, &s->at_callback, s->running_at_callback, "after the step");
+        storm_check_numbers(s, &s->after, "after the step");
+        s->before = s->after;
+        s->step++;
+    } else {
+        judge_failure(s, report, status);
+    }
+    if (report->lighten_level > s->plan.levels)
+        storm_fail(s, "the report's level is %u", report->lighten_level);
+    storm_check_memory(s, "after the step");
+}
+
+static rebatch_status run_step(struct storm *s, rebatch_step_report *report)
+{
+    storm_say(s, "step %" PRIu64 ": %zu samples", s->step, s->batch);
+    begin_step(s);
+    const rebatch_status status = rebatch_step(s->rb, &s->ops, s->batch, s, report);
+    disarm(s);
+    judge(s, report, status);
+    return status;
+}
+
+static void stormy_step(struct storm *s, uint32_t number)
+{
+    rebatch_step_report report;
+    s->batch = storm_between(&s->dice, s->plan.batch_least, s->plan.batch_most);
+    s->lengths = storm_hash(s->seed, 10000 + number);
+    change_spares(s);
+    move_tenant(s);
+    storm_plan_step(s);
+    if (s->plan.probes && storm_one_in(&s->dice, s->plan.probes))
+        probe(s);
+    if (!s->has_failed)
+        (void)run_step(s, &report);
+}
+
+/* ---- the way back ---- */
+
+static size_t doublings(size_t n)
+{
+    size_t count = 0;
+    for (; n > 1; n = (n + 1) / 2)
+        count++;
+    return count;
+}
+
+/* A growth takes at most the longest wait, and as long again where a prediction refuses it: once
+ * for each level and each doubling, from one sample, or a cost of one, to all. Learning has its own
+ * few steps before. */
+static uint32_t most_steps_back(const struct storm *s)
+{
+    const size_t all = s->plan.has_cost ? STORM_BATCH_MOST * STORM_LENGTH_MOST : STORM_BATCH_MOST;
+    const size_t growths = s->plan.levels + doublings(all) + 2;
+    return (uint32_t)(growths * 2 * s->plan.options.grow_wait_max) + 4;
+}
+
+static bool is_back(const struct storm *s, const rebatch_step_report *report)
+{
+    const size_t upper = storm_upper(&s->plan.options, s->batch);
+    const size_t least = (s->batch + upper - 1) / upper;
+    const bool is_large = s->plan.has_cost || rebatch_get_micro(s->rb, s->batch) == upper;
+    return report->microbatches == least && is_large && s->keep.level == 0;
+}
+
+static void come_back(struct storm *s)
+{
+    rebatch_step_report report = {0};
+    s->is_calm = true;
+    s->batch = s->plan.batch_most;
+    s->lengths = storm_hash(s->seed, 9999);
+    storm_plan_step(s);
+    set_room(s, STORM_PLENTY_BYTES);
+    const bool grows = s->plan.options.growth != REBATCH_OFF;
+    const uint32_t most = grows ? most_steps_back(s) : 2;
+    for (uint32_t i = 0; i < most && !s->has_failed; i++) {
+        const rebatch_status status = run_step(s, &report);
+        s->counts->recovery_steps++;
+        if (status != REBATCH_OK || report.ooms)
+            storm_fail(s, "with all memory there, %s and %u OOMs: %s", rebatch_status_name(status),
+                       report.ooms, status ? rebatch_last_error() : "");
+        if (is_back(s, &report))
+            return;
+    }
+    if (grows)
+        storm_fail(s,
+                   "after %u steps with all memory there, %u micro-batches of %zu, at level %u: "
+                   "expected %zu samples each, at level 0",
+                   most, report.microbatches, rebatch_get_micro(s->rb, s->batch),
+                   (unsigned)s->keep.level, storm_upper(&s->plan.options, s->batch));
+}
+
+/* ---- all of it ---- */
+
+static void say_plan(const struct storm *s)
+{
+    const struct storm_plan *const p = &s->plan;
+    const rebatch_options *const o = &p->options;
+    storm_say(s,
+              "start %zu smallest %zu largest %zu multiple %zu allowed %zu.. learn %d fit %d "
+              "admission %d caching %d growth %d after %u most %u attempts %u in row %u",
+              o->micro_start, o->micro_smallest, o->micro_largest, o->micro_multiple_of,
+              o->micro_allowed[0], o->learn == REBATCH_ON, o->on_oom == REBATCH_ON_OOM_FIT,
+              o->admission != REBATCH_OFF, o->pool.caching != REBATCH_OFF, o->growth != REBATCH_OFF,
+              o->grow_after, o->grow_wait_max, o->max_attempts, o->max_ooms_in_row);
+    storm_say(s, "batch %zu-%zu levels %u flag %d declares %d cost %d trouble %u unit %zu late %zu",
+              p->batch_least, p->batch_most, p->levels, p->has_flag, p->declares,
+              p->has_cost ? (int)p->cost_kind : -1, p->trouble, p->unit_bytes, p->late_bytes);
+}
+
+static void run(struct storm *s)
+{
+    if (!open_session(s))
+        return;
+    say_plan(s);
+    if (make_model(s)) {
+        for (uint32_t i = 0; i < s->plan.steps && !s->has_failed; i++)
+            stormy_step(s, i);
+        if (!s->has_failed)
+            come_back(s);
+    }
+    close_session(s);
+}
+
+bool storm_run(uint64_t seed, bool is_verbose, struct storm_counts *counts, char *failure)
+{
+    struct storm *const s = calloc(1, sizeof *s);
+    if (!s) {
+        (void)snprintf(failure, 512, "no host memory");
+        return false;
+    }
+    s->seed = seed;
+    s->dice = storm_hash(seed, 0);
+    s->is_verbose = is_verbose;
+    s->counts = counts;
+    storm_plan_draw(&s->plan, &s->dice);
+    run(s);
+    counts->trainings++;
+    const bool has_passed = !s->has_failed;
+    if (!has_passed)
+        (void)snprintf(failure, 512, "step %" PRIu64 ": %s", s->step, s->failure);
+    free(s);
+    return has_passed;
+}
