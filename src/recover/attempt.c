@@ -279,7 +279,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 /* The level is in force, so all that it needs stays. */
 static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, rebatch_scope scope)
 {
-    rbi_guards_end_change(rb, true);
+    rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, true);
     rb->lighten = call->level;
     rebatch_status status = rbi_scope_commit_finally(rb->pool, scope);
     if (status) {
@@ -299,13 +299,13 @@ rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    rbi_guards_begin_change(rb);
+    rbi_guards_begin_change(rb, RBI_CHANGE_LIGHTEN);
     status = run(rb, &call);
     if (status == REBATCH_OK) {
         status = enter_level(rb, &call, scope);
     } else {
         status = give_up(rb, &call, scope, status, ooms);
-        rbi_guards_end_change(rb, false);
+        rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, false);
         if (status == REBATCH_E_UNSUPPORTED) /* what it tried is no callback's to answer for */
             (void)rbi_device_take_last_error(rb->device);
     }

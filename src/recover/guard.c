@@ -19,37 +19,55 @@ static void *copy_at(const struct rbi_guard *guard, enum rbi_guard_point point)
 
 /* ---- what pressure callbacks and lighten change ---- */
 
-void rbi_guards_begin_change(rebatch *rb)
+static void *before(const struct rbi_guard *guard, enum rbi_guard_change change)
+{
+    return change == RBI_CHANGE_LIGHTEN ? guard->before_lighten : guard->before_pressure;
+}
+
+void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change)
 {
     for (size_t i = 0; i < rb->guard_count; i++) {
         const struct rbi_guard *guard = &rb->guards[i];
         if (guard->kind == REBATCH_GUARD_HOST)
-            memcpy(guard->before_change, guard->state, guard->bytes);
+            memcpy(before(guard, change), guard->state, guard->bytes);
     }
 }
 
-/* The bytes that were changed are changed in the copies too. */
-static void keep_change(const struct rbi_guard *guard)
+/* So many bytes change as one: a pointer in parts is none. */
+static size_t unit_at(const char *state, size_t left)
 {
-    const char *const now = guard->state, *const before = guard->before_change;
-    if (memcmp(now, before, guard->bytes) == 0)
-        return;
-    char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
-    for (size_t k = 0; k < guard->bytes; k++)
-        if (now[k] != before[k])
-            at_step[k] = at_attempt[k] = now[k];
+    const size_t word = sizeof(void *);
+    return (uintptr_t)state % word == 0 && left >= word ? word : 1;
 }
 
-void rbi_guards_end_change(rebatch *rb, bool is_kept)
+/* What was changed is changed in the copies too. */
+static void keep_change(const struct rbi_guard *guard, enum rbi_guard_change change)
+{
+    const char *const now = guard->state, *const then = before(guard, change);
+    char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
+    char *const at_lighten = guard->before_lighten; /* pressure within it stays when it fails */
+    size_t unit;
+    for (size_t k = 0; k < guard->bytes; k += unit) {
+        unit = unit_at(now + k, guard->bytes - k);
+        if (memcmp(now + k, then + k, unit) == 0)
+            continue;
+        memcpy(at_step + k, now + k, unit);
+        memcpy(at_attempt + k, now + k, unit);
+        if (change == RBI_CHANGE_PRESSURE)
+            memcpy(at_lighten + k, now + k, unit);
+    }
+}
+
+void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept)
 {
     for (size_t i = 0; i < rb->guard_count; i++) {
         const struct rbi_guard *guard = &rb->guards[i];
         if (guard->kind != REBATCH_GUARD_HOST)
             continue;
         if (is_kept)
-            keep_change(guard);
+            keep_change(guard, change);
         else
-            memcpy(guard->state, guard->before_change, guard->bytes);
+            memcpy(guard->state, before(guard, change), guard->bytes);
     }
 }
 
@@ -114,7 +132,8 @@ static void release(rebatch *rb, const struct rbi_guard *guard)
     } else {
         rbi_heap_free(guard->at_step);
         rbi_heap_free(guard->at_attempt);
-        rbi_heap_free(guard->before_change);
+        rbi_heap_free(guard->before_lighten);
+        rbi_heap_free(guard->before_pressure);
     }
 }
 
@@ -159,7 +178,9 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
     if (!status)
         status = make_copy(rb, &guard.at_attempt, bytes, kind);
     if (!status && kind == REBATCH_GUARD_HOST)
-        status = make_copy(rb, &guard.before_change, bytes, kind);
+        status = make_copy(rb, &guard.before_lighten, bytes, kind);
+    if (!status && kind == REBATCH_GUARD_HOST)
+        status = make_copy(rb, &guard.before_pressure, bytes, kind);
     if (status) {
         release(rb, &guard);
         return status;

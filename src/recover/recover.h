@@ -43,19 +43,24 @@ struct rbi_guard {
     void *state; /* the user's */
     size_t bytes;
     rebatch_guard_kind kind;
-    void *at_step;       /* copy from before zero_grad */
-    void *at_attempt;    /* copy from before the callback that runs */
-    void *before_change; /* of host state: copy from before a pressure callback or lighten */
+    void *at_step;         /* copy from before zero_grad */
+    void *at_attempt;      /* copy from before the callback that runs */
+    void *before_lighten;  /* of host state: copy from before lighten */
+    void *before_pressure; /* of host state: copy from before a pressure callback */
 };
 
 enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
+/* Pressure may come within lighten. */
+enum rbi_guard_change { RBI_CHANGE_LIGHTEN, RBI_CHANGE_PRESSURE };
 
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point);
 rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point);
 /* Around a pressure callback and lighten, which change guarded host state for good: an attempt or a
- * step that is undone later does not undo that. Not kept: the state is put back at once. */
-void rbi_guards_begin_change(rebatch *rb);
-void rbi_guards_end_change(rebatch *rb, bool is_kept);
+ * step that is undone later does not undo that. Aligned words change as a whole, so that a pointer
+ * is what it was or what it is. Not kept: the state is put back at once, but for what a pressure
+ * callback within lighten has changed. */
+void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
+void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
 /* Whether a pointer to `address` is in guarded host state now. */
 bool rbi_guards_know(const rebatch *rb, const void *address);
 /* Whether a pointer to `address` is in guarded host state now, where the copy has another value:

@@ -71,9 +71,9 @@ static void on_pressure(void *user, bool begins)
     rebatch *rb = user;
     if (begins) {
         (void)pthread_mutex_lock(&rb->changing);
-        rbi_guards_begin_change(rb);
+        rbi_guards_begin_change(rb, RBI_CHANGE_PRESSURE);
     } else {
-        rbi_guards_end_change(rb, true);
+        rbi_guards_end_change(rb, RBI_CHANGE_PRESSURE, true);
         (void)pthread_mutex_unlock(&rb->changing);
     }
 }
