@@ -576,6 +576,9 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* Commits the innermost scope past those of its session around it: what was freed in it is free
  * now, and what was allocated in it stays when they are rolled back. */
 rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope);
+/* Has the free of the block at an address wait for no session's scope any longer: it is not undone,
+ * whatever becomes of them. Nothing, where no such free waits. */
+void rbi_scope_free_waiting(rebatch_pool *pool, const void *address);
 /* Of the frees that wait in an open scope for its commit, undoes those of the blocks that
  * `is_known`. It runs with the lock held, so it must not call the pool. */
 void rbi_scope_revive(rebatch_pool *pool, rebatch_scope scope,

@@ -209,6 +209,33 @@ static struct rbi_scope *find_waiting_place(rebatch_pool *pool, const struct rbi
     return all && block->birth < all->first_birth ? all : NULL;
 }
 
+/* Carries out a free that no session's scope is to hold back. */
+static void finish_free(rebatch_pool *pool, struct rbi_block *block)
+{
+    struct rbi_scope *const place = find_waiting_place(pool, block);
+    if (place) {
+        push_deferred(place, block);
+        return;
+    }
+    pool->stats.deferred_bytes -= block->bytes;
+    rbi_scope_pass_over(pool, block, false);
+    rbi_pool_drop_block(pool, block, false);
+}
+
+/* The block at an address, out of the frees that wait in a scope; NULL when it is not there. */
+static struct rbi_block *take_deferred(struct rbi_scope *scope, const void *address)
+{
+    struct rbi_block **link = &scope->deferred;
+    while (*link && (*link)->address != address)
+        link = &(*link)->next_deferred;
+    struct rbi_block *const block = *link;
+    if (block) {
+        *link = block->next_deferred;
+        block->next_deferred = NULL;
+    }
+    return block;
+}
+
 rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle)
 {
     rebatch_status status = rbi_pool_check(pool);
@@ -223,16 +250,8 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
     const uint64_t first_birth = scope->first_birth;
     close_innermost(pool);
     struct rbi_block *block;
-    while ((block = pop_deferred(scope))) {
-        struct rbi_scope *const place = find_waiting_place(pool, block);
-        if (place) {
-            push_deferred(place, block);
-            continue;
-        }
-        pool->stats.deferred_bytes -= block->bytes;
-        rbi_scope_pass_over(pool, block, false);
-        rbi_pool_drop_block(pool, block, false);
-    }
+    while ((block = pop_deferred(scope)))
+        finish_free(pool, block);
     for (struct rbi_block *b = pool->by_birth.previous;
          pool->insider != 0 && b != &pool->by_birth && b->birth >= first_birth; b = b->previous) {
         if (b->outside)
@@ -242,6 +261,17 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
     }
     rbi_lock_give(&pool->lock);
     return REBATCH_OK;
+}
+
+void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
+{
+    rbi_pool_enter(pool);
+    struct rbi_block *block = NULL;
+    for (size_t i = pool->depth; !block && i-- > 0 && pool->scopes[i].insider != 0;)
+        block = take_deferred(&pool->scopes[i], address);
+    if (block)
+        finish_free(pool, block);
+    rbi_lock_give(&pool->lock);
 }
 
 void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,

@@ -40,8 +40,35 @@ static size_t unit_at(const char *state, size_t left)
     return (uintptr_t)state % word == 0 && left >= word ? word : 1;
 }
 
+static bool copies_know(const rebatch *rb, const void *address)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        const char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
+        const size_t words = guard->kind == REBATCH_GUARD_HOST ? guard->bytes / sizeof address : 0;
+        for (size_t k = 0; k < words * sizeof address; k += sizeof address)
+            if (memcmp(at_step + k, &address, sizeof address) == 0 ||
+                memcmp(at_attempt + k, &address, sizeof address) == 0)
+                return true;
+    }
+    return false;
+}
+
+/* Where the step had changed the same word before, from a pointer to a block that it freed, nobody
+ * would know that block if the free were undone. */
+static void replace(const rebatch *rb, char *copy, const char *now, const char *then, size_t unit)
+{
+    void *lost = NULL;
+    if (unit == sizeof lost && memcmp(copy, then, unit) != 0)
+        memcpy(&lost, copy, unit);
+    memcpy(copy, now, unit);
+    if (lost && !copies_know(rb, lost))
+        rbi_scope_free_waiting(rb->pool, lost);
+}
+
 /* What was changed is changed in the copies too. */
-static void keep_change(const struct rbi_guard *guard, enum rbi_guard_change change)
+static void keep_change(const rebatch *rb, const struct rbi_guard *guard,
+                        enum rbi_guard_change change)
 {
     const char *const now = guard->state, *const then = before(guard, change);
     char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
@@ -51,8 +78,8 @@ static void keep_change(const struct rbi_guard *guard, enum rbi_guard_change cha
         unit = unit_at(now + k, guard->bytes - k);
         if (memcmp(now + k, then + k, unit) == 0)
             continue;
-        memcpy(at_step + k, now + k, unit);
-        memcpy(at_attempt + k, now + k, unit);
+        replace(rb, at_step + k, now + k, then + k, unit);
+        replace(rb, at_attempt + k, now + k, then + k, unit);
         if (change == RBI_CHANGE_PRESSURE)
             memcpy(at_lighten + k, now + k, unit);
     }
@@ -65,7 +92,7 @@ void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_ke
         if (guard->kind != REBATCH_GUARD_HOST)
             continue;
         if (is_kept)
-            keep_change(guard, change);
+            keep_change(rb, guard, change);
         else
             memcpy(guard->state, before(guard, change), guard->bytes);
     }
