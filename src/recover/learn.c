@@ -202,6 +202,13 @@ static bool is_done(const rebatch *rb)
     return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, rb->batch) < upper;
 }
 
+/* A size that was found when there was less memory is growth's to answer. */
+static bool is_whole(const rebatch *rb)
+{
+    return rb->by_cost ? !rb->cut_by_budget
+                       : rbi_micro_size(rb, rb->batch) == rbi_micro_upper(rb, rb->batch);
+}
+
 bool rbi_learn_step_done(rebatch *rb)
 {
     struct rbi_learning *learning = &rb->learning;
@@ -212,7 +219,7 @@ bool rbi_learn_step_done(rebatch *rb)
         return false;
     }
     if (learning->upper && learning->is_settled)
-        return true;
+        return is_whole(rb);
     learning->upper = 0;
     learning->has_stepped = true;
     const size_t next = choose(rb, 0);
