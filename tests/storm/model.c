@@ -42,12 +42,13 @@ static rebatch_status conclude(struct storm *s, enum storm_callback callback, bo
                                size_t count, rebatch_status answer)
 {
     storm_say(s, "    -> %s%s", rebatch_status_name(answer), has_mutated ? ", mutated" : "");
+    if (answer == REBATCH_OK)
+        s->learned[callback] |= has_mutated; /* in a trial too */
     if (s->is_probing)
         return answer;
     if (answer == REBATCH_OK) {
         s->at_callback = s->keep;
         s->running_at_callback = *s->running;
-        s->learned[callback] |= has_mutated;
         s->next = callback == STORM_ZERO ? 0 : s->next + count;
         s->may_zero = false;
         s->is_updated |= callback == STORM_UPDATE;

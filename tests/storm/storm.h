@@ -232,7 +232,8 @@ bool storm_same_bits(const double *a, const double *b, size_t count);
 /* What happened, all in all. */
 #define STORM_COUNTS(X)                                                                            \
     X(trainings)                                                                                   \
-    X(steps) X(ok) X(exhausted) X(torn) X(own) X(ooms) X(dirty_ooms) X(undone) X(shrunk) X(grown)  \
+    X(steps)                                                                                       \
+    X(ok) X(exhausted) X(torn) X(own) X(ooms) X(dirty_ooms) X(undone) X(shrunk) X(grown)           \
         X(growths_failed) X(lightened) X(pressed) X(probes) X(recovery_steps)
 
 struct storm_counts {
