@@ -278,6 +278,8 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
     if (status && status != REBATCH_E_EXHAUSTED)
         return status;
     const rebatch_status zeroed = zero_grad(rb);
+    if (zeroed) /* as it was before, so that what the first zero_grad made is known */
+        (void)rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
     return status ? status : zeroed;
 }
 

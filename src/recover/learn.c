@@ -202,7 +202,7 @@ static bool is_done(const rebatch *rb)
     return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, rb->batch) < upper;
 }
 
-/* A size that was found when there was less memory is growth's to answer. */
+/* Whether no larger size is to be had of this batch. */
 static bool is_whole(const rebatch *rb)
 {
     return rb->by_cost ? !rb->cut_by_budget
@@ -218,8 +218,12 @@ bool rbi_learn_step_done(rebatch *rb)
         rbi_learn_stop(rb);
         return false;
     }
-    if (learning->upper && learning->is_settled)
-        return is_whole(rb);
+    if (learning->upper && learning->is_settled) {
+        if (is_whole(rb))
+            return true;
+        rbi_learn_stop(rb); /* what was found when there was less memory is growth's to better */
+        return false;
+    }
     learning->upper = 0;
     learning->has_stepped = true;
     const size_t next = choose(rb, 0);
