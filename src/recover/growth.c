@@ -138,9 +138,13 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
     return fitting(rb, size, rbi_max(larger, size), available);
 }
 
+/* By cost, what uncuts this batch: a model takes its time to say what a size far beyond needs. */
 static size_t upper_size(const rebatch *rb)
 {
-    return rb->by_cost ? SIZE_MAX : rbi_micro_upper(rb, rb->batch);
+    if (!rb->by_cost)
+        return rbi_micro_upper(rb, rb->batch);
+    const size_t twice = rb->budget > SIZE_MAX / 2 ? SIZE_MAX : rb->budget * 2;
+    return rbi_max(rbi_size_of(rb, 0, rb->batch), twice);
 }
 
 size_t rbi_growth_larger(rebatch *rb)

@@ -316,7 +316,8 @@ static void come_back(struct storm *s)
     for (uint32_t i = 0; i < most && !s->has_failed; i++) {
         const rebatch_status status = run_step(s, &report);
         s->counts->recovery_steps++;
-        if (status != REBATCH_OK || report.ooms)
+        /* What once asked for more than there is may be refused once more, as what runs is not. */
+        if (status != REBATCH_OK || report.ooms > report.ooms_in[REBATCH_PHASE_ADMISSION])
             storm_fail(s, "with all memory there, %s and %u OOMs: %s", rebatch_status_name(status),
                        report.ooms, status ? rebatch_last_error() : "");
         if (is_back(s, &report))
