@@ -22,10 +22,10 @@ struct job {
     uint64_t seed; /* that runs, or is next */
     uint64_t passed, failed;
     struct storm_counts counts;
-    pid_t pid;
 };
 
 struct command {
+    pid_t pids[JOBS_MOST];
     uint64_t first, seeds;
     uint32_t jobs;
     bool is_verbose, is_one;
@@ -57,22 +57,23 @@ static void work(const struct command *c, struct job *job)
     (void)alarm(0);
 }
 
-static void start(const struct command *c, struct job *job)
+static void start(struct command *c, struct job *job, uint32_t number)
 {
     (void)fflush(stdout);
-    job->pid = fork();
-    if (job->pid == 0) {
+    const pid_t pid = fork();
+    c->pids[number] = pid;
+    if (pid == 0) {
         work(c, job);
         _exit(0);
     }
-    if (job->pid < 0) {
+    if (pid < 0) {
         perror("fork");
         exit(2);
     }
 }
 
 /* A process that died did so of the seed that it ran: another one goes on after that. */
-static void note_death(const struct command *c, struct job *job, int status)
+static void note_death(struct command *c, struct job *job, uint32_t number, int status)
 {
     char what[64];
     if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
@@ -85,16 +86,16 @@ static void note_death(const struct command *c, struct job *job, int status)
     job->failed++;
     job->seed += c->jobs;
     if (job->failed < FAILURES_MOST)
-        start(c, job);
+        start(c, job, number);
 }
 
-static void wait_for_all(const struct command *c, struct job *jobs)
+static void wait_for_all(struct command *c, struct job *jobs)
 {
     int status;
     for (pid_t pid; (pid = wait(&status)) > 0;)
         for (uint32_t i = 0; i < c->jobs; i++)
-            if (jobs[i].pid == pid && status != 0)
-                note_death(c, &jobs[i], status);
+            if (c->pids[i] == pid && status != 0)
+                note_death(c, &jobs[i], i, status);
 }
 
 static int say_summary(const struct command *c, const struct job *jobs)
@@ -161,17 +162,27 @@ static bool read_command(struct command *c, char **arguments)
     return true;
 }
 
+/* Memory of all processes, with none before and behind it, so that what a broken library has a
+ * training overwrite is not this. */
+static struct job *share_jobs(void)
+{
+    const size_t fence = (size_t)1 << 20, bytes = (size_t)1 << 16;
+    _Static_assert(JOBS_MOST * sizeof(struct job) <= 1 << 16, "the jobs have room");
+    char *const all =
+        mmap(NULL, fence + bytes + fence, PROT_NONE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED || mprotect(all + fence, bytes, PROT_READ | PROT_WRITE) != 0) {
+        perror("mmap");
+        exit(2);
+    }
+    return (struct job *)(void *)(all + fence);
+}
+
 int main(int count, char **arguments)
 {
     struct command c = {.first = 1, .seeds = 100000, .jobs = 2, .program = arguments[0]};
     if (!read_command(&c, arguments + (count > 0)))
         return usage(c.program);
-    struct job *const jobs = mmap(NULL, JOBS_MOST * sizeof *jobs, PROT_READ | PROT_WRITE,
-                                  MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (jobs == MAP_FAILED) {
-        perror("mmap");
-        return 2;
-    }
+    struct job *const jobs = share_jobs();
     if (c.is_one) {
         c.jobs = 1;
         jobs[0].seed = c.first;
@@ -180,7 +191,7 @@ int main(int count, char **arguments)
     }
     for (uint32_t i = 0; i < c.jobs; i++) {
         jobs[i].seed = c.first + i;
-        start(&c, &jobs[i]);
+        start(&c, &jobs[i], i);
     }
     wait_for_all(&c, jobs);
     return say_summary(&c, jobs);

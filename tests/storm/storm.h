@@ -233,8 +233,10 @@ bool storm_same_bits(const double *a, const double *b, size_t count);
 #define STORM_COUNTS(X)                                                                            \
     X(trainings)                                                                                   \
     X(steps)                                                                                       \
-    X(ok) X(exhausted) X(torn) X(own) X(ooms) X(dirty_ooms) X(undone) X(shrunk) X(grown)           \
-        X(growths_failed) X(lightened) X(pressed) X(probes) X(recovery_steps)
+    X(ok)                                                                                          \
+    X(exhausted)                                                                                   \
+    X(torn) X(own) X(ooms) X(dirty_ooms) X(undone) X(shrunk) X(grown) X(growths_failed)            \
+        X(lightened) X(pressed) X(probes) X(recovery_steps)
 
 struct storm_counts {
 #define STORM_COUNT_(name) uint64_t name;
