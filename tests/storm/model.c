@@ -1,5 +1,5 @@
-/* Owns the callbacks of the program under test: a model of four parameters with lazy caches, moments
- * that move, a random state, and trouble on order.
+/* Owns the callbacks of the program under test: a model of four parameters with lazy caches,
+ * moments that move, a random state, and trouble on order.
  * Must not know how its results are judged. */
 #include <string.h>
 
