@@ -57,7 +57,8 @@ static size_t ask_teacher(rebatch *rb, size_t left)
         dismiss_teacher(learning);
         return 0;
     }
-    return size;
+    /* What a smaller batch had as a whole may be none that is allowed in this one. */
+    return size == upper || rbi_round_size(&rb->options, size) == size ? size : 0;
 }
 
 static void prepare_pool(struct rbi_learning *learning)
