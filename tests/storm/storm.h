@@ -236,8 +236,17 @@ bool storm_same_bits(const double *a, const double *b, size_t count);
     X(ok)                                                                                          \
     X(exhausted)                                                                                   \
     X(torn)                                                                                        \
-    X(own) X(ooms) X(dirty_ooms) X(undone) X(shrunk) X(grown) X(growths_failed) X(lightened)       \
-        X(pressed) X(probes) X(recovery_steps)
+    X(own)                                                                                         \
+    X(ooms)                                                                                        \
+    X(dirty_ooms)                                                                                  \
+    X(undone)                                                                                      \
+    X(shrunk)                                                                                      \
+    X(grown)                                                                                       \
+    X(growths_failed)                                                                              \
+    X(lightened)                                                                                   \
+    X(pressed)                                                                                     \
+    X(probes)                                                                                      \
+    X(recovery_steps)
 
 struct storm_counts {
 #define STORM_COUNT_(name) uint64_t name;
