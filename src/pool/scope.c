@@ -265,7 +265,7 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
 
 void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
 {
-    rbi_pool_enter(pool);
+    rbi_pool_take_lock(pool);
     struct rbi_block *block = NULL;
     for (size_t i = pool->depth; !block && i-- > 0 && pool->scopes[i].insider != 0;)
         block = take_deferred(&pool->scopes[i], address);

@@ -55,8 +55,18 @@ static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model
     return status;
 }
 
-static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch,
-                              size_t reserve_bytes)
+/* Holds what the next step will make before its first micro-batch, as far as there is room. */
+static size_t hold_made(void **blocks, rebatch *rb)
+{
+    size_t count = 0;
+    while (count < rb->made_count && rebatch_pool_alloc(&blocks[count], rb->pool, rb->made[count],
+                                                        rb->options.stream, 0) == REBATCH_OK)
+        count++;
+    return count;
+}
+
+static rebatch_status predict_with_reserve(rebatch_prediction *out, rebatch *rb, size_t batch,
+                                           size_t reserve_bytes)
 {
     const size_t least = rb->oracle.by_cost ? 0 : rbi_round_size_up(&rb->options, 1);
     struct rbi_setting setting = rbi_probe_setting(rb, least);
@@ -75,6 +85,19 @@ static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch
     if (!status)
         status = ask(out, rbi_probe_model(rb), &setting, batch);
     rbi_pieces_release(&setting);
+    return status;
+}
+
+static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch,
+                              size_t reserve_bytes)
+{
+    void *made[RBI_MADE_MOST];
+    size_t count = hold_made(made, rb);
+    const rebatch_status status = predict_with_reserve(out, rb, batch, reserve_bytes);
+    if (count < rb->made_count)
+        out->fits = false;
+    while (count > 0)
+        (void)rebatch_pool_free(rb->pool, made[--count]);
     return status;
 }
 

@@ -63,7 +63,9 @@ static uint64_t peak_of(const rebatch *rb, size_t size)
 struct trials {
     rebatch *rb;
     const struct rbi_setting *setting;
+    enum rbi_guard_point point; /* what guards are put back to */
     void *forgotten[FORGOTTEN_MOST];
+    size_t bytes[FORGOTTEN_MOST];
     size_t count;
 };
 
@@ -71,9 +73,10 @@ struct trials {
 static void add_forgotten(void *user, const void *address, size_t bytes)
 {
     struct trials *trials = user;
-    (void)bytes;
-    if (trials->count < FORGOTTEN_MOST && rbi_guards_forget(trials->rb, address, RBI_GUARD_STEP))
+    if (trials->count < FORGOTTEN_MOST && rbi_guards_forget(trials->rb, address, trials->point)) {
+        trials->bytes[trials->count] = bytes;
         trials->forgotten[trials->count++] = (void *)(uintptr_t)address;
+    }
 }
 
 /* Runs with the pool's lock held. */
@@ -96,7 +99,7 @@ static rebatch_status end_trial(struct trials *trials, rebatch_scope scope, uint
     if (rb->guard_count)
         rbi_pool_each_live(rb->pool, &(struct rbi_extent){first_birth, true}, add_forgotten,
                            trials);
-    const rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_STEP);
+    const rebatch_status status = rbi_guards_restore(rb, trials->point);
     if (rb->guard_count)
         rbi_scope_revive(rb->pool, scope, is_known, rb);
     rbi_scope_commit_all(rb->pool, scope);
@@ -278,34 +281,56 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
     if (status && status != REBATCH_E_EXHAUSTED)
         return status;
     const rebatch_status zeroed = zero_grad(rb);
-    if (zeroed) /* as it was before, so that what the first zero_grad made is known */
-        (void)rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
     return status ? status : zeroed;
 }
 
 /* Trials begin as micro-batches do, after zero_grad, and each leaves guarded state as that did. */
-static rebatch_status prepare(struct rbi_setting *setting, rebatch *rb)
+static rebatch_status search_sizes(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
 {
-    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    struct rbi_setting *const setting = &search->setting;
+    rebatch_status status = zero_grad(rb);
     if (!status)
-        status = zero_grad(rb);
-    if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_STEP);
+        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
     if (!status)
         status = rbi_pool_clone(&setting->fresh, &setting->fresh_device, rb->pool);
-    return status;
-}
-
-static rebatch_status run(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
-{
-    rebatch_status status = prepare(&search->setting, rb);
     if (status)
         return status;
-    status = rbi_pieces_plan(&search->setting, reserve_bytes);
+    status = rbi_pieces_plan(setting, reserve_bytes);
     if (status)
         return judge(rb, status, "reserve_bytes", reserve_bytes);
     status = search_with_reserve(search, rb, reserve_bytes);
-    rbi_pieces_release(&search->setting);
+    rbi_pieces_release(setting);
+    return status;
+}
+
+/* The search between two zero_grads leaves guarded state as it was before the first. What they made
+ * and a guarded pointer no longer knows is given back, and the next step makes it again. */
+static rebatch_status search_and_undo(struct rbi_search *search, struct trials *trials,
+                                      size_t reserve_bytes)
+{
+    rebatch *rb = trials->rb;
+    rebatch_scope scope;
+    rebatch_status status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    if (!status)
+        status = rbi_scope_begin_own(&scope, rb->pool);
+    if (status)
+        return status;
+    const uint64_t births = rbi_pool_births(rb->pool);
+    status = search_sizes(search, rb, reserve_bytes);
+    free_forgotten(trials);
+    trials->point = RBI_GUARD_STEP;
+    const rebatch_status restored = end_trial(trials, scope, births);
+    rbi_need_set_made(rb, trials->bytes, trials->count);
+    free_forgotten(trials);
+    return status ? status : restored;
+}
+
+static rebatch_status run(struct rbi_search *search, struct trials *trials, size_t reserve_bytes)
+{
+    rebatch *rb = trials->rb;
+    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    if (!status)
+        status = search_and_undo(search, trials, reserve_bytes);
     if (!status && search->whole_count > 1)
         status = rbi_probe_hand_over(rb, &search->model);
     if (!status)
@@ -349,7 +374,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
 {
     const size_t most = rbi_micro_upper(rb, batch);
     const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
-    struct trials trials = {.rb = rb};
+    struct trials trials = {.rb = rb, .point = RBI_GUARD_ATTEMPT};
     struct rbi_search search = {.trial = run_trial,
                                 .user = &trials,
                                 .now = rbi_now_ns,
@@ -370,8 +395,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
     if (saved.size)
         search.hint = round_down(&trials, saved.size);
     search.too_large = saved.too_large;
-    status = run(&search, rb, options->reserve_bytes);
-    free_forgotten(&trials);
+    status = run(&search, &trials, options->reserve_bytes);
     if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
         rbi_pool_last_own_oom(&search.report.oom, rb->pool);
     if (!status)

@@ -275,3 +275,15 @@ void rbi_need_refute_oracle(rebatch *rb)
     if (rbi_need_has_oracle(rb, rb->lighten))
         rb->oracle_is_refuted = true;
 }
+
+/* Of more blocks than there is space for the last ones count as one. */
+void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count)
+{
+    rb->made_count = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (rb->made_count < RBI_MADE_MOST)
+            rb->made[rb->made_count++] = bytes[i];
+        else
+            rb->made[RBI_MADE_MOST - 1] += bytes[i];
+    }
+}

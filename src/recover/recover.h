@@ -100,6 +100,12 @@ bool rbi_need_has_model(const rebatch *rb);
  * `available_bytes`; 0 when none is, or nothing is known. */
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
 
+#define RBI_MADE_MOST 64
+
+/* A probe has taken back blocks of these sizes that the next step will make again before its first
+ * micro-batch: predictions count them until a step has succeeded. */
+void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count);
+
 /* Somebody who knows what sizes need that never ran: a memory model. It must not need the heap, as
  * it is asked while an OOM is handled. */
 struct rbi_oracle {
@@ -344,9 +350,11 @@ struct rebatch {
     size_t known_last; /* the entry learned last */
     struct rbi_crawl crawl;
     struct rbi_learning learning;
-    struct rbi_oracle oracle; /* need is NULL: there is none */
-    double oracle_factor;     /* the most that was needed for what it foretold, by cost */
-    bool oracle_is_refuted;   /* a size ran in steps for which it said there was no room */
+    struct rbi_oracle oracle;   /* need is NULL: there is none */
+    double oracle_factor;       /* the most that was needed for what it foretold, by cost */
+    size_t made[RBI_MADE_MOST]; /* what the next step will make before its first micro-batch */
+    size_t made_count;
+    bool oracle_is_refuted; /* a size ran in steps for which it said there was no room */
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;

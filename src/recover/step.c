@@ -287,6 +287,7 @@ static rebatch_status run(rebatch *rb)
 
 static void succeed(rebatch *rb)
 {
+    rb->made_count = 0;
     if (rbi_crawl_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))

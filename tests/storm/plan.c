@@ -85,7 +85,7 @@ static void draw_options(rebatch_options *o, uint64_t *dice)
     if (storm_one_in(dice, 6))
         o->max_ooms_in_row = (uint32_t)storm_between(dice, 1, 8);
     o->pool.caching = toggle(dice, 5);
-    o->pool.cycles = toggle(dice, 2); /* what opening takes most time for */
+    o->pool.replay = toggle(dice, 2); /* what opening takes most time for */
     if (storm_one_in(dice, 8))
         o->pool.rounding_divisions = 1u << storm_below(dice, 4);
     if (storm_one_in(dice, 10))
