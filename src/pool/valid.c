@@ -48,11 +48,26 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
     default:
-        CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0);
+        CHECK(b->state != RBI_BLOCK_HELD || pool->pressing > 0 || b == pool->plan.arena);
         CHECK(b->state != RBI_BLOCK_GUARD || pool->guard);
     }
     CHECK((b->state != RBI_BLOCK_HOLE && b->state != RBI_BLOCK_LOST) ||
           (offset % pool->granule_bytes == 0 && b->bytes % pool->granule_bytes == 0));
+    return true;
+}
+
+static bool is_used_block_valid(const rebatch_pool *pool, const struct rbi_block *b,
+                                struct tally *tally)
+{
+    CHECK(!b->late && !rbi_late_has(&pool->late, b->address));
+    CHECK(b->tag < pool->tag_count && b->birth < pool->births);
+    CHECK(b->requested_bytes <= b->bytes);
+    CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
+    tally->live_blocks++;
+    tally->live_bytes += b->bytes;
+    tally->requested_bytes += b->requested_bytes;
+    tally->tag_bytes[b->tag] += b->bytes;
+    tally->deferred_bytes += b->state == RBI_BLOCK_DEFERRED ? b->bytes : 0;
     return true;
 }
 
@@ -66,20 +81,12 @@ static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, 
     CHECK(!b->after || (b->after->address == b->address + b->bytes && b->after->before == b));
     CHECK(!b->after || (b->state != RBI_BLOCK_FREE && b->state != RBI_BLOCK_HOLE) ||
           b->after->state != b->state || b->after->stream != b->stream);
-    CHECK(rbi_table_find(&pool->table, b->address) == (rbi_block_is_listed(b) ? b : NULL));
+    CHECK(b == pool->plan.arena || /* what lies in it may begin there */
+          rbi_table_find(&pool->table, b->address) == (rbi_block_is_listed(b) ? b : NULL));
     if (b->state != RBI_BLOCK_LIVE && b->state != RBI_BLOCK_DEFERRED)
         return is_idle_block_valid(pool, b, tally);
-    CHECK(!b->late && !rbi_late_has(&pool->late, b->address));
-    CHECK(b->tag < pool->tag_count && b->birth < pool->births);
-    CHECK(b->requested_bytes <= b->bytes);
-    CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
-    CHECK(!pool->guard || (b->after && b->after->state == RBI_BLOCK_GUARD));
-    tally->live_blocks++;
-    tally->live_bytes += b->bytes;
-    tally->requested_bytes += b->requested_bytes;
-    tally->tag_bytes[b->tag] += b->bytes;
-    tally->deferred_bytes += b->state == RBI_BLOCK_DEFERRED ? b->bytes : 0;
-    return true;
+    CHECK(!b->planned && (!pool->guard || (b->after && b->after->state == RBI_BLOCK_GUARD)));
+    return is_used_block_valid(pool, b, tally);
 }
 
 /* Whether a block's granules are mapped just where it says so; of a lost one those that are left
@@ -362,13 +369,40 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     return true;
 }
 
+/* Blocks of the plan's arena lie in it, and not on one another. */
+static bool is_plan_valid(const rebatch_pool *pool, struct tally *tally)
+{
+    const struct rbi_pool_plan *const plan = &pool->plan;
+    const struct rbi_block *const arena = plan->arena, *const ring = &pool->by_birth;
+    size_t bytes = 0;
+    CHECK((plan->mode == RBI_PLAN_SERVES) == (arena != NULL));
+    CHECK(plan->mode == RBI_PLAN_OFF || plan->phase);
+    for (const struct rbi_block *b = ring->next; b != ring; b = b->next) {
+        if (!b->planned)
+            continue;
+        CHECK(arena && b->birth >= plan->first_birth && b->phase == plan->serial);
+        CHECK(b->address >= arena->address);
+        CHECK(b->address + b->bytes <= arena->address + arena->bytes);
+        CHECK(b->stream == arena->stream && !b->used);
+        for (const struct rbi_block *o = ring->next; o != b; o = o->next)
+            CHECK(!o->planned || o->address >= b->address + b->bytes ||
+                  b->address >= o->address + o->bytes);
+        if (!is_used_block_valid(pool, b, tally))
+            return false;
+        bytes += b->bytes;
+    }
+    CHECK(bytes == (arena ? plan->arena_live_bytes : 0));
+    return true;
+}
+
 bool rbi_pool_is_valid(rebatch_pool *pool)
 {
     struct tally tally;
     memset(&tally, 0, sizeof tally);
-    rbi_pool_take_lock(pool);
-    const bool valid = are_ranges_valid(pool, &tally) && are_streams_valid(pool, &tally) &&
-                       is_table_valid(pool) && is_late_valid(pool) && are_scopes_valid(pool) &&
+    rbi_lock_take(&pool->lock);
+    const bool valid = are_ranges_valid(pool, &tally) && is_plan_valid(pool, &tally) &&
+                       are_streams_valid(pool, &tally) && is_table_valid(pool) &&
+                       is_late_valid(pool) && are_scopes_valid(pool) &&
                        are_sums_valid(pool, &tally);
     rbi_lock_give(&pool->lock);
     return valid;

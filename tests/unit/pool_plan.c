@@ -1,0 +1,409 @@
+/* Owns the tests of phases and their plans: that no page is moved any more, that a call which
+ * differs ends it, and that blocks are where nobody else is all the while. */
+#include "pool/plan/layout.h"
+#include "unit/pool_help.h"
+
+/* ---- layouts ---- */
+
+#define LIFETIMES 200
+
+/* Random lifetimes, which are harder than those of a program, share no place while they meet, and
+ * lose no more than a quarter. */
+Test(pool_plan, a_layout_has_no_two_blocks_at_one_place, .description = "seeds 1 to 100")
+{
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        struct rbi_lifetime of[LIFETIMES];
+        const struct rbi_lifetime *room[LIFETIMES];
+        uint64_t random = seed, in_use = 0;
+        for (size_t i = 0; i < LIFETIMES; i++) {
+            const uint32_t from = (uint32_t)(2 * i);
+            of[i] = (struct rbi_lifetime){1 + (uint32_t)(draw(&random) % 100), from,
+                                          from + 1 + (uint32_t)(draw(&random) % 80), 0};
+        }
+        for (uint32_t at = 0; at < 2 * LIFETIMES; at++) {
+            uint64_t units = 0;
+            for (size_t i = 0; i < LIFETIMES; i++)
+                units += of[i].from <= at && at < of[i].to ? of[i].units : 0;
+            in_use = in_use < units ? units : in_use;
+        }
+        const uint64_t units = rbi_layout_pack(of, room, LIFETIMES, in_use);
+        for (size_t i = 0; i < LIFETIMES; i++) {
+            cr_assert_leq((uint64_t)of[i].offset + of[i].units, units);
+            for (size_t k = 0; k < i; k++)
+                cr_assert(of[i].from >= of[k].to || of[k].from >= of[i].to ||
+                          of[i].offset >= of[k].offset + of[k].units ||
+                          of[k].offset >= of[i].offset + of[i].units);
+        }
+        cr_assert_geq(units, in_use);
+        cr_assert_leq(units, in_use + in_use / 4, "seed %ju: %ju units for %ju in use",
+                      (uintmax_t)seed, (uintmax_t)units, (uintmax_t)in_use);
+    }
+}
+
+/* ---- phases ---- */
+
+#define BLOCKS 60
+#define CALLS (2 * BLOCKS)
+
+/* Calls of a phase: an allocation of so many bytes, or the free of that block (0). */
+struct script {
+    struct {
+        size_t block, bytes;
+    } calls[CALLS];
+};
+
+static struct script write_script(uint64_t seed)
+{
+    struct script script;
+    size_t open[BLOCKS], opened = 0, made = 0;
+    uint64_t random = seed;
+    for (size_t i = 0; i < CALLS; i++) {
+        if (made < BLOCKS && (opened == 0 || draw(&random) % 3)) {
+            script.calls[i].block = open[opened++] = made++;
+            script.calls[i].bytes =
+                1 + draw(&random) % (draw(&random) % 4 ? GRANULE : 20 * GRANULE);
+        } else {
+            const size_t at = draw(&random) % opened;
+            script.calls[i].block = open[at];
+            script.calls[i].bytes = 0;
+            open[at] = open[--opened];
+        }
+    }
+    return script;
+}
+
+struct run {
+    struct rig rig;
+    unsigned char *blocks[BLOCKS];
+    size_t bytes[BLOCKS];
+};
+
+/* Runs calls [first, last) of a script; each block is marked at both ends while it is in use. */
+static rebatch_status play(struct run *run, const struct script *script, size_t first, size_t last)
+{
+    for (size_t i = first; i < last; i++) {
+        const size_t k = script->calls[i].block, bytes = script->calls[i].bytes;
+        void *block = NULL;
+        if (bytes) {
+            if (rebatch_pool_alloc(&block, run->rig.pool, bytes, NULL, 0))
+                return REBATCH_OOM;
+            run->blocks[k] = block;
+            run->bytes[k] = bytes;
+            run->blocks[k][0] = run->blocks[k][bytes - 1] = (unsigned char)k;
+        } else {
+            cr_assert_eq(run->blocks[k][0], (unsigned char)k);
+            cr_assert_eq(run->blocks[k][run->bytes[k] - 1], (unsigned char)k);
+            give(run->rig.pool, run->blocks[k]);
+            run->blocks[k] = NULL;
+        }
+    }
+    return REBATCH_OK;
+}
+
+static rebatch_status phase(struct run *run, const struct script *script, uint64_t key)
+{
+    cr_assert_eq(rebatch_pool_mark(run->rig.pool, key), REBATCH_OK);
+    return play(run, script, 0, CALLS);
+}
+
+static bool serves(const struct run *run)
+{
+    return run->rig.pool->plan.mode == RBI_PLAN_SERVES;
+}
+
+static uint64_t moved(const struct run *run)
+{
+    const rebatch_pool_stats stats = stats_of(run->rig.pool);
+    return stats.remaps + stats.device_frees;
+}
+
+#define WARM 12
+
+/* A pool on the smallest device on which a script runs again and again. */
+static struct run open_tight(const struct script *script, const rebatch_pool_options *options)
+{
+    for (size_t granules = 20;; granules++) {
+        struct run run = {.rig = rig_open(granules, options)};
+        rebatch_status status = REBATCH_OK;
+        for (int i = 0; i < WARM && !status; i++)
+            status = phase(&run, script, 1);
+        if (!status)
+            return run;
+        for (size_t k = 0; k < BLOCKS; k++)
+            if (run.blocks[k])
+                give(run.rig.pool, run.blocks[k]);
+        rig_close(&run.rig);
+    }
+}
+
+static void close_run(struct run *run)
+{
+    for (size_t k = 0; k < BLOCKS; k++)
+        if (run->blocks[k])
+            give(run->rig.pool, run->blocks[k]);
+    assert_valid(run->rig.pool);
+    cr_assert_eq(stats_of(run->rig.pool).live_bytes, 0);
+    rig_close(&run->rig);
+}
+
+#define SEEDS 40
+
+/* On so small a device every step moves pages; once there is a plan none does. */
+Test(pool_plan, no_page_is_moved_once_a_phase_repeats, .description = "seeds 1 to 40")
+{
+    unsigned served = 0;
+    for (uint64_t seed = 1; seed <= SEEDS; seed++) {
+        const struct script script = write_script(seed);
+        struct run run = open_tight(&script, NULL);
+        for (int i = 0; i < 8; i++)
+            cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        const uint64_t before = moved(&run);
+        for (int i = 0; i < 8; i++)
+            cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        served += serves(&run);
+        if (serves(&run))
+            cr_assert_eq(moved(&run), before, "seed %ju", (uintmax_t)seed);
+        assert_valid(run.rig.pool);
+        close_run(&run);
+    }
+    cr_assert_geq(served, SEEDS / 2, "%u of %d scripts were served", served, SEEDS);
+}
+
+/* The first script from `seed` on that is served. */
+static struct run open_served(struct script *script, uint64_t seed)
+{
+    for (;; seed++) {
+        *script = write_script(seed);
+        struct run run = open_tight(script, NULL);
+        for (int i = 0; i < 8; i++)
+            cr_assert_eq(phase(&run, script, 1), REBATCH_OK);
+        if (serves(&run))
+            return run;
+        close_run(&run);
+    }
+}
+
+/* Blocks of one size find the places of those before them. */
+Test(pool_plan, where_no_page_is_moved_there_is_no_plan)
+{
+    struct script script = write_script(3);
+    for (size_t i = 0; i < CALLS; i++)
+        script.calls[i].bytes = script.calls[i].bytes ? 2 * GRANULE : 0;
+    struct run run = {.rig = rig_open(4096, NULL)};
+    for (int i = 0; i < 100; i++) {
+        cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        cr_assert_not(serves(&run));
+    }
+    cr_assert_eq(moved(&run), 0);
+    close_run(&run);
+}
+
+Test(pool_plan, switched_off_there_is_none)
+{
+    struct script script;
+    struct run served = open_served(&script, 1);
+    close_run(&served);
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.replay = REBATCH_OFF;
+    struct run run = open_tight(&script, &options);
+    for (int i = 0; i < 20; i++) {
+        cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        cr_assert_not(serves(&run));
+    }
+    close_run(&run);
+}
+
+/* At every call something else comes: a free too early, another size, another stream, a look at all
+ * blocks. What was given out stays as it is, and the phase is served again later. */
+Test(pool_plan, a_call_that_differs_ends_it_for_this_phase)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    rebatch_stream other;
+    cr_assert_eq(rebatch_stream_create(&other, run.rig.device), REBATCH_OK);
+    for (size_t at = 0; at < CALLS; at++) {
+        cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+        cr_assert_eq(play(&run, &script, 0, at), REBATCH_OK);
+        void *strange = NULL;
+        const rebatch_status status = rebatch_pool_alloc(&strange, run.rig.pool, 3 * UNIT, NULL, 0);
+        cr_assert(status == REBATCH_OK || status == REBATCH_OOM);
+        cr_assert_not(serves(&run));
+        assert_valid(run.rig.pool);
+        give(run.rig.pool, strange);
+        cr_assert_eq(rebatch_pool_mark(run.rig.pool, 0), REBATCH_OK);
+        for (size_t k = 0; k < BLOCKS; k++) {
+            if (!run.blocks[k])
+                continue;
+            cr_assert_eq(run.blocks[k][run.bytes[k] - 1], (unsigned char)k);
+            give(run.rig.pool, run.blocks[k]);
+            run.blocks[k] = NULL;
+        }
+        int again = 0;
+        while (again++ < 20 && !serves(&run))
+            if (phase(&run, &script, 1)) /* pieces are where they were not before */
+                break;
+        for (size_t k = 0; k < BLOCKS; k++)
+            if (run.blocks[k]) {
+                give(run.rig.pool, run.blocks[k]);
+                run.blocks[k] = NULL;
+            }
+    }
+    rebatch_stream_destroy(run.rig.device, other);
+    close_run(&run);
+}
+
+Test(pool_plan, its_state_is_valid_after_every_call)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+    for (size_t i = 0; i < CALLS; i++) {
+        cr_assert_eq(play(&run, &script, i, i + 1), REBATCH_OK);
+        assert_valid(run.rig.pool);
+        cr_assert(serves(&run), "a look at what is counted does not end it");
+    }
+    close_run(&run);
+}
+
+Test(pool_plan, a_rollback_takes_back_what_it_gave)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    for (size_t at = 1; at < CALLS; at++) {
+        const rebatch_scope scope = begin(run.rig.pool);
+        cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+        cr_assert_eq(play(&run, &script, 0, at), REBATCH_OK);
+        rollback(run.rig.pool, scope);
+        cr_assert_eq(rebatch_pool_mark(run.rig.pool, 0), REBATCH_OK);
+        for (size_t k = 0; k < BLOCKS; k++) {
+            if (run.blocks[k]) /* late: ignored */
+                give(run.rig.pool, run.blocks[k]);
+            run.blocks[k] = NULL;
+        }
+        cr_assert_eq(stats_of(run.rig.pool).live_bytes, 0);
+        assert_valid(run.rig.pool);
+    }
+    close_run(&run);
+}
+
+/* A block that is kept from one phase into the next, as a loss may be. */
+Test(pool_plan, what_outlives_its_phase_is_served_elsewhere)
+{
+    for (uint64_t seed = 1; seed <= SEEDS; seed++) {
+        const struct script script = write_script(seed);
+        struct run tight = open_tight(&script, NULL);
+        rebatch_memory_info info;
+        cr_assert_eq(rebatch_device_memory(tight.rig.device, &info), REBATCH_OK);
+        close_run(&tight);
+        struct run run = {.rig = rig_open(info.total_bytes / GRANULE + 1, NULL)};
+        unsigned char *kept = NULL;
+        for (int i = 0; i < 20; i++) {
+            cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+            cr_assert_eq(play(&run, &script, 0, CALLS / 2), REBATCH_OK);
+            unsigned char *const next = take(run.rig.pool, UNIT);
+            next[0] = (unsigned char)i;
+            if (kept) {
+                cr_assert_eq(kept[0], (unsigned char)(i - 1));
+                give(run.rig.pool, kept);
+            }
+            kept = next;
+            cr_assert_eq(play(&run, &script, CALLS / 2, CALLS), REBATCH_OK);
+            assert_valid(run.rig.pool);
+        }
+        give(run.rig.pool, kept);
+        close_run(&run);
+    }
+}
+
+/* Two blocks are used by another stream, and calls of that stream come between. */
+Test(pool_plan, what_other_streams_use_is_served_elsewhere)
+{
+    for (uint64_t seed = 1; seed <= SEEDS; seed++) {
+        const struct script script = write_script(seed);
+        struct run tight = open_tight(&script, NULL);
+        rebatch_memory_info info;
+        cr_assert_eq(rebatch_device_memory(tight.rig.device, &info), REBATCH_OK);
+        close_run(&tight);
+        struct run run = {.rig = rig_open(info.total_bytes / GRANULE + 24, NULL)};
+        rebatch_stream other;
+        cr_assert_eq(rebatch_stream_create(&other, run.rig.device), REBATCH_OK);
+        for (int i = 0; i < 20; i++) {
+            cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+            unsigned char *const shared = take(run.rig.pool, 2 * GRANULE);
+            cr_assert_eq(rebatch_pool_use_on(run.rig.pool, shared, other), REBATCH_OK);
+            cr_assert_not(shared >= (unsigned char *)0 && serves(&run) &&
+                          run.rig.pool->by_birth.previous->planned);
+            void *const theirs = take_on(run.rig.pool, GRANULE, other);
+            cr_assert_eq(play(&run, &script, 0, CALLS), REBATCH_OK);
+            give(run.rig.pool, theirs);
+            give(run.rig.pool, shared);
+            assert_valid(run.rig.pool);
+        }
+        rebatch_stream_destroy(run.rig.device, other);
+        close_run(&run);
+    }
+}
+
+/* What was reserved can be allocated, whether the phase goes on as planned or not. */
+Test(pool_plan, what_is_reserved_within_is_there)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(run.rig.pool, GRANULE, NULL), REBATCH_OK);
+    cr_assert(serves(&run));
+    void *const block = take(run.rig.pool, GRANULE); /* which the plan does not know */
+    cr_assert_not(serves(&run));
+    give(run.rig.pool, block);
+    close_run(&run);
+}
+
+Test(pool_plan, without_host_memory_there_is_none)
+{
+    const struct script script = write_script(1);
+    struct run run = open_tight(&script, NULL);
+    for (uint64_t nth = 1; nth < 40; nth++) {
+        rbi_heap_fail(nth, 1);
+        cr_assert_eq(rebatch_pool_mark(run.rig.pool, nth + 1), REBATCH_OK);
+        rbi_heap_fail(nth, 1);
+        for (int i = 0; i < 4; i++) {
+            const rebatch_status status = phase(&run, &script, nth + 1);
+            cr_assert(status == REBATCH_OK || status == REBATCH_OOM);
+            for (size_t k = 0; k < BLOCKS; k++)
+                if (run.blocks[k]) {
+                    give(run.rig.pool, run.blocks[k]);
+                    run.blocks[k] = NULL;
+                }
+        }
+        rbi_heap_fail(0, 0);
+        assert_valid(run.rig.pool);
+    }
+    close_run(&run);
+}
+
+/* Micro-batches of two sizes and an update, one after the other. */
+Test(pool_plan, each_key_has_its_plan)
+{
+    struct script scripts[3];
+    struct run run = open_served(&scripts[0], 1);
+    scripts[1] = scripts[0];
+    scripts[2] = scripts[0];
+    for (size_t i = 0; i < CALLS; i++) {
+        scripts[1].calls[i].bytes = (scripts[0].calls[i].bytes + 1) / 2;
+        scripts[2].calls[i].bytes = (scripts[0].calls[i].bytes + 2) / 3;
+    }
+    uint64_t before = 0;
+    for (int i = 0; i < 40; i++) {
+        before = i == 30 ? moved(&run) : before;
+        for (uint64_t key = 1; key <= 3; key++)
+            cr_assert_eq(phase(&run, &scripts[key - 1], key), REBATCH_OK);
+    }
+    cr_assert_eq(moved(&run), before);
+    close_run(&run);
+}
+
+Test(pool_plan, a_mark_of_no_pool_is_refused)
+{
+    cr_assert_eq(rebatch_pool_mark(NULL, 1), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "pool is NULL"));
+}
