@@ -85,7 +85,9 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
     rbi_pool_enter_to_count(pool);
     if (rbi_pool_is_outside(pool, pool->insider) || !rbi_cycle_reserve(pool, rounded, stream)) {
         rbi_pool_leave_cycle(pool);
-        status = reserve_locked(pool, bytes, rounded, stream);
+        status = rbi_pool_strike(pool, bytes, rounded, stream, "reserve");
+        if (status == REBATCH_OK)
+            status = reserve_locked(pool, bytes, rounded, stream);
     }
     if (status == REBATCH_OK)
         rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);

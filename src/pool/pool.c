@@ -112,7 +112,7 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
 static void set_fast_bytes(rebatch_pool *pool)
 {
     const bool is_plain = pool->plain && pool->rounding_divisions == 0 && !pool->ring.events &&
-                          !pool->recorder.on_call;
+                          !pool->recorder.on_call && !pool->fault.strikes;
     pool->fast_bytes = is_plain ? RBI_CYCLE_UNITS_MOST * (size_t)REBATCH_POOL_UNIT_BYTES : 0;
 }
 
@@ -199,6 +199,32 @@ void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_
     rbi_lock_take(&pool->lock);
     pool->pressure_watch = *watch;
     rbi_lock_give(&pool->lock);
+}
+
+void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)
+{
+    rbi_pool_enter(pool);
+    pool->fault = *fault;
+    set_fast_bytes(pool);
+    rbi_lock_give(&pool->lock);
+}
+
+rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
+                               rebatch_stream stream, const char *tag)
+{
+    struct rbi_request request;
+    if (!pool->fault.strikes || rbi_pool_is_outside(pool, pool->insider) ||
+        pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user))
+        return REBATCH_OK;
+    rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
+    if (status != REBATCH_OK)
+        return status;
+    status = rbi_pool_report_oom(pool, &request, bytes, tag);
+    rbi_request_close(&request);
+    char text[320] = "";
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "%s", rebatch_last_error());
+    return rbi_error(status, "injected: %s", text);
 }
 
 void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
@@ -332,6 +358,10 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         return rbi_error(REBATCH_E_INVALID,
                          "tag is %u: expected one from rebatch_pool_tag(), 0 to %zu", (unsigned)tag,
                          pool->tag_count - 1);
+    const rebatch_status struck =
+        rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name);
+    if (struck != REBATCH_OK)
+        return struck;
     struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
     struct rbi_block *block = NULL;
     if (known) {
