@@ -98,10 +98,10 @@ static void add_summary(struct rbi_text *t, const struct rbi_run *run)
     if (run->injected == 0 && (run->settings.oom || run->settings.chance > 0))
         rbi_text_add(t, " (callbacks made %" PRIu64 " requests)", run->requests);
     rbi_text_add(t,
-                 "; %" PRIu64 " times out of memory in all, %.1f%% of the samples ran again, "
+                 "; %" PRIu64 " OOM%s in all, %.1f%% of the samples ran again, "
                  "%.1f ms lost; %" PRIu64 " step%s",
-                 run->ooms, share, (double)run->lost_ns / 1e6, run->steps,
-                 run->steps == 1 ? "" : "s");
+                 run->ooms, run->ooms == 1 ? "" : "s", share, (double)run->lost_ns / 1e6,
+                 run->steps, run->steps == 1 ? "" : "s");
 }
 
 static void say(const struct rbi_run *run)

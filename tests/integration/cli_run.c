@@ -59,7 +59,7 @@ Test(cli_run, the_nth_request_fails_and_no_bit_changes)
         (void)snprintf(options, sizeof options, "--oom %d", nth);
         struct run r = run(options, cli_gpt, TRAINING);
         cr_assert_eq(r.code, 0, "%s", r.error);
-        cr_expect_eq(count(&r, " failure injected, 1 survived; 1 times out of memory"), 1);
+        cr_expect_eq(count(&r, " failure injected, 1 survived; 1 OOM in all, "), 1);
         cr_expect_eq(count(&r, " steps\n"), 6);
         cr_expect(strstr(r.out, "out of memory in "), "%s", r.out);
         cr_expect_str_eq(hash_of(&r), hash_of(&plain), "request %d", nth);
@@ -137,7 +137,7 @@ Test(cli_run, a_limit_that_shrinks_and_comes_back)
     cr_expect(strstr(r.out, "step 1: w = 2.6668, micro-batch 16 x 4"), "%s", r.out);
     cr_expect(strstr(r.out, "step 2: w = 2.8890, micro-batch 4 x 16"), "%s", r.out);
     cr_expect_eq(count(&r, " failures injected"), 0);
-    cr_expect_eq(count(&r, " times out of memory in all"), 4);
+    cr_expect_eq(count(&r, " OOMs in all"), 4);
     done(&r);
     struct run plain = cli_run_program(cli_gpt, TRAINING " --cap 16MiB");
     r = run("--limit 12MiB --shrink 30%@step:2 --shrink 100%@step:4", cli_gpt,
