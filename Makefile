@@ -28,8 +28,8 @@ MAJOR := $(call version_of,MAJOR)
 VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 
 # ---- what there is -----------------------------------------------------------------------------
-LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/plan/*.c src/recover/*.c src/probe/*.c \
-                      src/config/*.c)
+LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/plan/*.c src/recover/*.c \
+                      src/probe/*.c src/config/*.c src/launch/*.c)
 CLI_SRC := $(wildcard src/cli/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
 # The model's operations on a GPU; a build without CUDA has the stand-in that says so.
@@ -85,7 +85,7 @@ all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) ## library, command and ex
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
-# The command probes the reference model; the library does not know it.
+# What the command prints is looked after as in the examples (output.h).
 $(BUILD)/src/cli/%.o: private FOLDER_CFLAGS := -Isrc -Iexamples
 # Pairs of stores to a struct are faster one by one.
 $(BUILD)/src/pool/%.o: private FOLDER_CFLAGS := -Isrc -fno-tree-slp-vectorize
@@ -120,11 +120,8 @@ $(SHARED): $(LIB_OBJ)
 	@ln -sf $(@F) $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $(BUILD)/librebatch.so
 
-$(COMMAND): $(CLI_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -lmd
-
-$(COMMAND)-cuda: $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(CUDA_LIBS) $(LIBS) -lz -lmd
+$(COMMAND): $(CLI_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
 $(GPT): $(BUILD)/examples/gpt/main.o
 $(DEMO): $(BUILD)/examples/gpt/demo.o
@@ -265,7 +262,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(COMMAND)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)

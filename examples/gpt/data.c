@@ -185,18 +185,6 @@ rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, si
     return finish(out, "the text found on this machine", length, append_default(*out, root));
 }
 
-rebatch_status gpt_data_open_made(struct gpt_data **out, size_t length)
-{
-    rebatch_status status = create(out);
-    if (status)
-        return status;
-    const size_t count = 4 * (length + 1);
-    status = make_room(*out, count);
-    for (size_t i = 0; i < count && !status; i++)
-        (*out)->bytes[(*out)->count++] = (uint8_t)(i * i % 251);
-    return finish(out, "the text that is made up", length, status);
-}
-
 void gpt_data_close(struct gpt_data *data)
 {
     if (!data)

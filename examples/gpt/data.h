@@ -37,10 +37,6 @@ rebatch_status gpt_data_open(struct gpt_data **out, const char *path, size_t len
  *  @return as gpt_data_open() */
 rebatch_status gpt_data_open_default(struct gpt_data **out, const char *root, size_t length);
 
-/* Makes up text, the same everywhere, for a few samples: where only memory and time count.
- *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
-rebatch_status gpt_data_open_made(struct gpt_data **out, size_t length);
-
 /* NULL is allowed. */
 void gpt_data_close(struct gpt_data *data);
 

@@ -67,6 +67,11 @@ REBATCH_API const char *rebatch_config_get(const rebatch_config *config, const c
 REBATCH_API rebatch_status rebatch_config_parse_size(size_t *bytes, uint32_t *permille,
                                                      const char *text);
 
+/** Look for mistakes in the variables that are for one run of a program (docs/run.md), which
+ *  rebatch_open() reads: REBATCH_PROBE_ONLY, REBATCH_MEMORY_LIMIT, REBATCH_RUN_OOM and others.
+ *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable. */
+REBATCH_API rebatch_status rebatch_config_check_run(void);
+
 /** The full name of the n-th key, in the order of docs/config.md.
  *  @return a string that is never freed; NULL past the last. Any thread. */
 REBATCH_API const char *rebatch_config_key(size_t n);

@@ -284,7 +284,11 @@ extern "C" {
  *  @param[out] out  owned by the caller, release with rebatch_close(); NULL on failure
  *  @param device    borrowed; must outlive the session
  *  @param options   copied; NULL means defaults
+ *  Whoever starts the program may ask for more in the environment (docs/run.md), whatever the
+ *  options are: a lower limit (REBATCH_MEMORY_LIMIT), failures on purpose (REBATCH_RUN_OOM and
+ *  others), or a probe instead of the training (REBATCH_PROBE_ONLY).
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
+ *          REBATCH_E_PARSE when one of those variables cannot be read;
  *          REBATCH_E_UNSUPPORTED when options->pool.guard is on, and options->pool.caching is off
  *          or the device has no virtual memory. Any thread. */
 REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
@@ -307,7 +311,8 @@ REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_STATE from within a callback. */
 REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
 
-/** Run one effective batch and its update, whatever it takes.
+/** Run one effective batch and its update, whatever it takes. Where REBATCH_PROBE_ONLY is set it
+ *  does not come back: it probes, prints what it has found, and ends the process (docs/probe.md).
  *  @param ops     borrowed for the call; lighten may be NULL
  *  @param batch   samples in the effective batch, at least 1, micro_multiple_of, and the smallest
  *                 of micro_allowed

@@ -5,12 +5,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-enum {
-    RBI_EXIT_OK = 0,
-    RBI_EXIT_FAILED = 1,
-    RBI_EXIT_USAGE = 2,
-    RBI_EXIT_NOTHING_FITS = 3 /* of `probe` */
-};
+enum { RBI_EXIT_OK = 0, RBI_EXIT_FAILED = 1, RBI_EXIT_USAGE = 2 };
 
 /* A command: `run` takes what follows its name and gives the exit status. */
 struct rbi_command {
@@ -26,6 +21,18 @@ int rbi_command_run(const char *what, const struct rbi_command *commands, size_t
 bool rbi_command_is_help(const char *argument);
 /* Says how a command is used, and gives RBI_EXIT_USAGE. */
 int rbi_command_refuse(const char *usage);
+
+/* Says which option getopt_long() did not take: ':' is one without its value. Long options have
+ * values below ' '. `command` is whose
+ * help has those that there are. */
+void rbi_command_refuse_option(const char *command, int found, const char *given);
+
+/* ---- a user's program (probe.c, run.c) ---- */
+
+int rbi_probe_main(int count, char **arguments);
+int rbi_probe_help(int count, char **arguments);
+int rbi_run_main(int count, char **arguments);
+int rbi_run_help(int count, char **arguments);
 
 /* ---- settings (config.c) ---- */
 

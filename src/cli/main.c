@@ -1,10 +1,10 @@
 /* Owns the `rebatch` command: finding what was asked for, and help.
  * Must not know the library's inside: public headers only. */
+#include <getopt.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "cli/command.h"
-#include "cli/probe.h"
 #include "cli/replay.h"
 #include "output.h"
 #include "rebatch/version.h"
@@ -13,18 +13,20 @@ static const char main_help[] =
     "rebatch: survive running out of GPU memory in a training step\n"
     "\n"
     "usage:\n"
-    "  rebatch probe [OPTION]...          the largest micro-batch of the reference model that "
-    "fits\n"
+    "  rebatch probe [OPTION]... -- PROGRAM [ARGUMENT]...\n"
+    "                                     the largest micro-batch of your program that fits\n"
+    "  rebatch run [OPTION]... -- PROGRAM [ARGUMENT]...\n"
+    "                                     your program under a cap, and with failures on purpose\n"
     "  rebatch replay [OPTION]... TRACE   run recorded allocations against the pool\n"
     "  rebatch config check FILE          look for mistakes in a settings file\n"
     "  rebatch config show [FILE]         every setting, and where its value comes from\n"
     "  rebatch config example             a commented file with every setting at its default\n"
     "  rebatch config reference           the table of settings, in Markdown\n"
-    "  rebatch help COMMAND               more about probe, replay or config\n"
+    "  rebatch help COMMAND               more about probe, run, replay or config\n"
     "  rebatch --version                  the version\n"
     "\n"
     "exit status: 0 all is well, 1 a mistake was found or something failed, 2 wrong usage,\n"
-    "3 nothing fits\n";
+    "3 nothing fits; of `run` it is the program's\n";
 
 /* ---- finding the command ---- */
 
@@ -80,12 +82,24 @@ int rbi_command_refuse(const char *usage)
     return RBI_EXIT_USAGE;
 }
 
+void rbi_command_refuse_option(const char *command, int found, const char *given)
+{
+    const char letter[] = {'-', (char)optopt, '\0'};
+    if (found == ':')
+        fprintf(stderr, "rebatch: %.60s has no value; see 'rebatch help %s'\n", given, command);
+    else
+        fprintf(stderr, "rebatch: there is no option '%.60s'; see 'rebatch help %s'\n",
+                optopt > ' ' ? letter : given, command);
+}
+
 /* ---- commands ---- */
 
 static int run_help(int count, char **arguments)
 {
-    static const struct rbi_command topics[] = {
-        {"config", rbi_config_help}, {"probe", rbi_probe_help}, {"replay", rbi_replay_help}};
+    static const struct rbi_command topics[] = {{"config", rbi_config_help},
+                                                {"probe", rbi_probe_help},
+                                                {"replay", rbi_replay_help},
+                                                {"run", rbi_run_help}};
     if (count > 0 && !rbi_command_is_help(arguments[0]))
         return rbi_command_run("help on", topics, sizeof topics / sizeof *topics, count, arguments);
     fputs(main_help, stdout);
@@ -104,9 +118,15 @@ static int run_version(int count, char **arguments)
 int main(int count, char **arguments)
 {
     static const struct rbi_command commands[] = {
-        {"config", rbi_config_main}, {"probe", rbi_probe_main}, {"replay", rbi_replay_main},
-        {"help", run_help},          {"--help", run_help},      {"-h", run_help},
-        {"--version", run_version},  {"-V", run_version},
+        {"config", rbi_config_main},
+        {"probe", rbi_probe_main},
+        {"replay", rbi_replay_main},
+        {"run", rbi_run_main},
+        {"help", run_help},
+        {"--help", run_help},
+        {"-h", run_help},
+        {"--version", run_version},
+        {"-V", run_version},
     };
     output_begin();
     if (count < 2) {

@@ -6,13 +6,17 @@
 
 #include "config/settings.h"
 
-static bool is_setting_variable(const char *name, size_t length)
+static bool is_known_variable(const char *name, size_t length)
 {
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
         const struct rbi_variable variable = rbi_setting_variable(&rbi_settings[i]);
         if (strlen(variable.name) == length && memcmp(variable.name, name, length) == 0)
             return true;
     }
+    for (size_t i = 0; i < RBI_RUN_VARIABLE_COUNT; i++)
+        if (strlen(rbi_run_variables[i]) == length &&
+            memcmp(rbi_run_variables[i], name, length) == 0)
+            return true; /* of one run (run.c), which looks at its value itself */
     return false;
 }
 
@@ -39,7 +43,7 @@ static const struct rbi_group *group_of(const char *name, size_t length)
  * nothing. One that is neither in a group nor one slip away from a setting's is someone else's. */
 static rebatch_status check_name(const char *name, size_t length)
 {
-    if (is_setting_variable(name, length))
+    if (is_known_variable(name, length))
         return REBATCH_OK;
     struct rbi_nearest nearest = rbi_nearest_to(name, length);
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++)

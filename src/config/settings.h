@@ -284,6 +284,50 @@ void rbi_nearest_offer(struct rbi_nearest *nearest, const char *candidate, const
  * NULL. */
 const struct rbi_setting *rbi_nearest_setting(const char *group, const char *word, size_t length);
 
+/* ---- what is asked for one run (run.c) ---- */
+
+/* X(id, variable); these are no settings of a file. docs/run.md says what they do. */
+#define RBI_RUN_VARIABLES(X)                                                                       \
+    X(PROBE_ONLY, "REBATCH_PROBE_ONLY")                                                            \
+    X(OOM, "REBATCH_RUN_OOM")                                                                      \
+    X(OOM_CHANCE, "REBATCH_RUN_OOM_CHANCE")                                                        \
+    X(SEED, "REBATCH_RUN_SEED")                                                                    \
+    X(SHRINK, "REBATCH_RUN_SHRINK")                                                                \
+    X(REPORT, "REBATCH_REPORT_FD")
+
+enum rbi_run_variable {
+#define RUN_VARIABLE_(id, name) RBI_RUN_##id,
+    RBI_RUN_VARIABLES(RUN_VARIABLE_)
+#undef RUN_VARIABLE_
+        RBI_RUN_VARIABLE_COUNT
+};
+extern const char *const rbi_run_variables[RBI_RUN_VARIABLE_COUNT];
+
+#define RBI_SHRINKS_MOST 32
+
+/* From a step on, the limit is this share of what it was at first. */
+struct rbi_shrink {
+    uint32_t permille;
+    uint64_t step;
+};
+
+enum rbi_probe_form { RBI_PROBE_NONE, RBI_PROBE_TABLE, RBI_PROBE_JSON };
+
+struct rbi_run_settings {
+    enum rbi_probe_form probe; /* instead of the first step */
+    uint64_t limit_bytes;      /* of the pool; 0: none */
+    uint32_t limit_permille;   /* the same as a share of the device; 0: none */
+    uint64_t oom;              /* which request of callbacks fails, from 1; 0: none */
+    double chance;             /* that one does; 0: none does */
+    uint64_t seed;
+    struct rbi_shrink shrinks[RBI_SHRINKS_MOST]; /* by step */
+    size_t shrink_count;
+    int report; /* the socket of the `rebatch` command; -1: there is none */
+};
+
+/* Reads the environment. REBATCH_E_PARSE, with the variable and what was expected. */
+rebatch_status rbi_run_settings_read(struct rbi_run_settings *run);
+
 /* ---- files (source.c) ---- */
 
 /* A file and what it includes, as one text that libconfig reads as it was meant. */

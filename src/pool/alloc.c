@@ -143,7 +143,11 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
                          "tag is %u: expected one from rebatch_pool_tag(), 0 to %zu", (unsigned)tag,
                          pool->tag_count - 1);
     struct rbi_block *block;
-    const rebatch_status status = find_block(&block, pool, bytes, rounded, stream, tag);
+    rebatch_status status = REBATCH_OK;
+    if (RBI_UNLIKELY(pool->fault.strikes != NULL))
+        status = rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name);
+    if (status == REBATCH_OK)
+        status = find_block(&block, pool, bytes, rounded, stream, tag);
     if (RBI_UNLIKELY(status != REBATCH_OK))
         return status;
     if (RBI_UNLIKELY(rbi_pool_use_block(pool, block, bytes, tag)))

@@ -83,7 +83,9 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         (status = rbi_pool_check_caller(pool, "rebatch_pool_reserve")) != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    status = reserve_locked(pool, bytes, rounded, stream);
+    status = rbi_pool_strike(pool, bytes, rounded, stream, "reserve");
+    if (status == REBATCH_OK)
+        status = reserve_locked(pool, bytes, rounded, stream);
     if (status == REBATCH_OK)
         rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
     rbi_lock_give(&pool->lock);

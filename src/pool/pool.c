@@ -185,6 +185,31 @@ void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_
     rbi_lock_give(&pool->lock);
 }
 
+void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)
+{
+    rbi_lock_take(&pool->lock);
+    pool->fault = *fault;
+    rbi_lock_give(&pool->lock);
+}
+
+rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
+                               rebatch_stream stream, const char *tag)
+{
+    struct rbi_request request;
+    if (!pool->fault.strikes || rbi_pool_is_outside(pool, pool->insider) ||
+        pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user))
+        return REBATCH_OK;
+    rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
+    if (status != REBATCH_OK)
+        return status;
+    status = rbi_pool_report_oom(pool, &request, bytes, tag);
+    rbi_request_close(&request);
+    char text[320] = "";
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "%s", rebatch_last_error());
+    return rbi_error(status, "injected: %s", text);
+}
+
 void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
                         void (*show)(void *user, const void *address, size_t bytes), void *user)
 {

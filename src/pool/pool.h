@@ -126,6 +126,13 @@ struct rbi_pool_pressure_watch {
     void *user;
 };
 
+/* Asked before memory is looked for whether the request is to fail as if there were none. It runs
+ * with the lock held, so it must not call the pool. */
+struct rbi_pool_fault {
+    bool (*strikes)(void *user); /* NULL: none does */
+    void *user;
+};
+
 /* Told of every call that succeeded, with the sizes as they were asked for. It runs with the lock
  * held, so it must not call the pool. */
 struct rbi_pool_recorder {
@@ -223,6 +230,7 @@ struct rebatch_pool {
     uint64_t own_ooms;
     struct rbi_ring ring;
     struct rbi_pool_recorder recorder;
+    struct rbi_pool_fault fault;
 
     struct rbi_pool_plan plan;
     uint64_t layout; /* counts what changes where memory is, or whose */
@@ -656,6 +664,12 @@ void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
 /* Sets who is told of the calls; NULL: nobody. */
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
 void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch);
+/* Sets who makes requests fail, of the threads that scopes take in; what rebatch_pool_reserve() has
+ * promised does not. */
+void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
+/* REBATCH_OOM, with its report, when a request is to fail; with the lock held. */
+rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
+                               rebatch_stream stream, const char *tag);
 /* Shows every block in use that is of an extent, with the bytes that were asked for, oldest first.
  * It runs with the lock held, as the recorder does. */
 void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,

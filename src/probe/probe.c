@@ -366,7 +366,7 @@ struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
     return (struct rbi_setting){.pool = rb->pool,
                                 .stream = rb->options.stream,
                                 .admits_above = admits ? least : SIZE_MAX,
-                                .has_stepped = rb->step > 0};
+                                .has_stepped = rb->step > 0 || rb->launch.has_updated};
 }
 
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,
@@ -416,6 +416,8 @@ rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t ba
     rebatch_status status = rbi_step_check(&table, rb, ops, batch, "rebatch_probe");
     if (!status)
         status = read_options(&o, options);
+    if (!status && rb->launch.user)
+        rb->launch.probe_begins(rb->launch.user, &table, batch, user, &o);
     if (!status) {
         rbi_step_begin(rb, &table, batch, user);
         status = probe(&own, rb, batch, &o);

@@ -157,6 +157,7 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
     struct rbi_failure *failure = &rb->failure;
     *failure = (struct rbi_failure){.phase = phase};
     if (oom) {
+        failure->is_injected = rb->launch.user && rb->launch.has_injected(rb->launch.user);
         failure->asked_bytes = oom->asked_bytes;
         failure->need_bytes =
             oom->asked_bytes + (oom->live_bytes > live_before ? oom->live_bytes - live_before : 0);

@@ -23,11 +23,13 @@ static bool has_given_up(const rebatch *rb)
 
 /* "Once more" is worth it when what failed would fit now: something was released since, or the
  * memory was there all along, in the wrong place or the wrong hands. */
-static bool can_retry_same(const rebatch *rb)
+static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
 {
     const struct rbi_failure *failure = &rb->failure;
     if (rb->retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
+    if (failure->is_injected && mb && rbi_round_size(&rb->options, mb->count - 1) > 0)
+        return false; /* with a full device a smaller micro-batch would be next */
     return failure->need_bytes ? failure->need_bytes <= failure->available_bytes
                                : failure->released_bytes > 0;
 }
@@ -100,7 +102,7 @@ static rebatch_status take_rung(rebatch *rb, const rebatch_microbatch *mb, rebat
     *kind = REBATCH_EVENT_EXHAUSTED;
     if (has_given_up(rb))
         return REBATCH_OK;
-    if (can_retry_same(rb)) {
+    if (can_retry_same(rb, mb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
         (void)rebatch_pool_trim(rb->pool, 0, NULL);
         rb->retried_same = true;
@@ -161,7 +163,7 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
     }
     rbi_text_add(&t, ", with ");
     rbi_text_add_bytes(&t, rb->failure.available_bytes);
-    rbi_text_add(&t, " available");
+    rbi_text_add(&t, " available%s", rb->failure.is_injected ? " (the failure is injected)" : "");
     add_reason(&t, rb, mb);
     return rbi_error(REBATCH_E_EXHAUSTED, "%s", text);
 }

@@ -261,6 +261,7 @@ struct rbi_failure {
     uint64_t need_bytes;      /* what the attempt would have held at least; 0: not known */
     uint64_t available_bytes; /* now */
     uint64_t released_bytes;  /* given back to the device for others */
+    bool is_injected;         /* there was memory: the step goes on as if there were none */
 };
 
 /* ---- what is said of answers (answer.c) ---- */
@@ -287,6 +288,32 @@ rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_cal
 /* An update that had begun, or may have, failed with `status`, which is no OOM, and is said: adds
  * that. */
 void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
+
+/* ---- what is asked for this run of the program ---- */
+
+struct rebatch_probe_options;
+
+/* Somebody who does in a session what the environment asks for: a probe instead of training, a cap,
+ * failures on purpose. */
+struct rbi_launch {
+    /* The session is open, but for this. */
+    rebatch_status (*begin)(void *user, rebatch *rb);
+    /* A step, or a probe that the program makes, is about to begin. It does not come back when the
+     * program is only to be probed. */
+    void (*step_begins)(void *user, const rebatch_step_ops *ops, size_t batch, void *step_user);
+    void (*probe_begins)(void *user, const rebatch_step_ops *ops, size_t batch, void *step_user,
+                         const struct rebatch_probe_options *options);
+    void (*step_ended)(void *user, const rebatch_step_report *report);
+    /* Whether the pool's last failure was injected. */
+    bool (*has_injected)(const void *user);
+    void (*destroy)(void *user);
+    void *user;       /* NULL: nothing is asked for */
+    bool has_updated; /* an update has run before the probe */
+};
+/* The environment is read by the layer above: this one call of it, defined there, is how a session
+ * gets what is asked for. Lowers the limit in `options`.
+ *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
+rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
 
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
 
@@ -338,6 +365,7 @@ struct rebatch {
     rebatch_device *device;
     rebatch_pool *pool;
     rebatch_options options; /* every zero replaced by its default */
+    struct rbi_launch launch;
 
     uint64_t step;
     size_t micro;    /* SIZE_MAX: as large as the limits allow */

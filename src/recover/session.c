@@ -78,6 +78,13 @@ static void on_pressure(void *user, bool begins)
     }
 }
 
+static void close_launch(struct rbi_launch *launch)
+{
+    if (launch->user)
+        launch->destroy(launch->user);
+    *launch = (struct rbi_launch){0};
+}
+
 rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch_options *options)
 {
     if (!out)
@@ -98,9 +105,16 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     if (status)
         return status;
 
+    struct rbi_launch launch;
+    status = rbi_launch_open(&launch, &o);
+    if (status)
+        return status;
     rebatch *rb = rbi_heap_calloc(1, sizeof *rb);
-    if (!rb)
+    if (!rb) {
+        close_launch(&launch);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
+    }
+    rb->launch = launch;
     rb->device = device;
     rb->options = o;
     rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
@@ -122,6 +136,8 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
         status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
     if (!status && o.learn == REBATCH_ON)
         status = rbi_learn_start(rb);
+    if (!status && rb->launch.user)
+        status = rb->launch.begin(rb->launch.user, rb);
     if (status)
         goto fail;
     *out = rb;
@@ -147,6 +163,7 @@ void rebatch_close(rebatch *rb)
         (rb->pool && rbi_pool_check_caller(rb->pool, "rebatch_close")))
         return;
     rbi_current_forget(rb);
+    close_launch(&rb->launch);
     rbi_learn_stop(rb);
     rbi_need_set_oracle(rb, NULL);
     rbi_guards_release(rb);

@@ -333,10 +333,14 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
             report->status = status;
         return status;
     }
+    if (rb->launch.user)
+        rb->launch.step_begins(rb->launch.user, &own, batch, user);
     rbi_step_begin(rb, &own, batch, user);
     status = run(rb);
     end(rb, status);
     rb->ops = NULL;
+    if (rb->launch.user)
+        rb->launch.step_ended(rb->launch.user, &rb->report);
     if (report)
         *report = rb->report;
     return status;

@@ -40,7 +40,8 @@ static void expect_complaint(const char *program, const char *name, const char *
                 {closed(), "Bad file descriptor"},
                 {"<&- >&-", "Bad file descriptor"}};
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
-        char line[256], without[128], with[128];
+        static char line[2 * PATH_MAX];
+        char without[128], with[128];
         (void)snprintf(line, sizeof line, "%s %s", arguments, ways[i].way);
         (void)snprintf(without, sizeof without, "%s: cannot write the output\n", name);
         (void)snprintf(with, sizeof with, "%s: cannot write the output: %s\n", name,
@@ -62,7 +63,9 @@ Test(cli_output, a_failed_write_is_said_and_is_the_exit_status)
     expect_complaint(cli_command, "rebatch", "config show");
     expect_complaint(cli_command, "rebatch", "config reference");
     expect_complaint(cli_command, "rebatch", "replay --repeat 1 t.trace");
-    expect_complaint(cli_command, "rebatch", "probe --preset tiny --batch 2 --json");
+    static char line[PATH_MAX + 64];
+    (void)snprintf(line, sizeof line, "probe --json -- '%s'", cli_minimal);
+    expect_complaint(cli_command, "rebatch", line);
     expect_complaint(cli_gpt, "gpt", "--help");
     expect_complaint(cli_gpt, "gpt", TRAINING);
     expect_complaint(cli_demo, "demo", "--help");

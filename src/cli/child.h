@@ -1,0 +1,45 @@
+/* A program that the command runs, and what the library within it says.
+ * Must not know what it was started for. */
+#ifndef RBI_CLI_CHILD_H
+#define RBI_CLI_CHILD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* What the library says: a word, and what comes behind it. */
+struct rbi_child_listener {
+    /* `text` ends in a zero byte; true: nothing more is needed, and the program may be ended. */
+    bool (*on_message)(void *user, const char *kind, const char *text);
+    void *user;
+};
+
+struct rbi_child_end {
+    int exec_error;   /* errno of a program that could not be run; 0: it ran */
+    int status;       /* as waitpid() gives it */
+    bool has_stepped; /* the library within it said something */
+};
+
+/* Runs arguments[0], found as a shell does, and waits for its end.
+ *  @param quiet  what it prints goes to stderr
+ *  @return false when it could not even be tried, which is said on stderr */
+bool rbi_child_run(struct rbi_child_end *end, char **arguments, bool quiet,
+                   const struct rbi_child_listener *listener);
+
+/* The exit status of a program that could not be run, as shells have it; says why. */
+int rbi_child_refuse(const char *program, int exec_error);
+
+/* "ended with status 1", "was ended by signal 11 (Segmentation fault)". */
+struct rbi_child_text {
+    char text[96];
+};
+struct rbi_child_text rbi_child_describe(int status);
+
+/* ---- options that `probe` and `run` share ---- */
+
+/* Where the program and its arguments begin, behind "--"; NULL, with a sentence on stderr, when it
+ * is not there. `arguments[at]` is the first that is no option of `count`. */
+char **rbi_child_find(const char *command, int at, int count, char **arguments);
+/* Sets a variable for the program. */
+bool rbi_child_set(const char *variable, const char *value);
+
+#endif

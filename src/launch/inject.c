@@ -1,0 +1,158 @@
+/* Owns failures on purpose: requests of callbacks that fail, and a limit that is lowered at a step.
+ * Must not know how a step answers them. */
+#include <inttypes.h>
+#include <unistd.h>
+
+#include "launch/launch.h"
+
+/* ---- which request fails ---- */
+
+/* splitmix64 (Steele, Lea and Flood, 2014): the n-th number of a seed. */
+static uint64_t random_at(uint64_t seed, uint64_t n)
+{
+    uint64_t x = seed + n * UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return x ^ (x >> 31);
+}
+
+static bool is_due(const struct rbi_run *run)
+{
+    if (run->settings.oom)
+        return run->requests == run->settings.oom;
+    return (double)(random_at(run->settings.seed, run->requests) >> 11) * 0x1p-53 <
+           run->settings.chance;
+}
+
+static void say(const struct rbi_run *run);
+
+/* Runs with the pool's lock held, in the thread that asks. */
+static bool strikes(void *user)
+{
+    struct rbi_run *run = user;
+    const rebatch *rb = run->rb;
+    if (!run->in_step || !rb->running ||
+        !(pthread_equal(rb->thread, pthread_self()) || rbi_pool_joined == rb->pool))
+        return false;
+    run->requests++;
+    if (rb->retried_same || !is_due(run))
+        return false; /* what runs once more has nothing smaller to try, as a rule */
+    run->injected++;
+    run->last_struck = rbi_pool_oom_count(rb->pool) + 1;
+    say(run); /* a program that does not survive it says nothing any more */
+    return true;
+}
+
+/* ---- the limit ---- */
+
+/* What the pool can hold at the most as things are, of limit and device. */
+static rebatch_status find_whole_limit(struct rbi_run *run)
+{
+    rebatch_memory_info memory;
+    const rebatch_status status = rebatch_device_memory(run->rb->device, &memory);
+    if (status)
+        return status;
+    const rebatch_pool_options *pool = &run->rb->options.pool;
+    uint64_t whole = memory.total_bytes;
+    if (pool->limit_permille && memory.total_bytes != REBATCH_UNLIMITED)
+        whole = memory.total_bytes / 1000 * pool->limit_permille;
+    if (pool->limit_bytes && pool->limit_bytes < whole)
+        whole = pool->limit_bytes;
+    if (whole == REBATCH_UNLIMITED)
+        return rbi_error(REBATCH_E_INVALID,
+                         "%s is set, and %s has no limit to take a share of: expected one, "
+                         "REBATCH_MEMORY_LIMIT",
+                         rbi_run_variables[RBI_RUN_SHRINK], rebatch_device_name(run->rb->device));
+    run->whole_limit_bytes = whole;
+    return REBATCH_OK;
+}
+
+static void shrink(struct rbi_run *run)
+{
+    const struct rbi_run_settings *settings = &run->settings;
+    const size_t first = run->next_shrink;
+    while (run->next_shrink < settings->shrink_count &&
+           settings->shrinks[run->next_shrink].step <= run->rb->step)
+        run->next_shrink++;
+    if (run->next_shrink == first)
+        return;
+    const uint32_t permille = settings->shrinks[run->next_shrink - 1].permille;
+    const uint64_t limit =
+        permille == 1000 ? run->whole_limit_bytes : run->whole_limit_bytes / 1000 * permille;
+    (void)rebatch_pool_set_limit(run->rb->pool, (size_t)rbi_max(limit, 1));
+}
+
+/* ---- what came of it ---- */
+
+static bool is_asked(const struct rbi_run *run)
+{
+    return run->settings.oom || run->settings.chance > 0 || run->settings.shrink_count;
+}
+
+static void add_summary(struct rbi_text *t, const struct rbi_run *run)
+{
+    const double share =
+        run->samples ? 100 * (double)run->redone_samples / (double)run->samples : 0;
+    rbi_text_add(t, "%" PRIu64 " failure%s injected, %" PRIu64 " survived", run->injected,
+                 run->injected == 1 ? "" : "s", run->survived);
+    if (run->injected == 0 && (run->settings.oom || run->settings.chance > 0))
+        rbi_text_add(t, " (callbacks made %" PRIu64 " requests)", run->requests);
+    rbi_text_add(t,
+                 "; %" PRIu64 " OOM%s in all, %.1f%% of the samples ran again, "
+                 "%.1f ms lost; %" PRIu64 " step%s",
+                 run->ooms, run->ooms == 1 ? "" : "s", share, (double)run->lost_ns / 1e6,
+                 run->steps, run->steps == 1 ? "" : "s");
+}
+
+static void say(const struct rbi_run *run)
+{
+    char text[320];
+    struct rbi_text t = {text, sizeof text, 0};
+    if (run->settings.report < 0)
+        return;
+    rbi_text_add(&t, "run %ld-%p ", (long)getpid(), (const void *)run);
+    add_summary(&t, run);
+    (void)rbi_report_send(run, text, rbi_min(t.length, sizeof text - 1));
+}
+
+rebatch_status rbi_inject_begin(struct rbi_run *run)
+{
+    rebatch_status status = run->settings.shrink_count ? find_whole_limit(run) : REBATCH_OK;
+    if (!status && (run->settings.oom || run->settings.chance > 0))
+        rbi_pool_set_fault(run->rb->pool,
+                           &(struct rbi_pool_fault){.strikes = strikes, .user = run});
+    return status;
+}
+
+void rbi_inject_step_begins(struct rbi_run *run)
+{
+    run->in_step = true;
+    run->injected_before = run->injected;
+    shrink(run);
+}
+
+void rbi_inject_step_ended(struct rbi_run *run, const rebatch_step_report *report)
+{
+    run->in_step = false;
+    run->redone_samples += report->redone_samples;
+    run->lost_ns += report->lost_ns;
+    run->ooms += report->ooms;
+    if (report->status == REBATCH_OK) {
+        run->survived += run->injected - run->injected_before;
+        run->samples += run->rb->batch;
+        run->steps++;
+    }
+    say(run);
+}
+
+void rbi_inject_end(const struct rbi_run *run)
+{
+    char text[352];
+    struct rbi_text t = {text, sizeof text, 0};
+    if (run->settings.report >= 0 || !run->rb || !is_asked(run))
+        return;
+    rbi_text_add(&t, "rebatch run: ");
+    add_summary(&t, run);
+    rbi_text_add(&t, "\n");
+    (void)rbi_report_write(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
+}

@@ -1,0 +1,267 @@
+/* Owns the tests of `rebatch run`: the cap, failures on purpose, what is passed on, and bad input.
+ * Must not know the library's inside: the examples are the user's programs here. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+
+#include "cli_common.h"
+#include "unit/config_files.h"
+
+/* The text that gpt trains on is made up; seed 1 of the program. */
+static void enter(void)
+{
+    char text[4096 + 1];
+    cli_enter();
+    for (size_t i = 0; i < sizeof text - 1; i++)
+        text[i] = (char)('a' + (i * i + i / 7) % 26);
+    text[sizeof text - 1] = '\0';
+    config_write("text", text);
+}
+
+TestSuite(cli_run, .init = enter, .fini = config_leave);
+
+static struct run run(const char *options, const char *program, const char *arguments)
+{
+    static char line[2 * PATH_MAX];
+    (void)snprintf(line, sizeof line, "%s -- '%s' %s", options, program, arguments);
+    return cli_run("", "run", line);
+}
+
+#define TRAINING "--preset tiny --data text --batch 16 --steps 6"
+
+/* The number before `words` in the line at the end. */
+static unsigned long long count(const struct run *r, const char *words)
+{
+    const char *line = strstr(r->error, "rebatch run: ");
+    const char *at = line ? strstr(line, words) : NULL;
+    cr_assert_not_null(at, "%s", r->error);
+    while (at > line && at[-1] >= '0' && at[-1] <= '9')
+        at--;
+    return strtoull(at, NULL, 10);
+}
+
+static const char *hash_of(const struct run *r)
+{
+    const char *hash = strstr(r->out, "sha256=");
+    cr_assert_not_null(hash, "%s%s", r->out, r->error);
+    return hash;
+}
+
+/* ---- failures ---- */
+
+Test(cli_run, the_nth_request_fails_and_no_bit_changes)
+{
+    struct run plain = cli_run_program(cli_gpt, TRAINING);
+    for (int nth = 1; nth <= 201; nth += 40) {
+        char options[64];
+        (void)snprintf(options, sizeof options, "--oom %d", nth);
+        struct run r = run(options, cli_gpt, TRAINING);
+        cr_assert_eq(r.code, 0, "%s", r.error);
+        cr_expect_eq(count(&r, " failure injected, 1 survived; 1 OOM in all, "), 1);
+        cr_expect_eq(count(&r, " steps\n"), 6);
+        cr_expect(strstr(r.out, "out of memory in "), "%s", r.out);
+        cr_expect_str_eq(hash_of(&r), hash_of(&plain), "request %d", nth);
+        done(&r);
+    }
+    done(&plain);
+}
+
+/* What a smaller micro-batch does is part of what is to be tested. */
+Test(cli_run, a_failure_cuts_the_micro_batch_as_a_full_device_does)
+{
+    struct run r = run("--oom 8", cli_gpt, TRAINING);
+    cr_expect(strstr(r.out, "micro-batch 16 -> 8"), "%s", r.out);
+    done(&r);
+}
+
+Test(cli_run, a_seed_fails_the_same_requests)
+{
+    struct run plain = cli_run_program(cli_gpt, TRAINING);
+    struct run first = run("--oom-chance 2%", cli_gpt, TRAINING);
+    struct run again = run("--oom-chance 0.02 --seed 1", cli_gpt, TRAINING);
+    struct run other = run("--oom-chance 0.02 --seed 2", cli_gpt, TRAINING);
+    cr_assert(first.code == 0 && again.code == 0 && other.code == 0, "%s%s", first.error,
+              other.error);
+    const unsigned long long injected = count(&first, " failures injected");
+    cr_expect_gt(injected, 3);
+    cr_expect_eq(count(&first, " survived"), injected);
+    cr_expect_eq(count(&again, " failures injected"), injected);
+    cr_expect_str_eq(hash_of(&first), hash_of(&plain));
+    cr_expect_str_eq(hash_of(&other), hash_of(&plain));
+    char *a = strstr(first.out, "  ! step 0"), *b = strstr(other.out, "  ! step 0");
+    cr_expect(!a || !b || strncmp(a, b, 40) != 0 || count(&other, " failures injected") != injected,
+              "another seed, other requests");
+    done(&plain);
+    done(&first);
+    done(&again);
+    done(&other);
+}
+
+/* A program that does not survive it: the error says that it was on purpose. */
+Test(cli_run, a_failure_that_is_not_survived)
+{
+    config_write("t.cfg", "recovery = { on_oom = \"stop\"; max_attempts = 1; };\n");
+    struct run r = run("--oom 3", cli_gpt, TRAINING " --config t.cfg");
+    cr_assert_eq(r.code, 1);
+    cr_expect(strstr(r.error, "(the failure is injected)"), "%s", r.error);
+    cr_expect_eq(count(&r, " failure injected, 0 survived"), 1);
+    done(&r);
+}
+
+Test(cli_run, a_request_that_never_comes)
+{
+    struct run r = run("--oom 1000000", cli_minimal, "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_eq(count(&r, " failures injected, 0 survived (callbacks made "), 0);
+    cr_expect_gt(count(&r, " requests)"), 7);
+    done(&r);
+}
+
+/* ---- the cap ---- */
+
+Test(cli_run, a_cap_holds_for_a_session_without_options)
+{
+    struct run r = run("--limit 4MiB", cli_minimal, "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect(strstr(r.out, "step 7: w = 2.9995, micro-batch 4 x 16, 0 out of memory"), "%s",
+              r.out);
+    done(&r);
+}
+
+Test(cli_run, a_limit_that_shrinks_and_comes_back)
+{
+    struct run r = run("--shrink 25%@step:2 --shrink 100%@step:5", cli_minimal, "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect(strstr(r.out, "step 1: w = 2.6668, micro-batch 16 x 4"), "%s", r.out);
+    cr_expect(strstr(r.out, "step 2: w = 2.8890, micro-batch 4 x 16"), "%s", r.out);
+    cr_expect_eq(count(&r, " failures injected"), 0);
+    cr_expect_eq(count(&r, " OOMs in all"), 4);
+    done(&r);
+    struct run plain = cli_run_program(cli_gpt, TRAINING " --cap 16MiB");
+    r = run("--limit 12MiB --shrink 30%@step:2 --shrink 100%@step:4", cli_gpt,
+            TRAINING " --cap 16MiB");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect(strstr(r.out, "! step 2: out of memory"), "%s", r.out);
+    cr_expect_str_eq(hash_of(&r), hash_of(&plain));
+    done(&plain);
+    done(&r);
+}
+
+/* ---- without the command ---- */
+
+Test(cli_run, variables_alone)
+{
+    static char line[2 * PATH_MAX];
+    (void)snprintf(line, sizeof line, "REBATCH_RUN_OOM=3 exec '%s'; true", cli_minimal);
+    struct run r = cli_run(line, "", "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_eq(count(&r, " failure injected, 1 survived"), 1);
+    cr_expect_eq(count(&r, " steps\n"), 8);
+    done(&r);
+    (void)snprintf(line, sizeof line, "REBATCH_RUN_OOM=no exec '%s'; true", cli_minimal);
+    r = cli_run(line, "", "");
+    cr_assert_eq(r.code, 1);
+    cr_expect_str_eq(r.error, "REBATCH_RUN_OOM is \"no\": expected a whole number, 1 or more\n");
+    done(&r);
+}
+
+/* Settings in a file look at variables, too. */
+Test(cli_run, variables_of_a_run_are_no_mistakes_in_settings)
+{
+    config_write("t.cfg", "batch = { smallest = 1; };\n");
+    struct run r =
+        cli_run("export REBATCH_PROBE_ONLY=1 REBATCH_RUN_SEED=2;", "config", "check t.cfg");
+    cr_expect_eq(r.code, 0, "%s", r.error);
+    done(&r);
+}
+
+/* ---- how it ends ---- */
+
+Test(cli_run, the_exit_status_is_the_programs)
+{
+    char line[4 * PATH_MAX];
+    (void)snprintf(line, sizeof line, "-- sh -c '\"$0\" >/dev/null; exit 7' '%s'", cli_minimal);
+    struct run r = cli_run("", "run", line);
+    cr_expect_eq(r.code, 7);
+    cr_expect(strstr(r.error, "; 8 steps\n"), "%s", r.error);
+    done(&r);
+    (void)snprintf(line, sizeof line, "'%s' run -- sh -c 'kill -TERM $$' 2>error", cli_command);
+    (void)snprintf(line + strlen(line), sizeof line - strlen(line), "; test $? -eq 143");
+    cr_expect_eq(system(line), 0);
+}
+
+static void expect_refused(const char *arguments, int code, const char *words)
+{
+    struct run r = cli_run("unset REBATCH_RUN_SHRINK;", "run", arguments);
+    cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
+    cr_expect(r.out[0] == '\0', "'%s' prints %s", arguments, r.out);
+    cr_expect_str_eq(r.error, words, "'%s' complains\n%s\nnot\n%s", arguments, r.error, words);
+    done(&r);
+}
+
+Test(cli_run, wrong_usage)
+{
+    expect_refused("--ooms 3 -- true", 2,
+                   "rebatch: there is no option '--ooms'; see 'rebatch help run'\n");
+    expect_refused("true", 2,
+                   "rebatch: \"true\" is no option: expected \"--\" before the program; see "
+                   "'rebatch help run'\n");
+    expect_refused("--", 2, "rebatch: there is no program behind \"--\"; see 'rebatch help run'\n");
+    expect_refused("--oom 0 -- true", 2,
+                   "rebatch: REBATCH_RUN_OOM is \"0\": expected a whole number, 1 or more\n");
+    static const char *const chances[] = {"0", "1.5", "101%", "-1", "x", "%", ".", "1e-2", ""};
+    for (size_t i = 0; i < sizeof chances / sizeof *chances; i++) {
+        char arguments[64], words[160];
+        (void)snprintf(arguments, sizeof arguments, "--oom-chance '%s' -- true", chances[i]);
+        (void)snprintf(words, sizeof words,
+                       "rebatch: REBATCH_RUN_OOM_CHANCE is \"%s\": expected a chance above 0 and "
+                       "at most 1, 0.05 or 5%%\n",
+                       chances[i]);
+        expect_refused(arguments, 2, words);
+    }
+    expect_refused("--oom 1 --oom-chance 1% -- true", 2,
+                   "rebatch: REBATCH_RUN_OOM and REBATCH_RUN_OOM_CHANCE are both set: expected one "
+                   "of them\n");
+    expect_refused("--seed -1 -- true", 2,
+                   "rebatch: REBATCH_RUN_SEED is \"-1\": expected a whole number, 0 or more\n");
+    static const char *const shares[] = {
+        "50%",       "50%@20",      "50@step:2",   "0%@step:1", "101%@step:1",
+        "50%@step:", "50%@step:-1", "1MiB@step:3", ""};
+    for (size_t i = 0; i < sizeof shares / sizeof *shares; i++) {
+        char arguments[64], words[160];
+        (void)snprintf(arguments, sizeof arguments, "--shrink '%s' -- true", shares[i]);
+        (void)snprintf(words, sizeof words,
+                       "rebatch: REBATCH_RUN_SHRINK is \"%s\": expected a share of the memory and "
+                       "a step, 50%%@step:20\n",
+                       shares[i]);
+        expect_refused(arguments, 2, words);
+    }
+    expect_refused("--shrink 50%@step:3 --shrink 60%@step:3 -- true", 2,
+                   "rebatch: REBATCH_RUN_SHRINK is \"50%@step:3,60%@step:3\": expected steps that "
+                   "rise\n");
+}
+
+Test(cli_run, a_program_that_does_not_step)
+{
+    config_write("plain", "no program\n");
+    expect_refused("-- ./none", 127, "rebatch: ./none cannot be run: No such file or directory\n");
+    expect_refused("-- ./plain", 126, "rebatch: ./plain cannot be run: Permission denied\n");
+    expect_refused("-- true", 1,
+                   "rebatch: true ended with status 0 and never called rebatch_step()\n");
+    expect_refused("-- sh -c 'exit 7'", 7,
+                   "rebatch: sh ended with status 7 and never called rebatch_step()\n");
+}
+
+Test(cli_run, help)
+{
+    struct run r = cli_run("", "run", "--help");
+    struct run topic = cli_run("", "help", "run");
+    cr_assert_eq(r.code, 0);
+    cr_assert(topic.code == 0 && strcmp(topic.out, r.out) == 0, "%s", topic.error);
+    cr_assert(strstr(r.out, "usage: rebatch run [OPTION]... -- PROGRAM [ARGUMENT]...\n"), "%s",
+              r.out);
+    done(&r);
+    done(&topic);
+}
