@@ -460,6 +460,26 @@ static rebatch_status bench_tenant(FILE *tenant)
     return status;
 }
 
+/* How many of the caps are caps on this device; the first always counts. */
+static rebatch_status count_caps(size_t *caps)
+{
+    rebatch_device *device;
+    rebatch_memory_info info;
+    rebatch_status status = rebatch_device_open_cuda(&device, NULL);
+    if (status)
+        return status;
+    status = rebatch_device_memory(device, &info);
+    rebatch_device_close(device);
+    for (*caps = 1; !status && *caps < sizeof caps_gib / sizeof *caps_gib; (*caps)++)
+        if (caps_gib[*caps] << 30 > info.free_bytes)
+            break;
+    if (*caps < sizeof caps_gib / sizeof *caps_gib)
+        fprintf(stderr,
+                "bench-recovery: %.0f GiB are free here: caps of %zu GiB and more are left out\n",
+                (double)info.free_bytes / (double)((size_t)1 << 30), caps_gib[*caps]);
+    return status;
+}
+
 int main(int count, char **arguments)
 {
     if (count != 2) {
@@ -471,10 +491,13 @@ int main(int count, char **arguments)
         fprintf(stderr, "bench-recovery: %s cannot be run\n", arguments[1]);
         return 1;
     }
-    rebatch_status status = bench_cap(24, false); /* loads kernels and libraries */
-    for (size_t i = 0; i < sizeof caps_gib / sizeof *caps_gib && !status; i++)
+    size_t caps = 0;
+    rebatch_status status = count_caps(&caps);
+    if (!status)
+        status = bench_cap(caps_gib[caps - 1], false); /* loads kernels and libraries */
+    for (size_t i = 0; i < caps && !status; i++)
         status = bench_cap(caps_gib[i], true);
-    for (size_t i = 0; i < sizeof caps_gib / sizeof *caps_gib && !status; i++)
+    for (size_t i = 0; i < caps && !status; i++)
         status = bench_learn(caps_gib[i]);
     if (!status)
         status = bench_tenant(tenant);

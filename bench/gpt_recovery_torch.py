@@ -144,6 +144,8 @@ def bench_caps():
     fits(8)  # loads kernels and libraries
     for gib in CAPS_GIB:
         clear()
+        if gib * 2**30 > torch.cuda.mem_get_info()[0]:
+            continue  # no cap on this device
         torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total)
         largest = true_largest()
         for name, way in ways.items():

@@ -31,8 +31,8 @@ static bool grow(struct rbi_replay_ids *ids)
     struct rbi_replay_id *entries = calloc(capacity, sizeof *entries);
     if (!entries)
         return false;
-    if (!ids->entries) /* without a random one the table is right as well */
-        (void)getrandom(&ids->seed, sizeof ids->seed, GRND_NONBLOCK);
+    if (!ids->entries && getrandom(&ids->seed, sizeof ids->seed, GRND_NONBLOCK) < 0)
+        ids->seed = 0; /* without a random one the table is right as well */
     for (size_t i = 0; i < ids->capacity; i++)
         if (ids->entries[i].line != 0)
             *probe(entries, capacity, ids->entries[i].id, ids->seed) = ids->entries[i];

@@ -472,9 +472,8 @@ Test(cli_replay, settings_of_the_pool_hold)
     }
 }
 
-/* What the first run needs is the same, repeats or not; the time is of passes that all repeat, and
- * a search takes some three times as long as none: half as long again is no chance. */
-Test(cli_replay, without_replay_only_the_time_is_another)
+/* What the first run needs is the same: a plan is made of runs that repeat. */
+Test(cli_replay, replay_changes_no_figure_of_the_first_run)
 {
     const struct object as_it_is = run_json("--repeat 9 $B/gpt2.trace.gz");
     const struct object on = run_json("--repeat 9 --replay on $B/gpt2.trace.gz");
@@ -486,9 +485,6 @@ Test(cli_replay, without_replay_only_the_time_is_another)
         cr_expect(number(&off, same[i]) == number(&on, same[i]), "%s", same[i]);
         cr_expect(number(&as_it_is, same[i]) == number(&on, same[i]), "%s", same[i]);
     }
-    const double searched_ns = number(&off, "ns_per_pair");
-    cr_expect(searched_ns > 1.5 * number(&on, "ns_per_pair"), "%g", searched_ns);
-    cr_expect(searched_ns > 1.5 * number(&as_it_is, "ns_per_pair"), "%g", searched_ns);
 }
 
 Test(cli_replay, out_of_memory_says_where_and_why)
