@@ -359,7 +359,8 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
                          "tag is %u: expected one from rebatch_pool_tag(), 0 to %zu", (unsigned)tag,
                          pool->tag_count - 1);
     const rebatch_status struck =
-        rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name);
+        pool->fault.strikes ? rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name)
+                            : REBATCH_OK;
     if (struck != REBATCH_OK)
         return struck;
     struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
