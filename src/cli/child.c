@@ -40,13 +40,23 @@ static void hand_on(int number)
         (void)kill((pid_t)child_pid, number);
 }
 
-static void catch_signals(void)
+/* What is ignored already, by nohup for example, stays so, in the program too. Those that the
+ * program has at their default again are put into `defaults`. */
+static void catch_signals(sigset_t *defaults)
 {
-    struct sigaction ignore = {.sa_handler = SIG_IGN}, forward = {.sa_handler = hand_on};
-    (void)sigaction(SIGINT, &ignore, NULL);
-    (void)sigaction(SIGQUIT, &ignore, NULL);
-    (void)sigaction(SIGTERM, &forward, NULL);
-    (void)sigaction(SIGHUP, &forward, NULL);
+    static const struct {
+        int number;
+        void (*handler)(int);
+    } caught[] = {{SIGINT, SIG_IGN}, {SIGQUIT, SIG_IGN}, {SIGTERM, hand_on}, {SIGHUP, hand_on}};
+    (void)sigemptyset(defaults);
+    (void)signal(SIGCHLD, SIG_DFL); /* or there would be no status to wait for */
+    for (size_t i = 0; i < sizeof caught / sizeof *caught; i++) {
+        struct sigaction ours = {.sa_handler = caught[i].handler}, before;
+        if (sigaction(caught[i].number, NULL, &before) || before.sa_handler == SIG_IGN)
+            continue;
+        (void)sigaction(caught[i].number, &ours, NULL);
+        (void)sigaddset(defaults, caught[i].number);
+    }
 }
 
 /* The program's end of the socket stays open in it; the library finds it by this. */
@@ -60,17 +70,13 @@ static bool name_socket(int socket)
     return setenv("REBATCH_REPORT_FD", text, 1) == 0;
 }
 
-static int spawn(pid_t *pid, char **arguments, int ours, bool quiet)
+static int spawn(pid_t *pid, char **arguments, int ours, bool quiet, const sigset_t *defaults)
 {
     posix_spawn_file_actions_t actions;
     posix_spawnattr_t attributes;
-    sigset_t defaults;
     (void)posix_spawn_file_actions_init(&actions);
     (void)posix_spawnattr_init(&attributes);
-    (void)sigemptyset(&defaults);
-    (void)sigaddset(&defaults, SIGINT);
-    (void)sigaddset(&defaults, SIGQUIT);
-    (void)posix_spawnattr_setsigdefault(&attributes, &defaults);
+    (void)posix_spawnattr_setsigdefault(&attributes, defaults);
     (void)posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF);
     (void)posix_spawn_file_actions_addclose(&actions, ours);
     if (quiet)
@@ -157,9 +163,10 @@ bool rbi_child_run(struct rbi_child_end *end, char **arguments, bool quiet,
         return false;
     }
     (void)fflush(stdout);
-    catch_signals();
+    sigset_t defaults;
+    catch_signals(&defaults);
     child.socket = sockets[0];
-    end->exec_error = spawn(&child.pid, arguments, sockets[0], quiet);
+    end->exec_error = spawn(&child.pid, arguments, sockets[0], quiet, &defaults);
     (void)close(sockets[1]);
     if (end->exec_error == 0) {
         child_pid = child.pid;

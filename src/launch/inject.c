@@ -45,6 +45,11 @@ static bool strikes(void *user)
 
 /* ---- the limit ---- */
 
+static uint64_t share_of(uint64_t bytes, uint32_t permille)
+{
+    return bytes / 1000 * permille + bytes % 1000 * permille / 1000;
+}
+
 /* What the pool can hold at the most as things are, of limit and device. */
 static rebatch_status find_whole_limit(struct rbi_run *run)
 {
@@ -55,7 +60,7 @@ static rebatch_status find_whole_limit(struct rbi_run *run)
     const rebatch_pool_options *pool = &run->rb->options.pool;
     uint64_t whole = memory.total_bytes;
     if (pool->limit_permille && memory.total_bytes != REBATCH_UNLIMITED)
-        whole = memory.total_bytes / 1000 * pool->limit_permille;
+        whole = share_of(memory.total_bytes, pool->limit_permille);
     if (pool->limit_bytes && pool->limit_bytes < whole)
         whole = pool->limit_bytes;
     if (whole == REBATCH_UNLIMITED)
@@ -77,9 +82,8 @@ static void shrink(struct rbi_run *run)
     if (run->next_shrink == first)
         return;
     const uint32_t permille = settings->shrinks[run->next_shrink - 1].permille;
-    const uint64_t limit =
-        permille == 1000 ? run->whole_limit_bytes : run->whole_limit_bytes / 1000 * permille;
-    (void)rebatch_pool_set_limit(run->rb->pool, (size_t)rbi_max(limit, 1));
+    (void)rebatch_pool_set_limit(run->rb->pool,
+                                 (size_t)rbi_max(share_of(run->whole_limit_bytes, permille), 1));
 }
 
 /* ---- what came of it ---- */

@@ -554,6 +554,23 @@ Test(wrap, a_step_of_functions_recovers_and_counts_every_sample_once)
     }
 }
 
+/* Asked for in the environment by whoever starts the program. */
+Test(wrap, a_failure_on_purpose_is_survived)
+{
+    for (size_t way = 0; way < 2; way++) {
+        struct rig rig;
+        setenv("REBATCH_RUN_OOM", "1", 1);
+        rig_open(&rig);
+        struct wrap_trainer trainer = {.sample_bytes = 1};
+        rebatch_step_report report;
+        cr_assert_eq(ways[way](&trainer, BATCH, REBATCH_DECLARES_MUTATION, &report), cudaSuccess);
+        cr_assert_eq(report.ooms, 1);
+        cr_assert_eq(report.microbatches, 2);
+        cr_assert_eq(trainer.parameter, SUM);
+        rig_close(&rig);
+    }
+}
+
 Test(wrap, functions_that_do_not_declare_are_taken_to_change_things_at_once)
 {
     for (size_t way = 0; way < 2; way++) {
