@@ -57,7 +57,8 @@ typedef struct rebatch_pool_options {
                                       pool holds and could still have stays free: moving costs
                                       device calls again and again, fresh memory only once. 1 to
                                       1000; 0: 20; 1000: always moved */
-    rebatch_toggle replay; /**< serve phases that repeat (rebatch_pool_mark()) by a plan where memory
+    rebatch_toggle
+        replay; /**< serve phases that repeat (rebatch_pool_mark()) by a plan where memory
                                 is so short that pages would be moved in each of them; needs
                                 virtual memory and caching; default on */
 } rebatch_pool_options;
@@ -176,9 +177,7 @@ typedef struct rebatch_leak_block {
     const void *address;
     uint64_t bytes;
     uint64_t allocation; /**< its number among the pool's allocations, from 0: the same calls give
-                              the same number, so a breakpoint can wait for it; but for small
-                              blocks from a thread's cache (rebatch_pool_get_stats()), which get
-                              theirs when somebody looks */
+                              the same number, so a breakpoint can wait for it */
     char tag[32];
 } rebatch_leak_block;
 
@@ -293,15 +292,16 @@ REBATCH_API rebatch_status rebatch_pool_add_pressure(
 REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool, const char *name);
 
 /** Say that a phase of the program begins, and that the one before has ended: a micro-batch or an
- *  update, for example. Sessions do this by themselves. Where memory is so short that pages have to
- *  be moved in a phase, the pool notes the phase's calls; when the same calls have come twice, it
- *  works out a layout for them, and serves the next phases with this key from one arena: no page is
- *  moved any more. The first call that differs ends that for this phase, and the calls are noted
- *  anew. Calls on other streams than that of the phase's first allocation are served as ever, as are
- *  allocations that outlive the phase or that other streams use.
+ *  update, for example. Sessions do this by themselves. Where memory is so short that pages had to
+ *  be moved in three phases with the same key in a row, and the last two of them made the same
+ *  calls, the pool works out a layout for these, and serves the next phases with this key from one
+ *  arena: no page is moved in them any more. The first call that differs ends that for its phase,
+ *  and the pool serves what follows like any other call. So it does allocations on other streams
+ *  than that of the phase's first one, and those that outlive the phase or that other streams use.
  *  @param key  what the phase is, its size for example; 0: no phase. The 16 keys that were used last
  *              are known
- *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread; the thread whose calls the phase has. */
+ *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread; a phase has the calls of all threads, but for
+ *          those that an open scope of a session's callback leaves out. */
 REBATCH_API rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key);
 
 /** Open a scope inside the innermost open one.
@@ -335,15 +335,7 @@ REBATCH_API rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, reb
 REBATCH_API rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *pool,
                                                    rebatch_scope scope);
 
-/** Read the statistics.
- *
- *  They are exact, but for peaks once threads have waited for each other's calls: from then on
- *  blocks of up to 32 KiB are held ahead for threads, in at most 16 caches with at most 8 MiB free
- *  in each (16 granules, or a 64th of limit_bytes, where that is less). What is free there counts
- *  as live when a peak rises: live_peak_bytes, blocks_peak and scopes' peak_bytes may be high by
- *  that, and are never low. A tag's peak_bytes and at_peak_bytes lack what it allocated in caches
- *  since they were last looked into: by this call, where a scope begins or ends, and whenever the
- *  peak has risen by a 256th. Any thread.
+/** Read the statistics. They are exact. Any thread.
  *  @return REBATCH_OK, REBATCH_E_INVALID. */
 REBATCH_API rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool);
 

@@ -62,8 +62,8 @@ enum rbi_setting_kind {
       .help = "Keep freed memory for the next request. false sends every call straight to the "    \
               "device, for memory checkers.")                                                      \
     X(MEMORY_REPLAY, .key = "memory.replay", .kind = RBI_SWITCH, .initial = "true",                \
-      .help = "Give calls that repeat, as a training step's do, the places that they had before, " \
-              "without a search. false searches for every one.")                                   \
+      .help = "Serve phases that repeat from one arena where memory is so short that pages would " \
+              "be moved. false: never.")                                                           \
     X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \
       .most = RBI_NUMBER_MOST,                                                                     \
       .help = "Kept from the device until it runs out itself, then given back so that error "      \
