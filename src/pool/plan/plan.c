@@ -1,4 +1,4 @@
-/* Owns phases: the recording of their calls, when one is planned, and the serving of those that are.
+/* Owns phases: the recording of their calls, when one is planned, and the serving of planned ones.
  * Must not know how memory is found.
  *
  * A phase is planned only where pages are moved in each of its kind: where memory is plentiful, the
