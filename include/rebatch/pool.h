@@ -57,10 +57,9 @@ typedef struct rebatch_pool_options {
                                       pool holds and could still have stays free: moving costs
                                       device calls again and again, fresh memory only once. 1 to
                                       1000; 0: 20; 1000: always moved */
-    rebatch_toggle
-        replay; /**< serve phases that repeat (rebatch_pool_mark()) by a plan where memory
-                                is so short that pages would be moved in each of them; needs
-                                virtual memory and caching; default on */
+    rebatch_toggle replay;       /**< serve phases that repeat (rebatch_pool_mark()) by a plan where
+                                      memory is so short that pages would be moved in each; needs
+                                      virtual memory and caching; default on */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
@@ -298,8 +297,8 @@ REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool
  *  arena: no page is moved in them any more. The first call that differs ends that for its phase,
  *  and the pool serves what follows like any other call. So it does allocations on other streams
  *  than that of the phase's first one, and those that outlive the phase or that other streams use.
- *  @param key  what the phase is, its size for example; 0: no phase. The 16 keys that were used last
- *              are known
+ *  @param key  what the phase is, its size for example; 0: no phase. The 16 keys that were used
+ *              last are known
  *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread; a phase has the calls of all threads, but for
  *          those that an open scope of a session's callback leaves out. */
 REBATCH_API rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key);
