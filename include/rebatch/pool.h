@@ -57,10 +57,9 @@ typedef struct rebatch_pool_options {
                                       pool holds and could still have stays free: moving costs
                                       device calls again and again, fresh memory only once. 1 to
                                       1000; 0: 20; 1000: always moved */
-    rebatch_toggle
-        replay; /**< serve phases that repeat (rebatch_pool_mark()) by a plan where memory
-                                is so short that pages would be moved in each of them; needs
-                                virtual memory and caching; default on */
+    rebatch_toggle replay;       /**< serve phases that repeat (rebatch_pool_mark()) by a plan where
+                                      memory is so short that pages would be moved in each; needs
+                                      virtual memory and caching; default on */
 } rebatch_pool_options;
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \

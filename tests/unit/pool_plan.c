@@ -402,6 +402,39 @@ Test(pool_plan, each_key_has_its_plan)
     close_run(&run);
 }
 
+/* The same key has other calls from some phase on. */
+Test(pool_plan, other_calls_are_planned_in_their_turn)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    for (size_t i = 0; i < CALLS; i++)
+        script.calls[i].bytes = script.calls[i].bytes * 9 / 10 + (script.calls[i].bytes != 0);
+    uint64_t before = 0;
+    for (int i = 0; i < 40; i++) {
+        before = i == 30 ? moved(&run) : before;
+        cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+    }
+    cr_assert_eq(moved(&run), before);
+    assert_valid(run.rig.pool);
+    close_run(&run);
+}
+
+/* As an evaluation between two steps may be: the plan is there when they come again. */
+Test(pool_plan, one_phase_that_differs_costs_no_plan)
+{
+    struct script script, other;
+    struct run run = open_served(&script, 1);
+    other = script;
+    other.calls[0].bytes = 3 * UNIT;
+    for (int i = 0; i < 10; i++) {
+        cr_assert_eq(phase(&run, &other, 1), REBATCH_OK);
+        cr_assert_not(serves(&run));
+        cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        cr_assert(serves(&run));
+    }
+    close_run(&run);
+}
+
 Test(pool_plan, a_mark_of_no_pool_is_refused)
 {
     cr_assert_eq(rebatch_pool_mark(NULL, 1), REBATCH_E_INVALID);

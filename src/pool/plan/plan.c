@@ -4,7 +4,8 @@
  * A phase is planned only where pages are moved in each of its kind: where memory is plentiful, the
  * pool finds the same places again by itself. Its calls are then recorded, compared with those of
  * the next phase of the same key, planned when they are the same, and served by number from there
- * on. The first call that differs ends that for this phase, and the calls are recorded anew. */
+ * on. The first call that differs ends that for this phase; when it does so twice in a row, the
+ * calls are recorded anew. */
 #include "pool/plan/plan.h"
 
 #include "pool/plan/layout.h"
@@ -13,6 +14,8 @@
 /* So many plans in a row for which pages were moved are in vain, and so many phases rest then. */
 #define MOVES_MOST 4
 #define REST_PHASES 64
+/* So many phases in a row with other calls are planned anew; one may be an exception. */
+#define MISSES_MOST 2
 #define CALLS_FIRST 256
 /* A call has a number of 32 bits; what is longer is no step of a training. */
 #define CALLS_MOST ((size_t)1 << 20)
@@ -74,20 +77,35 @@ static bool is_next(const struct rbi_pool_plan *plan, uint32_t units, uint32_t o
     return call->units == units && (units != 0 || call->of == of);
 }
 
-/* The calls from here on are others: they are recorded in place of those. */
-static void record_from_here(struct rbi_pool_plan *plan)
+/* Of the calls noted the first `count` stay, without a plan. */
+static void drop_plan(struct rbi_phase *phase, size_t count)
 {
-    struct rbi_phase *const phase = plan->phase;
     phase->arena_bytes = 0;
-    phase->count = plan->next;
+    phase->misses = 0;
+    phase->count = count;
     phase->allocations = 0;
-    for (size_t i = 0; i < phase->count; i++) {
+    for (size_t i = 0; i < count; i++) {
         if (phase->calls[i].units == 0)
             continue;
         phase->calls[i].offset = 0;
         phase->allocations++;
     }
+}
+
+/* The calls from here on are others: they are recorded in place of those. */
+static void record_from_here(struct rbi_pool_plan *plan)
+{
+    drop_plan(plan->phase, plan->next);
     plan->mode = RBI_PLAN_RECORDS;
+}
+
+/* A call is another than the plan has. */
+static void end_serving(rebatch_pool *pool)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    rbi_plan_leave(pool);
+    if (++plan->phase->misses == MISSES_MOST)
+        drop_plan(plan->phase, plan->next);
 }
 
 /* A call on the phase's stream; `of` is 0 of an allocation. */
@@ -99,7 +117,7 @@ static void note(rebatch_pool *pool, uint32_t units, uint32_t of)
         return;
     }
     if (plan->mode == RBI_PLAN_SERVES)
-        rbi_plan_leave(pool);
+        end_serving(pool);
     if (plan->mode == RBI_PLAN_COMPARES)
         record_from_here(plan);
     if (plan->mode == RBI_PLAN_RECORDS)
@@ -250,7 +268,7 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
     if (stream != plan->phase->stream || rbi_pool_is_outside(pool, pool->insider))
         return NULL;
     if (units > UINT32_MAX || !is_next(plan, (uint32_t)units, 0)) {
-        rbi_plan_leave(pool);
+        end_serving(pool);
         return NULL;
     }
     const struct rbi_phase_call *const call = &plan->phase->calls[plan->next];
@@ -296,6 +314,7 @@ static struct rbi_phase *find_phase(struct rbi_pool_plan *plan, uint64_t key)
     forget(oldest);
     oldest->key = key;
     oldest->moves = oldest->rest = 0;
+    oldest->misses = 0;
     oldest->is_needed = false;
     return oldest;
 }
@@ -306,6 +325,7 @@ static void end(rebatch_pool *pool)
     struct rbi_phase *const phase = plan->phase;
     const bool has_moved = moved_pages(pool) != plan->moved;
     if (plan->mode == RBI_PLAN_SERVES) {
+        phase->misses = 0;
         rbi_plan_leave(pool);
     } else {
         phase->is_needed = has_moved;

@@ -37,6 +37,7 @@ struct rbi_phase {
     size_t arena_bytes; /* 0: there is no plan */
     uint32_t moves;     /* plans in a row for whose arena pages were moved */
     uint32_t rest;      /* so many phases are not looked at */
+    uint32_t misses;    /* phases in a row that the plan did not serve to their end */
     bool is_needed;     /* pages were moved in the last one */
 };
 
