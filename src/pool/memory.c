@@ -214,7 +214,7 @@ rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream 
     rbi_lock_take(&pool->lock);
     pool->expected.left = 0;
     rbi_lock_give(&pool->lock);
-    if (bytes == 0) /* which a cycle that runs need not know */
+    if (bytes == 0)
         return REBATCH_OK;
     rbi_pool_take_lock(pool);
     status = expect_locked(pool, rounded, stream);
