@@ -256,7 +256,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 	$(Q)for test in pool_threads pool_beside; do \
 	    $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -pthread -Iinclude -Isrc -Itests \
 	        -o build/$$test tests/threads/$$test.c $(wildcard src/base/*.c src/device/*.c \
-	        src/pool/*.c) -lm -ldl && build/$$test || exit 1; \
+	        src/pool/*.c src/pool/plan/*.c) -lm -ldl && build/$$test || exit 1; \
 	done
 	@echo "test-threads: ok"
 
