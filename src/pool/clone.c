@@ -40,6 +40,7 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->keep_room_permille = from->keep_room_permille;
     to->settled_peak_bytes = from->settled_peak_bytes;
     to->settled_births = from->settled_births;
+    to->highest_live_bytes = from->highest_live_bytes;
     to->headroom_bytes = from->headroom_bytes;
     to->max_split_bytes = from->max_split_bytes;
     to->promised_bytes = from->promised_bytes;

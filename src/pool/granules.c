@@ -132,40 +132,19 @@ static unsigned largest_within(size_t count, unsigned most)
     return size < most ? size : most;
 }
 
-/* The largest piece that is at most each of these parts: of what is taken ahead of its use, as the
- * pieces at its ends may stay half used, and of what there will be still to be had, since the last
- * of the memory should go wherever it is needed. Where there is plenty the latter is what matters,
- * and a request comes in few pieces. Little comes in granules. */
-#define PARTS_OF_REQUEST 32
-#define PARTS_OF_ROOM 64
-#define FEW_OF_REQUEST 8
-#define PLENTY_OF_ROOM 256
-static unsigned size_ahead(size_t count, size_t room)
-{
-    if (count < 2 * PARTS_OF_REQUEST)
-        return 0;
-    const size_t most = rbi_max(rbi_min(count / PARTS_OF_REQUEST, room / PARTS_OF_ROOM),
-                                rbi_min(count / FEW_OF_REQUEST, room / PLENTY_OF_ROOM));
-    return largest_within(rbi_max(most, 1), RBI_PIECE_SIZES - 1);
-}
+/* A sixteenth of the request, so that a request is served by a few calls, or a 128th of what the
+ * pool holds, so that a pool that grows does so in few calls. But at most a 1,024th of what the
+ * device could still give: what is left over at the ends of chunks in use is of no use elsewhere,
+ * and counts as soon as memory is short. */
+#define PARTS_OF_REQUEST 16
+#define PARTS_OF_HELD 128
+#define PARTS_OF_ROOM 1024
 
-#define PARTS_OF_HELD 64
-size_t rbi_granules_growth(const rebatch_pool *pool, size_t room)
+size_t rbi_granules_chunk(const rebatch_pool *pool, size_t count, size_t room)
 {
-    const size_t most = rbi_min(pool->granules_held / PARTS_OF_HELD, room / PLENTY_OF_ROOM);
-    return (size_t)1 << largest_within(rbi_max(most, 1), RBI_PIECE_SIZES - 1);
-}
-
-size_t rbi_granules_expected(const rebatch_pool *pool, size_t room)
-{
-    const unsigned ahead = size_ahead(pool->expected.granules, room);
-    return (size_t)1 << largest_within(pool->expected.left, ahead);
-}
-
-size_t rbi_granules_ahead(size_t count, size_t room)
-{
-    const size_t singles = 2 * PARTS_OF_ROOM - 1;
-    return count < 2 * PARTS_OF_REQUEST || room <= singles ? 0 : rbi_min(count, room - singles);
+    const size_t wanted = rbi_max(count / PARTS_OF_REQUEST, pool->granules_held / PARTS_OF_HELD);
+    const size_t most = rbi_max(rbi_min(wanted, room / PARTS_OF_ROOM), 1);
+    return (size_t)1 << largest_within(most, RBI_PIECE_SIZES - 1);
 }
 
 /* Gives what was made since back. */
@@ -176,7 +155,7 @@ static void unmake(rebatch_pool *pool, const size_t before[static RBI_PIECE_SIZE
             ;
 }
 
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room, size_t piece)
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room)
 {
     size_t before[RBI_PIECE_SIZES];
     for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
@@ -184,9 +163,8 @@ rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room
     pool->stats.device_allocations++;
     unsigned most = RBI_PIECE_SIZES - 1; /* what the device has in one piece */
     for (size_t made = 0; made < count;) {
-        const unsigned by_room = size_ahead(count, room > made ? room - made : 0);
-        const unsigned ahead = rbi_max(by_room, size_of(piece));
-        const unsigned size = largest_within(count - made, ahead < most ? ahead : most);
+        const size_t chunk = rbi_granules_chunk(pool, count, room > made ? room - made : 0);
+        const unsigned size = largest_within(rbi_min(count - made, chunk), most);
         const rebatch_status status = create(pool, size);
         if (status == REBATCH_OK) {
             made += (size_t)1 << size;
@@ -234,6 +212,20 @@ static bool goes_on(const rebatch_pool *pool, const struct rbi_range *range, siz
 {
     return index < range->bytes >> granule_shift(pool) &&
            range->granules[index] == RBI_PIECE_GOES_ON;
+}
+
+size_t rbi_granules_cut_off(const rebatch_pool *pool, const struct rbi_range *range,
+                            const char *address, bool behind)
+{
+    const size_t index = index_of(pool, range, address);
+    size_t count = 0;
+    if (behind)
+        while (goes_on(pool, range, index + count))
+            count++;
+    else if (goes_on(pool, range, index))
+        while (goes_on(pool, range, index - count++ - 1))
+            ;
+    return count;
 }
 
 size_t rbi_granules_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first)

@@ -151,8 +151,7 @@ struct growth {
     size_t guard_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free granules only */
     bool no_remap;                        /* fresh ones before free ones */
-    bool ahead;                           /* of its use: fresh ones in large pieces */
-    size_t piece;                         /* where it is above 1, and not ahead: in such pieces */
+    bool exact;                           /* no more fresh memory than asked for */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool from_cache;                      /* out: nothing was mapped for it */
     bool at_end;                          /* out: what is served is at the end of what was found */
@@ -218,13 +217,21 @@ struct means {
 static size_t beyond_peak(const rebatch_pool *pool, size_t room)
 {
     const size_t all = reachable(pool, room);
-    return all - rbi_min(all, (size_t)pool->stats.live_peak_bytes);
+    return all - rbi_min(all, (size_t)pool->highest_live_bytes);
 }
 
 static bool has_slack(const rebatch_pool *pool, size_t room)
 {
     const size_t beyond = beyond_peak(pool, room);
     return beyond != 0 && beyond >= reachable(pool, room) / SLACK_PARTS;
+}
+
+/* How much a pool holds rather than move pages: what was in use at its peak, and a part more. */
+#define HELD_BEYOND_PEAK_PARTS 32
+static size_t live_and_slack(const rebatch_pool *pool)
+{
+    const uint64_t peak = pool->highest_live_bytes;
+    return (size_t)(peak + peak / HELD_BEYOND_PEAK_PARTS);
 }
 
 /* Whether others, and the pool itself, have enough left after `bytes` more. */
@@ -235,8 +242,8 @@ static bool has_plenty(const rebatch_pool *pool, size_t bytes, size_t room,
     const size_t collected_above = rbi_pool_share(pool, info->total_bytes, pool->gc_permille);
     if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
         return false;
-    const size_t kept = kept_room(pool, room);
-    return room > kept && bytes <= room - kept;
+    const size_t most = live_and_slack(pool), kept = kept_room(pool, room);
+    return reserved <= most && bytes <= most - reserved && room > kept && bytes <= room - kept;
 }
 
 /* The last micro-batch of a step is often smaller, and its blocks then just miss the zone in which
@@ -268,15 +275,13 @@ static bool wants_care(const rebatch_pool *pool, bool plenty)
            pool->room_parts * 1000 < (size_t)pool->keep_room_permille * RBI_POOL_ROOM_PARTS;
 }
 
-static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *growth, size_t count,
-                                     size_t room)
+static rebatch_status create_lacking(rebatch_pool *pool, size_t count, size_t room)
 {
     const size_t lacking = count - pool->spare_count;
     const size_t room_granules = room / pool->granule_bytes;
     if (lacking > room_granules)
         return REBATCH_OOM;
-    return rbi_granules_create(pool, lacking, growth->ahead ? room_granules : 0,
-                               rbi_max(growth->piece, 1));
+    return rbi_granules_create(pool, lacking, room_granules);
 }
 
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
@@ -291,7 +296,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
     if (status != REBATCH_OK)
         return status;
     if (growth->no_remap) {
-        const rebatch_status created = create_lacking(pool, growth, count, room);
+        const rebatch_status created = create_lacking(pool, count, room);
         if (created != REBATCH_OOM)
             return created;
     }
@@ -305,7 +310,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
         return REBATCH_OK;
     if (growth->no_fresh)
         return REBATCH_OOM;
-    return create_lacking(pool, growth, count, room);
+    return create_lacking(pool, count, room);
 }
 
 /* Fills a window with memory; with a guard the last granule of it stays a gap. */
@@ -324,28 +329,19 @@ static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool, st
     return rbi_window_map(out, pool, window, growth->stream);
 }
 
-/* A pool that is to grow takes whole pieces, where others, and it itself, have plenty left. */
-static void widen(struct rbi_window *window, rebatch_pool *pool, struct growth *growth)
+/* A pool that grows takes whole chunks, where others, and it itself, have plenty left. */
+static void widen(struct rbi_window *window, rebatch_pool *pool, const struct growth *growth)
 {
     size_t room;
     rebatch_memory_info info;
-    if (growth->no_fresh || growth->ahead || pool->spare_count >= window->granules ||
+    if (growth->no_fresh || growth->exact || pool->spare_count >= window->granules ||
         rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return;
-    const size_t piece = rbi_granules_growth(pool, room / pool->granule_bytes);
-    const size_t granules = (window->granules + piece - 1) & ~(piece - 1);
-    if (has_plenty(pool, granules * pool->granule_bytes, room, &info) &&
-        rbi_window_widen(window, pool, granules))
-        growth->piece = piece;
-}
-
-rebatch_status rbi_pool_find_addresses(char **out, rebatch_pool *pool, size_t bytes)
-{
-    struct rbi_window window;
-    const rebatch_status status = find_hole(&window, pool, &(struct growth){.bytes = bytes});
-    if (status == REBATCH_OK)
-        *out = window.first->address;
-    return status;
+    const size_t chunk = rbi_granules_chunk(pool, window->granules, room / pool->granule_bytes);
+    const size_t granules = (window->granules + chunk - 1) & ~(chunk - 1);
+    if (granules > window->granules &&
+        has_plenty(pool, granules * pool->granule_bytes, room, &info))
+        rbi_window_widen(window, pool, granules);
 }
 
 static rebatch_status grow(struct rbi_block **out, rebatch_pool *pool, struct growth *growth)
@@ -354,8 +350,7 @@ static rebatch_status grow(struct rbi_block **out, rebatch_pool *pool, struct gr
     const rebatch_status status = find_window(&window, pool, growth);
     if (status != REBATCH_OK)
         return status;
-    if (pool->eager)
-        widen(&window, pool, growth);
+    widen(&window, pool, growth);
     return fill_window(out, pool, growth, &window);
 }
 
@@ -364,7 +359,7 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 {
     *out = NULL;
     if (pool->has_space) {
-        struct growth growth = {.bytes = bytes, .stream = stream, .spared = spared, .ahead = true};
+        struct growth growth = {.bytes = bytes, .stream = stream, .spared = spared, .exact = true};
         struct rbi_window window;
         const rebatch_status found = find_hole(&window, pool, &growth);
         return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;
@@ -520,34 +515,6 @@ static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rb
     return block;
 }
 
-/* Of memory that is expected to be used: the device makes it while it works on what was asked for
- * before, which it would wait for if all came at once. What a request leaves of the last piece is
- * the beginning of the next one's. */
-static struct rbi_block *take_expected(rebatch_pool *pool, const struct rbi_request *request)
-{
-    struct rbi_window window;
-    struct rbi_block *block;
-    size_t room;
-    if (pool->expected.left == 0 || request->ahead || request->bytes < pool->large_bytes ||
-        !rbi_window_find_at(&window, pool, pool->expected.at, request->bytes, request->stream) ||
-        rbi_pool_room(&room, pool, NULL) != REBATCH_OK)
-        return NULL;
-    const size_t room_granules = room / pool->granule_bytes;
-    const size_t piece = rbi_granules_expected(pool, room_granules);
-    const size_t granules = (window.granules + piece - 1) & ~(piece - 1);
-    if (granules <= rbi_min(room_granules, pool->expected.left))
-        (void)rbi_window_widen(&window, pool, granules);
-    struct growth growth = {
-        .bytes = request->bytes, .stream = request->stream, .no_remap = true, .piece = piece};
-    pool->expected.at += window.granules * pool->granule_bytes;
-    pool->expected.left -= rbi_min(window.granules, pool->expected.left);
-    if (fill_window(&block, pool, &growth, &window) != REBATCH_OK) {
-        pool->expected.left = 0;
-        return NULL;
-    }
-    return take_part(pool, request, block, growth.at_end);
-}
-
 /* Free granules from elsewhere, then fresh ones, mapped where the request finds addresses. */
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
@@ -556,17 +523,13 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
         request->rung = REBATCH_RUNG_CACHE;
         return REBATCH_OK;
     }
-    if ((*out = take_expected(pool, request))) {
-        reach(pool, request, REBATCH_RUNG_DEVICE);
-        return REBATCH_OK;
-    }
     const struct means means = find_means(pool, request->bytes);
     if (!means.plenty && means.slack && (*out = take_anywhere(pool, request))) {
         request->rung = REBATCH_RUNG_CACHE;
         return REBATCH_OK;
     }
     struct growth growth = {
-        .bytes = request->bytes, .stream = request->stream, .ahead = request->ahead};
+        .bytes = request->bytes, .stream = request->stream, .exact = request->exact};
     const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
     reach(pool, request, REBATCH_RUNG_REMAP);
     const rebatch_status status = pool->guard

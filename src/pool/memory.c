@@ -56,16 +56,18 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
     if (status != REBATCH_OK)
         return status;
-    request.ahead = true;
+    request.exact = true;
     if (!pool->caching) {
         request.rung = REBATCH_RUNG_DEVICE;
         status = look_for_room(pool, rounded);
-    } else if (rounded <= rbi_plan_idle_bytes(pool) && !rbi_pool_is_outside(pool, pool->insider)) {
+    } else if (rbi_plan_reserve(pool, rounded, stream)) {
         pool->promised_bytes = rounded;
     } else if (!pool->guard) {
         status = rbi_pool_is_outside(pool, pool->insider) ? look_for_piece(pool, &request)
                                                           : hold_piece(pool, &request);
     }
+    if (status == REBATCH_OK)
+        rbi_plan_note_reserve(pool, rounded, stream);
     if (status == REBATCH_OOM)
         status = rbi_pool_report_oom(pool, &request, bytes, "reserve");
     rbi_request_close(&request);
@@ -114,21 +116,12 @@ static size_t free_of_others(const rebatch_pool *pool, const struct rbi_pool_str
     return (size_t)sum;
 }
 
-/* Whether what the stream lacks of `bytes` will come as it is needed. */
-static bool is_expected(rebatch_pool *pool, size_t bytes, const struct rbi_pool_stream *stream)
-{
-    const size_t cached = stream ? (size_t)stream->free_bytes : 0;
-    size_t room;
-    return pool->expected.left != 0 && rbi_pool_room(&room, pool, NULL) == REBATCH_OK &&
-           bytes - cached <= room;
-}
-
 static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     if (!pool->caching)
         return look_for_room(pool, bytes);
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
-    if ((known && known->free_bytes >= bytes) || is_expected(pool, bytes, known))
+    if (known && known->free_bytes >= bytes)
         return REBATCH_OK;
     struct rbi_request request;
     rebatch_status status = rbi_request_open(&request, pool, bytes, stream);
@@ -178,55 +171,6 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
     status = admit_locked(pool, rounded, stream);
     rbi_lock_give(&pool->lock);
     return status;
-}
-
-/* In bytes. */
-static size_t in_large_pieces(const rebatch_pool *pool, size_t bytes, size_t room)
-{
-    const size_t granule = pool->granule_bytes;
-    return rbi_granules_ahead(bytes / granule, room / granule) * granule;
-}
-
-static rebatch_status expect_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
-{
-    const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
-    const uint64_t cached = known ? known->free_bytes : 0;
-    size_t room;
-    rebatch_status status = cached < bytes ? rbi_pool_room(&room, pool, NULL) : REBATCH_OOM;
-    const size_t ahead =
-        status == REBATCH_OK ? in_large_pieces(pool, bytes - (size_t)cached, room) : 0;
-    if (ahead == 0 || (status = rbi_pool_prepare(pool)) != REBATCH_OK)
-        return status;
-    status = rbi_pool_find_addresses(&pool->expected.at, pool, ahead);
-    if (status == REBATCH_OK)
-        pool->expected.granules = pool->expected.left = ahead / pool->granule_bytes;
-    return status;
-}
-
-rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
-{
-    rebatch_status status = rbi_pool_check(pool);
-    size_t rounded = 0;
-    if (status != REBATCH_OK || (status = check_sum(&rounded, pool, bytes)) != REBATCH_OK ||
-        (status = rbi_pool_check_stream(pool, stream)) != REBATCH_OK || !pool->has_space ||
-        pool->guard)
-        return status;
-    rbi_lock_take(&pool->lock);
-    pool->expected.left = 0;
-    rbi_lock_give(&pool->lock);
-    if (bytes == 0)
-        return REBATCH_OK;
-    rbi_pool_take_lock(pool);
-    status = expect_locked(pool, rounded, stream);
-    rbi_lock_give(&pool->lock);
-    return status == REBATCH_OOM ? REBATCH_OK : status;
-}
-
-void rbi_pool_set_eager(rebatch_pool *pool, bool eager)
-{
-    rbi_lock_take(&pool->lock);
-    pool->eager = eager && pool->has_space && pool->plain;
-    rbi_lock_give(&pool->lock);
 }
 
 bool rbi_pool_is_caching(const rebatch_pool *pool)

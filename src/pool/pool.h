@@ -100,10 +100,10 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* Physical memory comes in pieces of 1, 2, 4 ... granules, up to 1 GiB on CUDA devices. Each is
- * mapped and given back as one, which takes the device as long as a single granule. What is free of
- * a piece in use stays where it is. */
-#define RBI_PIECE_SIZES 10
+/* Physical memory comes in chunks of 1, 2, 4 ... granules, up to 64 MiB on CUDA devices. Each is
+ * mapped and given back as one, which takes the device hardly longer than a single granule. What is
+ * free of a chunk in use stays where it is. */
+#define RBI_PIECE_SIZES 6
 
 /* Pieces of one size. Those that are created and not mapped are listed; there is space for all that
  * are held. */
@@ -165,11 +165,6 @@ struct rebatch_pool {
     bool guard;
     bool plain;     /* caching && !guard */
     bool has_space; /* granules are mapped into reserved addresses */
-    bool eager;     /* fresh memory comes ahead of its use where there is plenty */
-    struct {        /* fresh memory that will soon be used: it comes where it is, in large pieces */
-        size_t granules, left; /* in all, and still to be mapped; left == 0: none is expected */
-        char *at;              /* where the next of them are mapped */
-    } expected;
 
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
@@ -226,6 +221,7 @@ struct rebatch_pool {
     /* The highest peak that was more than an eighth above the last such, and births then: while
      * these stand the pool is taken to have seen what it will need. */
     uint64_t settled_peak_bytes, settled_births;
+    uint64_t highest_live_bytes;     /* since create, whatever the user resets */
     rebatch_oom_report oom, own_oom; /* the latter of those that scopes take in, or without any */
     uint64_t own_ooms;
     struct rbi_ring ring;
@@ -337,16 +333,11 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 
 /* ---- physical memory (granules.c); all with the lock held ---- */
 
-/* Makes `count` more granules, in pieces as large as a room of so many granules allows (0: none but
- * single ones), or of up to `piece` granules, a power of two, where that is more. All or none. */
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room, size_t piece);
-/* Granules of the piece that a pool which is to grow takes for a request that needs fewer, within a
- * room of so many; 1 where it holds little, or there is little. */
-size_t rbi_granules_growth(const rebatch_pool *pool, size_t room);
-/* The same where the pool knows how much it will grow. */
-size_t rbi_granules_expected(const rebatch_pool *pool, size_t room);
-/* Of `count` granules those that a room of so many has in larger pieces; 0 where there are few. */
-size_t rbi_granules_ahead(size_t count, size_t room);
+/* Granules of the chunks, a power of two, in which `count` granules come where the device could
+ * still give `room` granules. */
+size_t rbi_granules_chunk(const rebatch_pool *pool, size_t count, size_t room);
+/* Makes `count` more granules, in chunks of such sizes. All or none. */
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room);
 /* Gives spare granules back until `keep` are left, or fewer where the last piece is larger; how
  * many it gave back. */
 size_t rbi_granules_release(rebatch_pool *pool, size_t keep);
@@ -365,6 +356,10 @@ size_t rbi_granules_quarantine(rebatch_pool *pool, struct rbi_block *block, cons
 /* The granules of the piece that begins at `address`. */
 size_t rbi_granules_piece(const rebatch_pool *pool, const struct rbi_range *range,
                           const char *address);
+/* Of the chunk that goes on at `address` from what is before it, the granules behind that address,
+ * or before it; 0 where none does. */
+size_t rbi_granules_cut_off(const rebatch_pool *pool, const struct rbi_range *range,
+                            const char *address, bool behind);
 /* The wholly free granules of a block: where they begin, how many. */
 size_t rbi_granules_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first);
 /* Of them those that could be unmapped, which are not those of a piece that reaches beyond. */
@@ -421,18 +416,14 @@ struct rbi_window {
 /* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
                      struct rbi_pool_stream *stream);
-/* The one that begins with the hole at `at`, or with the free block before it; false when no hole
- * begins there, or there are not the addresses, or nothing has to be mapped for it. */
-bool rbi_window_find_at(struct rbi_window *window, const rebatch_pool *pool, const char *at,
-                        size_t bytes, const struct rbi_pool_stream *stream);
 /* The same by a longer look, for a pool that is to be tight: of the places in the request's zone,
  * mapped or not, the one that takes fewest wholly free granules. False too when memory is promised,
  * as zones do not hold then. */
 bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                                const struct rbi_pool_stream *stream);
 /* Lets the window reach further, so that `granules` are mapped for it, where all that must be
- * mapped lies at its far end and there are the addresses. False when it stays as it was. */
-bool rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules);
+ * mapped lies at its far end and there are the addresses. Else it stays as it is. */
+void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules);
 /* The window that needs fewest granules in all; all work must be done and all free blocks be of
  * one stream. False when those that are free and `room` granules do not suffice. */
 bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
@@ -493,7 +484,7 @@ struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
     rebatch_pool_rung rung; /* out: the last one tried */
-    bool ahead;             /* of its use: fresh memory may come in large pieces */
+    bool exact;             /* no more fresh memory than asked for is taken */
     bool beside;            /* what is promised is not for it */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
@@ -512,8 +503,6 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
  * fresh memory. */
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
-/* Where there are addresses for so many bytes, whole granules, and no memory yet. */
-rebatch_status rbi_pool_find_addresses(char **out, rebatch_pool *pool, size_t bytes);
 /* Whether the pool has seen what it will need; before that there is plenty of nothing. */
 bool rbi_pool_knows_needs(const rebatch_pool *pool);
 /* Whether fresh memory is taken rather than that granules are moved. */
@@ -637,15 +626,6 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
 /* Gives cached memory back when somebody else has taken what should be free: less than the
  * headroom is left, or a cap was lowered below what is held. */
 rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
-/* The stream will soon need `bytes` in total: what its free blocks lack will come in large pieces,
- * as it is asked for, until it is told otherwise; 0: nothing more is expected. Takes nothing yet,
- * and an attempt that is admitted takes nothing beforehand either. */
-rebatch_status rbi_pool_expect(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
-/* Whether much more will be needed soon than is asked for: then fresh memory comes in whole pieces
- * of a 64th of what the pool holds, or a 256th of the room where that is less, and what a request
- * leaves of them is free for the next ones. Off at first, and without effect where memory is not
- * cached, mapped or unguarded. */
-void rbi_pool_set_eager(rebatch_pool *pool, bool eager);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */
 void rbi_pool_mark_peak(rebatch_pool *pool);

@@ -34,6 +34,7 @@ void rbi_pool_raise_peaks(rebatch_pool *pool)
 {
     const uint64_t live = pool->stats.live_bytes;
     rbi_raise(&pool->mark_peak_bytes, live);
+    rbi_raise(&pool->highest_live_bytes, live);
     if (live > pool->stats.live_peak_bytes) {
         pool->stats.live_peak_bytes = live;
         pool->peak_number++;

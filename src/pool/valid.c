@@ -345,6 +345,7 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
 {
     const rebatch_pool_stats *s = &pool->stats;
     CHECK(s->live_bytes == tally->live_bytes && s->live_bytes <= s->live_peak_bytes);
+    CHECK(s->live_peak_bytes <= pool->highest_live_bytes);
     CHECK(s->reserved_bytes == tally->reserved_bytes);
     CHECK(s->reserved_bytes <= s->reserved_peak_bytes);
     CHECK(s->reserved_bytes == pool->device_taken_bytes - pool->device_given_bytes);

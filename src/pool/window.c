@@ -93,49 +93,21 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
     return look.spare_bytes != SIZE_MAX;
 }
 
-static struct rbi_block *find_block_at(const rebatch_pool *pool, const char *at)
-{
-    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
-        if (at < r->address || at >= r->address + r->bytes)
-            continue;
-        struct rbi_block *block = r->first;
-        while (block && block->address < at)
-            block = block->after;
-        return block && block->address == at ? block : NULL;
-    }
-    return NULL;
-}
-
-bool rbi_window_find_at(struct rbi_window *window, const rebatch_pool *pool, const char *at,
-                        size_t bytes, const struct rbi_pool_stream *stream)
-{
-    struct rbi_block *const hole = find_block_at(pool, at);
-    if (!hole || hole->state != RBI_BLOCK_HOLE)
-        return false;
-    const bool is_joined = is_usable(hole->before, stream);
-    const size_t before = is_joined ? hole->before->bytes : 0;
-    if (bytes <= before || bytes - before > hole->bytes)
-        return false;
-    lay_window(window, pool, is_joined ? hole->before : hole, bytes, false);
-    return true;
-}
-
-bool rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules)
+void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules)
 {
     const struct rbi_block *const far = window->at_end ? window->first : window->last;
     const struct rbi_block *const end = window->last->after;
     if (far->state != RBI_BLOCK_HOLE || far->bytes / pool->granule_bytes < granules ||
         granules < window->granules)
-        return false;
+        return;
     size_t beside = 0; /* what is mapped already */
     for (const struct rbi_block *b = window->first; b != end; b = b->after) {
         if (b != far && b->state == RBI_BLOCK_HOLE)
-            return false;
+            return;
         beside += b == far ? 0 : b->bytes;
     }
     window->bytes = beside + granules * pool->granule_bytes;
     window->granules = granules;
-    return true;
 }
 
 /* ---- with care ---- */
@@ -359,6 +331,17 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     return true;
 }
 
+/* Of a chunk that the end of a window cuts, the granules beyond the window: they stay where they
+ * are. `whole` granules of the run are in the window. */
+static size_t cut_off(const rebatch_pool *pool, const struct run *run, size_t whole, bool at_end)
+{
+    if (whole <= run->fixed[at_end] || whole >= run->whole - run->fixed[!at_end])
+        return 0; /* no chunk, or one that could not be used elsewhere anyway */
+    const size_t before = at_end ? run->whole - whole : whole;
+    const char *const end = run->first->address + run->lead + before * pool->granule_bytes;
+    return rbi_granules_cut_off(pool, run->first->range, end, !at_end);
+}
+
 /* Granules of the supply that `bytes` at one end of the run take; those that could not be used
  * elsewhere cost nothing here. */
 static size_t taken_at(const rebatch_pool *pool, const struct run *run, size_t bytes, bool at_end)
@@ -368,7 +351,8 @@ static size_t taken_at(const rebatch_pool *pool, const struct run *run, size_t b
         bytes <= beside ? 0 : rbi_min(granules_for(pool, bytes - beside), run->whole);
     const size_t up_to_far = run->whole - run->fixed[!at_end];
     const size_t far = whole > up_to_far ? whole - up_to_far : 0;
-    return whole - rbi_min(whole, rbi_min(whole, run->fixed[at_end]) + far);
+    return whole - rbi_min(whole, rbi_min(whole, run->fixed[at_end]) + far) +
+           cut_off(pool, run, whole, at_end);
 }
 
 /* At the better end; *at_end says which. */
@@ -416,6 +400,21 @@ bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, s
     return true;
 }
 
+/* The most bytes at one end of the run that the supply suffices for. */
+static uint64_t most_at(const rebatch_pool *pool, const struct run *run, size_t supply, bool at_end)
+{
+    if (taken_at(pool, run, run->bytes, at_end) <= supply)
+        return run->bytes;
+    const size_t beside = at_end ? run->trail : run->lead;
+    size_t fits = 0, fails = run->whole; /* granules; what is taken rises with them */
+    while (fails - fits > 1) {
+        const size_t middle = fits + (fails - fits) / 2;
+        const size_t bytes = beside + middle * pool->granule_bytes;
+        *(taken_at(pool, run, bytes, at_end) <= supply ? &fits : &fails) = middle;
+    }
+    return beside + fits * pool->granule_bytes;
+}
+
 uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
 {
     const size_t supply = count_supply(pool) + room;
@@ -423,9 +422,8 @@ uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
     struct run run;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after)
-            most = rbi_max(most, run.whole - run.fixed[0] - run.fixed[1] <= supply
-                                     ? run.bytes
-                                     : rbi_max(run.lead, run.trail) + supply * pool->granule_bytes);
+            most = rbi_max(most, rbi_max(most_at(pool, &run, supply, false),
+                                         most_at(pool, &run, supply, true)));
     return most;
 }
 

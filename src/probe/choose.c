@@ -159,7 +159,7 @@ static bool is_verified(const struct rbi_search *s)
 rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *s,
                                    const struct rbi_plan *plan)
 {
-    *out = (struct rbi_forecast){.fits = true, .in_pieces = true};
+    *out = (struct rbi_forecast){.fits = true};
     if (s->whole_count < 2)
         return REBATCH_OK;
     const rebatch_status status = rbi_search_model(s);
@@ -193,14 +193,6 @@ rebatch_status rbi_search_judge(struct rbi_search *s)
     return status;
 }
 
-/* What the model says of a size comes in large pieces, as far as the pool does that. */
-static rebatch_status expect(const struct rbi_search *s, size_t count)
-{
-    return s->is_model_made ? rbi_pool_expect(s->setting.pool, rbi_model_need(&s->model, count),
-                                              s->setting.stream)
-                            : REBATCH_OK;
-}
-
 /* Readies the pool for a size, and says what it will need. */
 rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
 {
@@ -216,7 +208,7 @@ rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
     const bool is_outside_growing = s->whole_count > 1 && s->model.outside.rise > 0;
     if (s->whole_count > 1 && (trial.needs_trim || is_outside_growing))
         status = rebatch_pool_trim(s->setting.pool, 0, NULL);
-    return status || !trial.in_pieces ? status : expect(s, count);
+    return status;
 }
 
 /* Where a size fits only after a smaller one than ran last, that one is next. */

@@ -253,7 +253,6 @@ struct rbi_forecast {
     uint64_t reserved_bytes; /* at the most */
     uint64_t failing_bytes;  /* asked for by what does not fit */
     bool needs_trim;         /* fits only when the cache is given back before */
-    bool in_pieces;          /* the trial's memory may come in large ones */
     /* Fits only when micro-batches of so many samples run before and after the trial; 0: none. */
     size_t before, after;
 };

@@ -6,10 +6,9 @@
 
 /* ---- a course of micro-batches ---- */
 
-/* What is done for a size to fit, each beside what stands before it. RETRY: what runs out of memory
- * in a step runs once more, as its ladder does it; and the trial's memory comes in granules, as
- * larger pieces may be in the way. SMALL: a smaller micro-batch runs after the trial, and before
- * it. */
+/* What is done for a size to fit, each in addition to what stands before it. RETRY: what runs out
+ * of memory in a step runs once more, as its ladder does it. SMALL: a smaller micro-batch runs
+ * after the trial, and before it. */
 enum effort { AS_IS, TRIM, RETRY, SMALL_AFTER, SMALL_BEFORE };
 
 struct course {
@@ -124,13 +123,8 @@ static rebatch_status run_session(struct course *course)
         status = rbi_dry_run(dry, small_of(course->setting, plan));
     if (!status)
         status = rbi_dry_hold_outside(dry, plan->count);
-    if (!status && plan->has_trial && course->effort < RETRY)
-        status = rbi_pool_expect(dry->pool, rbi_model_need(dry->model, plan->count),
-                                 course->setting->stream);
     if (!status && plan->has_trial)
         status = rbi_dry_run(dry, plan->count);
-    if (!status)
-        status = rbi_pool_expect(dry->pool, 0, course->setting->stream);
     if (!status)
         status = rebatch_pool_get_stats(&course->stats, dry->pool);
     if (!status && course->effort >= SMALL_AFTER)
@@ -208,7 +202,6 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
         out->reserved_bytes = course.stats.reserved_peak_bytes;
         out->failing_bytes = course.dry.failing_bytes;
         out->needs_trim = effort >= TRIM;
-        out->in_pieces = effort < RETRY;
         out->after = effort >= SMALL_AFTER ? small_of(setting, plan) : 0;
         out->before = effort >= SMALL_BEFORE ? small_of(setting, plan) : 0;
     }

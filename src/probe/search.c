@@ -89,9 +89,7 @@ void rbi_search_note(struct rbi_search *s, size_t count, rebatch_status status,
 static rebatch_status run_trial(struct rbi_search *s, struct rbi_trace *trace, uint64_t *peak_bytes,
                                 size_t count)
 {
-    const rebatch_status status = s->trial(trace, peak_bytes, s->user, count, rbi_search_latest(s));
-    (void)rbi_pool_expect(s->setting.pool, 0, s->setting.stream);
-    return status;
+    return s->trial(trace, peak_bytes, s->user, count, rbi_search_latest(s));
 }
 
 /* REBATCH_OK also after an OOM: s->fits says whether it ran. */

@@ -143,7 +143,6 @@ void rbi_learn_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->learning;
     learning->is_watched = learning->chosen && learning->teacher.user && learning->chosen == count;
-    rbi_pool_set_eager(rb->pool, learning->is_watched && !has_run(rb) && count < rb->batch);
     if (learning->is_watched)
         learning->teacher.begin(learning->teacher.user, count);
 }
@@ -151,8 +150,6 @@ void rbi_learn_begin(rebatch *rb, size_t count)
 static void settle_after(rebatch *rb, rebatch_status status)
 {
     struct rbi_learning *learning = &rb->learning;
-    rbi_pool_set_eager(rb->pool, false);
-    (void)rbi_pool_expect(rb->pool, 0, rb->options.stream);
     learning->is_watched = false;
     if (status != REBATCH_OOM) {
         learning->is_settled |= learning->has_failed;

@@ -345,16 +345,58 @@ Test(pool_plan, what_other_streams_use_is_served_elsewhere)
     }
 }
 
-/* What was reserved can be allocated, whether the phase goes on as planned or not. */
-Test(pool_plan, what_is_reserved_within_is_there)
+/* A phase that reserves memory in its middle, as a step does before it accumulates. */
+static rebatch_status reserving_phase(struct run *run, const struct script *script, size_t bytes)
+{
+    cr_assert_eq(rebatch_pool_mark(run->rig.pool, 1), REBATCH_OK);
+    rebatch_status status = play(run, script, 0, CALLS / 2);
+    if (!status)
+        status = rebatch_pool_reserve(run->rig.pool, bytes, NULL);
+    return status ? status : play(run, script, CALLS / 2, CALLS);
+}
+
+/* Whether such phases run on a device of so many granules; *served: how many by a plan. */
+static bool runs_reserving(const struct script *script, size_t granules, size_t bytes,
+                           rebatch_toggle replay, unsigned *served)
+{
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.replay = replay;
+    struct run run = {.rig = rig_open(granules, &options)};
+    rebatch_status status = REBATCH_OK;
+    for (int i = 0; i < 20 && !status; i++) {
+        status = reserving_phase(&run, script, bytes);
+        *served += serves(&run);
+        assert_valid(run.rig.pool);
+    }
+    close_run(&run);
+    return status == REBATCH_OK;
+}
+
+/* Far more than the blocks of the phase need: where it runs without a plan, it runs with one. */
+Test(pool_plan, what_a_phase_reserves_has_a_place_in_its_plan)
+{
+    unsigned served = 0, unplanned = 0;
+    for (uint64_t seed = 1; seed <= SEEDS; seed++) {
+        const struct script script = write_script(seed);
+        const size_t bytes = 100 * GRANULE;
+        size_t granules = 100;
+        while (!runs_reserving(&script, granules, bytes, REBATCH_OFF, &unplanned))
+            granules++;
+        cr_assert(runs_reserving(&script, granules, bytes, REBATCH_ON, &served), "seed %ju",
+                  (uintmax_t)seed);
+    }
+    cr_assert_eq(unplanned, 0);
+    cr_assert_geq(served, SEEDS, "%u phases were served", served);
+}
+
+Test(pool_plan, what_is_reserved_otherwise_ends_it_and_is_there)
 {
     struct script script;
     struct run run = open_served(&script, 1);
     cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
     cr_assert_eq(rebatch_pool_reserve(run.rig.pool, GRANULE, NULL), REBATCH_OK);
-    cr_assert(serves(&run));
-    void *const block = take(run.rig.pool, GRANULE); /* which the plan does not know */
     cr_assert_not(serves(&run));
+    void *const block = take(run.rig.pool, GRANULE);
     give(run.rig.pool, block);
     close_run(&run);
 }

@@ -129,12 +129,18 @@ static bool is_of_phase(const rebatch_pool *pool, const struct rbi_block *block)
     return pool->plan.mode != RBI_PLAN_OFF && block->phase == pool->plan.serial;
 }
 
+/* A phase is of the stream of its first call. */
+static void set_stream(struct rbi_pool_plan *plan, rebatch_stream stream)
+{
+    if (plan->next == 0 && plan->mode == RBI_PLAN_RECORDS)
+        plan->phase->stream = stream;
+}
+
 void rbi_plan_note_alloc(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     block->phase = 0;
-    if (plan->next == 0 && plan->mode == RBI_PLAN_RECORDS)
-        plan->phase->stream = block->stream->stream;
+    set_stream(plan, block->stream->stream);
     if (block->outside || block->stream->stream != plan->phase->stream)
         return;
     block->phase = plan->serial;
@@ -286,6 +292,39 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
     plan->arena_live_bytes += bytes;
     rbi_pool_list_block(pool, block);
     return block;
+}
+
+bool rbi_plan_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    if (plan->mode != RBI_PLAN_SERVES || stream != plan->phase->stream ||
+        rbi_pool_is_outside(pool, pool->insider))
+        return false;
+    const uint32_t call = (uint32_t)plan->next;
+    if (is_next(plan, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES), 0)) {
+        plan->next++;
+        if (is_next(plan, 0, call)) {
+            plan->next++;
+            return true;
+        }
+    }
+    end_serving(pool);
+    return false;
+}
+
+void rbi_plan_note_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    if (plan->mode == RBI_PLAN_OFF || plan->mode == RBI_PLAN_SERVES ||
+        rbi_pool_is_outside(pool, pool->insider))
+        return;
+    set_stream(plan, stream);
+    if (stream != plan->phase->stream)
+        return;
+    const uint32_t call = (uint32_t)plan->next;
+    note(pool, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES), 0);
+    if (plan->mode != RBI_PLAN_OFF)
+        note(pool, 0, call);
 }
 
 void rbi_plan_leave(rebatch_pool *pool)

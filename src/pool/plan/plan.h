@@ -78,6 +78,10 @@ void rbi_plan_note_use(rebatch_pool *pool, const struct rbi_block *block);
 void rbi_plan_note_free(rebatch_pool *pool, const struct rbi_block *block);
 /* A block of the arena is free, and in no list any more. */
 void rbi_plan_discard(rebatch_pool *pool, struct rbi_block *block);
+/* Memory that is reserved is a block that is freed at once: the arena has a place for it.
+ * rbi_plan_reserve() says whether it has; rbi_plan_note_reserve() notes what the pool served. */
+bool rbi_plan_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+void rbi_plan_note_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
 /* What of the arena is not in use; 0 where nothing is served. */
 size_t rbi_plan_idle_bytes(const rebatch_pool *pool);
 /* Ends the serving of this phase: its blocks are laid into the pool's range like any others. */
