@@ -1,5 +1,6 @@
 /* Holds what chunks promise: physical memory in proportion to the request costs few calls of the
- * device, and a wholly free chunk goes wherever it is needed, or back. Seed 1 where a test draws. */
+ * device, and a wholly free chunk goes wherever it is needed, or back. Seed 1 where a test
+ * draws. */
 
 #include "unit/pool_help.h"
 
