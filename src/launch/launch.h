@@ -27,6 +27,10 @@ struct rbi_run {
     size_t next_shrink;
 };
 
+/* Reads what the environment asks for (launch.c), and lowers the limit in `options`.
+ *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
+rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
+
 /* ---- the way to whoever started the program (report.c) ---- */
 
 /* Says `text` of `length` bytes to the `rebatch` command, in one piece; false: there is none, or it

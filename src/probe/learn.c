@@ -2,6 +2,7 @@
  * watches its trials, and has the same search say which size is next.
  * Must not know when a micro-batch runs, or what is done about an OOM. */
 #include "probe/probe.h"
+#include "probe/teacher.h"
 #include "recover/recover.h"
 
 /* Micro-batches that are watched, at the most: a search that has found nothing in so many will not

@@ -4,14 +4,11 @@
 
 /* ---- beginning and end ---- */
 
-rebatch_status rbi_learn_start(rebatch *rb)
+void rbi_learn_start(rebatch *rb, const struct rbi_teacher *teacher)
 {
-    const rebatch_status status = rbi_teacher_create(&rb->learning.teacher, rb);
-    if (status)
-        return status;
+    rb->learning.teacher = *teacher;
     rb->learning.is_on = true;
     rb->micro = rbi_round_size_up(&rb->options, 1);
-    return REBATCH_OK;
 }
 
 /* Without one, sizes double as long as there is room. */

@@ -194,10 +194,6 @@ struct rbi_teacher {
     void (*destroy)(void *user);
     void *user; /* NULL: there is none */
 };
-/* Models are the layer above: this one call of it, defined there, is how a session that learns gets
- * its teacher. */
-rebatch_status rbi_teacher_create(struct rbi_teacher *out, rebatch *rb);
-
 struct rbi_learning {
     bool is_on;
     bool is_settled;  /* no other size is looked for in this step */
@@ -210,8 +206,8 @@ struct rbi_learning {
     struct rbi_teacher teacher;
 };
 
-/* The session begins to learn. */
-rebatch_status rbi_learn_start(rebatch *rb);
+/* The session begins to learn from `teacher`, which it takes over. */
+void rbi_learn_start(rebatch *rb, const struct rbi_teacher *teacher);
 /* The size is known, or not to be known. */
 void rbi_learn_stop(rebatch *rb);
 /* A step begins. */
@@ -310,11 +306,6 @@ struct rbi_launch {
     void *user;       /* NULL: nothing is asked for */
     bool has_updated; /* an update has run before the probe */
 };
-/* The environment is read by the layer above: this one call of it, defined there, is how a session
- * gets what is asked for. Lowers the limit in `options`.
- *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
-rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
-
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
 
 /* Checks the arguments of `function` and copies the table, what an older and shorter
@@ -353,6 +344,21 @@ void rbi_event_end(rebatch_event *event, const rebatch *rb);
 void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
 
 /* ---- the session (session.c) ---- */
+
+/* What the layers above give a session; who opens it passes the table. */
+struct rbi_session_parts {
+    /* For a session that learns: makes its teacher.
+     *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
+    rebatch_status (*create_teacher)(struct rbi_teacher *out, rebatch *rb);
+    /* Reads what the environment asks for, and lowers the limit in `options`.
+     *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read;
+     *          REBATCH_E_HOST_OOM */
+    rebatch_status (*open_launch)(struct rbi_launch *out, rebatch_options *options);
+};
+/* rebatch_open() with the parts; `parts` may go when it returns. */
+rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
+                                const rebatch_options *options,
+                                const struct rbi_session_parts *parts);
 
 /* REBATCH_E_STATE, for `function`, while callbacks can run. */
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);

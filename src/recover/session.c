@@ -85,7 +85,18 @@ static void close_launch(struct rbi_launch *launch)
     *launch = (struct rbi_launch){0};
 }
 
-rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch_options *options)
+static rebatch_status start_learning(rebatch *rb, const struct rbi_session_parts *parts)
+{
+    struct rbi_teacher teacher;
+    const rebatch_status status = parts->create_teacher(&teacher, rb);
+    if (!status)
+        rbi_learn_start(rb, &teacher);
+    return status;
+}
+
+rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
+                                const rebatch_options *options,
+                                const struct rbi_session_parts *parts)
 {
     if (!out)
         return rbi_error(REBATCH_E_INVALID, "out is NULL");
@@ -106,7 +117,7 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
         return status;
 
     struct rbi_launch launch;
-    status = rbi_launch_open(&launch, &o);
+    status = parts->open_launch(&launch, &o);
     if (status)
         return status;
     rebatch *rb = rbi_heap_calloc(1, sizeof *rb);
@@ -135,7 +146,7 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     if (!status)
         status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
     if (!status && o.learn == REBATCH_ON)
-        status = rbi_learn_start(rb);
+        status = start_learning(rb, parts);
     if (!status && rb->launch.user)
         status = rb->launch.begin(rb->launch.user, rb);
     if (status)
