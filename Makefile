@@ -234,6 +234,7 @@ STRIDE = $(if $(SAN),8,1)
 test: ## every test (SAN=address,undefined for a sanitizer build)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
+	@scripts/arrows $(BUILD)
 	$(if $(SAN),@scripts/test-run-checked $(CC) $(SANITIZE))
 	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=$(STRIDE) \
 	    $(if $(SAN),scripts/run-checked sanitizers) $(TESTS) $(TEST_FLAGS)
