@@ -131,9 +131,9 @@ void rebatch_pool_destroy(rebatch_pool *pool)
 {
     if (!pool || rbi_pool_check_caller(pool, "rebatch_pool_destroy"))
         return;
-    if (pool->is_sessions) {
-        (void)rbi_error(REBATCH_E_STATE,
-                        "the pool is a session's: expected rebatch_close() to destroy it");
+    if (pool->destroyed_by) {
+        (void)rbi_error(REBATCH_E_STATE, "the pool has an owner: expected %s to destroy it",
+                        pool->destroyed_by);
         return;
     }
     /* Also on streams of which nothing was freed: blocks in use go back as well. */
@@ -151,6 +151,21 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_heap_free(pool->space);
     rbi_device_let_go(pool->device);
     rbi_heap_free(pool);
+}
+
+void rbi_pool_set_destroyed_by(rebatch_pool *pool, const char *call)
+{
+    pool->destroyed_by = call;
+}
+
+uint64_t rbi_pool_reserved_bytes(const rebatch_pool *pool)
+{
+    return pool->stats.reserved_bytes;
+}
+
+unsigned rbi_pool_callback_depth(void)
+{
+    return rbi_pool_callbacks;
 }
 
 rebatch_device *rebatch_pool_device(const rebatch_pool *pool)

@@ -3,7 +3,7 @@
  * Must not know when a micro-batch runs, or what is done about an OOM. */
 #include "probe/probe.h"
 #include "probe/teacher.h"
-#include "recover/recover.h"
+#include "recover/session.h"
 
 /* Micro-batches that are watched, at the most: a search that has found nothing in so many will not
  * find more. */
@@ -19,13 +19,13 @@ struct lessons {
 static size_t round_down(void *user, size_t size)
 {
     const rebatch *rb = user;
-    return rbi_round_size(&rb->options, size);
+    return rbi_round_size(rbi_session_options(rb), size);
 }
 
 static size_t round_up(void *user, size_t size)
 {
     const rebatch *rb = user;
-    return rbi_round_size_up(&rb->options, size);
+    return rbi_round_size_up(rbi_session_options(rb), size);
 }
 
 /* Memory may be another than it was when a size ran, so that all that ran are judged anew. */
@@ -56,7 +56,7 @@ static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, 
     struct lessons *lessons = user;
     struct rbi_search *search = &lessons->search;
     rebatch *rb = lessons->rb;
-    search->least = rbi_min(rbi_round_size_up(&rb->options, 1), upper);
+    search->least = rbi_min(rbi_round_size_up(rbi_session_options(rb), 1), upper);
     search->most = upper;
     search->batch = batch;
     search->left = left;
@@ -79,10 +79,11 @@ static rebatch_status prepare(void *user, size_t size)
 static void begin(void *user, size_t count)
 {
     struct lessons *lessons = user;
+    rebatch_pool *pool = rebatch_get_pool(lessons->rb);
     rebatch_pool_stats stats = {0};
-    (void)rebatch_pool_get_stats(&stats, lessons->rb->pool);
+    (void)rebatch_pool_get_stats(&stats, pool);
     lessons->live_before = stats.live_bytes;
-    rbi_trace_begin(&lessons->trace, lessons->rb->pool, count);
+    rbi_trace_begin(&lessons->trace, pool, count);
 }
 
 static rebatch_status end(void *user, size_t count, rebatch_status status)
@@ -91,8 +92,9 @@ static rebatch_status end(void *user, size_t count, rebatch_status status)
     rebatch *rb = lessons->rb;
     struct rbi_trace *trace = &lessons->trace;
     const rebatch_status ended =
-        rbi_trace_end(trace, rb->pool, rbi_search_latest(&lessons->search));
-    const struct rbi_need *need = rbi_need_find(rb, count, rb->lighten);
+        rbi_trace_end(trace, rebatch_get_pool(rb), rbi_search_latest(&lessons->search));
+    const struct rbi_need *need = rbi_need_find(rb, count, rbi_session_level(rb));
+    const uint64_t asked_bytes = rbi_session_failure(rb)->asked_bytes;
     if (ended || (status && status != REBATCH_OOM)) {
         rbi_trace_release(trace);
         return ended;
@@ -100,8 +102,8 @@ static rebatch_status end(void *user, size_t count, rebatch_status status)
     trace->is_whole = status == REBATCH_OK;
     if (trace->is_whole)
         trace->peak_bytes = need ? need->bytes : 0;
-    else if (rb->failure.asked_bytes)
-        rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
+    else if (asked_bytes)
+        rbi_trace_add_failure(trace, (size_t)asked_bytes);
     rbi_search_note(&lessons->search, count, status, trace,
                     lessons->live_before + trace->peak_bytes);
     *trace = (struct rbi_trace){0};
@@ -129,14 +131,11 @@ static bool is_done(const void *user, size_t upper)
 /* What it is about was said when it was made: level and kind of size may be others by now. */
 static void leave_model(rebatch *rb, struct rbi_model *model)
 {
-    const struct rbi_oracle lent = rb->oracle;
-    if (rbi_probe_hand_over(rb, model)) {
+    const struct rbi_oracle lent = *rbi_need_get_oracle(rb);
+    if (rbi_probe_hand_over(rb, model, lent.lighten, lent.by_cost)) {
         rbi_need_set_oracle(rb, NULL);
         rebatch_clear_error();
-        return;
     }
-    rb->oracle.lighten = lent.lighten;
-    rb->oracle.by_cost = lent.by_cost;
 }
 
 static void destroy(void *user)

@@ -4,7 +4,7 @@
 #define RBI_PROBE_H
 
 #include "base/base.h"
-#include "pool/pool.h"
+#include "pool/interface.h"
 #include "rebatch/probe.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
@@ -327,8 +327,10 @@ struct rbi_search {
 
 /* The model that the last probe of a session has left there, or that it learns; NULL: none. */
 const struct rbi_model *rbi_probe_model(const rebatch *rb);
-/* The session takes a model over, which is empty then. */
-rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model);
+/* The session takes a model over, which is about that lighten level and kind of size, and empty
+ * then. */
+rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigned lighten,
+                                   bool by_cost);
 /* What rebatch_predict() says of a size, for the oracle; true when it cannot be told. */
 bool rbi_predict_fits(void *user, rebatch *rb, size_t size);
 /* The session asks a model that is kept elsewhere, until it has another one or none. */

@@ -2,7 +2,7 @@
 #ifndef RBI_TEACHER_H
 #define RBI_TEACHER_H
 
-#include "recover/recover.h"
+#include "recover/session.h"
 
 /* The session's table of operations for it (struct rbi_teacher).
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM */

@@ -9,6 +9,16 @@ bool rbi_callback_is_running(const rebatch *rb)
     return rb && rb->running && pthread_equal(rb->thread, pthread_self());
 }
 
+bool rbi_callback_includes_thread(const rebatch *rb)
+{
+    return rb->running && (rbi_callback_is_running(rb) || rbi_pool_thread_has_joined(rb->pool));
+}
+
+bool rbi_callback_is_retry(const rebatch *rb)
+{
+    return rb->retried_same;
+}
+
 rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
 {
     if (!rb)
@@ -33,7 +43,7 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
     if (!rbi_callback_is_running(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called outside a callback, or in another thread");
-    if (rbi_pool_callbacks != rb->pool_callbacks)
+    if (rbi_pool_callback_depth() != rb->pool_callbacks)
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called within a callback of a pool: expected that "
                          "one to return");
@@ -226,7 +236,7 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
 {
     rb->mutated = false;
     rb->thread = pthread_self();
-    rb->pool_callbacks = rbi_pool_callbacks;
+    rb->pool_callbacks = rbi_pool_callback_depth();
     rb->running = true;
     const rebatch_status answer = call_with_way_out(rb, which);
     rb->running = false;
@@ -270,9 +280,23 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
         status = commit(rb, which, scope, mb);
     if (status)
         return give_up(rb, &call, scope, status, ooms);
-    if (which == RBI_OPTIMIZER)
+    if (which == RBI_OPTIMIZER) {
+        rb->has_updated = true;
         warn_of_promise(rb);
+    }
     return REBATCH_OK;
+}
+
+rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
+{
+    const rebatch_microbatch mb = {.step = rb->step,
+                                   .count = count,
+                                   .batch = rb->batch,
+                                   .probing = true,
+                                   .pool = rb->pool,
+                                   .stream = rb->options.stream};
+    rb->size = size;
+    return rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
 }
 
 /* ---- lighten ---- */

@@ -21,6 +21,15 @@ void rbi_event_emit(const rebatch *rb, rebatch_event *event)
         rb->options.on_event(event, rb->options.on_event_user);
 }
 
+void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
+                        void *user)
+{
+    rb->options.on_event = on_event;
+    rb->options.on_event_user = user;
+    if (rb->options.log_level < REBATCH_LOG_INFO)
+        rb->options.log_level = REBATCH_LOG_INFO;
+}
+
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
 {
     return (rebatch_event){.kind = kind,

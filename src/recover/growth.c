@@ -64,10 +64,7 @@ static void grow_to(rebatch *rb, size_t size, bool is_overruling)
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
     rb->growth.held = size_now(rb);
     rb->growth.held_by_cost = rb->by_cost;
-    if (rb->by_cost)
-        rb->budget = size;
-    else
-        rb->micro = size;
+    rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
     begin_trial(&rb->growth, is_overruling, false);
     rbi_event_emit(rb, &event);

@@ -31,10 +31,7 @@ void rbi_learn_stop(rebatch *rb)
 static void set_size(rebatch *rb, size_t size)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_LEARN);
-    if (rb->by_cost)
-        rb->budget = size;
-    else
-        rb->micro = size;
+    rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
     if (event.micro_before != event.micro_after || event.cost_before != event.cost_after)
         rbi_event_emit(rb, &event);

@@ -270,6 +270,11 @@ void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle)
     rb->oracle_is_refuted = false;
 }
 
+const struct rbi_oracle *rbi_need_get_oracle(const rebatch *rb)
+{
+    return rb->oracle.need ? &rb->oracle : NULL;
+}
+
 void rbi_need_refute_oracle(rebatch *rb)
 {
     if (rbi_need_has_oracle(rb, rb->lighten))
@@ -286,4 +291,10 @@ void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count)
         else
             rb->made[RBI_MADE_MOST - 1] += bytes[i];
     }
+}
+
+size_t rbi_need_get_made(const size_t **bytes, const rebatch *rb)
+{
+    *bytes = rb->made;
+    return rb->made_count;
 }

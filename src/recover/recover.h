@@ -1,4 +1,4 @@
-/* The session, and what the files of this folder give each other.
+/* The session's struct, and what the files of this folder give each other.
  * Must not know how memory is found. */
 #ifndef RBI_RECOVER_H
 #define RBI_RECOVER_H
@@ -7,29 +7,18 @@
 #include <setjmp.h>
 #include <stdatomic.h>
 
-#include "base/base.h"
 #include "device/device.h"
-#include "pool/pool.h"
-#include "rebatch/step.h"
-#include "recover/limits.h"
+#include "recover/session.h"
 
 /* ---- sizes for a batch (limits.c) ---- */
 
-/* The largest micro-batch for a batch: the limits, but not what memory allows. A batch that is
- * smaller than every allowed size is a rest, and stays whole. */
-size_t rbi_micro_upper(const rebatch *rb, size_t batch);
 /* The size that the next micro-batch begins with. */
 size_t rbi_micro_size(const rebatch *rb, size_t batch);
 
 /* ---- cutting (cost.c) ---- */
 
-/* A micro-batch's size is its cost where the step has one, else its samples. What is known about
- * memory, and what is chosen by it, goes by size. */
-size_t rbi_size_of(const rebatch *rb, size_t first, size_t count);
 /* How many samples the micro-batch has that begins with `first`. */
 size_t rbi_cut(rebatch *rb, size_t first);
-/* The largest allowed number of samples from `first` on that costs at most `budget`; 0: none. */
-size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget);
 /* The budget, for reports: 0 where there is none, or no bound. */
 uint64_t rbi_budget(const rebatch *rb);
 /* When a step begins: whether it goes by cost, and with which budget. */
@@ -49,44 +38,23 @@ struct rbi_guard {
     void *before_pressure; /* of host state: copy from before a pressure callback */
 };
 
-enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
 /* Pressure may come within lighten. */
 enum rbi_guard_change { RBI_CHANGE_LIGHTEN, RBI_CHANGE_PRESSURE };
 
-rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point);
-rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point);
 /* Around a pressure callback and lighten, which change guarded host state for good: an attempt or a
  * step that is undone later does not undo that. Aligned words change as a whole, so that a pointer
  * is what it was or what it is. Not kept: the state is put back at once, but for what a pressure
  * callback within lighten has changed. */
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
-/* Whether a pointer to `address` is in guarded host state now. */
-bool rbi_guards_know(const rebatch *rb, const void *address);
-/* Whether a pointer to `address` is in guarded host state now, where the copy has another value:
- * put back, nobody would know the block. */
-bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_point point);
 void rbi_guards_release(rebatch *rb);
 
 /* ---- what is known about memory (need.c) ---- */
 
 #define RBI_KNOWN_SIZES 64
 
-/* What an attempt of a size at a lighten level adds to what lives in the pool. */
-struct rbi_need {
-    size_t size; /* 0: the entry is empty */
-    bool by_cost;
-    unsigned lighten;
-    bool is_exact; /* it ran to its end; else it needed at least this */
-    uint64_t bytes;
-};
-
 /* An attempt ran to its end. */
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes);
-/* An attempt failed when it would have needed that much; what is known to be more stays known. */
-void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes);
-/* NULL when that size never ran. */
-const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned lighten);
 /* What a size will need, as surely as an attempt is to be refused by it. False: not known. */
 bool rbi_need_foretell(uint64_t *bytes, const rebatch *rb, size_t size);
 /* What a size will need: known, or foretold, or put together from sizes that are known. False, and
@@ -100,27 +68,6 @@ bool rbi_need_has_model(const rebatch *rb);
  * `available_bytes`; 0 when none is, or nothing is known. */
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
 
-#define RBI_MADE_MOST 64
-
-/* A probe has taken back blocks of these sizes that the next step will make again before its first
- * micro-batch: predictions count them until a step has succeeded. */
-void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count);
-
-/* Somebody who knows what sizes need that never ran: a memory model. It must not need the heap, as
- * it is asked while an OOM is handled. */
-struct rbi_oracle {
-    /* What a size adds to what lives in the pool, rounded as the pool does; never falls with it. */
-    uint64_t (*need)(void *user, size_t size);
-    void (*destroy)(void *user);
-    void *user;
-    unsigned lighten; /* the level that it is about */
-    bool by_cost;     /* what its sizes are */
-    /* Whether steps would find room for a size, pieces and all, within a step that has succeeded:
-     * takes the time of a dry run, and the heap. NULL: only `need` is known. */
-    bool (*fits)(void *user, rebatch *rb, size_t size);
-};
-/* Takes the oracle over, and destroys the one before; NULL: none from here on. */
-void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle);
 /* What the oracle says of its level is not gone by any longer. */
 void rbi_need_refute_oracle(rebatch *rb);
 
@@ -172,28 +119,6 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
 
 /* ---- learning (learn.c) ---- */
 
-/* Somebody who makes a memory model of micro-batches that he watches, and says which size tells him
- * most. Sizes are in samples; all that fit are below all that do not. */
-struct rbi_teacher {
-    /* Which size is to run next, at most `upper` of a batch of `batch`, and no larger than it must
-     * be for the `left` samples of the step to run in as few micro-batches (0: does not matter).
-     * *out is 0: the largest that ran and fits now is the answer. Any failure ends his teaching. */
-    rebatch_status (*next)(size_t *out, void *user, size_t upper, size_t batch, size_t left);
-    /* Readies the pool for a size that next() has said. Any failure ends his teaching. */
-    rebatch_status (*prepare)(void *user, size_t size);
-    /* A micro-batch of `count` samples begins, and ends. */
-    void (*begin)(void *user, size_t count);
-    rebatch_status (*end)(void *user, size_t count, rebatch_status status);
-    /* One that was not watched ran out of memory, or was not started for want of it. */
-    void (*failed)(void *user, size_t count);
-    /* The largest that ran and fits now; 0: none. */
-    size_t (*largest)(const void *user);
-    /* No other size can be told from what will run. */
-    bool (*is_done)(const void *user, size_t upper);
-    /* Leaves the session what he knows. */
-    void (*destroy)(void *user);
-    void *user; /* NULL: there is none */
-};
 struct rbi_learning {
     bool is_on;
     bool is_settled;  /* no other size is looked for in this step */
@@ -208,8 +133,6 @@ struct rbi_learning {
 
 /* The session begins to learn from `teacher`, which it takes over. */
 void rbi_learn_start(rebatch *rb, const struct rbi_teacher *teacher);
-/* The size is known, or not to be known. */
-void rbi_learn_stop(rebatch *rb);
 /* A step begins. */
 void rbi_learn_begin_step(rebatch *rb);
 /* Before a micro-batch is cut, when `left` samples are yet to run: sets its size. In the first step
@@ -225,20 +148,6 @@ bool rbi_learn_step_done(rebatch *rb);
 
 /* ---- callbacks (attempt.c) ---- */
 
-enum rbi_callback {
-    RBI_ZERO_GRAD,
-    RBI_FORWARD_BACKWARD,
-    RBI_OPTIMIZER,
-    RBI_LIGHTEN,
-    RBI_CALLBACKS
-};
-
-/* Runs one callback in a scope of its own. REBATCH_OK: the scope is committed. Else it was rolled
- * back, except after a failure within the update, of which nothing is undone: report.torn is set.
- * A REBATCH_OOM has left no stale error behind, the stream is idle, and rb->failure is filled in.
- */
-rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb);
-
 /* Runs lighten. Once it has answered REBATCH_OK the level is in force, rb->lighten, and what it
  * allocated and freed stays so whatever becomes of the step; also where an error that surfaces late
  * ends the step. Else it has changed nothing. rb->failure stays as it is. */
@@ -246,19 +155,6 @@ rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level);
 
 /* Waits for the work that callbacks have enqueued. */
 rebatch_status rbi_callback_wait(rebatch *rb);
-
-/* Whether a callback of `rb`, which may be NULL, is running in this thread. */
-bool rbi_callback_is_running(const rebatch *rb);
-
-/* What is known about an OOM when its attempt was taken back. */
-struct rbi_failure {
-    rebatch_phase phase;
-    uint64_t asked_bytes;     /* 0: the pool did not fail, something else did */
-    uint64_t need_bytes;      /* what the attempt would have held at least; 0: not known */
-    uint64_t available_bytes; /* now */
-    uint64_t released_bytes;  /* given back to the device for others */
-    bool is_injected;         /* there was memory: the step goes on as if there were none */
-};
 
 /* ---- what is said of answers (answer.c) ---- */
 
@@ -285,36 +181,6 @@ rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_cal
  * that. */
 void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
 
-/* ---- what is asked for this run of the program ---- */
-
-struct rebatch_probe_options;
-
-/* Somebody who does in a session what the environment asks for: a probe instead of training, a cap,
- * failures on purpose. */
-struct rbi_launch {
-    /* The session is open, but for this. */
-    rebatch_status (*begin)(void *user, rebatch *rb);
-    /* A step, or a probe that the program makes, is about to begin. It does not come back when the
-     * program is only to be probed. */
-    void (*step_begins)(void *user, const rebatch_step_ops *ops, size_t batch, void *step_user);
-    void (*probe_begins)(void *user, const rebatch_step_ops *ops, size_t batch, void *step_user,
-                         const struct rebatch_probe_options *options);
-    void (*step_ended)(void *user, const rebatch_step_report *report);
-    /* Whether the pool's last failure was injected. */
-    bool (*has_injected)(const void *user);
-    void (*destroy)(void *user);
-    void *user;       /* NULL: nothing is asked for */
-    bool has_updated; /* an update has run before the probe */
-};
-/* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
-
-/* Checks the arguments of `function` and copies the table, what an older and shorter
- * struct does not have is NULL or 0. */
-rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
-                              const rebatch_step_ops *given, size_t batch, const char *function);
-/* From here on callbacks can run. `ops` must outlive it; rb->ops = NULL ends it. */
-void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user);
-
 /* ---- the ladder (ladder.c) ---- */
 
 /* What was being done when an OOM struck. */
@@ -336,7 +202,6 @@ void rbi_current_forget(rebatch *rb);
 
 /* ---- events (event.c) ---- */
 
-void rbi_event_emit(const rebatch *rb, rebatch_event *event);
 /* An event of a change: with how large micro-batches are before it, and then after it. */
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind);
 void rbi_event_end(rebatch_event *event, const rebatch *rb);
@@ -344,24 +209,6 @@ void rbi_event_end(rebatch_event *event, const rebatch *rb);
 void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
 
 /* ---- the session (session.c) ---- */
-
-/* What the layers above give a session; who opens it passes the table. */
-struct rbi_session_parts {
-    /* For a session that learns: makes its teacher.
-     *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
-    rebatch_status (*create_teacher)(struct rbi_teacher *out, rebatch *rb);
-    /* Reads what the environment asks for, and lowers the limit in `options`.
-     *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read;
-     *          REBATCH_E_HOST_OOM */
-    rebatch_status (*open_launch)(struct rbi_launch *out, rebatch_options *options);
-};
-/* rebatch_open() with the parts; `parts` may go when it returns. */
-rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
-                                const rebatch_options *options,
-                                const struct rbi_session_parts *parts);
-
-/* REBATCH_E_STATE, for `function`, while callbacks can run. */
-rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
 
 struct rbi_failed_range {
     size_t first, end;
@@ -374,9 +221,10 @@ struct rebatch {
     struct rbi_launch launch;
 
     uint64_t step;
-    size_t micro;    /* SIZE_MAX: as large as the limits allow */
-    size_t budget;   /* of cost; SIZE_MAX: no bound */
-    bool has_budget; /* there was a step by cost */
+    bool has_updated; /* an update has run */
+    size_t micro;     /* SIZE_MAX: as large as the limits allow */
+    size_t budget;    /* of cost; SIZE_MAX: no bound */
+    bool has_budget;  /* there was a step by cost */
     unsigned lighten;
     struct rbi_growth growth;
     struct rbi_need known[RBI_KNOWN_SIZES];

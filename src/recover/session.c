@@ -78,6 +78,13 @@ static void on_pressure(void *user, bool begins)
     }
 }
 
+void rbi_session_probe_begins(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
+                              const struct rebatch_probe_options *options)
+{
+    if (rb->launch.user)
+        rb->launch.probe_begins(rb->launch.user, ops, batch, user, options);
+}
+
 static void close_launch(struct rbi_launch *launch)
 {
     if (launch->user)
@@ -139,7 +146,7 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     }
     status = rebatch_pool_create(&rb->pool, device, &o.pool);
     if (!status) {
-        rb->pool->is_sessions = true;
+        rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
         rbi_pool_watch_pressure(
             rb->pool, &(struct rbi_pool_pressure_watch){.on_pressure = on_pressure, .user = rb});
     }
@@ -159,15 +166,6 @@ fail:
     return status;
 }
 
-rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function)
-{
-    if (!rb->ops)
-        return REBATCH_OK;
-    return rbi_error(REBATCH_E_STATE,
-                     "%s() was called from within a callback, or while another thread is in a step",
-                     function);
-}
-
 void rebatch_close(rebatch *rb)
 {
     if (!rb || rbi_session_check_idle(rb, "rebatch_close") ||
@@ -179,7 +177,7 @@ void rebatch_close(rebatch *rb)
     rbi_need_set_oracle(rb, NULL);
     rbi_guards_release(rb);
     if (rb->pool)
-        rb->pool->is_sessions = false;
+        rbi_pool_set_destroyed_by(rb->pool, NULL);
     rebatch_pool_destroy(rb->pool);
     (void)pthread_mutex_destroy(&rb->changing);
     rbi_heap_free(rb->failed);
@@ -200,15 +198,15 @@ rebatch_status rebatch_join(rebatch *rb)
 {
     const rebatch_status status = check_session(rb);
     if (!status)
-        rbi_pool_joined = rb->pool;
+        rbi_pool_thread_join(rb->pool);
     return status;
 }
 
 rebatch_status rebatch_leave(rebatch *rb)
 {
     const rebatch_status status = check_session(rb);
-    if (!status && rbi_pool_joined == rb->pool)
-        rbi_pool_joined = NULL;
+    if (!status)
+        rbi_pool_thread_leave(rb->pool);
     return status;
 }
 

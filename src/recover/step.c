@@ -62,9 +62,7 @@ static void remember_failed(rebatch *rb, size_t first, size_t end)
 static rebatch_status admit(rebatch *rb, size_t count)
 {
     const bool is_last_resort = rbi_round_size(&rb->options, count - 1) == 0;
-    if (!rbi_is_on(rb->options.admission) || is_last_resort || rb->retried_same ||
-        rbi_growth_overrules(rb) || rb->options.on_oom == REBATCH_ON_OOM_STOP ||
-        !rbi_pool_is_caching(rb->pool))
+    if (!rbi_session_admits(rb) || is_last_resort || rb->retried_same || rbi_growth_overrules(rb))
         return REBATCH_OK;
     uint64_t need;
     if (!rbi_need_foretell(&need, rb, rb->size) || need == 0)
@@ -262,6 +260,17 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rbi_pool_mark_peak(rb->pool);
 }
 
+void rbi_step_end(rebatch *rb)
+{
+    rb->ops = NULL;
+}
+
+void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
+{
+    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
+        rbi_pool_last_own_oom(out, rb->pool);
+}
+
 /* A step that failed is a step that did not happen, as far as that is in our hands. */
 static rebatch_status run(rebatch *rb)
 {
@@ -317,8 +326,7 @@ static void end(rebatch *rb, rebatch_status status)
     report->micro_after = rbi_micro_size(rb, rb->batch);
     report->cost_after = rbi_budget(rb);
     report->lighten_level = rb->lighten;
-    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
-        rbi_pool_last_own_oom(&report->oom, rb->pool);
+    rbi_step_get_oom(&report->oom, rb);
 }
 
 rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
@@ -338,7 +346,7 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
     rbi_step_begin(rb, &own, batch, user);
     status = run(rb);
     end(rb, status);
-    rb->ops = NULL;
+    rbi_step_end(rb);
     if (rb->launch.user)
         rb->launch.step_ended(rb->launch.user, &rb->report);
     if (report)

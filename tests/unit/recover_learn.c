@@ -2,6 +2,7 @@
  * the first micro-batch takes memory eagerly. Must not know how memory is modelled. */
 #include <criterion/criterion.h>
 
+#include "pool/pool.h"
 #include "rebatch/rebatch.h"
 #include "recover/recover.h"
 
