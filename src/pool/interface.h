@@ -6,6 +6,11 @@
 #include "base/base.h"
 #include "rebatch/pool.h"
 
+#define RBI_POOL_TAGS 256 /* "untagged" included */
+
+/* REBATCH_E_INVALID with its text when `pool` is NULL. */
+rebatch_status rbi_pool_check(const rebatch_pool *pool);
+
 /* ---- whose it is ---- */
 
 /* From here on rebatch_pool_destroy() refuses, and names the call that destroys the pool; NULL: it
@@ -125,13 +130,6 @@ void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_
 /* Sets who makes requests fail, of the threads that scopes take in; what rebatch_pool_reserve() has
  * promised does not. */
 void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
-
-/* ---- looking in ---- */
-
-/* Shows every block in use that is of an extent, with the bytes that were asked for, oldest first.
- * It runs with the lock held, as the recorder does. */
-void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
-                        void (*show)(void *user, const void *address, size_t bytes), void *user);
 
 /* ---- copies ---- */
 

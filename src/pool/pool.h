@@ -8,16 +8,15 @@
 #include "base/base.h"
 #include "device/device.h"
 #include "pool/block.h"
-#include "pool/interface.h"
 #include "pool/late.h"
 #include "pool/lock.h"
 #include "pool/nodes.h"
 #include "pool/plan/plan.h"
 #include "pool/table.h"
+#include "pool/view.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
-#define RBI_POOL_TAGS 256 /* "untagged" included */
 #define RBI_POOL_PRESSURES 16
 /* After so many requests in a row that the quick lists did not serve, blocks are merged as they are
  * freed; after so many of those the lists have another try. */
@@ -32,47 +31,6 @@
 
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_RUNGS(RBI_POOL_ONE_) };
-
-/* ---- the last events (ring.c) ---- */
-
-/* X(kind, its name). A block that other streams use is freed in two events. */
-#define RBI_POOL_EVENTS(X)                                                                         \
-    X(ALLOC, "alloc")                                                                              \
-    X(FREE, "free")                                                                                \
-    X(FREE_REQUESTED, "free_requested")                                                            \
-    X(FREE_COMPLETED, "free_completed")                                                            \
-    X(MAP, "map")                                                                                  \
-    X(UNMAP, "unmap")                                                                              \
-    X(OOM, "oom")                                                                                  \
-    X(ROLLBACK, "rollback")
-enum rbi_pool_event_kind {
-#define RBI_POOL_EVENT_(name, text) RBI_POOL_EVENT_##name,
-    RBI_POOL_EVENTS(RBI_POOL_EVENT_)
-#undef RBI_POOL_EVENT_
-};
-
-/* ROLLBACK: bytes are the blocks taken back. OOM: address is NULL. */
-struct rbi_pool_event {
-    uint64_t number; /* from 0; gaps are none */
-    const char *address;
-    size_t bytes;
-    rebatch_stream stream;
-    rebatch_tag tag;
-    uint8_t kind;        /* enum rbi_pool_event_kind */
-    uint64_t time_ns;    /* of rbi_now_ns() */
-    uint64_t free_bytes; /* OOM: what the device had left */
-};
-
-struct rbi_ring {
-    struct rbi_pool_event *events; /* NULL: nothing is recorded */
-    size_t capacity;
-    uint64_t count; /* recorded since create */
-};
-/* The number of the oldest that is kept. */
-static inline uint64_t rbi_ring_first(const struct rbi_ring *ring)
-{
-    return ring->count < ring->capacity ? 0 : ring->count - ring->capacity;
-}
 
 /* ---- scopes and tags ---- */
 
@@ -205,7 +163,7 @@ struct rebatch_pool {
     uint64_t settled_peak_bytes, settled_births;
     rebatch_oom_report oom, own_oom; /* the latter of those that scopes take in, or without any */
     uint64_t own_ooms;
-    struct rbi_ring ring;
+    struct rbi_event_log log;
     struct rbi_pool_recorder recorder;
     struct rbi_pool_fault fault;
 
@@ -245,8 +203,6 @@ static inline void rbi_pool_take_lock(rebatch_pool *pool)
     rbi_lock_take(&pool->lock);
     rbi_plan_leave(pool);
 }
-/* REBATCH_E_INVALID with its text when `pool` is NULL. */
-rebatch_status rbi_pool_check(const rebatch_pool *pool);
 
 /* ---- blocks and bins (heap.c); all with the lock held ---- */
 
@@ -533,49 +489,26 @@ rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool,
                                 rebatch_stream stream);
 void rbi_request_close(struct rbi_request *request);
 
-/* ---- counting (tags.c), scopes (scope.c), reports (report.c); with the lock held ---- */
+/* ---- counting (statistics.c), scopes (scope.c), reports (oom.c); with the lock held ---- */
 
-/* Of an open scope; all there is, for the scope 0. REBATCH_E_INVALID with its text when it is not
- * open. */
-rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool,
-                                    rebatch_scope scope);
 /* The calling thread is outside: a block, which scopes may leave out, is about to be counted as in
  * use, or no longer. */
 void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins);
 /* The innermost scope that takes in what all threads do; NULL: none does. */
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
-/* With those that are worked out. */
-void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);
 void rbi_tags_init(rebatch_pool *pool);
 /* Fills in the last OOM report, counts, and sets the thread's error text. Gives REBATCH_OOM. */
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
                                    size_t asked_bytes, const char *tag);
-void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *out);
+/* ---- events (event_log.c) ---- */
 
-/* ---- looking in (ring.c) ---- */
-
-void rbi_ring_add_oom(struct rbi_ring *ring, size_t asked_bytes, uint64_t free_bytes,
-                      rebatch_stream stream, rebatch_tag tag);
 /* One word of test where nothing is recorded. */
-void rbi_ring_add(struct rbi_ring *ring, enum rbi_pool_event_kind kind, const char *address,
-                  size_t bytes, rebatch_stream stream, rebatch_tag tag);
 #define RBI_RECORD(pool, kind, address, bytes, stream, tag)                                        \
     do {                                                                                           \
-        if (__builtin_expect((pool)->ring.events != NULL, 0))                                      \
-            rbi_ring_add(&(pool)->ring, RBI_POOL_EVENT_##kind, address, bytes, stream, tag);       \
+        if (__builtin_expect((pool)->log.events != NULL, 0))                                       \
+            rbi_event_log_add(&(pool)->log, RBI_POOL_EVENT_##kind, address, bytes, stream, tag);   \
     } while (0)
-/* Copies the last events, at most `most` of them, oldest first; how many. Any thread. */
-size_t rbi_pool_get_events(struct rbi_pool_event *out, size_t most, rebatch_pool *pool);
-/* Visits ranges, and the blocks of each in the order of their addresses, quick ones merged. Either
- * function may be NULL; a walk ends when one gives false. The lock is held meanwhile. Any thread.
- * */
-struct rbi_pool_visitor {
-    bool (*range)(const struct rbi_range *range, void *user);
-    bool (*block)(const struct rbi_range *range, const struct rbi_block *block, void *user);
-    void *user;
-};
-void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor);
 
 #include "pool/path.h"
 

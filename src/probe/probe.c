@@ -1,6 +1,7 @@
 /* Owns rebatch_probe(): trials in a session that leave no trace in its training state.
  * Must not know which size is tried next. */
 #include "probe/probe.h"
+#include "pool/view.h"
 #include "probe/saved.h"
 #include "recover/session.h"
 
@@ -72,13 +73,22 @@ struct trials {
 };
 
 /* Runs with the pool's lock held. */
-static void add_forgotten(void *user, const void *address, size_t bytes)
+static void add_forgotten(void *user, const struct rbi_view_piece *block)
 {
     struct trials *trials = user;
-    if (trials->count < FORGOTTEN_MOST && rbi_guards_forget(trials->rb, address, trials->point)) {
-        trials->bytes[trials->count] = bytes;
-        trials->forgotten[trials->count++] = (void *)(uintptr_t)address;
+    if (trials->count < FORGOTTEN_MOST &&
+        rbi_guards_forget(trials->rb, block->address, trials->point)) {
+        trials->bytes[trials->count] = block->requested_bytes;
+        trials->forgotten[trials->count++] = (void *)(uintptr_t)block->address;
     }
+}
+
+static void find_forgotten(struct trials *trials, uint64_t first_birth)
+{
+    rbi_view_open(trials->pool);
+    rbi_view_each_live(trials->pool, &(struct rbi_extent){first_birth, true}, add_forgotten,
+                       trials);
+    rbi_view_close(trials->pool);
 }
 
 /* Runs with the pool's lock held. */
@@ -100,8 +110,7 @@ static rebatch_status end_trial(struct trials *trials, rebatch_scope scope, uint
     rebatch *rb = trials->rb;
     const bool has_guards = rbi_guards_exist(rb);
     if (has_guards)
-        rbi_pool_each_live(trials->pool, &(struct rbi_extent){first_birth, true}, add_forgotten,
-                           trials);
+        find_forgotten(trials, first_birth);
     const rebatch_status status = rbi_guards_restore(rb, trials->point);
     if (has_guards)
         rbi_scope_revive(trials->pool, scope, is_known, rb);

@@ -1,9 +1,10 @@
-/* Owns the walk over what the pool holds, and where a snapshot goes: a caller's function or a file.
+/* Owns the segments of a snapshot, and where it goes: a caller's function or a file.
  * Must not know in what form it is written. */
-#include "pool/snapshot.h"
+#include "inspect/inspect.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -43,97 +44,41 @@ void rbi_sink_print(struct rbi_sink *sink, const char *format, ...)
 
 /* ---- what is there ---- */
 
-struct rbi_pieces rbi_pieces_of(const rebatch_pool *pool, const struct rbi_range *range)
-{
-    return (struct rbi_pieces){range, pool->granule_bytes, range->first, range->address};
-}
-
-static void step_to(struct rbi_pieces *pieces, const struct rbi_block *block)
-{
-    pieces->block = block;
-    pieces->at = block ? block->address : NULL;
-}
-
-/* Moves to the end of the granule, or of the block where that is before it; says whether the
- * granule is there. */
-static bool pass_granule(struct rbi_pieces *pieces)
-{
-    const struct rbi_range *range = pieces->range;
-    const size_t number = (size_t)(pieces->at - range->address) / pieces->granule_bytes;
-    const size_t end = (number + 1) * pieces->granule_bytes;
-    const size_t block_end =
-        (size_t)(pieces->block->address - range->address) + pieces->block->bytes;
-    pieces->at = range->address + rbi_min(end, block_end);
-    return range->granules[number] != 0;
-}
-
-/* A piece of a block that has granules at some of its addresses. */
-static bool next_part(struct rbi_piece *piece, struct rbi_pieces *pieces)
-{
-    const char *const end = pieces->block->address + pieces->block->bytes;
-    *piece = (struct rbi_piece){pieces->block, pieces->at, 0};
-    while (pieces->at < end) {
-        const char *const from = pieces->at;
-        if (pass_granule(pieces)) {
-            piece->bytes += (size_t)(pieces->at - from);
-        } else if (piece->bytes > 0) {
-            pieces->at = from;
-            break;
-        } else {
-            piece->address = pieces->at;
-        }
-    }
-    if (pieces->at == end)
-        step_to(pieces, pieces->block->after);
-    return piece->bytes > 0;
-}
-
-bool rbi_pieces_next(struct rbi_piece *piece, struct rbi_pieces *pieces)
-{
-    while (pieces->block) {
-        const struct rbi_block *const block = pieces->block;
-        const bool gap = block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_GUARD;
-        const bool torn = block->state == RBI_BLOCK_LOST || block->state == RBI_BLOCK_HELD;
-        if (pieces->range->granules && torn) {
-            if (next_part(piece, pieces))
-                return true;
-            continue;
-        }
-        step_to(pieces, block->after);
-        if (gap)
-            continue;
-        *piece = (struct rbi_piece){block, block->address, block->bytes};
-        return true;
-    }
-    return false;
-}
-
-static void add_piece(struct rbi_segment *segment, const struct rbi_piece *piece)
+static void add_piece(struct rbi_segment *segment, const struct rbi_view_piece *piece)
 {
     segment->count++;
     segment->bytes += piece->bytes;
-    if (rbi_piece_is_live(piece)) {
+    if (rbi_view_is_in_use(piece)) {
         segment->live_bytes += piece->bytes;
-        segment->requested_bytes += piece->block->requested_bytes;
-    } else if (piece->block->state == RBI_BLOCK_PENDING) {
+        segment->requested_bytes += piece->requested_bytes;
+    } else if (piece->state == RBI_VIEW_PENDING) {
         segment->pending_bytes += piece->bytes;
     }
 }
 
-bool rbi_segment_next(struct rbi_segment *segment, struct rbi_pieces *pieces)
+/* Of what is left of a range. */
+static bool next_in_range(struct rbi_segment *segment, struct rbi_view_walk *walk)
 {
-    struct rbi_piece piece;
-    *segment = (struct rbi_segment){.pieces = *pieces};
-    if (!rbi_pieces_next(&piece, pieces))
+    struct rbi_view_piece piece;
+    *segment = (struct rbi_segment){.pieces = *walk};
+    if (!rbi_view_next(&piece, walk))
         return false;
     segment->address = piece.address;
     for (;;) {
         add_piece(segment, &piece);
-        struct rbi_pieces ahead = *pieces;
-        if (!rbi_pieces_next(&piece, &ahead) || piece.address != segment->address + segment->bytes)
+        struct rbi_view_walk ahead = *walk;
+        if (!rbi_view_next(&piece, &ahead) || piece.address != segment->address + segment->bytes)
             return true;
-        *pieces = ahead;
+        *walk = ahead;
     }
+}
+
+bool rbi_segment_next(struct rbi_segment *segment, struct rbi_view_walk *walk)
+{
+    for (; walk->range; rbi_view_next_range(walk))
+        if (next_in_range(segment, walk))
+            return true;
+    return false;
 }
 
 int64_t rbi_snapshot_epoch_us(void)
@@ -175,12 +120,10 @@ rebatch_status rebatch_pool_write_snapshot(rebatch_pool *pool, rebatch_snapshot_
     sink.user = user;
     sink.status = REBATCH_OK;
     sink.length = 0;
-    rbi_pool_take_lock(pool);
-    rbi_pool_callbacks++;
+    rbi_view_open(pool);
     forms[format](&sink, pool);
     flush(&sink);
-    rbi_pool_callbacks--;
-    rbi_lock_give(&pool->lock);
+    rbi_view_close(pool);
     return sink.status;
 }
 
