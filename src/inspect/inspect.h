@@ -5,7 +5,7 @@
 
 #include "pool/view.h"
 
-/* ---- where bytes go (snapshot.c) ---- */
+/* ---- where bytes go (sink.c) ---- */
 
 #define RBI_SINK_BYTES 4096
 
@@ -18,12 +18,14 @@ struct rbi_sink {
     size_t length;
     char buffer[RBI_SINK_BYTES];
 };
+/* Writes what is collected. */
+void rbi_sink_flush(struct rbi_sink *sink);
 void rbi_sink_put(struct rbi_sink *sink, const void *data, size_t size);
 /* Of at most 255 bytes. */
 void rbi_sink_print(struct rbi_sink *sink, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* ---- what is there (snapshot.c); while the view is open ---- */
+/* ---- what is there (segment.c); while the view is open ---- */
 
 /* Pieces of a range one behind the other, without a gap.
  *   bytes == sum of the pieces' bytes */

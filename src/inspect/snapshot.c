@@ -1,94 +1,11 @@
-/* Owns the segments of a snapshot, and where it goes: a caller's function or a file.
+/* Owns where a snapshot goes: to a caller's function or into a file.
  * Must not know in what form it is written. */
 #include "inspect/inspect.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
-
-/* ---- where bytes go ---- */
-
-static void flush(struct rbi_sink *sink)
-{
-    if (sink->length > 0 && sink->status == REBATCH_OK)
-        sink->status = sink->write(sink->buffer, sink->length, sink->user);
-    sink->length = 0;
-}
-
-void rbi_sink_put(struct rbi_sink *sink, const void *data, size_t size)
-{
-    const char *from = data;
-    while (size > 0) {
-        const size_t part = rbi_min(size, sizeof sink->buffer - sink->length);
-        memcpy(sink->buffer + sink->length, from, part);
-        sink->length += part;
-        from += part;
-        size -= part;
-        if (sink->length == sizeof sink->buffer)
-            flush(sink);
-    }
-}
-
-void rbi_sink_print(struct rbi_sink *sink, const char *format, ...)
-{
-    char text[256];
-    struct rbi_text t = {text, sizeof text, 0};
-    va_list arguments;
-    va_start(arguments, format);
-    rbi_text_add_v(&t, format, arguments);
-    va_end(arguments);
-    rbi_sink_put(sink, text, rbi_min(t.length, sizeof text - 1));
-}
-
-/* ---- what is there ---- */
-
-static void add_piece(struct rbi_segment *segment, const struct rbi_view_piece *piece)
-{
-    segment->count++;
-    segment->bytes += piece->bytes;
-    if (rbi_view_is_in_use(piece)) {
-        segment->live_bytes += piece->bytes;
-        segment->requested_bytes += piece->requested_bytes;
-    } else if (piece->state == RBI_VIEW_PENDING) {
-        segment->pending_bytes += piece->bytes;
-    }
-}
-
-/* Of what is left of a range. */
-static bool next_in_range(struct rbi_segment *segment, struct rbi_view_walk *walk)
-{
-    struct rbi_view_piece piece;
-    *segment = (struct rbi_segment){.pieces = *walk};
-    if (!rbi_view_next(&piece, walk))
-        return false;
-    segment->address = piece.address;
-    for (;;) {
-        add_piece(segment, &piece);
-        struct rbi_view_walk ahead = *walk;
-        if (!rbi_view_next(&piece, &ahead) || piece.address != segment->address + segment->bytes)
-            return true;
-        *walk = ahead;
-    }
-}
-
-bool rbi_segment_next(struct rbi_segment *segment, struct rbi_view_walk *walk)
-{
-    for (; walk->range; rbi_view_next_range(walk))
-        if (next_in_range(segment, walk))
-            return true;
-    return false;
-}
-
-int64_t rbi_snapshot_epoch_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000 - (int64_t)(rbi_now_ns() / 1000);
-}
-
-/* ---- writing ---- */
 
 static void (*const forms[])(struct rbi_sink *sink, const rebatch_pool *pool) = {
     [REBATCH_SNAPSHOT_PICKLE] = rbi_snapshot_pickle,
@@ -122,7 +39,7 @@ rebatch_status rebatch_pool_write_snapshot(rebatch_pool *pool, rebatch_snapshot_
     sink.length = 0;
     rbi_view_open(pool);
     forms[format](&sink, pool);
-    flush(&sink);
+    rbi_sink_flush(&sink);
     rbi_view_close(pool);
     return sink.status;
 }

@@ -1,7 +1,32 @@
-/* Owns rebatch_predict(): what a session's memory model says of any size, in the pool as it is.
- * Must not know how the model came about. */
+/* Owns a session's memory model once it is made, and rebatch_predict(): what it says of any size,
+ * in the pool as it is. Must not know how the model came about. */
 #include "probe/probe.h"
 #include "recover/session.h"
+
+/* ---- whose model ---- */
+
+static uint64_t foretell(void *user, size_t count)
+{
+    const struct rbi_model *model = user;
+    return rbi_model_need(model, count);
+}
+
+const struct rbi_model *rbi_probe_model(const rebatch *rb)
+{
+    const struct rbi_oracle *oracle = rbi_need_get_oracle(rb);
+    return oracle && oracle->need == foretell ? oracle->user : NULL;
+}
+
+/* As rebatch_step() will do it. */
+struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
+{
+    return (struct rbi_setting){.pool = rebatch_get_pool(rb),
+                                .stream = rbi_session_options(rb)->stream,
+                                .admits_above = rbi_session_admits(rb) ? least : SIZE_MAX,
+                                .has_stepped = rbi_session_has_updated(rb)};
+}
+
+/* ---- prediction ---- */
 
 static rebatch_status check(const rebatch_prediction *out, const rebatch *rb, size_t size,
                             size_t batch)
@@ -114,6 +139,41 @@ bool rbi_predict_fits(void *user, rebatch *rb, size_t size)
     rebatch_clear_error(); /* of a step that has succeeded */
     return true;
 }
+
+/* ---- handing over ---- */
+
+static void destroy_model(void *user)
+{
+    rbi_model_release(user);
+    rbi_heap_free(user);
+}
+
+void rbi_probe_lend(rebatch *rb, struct rbi_model *model)
+{
+    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
+                                                 .user = model,
+                                                 .lighten = rbi_session_level(rb),
+                                                 .by_cost = rbi_session_is_by_cost(rb)});
+}
+
+rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigned lighten,
+                                   bool by_cost)
+{
+    struct rbi_model *own = rbi_heap_calloc(1, sizeof *own);
+    if (!own)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
+    *own = *model;
+    *model = (struct rbi_model){0};
+    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
+                                                 .destroy = destroy_model,
+                                                 .user = own,
+                                                 .lighten = lighten,
+                                                 .by_cost = by_cost,
+                                                 .fits = rbi_predict_fits});
+    return REBATCH_OK;
+}
+
+/* ---- the public call ---- */
 
 rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size, size_t batch,
                                const rebatch_probe_options *options)

@@ -199,51 +199,6 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     return ended ? ended : restored ? restored : status;
 }
 
-/* ---- what recovery may ask later ---- */
-
-static uint64_t foretell(void *user, size_t count)
-{
-    const struct rbi_model *model = user;
-    return rbi_model_need(model, count);
-}
-
-static void destroy_model(void *user)
-{
-    rbi_model_release(user);
-    rbi_heap_free(user);
-}
-
-const struct rbi_model *rbi_probe_model(const rebatch *rb)
-{
-    const struct rbi_oracle *oracle = rbi_need_get_oracle(rb);
-    return oracle && oracle->need == foretell ? oracle->user : NULL;
-}
-
-void rbi_probe_lend(rebatch *rb, struct rbi_model *model)
-{
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
-                                                 .user = model,
-                                                 .lighten = rbi_session_level(rb),
-                                                 .by_cost = rbi_session_is_by_cost(rb)});
-}
-
-rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigned lighten,
-                                   bool by_cost)
-{
-    struct rbi_model *own = rbi_heap_calloc(1, sizeof *own);
-    if (!own)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
-    *own = *model;
-    *model = (struct rbi_model){0};
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
-                                                 .destroy = destroy_model,
-                                                 .user = own,
-                                                 .lighten = lighten,
-                                                 .by_cost = by_cost,
-                                                 .fits = rbi_predict_fits});
-    return REBATCH_OK;
-}
-
 /* ---- the probe ---- */
 
 static rebatch_status say_nothing_fits(const rebatch *rb, const char *what, size_t bytes)
@@ -369,15 +324,6 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
         out->max_trials =
             DEFAULT_MAX_TRIALS + (out->choose == REBATCH_PROBE_FASTEST ? RBI_TIMED_RUNS : 0);
     return status;
-}
-
-/* As rebatch_step() will do it. */
-struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
-{
-    return (struct rbi_setting){.pool = rebatch_get_pool(rb),
-                                .stream = rbi_session_options(rb)->stream,
-                                .admits_above = rbi_session_admits(rb) ? least : SIZE_MAX,
-                                .has_stepped = rbi_session_has_updated(rb)};
 }
 
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,

@@ -343,7 +343,7 @@ struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 #define RBI_TIMED_TURNS 2
 #define RBI_TIMED_RUNS (RBI_TIMED_SIZES * RBI_TIMED_TURNS)
 
-/* ---- which size is next (choose.c) ---- */
+/* ---- what is known of sizes (estimate.c) ---- */
 
 /* The trace of the last trial that ran; NULL: none. */
 struct rbi_trace *rbi_search_latest(struct rbi_search *search);
@@ -359,6 +359,9 @@ size_t rbi_search_allowed(const struct rbi_search *search, size_t size);
 bool rbi_search_may_go_on(const struct rbi_search *search);
 /* The same, or else the smallest that may be tried at all. */
 size_t rbi_search_allowed_near(const struct rbi_search *search, size_t size);
+
+/* ---- which size is next (choose.c) ---- */
+
 /* Lowers what ran to what also leaves room for the steps. */
 rebatch_status rbi_search_judge(struct rbi_search *search);
 /* Readies the pool for a size, and says what it will need. */
