@@ -353,7 +353,7 @@ void rbi_source_free(struct rbi_source *source);
 /* Where line `line`, from 1, of the text came from. */
 struct rbi_place rbi_source_place(const struct rbi_source *source, unsigned line);
 
-/* ---- the whole (config.c, file.c, environment.c, together.c) ---- */
+/* ---- the whole (config.c, settings_file.c, environment.c, together.c) ---- */
 
 struct rebatch_config {
     struct rbi_entry entries[RBI_SETTING_COUNT];

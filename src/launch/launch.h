@@ -46,7 +46,7 @@ bool rbi_report_write(int fd, const char *text, size_t length);
 _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,
                               void *user, const rebatch_probe_options *options);
 
-/* ---- what was found (table.c) ---- */
+/* ---- what was found (probe_table.c) ---- */
 
 /* One size: a row of the table. */
 struct rbi_probe_row {

@@ -7,8 +7,8 @@ static rebatch_status predict(size_t *out, struct rbi_search *s)
     *out = 0;
     rebatch_status status = rbi_search_model(s);
     if (!status)
-        status = rbi_replay_largest(out, &s->model, &s->setting, s->fits + 1,
-                                    rbi_min(s->most, s->fails - 1), s->batch);
+        status = rbi_forecast_largest(out, &s->model, &s->setting, s->fits + 1,
+                                      rbi_min(s->most, s->fails - 1), s->batch);
     return status;
 }
 
@@ -112,7 +112,8 @@ rebatch_status rbi_search_judge(struct rbi_search *s)
     if (rbi_search_may_go_on(s))
         return status;
     size_t size;
-    status = rbi_replay_largest(&size, &s->model, &s->setting, s->fits + 1, s->fails - 1, s->batch);
+    status =
+        rbi_forecast_largest(&size, &s->model, &s->setting, s->fits + 1, s->fails - 1, s->batch);
     size = s->round(s->user, size);
     if (size > s->fits)
         s->fits = size;
@@ -131,12 +132,12 @@ static rebatch_status expect(const struct rbi_search *s, size_t count)
 rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
 {
     struct rbi_forecast trial;
-    s->foretold_bytes = 0;
+    s->predicted_bytes = 0;
     rebatch_status status =
         rbi_search_forecast(&trial, s, &(struct rbi_plan){.count = count, .has_trial = true});
     if (status)
         return status;
-    s->foretold_bytes = trial.peak_bytes; /* 0: not known yet */
+    s->predicted_bytes = trial.peak_bytes; /* 0: not known yet */
     /* What others take more than they have must not find it in the cache: while they make it anew
      * it needs room beside what it was. */
     const bool is_outside_growing = s->whole_count > 1 && s->model.outside.rise > 0;

@@ -52,7 +52,7 @@ rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *
     if (s->whole_count < 2)
         return REBATCH_OK;
     const rebatch_status status = rbi_search_model(s);
-    return status ? status : rbi_replay(out, &s->model, &s->setting, plan);
+    return status ? status : rbi_forecast_run(out, &s->model, &s->setting, plan);
 }
 
 /* ---- sizes ---- */

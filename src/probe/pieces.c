@@ -125,7 +125,7 @@ static rebatch_status take(struct rbi_setting *setting)
     return status;
 }
 
-/* As a step's ladder does it: once more with the cache given back, which may be in the way. */
+/* As a step's fallback does it: once more with the cache given back, which may be in the way. */
 rebatch_status rbi_pieces_hold(struct rbi_setting *setting)
 {
     if (setting->piece_count == 0)

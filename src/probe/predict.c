@@ -5,7 +5,7 @@
 
 /* ---- whose model ---- */
 
-static uint64_t foretell(void *user, size_t count)
+static uint64_t predict_need(void *user, size_t count)
 {
     const struct rbi_model *model = user;
     return rbi_model_need(model, count);
@@ -13,8 +13,8 @@ static uint64_t foretell(void *user, size_t count)
 
 const struct rbi_model *rbi_probe_model(const rebatch *rb)
 {
-    const struct rbi_oracle *oracle = rbi_need_get_oracle(rb);
-    return oracle && oracle->need == foretell ? oracle->user : NULL;
+    const struct rbi_memory_model *model = rbi_need_get_model(rb);
+    return model && model->need == predict_need ? model->user : NULL;
 }
 
 /* As rebatch_step() will do it. */
@@ -69,8 +69,8 @@ static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model
     out->failing_bytes = out->peak_bytes;
     if (status || out->peak_bytes / FAR_TOO_LARGE > out->limit_bytes)
         return status;
-    status =
-        rbi_replay(&forecast, model, setting, &(struct rbi_plan){out->size, true, true, batch});
+    status = rbi_forecast_run(&forecast, model, setting,
+                              &(struct rbi_plan){out->size, true, true, batch});
     out->fits = forecast.fits;
     out->failing_bytes = forecast.fits ? 0 : forecast.failing_bytes;
     if (forecast.fits) {
@@ -94,7 +94,7 @@ static size_t hold_made(void **blocks, const rebatch *rb, const size_t *bytes, s
 static rebatch_status predict_with_reserve(rebatch_prediction *out, rebatch *rb, size_t batch,
                                            size_t reserve_bytes)
 {
-    const bool by_cost = rbi_need_get_oracle(rb)->by_cost;
+    const bool by_cost = rbi_need_get_model(rb)->by_cost;
     const size_t least = by_cost ? 0 : rbi_round_size_up(rbi_session_options(rb), 1);
     struct rbi_setting setting = rbi_probe_setting(rb, least);
     rebatch_status status = read_limit(&out->limit_bytes, setting.pool);
@@ -150,10 +150,10 @@ static void destroy_model(void *user)
 
 void rbi_probe_lend(rebatch *rb, struct rbi_model *model)
 {
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
-                                                 .user = model,
-                                                 .lighten = rbi_session_level(rb),
-                                                 .by_cost = rbi_session_is_by_cost(rb)});
+    rbi_need_set_model(rb, &(struct rbi_memory_model){.need = predict_need,
+                                                      .user = model,
+                                                      .lighten = rbi_session_level(rb),
+                                                      .by_cost = rbi_session_is_by_cost(rb)});
 }
 
 rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigned lighten,
@@ -164,12 +164,12 @@ rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigne
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
     *own = *model;
     *model = (struct rbi_model){0};
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
-                                                 .destroy = destroy_model,
-                                                 .user = own,
-                                                 .lighten = lighten,
-                                                 .by_cost = by_cost,
-                                                 .fits = rbi_predict_fits});
+    rbi_need_set_model(rb, &(struct rbi_memory_model){.need = predict_need,
+                                                      .destroy = destroy_model,
+                                                      .user = own,
+                                                      .lighten = lighten,
+                                                      .by_cost = by_cost,
+                                                      .fits = rbi_predict_fits});
     return REBATCH_OK;
 }
 

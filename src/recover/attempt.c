@@ -77,7 +77,7 @@ static bool declares(const rebatch *rb, enum rbi_callback which)
 }
 
 /* A callback has succeeded that said it would declare, and never did in this session. It may have
- * changed things all the same, and an OOM then was answered wrong. That it changed nothing may be
+ * changed things all the same, and an OOM then was handled wrong. That it changed nothing may be
  * true of an update, which can be skipped, and of a trial. */
 static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
 {
@@ -88,7 +88,7 @@ static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 {
     if (call->which == RBI_FORWARD_BACKWARD && !call->mb->probing &&
         breaks_promise(rb, call->which))
-        return rbi_answer_say_undeclared(rb, call);
+        return rbi_result_say_undeclared(rb, call);
     return REBATCH_OK;
 }
 
@@ -207,7 +207,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     if (status == REBATCH_OOM) {
         status = confirm_oom(rb);
         if (status != REBATCH_OOM)
-            rbi_answer_say(rb, call, status, "answered REBATCH_OOM, and the device");
+            rbi_result_say(rb, call, status, "returned REBATCH_OOM, and the device");
     } else if (rb->any_stream) {
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
     }
@@ -228,7 +228,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
         note_failure(rb, phase, pool_failed ? &oom : NULL,
                      pool.live_bytes - (uint64_t)stats.live_bytes);
     else if (rb->report.torn)
-        rbi_answer_say_torn(rb, status);
+        rbi_result_say_torn(rb, status);
     return status;
 }
 
@@ -238,10 +238,10 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
     rb->thread = pthread_self();
     rb->pool_callbacks = rbi_pool_callback_depth();
     rb->running = true;
-    const rebatch_status answer = call_with_way_out(rb, which);
+    const rebatch_status result = call_with_way_out(rb, which);
     rb->running = false;
     rb->has_declared[which->which] |= rb->mutated;
-    return rbi_answer_check(rb, which, answer);
+    return rbi_result_check(rb, which, result);
 }
 
 /* An OOM that the callback swallowed, or an error that it did not look at. */
@@ -249,7 +249,7 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
 {
     const rebatch_status status = rbi_device_take_last_error(rb->device);
     if (is_fatal(status))
-        rbi_answer_say_late(rb, which, status);
+        rbi_result_say_late(rb, which, status);
     return status;
 }
 

@@ -121,7 +121,7 @@ static void add_trial(struct rbi_text *t, const rebatch_event *event)
 }
 
 /* What is done about it. */
-static void add_answer(struct rbi_text *t, const rebatch_event *event)
+static void add_consequence(struct rbi_text *t, const rebatch_event *event)
 {
     if (event->kind == REBATCH_EVENT_RETRY)
         rbi_text_add(t, "; once more");
@@ -135,7 +135,7 @@ static void add_answer(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, "; %zu sample%s again, %.1f ms lost", event->redone_samples,
                      event->redone_samples == 1 ? "" : "s", (double)event->lost_ns / 1e6);
     else if (event->phase == REBATCH_PHASE_ADMISSION && is_oom(event->kind))
-        rbi_text_add(t, "; nothing ran in vain");
+        rbi_text_add(t, "; no work was lost");
 }
 
 size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
@@ -152,6 +152,6 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
         add_trial(&t, event);
     if (event->text)
         rbi_text_add(&t, " %s", event->text);
-    add_answer(&t, event);
+    add_consequence(&t, event);
     return t.length;
 }

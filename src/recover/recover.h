@@ -55,38 +55,38 @@ void rbi_guards_release(rebatch *rb);
 
 /* An attempt ran to its end. */
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes);
-/* What a size will need, as surely as an attempt is to be refused by it. False: not known. */
-bool rbi_need_foretell(uint64_t *bytes, const rebatch *rb, size_t size);
-/* What a size will need: known, or foretold, or put together from sizes that are known. False, and
- * 0: nothing is known. */
+/* What a size will need, when that is certain enough to refuse an attempt. False: it is not. */
+bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size);
+/* What a size will need: known, or the memory model's, or put together from sizes that are known.
+ * False, and 0: nothing is known. */
 bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten);
-/* Whether the oracle is about the step's kind of size and that level. */
-bool rbi_need_has_oracle(const rebatch *rb, unsigned lighten);
-/* Whether there is a model to choose a size by: that, or enough that ran by cost. */
-bool rbi_need_has_model(const rebatch *rb);
+/* Whether the memory model is about the step's kind of size and that level. */
+bool rbi_need_has_model(const rebatch *rb, unsigned lighten);
+/* Whether a size can be chosen by prediction: there is that model, or enough ran by cost. */
+bool rbi_need_can_choose(const rebatch *rb);
 /* The largest allowed size of at most `most` that is predicted to find its memory in
  * `available_bytes`; 0 when none is, or nothing is known. */
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
 
-/* What the oracle says of its level is not gone by any longer. */
-void rbi_need_refute_oracle(rebatch *rb);
+/* The memory model was wrong about its level: it is not asked any longer. */
+void rbi_need_refute_model(rebatch *rb);
 
-/* ---- crawling (crawl.c) ---- */
+/* ---- thrashing (thrashing.c) ---- */
 
-struct rbi_crawl {
+struct rbi_thrashing {
     struct rbi_pool_traffic before; /* the attempt */
-    uint32_t row;                   /* micro-batches in a row that crawled */
+    uint32_t row;                   /* micro-batches in a row that thrashed */
     size_t largest;                 /* size of the step's micro-batches */
     size_t most_samples;            /* of them */
 };
 
 /* After an attempt that failed, and after one of `count` samples that succeeded. */
-void rbi_crawl_begin(rebatch *rb);
-void rbi_crawl_end(rebatch *rb, size_t count, uint64_t needed_bytes);
+void rbi_thrashing_begin(rebatch *rb);
+void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes);
 /* The effective batch begins, or begins again. */
-void rbi_crawl_restart(rebatch *rb);
-/* At the end of a step that succeeded: true when it crawled, and the next one is cut smaller. */
-bool rbi_crawl_step_done(rebatch *rb);
+void rbi_thrashing_restart(rebatch *rb);
+/* At the end of a step that succeeded: true when it thrashed, and the next one is cut smaller. */
+bool rbi_thrashing_step_done(rebatch *rb);
 
 /* ---- growth (growth.c) ---- */
 
@@ -117,22 +117,22 @@ size_t rbi_growth_take_held(rebatch *rb, size_t failed);
  * steps count anew. */
 void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes);
 
-/* ---- learning (learn.c) ---- */
+/* ---- learning (learning.c) ---- */
 
 struct rbi_learning {
     bool is_on;
     bool is_settled;  /* no other size is looked for in this step */
-    bool has_failed;  /* an OOM in this step: the ladder chooses */
+    bool has_failed;  /* an OOM in this step: the fallback chooses */
     bool is_watched;  /* the micro-batch that runs */
     bool has_stepped; /* a step was done meanwhile */
     size_t chosen;    /* size of the micro-batch to learn from; 0: none */
     size_t upper;     /* what limits and batch allowed, and fitted; 0: learning is not over */
     unsigned lighten; /* the level when it began */
-    struct rbi_teacher teacher;
+    struct rbi_tuner tuner;
 };
 
-/* The session begins to learn from `teacher`, which it takes over. */
-void rbi_learn_start(rebatch *rb, const struct rbi_teacher *teacher);
+/* The session begins to learn from `tuner`, which it takes over. */
+void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner);
 /* A step begins. */
 void rbi_learn_begin_step(rebatch *rb);
 /* Before a micro-batch is cut, when `left` samples are yet to run: sets its size. In the first step
@@ -148,7 +148,7 @@ bool rbi_learn_step_done(rebatch *rb);
 
 /* ---- callbacks (attempt.c) ---- */
 
-/* Runs lighten. Once it has answered REBATCH_OK the level is in force, rb->lighten, and what it
+/* Runs lighten. Once it has returned REBATCH_OK the level is in force, rb->lighten, and what it
  * allocated and freed stays so whatever becomes of the step; also where an error that surfaces late
  * ends the step. Else it has changed nothing. rb->failure stays as it is. */
 rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level);
@@ -156,7 +156,7 @@ rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level);
 /* Waits for the work that callbacks have enqueued. */
 rebatch_status rbi_callback_wait(rebatch *rb);
 
-/* ---- what is said of answers (answer.c) ---- */
+/* ---- what a callback returned (result.c) ---- */
 
 struct rbi_call {
     enum rbi_callback which;
@@ -165,23 +165,23 @@ struct rbi_call {
     uint64_t error_changes;       /* rbi_error_changes() when it began */
 };
 
-/* What the step goes by: the answer itself, or REBATCH_E_STATE for one that no callback may give.
+/* What the step goes by: the result itself, or REBATCH_E_STATE for one that no callback may return.
  * Sets the sentence of a failure. */
-rebatch_status rbi_answer_check(const rebatch *rb, const struct rbi_call *call,
-                                rebatch_status answer);
+rebatch_status rbi_result_check(const rebatch *rb, const struct rbi_call *call,
+                                rebatch_status result);
 /* Sets the sentence of a failure, "step 0: zero_grad VERB 1007", unless what was said during the
  * call is about that status, or the sentence was cleared. */
-void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
+void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                     const char *verb);
 /* The callback succeeded, and `status` was in the device's last error. */
-void rbi_answer_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status);
+void rbi_result_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status);
 /* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
-rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_call *call);
+rebatch_status rbi_result_say_undeclared(const rebatch *rb, const struct rbi_call *call);
 /* An update that had begun, or may have, failed with `status`, which is no OOM, and is said: adds
  * that. */
-void rbi_answer_say_torn(const rebatch *rb, rebatch_status status);
+void rbi_result_say_torn(const rebatch *rb, rebatch_status status);
 
-/* ---- the ladder (ladder.c) ---- */
+/* ---- what is done about an OOM (fallback.c) ---- */
 
 /* What was being done when an OOM struck. */
 struct rbi_strike {
@@ -190,10 +190,10 @@ struct rbi_strike {
     uint64_t lost_ns;
 };
 
-/* Takes the next step of the ladder: REBATCH_OK when it is worth trying again (micro-batch and
- * lighten level are set), else REBATCH_E_EXHAUSTED, REBATCH_E_TORN, or what lighten answered.
- * Counts and reports it. */
-rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike);
+/* Chooses the next fallback stage: once more, smaller, lighter. REBATCH_OK when it is worth trying
+ * again (micro-batch and lighten level are set), else REBATCH_E_EXHAUSTED, REBATCH_E_TORN, or what
+ * lighten returned. Counts and reports it. */
+rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike);
 
 /* ---- the process's session (current.c) ---- */
 
@@ -230,13 +230,13 @@ struct rebatch {
     struct rbi_need known[RBI_KNOWN_SIZES];
     size_t known_next; /* the entry to give up next */
     size_t known_last; /* the entry learned last */
-    struct rbi_crawl crawl;
+    struct rbi_thrashing thrashing;
     struct rbi_learning learning;
-    struct rbi_oracle oracle;   /* need is NULL: there is none */
-    double oracle_factor;       /* the most that was needed for what it foretold, by cost */
+    struct rbi_memory_model model; /* need is NULL: there is none */
+    double model_factor; /* the most that was needed, as a multiple of its prediction, by cost */
     size_t made[RBI_MADE_MOST]; /* what the next step will make before its first micro-batch */
     size_t made_count;
-    bool oracle_is_refuted; /* a size ran in steps for which it said there was no room */
+    bool model_is_refuted; /* a size ran in steps for which it said there was no room */
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
@@ -262,7 +262,7 @@ struct rebatch {
     size_t fitted;        /* the size that a prediction chose; 0: none did */
     bool refitted;        /* which was chosen after one that did not hold */
     uint32_t ooms_in_row; /* since something succeeded */
-    bool retried_same;    /* the rung "once more" is used up until something succeeds */
+    bool retried_same;    /* the stage "once more" is used up until something succeeds */
 
     /* of the callback that runs */
     size_t size; /* of the micro-batch */

@@ -94,10 +94,10 @@ static void close_launch(struct rbi_launch *launch)
 
 static rebatch_status start_learning(rebatch *rb, const struct rbi_session_parts *parts)
 {
-    struct rbi_teacher teacher;
-    const rebatch_status status = parts->create_teacher(&teacher, rb);
+    struct rbi_tuner tuner;
+    const rebatch_status status = parts->create_tuner(&tuner, rb);
     if (!status)
-        rbi_learn_start(rb, &teacher);
+        rbi_learn_start(rb, &tuner);
     return status;
 }
 
@@ -137,7 +137,7 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     rb->options = o;
     rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
     rb->growth.wait = o.grow_after;
-    rb->oracle_factor = 1;
+    rb->model_factor = 1;
     (void)pthread_mutex_init(&rb->changing, NULL);
     rb->failed = rbi_heap_calloc(o.max_attempts, sizeof *rb->failed);
     if (!rb->failed) {
@@ -174,7 +174,7 @@ void rebatch_close(rebatch *rb)
     rbi_current_forget(rb);
     close_launch(&rb->launch);
     rbi_learn_stop(rb);
-    rbi_need_set_oracle(rb, NULL);
+    rbi_need_set_model(rb, NULL);
     rbi_guards_release(rb);
     if (rb->pool)
         rbi_pool_set_destroyed_by(rb->pool, NULL);

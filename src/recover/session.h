@@ -94,9 +94,9 @@ void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count);
 /* How many there are; *bytes are the session's. */
 size_t rbi_need_get_made(const size_t **bytes, const rebatch *rb);
 
-/* Somebody who knows what sizes need that never ran: a memory model. It must not need the heap, as
- * it is asked while an OOM is handled. */
-struct rbi_oracle {
+/* A memory model: what sizes need that never ran. need() must not use the heap, as it is called
+ * while an OOM is handled. */
+struct rbi_memory_model {
     /* What a size adds to what lives in the pool, rounded as the pool does; never falls with it. */
     uint64_t (*need)(void *user, size_t size);
     void (*destroy)(void *user);
@@ -107,21 +107,21 @@ struct rbi_oracle {
      * takes the time of a dry run, and the heap. NULL: only `need` is known. */
     bool (*fits)(void *user, rebatch *rb, size_t size);
 };
-/* Takes the oracle over, and destroys the one before; NULL: none from here on. */
-void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle);
+/* Takes the model over, and destroys the one before; NULL: none from here on. */
+void rbi_need_set_model(rebatch *rb, const struct rbi_memory_model *model);
 /* NULL: there is none. */
-const struct rbi_oracle *rbi_need_get_oracle(const rebatch *rb);
+const struct rbi_memory_model *rbi_need_get_model(const rebatch *rb);
 
-/* ---- learning (learn.c) ---- */
+/* ---- learning (learning.c) ---- */
 
-/* Somebody who makes a memory model of micro-batches that he watches, and says which size tells him
+/* A tuner makes a memory model of the micro-batches that it watches, and says which size tells it
  * most. Sizes are in samples; all that fit are below all that do not. */
-struct rbi_teacher {
+struct rbi_tuner {
     /* Which size is to run next, at most `upper` of a batch of `batch`, and no larger than it must
      * be for the `left` samples of the step to run in as few micro-batches (0: does not matter).
-     * *out is 0: the largest that ran and fits now is the answer. Any failure ends his teaching. */
+     * *out is 0: the largest that ran and fits now is the answer. Any failure ends the tuning. */
     rebatch_status (*next)(size_t *out, void *user, size_t upper, size_t batch, size_t left);
-    /* Readies the pool for a size that next() has said. Any failure ends his teaching. */
+    /* Readies the pool for a size that next() has said. Any failure ends the tuning. */
     rebatch_status (*prepare)(void *user, size_t size);
     /* A micro-batch of `count` samples begins, and ends. */
     void (*begin)(void *user, size_t count);
@@ -132,7 +132,7 @@ struct rbi_teacher {
     size_t (*largest)(const void *user);
     /* No other size can be told from what will run. */
     bool (*is_done)(const void *user, size_t upper);
-    /* Leaves the session what he knows. */
+    /* Leaves the session its model. */
     void (*destroy)(void *user);
     void *user; /* NULL: there is none */
 };
@@ -185,8 +185,8 @@ void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event
 
 /* ---- what a session is given when it is opened (session.c) ---- */
 
-/* Somebody who does in a session what the environment asks for: a probe instead of training, a cap,
- * failures on purpose. */
+/* What the environment asks for in a session: a probe instead of training, a cap, failures on
+ * purpose. */
 struct rbi_launch {
     /* The session is open, but for this. */
     rebatch_status (*begin)(void *user, rebatch *rb);
@@ -204,9 +204,9 @@ struct rbi_launch {
 
 /* What the layers above give a session; who opens it passes the table. */
 struct rbi_session_parts {
-    /* For a session that learns: makes its teacher.
+    /* For a session that learns: makes its tuner.
      *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
-    rebatch_status (*create_teacher)(struct rbi_teacher *out, rebatch *rb);
+    rebatch_status (*create_tuner)(struct rbi_tuner *out, rebatch *rb);
     /* Reads what the environment asks for, and lowers the limit in `options`.
      *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read;
      *          REBATCH_E_HOST_OOM */

@@ -26,7 +26,7 @@ static rebatch_status zero_grad(rebatch *rb)
             return status;
         status = rbi_guards_restore(rb, RBI_GUARD_STEP);
         if (!status)
-            status = rbi_ladder_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
         if (status)
             return status;
     }
@@ -65,7 +65,7 @@ static rebatch_status admit(rebatch *rb, size_t count)
     if (!rbi_session_admits(rb) || is_last_resort || rb->retried_same || rbi_growth_overrules(rb))
         return REBATCH_OK;
     uint64_t need;
-    if (!rbi_need_foretell(&need, rb, rb->size) || need == 0)
+    if (!rbi_need_predict_surely(&need, rb, rb->size) || need == 0)
         return REBATCH_OK;
     const rebatch_status status = rbi_pool_admit(rb->pool, need, rb->options.stream);
     if (status != REBATCH_OOM)
@@ -97,7 +97,7 @@ static rebatch_status refused(rebatch *rb, const struct progress *progress,
                               const rebatch_microbatch *mb)
 {
     rbi_learn_refused(rb, mb->count);
-    return rbi_ladder_next(
+    return rbi_fallback_next(
         rb, &(struct rbi_strike){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
 
@@ -109,10 +109,10 @@ static rebatch_status redo_samples(rebatch *rb, const struct progress *progress,
     const rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
     if (status)
         return status;
-    return rbi_ladder_next(rb,
-                           &(struct rbi_strike){.mb = mb,
-                                                .redone_samples = mb->count,
-                                                .lost_ns = rbi_now_ns() - progress->attempt_ns});
+    return rbi_fallback_next(rb,
+                             &(struct rbi_strike){.mb = mb,
+                                                  .redone_samples = mb->count,
+                                                  .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
 
 /* The accumulators are dirty: the effective batch runs again from zero_grad. */
@@ -126,21 +126,21 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     (void)rebatch_pool_available(&available, rb->pool);
     rb->failure.available_bytes = available;
     if (!status)
-        status = rbi_ladder_next(
+        status = rbi_fallback_next(
             rb, &(struct rbi_strike){
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
     if (!status)
         status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (!status)
         status = zero_grad(rb);
-    rbi_crawl_restart(rb);
+    rbi_thrashing_restart(rb);
     rb->report.learned = 0;
     const uint64_t now = rbi_now_ns();
     *progress = (struct progress){.began_ns = now, .attempt_ns = now};
     return status;
 }
 
-static rebatch_status answer_oom(rebatch *rb, struct progress *progress,
+static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
                                  const rebatch_microbatch *mb)
 {
     switch (rb->failure.phase) {
@@ -156,7 +156,7 @@ static rebatch_status answer_oom(rebatch *rb, struct progress *progress,
 static rebatch_status accumulate(rebatch *rb)
 {
     const uint64_t now = rbi_now_ns();
-    rbi_crawl_restart(rb);
+    rbi_thrashing_restart(rb);
     struct progress progress = {.began_ns = now, .attempt_ns = now};
     rebatch_microbatch mb = {
         .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
@@ -169,13 +169,13 @@ static rebatch_status accumulate(rebatch *rb)
         mb.attempt = attempts_of(rb, mb.first);
         rebatch_status status = try_samples(rb, &mb);
         if (status == REBATCH_OOM) {
-            status = answer_oom(rb, &progress, &mb);
-            rbi_crawl_begin(rb);
+            status = handle_oom(rb, &progress, &mb);
+            rbi_thrashing_begin(rb);
         } else if (status == REBATCH_OK) {
             progress.next += mb.count;
             progress.microbatches++;
             rb->ooms_in_row = 0;
-            rbi_crawl_end(rb, mb.count, rb->known[rb->known_last].bytes);
+            rbi_thrashing_end(rb, mb.count, rb->known[rb->known_last].bytes);
             rb->retried_same = false;
         }
         if (status)
@@ -202,7 +202,7 @@ static rebatch_status update(rebatch *rb)
         else
             status = REBATCH_OK; /* torn: nothing can be undone */
         if (!status)
-            status = rbi_ladder_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
         if (status)
             return status;
     }
@@ -297,7 +297,7 @@ static rebatch_status run(rebatch *rb)
 static void succeed(rebatch *rb)
 {
     rb->made_count = 0;
-    if (rbi_crawl_step_done(rb))
+    if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))
         rbi_growth_step_done(rb, rb->batch);
