@@ -127,7 +127,7 @@ typedef enum rebatch_phase {
     X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
     X(TRIAL, INFO, "a probe's trial")                                                              \
     X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
-    X(CRAWL, WARN, "memory goes back to the device and comes again in every micro-batch")          \
+    X(THRASHING, WARN, "memory goes back to the device and comes again in every micro-batch")      \
     X(LEARN, INFO, "the memory of those that ran says how large micro-batches may be")             \
     X(UNDECLARED, WARN,                                                                            \
       "optimizer_step returned without rebatch_mutating(), which REBATCH_DECLARES_MUTATION "       \
@@ -261,7 +261,7 @@ typedef struct rebatch_step_report {
     uint64_t cost_before; /**< budget of cost a micro-batch with which the step began; 0: the step
                                   has no cost, or the budget no bound yet */
     uint64_t cost_after;  /**< and ended */
-    uint32_t crawled;     /**< of the micro-batches that count, those in which at least a quarter of
+    uint32_t thrashed;    /**< of the micro-batches that count, those in which at least a quarter of
                                what they needed went back to the device and came again. When all do,
                                the next step's are smaller */
     uint32_t learned;     /**< of the micro-batches that count, those that rebatch_options.learn has

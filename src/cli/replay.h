@@ -8,7 +8,7 @@
 
 #include "rebatch/pool.h"
 
-/* ---- the command (replay.c) ---- */
+/* ---- the command (replay_command.c) ---- */
 
 /* Both take what follows the command's name and give the exit status. */
 int rbi_replay_main(int count, char **arguments);

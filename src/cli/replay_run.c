@@ -256,8 +256,7 @@ static rebatch_status try_capacity(const struct rbi_trace *trace,
 }
 
 /* A number of granules in which the trace runs, near what it reserved with all the room it wanted;
- * *fails is moved up to the most that was tried in vain. 0 when something else than memory
- * failed. */
+ * *fails is moved up to the largest that failed. 0 when something else than memory failed. */
 static uint64_t find_enough(uint64_t *fails, const struct rbi_replay_result *result,
                             const struct rbi_trace *trace,
                             const struct rbi_replay_settings *settings)

@@ -2,28 +2,11 @@
  * Must not know how a value is written. */
 #include "config/settings.h"
 
-#include <inttypes.h>
 #include <string.h>
 
 #include "rebatch/cuda.h"
 
 /* ---- loading ---- */
-
-rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place)
-{
-    const char *name = place->file ? place->file : place->variable;
-    const size_t room = strlen(name) + sizeof ":4294967295";
-    char *origin = rbi_heap_calloc(room, 1);
-    if (!origin)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for settings");
-    struct rbi_text t = {origin, room, 0};
-    rbi_text_add(&t, "%s", name);
-    if (place->file)
-        rbi_text_add(&t, ":%" PRIu32, place->line);
-    rbi_heap_free(entry->origin);
-    entry->origin = origin;
-    return REBATCH_OK;
-}
 
 static const char *origin_of(const struct rbi_entry *entry)
 {

@@ -269,6 +269,9 @@ rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_sett
 rebatch_status rbi_entry_refuse(const struct rbi_setting *setting, const struct rbi_place *place,
                                 const char *shown);
 
+/* Remembers where an entry came from. REBATCH_E_HOST_OOM. */
+rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place);
+
 /* ---- what is nearest (nearest.c) ---- */
 
 /* The best of the candidates that were offered, if any is near. */
@@ -350,7 +353,7 @@ void rbi_source_free(struct rbi_source *source);
 /* Where line `line`, from 1, of the text came from. */
 struct rbi_place rbi_source_place(const struct rbi_source *source, unsigned line);
 
-/* ---- the whole (config.c, file.c, environment.c, together.c) ---- */
+/* ---- the whole (config.c, settings_file.c, environment.c, together.c) ---- */
 
 struct rebatch_config {
     struct rbi_entry entries[RBI_SETTING_COUNT];
@@ -360,7 +363,5 @@ rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *p
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
 /* What no value can be blamed for alone. REBATCH_E_PARSE. */
 rebatch_status rbi_config_check_together(const struct rebatch_config *config);
-/* Remembers where an entry came from. REBATCH_E_HOST_OOM. */
-rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place);
 
 #endif

@@ -1,4 +1,5 @@
-/* Owns the reading of one value: types, units, ranges, and the sentence when it is wrong.
+/* Owns the reading of one value: types, units, ranges, the sentence when it is wrong, and where it
+ * came from.
  * Must not know files or the environment. */
 #include <inttypes.h>
 #include <string.h>
@@ -366,4 +367,20 @@ rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_sett
     }
     return setting->kind == RBI_SIZE ? set_size(entry, setting, text, place)
                                      : refuse_text(setting, place, text, "");
+}
+
+rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_place *place)
+{
+    const char *name = place->file ? place->file : place->variable;
+    const size_t room = strlen(name) + sizeof ":4294967295";
+    char *origin = rbi_heap_calloc(room, 1);
+    if (!origin)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for settings");
+    struct rbi_text t = {origin, room, 0};
+    rbi_text_add(&t, "%s", name);
+    if (place->file)
+        rbi_text_add(&t, ":%" PRIu32, place->line);
+    rbi_heap_free(entry->origin);
+    entry->origin = origin;
+    return REBATCH_OK;
 }

@@ -31,14 +31,13 @@ static bool strikes(void *user)
 {
     struct rbi_run *run = user;
     const rebatch *rb = run->rb;
-    if (!run->in_step || !rb->running ||
-        !(pthread_equal(rb->thread, pthread_self()) || rbi_pool_joined == rb->pool))
+    if (!run->in_step || !rbi_callback_includes_thread(rb))
         return false;
     run->requests++;
-    if (rb->retried_same || !is_due(run))
+    if (rbi_callback_is_retry(rb) || !is_due(run))
         return false; /* what runs once more has nothing smaller to try, as a rule */
     run->injected++;
-    run->last_struck = rbi_pool_oom_count(rb->pool) + 1;
+    run->last_struck = rbi_pool_oom_count(rebatch_get_pool(rb)) + 1;
     say(run); /* a program that does not survive it says nothing any more */
     return true;
 }
@@ -54,10 +53,11 @@ static uint64_t share_of(uint64_t bytes, uint32_t permille)
 static rebatch_status find_whole_limit(struct rbi_run *run)
 {
     rebatch_memory_info memory;
-    const rebatch_status status = rebatch_device_memory(run->rb->device, &memory);
+    rebatch_device *device = rbi_session_device(run->rb);
+    const rebatch_status status = rebatch_device_memory(device, &memory);
     if (status)
         return status;
-    const rebatch_pool_options *pool = &run->rb->options.pool;
+    const rebatch_pool_options *pool = &rbi_session_options(run->rb)->pool;
     uint64_t whole = memory.total_bytes;
     if (pool->limit_permille && memory.total_bytes != REBATCH_UNLIMITED)
         whole = share_of(memory.total_bytes, pool->limit_permille);
@@ -67,7 +67,7 @@ static rebatch_status find_whole_limit(struct rbi_run *run)
         return rbi_error(REBATCH_E_INVALID,
                          "%s is set, and %s has no limit to take a share of: expected one, "
                          "REBATCH_MEMORY_LIMIT",
-                         rbi_run_variables[RBI_RUN_SHRINK], rebatch_device_name(run->rb->device));
+                         rbi_run_variables[RBI_RUN_SHRINK], rebatch_device_name(device));
     run->whole_limit_bytes = whole;
     return REBATCH_OK;
 }
@@ -77,12 +77,12 @@ static void shrink(struct rbi_run *run)
     const struct rbi_run_settings *settings = &run->settings;
     const size_t first = run->next_shrink;
     while (run->next_shrink < settings->shrink_count &&
-           settings->shrinks[run->next_shrink].step <= run->rb->step)
+           settings->shrinks[run->next_shrink].step <= rbi_session_step(run->rb))
         run->next_shrink++;
     if (run->next_shrink == first)
         return;
     const uint32_t permille = settings->shrinks[run->next_shrink - 1].permille;
-    (void)rebatch_pool_set_limit(run->rb->pool,
+    (void)rebatch_pool_set_limit(rebatch_get_pool(run->rb),
                                  (size_t)rbi_max(share_of(run->whole_limit_bytes, permille), 1));
 }
 
@@ -123,7 +123,7 @@ rebatch_status rbi_inject_begin(struct rbi_run *run)
 {
     rebatch_status status = run->settings.shrink_count ? find_whole_limit(run) : REBATCH_OK;
     if (!status && (run->settings.oom || run->settings.chance > 0))
-        rbi_pool_set_fault(run->rb->pool,
+        rbi_pool_set_fault(rebatch_get_pool(run->rb),
                            &(struct rbi_pool_fault){.strikes = strikes, .user = run});
     return status;
 }
@@ -143,7 +143,7 @@ void rbi_inject_step_ended(struct rbi_run *run, const rebatch_step_report *repor
     run->ooms += report->ooms;
     if (report->status == REBATCH_OK) {
         run->survived += run->injected - run->injected_before;
-        run->samples += run->rb->batch;
+        run->samples += rbi_session_batch(run->rb);
         run->steps++;
     }
     say(run);

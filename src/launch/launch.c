@@ -46,7 +46,7 @@ static void step_ended(void *user, const rebatch_step_report *report)
 static bool has_injected(const void *user)
 {
     const struct rbi_run *run = user;
-    return run->injected > 0 && run->last_struck == rbi_pool_oom_count(run->rb->pool);
+    return run->injected > 0 && run->last_struck == rbi_pool_oom_count(rebatch_get_pool(run->rb));
 }
 
 static void destroy(void *user)

@@ -5,7 +5,7 @@
 
 #include "config/settings.h"
 #include "rebatch/probe.h"
-#include "recover/recover.h"
+#include "recover/session.h"
 
 struct rbi_run {
     struct rbi_run_settings settings;
@@ -27,6 +27,10 @@ struct rbi_run {
     size_t next_shrink;
 };
 
+/* Reads what the environment asks for (launch.c), and lowers the limit in `options`.
+ *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
+rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
+
 /* ---- the way to whoever started the program (report.c) ---- */
 
 /* Says `text` of `length` bytes to the `rebatch` command, in one piece; false: there is none, or it
@@ -42,7 +46,7 @@ bool rbi_report_write(int fd, const char *text, size_t length);
 _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,
                               void *user, const rebatch_probe_options *options);
 
-/* ---- what was found (table.c) ---- */
+/* ---- what was found (probe_table.c) ---- */
 
 /* One size: a row of the table. */
 struct rbi_probe_row {

@@ -47,7 +47,7 @@ static struct rbi_probe_row *row_of(struct rbi_probe_result *result, size_t size
 
 static void note_trial(struct only *only, const rebatch_event *event)
 {
-    struct rbi_probe_row *row = row_of(&only->result, only->run->rb->size);
+    struct rbi_probe_row *row = row_of(&only->result, rbi_size_get(only->run->rb));
     if (row && event->peak_bytes) {
         row->ran = true;
         row->measured_bytes = event->peak_bytes;
@@ -84,17 +84,10 @@ static rebatch_status warm_up(rebatch *rb, const rebatch_step_ops *ops, size_t b
 {
     rbi_step_begin(rb, ops, batch, user);
     const size_t most = rbi_micro_upper(rb, batch);
-    const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
-    const rebatch_microbatch mb = {.step = rb->step,
-                                   .count = least,
-                                   .batch = batch,
-                                   .probing = true,
-                                   .pool = rb->pool,
-                                   .stream = rb->options.stream};
-    rb->size = rbi_size_of(rb, 0, least);
+    const size_t least = rbi_min(rbi_round_size_up(rbi_session_options(rb), 1), most);
     rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
     if (!status)
-        status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
+        status = rbi_callback_run_trial(rb, least, rbi_size_of(rb, 0, least));
     if (!status) {
         status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status == REBATCH_OOM)
@@ -102,9 +95,8 @@ static rebatch_status warm_up(rebatch *rb, const rebatch_step_ops *ops, size_t b
                                "nothing fits: out of memory in optimizer_step after a micro-batch "
                                "of %zu sample%s: free memory, or raise the limit",
                                least, least == 1 ? "" : "s");
-        rb->launch.has_updated = !status;
     }
-    rb->ops = NULL;
+    rbi_step_end(rb);
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
@@ -156,12 +148,14 @@ static void describe(struct rbi_probe_result *result, rebatch *rb)
     rebatch_memory_info memory;
     size_t available;
     rebatch_pool_stats stats;
-    result->device = rebatch_device_name(rb->device);
+    rebatch_device *device = rbi_session_device(rb);
+    rebatch_pool *pool = rebatch_get_pool(rb);
+    result->device = rebatch_device_name(device);
     result->device_bytes = result->limit_bytes = UINT64_MAX;
-    if (rebatch_device_memory(rb->device, &memory) == REBATCH_OK)
+    if (rebatch_device_memory(device, &memory) == REBATCH_OK)
         result->device_bytes = as_limit(memory.total_bytes);
-    if (rebatch_pool_available(&available, rb->pool) == REBATCH_OK &&
-        rebatch_pool_get_stats(&stats, rb->pool) == REBATCH_OK)
+    if (rebatch_pool_available(&available, pool) == REBATCH_OK &&
+        rebatch_pool_get_stats(&stats, pool) == REBATCH_OK)
         result->limit_bytes = as_limit(available + stats.live_bytes);
 }
 
@@ -195,7 +189,7 @@ static void complain(struct only *only, bool is_memory)
     struct rbi_text t = {only->complaint, sizeof only->complaint, 0};
     rbi_text_add(&t, "rebatch: %s\n", result->error);
     if (is_memory && result->report.oom.asked_bytes == 0)
-        (void)rebatch_pool_last_oom(&result->report.oom, only->run->rb->pool);
+        (void)rebatch_pool_last_oom(&result->report.oom, rebatch_get_pool(only->run->rb));
     if (is_memory && result->report.oom.asked_bytes) {
         char text[2048] = "";
         (void)rebatch_oom_format(text, sizeof text, &result->report.oom);
@@ -239,14 +233,11 @@ _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, 
                               void *user, const rebatch_probe_options *options)
 {
     static struct only only; /* the process ends here: some 150,000 bytes, and one of them */
-    rebatch_options *own = &run->rb->options;
+    const rebatch_options *own = rbi_session_options(run->rb);
     only.run = run;
     only.on_event = own->on_event;
     only.on_event_user = own->on_event_user;
-    own->on_event = on_event;
-    own->on_event_user = &only;
-    if (own->log_level < REBATCH_LOG_INFO)
-        own->log_level = REBATCH_LOG_INFO; /* trials are the table */
+    rbi_event_redirect(run->rb, on_event, &only); /* trials are the table */
     const enum rbi_probe_form form = run->settings.probe;
     run->settings.probe = RBI_PROBE_NONE;
     only.result.status = probe(&only, ops, batch, user, options);

@@ -503,7 +503,7 @@ static inline void rbi_raise(uint64_t *peak, uint64_t value)
         *peak = value;
 }
 
-/* Sets quiet_bytes, after a peak or the innermost scope has changed (tags.c). */
+/* Sets quiet_bytes, after a peak or the innermost scope has changed (statistics.c). */
 void rbi_pool_set_quiet(rebatch_pool *pool);
 /* Raises the peaks that live_bytes is above of. */
 void rbi_pool_raise_peaks(rebatch_pool *pool);

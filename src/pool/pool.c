@@ -78,13 +78,9 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
     pool->space->next_mark = UINT64_MAX;
     pool->last_stream = pool->space;
-    if (options->events) {
-        pool->ring.events = rbi_heap_calloc(options->events, sizeof *pool->ring.events);
-        pool->ring.capacity = options->events;
-        if (!pool->ring.events)
-            return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %u events",
-                             (unsigned)options->events);
-    }
+    const rebatch_status status = rbi_event_log_open(&pool->log, options->events);
+    if (status != REBATCH_OK)
+        return status;
     if (!rbi_round_up(options->ballast_bytes, pool->granule_bytes, &pool->ballast_bytes))
         return rbi_error(REBATCH_E_INVALID,
                          "rebatch_pool_options.ballast_bytes is %zu: expected a "
@@ -131,9 +127,9 @@ void rebatch_pool_destroy(rebatch_pool *pool)
 {
     if (!pool || rbi_pool_check_caller(pool, "rebatch_pool_destroy"))
         return;
-    if (pool->is_sessions) {
-        (void)rbi_error(REBATCH_E_STATE,
-                        "the pool is a session's: expected rebatch_close() to destroy it");
+    if (pool->destroyed_by) {
+        (void)rbi_error(REBATCH_E_STATE, "the pool has an owner: expected %s to destroy it",
+                        pool->destroyed_by);
         return;
     }
     /* Also on streams of which nothing was freed: blocks in use go back as well. */
@@ -147,10 +143,25 @@ void rebatch_pool_destroy(rebatch_pool *pool)
     rbi_table_destroy(&pool->table);
     rbi_late_destroy(&pool->late);
     rbi_plan_close(&pool->plan);
-    rbi_heap_free(pool->ring.events);
+    rbi_event_log_close(&pool->log);
     rbi_heap_free(pool->space);
     rbi_device_let_go(pool->device);
     rbi_heap_free(pool);
+}
+
+void rbi_pool_set_destroyed_by(rebatch_pool *pool, const char *call)
+{
+    pool->destroyed_by = call;
+}
+
+uint64_t rbi_pool_reserved_bytes(const rebatch_pool *pool)
+{
+    return pool->stats.reserved_bytes;
+}
+
+unsigned rbi_pool_callback_depth(void)
+{
+    return rbi_pool_callbacks;
 }
 
 rebatch_device *rebatch_pool_device(const rebatch_pool *pool)
@@ -208,20 +219,6 @@ rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "%s", rebatch_last_error());
     return rbi_error(status, "injected: %s", text);
-}
-
-void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
-                        void (*show)(void *user, const void *address, size_t bytes), void *user)
-{
-    rbi_pool_take_lock(pool);
-    const struct rbi_block *const ring = &pool->by_birth;
-    const struct rbi_block *block = ring;
-    while (block->previous != ring && block->previous->birth >= extent->first_birth)
-        block = block->previous;
-    for (; block != ring; block = block->next)
-        if (!block->outside || !extent->leaves_out)
-            show(user, block->address, block->requested_bytes);
-    rbi_lock_give(&pool->lock);
 }
 
 uint64_t rbi_pool_births(rebatch_pool *pool)

@@ -1,4 +1,4 @@
-/* The pool's structs, the seams between its files, and what the layers above use beyond pool.h.
+/* The pool's structs and the seams between its files.
  * Must not know batches or training. */
 #ifndef RBI_POOL_H
 #define RBI_POOL_H
@@ -13,10 +13,10 @@
 #include "pool/nodes.h"
 #include "pool/plan/plan.h"
 #include "pool/table.h"
+#include "pool/view.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
-#define RBI_POOL_TAGS 256 /* "untagged" included */
 #define RBI_POOL_PRESSURES 16
 /* After so many requests in a row that the quick lists did not serve, blocks are merged as they are
  * freed; after so many of those the lists have another try. */
@@ -31,47 +31,6 @@
 
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_RUNGS(RBI_POOL_ONE_) };
-
-/* ---- the last events (ring.c) ---- */
-
-/* X(kind, its name). A block that other streams use is freed in two events. */
-#define RBI_POOL_EVENTS(X)                                                                         \
-    X(ALLOC, "alloc")                                                                              \
-    X(FREE, "free")                                                                                \
-    X(FREE_REQUESTED, "free_requested")                                                            \
-    X(FREE_COMPLETED, "free_completed")                                                            \
-    X(MAP, "map")                                                                                  \
-    X(UNMAP, "unmap")                                                                              \
-    X(OOM, "oom")                                                                                  \
-    X(ROLLBACK, "rollback")
-enum rbi_pool_event_kind {
-#define RBI_POOL_EVENT_(name, text) RBI_POOL_EVENT_##name,
-    RBI_POOL_EVENTS(RBI_POOL_EVENT_)
-#undef RBI_POOL_EVENT_
-};
-
-/* ROLLBACK: bytes are the blocks taken back. OOM: address is NULL. */
-struct rbi_pool_event {
-    uint64_t number; /* from 0; gaps are none */
-    const char *address;
-    size_t bytes;
-    rebatch_stream stream;
-    rebatch_tag tag;
-    uint8_t kind;        /* enum rbi_pool_event_kind */
-    uint64_t time_ns;    /* of rbi_now_ns() */
-    uint64_t free_bytes; /* OOM: what the device had left */
-};
-
-struct rbi_ring {
-    struct rbi_pool_event *events; /* NULL: nothing is recorded */
-    size_t capacity;
-    uint64_t count; /* recorded since create */
-};
-/* The number of the oldest that is kept. */
-static inline uint64_t rbi_ring_first(const struct rbi_ring *ring)
-{
-    return ring->count < ring->capacity ? 0 : ring->count - ring->capacity;
-}
 
 /* ---- scopes and tags ---- */
 
@@ -114,30 +73,6 @@ struct rbi_spare {
 
 struct rbi_pressure {
     size_t (*give_up)(size_t wanted_bytes, void *user);
-    void *user;
-};
-
-enum rbi_pool_call { RBI_POOL_ALLOC, RBI_POOL_FREE, RBI_POOL_RESERVE };
-
-/* Told when a pressure callback begins, and when it has returned, in the thread that runs it and
- * without the lock. Not of threads that the open scopes leave out. */
-struct rbi_pool_pressure_watch {
-    void (*on_pressure)(void *user, bool begins); /* NULL: nobody is told */
-    void *user;
-};
-
-/* Asked before memory is looked for whether the request is to fail as if there were none. It runs
- * with the lock held, so it must not call the pool. */
-struct rbi_pool_fault {
-    bool (*strikes)(void *user); /* NULL: none does */
-    void *user;
-};
-
-/* Told of every call that succeeded, with the sizes as they were asked for. It runs with the lock
- * held, so it must not call the pool. */
-struct rbi_pool_recorder {
-    void (*on_call)(void *user, enum rbi_pool_call call, const void *address, size_t bytes,
-                    rebatch_stream stream); /* NULL: nobody listens */
     void *user;
 };
 
@@ -224,14 +159,14 @@ struct rebatch_pool {
     uint64_t highest_live_bytes;     /* since create, whatever the user resets */
     rebatch_oom_report oom, own_oom; /* the latter of those that scopes take in, or without any */
     uint64_t own_ooms;
-    struct rbi_ring ring;
+    struct rbi_event_log log;
     struct rbi_pool_recorder recorder;
     struct rbi_pool_fault fault;
 
     struct rbi_pool_plan plan;
     uint64_t layout; /* counts what changes where memory is, or whose */
 
-    bool is_sessions; /* which alone destroys it */
+    const char *destroyed_by; /* the call that destroys it; NULL: rebatch_pool_destroy() */
 };
 
 /* Tells the recorder, if there is one. */
@@ -264,8 +199,6 @@ static inline void rbi_pool_take_lock(rebatch_pool *pool)
     rbi_lock_take(&pool->lock);
     rbi_plan_leave(pool);
 }
-/* REBATCH_E_INVALID with its text when `pool` is NULL. */
-rebatch_status rbi_pool_check(const rebatch_pool *pool);
 
 /* ---- blocks and bins (heap.c); all with the lock held ---- */
 
@@ -538,131 +471,41 @@ extern _Thread_local unsigned rbi_pool_callbacks;
 
 /* Takes a live or deferred block out of use. */
 void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back);
-/* The size of a block for `bytes`; 0 for 0. */
-rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
 rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream);
-rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function);
 /* Readies a search: what it needs of the heap, and its stream, which is kept from being recycled
  * by a reference until rbi_request_close(). */
 rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
                                 rebatch_stream stream);
 void rbi_request_close(struct rbi_request *request);
 
-/* ---- counting (tags.c), scopes (scope.c), reports (report.c); with the lock held ---- */
+/* ---- counting (statistics.c), scopes (scope.c), reports (oom.c); with the lock held ---- */
 
-/* What is inside a scope: blocks from a birth on, but for those from outside where it leaves them
- * out. */
-struct rbi_extent {
-    uint64_t first_birth;
-    bool leaves_out;
-};
-/* Of an open scope; all there is, for the scope 0. REBATCH_E_INVALID with its text when it is not
- * open. */
-rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool,
-                                    rebatch_scope scope);
-/* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
- * it, and no other. */
-rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
 /* The calling thread is outside: a block, which scopes may leave out, is about to be counted as in
  * use, or no longer. */
 void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins);
 /* The innermost scope that takes in what all threads do; NULL: none does. */
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
-/* Commits an open scope and those that are open within it. */
-void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
-/* Commits the innermost scope past those of its session around it: what was freed in it is free
- * now, and what was allocated in it stays when they are rolled back. */
-rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope);
-/* Has the free of the block at an address wait for no session's scope any longer: it is not undone,
- * whatever becomes of them. Nothing, where no such free waits. */
-void rbi_scope_free_waiting(rebatch_pool *pool, const void *address);
-/* Of the frees that wait in an open scope for its commit, undoes those of the blocks that
- * `is_known`. It runs with the lock held, so it must not call the pool. */
-void rbi_scope_revive(rebatch_pool *pool, rebatch_scope scope,
-                      bool (*is_known)(void *user, const void *address), void *user);
-/* With those that are worked out. */
-void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool);
 void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);
 void rbi_tags_init(rebatch_pool *pool);
 /* Fills in the last OOM report, counts, and sets the thread's error text. Gives REBATCH_OOM. */
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
                                    size_t asked_bytes, const char *tag);
-void rbi_tag_get_usage(const rebatch_pool *pool, size_t tag, rebatch_tag_usage *out);
+/* ---- events (event_log.c) ---- */
 
-/* ---- looking in (ring.c) ---- */
-
-void rbi_ring_add_oom(struct rbi_ring *ring, size_t asked_bytes, uint64_t free_bytes,
-                      rebatch_stream stream, rebatch_tag tag);
 /* One word of test where nothing is recorded. */
-void rbi_ring_add(struct rbi_ring *ring, enum rbi_pool_event_kind kind, const char *address,
-                  size_t bytes, rebatch_stream stream, rebatch_tag tag);
 #define RBI_RECORD(pool, kind, address, bytes, stream, tag)                                        \
     do {                                                                                           \
-        if (__builtin_expect((pool)->ring.events != NULL, 0))                                      \
-            rbi_ring_add(&(pool)->ring, RBI_POOL_EVENT_##kind, address, bytes, stream, tag);       \
+        if (__builtin_expect((pool)->log.events != NULL, 0))                                       \
+            rbi_event_log_add(&(pool)->log, RBI_POOL_EVENT_##kind, address, bytes, stream, tag);   \
     } while (0)
-/* Copies the last events, at most `most` of them, oldest first; how many. Any thread. */
-size_t rbi_pool_get_events(struct rbi_pool_event *out, size_t most, rebatch_pool *pool);
-/* Visits ranges, and the blocks of each in the order of their addresses, quick ones merged. Either
- * function may be NULL; a walk ends when one gives false. The lock is held meanwhile. Any thread.
- * */
-struct rbi_pool_visitor {
-    bool (*range)(const struct rbi_range *range, void *user);
-    bool (*block)(const struct rbi_range *range, const struct rbi_block *block, void *user);
-    void *user;
-};
-void rbi_pool_walk(rebatch_pool *pool, const struct rbi_pool_visitor *visitor);
 
 #include "pool/path.h"
 
-/* ---- for the layers above ---- */
+/* ---- failures on purpose (pool.c), and what must hold (valid.c) ---- */
 
-/* Makes sure that the stream's free blocks come to `bytes` in total, not in one piece: takes
- * only what is short from the device, after giving other streams' cache back if need be. An
- * answer of REBATCH_OOM leaves rebatch_pool_last_oom() and the statistics of OOMs alone. No
- * device call when the cache suffices. With caching off it only looks whether the device has the
- * room. */
-rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
-/* Gives cached memory back when somebody else has taken what should be free: less than the
- * headroom is left, or a cap was lowered below what is held. */
-rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
-bool rbi_pool_is_caching(const rebatch_pool *pool);
-/* The most bytes live since the mark; the public peaks are left alone. */
-void rbi_pool_mark_peak(rebatch_pool *pool);
-uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
-/* What went between pool and device since create, but for what rebatch_pool_trim() was asked to
- * give. */
-struct rbi_pool_traffic {
-    uint64_t taken_bytes, given_bytes;
-};
-void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool);
-/* How often a request failed, but for those of threads that a scope left out. Without the lock: it
- * may be read while other threads allocate. */
-uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
-/* Why the last of them did. */
-void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
-/* Sets who is told of the calls; NULL: nobody. */
-void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
-void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch);
-/* Sets who makes requests fail, of the threads that scopes take in; what rebatch_pool_reserve() has
- * promised does not. */
-void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
 /* REBATCH_OOM, with its report, when a request is to fail; with the lock held. */
 rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
                                rebatch_stream stream, const char *tag);
-/* Shows every block in use that is of an extent, with the bytes that were asked for, oldest first.
- * It runs with the lock held, as the recorder does. */
-void rbi_pool_each_live(rebatch_pool *pool, const struct rbi_extent *extent,
-                        void (*show)(void *user, const void *address, size_t bytes), void *user);
-/* How many blocks were ever allocated. */
-uint64_t rbi_pool_births(rebatch_pool *pool);
-/* Copies the pool as it is once all work on its streams is done, over a dry device of its own:
- * options, blocks, holes, granules and what others hold of the device, each where and as it is, so
- * that the same calls find the same addresses. It waits for that work only where blocks that
- * several streams use were freed. Pressure callbacks, the recorder and the last events are not in
- * the copy; streams are known by the same handles.
- *  @return REBATCH_OK; REBATCH_E_HOST_OOM, or what the device says: both are NULL then */
-rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool);
 /* Walks everything and checks the equations above; false, with the error text set, when one does
  * not hold. For tests. */
 bool rbi_pool_is_valid(rebatch_pool *pool);

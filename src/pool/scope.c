@@ -7,6 +7,22 @@
 
 _Thread_local const rebatch_pool *rbi_pool_joined;
 
+void rbi_pool_thread_join(const rebatch_pool *pool)
+{
+    rbi_pool_joined = pool;
+}
+
+void rbi_pool_thread_leave(const rebatch_pool *pool)
+{
+    if (rbi_pool_joined == pool)
+        rbi_pool_joined = NULL;
+}
+
+bool rbi_pool_thread_has_joined(const rebatch_pool *pool)
+{
+    return rbi_pool_joined == pool;
+}
+
 #define INDEX_BITS 6
 _Static_assert(RBI_POOL_SCOPES == 1 << INDEX_BITS, "a handle holds the index of its scope");
 
@@ -201,15 +217,15 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope)
     rbi_lock_give(&pool->lock);
 }
 
-/* Where a free waits that no session's scope is to hold back: the innermost scope of all threads,
- * if the block is older. */
+/* Where a free waits that no thread's own scope is to hold back: the innermost scope of all
+ * threads, if the block is older. */
 static struct rbi_scope *find_waiting_place(rebatch_pool *pool, const struct rbi_block *block)
 {
     struct rbi_scope *const all = rbi_scope_of_all(pool);
     return all && block->birth < all->first_birth ? all : NULL;
 }
 
-/* Carries out a free that no session's scope is to hold back. */
+/* Carries out a free that no thread's own scope is to hold back. */
 static void finish_free(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_scope *const place = find_waiting_place(pool, block);

@@ -234,16 +234,16 @@ static bool step_one(struct place *at)
 
 /* ---- the look for a form ---- */
 
-/* All turns of a loop. False when there are none, or there is no law in them. */
+/* All turns of a loop. False when there are none, or no size function explains them. */
 static bool step_loop(struct place *at, struct rbi_form_loop *loop)
 {
     const size_t turns = count_turns(at->form, at->trace, at->i, loop);
     const struct rbi_trace *trace = trace_of(at);
-    struct rbi_turns law;
+    struct rbi_turns function;
     if (turns == 0 || (!trace->is_whole && at->i + (turns + 1) * loop->period > trace->event_count))
         return false; /* or it was cut short among them */
     note_turns(at, loop, turns);
-    return rbi_form_turns(&law, at->form, loop);
+    return rbi_form_turns(&function, at->form, loop);
 }
 
 /* A place where a loop may begin, and what was tried there last. */

@@ -1,78 +1,15 @@
-/* Owns what is believed of sizes in a search, and which of them is run next.
+/* Owns which size a search runs next.
  * Must not know how a trial runs. */
 #include "probe/probe.h"
-
-struct rbi_trace *rbi_search_latest(struct rbi_search *s)
-{
-    for (size_t i = 0; i < s->whole_count; i++)
-        if (s->whole[i].count == s->latest)
-            return &s->whole[i];
-    return NULL;
-}
-
-/* ---- prediction ---- */
-
-static struct rbi_traces traces_of(struct rbi_search *s)
-{
-    struct rbi_traces traces = {
-        .count = s->whole_count, .latest = rbi_search_latest(s), .cut = &s->cut};
-    for (size_t i = 0; i < s->whole_count; i++)
-        traces.whole[i] = &s->whole[i];
-    return traces;
-}
-
-rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *s)
-{
-    const struct rbi_traces traces = traces_of(s);
-    const rebatch_status status = rbi_model_make(out, &traces);
-    out->pool = s->setting.pool;
-    return status;
-}
-
-/* Of all that was seen up to now. */
-rebatch_status rbi_search_model(struct rbi_search *s)
-{
-    if (s->is_model_made)
-        return REBATCH_OK;
-    rbi_model_release(&s->model);
-    const rebatch_status status = rbi_search_make(&s->model, s);
-    s->setting.first =
-        s->whole_count && s->whole[0].count == s->least && s->is_first_kept ? &s->whole[0] : NULL;
-    s->is_model_made = status == REBATCH_OK;
-    s->setting.least = s->least;
-    s->setting.runs_left = s->max_trials - rbi_min(s->max_trials, s->report.microbatches);
-    return status;
-}
 
 static rebatch_status predict(size_t *out, struct rbi_search *s)
 {
     *out = 0;
     rebatch_status status = rbi_search_model(s);
     if (!status)
-        status = rbi_replay_largest(out, &s->model, &s->setting, s->fits + 1,
-                                    rbi_min(s->most, s->fails - 1), s->batch);
+        status = rbi_forecast_largest(out, &s->model, &s->setting, s->fits + 1,
+                                      rbi_min(s->most, s->fails - 1), s->batch);
     return status;
-}
-
-/* ---- which size next ---- */
-
-bool rbi_search_may_go_on(const struct rbi_search *s)
-{
-    return s->report.microbatches < s->max_trials &&
-           (s->max_ns == 0 || s->now() - s->began_ns < s->max_ns);
-}
-
-size_t rbi_search_allowed(const struct rbi_search *s, size_t size)
-{
-    const size_t allowed = s->round(s->user, size);
-    return allowed > s->fits ? allowed : 0;
-}
-
-size_t rbi_search_allowed_near(const struct rbi_search *s, size_t size)
-{
-    const size_t below = rbi_search_allowed(s, size);
-    const size_t next = s->round_up(s->user, s->fits + 1);
-    return below ? below : next < s->fails && next <= s->most ? next : 0;
 }
 
 /* At an odd distance from what ran before, and no multiple of four, sizes and samples that were
@@ -155,17 +92,6 @@ static bool is_verified(const struct rbi_search *s)
     return s->runs_of_fits >= (s->model.keeps && follows_own && !is_exact ? 2u : 1u);
 }
 
-/* What a size does now, as far as that is known. */
-rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *s,
-                                   const struct rbi_plan *plan)
-{
-    *out = (struct rbi_forecast){.fits = true};
-    if (s->whole_count < 2)
-        return REBATCH_OK;
-    const rebatch_status status = rbi_search_model(s);
-    return status ? status : rbi_replay(out, &s->model, &s->setting, plan);
-}
-
 /* One that ran may yet leave no room for the steps: where the memory of the first update lies, or
  * what a micro-batch leaves to the next, then is in the way. The largest that leaves it is next;
  * where nothing can be run any more it is believed, as a larger one has run. */
@@ -186,7 +112,8 @@ rebatch_status rbi_search_judge(struct rbi_search *s)
     if (rbi_search_may_go_on(s))
         return status;
     size_t size;
-    status = rbi_replay_largest(&size, &s->model, &s->setting, s->fits + 1, s->fails - 1, s->batch);
+    status =
+        rbi_forecast_largest(&size, &s->model, &s->setting, s->fits + 1, s->fails - 1, s->batch);
     size = s->round(s->user, size);
     if (size > s->fits)
         s->fits = size;
@@ -197,12 +124,12 @@ rebatch_status rbi_search_judge(struct rbi_search *s)
 rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
 {
     struct rbi_forecast trial;
-    s->foretold_bytes = 0;
+    s->predicted_bytes = 0;
     rebatch_status status =
         rbi_search_forecast(&trial, s, &(struct rbi_plan){.count = count, .has_trial = true});
     if (status)
         return status;
-    s->foretold_bytes = trial.peak_bytes; /* 0: not known yet */
+    s->predicted_bytes = trial.peak_bytes; /* 0: not known yet */
     /* What others take more than they have must not find it in the cache: while they make it anew
      * it needs room beside what it was. */
     const bool is_outside_growing = s->whole_count > 1 && s->model.outside.rise > 0;

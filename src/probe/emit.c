@@ -1,4 +1,4 @@
-/* Owns the model that a form makes: every call with its law.
+/* Owns the model that a form makes: every call with its size function.
  * Must not know how the form was found. */
 #include "probe/form.h"
 
@@ -190,7 +190,7 @@ static bool is_met(const struct rbi_form *form, size_t event)
     return false;
 }
 
-/* Through two points that are near each other goes a line whatever the law is. */
+/* Through two points that are near each other goes a line whatever the size function is. */
 #define NEAR 8
 static bool is_too_near(const struct rbi_form *form)
 {
@@ -206,7 +206,7 @@ static bool is_doubtful(const struct rbi_model_event *event)
             (event->points.tile && event->points.count > 1 && event->line.rise == 0));
 }
 
-/* False when what is done in turns has no law. */
+/* False when no size function explains what is done in turns. */
 static bool emit(struct rbi_model *model, struct rbi_form *form)
 {
     find_units(form);

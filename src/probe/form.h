@@ -59,7 +59,7 @@ bool rbi_form_align(struct rbi_form *form);
 /* A block that the micro-batch has not freed. */
 bool rbi_trace_keeps(const struct rbi_trace *trace, const struct rbi_trace_event *event);
 
-/* ---- laws.c ---- */
+/* ---- size_functions.c ---- */
 
 /* The loop whose first turn begins there; NULL: none. */
 struct rbi_form_loop *rbi_form_loop_at(const struct rbi_form *form, size_t first);
@@ -73,7 +73,7 @@ struct rbi_points rbi_form_points(const struct rbi_form *form, const struct rbi_
 bool rbi_form_fits_last(struct rbi_line *out, const struct rbi_form *form,
                         const struct rbi_form_loop *loop, const struct rbi_turns *turns,
                         size_t event);
-/* How many turns sizes make; false when there is no law in them. */
+/* How many turns sizes make; false when no size function explains them. */
 bool rbi_form_turns(struct rbi_turns *out, const struct rbi_form *form,
                     const struct rbi_form_loop *loop);
 

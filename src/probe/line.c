@@ -46,7 +46,7 @@ struct rbi_line rbi_line_scale(const struct rbi_point *point)
                              .unit = 1};
 }
 
-/* ---- exact laws ---- */
+/* ---- exact size functions ---- */
 
 static int64_t distance(size_t low, size_t high)
 {
@@ -92,7 +92,7 @@ static bool fit_straight_steps(struct rbi_line *out, const struct rbi_points *po
 
 /* ---- sizes that were rounded up ---- */
 
-/* What is drawn of a law: each by numbers of its own. */
+/* What is drawn of a size function: each by numbers of its own. */
 enum draw { OF_EACH, OF_PART, OF_ALONG, OF_ACROSS, OF_FIXED, OF_TILE, OF_CONSTANT };
 
 /* In [0, 1), each as likely as any other (SplitMix64). */
@@ -104,7 +104,8 @@ static double drawn(const struct rbi_points *points, enum draw what)
     return (double)((z ^ (z >> 31)) >> 11) / (double)(UINT64_C(1) << 53);
 }
 
-/* Whether a law that is as likely as that is drawn; never where the middle is asked for. */
+/* Whether a size function that is as likely as that is drawn; never where the middle is asked
+ * for. */
 static bool is_drawn(const struct rbi_points *points, enum draw what, double likelihood)
 {
     return points->draw && drawn(points, what) < likelihood;
@@ -296,7 +297,7 @@ static struct rbi_line fit_piece(const struct rbi_points *points)
     return line;
 }
 
-/* ---- which law ---- */
+/* ---- which size function ---- */
 
 /* Sizes that are no multiples of so much were not rounded to a unit. */
 #define LEAST_UNIT 256

@@ -124,7 +124,7 @@ static size_t bytes_in_turn(const struct rbi_model_event *event, const struct rb
     return rbi_line_at(&event->last, (count - 1) % loop->turns.step + 1);
 }
 
-/* A reserve's bytes are those of its own law. */
+/* A reserve's bytes are those of its own size function. */
 static const struct rbi_model_event *next_event(struct rbi_cursor *at)
 {
     const struct rbi_model *model = at->model;

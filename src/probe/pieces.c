@@ -1,5 +1,6 @@
 /* Owns the memory that is not there yet: in which pieces the first update will take it.
  * Must not know which sizes are run meanwhile. */
+#include "pool/view.h"
 #include "probe/probe.h"
 
 #define PIECES_MOST 4096
@@ -9,12 +10,11 @@
 __extension__ typedef unsigned __int128 wide;
 
 /* Runs with the pool's lock held. */
-static void add_live(void *user, const void *address, size_t bytes)
+static void add_live(void *user, const struct rbi_view_piece *block)
 {
     struct rbi_setting *setting = user;
-    (void)address;
     if (setting->piece_count < PIECES_MOST)
-        setting->pieces[setting->piece_count++].bytes = bytes;
+        setting->pieces[setting->piece_count++].bytes = block->requested_bytes;
 }
 
 /* One of `turns` pieces that are `times` as large as the block in all. */
@@ -48,7 +48,9 @@ static uint64_t choose_turns(const struct rbi_setting *setting, uint64_t times, 
  * is rounded up. */
 static void shape(struct rbi_setting *setting, size_t bytes)
 {
-    rbi_pool_each_live(setting->pool, &(struct rbi_extent){0, false}, add_live, setting);
+    rbi_view_open(setting->pool);
+    rbi_view_each_live(setting->pool, &(struct rbi_extent){0, false}, add_live, setting);
+    rbi_view_close(setting->pool);
     const size_t blocks = setting->piece_count;
     struct rbi_piece *pieces = setting->pieces;
     uint64_t live = 0;
@@ -123,7 +125,7 @@ static rebatch_status take(struct rbi_setting *setting)
     return status;
 }
 
-/* As a step's ladder does it: once more with the cache given back, which may be in the way. */
+/* As a step's fallback does it: once more with the cache given back, which may be in the way. */
 rebatch_status rbi_pieces_hold(struct rbi_setting *setting)
 {
     if (setting->piece_count == 0)

@@ -1,7 +1,32 @@
-/* Owns rebatch_predict(): what a session's memory model says of any size, in the pool as it is.
- * Must not know how the model came about. */
+/* Owns a session's memory model once it is made, and rebatch_predict(): what it says of any size,
+ * in the pool as it is. Must not know how the model came about. */
 #include "probe/probe.h"
-#include "recover/recover.h"
+#include "recover/session.h"
+
+/* ---- whose model ---- */
+
+static uint64_t predict_need(void *user, size_t count)
+{
+    const struct rbi_model *model = user;
+    return rbi_model_need(model, count);
+}
+
+const struct rbi_model *rbi_probe_model(const rebatch *rb)
+{
+    const struct rbi_memory_model *model = rbi_need_get_model(rb);
+    return model && model->need == predict_need ? model->user : NULL;
+}
+
+/* As rebatch_step() will do it. */
+struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
+{
+    return (struct rbi_setting){.pool = rebatch_get_pool(rb),
+                                .stream = rbi_session_options(rb)->stream,
+                                .admits_above = rbi_session_admits(rb) ? least : SIZE_MAX,
+                                .has_stepped = rbi_session_has_updated(rb)};
+}
+
+/* ---- prediction ---- */
 
 static rebatch_status check(const rebatch_prediction *out, const rebatch *rb, size_t size,
                             size_t batch)
@@ -44,8 +69,8 @@ static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model
     out->failing_bytes = out->peak_bytes;
     if (status || out->peak_bytes / FAR_TOO_LARGE > out->limit_bytes)
         return status;
-    status =
-        rbi_replay(&forecast, model, setting, &(struct rbi_plan){out->size, true, true, batch});
+    status = rbi_forecast_run(&forecast, model, setting,
+                              &(struct rbi_plan){out->size, true, true, batch});
     out->fits = forecast.fits;
     out->failing_bytes = forecast.fits ? 0 : forecast.failing_bytes;
     if (forecast.fits) {
@@ -56,11 +81,12 @@ static rebatch_status ask(rebatch_prediction *out, const struct rbi_model *model
 }
 
 /* Holds what the next step will make before its first micro-batch, as far as there is room. */
-static size_t hold_made(void **blocks, rebatch *rb)
+static size_t hold_made(void **blocks, const rebatch *rb, const size_t *bytes, size_t most)
 {
+    const rebatch_stream stream = rbi_session_options(rb)->stream;
     size_t count = 0;
-    while (count < rb->made_count && rebatch_pool_alloc(&blocks[count], rb->pool, rb->made[count],
-                                                        rb->options.stream, 0) == REBATCH_OK)
+    while (count < most && rebatch_pool_alloc(&blocks[count], rebatch_get_pool(rb), bytes[count],
+                                              stream, 0) == REBATCH_OK)
         count++;
     return count;
 }
@@ -68,9 +94,10 @@ static size_t hold_made(void **blocks, rebatch *rb)
 static rebatch_status predict_with_reserve(rebatch_prediction *out, rebatch *rb, size_t batch,
                                            size_t reserve_bytes)
 {
-    const size_t least = rb->oracle.by_cost ? 0 : rbi_round_size_up(&rb->options, 1);
+    const bool by_cost = rbi_need_get_model(rb)->by_cost;
+    const size_t least = by_cost ? 0 : rbi_round_size_up(rbi_session_options(rb), 1);
     struct rbi_setting setting = rbi_probe_setting(rb, least);
-    rebatch_status status = read_limit(&out->limit_bytes, rb->pool);
+    rebatch_status status = read_limit(&out->limit_bytes, setting.pool);
     if (!status)
         status = rbi_pieces_plan(&setting, reserve_bytes);
     if (!status)
@@ -92,12 +119,14 @@ static rebatch_status predict(rebatch_prediction *out, rebatch *rb, size_t batch
                               size_t reserve_bytes)
 {
     void *made[RBI_MADE_MOST];
-    size_t count = hold_made(made, rb);
+    const size_t *bytes;
+    const size_t all = rbi_need_get_made(&bytes, rb);
+    size_t count = hold_made(made, rb, bytes, all);
     const rebatch_status status = predict_with_reserve(out, rb, batch, reserve_bytes);
-    if (count < rb->made_count)
+    if (count < all)
         out->fits = false;
     while (count > 0)
-        (void)rebatch_pool_free(rb->pool, made[--count]);
+        (void)rebatch_pool_free(rebatch_get_pool(rb), made[--count]);
     return status;
 }
 
@@ -105,11 +134,46 @@ bool rbi_predict_fits(void *user, rebatch *rb, size_t size)
 {
     rebatch_prediction prediction = {.size = size};
     (void)user; /* the session's model */
-    if (predict(&prediction, rb, rbi_size_of(rb, 0, rb->batch), 0) == REBATCH_OK)
+    if (predict(&prediction, rb, rbi_size_of(rb, 0, rbi_session_batch(rb)), 0) == REBATCH_OK)
         return prediction.fits;
     rebatch_clear_error(); /* of a step that has succeeded */
     return true;
 }
+
+/* ---- handing over ---- */
+
+static void destroy_model(void *user)
+{
+    rbi_model_release(user);
+    rbi_heap_free(user);
+}
+
+void rbi_probe_lend(rebatch *rb, struct rbi_model *model)
+{
+    rbi_need_set_model(rb, &(struct rbi_memory_model){.need = predict_need,
+                                                      .user = model,
+                                                      .lighten = rbi_session_level(rb),
+                                                      .by_cost = rbi_session_is_by_cost(rb)});
+}
+
+rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigned lighten,
+                                   bool by_cost)
+{
+    struct rbi_model *own = rbi_heap_calloc(1, sizeof *own);
+    if (!own)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
+    *own = *model;
+    *model = (struct rbi_model){0};
+    rbi_need_set_model(rb, &(struct rbi_memory_model){.need = predict_need,
+                                                      .destroy = destroy_model,
+                                                      .user = own,
+                                                      .lighten = lighten,
+                                                      .by_cost = by_cost,
+                                                      .fits = rbi_predict_fits});
+    return REBATCH_OK;
+}
+
+/* ---- the public call ---- */
 
 rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size, size_t batch,
                                const rebatch_probe_options *options)

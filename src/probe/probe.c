@@ -1,8 +1,9 @@
 /* Owns rebatch_probe(): trials in a session that leave no trace in its training state.
  * Must not know which size is tried next. */
 #include "probe/probe.h"
+#include "pool/view.h"
 #include "probe/saved.h"
-#include "recover/recover.h"
+#include "recover/session.h"
 
 #define DEFAULT_MAX_TRIALS 5
 
@@ -35,14 +36,15 @@ static void report_trial(const rebatch *rb, size_t count, rebatch_status status,
     rebatch_event event = {.kind = REBATCH_EVENT_TRIAL,
                            .phase = REBATCH_PHASE_FORWARD,
                            .count = count,
-                           .batch = rb->batch,
+                           .batch = rbi_session_batch(rb),
                            .peak_bytes = peak_bytes};
     if (status) {
-        event.phase = rb->failure.phase;
+        const struct rbi_failure *failure = rbi_session_failure(rb);
+        event.phase = failure->phase;
         event.peak_bytes = 0;
-        event.asked_bytes = rb->failure.asked_bytes;
-        event.needed_bytes = rb->failure.need_bytes;
-        event.available_bytes = rb->failure.available_bytes;
+        event.asked_bytes = failure->asked_bytes;
+        event.needed_bytes = failure->need_bytes;
+        event.available_bytes = failure->available_bytes;
     }
     rbi_event_emit(rb, &event);
 }
@@ -50,7 +52,7 @@ static void report_trial(const rebatch *rb, size_t count, rebatch_status status,
 /* What lives at the most, learned from the scope, is in the session's list of needs. */
 static uint64_t peak_of(const rebatch *rb, size_t size)
 {
-    const struct rbi_need *need = rbi_need_find(rb, size, rb->lighten);
+    const struct rbi_need *need = rbi_need_find(rb, size, rbi_session_level(rb));
     return need ? need->bytes : 0;
 }
 
@@ -62,6 +64,7 @@ static uint64_t peak_of(const rebatch *rb, size_t size)
  * keep. */
 struct trials {
     rebatch *rb;
+    rebatch_pool *pool; /* the session's */
     const struct rbi_setting *setting;
     enum rbi_guard_point point; /* what guards are put back to */
     void *forgotten[FORGOTTEN_MOST];
@@ -70,13 +73,22 @@ struct trials {
 };
 
 /* Runs with the pool's lock held. */
-static void add_forgotten(void *user, const void *address, size_t bytes)
+static void add_forgotten(void *user, const struct rbi_view_piece *block)
 {
     struct trials *trials = user;
-    if (trials->count < FORGOTTEN_MOST && rbi_guards_forget(trials->rb, address, trials->point)) {
-        trials->bytes[trials->count] = bytes;
-        trials->forgotten[trials->count++] = (void *)(uintptr_t)address;
+    if (trials->count < FORGOTTEN_MOST &&
+        rbi_guards_forget(trials->rb, block->address, trials->point)) {
+        trials->bytes[trials->count] = block->requested_bytes;
+        trials->forgotten[trials->count++] = (void *)(uintptr_t)block->address;
     }
+}
+
+static void find_forgotten(struct trials *trials, uint64_t first_birth)
+{
+    rbi_view_open(trials->pool);
+    rbi_view_each_live(trials->pool, &(struct rbi_extent){first_birth, true}, add_forgotten,
+                       trials);
+    rbi_view_close(trials->pool);
 }
 
 /* Runs with the pool's lock held. */
@@ -88,7 +100,7 @@ static bool is_known(void *user, const void *address)
 static void free_forgotten(struct trials *trials)
 {
     while (trials->count > 0)
-        (void)rebatch_pool_free(trials->rb->pool, trials->forgotten[--trials->count]);
+        (void)rebatch_pool_free(trials->pool, trials->forgotten[--trials->count]);
 }
 
 /* Puts guarded state back after what ran in `scope`, which ends. A block of before that was freed
@@ -96,13 +108,13 @@ static void free_forgotten(struct trials *trials)
 static rebatch_status end_trial(struct trials *trials, rebatch_scope scope, uint64_t first_birth)
 {
     rebatch *rb = trials->rb;
-    if (rb->guard_count)
-        rbi_pool_each_live(rb->pool, &(struct rbi_extent){first_birth, true}, add_forgotten,
-                           trials);
+    const bool has_guards = rbi_guards_exist(rb);
+    if (has_guards)
+        find_forgotten(trials, first_birth);
     const rebatch_status status = rbi_guards_restore(rb, trials->point);
-    if (rb->guard_count)
-        rbi_scope_revive(rb->pool, scope, is_known, rb);
-    rbi_scope_commit_all(rb->pool, scope);
+    if (has_guards)
+        rbi_scope_revive(trials->pool, scope, is_known, rb);
+    rbi_scope_commit_all(trials->pool, scope);
     return status;
 }
 
@@ -115,7 +127,8 @@ static const rebatch *rb_of(const void *user)
 /* By cost, the sizes are those of the first samples of the batch, each number that is allowed. */
 static size_t samples_of(const rebatch *rb, size_t size)
 {
-    return rb->by_cost ? rbi_cut_to(rb, 0, size) : rbi_round_size(&rb->options, size);
+    return rbi_session_is_by_cost(rb) ? rbi_cut_to(rb, 0, size)
+                                      : rbi_round_size(rbi_session_options(rb), size);
 }
 
 static size_t round_down(void *user, size_t size)
@@ -128,12 +141,13 @@ static size_t round_down(void *user, size_t size)
 static size_t round_up(void *user, size_t size)
 {
     const rebatch *rb = rb_of(user);
-    if (!rb->by_cost)
-        return rbi_round_size_up(&rb->options, size);
-    const size_t most = rbi_micro_upper(rb, rb->batch);
-    size_t count = rbi_min(rbi_round_size_up(&rb->options, 1), most);
+    const rebatch_options *limits = rbi_session_options(rb);
+    if (!rbi_session_is_by_cost(rb))
+        return rbi_round_size_up(limits, size);
+    const size_t most = rbi_micro_upper(rb, rbi_session_batch(rb));
+    size_t count = rbi_min(rbi_round_size_up(limits, 1), most);
     while (rbi_size_of(rb, 0, count) < size) {
-        const size_t next = rbi_round_size_up(&rb->options, count + 1);
+        const size_t next = rbi_round_size_up(limits, count + 1);
         if (next == 0 || next > most)
             return 0;
         count = next;
@@ -142,16 +156,12 @@ static size_t round_up(void *user, size_t size)
 }
 
 /* Runs it, and waits for its work: what fails late fails here, and what it took can be measured. */
-static rebatch_status run_callback(rebatch *rb, size_t count)
+static rebatch_status run_callback(rebatch *rb, size_t count, size_t size)
 {
-    const rebatch_microbatch mb = {.step = rb->step,
-                                   .count = count,
-                                   .batch = rb->batch,
-                                   .probing = true,
-                                   .pool = rb->pool,
-                                   .stream = rb->options.stream};
-    const rebatch_status status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
-    return status ? status : rebatch_stream_synchronize(rb->device, rb->options.stream);
+    const rebatch_status status = rbi_callback_run_trial(rb, count, size);
+    return status ? status
+                  : rebatch_stream_synchronize(rbi_session_device(rb),
+                                               rbi_session_options(rb)->stream);
 }
 
 static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
@@ -159,75 +169,34 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
 {
     struct trials *trials = user;
     rebatch *rb = trials->rb;
-    const size_t count = rb->by_cost ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
-    rb->size = size;
+    rebatch_pool *pool = trials->pool;
+    const struct rbi_failure *failure = rbi_session_failure(rb);
+    const size_t count = rbi_session_is_by_cost(rb) ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
     free_forgotten(trials);
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    rebatch_status status = rbi_scope_begin_own(&scope, pool);
     if (status)
         return status;
-    const uint64_t births = rbi_pool_births(rb->pool);
-    rbi_pool_mark_peak(rb->pool);
-    rbi_trace_begin(trace, rb->pool, size);
-    status = run_callback(rb, count);
-    const rebatch_status ended = rbi_trace_end(trace, rb->pool, before);
-    *peak_bytes = rbi_pool_peak_since_mark(rb->pool) + rbi_pieces_missing(trials->setting);
+    const uint64_t births = rbi_pool_births(pool);
+    rbi_pool_mark_peak(pool);
+    rbi_trace_begin(trace, pool, size);
+    status = run_callback(rb, count, size);
+    const rebatch_status ended = rbi_trace_end(trace, pool, before);
+    *peak_bytes = rbi_pool_peak_since_mark(pool) + rbi_pieces_missing(trials->setting);
     const rebatch_status restored = end_trial(trials, scope, births);
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)
         trace->peak_bytes = peak_of(rb, size);
-    else if (status == REBATCH_OOM && rb->failure.asked_bytes)
-        rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
+    else if (status == REBATCH_OOM && failure->asked_bytes)
+        rbi_trace_add_failure(trace, (size_t)failure->asked_bytes);
     if (status == REBATCH_OOM)
-        trace->peak_bytes = rb->failure.need_bytes;
-    if (status == REBATCH_OOM && rb->failure.need_bytes)
-        rbi_need_learn_least(rb, size, rb->failure.need_bytes);
+        trace->peak_bytes = failure->need_bytes;
+    if (status == REBATCH_OOM && failure->need_bytes)
+        rbi_need_learn_least(rb, size, failure->need_bytes);
     if (status && status != REBATCH_OOM)
         return status;
     report_trial(rb, count, status, *peak_bytes);
     return ended ? ended : restored ? restored : status;
-}
-
-/* ---- what recovery may ask later ---- */
-
-static uint64_t foretell(void *user, size_t count)
-{
-    const struct rbi_model *model = user;
-    return rbi_model_need(model, count);
-}
-
-static void destroy_model(void *user)
-{
-    rbi_model_release(user);
-    rbi_heap_free(user);
-}
-
-const struct rbi_model *rbi_probe_model(const rebatch *rb)
-{
-    return rb->oracle.need == foretell ? rb->oracle.user : NULL;
-}
-
-void rbi_probe_lend(rebatch *rb, struct rbi_model *model)
-{
-    rbi_need_set_oracle(
-        rb, &(struct rbi_oracle){
-                .need = foretell, .user = model, .lighten = rb->lighten, .by_cost = rb->by_cost});
-}
-
-rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model)
-{
-    struct rbi_model *own = rbi_heap_calloc(1, sizeof *own);
-    if (!own)
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a memory model");
-    *own = *model;
-    *model = (struct rbi_model){0};
-    rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = foretell,
-                                                 .destroy = destroy_model,
-                                                 .user = own,
-                                                 .lighten = rb->lighten,
-                                                 .by_cost = rb->by_cost,
-                                                 .fits = rbi_predict_fits});
-    return REBATCH_OK;
 }
 
 /* ---- the probe ---- */
@@ -242,7 +211,7 @@ static rebatch_status say_nothing_fits(const rebatch *rb, const char *what, size
         rbi_text_add_bytes(&t, bytes);
     }
     size_t available = 0;
-    (void)rebatch_pool_available(&available, rb->pool);
+    (void)rebatch_pool_available(&available, rebatch_get_pool(rb));
     rbi_text_add(&t, ", with ");
     rbi_text_add_bytes(&t, available);
     rbi_text_add(&t, " available: free memory, or raise the limit");
@@ -277,7 +246,7 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
         status = say_nothing_fits(rb, "reserve_bytes", reserve_bytes);
     else if (status == REBATCH_E_EXHAUSTED)
         status = say_nothing_fits(rb, "forward_backward of the smallest micro-batch",
-                                  (size_t)rb->failure.need_bytes);
+                                  (size_t)rbi_session_failure(rb)->need_bytes);
     if (status && status != REBATCH_E_EXHAUSTED)
         return status;
     const rebatch_status zeroed = zero_grad(rb);
@@ -292,7 +261,7 @@ static rebatch_status search_sizes(struct rbi_search *search, rebatch *rb, size_
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
     if (!status)
-        status = rbi_pool_clone(&setting->fresh, &setting->fresh_device, rb->pool);
+        status = rbi_pool_clone(&setting->fresh, &setting->fresh_device, setting->pool);
     if (status)
         return status;
     status = rbi_pieces_plan(setting, reserve_bytes);
@@ -312,10 +281,10 @@ static rebatch_status search_and_undo(struct rbi_search *search, struct trials *
     rebatch_scope scope;
     rebatch_status status = rbi_guards_save(rb, RBI_GUARD_STEP);
     if (!status)
-        status = rbi_scope_begin_own(&scope, rb->pool);
+        status = rbi_scope_begin_own(&scope, trials->pool);
     if (status)
         return status;
-    const uint64_t births = rbi_pool_births(rb->pool);
+    const uint64_t births = rbi_pool_births(trials->pool);
     status = search_sizes(search, rb, reserve_bytes);
     free_forgotten(trials);
     trials->point = RBI_GUARD_STEP;
@@ -328,18 +297,17 @@ static rebatch_status search_and_undo(struct rbi_search *search, struct trials *
 static rebatch_status run(struct rbi_search *search, struct trials *trials, size_t reserve_bytes)
 {
     rebatch *rb = trials->rb;
-    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    rebatch_status status = rbi_pool_keep_headroom(trials->pool);
     if (!status)
         status = search_and_undo(search, trials, reserve_bytes);
     if (!status && search->whole_count > 1)
-        status = rbi_probe_hand_over(rb, &search->model);
-    if (!status)
-        rbi_learn_stop(rb);
-    if (!status && rb->by_cost)
-        rb->budget = search->report.size;
-    else if (!status)
-        rb->micro = search->report.size;
-    return status;
+        status = rbi_probe_hand_over(rb, &search->model, rbi_session_level(rb),
+                                     rbi_session_is_by_cost(rb));
+    if (status)
+        return status;
+    rbi_learn_stop(rb);
+    rbi_size_set(rb, search->report.size);
+    return REBATCH_OK;
 }
 
 static rebatch_status read_options(rebatch_probe_options *out, const rebatch_probe_options *given)
@@ -358,23 +326,12 @@ static rebatch_status read_options(rebatch_probe_options *out, const rebatch_pro
     return status;
 }
 
-/* As rebatch_step() will do it. */
-struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least)
-{
-    const bool admits = rbi_is_on(rb->options.admission) &&
-                        rb->options.on_oom != REBATCH_ON_OOM_STOP && rbi_pool_is_caching(rb->pool);
-    return (struct rbi_setting){.pool = rb->pool,
-                                .stream = rb->options.stream,
-                                .admits_above = admits ? least : SIZE_MAX,
-                                .has_stepped = rb->step > 0 || rb->launch.has_updated};
-}
-
 static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t batch,
                             const rebatch_probe_options *options)
 {
     const size_t most = rbi_micro_upper(rb, batch);
-    const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), most);
-    struct trials trials = {.rb = rb, .point = RBI_GUARD_ATTEMPT};
+    const size_t least = rbi_min(rbi_round_size_up(rbi_session_options(rb), 1), most);
+    struct trials trials = {.rb = rb, .pool = rebatch_get_pool(rb), .point = RBI_GUARD_ATTEMPT};
     struct rbi_search search = {.trial = run_trial,
                                 .user = &trials,
                                 .now = rbi_now_ns,
@@ -396,8 +353,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
         search.hint = round_down(&trials, saved.size);
     search.too_large = saved.too_large;
     status = run(&search, &trials, options->reserve_bytes);
-    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
-        rbi_pool_last_own_oom(&search.report.oom, rb->pool);
+    rbi_step_get_oom(&search.report.oom, rb);
     if (!status)
         rbi_saved_close(&saved, &search.report, search.fails);
     *report = search.report;
@@ -416,12 +372,11 @@ rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t ba
     rebatch_status status = rbi_step_check(&table, rb, ops, batch, "rebatch_probe");
     if (!status)
         status = read_options(&o, options);
-    if (!status && rb->launch.user)
-        rb->launch.probe_begins(rb->launch.user, &table, batch, user, &o);
     if (!status) {
+        rbi_session_probe_begins(rb, &table, batch, user, &o);
         rbi_step_begin(rb, &table, batch, user);
         status = probe(&own, rb, batch, &o);
-        rb->ops = NULL;
+        rbi_step_end(rb);
     }
     if (status) /* what was on the way is none that was found */
         own.size = 0;

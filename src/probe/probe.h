@@ -4,7 +4,7 @@
 #define RBI_PROBE_H
 
 #include "base/base.h"
-#include "pool/pool.h"
+#include "pool/interface.h"
 #include "rebatch/probe.h"
 
 #define RBI_NO_BLOCK UINT32_MAX
@@ -88,9 +88,9 @@ struct rbi_points {
      * for each number. */
     uint64_t draw;
 };
-/* The law that explains all points, which rise by count: so much a sample, or a straight line, over
- * samples in steps, or over sizes that are rounded up; or else the line through the last two, and
- * how far another point is above it. */
+/* The size function that explains all points, which rise by count: so much a sample, or a straight
+ * line, over samples in steps, or over sizes that are rounded up; or else the line through the last
+ * two, and how far another point is above it. */
 struct rbi_line rbi_line_fit(const struct rbi_points *points);
 /* The largest unit of which all sizes are multiples. */
 size_t rbi_points_unit(const struct rbi_points *points);
@@ -205,7 +205,7 @@ uint64_t rbi_model_need(const struct rbi_model *model, size_t count);
 /* The most bytes live at once, with what lives already, and without what is only reserved. */
 rebatch_status rbi_model_peak(uint64_t *out, const struct rbi_model *model, size_t count);
 
-/* ---- whether it fits (replay.c) ---- */
+/* ---- whether it fits (forecast.c) ---- */
 
 struct rbi_piece {
     void *address;
@@ -266,17 +266,17 @@ struct rbi_plan {
 };
 /* The peaks are those of the trial.
  *  @return REBATCH_OK, REBATCH_E_HOST_OOM, or what the dry pool says that is no OOM */
-rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
-                          const struct rbi_setting *setting, const struct rbi_plan *plan);
+rebatch_status rbi_forecast_run(struct rbi_forecast *out, const struct rbi_model *model,
+                                const struct rbi_setting *setting, const struct rbi_plan *plan);
 /* The largest size in [least, most] that fits with all of it; 0 when none does. */
-rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
-                                  const struct rbi_setting *setting, size_t least, size_t most,
-                                  size_t batch);
+rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
+                                    const struct rbi_setting *setting, size_t least, size_t most,
+                                    size_t batch);
 /* The same, for a model that differs little from one of which `near`, one of them, is the largest:
  * what lies in a gap above sizes that do not fit is not looked for. */
-rebatch_status rbi_replay_near(size_t *out, const struct rbi_model *model,
-                               const struct rbi_setting *setting, size_t least, size_t most,
-                               size_t batch, size_t near);
+rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
+                                 const struct rbi_setting *setting, size_t least, size_t most,
+                                 size_t batch, size_t near);
 
 /* ---- the search (search.c) ---- */
 
@@ -312,23 +312,26 @@ struct rbi_search {
     /* on the way */
     struct rbi_trace whole[RBI_TRACES_MOST]; /* by rising count */
     size_t whole_count;
-    size_t latest;           /* the count of the last whole one */
-    bool is_first_kept;      /* the first trial is still among them */
-    struct rbi_trace cut;    /* of the last that failed */
-    bool is_model_made;      /* of all that is there */
-    size_t fits, fails;      /* the largest that ran, the smallest that did not: fits < fails */
-    uint32_t runs_of_fits;   /* on accumulated gradients */
-    size_t failed;           /* a size that failed after it had run */
-    uint64_t foretold_bytes; /* of the trial that runs; 0: nothing */
-    size_t tried;            /* the last size */
+    size_t latest;            /* the count of the last whole one */
+    bool is_first_kept;       /* the first trial is still among them */
+    struct rbi_trace cut;     /* of the last that failed */
+    bool is_model_made;       /* of all that is there */
+    size_t fits, fails;       /* the largest that ran, the smallest that did not: fits < fails */
+    uint32_t runs_of_fits;    /* on accumulated gradients */
+    size_t failed;            /* a size that failed after it had run */
+    uint64_t predicted_bytes; /* of the trial that runs; 0: nothing */
+    size_t tried;             /* the last size */
     uint64_t began_ns;
 };
 
 /* The model that the last probe of a session has left there, or that it learns; NULL: none. */
 const struct rbi_model *rbi_probe_model(const rebatch *rb);
-/* The session takes a model over, which is empty then. */
-rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model);
-/* What rebatch_predict() says of a size, for the oracle; true when it cannot be told. */
+/* The session takes a model over, which is about that lighten level and kind of size, and empty
+ * then. */
+rebatch_status rbi_probe_hand_over(rebatch *rb, struct rbi_model *model, unsigned lighten,
+                                   bool by_cost);
+/* What rebatch_predict() says of a size, for the session's memory model; true when it cannot be
+ * told. */
 bool rbi_predict_fits(void *user, rebatch *rb, size_t size);
 /* The session asks a model that is kept elsewhere, until it has another one or none. */
 void rbi_probe_lend(rebatch *rb, struct rbi_model *model);
@@ -340,7 +343,7 @@ struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 #define RBI_TIMED_TURNS 2
 #define RBI_TIMED_RUNS (RBI_TIMED_SIZES * RBI_TIMED_TURNS)
 
-/* ---- which size is next (choose.c) ---- */
+/* ---- what is known of sizes (estimate.c) ---- */
 
 /* The trace of the last trial that ran; NULL: none. */
 struct rbi_trace *rbi_search_latest(struct rbi_search *search);
@@ -356,6 +359,9 @@ size_t rbi_search_allowed(const struct rbi_search *search, size_t size);
 bool rbi_search_may_go_on(const struct rbi_search *search);
 /* The same, or else the smallest that may be tried at all. */
 size_t rbi_search_allowed_near(const struct rbi_search *search, size_t size);
+
+/* ---- which size is next (choose.c) ---- */
+
 /* Lowers what ran to what also leaves room for the steps. */
 rebatch_status rbi_search_judge(struct rbi_search *search);
 /* Readies the pool for a size, and says what it will need. */

@@ -5,23 +5,24 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "device/device.h"
 #include "rebatch/version.h"
 
 #define KEY_BYTES_MOST 255
 
 /* Which micro-batch is the largest that fits depends on these: X(name, value) of a session `rb`,
- * its pool's options `p`, the probe's options `o`, and the batch. An option that changes what fits
- * belongs here. */
+ * its options `s`, its pool's options `p`, the probe's options `o`, and the batch. An option that
+ * changes what fits belongs here. */
 #define SETTINGS(X)                                                                                \
     X("batch", batch)                                                                              \
-    X("smallest", rb->options.micro_smallest)                                                      \
-    X("largest", rb->options.micro_largest)                                                        \
-    X("multiple_of", rb->options.micro_multiple_of)                                                \
-    X("allowed", rbi_limits_digest(&rb->options))                                                  \
-    X("by_cost", rb->by_cost)                                                                      \
-    X("admission", rbi_is_on(rb->options.admission))                                               \
-    X("stop", rb->options.on_oom == REBATCH_ON_OOM_STOP)                                           \
-    X("lighten", rb->lighten)                                                                      \
+    X("smallest", s->micro_smallest)                                                               \
+    X("largest", s->micro_largest)                                                                 \
+    X("multiple_of", s->micro_multiple_of)                                                         \
+    X("allowed", rbi_limits_digest(s))                                                             \
+    X("by_cost", rbi_session_is_by_cost(rb))                                                       \
+    X("admission", rbi_is_on(s->admission))                                                        \
+    X("stop", s->on_oom == REBATCH_ON_OOM_STOP)                                                    \
+    X("lighten", rbi_session_level(rb))                                                            \
     X("fastest", o->choose == REBATCH_PROBE_FASTEST)                                               \
     X("reserve_bytes", o->reserve_bytes)                                                           \
     X("choose", o->choose)                                                                         \
@@ -39,7 +40,8 @@
 static void describe_settings(char *text, size_t size, const rebatch *rb,
                               const rebatch_probe_options *o, size_t batch)
 {
-    const rebatch_pool_options *p = &rb->options.pool;
+    const rebatch_options *s = rbi_session_options(rb);
+    const rebatch_pool_options *p = &s->pool;
     struct rbi_text t = {text, size, 0};
 #define ADD(name, value)                                                                           \
     rbi_text_add(&t, "%s" name "=%" PRIu64, t.length ? " " : "", (uint64_t)(value));
@@ -73,7 +75,8 @@ static void warn(const struct rbi_saved *saved)
 static rebatch_status make_key(struct rbi_saved *saved, const rebatch_probe_options *options,
                                size_t batch)
 {
-    rebatch *rb = saved->rb;
+    const rebatch *rb = saved->rb;
+    rebatch_device *device = rbi_session_device(rb);
     if (options->file[0] == '\0')
         return rbi_error(REBATCH_E_INVALID,
                          "file is \"\": expected a name for the file of results, or NULL");
@@ -83,15 +86,15 @@ static rebatch_status make_key(struct rbi_saved *saved, const rebatch_probe_opti
                          "key has %zu bytes: expected 1 to %d, the model's name in %.200s", length,
                          KEY_BYTES_MOST, options->file);
     rebatch_memory_info memory;
-    const rebatch_status status = rebatch_device_memory(rb->device, &memory);
+    const rebatch_status status = rebatch_device_memory(device, &memory);
     if (status)
         return status;
-    describe_device(saved->device, sizeof saved->device, rb->device->name);
+    describe_device(saved->device, sizeof saved->device, device->name);
     describe_settings(saved->settings, sizeof saved->settings, rb, options, batch);
     saved->key = (struct rbi_store_key){.model = options->key,
                                         .device = saved->device,
                                         .total_bytes = memory.total_bytes,
-                                        .driver = rb->device->driver,
+                                        .driver = device->driver,
                                         .library = rebatch_version(),
                                         .settings = saved->settings};
     return REBATCH_OK;
@@ -101,7 +104,7 @@ static rebatch_status look_at_found(struct rbi_saved *saved, size_t least, size_
 {
     const struct rbi_store_result *found = &saved->found;
     size_t available;
-    const rebatch_status status = rebatch_pool_available(&available, saved->rb->pool);
+    const rebatch_status status = rebatch_pool_available(&available, rebatch_get_pool(saved->rb));
     if (status)
         return status;
     saved->room_bytes = available;

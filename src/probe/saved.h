@@ -5,7 +5,7 @@
 
 #include "probe/store.h"
 #include "rebatch/probe.h"
-#include "recover/recover.h"
+#include "recover/session.h"
 
 struct rbi_saved {
     const char *path; /* NULL: no file was given */

@@ -43,11 +43,11 @@ static void succeed(struct rbi_search *s, const struct rbi_trace *trace, uint64_
     s->fits = trace->count;
     s->report.size = trace->count;
     s->report.measured_peak_bytes = peak_bytes;
-    if (s->foretold_bytes == 0)
+    if (s->predicted_bytes == 0)
         return;
-    s->report.predicted_peak_bytes = s->foretold_bytes;
+    s->report.predicted_peak_bytes = s->predicted_bytes;
     s->report.confidence =
-        s->foretold_bytes == peak_bytes ? REBATCH_CONFIDENCE_EXACT : REBATCH_CONFIDENCE_AFFINE;
+        s->predicted_bytes == peak_bytes ? REBATCH_CONFIDENCE_EXACT : REBATCH_CONFIDENCE_AFFINE;
 }
 
 /* What ran once may fail when it is run again: once may be for a cache in pieces, which is given
@@ -127,7 +127,7 @@ static rebatch_status finish(struct rbi_search *s)
     if (status)
         return status;
     size_t larger;
-    status = rbi_replay_largest(&larger, &s->model, &s->setting, s->fits + 1, s->most, s->batch);
+    status = rbi_forecast_largest(&larger, &s->model, &s->setting, s->fits + 1, s->most, s->batch);
     if (rbi_search_allowed(s, larger))
         report->predicted_size = rbi_search_allowed(s, larger);
     if (!status && s->fits <= SIZE_MAX / 2)
@@ -159,14 +159,14 @@ static rebatch_status ready_for_steps(struct rbi_search *s)
 struct timed {
     size_t count;
     double rate; /* samples a second; 0: it did not run */
-    uint64_t peak_bytes, foretold_bytes;
+    uint64_t peak_bytes, predicted_bytes;
 };
 
 /* The better of some runs: the first may have to map memory, or make what is made once. */
 static rebatch_status time_size(struct timed *timed, struct rbi_search *s)
 {
     rebatch_status status = rbi_search_prepare(s, timed->count);
-    timed->foretold_bytes = s->foretold_bytes;
+    timed->predicted_bytes = s->predicted_bytes;
     s->report.trials++;
     for (int turn = 0; turn < RBI_TIMED_TURNS && !status && rbi_search_may_go_on(s); turn++) {
         struct rbi_trace trace = {0};
@@ -222,7 +222,7 @@ static rebatch_status choose_fastest(struct rbi_search *s)
         s->report.size = timed[i].count; /* the last is the smallest */
         s->report.samples_per_second = timed[i].rate;
         s->report.measured_peak_bytes = timed[i].peak_bytes;
-        s->report.predicted_peak_bytes = timed[i].foretold_bytes;
+        s->report.predicted_peak_bytes = timed[i].predicted_bytes;
     }
     return status;
 }

@@ -11,10 +11,10 @@
 static void look_outside(struct rbi_trace *trace)
 {
     rebatch_memory_info info;
-    if (!trace->pool || rebatch_device_memory(trace->pool->device, &info))
+    if (!trace->pool || rebatch_device_memory(rebatch_pool_device(trace->pool), &info))
         return;
     const size_t taken = info.total_bytes - rbi_min(info.free_bytes, info.total_bytes);
-    const size_t own = (size_t)trace->pool->stats.reserved_bytes;
+    const size_t own = (size_t)rbi_pool_reserved_bytes(trace->pool);
     trace->outside_bytes = rbi_max(trace->outside_bytes, taken > own ? taken - own : 0);
 }
 

@@ -31,7 +31,7 @@ static rebatch_status draw(struct sizes *sizes, struct rbi_search *s, size_t nea
     for (uint64_t i = 1; i <= DRAWS && sizes->count < KEPT && !status; i++) {
         size_t size;
         rbi_model_draw(&model, i);
-        status = rbi_replay_near(&size, &model, &s->setting, least, most, s->batch, near);
+        status = rbi_forecast_near(&size, &model, &s->setting, least, most, s->batch, near);
         if (!status && size < s->fails)
             sizes->at[sizes->count++] = size ? rbi_search_allowed(s, size) : 0;
     }

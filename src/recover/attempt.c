@@ -9,6 +9,16 @@ bool rbi_callback_is_running(const rebatch *rb)
     return rb && rb->running && pthread_equal(rb->thread, pthread_self());
 }
 
+bool rbi_callback_includes_thread(const rebatch *rb)
+{
+    return rb->running && (rbi_callback_is_running(rb) || rbi_pool_thread_has_joined(rb->pool));
+}
+
+bool rbi_callback_is_retry(const rebatch *rb)
+{
+    return rb->retried_same;
+}
+
 rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
 {
     if (!rb)
@@ -33,7 +43,7 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
     if (!rbi_callback_is_running(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called outside a callback, or in another thread");
-    if (rbi_pool_callbacks != rb->pool_callbacks)
+    if (rbi_pool_callback_depth() != rb->pool_callbacks)
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called within a callback of a pool: expected that "
                          "one to return");
@@ -67,7 +77,7 @@ static bool declares(const rebatch *rb, enum rbi_callback which)
 }
 
 /* A callback has succeeded that said it would declare, and never did in this session. It may have
- * changed things all the same, and an OOM then was answered wrong. That it changed nothing may be
+ * changed things all the same, and an OOM then was handled wrong. That it changed nothing may be
  * true of an update, which can be skipped, and of a trial. */
 static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
 {
@@ -78,7 +88,7 @@ static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 {
     if (call->which == RBI_FORWARD_BACKWARD && !call->mb->probing &&
         breaks_promise(rb, call->which))
-        return rbi_answer_say_undeclared(rb, call);
+        return rbi_result_say_undeclared(rb, call);
     return REBATCH_OK;
 }
 
@@ -197,7 +207,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     if (status == REBATCH_OOM) {
         status = confirm_oom(rb);
         if (status != REBATCH_OOM)
-            rbi_answer_say(rb, call, status, "answered REBATCH_OOM, and the device");
+            rbi_result_say(rb, call, status, "returned REBATCH_OOM, and the device");
     } else if (rb->any_stream) {
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
     }
@@ -218,7 +228,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
         note_failure(rb, phase, pool_failed ? &oom : NULL,
                      pool.live_bytes - (uint64_t)stats.live_bytes);
     else if (rb->report.torn)
-        rbi_answer_say_torn(rb, status);
+        rbi_result_say_torn(rb, status);
     return status;
 }
 
@@ -226,12 +236,12 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
 {
     rb->mutated = false;
     rb->thread = pthread_self();
-    rb->pool_callbacks = rbi_pool_callbacks;
+    rb->pool_callbacks = rbi_pool_callback_depth();
     rb->running = true;
-    const rebatch_status answer = call_with_way_out(rb, which);
+    const rebatch_status result = call_with_way_out(rb, which);
     rb->running = false;
     rb->has_declared[which->which] |= rb->mutated;
-    return rbi_answer_check(rb, which, answer);
+    return rbi_result_check(rb, which, result);
 }
 
 /* An OOM that the callback swallowed, or an error that it did not look at. */
@@ -239,7 +249,7 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
 {
     const rebatch_status status = rbi_device_take_last_error(rb->device);
     if (is_fatal(status))
-        rbi_answer_say_late(rb, which, status);
+        rbi_result_say_late(rb, which, status);
     return status;
 }
 
@@ -270,9 +280,23 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
         status = commit(rb, which, scope, mb);
     if (status)
         return give_up(rb, &call, scope, status, ooms);
-    if (which == RBI_OPTIMIZER)
+    if (which == RBI_OPTIMIZER) {
+        rb->has_updated = true;
         warn_of_promise(rb);
+    }
     return REBATCH_OK;
+}
+
+rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
+{
+    const rebatch_microbatch mb = {.step = rb->step,
+                                   .count = count,
+                                   .batch = rb->batch,
+                                   .probing = true,
+                                   .pool = rb->pool,
+                                   .stream = rb->options.stream};
+    rb->size = size;
+    return rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
 }
 
 /* ---- lighten ---- */

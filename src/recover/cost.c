@@ -60,6 +60,19 @@ size_t rbi_cut(rebatch *rb, size_t first)
     return count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most);
 }
 
+void rbi_size_set(rebatch *rb, size_t size)
+{
+    if (rb->by_cost)
+        rb->budget = size;
+    else
+        rb->micro = size;
+}
+
+size_t rbi_size_get(const rebatch *rb)
+{
+    return rb->size;
+}
+
 uint64_t rbi_budget(const rebatch *rb)
 {
     return rb->by_cost && rb->budget != SIZE_MAX ? rbi_max(rb->budget, 1) : 0;

@@ -21,6 +21,15 @@ void rbi_event_emit(const rebatch *rb, rebatch_event *event)
         rb->options.on_event(event, rb->options.on_event_user);
 }
 
+void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
+                        void *user)
+{
+    rb->options.on_event = on_event;
+    rb->options.on_event_user = user;
+    if (rb->options.log_level < REBATCH_LOG_INFO)
+        rb->options.log_level = REBATCH_LOG_INFO;
+}
+
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
 {
     return (rebatch_event){.kind = kind,
@@ -112,7 +121,7 @@ static void add_trial(struct rbi_text *t, const rebatch_event *event)
 }
 
 /* What is done about it. */
-static void add_answer(struct rbi_text *t, const rebatch_event *event)
+static void add_consequence(struct rbi_text *t, const rebatch_event *event)
 {
     if (event->kind == REBATCH_EVENT_RETRY)
         rbi_text_add(t, "; once more");
@@ -126,7 +135,7 @@ static void add_answer(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, "; %zu sample%s again, %.1f ms lost", event->redone_samples,
                      event->redone_samples == 1 ? "" : "s", (double)event->lost_ns / 1e6);
     else if (event->phase == REBATCH_PHASE_ADMISSION && is_oom(event->kind))
-        rbi_text_add(t, "; nothing ran in vain");
+        rbi_text_add(t, "; no work was lost");
 }
 
 size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
@@ -143,6 +152,6 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
         add_trial(&t, event);
     if (event->text)
         rbi_text_add(&t, " %s", event->text);
-    add_answer(&t, event);
+    add_consequence(&t, event);
     return t.length;
 }

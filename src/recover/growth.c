@@ -64,10 +64,7 @@ static void grow_to(rebatch *rb, size_t size, bool is_overruling)
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
     rb->growth.held = size_now(rb);
     rb->growth.held_by_cost = rb->by_cost;
-    if (rb->by_cost)
-        rb->budget = size;
-    else
-        rb->micro = size;
+    rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
     begin_trial(&rb->growth, is_overruling, false);
     rbi_event_emit(rb, &event);
@@ -106,9 +103,9 @@ static size_t doubled(const rebatch *rb, size_t size, size_t upper)
 static size_t fitting(rebatch *rb, size_t size, size_t larger, size_t available)
 {
     struct rbi_growth *growth = &rb->growth;
-    if (!rbi_need_has_oracle(rb, rb->lighten) || !rb->oracle.fits)
+    if (!rbi_need_has_model(rb, rb->lighten) || !rb->model.fits)
         return larger;
-    while (larger > size && !rb->oracle.fits(rb->oracle.user, rb, larger)) {
+    while (larger > size && !rb->model.fits(rb->model.user, rb, larger)) {
         growth->failed_size = larger;
         growth->failed_by_cost = rb->by_cost;
         growth->failed_available = available;
@@ -127,7 +124,7 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
     size_t available;
     if (rebatch_pool_available(&available, rb->pool) != REBATCH_OK)
         return size;
-    if (!rbi_need_has_oracle(rb, rb->lighten))
+    if (!rbi_need_has_model(rb, rb->lighten))
         upper = doubled(rb, size, upper);
     size_t larger = rbi_need_largest(rb, upper, available);
     if (growth->failed_size && growth->failed_by_cost == rb->by_cost &&
@@ -151,7 +148,7 @@ size_t rbi_growth_larger(rebatch *rb)
 {
     const size_t size = size_now(rb);
     const size_t upper = upper_size(rb);
-    if (rbi_need_has_model(rb))
+    if (rbi_need_can_choose(rb))
         return predicted(rb, size, upper);
     const size_t larger = doubled(rb, size, upper);
     return has_room(rb, larger, 0) ? larger : size;
@@ -168,7 +165,7 @@ static void settle(rebatch *rb)
 {
     struct rbi_growth *growth = &rb->growth;
     if (growth->is_overruling)
-        rbi_need_refute_oracle(rb);
+        rbi_need_refute_model(rb);
     growth->on_trial = false;
     growth->held = 0;
     growth->wait = rb->options.grow_after;
@@ -182,7 +179,7 @@ static void grow(rebatch *rb, size_t batch)
     const struct rbi_growth *growth = &rb->growth;
     const bool overrules = growth->clean - growth->wait >= rb->options.grow_wait_max;
     if (rb->lighten) {
-        const size_t size = rb->by_cost ? rb->crawl.largest : size_now(rb);
+        const size_t size = rb->by_cost ? rb->thrashing.largest : size_now(rb);
         if (overrules || has_room(rb, size, rb->lighten - 1))
             leave_level(rb, overrules);
         return;

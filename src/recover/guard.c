@@ -100,6 +100,11 @@ void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_ke
 
 /* ---- saving and restoring ---- */
 
+bool rbi_guards_exist(const rebatch *rb)
+{
+    return rb->guard_count > 0;
+}
+
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
 {
     rebatch_status status = REBATCH_OK;

@@ -25,22 +25,22 @@ const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned li
     return i < RBI_KNOWN_SIZES ? &rb->known[i] : NULL;
 }
 
-bool rbi_need_has_oracle(const rebatch *rb, unsigned lighten)
+bool rbi_need_has_model(const rebatch *rb, unsigned lighten)
 {
-    return rb->oracle.need && !rb->oracle_is_refuted && rb->oracle.lighten == lighten &&
-           rb->oracle.by_cost == rb->by_cost;
+    return rb->model.need && !rb->model_is_refuted && rb->model.lighten == lighten &&
+           rb->model.by_cost == rb->by_cost;
 }
 
 /* Micro-batches of one cost need not need the same: the model keeps to the worst of those whose
  * size matters. */
-static void correct_oracle(rebatch *rb, size_t size, uint64_t bytes)
+static void correct_model(rebatch *rb, size_t size, uint64_t bytes)
 {
-    if (!rb->by_cost || !rbi_need_has_oracle(rb, rb->lighten) || size < rb->budget / 2)
+    if (!rb->by_cost || !rbi_need_has_model(rb, rb->lighten) || size < rb->budget / 2)
         return;
-    const uint64_t foretold = rb->oracle.need(rb->oracle.user, size);
-    const double factor = foretold ? (double)bytes / (double)foretold : 1;
-    if (rb->oracle_factor < factor)
-        rb->oracle_factor = factor;
+    const uint64_t predicted = rb->model.need(rb->model.user, size);
+    const double factor = predicted ? (double)bytes / (double)predicted : 1;
+    if (rb->model_factor < factor)
+        rb->model_factor = factor;
 }
 
 /* What failed with at most that size, now that this ran in less, did so for another reason. */
@@ -67,7 +67,7 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
                                      .lighten = rb->lighten,
                                      .is_exact = is_exact,
                                      .bytes = bytes};
-    correct_oracle(rb, size, bytes);
+    correct_model(rb, size, bytes);
 }
 
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes)
@@ -156,9 +156,9 @@ static uint64_t least_needed(const rebatch *rb, size_t size, unsigned lighten)
 static bool predict_cost(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
 {
     *bytes = 0;
-    if (rbi_need_has_oracle(rb, lighten)) {
-        const double need = (double)rb->oracle.need(rb->oracle.user, size);
-        *bytes = rbi_saturate(need * rb->oracle_factor);
+    if (rbi_need_has_model(rb, lighten)) {
+        const double need = (double)rb->model.need(rb->model.user, size);
+        *bytes = rbi_saturate(need * rb->model_factor);
         return true;
     }
     const struct rbi_need *low = smallest_exact(rb, lighten);
@@ -174,20 +174,20 @@ static bool predict_cost(uint64_t *bytes, const rebatch *rb, size_t size, unsign
 
 /* ---- prediction ---- */
 
-bool rbi_need_foretell(uint64_t *bytes, const rebatch *rb, size_t size)
+bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
 {
     *bytes = 0;
     if (rb->by_cost) {
         const struct rbi_need *high = largest_exact(rb, rb->lighten, SIZE_MAX);
-        return (rbi_need_has_oracle(rb, rb->lighten) || (high && size <= high->size)) &&
+        return (rbi_need_has_model(rb, rb->lighten) || (high && size <= high->size)) &&
                predict_cost(bytes, rb, size, rb->lighten);
     }
     /* A size that ran into an OOM is known only as far as it got. */
     const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
     if (known && known->is_exact)
         *bytes = known->bytes;
-    else if (!known && rbi_need_has_oracle(rb, rb->lighten))
-        *bytes = rb->oracle.need(rb->oracle.user, size);
+    else if (!known && rbi_need_has_model(rb, rb->lighten))
+        *bytes = rb->model.need(rb->model.user, size);
     else
         return false;
     return true;
@@ -214,8 +214,8 @@ bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned 
     const struct rbi_need *high = known ? NULL : largest_exact(rb, lighten, size);
     if (known)
         *bytes = known->bytes;
-    else if (rbi_need_has_oracle(rb, lighten))
-        *bytes = rb->oracle.need(rb->oracle.user, size);
+    else if (rbi_need_has_model(rb, lighten))
+        *bytes = rb->model.need(rb->model.user, size);
     else if (high)
         *bytes = extrapolate(rb, high, size, lighten);
     else
@@ -223,9 +223,9 @@ bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned 
     return true;
 }
 
-bool rbi_need_has_model(const rebatch *rb)
+bool rbi_need_can_choose(const rebatch *rb)
 {
-    if (rbi_need_has_oracle(rb, rb->lighten))
+    if (rbi_need_has_model(rb, rb->lighten))
         return true;
     const struct rbi_need *low = rb->by_cost ? smallest_exact(rb, rb->lighten) : NULL;
     return low &&
@@ -242,7 +242,7 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
 {
     const rebatch_options *limits = &rb->options;
     size_t least = rb->by_cost ? 1 : rbi_round_size_up(limits, 1);
-    if (!rb->by_cost && !rbi_need_has_oracle(rb, rb->lighten)) {
+    if (!rb->by_cost && !rbi_need_has_model(rb, rb->lighten)) {
         const struct rbi_need *known = smallest_exact(rb, rb->lighten);
         if (!known)
             return 0;
@@ -261,19 +261,24 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
     return rb->by_cost ? fits : rbi_round_size(limits, fits);
 }
 
-void rbi_need_set_oracle(rebatch *rb, const struct rbi_oracle *oracle)
+void rbi_need_set_model(rebatch *rb, const struct rbi_memory_model *model)
 {
-    if (rb->oracle.destroy)
-        rb->oracle.destroy(rb->oracle.user);
-    rb->oracle = oracle ? *oracle : (struct rbi_oracle){0};
-    rb->oracle_factor = 1;
-    rb->oracle_is_refuted = false;
+    if (rb->model.destroy)
+        rb->model.destroy(rb->model.user);
+    rb->model = model ? *model : (struct rbi_memory_model){0};
+    rb->model_factor = 1;
+    rb->model_is_refuted = false;
 }
 
-void rbi_need_refute_oracle(rebatch *rb)
+const struct rbi_memory_model *rbi_need_get_model(const rebatch *rb)
 {
-    if (rbi_need_has_oracle(rb, rb->lighten))
-        rb->oracle_is_refuted = true;
+    return rb->model.need ? &rb->model : NULL;
+}
+
+void rbi_need_refute_model(rebatch *rb)
+{
+    if (rbi_need_has_model(rb, rb->lighten))
+        rb->model_is_refuted = true;
 }
 
 /* Of more blocks than there is space for the last ones count as one. */
@@ -286,4 +291,10 @@ void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count)
         else
             rb->made[RBI_MADE_MOST - 1] += bytes[i];
     }
+}
+
+size_t rbi_need_get_made(const size_t **bytes, const rebatch *rb)
+{
+    *bytes = rb->made;
+    return rb->made_count;
 }

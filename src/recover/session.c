@@ -78,6 +78,13 @@ static void on_pressure(void *user, bool begins)
     }
 }
 
+void rbi_session_probe_begins(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
+                              const struct rebatch_probe_options *options)
+{
+    if (rb->launch.user)
+        rb->launch.probe_begins(rb->launch.user, ops, batch, user, options);
+}
+
 static void close_launch(struct rbi_launch *launch)
 {
     if (launch->user)
@@ -85,7 +92,18 @@ static void close_launch(struct rbi_launch *launch)
     *launch = (struct rbi_launch){0};
 }
 
-rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch_options *options)
+static rebatch_status start_learning(rebatch *rb, const struct rbi_session_parts *parts)
+{
+    struct rbi_tuner tuner;
+    const rebatch_status status = parts->create_tuner(&tuner, rb);
+    if (!status)
+        rbi_learn_start(rb, &tuner);
+    return status;
+}
+
+rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
+                                const rebatch_options *options,
+                                const struct rbi_session_parts *parts)
 {
     if (!out)
         return rbi_error(REBATCH_E_INVALID, "out is NULL");
@@ -106,7 +124,7 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
         return status;
 
     struct rbi_launch launch;
-    status = rbi_launch_open(&launch, &o);
+    status = parts->open_launch(&launch, &o);
     if (status)
         return status;
     rebatch *rb = rbi_heap_calloc(1, sizeof *rb);
@@ -119,7 +137,7 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     rb->options = o;
     rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
     rb->growth.wait = o.grow_after;
-    rb->oracle_factor = 1;
+    rb->model_factor = 1;
     (void)pthread_mutex_init(&rb->changing, NULL);
     rb->failed = rbi_heap_calloc(o.max_attempts, sizeof *rb->failed);
     if (!rb->failed) {
@@ -128,14 +146,14 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     }
     status = rebatch_pool_create(&rb->pool, device, &o.pool);
     if (!status) {
-        rb->pool->is_sessions = true;
+        rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
         rbi_pool_watch_pressure(
             rb->pool, &(struct rbi_pool_pressure_watch){.on_pressure = on_pressure, .user = rb});
     }
     if (!status)
         status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
     if (!status && o.learn == REBATCH_ON)
-        status = rbi_learn_start(rb);
+        status = start_learning(rb, parts);
     if (!status && rb->launch.user)
         status = rb->launch.begin(rb->launch.user, rb);
     if (status)
@@ -148,15 +166,6 @@ fail:
     return status;
 }
 
-rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function)
-{
-    if (!rb->ops)
-        return REBATCH_OK;
-    return rbi_error(REBATCH_E_STATE,
-                     "%s() was called from within a callback, or while another thread is in a step",
-                     function);
-}
-
 void rebatch_close(rebatch *rb)
 {
     if (!rb || rbi_session_check_idle(rb, "rebatch_close") ||
@@ -165,10 +174,10 @@ void rebatch_close(rebatch *rb)
     rbi_current_forget(rb);
     close_launch(&rb->launch);
     rbi_learn_stop(rb);
-    rbi_need_set_oracle(rb, NULL);
+    rbi_need_set_model(rb, NULL);
     rbi_guards_release(rb);
     if (rb->pool)
-        rb->pool->is_sessions = false;
+        rbi_pool_set_destroyed_by(rb->pool, NULL);
     rebatch_pool_destroy(rb->pool);
     (void)pthread_mutex_destroy(&rb->changing);
     rbi_heap_free(rb->failed);
@@ -189,15 +198,15 @@ rebatch_status rebatch_join(rebatch *rb)
 {
     const rebatch_status status = check_session(rb);
     if (!status)
-        rbi_pool_joined = rb->pool;
+        rbi_pool_thread_join(rb->pool);
     return status;
 }
 
 rebatch_status rebatch_leave(rebatch *rb)
 {
     const rebatch_status status = check_session(rb);
-    if (!status && rbi_pool_joined == rb->pool)
-        rbi_pool_joined = NULL;
+    if (!status)
+        rbi_pool_thread_leave(rb->pool);
     return status;
 }
 

@@ -26,7 +26,7 @@ static rebatch_status zero_grad(rebatch *rb)
             return status;
         status = rbi_guards_restore(rb, RBI_GUARD_STEP);
         if (!status)
-            status = rbi_ladder_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
         if (status)
             return status;
     }
@@ -62,12 +62,10 @@ static void remember_failed(rebatch *rb, size_t first, size_t end)
 static rebatch_status admit(rebatch *rb, size_t count)
 {
     const bool is_last_resort = rbi_round_size(&rb->options, count - 1) == 0;
-    if (!rbi_is_on(rb->options.admission) || is_last_resort || rb->retried_same ||
-        rbi_growth_overrules(rb) || rb->options.on_oom == REBATCH_ON_OOM_STOP ||
-        !rbi_pool_is_caching(rb->pool))
+    if (!rbi_session_admits(rb) || is_last_resort || rb->retried_same || rbi_growth_overrules(rb))
         return REBATCH_OK;
     uint64_t need;
-    if (!rbi_need_foretell(&need, rb, rb->size) || need == 0)
+    if (!rbi_need_predict_surely(&need, rb, rb->size) || need == 0)
         return REBATCH_OK;
     const rebatch_status status = rbi_pool_admit(rb->pool, need, rb->options.stream);
     if (status != REBATCH_OOM)
@@ -99,7 +97,7 @@ static rebatch_status refused(rebatch *rb, const struct progress *progress,
                               const rebatch_microbatch *mb)
 {
     rbi_learn_refused(rb, mb->count);
-    return rbi_ladder_next(
+    return rbi_fallback_next(
         rb, &(struct rbi_strike){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
 
@@ -111,10 +109,10 @@ static rebatch_status redo_samples(rebatch *rb, const struct progress *progress,
     const rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
     if (status)
         return status;
-    return rbi_ladder_next(rb,
-                           &(struct rbi_strike){.mb = mb,
-                                                .redone_samples = mb->count,
-                                                .lost_ns = rbi_now_ns() - progress->attempt_ns});
+    return rbi_fallback_next(rb,
+                             &(struct rbi_strike){.mb = mb,
+                                                  .redone_samples = mb->count,
+                                                  .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
 
 /* The accumulators are dirty: the effective batch runs again from zero_grad. */
@@ -128,21 +126,21 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     (void)rebatch_pool_available(&available, rb->pool);
     rb->failure.available_bytes = available;
     if (!status)
-        status = rbi_ladder_next(
+        status = rbi_fallback_next(
             rb, &(struct rbi_strike){
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
     if (!status)
         status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (!status)
         status = zero_grad(rb);
-    rbi_crawl_restart(rb);
+    rbi_thrashing_restart(rb);
     rb->report.learned = 0;
     const uint64_t now = rbi_now_ns();
     *progress = (struct progress){.began_ns = now, .attempt_ns = now};
     return status;
 }
 
-static rebatch_status answer_oom(rebatch *rb, struct progress *progress,
+static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
                                  const rebatch_microbatch *mb)
 {
     switch (rb->failure.phase) {
@@ -158,7 +156,7 @@ static rebatch_status answer_oom(rebatch *rb, struct progress *progress,
 static rebatch_status accumulate(rebatch *rb)
 {
     const uint64_t now = rbi_now_ns();
-    rbi_crawl_restart(rb);
+    rbi_thrashing_restart(rb);
     struct progress progress = {.began_ns = now, .attempt_ns = now};
     rebatch_microbatch mb = {
         .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
@@ -171,13 +169,13 @@ static rebatch_status accumulate(rebatch *rb)
         mb.attempt = attempts_of(rb, mb.first);
         rebatch_status status = try_samples(rb, &mb);
         if (status == REBATCH_OOM) {
-            status = answer_oom(rb, &progress, &mb);
-            rbi_crawl_begin(rb);
+            status = handle_oom(rb, &progress, &mb);
+            rbi_thrashing_begin(rb);
         } else if (status == REBATCH_OK) {
             progress.next += mb.count;
             progress.microbatches++;
             rb->ooms_in_row = 0;
-            rbi_crawl_end(rb, mb.count, rb->known[rb->known_last].bytes);
+            rbi_thrashing_end(rb, mb.count, rb->known[rb->known_last].bytes);
             rb->retried_same = false;
         }
         if (status)
@@ -204,7 +202,7 @@ static rebatch_status update(rebatch *rb)
         else
             status = REBATCH_OK; /* torn: nothing can be undone */
         if (!status)
-            status = rbi_ladder_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
         if (status)
             return status;
     }
@@ -262,6 +260,17 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rbi_pool_mark_peak(rb->pool);
 }
 
+void rbi_step_end(rebatch *rb)
+{
+    rb->ops = NULL;
+}
+
+void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
+{
+    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
+        rbi_pool_last_own_oom(out, rb->pool);
+}
+
 /* A step that failed is a step that did not happen, as far as that is in our hands. */
 static rebatch_status run(rebatch *rb)
 {
@@ -288,7 +297,7 @@ static rebatch_status run(rebatch *rb)
 static void succeed(rebatch *rb)
 {
     rb->made_count = 0;
-    if (rbi_crawl_step_done(rb))
+    if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))
         rbi_growth_step_done(rb, rb->batch);
@@ -317,8 +326,7 @@ static void end(rebatch *rb, rebatch_status status)
     report->micro_after = rbi_micro_size(rb, rb->batch);
     report->cost_after = rbi_budget(rb);
     report->lighten_level = rb->lighten;
-    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
-        rbi_pool_last_own_oom(&report->oom, rb->pool);
+    rbi_step_get_oom(&report->oom, rb);
 }
 
 rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
@@ -338,7 +346,7 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
     rbi_step_begin(rb, &own, batch, user);
     status = run(rb);
     end(rb, status);
-    rb->ops = NULL;
+    rbi_step_end(rb);
     if (rb->launch.user)
         rb->launch.step_ended(rb->launch.user, &rb->report);
     if (report)

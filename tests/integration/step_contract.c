@@ -386,15 +386,16 @@ Test(step_contract, what_no_callback_may_answer_is_a_state_error)
     rig_open(&rig, MIB(64), NULL);
     expect_text(
         &rig, REBATCH_E_EXHAUSTED, REBATCH_E_STATE,
-        "step 0: forward_backward of samples 0-3 answered REBATCH_E_EXHAUSTED, which only a "
-        "step has to answer: expected another status, or a number from REBATCH_E_USER on");
+        "step 0: forward_backward of samples 0-3 returned REBATCH_E_EXHAUSTED, which only "
+        "rebatch_step() returns: expected another status, or a number from REBATCH_E_USER on");
     expect_text(&rig, REBATCH_E_TORN, REBATCH_E_STATE,
-                "step 0: forward_backward of samples 0-3 answered REBATCH_E_TORN, which only a "
-                "step has to answer: expected another status, or a number from REBATCH_E_USER on");
+                "step 0: forward_backward of samples 0-3 returned REBATCH_E_TORN, which only "
+                "rebatch_step() returns: expected another status, or a number from REBATCH_E_USER "
+                "on");
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         char text[256];
         (void)snprintf(text, sizeof text,
-                       "step 0: forward_backward of samples 0-3 answered %d, which is no status: "
+                       "step 0: forward_backward of samples 0-3 returned %d, which is no status: "
                        "expected one, or a number from REBATCH_E_USER, 1000, on",
                        numbers[i]);
         expect_text(&rig, numbers[i], REBATCH_E_STATE, text);
@@ -407,22 +408,22 @@ Test(step_contract, the_sentence_says_which_callback_answered_what)
     struct rig rig;
     rig_open(&rig, MIB(64), NULL);
     expect_text(&rig, REBATCH_E_USER + 7, SCRIPT_STATUS,
-                "step 0: forward_backward of samples 0-3 answered 1007");
+                "step 0: forward_backward of samples 0-3 returned 1007");
     expect_text(&rig, REBATCH_E_IO, REBATCH_E_IO,
-                "step 0: forward_backward of samples 0-3 answered REBATCH_E_IO");
+                "step 0: forward_backward of samples 0-3 returned REBATCH_E_IO");
     rig.script.inside = NULL;
     script_fail(&rig.script, SCRIPT_ZERO, 1, SCRIPT_WHILE, SCRIPT_OWN_ESCAPE);
     cr_assert_eq(rig_step(&rig, 4), SCRIPT_STATUS);
-    cr_assert_str_eq(rebatch_last_error(), "step 0: zero_grad answered 1007");
+    cr_assert_str_eq(rebatch_last_error(), "step 0: zero_grad returned 1007");
     rig.script.fault_count = 0;
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 4), SCRIPT_STATUS);
-    cr_assert_str_eq(rebatch_last_error(), "step 0: optimizer_step answered 1007");
+    cr_assert_str_eq(rebatch_last_error(), "step 0: optimizer_step returned 1007");
     rig.script.fault_count = 0;
     script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_WHILE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 4), SCRIPT_STATUS);
     cr_assert_str_eq(rebatch_last_error(),
-                     "step 0: optimizer_step answered 1007; optimizer_step had begun to change "
+                     "step 0: optimizer_step returned 1007; optimizer_step had begun to change "
                      "parameters: some are new, some old; restore a checkpoint");
     script_restore(&rig.script);
     rig.script.fault_count = 0;
@@ -430,7 +431,7 @@ Test(step_contract, the_sentence_says_which_callback_answered_what)
     script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
     script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_OWN);
     cr_assert_eq(rig_step(&rig, 1), SCRIPT_STATUS);
-    cr_assert(strstr(rebatch_last_error(), "step 0: lighten to level 1 answered 1007") ==
+    cr_assert(strstr(rebatch_last_error(), "step 0: lighten to level 1 returned 1007") ==
                   rebatch_last_error(),
               "the text is: %s", rebatch_last_error());
     rig_close(&rig);
@@ -461,7 +462,7 @@ Test(step_contract, a_sentence_of_the_callbacks_own_call_stays)
     cr_assert_str_eq(rebatch_last_error(), "out is NULL");
     answer = SCRIPT_STATUS;
     cr_assert_eq(rig_step(&rig, 1), SCRIPT_STATUS);
-    cr_assert_str_eq(rebatch_last_error(), "step 0: forward_backward of sample 0 answered 1007; "
+    cr_assert_str_eq(rebatch_last_error(), "step 0: forward_backward of sample 0 returned 1007; "
                                            "the last failure within it: out is NULL");
     rig_close(&rig);
 }

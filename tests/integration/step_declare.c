@@ -55,7 +55,7 @@ Test(step_declare, an_optimizer_that_never_declares_is_torn_by_any_failure)
     cr_assert_eq(rig_step(&rig, 16), SCRIPT_STATUS);
     cr_assert(rig.report.torn);
     cr_assert_str_eq(rebatch_last_error(),
-                     "step 1: optimizer_step answered 1007; optimizer_step does not declare when "
+                     "step 1: optimizer_step returned 1007; optimizer_step does not declare when "
                      "it changes parameters: some may be new, some old; restore a checkpoint");
     rig_close(&rig);
 }

@@ -75,7 +75,9 @@ static inline void give(rebatch_pool *pool, void *pointer)
 /* Merges what was freed and not yet merged, so that the next blocks come by best fit. */
 static inline void settle(rebatch_pool *pool)
 {
-    rbi_pool_walk(pool, &(struct rbi_pool_visitor){NULL, NULL, NULL});
+    rbi_pool_take_lock(pool);
+    rbi_quick_flush_all(pool);
+    rbi_lock_give(&pool->lock);
 }
 
 static inline rebatch_pool_stats stats_of(rebatch_pool *pool)

@@ -7,7 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "pool/pickle.h"
+#include "inspect/inspect.h"
 #include "unit/config_files.h"
 #include "unit/pickle_reader.h"
 #include "unit/pool_help.h"

@@ -3,7 +3,7 @@
 #include <criterion/criterion.h>
 
 #include "device/device.h"
-#include "probe/dry.h"
+#include "probe/dry_run.h"
 
 #define KIB(n) ((size_t)(n) << 10)
 
@@ -153,8 +153,8 @@ static size_t try_all(bool *fits, const struct drawn *drawn)
     size_t largest = 0;
     for (size_t size = 11; size <= SIZES_MOST; size++) {
         struct rbi_forecast forecast;
-        cr_assert_eq(rbi_replay(&forecast, &drawn->model, &drawn->setting,
-                                &(struct rbi_plan){size, true, true, SIZES_MOST}),
+        cr_assert_eq(rbi_forecast_run(&forecast, &drawn->model, &drawn->setting,
+                                      &(struct rbi_plan){size, true, true, SIZES_MOST}),
                      REBATCH_OK);
         fits[size] = forecast.fits;
         largest = forecast.fits ? size : largest;
@@ -172,7 +172,7 @@ Test(probe_dry, the_largest_size_is_found_above_others_that_do_not_fit)
         open_drawn(&drawn, seed * 7919);
         const size_t largest = try_all(fits, &drawn);
         cr_assert_eq(
-            rbi_replay_largest(&found, &drawn.model, &drawn.setting, 11, SIZES_MOST, SIZES_MOST),
+            rbi_forecast_largest(&found, &drawn.model, &drawn.setting, 11, SIZES_MOST, SIZES_MOST),
             REBATCH_OK);
         while (gap < largest && fits[gap])
             gap++;

@@ -138,7 +138,7 @@ Test(probe_model, the_last_of_the_turns_may_be_smaller)
     release_made(&made, 3);
 }
 
-/* ---- laws ---- */
+/* ---- size functions ---- */
 
 static struct rbi_points points_of(size_t count, const struct rbi_point *at, size_t unit)
 {

@@ -3,6 +3,7 @@
  * trial. */
 #include <criterion/criterion.h>
 
+#include "pool/pool.h"
 #include "probe/probe.h"
 
 #define MIB(n) ((size_t)(n) << 20)

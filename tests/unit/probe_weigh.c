@@ -1,5 +1,5 @@
 /* Owns the tests of what is tried where more than one model explains what ran: sizes rounded up to
- * units, and samples to tiles, on a dry device. Must not know how a law is drawn. */
+ * units, and samples to tiles, on a dry device. Must not know how a size function is drawn. */
 #include <criterion/criterion.h>
 
 #include "probe/probe.h"

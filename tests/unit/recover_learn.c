@@ -2,6 +2,7 @@
  * the first micro-batch takes memory eagerly. Must not know how memory is modelled. */
 #include <criterion/criterion.h>
 
+#include "pool/pool.h"
 #include "rebatch/rebatch.h"
 #include "recover/recover.h"
 
@@ -59,10 +60,10 @@ Test(recover_learn, a_model_stays_about_its_level)
     cr_assert_eq(rebatch_open(&t.rb, device, &options), REBATCH_OK);
     cr_assert_eq(rebatch_step(t.rb, &ops, 64, &t, &report), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(t.rb->lighten, 1);
-    cr_assert_not_null(t.rb->oracle.need);
-    cr_assert_eq(t.rb->oracle.lighten, 0);
-    cr_assert_geq(t.rb->oracle.need(t.rb->oracle.user, 10), 10 * KIB(96));
-    cr_assert(!rbi_need_has_oracle(t.rb, 1) && rbi_need_has_oracle(t.rb, 0));
+    cr_assert_not_null(t.rb->model.need);
+    cr_assert_eq(t.rb->model.lighten, 0);
+    cr_assert_geq(t.rb->model.need(t.rb->model.user, 10), 10 * KIB(96));
+    cr_assert(!rbi_need_has_model(t.rb, 1) && rbi_need_has_model(t.rb, 0));
     rebatch_close(t.rb);
     rebatch_device_close(device);
 }

@@ -17,7 +17,7 @@
 /* So many phases in a row with other calls are planned anew; one may be an exception. */
 #define MISSES_MOST 2
 #define CALLS_FIRST 256
-/* A call has a number of 32 bits; what is longer is no step of a training. */
+/* A call has a number of 32 bits; a phase with more calls is not planned. */
 #define CALLS_MOST ((size_t)1 << 20)
 
 static uint64_t moved_pages(const rebatch_pool *pool)

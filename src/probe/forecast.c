@@ -1,13 +1,13 @@
 /* Owns what is run dry to judge a size: the trial, the steps after the probe, and those of a
  * session that begins anew with it. Must not know where the sizes come from. */
-#include "probe/dry.h"
+#include "probe/dry_run.h"
 
 #include "device/device.h"
 
 /* ---- a course of micro-batches ---- */
 
 /* What is done for a size to fit, each in addition to what stands before it. RETRY: what runs out
- * of memory in a step runs once more, as its ladder does it. SMALL: a smaller micro-batch runs
+ * of memory in a step runs once more, as its fallback does it. SMALL: a smaller micro-batch runs
  * after the trial, and before it. */
 enum effort { AS_IS, TRIM, RETRY, SMALL_AFTER, SMALL_BEFORE };
 
@@ -45,7 +45,7 @@ static rebatch_status make_pieces(struct course *course)
     return undone ? undone : status;
 }
 
-/* An OOM is answered as the step's ladder does it: once, with the cache given back.
+/* An OOM is answered as the step's fallback does it: once, with the cache given back.
  *  @param count  0: the update */
 static rebatch_status run_next(struct course *course, size_t count, bool may_fail)
 {
@@ -244,8 +244,8 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
     return REBATCH_OK;
 }
 
-rebatch_status rbi_replay(struct rbi_forecast *out, const struct rbi_model *model,
-                          const struct rbi_setting *setting, const struct rbi_plan *plan)
+rebatch_status rbi_forecast_run(struct rbi_forecast *out, const struct rbi_model *model,
+                                const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
     *out = (struct rbi_forecast){0};
     if (!model->has_events)
@@ -274,9 +274,9 @@ static rebatch_status guess_largest(size_t *out, const struct rbi_model *model,
     return status;
 }
 
-rebatch_status rbi_replay_near(size_t *out, const struct rbi_model *model,
-                               const struct rbi_setting *setting, size_t least, size_t most,
-                               size_t batch, size_t near)
+rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
+                                 const struct rbi_setting *setting, size_t least, size_t most,
+                                 size_t batch, size_t near)
 {
     *out = 0;
     if (least > most)
@@ -287,8 +287,8 @@ rebatch_status rbi_replay_near(size_t *out, const struct rbi_model *model,
     rebatch_status status = REBATCH_OK;
     while (!status) {
         struct rbi_forecast forecast;
-        status =
-            rbi_replay(&forecast, model, setting, &(struct rbi_plan){count, true, true, batch});
+        status = rbi_forecast_run(&forecast, model, setting,
+                                  &(struct rbi_plan){count, true, true, batch});
         if (status)
             break;
         if (forecast.fits)
@@ -312,9 +312,9 @@ rebatch_status rbi_replay_near(size_t *out, const struct rbi_model *model,
  * where bytes alone would find room. */
 #define GAP_MOST 16
 
-rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
-                                  const struct rbi_setting *setting, size_t least, size_t most,
-                                  size_t batch)
+rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,
+                                    const struct rbi_setting *setting, size_t least, size_t most,
+                                    size_t batch)
 {
     *out = 0;
     if (least > most)
@@ -322,12 +322,12 @@ rebatch_status rbi_replay_largest(size_t *out, const struct rbi_model *model,
     size_t count;
     rebatch_status status = guess_largest(&count, model, setting, least, most);
     if (!status)
-        status = rbi_replay_near(out, model, setting, least, most, batch, count);
+        status = rbi_forecast_near(out, model, setting, least, most, batch, count);
     const size_t above = rbi_max(*out + 1, least);
     for (size_t i = 0; i < GAP_MOST && !status && count > above; i++, count--) {
         struct rbi_forecast forecast;
-        status =
-            rbi_replay(&forecast, model, setting, &(struct rbi_plan){count, true, true, batch});
+        status = rbi_forecast_run(&forecast, model, setting,
+                                  &(struct rbi_plan){count, true, true, batch});
         if (status || !forecast.fits)
             continue;
         *out = count;

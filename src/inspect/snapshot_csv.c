@@ -1,8 +1,9 @@
 /* Owns the layout of a snapshot as CSV (RFC 4180, lines end in a line feed): blocks, and events.
  * Must not know where it goes. */
 #include <inttypes.h>
+#include <string.h>
 
-#include "pool/snapshot.h"
+#include "inspect/inspect.h"
 
 static void put_text(struct rbi_sink *sink, const char *text)
 {
@@ -23,38 +24,26 @@ static void put_tag(struct rbi_sink *sink, const char *name)
 
 /* ---- blocks ---- */
 
-static const char *state_of(const struct rbi_block *block)
-{
-    switch (block->state) {
-    case RBI_BLOCK_LIVE:
-        return "live";
-    case RBI_BLOCK_DEFERRED:
-        return "deferred";
-    case RBI_BLOCK_PENDING:
-        return "pending";
-    case RBI_BLOCK_LOST:
-        return "quarantined";
-    default:
-        return "free";
-    }
-}
-
 static void put_block(struct rbi_sink *sink, const rebatch_pool *pool,
-                      const struct rbi_segment *segment, const struct rbi_piece *piece)
+                      const struct rbi_segment *segment, const struct rbi_view_piece *piece)
 {
-    const struct rbi_block *block = piece->block;
-    const bool live = rbi_piece_is_live(piece);
+    static const char *const states[] = {[RBI_VIEW_FREE] = "free",
+                                         [RBI_VIEW_LIVE] = "live",
+                                         [RBI_VIEW_DEFERRED] = "deferred",
+                                         [RBI_VIEW_PENDING] = "pending",
+                                         [RBI_VIEW_LOST] = "quarantined"};
+    const bool live = rbi_view_is_in_use(piece);
     rbi_sink_print(sink, "0x%" PRIxPTR ",%zu,0x%" PRIxPTR ",%zu,%zu,%s,",
                    (uintptr_t)segment->address, segment->bytes, (uintptr_t)piece->address,
-                   piece->bytes, live ? block->requested_bytes : (size_t)0, state_of(block));
-    if (block->state != RBI_BLOCK_LOST)
-        rbi_sink_print(sink, "%" PRIuPTR, (uintptr_t)block->stream->stream);
+                   piece->bytes, piece->requested_bytes, states[piece->state]);
+    if (piece->state != RBI_VIEW_LOST)
+        rbi_sink_print(sink, "%" PRIuPTR, (uintptr_t)piece->stream);
     put_text(sink, ",");
-    if (live || block->state == RBI_BLOCK_PENDING)
-        put_tag(sink, pool->tags[block->tag].name);
+    if (live || piece->state == RBI_VIEW_PENDING)
+        put_tag(sink, rbi_view_tag_name(pool, piece->tag));
     put_text(sink, ",");
     if (live)
-        rbi_sink_print(sink, "%" PRIu64, block->birth);
+        rbi_sink_print(sink, "%" PRIu64, piece->allocation);
     put_text(sink, "\n");
 }
 
@@ -69,17 +58,17 @@ void rbi_snapshot_blocks(struct rbi_sink *sink, const rebatch_pool *pool)
 {
     put_text(sink, "segment,segment_bytes,address,bytes,requested_bytes,state,stream,tag,"
                    "allocation\n");
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
-        struct rbi_pieces pieces = rbi_pieces_of(pool, r);
-        struct rbi_segment segment;
-        while (rbi_segment_next(&segment, &pieces)) {
-            struct rbi_piece piece;
-            for (size_t i = 0; i < segment.count && rbi_pieces_next(&piece, &segment.pieces); i++)
-                put_block(sink, pool, &segment, &piece);
-        }
+    struct rbi_view_walk walk = rbi_view_ranges(pool);
+    struct rbi_segment segment;
+    while (rbi_segment_next(&segment, &walk)) {
+        struct rbi_view_piece piece;
+        for (size_t i = 0; i < segment.count && rbi_view_next(&piece, &segment.pieces); i++)
+            put_block(sink, pool, &segment, &piece);
     }
-    put_rest(sink, pool->spare_count * pool->granule_bytes, "spare");
-    put_rest(sink, pool->ballast ? pool->ballast_bytes : 0, "ballast");
+    struct rbi_view_facts facts;
+    rbi_view_get_facts(&facts, pool);
+    put_rest(sink, facts.spare_bytes, "spare");
+    put_rest(sink, facts.ballast_bytes, "ballast");
 }
 
 /* ---- events ---- */
@@ -107,7 +96,7 @@ static void put_event(struct rbi_sink *sink, const rebatch_pool *pool,
         rbi_sink_print(sink, "0x%" PRIxPTR, (uintptr_t)event->address);
     rbi_sink_print(sink, ",%zu,%" PRIuPTR ",", event->bytes, (uintptr_t)event->stream);
     if (event->kind != RBI_POOL_EVENT_MAP && event->kind != RBI_POOL_EVENT_UNMAP)
-        put_tag(sink, pool->tags[event->tag].name);
+        put_tag(sink, rbi_view_tag_name(pool, event->tag));
     put_text(sink, ",");
     if (event->kind == RBI_POOL_EVENT_OOM)
         rbi_sink_print(sink, "%" PRIu64, event->free_bytes);
@@ -117,8 +106,9 @@ static void put_event(struct rbi_sink *sink, const rebatch_pool *pool,
 void rbi_snapshot_events(struct rbi_sink *sink, const rebatch_pool *pool)
 {
     const int64_t epoch_us = rbi_snapshot_epoch_us();
-    const struct rbi_ring *ring = &pool->ring;
+    struct rbi_view_facts facts;
+    rbi_view_get_facts(&facts, pool);
     put_text(sink, "number,time_us,action,address,bytes,stream,tag,device_free_bytes,blocks\n");
-    for (uint64_t n = rbi_ring_first(ring); n < ring->count; n++)
-        put_event(sink, pool, &ring->events[n % ring->capacity], epoch_us);
+    for (uint64_t n = rbi_event_log_first(facts.log); n < facts.log->count; n++)
+        put_event(sink, pool, rbi_event_log_at(facts.log, n), epoch_us);
 }

@@ -1,28 +1,30 @@
 /* Owns the report of what a scope leaves in use.
- * Must not know how memory is found. */
+ * Must not know the pool's structs. */
 #include <inttypes.h>
 #include <string.h>
 
-#include "pool/pool.h"
+#include "inspect/inspect.h"
 
 /* ---- gathering ---- */
 
-/* What each tag has left. */
-struct shares {
-    uint64_t blocks[RBI_POOL_TAGS], live_bytes[RBI_POOL_TAGS];
+struct leaks {
+    const rebatch_pool *pool;
+    rebatch_leak_report *report;
+    uint64_t blocks[RBI_POOL_TAGS], live_bytes[RBI_POOL_TAGS]; /* what each tag has left */
 };
 
-static void copy_name(char *to, const struct rbi_tag *tag)
+static void copy_name(char *to, const struct leaks *leaks, size_t tag)
 {
-    memcpy(to, tag->name, sizeof tag->name);
+    memcpy(to, rbi_view_tag_name(leaks->pool, (rebatch_tag)tag),
+           sizeof leaks->report->tags[0].name);
 }
 
-/* Blocks come newest first; of equal ones the oldest shall be first. */
-static void add_block(rebatch_leak_report *report, const rebatch_pool *pool,
-                      const struct rbi_block *block)
+/* Blocks come oldest first, which is the order of equal ones. */
+static void add_block(struct leaks *leaks, const struct rbi_view_piece *block)
 {
+    rebatch_leak_report *report = leaks->report;
     size_t at = report->block_count;
-    while (at > 0 && report->largest[at - 1].bytes <= block->bytes)
+    while (at > 0 && report->largest[at - 1].bytes < block->bytes)
         at--;
     if (at == REBATCH_LEAK_BLOCKS)
         return;
@@ -31,49 +33,38 @@ static void add_block(rebatch_leak_report *report, const rebatch_pool *pool,
             (last - at) * sizeof report->largest[0]);
     rebatch_leak_block *to = &report->largest[at];
     *to = (rebatch_leak_block){
-        .address = block->address, .bytes = block->bytes, .allocation = block->birth};
-    copy_name(to->tag, &pool->tags[block->tag]);
+        .address = block->address, .bytes = block->bytes, .allocation = block->allocation};
+    copy_name(to->tag, leaks, block->tag);
     report->block_count = (uint32_t)last + 1;
 }
 
-static void add_tag(rebatch_leak_report *report, const rebatch_pool *pool,
-                    const struct shares *shares, size_t tag)
+static void add_tag(struct leaks *leaks, size_t tag)
 {
+    rebatch_leak_report *report = leaks->report;
     size_t at = report->tag_count;
-    while (at > 0 && report->tags[at - 1].live_bytes < shares->live_bytes[tag])
+    while (at > 0 && report->tags[at - 1].live_bytes < leaks->live_bytes[tag])
         at--;
     if (at == REBATCH_LEAK_TAGS)
         return;
     const size_t last = rbi_min(report->tag_count, REBATCH_LEAK_TAGS - 1);
     memmove(&report->tags[at + 1], &report->tags[at], (last - at) * sizeof report->tags[0]);
     rebatch_leak_tag *to = &report->tags[at];
-    *to = (rebatch_leak_tag){.blocks = shares->blocks[tag], .live_bytes = shares->live_bytes[tag]};
-    copy_name(to->name, &pool->tags[tag]);
+    *to = (rebatch_leak_tag){.blocks = leaks->blocks[tag], .live_bytes = leaks->live_bytes[tag]};
+    copy_name(to->name, leaks, tag);
     report->tag_count = (uint32_t)last + 1;
 }
 
-/* Blocks in use stand in the order of their births: a scope's are the end of the list, but for
- * those from outside. One whose free waits for a commit has been freed. */
-static void gather(rebatch_leak_report *report, const rebatch_pool *pool,
-                   const struct rbi_extent *extent)
+static void show(void *user, const struct rbi_view_piece *block)
 {
-    struct shares shares;
-    memset(&shares, 0, sizeof shares);
-    const struct rbi_block *const ring = &pool->by_birth;
-    for (const struct rbi_block *b = ring->previous; b != ring && b->birth >= extent->first_birth;
-         b = b->previous) {
-        if (b->state == RBI_BLOCK_DEFERRED || (b->outside && extent->leaves_out))
-            continue;
-        report->blocks++;
-        report->live_bytes += b->bytes;
-        report->requested_bytes += b->requested_bytes;
-        shares.blocks[b->tag]++;
-        shares.live_bytes[b->tag] += b->bytes;
-        add_block(report, pool, b);
-    }
-    for (size_t i = 0; i < pool->tag_count; i++)
-        if (shares.blocks[i] > 0)
-            add_tag(report, pool, &shares, i);
+    struct leaks *leaks = user;
+    if (block->state == RBI_VIEW_DEFERRED)
+        return; /* it has been freed */
+    leaks->report->blocks++;
+    leaks->report->live_bytes += block->bytes;
+    leaks->report->requested_bytes += block->requested_bytes;
+    leaks->blocks[block->tag]++;
+    leaks->live_bytes[block->tag] += block->bytes;
+    add_block(leaks, block);
 }
 
 rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *pool,
@@ -85,12 +76,16 @@ rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *p
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_take_lock(pool);
+    struct leaks leaks = {.pool = pool, .report = out};
     struct rbi_extent extent;
+    rbi_view_open(pool);
     status = rbi_scope_get_extent(&extent, pool, scope);
     if (status == REBATCH_OK)
-        gather(out, pool, &extent);
-    rbi_lock_give(&pool->lock);
+        rbi_view_each_live(pool, &extent, show, &leaks);
+    for (size_t i = 0; i < rbi_view_tag_count(pool); i++)
+        if (leaks.blocks[i] > 0)
+            add_tag(&leaks, i);
+    rbi_view_close(pool);
     return status;
 }
 

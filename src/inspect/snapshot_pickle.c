@@ -5,7 +5,10 @@
  * The viewer goes back from the segments through the events, so these must agree: a segment is
  * memory without a gap, "segment_map" and "segment_unmap" are pieces of one, and all of them are
  * said to be on stream 0, as one segment can have blocks of several streams. */
-#include "pool/pickle.h"
+#include <string.h>
+
+#include "device/device.h"
+#include "inspect/inspect.h"
 #include "rebatch/cuda.h"
 #include "rebatch/version.h"
 
@@ -80,6 +83,7 @@ _Static_assert(WORD_COUNT <= 256, "a word's number is one byte");
 struct pickle {
     struct rbi_sink *sink;
     const rebatch_pool *pool;
+    struct rbi_view_facts facts;
     int64_t epoch_us;
     unsigned device; /* as CUDA counts; 0 for what is no GPU */
     bool has_word[WORD_COUNT];
@@ -147,7 +151,7 @@ static void put_frames(struct pickle *p, rebatch_tag tag)
         rbi_pickle_again(p->sink, FIRST_FRAMES + tag);
         return;
     }
-    put_frame(p, p->pool->tags[tag].name);
+    put_frame(p, rbi_view_tag_name(p->pool, tag));
     rbi_pickle_keep(p->sink, FIRST_FRAMES + tag);
     p->has_frames[tag] = true;
 }
@@ -160,30 +164,28 @@ static void put_no_frames(struct pickle *p)
 
 /* ---- segments ---- */
 
-static void put_block(struct pickle *p, const struct rbi_piece *piece)
+static void put_block(struct pickle *p, const struct rbi_view_piece *piece)
 {
-    const struct rbi_block *block = piece->block;
-    const bool live = rbi_piece_is_live(piece);
-    const bool pending = block->state == RBI_BLOCK_PENDING;
+    const bool live = rbi_view_is_in_use(piece);
+    const bool pending = piece->state == RBI_VIEW_PENDING;
     rbi_pickle_begin_dict(p->sink);
     put_address(p, WORD_address, piece->address);
     put_count(p, WORD_size, piece->bytes);
     /* What was asked for is not kept of a block that waits for its end. */
-    put_count(p, WORD_requested_size, live ? block->requested_bytes : pending ? piece->bytes : 0);
+    put_count(p, WORD_requested_size, pending ? piece->bytes : piece->requested_bytes);
     put_words(p, WORD_state,
               live      ? WORD_active_allocated
               : pending ? WORD_active_pending_free
                         : WORD_inactive);
-    put_address(p, WORD_stream, block->stream->stream);
+    put_address(p, WORD_stream, piece->stream);
     if (live || pending)
-        put_frames(p, block->tag);
+        put_frames(p, piece->tag);
     else
         put_no_frames(p);
     rbi_pickle_end_dict(p->sink);
 }
 
-static void put_segment(struct pickle *p, const struct rbi_range *range,
-                        const struct rbi_segment *segment)
+static void put_segment(struct pickle *p, const struct rbi_segment *segment)
 {
     rbi_pickle_begin_dict(p->sink);
     put_count(p, WORD_device, p->device);
@@ -193,18 +195,18 @@ static void put_segment(struct pickle *p, const struct rbi_range *range,
     put_count(p, WORD_active_size, segment->live_bytes + segment->pending_bytes);
     put_count(p, WORD_requested_size, segment->requested_bytes + segment->pending_bytes);
     put_count(p, WORD_stream, 0);
-    put_words(p, WORD_segment_type, range->zone == RBI_ZONE_SMALL ? WORD_small : WORD_large);
+    put_words(p, WORD_segment_type, segment->pieces.is_small ? WORD_small : WORD_large);
     put_word(p, WORD_segment_pool_id);
     rbi_pickle_unsigned(p->sink, 0);
     rbi_pickle_unsigned(p->sink, 0);
     rbi_pickle_pair(p->sink);
-    put_bool(p, WORD_is_expandable, range->granules != NULL);
+    put_bool(p, WORD_is_expandable, segment->pieces.is_mapped);
     put_no_frames(p);
     put_word(p, WORD_blocks);
     rbi_pickle_list(p->sink);
-    struct rbi_pieces pieces = segment->pieces;
-    struct rbi_piece piece;
-    for (size_t i = 0; i < segment->count && rbi_pieces_next(&piece, &pieces); i++) {
+    struct rbi_view_walk pieces = segment->pieces;
+    struct rbi_view_piece piece;
+    for (size_t i = 0; i < segment->count && rbi_view_next(&piece, &pieces); i++) {
         put_block(p, &piece);
         rbi_pickle_append(p->sink);
     }
@@ -215,13 +217,11 @@ static void put_segments(struct pickle *p)
 {
     put_word(p, WORD_segments);
     rbi_pickle_list(p->sink);
-    for (const struct rbi_range *r = p->pool->first_range; r; r = r->next) {
-        struct rbi_pieces pieces = rbi_pieces_of(p->pool, r);
-        struct rbi_segment segment;
-        while (rbi_segment_next(&segment, &pieces)) {
-            put_segment(p, r, &segment);
-            rbi_pickle_append(p->sink);
-        }
+    struct rbi_view_walk walk = rbi_view_ranges(p->pool);
+    struct rbi_segment segment;
+    while (rbi_segment_next(&segment, &walk)) {
+        put_segment(p, &segment);
+        rbi_pickle_append(p->sink);
     }
 }
 
@@ -258,7 +258,7 @@ static void put_action(struct pickle *p, const struct rbi_pool_event *event, enu
 
 static void put_event(struct pickle *p, const struct rbi_pool_event *event)
 {
-    const bool space = p->pool->has_space;
+    const bool space = p->facts.is_mapped;
     switch (event->kind) {
     case RBI_POOL_EVENT_ALLOC:
         put_action(p, event, WORD_alloc);
@@ -297,9 +297,9 @@ static void put_events(struct pickle *p)
         rbi_pickle_append(p->sink);
     }
     rbi_pickle_list(p->sink);
-    const struct rbi_ring *ring = &p->pool->ring;
-    for (uint64_t n = rbi_ring_first(ring); n < ring->count; n++)
-        put_event(p, &ring->events[n % ring->capacity]);
+    const struct rbi_event_log *log = p->facts.log;
+    for (uint64_t n = rbi_event_log_first(log); n < log->count; n++)
+        put_event(p, rbi_event_log_at(log, n));
     rbi_pickle_append(p->sink);
 }
 
@@ -310,29 +310,29 @@ static void put_rounding(struct pickle *p)
 {
     put_word(p, WORD_roundup_power2_divisions);
     rbi_pickle_begin_dict(p->sink);
-    for (unsigned i = 0; i < 16 && p->pool->rounding_divisions; i++) {
+    for (unsigned i = 0; i < 16 && p->facts.rounding_divisions; i++) {
         char text[16];
         struct rbi_text t = {text, sizeof text, 0};
         rbi_text_add(&t, "%u", 1u << i);
         rbi_pickle_text(p->sink, text);
-        rbi_pickle_unsigned(p->sink, p->pool->rounding_divisions);
+        rbi_pickle_unsigned(p->sink, p->facts.rounding_divisions);
     }
     rbi_pickle_end_dict(p->sink);
 }
 
 static void put_settings(struct pickle *p)
 {
-    const rebatch_pool *pool = p->pool;
+    const struct rbi_view_facts *facts = &p->facts;
     put_word(p, WORD_allocator_settings);
     rbi_pickle_begin_dict(p->sink);
     put_word(p, WORD_PYTORCH_CUDA_ALLOC_CONF);
     rbi_pickle_text(p->sink, "");
     put_word(p, WORD_max_split_size);
     rbi_pickle_integer(p->sink,
-                       pool->max_split_bytes == SIZE_MAX ? -1 : (int64_t)pool->max_split_bytes);
+                       facts->max_split_bytes == SIZE_MAX ? -1 : (int64_t)facts->max_split_bytes);
     put_word(p, WORD_garbage_collection_threshold);
-    rbi_pickle_float(p->sink, (double)pool->gc_permille / 1000);
-    put_bool(p, WORD_expandable_segments, pool->has_space);
+    rbi_pickle_float(p->sink, (double)facts->gc_permille / 1000);
+    put_bool(p, WORD_expandable_segments, facts->is_mapped);
     put_rounding(p);
     rbi_pickle_end_dict(p->sink);
 }
@@ -368,11 +368,11 @@ static void put_rebatch(struct pickle *p)
     REBATCH_POOL_STATISTICS(PUT_STATISTIC)
 #undef PUT_STATISTIC
     rbi_pickle_end_dict(p->sink);
-    put_count(p, WORD_spare_bytes, pool->spare_count * pool->granule_bytes);
-    put_count(p, WORD_ballast_bytes, pool->ballast ? pool->ballast_bytes : 0);
+    put_count(p, WORD_spare_bytes, p->facts.spare_bytes);
+    put_count(p, WORD_ballast_bytes, p->facts.ballast_bytes);
     put_word(p, WORD_tags);
     rbi_pickle_list(p->sink);
-    for (size_t i = 0; i < pool->tag_count; i++) {
+    for (size_t i = 0; i < rbi_view_tag_count(pool); i++) {
         put_tag(p, i);
         rbi_pickle_append(p->sink);
     }
@@ -394,7 +394,8 @@ void rbi_snapshot_pickle(struct rbi_sink *sink, const rebatch_pool *pool)
     p.sink = sink;
     p.pool = pool;
     p.epoch_us = rbi_snapshot_epoch_us();
-    p.device = number_of(pool->device);
+    p.device = number_of(rebatch_pool_device(pool));
+    rbi_view_get_facts(&p.facts, pool);
     rbi_pickle_begin(sink);
     rbi_pickle_begin_dict(sink);
     put_segments(&p);

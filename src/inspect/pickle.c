@@ -1,6 +1,8 @@
 /* Owns the bytes of a pickle. Opcodes are those of Python's Lib/pickle.py.
  * Must not know what is written. */
-#include "pool/pickle.h"
+#include <string.h>
+
+#include "inspect/inspect.h"
 
 enum opcode {
     PROTO = 0x80,

@@ -4,28 +4,25 @@
 
 /* ---- beginning and end ---- */
 
-rebatch_status rbi_learn_start(rebatch *rb)
+void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner)
 {
-    const rebatch_status status = rbi_teacher_create(&rb->learning.teacher, rb);
-    if (status)
-        return status;
+    rb->learning.tuner = *tuner;
     rb->learning.is_on = true;
     rb->micro = rbi_round_size_up(&rb->options, 1);
-    return REBATCH_OK;
 }
 
 /* Without one, sizes double as long as there is room. */
-static void dismiss_teacher(struct rbi_learning *learning)
+static void drop_tuner(struct rbi_learning *learning)
 {
-    if (learning->teacher.user)
-        learning->teacher.destroy(learning->teacher.user);
-    learning->teacher.user = NULL;
+    if (learning->tuner.user)
+        learning->tuner.destroy(learning->tuner.user);
+    learning->tuner.user = NULL;
     learning->is_watched = false;
 }
 
 void rbi_learn_stop(rebatch *rb)
 {
-    dismiss_teacher(&rb->learning);
+    drop_tuner(&rb->learning);
     rb->learning = (struct rbi_learning){.is_on = false};
 }
 
@@ -34,27 +31,24 @@ void rbi_learn_stop(rebatch *rb)
 static void set_size(rebatch *rb, size_t size)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_LEARN);
-    if (rb->by_cost)
-        rb->budget = size;
-    else
-        rb->micro = size;
+    rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
     if (event.micro_before != event.micro_after || event.cost_before != event.cost_after)
         rbi_event_emit(rb, &event);
 }
 
-/* 0: there is none to ask, or he has just been dismissed, or he knows what he wanted to know. What
- * ends his teaching ends no step, so its sentence is of no use. */
-static size_t ask_teacher(rebatch *rb, size_t left)
+/* 0: there is no tuner, or it has failed just now, or it needs no other size. Its failure does not
+ * fail the step, so the error text is cleared. */
+static size_t ask_tuner(rebatch *rb, size_t left)
 {
     struct rbi_learning *learning = &rb->learning;
     size_t size = 0;
-    if (!learning->teacher.user)
+    if (!learning->tuner.user)
         return 0;
     const size_t upper = rbi_micro_upper(rb, rb->batch);
-    if (learning->teacher.next(&size, learning->teacher.user, upper, rb->batch, left)) {
+    if (learning->tuner.next(&size, learning->tuner.user, upper, rb->batch, left)) {
         rebatch_clear_error();
-        dismiss_teacher(learning);
+        drop_tuner(learning);
         return 0;
     }
     /* What a smaller batch had as a whole may be none that is allowed in this one. */
@@ -63,11 +57,11 @@ static size_t ask_teacher(rebatch *rb, size_t left)
 
 static void prepare_pool(struct rbi_learning *learning)
 {
-    const struct rbi_teacher *teacher = &learning->teacher;
-    if (!teacher->user || !teacher->prepare(teacher->user, learning->chosen))
+    const struct rbi_tuner *tuner = &learning->tuner;
+    if (!tuner->user || !tuner->prepare(tuner->user, learning->chosen))
         return;
     rebatch_clear_error();
-    dismiss_teacher(learning);
+    drop_tuner(learning);
 }
 
 static bool has_run(const rebatch *rb)
@@ -87,17 +81,17 @@ static size_t choose_double(rebatch *rb)
 
 static size_t choose(rebatch *rb, size_t left)
 {
-    size_t size = ask_teacher(rb, left);
-    if (!rb->learning.teacher.user)
+    size_t size = ask_tuner(rb, left);
+    if (!rb->learning.tuner.user)
         size = choose_double(rb);
     return size;
 }
 
-/* Where the teacher is done for now, what he has found. */
+/* Where the tuner is done for now, what it has found. */
 static size_t largest_found(const rebatch *rb)
 {
-    const struct rbi_teacher *teacher = &rb->learning.teacher;
-    return teacher->user ? teacher->largest(teacher->user) : 0;
+    const struct rbi_tuner *tuner = &rb->learning.tuner;
+    return tuner->user ? tuner->largest(tuner->user) : 0;
 }
 
 void rbi_learn_choose(rebatch *rb, size_t left)
@@ -108,7 +102,7 @@ void rbi_learn_choose(rebatch *rb, size_t left)
     learning->chosen = 0;
     if (learning->is_settled)
         return;
-    if (learning->has_failed) { /* the ladder has chosen, and that tells something too */
+    if (learning->has_failed) { /* the fallback has chosen, and that tells something too */
         const size_t found = largest_found(rb);
         if (found > rbi_micro_size(rb, rb->batch))
             set_size(rb, found);
@@ -134,7 +128,7 @@ void rbi_learn_begin_step(rebatch *rb)
     learning->has_failed = false;
     learning->is_settled = learning->upper && rbi_micro_upper(rb, rb->batch) <= learning->upper;
     if (rb->by_cost) /* whose samples differ: a line over cost tells enough of them */
-        dismiss_teacher(learning);
+        drop_tuner(learning);
     if (rb->lighten != learning->lighten)
         rbi_learn_stop(rb);
 }
@@ -142,9 +136,9 @@ void rbi_learn_begin_step(rebatch *rb)
 void rbi_learn_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->learning;
-    learning->is_watched = learning->chosen && learning->teacher.user && learning->chosen == count;
+    learning->is_watched = learning->chosen && learning->tuner.user && learning->chosen == count;
     if (learning->is_watched)
-        learning->teacher.begin(learning->teacher.user, count);
+        learning->tuner.begin(learning->tuner.user, count);
 }
 
 static void settle_after(rebatch *rb, rebatch_status status)
@@ -156,8 +150,8 @@ static void settle_after(rebatch *rb, rebatch_status status)
         return;
     }
     learning->has_failed = true;
-    if (!learning->teacher.user || learning->upper)
-        rbi_learn_stop(rb); /* the ladder and growth know as much */
+    if (!learning->tuner.user || learning->upper)
+        rbi_learn_stop(rb); /* the fallback and growth know as much */
 }
 
 void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
@@ -168,12 +162,12 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     if (status == REBATCH_OK)
         rb->report.learned += learning->chosen != 0 && (rb->by_cost || learning->chosen == count);
     if (learning->is_watched) {
-        if (learning->teacher.end(learning->teacher.user, count, status)) {
+        if (learning->tuner.end(learning->tuner.user, count, status)) {
             rebatch_clear_error();
-            dismiss_teacher(learning);
+            drop_tuner(learning);
         }
-    } else if (status == REBATCH_OOM && learning->teacher.user) {
-        learning->teacher.failed(learning->teacher.user, count);
+    } else if (status == REBATCH_OOM && learning->tuner.user) {
+        learning->tuner.failed(learning->tuner.user, count);
     }
     settle_after(rb, status);
 }
@@ -183,20 +177,20 @@ void rbi_learn_refused(rebatch *rb, size_t count)
     struct rbi_learning *learning = &rb->learning;
     if (!learning->is_on)
         return;
-    if (learning->teacher.user)
-        learning->teacher.failed(learning->teacher.user, count);
+    if (learning->tuner.user)
+        learning->tuner.failed(learning->tuner.user, count);
     settle_after(rb, REBATCH_OOM);
 }
 
 /* ---- after the update ---- */
 
-/* Whether a larger batch could be answered better. */
+/* Whether the size would be the same for a larger batch. */
 static bool is_done(const rebatch *rb)
 {
     const struct rbi_learning *learning = &rb->learning;
     const size_t upper = rbi_micro_upper(rb, rb->batch);
-    if (learning->teacher.user)
-        return learning->teacher.is_done(learning->teacher.user, upper);
+    if (learning->tuner.user)
+        return learning->tuner.is_done(learning->tuner.user, upper);
     return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, rb->batch) < upper;
 }
 

@@ -1,4 +1,4 @@
-/* Owns what is known of the sizes and the turns in a form, and which laws they follow.
+/* Owns what is known of the sizes and the turns in a form, and which functions they follow.
  * Must not know how the form was found. */
 #include "probe/form.h"
 

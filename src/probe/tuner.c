@@ -1,14 +1,15 @@
-/* Owns the teacher of a session that learns from real micro-batches: it watches them as a probe
+/* Owns the tuner of a session that learns from real micro-batches: it watches them as a probe
  * watches its trials, and has the same search say which size is next.
  * Must not know when a micro-batch runs, or what is done about an OOM. */
+#include "probe/tuner.h"
 #include "probe/probe.h"
-#include "recover/recover.h"
+#include "recover/session.h"
 
 /* Micro-batches that are watched, at the most: a search that has found nothing in so many will not
  * find more. */
-#define LESSONS_MOST 8
+#define WATCHED_MOST 8
 
-struct lessons {
+struct tuner {
     rebatch *rb;
     struct rbi_search search;
     struct rbi_trace trace; /* of the micro-batch that runs */
@@ -18,13 +19,13 @@ struct lessons {
 static size_t round_down(void *user, size_t size)
 {
     const rebatch *rb = user;
-    return rbi_round_size(&rb->options, size);
+    return rbi_round_size(rbi_session_options(rb), size);
 }
 
 static size_t round_up(void *user, size_t size)
 {
     const rebatch *rb = user;
-    return rbi_round_size_up(&rb->options, size);
+    return rbi_round_size_up(rbi_session_options(rb), size);
 }
 
 /* Memory may be another than it was when a size ran, so that all that ran are judged anew. */
@@ -52,10 +53,10 @@ static rebatch_status choose(size_t *out, struct rbi_search *search)
 
 static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, size_t left)
 {
-    struct lessons *lessons = user;
-    struct rbi_search *search = &lessons->search;
-    rebatch *rb = lessons->rb;
-    search->least = rbi_min(rbi_round_size_up(&rb->options, 1), upper);
+    struct tuner *tuner = user;
+    struct rbi_search *search = &tuner->search;
+    rebatch *rb = tuner->rb;
+    search->least = rbi_min(rbi_round_size_up(rbi_session_options(rb), 1), upper);
     search->most = upper;
     search->batch = batch;
     search->left = left;
@@ -63,7 +64,7 @@ static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, 
     search->setting.is_work = true;
     const rebatch_status status = choose(out, search);
     if (status)
-        rbi_need_set_oracle(rb, NULL);
+        rbi_need_set_model(rb, NULL);
     else if (search->whole_count > 1)
         rbi_probe_lend(rb, &search->model);
     return status;
@@ -71,27 +72,29 @@ static rebatch_status next(size_t *out, void *user, size_t upper, size_t batch, 
 
 static rebatch_status prepare(void *user, size_t size)
 {
-    struct lessons *lessons = user;
-    return rbi_search_prepare(&lessons->search, size);
+    struct tuner *tuner = user;
+    return rbi_search_prepare(&tuner->search, size);
 }
 
 static void begin(void *user, size_t count)
 {
-    struct lessons *lessons = user;
+    struct tuner *tuner = user;
+    rebatch_pool *pool = rebatch_get_pool(tuner->rb);
     rebatch_pool_stats stats = {0};
-    (void)rebatch_pool_get_stats(&stats, lessons->rb->pool);
-    lessons->live_before = stats.live_bytes;
-    rbi_trace_begin(&lessons->trace, lessons->rb->pool, count);
+    (void)rebatch_pool_get_stats(&stats, pool);
+    tuner->live_before = stats.live_bytes;
+    rbi_trace_begin(&tuner->trace, pool, count);
 }
 
 static rebatch_status end(void *user, size_t count, rebatch_status status)
 {
-    struct lessons *lessons = user;
-    rebatch *rb = lessons->rb;
-    struct rbi_trace *trace = &lessons->trace;
+    struct tuner *tuner = user;
+    rebatch *rb = tuner->rb;
+    struct rbi_trace *trace = &tuner->trace;
     const rebatch_status ended =
-        rbi_trace_end(trace, rb->pool, rbi_search_latest(&lessons->search));
-    const struct rbi_need *need = rbi_need_find(rb, count, rb->lighten);
+        rbi_trace_end(trace, rebatch_get_pool(rb), rbi_search_latest(&tuner->search));
+    const struct rbi_need *need = rbi_need_find(rb, count, rbi_session_level(rb));
+    const uint64_t asked_bytes = rbi_session_failure(rb)->asked_bytes;
     if (ended || (status && status != REBATCH_OOM)) {
         rbi_trace_release(trace);
         return ended;
@@ -99,75 +102,71 @@ static rebatch_status end(void *user, size_t count, rebatch_status status)
     trace->is_whole = status == REBATCH_OK;
     if (trace->is_whole)
         trace->peak_bytes = need ? need->bytes : 0;
-    else if (rb->failure.asked_bytes)
-        rbi_trace_add_failure(trace, (size_t)rb->failure.asked_bytes);
-    rbi_search_note(&lessons->search, count, status, trace,
-                    lessons->live_before + trace->peak_bytes);
+    else if (asked_bytes)
+        rbi_trace_add_failure(trace, (size_t)asked_bytes);
+    rbi_search_note(&tuner->search, count, status, trace, tuner->live_before + trace->peak_bytes);
     *trace = (struct rbi_trace){0};
     return REBATCH_OK;
 }
 
 static void failed(void *user, size_t count)
 {
-    struct lessons *lessons = user;
-    rbi_search_note(&lessons->search, count, REBATCH_OOM, &(struct rbi_trace){0}, 0);
+    struct tuner *tuner = user;
+    rbi_search_note(&tuner->search, count, REBATCH_OOM, &(struct rbi_trace){0}, 0);
 }
 
 static size_t largest(const void *user)
 {
-    const struct lessons *lessons = user;
-    return lessons->search.fits;
+    const struct tuner *tuner = user;
+    return tuner->search.fits;
 }
 
 static bool is_done(const void *user, size_t upper)
 {
-    const struct lessons *lessons = user;
-    return lessons->search.fits < upper;
+    const struct tuner *tuner = user;
+    return tuner->search.fits < upper;
 }
 
 /* What it is about was said when it was made: level and kind of size may be others by now. */
 static void leave_model(rebatch *rb, struct rbi_model *model)
 {
-    const struct rbi_oracle lent = rb->oracle;
-    if (rbi_probe_hand_over(rb, model)) {
-        rbi_need_set_oracle(rb, NULL);
+    const struct rbi_memory_model lent = *rbi_need_get_model(rb);
+    if (rbi_probe_hand_over(rb, model, lent.lighten, lent.by_cost)) {
+        rbi_need_set_model(rb, NULL);
         rebatch_clear_error();
-        return;
     }
-    rb->oracle.lighten = lent.lighten;
-    rb->oracle.by_cost = lent.by_cost;
 }
 
 static void destroy(void *user)
 {
-    struct lessons *lessons = user;
-    struct rbi_search *search = &lessons->search;
-    if (rbi_probe_model(lessons->rb) == &search->model)
-        leave_model(lessons->rb, &search->model);
+    struct tuner *tuner = user;
+    struct rbi_search *search = &tuner->search;
+    if (rbi_probe_model(tuner->rb) == &search->model)
+        leave_model(tuner->rb, &search->model);
     rbi_search_release(search);
-    rbi_heap_free(lessons);
+    rbi_heap_free(tuner);
 }
 
-rebatch_status rbi_teacher_create(struct rbi_teacher *out, rebatch *rb)
+rebatch_status rbi_tuner_create(struct rbi_tuner *out, rebatch *rb)
 {
-    struct lessons *lessons = rbi_heap_calloc(1, sizeof *lessons);
-    if (!lessons)
+    struct tuner *tuner = rbi_heap_calloc(1, sizeof *tuner);
+    if (!tuner)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to learn the micro-batch size");
-    lessons->rb = rb;
-    lessons->search = (struct rbi_search){.user = rb,
-                                          .round = round_down,
-                                          .round_up = round_up,
-                                          .max_trials = LESSONS_MOST,
-                                          .now = rbi_now_ns};
-    rbi_search_begin(&lessons->search);
-    *out = (struct rbi_teacher){.next = next,
-                                .prepare = prepare,
-                                .begin = begin,
-                                .end = end,
-                                .failed = failed,
-                                .largest = largest,
-                                .is_done = is_done,
-                                .destroy = destroy,
-                                .user = lessons};
+    tuner->rb = rb;
+    tuner->search = (struct rbi_search){.user = rb,
+                                        .round = round_down,
+                                        .round_up = round_up,
+                                        .max_trials = WATCHED_MOST,
+                                        .now = rbi_now_ns};
+    rbi_search_begin(&tuner->search);
+    *out = (struct rbi_tuner){.next = next,
+                              .prepare = prepare,
+                              .begin = begin,
+                              .end = end,
+                              .failed = failed,
+                              .largest = largest,
+                              .is_done = is_done,
+                              .destroy = destroy,
+                              .user = tuner};
     return REBATCH_OK;
 }

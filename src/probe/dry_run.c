@@ -1,6 +1,6 @@
 /* Owns the dry run: a size's calls on a pool like the live one, with nothing behind it.
  * Must not know which sizes are run, nor when. */
-#include "probe/dry.h"
+#include "probe/dry_run.h"
 
 #include "device/device.h"
 

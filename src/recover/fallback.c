@@ -1,12 +1,12 @@
-/* Owns the ladder that answers an OOM: once more, smaller, lighter, nothing left.
+/* Owns the fallback stages after an OOM: once more, smaller, lighter, nothing left.
  * Must not know how callbacks run. */
 #include <inttypes.h>
 #include <string.h>
 
 #include "recover/recover.h"
 
-/* Callbacks of this step that ran in vain; a refused admission ran nothing. */
-static uint32_t in_vain(const rebatch *rb)
+/* Callbacks of this step whose work was lost; a refused admission ran nothing. */
+static uint32_t wasted(const rebatch *rb)
 {
     return rb->report.ooms - rb->report.ooms_in[REBATCH_PHASE_ADMISSION];
 }
@@ -18,7 +18,7 @@ static bool has_too_many_in_row(const rebatch *rb)
 
 static bool has_given_up(const rebatch *rb)
 {
-    return in_vain(rb) >= rb->options.max_attempts || has_too_many_in_row(rb);
+    return wasted(rb) >= rb->options.max_attempts || has_too_many_in_row(rb);
 }
 
 /* "Once more" is worth it when what failed would fit now: something was released since, or the
@@ -81,7 +81,7 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 }
 
 /* Sets *is_lighter when there is a lighter level and it is in force. Gives what the callback
- * answered, unless that only says that there is none. */
+ * returned, unless that only says that there is none. */
 static rebatch_status lighten(rebatch *rb, bool *is_lighter)
 {
     *is_lighter = false;
@@ -93,8 +93,9 @@ static rebatch_status lighten(rebatch *rb, bool *is_lighter)
     return status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED ? REBATCH_OK : status;
 }
 
-/* Finds the rung to take. Gives what lighten answered when that ends the step. */
-static rebatch_status take_rung(rebatch *rb, const rebatch_microbatch *mb, rebatch_event_kind *kind)
+/* Chooses the stage. Gives what lighten returned when that ends the step. */
+static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
+                                   rebatch_event_kind *kind)
 {
     *kind = REBATCH_EVENT_TORN;
     if (rb->failure.phase == REBATCH_PHASE_UPDATE)
@@ -125,9 +126,9 @@ static rebatch_status take_rung(rebatch *rb, const rebatch_microbatch *mb, rebat
 
 static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
 {
-    if (in_vain(rb) >= rb->options.max_attempts)
-        rbi_text_add(t, "; gave up after %u attempts in vain in one step: raise max_attempts",
-                     in_vain(rb));
+    if (wasted(rb) >= rb->options.max_attempts)
+        rbi_text_add(t, "; gave up after %u wasted attempts in one step: raise max_attempts",
+                     wasted(rb));
     else if (has_too_many_in_row(rb))
         rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
     else if (rb->options.on_oom == REBATCH_ON_OOM_STOP)
@@ -189,7 +190,7 @@ static void count(rebatch *rb, const struct rbi_strike *strike)
         rbi_need_learn_least(rb, rb->size, rb->failure.need_bytes);
 }
 
-rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
+rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
 {
     const rebatch_microbatch *mb = strike->mb;
     rebatch_event event = {.phase = rb->failure.phase,
@@ -207,7 +208,7 @@ rebatch_status rbi_ladder_next(rebatch *rb, const struct rbi_strike *strike)
                            .available_bytes = rb->failure.available_bytes};
     count(rb, strike);
     rbi_growth_set_back(rb, rb->failure.available_bytes);
-    const rebatch_status status = take_rung(rb, mb, &event.kind);
+    const rebatch_status status = choose_stage(rb, mb, &event.kind);
     if (status)
         return status;
     const bool goes_on = event.kind != REBATCH_EVENT_TORN && event.kind != REBATCH_EVENT_EXHAUSTED;

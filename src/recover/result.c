@@ -1,4 +1,4 @@
-/* Owns what is said of a callback's answer, and which it may not give.
+/* Owns what is said of a callback's result, and which it may not return.
  * Must not know how callbacks run. */
 #include <inttypes.h>
 #include <string.h>
@@ -33,7 +33,7 @@ static void add_call(struct rbi_text *t, const rebatch *rb, const struct rbi_cal
 }
 
 static void say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
-                const char *verb, rebatch_status answer, const char *more)
+                const char *verb, rebatch_status result, const char *more)
 {
     char text[512];
     char within[WITHIN + 1] = "";
@@ -44,14 +44,14 @@ static void say(const rebatch *rb, const struct rbi_call *call, rebatch_status s
     }
     add_call(&t, rb, call);
     rbi_text_add(&t, " %s ", verb);
-    add_status(&t, answer);
+    add_status(&t, result);
     rbi_text_add(&t, "%s", more);
     if (within[0])
         rbi_text_add(&t, "; the last failure within it: %s", within);
     (void)rbi_error(status, "%s", text);
 }
 
-void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
+void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                     const char *verb)
 {
     const bool is_changed = rbi_error_changes() != call->error_changes;
@@ -60,33 +60,33 @@ void rbi_answer_say(const rebatch *rb, const struct rbi_call *call, rebatch_stat
         say(rb, call, status, verb, status, "");
 }
 
-void rbi_answer_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status)
+void rbi_result_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status)
 {
     say(rb, call, status, "left in the device's last error", status, "");
 }
 
-rebatch_status rbi_answer_check(const rebatch *rb, const struct rbi_call *call,
-                                rebatch_status answer)
+rebatch_status rbi_result_check(const rebatch *rb, const struct rbi_call *call,
+                                rebatch_status result)
 {
     const char *more = NULL;
-    if (answer == REBATCH_OK || answer == REBATCH_OOM)
-        return answer;
-    if (call->which == RBI_LIGHTEN && answer == REBATCH_E_UNSUPPORTED)
-        return answer; /* there is no such level: no failure */
-    if (answer == REBATCH_E_EXHAUSTED || answer == REBATCH_E_TORN)
-        more = ", which only a step has to answer: expected another status, or a number from "
+    if (result == REBATCH_OK || result == REBATCH_OOM)
+        return result;
+    if (call->which == RBI_LIGHTEN && result == REBATCH_E_UNSUPPORTED)
+        return result; /* there is no such level: no failure */
+    if (result == REBATCH_E_EXHAUSTED || result == REBATCH_E_TORN)
+        more = ", which only rebatch_step() returns: expected another status, or a number from "
                "REBATCH_E_USER on";
-    else if (strcmp(rebatch_status_name(answer), "REBATCH_E_UNKNOWN") == 0)
+    else if (strcmp(rebatch_status_name(result), "REBATCH_E_UNKNOWN") == 0)
         more = ", which is no status: expected one, or a number from REBATCH_E_USER, 1000, on";
     if (!more) {
-        rbi_answer_say(rb, call, answer, "answered");
-        return answer;
+        rbi_result_say(rb, call, result, "returned");
+        return result;
     }
-    say(rb, call, REBATCH_E_STATE, "answered", answer, more);
+    say(rb, call, REBATCH_E_STATE, "returned", result, more);
     return REBATCH_E_STATE;
 }
 
-rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_call *call)
+rebatch_status rbi_result_say_undeclared(const rebatch *rb, const struct rbi_call *call)
 {
     char text[128];
     struct rbi_text t = {text, sizeof text, 0};
@@ -97,7 +97,7 @@ rebatch_status rbi_answer_say_undeclared(const rebatch *rb, const struct rbi_cal
                      text);
 }
 
-void rbi_answer_say_torn(const rebatch *rb, rebatch_status status)
+void rbi_result_say_torn(const rebatch *rb, rebatch_status status)
 {
     char text[WITHIN + 1] = "";
     struct rbi_text t = {text, sizeof text, 0};

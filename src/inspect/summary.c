@@ -1,9 +1,9 @@
-/* Owns what the pool says to people: the summary, and why a request failed.
- * Must not know how memory is found. */
+/* Owns the pool's reports as text: the summary, and why a request failed.
+ * Must not know the pool's structs. */
 #include <inttypes.h>
 #include <string.h>
 
-#include "pool/pool.h"
+#include "inspect/inspect.h"
 
 #define CELL_BYTES 24
 #define NAME_WIDTH 31
@@ -11,132 +11,6 @@
 #define WIDTH (NAME_WIDTH + 4 * (CELL_WIDTH + 1))
 
 /* ---- out of memory ---- */
-
-static bool holds_more(const rebatch_tag_usage *a, const rebatch_tag_usage *b)
-{
-    return a->live_bytes > b->live_bytes;
-}
-
-/* The tags that hold most, by insertion into the few places that there are; ties keep their
- * order. */
-static void fill_in_tags(rebatch_oom_report *report, const rebatch_pool *pool)
-{
-    for (size_t i = 0; i < pool->tag_count; i++) {
-        if (pool->tags[i].live_bytes == 0)
-            continue;
-        rebatch_tag_usage usage;
-        rbi_tag_get_usage(pool, i, &usage);
-        size_t at = report->tag_count;
-        while (at > 0 && holds_more(&usage, &report->tags[at - 1]))
-            at--;
-        if (at == REBATCH_OOM_TAGS)
-            continue;
-        const size_t last = rbi_min(report->tag_count, REBATCH_OOM_TAGS - 1);
-        memmove(&report->tags[at + 1], &report->tags[at], (last - at) * sizeof usage);
-        report->tags[at] = usage;
-        if (report->tag_count < REBATCH_OOM_TAGS)
-            report->tag_count++;
-    }
-}
-
-static rebatch_status say_oom(const rebatch_oom_report *report, size_t headroom_bytes)
-{
-    char text[320];
-    struct rbi_text t = {text, sizeof text, 0};
-    rbi_text_add(&t, "asked for ");
-    rbi_text_add_bytes(&t, report->asked_bytes);
-    rbi_text_add(&t, " for %s: ", report->tag);
-    rbi_text_add_bytes(&t, report->device_free_bytes);
-    rbi_text_add(&t, " free on the device");
-    if (headroom_bytes) {
-        rbi_text_add(&t, " less ");
-        rbi_text_add_bytes(&t, headroom_bytes);
-        rbi_text_add(&t, " headroom");
-    }
-    rbi_text_add(&t, ", ");
-    rbi_text_add_bytes(&t, report->live_bytes);
-    rbi_text_add(&t, " live and ");
-    rbi_text_add_bytes(&t, report->reserved_bytes);
-    rbi_text_add(&t, " reserved in the pool, ");
-    if (report->limit_bytes == UINT64_MAX) {
-        rbi_text_add(&t, "no limit");
-    } else {
-        rbi_text_add_bytes(&t, report->limit_bytes);
-        rbi_text_add(&t, " limit");
-    }
-    rbi_text_add(&t, "; up to ");
-    rbi_text_add_bytes(&t, report->would_fit_bytes);
-    rbi_text_add(&t, " would have fitted");
-    return rbi_error(REBATCH_OOM, "%s", text);
-}
-
-static uint64_t would_fit(const rebatch_pool *pool, size_t room, uint64_t largest_hole_bytes)
-{
-    if (pool->has_space)
-        return rbi_window_most(pool, room / pool->granule_bytes);
-    return pool->caching ? rbi_max(largest_hole_bytes, room) : room;
-}
-
-/* The tag whose name this is; what is none of them is untagged. */
-static rebatch_tag number_of(const rebatch_pool *pool, const char *tag)
-{
-    size_t i = pool->tag_count - 1;
-    while (i > 0 && pool->tags[i].name != tag)
-        i--;
-    return (rebatch_tag)i;
-}
-
-rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
-                                   size_t asked_bytes, const char *tag)
-{
-    rebatch_oom_report *report = &pool->oom;
-    memset(report, 0, sizeof *report);
-    size_t room;
-    rebatch_memory_info info;
-    (void)rbi_pool_room(&room, pool, &info); /* zeros when the device cannot say */
-    const size_t limit = rbi_pool_limit(pool, info.total_bytes);
-    report->asked_bytes = asked_bytes;
-    memcpy(report->tag, tag, strnlen(tag, sizeof report->tag - 1));
-    report->rung = request->rung;
-    report->limit_bytes = limit == SIZE_MAX ? UINT64_MAX : limit;
-    report->live_bytes = pool->stats.live_bytes;
-    report->reserved_bytes = pool->stats.reserved_bytes;
-    report->room_bytes = room;
-    report->device_total_bytes = info.total_bytes;
-    report->device_free_bytes = info.free_bytes;
-    report->largest_hole_bytes = rbi_pool_largest_hole(pool);
-    report->would_fit_bytes = would_fit(pool, room, report->largest_hole_bytes);
-    fill_in_tags(report, pool);
-    rbi_ring_add_oom(&pool->ring, asked_bytes, info.free_bytes, request->stream->stream,
-                     number_of(pool, tag));
-    pool->stats.ooms++;
-    if (!rbi_pool_is_outside(pool, pool->insider)) {
-        pool->own_oom = *report;
-        __atomic_fetch_add(&pool->own_ooms, 1, __ATOMIC_RELAXED);
-    }
-    return say_oom(report, pool->headroom_bytes);
-}
-
-rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool)
-{
-    if (!out)
-        return rbi_error(REBATCH_E_INVALID, "out is NULL: expected where to put the report");
-    memset(out, 0, sizeof *out);
-    const rebatch_status status = rbi_pool_check(pool);
-    if (status != REBATCH_OK)
-        return status;
-    rbi_lock_take(&pool->lock);
-    *out = pool->oom;
-    rbi_lock_give(&pool->lock);
-    return REBATCH_OK;
-}
-
-void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool)
-{
-    rbi_lock_take(&pool->lock);
-    *out = pool->own_oom;
-    rbi_lock_give(&pool->lock);
-}
 
 static const char *rung_text(rebatch_pool_rung rung)
 {
@@ -248,14 +122,15 @@ static void add_row(struct rbi_text *t, const char *name, bool is_bytes, const u
     rbi_text_add(t, "\n");
 }
 
-static void add_memory(struct rbi_text *t, const rebatch_pool *pool, const rebatch_pool_stats *s)
+static void add_memory(struct rbi_text *t, const struct rbi_view_facts *facts,
+                       const rebatch_pool_stats *s)
 {
     static const char *const columns[] = {"current", "peak", "total allocated", "total freed",
                                           NULL};
     const uint64_t live[] = {s->live_bytes, s->live_peak_bytes, s->allocated_total_bytes,
                              s->freed_total_bytes};
-    const uint64_t reserved[] = {s->reserved_bytes, s->reserved_peak_bytes,
-                                 pool->device_taken_bytes, pool->device_given_bytes};
+    const uint64_t reserved[] = {s->reserved_bytes, s->reserved_peak_bytes, facts->taken_bytes,
+                                 facts->given_bytes};
     const uint64_t blocks[] = {s->blocks, s->blocks_peak, s->allocations,
                                s->frees + s->rolled_back_blocks};
     add_head(t, "memory", columns);
@@ -268,7 +143,7 @@ static void add_tags(struct rbi_text *t, const rebatch_pool *pool)
 {
     static const char *const columns[] = {"current", "peak", "at pool's peak", NULL};
     add_head(t, "tag", columns);
-    for (size_t i = 0; i < pool->tag_count; i++) {
+    for (size_t i = 0; i < rbi_view_tag_count(pool); i++) {
         rebatch_tag_usage usage;
         rbi_tag_get_usage(pool, i, &usage);
         const uint64_t values[] = {usage.live_bytes, usage.peak_bytes, usage.at_peak_bytes};
@@ -294,13 +169,13 @@ static void add_statistics(struct rbi_text *t, const rebatch_pool_stats *stats)
 #undef ADD_STATISTIC
 }
 
-static void add_rungs(struct rbi_text *t, const rebatch_pool *pool)
+static void add_rungs(struct rbi_text *t, const struct rbi_view_facts *facts)
 {
     add_line(t);
 #define ADD_RUNG(name, text)                                                                       \
-    if (pool->rungs[REBATCH_RUNG_##name] > 0) {                                                    \
+    if (facts->rungs[REBATCH_RUNG_##name] > 0) {                                                   \
         rbi_text_add(t, "%-21s", #name);                                                           \
-        add_cell(t, pool->rungs[REBATCH_RUNG_##name], false);                                      \
+        add_cell(t, facts->rungs[REBATCH_RUNG_##name], false);                                     \
         rbi_text_add(t, "  %s\n", text);                                                           \
     }
     REBATCH_POOL_RUNGS(ADD_RUNG)
@@ -312,14 +187,16 @@ size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
     struct rbi_text t = begin_text(text, size);
     if (!pool)
         return 0;
-    rbi_pool_take_lock(pool);
+    rbi_view_open(pool);
     rebatch_pool_stats stats;
+    struct rbi_view_facts facts;
     rbi_pool_get_stats(&stats, pool);
-    add_memory(&t, pool, &stats);
+    rbi_view_get_facts(&facts, pool);
+    add_memory(&t, &facts, &stats);
     add_tags(&t, pool);
     add_statistics(&t, &stats);
-    add_rungs(&t, pool);
+    add_rungs(&t, &facts);
     add_line(&t);
-    rbi_lock_give(&pool->lock);
+    rbi_view_close(pool);
     return t.length;
 }

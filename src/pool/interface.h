@@ -1,0 +1,135 @@
+/* What the layers above call of a pool, beyond the public header.
+ * Must not know the pool's structs. */
+#ifndef RBI_POOL_INTERFACE_H
+#define RBI_POOL_INTERFACE_H
+
+#include "base/base.h"
+#include "rebatch/pool.h"
+
+#define RBI_POOL_TAGS 256 /* "untagged" included */
+
+/* REBATCH_E_INVALID with its text when `pool` is NULL. */
+rebatch_status rbi_pool_check(const rebatch_pool *pool);
+
+/* ---- whose it is ---- */
+
+/* From here on rebatch_pool_destroy() refuses, and names the call that destroys the pool; NULL: it
+ * destroys again. The text is borrowed. */
+void rbi_pool_set_destroyed_by(rebatch_pool *pool, const char *call);
+/* REBATCH_E_STATE, for `function`, within a pressure callback of the pool. */
+rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function);
+bool rbi_pool_is_caching(const rebatch_pool *pool);
+/* The size of a block for `bytes`; 0 for 0. */
+rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
+
+/* ---- threads ---- */
+
+/* What this thread does is of the pool's scopes, as if their own thread did it; until it leaves, or
+ * joins another pool's. */
+void rbi_pool_thread_join(const rebatch_pool *pool);
+void rbi_pool_thread_leave(const rebatch_pool *pool);
+bool rbi_pool_thread_has_joined(const rebatch_pool *pool);
+/* How many callbacks of pools this thread is within: pressure, and writing a snapshot. */
+unsigned rbi_pool_callback_depth(void);
+
+/* ---- scopes ---- */
+
+/* What is inside a scope: blocks from a birth on, but for those from outside where it leaves them
+ * out. */
+struct rbi_extent {
+    uint64_t first_birth;
+    bool leaves_out;
+};
+/* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
+ * it, and no other. */
+rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
+/* Commits an open scope and those that are open within it. */
+void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
+/* Commits the innermost scope past the scopes of rbi_scope_begin_own() around it: what was freed in
+ * it is free now, and what was allocated in it stays when they are rolled back. */
+rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope);
+/* Where the free of the block at an address waits for such scopes, it waits for them no longer: it
+ * is not undone, whatever becomes of them. */
+void rbi_scope_free_waiting(rebatch_pool *pool, const void *address);
+/* Of the frees that wait in an open scope for its commit, undoes those of the blocks that
+ * `is_known`. It runs with the lock held, so it must not call the pool. */
+void rbi_scope_revive(rebatch_pool *pool, rebatch_scope scope,
+                      bool (*is_known)(void *user, const void *address), void *user);
+
+/* ---- memory ahead of its use ---- */
+
+/* Makes sure that the stream's free blocks come to `bytes` in total, not in one piece: takes
+ * only what is short from the device, after giving other streams' cache back if need be. An
+ * answer of REBATCH_OOM leaves rebatch_pool_last_oom() and the statistics of OOMs alone. No
+ * device call when the cache suffices. With caching off it only looks whether the device has the
+ * room. */
+rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
+/* Gives cached memory back when somebody else has taken what should be free: less than the
+ * headroom is left, or a cap was lowered below what is held. */
+rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
+
+/* ---- what it counts ---- */
+
+/* The most bytes live since the mark; the public peaks are left alone. */
+void rbi_pool_mark_peak(rebatch_pool *pool);
+uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
+/* What went between pool and device since create, but for what rebatch_pool_trim() was asked to
+ * give. */
+struct rbi_pool_traffic {
+    uint64_t taken_bytes, given_bytes;
+};
+void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool);
+/* How often a request failed, but for those of threads that a scope left out. Without the lock: it
+ * may be read while other threads allocate. */
+uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
+/* Why the last of them did. */
+void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
+/* How many blocks were ever allocated. */
+uint64_t rbi_pool_births(rebatch_pool *pool);
+/* What it holds of the device. Takes no lock: a recorder may ask. */
+uint64_t rbi_pool_reserved_bytes(const rebatch_pool *pool);
+
+/* ---- who is told, and who interferes ---- */
+
+enum rbi_pool_call { RBI_POOL_ALLOC, RBI_POOL_FREE, RBI_POOL_RESERVE };
+
+/* Told when a pressure callback begins, and when it has returned, in the thread that runs it and
+ * without the lock. Not of threads that the open scopes leave out. */
+struct rbi_pool_pressure_watch {
+    void (*on_pressure)(void *user, bool begins); /* NULL: nobody is told */
+    void *user;
+};
+
+/* Asked before memory is looked for whether the request is to fail as if there were none. It runs
+ * with the lock held, so it must not call the pool. */
+struct rbi_pool_fault {
+    bool (*strikes)(void *user); /* NULL: none does */
+    void *user;
+};
+
+/* Told of every call that succeeded, with the sizes as they were asked for. It runs with the lock
+ * held, so it must not call the pool. */
+struct rbi_pool_recorder {
+    void (*on_call)(void *user, enum rbi_pool_call call, const void *address, size_t bytes,
+                    rebatch_stream stream); /* NULL: nobody listens */
+    void *user;
+};
+
+/* Sets who is told of the calls; NULL: nobody. */
+void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
+void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch);
+/* Sets who makes requests fail, of the threads that scopes take in; what rebatch_pool_reserve() has
+ * promised does not. */
+void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
+
+/* ---- copies ---- */
+
+/* Copies the pool as it is once all work on its streams is done, over a dry device of its own:
+ * options, blocks, holes, granules and what others hold of the device, each where and as it is, so
+ * that the same calls find the same addresses. It waits for that work only where blocks that
+ * several streams use were freed. Pressure callbacks, the recorder and the last events are not in
+ * the copy; streams are known by the same handles.
+ *  @return REBATCH_OK; REBATCH_E_HOST_OOM, or what the device says: both are NULL then */
+rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool);
+
+#endif

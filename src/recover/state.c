@@ -1,0 +1,58 @@
+/* Owns what the rest of the library may read of a session.
+ * Must not know what happens in a step. */
+#include "recover/recover.h"
+
+rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function)
+{
+    if (!rb->ops)
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_STATE,
+                     "%s() was called from within a callback, or while another thread is in a step",
+                     function);
+}
+
+const rebatch_options *rbi_session_options(const rebatch *rb)
+{
+    return &rb->options;
+}
+
+rebatch_device *rbi_session_device(const rebatch *rb)
+{
+    return rb->device;
+}
+
+uint64_t rbi_session_step(const rebatch *rb)
+{
+    return rb->step;
+}
+
+size_t rbi_session_batch(const rebatch *rb)
+{
+    return rb->batch;
+}
+
+bool rbi_session_is_by_cost(const rebatch *rb)
+{
+    return rb->by_cost;
+}
+
+unsigned rbi_session_level(const rebatch *rb)
+{
+    return rb->lighten;
+}
+
+bool rbi_session_admits(const rebatch *rb)
+{
+    return rbi_is_on(rb->options.admission) && rb->options.on_oom != REBATCH_ON_OOM_STOP &&
+           rbi_pool_is_caching(rb->pool);
+}
+
+bool rbi_session_has_updated(const rebatch *rb)
+{
+    return rb->step > 0 || rb->has_updated;
+}
+
+const struct rbi_failure *rbi_session_failure(const rebatch *rb)
+{
+    return &rb->failure;
+}
