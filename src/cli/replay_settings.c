@@ -178,7 +178,7 @@ static const struct option options[] = {
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--guard", set_guard, "on or off"},
-    {"--granule", set_granule, A_SIZE},
+    {"--page", set_granule, A_SIZE},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
     {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},
     {"--events", set_events, "a number from 1 to 100000000"},

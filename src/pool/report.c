@@ -97,7 +97,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     const size_t limit = rbi_pool_limit(pool, info.total_bytes);
     report->asked_bytes = asked_bytes;
     memcpy(report->tag, tag, strnlen(tag, sizeof report->tag - 1));
-    report->rung = request->rung;
+    report->stage = request->rung;
     report->limit_bytes = limit == SIZE_MAX ? UINT64_MAX : limit;
     report->live_bytes = pool->stats.live_bytes;
     report->reserved_bytes = pool->stats.reserved_bytes;
@@ -138,14 +138,14 @@ void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool)
     rbi_lock_give(&pool->lock);
 }
 
-static const char *rung_text(rebatch_pool_rung rung)
+static const char *stage_text(rebatch_pool_stage stage)
 {
-    switch (rung) {
-#define RUNG_CASE(name, text)                                                                      \
-    case REBATCH_RUNG_##name:                                                                      \
+    switch (stage) {
+#define STAGE_CASE(name, text)                                                                     \
+    case REBATCH_STAGE_##name:                                                                     \
         return text;
-        REBATCH_POOL_RUNGS(RUNG_CASE)
-#undef RUNG_CASE
+        REBATCH_POOL_STAGES(STAGE_CASE)
+#undef STAGE_CASE
     }
     return "nothing known";
 }
@@ -190,7 +190,7 @@ size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom_report *rep
     rbi_text_add(&t, "out of memory: asked for ");
     rbi_text_add_bytes(&t, report->asked_bytes);
     rbi_text_add(&t, " for %.31s\n  tried last: %s\n  pool:    ", report->tag,
-                 rung_text(report->rung));
+                 stage_text(report->stage));
     add_named_bytes(&t, report->live_bytes, " live, ");
     add_named_bytes(&t, report->reserved_bytes, " reserved, ");
     if (report->limit_bytes == UINT64_MAX)
@@ -294,17 +294,17 @@ static void add_statistics(struct rbi_text *t, const rebatch_pool_stats *stats)
 #undef ADD_STATISTIC
 }
 
-static void add_rungs(struct rbi_text *t, const rebatch_pool *pool)
+static void add_stages(struct rbi_text *t, const rebatch_pool *pool)
 {
     add_line(t);
-#define ADD_RUNG(name, text)                                                                       \
-    if (pool->rungs[REBATCH_RUNG_##name] > 0) {                                                    \
+#define ADD_STAGE(name, text)                                                                      \
+    if (pool->rungs[REBATCH_STAGE_##name] > 0) {                                                   \
         rbi_text_add(t, "%-21s", #name);                                                           \
-        add_cell(t, pool->rungs[REBATCH_RUNG_##name], false);                                      \
+        add_cell(t, pool->rungs[REBATCH_STAGE_##name], false);                                     \
         rbi_text_add(t, "  %s\n", text);                                                           \
     }
-    REBATCH_POOL_RUNGS(ADD_RUNG)
-#undef ADD_RUNG
+    REBATCH_POOL_STAGES(ADD_STAGE)
+#undef ADD_STAGE
 }
 
 size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
@@ -318,7 +318,7 @@ size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
     add_memory(&t, pool, &stats);
     add_tags(&t, pool);
     add_statistics(&t, &stats);
-    add_rungs(&t, pool);
+    add_stages(&t, pool);
     add_line(&t);
     rbi_lock_give(&pool->lock);
     return t.length;

@@ -22,9 +22,9 @@ void rbi_crawl_end(rebatch *rb, size_t count, uint64_t needed_bytes)
     const uint64_t taken = now.taken_bytes - crawl->before.taken_bytes;
     const uint64_t given = now.given_bytes - crawl->before.given_bytes;
     const uint64_t again = rbi_min(taken, given);
-    const bool crawled = again && again >= needed_bytes / CRAWL_PART;
-    crawl->row = crawled ? crawl->row + 1 : 0;
-    rb->report.crawled += crawled;
+    const bool thrashed = again && again >= needed_bytes / CRAWL_PART;
+    crawl->row = thrashed ? crawl->row + 1 : 0;
+    rb->report.thrashed += thrashed;
     crawl->largest = rbi_max(crawl->largest, rb->size);
     crawl->most_samples = rbi_max(crawl->most_samples, count);
     crawl->before = now;
@@ -32,7 +32,7 @@ void rbi_crawl_end(rebatch *rb, size_t count, uint64_t needed_bytes)
 
 void rbi_crawl_restart(rebatch *rb)
 {
-    rb->report.crawled = 0;
+    rb->report.thrashed = 0;
     rb->crawl.largest = 0;
     rb->crawl.most_samples = 0;
     rbi_crawl_begin(rb);
@@ -54,11 +54,11 @@ static void shrink(rebatch *rb)
 bool rbi_crawl_step_done(rebatch *rb)
 {
     const struct rbi_crawl *crawl = &rb->crawl;
-    if (crawl->row < CRAWL_ROW || rb->report.crawled < rb->report.microbatches ||
+    if (crawl->row < CRAWL_ROW || rb->report.thrashed < rb->report.microbatches ||
         rbi_round_size(&rb->options, crawl->most_samples - 1) == 0 ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return false;
-    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_CRAWL);
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_THRASHING);
     size_t available = 0;
     (void)rebatch_pool_available(&available, rb->pool);
     rbi_growth_set_back(rb, available);

@@ -128,7 +128,7 @@ void rbi_need_refute_oracle(rebatch *rb);
 
 struct rbi_crawl {
     struct rbi_pool_traffic before; /* the attempt */
-    uint32_t row;                   /* micro-batches in a row that crawled */
+    uint32_t row;                   /* micro-batches in a row that thrashed */
     size_t largest;                 /* size of the step's micro-batches */
     size_t most_samples;            /* of them */
 };
@@ -138,7 +138,7 @@ void rbi_crawl_begin(rebatch *rb);
 void rbi_crawl_end(rebatch *rb, size_t count, uint64_t needed_bytes);
 /* The effective batch begins, or begins again. */
 void rbi_crawl_restart(rebatch *rb);
-/* At the end of a step that succeeded: true when it crawled, and the next one is cut smaller. */
+/* At the end of a step that succeeded: true when it thrashed, and the next one is cut smaller. */
 bool rbi_crawl_step_done(rebatch *rb);
 
 /* ---- growth (growth.c) ---- */

@@ -65,7 +65,7 @@ static uint64_t three_each(size_t first, size_t count, void *user)
 static void collect(const rebatch_event *event, void *user)
 {
     struct crawler *c = user;
-    if (event->kind != REBATCH_EVENT_CRAWL)
+    if (event->kind != REBATCH_EVENT_THRASHING)
         return;
     c->crawls++;
     c->event = *event;
@@ -119,20 +119,21 @@ Test(recover_crawl, a_step_that_trims_and_refills_in_every_microbatch_shrinks_fo
     open_crawler(&c, &options);
     run_step(&c, 64);
     cr_assert_eq(c.report.microbatches, 4, "the step that crawls is not cut anew");
-    cr_assert_eq(c.report.crawled, 4);
+    cr_assert_eq(c.report.thrashed, 4);
     cr_assert_eq(c.report.micro_after, 12);
     cr_assert_eq(c.crawls, 1);
     cr_assert_eq(c.event.micro_before, 16);
     cr_assert_eq(c.event.micro_after, 12);
     cr_assert_eq(c.event.level, REBATCH_LOG_WARN);
-    cr_assert_str_eq(c.text, "step 0: memory goes back to the device and comes again in every "
-                             "micro-batch; micro-batch 16 -> 12");
+    cr_assert_str_eq(c.text,
+                     "step 0: every micro-batch returns memory to the device and allocates it "
+                     "again; micro-batch 16 -> 12");
     run_step(&c, 64);
     cr_assert_eq(c.report.micro_after, 12);
     cr_assert_eq(c.crawls, 0);
-    cr_assert_leq(c.report.crawled, 1, "its first may clear away what the larger size left");
+    cr_assert_leq(c.report.thrashed, 1, "its first may clear away what the larger size left");
     run_step(&c, 64);
-    cr_assert_eq(c.report.crawled, 0);
+    cr_assert_eq(c.report.thrashed, 0);
     close_crawler(&c);
 }
 
@@ -165,7 +166,7 @@ Test(recover_crawl, single_microbatches_crawl_when_two_steps_in_a_row_do)
     struct crawler c;
     open_crawler(&c, &options);
     run_step(&c, 16);
-    cr_assert_eq(c.report.crawled, 1);
+    cr_assert_eq(c.report.thrashed, 1);
     cr_assert_eq(c.report.micro_after, 16);
     run_step(&c, 16);
     cr_assert_eq(c.crawls, 1);
@@ -188,7 +189,7 @@ Test(recover_crawl, the_limits_on_the_size_hold)
     open_crawler(&c, &options);
     for (int i = 0; i < 4; i++) {
         run_step(&c, 64);
-        cr_assert_eq(c.report.crawled, 4);
+        cr_assert_eq(c.report.thrashed, 4);
         cr_assert_eq(c.crawls, 0, "there is nothing smaller");
         cr_assert_eq(c.report.micro_after, 16);
     }
@@ -227,7 +228,7 @@ Test(recover_crawl, with_room_for_both_it_does_not_crawl)
     open_crawler(&c, &options);
     for (int i = 0; i < 4; i++) {
         run_step(&c, 64);
-        cr_assert_eq(c.report.crawled, 0);
+        cr_assert_eq(c.report.thrashed, 0);
     }
     close_crawler(&c);
 }
@@ -243,7 +244,7 @@ Test(recover_crawl, a_callback_that_trims_itself_does_not_crawl)
     c.trims = true;
     for (int i = 0; i < 4; i++) {
         run_step(&c, 64);
-        cr_assert_eq(c.report.crawled, 0);
+        cr_assert_eq(c.report.thrashed, 0);
         cr_assert_eq(c.report.micro_after, 16);
     }
     close_crawler(&c);
@@ -349,7 +350,7 @@ Test(recover_crawl, granules_that_move_between_streams_are_no_crawling)
     open_streams(&s, 0);
     for (int i = 0; i < 4; i++) {
         const rebatch_step_report report = step_on_streams(&s);
-        cr_assert_eq(report.crawled, 0);
+        cr_assert_eq(report.thrashed, 0);
         cr_assert_eq(report.micro_after, 16);
         cr_assert_neq(s.least_remaps, UINT64_MAX);
         cr_assert_geq(s.least_remaps, 7 * 16 / 4, "a quarter of what it needs, in each");
@@ -363,11 +364,11 @@ Test(recover_crawl, granules_that_go_to_the_device_and_come_again_are)
     struct streams s;
     open_streams(&s, MIB(2));
     rebatch_step_report report = step_on_streams(&s);
-    cr_assert_eq(report.crawled, report.microbatches);
+    cr_assert_eq(report.thrashed, report.microbatches);
     cr_assert_eq(report.micro_after, 12);
     for (int i = 0; i < 8; i++)
         report = step_on_streams(&s);
-    cr_assert_lt(report.crawled, report.microbatches);
+    cr_assert_lt(report.thrashed, report.microbatches);
     cr_assert_leq(report.micro_after * KIB(384 + 448), MIB(2) + MIB(1), "nearly all stays");
     close_streams(&s);
 }
