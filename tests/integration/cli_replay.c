@@ -738,10 +738,10 @@ Test(cli_replay, wrong_usage)
         {"--capacity", "rebatch replay: --capacity has no value: " A_SIZE "\n"},
         {"--device tape t", "rebatch replay: --device is 'tape': expected dry or cuda\n"},
         {"--device cuda --smallest t", "rebatch replay: --device is 'cuda': expected no --smallest "
-                                       "with it, for its memory is what it is\n"},
+                                       "with it: a GPU's memory is fixed\n"},
         {"--device cuda --capacity 1GiB t",
-         "rebatch replay: --device is 'cuda': expected no --capacity with it, for its memory is "
-         "what it is\n"},
+         "rebatch replay: --device is 'cuda': expected no --capacity with it: a GPU's memory "
+         "is fixed\n"},
         {"--capacity 0 t", "rebatch replay: --capacity is '0': " A_SIZE "\n"},
         {"--capacity -5 t", "rebatch replay: --capacity is '-5': " A_SIZE "\n"},
         {"--capacity 1.5 t", "rebatch replay: --capacity is '1.5': " A_SIZE "\n"},
@@ -755,7 +755,7 @@ Test(cli_replay, wrong_usage)
         {"--limit 0.05% --capacity 8MiB t",
          "rebatch replay: --limit is '0.05%': " A_SIZE ", or a share from 0.1% to 100%\n"},
         {"--limit 90% t",
-         "rebatch replay: --limit is a share: expected --capacity with it, of which it is\n"},
+         "rebatch replay: --limit is a share of the capacity: expected --capacity with it\n"},
         {"--caching maybe t", "rebatch replay: --caching is 'maybe': expected on or off\n"},
         {"--replay 0 t", "rebatch replay: --replay is '0': expected on or off\n"},
         {"--replay", "rebatch replay: --replay has no value: expected on or off\n"},
