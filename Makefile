@@ -64,6 +64,10 @@ KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
 KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
 WRAP_EXISTING := $(BUILD)/examples/wrap_existing
+PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
+MAN_PAGES := build/man/man1/rebatch.1 build/man/man3/rebatch.3 \
+    $(patsubst include/rebatch/%.h,build/man/man3/rebatch_%.3, \
+        $(filter-out %/rebatch.h,$(PUBLIC_HEADERS)))
 
 # CUDA is looked for where a kernel is asked for, and nowhere else.
 NVCC = $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
@@ -81,7 +85,7 @@ GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) ## library, command and examples
+all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) $(MAN_PAGES) ## library, command, examples
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
@@ -177,6 +181,20 @@ $(WRAP_EXISTING)-before: examples/wrap_existing.cu $(BUILD)/kernels/flags
 $(WRAP_EXISTING): examples/wrap_existing.cu $(wildcard include/rebatch/*.h) $(BUILD)/kernels/flags $(STATIC)
 	@mkdir -p $(@D)
 	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
+
+# The manual: one page for the command, and one for each public header from its comments.
+MAN_DATE = $(shell date -u -d @$${SOURCE_DATE_EPOCH:-$$(stat -c %Y $<)} +%F)
+build/man/man1/%.1: docs/man/%.1 include/rebatch/version.h
+	@mkdir -p $(@D)
+	$(Q)sed -e 's/@date@/$(MAN_DATE)/' -e 's/@version@/$(VERSION)/' $< > $@
+
+HEADER_PAGE = @mkdir -p $(@D) && scripts/expand-lists $< | \
+    scripts/man-page -v version=$(VERSION) -v date=$(MAN_DATE) > $@
+build/man/man3/rebatch.3: include/rebatch/rebatch.h
+	$(HEADER_PAGE)
+build/man/man3/rebatch_%.3: include/rebatch/%.h
+	$(HEADER_PAGE)
+$(filter %.3,$(MAN_PAGES)): include/rebatch/version.h scripts/expand-lists scripts/man-page
 
 $(KERNELS): $(KERNEL_OBJ)
 	@rm -f $@
@@ -297,6 +315,13 @@ lint: ## format, banned calls, include order, headers alone, what the contract n
 	@scripts/install-deps build lint
 	@scripts/lint
 
+docs: ## API reference in build/docs/html; checks it and the man pages
+	@scripts/install-deps build docs
+	$(SUBMAKE) $(MAN_PAGES)
+	@mkdir -p build/docs
+	@VERSION=$(VERSION) doxygen docs/Doxyfile
+	@scripts/check-man $(MAN_PAGES)
+
 bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/step
@@ -354,10 +379,10 @@ bench-recovery: ## what an OOM costs GPT-2, and finding the size, beside others 
 	$(SUBMAKE) $(BUILD)/bench/gpt_recovery $(BUILD)/bench/gpt_tenant
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-recovery $(BUILD)/bench
 
-PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
+MAN := $(DESTDIR)$(prefix)/share/man
 install: all ## into DESTDIR/prefix
 	install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
-	    $(DESTDIR)$(prefix)/bin
+	    $(DESTDIR)$(prefix)/bin $(MAN)/man1 $(MAN)/man3
 	install -m 644 $(PUBLIC_HEADERS) $(DESTDIR)$(prefix)/include/rebatch
 	install -m 644 $(STATIC) $(DESTDIR)$(prefix)/lib
 	install -m 755 $(SHARED) $(DESTDIR)$(prefix)/lib
@@ -366,6 +391,14 @@ install: all ## into DESTDIR/prefix
 	install -m 755 $(COMMAND) $(DESTDIR)$(prefix)/bin
 	sed -e 's|@prefix@|$(prefix)|' -e 's|@version@|$(VERSION)|' scripts/rebatch.pc.in \
 	    > $(DESTDIR)$(prefix)/lib/pkgconfig/rebatch.pc
+	install -m 644 $(filter %.1,$(MAN_PAGES)) $(MAN)/man1
+	install -m 644 $(filter %.3,$(MAN_PAGES)) $(MAN)/man3
+	@# Each function has a page that leads to that of its header.
+	@cd $(MAN)/man3 && for page in $(notdir $(filter %.3,$(MAN_PAGES))); do \
+	    for name in $$(sed -n 's/^\.SS \(rebatch_[a-z_]*\)()$$/\1/p' $$page); do \
+	        [ $$name.3 = $$page ] || { echo ".so man3/$$page" > $$name.3; chmod 644 $$name.3; }; \
+	    done; \
+	done
 
 test-install: ## install into a temporary folder and build examples/minimal.c against that
 	@scripts/install-deps build install
@@ -383,6 +416,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-gpu-large \
-    test-sanitizer test-valgrind lint bench-step bench-pool bench-events bench-probe bench-cost \
+    test-sanitizer test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     install test-install clean help FORCE

@@ -189,7 +189,7 @@ static rebatch_status open_training(struct training *t, size_t capacity, rebatch
     options->on_event = note_event;
     options->on_event_user = t;
     rebatch_host_options host = REBATCH_HOST_OPTIONS_INIT;
-    host.granule_bytes = MIB(2); /* as on a GPU */
+    host.page_bytes = MIB(2); /* as on a GPU */
     rebatch_status status = rebatch_device_open_host(&t->device, capacity, &host);
     if (!status)
         status = rebatch_open(&t->rb, t->device, options);

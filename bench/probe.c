@@ -50,7 +50,7 @@ static bool is_dry; /* devices without memory behind them: the same answers, soo
 static void open_device(struct bed *bed, const struct setup *setup)
 {
     rebatch_host_options host = REBATCH_HOST_OPTIONS_INIT;
-    host.granule_bytes = setup->granule_bytes;
+    host.page_bytes = setup->granule_bytes;
     const rebatch_status status =
         is_dry ? rebatch_device_open_dry(&bed->device, setup->capacity_bytes, setup->granule_bytes)
                : rebatch_device_open_host(&bed->device, setup->capacity_bytes, &host);

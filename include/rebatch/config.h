@@ -1,9 +1,10 @@
 /** @file config.h
- *  Limits and behaviour from a file and from REBATCH_… environment variables.
+ *  Settings from a file and from environment variables.
  *
- *  The file is libconfig's: groups batch, memory, recovery, growth, probe, device, log.
- *  docs/config.md lists every key. A value comes from the environment if it is set there, else from
- *  the file, else it is the default. Loading is all or nothing. */
+ *  The file has libconfig's format, with the groups batch, memory, recovery, growth, probe, device
+ *  and log; docs/config.md lists every key. A value is taken from the environment variable if it is
+ *  set, otherwise from the file, otherwise it is the default. If any value is wrong, nothing is
+ *  loaded. */
 #ifndef REBATCH_CONFIG_H
 #define REBATCH_CONFIG_H
 
@@ -12,76 +13,89 @@
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 
-/** Settings read from somewhere. Immutable: any thread. */
+/** Settings. Immutable, so any number of threads may use them. */
 typedef struct rebatch_config rebatch_config;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/** Read a file and the environment.
+/** Read settings from a file and from the environment.
  *  @param[out] out  owned by the caller, release with rebatch_config_free(); NULL on failure
- *  @param path      NULL: no file, environment and defaults only
+ *  @param path      the file; NULL: environment and defaults only
  *  @return REBATCH_OK; REBATCH_E_IO when the file cannot be read; REBATCH_E_PARSE for a mistake in
- *          it or in a variable: rebatch_last_error() has file, line and what was expected;
- *          REBATCH_E_HOST_OOM. */
+ *          the file or in a variable: rebatch_last_error() has file, line and what was expected;
+ *          REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_config_load(rebatch_config **out, const char *path);
 
-/** NULL is allowed. */
+/** Release settings.
+ *  @param config  NULL is allowed */
 REBATCH_API void rebatch_config_free(rebatch_config *config);
 
-/** Open the device that the settings ask for: groups device and memory.
+/** Open the device of the settings (groups device and memory). Thread-safe.
  *  @param[out] out  owned by the caller, close with rebatch_device_close(); NULL on failure
- *  @return as rebatch_device_open_host(); REBATCH_E_NO_DEVICE, REBATCH_E_UNSUPPORTED. */
+ *  @param config    the settings
+ *  @return as rebatch_device_open_host() or rebatch_device_open_cuda(); REBATCH_E_UNSUPPORTED when
+ *          device.capacity is a share and the machine does not report its memory */
 REBATCH_API rebatch_status rebatch_config_open_device(rebatch_device **out,
                                                       const rebatch_config *config);
 
-/** Fill in a session's options. Stream and event callback stay as they are.
+/** Fill in the options of a session. The stream and the event callback are kept. Thread-safe.
  *  @param[in,out] options  struct_size set by the caller
- *  @return REBATCH_OK, REBATCH_E_INVALID. */
+ *  @param config           the settings
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,
                                                   const rebatch_config *config);
 
-/** Fill in a probe's options: group probe. reserve_bytes stays as it is, and so does a key that the
- *  settings do not give.
- *  @param[in,out] options  struct_size set by the caller; its texts are then those of `config`,
- *                          which must outlive it
- *  @return REBATCH_OK, REBATCH_E_INVALID. */
+/** Fill in the options of a probe (group probe). reserve_bytes is kept, and so is the key when the
+ *  settings have none. Thread-safe.
+ *  @param[in,out] options  struct_size set by the caller. Its strings belong to `config`
+ *                          afterwards, which must outlive it
+ *  @param config           the settings
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_config_probe_options(rebatch_probe_options *options,
                                                         const rebatch_config *config);
 
-/** One value as it would stand in a file, "64" or "\"22GiB\"", by its full name, "memory.limit".
- *  @param[out] origin  where it came from: "default", "FILE:LINE" or the variable's name; may be
- *                      NULL
- *  @return a string owned by `config`; NULL when there is no such key. */
+/** One value as it would be written in a file, for example "64" or "\"22GiB\"". Thread-safe.
+ *  @param config       the settings
+ *  @param key          full name, for example "memory.limit"
+ *  @param[out] origin  where the value comes from: "default", "FILE:LINE", or the name of the
+ *                      variable; may be NULL
+ *  @return a string owned by `config`; NULL when there is no such key */
 REBATCH_API const char *rebatch_config_get(const rebatch_config *config, const char *key,
                                            const char **origin);
 
-/** Read a size as it may stand in a file: "22GiB", "1.5 MB", "1048576" for bytes, or a share such
- *  as "90%" where shares make sense. What is left of a byte is dropped.
+/** Read a size as written in a file: "22GiB", "1.5 MB", "1048576" for bytes, or a share such as
+ *  "90%". Fractions of a byte are dropped. Thread-safe.
  *  @param[out] bytes     0 for a share, and on failure
- *  @param[out] permille  of a share, 1 to 1000; 0 when it is none, and on failure. NULL: shares are
- *                        refused
- *  @return REBATCH_OK; REBATCH_E_PARSE for text that is no size, or more than 2^63 - 1 bytes:
- *          rebatch_last_error() says what is wrong; REBATCH_E_INVALID. Any thread. */
+ *  @param[out] permille  the share, 1 to 1000; 0 when the text is not a share, and on failure;
+ *                        NULL: shares are refused
+ *  @param text           the text
+ *  @return REBATCH_OK; REBATCH_E_PARSE for text that is not a size or is more than 2^63 - 1 bytes:
+ *          rebatch_last_error() has the reason; REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_config_parse_size(size_t *bytes, uint32_t *permille,
                                                      const char *text);
 
-/** Look for mistakes in the variables that are for one run of a program (docs/run.md), which
- *  rebatch_open() reads: REBATCH_PROBE_ONLY, REBATCH_MEMORY_LIMIT, REBATCH_RUN_OOM and others.
- *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable. */
+/** Check the environment variables that apply to one run of a program and that rebatch_open()
+ *  reads: REBATCH_PROBE_ONLY, REBATCH_MEMORY_LIMIT, REBATCH_RUN_OOM and others (docs/run.md).
+ *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable */
 REBATCH_API rebatch_status rebatch_config_check_run(void);
 
-/** The full name of the n-th key, in the order of docs/config.md.
- *  @return a string that is never freed; NULL past the last. Any thread. */
+/** The full name of the n-th key, in the order of docs/config.md. Thread-safe.
+ *  @param n  from 0
+ *  @return a static string; NULL after the last key */
 REBATCH_API const char *rebatch_config_key(size_t n);
 
-/** Write a commented example file with every key at its default.
- *  @return the length of the whole text without its zero byte, as snprintf does. Any thread. */
+/** Write an example file with every key at its default, and comments. Thread-safe.
+ *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
+ *  @param size       size of `text` in bytes
+ *  @return length of the whole text without the terminating zero, as snprintf() returns */
 REBATCH_API size_t rebatch_config_format_example(char *text, size_t size);
 
-/** Write docs/config.md's table of keys in Markdown.
- *  @return the length of the whole text without its zero byte, as snprintf does. Any thread. */
+/** Write the table of keys of docs/config.md in Markdown. Thread-safe.
+ *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
+ *  @param size       size of `text` in bytes
+ *  @return length of the whole text without the terminating zero, as snprintf() returns */
 REBATCH_API size_t rebatch_config_format_reference(char *text, size_t size);
 
 #ifdef __cplusplus

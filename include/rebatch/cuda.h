@@ -1,7 +1,8 @@
 /** @file cuda.h
- *  NVIDIA GPUs: the device, and what the codes of CUDA's libraries mean.
+ *  NVIDIA GPUs: the CUDA device, and error codes of CUDA libraries.
  *
- *  Nothing here needs CUDA's headers, and the library needs no CUDA to be built. */
+ *  This header needs no CUDA header, and the library is built without CUDA: it loads the driver at
+ *  run time. */
 #ifndef REBATCH_CUDA_H
 #define REBATCH_CUDA_H
 
@@ -11,12 +12,13 @@
 /** Options of a CUDA device. */
 typedef struct rebatch_cuda_options {
     size_t struct_size; /**< sizeof(rebatch_cuda_options) */
-    int ordinal;        /**< which GPU, counted as CUDA does, CUDA_VISIBLE_DEVICES respected */
-    /** The runtime's cudaGetLastError, cast. Give it when the runtime is linked statically: only
-     *  then can an error that nobody looked at be found and cleared. NULL: the process's shared
-     *  runtime is asked, if there is one. */
+    int ordinal;        /**< number of the GPU as CUDA counts, with CUDA_VISIBLE_DEVICES applied */
+    /** The CUDA runtime's cudaGetLastError, cast to this type. Set it when the program links the
+     *  runtime statically: otherwise rebatch cannot find and clear an error that the program did
+     *  not check. NULL: the shared runtime of the process, if it has one. */
     int (*take_last_error)(void);
 } rebatch_cuda_options;
+/** Default options of a CUDA device: the first GPU. */
 #define REBATCH_CUDA_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_cuda_options), 0, NULL                                                      \
@@ -26,37 +28,48 @@ typedef struct rebatch_cuda_options {
 extern "C" {
 #endif
 
-/** Open an NVIDIA GPU through its driver, which is loaded at run time: the library needs no CUDA to
- *  be built or to start. It shares the GPU's primary context with the CUDA runtime.
- *  @param[out] out  owned by the caller; NULL on failure
- *  @param options   copied; NULL means defaults: the first GPU
- *  @return REBATCH_OK; REBATCH_E_NO_DEVICE when there is no driver, it is too old, or there is no
- *          GPU of that ordinal; REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any
- *          thread. */
+/** Open an NVIDIA GPU. The device uses the GPU's primary context, as the CUDA runtime does.
+ *  Thread-safe.
+ *  @param[out] out  owned by the caller, close with rebatch_device_close(); NULL on failure
+ *  @param options   copied; NULL: defaults
+ *  @return REBATCH_OK; REBATCH_E_NO_DEVICE when there is no driver, the driver is too old, or there
+ *          is no GPU of that ordinal; REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE */
 REBATCH_API rebatch_status rebatch_device_open_cuda(rebatch_device **out,
                                                     const rebatch_cuda_options *options);
 
-/** Which GPU a device is, for the runtime's cudaSetDevice().
- *  @param[out] out  counted as CUDA does; -1 on failure
- *  @param device    a CUDA device, or a fault device around one
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED when the device is no GPU. Any
- *          thread. */
+/** The number of a device's GPU, for cudaSetDevice(). Thread-safe.
+ *  @param[out] out  as CUDA counts; -1 on failure
+ *  @param device    a CUDA device, or a fault device on one
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when the device is not a GPU */
 REBATCH_API rebatch_status rebatch_device_ordinal(int *out, const rebatch_device *device);
 
-/** What a code of CUDA's driver or runtime means here: REBATCH_OOM for an out of memory; for a code
- *  that can hide one (303, when a kernel is loaded late, for example), only when `device` has
- *  hardly any memory left; REBATCH_E_DEVICE_LOST for one after which the process must end. Sets the
- *  error text, unless the code is success.
- *  @param device  where it happened; NULL: an ambiguous code is then no OOM
- *  @param code    a CUresult or cudaError_t; their numbers agree
- *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED, REBATCH_E_NO_DEVICE,
- *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+/** Translate an error code of the CUDA driver or runtime into a status. Sets the error message,
+ *  unless the code is success. Thread-safe.
+ *
+ *  Some codes are ambiguous: CUDA also returns 303, for example, when it loads a kernel late and
+ *  memory is short. An ambiguous code is an OOM only when `device` has almost no memory left.
+ *  @param device  where the call failed; NULL: an ambiguous code is not an OOM
+ *  @param code    a CUresult or cudaError_t, whose numbers agree
+ *  @return REBATCH_OK; REBATCH_OOM; REBATCH_E_DEVICE_LOST for an error after which the process must
+ *          end; REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED, REBATCH_E_NO_DEVICE, REBATCH_E_DEVICE */
 REBATCH_API rebatch_status rebatch_from_cuda(rebatch_device *device, int code);
-/** The same for a cublasStatus_t, of cuBLAS and cuBLASLt. */
+
+/** Translate an error code of cuBLAS or cuBLASLt, as rebatch_from_cuda() does. Thread-safe.
+ *  @param device  where the call failed; NULL: an ambiguous code is not an OOM
+ *  @param code    a cublasStatus_t
+ *  @return as rebatch_from_cuda() */
 REBATCH_API rebatch_status rebatch_from_cublas(rebatch_device *device, int code);
-/** The same for a cudnnStatus_t, of cuDNN 8 and 9. */
+
+/** Translate an error code of cuDNN 8 or 9, as rebatch_from_cuda() does. Thread-safe.
+ *  @param device  where the call failed; NULL: an ambiguous code is not an OOM
+ *  @param code    a cudnnStatus_t
+ *  @return as rebatch_from_cuda() */
 REBATCH_API rebatch_status rebatch_from_cudnn(rebatch_device *device, int code);
-/** The same for an ncclResult_t. */
+
+/** Translate an error code of NCCL, as rebatch_from_cuda() does. Thread-safe.
+ *  @param device  where the call failed; NULL: an ambiguous code is not an OOM
+ *  @param code    an ncclResult_t
+ *  @return as rebatch_from_cuda() */
 REBATCH_API rebatch_status rebatch_from_nccl(rebatch_device *device, int code);
 
 #ifdef __cplusplus

@@ -1,6 +1,8 @@
 /** @file current.h
- *  For code that is there already and hands no session on: the process's session, and memory as
- *  cudaMalloc gives it, which any stream may use. wrap.h puts both under a CUDA trainer. */
+ *  The process's session, for existing code.
+ *
+ *  For code that cannot pass a session on, and for memory that any stream may use, as with
+ *  cudaMalloc. wrap.h builds on both to run an existing CUDA trainer with rebatch. */
 #ifndef REBATCH_CURRENT_H
 #define REBATCH_CURRENT_H
 
@@ -11,42 +13,51 @@
 extern "C" {
 #endif
 
-/** Make `rb` the process's session. This is all that the library keeps for a process, and nothing
- *  but the callers of rebatch_get_current() go by it. From here on `rb` reckons with memory in use
- *  on streams that it was not told of: before an attempt is taken back it waits for the whole
- *  device. rebatch_close() ends it as well.
- *  @param rb  borrowed; NULL: none from here on
- *  @return REBATCH_OK; REBATCH_E_STATE when there is one already: nothing changed. Any thread. */
+/** Set the process's session. Only callers of rebatch_get_current() and rebatch_escape_on_oom() use
+ *  it; the library has no other global state. From now on `rb` assumes that streams which it does
+ *  not know use its memory: before it takes back an attempt it waits for the whole device.
+ *  rebatch_close() unsets the session. Thread-safe.
+ *  @param rb  borrowed; NULL: the process has no session from now on
+ *  @return REBATCH_OK; REBATCH_E_STATE when the process has another session: nothing changed */
 REBATCH_API rebatch_status rebatch_set_current(rebatch *rb);
 
-/** The process's session, NULL when there is none. Borrowed. Any thread. */
+/** The process's session. Thread-safe.
+ *  @return borrowed; NULL when there is none */
 REBATCH_API rebatch *rebatch_get_current(void);
 
-/** Leave the running callback of the process's session when `code` means that memory ran out, as
- *  rebatch_from_cuda() and rebatch_escape() do. It comes back when it means anything else, when
- *  this thread runs no callback, or one of a pool inside it, and without a session: then the code
- *  is the caller's to answer.
+/** Leave the running callback of the process's session if `code` is an OOM, as rebatch_from_cuda()
+ *  and rebatch_escape() together do. The function returns, and the caller handles the code, in
+ *  these cases: `code` is not an OOM; this thread runs no callback of the session, or runs a
+ *  callback of a pool inside it; there is no session. Thread-safe.
  *  @param code  a CUresult or cudaError_t */
 REBATCH_API void rebatch_escape_on_oom(int code);
 
-/** Allocate memory that any stream may use at once, without rebatch_pool_use_on(). It is the
- *  session's pool's, and what the running callback's thread, or one that joined it, allocates is
- *  taken back with a failed attempt like all that comes from there.
- *  @param[out] out  as of rebatch_pool_alloc(). What is freed on the session's stream in another
- *                   way than by the two below may be given out while work there still uses it
- *  @return as rebatch_pool_alloc(). Any thread, within callbacks and outside. */
+/** Allocate memory that any stream may use immediately, without rebatch_pool_use_on(). It comes
+ *  from the session's pool: what the callback's thread allocates, or a thread that joined
+ *  (rebatch_join()), is taken back when the attempt fails. May be called in and outside callbacks.
+ *
+ *  In a program that calls this function, free blocks of the session's stream with rebatch_free()
+ *  or rebatch_free_on() only: a block freed by rebatch_pool_free() may be returned here while work
+ *  of that stream still uses it. Thread-safe.
+ *  @param[out] out  as for rebatch_pool_alloc()
+ *  @param rb        the session
+ *  @param bytes     size of the block
+ *  @return as rebatch_pool_alloc() */
 REBATCH_API rebatch_status rebatch_alloc(void **out, rebatch *rb, size_t bytes);
 
-/** Give a block of the session's pool back when the work of all streams is done, for which it
- *  waits.
- *  @param pointer  NULL is allowed: then it does not wait
- *  @return as rebatch_pool_free(); REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST when work had failed:
- *          the block is then as it was. Any thread. */
+/** Wait for the work of all streams, then free a block of the session's pool. Thread-safe.
+ *  @param rb       the session
+ *  @param pointer  NULL is allowed, and then nothing is waited for
+ *  @return as rebatch_pool_free(); REBATCH_E_DEVICE or REBATCH_E_DEVICE_LOST when enqueued work
+ *          failed: the block is not freed */
 REBATCH_API rebatch_status rebatch_free(rebatch *rb, void *pointer);
 
-/** Give a block back when the work already enqueued on `stream` is done, without waiting for it.
- *  @param stream  of the session's device; it must not be destroyed before the session is closed
- *  @return as rebatch_pool_free(), REBATCH_E_HOST_OOM. Any thread. */
+/** Free a block when the work now enqueued on `stream` is done, without waiting for that work.
+ *  Thread-safe.
+ *  @param rb       the session
+ *  @param pointer  a block of the session's pool; NULL is allowed
+ *  @param stream   a stream of the session's device; keep it until the session is closed
+ *  @return as rebatch_pool_free(); REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_free_on(rebatch *rb, void *pointer, rebatch_stream stream);
 
 #ifdef __cplusplus

@@ -1,58 +1,59 @@
 /** @file device.h
- *  Where memory comes from: a GPU, or the CPU under a cap, or one of them with faults put in.
+ *  GPUs, CPU memory under a cap, and devices that fail on purpose.
  *
- *  A device hands out memory and streams. Nothing here caches: that is the pool's work (pool.h). */
+ *  A device provides memory and streams. It caches nothing: the pool (pool.h) does. */
 #ifndef REBATCH_DEVICE_H
 #define REBATCH_DEVICE_H
 
 #include "rebatch/status.h"
 
-/** A device. Open it, hand it to rebatch_open() or rebatch_pool_create(), close it last. */
+/** A device. Open it, pass it to rebatch_open() or rebatch_pool_create(), close it last. */
 typedef struct rebatch_device rebatch_device;
 
 /** A queue of work that runs in order. NULL is the device's default stream. On a CUDA device this
- *  is the CUstream (cudaStream_t) itself, so the two may be cast to each other; there, a stream
- *  that was made elsewhere is as good as one made here. */
+ *  is the CUstream (cudaStream_t) itself: the two may be cast to each other, and a stream that the
+ *  program created with CUDA is valid here. */
 typedef struct rebatch_stream_object *rebatch_stream;
 
-/** No cap: a host device may use whatever the machine gives. */
+/** A capacity without a cap: a host device may use all memory that the machine has. */
 #define REBATCH_UNLIMITED SIZE_MAX
 
-/** What a device has and gives, in bytes. */
+/** The memory of a device, in bytes. */
 typedef struct rebatch_memory_info {
-    size_t total_bytes; /**< all of it: the card's memory, or the host device's capacity */
-    size_t free_bytes;  /**< the room: what a new allocation could still get */
-    size_t used_bytes;  /**< what was taken through this rebatch_device and not given back */
+    size_t total_bytes; /**< all memory of the GPU, or the capacity of a host device */
+    size_t free_bytes;  /**< the memory that new allocations could still get */
+    size_t used_bytes;  /**< the memory allocated through this rebatch_device and not freed */
 } rebatch_memory_info;
 
 /** Options of a host device. */
 typedef struct rebatch_host_options {
-    size_t struct_size;   /**< sizeof(rebatch_host_options) */
-    size_t granule_bytes; /**< allocations are rounded up to this; a power of two of at least a
-                               page; 0: 65536 bytes */
+    size_t struct_size; /**< sizeof(rebatch_host_options) */
+    size_t page_bytes;  /**< allocations are rounded up to a multiple of this; a power of two, at
+                             least the page size of the machine; 0: 65536 */
 } rebatch_host_options;
+/** Default options of a host device. */
 #define REBATCH_HOST_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_host_options), 0                                                            \
     }
 
-/** The kinds of device call that a fault device can fail: X(name, what it is). */
+/** The kinds of device call that a fault device can fail: X(name, what it does). */
 #define REBATCH_FAULT_CALLS(X)                                                                     \
     X(ALLOC, "allocate memory")                                                                    \
     X(COPY, "copy memory")                                                                         \
     X(FILL, "fill memory")                                                                         \
-    X(STREAM, "make, wait for or enqueue on a stream")                                             \
-    X(EVENT, "make or record an event")                                                            \
-    X(LAST_ERROR, "look at the runtime's last error when a callback has returned")                 \
+    X(STREAM, "create, wait for or enqueue on a stream")                                           \
+    X(EVENT, "create or record an event")                                                          \
+    X(LAST_ERROR, "read the runtime's last error after a callback returned")                       \
     X(RESERVE, "reserve address space")                                                            \
     X(CREATE, "create physical memory")                                                            \
     X(MAP, "map physical memory")                                                                  \
     X(ACCESS, "make mapped memory accessible")                                                     \
     X(UNMAP, "unmap physical memory")                                                              \
-    X(RELEASE, "give memory or address space back")                                                \
+    X(RELEASE, "release physical memory or address space")                                         \
     X(PIN, "allocate pinned host memory")
 
-/** Bits for rebatch_fault_plan.calls: REBATCH_FAULT_ALLOC, REBATCH_FAULT_COPY and so on. */
+/** Bits of rebatch_fault_plan.calls. */
 typedef enum rebatch_fault_call {
 #define REBATCH_FAULT_INDEX_(name, text) REBATCH_FAULT_##name##_INDEX_,
     REBATCH_FAULT_CALLS(REBATCH_FAULT_INDEX_)
@@ -61,34 +62,37 @@ typedef enum rebatch_fault_call {
 #define REBATCH_FAULT_BIT_(name, text) REBATCH_FAULT_##name = 1 << REBATCH_FAULT_##name##_INDEX_,
     REBATCH_FAULT_CALLS(REBATCH_FAULT_BIT_)
 #undef REBATCH_FAULT_BIT_
-        REBATCH_FAULT_ANY = (1 << REBATCH_FAULT_CALL_COUNT_) - 1
+        REBATCH_FAULT_ANY = (1 << REBATCH_FAULT_CALL_COUNT_) - 1 /**< every kind of call */
 } rebatch_fault_call;
 
-/** From the failing call on, every call fails. */
+/** For rebatch_fault_plan.times: every call fails from the first failing one on. */
 #define REBATCH_FAULT_FOREVER UINT64_MAX
 
-/** At a given call, the device's capacity becomes something else: a co-tenant comes or goes. */
+/** A change of the device's capacity at a given call, as if another program allocated or freed
+ *  memory on the device. */
 typedef struct rebatch_fault_room {
-    uint64_t at_call;      /**< number of the call, counted as in rebatch_fault_plan.nth */
-    size_t capacity_bytes; /**< from then on */
+    uint64_t at_call;      /**< number of the call, counted as for rebatch_fault_plan.nth */
+    size_t capacity_bytes; /**< the capacity from that call on */
 } rebatch_fault_room;
 
-/** When a fault device fails. Counting starts when the plan is armed; only calls of the kinds in
- *  `calls` are counted. Zeroed, nothing ever fails. */
+/** Which calls of a fault device fail. Counting starts when the plan is armed, and only calls of
+ *  the kinds in `calls` count. With all members zero no call fails. */
 typedef struct rebatch_fault_plan {
     size_t struct_size; /**< sizeof(rebatch_fault_plan) */
-    uint32_t calls;     /**< bits of rebatch_fault_call; 0: those that take memory, ALLOC
-                                and CREATE */
-    uint64_t nth;       /**< the call that fails, from 1; 0: none by number */
-    uint64_t times;     /**< how many calls in a row fail from there; 0: 1; REBATCH_FAULT_FOREVER */
-    uint32_t permille;  /**< besides, this many of 1000 calls fail, by chance */
-    uint64_t seed;      /**< of that chance: the same seed fails the same calls */
-    rebatch_status status; /**< what a failing call answers, one of REBATCH_STATUSES; 0:
-                                REBATCH_OOM, for pinned host memory REBATCH_E_HOST_OOM */
-    const rebatch_fault_room
-        *rooms;        /**< changes of capacity by rising at_call; copied; NULL: none */
-    size_t room_count; /**< how many; at most 64 */
+    uint32_t calls;     /**< bits of rebatch_fault_call; 0: the calls that take memory, which are
+                             REBATCH_FAULT_ALLOC and REBATCH_FAULT_CREATE */
+    uint64_t nth;       /**< number of the first call that fails, from 1; 0: none by number */
+    uint64_t
+        times; /**< how many consecutive calls fail; 0: 1; REBATCH_FAULT_FOREVER: all of them */
+    uint32_t permille;     /**< in addition, each call fails with this probability, in 1/1000 */
+    uint64_t seed;         /**< seed of that probability: the same seed fails the same calls */
+    rebatch_status status; /**< status of a failing call, one of REBATCH_STATUSES; 0: REBATCH_OOM,
+                                or REBATCH_E_HOST_OOM for pinned host memory */
+    const rebatch_fault_room *rooms; /**< capacity changes, in ascending order of at_call; copied;
+                                          NULL: none */
+    size_t room_count;               /**< number of `rooms`, at most 64 */
 } rebatch_fault_plan;
+/** A plan in which no call fails. */
 #define REBATCH_FAULT_PLAN_INIT                                                                    \
     {                                                                                              \
         sizeof(rebatch_fault_plan), 0, 0, 0, 0, 0, REBATCH_OK, NULL, 0                             \
@@ -98,124 +102,156 @@ typedef struct rebatch_fault_plan {
 extern "C" {
 #endif
 
-/** Open a host device: CPU memory under a cap, so that all of rebatch runs without a GPU.
+/** Open a host device: CPU memory under a cap, on which all of rebatch runs without a GPU.
+ *  Thread-safe.
  *  @param[out] out        owned by the caller, close with rebatch_device_close(); NULL on failure
- *  @param capacity_bytes  the cap; at least one granule; REBATCH_UNLIMITED for none
- *  @param options         copied; NULL means defaults
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM. Any thread. */
+ *  @param capacity_bytes  the cap, at least one page of the device; REBATCH_UNLIMITED: none
+ *  @param options         copied; NULL: defaults
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_device_open_host(rebatch_device **out, size_t capacity_bytes,
                                                     const rebatch_host_options *options);
 
-/** Open a dry device: addresses without memory behind them, and streams that are always idle. It
- *  answers as a device of that capacity would, so that allocation patterns can be run for any card
- *  without one. Copies and fills are refused.
- *  @param[out] out        owned by the caller; NULL on failure
- *  @param capacity_bytes  at least one granule; REBATCH_UNLIMITED for none
- *  @param granule_bytes   of physical memory, a power of two; 0: 2 MiB, as on CUDA devices
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM. Any thread. */
+/** Open a dry device: it gives out addresses without memory behind them, and its streams are always
+ *  idle. It shows whether an allocation pattern fits on a device of a given capacity, on any
+ *  machine. Copies and fills are refused. Thread-safe.
+ *  @param[out] out        owned by the caller, close with rebatch_device_close(); NULL on failure
+ *  @param capacity_bytes  at least one page; REBATCH_UNLIMITED: no cap
+ *  @param page_bytes      size of a page of physical memory, a power of two; 0: 2 MiB, as on CUDA
+ *                         devices
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_device_open_dry(rebatch_device **out, size_t capacity_bytes,
-                                                   size_t granule_bytes);
+                                                   size_t page_bytes);
 
-/** Open a device that passes every call on to `inner` and fails some of them, for tests.
- *  @param[out] out  owned by the caller; NULL on failure
- *  @param inner     borrowed; must be closed after this one
- *  @param plan      copied; NULL: nothing fails until rebatch_fault_arm()
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM. Any thread. */
+/** Open a fault device, for tests: it passes calls on to `inner` and fails some of them.
+ *  Thread-safe.
+ *  @param[out] out  owned by the caller, close with rebatch_device_close(); NULL on failure
+ *  @param inner     borrowed; close it after this device
+ *  @param plan      copied; NULL: no call fails until rebatch_fault_arm()
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *inner,
                                                      const rebatch_fault_plan *plan);
 
-/** Give a fault device another plan; its counts start again at zero.
- *  @param plan  copied; NULL: nothing fails from now on
- *  @return REBATCH_OK; REBATCH_E_INVALID when `device` is no fault device or the plan is wrong.
- *          Any thread. */
+/** Replace the plan of a fault device and restart its counters at zero. Thread-safe.
+ *  @param device  a fault device
+ *  @param plan    copied; NULL: no call fails from now on
+ *  @return REBATCH_OK; REBATCH_E_INVALID when `device` is not a fault device or the plan is wrong
+ */
 REBATCH_API rebatch_status rebatch_fault_arm(rebatch_device *device,
                                              const rebatch_fault_plan *plan);
 
-/** How many counted calls a fault device has seen since its plan was armed, and failed of them.
- *  @param[out] seen    may be NULL
- *  @param[out] failed  may be NULL
- *  @return REBATCH_OK; REBATCH_E_INVALID when `device` is no fault device. Any thread. */
+/** How many calls a fault device has counted since its plan was armed, and how many of them it has
+ *  failed. Thread-safe.
+ *  @param device       a fault device
+ *  @param[out] seen    calls counted; may be NULL
+ *  @param[out] failed  calls failed; may be NULL
+ *  @return REBATCH_OK; REBATCH_E_INVALID when `device` is not a fault device */
 REBATCH_API rebatch_status rebatch_fault_counts(const rebatch_device *device, uint64_t *seen,
                                                 uint64_t *failed);
 
-/** Close a device. Whatever was allocated from it must have been given back before; streams made
- *  with rebatch_stream_create() too. NULL is allowed. One on which a fault device, a pool or a
- *  session is still open stays open, and rebatch_last_error() says so. */
+/** Close a device. Free all its memory and destroy the streams of rebatch_stream_create() first.
+ *  While a fault device, a pool or a session is open on a device, the device stays open and
+ *  rebatch_last_error() says so.
+ *  @param device  NULL is allowed */
 REBATCH_API void rebatch_device_close(rebatch_device *device);
 
-/** A short name, for example "host" or "fault(host)".
- *  @return a string owned by the device. Any thread. */
+/** A short name, for example "host" or "fault(host)". Thread-safe.
+ *  @param device  any device
+ *  @return a string owned by the device */
 REBATCH_API const char *rebatch_device_name(const rebatch_device *device);
 
-/** What the device has, what it could still give, and what we took.
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+/** How much memory the device has, could still give, and has given. Thread-safe.
+ *  @param device    any device
+ *  @param[out] out  sizes in bytes
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_device_memory(rebatch_device *device, rebatch_memory_info *out);
 
-/** Change the cap of a host device while it is in use, as a co-tenant would. A cap below what is in
- *  use takes nothing back: new allocations fail until enough was freed. On a fault device it is the
- *  inner device's cap that changes.
- *  @param capacity_bytes  at least one granule
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED on a device without a cap of its
- *          own. Any thread. */
+/** Change the cap of a host device that is in use, as if another program allocated or freed memory.
+ *  A cap below the memory in use takes nothing away: new allocations fail until enough is freed.
+ *  On a fault device this changes the cap of the inner device. Thread-safe.
+ *  @param device          a host device or a dry device, or a fault device on one
+ *  @param capacity_bytes  at least one page of the device
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED on a device whose capacity is
+ *          fixed */
 REBATCH_API rebatch_status rebatch_device_set_capacity(rebatch_device *device,
                                                        size_t capacity_bytes);
 
-/** Make a stream. Work on it runs in order, beside that of other streams.
+/** Create a stream. Its work runs in order, concurrently with the work of other streams.
+ *  Thread-safe.
  *  @param[out] out  owned by the caller, release with rebatch_stream_destroy(); NULL on failure
- *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE.
- *          Any thread. */
+ *  @param device    the device on which it runs
+ *  @return REBATCH_OK, REBATCH_OOM, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE */
 REBATCH_API rebatch_status rebatch_stream_create(rebatch_stream *out, rebatch_device *device);
 
-/** Wait for a stream's work, then release it. NULL is allowed. */
+/** Wait for the work of a stream, then release the stream.
+ *  @param device  the device on which it was created
+ *  @param stream  NULL is allowed */
 REBATCH_API void rebatch_stream_destroy(rebatch_device *device, rebatch_stream stream);
 
-/** Wait until everything that was enqueued on `stream` has run. Faults that came late surface here.
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+/** Wait until the work enqueued on `stream` is done. Asynchronous errors are reported here.
+ *  Thread-safe.
+ *  @param device  the device of the stream
+ *  @param stream  NULL: the default stream
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_stream_synchronize(rebatch_device *device,
                                                       rebatch_stream stream);
 
-/** Wait for the work of every stream of the device, those that were made elsewhere included. Faults
- *  that came late surface here.
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+/** Wait for the work of all streams of the device, also of streams that the program created with
+ *  CUDA. Asynchronous errors are reported here. Thread-safe.
+ *  @param device  any device
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_device_synchronize(rebatch_device *device);
 
-/** Enqueue a host function: it runs when what was enqueued before has run. On the host device this
- *  is how work gets on a stream; on its default stream it runs before the call returns. The
- *  function must not call rebatch.
- *  @param user  handed to `function`; borrowed until it has run
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
+/** Enqueue a host function, which runs when the work enqueued before it is done. On the default
+ *  stream of a host device it runs before this call returns. Thread-safe.
+ *  @param device    the device of the stream
+ *  @param stream    NULL: the default stream
+ *  @param function  must not call rebatch
+ *  @param user      passed to `function`; borrowed until `function` has run
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE */
 REBATCH_API rebatch_status rebatch_stream_call(rebatch_device *device, rebatch_stream stream,
                                                void (*function)(void *user), void *user);
 
-/** Enqueue a copy of `bytes` bytes; either side may be host or device memory, and both must stay
- *  valid until it has run. Overlapping ranges are refused. That both lie within memory that is
- *  there is the caller's duty: a GPU refuses some ranges that do not, the host device, which takes
- *  any memory of the process, faults.
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED on a dry device,
- *          REBATCH_E_HOST_OOM, REBATCH_E_DEVICE. Any thread. */
+/** Enqueue a copy. Overlapping ranges are refused. The caller makes sure that both ranges are valid
+ *  memory: a GPU refuses some invalid ranges; a host device accepts any address of the process, and
+ *  an invalid one is a segmentation fault. Thread-safe.
+ *  @param device  the device of the stream
+ *  @param to      device or host memory, valid until the copy is done
+ *  @param from    device or host memory, valid until the copy is done
+ *  @param bytes   number of bytes
+ *  @param stream  NULL: the default stream
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
+ *          REBATCH_E_UNSUPPORTED on a dry device */
 REBATCH_API rebatch_status rebatch_copy(rebatch_device *device, void *to, const void *from,
                                         size_t bytes, rebatch_stream stream);
 
-/** Enqueue setting `bytes` bytes of device memory to `value`; that they are there is the caller's
- *  duty, as in rebatch_copy().
- *  @return as rebatch_copy(). Any thread. */
+/** Enqueue setting device memory to a byte value. The caller makes sure that the range is valid
+ *  memory, as for rebatch_copy(). Thread-safe.
+ *  @param device  the device of the stream
+ *  @param to      device memory, valid until the fill is done
+ *  @param value   value of each byte
+ *  @param bytes   number of bytes
+ *  @param stream  NULL: the default stream
+ *  @return as rebatch_copy() */
 REBATCH_API rebatch_status rebatch_fill(rebatch_device *device, void *to, uint8_t value,
                                         size_t bytes, rebatch_stream stream);
 
-/** Allocate host memory that the device reaches too: copies to and from it run beside other work,
- *  and kernels may read and write it. It does not count against the device's memory.
- *  @param[out] out  owned by the caller, release with rebatch_pinned_free(); aligned to 4096; its
- *                   contents are not defined; NULL on failure
+/** Allocate pinned host memory: copies to and from it run concurrently with other work, and kernels
+ *  may access it. It does not count as device memory. Thread-safe.
+ *  @param[out] out  owned by the caller, release with rebatch_pinned_free(); aligned to 4096 bytes,
+ *                   contents undefined; NULL on failure
+ *  @param device    the device that will access it
  *  @param bytes     at least 1
- *  @return REBATCH_OK, REBATCH_E_HOST_OOM, REBATCH_E_INVALID, REBATCH_E_UNSUPPORTED on a dry
- *          device, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+ *  @return REBATCH_OK, REBATCH_E_HOST_OOM, REBATCH_E_INVALID, REBATCH_E_DEVICE,
+ *          REBATCH_E_DEVICE_LOST; REBATCH_E_UNSUPPORTED on a dry device */
 REBATCH_API rebatch_status rebatch_pinned_alloc(void **out, rebatch_device *device, size_t bytes);
 
-/** Give it back. Nothing that was enqueued may still use it. A NULL `memory` is allowed.
- *  @param bytes  as it was allocated
- *  @return REBATCH_OK; REBATCH_E_INVALID for memory that the device has not given, or with another
- *          size, which a GPU does not look at; REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE,
- *          REBATCH_E_DEVICE_LOST. Any thread. */
+/** Free pinned host memory. No enqueued work may still use it. Thread-safe.
+ *  @param device  the device from which it came
+ *  @param memory  from rebatch_pinned_alloc(); NULL is allowed
+ *  @param bytes   the size with which it was allocated
+ *  @return REBATCH_OK; REBATCH_E_INVALID for memory that did not come from this device, or for
+ *          another size (a GPU does not check the size); REBATCH_E_UNSUPPORTED, REBATCH_E_DEVICE,
+ *          REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t bytes);
 
 #ifdef __cplusplus

@@ -1,391 +1,464 @@
 /** @file pool.h
- *  The caching allocator: fast, undoable, and able to say who holds what.
+ *  The caching allocator, with scopes that roll back.
  *
- *  All metadata is in host memory. There is no global state: every call takes the pool. All calls
- *  are safe from several threads, except that scopes are one stack a pool, so it is one thread that
- *  opens and closes them. A scope of rebatch_scope_begin() is of the pool, not of a thread: while
- *  it is open it takes in what any thread allocates and frees, and a rollback takes that back.
- *  Those of a session's callbacks are of the callback's thread, and of those that joined it
- *  (step.h). */
+ *  A pool caches the memory of one device. All its metadata is in host memory, and there is no
+ *  global state: every call takes the pool. docs/pool.md describes how it works.
+ *
+ *  All calls are thread-safe, except that one thread opens and closes the scopes of a pool. A scope
+ *  of rebatch_scope_begin() covers all threads: it records what any thread allocates and frees
+ *  while it is open, and a rollback takes that back. The scope of a session's callback covers the
+ *  callback's thread and the threads that joined it (rebatch_join()).
+ *
+ *  Words: a block is what one allocation returns; live memory is memory in blocks in use; reserved
+ *  memory is memory that the pool holds from the device; a page is the smallest unit of physical
+ *  memory that the device maps, 2 MiB on a GPU. */
 #ifndef REBATCH_POOL_H
 #define REBATCH_POOL_H
 
 #include "rebatch/device.h"
 #include "rebatch/status.h"
 
+/** A caching allocator on one device. */
 typedef struct rebatch_pool rebatch_pool;
 
-/** Every pointer that the pool gives is a multiple of this, and every block's size is rounded up to
- *  REBATCH_POOL_UNIT_BYTES. */
+/** Every pointer that the pool returns is a multiple of this many bytes. */
 #define REBATCH_POOL_ALIGNMENT 256
+/** The size of every block is rounded up to a multiple of this many bytes. */
 #define REBATCH_POOL_UNIT_BYTES 512
 
-/** What memory is for: a small number made by rebatch_pool_tag(); 0 is "untagged". */
+/** What memory is used for: a number from rebatch_pool_tag(); 0: untagged. */
 typedef uint16_t rebatch_tag;
 
-/** A scope: what was allocated since it began can be taken back as a whole. 0 is none. */
+/** A scope: all that was allocated since it began can be taken back together. 0: none. */
 typedef uint32_t rebatch_scope;
 
 /** Options of a pool. Zero means default. */
 typedef struct rebatch_pool_options {
     size_t struct_size;      /**< sizeof(rebatch_pool_options) */
-    size_t limit_bytes;      /**< most that is ever held from the device, at least one granule of
-                                  it; 0: no limit of our own */
-    uint32_t limit_permille; /**< the same as a share of the device's total, 1 to 1000; 0: none.
-                                  When both are given the smaller one holds */
-    size_t headroom_bytes;   /**< left free on the device for libraries and the driver, at most
-                                  all of it; 0: none */
-    rebatch_toggle caching;  /**< REBATCH_OFF: every call goes straight to the device, for memory
-                                  checkers; default on */
-    size_t ballast_bytes;    /**< kept from the device until it says OOM itself, then given back so
-                                  that error paths can run; taken again when there is room; at
-                                  most limit_bytes, and the device's total; 0: none */
-    size_t max_split_bytes;  /**< free blocks larger than this are not split for requests that are
-                                  smaller than it; 0: no such bound */
-    uint32_t gc_threshold_permille; /**< above this share of the limit (of the device, without
-                                         one) free memory that was not used for longest goes back
-                                         to the device when the pool grows, 1 to 1000; 0: never */
-    uint32_t rounding_divisions; /**< sizes are rounded up to this many steps an octave, a power of
-                                      two up to 256; 0: to REBATCH_POOL_UNIT_BYTES alone */
-    rebatch_toggle guard; /**< REBATCH_ON: each block ends where memory ends, so that an overrun
-                               faults; costs a granule a block and device calls; default off */
-    uint32_t events;      /**< how many of the last allocations, frees, mappings, OOMs and rollbacks
-                               are kept for snapshots; 0: none */
-    uint32_t keep_room_permille; /**< once live memory has not peaked for long, free granules are
-                                      no longer moved to where they are needed, and fresh memory is
-                                      taken instead, as long as more than this share of what the
-                                      pool holds and could still have stays free: moving costs
-                                      device calls again and again, fresh memory only once. 1 to
-                                      1000; 0: 20; 1000: always moved */
-    rebatch_toggle replay;       /**< serve phases that repeat (rebatch_pool_mark()) by a plan where
-                                      memory is so short that pages would be moved in each; needs
-                                      virtual memory and caching; default on */
+    size_t limit_bytes;      /**< the most memory that the pool may reserve, at least one page;
+                                  0: no limit */
+    uint32_t limit_permille; /**< the limit as a share of the device's memory, 1 to 1000; 0: none.
+                                  With both limits set, the lower one applies */
+    size_t headroom_bytes;   /**< memory left free on the device for libraries and the driver, at
+                                  most all of it; 0: none */
+    rebatch_toggle caching;  /**< REBATCH_OFF: every call goes to the device, for memory checkers;
+                                  default on */
+    size_t ballast_bytes;    /**< memory that the pool takes, and releases when the device itself is
+                                  out of memory, so that error paths can run; taken again when there
+                                  is room; at most limit_bytes and the device's memory; 0: none */
+    size_t max_split_bytes;  /**< a free block larger than this is not split for a request that is
+                                  smaller than this; 0: no bound */
+    uint32_t gc_threshold_permille; /**< when the pool grows above this share of the limit (without
+                                         a limit: of the device's memory), it returns the least
+                                         recently used free memory to the device, 1 to 1000;
+                                         0: never */
+    uint32_t rounding_divisions; /**< block sizes are rounded up to one of this many steps between
+                                      two powers of two; a power of two up to 256; 0: rounding to
+                                      REBATCH_POOL_UNIT_BYTES only */
+    rebatch_toggle guard; /**< REBATCH_ON: each block ends where mapped memory ends, so that an
+                               overrun faults; costs a page and device calls for each block; default
+                               off */
+    uint32_t events;      /**< how many of the latest allocations, frees, mappings, OOMs and
+                               rollbacks are kept for snapshots; 0: none */
+    uint32_t keep_room_permille; /**< when live memory has not risen for a while, the pool takes new
+                                      memory instead of remapping free pages, while more than this
+                                      share of the memory that it holds or can get stays free.
+                                      Remapping costs device calls in every step, new memory costs
+                                      them once. 1 to 1000; 0: 20; 1000: always remap */
+    rebatch_toggle replay;       /**< where memory is so short that pages would be remapped in each
+                                      repetition of a phase (rebatch_pool_mark()), place its
+                                      allocations by a plan; needs virtual memory and caching;
+                                      default on */
 } rebatch_pool_options;
+/** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, 0, REBATCH_DEFAULT, 0, 0, \
             REBATCH_DEFAULT                                                                        \
     }
 
-/** Statistics: X(name, unit, what it is). Struct, summary and documents are made from this list. */
+/** Statistics: X(name, unit, what is counted). */
 #define REBATCH_POOL_STATISTICS(X)                                                                 \
-    X(live_bytes, "bytes", "in blocks that are in use")                                            \
-    X(live_peak_bytes, "bytes", "most live at once")                                               \
-    X(requested_bytes, "bytes", "asked for by the blocks in use, before rounding")                 \
+    X(live_bytes, "bytes", "in blocks in use")                                                     \
+    X(live_peak_bytes, "bytes", "in blocks in use, highest value")                                 \
+    X(requested_bytes, "bytes", "requested for the blocks in use, before rounding")                \
     X(reserved_bytes, "bytes", "held from the device")                                             \
-    X(reserved_peak_bytes, "bytes", "most reserved at once")                                       \
-    X(deferred_bytes, "bytes", "of them, freed inside a scope: given back when it commits")        \
+    X(reserved_peak_bytes, "bytes", "held from the device, highest value")                         \
+    X(deferred_bytes, "bytes", "of live_bytes freed inside a scope: in use until it commits")      \
     X(blocks, "blocks", "in use")                                                                  \
-    X(blocks_peak, "blocks", "most in use at once")                                                \
-    X(allocations, "calls", "that gave a block")                                                   \
-    X(frees, "calls", "that gave a block back")                                                    \
-    X(allocated_total_bytes, "bytes", "given out since the pool was created")                      \
-    X(freed_total_bytes, "bytes", "given back since the pool was created")                         \
+    X(blocks_peak, "blocks", "in use, highest value")                                              \
+    X(allocations, "calls", "that returned a block")                                               \
+    X(frees, "calls", "that freed a block")                                                        \
+    X(allocated_total_bytes, "bytes", "allocated since the pool was created")                      \
+    X(freed_total_bytes, "bytes", "freed since the pool was created")                              \
     X(device_allocations, "calls", "to the device for memory")                                     \
-    X(device_frees, "calls", "that gave memory back to the device")                                \
-    X(trims, "calls", "that gave cached memory back to the device")                                \
+    X(device_frees, "calls", "that returned memory to the device")                                 \
+    X(trims, "calls", "that returned cached memory to the device")                                 \
     X(pressure_calls, "calls", "of pressure callbacks")                                            \
-    X(ooms, "calls", "answered with REBATCH_OOM")                                                  \
+    X(ooms, "calls", "that failed with REBATCH_OOM")                                               \
     X(rollbacks, "scopes", "rolled back")                                                          \
-    X(rolled_back_blocks, "blocks", "taken back by a rollback")                                    \
+    X(rolled_back_blocks, "blocks", "taken back by rollbacks")                                     \
     X(late_frees, "calls", "to free a block that a rollback had taken back; ignored")              \
-    X(remaps, "granules", "of free blocks, mapped elsewhere")                                      \
+    X(remaps, "pages", "of free blocks mapped to another address")                                 \
     X(quarantined_bytes, "bytes", "that the device did not unmap; never used again")               \
-    X(collected_bytes, "bytes", "given back for exceeding the gc threshold")                       \
-    X(ballast_drops, "times", "the ballast was given up")
+    X(collected_bytes, "bytes", "returned to the device above gc_threshold_permille")              \
+    X(ballast_drops, "times", "the ballast was released")
 
+/** Statistics of a pool. */
 typedef struct rebatch_pool_stats {
-#define REBATCH_POOL_STAT_(name, unit, text) uint64_t name; /**< see the list */
+#define REBATCH_POOL_STAT_(name, unit, text) uint64_t name;
     REBATCH_POOL_STATISTICS(REBATCH_POOL_STAT_)
 #undef REBATCH_POOL_STAT_
 } rebatch_pool_stats;
 
-/** What a scope has seen since it began, scopes inside it included. */
+/** Statistics of a scope since it began, including the scopes inside it. */
 typedef struct rebatch_scope_stats {
-    int64_t live_bytes; /**< live now less live when it began */
-    int64_t peak_bytes; /**< the highest that ever was: what the scope needs on top of the rest */
-    uint64_t requested_bytes; /**< asked for in total, before rounding */
-    uint64_t allocations;     /**< blocks given out in total */
-    uint64_t largest_bytes;   /**< the largest block given out */
+    int64_t live_bytes; /**< live memory now, minus live memory when the scope began */
+    int64_t peak_bytes; /**< highest value of live_bytes: what the scope needs in addition to the
+                             memory that was live before */
+    uint64_t requested_bytes; /**< requested in total, before rounding */
+    uint64_t allocations;     /**< blocks allocated in total */
+    uint64_t largest_bytes;   /**< the largest block allocated */
 } rebatch_scope_stats;
 
-/** How far the search for memory went before it gave up: X(name, what was tried). */
-#define REBATCH_POOL_RUNGS(X)                                                                      \
+/** The stages of the search for memory, in order: X(name, where the pool looks). */
+#define REBATCH_POOL_STAGES(X)                                                                     \
     X(CACHE, "the pool's own free blocks")                                                         \
     X(OTHER_STREAMS, "free blocks of other streams whose work has completed")                      \
     X(REMAP, "pages of free blocks, mapped elsewhere")                                             \
-    X(DEVICE, "fresh memory from the device")                                                      \
-    X(WAIT, "frees that other streams have not reached yet")                                       \
-    X(TRIM, "the device again, after giving cached memory back")                                   \
+    X(DEVICE, "new memory from the device")                                                        \
+    X(WAIT, "freed blocks, after waiting for the streams that use them")                           \
+    X(TRIM, "the device again, after returning cached memory to it")                               \
     X(PRESSURE, "the device again, after the pressure callbacks")
 
-typedef enum rebatch_pool_rung {
-#define REBATCH_POOL_RUNG_(name, text) REBATCH_RUNG_##name,
-    REBATCH_POOL_RUNGS(REBATCH_POOL_RUNG_)
-#undef REBATCH_POOL_RUNG_
-} rebatch_pool_rung;
+/** A stage of the search for memory. */
+typedef enum rebatch_pool_stage {
+#define REBATCH_POOL_STAGE_(name, text) REBATCH_STAGE_##name,
+    REBATCH_POOL_STAGES(REBATCH_POOL_STAGE_)
+#undef REBATCH_POOL_STAGE_
+} rebatch_pool_stage;
 
-/** One tag's share. */
+/** The memory of one tag. */
 typedef struct rebatch_tag_usage {
-    char name[32];          /**< the tag's name, cut if longer */
-    uint64_t live_bytes;    /**< now */
-    uint64_t peak_bytes;    /**< the most this tag ever had */
-    uint64_t at_peak_bytes; /**< what it had when the pool as a whole was at its peak */
+    char name[32];          /**< name of the tag, truncated if longer */
+    uint64_t live_bytes;    /**< live memory now */
+    uint64_t peak_bytes;    /**< highest live memory of this tag */
+    uint64_t at_peak_bytes; /**< live memory of this tag when the pool was at its peak */
 } rebatch_tag_usage;
 
-/** What a snapshot is written as. */
+/** The format of a snapshot. */
 typedef enum rebatch_snapshot_format {
-    REBATCH_SNAPSHOT_PICKLE = 0,     /**< for PyTorch's memory viewer: blocks and events */
-    REBATCH_SNAPSHOT_BLOCKS_CSV = 1, /**< a line a block; their bytes add up to reserved_bytes */
-    REBATCH_SNAPSHOT_EVENTS_CSV = 2  /**< a line an event, the oldest first */
+    REBATCH_SNAPSHOT_PICKLE = 0,     /**< blocks and events for PyTorch's memory viewer */
+    REBATCH_SNAPSHOT_BLOCKS_CSV = 1, /**< one line for each block; the sum of their bytes is
+                                          reserved_bytes */
+    REBATCH_SNAPSHOT_EVENTS_CSV = 2  /**< one line for each event, oldest first */
 } rebatch_snapshot_format;
 
-/** How many tags an OOM report names. */
+/** The number of tags in an OOM report. */
 #define REBATCH_OOM_TAGS 6
 
-/** Why a request failed. */
+/** Why a request failed: the pool and the device at that moment. */
 typedef struct rebatch_oom_report {
-    uint64_t asked_bytes;    /**< the request; 0: there was no OOM yet */
-    char tag[32];            /**< its tag */
-    rebatch_pool_rung rung;  /**< the last rung tried */
-    uint64_t limit_bytes;    /**< the pool's limit, UINT64_MAX when there is none */
-    uint64_t live_bytes;     /**< in use then */
-    uint64_t reserved_bytes; /**< held from the device then */
-    uint64_t room_bytes;     /**< what the device could still give within limit and headroom */
-    uint64_t device_total_bytes;
-    uint64_t device_free_bytes;
+    uint64_t asked_bytes;        /**< size of the request; 0: no request has failed */
+    char tag[32];                /**< tag of the request */
+    rebatch_pool_stage stage;    /**< the last stage of the search */
+    uint64_t limit_bytes;        /**< the pool's limit; UINT64_MAX: none */
+    uint64_t live_bytes;         /**< live memory */
+    uint64_t reserved_bytes;     /**< reserved memory */
+    uint64_t room_bytes;         /**< what the device could still give within limit and headroom */
+    uint64_t device_total_bytes; /**< memory of the device */
+    uint64_t device_free_bytes;  /**< free memory of the device */
     uint64_t largest_hole_bytes; /**< the largest free block in the pool */
-    uint64_t would_fit_bytes;    /**< the largest request that would have been served */
-    uint32_t tag_count;          /**< how many of `tags` are filled */
-    rebatch_tag_usage tags[REBATCH_OOM_TAGS]; /**< who held most, largest first */
+    uint64_t would_fit_bytes;    /**< the largest request that would have succeeded */
+    uint32_t tag_count;          /**< number of `tags` */
+    rebatch_tag_usage tags[REBATCH_OOM_TAGS]; /**< the tags with most live memory, largest first */
 } rebatch_oom_report;
 
-/** How many blocks and tags a leak report names. */
+/** The number of blocks in a leak report. */
 #define REBATCH_LEAK_BLOCKS 8
+/** The number of tags in a leak report. */
 #define REBATCH_LEAK_TAGS 6
 
-/** A tag's part of what is left. */
+/** The leaked memory of one tag. */
 typedef struct rebatch_leak_tag {
-    char name[32];
-    uint64_t blocks;
-    uint64_t live_bytes;
+    char name[32];       /**< name of the tag */
+    uint64_t blocks;     /**< its blocks in use */
+    uint64_t live_bytes; /**< bytes in them */
 } rebatch_leak_tag;
 
-/** A block that is left. */
+/** A leaked block. */
 typedef struct rebatch_leak_block {
-    const void *address;
-    uint64_t bytes;
-    uint64_t allocation; /**< its number among the pool's allocations, from 0: the same calls give
+    const void *address; /**< where it begins */
+    uint64_t bytes;      /**< its size */
+    uint64_t allocation; /**< number of the allocation that returned it, from 0. The same calls give
                               the same number, so a breakpoint can wait for it */
-    char tag[32];
+    char tag[32];        /**< name of its tag */
 } rebatch_leak_block;
 
 /** What was allocated inside a scope and is still in use. */
 typedef struct rebatch_leak_report {
-    uint64_t blocks;                                 /**< all of them */
-    uint64_t live_bytes;                             /**< in them */
-    uint64_t requested_bytes;                        /**< asked for by them, before rounding */
-    uint32_t tag_count;                              /**< how many of `tags` are filled */
-    uint32_t block_count;                            /**< how many of `largest` are filled */
-    rebatch_leak_tag tags[REBATCH_LEAK_TAGS];        /**< who holds most, largest first */
-    rebatch_leak_block largest[REBATCH_LEAK_BLOCKS]; /**< largest first, then oldest */
+    uint64_t blocks;                                 /**< number of blocks */
+    uint64_t live_bytes;                             /**< bytes in them */
+    uint64_t requested_bytes;                        /**< bytes requested, before rounding */
+    uint32_t tag_count;                              /**< number of `tags` */
+    uint32_t block_count;                            /**< number of `largest` */
+    rebatch_leak_tag tags[REBATCH_LEAK_TAGS];        /**< the tags that hold most, largest first */
+    rebatch_leak_block largest[REBATCH_LEAK_BLOCKS]; /**< the largest blocks, then the oldest */
 } rebatch_leak_report;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/** Create a caching pool on `device`.
- *  @param[out] out    owned by the caller, release with rebatch_pool_destroy(); NULL on failure
- *  @param device      borrowed; must outlive the pool
- *  @param options     copied; NULL means defaults
+/** Create a pool. Thread-safe.
+ *  @param[out] out  owned by the caller, release with rebatch_pool_destroy(); NULL on failure
+ *  @param device    borrowed; must outlive the pool
+ *  @param options   copied; NULL: defaults
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
  *          REBATCH_E_UNSUPPORTED when guard is on, and caching is off or the device has no virtual
- *          memory. Any thread. */
+ *          memory */
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
 
-/** Wait for the streams, give everything back to the device, blocks in use included, and release
- *  the pool. Of a stream that cannot be waited for, memory that its work may still use stays mapped
- *  and counts as used on the device for good: it is never taken from under running work. NULL is
- *  allowed. No other thread may be using the pool. A session's pool stays, and so does one whose
- *  pressure callback this is called from; rebatch_last_error() says so. */
+/** Wait for the streams, return all memory to the device, blocks in use included, and release the
+ *  pool. If a stream cannot be waited for, the memory that its work may still use stays mapped, and
+ *  counts as used on the device. No other thread may use the pool. The call is refused for a
+ *  session's pool, and for a pool whose pressure callback is running: rebatch_last_error() says so.
+ *  @param pool  NULL is allowed */
 REBATCH_API void rebatch_pool_destroy(rebatch_pool *pool);
 
-/** The device that the pool was created on; borrowed. Any thread. */
+/** The device of a pool. Thread-safe.
+ *  @param pool  any pool
+ *  @return borrowed */
 REBATCH_API rebatch_device *rebatch_pool_device(const rebatch_pool *pool);
 
-/** Allocate device memory. It belongs to `stream`: work enqueued there may use it at once.
- *  @param[out] out  256-byte aligned; NULL on failure and when `bytes` is 0 (which is no failure)
- *  @param stream    the stream that will use it; others: rebatch_pool_use_on()
- *  @param tag       what it is for, from rebatch_pool_tag(); 0: untagged
- *  @return REBATCH_OK; REBATCH_OOM when the ladder found no memory (rebatch_pool_last_oom() says
- *          why); REBATCH_E_INVALID; REBATCH_E_STATE from within a pressure callback;
- *          REBATCH_E_HOST_OOM; REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+/** Allocate device memory. Thread-safe.
+ *  @param[out] out  aligned to 256 bytes, contents undefined; NULL on failure, and when `bytes` is
+ *                   0 (which succeeds)
+ *  @param pool      the pool
+ *  @param bytes     size of the block
+ *  @param stream    the stream that will use the block: work enqueued there may use it immediately.
+ *                   For other streams see rebatch_pool_use_on()
+ *  @param tag       what the block is used for, from rebatch_pool_tag(); 0: untagged
+ *  @return REBATCH_OK; REBATCH_OOM when no stage of the search found memory:
+ *          rebatch_pool_last_oom() has the details; REBATCH_E_STATE from within a pressure
+ *          callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST
+ */
 REBATCH_API rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
                                               rebatch_stream stream, rebatch_tag tag);
 
-/** Give a block back. Work already enqueued on its stream may still use it. A block that is older
- *  than the innermost open scope stays as it is until that scope commits, so that a rollback finds
- *  it untouched; unless a pressure callback frees it.
- *  @param pointer  from rebatch_pool_alloc(); NULL is allowed. A block that a rollback has already
- *                  taken back is ignored and counted (late_frees) until its address is given out
- *                  again; remembered are those of the last rollback, and the latest 32,768
+/** Free a block. Work already enqueued on its stream may still use it. A block that is older than
+ *  the innermost open scope stays in use until that scope commits, so that a rollback finds it
+ *  unchanged; a block freed by a pressure callback is free immediately. Thread-safe.
+ *  @param pool     the pool of the block
+ *  @param pointer  from rebatch_pool_alloc(); NULL is allowed. The free of a block that a rollback
+ *                  has taken back is ignored and counted (late_frees) until the address is
+ *                  allocated again. The pool remembers the blocks of the last rollback, and the
+ *                  latest 32,768 blocks of all rollbacks
  *  @return REBATCH_OK; REBATCH_E_INVALID for a pointer that is not the start of a block of this
- *          pool, or one freed already. Any thread. */
+ *          pool, or whose block is already free */
 REBATCH_API rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer);
 
-/** Say that another stream uses a block too: after it is freed it is not given out again before the
- *  work that `stream` has then enqueued is done.
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM. Any thread. */
+/** Declare that another stream uses a block too. When the block is freed, it is not reused before
+ *  the work that `stream` has enqueued by then is done. Thread-safe.
+ *  @param pool     the pool of the block
+ *  @param pointer  the start of a block in use
+ *  @param stream   a stream of the pool's device
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_pool_use_on(rebatch_pool *pool, void *pointer,
                                                rebatch_stream stream);
 
-/** The size of a block: what was asked for, rounded up.
+/** The size of a block: the requested size, rounded up. Thread-safe.
  *  @param[out] bytes  0 on failure
- *  @return REBATCH_OK; REBATCH_E_INVALID for a pointer that is not the start of a block in use. Any
- *          thread. */
+ *  @param pool        the pool of the block
+ *  @param pointer     the start of a block
+ *  @return REBATCH_OK; REBATCH_E_INVALID for a pointer that is not the start of a block in use */
 REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool *pool,
                                                     const void *pointer);
 
-/** Hold at least `bytes` bytes in the cache, in one piece: the allocations that follow cannot fail
- *  as long as their sizes, each rounded up by itself, add up to no more (rebatch_reserve() says how
- *  sizes are rounded). With caching off nothing can be held; the call then only looks whether the
- *  device has the room, and so it does in a thread beside a session's callback (rebatch_join()), to
- *  which nothing is promised. With guard on it does nothing.
- *  @return as rebatch_pool_alloc(). Any thread. */
+/** Reserve memory: the pool then holds at least `bytes` bytes in one contiguous free piece.
+ *  Allocations whose sizes, each rounded up, add up to at most `bytes` cannot fail afterwards;
+ *  rebatch_reserve() describes the rounding. Thread-safe.
+ *
+ *  The call only checks whether the device has the memory now, and guarantees nothing, when caching
+ *  is off, and in a thread that runs concurrently with a session's callback without having joined
+ *  it (rebatch_join()). With guard on it does nothing.
+ *  @param pool    the pool
+ *  @param bytes   sum of the rounded sizes
+ *  @param stream  the stream of the allocations
+ *  @return as rebatch_pool_alloc() */
 REBATCH_API rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes,
                                                 rebatch_stream stream);
 
-/** Give cached memory back to the device until at most `keep_bytes` of it are left, or as near as
- *  free memory allows.
- *  @param[out] released_bytes  may be NULL
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+/** Return cached memory to the device until at most `keep_bytes` of it are left, or as little as
+ *  the blocks in use allow. Thread-safe.
+ *  @param pool                 the pool
+ *  @param keep_bytes           cached memory to keep
+ *  @param[out] released_bytes  memory returned; may be NULL
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes,
                                              size_t *released_bytes);
 
-/** Change the limit while the pool is in use. A limit below what is reserved trims what it can.
- *  @param limit_bytes  0: no limit
- *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread. */
+/** Change the limit while the pool is in use. With a limit below the reserved memory, the pool
+ *  returns as much cached memory to the device as it can. Thread-safe.
+ *  @param pool         the pool
+ *  @param limit_bytes  the most memory that the pool may reserve; 0: no limit
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes);
 
-/** What could still be allocated in total, if it came in the right pieces: free blocks, and the
- *  room that the device has within limit and headroom.
+/** How many bytes could still be allocated in total, in blocks of suitable sizes: the free blocks,
+ *  and what the device can give within limit and headroom. Thread-safe.
  *  @param[out] bytes  0 on failure
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. Any thread. */
+ *  @param pool        the pool
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool);
 
-/** Register a function that is called when memory is short, before an allocation fails: it may free
- *  blocks of this pool (in this thread) and says how many bytes it gave up. It must not allocate.
- *  What it frees is free at once, and no rollback of a scope that is open then brings it back.
- *  @param user  handed to `give_up`; borrowed until the pool is destroyed
- *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when 16 are registered. Any thread.
- *          */
+/** Register a pressure callback: the pool calls it when memory is short, before an allocation
+ *  fails. What the callback frees is free immediately, and no rollback brings it back. Thread-safe.
+ *  @param pool     the pool
+ *  @param give_up  frees blocks of this pool, in the thread in which it is called, and returns how
+ *                  many bytes it freed; it must not allocate from the pool
+ *  @param user     passed to `give_up`; borrowed until the pool is destroyed
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when 16 are registered */
 REBATCH_API rebatch_status rebatch_pool_add_pressure(
     rebatch_pool *pool, size_t (*give_up)(size_t wanted_bytes, void *user), void *user);
 
-/** The number of a tag; the same name gives the same number.
+/** The number of a tag. The same name gives the same number. Thread-safe.
  *  @param[out] out  0 on failure
- *  @param name      copied; at most 31 bytes count
- *  @return REBATCH_OK; REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when 255 tags exist. Any thread. */
+ *  @param pool      the pool
+ *  @param name      copied; its first 31 bytes count
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when there are 255 tags */
 REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool, const char *name);
 
-/** Say that a phase of the program begins, and that the one before has ended: a micro-batch or an
- *  update, for example. Sessions do this by themselves. Where memory is so short that pages had to
- *  be moved in three phases with the same key in a row, and the last two of them made the same
- *  calls, the pool works out a layout for these, and serves the next phases with this key from one
- *  arena: no page is moved in them any more. The first call that differs ends that for its phase,
- *  and the pool serves what follows like any other call. So it does allocations on other streams
- *  than that of the phase's first one, and those that outlive the phase or that other streams use.
- *  @param key  what the phase is, its size for example; 0: no phase. The last 16 keys are known
- *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread; a phase has the calls of all threads, but for
- *          those that an open scope of a session's callback leaves out. */
+/** Mark the beginning of a phase of the program, for example of a micro-batch or an update, and the
+ *  end of the phase before. A session marks its callbacks itself. Thread-safe.
+ *
+ *  The pool plans a phase when memory is so short that it had to move pages in three consecutive
+ *  phases with the same key, of which the last two made the same calls. It then serves the next
+ *  phases with this key from one arena, in which no page is moved. The first call that differs ends
+ *  the plan for its phase. That call and those after it are served as without a plan, and so are
+ *  allocations on other streams than that of the phase's first allocation, blocks that are used by
+ *  other streams, and blocks that outlive the phase.
+ *  @param pool  the pool. A phase has the calls of all threads, except of those that the open scope
+ *               of a session's callback does not cover
+ *  @param key   identifies the kind of phase, for example by its size; 0: no phase begins. The pool
+ *               remembers the last 16 keys
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key);
 
 /** Open a scope inside the innermost open one.
  *  @param[out] out  0 on failure
- *  @return REBATCH_OK; REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when 64 are open. */
+ *  @param pool      the pool
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_UNSUPPORTED when 64 scopes are open */
 REBATCH_API rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool);
 
-/** Keep what the scope allocated: it now belongs to the scope around it. Frees of older blocks that
- *  were made inside are carried out, or wait on in the scope around it when the block is older than
- *  that too.
+/** Close a scope and keep what was allocated inside: it then belongs to the enclosing scope. Blocks
+ *  freed inside that are older than the scope become free now; if they are older than the enclosing
+ *  scope too, they become free when that commits.
+ *  @param pool   the pool
+ *  @param scope  the innermost open scope
  *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not the innermost open one: nothing
- *          changed. */
+ *          changed */
 REBATCH_API rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope);
 
-/** Take back everything that was allocated inside and is still in use, and forget the frees of
- *  older blocks. Scopes that are still open inside are rolled back first. The memory stays in the
- *  cache.
- *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open: nothing changed. */
+/** Close a scope and take back what was allocated inside and is still in use. Blocks freed inside
+ *  that are older than the scope stay in use. Open scopes inside it are rolled back first. The
+ *  memory stays in the pool's cache.
+ *  @param pool   the pool
+ *  @param scope  an open scope
+ *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open: nothing changed */
 REBATCH_API rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope);
 
-/** What an open scope has seen.
- *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open. Any thread. */
+/** Statistics of an open scope. Thread-safe.
+ *  @param[out] out  the statistics
+ *  @param pool      the pool
+ *  @param scope     an open scope
+ *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open */
 REBATCH_API rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *pool,
                                                    rebatch_scope scope);
 
-/** What was allocated inside an open scope and is still in use: to be asked before a commit, or
- *  before the pool is destroyed, when nothing should be left.
+/** What was allocated inside an open scope and is still in use. Call it before a commit, or before
+ *  the pool is destroyed, to find leaks. Thread-safe.
  *  @param[out] out  zeroed on failure
- *  @param scope     0: since the pool was created
- *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open. Any thread. */
+ *  @param pool      the pool
+ *  @param scope     an open scope; 0: since the pool was created
+ *  @return REBATCH_OK; REBATCH_E_INVALID when `scope` is not open */
 REBATCH_API rebatch_status rebatch_scope_get_leaks(rebatch_leak_report *out, rebatch_pool *pool,
                                                    rebatch_scope scope);
 
-/** Read the statistics. They are exact. Any thread.
- *  @return REBATCH_OK, REBATCH_E_INVALID. */
+/** Read the statistics, which are exact. Thread-safe.
+ *  @param[out] out  the statistics
+ *  @param pool      the pool
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *pool);
 
-/** Set the peaks to what is there now, those of tags included. Any thread.
- *  @return REBATCH_OK, REBATCH_E_INVALID. */
+/** Reset the highest values of pool and tags to the current values. Thread-safe.
+ *  @param pool  the pool
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool);
 
-/** One tag's share. Any thread.
- *  @return REBATCH_OK; REBATCH_E_INVALID for a tag that does not exist. */
+/** The memory of one tag. Thread-safe.
+ *  @param[out] out  the tag's memory
+ *  @param pool      the pool
+ *  @param tag       from rebatch_pool_tag(), or 0
+ *  @return REBATCH_OK; REBATCH_E_INVALID for a tag that does not exist */
 REBATCH_API rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *pool,
                                                       rebatch_tag tag);
 
-/** Why the last request that failed did. Any thread.
- *  @param[out] out  zeroed when none failed yet
- *  @return REBATCH_OK, REBATCH_E_INVALID. */
+/** Why the last request that failed did so. Thread-safe.
+ *  @param[out] out  zeroed when no request has failed
+ *  @param pool      the pool
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool);
 
-/** Write the statistics and the tags as a table, for people.
- *  @param text  may be NULL when `size` is 0; else ends in a zero byte, cut if too small
- *  @return the length of the whole text without its zero byte, as snprintf does; 0 when `pool` is
- *          NULL. Any thread. */
+/** Write statistics and tags as a table of text. Thread-safe.
+ *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
+ *  @param size       size of `text` in bytes
+ *  @param pool       the pool
+ *  @return length of the whole text without the terminating zero, as snprintf() returns; 0 when
+ *          `pool` is NULL */
 REBATCH_API size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool);
 
-/** Write an OOM report in a few lines: what was asked, what was free, who holds what, what would
- *  have fitted.
- *  @return as rebatch_pool_format_summary(). Any thread. */
+/** Write an OOM report as a few lines of text: what was requested, what was free, which tags hold
+ *  most, and which request would have succeeded. Thread-safe.
+ *  @param[out] text  as for rebatch_pool_format_summary()
+ *  @param size       size of `text` in bytes
+ *  @param report     the report
+ *  @return as rebatch_pool_format_summary() */
 REBATCH_API size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom_report *report);
 
-/** Write a leak report in a few lines: how much is left, of which tags, and the largest blocks.
- *  @return as rebatch_pool_format_summary(). Any thread. */
+/** Write a leak report as a few lines of text: how much is in use, which tags hold it, and the
+ *  largest blocks. Thread-safe.
+ *  @param[out] text  as for rebatch_pool_format_summary()
+ *  @param size       size of `text` in bytes
+ *  @param report     the report
+ *  @return as rebatch_pool_format_summary() */
 REBATCH_API size_t rebatch_leak_format(char *text, size_t size, const rebatch_leak_report *report);
 
-/** Write what the pool holds, block by block, and the last events, of which it keeps as many as
- *  rebatch_pool_options.events says. Nothing changes in the pool, and no memory is allocated, so it
- *  may be called when there is none.
+/** Write a snapshot: every block of the pool, and the latest events, as many as
+ *  rebatch_pool_options.events says. The call changes nothing in the pool and allocates no memory:
+ *  it works when memory has run out. Thread-safe.
  *
- *  The pickle is the dictionary that torch.cuda.memory._snapshot() gives: "segments" and
- *  "device_traces", with a block's tag where PyTorch has the frames of who allocated it. So
- *  https://pytorch.org/memory_viz and `python -m torch.cuda._memory_viz` show it. All statistics
- *  and tags are in it under "rebatch". docs/snapshot.md has the layouts.
- *  @param write  is given the bytes in order, in pieces of at most 4096. It runs with the pool's
- *                lock held, so it must not call the pool. Another answer than REBATCH_OK ends the
- *                writing
- *  @param user   handed to `write`
- *  @return REBATCH_OK; REBATCH_E_INVALID; what `write` answered. Any thread. */
+ *  The pickle is the dictionary of torch.cuda.memory._snapshot(), with "segments" and
+ *  "device_traces"; where PyTorch has the stack frames of an allocation, it has the block's tag.
+ *  https://pytorch.org/memory_viz and `python -m torch.cuda._memory_viz` display it. Under the key
+ *  "rebatch" it has all statistics and tags. docs/snapshot.md describes the formats.
+ *  @param pool    the pool
+ *  @param format  pickle or CSV
+ *  @param write   receives the bytes in order, at most 4096 in each call. It runs with the pool's
+ *                 lock held and must not call the pool. Any status but REBATCH_OK ends the snapshot
+ *  @param user    passed to `write`
+ *  @return REBATCH_OK, REBATCH_E_INVALID; the status that `write` returned */
 REBATCH_API rebatch_status rebatch_pool_write_snapshot(
     rebatch_pool *pool, rebatch_snapshot_format format,
     rebatch_status (*write)(const void *data, size_t size, void *user), void *user);
 
-/** The same into a file, which is created or replaced.
- *  @return as above; REBATCH_E_IO when the file cannot be written: it may then have a part. Any
- *          thread. */
+/** Write a snapshot to a file, as rebatch_pool_write_snapshot() does. Thread-safe.
+ *  @param pool    the pool
+ *  @param format  pickle or CSV
+ *  @param path    the file; an existing one is overwritten
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_IO when the file cannot be written: it may then
+ *          be incomplete */
 REBATCH_API rebatch_status rebatch_pool_save_snapshot(rebatch_pool *pool,
                                                       rebatch_snapshot_format format,
                                                       const char *path);

@@ -1,13 +1,14 @@
 /** @file probe.h
- *  Find the largest micro-batch that fits, by prediction instead of trial.
+ *  Finding the largest micro-batch that fits, by prediction.
  *
- *  rebatch records what two small micro-batches allocate, in which order and when they free it,
- *  and takes every size as a function of the micro-batch. Run dry through a pool like the
- *  session's, that tells for any size whether it fits. The size found is run once, on gradients
- *  that other micro-batches have accumulated, before it is believed.
+ *  A probe runs two small micro-batches, and records the sizes and the order of their allocations
+ *  and frees. From these it derives every size as a function of the micro-batch size. It then
+ *  replays the calls for any micro-batch size on a copy of the session's pool without memory, which
+ *  shows whether that size fits. The size found runs once before it is used, on gradients that
+ *  other micro-batches have accumulated.
  *
- *  What was found can be kept in a file, so that a run that resumes begins with the size that the
- *  last one found and tries it once. docs/probe.md has the file and its rules. */
+ *  The result can be kept in a file: a resumed training then starts with the size of the last
+ *  probe, and runs it once to verify it. docs/probe.md describes the file. */
 #ifndef REBATCH_PROBE_H
 #define REBATCH_PROBE_H
 
@@ -15,149 +16,163 @@
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 
-/** Which of the sizes that fit is chosen. */
+/** Which of the sizes that fit a probe chooses. */
 typedef enum rebatch_probe_choice {
     REBATCH_PROBE_LARGEST = 0, /**< the largest */
-    /** The smallest of those within 2 % of the best throughput: the largest, three quarters, half
-     *  and a quarter of it are measured, twice each. Work on a GPU often runs no faster beyond some
-     *  size, and what is left of memory is then of use elsewhere. */
+    /** The smallest size within 2 % of the best throughput. The probe measures the largest size,
+     *  three quarters, half and a quarter of it, twice each. A GPU often runs no faster beyond some
+     *  size, and the memory saved is then available for other uses. */
     REBATCH_PROBE_FASTEST
 } rebatch_probe_choice;
 
 /** Options of a probe. Zero means default. */
 typedef struct rebatch_probe_options {
     size_t struct_size;  /**< sizeof(rebatch_probe_options) */
-    uint32_t max_trials; /**< runs of forward_backward, in vain or not; 0: 5, and 8 more to measure
-                              which size is fastest */
-    /** Memory that is not there yet and will be, in bytes: what the first update allocates and
-     *  keeps, AdamW's two moments for example, and what comes in outside the pool. It is held from
-     *  the pool after the first run, so that the size found leaves room for it. State that an
-     *  update has already made counts by itself. As a sum of blocks, each rounded up to 512 bytes,
-     *  it also tells how they are cut. */
+    uint32_t max_trials; /**< most calls of forward_backward, failed ones included; 0: 5, and 8 more
+                              to measure which size is fastest */
+    /** Memory that is not allocated yet but will be, in bytes: what the first update allocates and
+     *  keeps, for example AdamW's two moments, and later allocations outside the pool. The probe
+     *  takes it from the pool after its first trial, so that the size found leaves room for it. Do
+     *  not include the state of updates that have already run: it is in the pool. If this is the
+     *  sum of block sizes, each rounded up to 512 bytes, the probe also knows how many blocks there
+     *  are. */
     size_t reserve_bytes;
-    /** A file that keeps what probes have found, in a folder that is there; borrowed for the call;
-     *  NULL: none; "" is refused. An entry counts only for the same key, device, memory, driver,
-     *  library version and settings, and its size is run before it is believed. A file that cannot
-     *  be used is left out, with an event that says why, and the probe runs as it would without. */
+    /** File that keeps results, in an existing folder; borrowed during the call; NULL: none; "" is
+     *  refused. An entry applies only to the same key, device, memory, driver, library version and
+     *  settings, and its size runs once before it is used. A file that cannot be used is ignored,
+     *  with an event that gives the reason. */
     const char *file;
-    /** Names the model in that file, 1 to 255 bytes: "gpt2-124M T=1024 bf16", for example. What
-     *  changes the memory of a sample belongs in it. */
+    /** Name of the model in that file, 1 to 255 bytes, for example "gpt2-124M T=1024 bf16". Include
+     *  everything that changes the memory of a sample. */
     const char *key;
-    /** No run begins later than that, looked at between runs; the answer is then the best that ran.
-     *  0: no bound. */
+    /** No trial starts later than this many seconds after the probe began; the result is then the
+     *  best size that ran. 0: no bound. */
     uint32_t max_seconds;
-    rebatch_probe_choice choose;
+    rebatch_probe_choice choose; /**< which size is chosen */
 } rebatch_probe_options;
+/** Default options of a probe. */
 #define REBATCH_PROBE_OPTIONS_INIT                                                                 \
     {                                                                                              \
         sizeof(rebatch_probe_options), 0, 0, NULL, NULL, 0, REBATCH_PROBE_LARGEST                  \
     }
 
-/** How sure a result is: X(name, in words). */
+/** How certain a result is: X(name, in words). */
 #define REBATCH_CONFIDENCES(X)                                                                     \
     X(NONE, "nothing was found")                                                                   \
     X(MEASURED, "it ran; its memory was not predicted beforehand")                                 \
     X(AFFINE, "it ran; its memory was predicted, but not to the byte")                             \
     X(EXACT, "it ran, and its memory was predicted to the byte")
 
+/** How certain a result is. */
 typedef enum rebatch_confidence {
 #define REBATCH_CONFIDENCE_(name, text) REBATCH_CONFIDENCE_##name,
     REBATCH_CONFIDENCES(REBATCH_CONFIDENCE_)
 #undef REBATCH_CONFIDENCE_
 } rebatch_confidence;
 
-/** What the file of results had to say: X(name, in words). */
+/** What the probe found in the file of results: X(name, in words). */
 #define REBATCH_SAVED_SIZES(X)                                                                     \
     X(NONE, "no file was given")                                                                   \
-    X(ABSENT, "the file has no size for this")                                                     \
-    X(HELD, "the size in the file was run, and is the one")                                        \
+    X(ABSENT, "the file has no entry for this model and these settings")                           \
+    X(HELD, "the size in the file was run and is the result")                                      \
     X(REPLACED, "the size in the file was run, and another one was found")                         \
     X(IGNORED, "the file cannot be used")
 
+/** What the probe found in the file of results. */
 typedef enum rebatch_saved_size {
 #define REBATCH_SAVED_SIZE_(name, text) REBATCH_SAVED_##name,
     REBATCH_SAVED_SIZES(REBATCH_SAVED_SIZE_)
 #undef REBATCH_SAVED_SIZE_
 } rebatch_saved_size;
 
-/** What a probe found. Bytes live in the pool count everything that lives there, parameters and
- *  reserve_bytes as well. */
+/** The result of a probe. Live memory includes everything in the pool, with parameters and
+ *  reserve_bytes. */
 typedef struct rebatch_probe_report {
-    rebatch_status status;         /**< what rebatch_probe() answered */
-    size_t size;                   /**< the micro-batch found, in samples; its cost where the step
-                                        has rebatch_step_ops.cost; 0: none */
-    size_t predicted_size;         /**< the largest that is predicted to fit, at the end */
-    uint64_t predicted_peak_bytes; /**< most live at once at `size`; 0: nothing was predicted */
-    uint64_t measured_peak_bytes;  /**< the same, when it ran */
-    uint64_t twice_bytes;          /**< most live at once at twice `size`; 0: not known */
-    uint64_t available_bytes;      /**< what a micro-batch could have at the end of the probe */
-    uint32_t trials;               /**< sizes that were run */
-    uint32_t microbatches;         /**< runs of forward_backward, in vain or not */
-    uint32_t ooms;                 /**< of them, those that ran out of memory */
-    rebatch_confidence confidence;
-    rebatch_oom_report oom; /**< the last OOM of the pool in this probe; asked_bytes 0 when none */
-    rebatch_saved_size saved;  /**< what the file of results had to say */
-    size_t saved_size;         /**< the size that was in it; 0: none */
-    size_t largest_size;       /**< the largest that ran and fits; `size`, unless the fastest was
-                                   chosen */
-    double samples_per_second; /**< of `size`, when the fastest was chosen; else 0 */
+    rebatch_status status;         /**< what rebatch_probe() returned */
+    size_t size;                   /**< the micro-batch size found, in samples; for a step with
+                                        rebatch_step_ops.cost, the cost budget; 0: none */
+    size_t predicted_size;         /**< the largest size predicted to fit, at the end */
+    uint64_t predicted_peak_bytes; /**< predicted peak of live memory at `size`; 0: no prediction */
+    uint64_t measured_peak_bytes;  /**< measured peak of live memory at `size` */
+    uint64_t twice_bytes;          /**< predicted peak of live memory at twice `size`; 0: unknown */
+    uint64_t available_bytes;      /**< memory that a micro-batch could use, at the end */
+    uint32_t trials;               /**< sizes that ran */
+    uint32_t microbatches;         /**< calls of forward_backward, failed ones included */
+    uint32_t ooms;                 /**< calls of forward_backward that ran out of memory */
+    rebatch_confidence confidence; /**< how certain the result is */
+    rebatch_oom_report oom;        /**< the pool's last OOM in this probe; asked_bytes is 0 without
+                                        one */
+    rebatch_saved_size saved;      /**< what the file of results had */
+    size_t saved_size;             /**< the size in the file; 0: none */
+    size_t largest_size;           /**< the largest size that ran and fits: `size`, unless the
+                                        fastest was chosen */
+    double samples_per_second;     /**< throughput of `size`, if the fastest was chosen; else 0 */
 } rebatch_probe_report;
 
-/** What a size is predicted to need. Bytes count everything that lives in the pool, reserve_bytes
- *  as well. */
+/** The memory that a micro-batch size is predicted to need. Bytes include everything in the pool,
+ *  and reserve_bytes. */
 typedef struct rebatch_prediction {
-    size_t size;
-    bool fits;               /**< whole steps of that size would run in the memory there is now */
-    uint64_t peak_bytes;     /**< most live at once */
-    uint64_t reserved_bytes; /**< most held from the device, the cache that is there now included;
-                                  0 when it does not fit */
-    uint64_t limit_bytes;    /**< what the pool could hold from the device, all in all, now */
-    uint64_t failing_bytes;  /**< the request that fails first; 0 when it fits */
+    size_t size;         /**< the size that was asked about */
+    bool fits;           /**< whether whole steps of that size run in the memory available now */
+    uint64_t peak_bytes; /**< peak of live memory */
+    uint64_t
+        reserved_bytes;     /**< peak of memory held from the device, with the present cache; 0 when
+                                  the size does not fit */
+    uint64_t limit_bytes;   /**< the most memory that the pool could hold from the device now */
+    uint64_t failing_bytes; /**< the first request that would fail; 0 when the size fits */
 } rebatch_prediction;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/** Find the largest micro-batch that fits and have the next step begin with it.
+/** Find the largest micro-batch size that fits. The next step starts with it.
  *
- *  Runs forward_backward with `probing` set, within micro_smallest and micro_largest, and zero_grad
- *  before and after, so that accumulators are zero at the end; never optimizer_step or lighten.
- *  A step with rebatch_step_ops.cost is probed by cost, with the first samples of the batch, and
- *  what is found is the budget.
- *  Guarded state is as before; so are step number and waits of growth. What a callback allocates at
- *  first use and keeps stays.
- *  @param ops     borrowed for the call
- *  @param batch   samples in the effective batch, at least 1
- *  @param user    handed to the callbacks
- *  @param options copied; NULL means defaults
- *  @param report  may be NULL; filled in on failure as well
- *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when not even the smallest size fits, after one try or
- *          two, or zero_grad or reserve_bytes do not; REBATCH_E_INVALID, REBATCH_E_STATE (called
- *          from within a callback), REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST;
- *          any status that a callback answered. After a failure the micro-batch size is what it
- *          was, and nothing of a failed trial is still allocated. */
+ *  The probe calls forward_backward with `probing` set, for sizes from micro_smallest to
+ *  micro_largest, and zero_grad before and after, so that accumulators end at zero. It never calls
+ *  optimizer_step or lighten. A step with rebatch_step_ops.cost is probed by cost with the first
+ *  samples of the batch, and the result is the cost budget.
+ *
+ *  Guarded state, step number and growth waits are unchanged. What a callback allocates in its
+ *  first run and keeps stays allocated.
+ *  @param rb       the session
+ *  @param ops      borrowed during the call
+ *  @param batch    samples in the effective batch, at least 1
+ *  @param user     passed to the callbacks
+ *  @param options  copied; NULL: defaults
+ *  @param report   filled in on success and failure; may be NULL
+ *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when the smallest size does not fit in one or two tries,
+ *          or zero_grad or reserve_bytes do not fit; any status that a callback returned;
+ *          REBATCH_E_STATE from within a callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM,
+ *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. After a failure the micro-batch size is
+ *          unchanged, and nothing of the failed trial is still allocated */
 REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                          void *user, const rebatch_probe_options *options,
                                          rebatch_probe_report *report);
 
-/** Predict what steps of micro-batches of `size` need, by the memory model that the last
- *  rebatch_probe() of this session has made, in the pool as it is now. Runs no callback;
- *  reserve_bytes are taken from the pool for the time of the call.
+/** Predict the memory that steps with micro-batches of `size` need in the pool as it is now. Uses
+ *  the memory model of the session's last rebatch_probe(). Calls no callback. reserve_bytes are
+ *  taken from the pool during the call.
  *  @param[out] out  zeroed on failure
- *  @param size      at least 1; may be larger than the batch or any limit of the session; a cost
- *                   where the probe went by cost
+ *  @param rb        the session
+ *  @param size      at least 1; may exceed the batch and the session's limits; a cost if the probe
+ *                   was by cost
  *  @param batch     samples in the effective batch, at least 1
- *  @param options   of the probe: reserve_bytes counts, the others do not; NULL means defaults
- *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE when there is no model: nothing was
- *          probed, or no more than one size was run; REBATCH_E_STATE from within a callback;
- *          REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. */
+ *  @param options   options of the probe, of which only reserve_bytes applies; NULL: defaults
+ *  @return REBATCH_OK; REBATCH_E_STATE when there is no model, because no probe has run more than
+ *          one size, and from within a callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM,
+ *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size,
                                            size_t batch, const rebatch_probe_options *options);
 
-/** The words for a confidence. Never freed. Any thread. */
+/** A confidence in words. Thread-safe.
+ *  @param confidence  any number
+ *  @return a static string */
 REBATCH_API const char *rebatch_confidence_text(rebatch_confidence confidence);
-/** The words for what a file of results had to say. Never freed. Any thread. */
+
+/** What the file of results had, in words. Thread-safe.
+ *  @param saved  any number
+ *  @return a static string */
 REBATCH_API const char *rebatch_saved_size_text(rebatch_saved_size saved);
 
 #ifdef __cplusplus

@@ -1,11 +1,88 @@
 /** @file rebatch.h
- *  Survive running out of GPU memory in a training step, with the same bits.
+ *  Training steps that survive running out of GPU memory.
  *
- *  This header brings in everything but wrap.h, which puts a CUDA trainer that is there already
- *  under rebatch and needs CUDA's headers. A newcomer reads in this order:
- *  step.h (wrap the training step), probe.h (find the largest micro-batch), pool.h (allocate
- *  inside it), device.h (where memory comes from), cuda.h (GPUs), config.h (limits in a file),
- *  status.h (what can go wrong), current.h (what wrap.h is made of). */
+ *  rebatch cuts the effective batch of a training step into micro-batches that fit. When one runs
+ *  out of memory, it takes back what the failed attempt allocated and runs the same samples again
+ *  in smaller micro-batches. The update is the same, bit for bit.
+ *
+ *  Compile and link with the flags of pkg-config:
+ *  @code
+ *  cc train.c $(pkg-config --cflags --libs rebatch)
+ *  @endcode
+ *
+ *  A training step consists of three callbacks: zero_grad clears the gradients, forward_backward
+ *  accumulates the gradients of some samples, and optimizer_step applies the update. The last two
+ *  call rebatch_mutating() where they begin to change gradients or parameters:
+ *  @code
+ *  #include <rebatch/rebatch.h>
+ *  #include <stdio.h>
+ *
+ *  static rebatch *rb;
+ *  static double w, gradient;                        // fits w in y = 3 x
+ *
+ *  static rebatch_status zero_grad(void *user)
+ *  {
+ *      (void)user;
+ *      gradient = 0;
+ *      return REBATCH_OK;
+ *  }
+ *
+ *  static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+ *  {
+ *      void *activations;                            // 1 MiB for each sample
+ *      (void)user;
+ *      if (rebatch_pool_alloc(&activations, mb->pool, mb->count << 20, mb->stream, 0))
+ *          return REBATCH_OOM;                       // the samples run again, fewer at a time
+ *      rebatch_mutating(rb);                         // the gradient changes from here on
+ *      for (size_t i = mb->first; i < mb->first + mb->count; i++)
+ *          gradient += (w - 3) * (double)(i * i) / (double)mb->batch;
+ *      return rebatch_pool_free(mb->pool, activations);
+ *  }
+ *
+ *  static rebatch_status optimizer_step(void *user)
+ *  {
+ *      (void)user;
+ *      rebatch_mutating(rb);
+ *      w -= 5e-4 * gradient;
+ *      return REBATCH_OK;
+ *  }
+ *
+ *  int main(void)
+ *  {
+ *      rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+ *      rebatch_step_report report;
+ *      rebatch_device *device;
+ *      ops.zero_grad = zero_grad;
+ *      ops.forward_backward = forward_backward;
+ *      ops.optimizer_step = optimizer_step;
+ *      ops.flags = REBATCH_DECLARES_MUTATION;
+ *      if (rebatch_device_open_host(&device, 24 << 20, NULL) || rebatch_open(&rb, device, NULL) ||
+ *          rebatch_step(rb, &ops, 64, NULL, &report)) {
+ *          fprintf(stderr, "%s\n", rebatch_last_error());
+ *          return 1;
+ *      }
+ *      printf("micro-batches of %zu samples\n", report.micro_after);
+ *      rebatch_close(rb);
+ *      rebatch_device_close(device);
+ *      return 0;
+ *  }
+ *  @endcode
+ *
+ *  rebatch.h includes all headers except wrap.h, which runs an existing CUDA trainer with rebatch
+ *  and needs CUDA's headers. Read them in this order: step.h (the training step), probe.h (the
+ *  largest micro-batch), pool.h (the allocator), device.h (devices), cuda.h (GPUs), config.h
+ *  (settings in a file), status.h (errors), current.h (the base of wrap.h).
+ *
+ *  These rules apply to all functions:
+ *  - A function that can fail returns a rebatch_status. Outputs come first, and are NULL or 0 on
+ *    failure. A failed call changes nothing, except where its description says so.
+ *  - A pointer that must not be NULL, and is, gives REBATCH_E_INVALID.
+ *  - Options structs begin with struct_size. Their macro, for example REBATCH_OPTIONS_INIT, sets
+ *    it, and zero means default in all other members. The library accepts the shorter structs of
+ *    programs compiled with older headers.
+ *  - "Owned by the caller" means that the caller releases the object; "borrowed" means that the
+ *    caller keeps the object valid for as long as the description says.
+ *  - "Thread-safe" means that several threads may call the function at the same time. */
 #ifndef REBATCH_REBATCH_H
 #define REBATCH_REBATCH_H
 

@@ -1,5 +1,5 @@
 /** @file status.h
- *  What a call answers, and the sentence behind it. */
+ *  Status codes, and the message of the last error. */
 #ifndef REBATCH_STATUS_H
 #define REBATCH_STATUS_H
 
@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/** Exports a function from the shared library. */
 #if defined(__GNUC__)
 #define REBATCH_API __attribute__((visibility("default")))
 #else
@@ -29,9 +30,9 @@
     X(E_IO, 11, "a file could not be read or written")                                             \
     X(E_PARSE, 12, "a file has a mistake in it")
 
-/** The answer of every call that can fail. A callback may also answer with a number of its own
- *  from REBATCH_E_USER to the largest int: it is passed through unchanged. Any other number, those
- *  below 0 too, is none. */
+/** The result of a call that can fail. A callback may also return a number of its own, from
+ *  REBATCH_E_USER to INT_MAX: rebatch_step() passes it through unchanged. Any other number,
+ *  negative ones included, is not a status. */
 typedef enum rebatch_status {
 #define REBATCH_STATUS_ENUM_(name, number, text) REBATCH_##name = number,
     REBATCH_STATUSES(REBATCH_STATUS_ENUM_)
@@ -40,31 +41,40 @@ typedef enum rebatch_status {
     REBATCH_STATUS_MAX_ = 0x7fffffff
 } rebatch_status;
 
-/** Off, on, or whatever the default is: zero means default in every options struct. */
-typedef enum rebatch_toggle { REBATCH_DEFAULT = 0, REBATCH_ON = 1, REBATCH_OFF = 2 } rebatch_toggle;
+/** A switch in an options struct: zero selects the default. */
+typedef enum rebatch_toggle {
+    REBATCH_DEFAULT = 0, /**< the option's default */
+    REBATCH_ON = 1,      /**< on */
+    REBATCH_OFF = 2      /**< off */
+} rebatch_toggle;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/** The name of a status as it stands in C, for example "REBATCH_E_TORN".
- *  @return a string that is never freed; "REBATCH_E_USER" for a callback's own number,
- *          "REBATCH_E_UNKNOWN" for a number that is none. Any thread. */
+/** The name of a status as C has it, for example "REBATCH_E_TORN". Thread-safe.
+ *  @param status  any number
+ *  @return a static string; "REBATCH_E_USER" for a callback's own number, "REBATCH_E_UNKNOWN" for a
+ *          number that is not a status */
 REBATCH_API const char *rebatch_status_name(rebatch_status status);
 
-/** What a status means, in a few words.
- *  @return a string that is never freed. Any thread. */
+/** The meaning of a status in a few words. Thread-safe.
+ *  @param status  any number
+ *  @return a static string */
 REBATCH_API const char *rebatch_status_text(rebatch_status status);
 
-/** One sentence about the last call of this thread that failed: the value, what was expected and
- *  where. When a callback ended a step it is the sentence behind the status that it answered, or
- *  says which callback answered what; one that calls rebatch_clear_error() before it answers leaves
- *  none, for a sentence of its own elsewhere. It stays until the next failure of this thread or
- *  rebatch_clear_error().
- *  @return a string owned by the library, "" when nothing failed yet; valid until then. */
+/** The error message of the last call that failed in this thread: one sentence with the wrong
+ *  value, what was expected, and where.
+ *
+ *  When a callback ends a step, the message is the one that the callback's own failed call left,
+ *  if that call had the status that the callback returned; otherwise it names the callback and the
+ *  status. A callback that reports its errors elsewhere calls rebatch_clear_error() before it
+ *  returns; the message then stays empty.
+ *  @return a string owned by the library, valid until the next failed call of this thread or
+ *          rebatch_clear_error(); "" when no call has failed */
 REBATCH_API const char *rebatch_last_error(void);
 
-/** Forget this thread's last error. */
+/** Clear this thread's error message. */
 REBATCH_API void rebatch_clear_error(void);
 
 #ifdef __cplusplus

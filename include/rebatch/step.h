@@ -1,16 +1,20 @@
 /** @file step.h
- *  Wrap a training step so that it survives running out of device memory.
+ *  Training steps that recover when device memory runs out.
  *
  *  @code
  *  rebatch_open(&rb, device, NULL);
  *  for (...)
- *      status = rebatch_step(rb, &ops, batch, &model, NULL);   // ops: the three callbacks below
+ *      status = rebatch_step(rb, &ops, batch, &model, NULL);   // ops: the callbacks below
  *  rebatch_close(rb);
  *  @endcode
  *
- *  rebatch cuts the effective batch into micro-batches, and when one of them runs out of memory it
- *  takes back what the attempt had allocated, halves the micro-batch and goes on with the same
- *  samples. docs/contract.md is the whole contract, with the test that holds each sentence. */
+ *  rebatch cuts the effective batch into micro-batches. When a micro-batch runs out of memory,
+ *  rebatch takes back what the attempt allocated, halves the micro-batch size, and continues with
+ *  the same samples. docs/contract.md is the whole contract, with the tests of each sentence.
+ *
+ *  Words: the effective batch is the samples of one optimizer update; a micro-batch is the samples
+ *  of one call of forward_backward; an attempt is one try at a micro-batch; OOM means out of device
+ *  memory. A session is used by one thread at a time, except where a function is thread-safe. */
 #ifndef REBATCH_STEP_H
 #define REBATCH_STEP_H
 
@@ -18,88 +22,97 @@
 #include "rebatch/pool.h"
 #include "rebatch/status.h"
 
-/** A session: a pool, a micro-batch size and what was learned about memory. Used by one thread at a
- *  time. Other threads may use its pool at any time. Those that work for callbacks say so with
- *  rebatch_join(), and are done with what they do for one before it returns. */
+/** A session: a pool, a micro-batch size, and what was learned about memory. One thread at a time
+ *  uses it. Other threads may use its pool at any time. A thread that works for a callback calls
+ *  rebatch_join(), and finishes its work for the callback before the callback returns. */
 typedef struct rebatch rebatch;
 
-/** One try at a part of the effective batch. */
+/** One attempt at a part of the effective batch. */
 typedef struct rebatch_microbatch {
     uint64_t step;         /**< number of the effective batch, from 0 */
-    size_t first;          /**< its samples are [first, first + count) */
-    size_t count;          /**< at least 1 */
+    size_t first;          /**< first sample: the samples are [first, first + count) */
+    size_t count;          /**< number of samples, at least 1 */
     size_t batch;          /**< samples in the effective batch; the weight of a sample is 1/batch */
-    uint32_t attempt;      /**< how often these samples were tried before */
-    bool probing;          /**< a trial: the results are thrown away */
-    rebatch_pool *pool;    /**< allocate from here: it is all taken back when the attempt fails.
-                                What other threads allocate is theirs, unless they joined
-                                (rebatch_join()) */
+    uint32_t attempt;      /**< how many attempts at these samples were made before */
+    bool probing;          /**< a trial of a probe: its results are discarded */
+    rebatch_pool *pool;    /**< allocate from this pool: what the callback's thread allocates, or a
+                                thread that joined (rebatch_join()), is taken back when the attempt
+                                fails. What other threads allocate stays */
     rebatch_stream stream; /**< the session's stream */
 } rebatch_microbatch;
 
 /** Bits of rebatch_step_ops.flags. */
-enum {
-    /** forward_backward and optimizer_step call rebatch_mutating() before they change accumulators
-     *  or parameters, each time; zero_grad need not. Without this bit rebatch learns it of a
-     *  callback when it first succeeds, and until then takes it to change them from its first line.
+enum rebatch_step_flags {
+    /** forward_backward and optimizer_step call rebatch_mutating() each time before they change
+     *  accumulators or parameters. zero_grad need not.
      *
-     *  With it, a forward_backward that succeeds when none of the session has ever called it ends
-     *  the step with REBATCH_E_STATE, except in a trial (probing): after an OOM samples would count
-     *  twice. So the first micro-batch has to declare even where its samples contribute nothing;
-     *  later ones need not. An optimizer_step may skip its update, so the first that succeeds when
-     *  none has called it is an event of level WARN, UNDECLARED. */
+     *  Without this bit, rebatch assumes that a callback changes them from its first line, until
+     *  the callback has called rebatch_mutating() and succeeded once.
+     *
+     *  With this bit, a forward_backward that succeeds without having called rebatch_mutating(),
+     *  while no forward_backward of the session ever has, ends the step with REBATCH_E_STATE:
+     *  otherwise samples would count twice after an OOM. So the first micro-batch calls it even if
+     *  its samples contribute nothing; later ones need not. Trials of a probe are exempt. An
+     *  optimizer_step may skip its update: the first one that succeeds without the call, while none
+     *  has ever made it, is reported as an event, REBATCH_EVENT_UNDECLARED. */
     REBATCH_DECLARES_MUTATION = 1
 };
 
-/** The user's step. A callback answers REBATCH_OK, REBATCH_OOM, or another status, which ends the
- *  step and is passed through unchanged. REBATCH_E_EXHAUSTED and REBATCH_E_TORN say what a step
- *  has done, and are not a callback's to answer, nor is a number that is no status: the step's is
- *  REBATCH_E_STATE then. It closes every scope that it opens (REBATCH_E_STATE).
- *  It must return: no exception may leave it, and no longjmp but rebatch_escape().
- *  `user` is the pointer given to rebatch_step(). */
+/** The callbacks of a training step. Each receives as `user` the pointer passed to rebatch_step().
+ *
+ *  A callback returns REBATCH_OK, REBATCH_OOM, or another status, which ends the step and is passed
+ *  through unchanged. It must not return REBATCH_E_EXHAUSTED, REBATCH_E_TORN, or a number that is
+ *  not a status: the step then ends with REBATCH_E_STATE. So it does when a callback leaves a scope
+ *  open that it opened. A callback must return: no exception and no longjmp() may leave it, except
+ *  by rebatch_escape(). */
 typedef struct rebatch_step_ops {
-    size_t struct_size; /**< sizeof(rebatch_step_ops), as REBATCH_STEP_OPS_INIT has it */
-    /** Set the accumulators (gradients, loss, token counts) to zero. May run again at any time
-     *  before the update, and must then have the same effect. It may allocate the accumulators when
-     *  it runs for the first time; a guard on their pointer is then what has it do so again when
-     *  they were taken back (rebatch_guard()). */
+    size_t struct_size; /**< sizeof(rebatch_step_ops) */
+    /** Set the accumulators (gradients, loss, token counts) to zero. It may run again at any time
+     *  before the update, with the same effect. It may allocate the accumulators in its first run;
+     *  guard the pointers to them (rebatch_guard()), so that it allocates them again after rebatch
+     *  has taken them back. */
     rebatch_status (*zero_grad)(void *user);
-    /** Run samples [first, first + count) forward and backward and add what each contributes,
-     *  weighted by 1/batch. Allocate, rebatch_reserve() what the rest needs, rebatch_mutating(),
-     *  accumulate: in this order an OOM costs no more than this micro-batch. */
+    /** Run samples [first, first + count) forward and backward, and add their contributions, each
+     *  weighted by 1/batch. Recommended order: allocate, rebatch_reserve() what the rest needs,
+     *  call rebatch_mutating(), accumulate. Then an OOM costs this micro-batch at most. */
     rebatch_status (*forward_backward)(const rebatch_microbatch *microbatch, void *user);
-    /** Apply the update. Allocate and reserve first, rebatch_mutating(), then change parameters.
-     *  What fails after that leaves them torn, be it an OOM or not: what can be refused is to be
-     *  refused before. */
+    /** Apply the update. Recommended order: allocate and reserve, call rebatch_mutating(), change
+     *  parameters. A failure after rebatch_mutating(), OOM or not, leaves the parameters partly
+     *  updated: check everything that can be refused before that call. */
     rebatch_status (*optimizer_step)(void *user);
-    /** Optional. Use less memory a sample from now on, for example by recomputing activations:
-     *  0 is none, 1 the mildest. Must not change the results. Once it has returned REBATCH_OK the
-     *  level is in force, whatever becomes of the step: what lighten allocated and what it changed
-     *  in guarded host state stays, and what it freed is free at once. One that fails changes
-     *  nothing: its allocations, its frees and guarded host state are undone.
-     *  @return REBATCH_OK; REBATCH_E_UNSUPPORTED when there is no such level. */
-    rebatch_status (*lighten)(unsigned level, void *user);
-    uint32_t flags; /**< bits of REBATCH_DECLARES_MUTATION */
-    /** Optional. What samples [first, first + count) of this effective batch cost as one
-     *  micro-batch, in a unit of the step's own in which memory is nearly a straight line: padded
-     *  tokens, count times the longest, for example. Where it is given, micro-batches are cut so
-     *  that each stays within a budget of cost, which takes the place of the micro-batch size: what
-     *  is learned of memory, predicted, halved after an OOM, and grown again is cost, so that one
-     *  long sequence does not make all micro-batches small. Limits on the size hold as well, and a
-     *  micro-batch of the smallest size runs whatever it costs. Samples stay in order.
+    /** Optional. From now on use less memory for each sample, for example by recomputing
+     *  activations: level 0 is the normal mode, 1 saves least. Results must not change. Return
+     *  REBATCH_E_UNSUPPORTED when there is no such level.
      *
-     *  It must not fall when `count` rises, and depends on its arguments and the batch alone; a
-     *  wrong cost costs OOMs, never the result. 0 counts as 1. It is called some twenty times a
-     *  micro-batch, for at most twice its samples, and must not call the session. */
+     *  After REBATCH_OK the level stays in effect whatever happens to the step: what lighten
+     *  allocated, and what it changed in guarded host state, stays, and what it freed is free
+     *  immediately. After a failure its allocations, its frees and its changes of guarded host
+     *  state are undone. */
+    rebatch_status (*lighten)(unsigned level, void *user);
+    uint32_t flags; /**< bits of rebatch_step_flags */
+    /** Optional. The cost of samples [first, first + count) of this effective batch as one
+     *  micro-batch, in a unit of your choice in which memory is roughly linear, for example padded
+     *  tokens: count times the longest sample.
+     *
+     *  With a cost, rebatch cuts micro-batches so that the cost of each stays within a budget, and
+     *  the budget takes the place of the micro-batch size: rebatch learns memory as a function of
+     *  cost, and predicts, halves and grows the budget. So one long sequence does not make all
+     *  micro-batches small. The limits on the micro-batch size apply as well; a micro-batch of the
+     *  smallest size runs whatever it costs. Samples stay in order.
+     *
+     *  The cost must not fall when `count` rises, and may depend only on its arguments and the
+     *  batch. A wrong cost causes OOMs, never a wrong result. 0 counts as 1. The function is called
+     *  about twenty times for each micro-batch, with at most twice its samples, and must not call
+     *  the session. */
     uint64_t (*cost)(size_t first, size_t count, void *user);
 } rebatch_step_ops;
-/** No callbacks: the first three are then set one by one, and what else there is. */
+/** Step operations without callbacks: set the first three, and the optional ones as needed. */
 #define REBATCH_STEP_OPS_INIT                                                                      \
     {                                                                                              \
         sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL                                  \
     }
 
-/** Where an OOM struck: X(name, in words). */
+/** Where an OOM occurs: X(name, in words). */
 #define REBATCH_PHASES(X)                                                                          \
     X(ZERO_GRAD, "zero_grad")                                                                      \
     X(ADMISSION, "admission")                                                                      \
@@ -108,133 +121,143 @@ typedef struct rebatch_step_ops {
     X(OPTIMIZER, "optimizer_step, before updating")                                                \
     X(UPDATE, "optimizer_step, while updating")
 
+/** Where an OOM occurs. */
 typedef enum rebatch_phase {
 #define REBATCH_PHASE_(name, text) REBATCH_PHASE_##name,
     REBATCH_PHASES(REBATCH_PHASE_)
 #undef REBATCH_PHASE_
-        REBATCH_PHASE_COUNT
+        REBATCH_PHASE_COUNT /**< number of phases */
 } rebatch_phase;
 
-/** What happened: X(name, level, in words). */
+/** Events: X(name, level, in words). */
 #define REBATCH_EVENTS(X)                                                                          \
     X(STEP, DEBUG, "step done")                                                                    \
     X(RETRY, WARN, "out of memory")                                                                \
     X(SHRINK, WARN, "out of memory")                                                               \
     X(LIGHTEN, WARN, "out of memory")                                                              \
     X(GROW, INFO, "there is room to grow")                                                         \
-    X(GROWTH_FAILED, INFO, "the last growth did not hold")                                         \
+    X(GROWTH_FAILED, INFO, "the last growth failed")                                               \
     X(EXHAUSTED, ERROR, "out of memory, and nothing is left to try,")                              \
     X(TORN, ERROR, "out of memory, and some parameters are changed,")                              \
     X(TRIAL, INFO, "a probe's trial")                                                              \
     X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
-    X(THRASHING, WARN, "memory goes back to the device and comes again in every micro-batch")      \
-    X(LEARN, INFO, "the memory of those that ran says how large micro-batches may be")             \
+    X(THRASHING, WARN, "every micro-batch returns memory to the device and allocates it again")    \
+    X(LEARN, INFO, "the micro-batch size was predicted from earlier micro-batches")                \
     X(UNDECLARED, WARN,                                                                            \
-      "optimizer_step returned without rebatch_mutating(), which REBATCH_DECLARES_MUTATION "       \
-      "promises: right only if it changed nothing")
+      "optimizer_step returned without calling rebatch_mutating(), which "                         \
+      "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")
 
+/** The importance of an event. */
 typedef enum rebatch_log_level {
-    REBATCH_LOG_DEFAULT = 0, /**< INFO */
-    REBATCH_LOG_QUIET,
-    REBATCH_LOG_ERROR,
-    REBATCH_LOG_WARN,
-    REBATCH_LOG_INFO,
-    REBATCH_LOG_DEBUG
+    REBATCH_LOG_DEFAULT = 0, /**< REBATCH_LOG_INFO */
+    REBATCH_LOG_QUIET,       /**< nothing is reported */
+    REBATCH_LOG_ERROR,       /**< the step failed */
+    REBATCH_LOG_WARN,        /**< memory ran out, or something needs attention */
+    REBATCH_LOG_INFO,        /**< the micro-batch size changed, or a probe made progress */
+    REBATCH_LOG_DEBUG        /**< every step */
 } rebatch_log_level;
 
+/** What an event reports. */
 typedef enum rebatch_event_kind {
 #define REBATCH_EVENT_(name, level, text) REBATCH_EVENT_##name,
     REBATCH_EVENTS(REBATCH_EVENT_)
 #undef REBATCH_EVENT_
 } rebatch_event_kind;
 
-/** One thing that happened. Valid during the callback. */
+/** An event. Valid during rebatch_options.on_event. */
 typedef struct rebatch_event {
-    rebatch_event_kind kind;
-    rebatch_log_level level;
-    uint64_t step;
-    rebatch_phase phase; /**< where the OOM struck; of OOM events */
-    uint32_t attempt;    /**< of these samples, from 0 */
-    size_t first, count; /**< the samples that were being tried; 0, 0 outside forward_backward */
-    size_t batch;        /**< the effective batch */
-    size_t micro_before, micro_after;       /**< the micro-batch size */
-    unsigned lighten_before, lighten_after; /**< the lighten level */
-    size_t redone_samples;    /**< samples that ran and will run again because of this */
-    uint64_t lost_ns;         /**< the time that their running took */
-    uint64_t asked_bytes;     /**< the request that failed; 0 when it was not the pool's */
-    uint64_t needed_bytes;    /**< what the attempt would have held at least; 0: not known */
-    uint64_t available_bytes; /**< what could be allocated after the attempt was taken back */
-    uint64_t peak_bytes;      /**< of a TRIAL that ran: most live in the pool; 0: out of memory */
-    const char *text;         /**< of PROBE_FILE: which file, and why it is not used; else NULL */
-    uint64_t cost;            /**< of the samples that were being tried; 0: the step has no cost */
-    uint64_t cost_before, cost_after; /**< the budget of cost a micro-batch; 0: none, or no bound */
+    rebatch_event_kind kind;  /**< what it reports */
+    rebatch_log_level level;  /**< its importance */
+    uint64_t step;            /**< number of the effective batch */
+    rebatch_phase phase;      /**< of an OOM event: where the OOM occurred */
+    uint32_t attempt;         /**< number of the attempt at these samples, from 0 */
+    size_t first;             /**< first sample of the attempt; 0 outside forward_backward */
+    size_t count;             /**< samples of the attempt; 0 outside forward_backward */
+    size_t batch;             /**< samples in the effective batch */
+    size_t micro_before;      /**< micro-batch size before the event */
+    size_t micro_after;       /**< micro-batch size after it */
+    unsigned lighten_before;  /**< lighten level before the event */
+    unsigned lighten_after;   /**< lighten level after it */
+    size_t redone_samples;    /**< samples that ran and must run again because of this OOM */
+    uint64_t lost_ns;         /**< time that those samples took, in nanoseconds */
+    uint64_t asked_bytes;     /**< size of the request that failed; 0: it was not the pool's */
+    uint64_t needed_bytes;    /**< least memory that the attempt needs; 0: not known */
+    uint64_t available_bytes; /**< memory available after the attempt was taken back */
+    uint64_t peak_bytes;      /**< of a TRIAL: highest live memory of the pool; 0: out of memory */
+    const char *text;         /**< of PROBE_FILE: the file, and why it is not used; else NULL */
+    uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
+    uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
+    uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */
 } rebatch_event;
 
-/** What to do first about an OOM that the same size would meet again. */
+/** What to do about an OOM that would occur again at the same micro-batch size. */
 typedef enum rebatch_on_oom {
-    REBATCH_ON_OOM_DEFAULT = 0, /**< halve */
-    REBATCH_ON_OOM_HALVE,       /**< half of the micro-batch that failed; after a growth the size
-                                     before it, where that is more */
-    REBATCH_ON_OOM_STOP,        /**< nothing: the step ends with REBATCH_E_EXHAUSTED */
-    REBATCH_ON_OOM_FIT /**< the largest that is predicted to fit in what there is then, from a
-                            probe's memory model or from sizes that ran; a little less after a
-                            prediction that did not hold, and half after two, or where nothing
-                            is known */
+    REBATCH_ON_OOM_DEFAULT = 0, /**< REBATCH_ON_OOM_HALVE */
+    REBATCH_ON_OOM_HALVE,       /**< halve the micro-batch that failed; after a growth that failed:
+                                     return to the size before it, if that is more than half */
+    REBATCH_ON_OOM_STOP,        /**< end the step with REBATCH_E_EXHAUSTED */
+    REBATCH_ON_OOM_FIT          /**< use the largest size that is predicted to fit in the available
+                                     memory, from a probe's memory model or from sizes that ran;
+                                     slightly less after a prediction that failed; half after two
+                                     that failed, or where nothing is known */
 } rebatch_on_oom;
 
-/** How many sizes rebatch_options.micro_allowed has room for. */
+/** The most sizes in rebatch_options.micro_allowed. */
 #define REBATCH_ALLOWED_SIZES 32
 
 /** Options of a session. Zero means default.
  *
- *  A micro-batch has at least micro_smallest and at most micro_largest samples, is a multiple of
- *  micro_multiple_of, and one of micro_allowed, whoever chooses it: start, halving, prediction,
- *  growth, probe. Exempt is the last micro-batch of an effective batch, which may be smaller: it
- *  has the samples that are left. */
+ *  Every micro-batch size is at least micro_smallest, at most micro_largest, a multiple of
+ *  micro_multiple_of, and in the list micro_allowed. This applies to every size that rebatch
+ *  chooses: at the start, after an OOM, by prediction, growth or probe. The last micro-batch of an
+ *  effective batch is exempt: it has the remaining samples, and may be smaller. */
 typedef struct rebatch_options {
     size_t struct_size;        /**< sizeof(rebatch_options) */
-    rebatch_pool_options pool; /**< of the session's pool; its struct_size may be 0: all defaults */
-    rebatch_stream stream;     /**< handed to the callbacks; borrowed; NULL: the default stream */
+    rebatch_pool_options pool; /**< options of the session's pool; with struct_size 0: defaults */
+    rebatch_stream stream;     /**< passed to the callbacks; borrowed; NULL: the default stream */
 
-    size_t micro_start;    /**< first micro-batch size; 0: the effective batch, as one, or what
-                                `learn` finds. With rebatch_step_ops.cost: as many samples of the
-                                first batch give the first budget */
-    size_t micro_smallest; /**< never cut smaller than this; 0: 1 sample */
-    size_t micro_largest;  /**< never larger than this; 0: the effective batch */
+    size_t micro_start;    /**< first micro-batch size; 0: the effective batch, or what `learn`
+                                finds. With rebatch_step_ops.cost, the first budget is the cost of
+                                that many samples of the first batch */
+    size_t micro_smallest; /**< smallest micro-batch size; 0: 1 */
+    size_t micro_largest;  /**< largest micro-batch size; 0: the effective batch */
 
-    rebatch_on_oom on_oom;    /**< default: halve */
-    rebatch_toggle admission; /**< do not start an attempt whose memory is known not to be there;
-                                   default on */
-    rebatch_toggle lighten; /**< call the step's lighten at the smallest micro-batch; default on */
-    uint32_t max_attempts;  /**< callbacks run in vain in one step before it gives up; at most
-                                   65536; 0: 64 */
+    rebatch_on_oom on_oom;    /**< what to do after an OOM; default: halve */
+    rebatch_toggle admission; /**< do not start an attempt whose memory is known not to be
+                                   available; default on */
+    rebatch_toggle lighten;   /**< call the step's lighten when the smallest micro-batch does not
+                                   fit; default on */
+    uint32_t max_attempts;    /**< most failed callbacks in one step before it ends with
+                                   REBATCH_E_EXHAUSTED; at most 65536; 0: 64 */
 
-    rebatch_toggle growth;  /**< grow again after clean steps; default on */
-    uint32_t grow_after;    /**< steps without OOM before the micro-batch grows; at most
-                                   grow_wait_max; 0: 16 */
-    uint32_t grow_wait_max; /**< a failed growth doubles the wait, up to this. A growth that holds
-                                 resets it. A prediction that has refused a growth for so many
-                                 more clean steps is overruled; 0: 1024 */
+    rebatch_toggle growth; /**< grow the micro-batch again after steps without an OOM; default on */
+    uint32_t grow_after;   /**< steps without an OOM before the micro-batch grows; at most
+                                 grow_wait_max; 0: 16 */
+    uint32_t grow_wait_max; /**< a failed growth doubles the wait, up to this many steps; a
+                                 successful growth resets it. A prediction that has prevented growth
+                                 for this many more steps without an OOM is overruled. 0: 1024 */
 
-    rebatch_log_level log_level; /**< events above this are not reported; default INFO */
-    void (*on_event)(const rebatch_event *event, void *user); /**< NULL: none. It must not call
-                                                                   this session */
-    void *on_event_user;                                      /**< borrowed until rebatch_close() */
+    rebatch_log_level log_level; /**< less important events are not reported; default INFO */
+    /** Receives events, in the thread of the step; NULL: none. It must not call this session. */
+    void (*on_event)(const rebatch_event *event, void *user);
+    void *on_event_user; /**< passed to on_event; borrowed until rebatch_close() */
 
-    size_t micro_multiple_of; /**< each micro-batch is a multiple of this; 0: of 1 */
-    size_t micro_allowed[REBATCH_ALLOWED_SIZES]; /**< the sizes that a micro-batch may have, in any
-                                                      order, up to the first 0; none: any size */
-    uint32_t max_ooms_in_row; /**< OOMs in one step, without a micro-batch or an update in between
-                                   that succeeded, with which it gives up; refused admissions do not
-                                   count; at most 65536; 0: no bound but max_attempts */
-    rebatch_toggle learn; /**< begin with the smallest micro-batch allowed, and learn from the first
-                               ones how large they may be: default off. A few that grow, and then
-                               the largest that is predicted to fit; predicted again after the first
-                               update, when all that a training keeps is there. They are like any
-                               other: each counts in the update, and nothing is run for a trial, as
-                               it is in rebatch_probe(). It is over when a size is found, by a probe
-                               too. Needs micro_start 0 */
+    size_t micro_multiple_of; /**< micro-batch sizes are multiples of this; 0: 1 */
+    size_t micro_allowed[REBATCH_ALLOWED_SIZES]; /**< allowed micro-batch sizes in any order, up to
+                                                      the first 0; none: any size */
+    uint32_t max_ooms_in_row; /**< most OOMs in one step, without a micro-batch or an update that
+                                   succeeds between them, before the step ends with
+                                   REBATCH_E_EXHAUSTED; attempts that admission refuses do not
+                                   count; at most 65536; 0: only max_attempts applies */
+    rebatch_toggle learn; /**< start with the smallest micro-batch size, and learn from the first
+                               micro-batches how large they can be; default off. After a few sizes
+                               that grow, the session uses the largest that is predicted to fit, and
+                               predicts again after the first update, when all permanent memory is
+                               allocated. Unlike in rebatch_probe(), every micro-batch counts in the
+                               update: there are no trials. Learning ends when a size is found, or
+                               with a probe. Needs micro_start 0 */
 } rebatch_options;
+/** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
     {                                                                                              \
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
@@ -245,34 +268,34 @@ typedef struct rebatch_options {
 /** What one call of rebatch_step() did. */
 typedef struct rebatch_step_report {
     uint64_t step;                         /**< number of the effective batch, from 0 */
-    rebatch_status status;                 /**< what rebatch_step() answered */
-    uint32_t microbatches;                 /**< that count in the update: the accumulation steps */
-    uint32_t attempts;                     /**< runs of forward_backward, in vain or not */
-    uint32_t ooms;                         /**< in all */
-    uint32_t ooms_in[REBATCH_PHASE_COUNT]; /**< of them, by rebatch_phase */
-    size_t micro_before;                   /**< micro-batch size with which the step began */
-    size_t micro_after;                    /**< and ended */
-    unsigned lighten_level;                /**< at the end */
-    size_t redone_samples;                 /**< samples that had to run again, counted each time */
-    uint64_t lost_ns;        /**< time that went into what was thrown away, and into recovering */
-    uint64_t peak_bytes;     /**< most live in the pool during the step */
-    uint64_t reserved_bytes; /**< held from the device at the end */
-    rebatch_oom_report oom;  /**< the last OOM of the pool in this step; asked_bytes 0 when none */
-    uint64_t cost_before; /**< budget of cost a micro-batch with which the step began; 0: the step
-                                  has no cost, or the budget no bound yet */
-    uint64_t cost_after;  /**< and ended */
-    uint32_t thrashed;    /**< of the micro-batches that count, those in which at least a quarter of
-                               what they needed went back to the device and came again. When all do,
-                               the next step's are smaller */
-    uint32_t learned;     /**< of the micro-batches that count, those that rebatch_options.learn has
-                               chosen to learn from */
-    bool torn; /**< optimizer_step failed, whatever it answered, after it had begun to change
-                    parameters: some are new, some old, and nothing of it is undone */
+    rebatch_status status;                 /**< what rebatch_step() returned */
+    uint32_t microbatches;                 /**< micro-batches in the update: accumulation steps */
+    uint32_t attempts;                     /**< calls of forward_backward */
+    uint32_t ooms;                         /**< OOMs in total */
+    uint32_t ooms_in[REBATCH_PHASE_COUNT]; /**< OOMs in each rebatch_phase */
+    size_t micro_before;                   /**< micro-batch size at the start of the step */
+    size_t micro_after;                    /**< micro-batch size at the end */
+    unsigned lighten_level;                /**< lighten level at the end */
+    size_t redone_samples;   /**< samples that ran again, counted once for each repetition */
+    uint64_t lost_ns;        /**< time spent on discarded work and on recovery, in nanoseconds */
+    uint64_t peak_bytes;     /**< highest live memory of the pool during the step */
+    uint64_t reserved_bytes; /**< memory held from the device at the end */
+    rebatch_oom_report oom;  /**< the pool's last OOM in this step; asked_bytes is 0 without one */
+    uint64_t cost_before; /**< cost budget of a micro-batch at the start; 0: the step has no cost,
+                                  or the budget has no bound yet */
+    uint64_t cost_after;  /**< cost budget at the end */
+    uint32_t thrashed;    /**< micro-batches in the update for which the pool returned at least a
+                                  quarter of the memory they need to the device and allocated it
+                                  again. If all of them did, the next step uses smaller ones */
+    uint32_t learned;     /**< micro-batches in the update from which the session learned
+                                  (rebatch_options.learn) */
+    bool torn; /**< optimizer_step failed, with whatever status, after it had begun to change
+                    parameters: some are new, some are old, and nothing was undone */
 } rebatch_step_report;
 
-/** Where guarded state lives. */
+/** Where guarded state is. */
 typedef enum rebatch_guard_kind {
-    REBATCH_GUARD_HOST = 1,  /**< host memory, copied with memcpy */
+    REBATCH_GUARD_HOST = 1,  /**< host memory, copied with memcpy() */
     REBATCH_GUARD_DEVICE = 2 /**< device memory, copied on the session's stream */
 } rebatch_guard_kind;
 
@@ -280,137 +303,163 @@ typedef enum rebatch_guard_kind {
 extern "C" {
 #endif
 
-/** Open a session and its pool.
+/** Open a session and its pool. Environment variables may override the options for one run
+ *  (docs/run.md): a lower limit (REBATCH_MEMORY_LIMIT), failures on purpose (REBATCH_RUN_OOM and
+ *  others), or a probe instead of training (REBATCH_PROBE_ONLY). Thread-safe.
  *  @param[out] out  owned by the caller, release with rebatch_close(); NULL on failure
  *  @param device    borrowed; must outlive the session
- *  @param options   copied; NULL means defaults
- *  Whoever starts the program may ask for more in the environment (docs/run.md), whatever the
- *  options are: a lower limit (REBATCH_MEMORY_LIMIT), failures on purpose (REBATCH_RUN_OOM and
- *  others), or a probe instead of the training (REBATCH_PROBE_ONLY).
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
- *          REBATCH_E_PARSE when one of those variables cannot be read;
- *          REBATCH_E_UNSUPPORTED when options->pool.guard is on, and options->pool.caching is off
- *          or the device has no virtual memory. Any thread. */
+ *  @param options   copied; NULL: defaults
+ *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE; REBATCH_E_PARSE
+ *          when one of those variables has a wrong value; REBATCH_E_UNSUPPORTED when
+ *          options->pool.guard is on, and options->pool.caching is off or the device has no virtual
+ *          memory */
 REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
                                         const rebatch_options *options);
 
-/** Release the session, its pool and whatever is still allocated from it. NULL is allowed. Not from
- *  within a callback, nor while another thread is in a step: the session then stays open, and
- *  rebatch_last_error() says so. */
+/** Release a session, its pool, and all memory that is still allocated from it. The call is refused
+ *  from within a callback, and while another thread is in a step: the session stays open, and
+ *  rebatch_last_error() says so.
+ *  @param rb  NULL is allowed */
 REBATCH_API void rebatch_close(rebatch *rb);
 
-/** The session's pool: parameters and data may live there as well. Borrowed. */
+/** The session's pool. Parameters and data may be allocated from it, too.
+ *  @param rb  the session
+ *  @return borrowed; valid until rebatch_close() */
 REBATCH_API rebatch_pool *rebatch_get_pool(const rebatch *rb);
 
-/** The micro-batch size with which the next step of `batch` samples begins, unless it is cut by
- *  cost. */
+/** The micro-batch size with which the next step of `batch` samples starts, if it has no cost.
+ *  @param rb     the session
+ *  @param batch  samples in the effective batch
+ *  @return the size in samples */
 REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
 
-/** Set the number of the next effective batch, 0 in a new session: a run that resumes goes on
- *  counting where the last one stopped, for `step` is what data and dropout depend on.
- *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_STATE from within a callback. */
+/** Set the number of the next effective batch, which is 0 in a new session. A resumed training sets
+ *  the number at which it stopped, because data and dropout depend on it.
+ *  @param rb    the session
+ *  @param step  rebatch_microbatch.step of the next step
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE from within a callback */
 REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
 
-/** Run one effective batch and its update, whatever it takes. Where REBATCH_PROBE_ONLY is set it
- *  does not come back: it probes, prints what it has found, and ends the process (docs/probe.md).
- *  @param ops     borrowed for the call; lighten may be NULL
- *  @param batch   samples in the effective batch, at least 1, micro_multiple_of, and the smallest
- *                 of micro_allowed
- *  @param user    handed to the callbacks
- *  @param report  may be NULL; filled in on failure as well
- *  @return REBATCH_OK: every sample counted exactly once and the update was applied once.
- *          REBATCH_E_EXHAUSTED: no rung of the ladder is left; nothing of the failed attempt is
- *          still allocated, parameters are those before the step, accumulators hold the samples
- *          before the failed micro-batch, or, when the OOM struck while accumulating, something in
- *          between: the next step's zero_grad clears them.
- *          REBATCH_E_TORN: the OOM struck within the update: some parameters are new, some old;
- *          restore a checkpoint.
- *          REBATCH_E_INVALID, REBATCH_E_STATE (called from within a callback, or while another
- *          thread is in a step; or what the callbacks did, as rebatch_step_ops says),
- *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST; any status that a callback answered. Such a
- *          failure counts as a step that did not happen: parameters are those before it, guarded
- *          state is put back, and what is in the accumulators the next step's zero_grad clears.
- *          But an update that failed after rebatch_mutating() is torn whatever the status:
- *          report->torn says so, as does the sentence, and nothing is undone. To call again would
- *          apply it twice: restore a checkpoint.
- *          After any failure the next call has the same step number. */
+/** Run one effective batch and its update, and recover from OOMs.
+ *
+ *  With REBATCH_PROBE_ONLY set, this function does not return: it probes, prints the result, and
+ *  ends the process (docs/probe.md).
+ *
+ *  After REBATCH_OK, every sample counted exactly once and the update was applied once. After any
+ *  failure, the next call has the same step number, and:
+ *  - If optimizer_step failed after rebatch_mutating(), with any status, parameters are partly
+ *    updated and nothing was undone. report->torn and the error message say so. Restore a
+ *    checkpoint: another call would apply the update twice.
+ *  - Otherwise parameters and guarded state are as before the step, and what the callbacks
+ *    allocated in the step is taken back (except by lighten). The accumulators hold the samples
+ *    before the failed micro-batch, or, if the OOM occurred while accumulating, undefined values;
+ *    zero_grad clears them in the next step.
+ *  @param rb      the session
+ *  @param ops     borrowed during the call; lighten and cost may be NULL
+ *  @param batch   samples in the effective batch; at least 1, micro_multiple_of, and the smallest
+ *                 size in micro_allowed
+ *  @param user    passed to the callbacks
+ *  @param report  filled in on success and failure; may be NULL
+ *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when the micro-batch does not fit and nothing is left to
+ *          try; REBATCH_E_TORN when an OOM occurred within the update; any other status that a
+ *          callback returned; REBATCH_E_STATE when called from within a callback, while another
+ *          thread is in a step, or when a callback broke a rule of rebatch_step_ops;
+ *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                         void *user, rebatch_step_report *report);
 
-/** From within a callback: make sure of the memory that the rest of it will need. When this answers
- *  REBATCH_OK, the callback can allocate `bytes` bytes without an OOM, in one block or in several,
- *  with caching on and guard off. With caching off the call looks whether the device has the room
- *  now, and with guard on it does nothing: both promise nothing.
- *  @param bytes  the sum of what will be allocated, each size rounded up by itself as the pool
- *                rounds it: to a multiple of REBATCH_POOL_UNIT_BYTES, and then to a step of
- *                rounding_divisions, if that is set. For one block its size is enough, for `bytes`
- *                is rounded up in the same way. For many small ones the sum of their sizes is not:
- *                1,000 blocks of 100 bytes take 512,000. What is freed meanwhile is not subtracted
- *  @return REBATCH_OK, REBATCH_OOM (return it from the callback), REBATCH_E_INVALID,
- *          REBATCH_E_STATE outside a callback, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. */
+/** Reserve the memory that the rest of a callback needs. After REBATCH_OK the callback can allocate
+ *  `bytes` bytes without an OOM, in one block or in several. With caching off, the call only checks
+ *  whether the device has the memory now; with guard on, it does nothing. Neither guarantees
+ *  anything. Call it from within a callback.
+ *  @param rb     the session
+ *  @param bytes  sum of the sizes that will be allocated, each rounded up as the pool does: to a
+ *                multiple of REBATCH_POOL_UNIT_BYTES, and then to a step of rounding_divisions, if
+ *                set. `bytes` itself is rounded up in the same way, so for one block its size is
+ *                enough; 1,000 blocks of 100 bytes need 512,000. Blocks freed in the meantime do
+ *                not reduce the sum
+ *  @return REBATCH_OK; REBATCH_OOM, which the callback returns; REBATCH_E_STATE outside a callback;
+ *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
 
-/** From within a callback: from here on it changes accumulators or parameters. An OOM before this
- *  costs one micro-batch; after it, the effective batch runs again from zero_grad. A failure of
- *  optimizer_step after it, OOM or not, leaves the update torn. With `rb` NULL, or outside of a
- *  callback, it does nothing but set rebatch_last_error(). Any thread that works for the callback.
- */
+/** Declare that the running callback changes accumulators or parameters from now on. An OOM before
+ *  this call costs one micro-batch; after it, the effective batch runs again from zero_grad. If
+ *  optimizer_step fails after it, with any status, parameters are partly updated. Any thread that
+ *  works for the callback may call it. Outside a callback it only sets rebatch_last_error().
+ *  @param rb  the session; NULL only sets rebatch_last_error() */
 REBATCH_API void rebatch_mutating(rebatch *rb);
 
-/** Have `bytes` bytes at `state` restored whenever work that may have changed them is thrown away:
- *  RNG state, running statistics, cursors, and pointers to memory that callbacks allocate and keep.
- *  State comes back to what it was before the attempt when its samples run again, and to what it
- *  was before zero_grad when the effective batch runs again or the step fails.
+/** Restore `bytes` bytes at `state` whenever rebatch discards work that may have changed them: RNG
+ *  state, running statistics, cursors, and pointers to memory that callbacks allocate and keep.
+ *  When samples run again, the state is restored to its value before the attempt; when the
+ *  effective batch runs again, or the step fails, to its value before zero_grad.
  *
- *  Memory goes with it. A batch that runs again, and a step that fails without being torn, takes
- *  back all that the step has allocated, in zero_grad and in micro-batches that succeeded too. What
- *  the step has freed of memory from before it is there again. So there is one safe way to keep
- *  memory that a callback allocates: guard its pointer, and allocate when the pointer is NULL.
+ *  Memory is restored with it. When an effective batch runs again, or a step fails without being
+ *  torn, rebatch takes back everything that the step allocated, also in zero_grad and in
+ *  micro-batches that succeeded, and blocks from before the step that it freed are in use again. So
+ *  there is one safe way to keep memory that a callback allocates: guard the pointer, and allocate
+ *  when it is NULL.
  *
- *  What a pressure callback or lighten changes in guarded host state is not put back: what these
- *  free is free for good.
+ *  Changes that a pressure callback or lighten makes to guarded host state are kept, because what
+ *  these free stays free.
+ *  @param rb     the session
  *  @param state  borrowed until rebatch_close(); device memory for REBATCH_GUARD_DEVICE
- *  @return REBATCH_OK, REBATCH_OOM (device copies come from the pool), REBATCH_E_INVALID,
- *          REBATCH_E_HOST_OOM, REBATCH_E_STATE from within a callback, REBATCH_E_UNSUPPORTED when
- *          64 are guarded, and for device memory of a dry device, which cannot be copied. */
+ *  @param bytes  size of the state
+ *  @param kind   host or device memory
+ *  @return REBATCH_OK; REBATCH_OOM (copies of device state are allocated from the pool);
+ *          REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 64 states are
+ *          guarded, and for device memory of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                          rebatch_guard_kind kind);
 
-/** Have what this thread does with the session's pool be the running callback's, as if the
- *  callback's own thread did it. A thread that works for callbacks must say so, as one of a
- *  backward pass may be: what it allocates is taken back when the attempt fails, and a block from
- *  before the attempt that it frees is there again. Of any other thread, one that prepares batches
- *  beside the step for example, nothing is undone: what it allocates stays, what it frees is gone
- *  for the next attempt too; and where the callback frees a block of it, that is undone with the
- *  attempt. Nor do its failures count as the callback's, nor its memory as what a micro-batch
- *  needs, and what rebatch_reserve() promised is not given to it; but a probe, and a size that is
- *  learnt, takes it for the micro-batch's, so that they find more when such threads are idle.
- *  It holds for all callbacks of `rb`, until rebatch_leave(), or until the thread joins another
- *  session; leave before rebatch_close(). While a scope of the callback's own is open, such threads
- *  are within it. rebatch_escape() is for the callback's own thread all the same.
- *  @return REBATCH_OK, REBATCH_E_INVALID. Any thread. */
+/** Attribute this thread's use of the session's pool to the running callback, as if the callback's
+ *  own thread made the calls. A thread that works for callbacks must call this, for example a
+ *  thread of a backward pass: then what it allocates is taken back when the attempt fails, and a
+ *  block from before the attempt that it freed is in use again. It lasts for all callbacks of `rb`,
+ *  until rebatch_leave(), or until the thread joins another session. Leave before rebatch_close().
+ *  Thread-safe.
+ *
+ *  Nothing that other threads do is undone, for example by a thread that prepares batches: what
+ *  they allocate stays, and what they free is free for the next attempt too. If the callback frees
+ *  one of their blocks, that is undone with the attempt. Their failures are not the callback's,
+ *  their memory does not count as memory of the micro-batch, and they cannot use what
+ *  rebatch_reserve() reserved. A probe and rebatch_options.learn do count their memory as the
+ *  micro-batch's, and find larger sizes when such threads are idle.
+ *
+ *  A scope that the callback opens covers the threads that joined. Only the callback's own thread
+ *  may call rebatch_escape().
+ *  @param rb  the session
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_join(rebatch *rb);
 
-/** What this thread does is its own again. @return as rebatch_join(); without it, nothing changes.
- */
+/** End rebatch_join() for this thread. In a thread that has not joined, nothing changes.
+ *  Thread-safe.
+ *  @param rb  the session
+ *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_leave(rebatch *rb);
 
-/** Leave the running callback with `status`, by longjmp, from any depth of calls in the callback's
- *  thread: for code that checks errors by a macro that exits. What it held other than pool memory
- *  is not released.
- *  A callback that itself runs a step of another session must not be left from within that step.
- *  Nor can it be left from within a callback of a pool, pressure or a snapshot's `write`.
- *  @param status  what the callback is to have answered; REBATCH_OK counts as REBATCH_E_INVALID
- *  @return only when no callback of `rb` is running in this thread, or one of a pool is inside it:
- *          REBATCH_E_STATE. */
+/** Leave the running callback by longjmp(), from any depth of calls in the callback's thread, for
+ *  code whose error check cannot return a status. Resources of the skipped functions are not
+ *  released, except memory of the pool.
+ *
+ *  It cannot leave a callback of a pool (a pressure callback, or `write` of a snapshot). Do not
+ *  leave a callback from within a step of another session that it runs.
+ *  @param rb      the session
+ *  @param status  what the callback returns; REBATCH_OK counts as REBATCH_E_INVALID
+ *  @return only on failure: REBATCH_E_STATE when this thread runs no callback of `rb`, or is in a
+ *          callback of a pool inside it */
 REBATCH_API rebatch_status rebatch_escape(rebatch *rb, rebatch_status status);
 
-/** Write an event as one line, without a newline.
- *  @param text  may be NULL when `size` is 0; else ends in a zero byte, cut if too small
- *  @return the length of the whole text without its zero byte, as snprintf does. Any thread. */
+/** Write an event as one line of text, without a newline. Thread-safe.
+ *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
+ *  @param size       size of `text` in bytes
+ *  @param event      the event
+ *  @return length of the whole text without the terminating zero, as snprintf() returns */
 REBATCH_API size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event);
 
-/** The words for a phase, "forward_backward, before accumulating" for example. Never freed. */
+/** A phase in words, for example "forward_backward, before accumulating". Thread-safe.
+ *  @param phase  any number
+ *  @return a static string */
 REBATCH_API const char *rebatch_phase_text(rebatch_phase phase);
 
 #ifdef __cplusplus

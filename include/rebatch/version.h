@@ -1,17 +1,25 @@
 /** @file version.h
- *  The version, in this one place: the Makefile and rebatch.pc read it from here. */
+ *  The version of headers and library.
+ *
+ *  The three numbers stand here only: the Makefile and rebatch.pc read them from this file. */
 #ifndef REBATCH_VERSION_H
 #define REBATCH_VERSION_H
 
 #include "rebatch/status.h"
 
+/** Major version; the number in the shared library's soname. */
 #define REBATCH_VERSION_MAJOR 0
+/** Minor version. */
 #define REBATCH_VERSION_MINOR 1
+/** Patch level. */
 #define REBATCH_VERSION_PATCH 0
 
+/** @cond internal */
 #define REBATCH_VERSION_TEXT_(a, b, c) #a "." #b "." #c
 #define REBATCH_VERSION_TEXT(a, b, c) REBATCH_VERSION_TEXT_(a, b, c)
-/** The version of the headers, as text: "0.1.0". */
+/** @endcond */
+
+/** The version of the headers as text: "0.1.0". */
 #define REBATCH_VERSION                                                                            \
     REBATCH_VERSION_TEXT(REBATCH_VERSION_MAJOR, REBATCH_VERSION_MINOR, REBATCH_VERSION_PATCH)
 
@@ -19,8 +27,8 @@
 extern "C" {
 #endif
 
-/** The version of the library that is linked, which may differ from REBATCH_VERSION.
- *  @return a string that is never freed. Any thread. */
+/** The version of the linked library, which may differ from REBATCH_VERSION. Thread-safe.
+ *  @return a static string */
 REBATCH_API const char *rebatch_version(void);
 
 #ifdef __cplusplus

@@ -1,53 +1,56 @@
 /** @file wrap.h
- *  A CUDA trainer that is there already, under rebatch: the CUDA runtime's allocations come from a
- *  session's pool, its check of errors leaves the step when memory runs out, and its own functions
- *  are the step. Not part of rebatch.h, for it needs CUDA's headers. Include it last.
+ *  Running an existing CUDA trainer with rebatch.
+ *
+ *  With this header, the CUDA runtime's allocations come from a session's pool, the program's error
+ *  check leaves the step when memory runs out, and the program's own functions are the step. It is
+ *  not part of rebatch.h, because it needs CUDA's headers. Include it after all other headers.
  *
  *  @code
- *  #include <rebatch/wrap.h>             // cudaMalloc, cudaFree and their Async are the pool's now
+ *  #include <rebatch/wrap.h>             // cudaMalloc, cudaFree and others use the pool
  *
  *  void check(cudaError_t code) {
  *      if (code == cudaSuccess)
  *          return;
- *      rebatch_escape_on_oom(code);      // within a step it does not come back from an OOM
- *      exit(1);                          // as ever
+ *      rebatch_escape_on_oom(code);      // within a step, does not return from an OOM
+ *      exit(1);                          // as before
  *  }
  *  check(rebatch_wrap_open(NULL));       // once, before the first allocation
  *  check(rebatch_wrap_step(batch, zero_gradients, train_on, update, REBATCH_DECLARES_MUTATION));
  *  @endcode
  *
- *  In train_on(first, count) and update(), rebatch_wrap_mutating() stands where they begin to
- *  change gradients and parameters, which the flag of the step says. An OOM before that costs one
- *  micro-batch at most. Without lines and flag the effective batch runs again, and an OOM in
- *  update() ends the training (step.h).
+ *  train_on(first, count) and update() call rebatch_wrap_mutating() where they begin to change
+ *  gradients and parameters. The flag REBATCH_DECLARES_MUTATION says that they do. An OOM before
+ *  that call costs at most one micro-batch. Without the calls and the flag, the effective batch
+ *  runs again, and an OOM in update() ends the training (step.h).
  *
- *  What the redirected calls do:
- *  - Memory is the pool's, and is taken back when its attempt fails, whoever holds the pointer: one
- *    that is kept beyond its attempt must be set anew in the next, or be guarded (rebatch_guard()).
- *    To free it all the same is no error.
- *  - cudaMalloc: any stream may use the memory at once. cudaFree waits for the whole device, as
+ *  The redirected calls behave as follows:
+ *  - Memory comes from the pool, and is taken back when its attempt fails, even if the program
+ *    still has the pointer. A pointer that outlives its attempt must be assigned again in the next
+ *    attempt, or be guarded (rebatch_guard()). Freeing memory that was taken back is no error.
+ *  - Any stream may use memory of cudaMalloc immediately. cudaFree waits for the whole device, as
  *    CUDA's own does; cudaFreeAsync does not wait.
- *  - They are CUDA's own where there is no session, before rebatch_wrap_open() and after
- *    rebatch_wrap_close(), and where another GPU is current. So is `(cudaMalloc)(...)`, in
- *    parentheses, and whatever is not redirected: function pointers, files that do not include this
- *    header, and other allocations, of cudaMallocManaged or cudaMallocPitch for example.
- *  - A pointer that is not the pool's goes to CUDA's own cudaFree; but CUDA's own, called in a file
- *    without this header, does not free what is the pool's.
- *  - A failure is a cudaError_t, cudaErrorMemoryAllocation for an OOM, and the sentence behind it
- *    is rebatch_last_error(). It is not in cudaGetLastError().
- *  - Each thread's own default stream (cudaStreamPerThread, --default-stream per-thread) has one
- *    name in all of them, so there the Async calls are cudaMalloc and cudaFree.
- *  - Device state under rebatch_guard() is copied on the session's stream: work of other streams
- *    that changes it must be done when a function of the step begins, and when it ends.
- *  - Not within a stream capture, and not in device code. A stream that memory was allocated or
- *    freed on must not be destroyed before rebatch_wrap_close().
+ *  - CUDA's own functions are called when there is no session (before rebatch_wrap_open() and after
+ *    rebatch_wrap_close()), when another GPU is current, and for `(cudaMalloc)(...)` in
+ *    parentheses. Not redirected at all are function pointers, files that do not include this
+ *    header, and other allocation functions such as cudaMallocManaged and cudaMallocPitch.
+ *  - cudaFree passes a pointer that is not from the pool to CUDA. CUDA's own cudaFree, called in a
+ *    file without this header, cannot free memory of the pool.
+ *  - A failed call returns a cudaError_t, cudaErrorMemoryAllocation for an OOM, and
+ *    rebatch_last_error() has the message. cudaGetLastError() does not return the error.
+ *  - The per-thread default stream (cudaStreamPerThread, --default-stream per-thread) has the same
+ *    handle in all threads. On it, the Async calls behave like cudaMalloc and cudaFree.
+ *  - Device state guarded by rebatch_guard() is copied on the session's stream. Work of other
+ *    streams that changes the state must be done when a function of the step begins, and when it
+ *    ends.
+ *  - The calls are not for stream capture, nor for device code. Do not destroy a stream on which
+ *    memory was allocated or freed before rebatch_wrap_close().
  *
- *  The redirected calls may be made in any thread, steps in one at a time. What other threads than
- *  the step's allocate is theirs, and stays when an attempt is taken back; one that works for the
- *  step says rebatch_join(rebatch_get_current()).
+ *  Any thread may make the redirected calls; one thread at a time runs steps. What other threads
+ *  allocate during a step stays when an attempt is taken back. A thread that works for the step
+ *  calls rebatch_join(rebatch_get_current()).
  *
- *  rebatch_escape_on_oom() leaves by longjmp: between the step's function and check() there must be
- *  nothing that a destructor would have to release. */
+ *  rebatch_escape_on_oom() leaves the step's function by longjmp(). Between that function and the
+ *  program's error check there must be no object whose destructor has to run. */
 #ifndef REBATCH_WRAP_H
 #define REBATCH_WRAP_H
 
@@ -59,7 +62,9 @@
 
 /* ---- the session ---- */
 
-/** What a status is as CUDA's code; rebatch_from_cuda() leads back, and the text is lost. */
+/** Translate a status into CUDA's code. rebatch_from_cuda() translates it back.
+ *  @param status  any status
+ *  @return the code */
 static inline cudaError_t rebatch_wrap_code(rebatch_status status)
 {
     switch (status) {
@@ -82,7 +87,9 @@ static inline cudaError_t rebatch_wrap_code(rebatch_status status)
     }
 }
 
-/** Writes an event to stderr: what rebatch_wrap_open() reports to by default. */
+/** Write an event to standard error: the default on_event of rebatch_wrap_open().
+ *  @param event  the event
+ *  @param user   unused */
 static inline void rebatch_wrap_print(const rebatch_event *event, void *user)
 {
     char line[512];
@@ -91,17 +98,20 @@ static inline void rebatch_wrap_print(const rebatch_event *event, void *user)
     (void)fprintf(stderr, "rebatch: %s\n", line);
 }
 
+/** @cond internal */
 static inline int rebatch_wrap_last_error(void)
 {
     return (int)cudaGetLastError();
 }
+/** @endcond */
 
-/** Open a session on the GPU that is current, and make it the process's: see rebatch_set_current().
- *  To open one in another way, say so there.
+/** Open a session on the current GPU and make it the process's session. To open it in
+ *  another way, call rebatch_open() and rebatch_set_current() instead.
  *  @param options  copied; NULL: defaults, with rebatch_wrap_print() as on_event. With `learn` the
- *                  first step finds the size of micro-batches
- *  @return cudaSuccess; cudaErrorUnknown when the process has a session; else what is behind the
- *          status that the opening of device or session answered: then nothing is open. */
+ *                  first steps find the micro-batch size
+ *  @return cudaSuccess; cudaErrorUnknown when the process has a session already; otherwise the code
+ *          of the status with which opening the device or the session failed. After a failure
+ *          nothing is open */
 static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
 {
     rebatch_cuda_options cuda = REBATCH_CUDA_OPTIONS_INIT;
@@ -125,9 +135,9 @@ static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
     return rebatch_wrap_code(status);
 }
 
-/** Close the process's session and its device. All that came from the pool is gone then, and a free
- *  that comes later is CUDA's own, an error. Without a session nothing happens. From within a step
- *  nothing happens either, and rebatch_last_error() says so. No other thread may be allocating. */
+/** Close the process's session and its device, and release all memory of the pool. Freeing such
+ *  memory afterwards is an error of CUDA's cudaFree. Without a session nothing happens. The call is
+ *  refused from within a step: rebatch_last_error() says so. No other thread may be allocating. */
 static inline void rebatch_wrap_close(void)
 {
     rebatch *const rb = rebatch_get_current();
@@ -138,15 +148,16 @@ static inline void rebatch_wrap_close(void)
     rebatch_device_close(device);
 }
 
-/** rebatch_mutating() of the process's session. */
+/** rebatch_mutating() for the process's session. */
 static inline void rebatch_wrap_mutating(void)
 {
     rebatch_mutating(rebatch_get_current());
 }
 
-/* ---- what the runtime's calls become ---- */
+/** @cond internal */
+/* ---- the redirected calls ---- */
 
-/* The session, where it is on the GPU that is current in this thread. */
+/* The session, if it is on the GPU that is current in this thread. */
 static inline rebatch *rebatch_wrap_here(void)
 {
     rebatch *const rb = rebatch_get_current();
@@ -202,10 +213,12 @@ static inline cudaError_t rebatch_wrap_free_async(void *pointer, cudaStream_t st
         rb ? rebatch_free_on(rb, pointer, (rebatch_stream)stream) : REBATCH_E_INVALID;
     return status == REBATCH_E_INVALID ? cudaFreeAsync(pointer, stream) : rebatch_wrap_code(status);
 }
+/** @endcond */
 
 #ifdef __cplusplus
 #include <type_traits>
 
+/** @cond internal */
 /* The runtime's overloads for C++. */
 template <class T> static inline cudaError_t rebatch_wrap_malloc(T **out, size_t bytes)
 {
@@ -227,7 +240,7 @@ static inline cudaError_t rebatch_wrap_malloc_async(T **out, size_t bytes, cudaM
 
 /* ---- the step ---- */
 
-/* The callbacks of a step that was given as functions. */
+/* The callbacks of a step that consists of functions. */
 template <class Zero, class Train, class Update> struct rebatch_wrap_functions {
     Zero &zero_grad;
     Train &train;
@@ -258,19 +271,22 @@ template <class Zero, class Train, class Update> struct rebatch_wrap_functions {
     }
 };
 
-/** rebatch_step() of the process's session, for a step that is three functions which return nothing
- *  and leave by rebatch_escape_on_oom() when memory runs out. Functions that return a status are
- *  for rebatch_step() itself, and so is the step in C.
- *  @param zero_grad  called as zero_grad(), and as the callbacks of that name
- *  @param train      called as train(first, count): forward and backward, each sample weighing
- *                    1/batch
- *  @param update     called as update()
- *  @param flags      REBATCH_DECLARES_MUTATION: train and update call rebatch_wrap_mutating(), each
- *                    time. Without it they are taken to change things from their first line
+/** @endcond */
+
+/** rebatch_step() for the process's session, for a step of three functions that return nothing and
+ *  leave by rebatch_escape_on_oom() when memory runs out. For functions that return a status, and
+ *  in C, use rebatch_step().
+ *  @param batch      samples in the effective batch
+ *  @param zero_grad  called as zero_grad(): clears the gradients
+ *  @param train      called as train(first, count): forward and backward, with weight 1/batch for
+ *                    each sample
+ *  @param update     called as update(): applies the update
+ *  @param flags      REBATCH_DECLARES_MUTATION: train and update call rebatch_wrap_mutating() each
+ *                    time. Without it, they count as changing state from their first line
  *  @param report     may be NULL
  *  @return cudaSuccess; cudaErrorMemoryAllocation for REBATCH_E_EXHAUSTED and REBATCH_E_TORN;
- *          cudaErrorInvalidValue without a session; else what is behind rebatch_step()'s status,
- *          whose sentence is rebatch_last_error(). */
+ *          cudaErrorInvalidValue without a session; otherwise the code of rebatch_step()'s status.
+ *          rebatch_last_error() has the message */
 template <class Zero, class Train, class Update>
 static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
                                             Update &&update, uint32_t flags = 0,
@@ -279,7 +295,7 @@ static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Trai
     static_assert(std::is_void<decltype(zero_grad())>::value &&
                       std::is_void<decltype(train(batch, batch))>::value &&
                       std::is_void<decltype(update())>::value,
-                  "what a function returns would be lost: give such to rebatch_step()");
+                  "the functions must return nothing: use rebatch_step() for others");
     typedef rebatch_wrap_functions<Zero, Train, Update> functions;
     functions f = {zero_grad, train, update, (flags & REBATCH_DECLARES_MUTATION) != 0};
     const rebatch_step_ops ops = {sizeof ops,
@@ -293,12 +309,14 @@ static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Trai
 }
 #endif
 
-/* From here on. A call in parentheses is CUDA's own. */
+/** @cond internal */
+/* From here on these calls use the pool. A call in parentheses is CUDA's own. */
 #undef cudaMallocAsync
 #undef cudaFreeAsync
 #define cudaMalloc(...) rebatch_wrap_malloc(__VA_ARGS__)
 #define cudaFree(...) rebatch_wrap_free(__VA_ARGS__)
 #define cudaMallocAsync(...) rebatch_wrap_malloc_async(__VA_ARGS__)
 #define cudaFreeAsync(...) rebatch_wrap_free_async(__VA_ARGS__)
+/** @endcond */
 
 #endif

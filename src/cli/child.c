@@ -159,7 +159,7 @@ bool rbi_child_run(struct rbi_child_end *end, char **arguments, bool quiet,
     *end = (struct rbi_child_end){0};
     struct child child = {.listener = listener, .end = end};
     if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) || !name_socket(sockets[1])) {
-        fprintf(stderr, "rebatch: no way to hear from the program: %s\n", strerror(errno));
+        fprintf(stderr, "rebatch: no socket to the program: %s\n", strerror(errno));
         return false;
     }
     (void)fflush(stdout);
@@ -202,7 +202,7 @@ char **rbi_child_find(const char *command, int at, int count, char **arguments)
     if (at < 1 || strcmp(arguments[at - 1], "--") != 0) {
         if (at < count)
             fprintf(stderr,
-                    "rebatch: \"%.60s\" is no option: expected \"--\" before the program; see "
+                    "rebatch: \"%.60s\" is not an option: expected \"--\" before the program; see "
                     "'rebatch help %s'\n",
                     arguments[at], command);
         else
@@ -214,7 +214,7 @@ char **rbi_child_find(const char *command, int at, int count, char **arguments)
     }
     if (at < count)
         return arguments + at;
-    fprintf(stderr, "rebatch: there is no program behind \"--\"; see 'rebatch help %s'\n", command);
+    fprintf(stderr, "rebatch: there is no program after \"--\"; see 'rebatch help %s'\n", command);
     return NULL;
 }
 

@@ -10,9 +10,9 @@
 static const char config_help[] =
     "usage: rebatch config check FILE | show [FILE] | example | reference\n"
     "\n"
-    "A setting has the value of its REBATCH_GROUP_KEY variable if there is one, else that of\n"
-    "the file, else its default. `check` and `show` look at the variables too. What `show`\n"
-    "and `example` print can itself be used as a file:\n"
+    "A setting has the value of its REBATCH_GROUP_KEY variable if it is set, else that of the\n"
+    "file, else its default. `check` and `show` include the variables. The output of `show` and\n"
+    "of `example` is a settings file:\n"
     "\n"
     "  rebatch config example > rebatch.cfg\n"
     "  rebatch config check rebatch.cfg\n"

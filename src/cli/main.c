@@ -8,23 +8,23 @@
 #include "rebatch/version.h"
 
 static const char main_help[] =
-    "rebatch: survive running out of GPU memory in a training step\n"
+    "rebatch: training steps that survive running out of GPU memory\n"
     "\n"
     "usage:\n"
     "  rebatch probe [OPTION]... -- PROGRAM [ARGUMENT]...\n"
-    "                                     the largest micro-batch of your program that fits\n"
+    "                                     find the largest micro-batch of a program that fits\n"
     "  rebatch run [OPTION]... -- PROGRAM [ARGUMENT]...\n"
-    "                                     your program under a cap, and with failures on purpose\n"
+    "                                     run a program under a cap, with failures on purpose\n"
     "  rebatch replay [OPTION]... TRACE   run recorded allocations against the pool\n"
     "  rebatch config check FILE          look for mistakes in a settings file\n"
-    "  rebatch config show [FILE]         every setting, and where its value comes from\n"
-    "  rebatch config example             a commented file with every setting at its default\n"
-    "  rebatch config reference           the table of settings, in Markdown\n"
+    "  rebatch config show [FILE]         print every setting, and where its value comes from\n"
+    "  rebatch config example             print a settings file with every default, and comments\n"
+    "  rebatch config reference           print the table of settings, in Markdown\n"
     "  rebatch help COMMAND               more about probe, run, replay or config\n"
-    "  rebatch --version                  the version\n"
+    "  rebatch --version                  print the version\n"
     "\n"
-    "exit status: 0 all is well, 1 a mistake was found or something failed, 2 wrong usage,\n"
-    "3 nothing fits; of `run` it is the program's\n";
+    "exit status: 0 success, 1 failure, 2 wrong usage, 3 nothing fits; `run` exits with the\n"
+    "status of the program\n";
 
 static int run_help(int count, char **arguments)
 {

@@ -13,21 +13,20 @@
 static const char help[] =
     "usage: rebatch probe [OPTION]... -- PROGRAM [ARGUMENT]...\n"
     "\n"
-    "Finds the largest micro-batch of your own program that fits. PROGRAM runs unchanged up to "
-    "its\n"
-    "first rebatch_step(), or rebatch_probe() if it calls that first. There two or three small\n"
-    "micro-batches run, the memory of every size is predicted from them, and the largest that\n"
-    "should fit runs once in full. Then the program ends: nothing is trained. What it prints goes\n"
-    "to standard error.\n"
+    "Finds the largest micro-batch of your own program that fits. PROGRAM runs unchanged up to\n"
+    "its first rebatch_step(), or rebatch_probe() if it calls that first. There the probe runs\n"
+    "two or three small micro-batches, predicts the memory of every size from them, and runs\n"
+    "the largest size that should fit. Then it ends the program: nothing is trained. What the\n"
+    "program prints goes to standard error.\n"
     "\n"
-    "  --limit SIZE   no more memory than that for the pool, 12GiB or 80% for example\n"
-    "  --json         one object instead of the table\n"
-    "  --help         this text; so does -h\n"
+    "  --limit SIZE   cap on the memory of the pool, for example 12GiB or 80%\n"
+    "  --json         print one JSON object instead of the table\n"
+    "  --help, -h     print this text\n"
     "\n"
     "example: rebatch probe --limit 12GiB -- ./train --epochs 3\n"
-    "Without the command: REBATCH_PROBE_ONLY=1 ./train, or =json.\n"
-    "exit status: 0 found, 1 it failed, 2 wrong usage, 3 nothing fits,\n"
-    "126 PROGRAM is not executable, 127 it is not there\n";
+    "Without this command, set REBATCH_PROBE_ONLY=1, or =json: REBATCH_PROBE_ONLY=1 ./train\n"
+    "exit status: 0 a size was found, 1 failure, 2 wrong usage, 3 nothing fits,\n"
+    "126 PROGRAM is not executable, 127 PROGRAM does not exist\n";
 
 int rbi_probe_help(int count, char **arguments)
 {
@@ -170,6 +169,6 @@ int rbi_probe_main(int count, char **arguments)
     clear_progress(&progress);
     fprintf(stderr, "rebatch: %.200s %s and never %s\n", request.program[0],
             rbi_child_describe(end.status).text,
-            end.has_stepped ? "came to the end of its probe" : "called rebatch_step()");
+            end.has_stepped ? "finished its probe" : "called rebatch_step()");
     return RBI_EXIT_FAILED;
 }

@@ -386,7 +386,7 @@ static bool measure_time(struct rbi_replay_result *result, const struct rbi_trac
     rebatch_status status = sample_warm(samples, &taken, trace, settings);
     if (status == REBATCH_OOM) {
         fprintf(stderr,
-                "%s: runs once, but not again on the same pool in this capacity: timed on fresh "
+                "%s: runs once, but not again on the same pool in this capacity: timed on new "
                 "pools\n",
                 trace->path);
         status = sample_fresh(samples, &taken, trace, settings);

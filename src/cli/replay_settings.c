@@ -178,7 +178,7 @@ static const struct option options[] = {
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--guard", set_guard, "on or off"},
-    {"--granule", set_granule, A_SIZE},
+    {"--page", set_granule, A_SIZE},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
     {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},
     {"--events", set_events, "a number from 1 to 100000000"},
@@ -265,14 +265,14 @@ static bool check(const struct rbi_replay_settings *settings)
     const bool is_sized = settings->smallest || settings->capacity_bytes != REBATCH_UNLIMITED;
     if (settings->is_cuda && is_sized) {
         fprintf(stderr,
-                "rebatch replay: --device is 'cuda': expected no %s with it, for its memory "
-                "is what it is\n",
+                "rebatch replay: --device is 'cuda': expected no %s with it: a GPU's memory "
+                "is fixed\n",
                 settings->smallest ? "--smallest" : "--capacity");
         return false;
     }
     if (settings->pool.limit_permille && !settings->is_cuda &&
         settings->capacity_bytes == REBATCH_UNLIMITED) {
-        fputs("rebatch replay: --limit is a share: expected --capacity with it, of which it is\n",
+        fputs("rebatch replay: --limit is a share of the capacity: expected --capacity with it\n",
               stderr);
         return false;
     }

@@ -293,7 +293,7 @@ static bool read_alloc(struct reader *reader, const struct field *fields)
         return refuse(reader,
                       "BYTES is %" PRIu64 " on top of the %" PRIu64
                       " that are in use: expected no more than %" PRIu64
-                      " in all, %d granules (--granule)",
+                      " in all, %d pages (--page)",
                       bytes, reader->live_bytes, reader->live_most, RBI_REPLAY_GRANULES_MOST);
     struct rbi_replay_id *entry = rbi_replay_ids_find(&reader->ids, id);
     if (!entry)

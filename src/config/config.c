@@ -182,8 +182,8 @@ static rebatch_status set_capacity(rebatch_device *device, const struct rbi_entr
         return status;
     if (machine.total_bytes == REBATCH_UNLIMITED)
         return rbi_error(REBATCH_E_UNSUPPORTED,
-                         "device.capacity is %s (%s), but the machine does not say what memory it "
-                         "has: expected bytes",
+                         "device.capacity is %s (%s), but the machine does not report its memory: "
+                         "expected bytes",
                          entry->text, rbi_shown_path(origin_of(entry)).text);
     return rebatch_device_set_capacity(device, machine.total_bytes / 1000 * entry->permille);
 }

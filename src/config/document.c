@@ -47,7 +47,7 @@ size_t rebatch_config_format_example(char *text, size_t size)
     struct rbi_text t = {text, size, 0};
     add_comment(&t, "", "Settings of rebatch, all at their defaults. Keep only what you change.");
     add_comment(&t, "", "rebatch config check FILE   looks for mistakes");
-    add_comment(&t, "", "rebatch config show FILE    says what holds, and where it came from");
+    add_comment(&t, "", "rebatch config show FILE    prints every value, and where it comes from");
     rbi_text_add(&t, "#\n");
     add_comment(&t, "",
                 "Units are B, KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of "

@@ -127,11 +127,11 @@ static struct rbi_size parse_share(const struct decimal *decimal)
 {
     const uint64_t step = FRACTION_ONE / 10;
     if (decimal->whole > 100 || (decimal->whole == 100 && decimal->fraction > 0))
-        return rbi_size_wrong(", more than everything");
+        return rbi_size_wrong(", more than 100%");
     if (decimal->fraction % step != 0)
         return rbi_size_wrong(", finer than a tenth of a percent");
     struct rbi_size size = {0, (uint32_t)(decimal->whole * 10 + decimal->fraction / step), ""};
-    return size.permille == 0 ? rbi_size_wrong(", a cap of nothing") : size;
+    return size.permille == 0 ? rbi_size_wrong(", a size of zero") : size;
 }
 
 /* For "22G" and what looks like it: what it may have meant. The number is `length` bytes long. */

@@ -105,9 +105,10 @@ static rebatch_status read_shrinks(struct rbi_run_settings *run, const char *tex
                              rbi_run_variables[RBI_RUN_SHRINK], RBI_SHRINKS_MOST);
         struct rbi_shrink *const shrink = &run->shrinks[run->shrink_count];
         if (!read_shrink(shrink, at, length))
-            return refuse(RBI_RUN_SHRINK, text, "a share of the memory and a step, 50%@step:20");
+            return refuse(RBI_RUN_SHRINK, text,
+                          "a share of the memory and a step, for example 50%@step:20");
         if (run->shrink_count > 0 && shrink->step <= shrink[-1].step)
-            return refuse(RBI_RUN_SHRINK, text, "steps that rise");
+            return refuse(RBI_RUN_SHRINK, text, "steps in ascending order");
         run->shrink_count++;
         at += length;
         if (*at == '\0')

@@ -14,9 +14,9 @@
     X(memory, "What the pool may take from the device.")                                           \
     X(recovery, "What happens when memory runs out.")                                              \
     X(growth, "How the micro-batch grows again.")                                                  \
-    X(probe, "How the largest micro-batch is looked for.")                                         \
-    X(device, "Where memory comes from.")                                                          \
-    X(log, "What is reported to the event callback.")
+    X(probe, "How the largest micro-batch is found.")                                              \
+    X(device, "Which device is used.")                                                             \
+    X(log, "Which events are reported.")
 
 enum rbi_setting_kind {
     RBI_COUNT,  /* a whole number from `least` to `most` */
@@ -36,109 +36,114 @@ enum rbi_setting_kind {
  * example file. */
 #define RBI_SETTINGS(X)                                                                            \
     X(BATCH_START, .key = "batch.start", .kind = RBI_COUNT, .initial = "0",                        \
-      .most = RBI_NUMBER_MOST, .help = "The first micro-batch. 0: the effective batch, uncut.")    \
+      .most = RBI_NUMBER_MOST, .help = "First micro-batch size. 0: the effective batch.")          \
     X(BATCH_LEARN, .key = "batch.learn", .kind = RBI_SWITCH, .initial = "false",                   \
-      .help = "Begin with the smallest micro-batch, and learn from the first ones how large they " \
-              "may be. Needs batch.start 0.")                                                      \
+      .help = "Start with the smallest micro-batch, and learn from the first ones how large "      \
+              "they can be. Needs batch.start 0.")                                                 \
     X(BATCH_SMALLEST, .key = "batch.smallest", .kind = RBI_COUNT, .initial = "1", .least = 1,      \
-      .most = RBI_NUMBER_MOST, .help = "A micro-batch is never cut smaller than this.")            \
+      .most = RBI_NUMBER_MOST, .help = "Smallest micro-batch size.")                               \
     X(BATCH_LARGEST, .key = "batch.largest", .kind = RBI_COUNT, .initial = "0",                    \
-      .most = RBI_NUMBER_MOST,                                                                     \
-      .help = "A micro-batch never grows larger than this. 0: the effective batch.")               \
+      .most = RBI_NUMBER_MOST, .help = "Largest micro-batch size. 0: the effective batch.")        \
     X(BATCH_MULTIPLE_OF, .key = "batch.multiple_of", .kind = RBI_COUNT, .initial = "1",            \
       .least = 1, .most = RBI_NUMBER_MOST,                                                         \
-      .help = "A micro-batch is a multiple of this, but for the last, smaller one of an "          \
-              "effective batch.")                                                                  \
+      .help = "Micro-batch sizes are multiples of this. The last micro-batch of an effective "     \
+              "batch may be smaller.")                                                             \
     X(BATCH_ALLOWED, .key = "batch.allowed", .kind = RBI_LIST, .initial = "any", .least = 1,       \
       .most = RBI_NUMBER_MOST,                                                                     \
-      .help = "The sizes that a micro-batch may have, but for the last, smaller one of an "        \
-              "effective batch.")                                                                  \
+      .help = "Allowed micro-batch sizes. The last micro-batch of an effective batch may be "      \
+              "smaller.")                                                                          \
     X(MEMORY_LIMIT, .key = "memory.limit", .kind = RBI_SIZE, .initial = "none", .least = 1,        \
       .most = RBI_NUMBER_MOST, .share_of = "the device's memory", .may_be_none = true,             \
-      .help = "The most that the pool ever holds of the device's memory.")                         \
+      .help = "The most device memory that the pool may hold.")                                    \
     X(MEMORY_HEADROOM, .key = "memory.headroom", .kind = RBI_SIZE, .initial = "0",                 \
-      .most = RBI_NUMBER_MOST, .help = "Left free on the device, for libraries and the driver.")   \
+      .most = RBI_NUMBER_MOST,                                                                     \
+      .help = "Memory left free on the device, for libraries and the driver.")                     \
     X(MEMORY_CACHING, .key = "memory.caching", .kind = RBI_SWITCH, .initial = "true",              \
-      .help = "Keep freed memory for the next request. false sends every call straight to the "    \
-              "device, for memory checkers.")                                                      \
+      .help = "Keep freed memory for later requests. false: every call goes to the device, "       \
+              "for memory checkers.")                                                              \
     X(MEMORY_REPLAY, .key = "memory.replay", .kind = RBI_SWITCH, .initial = "true",                \
-      .help = "Serve phases that repeat from one arena where memory is so short that pages would " \
-              "be moved. false: never.")                                                           \
+      .help = "When memory is so short that pages would be remapped in every repetition of a "     \
+              "phase, place its allocations by a plan. false: never.")                             \
     X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \
       .most = RBI_NUMBER_MOST,                                                                     \
-      .help = "Kept from the device until it runs out itself, then given back so that error "      \
-              "paths can run.")                                                                    \
+      .help = "Memory that the pool takes, and releases when the device is out of memory, so "     \
+              "that error paths can run.")                                                         \
     X(MEMORY_MAX_SPLIT, .key = "memory.max_split", .kind = RBI_SIZE, .initial = "none",            \
       .least = 1, .most = RBI_NUMBER_MOST, .may_be_none = true,                                    \
-      .help = "Free blocks larger than this are not cut for requests that are smaller than it.")   \
+      .help = "A free block larger than this is not split for a request smaller than this.")       \
     X(MEMORY_GC_THRESHOLD, .key = "memory.gc_threshold", .kind = RBI_SHARE, .initial = "none",     \
       .share_of = "the limit, or of the device's memory", .may_be_none = true,                     \
-      .help = "When the pool grows beyond it, free memory that was not used for longest goes "     \
-              "back to the device.")                                                               \
+      .help = "When the pool grows above this share, it returns the least recently used free "     \
+              "memory to the device.")                                                             \
     X(MEMORY_KEEP_ROOM, .key = "memory.keep_room", .kind = RBI_SHARE, .initial = "2%",             \
-      .share_of = "what the pool holds and could have",                                            \
-      .help = "While more than this stays free, a pool whose needs are known takes fresh memory "  \
-              "rather than move free memory, which costs time. 100%: always move.")                \
+      .share_of = "the memory that the pool holds or can get",                                     \
+      .help =                                                                                      \
+          "When live memory has not risen for a while, the pool takes new memory instead "         \
+          "of remapping free pages, while more than this share stays free. 100%: always remap.")   \
     X(MEMORY_ROUNDING, .key = "memory.rounding", .kind = RBI_COUNT, .initial = "0", .most = 256,   \
       .is_power_of_two = true,                                                                     \
-      .help = "Sizes are rounded up to this many steps an octave. 0: to 512 bytes alone.")         \
+      .help = "Block sizes are rounded up to one of this many steps between two powers of "        \
+              "two. 0: to 512 bytes only.")                                                        \
     X(MEMORY_GUARD, .key = "memory.guard", .kind = RBI_SWITCH, .initial = "false",                 \
-      .help = "Let every block end where memory ends, so that an overrun faults. Slow, for "       \
+      .help = "Each block ends where mapped memory ends, so that an overrun faults. Slow, for "    \
               "debugging.")                                                                        \
     X(MEMORY_EVENTS, .key = "memory.events", .kind = RBI_COUNT, .initial = "0",                    \
       .most = UINT32_MAX,                                                                          \
-      .help = "How many of the last allocations, frees and the like are kept for snapshots.")      \
+      .help = "How many of the latest allocations, frees, mappings, OOMs and rollbacks are "       \
+              "kept for snapshots.")                                                               \
     X(RECOVERY_ON_OOM, .key = "recovery.on_oom", .kind = RBI_CHOICE, .initial = "halve",           \
       .choices = {"halve", "fit", "stop"},                                                         \
-      .help = "Try half of the micro-batch that failed, or the largest that is predicted to fit "  \
-              "(half, where nothing is known), or end the step with an error.")                    \
+      .help =                                                                                      \
+          "After an OOM, try half of the micro-batch that failed, or the largest size "            \
+          "that is predicted to fit (half if nothing is known), or end the step with an error.")   \
     X(RECOVERY_ADMISSION, .key = "recovery.admission", .kind = RBI_SWITCH, .initial = "true",      \
-      .help = "Do not start a micro-batch whose memory is known not to be there.")                 \
+      .help = "Do not start a micro-batch whose memory is known not to be available.")             \
     X(RECOVERY_LIGHTEN, .key = "recovery.lighten", .kind = RBI_SWITCH, .initial = "true",          \
-      .help = "When the smallest micro-batch does not fit, have the step use less memory a "       \
-              "sample, if it can.")                                                                \
+      .help = "When the smallest micro-batch does not fit, make the step use less memory for "     \
+              "each sample, if it can.")                                                           \
     X(RECOVERY_MAX_ATTEMPTS, .key = "recovery.max_attempts", .kind = RBI_COUNT, .initial = "64",   \
       .least = 1, .most = 65536,                                                                   \
-      .help = "Callbacks that may run in vain in one step before it gives up.")                    \
+      .help = "Most failed callbacks in one step before it ends with an error.")                   \
     X(RECOVERY_MAX_OOMS_IN_ROW, .key = "recovery.max_ooms_in_row", .kind = RBI_COUNT,              \
       .initial = "0", .most = 65536,                                                               \
-      .help = "The same for those in a row, without a micro-batch in between that succeeded. "     \
-              "0: no such bound.")                                                                 \
+      .help = "Most OOMs in one step, without a micro-batch that succeeds between them, "          \
+              "before it ends with an error. 0: only recovery.max_attempts applies.")              \
     X(GROWTH_ENABLED, .key = "growth.enabled", .kind = RBI_SWITCH, .initial = "true",              \
-      .help = "Let the micro-batch grow again after clean steps.")                                 \
+      .help = "Grow the micro-batch again after steps without an OOM.")                            \
     X(GROWTH_AFTER, .key = "growth.after", .kind = RBI_COUNT, .initial = "16", .least = 1,         \
-      .most = UINT32_MAX, .help = "Clean steps, in a row, before the micro-batch grows.")          \
+      .most = UINT32_MAX, .help = "Steps without an OOM before the micro-batch grows.")            \
     X(GROWTH_WAIT_MAX, .key = "growth.wait_max", .kind = RBI_COUNT, .initial = "1024", .least = 1, \
-      .most = UINT32_MAX,                                                                          \
-      .help = "Each growth that fails doubles that wait, up to this many steps.")                  \
+      .most = UINT32_MAX, .help = "A failed growth doubles that wait, up to this many steps.")     \
     X(PROBE_MAX_TRIALS, .key = "probe.max_trials", .kind = RBI_COUNT, .initial = "0",              \
       .most = UINT32_MAX,                                                                          \
-      .help = "Micro-batches that a probe may run. 0: 5, and 8 more to measure which size is "     \
-              "fastest.")                                                                          \
+      .help = "Most micro-batches that a probe runs. 0: 5, and 8 more to measure which size "      \
+              "is fastest.")                                                                       \
     X(PROBE_MAX_SECONDS, .key = "probe.max_seconds", .kind = RBI_COUNT, .initial = "0",            \
-      .most = UINT32_MAX, .help = "A probe begins no run later than that. 0: no bound.")           \
+      .most = UINT32_MAX,                                                                          \
+      .help = "No trial starts later than this many seconds after the probe began. 0: no "         \
+              "bound.")                                                                            \
     X(PROBE_CHOOSE, .key = "probe.choose", .kind = RBI_CHOICE, .initial = "largest",               \
       .choices = {"largest", "fastest"},                                                           \
       .help = "The largest micro-batch that fits, or the smallest within 2 % of the best "         \
               "throughput.")                                                                       \
     X(PROBE_FILE, .key = "probe.file", .kind = RBI_TEXT, .initial = "none", .most = 600,           \
       .may_be_none = true,                                                                         \
-      .help = "Keeps what is found, so that a run that resumes only verifies it.")                 \
+      .help = "File that keeps results: a resumed training verifies the size in it instead of "    \
+              "searching.")                                                                        \
     X(PROBE_KEY, .key = "probe.key", .kind = RBI_TEXT, .initial = "none", .most = 255,             \
       .may_be_none = true,                                                                         \
-      .help = "Names the model in that file. none: the program's own name for it.")                \
+      .help = "Name of the model in that file. none: the program's own name for it.")              \
     X(DEVICE_KIND, .key = "device.kind", .kind = RBI_CHOICE, .initial = "host",                    \
       .choices = {"host", "cuda"},                                                                 \
-      .help = "The device: an NVIDIA GPU, or host, the CPU's memory under a cap.")                 \
+      .help = "The device: an NVIDIA GPU, or CPU memory under a cap.")                             \
     X(DEVICE_ORDINAL, .key = "device.ordinal", .kind = RBI_COUNT, .initial = "0",                  \
-      .most = INT32_MAX, .help = "Which GPU, counted as CUDA does.")                               \
+      .most = INT32_MAX, .help = "Number of the GPU, as CUDA counts.")                             \
     X(DEVICE_CAPACITY, .key = "device.capacity", .kind = RBI_SIZE, .initial = "none",              \
       .least = 65536, .most = RBI_NUMBER_MOST, .share_of = "the machine's memory",                 \
-      .may_be_none = true, .help = "All the memory that the host device has to give.")             \
+      .may_be_none = true, .help = "Memory of the host device.")                                   \
     X(LOG_LEVEL, .key = "log.level", .kind = RBI_CHOICE, .initial = "info",                        \
       .choices = {"quiet", "error", "warn", "info", "debug"},                                      \
-      .help = "Events above this level are not reported.")
-
+      .help = "Less important events are not reported.")
 #define RBI_CHOICES_MOST 6
 
 struct rbi_setting {

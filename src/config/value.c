@@ -86,13 +86,13 @@ static const char *negative(const struct rbi_setting *setting)
 static const char *out_of_range(const struct rbi_setting *setting, uint64_t number)
 {
     if (number == 0 && setting->kind == RBI_SIZE && setting->least > 0)
-        return ", a cap of nothing";
+        return ", a size of zero";
     if (number < setting->least)
         return ", too small";
     if (number > setting->most)
         return ", too large";
     return setting->is_power_of_two && number != 0 && !rbi_is_power_of_two(number)
-               ? ", no power of two"
+               ? ", not a power of two"
                : "";
 }
 

@@ -226,7 +226,7 @@ rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t granule_b
     if (capacity_bytes >= granule_bytes)
         return REBATCH_OK;
     return rbi_error(REBATCH_E_INVALID,
-                     "capacity_bytes is %zu: expected at least one granule of %zu bytes",
+                     "capacity_bytes is %zu: expected at least one page of %zu bytes",
                      capacity_bytes, granule_bytes);
 }
 

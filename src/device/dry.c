@@ -248,9 +248,9 @@ static const struct rbi_device_ops virtual_ops = {
 };
 
 rebatch_status rebatch_device_open_dry(rebatch_device **out, size_t capacity_bytes,
-                                       size_t granule_bytes)
+                                       size_t page_bytes)
 {
-    return rbi_device_open_dry(out, capacity_bytes, granule_bytes, true);
+    return rbi_device_open_dry(out, capacity_bytes, page_bytes, true);
 }
 
 rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes,
@@ -262,7 +262,7 @@ rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes,
     const size_t granule = granule_bytes ? granule_bytes : DEFAULT_GRANULE_BYTES;
     if (!rbi_is_power_of_two(granule) || granule < LEAST_GRANULE_BYTES)
         return rbi_error(REBATCH_E_INVALID,
-                         "granule_bytes is %zu: expected a power of two of at least %d", granule,
+                         "page_bytes is %zu: expected a power of two of at least %d", granule,
                          LEAST_GRANULE_BYTES);
     rebatch_status status = rbi_device_check_capacity(capacity_bytes, granule);
     if (status)

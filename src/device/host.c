@@ -405,15 +405,15 @@ rebatch_status rebatch_device_open_host(rebatch_device **out, size_t capacity_by
     *out = NULL;
     rebatch_host_options o = REBATCH_HOST_OPTIONS_INIT;
     rebatch_status status =
-        rbi_options_copy(&o, sizeof o, RBI_SIZE_TO(rebatch_host_options, granule_bytes), options,
+        rbi_options_copy(&o, sizeof o, RBI_SIZE_TO(rebatch_host_options, page_bytes), options,
                          "rebatch_host_options");
     if (status)
         return status;
-    const size_t granule = o.granule_bytes ? o.granule_bytes : DEFAULT_GRANULE_BYTES;
+    const size_t granule = o.page_bytes ? o.page_bytes : DEFAULT_GRANULE_BYTES;
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     if (!rbi_is_power_of_two(granule) || granule < page)
         return rbi_error(REBATCH_E_INVALID,
-                         "granule_bytes is %zu: expected a power of two of at least %zu", granule,
+                         "page_bytes is %zu: expected a power of two of at least %zu", granule,
                          page);
     status = rbi_device_check_capacity(capacity_bytes, granule);
     if (status)

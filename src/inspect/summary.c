@@ -12,14 +12,14 @@
 
 /* ---- out of memory ---- */
 
-static const char *rung_text(rebatch_pool_rung rung)
+static const char *stage_text(rebatch_pool_stage stage)
 {
-    switch (rung) {
-#define RUNG_CASE(name, text)                                                                      \
-    case REBATCH_RUNG_##name:                                                                      \
+    switch (stage) {
+#define STAGE_CASE(name, text)                                                                     \
+    case REBATCH_STAGE_##name:                                                                     \
         return text;
-        REBATCH_POOL_RUNGS(RUNG_CASE)
-#undef RUNG_CASE
+        REBATCH_POOL_STAGES(STAGE_CASE)
+#undef STAGE_CASE
     }
     return "nothing known";
 }
@@ -64,7 +64,7 @@ size_t rebatch_oom_format(char *text, size_t size, const rebatch_oom_report *rep
     rbi_text_add(&t, "out of memory: asked for ");
     rbi_text_add_bytes(&t, report->asked_bytes);
     rbi_text_add(&t, " for %.31s\n  tried last: %s\n  pool:    ", report->tag,
-                 rung_text(report->rung));
+                 stage_text(report->stage));
     add_named_bytes(&t, report->live_bytes, " live, ");
     add_named_bytes(&t, report->reserved_bytes, " reserved, ");
     if (report->limit_bytes == UINT64_MAX)
@@ -169,17 +169,17 @@ static void add_statistics(struct rbi_text *t, const rebatch_pool_stats *stats)
 #undef ADD_STATISTIC
 }
 
-static void add_rungs(struct rbi_text *t, const struct rbi_view_facts *facts)
+static void add_stages(struct rbi_text *t, const struct rbi_view_facts *facts)
 {
     add_line(t);
-#define ADD_RUNG(name, text)                                                                       \
-    if (facts->rungs[REBATCH_RUNG_##name] > 0) {                                                   \
+#define ADD_STAGE(name, text)                                                                      \
+    if (facts->rungs[REBATCH_STAGE_##name] > 0) {                                                  \
         rbi_text_add(t, "%-21s", #name);                                                           \
-        add_cell(t, facts->rungs[REBATCH_RUNG_##name], false);                                     \
+        add_cell(t, facts->rungs[REBATCH_STAGE_##name], false);                                    \
         rbi_text_add(t, "  %s\n", text);                                                           \
     }
-    REBATCH_POOL_RUNGS(ADD_RUNG)
-#undef ADD_RUNG
+    REBATCH_POOL_STAGES(ADD_STAGE)
+#undef ADD_STAGE
 }
 
 size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
@@ -195,7 +195,7 @@ size_t rebatch_pool_format_summary(char *text, size_t size, rebatch_pool *pool)
     add_memory(&t, &facts, &stats);
     add_tags(&t, pool);
     add_statistics(&t, &stats);
-    add_rungs(&t, &facts);
+    add_stages(&t, &facts);
     add_line(&t);
     rbi_view_close(pool);
     return t.length;

@@ -93,7 +93,7 @@ static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_
     struct rbi_block *block = rbi_pool_take_own_fast(pool, stream, rounded);
     if (!block && !(block = rbi_pool_take_own(pool, stream, rounded)))
         return NULL;
-    pool->rungs[REBATCH_RUNG_CACHE]++;
+    pool->rungs[REBATCH_STAGE_CACHE]++;
     rbi_pool_list_block(pool, block);
     return block;
 }

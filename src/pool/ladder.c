@@ -69,7 +69,7 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     return REBATCH_OK;
 }
 
-static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_rung rung)
+static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_stage rung)
 {
     request->rung = rung;
     pool->rungs[rung]++;
@@ -407,7 +407,7 @@ struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_
 static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
 {
-    reach(pool, request, REBATCH_RUNG_DEVICE);
+    reach(pool, request, REBATCH_STAGE_DEVICE);
     size_t room;
     rebatch_status status = rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)
@@ -520,27 +520,27 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
     if ((*out = take_mapped_already(pool, request))) {
-        request->rung = REBATCH_RUNG_CACHE;
+        request->rung = REBATCH_STAGE_CACHE;
         return REBATCH_OK;
     }
     const struct means means = find_means(pool, request->bytes);
     if (!means.plenty && means.slack && (*out = take_anywhere(pool, request))) {
-        request->rung = REBATCH_RUNG_CACHE;
+        request->rung = REBATCH_STAGE_CACHE;
         return REBATCH_OK;
     }
     struct growth growth = {
         .bytes = request->bytes, .stream = request->stream, .exact = request->exact};
-    const uint64_t remaps = pool->rungs[REBATCH_RUNG_REMAP];
-    reach(pool, request, REBATCH_RUNG_REMAP);
+    const uint64_t remaps = pool->rungs[REBATCH_STAGE_REMAP];
+    reach(pool, request, REBATCH_STAGE_REMAP);
     const rebatch_status status = pool->guard
                                       ? take_guarded(out, pool, &growth)
                                       : take_granules(out, pool, request, &growth, means.plenty);
     if (growth.from_cache && *out) {
-        pool->rungs[REBATCH_RUNG_REMAP] = remaps;
-        request->rung = REBATCH_RUNG_CACHE;
+        pool->rungs[REBATCH_STAGE_REMAP] = remaps;
+        request->rung = REBATCH_STAGE_CACHE;
     } else if (!growth.by_remap) {
-        pool->rungs[REBATCH_RUNG_REMAP] = remaps;
-        reach(pool, request, REBATCH_RUNG_DEVICE);
+        pool->rungs[REBATCH_STAGE_REMAP] = remaps;
+        reach(pool, request, REBATCH_STAGE_DEVICE);
     }
     return status;
 }
@@ -571,7 +571,7 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     if (!block && !pool->guard &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {
         struct growth growth = {.bytes = request->bytes, .stream = request->stream};
-        reach(pool, request, REBATCH_RUNG_REMAP);
+        reach(pool, request, REBATCH_STAGE_REMAP);
         status = fill_window(&block, pool, &growth, &window);
     }
     *out = pool->guard ? NULL : take_part(pool, request, block, window.at_end);
@@ -586,7 +586,7 @@ static rebatch_status take_after_trim(struct rbi_block **out, rebatch_pool *pool
     if (status != REBATCH_OK || released == 0)
         return status == REBATCH_OK ? REBATCH_OOM : status;
     status = take_fresh(out, pool, request);
-    reach(pool, request, REBATCH_RUNG_TRIM);
+    reach(pool, request, REBATCH_STAGE_TRIM);
     return status;
 }
 
@@ -603,7 +603,7 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
 {
     const bool others = pool->pending || pool->first_stream->next;
     if (others)
-        reach(pool, request, REBATCH_RUNG_OTHER_STREAMS);
+        reach(pool, request, REBATCH_STAGE_OTHER_STREAMS);
     bool any;
     rebatch_status status = rbi_pool_poll_pending(&any, pool, request->stream, request->bytes);
     if (status != REBATCH_OK || (any && !pool->guard && (*out = take_own(pool, request))))
@@ -625,7 +625,7 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
 {
     rebatch_status status;
     if (pool->caching && !pool->guard) {
-        reach(pool, request, REBATCH_RUNG_CACHE);
+        reach(pool, request, REBATCH_STAGE_CACHE);
         if ((*out = take_own(pool, request)))
             return REBATCH_OK;
     }
@@ -639,7 +639,7 @@ static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct r
     if ((*out = take_anywhere(pool, request)))
         return REBATCH_OK;
     if (is_waiting(pool, request)) {
-        reach(pool, request, REBATCH_RUNG_WAIT);
+        reach(pool, request, REBATCH_STAGE_WAIT);
         if ((status = rbi_pool_await_streams(pool)) != REBATCH_OK)
             return status;
         if (pool->caching && !pool->guard && (*out = take_any(pool, request)))
@@ -725,11 +725,11 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
     }
     for (size_t i = 0; status == REBATCH_OOM && i < pool->pressure_count; i++) {
         const struct rbi_pressure pressure = pool->pressures[i];
-        reach(pool, request, REBATCH_RUNG_PRESSURE);
+        reach(pool, request, REBATCH_STAGE_PRESSURE);
         if (!press(pool, &pressure, request->bytes))
             continue;
         status = climb_beside(out, pool, request);
-        request->rung = REBATCH_RUNG_PRESSURE;
+        request->rung = REBATCH_STAGE_PRESSURE;
     }
     return status;
 }

@@ -58,7 +58,7 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
         return status;
     request.exact = true;
     if (!pool->caching) {
-        request.rung = REBATCH_RUNG_DEVICE;
+        request.rung = REBATCH_STAGE_DEVICE;
         status = look_for_room(pool, rounded);
     } else if (rbi_plan_reserve(pool, rounded, stream)) {
         pool->promised_bytes = rounded;

@@ -89,7 +89,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     const size_t limit = rbi_pool_limit(pool, info.total_bytes);
     report->asked_bytes = asked_bytes;
     memcpy(report->tag, tag, strnlen(tag, sizeof report->tag - 1));
-    report->rung = request->rung;
+    report->stage = request->rung;
     report->limit_bytes = limit == SIZE_MAX ? UINT64_MAX : limit;
     report->live_bytes = pool->stats.live_bytes;
     report->reserved_bytes = pool->stats.reserved_bytes;

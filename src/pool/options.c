@@ -7,7 +7,7 @@ static rebatch_status check_limit(size_t limit_bytes, size_t granule_bytes)
     if (limit_bytes == 0 || limit_bytes >= granule_bytes)
         return REBATCH_OK;
     return rbi_error(REBATCH_E_INVALID,
-                     "rebatch_pool_options.limit_bytes is %zu: expected 0 or at least one granule "
+                     "rebatch_pool_options.limit_bytes is %zu: expected 0 or at least one page "
                      "of %zu bytes",
                      limit_bytes, granule_bytes);
 }

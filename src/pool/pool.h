@@ -30,7 +30,7 @@
 #define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
 
 #define RBI_POOL_ONE_(name, text) +1
-enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_RUNGS(RBI_POOL_ONE_) };
+enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_STAGES(RBI_POOL_ONE_) };
 
 /* ---- scopes and tags ---- */
 
@@ -416,9 +416,9 @@ void rbi_pool_destroy_streams(rebatch_pool *pool);
 struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
-    rebatch_pool_rung rung; /* out: the last one tried */
-    bool exact;             /* no more fresh memory than asked for is taken */
-    bool beside;            /* what is promised is not for it */
+    rebatch_pool_stage rung; /* out: the last one tried */
+    bool exact;              /* no more fresh memory than asked for is taken */
+    bool beside;             /* what is promised is not for it */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);

@@ -72,7 +72,7 @@ struct rbi_view_facts {
     size_t spare_bytes;                /* held, and mapped nowhere */
     size_t ballast_bytes;              /* held */
     uint64_t taken_bytes, given_bytes; /* from and to the device, since create */
-    const uint64_t *rungs;             /* how often each was tried, by rebatch_pool_rung */
+    const uint64_t *rungs;             /* how often each was tried, by rebatch_pool_stage */
     const struct rbi_event_log *log;
 };
 void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool);

@@ -410,13 +410,13 @@ Test(cli_probe, wrong_usage)
     expect_refused("-xh -- true", 2,
                    "rebatch: there is no option '-x'; see 'rebatch help probe'\n");
     expect_refused("true", 2,
-                   "rebatch: \"true\" is no option: expected \"--\" before the program; see "
+                   "rebatch: \"true\" is not an option: expected \"--\" before the program; see "
                    "'rebatch help probe'\n");
     expect_refused("--json", 2,
                    "rebatch: there is no program: expected \"-- PROGRAM [ARGUMENT]...\"; see "
                    "'rebatch help probe'\n");
     expect_refused("--", 2,
-                   "rebatch: there is no program behind \"--\"; see 'rebatch help probe'\n");
+                   "rebatch: there is no program after \"--\"; see 'rebatch help probe'\n");
     expect_refused("--limit", 2, "rebatch: --limit has no value; see 'rebatch help probe'\n");
     expect_refused("--json=1 -- true", 2,
                    "rebatch: there is no option '--json=1'; see 'rebatch help probe'\n");

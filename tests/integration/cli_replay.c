@@ -326,20 +326,20 @@ Test(cli_replay, a_recorded_trace)
 static void check_smallest(const char *trace, size_t granule_bytes)
 {
     char line[PATH_MAX];
-    (void)snprintf(line, sizeof line, "--smallest --granule %zu %s", granule_bytes, trace);
+    (void)snprintf(line, sizeof line, "--smallest --page %zu %s", granule_bytes, trace);
     const struct object o = run_json(line);
     const size_t smallest = (size_t)number(&o, "smallest_capacity_bytes");
     cr_expect(smallest % granule_bytes == 0);
     cr_expect((double)smallest >= number(&o, "peak_live_bytes"));
 
-    (void)snprintf(line, sizeof line, "--capacity %zu --granule %zu %s", smallest, granule_bytes,
+    (void)snprintf(line, sizeof line, "--capacity %zu --page %zu %s", smallest, granule_bytes,
                    trace);
     struct run r = run(line);
     cr_expect(r.code == 0, "'%s' must run: %s", line, r.error);
     done(&r);
     if (smallest == granule_bytes)
         return; /* there is no smaller device */
-    (void)snprintf(line, sizeof line, "--capacity %zu --granule %zu %s", smallest - granule_bytes,
+    (void)snprintf(line, sizeof line, "--capacity %zu --page %zu %s", smallest - granule_bytes,
                    granule_bytes, trace);
     r = run(line);
     cr_expect(r.code == 1, "'%s' must not run", line);
@@ -456,7 +456,7 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--caching off --capacity 6MiB", true},
         {"--caching on --capacity 4MiB", false},
         {"--replay off --capacity 6MiB", true},
-        {"--granule 1MiB --capacity 6MiB", true},
+        {"--page 1MiB --capacity 6MiB", true},
         {"--ballast 2MiB --capacity 8MiB", true},
         {"--guard on --capacity 6MiB", true},
         {"--guard on --capacity 4MiB", false},
@@ -555,7 +555,7 @@ Test(cli_replay, help)
     done(&brief);
     static const char *const words[] = {
         "--capacity", "--smallest", "--limit",  "--headroom", "--caching",
-        "--replay",   "--granule",  "--repeat", "--json",     "peak live / reserved"};
+        "--replay",   "--page",     "--repeat", "--json",     "peak live / reserved"};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         cr_expect(strstr(asked.out, words[i]) != NULL, "%s", words[i]);
     done(&asked);
@@ -566,7 +566,7 @@ Test(cli_replay, help)
 
 #define FORMS "'a ID BYTES STREAM', 'f ID', 'u ID STREAM' or '# comment'"
 
-#define MOST "expected no more than 549755813888 in all, 262144 granules (--granule)\n"
+#define MOST "expected no more than 549755813888 in all, 262144 pages (--page)\n"
 
 Test(cli_replay, mistakes_in_a_trace)
 {
@@ -651,16 +651,16 @@ Test(cli_replay, what_may_be_in_use_goes_by_the_granule)
 {
     config_write("t", "a 0 1099511627776 0\n");
     expect_error("t", 1, "t:1: BYTES is 1099511627776 on top of the 0 that are in use: " MOST);
-    const struct object o = run_json("--granule 4MiB t");
+    const struct object o = run_json("--page 4MiB t");
     cr_expect(number(&o, "peak_live_bytes") == 1099511627776.0);
     config_write("t", "a 0 17179869185 0\n");
-    expect_error("--granule 64KiB t", 1,
+    expect_error("--page 64KiB t", 1,
                  "t:1: BYTES is 17179869185 on top of the 0 that are in use: expected no more than "
-                 "17179869184 in all, 262144 granules (--granule)\n");
+                 "17179869184 in all, 262144 pages (--page)\n");
     config_write("t", "a 0 4611686018427387905 0\n");
-    expect_error("--granule 1TiB t", 1,
+    expect_error("--page 1TiB t", 1,
                  "t:1: BYTES is 4611686018427387905 on top of the 0 that are in use: expected no "
-                 "more than 288230376151711744 in all, 262144 granules (--granule)\n");
+                 "more than 288230376151711744 in all, 262144 pages (--page)\n");
 }
 
 /* Memory is bounded by the length of the file, and gzip makes a thousand bytes of one. */
@@ -738,10 +738,10 @@ Test(cli_replay, wrong_usage)
         {"--capacity", "rebatch replay: --capacity has no value: " A_SIZE "\n"},
         {"--device tape t", "rebatch replay: --device is 'tape': expected dry or cuda\n"},
         {"--device cuda --smallest t", "rebatch replay: --device is 'cuda': expected no --smallest "
-                                       "with it, for its memory is what it is\n"},
+                                       "with it: a GPU's memory is fixed\n"},
         {"--device cuda --capacity 1GiB t",
-         "rebatch replay: --device is 'cuda': expected no --capacity with it, for its memory is "
-         "what it is\n"},
+         "rebatch replay: --device is 'cuda': expected no --capacity with it: a GPU's memory "
+         "is fixed\n"},
         {"--capacity 0 t", "rebatch replay: --capacity is '0': " A_SIZE "\n"},
         {"--capacity -5 t", "rebatch replay: --capacity is '-5': " A_SIZE "\n"},
         {"--capacity 1.5 t", "rebatch replay: --capacity is '1.5': " A_SIZE "\n"},
@@ -755,7 +755,7 @@ Test(cli_replay, wrong_usage)
         {"--limit 0.05% --capacity 8MiB t",
          "rebatch replay: --limit is '0.05%': " A_SIZE ", or a share from 0.1% to 100%\n"},
         {"--limit 90% t",
-         "rebatch replay: --limit is a share: expected --capacity with it, of which it is\n"},
+         "rebatch replay: --limit is a share of the capacity: expected --capacity with it\n"},
         {"--caching maybe t", "rebatch replay: --caching is 'maybe': expected on or off\n"},
         {"--replay 0 t", "rebatch replay: --replay is '0': expected on or off\n"},
         {"--replay", "rebatch replay: --replay has no value: expected on or off\n"},
@@ -793,8 +793,8 @@ Test(cli_replay, wrong_usage)
 
 Test(cli_replay, settings_that_no_device_takes)
 {
-    static const char *const cases[] = {"--granule 3000 t",  "--granule 512 t",
-                                        "--capacity 1MiB t", "--granule 1GiB --capacity 1MiB t",
+    static const char *const cases[] = {"--page 3000 t",     "--page 512 t",
+                                        "--capacity 1MiB t", "--page 1GiB --capacity 1MiB t",
                                         "--rounding 12 t",   "--guard on --caching off t"};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct run r = run(cases[i]);

@@ -206,9 +206,9 @@ Test(cli_run, wrong_usage)
     expect_refused("--ooms 3 -- true", 2,
                    "rebatch: there is no option '--ooms'; see 'rebatch help run'\n");
     expect_refused("true", 2,
-                   "rebatch: \"true\" is no option: expected \"--\" before the program; see "
+                   "rebatch: \"true\" is not an option: expected \"--\" before the program; see "
                    "'rebatch help run'\n");
-    expect_refused("--", 2, "rebatch: there is no program behind \"--\"; see 'rebatch help run'\n");
+    expect_refused("--", 2, "rebatch: there is no program after \"--\"; see 'rebatch help run'\n");
     expect_refused("--oom 0 -- true", 2,
                    "rebatch: REBATCH_RUN_OOM is \"0\": expected a whole number, 1 or more\n");
     static const char *const chances[] = {"0", "1.5", "101%", "-1", "x", "%", ".", "1e-2", ""};
@@ -234,13 +234,13 @@ Test(cli_run, wrong_usage)
         (void)snprintf(arguments, sizeof arguments, "--shrink '%s' -- true", shares[i]);
         (void)snprintf(words, sizeof words,
                        "rebatch: REBATCH_RUN_SHRINK is \"%s\": expected a share of the memory and "
-                       "a step, 50%%@step:20\n",
+                       "a step, for example 50%%@step:20\n",
                        shares[i]);
         expect_refused(arguments, 2, words);
     }
     expect_refused("--shrink 50%@step:3 --shrink 60%@step:3 -- true", 2,
-                   "rebatch: REBATCH_RUN_SHRINK is \"50%@step:3,60%@step:3\": expected steps that "
-                   "rise\n");
+                   "rebatch: REBATCH_RUN_SHRINK is \"50%@step:3,60%@step:3\": expected steps in "
+                   "ascending order\n");
 }
 
 Test(cli_run, a_program_that_does_not_step)

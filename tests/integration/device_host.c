@@ -85,7 +85,7 @@ Test(device_host, allocations_are_rounded_up_to_the_granule)
     rebatch_device_close(device);
 
     rebatch_host_options options = REBATCH_HOST_OPTIONS_INIT;
-    options.granule_bytes = 4 * GRANULE_BYTES;
+    options.page_bytes = 4 * GRANULE_BYTES;
     cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_OK);
     pool = open_pass_through(device);
     cr_assert_eq(rebatch_pool_alloc(&block, pool, 1, NULL, 0), REBATCH_OK);
@@ -181,19 +181,19 @@ Test(device_host, opening_refuses_bad_options)
 {
     rebatch_device *device = (rebatch_device *)&device;
     rebatch_host_options options = REBATCH_HOST_OPTIONS_INIT;
-    options.granule_bytes = 3 * GRANULE_BYTES;
+    options.page_bytes = 3 * GRANULE_BYTES;
     cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
     cr_assert_null(device);
-    assert_text_has("granule_bytes");
+    assert_text_has("page_bytes");
     assert_text_has("196608");
-    options.granule_bytes = 16 * GRANULE_BYTES; /* larger than the capacity */
+    options.page_bytes = 16 * GRANULE_BYTES; /* larger than the capacity */
     cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
     assert_text_has("capacity_bytes");
     options = (rebatch_host_options)REBATCH_HOST_OPTIONS_INIT;
     options.struct_size = 0;
     cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
     assert_text_has("struct_size");
-    options.struct_size = sizeof(size_t); /* no version was without granule_bytes */
+    options.struct_size = sizeof(size_t); /* no version was without page_bytes */
     cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
     assert_text_has("struct_size is 8");
 }

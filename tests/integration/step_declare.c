@@ -268,8 +268,9 @@ Test(step_declare, an_update_without_a_declaration_is_an_event_once)
     cr_assert_str_eq(rig_events(&rig), "UNDECLARED STEP");
     cr_assert_eq(rig.events[0].level, REBATCH_LOG_WARN);
     (void)rebatch_event_format(text, sizeof text, &rig.events[0]);
-    cr_assert_str_eq(text, "step 0: optimizer_step returned without rebatch_mutating(), which "
-                           "REBATCH_DECLARES_MUTATION promises: right only if it changed nothing");
+    cr_assert_str_eq(text,
+                     "step 0: optimizer_step returned without calling rebatch_mutating(), which "
+                     "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing");
     cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
     cr_assert_str_eq(rig_events(&rig), "STEP");
     rig_close(&rig);

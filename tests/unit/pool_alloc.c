@@ -109,7 +109,7 @@ Test(pool_alloc, sizes_that_can_never_work_are_refused)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_bytes = GRANULE - 1;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
-                   "limit_bytes is 65535: expected 0 or at least one granule of 65536 bytes");
+                   "limit_bytes is 65535: expected 0 or at least one page of 65536 bytes");
     cr_assert_null(pool);
     options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
     options.headroom_bytes = 16 * GRANULE + 1;

@@ -59,7 +59,7 @@ Test(pool_ladder, cached_memory_is_given_back_to_make_room_for_a_larger_piece)
     void *large = take(rig.pool, 16 * GRANULE);
     cr_assert_eq(stats_of(rig.pool).trims, 1);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_TRIM], 1);
+    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_TRIM], 1);
     give(rig.pool, large);
     rig_close(&rig);
 }
@@ -149,7 +149,7 @@ Test(pool_ladder, pressure_callbacks_free_until_there_is_enough)
     cr_assert_eq(stats_of(rig.pool).ooms, 0);
     assert_valid(rig.pool);
     cr_assert_eq(try(rig.pool, 8 * GRANULE), REBATCH_OOM);
-    cr_assert_eq(last_oom(rig.pool).rung, REBATCH_RUNG_PRESSURE);
+    cr_assert_eq(last_oom(rig.pool).stage, REBATCH_STAGE_PRESSURE);
     cr_assert_eq(last_oom(rig.pool).would_fit_bytes, 4 * GRANULE); /* the third gave its block up */
     give(rig.pool, pointer);
     rig_close(&rig);
@@ -189,7 +189,7 @@ Test(pool_ladder, sixteen_pressure_callbacks_can_be_registered)
     cr_assert_eq(try(rig.pool, 9 * GRANULE), REBATCH_OOM);
     cr_assert_eq(holder.calls, 16);
     /* They gave nothing, so there was nothing to search for again. */
-    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_DEVICE], 1);
+    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_DEVICE], 1);
     rig_close(&rig);
 }
 
@@ -216,7 +216,7 @@ Test(pool_ladder, the_oom_report_is_right)
     const rebatch_oom_report report = last_oom(rig.pool);
     cr_assert_eq(report.asked_bytes, 12 * GRANULE + 1);
     cr_assert_str_eq(report.tag, "activations");
-    cr_assert_eq(report.rung, REBATCH_RUNG_DEVICE); /* nothing is wholly free */
+    cr_assert_eq(report.stage, REBATCH_STAGE_DEVICE); /* nothing is wholly free */
     cr_assert_eq(report.limit_bytes, 20 * GRANULE);
     cr_assert_eq(report.live_bytes, 6 * GRANULE + UNIT);
     cr_assert_eq(report.reserved_bytes, 9 * GRANULE);

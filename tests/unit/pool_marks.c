@@ -132,7 +132,7 @@ Test(pool_marks, a_search_after_a_long_silence_finds_what_is_done)
     const uint64_t reserved = stats_of(w.pool).reserved_bytes;
     give(w.pool, use_new(&w, 40 * GRANULE, w.other));
     cr_assert_eq(stats_of(w.pool).reserved_bytes, reserved);
-    cr_assert_eq(w.pool->rungs[REBATCH_RUNG_WAIT], 0);
+    cr_assert_eq(w.pool->rungs[REBATCH_STAGE_WAIT], 0);
     close_world(&w);
 }
 

@@ -52,10 +52,10 @@ Test(pool_plenty, then_fresh_memory_is_taken)
     struct rig rig = rig_open(1024, NULL);
     scatter(rig.pool);
     learn_needs(rig.pool);
-    const uint64_t rungs = rig.pool->rungs[REBATCH_RUNG_REMAP];
+    const uint64_t rungs = rig.pool->rungs[REBATCH_STAGE_REMAP];
     const uint64_t reserved = stats_of(rig.pool).reserved_bytes;
     cr_assert_eq(remaps_for_large(rig.pool), 0);
-    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_REMAP], rungs);
+    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_REMAP], rungs);
     cr_assert_leq(stats_of(rig.pool).reserved_bytes, reserved + 8 * GRANULE);
     cr_assert_gt(stats_of(rig.pool).reserved_bytes, reserved);
     rig_close(&rig);

@@ -296,7 +296,7 @@ Test(pool_report, the_oom_report_reads_well)
     cr_assert_eq(rebatch_oom_format(NULL, 0, &report), length);
     cr_assert_eq(rebatch_oom_format(text, sizeof text, NULL), 0);
     report.tag_count = 1000; /* a report that is not ours must not be read beyond its end */
-    report.rung = (rebatch_pool_rung)99;
+    report.stage = (rebatch_pool_stage)99;
     cr_assert_gt(rebatch_oom_format(text, sizeof text, &report), 0);
     rig_close(&rig);
 }

@@ -59,7 +59,7 @@ Test(pool_space, free_granules_are_mapped_elsewhere_before_new_ones_are_made)
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
     cr_assert_eq(stats_of(rig.pool).remaps, 8);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_REMAP], 1);
+    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_REMAP], 1);
     for (int i = 1; i < 8; i += 2)
         for (size_t at = 0; at < 2 * GRANULE; at += 512)
             cr_assert_eq(blocks[i][at], i);
@@ -469,10 +469,10 @@ Test(pool_space, in_the_beginning_a_block_goes_where_whole_granules_are_left)
 {
     struct rig rig = rig_open(64, NULL);
     const struct places places = make_places(rig.pool);
-    const uint64_t remaps = rig.pool->rungs[REBATCH_RUNG_REMAP];
+    const uint64_t remaps = rig.pool->rungs[REBATCH_STAGE_REMAP];
     const uint64_t calls = stats_of(rig.pool).device_allocations;
     cr_assert_eq((char *)take(rig.pool, 3 * GRANULE / 2), places.wide + GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_REMAP], remaps);
+    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_REMAP], remaps);
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
     cr_assert_eq((char *)take(rig.pool, 2 * GRANULE), places.tight, "as large as it can be");
     assert_valid(rig.pool);

@@ -105,7 +105,7 @@ Test(pool_streams, the_pool_waits_for_another_stream_before_it_fails)
     give(rig.pool, block);
     cr_assert_eq(take(rig.pool, 6 * GRANULE), block);
     cr_assert_eq(done, 1);
-    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_WAIT], 1);
+    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_WAIT], 1);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
@@ -123,7 +123,7 @@ Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
     give(rig.pool, blocks[0]);
     give(rig.pool, blocks[2]);
     void *large = take_on(rig.pool, 8 * GRANULE, first); /* made of both */
-    const uint64_t waits = rig.pool->rungs[REBATCH_RUNG_WAIT];
+    const uint64_t waits = rig.pool->rungs[REBATCH_STAGE_WAIT];
     shut(&gate, rig.device, first);
     give(rig.pool, blocks[1]);
     settle(rig.pool);
@@ -133,7 +133,7 @@ Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
     settle(rig.pool);
     char *const among = take_on(rig.pool, 2 * GRANULE, first);
     cr_assert(among >= (char *)large && among < (char *)large + 8 * GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_RUNG_WAIT], waits);
+    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_WAIT], waits);
     open_and_wait(&gate, rig.device, first);
     rig_close(&rig);
 }

@@ -125,8 +125,9 @@ Test(recover_crawl, a_step_that_trims_and_refills_in_every_microbatch_shrinks_fo
     cr_assert_eq(c.event.micro_before, 16);
     cr_assert_eq(c.event.micro_after, 12);
     cr_assert_eq(c.event.level, REBATCH_LOG_WARN);
-    cr_assert_str_eq(c.text, "step 0: memory goes back to the device and comes again in every "
-                             "micro-batch; micro-batch 16 -> 12");
+    cr_assert_str_eq(c.text,
+                     "step 0: every micro-batch returns memory to the device and allocates it "
+                     "again; micro-batch 16 -> 12");
     run_step(&c, 64);
     cr_assert_eq(c.report.micro_after, 12);
     cr_assert_eq(c.crawls, 0);
