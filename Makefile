@@ -57,6 +57,7 @@ COMMAND := $(BUILD)/rebatch
 GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
 MINIMAL := $(BUILD)/examples/minimal
+GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
 STORM_OBJ := $(call objects,$(wildcard tests/storm/*.c))
@@ -85,7 +86,7 @@ GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) $(MAN_PAGES) ## library, command, examples
+all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES) ## library, command, examples
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
@@ -140,6 +141,9 @@ $(GPT)-cuda $(DEMO)-cuda: $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 
 $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 	$(Q)$(CC) $(SANITIZE) -o $@ $< -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/..' $(LIBS)
+
+$(GUIDE): %: %.o $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
 $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
@@ -229,7 +233,8 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
--include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c))
+-include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
+         $(addsuffix .d,$(GUIDE))
 
 # ---- what people run ---------------------------------------------------------------------------
 # Several jobs at once, as many as processors, without the user having to say so.
@@ -244,7 +249,7 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 # Programs that tests run as a user would.
-TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL)
+TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE)
 TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples
 
 TEST_FLAGS =
