@@ -319,6 +319,11 @@ Test(probe_search, a_first_run_that_fails_where_its_memory_is_there_runs_once_mo
     cr_assert_eq(search.report.size, 40);
     cr_assert_eq(search.report.ooms, 1);
     end(&t, &search);
+    t = (struct training){.each_bytes = MIB(1), .unlucky = 1};
+    search = search_of(&t, MIB(1));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK, "it is there exactly");
+    cr_assert_eq(search.report.size, 1);
+    end(&t, &search);
     t = (struct training){.each_bytes = MIB(1), .unlucky = 2};
     search = search_of(&t, MIB(40));
     cr_assert_eq(rbi_search_run(&search), REBATCH_E_EXHAUSTED);
@@ -335,17 +340,41 @@ Test(probe_search, a_size_that_fails_when_it_is_run_again_is_not_the_answer)
     end(&t, &search);
 }
 
+/* Of 40 MiB there are 31 in a session that begins anew. */
+static void search_anew(struct training *t, struct rbi_search *search)
+{
+    void *block;
+    *search = search_of(t, MIB(40));
+    cr_assert_eq(rebatch_pool_alloc(&block, t->pool, MIB(9), NULL, 0), REBATCH_OK);
+    cr_assert_eq(rbi_pool_clone(&search->setting.fresh, &search->setting.fresh_device, t->pool),
+                 REBATCH_OK);
+    cr_assert_eq(rebatch_pool_free(t->pool, block), REBATCH_OK);
+}
+
 Test(probe_search, a_session_that_begins_anew_must_have_room_for_the_size_too)
 {
     struct training t = {.each_bytes = MIB(1)};
-    struct rbi_search search = search_of(&t, MIB(40));
-    void *block;
-    cr_assert_eq(rebatch_pool_alloc(&block, t.pool, MIB(9), NULL, 0), REBATCH_OK);
-    cr_assert_eq(rbi_pool_clone(&search.setting.fresh, &search.setting.fresh_device, t.pool),
-                 REBATCH_OK);
-    cr_assert_eq(rebatch_pool_free(t.pool, block), REBATCH_OK);
+    struct rbi_search search;
+    search_anew(&t, &search);
     cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
     cr_assert_eq(search.report.size, 31, "found %zu", search.report.size);
     cr_assert_eq(search.report.ooms, 0);
     end(&t, &search);
+}
+
+/* 36 samples run, and leave no room for steps. */
+Test(probe_search, what_leaves_room_for_the_steps_is_run_or_believed_when_no_run_is_left)
+{
+    for (uint32_t runs = 2; runs <= 4; runs++) {
+        struct training t = {.each_bytes = MIB(1)};
+        struct rbi_search search;
+        search_anew(&t, &search);
+        search.hint = 36;
+        search.max_trials = runs;
+        cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+        cr_assert_eq(t.sizes[1], 36);
+        cr_assert_eq(search.report.size, 31, "with %u runs %zu", runs, search.report.size);
+        cr_assert_eq(t.ran, runs < 3 ? 2 : 3);
+        end(&t, &search);
+    }
 }

@@ -1,5 +1,5 @@
-/* Owns the tests of how far the micro-batch grows: what has no room, by the dry run of whole steps or
- * by a growth that failed, is followed by half as much. Must not know what a step does. */
+/* Owns the tests of how far the micro-batch grows: what has no room, by the dry run of whole steps
+ * or by a growth that failed, is followed by half as much. Must not know what a step does. */
 #include <criterion/criterion.h>
 
 #include "rebatch/rebatch.h"
