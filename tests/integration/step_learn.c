@@ -438,8 +438,8 @@ Test(step_learn, by_cost_a_larger_batch_is_learned_as_well)
     rig_close(&rig);
 }
 
-/* The micro-batch of 16 samples makes 12 units that stay until the update: another one of 16 is then
- * known not to fit. */
+/* The micro-batch of 16 samples makes 12 units that stay until the update: another one of 16 is
+ * then known not to fit. */
 static rebatch_status keep_until_the_update(struct script *s, enum script_callback callback,
                                             const rebatch_microbatch *mb)
 {

@@ -1,9 +1,11 @@
-/* Owns the tests of the line that predicts the memory of a cost: above all that was seen, in
- * whatever order it was. Must not know what is done about it. */
+/* Owns the tests of what is predicted of the memory of a size from what ran and what failed.
+ * Must not know what is done about it. */
 #include <criterion/criterion.h>
 
 #include "rebatch/rebatch.h"
 #include "recover/recover.h"
+
+/* ---- by cost ---- */
 
 enum { POINTS = 3 };
 
@@ -56,4 +58,62 @@ Test(recover_need, a_cost_is_predicted_above_all_that_was_seen_in_any_order)
         for (size_t o = 0; o < sizeof orders / sizeof *orders; o++)
             expect(device, cases[i].points, orders[o], &cases[i].expected);
     rebatch_device_close(device);
+}
+
+/* ---- by the number of samples ---- */
+
+static rebatch *open_small(rebatch_device **device)
+{
+    rebatch *rb;
+    cr_assert_eq(rebatch_device_open_host(device, (size_t)1 << 20, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, *device, NULL), REBATCH_OK);
+    return rb;
+}
+
+static void close_small(rebatch *rb, rebatch_device *device)
+{
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
+
+/* 10 samples need 1000 bytes, and each more 100. */
+Test(recover_need, the_largest_that_fits_may_be_the_only_one_asked_about)
+{
+    static const struct {
+        size_t most;
+        uint64_t available;
+        size_t largest;
+    } cases[] = {{9, 5000, 0},   {10, 999, 0},   {10, 1000, 10}, {11, 1000, 10},
+                 {11, 1100, 11}, {64, 1999, 19}, {64, 2000, 20}, {20, 5000, 20}};
+    rebatch_device *device;
+    rebatch *rb = open_small(&device);
+    rbi_need_learn(rb, 10, 1000);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const size_t largest = rbi_need_largest(rb, cases[i].most, cases[i].available);
+        cr_assert_eq(largest, cases[i].largest, "case %zu: %zu", i, largest);
+    }
+    close_small(rb, device);
+}
+
+/* 10 samples failed with 1000 bytes. That more of them ran in less shows that there was another
+ * reason; that they ran in as much, or that fewer ran, does not. */
+Test(recover_need, a_failure_is_forgotten_when_more_ran_in_less)
+{
+    static const struct {
+        size_t size;
+        uint64_t bytes;
+        bool is_forgotten;
+    } cases[] = {{10, 999, true}, {20, 999, true}, {20, 1000, false}, {9, 500, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        uint64_t bytes;
+        rebatch_device *device;
+        rebatch *rb = open_small(&device);
+        rbi_need_learn_least(rb, 10, 1000);
+        cr_assert(rbi_need_predict(&bytes, rb, 10, 0));
+        cr_assert_eq(bytes, 1000);
+        rbi_need_learn(rb, cases[i].size, cases[i].bytes);
+        const struct rbi_need *known = rbi_need_find(rb, 10, 0);
+        cr_assert_eq(!known || known->is_exact, cases[i].is_forgotten, "case %zu", i);
+        close_small(rb, device);
+    }
 }
