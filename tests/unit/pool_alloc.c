@@ -568,8 +568,7 @@ static void one_round(rebatch_pool *pool, bool commit)
     }
 }
 
-/* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call, once
- * calls were found to repeat for the first time. */
+/* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call. */
 Test(pool_alloc, warm_calls_make_no_heap_call)
 {
     struct rig rig = rig_open(512, NULL);
