@@ -334,6 +334,74 @@ Test(probe_model, a_model_is_drawn_as_a_whole_and_the_same_for_the_same_number)
     release_made(&made, 3);
 }
 
+/* The n-th allocation of a model. */
+static const struct rbi_model_event *allocation(const struct made *made, size_t n)
+{
+    for (size_t i = 0; i < made->model.event_count; i++)
+        if (made->model.events[i].kind == RBI_TRACE_ALLOC && n-- == 0)
+            return &made->model.events[i];
+    cr_assert_fail("there are not so many");
+    return NULL;
+}
+
+/* Of 1, 12 and 30 samples. One size that rises by units, or by tiles, may do so by chance; two show
+ * what all of them may be rounded up to. */
+Test(probe_model, what_two_sizes_are_rounded_up_to_holds_for_the_others)
+{
+    enum { UNIT = 3 * 4096, TILE = 8, BLOCKS = 3 };
+    static const struct {
+        size_t sizes[3][8]; /* of each trace */
+        size_t unit[BLOCKS], tile;
+        bool is_rough;
+    } cases[] = {
+        {{{3 * UNIT, UNIT, 2 * UNIT},
+          {28 * UNIT, 12 * UNIT, 2 * UNIT},
+          {70 * UNIT, 30 * UNIT, 2 * UNIT}},
+         {UNIT, UNIT, UNIT},
+         0,
+         false},
+        {{{3 * UNIT, UNIT, 5000}, {28 * UNIT, 12 * UNIT, 5000}, {70 * UNIT, 30 * UNIT, 5000}},
+         {UNIT, UNIT, 1},
+         0,
+         false},
+        /* one that rises, and two that do not */
+        {{{3 * UNIT, 2 * UNIT, 2 * UNIT},
+          {28 * UNIT, 2 * UNIT, 2 * UNIT},
+          {70 * UNIT, 2 * UNIT, 2 * UNIT}},
+         {1, 1, 1},
+         0,
+         false},
+        {{{TILE * 779, TILE * 501, 6232},
+          {2 * TILE * 779, 2 * TILE * 501, 6232},
+          {4 * TILE * 779, 4 * TILE * 501, 6232}},
+         {1, 1, 1},
+         TILE,
+         true},
+        {{{TILE * 779, 501, 6232},
+          {2 * TILE * 779, 12 * 501, 6232},
+          {4 * TILE * 779, 30 * 501, 6232}},
+         {1, 1, 1},
+         0,
+         true},
+        {{{779, 501, 6232}, {12 * 779, 12 * 501, 6232}, {30 * 779, 30 * 501, 6232}},
+         {1, 1, 1},
+         0,
+         false},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct made made = {.device = NULL};
+        make_model(&made, 3, (size_t[]){1, 12, 30}, cases[i].sizes);
+        cr_assert(made.model.has_events, "case %zu", i);
+        cr_assert_eq(made.model.is_rough, cases[i].is_rough, "case %zu", i);
+        for (size_t n = 0; n < BLOCKS; n++) {
+            const struct rbi_points *points = &allocation(&made, n)->points;
+            cr_assert_eq(points->unit, cases[i].unit[n], "case %zu: %zu", i, points->unit);
+            cr_assert_eq(points->tile, cases[i].tile, "case %zu: %zu", i, points->tile);
+        }
+        release_made(&made, 3);
+    }
+}
+
 /* ---- reserves ---- */
 
 static void make_reserving_trace(struct rbi_trace *trace, rebatch_pool *pool, size_t count)
