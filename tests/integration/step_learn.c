@@ -370,6 +370,7 @@ Test(step_learn, every_sample_counts_once_under_random_ooms)
         s->update_bytes = script_random(&random) % MIB(1);
         s->lighten_levels = (unsigned)(script_random(&random) % 3);
         rig.ops.flags = session % 7 ? REBATCH_DECLARES_MUTATION : 0;
+        uint32_t learned = 0;
         for (int step = 0; step < 8; step++) {
             s->fault_count = 0;
             if (script_random(&random) % 3 == 0)
@@ -383,7 +384,9 @@ Test(step_learn, every_sample_counts_once_under_random_ooms)
             cr_assert(status == REBATCH_OK || status == REBATCH_E_EXHAUSTED, "%s: %s",
                       rebatch_status_name(status), rebatch_last_error());
             ok += status == REBATCH_OK;
+            learned += rig.report.learned;
         }
+        cr_assert_leq(learned, 8, "session %d learned from %u", session, learned);
         rig_close(&rig);
     }
     cr_assert_gt(ok, 1200);

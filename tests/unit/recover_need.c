@@ -95,6 +95,34 @@ Test(recover_need, the_largest_that_fits_may_be_the_only_one_asked_about)
     close_small(rb, device);
 }
 
+static uint64_t hundred_each(void *user, size_t size)
+{
+    (void)user;
+    return 100 * size;
+}
+
+/* Nothing is known of fewer samples than ran, but by a model of memory, or by cost. */
+Test(recover_need, the_largest_may_be_less_than_ran_where_a_model_says_so)
+{
+    static const struct {
+        bool by_cost, has_model;
+        size_t largest;
+    } cases[] = {{false, false, 0}, {false, true, 10}, {true, false, 10}, {true, true, 10}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        rebatch_device *device;
+        rebatch *rb = open_small(&device);
+        rb->by_cost = cases[i].by_cost;
+        rbi_need_learn(rb, 20, 2000);
+        rbi_need_learn(rb, 40, 4000);
+        if (cases[i].has_model)
+            rbi_need_set_oracle(
+                rb, &(struct rbi_oracle){.need = hundred_each, .by_cost = cases[i].by_cost});
+        cr_assert_eq(rbi_need_largest(rb, 64, 1099), cases[i].largest, "case %zu", i);
+        cr_assert_eq(rbi_need_largest(rb, 64, 3099), 30, "case %zu", i);
+        close_small(rb, device);
+    }
+}
+
 /* 10 samples failed with 1000 bytes. That more of them ran in less shows that there was another
  * reason; that they ran in as much, or that fewer ran, does not. */
 Test(recover_need, a_failure_is_forgotten_when_more_ran_in_less)
