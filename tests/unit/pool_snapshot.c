@@ -452,6 +452,7 @@ static void check_sums(const struct busy *b, const struct pickle_value *snapshot
         cr_assert_eq(pickle_number(s, "device"), 0);
         cr_assert_eq(pickle_number(s, "stream"), 0);
         cr_assert_eq(pickle_get(s, "is_expandable")->number, !plain);
+        cr_assert_eq(pickle_list(s, "frames")->count, 0);
         cr_assert(strstr("large small", pickle_text(s, "segment_type")));
         cr_assert_eq(pickle_list(s, "segment_pool_id")->count, 2);
         total += pickle_number(s, "total_size");
