@@ -296,6 +296,22 @@ Test(probe_search, where_none_of_the_size_follows_another_a_smaller_one_comes_be
     end(&t, &search);
 }
 
+/* A step of 64 has three micro-batches of 20, each of which finds what the one before has left: that
+ * is exactly as foretold, so that one run shows it. */
+Test(probe_search, what_is_foretold_exactly_is_run_once)
+{
+    struct training t = {.each_bytes = MIB(1), .keeps = true};
+    struct rbi_search search = search_of(&t, MIB(60));
+    size_t runs = 0;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 20, "found %zu", search.report.size);
+    cr_assert_eq(search.report.confidence, REBATCH_CONFIDENCE_EXACT);
+    for (size_t i = 0; i < t.ran; i++)
+        runs += t.sizes[i] == 20;
+    cr_assert_eq(runs, 1);
+    end(&t, &search);
+}
+
 Test(probe_search, without_runs_for_it_the_size_must_follow_what_there_is)
 {
     struct training t = {.each_bytes = MIB(1), .keeps = true};
