@@ -261,6 +261,7 @@ Test(pool_report, the_summary_has_every_statistic_and_tag)
     cr_assert(strstr(text, "activations of the last layer"));
     cr_assert(strstr(text, "total allocated"));
     cr_assert(strstr(text, "5.00 KiB"));
+    cr_assert_str_eq(text + length - 3, "--\n", "no line below the last rung");
     assert_lines_fit(text);
     char small[32];
     memset(small, 'x', sizeof small);

@@ -391,6 +391,7 @@ Test(probe_search, what_leaves_room_for_the_steps_is_run_or_believed_when_no_run
         cr_assert_eq(t.sizes[1], 36);
         cr_assert_eq(search.report.size, 31, "with %u runs %zu", runs, search.report.size);
         cr_assert_eq(t.ran, runs < 3 ? 2 : 3);
+        cr_assert_eq(search.report.predicted_peak_bytes, runs < 3 ? 0 : 31 * MIB(1));
         end(&t, &search);
     }
 }

@@ -128,3 +128,37 @@ Test(recover_growth, a_growth_that_failed_is_followed_by_half_as_much)
     }
     rebatch_device_close(device);
 }
+
+/* ---- when ---- */
+
+static uint64_t none_above_eight(void *user, size_t size)
+{
+    (void)user;
+    return size > 8 ? UINT64_MAX : 0;
+}
+
+/* A prediction that refuses is tried after grow_wait_max clean steps on top of the wait. */
+Test(recover_growth, a_prediction_is_overruled_after_the_longest_wait)
+{
+    static const uint32_t waits[][2] = {{1, 1}, {3, 5}, {4, 4}}; /* grow_after, grow_wait_max */
+    rebatch_device *device;
+    cr_assert_eq(rebatch_device_open_host(&device, CAPACITY_BYTES, NULL), REBATCH_OK);
+    for (size_t i = 0; i < sizeof waits / sizeof *waits; i++) {
+        const uint32_t steps = waits[i][0] + waits[i][1];
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        rebatch *rb;
+        options.micro_start = 8;
+        options.grow_after = waits[i][0];
+        options.grow_wait_max = waits[i][1];
+        cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
+        rb->batch = 64;
+        rbi_need_set_oracle(rb, &(struct rbi_oracle){.need = none_above_eight});
+        for (uint32_t clean = 1; clean <= steps; clean++) {
+            cr_assert_eq(rbi_micro_size(rb, 64), 8, "wait %zu: %u clean steps", i, clean - 1);
+            rbi_growth_step_done(rb, 64);
+        }
+        cr_assert_eq(rbi_micro_size(rb, 64), 16, "wait %zu: %u clean steps", i, steps);
+        rebatch_close(rb);
+    }
+    rebatch_device_close(device);
+}
