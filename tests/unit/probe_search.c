@@ -296,8 +296,8 @@ Test(probe_search, where_none_of_the_size_follows_another_a_smaller_one_comes_be
     end(&t, &search);
 }
 
-/* A step of 64 has three micro-batches of 20, each of which finds what the one before has left: that
- * is exactly as foretold, so that one run shows it. */
+/* A step of 64 has three micro-batches of 20, each of which finds what the one before has left:
+ * that is exactly as foretold, so that one run shows it. */
 Test(probe_search, what_is_foretold_exactly_is_run_once)
 {
     struct training t = {.each_bytes = MIB(1), .keeps = true};
