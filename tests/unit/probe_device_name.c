@@ -3,6 +3,7 @@
 #include <criterion/criterion.h>
 #include <string.h>
 
+#include "base/base.h"
 #include "device/device.h"
 #include "rebatch/rebatch.h"
 #include "unit/config_files.h"
@@ -40,6 +41,7 @@ static rebatch_saved_size probe_on(const char *name)
     rebatch_probe_report report;
     rebatch_device *device;
     rebatch *rb;
+    const int64_t live = rbi_heap_live();
     options.file = "results";
     options.key = "a model";
     cr_assert_eq(rebatch_device_open_host(&device, MIB(12), NULL), REBATCH_OK);
@@ -50,6 +52,7 @@ static rebatch_saved_size probe_on(const char *name)
     cr_assert_eq(report.size, 12);
     rebatch_close(rb);
     rebatch_device_close(device);
+    cr_assert_eq(rbi_heap_live(), live, "host memory goes with the probe");
     return report.saved;
 }
 

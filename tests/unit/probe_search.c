@@ -216,6 +216,26 @@ Test(probe_search, what_is_within_two_percent_is_fast_enough)
     cr_assert_float_eq(rate, 20 / 0.205, 1e-6);
 }
 
+/* The largest, and three, two and one quarters of it, rounded down. */
+Test(probe_search, the_sizes_that_are_measured_are_quarters_of_the_largest)
+{
+    for (size_t largest = 1; largest <= 43; largest++) {
+        struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100};
+        struct rbi_search search = search_of(&t, largest * MIB(1));
+        size_t runs[64] = {0};
+        search.is_fastest = true;
+        cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+        cr_assert_eq(search.report.largest_size, largest);
+        for (size_t i = 0; i < t.ran; i++)
+            runs[t.sizes[i]]++;
+        for (size_t quarters = 1; quarters <= 4; quarters++) {
+            const size_t size = largest * quarters / 4 > 0 ? largest * quarters / 4 : 1;
+            cr_assert_geq(runs[size], RBI_TIMED_TURNS, "%zu quarters of %zu", quarters, largest);
+        }
+        end(&t, &search);
+    }
+}
+
 Test(probe_search, max_trials_bounds_what_is_measured)
 {
     struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100};
