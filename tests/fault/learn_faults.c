@@ -5,15 +5,18 @@
 
 #include "base/base.h"
 #include "fault/fault_common.h"
+#include "recover/recover.h"
 
 #define SAMPLE_BYTES ((size_t)96 << 10)
 #define CAPACITY_BYTES ((size_t)40 * (64 << 10))
 #define BATCH 32
+#define SMALL_BATCH 4
 #define STEPS 3
 
 struct trainer {
     rebatch_device *host, *device;
     rebatch *rb;
+    size_t batch;
     void *moments;
     uint32_t marks[BATCH]; /* how often each sample is in the accumulators */
     uint32_t updates;
@@ -58,7 +61,7 @@ static rebatch_status optimizer_step(void *user)
     rebatch_mutating(t->rb);
     t->moments = moments;
     t->updates++;
-    for (size_t i = 0; i < BATCH; i++)
+    for (size_t i = 0; i < t->batch; i++)
         cr_assert_eq(t->marks[i], 1, "sample %zu counts %u times", i, t->marks[i]);
     return REBATCH_OK;
 }
@@ -69,11 +72,12 @@ static const rebatch_step_ops ops = {.struct_size = sizeof ops,
                                      .optimizer_step = optimizer_step,
                                      .flags = REBATCH_DECLARES_MUTATION};
 
-static void set_up(struct trainer *t)
+static void set_up(struct trainer *t, rebatch_toggle growth)
 {
     rebatch_options options = REBATCH_OPTIONS_INIT;
-    *t = (struct trainer){.updates = 0};
+    *t = (struct trainer){.batch = BATCH};
     options.learn = REBATCH_ON;
+    options.growth = growth;
     options.grow_after = 1;
     fault_open(&t->host, &t->device, CAPACITY_BYTES);
     cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
@@ -113,7 +117,7 @@ static void fail_heap(uint64_t times)
 {
     for (uint64_t nth = 1, made = UINT64_MAX; nth <= made; nth++) {
         struct trainer t;
-        set_up(&t);
+        set_up(&t, REBATCH_ON);
         const uint64_t calls = rbi_heap_calls();
         rbi_heap_fail(nth, times);
         for (int i = 0; i < STEPS; i++) {
@@ -138,6 +142,31 @@ Test(learn_faults, every_heap_call_fails)
     fail_heap(UINT64_MAX);
 }
 
+/* Whichever call fails in the first step, of a few samples, and whether or not there is a model of
+ * memory after it: sizes for a larger batch are learned, and growth has no part in it. */
+Test(learn_faults, after_any_heap_call_has_failed_a_larger_batch_is_learned)
+{
+    bool was_without_model = false;
+    for (uint64_t nth = 1, made = UINT64_MAX; nth <= made; nth++) {
+        struct trainer t;
+        rebatch_step_report report = {0};
+        set_up(&t, REBATCH_OFF);
+        t.batch = SMALL_BATCH;
+        const uint64_t calls = rbi_heap_calls();
+        rbi_heap_fail(nth, 1);
+        check(rebatch_step(t.rb, &ops, t.batch, &t, NULL), REBATCH_E_HOST_OOM, nth);
+        rbi_heap_fail(0, 0);
+        made = rbi_heap_calls() - calls;
+        for (int i = 0; i < STEPS; i++)
+            cr_assert_eq(rebatch_step(t.rb, &ops, t.batch, &t, &report), REBATCH_OK);
+        cr_assert_eq(report.microbatches, 1);
+        was_without_model |= t.rb->model.need == NULL;
+        t.batch = BATCH;
+        tear_down(&t);
+    }
+    cr_assert(was_without_model);
+}
+
 /* ---- device calls ---- */
 
 static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times)
@@ -145,7 +174,7 @@ static void fail_device(uint32_t calls, rebatch_status failure, uint64_t times)
     for (uint64_t nth = 1, failed = 1; failed > 0; nth++) {
         struct trainer t;
         const rebatch_fault_plan plan = fault_plan(calls, failure, nth, times);
-        set_up(&t);
+        set_up(&t, REBATCH_ON);
         fault_arm(t.device, &plan);
         for (int i = 0; i < STEPS; i++)
             check(rebatch_step(t.rb, &ops, BATCH, &t, NULL), failure, nth);

@@ -59,7 +59,7 @@ static void open_bed(struct bed *bed, enum gpt_dtype dtype, support_random *rand
     ASSERT_OK(rebatch_device_open_cuda(&bed->device, NULL));
     ASSERT_OK(rebatch_pool_create(&bed->pool, bed->device, NULL));
     ASSERT_OK(gpt_model_create(&bed->model, &config, gpt_cuda_ops_get(), bed->pool, NULL, SEED));
-    ASSERT_OK(gpt_data_open_default(&data, ".", LENGTH));
+    ASSERT_OK(gpt_data_open(&data, TEST_TEXT, LENGTH));
     for (size_t i = 0; i < SAMPLES; i++)
         gpt_data_sample(bed->tokens + i * (LENGTH + 1), data, GPT_TRAINING, SEED, STEP, FIRST + i,
                         LENGTH);

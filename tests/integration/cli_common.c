@@ -31,6 +31,16 @@ void cli_enter(void)
     config_enter();
 }
 
+void cli_enter_with_text(void)
+{
+    char text[4096 + 1];
+    cli_enter();
+    for (size_t i = 0; i < sizeof text - 1; i++)
+        text[i] = (char)('a' + (i * i + i / 7) % 26);
+    text[sizeof text - 1] = '\0';
+    config_write("text", text);
+}
+
 static struct run run_line(const char *line)
 {
     config_write("out", "");
@@ -59,4 +69,27 @@ void done(struct run *r)
 {
     free(r->out);
     free(r->error);
+}
+
+void cli_expect_refused(const char *setup, const char *verb, const char *arguments, int code,
+                        const char *words)
+{
+    struct run r = cli_run(setup, verb, arguments);
+    cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
+    cr_expect(r.out[0] == '\0', "'%s' prints %s", arguments, r.out);
+    cr_expect_str_eq(r.error, words, "'%s' complains\n%s\nnot\n%s", arguments, r.error, words);
+    done(&r);
+}
+
+void cli_expect_programs_refused(const char *setup, const char *verb, int code)
+{
+    config_write("plain", "no program\n");
+    cli_expect_refused(setup, verb, "-- ./none", 127,
+                       "rebatch: ./none cannot be run: No such file or directory\n");
+    cli_expect_refused(setup, verb, "-- ./plain", 126,
+                       "rebatch: ./plain cannot be run: Permission denied\n");
+    cli_expect_refused(setup, verb, "-- true", 1,
+                       "rebatch: true ended with status 0 and never called rebatch_step()\n");
+    cli_expect_refused(setup, verb, "-- sh -c 'exit 7'", code,
+                       "rebatch: sh ended with status 7 and never called rebatch_step()\n");
 }

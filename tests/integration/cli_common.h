@@ -16,6 +16,9 @@ extern char cli_demo[PATH_MAX], cli_minimal[PATH_MAX];
 /* Finds them, and goes into a folder of the test's own, which config_leave() removes. */
 void cli_enter(void);
 
+/* The same, with a made-up `text` there for the reference model to train on. */
+void cli_enter_with_text(void);
+
 /* What a run of the command left behind. */
 struct run {
     int code;
@@ -28,5 +31,11 @@ struct run cli_run(const char *setup, const char *verb, const char *arguments);
 /* The same of any program, without a verb or setup. */
 struct run cli_run_program(const char *program, const char *arguments);
 void done(struct run *r);
+/* The command ends with `code` and prints nothing but `words`, as an error. */
+void cli_expect_refused(const char *setup, const char *verb, const char *arguments, int code,
+                        const char *words);
+/* Of a verb that runs a program: one that is not there, one that is none, and those that end with 0
+ * and 7 without a step, the latter with `code`. */
+void cli_expect_programs_refused(const char *setup, const char *verb, int code);
 
 #endif

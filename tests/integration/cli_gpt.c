@@ -10,18 +10,7 @@
 #include "cli_common.h"
 #include "unit/config_files.h"
 
-/* The text that it trains on is made up; seed 1 of the program. */
-static void enter(void)
-{
-    char text[4096 + 1];
-    cli_enter();
-    for (size_t i = 0; i < sizeof text - 1; i++)
-        text[i] = (char)('a' + (i * i + i / 7) % 26);
-    text[sizeof text - 1] = '\0';
-    config_write("text", text);
-}
-
-TestSuite(cli_gpt, .init = enter, .fini = config_leave);
+TestSuite(cli_gpt, .init = cli_enter_with_text, .fini = config_leave);
 
 /* Two steps of 16 under 4 MiB; what is printed, with the hash last. */
 static char *train(const char *settings, const char *options)

@@ -8,15 +8,9 @@
 #include "cli_common.h"
 #include "unit/config_files.h"
 
-/* The text that gpt trains on is made up. */
 static void enter(void)
 {
-    char text[1024 + 1];
-    cli_enter();
-    for (size_t i = 0; i < sizeof text - 1; i++)
-        text[i] = (char)('a' + (i * i + i / 7) % 26);
-    text[sizeof text - 1] = '\0';
-    config_write("text", text);
+    cli_enter_with_text();
     config_write("t.trace", "a 0 512 0\n");
 }
 

@@ -30,18 +30,7 @@ static struct run probe_minimal(const char *setup, const char *options)
     return cli_run(setup, "probe", line);
 }
 
-/* The text that gpt reads is made up; seed 1 of the program. */
-static void enter(void)
-{
-    char text[4096 + 1];
-    cli_enter();
-    for (size_t i = 0; i < sizeof text - 1; i++)
-        text[i] = (char)('a' + (i * i + i / 7) % 26);
-    text[sizeof text - 1] = '\0';
-    config_write("text", text);
-}
-
-TestSuite(cli_probe, .init = enter, .fini = config_leave);
+TestSuite(cli_probe, .init = cli_enter_with_text, .fini = config_leave);
 
 /* ---- a reader of JSON, strict as RFC 8259 ---- */
 
@@ -396,11 +385,7 @@ Test(cli_probe, nothing_fits_is_said_with_a_report_and_a_code_of_its_own)
 
 static void expect_refused(const char *arguments, int code, const char *words)
 {
-    struct run r = cli_run("", "probe", arguments);
-    cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
-    cr_expect(r.out[0] == '\0', "'%s' prints %s", arguments, r.out);
-    cr_expect_str_eq(r.error, words, "'%s' complains\n%s\nnot\n%s", arguments, r.error, words);
-    done(&r);
+    cli_expect_refused("", "probe", arguments, code, words);
 }
 
 Test(cli_probe, wrong_usage)
@@ -428,13 +413,7 @@ Test(cli_probe, wrong_usage)
 
 Test(cli_probe, a_program_that_does_not_probe)
 {
-    config_write("plain", "no program\n");
-    expect_refused("-- ./none", 127, "rebatch: ./none cannot be run: No such file or directory\n");
-    expect_refused("-- ./plain", 126, "rebatch: ./plain cannot be run: Permission denied\n");
-    expect_refused("-- true", 1,
-                   "rebatch: true ended with status 0 and never called rebatch_step()\n");
-    expect_refused("-- sh -c 'exit 7'", 1,
-                   "rebatch: sh ended with status 7 and never called rebatch_step()\n");
+    cli_expect_programs_refused("", "probe", 1);
     expect_refused("-- sh -c 'kill -9 $$'", 1,
                    "rebatch: sh was ended by signal 9 (Killed) and never called rebatch_step()\n");
 }

@@ -9,18 +9,7 @@
 #include "cli_common.h"
 #include "unit/config_files.h"
 
-/* The text that gpt trains on is made up; seed 1 of the program. */
-static void enter(void)
-{
-    char text[4096 + 1];
-    cli_enter();
-    for (size_t i = 0; i < sizeof text - 1; i++)
-        text[i] = (char)('a' + (i * i + i / 7) % 26);
-    text[sizeof text - 1] = '\0';
-    config_write("text", text);
-}
-
-TestSuite(cli_run, .init = enter, .fini = config_leave);
+TestSuite(cli_run, .init = cli_enter_with_text, .fini = config_leave);
 
 static struct run run(const char *options, const char *program, const char *arguments)
 {
@@ -194,11 +183,7 @@ Test(cli_run, the_exit_status_is_the_programs)
 
 static void expect_refused(const char *arguments, int code, const char *words)
 {
-    struct run r = cli_run("unset REBATCH_RUN_SHRINK;", "run", arguments);
-    cr_expect(r.code == code, "'%s' ends with %d instead of %d", arguments, r.code, code);
-    cr_expect(r.out[0] == '\0', "'%s' prints %s", arguments, r.out);
-    cr_expect_str_eq(r.error, words, "'%s' complains\n%s\nnot\n%s", arguments, r.error, words);
-    done(&r);
+    cli_expect_refused("unset REBATCH_RUN_SHRINK;", "run", arguments, code, words);
 }
 
 Test(cli_run, wrong_usage)
@@ -245,13 +230,7 @@ Test(cli_run, wrong_usage)
 
 Test(cli_run, a_program_that_does_not_step)
 {
-    config_write("plain", "no program\n");
-    expect_refused("-- ./none", 127, "rebatch: ./none cannot be run: No such file or directory\n");
-    expect_refused("-- ./plain", 126, "rebatch: ./plain cannot be run: Permission denied\n");
-    expect_refused("-- true", 1,
-                   "rebatch: true ended with status 0 and never called rebatch_step()\n");
-    expect_refused("-- sh -c 'exit 7'", 7,
-                   "rebatch: sh ended with status 7 and never called rebatch_step()\n");
+    cli_expect_programs_refused("unset REBATCH_RUN_SHRINK;", "run", 7);
 }
 
 Test(cli_run, help)

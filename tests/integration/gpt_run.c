@@ -25,7 +25,7 @@ void choose_quick_isa(void)
 struct gpt_data *open_text(size_t length)
 {
     struct gpt_data *data;
-    ASSERT_OK(gpt_data_open_default(&data, ".", length));
+    ASSERT_OK(gpt_data_open(&data, TEST_TEXT, length));
     return data;
 }
 

@@ -36,7 +36,9 @@ void choose_quick_isa(void);
 
 /* ---- text ---- */
 
-/* The repository's text, at least; closed by the caller. */
+/* What the tests train on, so that no other file of the tree decides their bits. */
+#define TEST_TEXT "examples/gpt/text.txt"
+/* Closed by the caller. */
 struct gpt_data *open_text(size_t length);
 
 /* ---- a run ---- */

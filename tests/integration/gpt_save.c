@@ -461,7 +461,7 @@ Test(gpt_save, version_1_is_loaded)
     run_whole(reference, &options, 3);
     save_after(&options, 1);
     uint8_t *end, *bytes = read_whole(&count, file);
-    uint8_t *line = find_line(&end, bytes, count, "\nroot=");
+    uint8_t *line = find_line(&end, bytes, count, "\ndata=");
     set_version(bytes, count, '1');
     memmove(line, end, count - (size_t)(end - bytes));
     count -= (size_t)(end - line);
@@ -475,10 +475,16 @@ Test(gpt_save, version_1_is_loaded)
 
 /* ---- where its text is from ---- */
 
-static void expect_source(const char *path, bool is_default)
+static void expect_source(struct run *run, struct gpt_data *theirs, const char *path,
+                          bool is_default)
 {
     struct gpt_train_options saved;
     struct gpt_source source;
+    const struct gpt_data *ours = run->data;
+    run->trainer->data = theirs;
+    ASSERT_OK(gpt_trainer_save(run->trainer, file));
+    run->trainer->data = ours;
+    gpt_data_close(theirs);
     ASSERT_OK(gpt_saved_options(&saved, &source, file));
     cr_assert_str_eq(source.path, path);
     cr_assert_eq(source.is_default, is_default);
@@ -489,23 +495,19 @@ Test(gpt_save, where_the_text_is_from_comes_back)
 {
     static const char *const names[] = {"plain", "two\nlines, 100%", "%0A", "=\xff\x01 "};
     struct run_options options = tiny_run();
+    const size_t length = options.train.config.length;
+    struct gpt_data *theirs;
     struct run run;
     char path[PATH_MAX], here[PATH_MAX];
-    save_after(&options, 0);
     cr_assert_not_null(realpath(".", here));
-    expect_source(here, true);
     run_open(&run, &options);
-    const struct gpt_data *ours = run.data;
+    ASSERT_OK(gpt_data_open_default(&theirs, ".", length));
+    expect_source(&run, theirs, here, true);
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        struct gpt_data *theirs;
         (void)snprintf(path, sizeof path, "%s/%s", folder, names[i]);
         write_whole(path, (const uint8_t *)here, sizeof here);
-        ASSERT_OK(gpt_data_open(&theirs, path, options.train.config.length));
-        run.trainer->data = theirs;
-        ASSERT_OK(gpt_trainer_save(run.trainer, file));
-        expect_source(path, false);
-        run.trainer->data = ours;
-        gpt_data_close(theirs);
+        ASSERT_OK(gpt_data_open(&theirs, path, length));
+        expect_source(&run, theirs, path, false);
         cr_assert_eq(unlink(path), 0);
     }
     run_close(&run);
@@ -513,7 +515,7 @@ Test(gpt_save, where_the_text_is_from_comes_back)
 
 Test(gpt_save, a_wrong_line_of_where_the_text_is_from_is_refused)
 {
-    static const char *const lines[] = {"\nrot=", "\nroot%", "\nrootx"};
+    static const char *const lines[] = {"\ndta=", "\ndata%", "\ndatax"};
     static const char *const ends[] = {"%", "%2", "%0a", "%00"};
     struct run_options options = tiny_run();
     struct run run;
@@ -522,7 +524,7 @@ Test(gpt_save, a_wrong_line_of_where_the_text_is_from_is_refused)
     run_open(&run, &options);
     for (size_t i = 0; i < 3 + 4; i++) {
         uint8_t *end, *bytes = read_whole(&count, file);
-        uint8_t *line = find_line(&end, bytes, count, "\nroot=");
+        uint8_t *line = find_line(&end, bytes, count, "\ndata=");
         if (i < 3)
             memcpy(line, lines[i], strlen(lines[i]));
         else

@@ -201,7 +201,7 @@ Test(probe_saved, a_file_that_cannot_be_used_is_left_out_with_a_warning)
     cr_assert_eq(report.saved_size, 0);
     cr_assert_eq(report.size, size);
     cr_assert_eq(heard.warnings, 2, "when it is read, and when nothing can be kept");
-    cr_assert(strstr(heard.last, NAME " has no results of probes in it"), "%s", heard.last);
+    cr_assert(strstr(heard.last, " " NAME " has no results of probes in it"), "%s", heard.last);
     cr_assert_str_eq(rebatch_last_error(), "", "a warning is no error");
     char *text = config_read(NAME);
     cr_assert_str_eq(text, foreign);

@@ -158,6 +158,30 @@ void rig_close(struct rig *rig);
  * the calls, by the contract's table; the report; that every sample counted once; that nothing
  * leaked. */
 rebatch_status rig_step(struct rig *rig, size_t batch);
+/* A session's first step, and what comes of it: a row of a table. Zero is an option's default, and
+ * NULL or zero of what is expected is not looked at. Growth is off. */
+struct rig_case {
+    const char *what;
+    size_t micro_start, micro_smallest, micro_largest;
+    rebatch_on_oom on_oom;
+    bool is_uncached, never_lightens;
+    size_t capacity_bytes; /* 0: 64 MiB */
+    size_t base_bytes, sample_bytes;
+    unsigned lighten_levels;
+    uint64_t device_ooms; /* so many requests to the device fail first */
+    struct script_fault faults[2];
+    size_t batch;
+
+    rebatch_status status;
+    const char *trace, *events;       /* script_trace(), rig_events() */
+    const char *error;                /* a part of its text */
+    size_t micro_before, micro_after; /* the next step's, for the same batch */
+    unsigned lighten_level;
+    const char *next_trace; /* of a second step without faults */
+};
+void rig_run_cases(const struct rig_case *cases, size_t count);
+#define RIG_RUN_CASES(cases) rig_run_cases((cases), sizeof(cases) / sizeof *(cases))
+
 /* The events of the last step as "SHRINK(16->8) LIGHTEN(l0->l1) STEP": with the micro-batch or the
  * level where it changed. */
 const char *rig_events(struct rig *rig);

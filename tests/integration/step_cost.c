@@ -30,66 +30,68 @@ static void open_long(struct rig *rig, size_t capacity_bytes, const rebatch_opti
 
 /* ---- where it cuts ---- */
 
-Test(step_cost, each_microbatch_stays_within_the_budget)
+Test(step_cost, each_microbatch_stays_within_the_budget_and_the_limits)
 {
-    size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 4; /* of length 2: a budget of 8 */
-    options.growth = REBATCH_OFF;
-    struct rig rig;
-    fill(lengths, 2);
-    lengths[9] = 5;
-    open_long(&rig, MIB(64), &options, lengths);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    /* 8 = 4 x 2; with sample 9 in it 1 x 2, then 1 x 5 */
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 f8+1 f9+1 f10+4 f14+2 u");
-    cr_assert_eq(rig.report.cost_before, 8);
-    cr_assert_eq(rig.report.cost_after, 8);
-    rig_close(&rig);
-}
-
-Test(step_cost, without_a_start_size_the_first_budget_has_no_bound)
-{
-    size_t lengths[SCRIPT_SAMPLES];
-    struct rig rig;
-    fill(lengths, 3);
-    open_long(&rig, MIB(64), NULL, lengths);
-    cr_assert_eq(rig_step(&rig, 40), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+40 u");
-    cr_assert_eq(rig.report.cost_after, 0);
-    rig_close(&rig);
-}
-
-Test(step_cost, a_sample_beyond_the_budget_runs_alone)
-{
-    size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 4;
-    struct rig rig;
-    fill(lengths, 1);
-    lengths[6] = 100;
-    open_long(&rig, MIB(64), &options, lengths);
-    cr_assert_eq(rig_step(&rig, 12), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+2 f6+1 f7+4 f11+1 u");
-    cr_assert_eq(rig.report.cost_after, 4);
-    rig_close(&rig);
-}
-
-Test(step_cost, limits_on_the_size_hold_as_well)
-{
-    size_t lengths[SCRIPT_SAMPLES];
-    rebatch_options options = REBATCH_OPTIONS_INIT;
-    options.micro_start = 8;
-    options.micro_largest = 12;
-    options.micro_multiple_of = 4;
-    struct rig rig;
-    fill(lengths, 1);
-    lengths[0] = 7; /* budget 56 */
-    lengths[25] = 10;
-    open_long(&rig, MIB(64), &options, lengths);
-    cr_assert_eq(rig_step(&rig, 39), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+12 f20+4 f24+4 f28+11 u");
-    rig_close(&rig);
+    static const struct {
+        const char *what;
+        size_t start, largest, multiple;
+        size_t length;            /* of each sample, but for */
+        size_t at[2], lengths[2]; /* these */
+        size_t batch;
+        const char *trace;
+        uint64_t cost; /* before and after the step; 0: no bound */
+    } cases[] = {
+        {.what = "4 x 2; with sample 9 in it 1 x 2, then 1 x 5",
+         .start = 4,
+         .length = 2,
+         .at = {9},
+         .lengths = {5},
+         .batch = 16,
+         .trace = "z f0+4 f4+4 f8+1 f9+1 f10+4 f14+2 u",
+         .cost = 8},
+        {.what = "without a start size the first budget has no bound",
+         .length = 3,
+         .batch = 40,
+         .trace = "z f0+40 u"},
+        {.what = "a sample beyond the budget runs alone",
+         .start = 4,
+         .length = 1,
+         .at = {6},
+         .lengths = {100},
+         .batch = 12,
+         .trace = "z f0+4 f4+2 f6+1 f7+4 f11+1 u",
+         .cost = 4},
+        {.what = "the limits on the size hold as well",
+         .start = 8,
+         .largest = 12,
+         .multiple = 4,
+         .length = 1,
+         .at = {0, 25},
+         .lengths = {7, 10},
+         .batch = 39,
+         .trace = "z f0+8 f8+12 f20+4 f24+4 f28+11 u",
+         .cost = 56},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        size_t lengths[SCRIPT_SAMPLES];
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        options.micro_start = cases[i].start;
+        options.micro_largest = cases[i].largest;
+        options.micro_multiple_of = cases[i].multiple;
+        options.growth = REBATCH_OFF;
+        struct rig rig;
+        fill(lengths, cases[i].length);
+        for (size_t k = 0; k < 2; k++)
+            if (cases[i].lengths[k])
+                lengths[cases[i].at[k]] = cases[i].lengths[k];
+        open_long(&rig, MIB(64), &options, lengths);
+        cr_assert_eq(rig_step(&rig, cases[i].batch), REBATCH_OK);
+        cr_assert_str_eq(script_trace(&rig.script), cases[i].trace, "%s: %s", cases[i].what,
+                         script_trace(&rig.script));
+        cr_assert_eq(rig.report.cost_before, cases[i].cost, "%s", cases[i].what);
+        cr_assert_eq(rig.report.cost_after, cases[i].cost, "%s", cases[i].what);
+        rig_close(&rig);
+    }
 }
 
 static struct {

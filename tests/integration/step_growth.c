@@ -34,28 +34,20 @@ static void run_clean(struct rig *rig, uint32_t steps)
 
 Test(step_growth, after_grow_after_clean_steps_the_microbatch_doubles)
 {
-    const rebatch_options options = grow_after(4, 0);
-    struct rig rig;
-    open_shrunk(&rig, &options);
-    run_clean(&rig, 3);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16, "it grew too early");
-    run_clean(&rig, 1);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32, "it did not grow after 4 clean steps");
-    cr_assert_str_eq(rig_events(&rig), "GROW(16->32) STEP");
-    run_clean(&rig, 1);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+32 f32+32 u");
-    rig_close(&rig);
-}
-
-Test(step_growth, by_default_it_waits_for_16_clean_steps)
-{
-    struct rig rig;
-    open_shrunk(&rig, NULL);
-    run_clean(&rig, 15);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
-    run_clean(&rig, 1);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32);
-    rig_close(&rig);
+    static const uint32_t waits[][2] = {{1, 1}, {4, 4}, {0, 16}}; /* grow_after, clean steps */
+    for (size_t i = 0; i < sizeof waits / sizeof *waits; i++) {
+        const rebatch_options options = grow_after(waits[i][0], 0);
+        struct rig rig;
+        open_shrunk(&rig, &options);
+        run_clean(&rig, waits[i][1] - 1);
+        cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16, "wait %zu: it grew too early", i);
+        run_clean(&rig, 1);
+        cr_assert_eq(rebatch_get_micro(rig.rb, 64), 32, "wait %zu: it did not grow", i);
+        cr_assert_str_eq(rig_events(&rig), "GROW(16->32) STEP");
+        run_clean(&rig, 1);
+        cr_assert_str_eq(script_trace(&rig.script), "z f0+32 f32+32 u");
+        rig_close(&rig);
+    }
 }
 
 Test(step_growth, an_oom_begins_the_count_anew)
@@ -135,41 +127,29 @@ Test(step_growth, it_can_be_switched_off)
 
 Test(step_growth, without_room_it_does_not_grow_and_costs_nothing)
 {
-    const rebatch_options options = grow_after(1, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(20), &options);
-    rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
-    run_clean(&rig, 40); /* no OOM in any of them */
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 16);
-    rig_close(&rig);
-}
-
-Test(step_growth, a_size_that_never_ran_is_not_tried_when_smaller_ones_show_that_it_cannot_fit)
-{
-    rebatch_options options = grow_after(1, 0);
-    options.micro_start = 4;
-    struct rig rig;
-    rig_open(&rig, MIB(12), &options);
-    rig.script.sample_bytes = MIB(1);
-    run_clean(&rig, 40); /* no OOM in any of them */
-    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 8);
-    rig_close(&rig);
-}
-
-Test(step_growth, without_room_a_lighter_level_is_kept_and_costs_nothing)
-{
-    const rebatch_options options = grow_after(1, 0);
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
-    rig.script.sample_bytes = MIB(8);
-    rig.script.lighten_levels = 3;
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-    cr_assert_eq(rig.report.lighten_level, 2);
-    run_clean(&rig, 20); /* no OOM in any of them */
-    cr_assert_eq(rig.report.lighten_level, 2);
-    rig_close(&rig);
+    static const struct {
+        size_t start, capacity_bytes, sample_bytes;
+        unsigned levels;
+        size_t micro; /* at the end */
+        unsigned level;
+    } cases[] = {{0, MIB(20), MIB(1), 0, 16, 0},
+                 /* nor is a size tried that never ran, when smaller ones show that it cannot fit */
+                 {4, MIB(12), MIB(1), 0, 8, 0},
+                 /* a lighter level is kept */
+                 {0, MIB(3), MIB(8), 3, 1, 2}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        rebatch_options options = grow_after(1, 0);
+        options.micro_start = cases[i].start;
+        struct rig rig;
+        rig_open(&rig, cases[i].capacity_bytes, &options);
+        rig.script.sample_bytes = cases[i].sample_bytes;
+        rig.script.lighten_levels = cases[i].levels;
+        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        run_clean(&rig, 40); /* no OOM in any of them */
+        cr_assert_eq(rebatch_get_micro(rig.rb, 64), cases[i].micro, "case %zu", i);
+        cr_assert_eq(rig.report.lighten_level, cases[i].level, "case %zu", i);
+        rig_close(&rig);
+    }
 }
 
 Test(step_growth, it_grows_again_when_the_room_comes_back)
@@ -218,34 +198,21 @@ static void expect_waits(struct rig *rig, const unsigned *expected, size_t failu
 
 Test(step_growth, a_failed_growth_doubles_the_wait_up_to_the_longest)
 {
-    static const unsigned expected[] = {2, 4, 8, 8, 8};
-    const rebatch_options options = grow_after(2, 8);
-    struct rig rig;
-    open_shrunk(&rig, &options);
-    build_wall(&rig);
-    expect_waits(&rig, expected, 5);
-    rig_close(&rig);
-}
-
-Test(step_growth, the_longest_wait_need_not_be_a_doubling)
-{
-    static const unsigned expected[] = {3, 6, 7, 7};
-    const rebatch_options options = grow_after(3, 7);
-    struct rig rig;
-    open_shrunk(&rig, &options);
-    build_wall(&rig);
-    expect_waits(&rig, expected, 4);
-    rig_close(&rig);
-}
-
-Test(step_growth, by_default_the_wait_goes_from_16_to_1024)
-{
-    static const unsigned expected[] = {16, 32, 64, 128, 256, 512, 1024, 1024};
-    struct rig rig;
-    open_shrunk(&rig, NULL);
-    build_wall(&rig);
-    expect_waits(&rig, expected, 8);
-    rig_close(&rig);
+    static const struct {
+        uint32_t grow_after, longest; /* 0: the default, 16 and 1024 */
+        unsigned waits[8];
+        size_t failures;
+    } cases[] = {{2, 8, {2, 4, 8, 8, 8}, 5},
+                 {3, 7, {3, 6, 7, 7}, 4}, /* no doubling */
+                 {0, 0, {16, 32, 64, 128, 256, 512, 1024, 1024}, 8}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const rebatch_options options = grow_after(cases[i].grow_after, cases[i].longest);
+        struct rig rig;
+        open_shrunk(&rig, &options);
+        build_wall(&rig);
+        expect_waits(&rig, cases[i].waits, cases[i].failures);
+        rig_close(&rig);
+    }
 }
 
 Test(step_growth, a_growth_that_held_ends_the_longer_wait)

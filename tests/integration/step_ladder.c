@@ -25,60 +25,53 @@ static rebatch_options without_growth(void)
 
 /* ---- once more ---- */
 
-Test(step_ladder, a_passing_fault_is_tried_once_more_at_the_same_size)
+Test(step_ladder, a_passing_fault_is_tried_once_more_at_the_same_size_then_it_halves)
 {
-    rebatch_options options = without_growth();
-    options.pool.caching = REBATCH_OFF;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    rig.script.sample_bytes = MIB(1);
-    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 1, REBATCH_OOM);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+16~1 u");
-    cr_assert_str_eq(rig_events(&rig), "RETRY STEP");
-    cr_assert_eq(rebatch_get_micro(rig.rb, 16), 16);
-    rig_close(&rig);
-}
-
-Test(step_ladder, once_more_is_once_then_it_halves)
-{
-    rebatch_options options = without_growth();
-    options.pool.caching = REBATCH_OFF;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    rig.script.sample_bytes = MIB(1);
-    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 2, REBATCH_OOM);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+16~1! f0+8~2 f8+8~2 u");
-    cr_assert_str_eq(rig_events(&rig), "RETRY SHRINK(16->8) STEP");
-    rig_close(&rig);
-}
-
-Test(step_ladder, once_more_is_possible_again_at_the_smaller_size)
-{
-    rebatch_options options = without_growth();
-    options.pool.caching = REBATCH_OFF;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    rig.script.sample_bytes = MIB(1);
-    rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 3, REBATCH_OOM);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+16~1! f0+8~2! f0+8~3 f8+8~2 u");
-    rig_close(&rig);
-}
-
-Test(step_ladder, once_more_is_possible_again_after_a_success)
-{
-    rebatch_options options = without_growth();
-    options.micro_start = 8;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    rig.script.sample_bytes = MIB(1); /* cached by each success, released by each OOM */
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_RETURN);
-    script_fail(&rig.script, SCRIPT_FORWARD, 4, SCRIPT_BEFORE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 24), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8! f8+8~1 f16+8! f16+8~1 u");
-    rig_close(&rig);
+    static const struct rig_case cases[] = {
+        {.what = "once more",
+         .is_uncached = true,
+         .sample_bytes = MIB(1),
+         .device_ooms = 1,
+         .batch = 16,
+         .trace = "z f0+16! f0+16~1 u",
+         .events = "RETRY STEP",
+         .micro_after = 16},
+        {.what = "once",
+         .is_uncached = true,
+         .sample_bytes = MIB(1),
+         .device_ooms = 2,
+         .batch = 16,
+         .trace = "z f0+16! f0+16~1! f0+8~2 f8+8~2 u",
+         .events = "RETRY SHRINK(16->8) STEP"},
+        {.what = "and again at the smaller size",
+         .is_uncached = true,
+         .sample_bytes = MIB(1),
+         .device_ooms = 3,
+         .batch = 16,
+         .trace = "z f0+16! f0+16~1! f0+8~2! f0+8~3 f8+8~2 u"},
+        {.what = "and again after a success",
+         .micro_start = 8,
+         .sample_bytes = MIB(1), /* cached by each success, released by each OOM */
+         .faults = {{.callback = SCRIPT_FORWARD, .nth = 2}, {.callback = SCRIPT_FORWARD, .nth = 4}},
+         .batch = 24,
+         .trace = "z f0+8 f8+8! f8+8~1 f16+8! f16+8~1 u"},
+        {.what = "an OOM beside the pool, when the cache was released",
+         .micro_start = 8,
+         .sample_bytes = MIB(1),
+         .faults = {{.callback = SCRIPT_FORWARD, .nth = 2}},
+         .batch = 16,
+         .trace = "z f0+8 f8+8! f8+8~1 u",
+         .events = "RETRY STEP"},
+        {.what = "not what could not fit",
+         .capacity_bytes = MIB(6),
+         .sample_bytes = MIB(1),
+         .batch = 64,
+         .trace = "z f0+64! f0+32~1! f0+16~2! f0+8~3! f0+4~4 f4+4~4 f8+4~3 f12+4~3 f16+4~2 "
+                  "f20+4~2 f24+4~2 f28+4~2 f32+4~1 f36+4~1 f40+4~1 f44+4~1 f48+4~1 f52+4~1 "
+                  "f56+4~1 f60+4~1 u",
+         .events = "SHRINK(64->32) SHRINK(32->16) SHRINK(16->8) SHRINK(8->4) STEP"},
+    };
+    RIG_RUN_CASES(cases);
 }
 
 Test(step_ladder, once_more_is_possible_again_in_the_next_step)
@@ -96,33 +89,6 @@ Test(step_ladder, once_more_is_possible_again_in_the_next_step)
     rig_fail_device(&rig, REBATCH_FAULT_ALLOC, 1, REBATCH_OOM);
     cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
     cr_assert_str_eq(script_trace(&rig.script), "z f0+8! f0+8~1 u");
-    rig_close(&rig);
-}
-
-Test(step_ladder, an_oom_beside_the_pool_is_tried_once_more_when_the_cache_was_released)
-{
-    rebatch_options options = without_growth();
-    options.micro_start = 8;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    rig.script.sample_bytes = MIB(1);
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_RETURN);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+8 f8+8! f8+8~1 u");
-    cr_assert_str_eq(rig_events(&rig), "RETRY STEP");
-    rig_close(&rig);
-}
-
-Test(step_ladder, what_could_not_fit_is_not_tried_again_at_the_same_size)
-{
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(6), &options);
-    rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
-    cr_assert_eq(rig.report.attempts, 4 + 16, "%s", script_trace(&rig.script));
-    cr_assert_str_eq(rig_events(&rig), "SHRINK(64->32) SHRINK(32->16) SHRINK(16->8) SHRINK(8->4) "
-                                       "STEP");
     rig_close(&rig);
 }
 
@@ -182,103 +148,85 @@ Test(step_ladder, the_smaller_size_is_kept_for_the_following_steps)
     rig_close(&rig);
 }
 
-Test(step_ladder, stop_ends_the_step_at_the_first_oom)
+Test(step_ladder, where_nothing_smaller_is_allowed_it_ends_and_names_the_option)
 {
-    rebatch_options options = without_growth();
-    options.on_oom = REBATCH_ON_OOM_STOP;
-    struct rig rig;
-    rig_open(&rig, MIB(6), &options);
-    rig.script.sample_bytes = MIB(1);
-    rig.script.lighten_levels = 3;
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16!");
-    cr_assert_str_eq(rig_events(&rig), "EXHAUSTED");
-    assert_text_has("on_oom");
-    cr_assert_eq(rebatch_get_micro(rig.rb, 16), 16);
-    rig_close(&rig);
-}
-
-Test(step_ladder, at_micro_smallest_it_ends_and_names_the_option)
-{
-    rebatch_options options = without_growth();
-    options.micro_smallest = 4;
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
-    rig.script.sample_bytes = MIB(1);
-    cr_assert_eq(rig_step(&rig, 16), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16! f0+8~1! f0+4~2!");
-    assert_text_has("micro-batch");
-    assert_text_has("4");
-    rig_close(&rig);
+    static const struct rig_case cases[] = {
+        {.what = "at the first OOM",
+         .on_oom = REBATCH_ON_OOM_STOP,
+         .capacity_bytes = MIB(6),
+         .sample_bytes = MIB(1),
+         .lighten_levels = 3,
+         .batch = 16,
+         .status = REBATCH_E_EXHAUSTED,
+         .trace = "z f0+16!",
+         .events = "EXHAUSTED",
+         .error = "on_oom",
+         .micro_after = 16},
+        {.what = "at micro_smallest",
+         .micro_smallest = 4,
+         .capacity_bytes = MIB(3),
+         .sample_bytes = MIB(1),
+         .batch = 16,
+         .status = REBATCH_E_EXHAUSTED,
+         .trace = "z f0+16! f0+8~1! f0+4~2!",
+         .error = "the smallest micro-batch allowed is 4"},
+    };
+    RIG_RUN_CASES(cases);
 }
 
 /* ---- lighter ---- */
 
 Test(step_ladder, at_the_smallest_size_it_lightens_level_by_level)
 {
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
-    rig.script.sample_bytes = MIB(8);
-    rig.script.lighten_levels = 3;
-    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+2! f0+1~1! l1 f0+1~2! l2 f0+1~3 f1+1~1 u");
-    cr_assert_str_eq(rig_events(&rig), "SHRINK(2->1) LIGHTEN(l0->l1) LIGHTEN(l1->l2) STEP");
-    cr_assert_eq(rig.report.lighten_level, 2);
-    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+1 f1+1 u");
-    rig_close(&rig);
-}
-
-Test(step_ladder, when_no_level_is_left_it_is_exhausted)
-{
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
-    rig.script.sample_bytes = MIB(64);
-    rig.script.lighten_levels = 2;
-    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+1! l1 f0+1~1! l2 f0+1~2! l3!");
-    cr_assert_eq(rig.report.lighten_level, 2);
-    rig_close(&rig);
-}
-
-Test(step_ladder, lightening_can_be_switched_off)
-{
-    rebatch_options options = without_growth();
-    options.lighten = REBATCH_OFF;
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
-    rig.script.sample_bytes = MIB(4);
-    rig.script.lighten_levels = 2;
-    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+1!");
-    rig_close(&rig);
-}
-
-Test(step_ladder, lightening_after_mutating_redoes_the_batch)
-{
-    rebatch_options options = without_growth();
-    options.micro_start = 1;
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    rig.script.lighten_levels = 1;
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+1 f1+1! l1 z f0+1~1 f1+1~1 u");
-    rig_close(&rig);
-}
-
-Test(step_ladder, an_oom_in_the_optimizer_may_be_answered_by_lightening)
-{
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(64), &options);
-    rig.script.lighten_levels = 1;
-    script_fail(&rig.script, SCRIPT_UPDATE, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+2 u! l1 u");
-    rig_close(&rig);
+    static const struct rig_case cases[] = {
+        {.what = "to the first level that fits, which stays",
+         .capacity_bytes = MIB(3),
+         .sample_bytes = MIB(8),
+         .lighten_levels = 3,
+         .batch = 2,
+         .trace = "z f0+2! f0+1~1! l1 f0+1~2! l2 f0+1~3 f1+1~1 u",
+         .events = "SHRINK(2->1) LIGHTEN(l0->l1) LIGHTEN(l1->l2) STEP",
+         .lighten_level = 2,
+         .next_trace = "z f0+1 f1+1 u"},
+        {.what = "until no level is left",
+         .capacity_bytes = MIB(3),
+         .sample_bytes = MIB(64),
+         .lighten_levels = 2,
+         .batch = 1,
+         .status = REBATCH_E_EXHAUSTED,
+         .trace = "z f0+1! l1 f0+1~1! l2 f0+1~2! l3!",
+         .lighten_level = 2},
+        {.what = "unless it is switched off",
+         .never_lightens = true,
+         .capacity_bytes = MIB(3),
+         .sample_bytes = MIB(4),
+         .lighten_levels = 2,
+         .batch = 1,
+         .status = REBATCH_E_EXHAUSTED,
+         .trace = "z f0+1!"},
+        {.what = "after mutating the batch is redone",
+         .micro_start = 1,
+         .lighten_levels = 1,
+         .faults =
+             {{.callback = SCRIPT_FORWARD, .nth = 2, .when = SCRIPT_WHILE, .manner = SCRIPT_POOL}},
+         .batch = 2,
+         .trace = "z f0+1 f1+1! l1 z f0+1~1 f1+1~1 u",
+         .lighten_level = 1},
+        {.what = "for an OOM in the optimizer too",
+         .lighten_levels = 1,
+         .faults = {{.callback = SCRIPT_UPDATE, .nth = 1, .manner = SCRIPT_POOL}},
+         .batch = 2,
+         .trace = "z f0+2 u! l1 u",
+         .lighten_level = 1},
+        {.what = "a failure of lighten that is no OOM passes through",
+         .capacity_bytes = MIB(3),
+         .sample_bytes = MIB(4),
+         .lighten_levels = 2,
+         .faults = {{.callback = SCRIPT_LIGHTEN, .nth = 1, .manner = SCRIPT_OWN}},
+         .batch = 1,
+         .status = SCRIPT_STATUS},
+    };
+    RIG_RUN_CASES(cases);
 }
 
 Test(step_ladder, exhausted_names_what_failed_before_lightening_was_tried_in_vain)
@@ -295,20 +243,6 @@ Test(step_ladder, exhausted_names_what_failed_before_lightening_was_tried_in_vai
     assert_text_has("4.00 MiB");
     cr_assert_eq(rig.report.ooms, 1);
     cr_assert_eq(rig_event(&rig, REBATCH_EVENT_EXHAUSTED)->asked_bytes, MIB(4));
-    rig_close(&rig);
-}
-
-Test(step_ladder, a_failure_of_lighten_that_is_no_oom_passes_through)
-{
-    const rebatch_options options = without_growth();
-    struct rig rig;
-    rig_open(&rig, MIB(3), &options);
-    rig.script.sample_bytes = MIB(4);
-    rig.script.lighten_levels = 2;
-    script_fail(&rig.script, SCRIPT_LIGHTEN, 1, SCRIPT_BEFORE, SCRIPT_OWN);
-    cr_assert_eq(rig_step(&rig, 1), SCRIPT_STATUS,
-                 "a callback's own status ends the step and is passed through: %s",
-                 rebatch_last_error());
     rig_close(&rig);
 }
 

@@ -370,6 +370,7 @@ Test(step_learn, every_sample_counts_once_under_random_ooms)
         s->update_bytes = script_random(&random) % MIB(1);
         s->lighten_levels = (unsigned)(script_random(&random) % 3);
         rig.ops.flags = session % 7 ? REBATCH_DECLARES_MUTATION : 0;
+        uint32_t learned = 0;
         for (int step = 0; step < 8; step++) {
             s->fault_count = 0;
             if (script_random(&random) % 3 == 0)
@@ -383,7 +384,9 @@ Test(step_learn, every_sample_counts_once_under_random_ooms)
             cr_assert(status == REBATCH_OK || status == REBATCH_E_EXHAUSTED, "%s: %s",
                       rebatch_status_name(status), rebatch_last_error());
             ok += status == REBATCH_OK;
+            learned += rig.report.learned;
         }
+        cr_assert_leq(learned, 8, "session %d learned from %u", session, learned);
         rig_close(&rig);
     }
     cr_assert_gt(ok, 1200);
@@ -408,6 +411,66 @@ Test(step_learn, by_cost_the_budget_doubles_while_there_is_room)
     }
     cr_assert_geq(rig.report.cost_after * KIB(50), MIB(16) / 2);
     cr_assert_leq(rig.report.cost_after * KIB(50), MIB(16));
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.learned, 0, "there is no larger one to learn");
+    rig_close(&rig);
+}
+
+static void open_lengths(struct rig *rig, const rebatch_options *options, size_t *lengths)
+{
+    for (size_t i = 0; i < 64; i++)
+        lengths[i] = 1;
+    rig_open(rig, MIB(2), options);
+    rig->script.lengths = lengths;
+    rig->script.sample_bytes = KIB(64); /* 32 units fit */
+}
+
+Test(step_learn, by_cost_a_larger_batch_is_learned_as_well)
+{
+    const rebatch_options options = learning();
+    size_t lengths[64];
+    struct rig rig;
+    open_lengths(&rig, &options, lengths);
+    for (int i = 0; i < 4; i++)
+        cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_eq(rig.report.microbatches, 1);
+    for (int i = 0; i < 4; i++)
+        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.cost_after, 32);
+    cr_assert_eq(rig.report.learned, 0);
+    rig_close(&rig);
+}
+
+/* The micro-batch of 16 samples makes 12 units that stay until the update: another one of 16 is
+ * then known not to fit. */
+static rebatch_status keep_until_the_update(struct script *s, enum script_callback callback,
+                                            const rebatch_microbatch *mb)
+{
+    void **kept = s->inside_user;
+    if (callback == SCRIPT_FORWARD && mb->count == 16 && !*kept)
+        return rebatch_pool_alloc(kept, mb->pool, 12 * KIB(64), mb->stream, 0);
+    return callback == SCRIPT_UPDATE ? rebatch_pool_free(rebatch_get_pool(s->rb), *kept)
+                                     : REBATCH_OK;
+}
+
+Test(step_learn, by_cost_an_attempt_that_is_not_admitted_ends_it)
+{
+    const rebatch_options options = learning();
+    size_t lengths[64];
+    void *kept = NULL;
+    struct rig rig;
+    open_lengths(&rig, &options, lengths);
+    rig.script.inside = keep_until_the_update;
+    rig.script.inside_user = &kept;
+    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig.report.ooms, 1);
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
+    rig.script.inside = NULL;
+    for (int i = 0; i < 3; i++) {
+        cr_assert_eq(rig.report.cost_after, 8, "what was not admitted is growth's business");
+        cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+        cr_assert_eq(rig.report.learned, 0);
+    }
     rig_close(&rig);
 }
 

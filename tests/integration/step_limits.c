@@ -153,6 +153,42 @@ Test(step_limits, list_multiple_smallest_and_largest_hold_together)
     rig_close(&rig);
 }
 
+static void refuse(const rebatch_options *options, const char *sentence)
+{
+    rebatch_device *device;
+    rebatch *rb;
+    cr_assert_eq(rebatch_device_open_host(&device, MIB(1), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, options), REBATCH_E_INVALID, "expected: %s", sentence);
+    cr_assert_null(rb);
+    cr_assert_str_eq(rebatch_last_error(), sentence);
+    rebatch_device_close(device);
+}
+
+Test(step_limits, a_list_of_one_size_leaves_no_other)
+{
+    rebatch_options options = ALLOWED(12);
+    struct rig rig;
+    rig_open(&rig, MIB(64), &options);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
+    cr_assert_eq(rig_step(&rig, 30), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+12 f12+12 f24+6 u");
+    build_wall(&rig, 11);
+    cr_assert_eq(rig_step(&rig, 30), REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+12!");
+    rig_close(&rig);
+
+    options.learn = REBATCH_ON; /* begins with the smallest that is allowed */
+    rig_open(&rig, MIB(64), &options);
+    cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
+    cr_assert_eq(rig_step(&rig, 30), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+12 f12+12 f24+6 u");
+    rig_close(&rig);
+
+    options.micro_start = 24;
+    options.learn = REBATCH_OFF;
+    refuse(&options, "micro_start is 24: expected a size of micro_allowed");
+}
+
 /* ---- all of it, by chance ---- */
 
 static size_t below(uint64_t *random, size_t n)
@@ -279,17 +315,6 @@ Test(step_limits, a_multiple_or_a_list_above_the_batch_is_refused_at_once)
     cr_assert_eq(rebatch_probe(rig.rb, &rig.ops, 15, &rig.script, NULL, NULL), REBATCH_E_INVALID);
     cr_assert_eq(rig.script.call_count, 0);
     rig_close(&rig);
-}
-
-static void refuse(const rebatch_options *options, const char *sentence)
-{
-    rebatch_device *device;
-    rebatch *rb;
-    cr_assert_eq(rebatch_device_open_host(&device, MIB(1), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&rb, device, options), REBATCH_E_INVALID, "expected: %s", sentence);
-    cr_assert_null(rb);
-    cr_assert_str_eq(rebatch_last_error(), sentence);
-    rebatch_device_close(device);
 }
 
 Test(step_limits, limits_that_cannot_hold_together_are_refused)

@@ -332,3 +332,66 @@ rebatch_status rig_step(struct rig *rig, size_t batch)
             cr_assert_eq(s->parameters[i], version, "EXHAUSTED, but a parameter changed");
     return status;
 }
+
+/* ---- tables of steps ---- */
+
+static void open_case(struct rig *rig, const struct rig_case *row)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.growth = REBATCH_OFF;
+    options.micro_start = row->micro_start;
+    options.micro_smallest = row->micro_smallest;
+    options.micro_largest = row->micro_largest;
+    options.on_oom = row->on_oom;
+    options.pool.caching = row->is_uncached ? REBATCH_OFF : REBATCH_DEFAULT;
+    options.lighten = row->never_lightens ? REBATCH_OFF : REBATCH_DEFAULT;
+    rig_open(rig, row->capacity_bytes ? row->capacity_bytes : MIB(64), &options);
+    rig->script.base_bytes = row->base_bytes;
+    rig->script.sample_bytes = row->sample_bytes;
+    rig->script.lighten_levels = row->lighten_levels;
+    for (size_t i = 0; i < 2 && row->faults[i].nth; i++) {
+        const struct script_fault *f = &row->faults[i];
+        struct script_fault *fault =
+            script_fail(&rig->script, f->callback, f->nth, f->when, f->manner);
+        fault->times = f->times ? f->times : 1;
+    }
+    if (row->device_ooms)
+        rig_fail_device(rig, REBATCH_FAULT_ALLOC, row->device_ooms, REBATCH_OOM);
+}
+
+static void check_text(const char *found, const char *wanted, const char *what)
+{
+    if (wanted)
+        cr_assert_str_eq(found, wanted, "%s: %s, not %s", what, found, wanted);
+}
+
+static void run_case(const struct rig_case *row)
+{
+    struct rig rig;
+    open_case(&rig, row);
+    if (row->micro_before)
+        cr_assert_eq(rebatch_get_micro(rig.rb, row->batch), row->micro_before, "%s", row->what);
+    const rebatch_status status = rig_step(&rig, row->batch);
+    cr_assert_eq(status, row->status, "%s: %s: %s", row->what, rebatch_status_name(status),
+                 rebatch_last_error());
+    check_text(script_trace(&rig.script), row->trace, row->what);
+    check_text(rig_events(&rig), row->events, row->what);
+    if (row->error)
+        cr_assert(strstr(rebatch_last_error(), row->error), "%s: \"%s\" is missing in: %s",
+                  row->what, row->error, rebatch_last_error());
+    if (row->micro_after)
+        cr_assert_eq(rebatch_get_micro(rig.rb, row->batch), row->micro_after, "%s", row->what);
+    cr_assert_eq(rig.report.lighten_level, row->lighten_level, "%s", row->what);
+    if (row->next_trace) {
+        rig.script.fault_count = 0;
+        cr_assert_eq(rig_step(&rig, row->batch), REBATCH_OK, "%s", row->what);
+        check_text(script_trace(&rig.script), row->next_trace, row->what);
+    }
+    rig_close(&rig);
+}
+
+void rig_run_cases(const struct rig_case *cases, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        run_case(&cases[i]);
+}

@@ -19,26 +19,47 @@ static void open_cut(struct rig *rig, size_t start, size_t smallest, size_t larg
 
 /* ---- cutting ---- */
 
-Test(step_samples, without_a_start_size_the_batch_is_one_microbatch)
+Test(step_samples, the_batch_is_cut_by_the_sizes_and_what_is_left_comes_last)
 {
-    struct rig rig;
-    open_cut(&rig, 0, 0, 0);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 37), 37);
-    cr_assert_eq(rig_step(&rig, 37), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+37 u");
-    cr_assert_eq(rig.report.microbatches, 1);
-    rig_close(&rig);
+    static const struct rig_case cases[] = {
+        {.what = "without a start size the batch is one micro-batch",
+         .batch = 37,
+         .micro_before = 37,
+         .trace = "z f0+37 u"},
+        {.what = "a batch that does not divide has a smaller last one",
+         .micro_start = 16,
+         .batch = 70,
+         .trace = "z f0+16 f16+16 f32+16 f48+16 f64+6 u"},
+        {.what = "micro_largest is never exceeded",
+         .micro_largest = 12,
+         .batch = 40,
+         .micro_before = 12,
+         .trace = "z f0+12 f12+12 f24+12 f36+4 u"},
+    };
+    RIG_RUN_CASES(cases);
 }
 
-Test(step_samples, a_batch_that_does_not_divide_has_a_smaller_last_microbatch)
+Test(step_samples, what_fails_is_halved_down_to_the_smallest)
 {
-    struct rig rig;
-    open_cut(&rig, 16, 0, 0);
-    cr_assert_eq(rig_step(&rig, 70), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 f16+16 f32+16 f48+16 f64+6 u");
-    cr_assert_eq(rig.report.microbatches, 5);
-    cr_assert_eq(rig.report.attempts, 5);
-    rig_close(&rig);
+    static const struct rig_case cases[] = {
+        {.what = "odd sizes are halved downwards",
+         .micro_start = 7,
+         .faults = {{.callback = SCRIPT_FORWARD, .nth = 1, .times = 2, .manner = SCRIPT_POOL}},
+         .batch = 7,
+         .trace = "z f0+7! f0+3~1! f0+1~2 f1+1~2 f2+1~2 f3+1~1 f4+1~1 f5+1~1 f6+1~1 u"},
+        {.what = "micro_smallest is undercut by the last micro-batch alone",
+         .micro_start = 7,
+         .micro_smallest = 4,
+         .faults = {{.callback = SCRIPT_FORWARD, .nth = 1, .manner = SCRIPT_POOL}},
+         .batch = 14,
+         .trace = "z f0+7! f0+4~1 f4+4~1 f8+4 f12+2 u"},
+        {.what = "a last one that fails is halved by its own size",
+         .micro_start = 16,
+         .faults = {{.callback = SCRIPT_FORWARD, .nth = 2, .manner = SCRIPT_POOL}},
+         .batch = 22,
+         .trace = "z f0+16 f16+6! f16+3~1 f19+3~1 u"},
+    };
+    RIG_RUN_CASES(cases);
 }
 
 Test(step_samples, a_batch_smaller_than_the_microbatch_is_one_microbatch)
@@ -66,70 +87,26 @@ Test(step_samples, every_start_size_and_batch_counts_every_sample_once)
     }
 }
 
-Test(step_samples, micro_largest_is_never_exceeded)
-{
-    struct rig rig;
-    open_cut(&rig, 0, 0, 12);
-    cr_assert_eq(rebatch_get_micro(rig.rb, 40), 12);
-    cr_assert_eq(rig_step(&rig, 40), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+12 f12+12 f24+12 f36+4 u");
-    rig_close(&rig);
-}
-
-Test(step_samples, odd_sizes_are_halved_downwards)
-{
-    struct rig rig;
-    open_cut(&rig, 7, 0, 0);
-    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL)->times = 2;
-    cr_assert_eq(rig_step(&rig, 7), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script),
-                     "z f0+7! f0+3~1! f0+1~2 f1+1~2 f2+1~2 f3+1~1 f4+1~1 f5+1~1 f6+1~1 u");
-    rig_close(&rig);
-}
-
-Test(step_samples, micro_smallest_is_never_undercut_but_by_the_last_microbatch)
-{
-    struct rig rig;
-    open_cut(&rig, 7, 4, 0);
-    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 14), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+7! f0+4~1 f4+4~1 f8+4 f12+2 u");
-    rig_close(&rig);
-}
-
-Test(step_samples, a_last_microbatch_that_fails_is_halved_by_its_own_size)
-{
-    struct rig rig;
-    open_cut(&rig, 16, 0, 0);
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 22), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+16 f16+6! f16+3~1 f19+3~1 u");
-    rig_close(&rig);
-}
-
 Test(step_samples, the_attempt_number_is_how_often_the_samples_were_tried)
 {
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
-    script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
-    script_fail(&rig.script, SCRIPT_FORWARD, 4, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 18), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script),
-                     "z f0+8 f8+8! f8+4~1 f12+4~1! z f0+2~1 f2+2~1 f4+2~1 f6+2~1 f8+2~2 f10+2~2 "
-                     "f12+2~2 f14+2~2 f16+2 u");
-    rig_close(&rig);
-}
-
-Test(step_samples, attempt_numbers_begin_again_with_the_next_step)
-{
-    struct rig rig;
-    open_cut(&rig, 8, 0, 0);
-    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL);
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
-    rig.script.fault_count = 0;
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
-    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 u");
-    rig_close(&rig);
+    static const struct rig_case cases[] = {
+        {.what = "of those samples alone, then of the batch",
+         .micro_start = 8,
+         .faults =
+             {{.callback = SCRIPT_FORWARD, .nth = 2, .manner = SCRIPT_POOL},
+              {.callback = SCRIPT_FORWARD, .nth = 4, .when = SCRIPT_WHILE, .manner = SCRIPT_POOL}},
+         .batch = 18,
+         .trace = "z f0+8 f8+8! f8+4~1 f12+4~1! z f0+2~1 f2+2~1 f4+2~1 f6+2~1 f8+2~2 f10+2~2 "
+                  "f12+2~2 f14+2~2 f16+2 u"},
+        {.what = "it begins again with the next step",
+         .micro_start = 8,
+         .faults =
+             {{.callback = SCRIPT_FORWARD, .nth = 1, .when = SCRIPT_WHILE, .manner = SCRIPT_POOL}},
+         .batch = 8,
+         .trace = "z f0+8! z f0+4~1 f4+4~1 u",
+         .next_trace = "z f0+4 f4+4 u"},
+    };
+    RIG_RUN_CASES(cases);
 }
 
 Test(step_samples, the_step_number_counts_updates_and_begins_at_zero)

@@ -1,7 +1,7 @@
 /* Holds what the pool promises when several threads use it at once, for a thread sanitizer too.
  * Seeds: 1 to 4, one a thread. A program of its own, as the test runner does not start under one:
- * exit status 0 when all held. All of it runs twice: in a pool that records events, where every
- * call takes the pool's lock, and in one whose threads have caches for small blocks. */
+ * exit status 0 when all held. All of it runs twice: in a pool that records events and in one that
+ * does not. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -276,7 +276,7 @@ static void roll_back_meanwhile(struct worker *w)
           after.rolled_back_blocks - before.rolled_back_blocks == (THREADS - 1) * SMALL + 40 * 20);
 }
 
-/* All that is free is in the caches of threads, which go on, and one thread asks for half of the
+/* What other threads have freed is in lists of their streams, and one thread asks for half of the
  * device: it must be had. */
 static void ask_for_what_others_have(struct worker *w)
 {

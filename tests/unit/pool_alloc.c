@@ -568,8 +568,7 @@ static void one_round(rebatch_pool *pool, bool commit)
     }
 }
 
-/* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call, once
- * calls were found to repeat for the first time. */
+/* With a warm cache neither allocate, free, begin, commit nor rollback makes a heap call. */
 Test(pool_alloc, warm_calls_make_no_heap_call)
 {
     struct rig rig = rig_open(512, NULL);
@@ -610,6 +609,52 @@ Test(pool_alloc, the_same_calls_give_the_same_addresses)
     }
     rig_close(&rigs[0]);
     rig_close(&rigs[1]);
+}
+
+/* Address ranges, physical memory and blocks come and go; what notes them is used again. */
+Test(pool_alloc, host_memory_does_not_grow_with_what_comes_and_goes)
+{
+    enum { SETTLED = 3, ROUNDS = 100, BLOCKS = 8 };
+    struct rig rigs[] = {rig_open(256, NULL), rig_open_plain(256, NULL)};
+    for (size_t r = 0; r < sizeof rigs / sizeof *rigs; r++) {
+        int64_t settled = 0;
+        for (int round = 0; round < ROUNDS; round++) {
+            uint64_t random = 4;
+            void *blocks[BLOCKS];
+            for (size_t i = 0; i < BLOCKS; i++)
+                blocks[i] = take(rigs[r].pool, draw(&random) % (24 * GRANULE) + 1);
+            for (size_t i = 0; i < BLOCKS; i++)
+                give(rigs[r].pool, blocks[i]);
+            cr_assert_eq(rebatch_pool_trim(rigs[r].pool, 0, NULL), REBATCH_OK);
+            if (round == SETTLED)
+                settled = rbi_heap_live();
+        }
+        cr_assert_eq(rbi_heap_live(), settled, "%s: %jd and then %jd chunks",
+                     r ? "plain" : "mapped", (intmax_t)settled, (intmax_t)rbi_heap_live());
+        rig_close(&rigs[r]);
+    }
+}
+
+/* A block of many granules and blocks of one each are cached: large pieces and small ones. */
+Test(pool_alloc, a_trim_leaves_what_it_is_told_to)
+{
+    enum { LARGE = 512, SMALL = 40 };
+    for (size_t keep = 0; keep <= LARGE + SMALL; keep += 7) {
+        struct rig rig = rig_open(1024, NULL);
+        void *blocks[SMALL + 1];
+        for (size_t i = 0; i < SMALL; i++)
+            blocks[i] = take(rig.pool, GRANULE);
+        blocks[SMALL] = take(rig.pool, LARGE * GRANULE);
+        for (size_t i = 0; i <= SMALL; i++)
+            give(rig.pool, blocks[i]);
+        const uint64_t before = stats_of(rig.pool).reserved_bytes;
+        size_t released;
+        cr_assert_eq(rebatch_pool_trim(rig.pool, keep * GRANULE, &released), REBATCH_OK);
+        const uint64_t left = stats_of(rig.pool).reserved_bytes;
+        cr_assert_eq(released, before - left);
+        cr_assert_eq(left, keep * GRANULE, "%zu granules of %zu", (size_t)(left / GRANULE), keep);
+        rig_close(&rig);
+    }
 }
 
 static void *churn(void *argument)

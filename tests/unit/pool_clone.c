@@ -253,3 +253,42 @@ Test(pool_clone, without_host_memory_it_says_so_and_leaves_nothing)
     give(rig.pool, block);
     rig_close(&rig);
 }
+
+/* A dry device counts its addresses up, and the copy's begins below those of the pool's blocks. */
+Test(pool_clone, the_copy_of_a_pool_on_a_dry_device_gives_out_no_address_of_the_pool)
+{
+    enum { BLOCKS = 24 };
+    static struct rbi_device_ops plain; /* each test is a process of its own */
+    for (int is_plain = 0; is_plain < 2; is_plain++) {
+        rebatch_device *device, *dry;
+        rebatch_pool *pool, *copy;
+        char *blocks[BLOCKS];
+        cr_assert_eq(rebatch_device_open_dry(&device, REBATCH_UNLIMITED, GRANULE), REBATCH_OK);
+        if (is_plain) {
+            plain = *device->ops;
+            plain.reserve = NULL;
+            device->ops = &plain;
+        }
+        cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+        for (size_t i = 0; i < BLOCKS; i++)
+            blocks[i] = take(pool, (i + 1) * GRANULE);
+        for (size_t i = 0; i < BLOCKS; i += 2)
+            give(pool, blocks[i]);
+        cr_assert_eq(rebatch_pool_trim(pool, 0, NULL), REBATCH_OK);
+        cr_assert_eq(rbi_pool_clone(&copy, &dry, pool), REBATCH_OK);
+        for (size_t n = 1; n <= BLOCKS; n++) {
+            const char *fresh = take(copy, n * GRANULE);
+            for (size_t i = 1; i < BLOCKS; i += 2)
+                cr_assert(fresh + n * GRANULE <= blocks[i] ||
+                              blocks[i] + (i + 1) * GRANULE <= fresh,
+                          "the %zu. of the copy is block %zu of the pool", n, i);
+        }
+        assert_valid(copy);
+        rebatch_pool_destroy(copy);
+        rebatch_device_close(dry);
+        for (size_t i = 1; i < BLOCKS; i += 2)
+            give(pool, blocks[i]);
+        rebatch_pool_destroy(pool);
+        rebatch_device_close(device);
+    }
+}

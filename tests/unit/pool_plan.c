@@ -117,6 +117,22 @@ static uint64_t moved(const struct run *run)
     return stats.remaps + stats.device_frees;
 }
 
+static void give_all(struct run *run)
+{
+    for (size_t k = 0; k < BLOCKS; k++) {
+        give(run->rig.pool, run->blocks[k]); /* NULL: nothing */
+        run->blocks[k] = NULL;
+    }
+}
+
+static void close_run(struct run *run)
+{
+    give_all(run);
+    assert_valid(run->rig.pool);
+    cr_assert_eq(stats_of(run->rig.pool).live_bytes, 0);
+    rig_close(&run->rig);
+}
+
 #define WARM 12
 
 /* A pool on the smallest device on which a script runs again and again. */
@@ -129,21 +145,18 @@ static struct run open_tight(const struct script *script, const rebatch_pool_opt
             status = phase(&run, script, 1);
         if (!status)
             return run;
-        for (size_t k = 0; k < BLOCKS; k++)
-            if (run.blocks[k])
-                give(run.rig.pool, run.blocks[k]);
-        rig_close(&run.rig);
+        close_run(&run);
     }
 }
 
-static void close_run(struct run *run)
+/* On so many granules more. */
+static struct run open_less_tight(const struct script *script, size_t granules)
 {
-    for (size_t k = 0; k < BLOCKS; k++)
-        if (run->blocks[k])
-            give(run->rig.pool, run->blocks[k]);
-    assert_valid(run->rig.pool);
-    cr_assert_eq(stats_of(run->rig.pool).live_bytes, 0);
-    rig_close(&run->rig);
+    struct run tight = open_tight(script, NULL);
+    rebatch_memory_info info;
+    cr_assert_eq(rebatch_device_memory(tight.rig.device, &info), REBATCH_OK);
+    close_run(&tight);
+    return (struct run){.rig = rig_open(info.total_bytes / GRANULE + granules, NULL)};
 }
 
 #define SEEDS 40
@@ -244,11 +257,7 @@ Test(pool_plan, a_call_that_differs_ends_it_for_this_phase)
         while (again++ < 20 && !serves(&run))
             if (phase(&run, &script, 1)) /* pieces are where they were not before */
                 break;
-        for (size_t k = 0; k < BLOCKS; k++)
-            if (run.blocks[k]) {
-                give(run.rig.pool, run.blocks[k]);
-                run.blocks[k] = NULL;
-            }
+        give_all(&run);
     }
     close_run(&run);
 }
@@ -292,11 +301,7 @@ Test(pool_plan, what_outlives_its_phase_is_served_elsewhere)
 {
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         const struct script script = write_script(seed);
-        struct run tight = open_tight(&script, NULL);
-        rebatch_memory_info info;
-        cr_assert_eq(rebatch_device_memory(tight.rig.device, &info), REBATCH_OK);
-        close_run(&tight);
-        struct run run = {.rig = rig_open(info.total_bytes / GRANULE + 1, NULL)};
+        struct run run = open_less_tight(&script, 1);
         unsigned char *kept = NULL;
         for (int i = 0; i < 20; i++) {
             cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
@@ -321,19 +326,14 @@ Test(pool_plan, what_other_streams_use_is_served_elsewhere)
 {
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         const struct script script = write_script(seed);
-        struct run tight = open_tight(&script, NULL);
-        rebatch_memory_info info;
-        cr_assert_eq(rebatch_device_memory(tight.rig.device, &info), REBATCH_OK);
-        close_run(&tight);
-        struct run run = {.rig = rig_open(info.total_bytes / GRANULE + 24, NULL)};
+        struct run run = open_less_tight(&script, 24);
         rebatch_stream other;
         cr_assert_eq(rebatch_stream_create(&other, run.rig.device), REBATCH_OK);
         for (int i = 0; i < 20; i++) {
             cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
             unsigned char *const shared = take(run.rig.pool, 2 * GRANULE);
             cr_assert_eq(rebatch_pool_use_on(run.rig.pool, shared, other), REBATCH_OK);
-            cr_assert_not(shared >= (unsigned char *)0 && serves(&run) &&
-                          run.rig.pool->by_birth.previous->planned);
+            cr_assert_not(serves(&run) && run.rig.pool->by_birth.previous->planned);
             void *const theirs = take_on(run.rig.pool, GRANULE, other);
             cr_assert_eq(play(&run, &script, 0, CALLS), REBATCH_OK);
             give(run.rig.pool, theirs);
@@ -412,11 +412,7 @@ Test(pool_plan, without_host_memory_there_is_none)
         for (int i = 0; i < 4; i++) {
             const rebatch_status status = phase(&run, &script, nth + 1);
             cr_assert(status == REBATCH_OK || status == REBATCH_OOM);
-            for (size_t k = 0; k < BLOCKS; k++)
-                if (run.blocks[k]) {
-                    give(run.rig.pool, run.blocks[k]);
-                    run.blocks[k] = NULL;
-                }
+            give_all(&run);
         }
         rbi_heap_fail(0, 0);
         assert_valid(run.rig.pool);

@@ -353,7 +353,7 @@ static void call(struct model *m)
     size_t kind = below(m, 1024);
     if (m->kind->threads) {
         be_thread(1 + below(m, (size_t)m->kind->threads));
-        if (kind >= 850 && kind < 903 && below(m, 16)) /* caches are emptied at those */
+        if (kind >= 850 && kind < 903 && below(m, 16)) /* nearly all allocate or free */
             kind = below(m, 850);
     }
     if (kind < 470)
@@ -483,7 +483,7 @@ Test(pool_random, many_calls_with_a_guard)
     run_kind(109, &kind);
 }
 
-/* Threads with caches, which free each other's blocks. */
+/* Threads that free each other's blocks. */
 Test(pool_random, many_calls_of_threads)
 {
     struct kind kind = {.calls = 1200000, .threads = 3, .options = REBATCH_POOL_OPTIONS_INIT};

@@ -95,6 +95,24 @@ Test(pool_report, a_tag_knows_its_share_of_the_peak)
     rig_close(&rig);
 }
 
+/* What was reserved at the most is counted anew from what is. */
+Test(pool_report, peaks_are_counted_anew)
+{
+    struct rig rig = rig_open(64, NULL);
+    void *kept = take(rig.pool, GRANULE);
+    give(rig.pool, take(rig.pool, 20 * GRANULE));
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
+    cr_assert_geq(stats_of(rig.pool).reserved_peak_bytes, 21 * GRANULE);
+    cr_assert_lt(stats_of(rig.pool).reserved_bytes, 21 * GRANULE);
+    cr_assert_eq(rebatch_pool_reset_peaks(rig.pool), REBATCH_OK);
+    const rebatch_pool_stats stats = stats_of(rig.pool);
+    cr_assert_eq(stats.reserved_peak_bytes, stats.reserved_bytes);
+    cr_assert_eq(stats.live_peak_bytes, stats.live_bytes);
+    cr_assert_eq(stats.blocks_peak, stats.blocks);
+    give(rig.pool, kept);
+    rig_close(&rig);
+}
+
 /* The same by chance, against a naive copy of all tags at each peak. */
 Test(pool_report, shares_of_the_peak_are_those_of_a_naive_count)
 {
@@ -261,6 +279,7 @@ Test(pool_report, the_summary_has_every_statistic_and_tag)
     cr_assert(strstr(text, "activations of the last layer"));
     cr_assert(strstr(text, "total allocated"));
     cr_assert(strstr(text, "5.00 KiB"));
+    cr_assert_str_eq(text + length - 3, "--\n", "no line below the last rung");
     assert_lines_fit(text);
     char small[32];
     memset(small, 'x', sizeof small);

@@ -452,6 +452,7 @@ static void check_sums(const struct busy *b, const struct pickle_value *snapshot
         cr_assert_eq(pickle_number(s, "device"), 0);
         cr_assert_eq(pickle_number(s, "stream"), 0);
         cr_assert_eq(pickle_get(s, "is_expandable")->number, !plain);
+        cr_assert_eq(pickle_list(s, "frames")->count, 0);
         cr_assert(strstr("large small", pickle_text(s, "segment_type")));
         cr_assert_eq(pickle_list(s, "segment_pool_id")->count, 2);
         total += pickle_number(s, "total_size");
@@ -664,14 +665,17 @@ Test(pool_snapshot, blocks_as_csv_add_up)
     char *fields[FIELDS];
     char *line = split((char *)bytes.data, fields);
     cr_assert_str_eq(fields[7], "tag");
+    cr_assert_str_eq(fields[8], "allocation");
     uint64_t reserved = 0, live = 0, requested = 0, deferred = 0, tagged = 0;
     for (; *line;) {
         line = split(line, fields);
         const uint64_t size = strtoull(fields[3], NULL, 10);
+        const bool is_live = !strcmp(fields[5], "live") || !strcmp(fields[5], "deferred");
+        cr_assert_eq(*fields[8] != '\0', is_live, "%s has number '%s'", fields[5], fields[8]);
         reserved += size;
         requested += strtoull(fields[4], NULL, 10);
         deferred += strcmp(fields[5], "deferred") ? 0 : size;
-        live += !strcmp(fields[5], "live") || !strcmp(fields[5], "deferred") ? size : 0;
+        live += is_live ? size : 0;
         tagged += strcmp(fields[7], "a \"quoted\", tag") ? 0 : size;
     }
     const rebatch_pool_stats stats = stats_of(b.rig.pool);

@@ -44,6 +44,9 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, pool->granules_held, 1);
     ASSERT_NOTICED(pool, pool->stats.quarantined_bytes, GRANULE);
     ASSERT_NOTICED(pool, block->bytes, 4 * KIB + 512);
+    ASSERT_NOTICED(pool, block->bytes, 4 * KIB + 1);
+    ASSERT_NOTICED(pool, block->bytes, 0);
+    ASSERT_NOTICED(pool, pool->plan.mode, RBI_PLAN_SERVES);
     ASSERT_NOTICED(pool, block->requested_bytes, 4 * KIB + 1);
     ASSERT_NOTICED(pool, block->state, RBI_BLOCK_PENDING);
     ASSERT_NOTICED(pool, block->birth, 0);

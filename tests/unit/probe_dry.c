@@ -1,9 +1,11 @@
-/* Owns the tests of dry runs: what a micro-batch that runs out of memory leaves.
+/* Owns the tests of dry runs: what a micro-batch that runs out of memory leaves, and how steps will
+ * use the pool.
  * Must not know the search. */
 #include <criterion/criterion.h>
 
 #include "device/device.h"
 #include "probe/dry_run.h"
+#include "recover/recover.h"
 
 #define KIB(n) ((size_t)(n) << 10)
 
@@ -183,4 +185,59 @@ Test(probe_dry, the_largest_size_is_found_above_others_that_do_not_fit)
     }
     cr_assert_gt(gaps, 2, "%zu gaps", gaps);
     cr_assert_eq(found_above, gaps);
+}
+
+/* ---- as steps will do it ---- */
+
+static rebatch_status nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status run_nothing(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    return nothing(user);
+}
+
+/* Steps ask for the whole memory of an attempt beforehand unless admission is off, an OOM stops the
+ * step or nothing is cached; the smallest size they always try. Steps before the probe have made
+ * what is made once. */
+Test(probe_dry, memory_is_asked_for_as_steps_do_and_what_steps_made_is_there)
+{
+    static const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                         .zero_grad = nothing,
+                                         .forward_backward = run_nothing,
+                                         .optimizer_step = nothing};
+    static const struct {
+        rebatch_toggle admission, caching;
+        rebatch_on_oom on_oom;
+        bool admits;
+    } cases[] = {
+        {REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_ON_OOM_HALVE, true},
+        {REBATCH_ON, REBATCH_ON, REBATCH_ON_OOM_FIT, true},
+        {REBATCH_OFF, REBATCH_ON, REBATCH_ON_OOM_HALVE, false},
+        {REBATCH_ON, REBATCH_ON, REBATCH_ON_OOM_STOP, false},
+        {REBATCH_ON, REBATCH_OFF, REBATCH_ON_OOM_HALVE, false},
+    };
+    rebatch_device *device;
+    cr_assert_eq(rebatch_device_open_host(&device, KIB(4096), NULL), REBATCH_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        rebatch *rb;
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        options.admission = cases[i].admission;
+        options.on_oom = cases[i].on_oom;
+        options.pool.caching = cases[i].caching;
+        cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
+        struct rbi_setting setting = rbi_probe_setting(rb, 3);
+        cr_assert_eq(setting.pool, rebatch_get_pool(rb));
+        cr_assert_eq(setting.admits_above, cases[i].admits ? 3 : SIZE_MAX, "case %zu", i);
+        cr_assert_not(setting.has_stepped);
+        cr_assert_eq(rebatch_step(rb, &ops, 1, NULL, NULL), REBATCH_OK);
+        setting = rbi_probe_setting(rb, 3);
+        cr_assert(setting.has_stepped);
+        rebatch_close(rb);
+    }
+    rebatch_device_close(device);
 }

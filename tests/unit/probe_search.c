@@ -216,6 +216,26 @@ Test(probe_search, what_is_within_two_percent_is_fast_enough)
     cr_assert_float_eq(rate, 20 / 0.205, 1e-6);
 }
 
+/* The largest, and three, two and one quarters of it, rounded down. */
+Test(probe_search, the_sizes_that_are_measured_are_quarters_of_the_largest)
+{
+    for (size_t largest = 1; largest <= 43; largest++) {
+        struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100};
+        struct rbi_search search = search_of(&t, largest * MIB(1));
+        size_t runs[64] = {0};
+        search.is_fastest = true;
+        cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+        cr_assert_eq(search.report.largest_size, largest);
+        for (size_t i = 0; i < t.ran; i++)
+            runs[t.sizes[i]]++;
+        for (size_t quarters = 1; quarters <= 4; quarters++) {
+            const size_t size = largest * quarters / 4 > 0 ? largest * quarters / 4 : 1;
+            cr_assert_geq(runs[size], RBI_TIMED_TURNS, "%zu quarters of %zu", quarters, largest);
+        }
+        end(&t, &search);
+    }
+}
+
 Test(probe_search, max_trials_bounds_what_is_measured)
 {
     struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100};
@@ -296,6 +316,22 @@ Test(probe_search, where_none_of_the_size_follows_another_a_smaller_one_comes_be
     end(&t, &search);
 }
 
+/* A step of 64 has three micro-batches of 20, each of which finds what the one before has left:
+ * that is exactly as foretold, so that one run shows it. */
+Test(probe_search, what_is_foretold_exactly_is_run_once)
+{
+    struct training t = {.each_bytes = MIB(1), .keeps = true};
+    struct rbi_search search = search_of(&t, MIB(60));
+    size_t runs = 0;
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+    cr_assert_eq(search.report.size, 20, "found %zu", search.report.size);
+    cr_assert_eq(search.report.confidence, REBATCH_CONFIDENCE_EXACT);
+    for (size_t i = 0; i < t.ran; i++)
+        runs += t.sizes[i] == 20;
+    cr_assert_eq(runs, 1);
+    end(&t, &search);
+}
+
 Test(probe_search, without_runs_for_it_the_size_must_follow_what_there_is)
 {
     struct training t = {.each_bytes = MIB(1), .keeps = true};
@@ -319,6 +355,11 @@ Test(probe_search, a_first_run_that_fails_where_its_memory_is_there_runs_once_mo
     cr_assert_eq(search.report.size, 40);
     cr_assert_eq(search.report.ooms, 1);
     end(&t, &search);
+    t = (struct training){.each_bytes = MIB(1), .unlucky = 1};
+    search = search_of(&t, MIB(1));
+    cr_assert_eq(rbi_search_run(&search), REBATCH_OK, "it is there exactly");
+    cr_assert_eq(search.report.size, 1);
+    end(&t, &search);
     t = (struct training){.each_bytes = MIB(1), .unlucky = 2};
     search = search_of(&t, MIB(40));
     cr_assert_eq(rbi_search_run(&search), REBATCH_E_EXHAUSTED);
@@ -335,17 +376,42 @@ Test(probe_search, a_size_that_fails_when_it_is_run_again_is_not_the_answer)
     end(&t, &search);
 }
 
+/* Of 40 MiB there are 31 in a session that begins anew. */
+static void search_anew(struct training *t, struct rbi_search *search)
+{
+    void *block;
+    *search = search_of(t, MIB(40));
+    cr_assert_eq(rebatch_pool_alloc(&block, t->pool, MIB(9), NULL, 0), REBATCH_OK);
+    cr_assert_eq(rbi_pool_clone(&search->setting.fresh, &search->setting.fresh_device, t->pool),
+                 REBATCH_OK);
+    cr_assert_eq(rebatch_pool_free(t->pool, block), REBATCH_OK);
+}
+
 Test(probe_search, a_session_that_begins_anew_must_have_room_for_the_size_too)
 {
     struct training t = {.each_bytes = MIB(1)};
-    struct rbi_search search = search_of(&t, MIB(40));
-    void *block;
-    cr_assert_eq(rebatch_pool_alloc(&block, t.pool, MIB(9), NULL, 0), REBATCH_OK);
-    cr_assert_eq(rbi_pool_clone(&search.setting.fresh, &search.setting.fresh_device, t.pool),
-                 REBATCH_OK);
-    cr_assert_eq(rebatch_pool_free(t.pool, block), REBATCH_OK);
+    struct rbi_search search;
+    search_anew(&t, &search);
     cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
     cr_assert_eq(search.report.size, 31, "found %zu", search.report.size);
     cr_assert_eq(search.report.ooms, 0);
     end(&t, &search);
+}
+
+/* 36 samples run, and leave no room for steps. */
+Test(probe_search, what_leaves_room_for_the_steps_is_run_or_believed_when_no_run_is_left)
+{
+    for (uint32_t runs = 2; runs <= 4; runs++) {
+        struct training t = {.each_bytes = MIB(1)};
+        struct rbi_search search;
+        search_anew(&t, &search);
+        search.hint = 36;
+        search.max_trials = runs;
+        cr_assert_eq(rbi_search_run(&search), REBATCH_OK);
+        cr_assert_eq(t.sizes[1], 36);
+        cr_assert_eq(search.report.size, 31, "with %u runs %zu", runs, search.report.size);
+        cr_assert_eq(t.ran, runs < 3 ? 2 : 3);
+        cr_assert_eq(search.report.predicted_peak_bytes, runs < 3 ? 0 : 31 * MIB(1));
+        end(&t, &search);
+    }
 }

@@ -220,6 +220,31 @@ Test(recover_crawl, by_cost_it_is_the_budget_that_shrinks)
     close_crawler(&c);
 }
 
+/* The first growth goes to the cost of 22 samples, for which there is room in all; the 16 that run
+ * crawl, and the next growth goes half as far. */
+Test(recover_crawl, by_cost_growth_goes_halfway_to_what_crawled)
+{
+    rebatch_options options = crawling_options();
+    options.micro_start = 12;
+    options.micro_largest = 16;
+    struct crawler c;
+    open_crawler(&c, &options);
+    c.ops.cost = three_each;
+    uint64_t before = 36, grown[2] = {0};
+    for (int i = 0; i < 2;) {
+        run_step(&c, 64);
+        if (c.report.cost_after > before) {
+            grown[i++] = c.report.cost_after;
+            if (i == 2)
+                cr_assert_eq(grown[1], before + (grown[0] - before) / 2, "%d after %d",
+                             (int)grown[1], (int)grown[0]);
+        }
+        before = c.report.cost_after;
+    }
+    cr_assert_eq(grown[0], 68);
+    close_crawler(&c);
+}
+
 Test(recover_crawl, with_room_for_both_it_does_not_crawl)
 {
     rebatch_options options = crawling_options();

@@ -67,3 +67,49 @@ Test(recover_learn, a_model_stays_about_its_level)
     rebatch_close(t.rb);
     rebatch_device_close(device);
 }
+
+/* ---- how long it takes ---- */
+
+static rebatch_status run_small(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    void *block;
+    const rebatch_status status =
+        rebatch_pool_alloc(&block, mb->pool, mb->count * KIB(16), mb->stream, 0);
+    if (status)
+        return status;
+    rebatch_mutating(t->rb);
+    return rebatch_pool_free(mb->pool, block);
+}
+
+/* A whole batch of 4 has run, and sizes of a larger one fail: another is named after each, until
+ * eight micro-batches were learned from. */
+Test(recover_learn, it_learns_from_eight_microbatches_at_the_most)
+{
+    enum { LESSONS = 8, BATCH_SEEN = 4, UPPER = 64 };
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = nothing,
+                                  .forward_backward = run_small,
+                                  .optimizer_step = nothing,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    struct trainer t = {.level = 0};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_device *device;
+    rebatch_step_report report;
+    size_t size = 0;
+    options.learn = REBATCH_ON;
+    cr_assert_eq(rebatch_device_open_host(&device, KIB(4096), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t.rb, device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH_SEEN, &t, &report), REBATCH_OK);
+    cr_assert_gt(report.learned, 0);
+    const struct rbi_tuner *tuner = &t.rb->learning.tuner;
+    for (uint32_t learned = report.learned; learned < LESSONS; learned++) {
+        cr_assert_eq(tuner->next(&size, tuner->user, UPPER, UPPER, 0), REBATCH_OK);
+        cr_assert_gt(size, 0, "after %u", learned);
+        tuner->failed(tuner->user, UPPER - learned);
+    }
+    cr_assert_eq(tuner->next(&size, tuner->user, UPPER, UPPER, 0), REBATCH_OK);
+    cr_assert_eq(size, 0, "it goes on after %d", LESSONS);
+    rebatch_close(t.rb);
+    rebatch_device_close(device);
+}

@@ -1,0 +1,37 @@
+/* Owns the tests of which pointers guards know: those in what is guarded, and none beside it.
+ * Must not know what is done about them. */
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+#include "recover/recover.h"
+
+enum { WORDS = 4 };
+
+Test(recover_guard, a_pointer_is_known_in_every_guarded_word_and_in_no_other)
+{
+    static const struct {
+        size_t first, count; /* guarded words */
+        size_t odd_bytes;    /* and so many bytes more */
+    } cases[] = {{0, 4, 0}, {1, 2, 0}, {0, 1, 0}, {3, 1, 0}, {0, 2, 4}};
+    static char block;
+    rebatch_device *device;
+    cr_assert_eq(rebatch_device_open_host(&device, (size_t)1 << 20, NULL), REBATCH_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        rebatch *rb;
+        void *state[WORDS] = {NULL};
+        cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
+        cr_assert_not(rbi_guards_know(rb, &block));
+        cr_assert_eq(rebatch_guard(rb, state + cases[i].first,
+                                   cases[i].count * sizeof *state + cases[i].odd_bytes,
+                                   REBATCH_GUARD_HOST),
+                     REBATCH_OK);
+        for (size_t at = 0; at < WORDS; at++) {
+            const bool is_guarded = at >= cases[i].first && at < cases[i].first + cases[i].count;
+            state[at] = &block;
+            cr_assert_eq(rbi_guards_know(rb, &block), is_guarded, "case %zu, word %zu", i, at);
+            state[at] = NULL;
+        }
+        rebatch_close(rb);
+    }
+    rebatch_device_close(device);
+}
