@@ -1,9 +1,8 @@
 /* Owns physical memory: making it, keeping what is spare of it, mapping and unmapping it.
  * Must not know blocks' lives, nor what memory is asked for.
  *
- * Most pieces are one granule each: a larger piece can only be unmapped as a whole, and keeps free
- * memory from where it is needed. What is taken ahead of its use comes in larger ones all the same:
- * making, mapping and giving back one of them takes as long as of one granule. */
+ * A large piece can only be unmapped as a whole, and then keeps free memory from where it is
+ * needed; but to make, map and give back one takes hardly longer than for one granule. */
 #include "pool/pool.h"
 
 static unsigned granule_shift(const rebatch_pool *pool)
@@ -134,17 +133,30 @@ static unsigned largest_within(size_t count, unsigned most)
 
 /* A sixteenth of the request, so that a request is served by a few calls, or a 128th of what the
  * pool holds, so that a pool that grows does so in few calls. But at most a 1,024th of what the
- * device could still give: what is left over at the ends of chunks in use is of no use elsewhere,
- * and counts as soon as memory is short. */
+ * device could still give, and 32 granules: what is left over at the ends of chunks in use is of no
+ * use elsewhere, and counts as soon as memory is short. A request of 16 GiB and more takes some
+ * hundred chunks all the same. */
 #define PARTS_OF_REQUEST 16
 #define PARTS_OF_HELD 128
 #define PARTS_OF_ROOM 1024
+#define ORDINARY_MOST 32
+#define PARTS_OF_HUGE 256
+
+static size_t chunk_of(size_t granules)
+{
+    return (size_t)1 << largest_within(rbi_max(granules, 1), RBI_PIECE_SIZES - 1);
+}
 
 size_t rbi_granules_chunk(const rebatch_pool *pool, size_t count, size_t room)
 {
     const size_t wanted = rbi_max(count / PARTS_OF_REQUEST, pool->granules_held / PARTS_OF_HELD);
-    const size_t most = rbi_max(rbi_min(wanted, room / PARTS_OF_ROOM), 1);
-    return (size_t)1 << largest_within(most, RBI_PIECE_SIZES - 1);
+    const size_t ordinary = rbi_min(rbi_min(wanted, room / PARTS_OF_ROOM), ORDINARY_MOST);
+    return chunk_of(rbi_max(ordinary, count / PARTS_OF_HUGE));
+}
+
+size_t rbi_granules_chunk_ahead(size_t count)
+{
+    return chunk_of(count / PARTS_OF_REQUEST);
 }
 
 /* Gives what was made since back. */
@@ -155,7 +167,7 @@ static void unmake(rebatch_pool *pool, const size_t before[static RBI_PIECE_SIZE
             ;
 }
 
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room)
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t chunk)
 {
     size_t before[RBI_PIECE_SIZES];
     for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
@@ -163,7 +175,6 @@ rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room
     pool->stats.device_allocations++;
     unsigned most = RBI_PIECE_SIZES - 1; /* what the device has in one piece */
     for (size_t made = 0; made < count;) {
-        const size_t chunk = rbi_granules_chunk(pool, count, room > made ? room - made : 0);
         const unsigned size = largest_within(rbi_min(count - made, chunk), most);
         const rebatch_status status = create(pool, size);
         if (status == REBATCH_OK) {

@@ -151,7 +151,7 @@ struct growth {
     size_t guard_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free granules only */
     bool no_remap;                        /* fresh ones before free ones */
-    bool exact;                           /* no more fresh memory than asked for */
+    bool ahead;                           /* it will be used as a whole */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool from_cache;                      /* out: nothing was mapped for it */
     bool at_end;                          /* out: what is served is at the end of what was found */
@@ -275,13 +275,16 @@ static bool wants_care(const rebatch_pool *pool, bool plenty)
            pool->room_parts * 1000 < (size_t)pool->keep_room_permille * RBI_POOL_ROOM_PARTS;
 }
 
-static rebatch_status create_lacking(rebatch_pool *pool, size_t count, size_t room)
+static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *growth, size_t count,
+                                     size_t room)
 {
     const size_t lacking = count - pool->spare_count;
     const size_t room_granules = room / pool->granule_bytes;
     if (lacking > room_granules)
         return REBATCH_OOM;
-    return rbi_granules_create(pool, lacking, room_granules);
+    return rbi_granules_create(pool, lacking,
+                               growth->ahead ? rbi_granules_chunk_ahead(lacking)
+                                             : rbi_granules_chunk(pool, lacking, room_granules));
 }
 
 /* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
@@ -296,7 +299,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
     if (status != REBATCH_OK)
         return status;
     if (growth->no_remap) {
-        const rebatch_status created = create_lacking(pool, count, room);
+        const rebatch_status created = create_lacking(pool, growth, count, room);
         if (created != REBATCH_OOM)
             return created;
     }
@@ -310,7 +313,7 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
         return REBATCH_OK;
     if (growth->no_fresh)
         return REBATCH_OOM;
-    return create_lacking(pool, count, room);
+    return create_lacking(pool, growth, count, room);
 }
 
 /* Fills a window with memory; with a guard the last granule of it stays a gap. */
@@ -334,7 +337,7 @@ static void widen(struct rbi_window *window, rebatch_pool *pool, const struct gr
 {
     size_t room;
     rebatch_memory_info info;
-    if (growth->no_fresh || growth->exact || pool->spare_count >= window->granules ||
+    if (growth->no_fresh || growth->ahead || pool->spare_count >= window->granules ||
         rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return;
     const size_t chunk = rbi_granules_chunk(pool, window->granules, room / pool->granule_bytes);
@@ -359,7 +362,7 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 {
     *out = NULL;
     if (pool->has_space) {
-        struct growth growth = {.bytes = bytes, .stream = stream, .spared = spared, .exact = true};
+        struct growth growth = {.bytes = bytes, .stream = stream, .spared = spared, .ahead = true};
         struct rbi_window window;
         const rebatch_status found = find_hole(&window, pool, &growth);
         return found == REBATCH_OK ? fill_window(out, pool, &growth, &window) : found;
@@ -391,8 +394,10 @@ bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes)
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
                                    bool fresh)
 {
-    struct growth growth = {
-        .bytes = bytes, .stream = stream, .no_fresh = !fresh || !find_means(pool, bytes).plenty};
+    struct growth growth = {.bytes = bytes,
+                            .stream = stream,
+                            .ahead = true,
+                            .no_fresh = !fresh || !find_means(pool, bytes).plenty};
     struct rbi_window window;
     struct rbi_block *block;
     if (rbi_nodes_prepare(&pool->range_nodes, 1) && rbi_pool_await_streams(pool) == REBATCH_OK &&
@@ -529,7 +534,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
         return REBATCH_OK;
     }
     struct growth growth = {
-        .bytes = request->bytes, .stream = request->stream, .exact = request->exact};
+        .bytes = request->bytes, .stream = request->stream, .ahead = request->ahead};
     const uint64_t remaps = pool->rungs[REBATCH_STAGE_REMAP];
     reach(pool, request, REBATCH_STAGE_REMAP);
     const rebatch_status status = pool->guard

@@ -56,7 +56,7 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
     if (status != REBATCH_OK)
         return status;
-    request.exact = true;
+    request.ahead = true;
     if (!pool->caching) {
         request.rung = REBATCH_STAGE_DEVICE;
         status = look_for_room(pool, rounded);

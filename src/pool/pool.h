@@ -59,10 +59,10 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* Physical memory comes in chunks of 1, 2, 4 ... granules, up to 64 MiB on CUDA devices. Each is
+/* Physical memory comes in chunks of 1, 2, 4 ... granules, up to 1 GiB on CUDA devices. Each is
  * mapped and given back as one, which takes the device hardly longer than a single granule. What is
  * free of a chunk in use stays where it is. */
-#define RBI_PIECE_SIZES 6
+#define RBI_PIECE_SIZES 10
 
 /* Pieces of one size. Those that are created and not mapped are listed; there is space for all that
  * are held. */
@@ -269,8 +269,10 @@ uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 /* Granules of the chunks, a power of two, in which `count` granules come where the device could
  * still give `room` granules. */
 size_t rbi_granules_chunk(const rebatch_pool *pool, size_t count, size_t room);
-/* Makes `count` more granules, in chunks of such sizes. All or none. */
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t room);
+/* The same for memory that will be used as a whole. */
+size_t rbi_granules_chunk_ahead(size_t count);
+/* Makes `count` more granules, in chunks of up to `chunk` granules, a power of two. All or none. */
+rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t chunk);
 /* Gives spare granules back until `keep` are left, or fewer where the last piece is larger; how
  * many it gave back. */
 size_t rbi_granules_release(rebatch_pool *pool, size_t keep);
@@ -417,7 +419,7 @@ struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
     rebatch_pool_stage rung; /* out: the last one tried */
-    bool exact;              /* no more fresh memory than asked for is taken */
+    bool ahead;              /* of its use, and used as a whole */
     bool beside;             /* what is promised is not for it */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */

@@ -135,7 +135,11 @@ rebatch_status rbi_search_prepare(struct rbi_search *s, size_t count)
     const bool is_outside_growing = s->whole_count > 1 && s->model.outside.rise > 0;
     if (s->whole_count > 1 && (trial.needs_trim || is_outside_growing))
         status = rebatch_pool_trim(s->setting.pool, 0, NULL);
-    return status;
+    if (status || !trial.is_admitted || !s->is_model_made)
+        return status;
+    /* At once, in a few large chunks: what is missing then is made as it is asked for. */
+    status = rbi_pool_admit(s->setting.pool, rbi_model_need(&s->model, count), s->setting.stream);
+    return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
 /* Where a size fits only after a smaller one than ran last, that one is next. */

@@ -48,7 +48,7 @@ rebatch_status rbi_search_model(struct rbi_search *s)
 rebatch_status rbi_search_forecast(struct rbi_forecast *out, struct rbi_search *s,
                                    const struct rbi_plan *plan)
 {
-    *out = (struct rbi_forecast){.fits = true};
+    *out = (struct rbi_forecast){.fits = true, .is_admitted = true};
     if (s->whole_count < 2)
         return REBATCH_OK;
     const rebatch_status status = rbi_search_model(s);

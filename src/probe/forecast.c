@@ -123,6 +123,9 @@ static rebatch_status run_session(struct course *course)
         status = rbi_dry_run(dry, small_of(course->setting, plan));
     if (!status)
         status = rbi_dry_hold_outside(dry, plan->count);
+    if (!status && plan->has_trial && course->effort < RETRY && dry->model->outside.rise <= 0)
+        status = rbi_pool_admit(dry->pool, rbi_model_need(dry->model, plan->count),
+                                course->setting->stream);
     if (!status && plan->has_trial)
         status = rbi_dry_run(dry, plan->count);
     if (!status)
@@ -202,6 +205,7 @@ static rebatch_status replay_session(struct rbi_forecast *out, const struct rbi_
         out->reserved_bytes = course.stats.reserved_peak_bytes;
         out->failing_bytes = course.dry.failing_bytes;
         out->needs_trim = effort >= TRIM;
+        out->is_admitted = effort < RETRY && model->outside.rise <= 0;
         out->after = effort >= SMALL_AFTER ? small_of(setting, plan) : 0;
         out->before = effort >= SMALL_BEFORE ? small_of(setting, plan) : 0;
     }

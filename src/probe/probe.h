@@ -252,6 +252,7 @@ struct rbi_forecast {
     uint64_t peak_bytes;     /* live, all in all */
     uint64_t reserved_bytes; /* at the most */
     uint64_t failing_bytes;  /* asked for by what does not fit */
+    bool is_admitted;        /* fits when its memory is taken beforehand */
     bool needs_trim;         /* fits only when the cache is given back before */
     /* Fits only when micro-batches of so many samples run before and after the trial; 0: none. */
     size_t before, after;
