@@ -4,11 +4,12 @@
 CC = cc
 CXX = c++
 SAN =
+CHECK =
 prefix = /usr/local
 DESTDIR =
 CFLAGS = -O2 -g
 
-VARIANT := $(if $(SAN),debug-$(SAN),release)
+VARIANT := $(if $(CHECK),check,$(if $(SAN),debug-$(SAN),release))
 BUILD := build/$(VARIANT)
 
 # ---- flags -------------------------------------------------------------------------------------
@@ -18,7 +19,7 @@ WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prot
 SANITIZE := $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer \
               $(if $(findstring clang,$(CC)),,-static-libubsan))
 ALL_CFLAGS := -std=c17 -D_GNU_SOURCE -pthread -fPIC -fvisibility=hidden $(WARNINGS) \
-              -Iinclude $(CFLAGS) $(SANITIZE)
+              -Iinclude $(CFLAGS) $(SANITIZE) $(if $(CHECK)$(SAN),-DRBI_ASSERTS) $(if $(CHECK),-DRBI_CHECK)
 # What clang's check of a call's type asks for is in C++'s library, which no test links.
 SANITIZE_CXX := $(SANITIZE) $(if $(SAN),$(if $(findstring clang,$(CXX)),-fno-sanitize=function))
 LIBS := -lconfig -lm -pthread
@@ -254,7 +255,7 @@ TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES
 
 TEST_FLAGS =
 STRIDE = $(if $(SAN),8,1)
-test: ## every test (SAN=address,undefined for a sanitizer build)
+test: ## every test (SAN=address,undefined for sanitizers, CHECK=1 for the pool's state)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
 	@scripts/arrows $(BUILD)

@@ -11,6 +11,18 @@
 
 #include "rebatch/status.h"
 
+/* ---- what must hold whatever a caller does (assert.c) ---- */
+
+/* Looked at in sanitizer and check builds (make SAN=..., CHECK=1), where it ends the process with
+ * file and line. */
+#ifdef RBI_ASSERTS
+#define rbi_assert(condition)                                                                      \
+    ((condition) ? (void)0 : rbi_assert_failed(#condition, __FILE__, __LINE__))
+_Noreturn void rbi_assert_failed(const char *condition, const char *file, int line);
+#else
+#define rbi_assert(condition) ((void)sizeof((condition) ? 1 : 0))
+#endif
+
 /* ---- error text (error.c) ---- */
 
 /* Sets this thread's error sentence and gives `status` back, so that a fault is said once, where it

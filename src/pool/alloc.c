@@ -150,6 +150,7 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         status = find_block(&block, pool, bytes, rounded, stream, tag);
     if (RBI_UNLIKELY(status != REBATCH_OK))
         return status;
+    rbi_assert(block->bytes == rounded && block->stream->stream == stream);
     if (RBI_UNLIKELY(rbi_pool_use_block(pool, block, bytes, tag)))
         rbi_pool_raise_peaks(pool);
     if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF) && !block->planned)
@@ -172,6 +173,6 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
     *out = NULL;
     rbi_lock_take(&pool->lock);
     const rebatch_status status = alloc_locked(out, pool, bytes, rounded, stream, tag);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }

@@ -343,7 +343,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
         return status;
     rbi_pool_take_lock(pool);
     status = copy_locked(&copy);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     if (!status && info.total_bytes >= pool->granule_bytes)
         status = rebatch_device_set_capacity(dry, info.total_bytes);
     if (status)

@@ -17,6 +17,7 @@ static void pass_back(rebatch_pool *pool, struct rbi_range *range)
 
 void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back)
 {
+    rbi_assert(block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED);
     if (block->used)
         RBI_RECORD(pool, FREE_REQUESTED, block->address, block->bytes, block->stream->stream,
                    block->tag);
@@ -105,7 +106,7 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
         return status;
     rbi_lock_take(&pool->lock);
     const rebatch_status freed = free_locked(pool, pointer);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return freed;
 }
 
@@ -148,7 +149,7 @@ rebatch_status rebatch_pool_use_on(rebatch_pool *pool, void *pointer, rebatch_st
         return status;
     rbi_lock_take(&pool->lock);
     status = use_on_locked(pool, pointer, stream);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -165,6 +166,6 @@ rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool *pool, const
     status = find_live(&block, pool, pointer);
     if (status == REBATCH_OK)
         *bytes = block->bytes;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }

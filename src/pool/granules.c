@@ -39,6 +39,7 @@ static bool prepare_spare(struct rbi_spare *spare)
 
 static void put_spare(rebatch_pool *pool, rbi_physical physical, unsigned size)
 {
+    rbi_assert(physical && size < RBI_PIECE_SIZES);
     struct rbi_spare *spare = &pool->spare[size];
     spare->pieces[spare->count++] = physical;
     pool->spare_count += (size_t)1 << size;
@@ -51,6 +52,7 @@ static rbi_physical newest_spare(const rebatch_pool *pool, unsigned size)
 
 static void drop_spare(rebatch_pool *pool, unsigned size)
 {
+    rbi_assert(pool->spare[size].count > 0 && pool->spare_count >= (size_t)1 << size);
     pool->spare[size].count--;
     pool->spare_count -= (size_t)1 << size;
 }
@@ -59,6 +61,7 @@ static void drop_spare(rebatch_pool *pool, unsigned size)
  * one. */
 static unsigned choose_spare(const rebatch_pool *pool, size_t most)
 {
+    rbi_assert(pool->spare_count > 0);
     unsigned size = RBI_PIECE_SIZES;
     while (size-- > 0)
         if (pool->spare[size].count && (size_t)1 << size <= most)
@@ -169,6 +172,7 @@ static void unmake(rebatch_pool *pool, const size_t before[static RBI_PIECE_SIZE
 
 rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t chunk)
 {
+    rbi_assert(count > 0 && chunk > 0 && (chunk & (chunk - 1)) == 0);
     size_t before[RBI_PIECE_SIZES];
     for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
         before[size] = pool->spare[size].count;
@@ -342,6 +346,9 @@ static rebatch_status map_next(size_t *granules, rebatch_pool *pool, struct rbi_
 
 rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole)
 {
+    rbi_assert(hole->stream == pool->space && hole->state == RBI_BLOCK_HELD);
+    rbi_assert(hole->bytes % pool->granule_bytes == 0);
+    rbi_assert(hole->bytes / pool->granule_bytes <= pool->spare_count);
     const char *const end = hole->address + hole->bytes;
     char *at = hole->address;
     rebatch_status status = REBATCH_OK;

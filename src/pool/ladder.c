@@ -703,7 +703,7 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     const struct rbi_pool_pressure_watch watch = pool->pressure_watch;
     pool->stats.pressure_calls++;
     pool->pressing++;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     const rebatch_pool *outer = rbi_pool_pressing;
     rbi_pool_pressing = pool;
     rbi_pool_callbacks++;
@@ -728,6 +728,7 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
         rbi_plan_leave(pool); /* what the arena does not use may do */
         status = climb_beside(out, pool, request);
     }
+    rbi_assert((status == REBATCH_OK) == (*out != NULL));
     for (size_t i = 0; status == REBATCH_OOM && i < pool->pressure_count; i++) {
         const struct rbi_pressure pressure = pool->pressures[i];
         reach(pool, request, REBATCH_STAGE_PRESSURE);

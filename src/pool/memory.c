@@ -90,7 +90,7 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         status = reserve_locked(pool, bytes, rounded, stream);
     if (status == REBATCH_OK)
         rbi_pool_tell(pool, RBI_POOL_RESERVE, NULL, bytes, stream);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -169,7 +169,7 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
         return status;
     rbi_lock_take(&pool->lock);
     status = admit_locked(pool, rounded, stream);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -198,7 +198,7 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
     if (status == REBATCH_OK && pool->ballast_bytes &&
         rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
         rbi_ballast_arm(pool, room);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     if (released_bytes)
         *released_bytes = released;
     return status;
@@ -220,7 +220,7 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
         /* The limit holds whether or not the device takes memory back; its error comes again. */
         (void)rbi_pool_trim_cache(pool, cached > excess ? cached - excess : 0, NULL, &released);
     }
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }
 
@@ -238,7 +238,7 @@ rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
     if (status == REBATCH_OK &&
         !rbi_add(pool->stats.reserved_bytes - pool->stats.live_bytes, room, bytes))
         *bytes = SIZE_MAX;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -258,6 +258,6 @@ rebatch_status rebatch_pool_add_pressure(rebatch_pool *pool,
         status =
             rbi_error(REBATCH_E_UNSUPPORTED,
                       "%d pressure callbacks are registered: expected no more", RBI_POOL_PRESSURES);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }

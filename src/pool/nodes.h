@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "base/base.h"
+
 /* Nodes of one size, got from the heap in chunks and never given back before the end, so that calls
  * with a warm pool make no heap call. spare == nodes in the list `free`, made == all there are. */
 struct rbi_nodes {
@@ -26,6 +28,7 @@ void *rbi_nodes_take(struct rbi_nodes *nodes);
 static inline void *rbi_nodes_take_as_is(struct rbi_nodes *nodes)
 {
     void *node = nodes->free;
+    rbi_assert(node && nodes->spare > 0);
     memcpy(&nodes->free, node, sizeof nodes->free);
     nodes->spare--;
     return node;

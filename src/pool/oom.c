@@ -119,7 +119,7 @@ rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool
         return status;
     rbi_lock_take(&pool->lock);
     *out = pool->oom;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }
 
@@ -127,5 +127,5 @@ void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     *out = pool->own_oom;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }

@@ -66,6 +66,7 @@ static inline void rbi_bin_add(struct rbi_block *block)
 
 static inline void rbi_bin_remove(struct rbi_block *block)
 {
+    rbi_assert(*block->link == block);
     struct rbi_bins *const bins = block->bins;
     const unsigned bin = block->bin;
     struct rbi_block *const next = block->next;
@@ -97,6 +98,7 @@ static inline void rbi_pool_bin_add(struct rbi_block *block)
 
 static inline void rbi_pool_bin_remove(struct rbi_block *block)
 {
+    rbi_assert(block->stream->free_bytes >= block->bytes);
     block->stream->free_bytes -= block->bytes;
     rbi_bin_remove(block);
 }
@@ -124,6 +126,7 @@ static inline void rbi_block_insert(struct rbi_block *part, struct rbi_block *bl
 static inline struct rbi_block *rbi_block_cut(rebatch_pool *pool, struct rbi_block *block,
                                               size_t bytes, bool off_end)
 {
+    rbi_assert(bytes > 0 && bytes < block->bytes);
     struct rbi_block *part = rbi_nodes_take_as_is(&pool->block_nodes);
     part->bytes = bytes;
     part->bins = block->bins;
@@ -156,6 +159,7 @@ static inline void rbi_block_note_use(struct rbi_block *block, const struct rbi_
 static inline void rbi_block_take_in_after(rebatch_pool *pool, struct rbi_block *left)
 {
     struct rbi_block *right = left->after;
+    rbi_assert(right->range == left->range && right->address == left->address + left->bytes);
     left->bytes += right->bytes;
     rbi_block_note_use(left, right);
     left->after = right->after;
@@ -168,6 +172,7 @@ static inline void rbi_block_take_in_after(rebatch_pool *pool, struct rbi_block 
 static inline void rbi_block_give_in_to_after(rebatch_pool *pool, struct rbi_block *left)
 {
     struct rbi_block *right = left->after;
+    rbi_assert(right->range == left->range && right->address == left->address + left->bytes);
     right->address = left->address;
     right->bytes += left->bytes;
     rbi_block_note_use(right, left);
@@ -190,6 +195,8 @@ static inline bool rbi_block_is_free_of(const struct rbi_block *block, uint8_t s
 static inline struct rbi_block *rbi_block_settle(rebatch_pool *pool, struct rbi_block *block,
                                                  uint8_t state)
 {
+    rbi_assert(state == RBI_BLOCK_FREE || state == RBI_BLOCK_HOLE);
+    rbi_assert((state == RBI_BLOCK_HOLE) == (block->stream == pool->space));
     struct rbi_bins *const bins = block->bins;
     struct rbi_block *const before = block->before;
     struct rbi_block *const after = block->after;
@@ -254,6 +261,8 @@ static inline bool rbi_block_gives_end(const rebatch_pool *pool, const struct rb
 static inline struct rbi_block *rbi_block_take(rebatch_pool *pool, struct rbi_block *block,
                                                size_t bytes)
 {
+    rbi_assert(block->state == RBI_BLOCK_FREE || block->state == RBI_BLOCK_HOLE);
+    rbi_assert(bytes > 0 && bytes <= block->bytes && block->stream->free_bytes >= bytes);
     const size_t rest = block->bytes - bytes;
     block->stream->free_bytes -= bytes;
     if (rest == 0) {

@@ -176,7 +176,7 @@ rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
         return status;
     rbi_lock_take(&pool->lock);
     rbi_plan_mark(pool, key);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }
 
@@ -186,21 +186,21 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
 {
     rbi_pool_take_lock(pool);
     pool->recorder = recorder ? *recorder : (struct rbi_pool_recorder){NULL, NULL};
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch)
 {
     rbi_lock_take(&pool->lock);
     pool->pressure_watch = *watch;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)
 {
     rbi_lock_take(&pool->lock);
     pool->fault = *fault;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
@@ -225,6 +225,6 @@ uint64_t rbi_pool_births(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     const uint64_t births = pool->births;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return births;
 }

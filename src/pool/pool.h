@@ -193,11 +193,24 @@ static inline bool rbi_pool_is_beside_promise(const rebatch_pool *pool)
            rbi_pool_is_outside(pool, pool->insider);
 }
 
+/* Aborts when rbi_pool_is_valid() would be false; the lock is held (valid.c). */
+void rbi_pool_check_state(const rebatch_pool *pool);
+
 /* Takes the lock, for whoever looks at ranges: all blocks are in them. */
 static inline void rbi_pool_take_lock(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     rbi_plan_leave(pool);
+}
+
+/* Ends a call of the pool. A check build (make CHECK=1) walks everything first, and aborts with the
+ * equation that does not hold. */
+static inline void rbi_pool_give_lock(rebatch_pool *pool)
+{
+#ifdef RBI_CHECK
+    rbi_pool_check_state(pool);
+#endif
+    rbi_lock_give(&pool->lock);
 }
 
 /* ---- blocks and bins (heap.c); all with the lock held ---- */

@@ -77,7 +77,7 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
         return status;
     rbi_lock_take(&pool->lock);
     status = begin_locked(out, pool, pool->insider);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -86,7 +86,7 @@ rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
     *out = 0;
     rbi_lock_take(&pool->lock);
     const rebatch_status status = begin_locked(out, pool, rbi_thread_number());
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -164,6 +164,7 @@ static struct rbi_block *pop_deferred(struct rbi_scope *scope)
 
 static void close_innermost(rebatch_pool *pool)
 {
+    rbi_assert(pool->depth > 0);
     const struct rbi_scope *const scope = innermost(pool);
     pool->depth--;
     pool->insider = pool->depth ? scope[-1].insider : 0;
@@ -201,7 +202,7 @@ rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
                            (unsigned)scope, (unsigned)innermost(pool)->handle);
     else
         commit_innermost(pool);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -214,7 +215,7 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope)
     const size_t outside = open ? (size_t)(open - pool->scopes) : pool->depth;
     while (pool->depth > outside)
         commit_innermost(pool);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 /* Where a free waits that no thread's own scope is to hold back: the innermost scope of all
@@ -260,7 +261,7 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
     rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
     if (!scope || scope != innermost(pool)) {
-        rbi_lock_give(&pool->lock);
+        rbi_pool_give_lock(pool);
         return refuse_scope(handle);
     }
     const uint64_t first_birth = scope->first_birth;
@@ -275,7 +276,7 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
         b->outside = true;
         rbi_scope_pass_over(pool, b, true);
     }
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }
 
@@ -287,7 +288,7 @@ void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
         block = take_deferred(&pool->scopes[i], address);
     if (block)
         finish_free(pool, block);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
@@ -309,7 +310,7 @@ void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
         }
         block = next;
     }
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 static void rollback_innermost(rebatch_pool *pool)
@@ -349,7 +350,7 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     } else {
         status = refuse_scope(scope);
     }
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -393,6 +394,6 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
         get_stats_locked(out, pool, open);
     else
         status = refuse_scope(scope);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }

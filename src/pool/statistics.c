@@ -67,7 +67,7 @@ rebatch_status rebatch_pool_get_stats(rebatch_pool_stats *out, rebatch_pool *poo
         return status;
     rbi_lock_take(&pool->lock);
     rbi_pool_get_stats(out, pool);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }
 
@@ -84,7 +84,7 @@ rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool)
     pool->peak_number++;
     for (size_t i = 0; i < pool->tag_count; i++)
         pool->tags[i].peak_bytes = pool->tags[i].live_bytes;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }
 
@@ -121,7 +121,7 @@ rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool, const char
                          name ? "empty" : "NULL");
     rbi_lock_take(&pool->lock);
     status = tag_locked(out, pool, name);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -150,7 +150,7 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
     else
         status = rbi_error(REBATCH_E_INVALID, "tag is %u: expected 0 to %zu", (unsigned)tag,
                            pool->tag_count - 1);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return status;
 }
 
@@ -161,14 +161,14 @@ void rbi_pool_mark_peak(rebatch_pool *pool)
     rbi_lock_take(&pool->lock);
     pool->mark_peak_bytes = pool->stats.live_bytes;
     rbi_pool_set_quiet(pool);
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     const uint64_t peak = pool->mark_peak_bytes;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
     return peak;
 }
 
@@ -177,7 +177,7 @@ void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool)
     rbi_lock_take(&pool->lock);
     out->taken_bytes = pool->device_taken_bytes;
     out->given_bytes = pool->device_given_bytes - pool->asked_back_bytes;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 uint64_t rbi_pool_oom_count(const rebatch_pool *pool)

@@ -396,15 +396,36 @@ static bool is_plan_valid(const rebatch_pool *pool, struct tally *tally)
     return true;
 }
 
-bool rbi_pool_is_valid(rebatch_pool *pool)
+static bool is_state_valid(const rebatch_pool *pool)
 {
     struct tally tally;
     memset(&tally, 0, sizeof tally);
+    return are_ranges_valid(pool, &tally) && is_plan_valid(pool, &tally) &&
+           are_streams_valid(pool, &tally) && is_table_valid(pool) && is_late_valid(pool) &&
+           are_scopes_valid(pool) && are_sums_valid(pool, &tally);
+}
+
+bool rbi_pool_is_valid(rebatch_pool *pool)
+{
     rbi_lock_take(&pool->lock);
-    const bool valid = are_ranges_valid(pool, &tally) && is_plan_valid(pool, &tally) &&
-                       are_streams_valid(pool, &tally) && is_table_valid(pool) &&
-                       is_late_valid(pool) && are_scopes_valid(pool) &&
-                       are_sums_valid(pool, &tally);
+    const bool valid = is_state_valid(pool);
     rbi_lock_give(&pool->lock);
     return valid;
 }
+
+#ifdef RBI_CHECK
+/* A walk takes as long as the pool has blocks: a pool of few is walked at the end of every call, one
+ * of many as often as lets a call look at this many. */
+#define CHECKED_A_CALL 128
+
+void rbi_pool_check_state(const rebatch_pool *pool)
+{
+    static _Atomic uint64_t saved; /* blocks that were not looked at yet */
+    const uint64_t blocks = pool->block_nodes.made - pool->block_nodes.spare;
+    if ((saved += CHECKED_A_CALL) < blocks)
+        return;
+    saved = 0;
+    if (!is_state_valid(pool))
+        rbi_assert_failed(rebatch_last_error(), __FILE__, __LINE__);
+}
+#endif

@@ -10,7 +10,7 @@ void rbi_view_open(rebatch_pool *pool)
 void rbi_view_close(rebatch_pool *pool)
 {
     rbi_pool_callbacks--;
-    rbi_lock_give(&pool->lock);
+    rbi_pool_give_lock(pool);
 }
 
 /* ---- memory ---- */

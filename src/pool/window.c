@@ -484,6 +484,7 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
                               struct rbi_pool_stream *stream)
 {
     *out = NULL;
+    rbi_assert(window->first->range == window->last->range);
     struct rbi_block *const end = window->last->after;
     for (struct rbi_block *b = window->first; b != end; b = b->after) {
         if (b->stream != pool->space)

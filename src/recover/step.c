@@ -165,6 +165,7 @@ static rebatch_status accumulate(rebatch *rb)
         rbi_learn_choose(rb, rb->batch - progress.next);
         mb.first = progress.next;
         mb.count = rbi_cut(rb, progress.next);
+        rbi_assert(mb.count > 0 && mb.count <= rb->batch - progress.next);
         rb->size = rbi_size_of(rb, mb.first, mb.count);
         mb.attempt = attempts_of(rb, mb.first);
         rebatch_status status = try_samples(rb, &mb);

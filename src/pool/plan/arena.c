@@ -20,6 +20,8 @@ struct rbi_block *rbi_arena_take(rebatch_pool *pool, size_t bytes, rebatch_strea
 /* Lays a block into the gap around it. Needs a spare node. */
 static void lay(rebatch_pool *pool, struct rbi_block *gap, struct rbi_block *block)
 {
+    rbi_assert(gap->state == RBI_BLOCK_HELD && block->address >= gap->address);
+    rbi_assert(block->address + block->bytes <= gap->address + gap->bytes);
     const size_t before = (size_t)(block->address - gap->address);
     const size_t behind = gap->bytes - before - block->bytes;
     if (behind)

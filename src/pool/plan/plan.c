@@ -168,6 +168,7 @@ void rbi_plan_note_free(rebatch_pool *pool, const struct rbi_block *block)
 
 void rbi_plan_discard(rebatch_pool *pool, struct rbi_block *block)
 {
+    rbi_assert(pool->plan.arena && pool->plan.arena_live_bytes >= block->bytes);
     pool->plan.arena_live_bytes -= block->bytes;
     rbi_table_remove(&pool->table, block);
     if (block->late)
@@ -280,6 +281,7 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
     const struct rbi_phase_call *const call = &plan->phase->calls[plan->next];
     if (call->offset == RBI_PLAN_ELSEWHERE || pool->block_nodes.spare < rbi_pool_promised(pool))
         return NULL;
+    rbi_assert((size_t)call->offset * REBATCH_POOL_UNIT_BYTES + bytes <= plan->arena->bytes);
     struct rbi_block *const block = rbi_nodes_take(&pool->block_nodes);
     block->address = plan->arena->address + (size_t)call->offset * REBATCH_POOL_UNIT_BYTES;
     block->bytes = bytes;
