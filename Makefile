@@ -254,7 +254,7 @@ TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE)
 TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples
 
 TEST_FLAGS =
-STRIDE = $(if $(SAN),8,1)
+STRIDE = $(if $(SAN)$(CHECK),8,1)
 test: ## every test (SAN=address,undefined for sanitizers, CHECK=1 for the pool's state)
 	@scripts/install-deps build test
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)

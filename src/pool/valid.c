@@ -414,15 +414,23 @@ bool rbi_pool_is_valid(rebatch_pool *pool)
 }
 
 #ifdef RBI_CHECK
-/* A walk takes as long as the pool has blocks: a pool of few is walked at the end of every call, one
- * of many as often as lets a call look at this many. */
-#define CHECKED_A_CALL 128
+/* What a walk looks at: blocks, and each granule of the addresses. */
+static uint64_t count_steps(const rebatch_pool *pool)
+{
+    uint64_t steps = pool->block_nodes.made;
+    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+        steps += pool->has_space ? r->bytes / pool->granule_bytes : 0;
+    return steps;
+}
+
+/* A small pool is walked at the end of every call, a large one as often as that makes these many
+ * steps a call. */
+#define STEPS_A_CALL 512
 
 void rbi_pool_check_state(const rebatch_pool *pool)
 {
-    static _Atomic uint64_t saved; /* blocks that were not looked at yet */
-    const uint64_t blocks = pool->block_nodes.made - pool->block_nodes.spare;
-    if ((saved += CHECKED_A_CALL) < blocks)
+    static _Atomic uint64_t saved; /* steps that were not made yet */
+    if ((saved += STEPS_A_CALL) < count_steps(pool))
         return;
     saved = 0;
     if (!is_state_valid(pool))
