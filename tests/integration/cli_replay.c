@@ -687,7 +687,7 @@ Test(cli_replay, gzip_data_that_unpack_to_much_more_are_given_up)
 Test(cli_replay, ids_that_are_far_apart_are_found)
 {
     const char *stride = getenv("REBATCH_TEST_STRIDE");
-    const bool is_slow = stride && strcmp(stride, "1") != 0; /* valgrind, a sanitizer, or a check build */
+    const bool is_slow = stride && strcmp(stride, "1") != 0; /* valgrind, a sanitizer, a check */
     const uint64_t ids = is_slow ? 20000 : 300000;
     FILE *file = fopen("t", "w");
     cr_assert(file != NULL);
