@@ -12,7 +12,7 @@
 #include "device/device.h"
 
 #define WARM_RUNS 40
-#define GRANULE_BYTES ((size_t)2 << 20)
+#define PAGE_BYTES ((size_t)2 << 20)
 
 struct rbi_event_object {
     uint64_t done_at;
@@ -89,7 +89,7 @@ static void check(rebatch_status status)
 static rebatch_device *open_device(void)
 {
     rebatch_device *device;
-    check(rebatch_device_open_dry(&device, (size_t)1 << 40, GRANULE_BYTES));
+    check(rebatch_device_open_dry(&device, (size_t)1 << 40, PAGE_BYTES));
     counting = dry = *device->ops;
     counting.memory = count_memory;
     counting.reserve = count_reserve;
@@ -175,7 +175,7 @@ int main(int count, char **arguments)
     static const uint64_t lags[] = {0, 5, 20, 50, 100, 200, 500, 2000};
     for (int i = 1; i < count; i++) {
         struct rbi_trace trace;
-        if (!rbi_trace_read(&trace, arguments[i], GRANULE_BYTES))
+        if (!rbi_trace_read(&trace, arguments[i], PAGE_BYTES))
             return 1;
         printf("%s: calls for events, 1,000 pairs of allocate and free; live / reserved\n"
                "     lag  first run  live/res.       warm  live/res.     others\n",

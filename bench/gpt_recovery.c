@@ -56,7 +56,7 @@ static struct {
     const struct rbi_device_ops *inner;
     struct rbi_device_ops ops;
     double ms, giving_ms;
-    uint64_t granules;
+    uint64_t pages;
 } mapping;
 
 static rebatch_status timed_create(void *self, rbi_physical *out, size_t bytes)
@@ -72,7 +72,7 @@ static rebatch_status timed_map(void *self, void *address, size_t bytes, rbi_phy
     const double began = now_ms();
     const rebatch_status status = mapping.inner->map(self, address, bytes, physical);
     mapping.ms += now_ms() - began;
-    mapping.granules++;
+    mapping.pages++;
     return status;
 }
 
@@ -288,13 +288,13 @@ static size_t moments_bytes(const struct bench *bench)
 }
 
 struct parts {
-    uint64_t granules;
+    uint64_t pages;
     double began_ms, mapping_ms, giving_ms, callback_ms;
 };
 
 static struct parts begin_parts(const struct bench *bench)
 {
-    return (struct parts){mapping.granules, now_ms(), mapping.ms, mapping.giving_ms,
+    return (struct parts){mapping.pages, now_ms(), mapping.ms, mapping.giving_ms,
                           bench->callback_ms};
 }
 
@@ -302,9 +302,8 @@ static void print_parts(const struct bench *bench, const struct parts *before, c
                         size_t gib)
 {
     printf("parts %s %zu %.1f %llu %.1f %.1f %.1f\n", way, gib, now_ms() - before->began_ms,
-           (unsigned long long)(mapping.granules - before->granules),
-           mapping.ms - before->mapping_ms, mapping.giving_ms - before->giving_ms,
-           bench->callback_ms - before->callback_ms);
+           (unsigned long long)(mapping.pages - before->pages), mapping.ms - before->mapping_ms,
+           mapping.giving_ms - before->giving_ms, bench->callback_ms - before->callback_ms);
 }
 
 /* The first step of a session that knows nothing, with no probe before it. */

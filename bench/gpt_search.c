@@ -1,9 +1,9 @@
 /* What finding the micro-batch of GPT-2 124M costs beside the GPU's own work: bf16, 1,024
- * positions, 128 samples a step, on a dry device with granules of 2 MiB and operations that do
+ * positions, 128 samples a step, on a dry device with pages of 2 MiB and operations that do
  * nothing. So the calls of pool and driver are those of a GPU, and none is needed. For each cap a
  * line for a probe and one for the first step of a session that learns:
- *     NAME CAP_GIB SIZE SIZES_RUN GRANULES PIECES CALLS HOST_MS
- * GRANULES were taken from the device meanwhile; PIECES were mapped, each by calls of its own,
+ *     NAME CAP_GIB SIZE SIZES_RUN PAGES PIECES CALLS HOST_MS
+ * PAGES were taken from the device meanwhile; PIECES were mapped, each by calls of its own,
  * which is what a GPU's driver takes long for. CALLS are all those that make, map, open to access,
  * unmap or give back. HOST_MS of the thread's time were spent outside the
  * callbacks: on the search. Another line has the micro-batches of the first step beside those of a
@@ -240,7 +240,7 @@ static const rebatch_step_ops ops = {.struct_size = sizeof ops,
 
 /* ---- what is measured ---- */
 
-static uint64_t held_granules(const struct bench *bench)
+static uint64_t held_pages(const struct bench *bench)
 {
     rebatch_pool_stats stats = {0};
     (void)rebatch_pool_get_stats(&stats, rebatch_get_pool(bench->rb));
@@ -249,13 +249,13 @@ static uint64_t held_granules(const struct bench *bench)
 
 /* What had been counted when the search began. */
 struct before {
-    uint64_t granules, pieces, calls;
+    uint64_t pages, pieces, calls;
     double ms;
 };
 
 static struct before note_before(const struct bench *bench)
 {
-    return (struct before){held_granules(bench), counted.pieces, counted.calls, now_ms()};
+    return (struct before){held_pages(bench), counted.pieces, counted.calls, now_ms()};
 }
 
 static void print_line(const struct bench *bench, const char *name, double gib,
@@ -269,7 +269,7 @@ static void print_line(const struct bench *bench, const char *name, double gib,
         length += (size_t)snprintf(sizes + length, sizeof sizes - length, "%s%zu", i ? "," : "",
                                    bench->sizes[i]);
     printf("%s %g %zu %s %" PRIu64 " %" PRIu64 " %" PRIu64 " %.2f\n", name, gib,
-           rebatch_get_micro(bench->rb, BATCH), sizes, now.granules - before->granules,
+           rebatch_get_micro(bench->rb, BATCH), sizes, now.pages - before->pages,
            now.pieces - before->pieces, now.calls - before->calls, ms);
 }
 

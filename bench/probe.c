@@ -50,9 +50,9 @@ static bool is_dry; /* devices without memory behind them: the same answers, soo
 static void open_device(struct bed *bed, const struct setup *setup)
 {
     rebatch_host_options host = REBATCH_HOST_OPTIONS_INIT;
-    host.page_bytes = setup->granule_bytes;
+    host.page_bytes = setup->page_bytes;
     const rebatch_status status =
-        is_dry ? rebatch_device_open_dry(&bed->device, setup->capacity_bytes, setup->granule_bytes)
+        is_dry ? rebatch_device_open_dry(&bed->device, setup->capacity_bytes, setup->page_bytes)
                : rebatch_device_open_host(&bed->device, setup->capacity_bytes, &host);
     if (status || rebatch_stream_create(&bed->model.aside, bed->device))
         die("cannot open a device");
@@ -324,17 +324,17 @@ static void print_case(size_t i, const struct setup *setup, struct outcome found
                        bool holds)
 {
     const struct model *m = &setup->model;
-    printf(
-        "case %zu: batch %zu, found %zu of %zu, %zu runs, %zu OOMs, %s; granule %zu%s%s%s, loops "
-        "%zu, outside %zu + %zu, unit %zu, limit %zu/%u, headroom %zu, div %u, split %zu, gc "
-        "%u, ballast %zu\n",
-        i, setup->batch, found.size, truth, found.trials, found.ooms,
-        holds ? "holds" : "does not hold", setup->granule_bytes,
-        setup->pool.caching == REBATCH_OFF ? ", not caching" : "", setup->is_plain ? ", plain" : "",
-        setup->is_after_a_step ? ", after a step" : "", m->loop_count, m->outside_fixed,
-        m->outside_each, m->items[0].unit, setup->pool.limit_bytes, setup->pool.limit_permille,
-        setup->pool.headroom_bytes, setup->pool.rounding_divisions, setup->pool.max_split_bytes,
-        setup->pool.gc_threshold_permille, setup->pool.ballast_bytes);
+    printf("case %zu: batch %zu, found %zu of %zu, %zu runs, %zu OOMs, %s; page %zu%s%s%s, loops "
+           "%zu, outside %zu + %zu, unit %zu, limit %zu/%u, headroom %zu, div %u, split %zu, gc "
+           "%u, ballast %zu\n",
+           i, setup->batch, found.size, truth, found.trials, found.ooms,
+           holds ? "holds" : "does not hold", setup->page_bytes,
+           setup->pool.caching == REBATCH_OFF ? ", not caching" : "",
+           setup->is_plain ? ", plain" : "", setup->is_after_a_step ? ", after a step" : "",
+           m->loop_count, m->outside_fixed, m->outside_each, m->items[0].unit,
+           setup->pool.limit_bytes, setup->pool.limit_permille, setup->pool.headroom_bytes,
+           setup->pool.rounding_divisions, setup->pool.max_split_bytes,
+           setup->pool.gc_threshold_permille, setup->pool.ballast_bytes);
 }
 
 /* The case, and the probe once more with all that it does. */

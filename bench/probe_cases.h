@@ -135,8 +135,8 @@ static inline rebatch_status zero_grad(void *user)
 /* A library's workspace: it keeps the largest that it has needed. */
 static inline rebatch_status take_outside(struct model *model, size_t count)
 {
-    const size_t granule = rbi_device_granule_bytes(model->device);
-    const size_t bytes = round_to(model->outside_fixed + model->outside_each * count, granule);
+    const size_t page = rbi_device_page_bytes(model->device);
+    const size_t bytes = round_to(model->outside_fixed + model->outside_each * count, page);
     if (bytes <= model->outside_bytes)
         return REBATCH_OK;
     void *made;
@@ -264,7 +264,7 @@ static const rebatch_step_ops ops = {.struct_size = sizeof ops,
 
 struct setup {
     struct model model;
-    size_t batch, capacity_bytes, granule_bytes, smallest, largest;
+    size_t batch, capacity_bytes, page_bytes, smallest, largest;
     bool is_plain;        /* the device has no virtual memory */
     bool is_after_a_step; /* the probe comes after a first step of one sample */
     rebatch_pool_options pool;
@@ -300,7 +300,7 @@ static inline void draw_items(struct model *model, uint64_t *state)
     }
 }
 
-/* As much larger as the granules are: those of a card are small beside what it has. */
+/* As much larger as the pages are: those of a card are small beside what it has. */
 static inline void scale(struct model *model, size_t factor)
 {
     for (size_t i = 0; i < model->item_count; i++) {
@@ -337,7 +337,7 @@ static inline void draw_capacity(struct setup *setup, uint64_t *state)
     size_t capacity = room + between(0, room / 8, state);
     if (one_in(80, state)) /* nothing fits */
         capacity = setup->model.tensor_bytes[0] * (setup->model.moments ? 2 : 1);
-    setup->capacity_bytes = capacity + 2 * setup->granule_bytes;
+    setup->capacity_bytes = capacity + 2 * setup->page_bytes;
 }
 
 /* The cases that the probe was made with. */
@@ -347,8 +347,8 @@ static inline void draw_first(struct setup *setup, size_t number)
     *setup = (struct setup){.pool = REBATCH_POOL_OPTIONS_INIT};
     draw_items(&setup->model, &state);
     setup->batch = between(8, BATCH_MOST, &state);
-    setup->granule_bytes = one_in(2, &state) ? (size_t)64 << 10 : (size_t)2 << 20;
-    scale(&setup->model, setup->granule_bytes >> 16);
+    setup->page_bytes = one_in(2, &state) ? (size_t)64 << 10 : (size_t)2 << 20;
+    scale(&setup->model, setup->page_bytes >> 16);
     draw_capacity(setup, &state);
     switch (between(0, 5, &state)) {
     case 0:
@@ -452,7 +452,7 @@ static inline void draw_pool(struct setup *setup, uint64_t *state)
     if (one_in(16, state))
         pool->gc_threshold_permille = (uint32_t)between(500, 1000, state);
     if (one_in(16, state)) {
-        pool->ballast_bytes = setup->granule_bytes * between(1, 4, state);
+        pool->ballast_bytes = setup->page_bytes * between(1, 4, state);
         setup->capacity_bytes += pool->ballast_bytes;
     }
 }
@@ -460,7 +460,7 @@ static inline void draw_pool(struct setup *setup, uint64_t *state)
 /* A case of the set that a seed names. */
 static inline void draw(struct setup *setup, uint64_t seed, size_t number)
 {
-    static const size_t granules[] = {16384, 65536, 65536, 262144, 2097152, 2097152};
+    static const size_t pages[] = {16384, 65536, 65536, 262144, 2097152, 2097152};
     uint64_t state = seed * 1000003 + number;
     (void)next(&state);
     struct model *model = &setup->model;
@@ -469,11 +469,11 @@ static inline void draw(struct setup *setup, uint64_t seed, size_t number)
     draw_manners(model, &state);
     draw_loops(model, &state);
     setup->batch = between(8, BATCH_MOST, &state);
-    setup->granule_bytes = granules[next(&state) % 6];
+    setup->page_bytes = pages[next(&state) % 6];
     setup->is_plain = one_in(12, &state);
     setup->is_after_a_step = one_in(4, &state);
-    if (setup->granule_bytes > 65536)
-        scale(model, setup->granule_bytes >> 16);
+    if (setup->page_bytes > 65536)
+        scale(model, setup->page_bytes >> 16);
     draw_tensors(model, &state);
     if (one_in(6, &state))
         model->outside_fixed = between(1, (size_t)8 << 20, &state);

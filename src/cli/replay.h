@@ -18,7 +18,7 @@ int rbi_replay_help(int count, char **arguments);
 
 struct rbi_replay_settings {
     size_t capacity_bytes; /* of the device; REBATCH_UNLIMITED: whatever the trace takes */
-    size_t granule_bytes;
+    size_t page_bytes;
     bool is_cuda; /* on a GPU's memory rather than a dry device */
     rebatch_pool_options pool;
     unsigned repeat;          /* timed samples a trace */
@@ -41,9 +41,9 @@ bool rbi_replay_has_ending(const char *path, const char *ending);
 
 /* ---- traces (replay_trace.c) ---- */
 
-/* What a trace may have in use at once: 512 GiB in granules of 2 MiB, which is more than a device
+/* What a trace may have in use at once: 512 GiB in pages of 2 MiB, which is more than a device
  * has. A pool keeps a few bytes for each, so a line that asks for more costs a host its memory. */
-#define RBI_REPLAY_GRANULES_MOST 262144
+#define RBI_REPLAY_PAGES_MOST 262144
 
 enum rbi_replay_kind { RBI_REPLAY_ALLOC, RBI_REPLAY_FREE, RBI_REPLAY_USE };
 
@@ -69,9 +69,9 @@ struct rbi_trace {
     size_t peak_op;                /* the allocation that first reached peak_live_bytes */
     uint64_t torch_allocated_bytes, torch_reserved_bytes; /* PyTorch's peaks; 0: it does not say */
 };
-/* Reads gzip or plain text, for a device with granules of `granule_bytes`. False, with file, line
+/* Reads gzip or plain text, for a device with pages of `page_bytes`. False, with file, line
  * and what was expected on stderr, when it cannot. */
-bool rbi_trace_read(struct rbi_trace *trace, const char *path, uint64_t granule_bytes);
+bool rbi_trace_read(struct rbi_trace *trace, const char *path, uint64_t page_bytes);
 void rbi_trace_free(struct rbi_trace *trace);
 
 /* ---- IDs of a trace (replay_ids.c) ---- */

@@ -71,7 +71,7 @@ static bool replay(const char *path, const struct rbi_replay_settings *settings,
 {
     struct rbi_trace trace;
     struct rbi_replay_result result;
-    if (!rbi_trace_read(&trace, path, settings->granule_bytes))
+    if (!rbi_trace_read(&trace, path, settings->page_bytes))
         return false;
     const bool ok = rbi_replay_run(&result, &trace, settings);
     if (ok && !*has_head) {

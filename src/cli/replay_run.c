@@ -255,19 +255,19 @@ static rebatch_status try_capacity(const struct rbi_trace *trace,
     return status;
 }
 
-/* A number of granules in which the trace runs, near what it reserved with all the room it wanted;
+/* A number of pages in which the trace runs, near what it reserved with all the room it wanted;
  * *fails is moved up to the largest that failed. 0 when something else than memory failed. */
 static uint64_t find_enough(uint64_t *fails, const struct rbi_replay_result *result,
                             const struct rbi_trace *trace,
                             const struct rbi_replay_settings *settings)
 {
-    const uint64_t granule = settings->granule_bytes;
-    const uint64_t most = settings->capacity_bytes / granule; /* known to be enough */
-    uint64_t enough = (result->peak_reserved_bytes + settings->pool.headroom_bytes) / granule + 1;
+    const uint64_t page = settings->page_bytes;
+    const uint64_t most = settings->capacity_bytes / page; /* known to be enough */
+    uint64_t enough = (result->peak_reserved_bytes + settings->pool.headroom_bytes) / page + 1;
     for (uint64_t step = 1;; step *= 2) {
         if (enough >= most)
             return most;
-        const rebatch_status status = try_capacity(trace, settings, enough * granule);
+        const rebatch_status status = try_capacity(trace, settings, enough * page);
         if (status != REBATCH_OOM)
             return status ? 0 : enough;
         *fails = enough;
@@ -278,18 +278,18 @@ static uint64_t find_enough(uint64_t *fails, const struct rbi_replay_result *res
 static bool find_smallest(struct rbi_replay_result *result, const struct rbi_trace *trace,
                           const struct rbi_replay_settings *settings)
 {
-    const uint64_t granule = settings->granule_bytes;
+    const uint64_t page = settings->page_bytes;
     /* What is live at once must be there at once. */
-    uint64_t fails = trace->peak_live_bytes > 0 ? (trace->peak_live_bytes - 1) / granule : 0;
+    uint64_t fails = trace->peak_live_bytes > 0 ? (trace->peak_live_bytes - 1) / page : 0;
     uint64_t runs = find_enough(&fails, result, trace, settings);
     while (runs > fails + 1) {
         const uint64_t middle = fails + (runs - fails) / 2;
-        const rebatch_status status = try_capacity(trace, settings, middle * granule);
+        const rebatch_status status = try_capacity(trace, settings, middle * page);
         if (status && status != REBATCH_OOM)
             return false;
         *(status ? &fails : &runs) = middle;
     }
-    result->smallest_capacity_bytes = runs * granule;
+    result->smallest_capacity_bytes = runs * page;
     return runs > 0;
 }
 

@@ -8,7 +8,7 @@
 #include "rebatch/config.h"
 #include "rebatch/cuda.h"
 
-#define GRANULE_BYTES ((size_t)2 << 20) /* as on CUDA devices */
+#define PAGE_BYTES ((size_t)2 << 20) /* as on CUDA devices */
 #define REPEAT_DEFAULT 9
 #define REPEAT_MOST 1000
 #define EVENTS_DEFAULT 100000
@@ -35,9 +35,9 @@ static bool set_capacity(struct rbi_replay_settings *settings, const char *text)
     return set_bytes(&settings->capacity_bytes, text);
 }
 
-static bool set_granule(struct rbi_replay_settings *settings, const char *text)
+static bool set_page(struct rbi_replay_settings *settings, const char *text)
 {
-    return set_bytes(&settings->granule_bytes, text);
+    return set_bytes(&settings->page_bytes, text);
 }
 
 static bool set_headroom(struct rbi_replay_settings *settings, const char *text)
@@ -178,7 +178,7 @@ static const struct option options[] = {
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--guard", set_guard, "on or off"},
-    {"--page", set_granule, A_SIZE},
+    {"--page", set_page, A_SIZE},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
     {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},
     {"--events", set_events, "a number from 1 to 100000000"},
@@ -230,7 +230,7 @@ rebatch_status rbi_replay_open_device(rebatch_device **out,
 {
     if (settings->is_cuda)
         return rebatch_device_open_cuda(out, NULL);
-    return rebatch_device_open_dry(out, settings->capacity_bytes, settings->granule_bytes);
+    return rebatch_device_open_dry(out, settings->capacity_bytes, settings->page_bytes);
 }
 
 /* What only a real pool and device know about their settings: whether they take them. */
@@ -283,7 +283,7 @@ bool rbi_replay_settings_read(struct rbi_replay_settings *settings, int count, c
 {
     *settings = (struct rbi_replay_settings){
         .capacity_bytes = REBATCH_UNLIMITED,
-        .granule_bytes = GRANULE_BYTES,
+        .page_bytes = PAGE_BYTES,
         .pool = REBATCH_POOL_OPTIONS_INIT,
         .repeat = REPEAT_DEFAULT,
         .snapshot_events = EVENTS_DEFAULT,

@@ -16,7 +16,7 @@
 #define SHOWN_MOST 60               /* of a line in a message */
 #define FIELDS_MOST 5               /* one more than any line has */
 /* With this in use at once sums of live and reserved bytes fit into 64 bits, whatever the rounding
- * and the granule. */
+ * and the page. */
 #define LIVE_MOST (UINT64_C(1) << 62) /* a multiple of REBATCH_POOL_UNIT_BYTES */
 /* Gzip makes a thousand bytes of one, and a line takes more memory than it has bytes: what unpacks
  * to more text than this is to be of so many bytes at least. Recorded traces are of a quarter. */
@@ -294,7 +294,7 @@ static bool read_alloc(struct reader *reader, const struct field *fields)
                       "BYTES is %" PRIu64 " on top of the %" PRIu64
                       " that are in use: expected no more than %" PRIu64
                       " in all, %d pages (--page)",
-                      bytes, reader->live_bytes, reader->live_most, RBI_REPLAY_GRANULES_MOST);
+                      bytes, reader->live_bytes, reader->live_most, RBI_REPLAY_PAGES_MOST);
     struct rbi_replay_id *entry = rbi_replay_ids_find(&reader->ids, id);
     if (!entry)
         return refuse_memory(reader->trace);
@@ -440,7 +440,7 @@ static bool read_file(struct reader *reader)
     return next == NEXT_END && close_trace(reader);
 }
 
-bool rbi_trace_read(struct rbi_trace *trace, const char *path, uint64_t granule_bytes)
+bool rbi_trace_read(struct rbi_trace *trace, const char *path, uint64_t page_bytes)
 {
     *trace = (struct rbi_trace){.path = path, .streams = 1};
     struct reader *reader = calloc(1, sizeof *reader);
@@ -448,9 +448,9 @@ bool rbi_trace_read(struct rbi_trace *trace, const char *path, uint64_t granule_
         return refuse_memory(trace);
     reader->trace = trace;
     reader->next_check = UNPACKED_FREE;
-    reader->live_most = granule_bytes > LIVE_MOST / RBI_REPLAY_GRANULES_MOST
+    reader->live_most = page_bytes > LIVE_MOST / RBI_REPLAY_PAGES_MOST
                             ? LIVE_MOST
-                            : granule_bytes * RBI_REPLAY_GRANULES_MOST;
+                            : page_bytes * RBI_REPLAY_PAGES_MOST;
     errno = 0;
     reader->file = gzopen(path, "rb");
     bool ok = reader->file != NULL;

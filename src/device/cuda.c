@@ -25,7 +25,7 @@ enum {
 };
 
 /* Without virtual memory an allocation is the driver's, which rounds small ones to this itself. */
-#define PLAIN_GRANULE_BYTES ((size_t)2 << 20)
+#define PLAIN_PAGE_BYTES ((size_t)2 << 20)
 
 struct cuda {
     const struct rbi_cuda_driver *driver;
@@ -33,7 +33,7 @@ struct cuda {
     int ordinal;            /* as the user counts */
     int handle;             /* as the driver calls it */
     cu_context context;     /* the primary one; NULL: not retained */
-    size_t granule_bytes;
+    size_t page_bytes;
     struct cu_memory_kind kind;
     int (*take_last_error)(void);
     struct rbi_device_ops ops; /* without virtual memory where the GPU has none */
@@ -83,9 +83,9 @@ static void cuda_close(void *self)
 
 /* ---- memory ---- */
 
-static size_t cuda_granule_bytes(void *self)
+static size_t cuda_page_bytes(void *self)
 {
-    return ((struct cuda *)self)->granule_bytes;
+    return ((struct cuda *)self)->page_bytes;
 }
 
 static rebatch_status memory_info(void *self, rebatch_memory_info *out)
@@ -327,7 +327,7 @@ static rebatch_status cuda_take_last_error(void *self)
 static const struct rbi_device_ops cuda_ops = {
     .struct_size = sizeof(struct rbi_device_ops),
     .close = cuda_close,
-    .granule_bytes = cuda_granule_bytes,
+    .page_bytes = cuda_page_bytes,
     .memory = cuda_memory,
     .alloc = cuda_alloc,
     .free = cuda_free,
@@ -366,14 +366,14 @@ static int (*shared_runtime_last_error(void))(void)
     return function;
 }
 
-static rebatch_status find_granule(struct cuda *cuda)
+static rebatch_status find_page(struct cuda *cuda)
 {
     int has_virtual_memory = 0;
     int code = cuda->driver->device_get_attribute(&has_virtual_memory, ATTRIBUTE_VIRTUAL_MEMORY,
                                                   cuda->handle);
-    cuda->granule_bytes = PLAIN_GRANULE_BYTES;
+    cuda->page_bytes = PLAIN_PAGE_BYTES;
     if (!code && has_virtual_memory)
-        code = cuda->driver->granularity(&cuda->granule_bytes, &cuda->kind, GRANULARITY_MINIMUM);
+        code = cuda->driver->granularity(&cuda->page_bytes, &cuda->kind, GRANULARITY_MINIMUM);
     else
         cuda->ops.reserve = NULL;
     return rebatch_from_cuda(NULL, code);
@@ -405,7 +405,7 @@ static rebatch_status open_gpu(struct cuda *cuda, const rebatch_cuda_options *o,
             rebatch_from_cuda(NULL, cuda->driver->context_retain(&cuda->context, cuda->handle));
     cuda->kind = (struct cu_memory_kind){
         .type = KIND_PINNED, .location = {.type = LOCATION_DEVICE, .id = cuda->ordinal}};
-    return status ? status : find_granule(cuda);
+    return status ? status : find_page(cuda);
 }
 
 /* "CUDA 13.0, driver 580.159.04": of CUDA what the driver knows, and its own number where the

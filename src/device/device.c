@@ -221,18 +221,18 @@ rebatch_status rebatch_pinned_free(rebatch_device *device, void *memory, size_t 
 
 /* ---- for the rest of the library ---- */
 
-rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t granule_bytes)
+rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t page_bytes)
 {
-    if (capacity_bytes >= granule_bytes)
+    if (capacity_bytes >= page_bytes)
         return REBATCH_OK;
     return rbi_error(REBATCH_E_INVALID,
                      "capacity_bytes is %zu: expected at least one page of %zu bytes",
-                     capacity_bytes, granule_bytes);
+                     capacity_bytes, page_bytes);
 }
 
-size_t rbi_device_granule_bytes(const rebatch_device *device)
+size_t rbi_device_page_bytes(const rebatch_device *device)
 {
-    return device->ops->granule_bytes(device->self);
+    return device->ops->page_bytes(device->self);
 }
 
 rebatch_status rbi_device_alloc(rebatch_device *device, void **out, size_t bytes)

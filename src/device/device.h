@@ -15,13 +15,13 @@ typedef uint64_t rbi_physical;
 
 /* Every function that can fail returns a status and leaves the device as it was when it does. All
  * of them are safe from several threads. `self` is what the open function made. Sizes of memory and
- * mappings are multiples of granule_bytes(). */
+ * mappings are multiples of page_bytes(). */
 struct rbi_device_ops {
     size_t struct_size;
 
     /* -- must provide -- */
     void (*close)(void *self);
-    size_t (*granule_bytes)(void *self);
+    size_t (*page_bytes)(void *self);
     rebatch_status (*memory)(void *self, rebatch_memory_info *out);
     /* REBATCH_OOM when there is no room. The result is aligned to REBATCH_POOL_ALIGNMENT at least.
      */
@@ -88,14 +88,14 @@ rebatch_status rbi_device_create(rebatch_device **out, const struct rbi_device_o
 void rbi_device_hold(rebatch_device *device);
 void rbi_device_let_go(rebatch_device *device);
 
-/* REBATCH_E_INVALID when not even one granule fits. */
-rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t granule_bytes);
+/* REBATCH_E_INVALID when not even one page fits. */
+rebatch_status rbi_device_check_capacity(size_t capacity_bytes, size_t page_bytes);
 
 /* rebatch_device_open_dry(), with the calls for virtual memory or without. */
-rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes,
-                                   size_t granule_bytes, bool has_virtual_memory);
+rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes, size_t page_bytes,
+                                   bool has_virtual_memory);
 
-size_t rbi_device_granule_bytes(const rebatch_device *device);
+size_t rbi_device_page_bytes(const rebatch_device *device);
 rebatch_status rbi_device_alloc(rebatch_device *device, void **out, size_t bytes);
 rebatch_status rbi_device_free(rebatch_device *device, void *memory, size_t bytes);
 /* The seven below are there only when this says so. */

@@ -4,14 +4,14 @@
 
 #include "device/device.h"
 
-#define DEFAULT_GRANULE_BYTES ((size_t)2 << 20)
-#define LEAST_GRANULE_BYTES 4096
+#define DEFAULT_PAGE_BYTES ((size_t)2 << 20)
+#define LEAST_PAGE_BYTES 4096
 /* Addresses that no mapping of the process will ever have on x86-64 and arm64 with 48-bit addresses
  * (the upper half of 57 bits), so that touching one faults. */
 #define FIRST_ADDRESS ((uintptr_t)1 << 52)
 
 struct dry {
-    size_t granule_bytes;
+    size_t page_bytes;
     pthread_mutex_t lock; /* of everything below */
     size_t capacity_bytes;
     size_t used_bytes;
@@ -31,9 +31,9 @@ static void dry_close(void *self)
     rbi_heap_free(dry);
 }
 
-static size_t dry_granule_bytes(void *self)
+static size_t dry_page_bytes(void *self)
 {
-    return ((struct dry *)self)->granule_bytes;
+    return ((struct dry *)self)->page_bytes;
 }
 
 /* ---- memory ---- */
@@ -138,7 +138,7 @@ static rebatch_status dry_range(void *self, void *address, size_t bytes)
 static rebatch_status dry_set_capacity(void *self, size_t capacity_bytes)
 {
     struct dry *dry = self;
-    const rebatch_status status = rbi_device_check_capacity(capacity_bytes, dry->granule_bytes);
+    const rebatch_status status = rbi_device_check_capacity(capacity_bytes, dry->page_bytes);
     if (status)
         return status;
     pthread_mutex_lock(&dry->lock);
@@ -226,8 +226,8 @@ static rebatch_status dry_stream_wait(void *self, rebatch_stream stream, rbi_eve
 /* What every dry device has. */
 #define DRY_OPS                                                                                    \
     .struct_size = sizeof(struct rbi_device_ops), .close = dry_close,                              \
-    .granule_bytes = dry_granule_bytes, .memory = dry_memory, .alloc = dry_alloc,                  \
-    .free = dry_free, .stream_create = dry_stream_create, .stream_destroy = dry_stream_destroy,    \
+    .page_bytes = dry_page_bytes, .memory = dry_memory, .alloc = dry_alloc, .free = dry_free,      \
+    .stream_create = dry_stream_create, .stream_destroy = dry_stream_destroy,                      \
     .stream_synchronize = dry_stream_synchronize, .stream_call = dry_stream_call,                  \
     .event_create = dry_event_create, .event_destroy = dry_event_destroy,                          \
     .event_record = dry_event_record, .event_query = dry_event_query,                              \
@@ -253,25 +253,25 @@ rebatch_status rebatch_device_open_dry(rebatch_device **out, size_t capacity_byt
     return rbi_device_open_dry(out, capacity_bytes, page_bytes, true);
 }
 
-rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes,
-                                   size_t granule_bytes, bool has_virtual_memory)
+rebatch_status rbi_device_open_dry(rebatch_device **out, size_t capacity_bytes, size_t page_bytes,
+                                   bool has_virtual_memory)
 {
     if (!out)
         return rbi_error(REBATCH_E_INVALID, "out is NULL");
     *out = NULL;
-    const size_t granule = granule_bytes ? granule_bytes : DEFAULT_GRANULE_BYTES;
-    if (!rbi_is_power_of_two(granule) || granule < LEAST_GRANULE_BYTES)
+    const size_t page = page_bytes ? page_bytes : DEFAULT_PAGE_BYTES;
+    if (!rbi_is_power_of_two(page) || page < LEAST_PAGE_BYTES)
         return rbi_error(REBATCH_E_INVALID,
-                         "page_bytes is %zu: expected a power of two of at least %d", granule,
-                         LEAST_GRANULE_BYTES);
-    rebatch_status status = rbi_device_check_capacity(capacity_bytes, granule);
+                         "page_bytes is %zu: expected a power of two of at least %d", page,
+                         LEAST_PAGE_BYTES);
+    rebatch_status status = rbi_device_check_capacity(capacity_bytes, page);
     if (status)
         return status;
     struct dry *dry = rbi_heap_calloc(1, sizeof *dry);
     if (!dry)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a dry device");
     pthread_mutex_init(&dry->lock, NULL);
-    dry->granule_bytes = granule;
+    dry->page_bytes = page;
     dry->capacity_bytes = capacity_bytes;
     dry->next_address = FIRST_ADDRESS;
     dry->next_physical = 1;

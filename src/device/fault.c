@@ -97,9 +97,9 @@ static void fault_close(void *self)
     rbi_heap_free(fault);
 }
 
-static size_t fault_granule_bytes(void *self)
+static size_t fault_page_bytes(void *self)
 {
-    return rbi_device_granule_bytes(inner_of(self));
+    return rbi_device_page_bytes(inner_of(self));
 }
 
 static rebatch_status fault_memory(void *self, rebatch_memory_info *out)
@@ -254,7 +254,7 @@ static rebatch_status fault_unmap(void *self, void *address, size_t bytes)
 static const struct rbi_device_ops plain_ops = {
     .struct_size = sizeof(struct rbi_device_ops),
     .close = fault_close,
-    .granule_bytes = fault_granule_bytes,
+    .page_bytes = fault_page_bytes,
     .memory = fault_memory,
     .alloc = fault_alloc,
     .free = fault_free,
@@ -292,14 +292,14 @@ static void add_virtual_memory(struct rbi_device_ops *ops)
 
 /* ---- plans ---- */
 
-static rebatch_status check_rooms(const rebatch_fault_plan *plan, size_t granule_bytes)
+static rebatch_status check_rooms(const rebatch_fault_plan *plan, size_t page_bytes)
 {
     if (plan->room_count > MAX_ROOMS || (plan->room_count && !plan->rooms))
         return rbi_error(REBATCH_E_INVALID, "plan has %zu rooms at %p: expected at most %d",
                          plan->room_count, (const void *)plan->rooms, MAX_ROOMS);
     for (size_t i = 0; i < plan->room_count; i++) {
         const rebatch_status status =
-            rbi_device_check_capacity(plan->rooms[i].capacity_bytes, granule_bytes);
+            rbi_device_check_capacity(plan->rooms[i].capacity_bytes, page_bytes);
         if (status)
             return status;
     }
@@ -325,7 +325,7 @@ static bool is_status(rebatch_status status)
     }
 }
 
-static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t granule_bytes)
+static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t page_bytes)
 {
     if (plan->calls & ~(uint32_t)REBATCH_FAULT_ANY)
         return rbi_error(REBATCH_E_INVALID, "plan.calls is 0x%x: expected bits of 0x%x",
@@ -336,7 +336,7 @@ static rebatch_status check_plan(const rebatch_fault_plan *plan, size_t granule_
     if (!is_status(plan->status))
         return rbi_error(REBATCH_E_INVALID, "plan.status is %d: expected a status of status.h",
                          (int)plan->status);
-    return check_rooms(plan, granule_bytes);
+    return check_rooms(plan, page_bytes);
 }
 
 static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
@@ -346,7 +346,7 @@ static rebatch_status arm(struct fault *fault, const rebatch_fault_plan *given)
         rbi_options_copy(&plan, sizeof plan, RBI_SIZE_TO(rebatch_fault_plan, room_count), given,
                          "rebatch_fault_plan");
     if (!status)
-        status = check_plan(&plan, rbi_device_granule_bytes(fault->inner));
+        status = check_plan(&plan, rbi_device_page_bytes(fault->inner));
     if (status)
         return status;
     if (plan.calls == 0)

@@ -8,7 +8,7 @@
 #include "device/host_memory.h"
 #include "device/host_stream.h"
 
-#define DEFAULT_GRANULE_BYTES 65536u
+#define DEFAULT_PAGE_BYTES 65536u
 
 /* Pinned memory that was given out. */
 struct pinned {
@@ -18,7 +18,7 @@ struct pinned {
 };
 
 struct host {
-    size_t granule_bytes;
+    size_t page_bytes;
     pthread_mutex_t lock;      /* of everything below */
     size_t capacity_bytes;     /* REBATCH_UNLIMITED: no cap */
     size_t used_bytes;         /* may exceed the cap after it was lowered */
@@ -45,18 +45,19 @@ static void host_close(void *self)
     rbi_heap_free(host);
 }
 
-static size_t host_granule_bytes(void *self)
+static size_t host_page_bytes(void *self)
 {
-    return ((struct host *)self)->granule_bytes;
+    return ((struct host *)self)->page_bytes;
 }
 
 /* ---- memory ---- */
 
 static size_t machine_bytes(void)
 {
-    const long pages = sysconf(_SC_PHYS_PAGES);
-    const long page_bytes = sysconf(_SC_PAGESIZE);
-    return pages > 0 && page_bytes > 0 ? (size_t)pages * (size_t)page_bytes : SIZE_MAX;
+    const long host_pages = sysconf(_SC_PHYS_PAGES);
+    const long host_page_bytes = sysconf(_SC_PAGESIZE);
+    return host_pages > 0 && host_page_bytes > 0 ? (size_t)host_pages * (size_t)host_page_bytes
+                                                 : SIZE_MAX;
 }
 
 static rebatch_status host_memory(void *self, rebatch_memory_info *out)
@@ -233,7 +234,7 @@ static rebatch_status host_pinned_free(void *self, void *memory, size_t bytes)
 static rebatch_status host_set_capacity(void *self, size_t capacity_bytes)
 {
     struct host *host = self;
-    const rebatch_status status = rbi_device_check_capacity(capacity_bytes, host->granule_bytes);
+    const rebatch_status status = rbi_device_check_capacity(capacity_bytes, host->page_bytes);
     if (status)
         return status;
     pthread_mutex_lock(&host->lock);
@@ -367,7 +368,7 @@ static rebatch_status host_stream_wait(void *self, rebatch_stream stream, rbi_ev
 static const struct rbi_device_ops host_ops = {
     .struct_size = sizeof(struct rbi_device_ops),
     .close = host_close,
-    .granule_bytes = host_granule_bytes,
+    .page_bytes = host_page_bytes,
     .memory = host_memory,
     .alloc = host_alloc,
     .free = host_free,
@@ -409,20 +410,20 @@ rebatch_status rebatch_device_open_host(rebatch_device **out, size_t capacity_by
                          "rebatch_host_options");
     if (status)
         return status;
-    const size_t granule = o.page_bytes ? o.page_bytes : DEFAULT_GRANULE_BYTES;
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    if (!rbi_is_power_of_two(granule) || granule < page)
+    const size_t page = o.page_bytes ? o.page_bytes : DEFAULT_PAGE_BYTES;
+    const size_t host_page = (size_t)sysconf(_SC_PAGESIZE);
+    if (!rbi_is_power_of_two(page) || page < host_page)
         return rbi_error(REBATCH_E_INVALID,
-                         "page_bytes is %zu: expected a power of two of at least %zu", granule,
-                         page);
-    status = rbi_device_check_capacity(capacity_bytes, granule);
+                         "page_bytes is %zu: expected a power of two of at least %zu", page,
+                         host_page);
+    status = rbi_device_check_capacity(capacity_bytes, page);
     if (status)
         return status;
     struct host *host = rbi_heap_calloc(1, sizeof *host);
     if (!host)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a host device");
     pthread_mutex_init(&host->lock, NULL);
-    host->granule_bytes = granule;
+    host->page_bytes = page;
     host->capacity_bytes = capacity_bytes;
     host->file = RBI_HOST_FILE_INIT;
     status = rbi_device_create(out, &host_ops, host, "host");

@@ -173,9 +173,9 @@ static void add_stages(struct rbi_text *t, const struct rbi_view_facts *facts)
 {
     add_line(t);
 #define ADD_STAGE(name, text)                                                                      \
-    if (facts->rungs[REBATCH_STAGE_##name] > 0) {                                                  \
+    if (facts->stages[REBATCH_STAGE_##name] > 0) {                                                 \
         rbi_text_add(t, "%-21s", #name);                                                           \
-        add_cell(t, facts->rungs[REBATCH_STAGE_##name], false);                                    \
+        add_cell(t, facts->stages[REBATCH_STAGE_##name], false);                                   \
         rbi_text_add(t, "  %s\n", text);                                                           \
     }
     REBATCH_POOL_STAGES(ADD_STAGE)

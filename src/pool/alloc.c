@@ -19,11 +19,11 @@ static bool round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
 rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
 {
     size_t whole;
-    if (round_size(rounded, pool, bytes) && rbi_round_up(*rounded, pool->granule_bytes, &whole))
+    if (round_size(rounded, pool, bytes) && rbi_round_up(*rounded, pool->page_bytes, &whole))
         return REBATCH_OK;
     return rbi_error(REBATCH_E_INVALID,
                      "bytes is %zu: expected a size that can be rounded up to %zu bytes", bytes,
-                     pool->granule_bytes);
+                     pool->page_bytes);
 }
 
 rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream)
@@ -80,7 +80,7 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     return status;
 }
 
-/* The ladder's first rung, with nothing around it: NULL when that does not do, or might need the
+/* The ladder's first stage, with nothing around it: NULL when that does not do, or might need the
  * heap first. */
 static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                             size_t rounded)
@@ -93,7 +93,7 @@ static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_
     struct rbi_block *block = rbi_pool_take_own_fast(pool, stream, rounded);
     if (!block && !(block = rbi_pool_take_own(pool, stream, rounded)))
         return NULL;
-    pool->rungs[REBATCH_STAGE_CACHE]++;
+    pool->stages[REBATCH_STAGE_CACHE]++;
     rbi_pool_list_block(pool, block);
     return block;
 }
@@ -166,7 +166,7 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
 {
     size_t rounded;
     if (RBI_UNLIKELY(!out || !pool || bytes == 0 || !round_size(&rounded, pool, bytes) ||
-                     rounded > SIZE_MAX - (pool->granule_bytes - 1) ||
+                     rounded > SIZE_MAX - (pool->page_bytes - 1) ||
                      (stream && !rbi_device_stream_is_valid(pool->device, stream)) ||
                      rbi_pool_is_pressing(pool)))
         return refuse(out, pool, bytes, stream);

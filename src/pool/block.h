@@ -28,15 +28,15 @@ enum rbi_block_state {
     RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
 };
 
-/* What is left of a granule can only be used where it is, so one block keeps up to two granules
+/* What is left of a page can only be used where it is, so one block keeps up to two pages
  * from where they are needed. Blocks of like sizes lie among themselves: a small one that outlives
- * large neighbours would keep a granule for itself, and where large ones are there are only a few
- * ends of blocks to leave parts of granules. */
+ * large neighbours would keep a page for itself, and where large ones are there are only a few
+ * ends of blocks to leave parts of pages. */
 enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
 #define RBI_POOL_ZONES 3
-#define RBI_ZONE_AFLOAT 4u        /* added for a search: also blocks between two holes */
-#define RBI_ZONE_SMALL_PARTS 64   /* small: less than this part of a granule */
-#define RBI_ZONE_LARGE_GRANULES 8 /* large: at least so many granules */
+#define RBI_ZONE_ISOLATED 4u    /* added for a search: also blocks between two holes */
+#define RBI_ZONE_SMALL_PARTS 64 /* small: less than this part of a page */
+#define RBI_ZONE_LARGE_PAGES 8  /* large: at least so many pages */
 
 /* Another stream that uses a block, from rebatch_pool_use_on(). */
 struct rbi_block_use {
@@ -50,17 +50,17 @@ struct rbi_block_use {
  *   after == NULL || after->address == address + bytes && after->before == this
  *   free (or hole) && after free (or hole): after->stream != stream (else they would be one)
  *   in the pool's table == (live, deferred, quick or pending)
- *   live or deferred: previous->birth < birth < next->birth
+ *   live or deferred: previous->sequence < sequence < next->sequence
  *   free (or hole): *link == this, next == NULL || next->link == &next, bin == that of bytes
  *   used == (uses != NULL); bins == &stream->bins[stream->has_zones ? range->zone : 0]
- *   hole, lost: address and bytes are multiples of the granule */
+ *   hole, lost: address and bytes are multiples of the page */
 struct rbi_block {
     _Alignas(RBI_LINE_BYTES) char *address;
     size_t bytes;
     struct rbi_bins *bins;            /* of its stream and zone */
     struct rbi_block *before, *after; /* neighbours in the range */
     struct rbi_block *next; /* free, hole: its bin; quick: its list; pending: the pending list; live
-                               and deferred: all by birth, which is a ring */
+                               and deferred: all by sequence, which is a ring */
     union {
         struct rbi_block **link;    /* free, hole: where it is pointed to from */
         struct rbi_block *previous; /* live, deferred */
@@ -72,8 +72,8 @@ struct rbi_block {
     bool used;     /* other streams use it */
     bool outside;  /* live, deferred: of no scope */
 
-    uint64_t birth; /* number of the allocation; scopes compare it with their own beginning. When
-                       not in use: pool->births when it was freed last */
+    uint64_t sequence; /* number of the allocation; scopes compare it with their own beginning. When
+                       not in use: pool->sequence when it was freed last */
     union {
         size_t requested_bytes; /* live, deferred */
         uint64_t freed_at;      /* otherwise stream->frees then; 0: no work has touched it */
@@ -89,22 +89,22 @@ struct rbi_block {
 };
 _Static_assert(sizeof(struct rbi_block) == 128, "two lines of the cache");
 
-/* Where a piece goes on from the granule before. */
-#define RBI_PIECE_GOES_ON UINT64_MAX
+/* Where a piece goes on from the page before. */
+#define RBI_CHUNK_GOES_ON UINT64_MAX
 
 /* A piece of address space, tiled by blocks. Either reserved, with physical memory mapped into it,
- * each piece of which is a granule or several, or one plain allocation of the device.
+ * each piece of which is a page or several, or one plain allocation of the device.
  *   sum of block->bytes == bytes
- *   granules == NULL || granules[i] != 0 just where block i's memory is not that of a hole
- *   granules[i] is the piece that begins there, or RBI_PIECE_GOES_ON */
+ *   pages == NULL || pages[i] != 0 just where block i's memory is not that of a hole
+ *   pages[i] is the piece that begins there, or RBI_CHUNK_GOES_ON */
 struct rbi_range {
     struct rbi_range *previous, *next; /* in order of creation */
     char *address;
     size_t bytes;
     struct rbi_block *first;
-    rbi_physical *granules; /* what is mapped there; NULL: a plain allocation */
-    uint8_t zone;           /* enum rbi_zone: for which blocks it is */
-    uint64_t number;        /* of its creation: ties between ranges break by it, as the device's
+    rbi_physical *pages; /* what is mapped there; NULL: a plain allocation */
+    uint8_t zone;        /* enum rbi_zone: for which blocks it is */
+    uint64_t number;     /* of its creation: ties between ranges break by it, as the device's
                         addresses need not be the same in every run */
 };
 

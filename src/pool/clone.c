@@ -1,4 +1,4 @@
-/* Owns the copy of a pool as it is, over a dry device: where blocks, holes and granules lie.
+/* Owns the copy of a pool as it is, over a dry device: where blocks, holes and pages lie.
  * Must not know what is tried on the copy. */
 #include "pool/pool.h"
 
@@ -7,7 +7,7 @@
  * same order. */
 struct copy {
     rebatch_pool *from, *to;
-    rbi_physical granule; /* one handle for all granules: a dry device only counts bytes */
+    rbi_physical page; /* one handle for all pages: a dry device only counts bytes */
 };
 
 static rebatch_status no_memory(void)
@@ -38,8 +38,8 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->limit_permille = from->limit_permille;
     to->gc_permille = from->gc_permille;
     to->keep_room_permille = from->keep_room_permille;
-    to->settled_peak_bytes = from->settled_peak_bytes;
-    to->settled_births = from->settled_births;
+    to->warm_peak_bytes = from->warm_peak_bytes;
+    to->warm_sequence = from->warm_sequence;
     to->highest_live_bytes = from->highest_live_bytes;
     to->headroom_bytes = from->headroom_bytes;
     to->max_split_bytes = from->max_split_bytes;
@@ -56,9 +56,9 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->care_bytes = from->care_bytes;
     to->room_parts = from->room_parts;
     to->ranges_made = from->ranges_made;
-    to->births = from->births;
+    to->sequence = from->sequence;
     to->depth = from->depth;
-    to->insider = from->insider;
+    to->owner_thread = from->owner_thread;
     to->scope_serial = from->scope_serial;
     to->tag_count = from->tag_count;
     to->peak_number = from->peak_number;
@@ -103,18 +103,18 @@ static rebatch_status copy_spare(const struct copy *copy)
 {
     rebatch_pool *const to = copy->to;
     const rebatch_pool *const from = copy->from;
-    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++) {
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++) {
         struct rbi_spare *const ours = &to->spare[size];
         const struct rbi_spare *const theirs = &from->spare[size];
-        ours->pieces = rbi_heap_calloc(theirs->capacity + 1, sizeof *ours->pieces);
-        if (!ours->pieces)
+        ours->chunks = rbi_heap_calloc(theirs->capacity + 1, sizeof *ours->chunks);
+        if (!ours->chunks)
             return no_memory();
         ours->capacity = theirs->capacity;
         ours->held = theirs->held;
         while (ours->count < theirs->count)
-            ours->pieces[ours->count++] = copy->granule;
+            ours->chunks[ours->count++] = copy->page;
     }
-    to->granules_held = from->granules_held;
+    to->pages_held = from->pages_held;
     to->spare_count = from->spare_count;
     return REBATCH_OK;
 }
@@ -130,12 +130,12 @@ static rebatch_status take_memory(struct copy *copy)
     void *others;
     if (!status && taken > reserved)
         status = rbi_device_alloc(to->device, &others, taken - reserved);
-    if (!status && from->granules_held)
-        status = rbi_device_create_physical(to->device, &copy->granule,
-                                            from->granules_held * from->granule_bytes);
+    if (!status && from->pages_held)
+        status = rbi_device_create_physical(to->device, &copy->page,
+                                            from->pages_held * from->page_bytes);
     if (!status && from->ballast)
         status = rbi_device_alloc(to->device, &to->ballast, from->ballast_bytes);
-    if (status || from->granules_held == 0)
+    if (status || from->pages_held == 0)
         return status;
     return copy_spare(copy);
 }
@@ -145,22 +145,21 @@ static void copy_mapped(const struct copy *copy, struct rbi_range *to, const str
                         const struct rbi_block *block)
 {
     const size_t offset = (size_t)(block->address - from->address);
-    const size_t last = (offset + block->bytes - 1) / copy->from->granule_bytes;
-    for (size_t i = offset / copy->from->granule_bytes; i <= last; i++)
-        to->granules[i] = from->granules[i] == 0 || from->granules[i] == RBI_PIECE_GOES_ON
-                              ? from->granules[i]
-                              : copy->granule;
+    const size_t last = (offset + block->bytes - 1) / copy->from->page_bytes;
+    for (size_t i = offset / copy->from->page_bytes; i <= last; i++)
+        to->pages[i] = from->pages[i] == 0 || from->pages[i] == RBI_CHUNK_GOES_ON ? from->pages[i]
+                                                                                  : copy->page;
 }
 
-static rebatch_status copy_granules(struct copy *copy, struct rbi_range *to,
-                                    const struct rbi_range *from)
+static rebatch_status copy_pages(struct copy *copy, struct rbi_range *to,
+                                 const struct rbi_range *from)
 {
     void *address;
-    if (!from->granules)
+    if (!from->pages)
         return rbi_device_alloc(copy->to->device, &address, from->bytes);
-    const size_t count = from->bytes / copy->from->granule_bytes;
-    to->granules = rbi_heap_calloc(count, sizeof *to->granules);
-    if (!to->granules)
+    const size_t count = from->bytes / copy->from->page_bytes;
+    to->pages = rbi_heap_calloc(count, sizeof *to->pages);
+    if (!to->pages)
         return no_memory();
     for (const struct rbi_block *b = from->first; b; b = b->after)
         if (b->state != RBI_BLOCK_HOLE)
@@ -179,7 +178,7 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
     struct rbi_block *block =
         rbi_pool_make_block(to, range, from->address, from->bytes, stream_of(copy, from->stream));
     block->state = from->state;
-    block->birth = from->birth;
+    block->sequence = from->sequence;
     block->requested_bytes = from->requested_bytes; /* or freed_at */
     block->tag = from->tag;
     block->outside = from->outside;
@@ -202,7 +201,7 @@ static rebatch_status copy_range(struct copy *copy, const struct rbi_range *from
     range->bytes = from->bytes;
     range->zone = from->zone;
     range->number = from->number;
-    const rebatch_status status = copy_granules(copy, range, from);
+    const rebatch_status status = copy_pages(copy, range, from);
     if (status) {
         rbi_nodes_put(&to->range_nodes, range);
         return status;
@@ -256,8 +255,8 @@ static bool copy_bins(const struct copy *copy, const struct rbi_pool_stream *fro
 static void copy_live(const struct copy *copy)
 {
     rebatch_pool *to = copy->to;
-    const struct rbi_block *const from_ring = &copy->from->by_birth;
-    struct rbi_block *const ring = &to->by_birth;
+    const struct rbi_block *const from_ring = &copy->from->by_sequence;
+    struct rbi_block *const ring = &to->by_sequence;
     for (const struct rbi_block *b = from_ring->next; b != from_ring; b = b->next) {
         struct rbi_block *block = counterpart(copy, b);
         block->next_deferred = counterpart(copy, b->next_deferred);
@@ -303,9 +302,9 @@ static rebatch_status skip_addresses(const struct copy *copy)
         end = rbi_max(end, (uintptr_t)r->address + r->bytes);
     void *at;
     rebatch_device *dry = copy->to->device;
-    rebatch_status status = rbi_device_alloc(dry, &at, copy->from->granule_bytes);
+    rebatch_status status = rbi_device_alloc(dry, &at, copy->from->page_bytes);
     if (!status)
-        status = rbi_device_free(dry, at, copy->from->granule_bytes);
+        status = rbi_device_free(dry, at, copy->from->page_bytes);
     if (status || (uintptr_t)at >= end)
         return status;
     const size_t gap = end - (uintptr_t)at;
@@ -344,7 +343,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
     rbi_pool_take_lock(pool);
     status = copy_locked(&copy);
     rbi_pool_give_lock(pool);
-    if (!status && info.total_bytes >= pool->granule_bytes)
+    if (!status && info.total_bytes >= pool->page_bytes)
         status = rebatch_device_set_capacity(dry, info.total_bytes);
     if (status)
         rebatch_pool_destroy(copy.to);
@@ -356,7 +355,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
 rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool)
 {
     *out = NULL;
-    rebatch_status status = rbi_device_open_dry(dry, REBATCH_UNLIMITED, pool->granule_bytes,
+    rebatch_status status = rbi_device_open_dry(dry, REBATCH_UNLIMITED, pool->page_bytes,
                                                 rbi_device_has_virtual_memory(pool->device));
     if (!status)
         status = fill(out, pool, *dry);

@@ -87,7 +87,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
-    } else if (is_not_of_scope && !rbi_pool_is_outside(pool, pool->insider) &&
+    } else if (is_not_of_scope && !rbi_pool_is_other_thread(pool, pool->owner_thread) &&
                !rbi_pool_is_pressing(pool)) {
         rbi_pool_defer_free(pool, block);
     } else {

@@ -34,10 +34,10 @@ unsigned rbi_pool_callback_depth(void);
 
 /* ---- scopes ---- */
 
-/* What is inside a scope: blocks from a birth on, but for those from outside where it leaves them
- * out. */
+/* What is inside a scope: blocks from a sequence number on; other threads' blocks are not where the
+ * scope has an owner. */
 struct rbi_extent {
-    uint64_t first_birth;
+    uint64_t first_sequence;
     bool leaves_out;
 };
 /* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
@@ -125,7 +125,7 @@ void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
 /* ---- copies ---- */
 
 /* Copies the pool as it is once all work on its streams is done, over a dry device of its own:
- * options, blocks, holes, granules and what others hold of the device, each where and as it is, so
+ * options, blocks, holes, pages and what others hold of the device, each where and as it is, so
  * that the same calls find the same addresses. It waits for that work only where blocks that
  * several streams use were freed. Pressure callbacks, the recorder and the last events are not in
  * the copy; streams are known by the same handles.

@@ -65,7 +65,7 @@ static rebatch_status say_oom(const rebatch_oom_report *report, size_t headroom_
 static uint64_t would_fit(const rebatch_pool *pool, size_t room, uint64_t largest_hole_bytes)
 {
     if (pool->has_space)
-        return rbi_window_most(pool, room / pool->granule_bytes);
+        return rbi_window_most(pool, room / pool->page_bytes);
     return pool->caching ? rbi_max(largest_hole_bytes, room) : room;
 }
 
@@ -89,7 +89,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     const size_t limit = rbi_pool_limit(pool, info.total_bytes);
     report->asked_bytes = asked_bytes;
     memcpy(report->tag, tag, strnlen(tag, sizeof report->tag - 1));
-    report->stage = request->rung;
+    report->stage = request->stage;
     report->limit_bytes = limit == SIZE_MAX ? UINT64_MAX : limit;
     report->live_bytes = pool->stats.live_bytes;
     report->reserved_bytes = pool->stats.reserved_bytes;
@@ -102,7 +102,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     rbi_event_log_add_oom(&pool->log, asked_bytes, info.free_bytes, request->stream->stream,
                           number_of(pool, tag));
     pool->stats.ooms++;
-    if (!rbi_pool_is_outside(pool, pool->insider)) {
+    if (!rbi_pool_is_other_thread(pool, pool->owner_thread)) {
         pool->own_oom = *report;
         __atomic_fetch_add(&pool->own_ooms, 1, __ATOMIC_RELAXED);
     }

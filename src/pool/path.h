@@ -132,7 +132,7 @@ static inline struct rbi_block *rbi_block_cut(rebatch_pool *pool, struct rbi_blo
     part->bins = block->bins;
     part->stream = block->stream;
     part->range = block->range;
-    part->birth = block->birth;
+    part->sequence = block->sequence;
     part->freed_at = block->freed_at;
     part->uses = NULL;
     part->state = block->state;
@@ -152,7 +152,7 @@ static inline void rbi_block_discard(rebatch_pool *pool, struct rbi_block *block
 static inline void rbi_block_note_use(struct rbi_block *block, const struct rbi_block *other)
 {
     block->freed_at = block->freed_at < other->freed_at ? other->freed_at : block->freed_at;
-    block->birth = block->birth < other->birth ? other->birth : block->birth;
+    block->sequence = block->sequence < other->sequence ? other->sequence : block->sequence;
 }
 
 /* Makes a block and the one after it one; in no list, or in a bin that is then updated. */
@@ -192,8 +192,8 @@ static inline bool rbi_block_is_free_of(const struct rbi_block *block, uint8_t s
 
 /* Puts a block in no list into its bin, merged with its neighbours: gives the one that it is then
  * part of. */
-static inline struct rbi_block *rbi_block_settle(rebatch_pool *pool, struct rbi_block *block,
-                                                 uint8_t state)
+static inline struct rbi_block *rbi_block_coalesce(rebatch_pool *pool, struct rbi_block *block,
+                                                   uint8_t state)
 {
     rbi_assert(state == RBI_BLOCK_FREE || state == RBI_BLOCK_HOLE);
     rbi_assert((state == RBI_BLOCK_HOLE) == (block->stream == pool->space));
@@ -227,18 +227,18 @@ static inline bool rbi_block_is_hole(const struct rbi_block *block)
 }
 
 /* A block between holes has no neighbour to lie beside: what is cut off of it would take up parts
- * of granules on both sides, so it is better unmapped and its granules used elsewhere. */
-static inline bool rbi_block_is_afloat(const struct rbi_block *block)
+ * of pages on both sides, so it is better unmapped and its pages used elsewhere. */
+static inline bool rbi_block_is_isolated(const struct rbi_block *block)
 {
     return rbi_block_is_hole(block->before) && rbi_block_is_hole(block->after);
 }
 
-/* Of a block that is larger than asked for the end is taken where that leaves more granules whole:
- * what is left of a granule can only be used where it is. */
+/* Of a block that is larger than asked for the end is taken where that leaves more pages whole:
+ * what is left of a page can only be used where it is. */
 static inline bool rbi_block_leaves_more_from_end(const rebatch_pool *pool,
                                                   const struct rbi_block *block, size_t bytes)
 {
-    const size_t mask = pool->granule_bytes - 1;
+    const size_t mask = pool->page_bytes - 1;
     const size_t first = (size_t)(block->address - block->range->address);
     const size_t last = first + block->bytes;
     const size_t from_start = (last & ~mask) - ((first + bytes + mask) & ~mask);
@@ -253,7 +253,7 @@ static inline bool rbi_block_gives_end(const rebatch_pool *pool, const struct rb
     const bool hole_before = rbi_block_is_hole(block->before);
     if (hole_before != rbi_block_is_hole(block->after))
         return hole_before;
-    return block->bytes - bytes >= pool->granule_bytes &&
+    return block->bytes - bytes >= pool->page_bytes &&
            rbi_block_leaves_more_from_end(pool, block, bytes);
 }
 
@@ -400,14 +400,14 @@ static inline void rbi_pool_list_block(rebatch_pool *pool, struct rbi_block *blo
 }
 
 /* Merges a block in no list that is still in the table with its neighbours. */
-static inline void rbi_pool_settle_block(rebatch_pool *pool, struct rbi_block *block)
+static inline void rbi_pool_coalesce_block(rebatch_pool *pool, struct rbi_block *block)
 {
     rbi_table_remove(&pool->table, block);
     if (RBI_UNLIKELY(block->late)) {
         rbi_late_add(&pool->late, block->address);
         block->late = false;
     }
-    (void)rbi_block_settle(pool, block, RBI_BLOCK_FREE);
+    (void)rbi_block_coalesce(pool, block, RBI_BLOCK_FREE);
 }
 
 /* Merges the stream's quick blocks of large sizes with their neighbours; or all. */
@@ -433,7 +433,7 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
     const unsigned zone =
         (unsigned)(bytes >= pool->medium_bytes) + (unsigned)(bytes >= pool->large_bytes);
     struct rbi_block *block = rbi_bins_best(&stream->bins[zone], bytes);
-    if (RBI_UNLIKELY(!block || rbi_block_is_afloat(block) ||
+    if (RBI_UNLIKELY(!block || rbi_block_is_isolated(block) ||
                      rbi_pool_wants_care(pool, block, bytes)))
         return NULL;
     return rbi_block_take(pool, block, bytes);
@@ -461,7 +461,7 @@ static inline void rbi_pool_merge_block(rebatch_pool *pool, struct rbi_block *bl
     struct rbi_pool_stream *stream = block->stream;
     if (++stream->merged == RBI_POOL_MERGES)
         stream->misses = stream->merged = 0;
-    rbi_pool_settle_block(pool, block);
+    rbi_pool_coalesce_block(pool, block);
 }
 
 /* Its last step where no other stream is in the way. */
@@ -482,7 +482,7 @@ static inline bool rbi_pool_retires_at_once(const struct rbi_block *block)
 static inline void rbi_pool_note_free(const rebatch_pool *pool, struct rbi_block *block)
 {
     block->freed_at = ++block->stream->frees;
-    block->birth = pool->births;
+    block->sequence = pool->sequence;
 }
 
 static inline void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *block)
@@ -498,7 +498,7 @@ static inline void rbi_pool_retire_block(rebatch_pool *pool, struct rbi_block *b
 /* ---- counting ---- */
 
 /* To be called before a tag's live bytes change: see struct rbi_tag. */
-static inline void rbi_tag_settle_peak(const rebatch_pool *pool, struct rbi_tag *tag)
+static inline void rbi_tag_update_peak(const rebatch_pool *pool, struct rbi_tag *tag)
 {
     if (RBI_LIKELY(tag->peak_number == pool->peak_number))
         return;
@@ -523,7 +523,7 @@ static inline bool rbi_pool_count_alloc(rebatch_pool *pool, const struct rbi_blo
     rebatch_pool_stats *stats = &pool->stats;
     struct rbi_tag *tag = &pool->tags[block->tag];
     const size_t bytes = block->bytes;
-    rbi_tag_settle_peak(pool, tag);
+    rbi_tag_update_peak(pool, tag);
     tag->live_bytes += bytes;
     rbi_raise(&tag->peak_bytes, tag->live_bytes);
     stats->live_bytes += bytes;
@@ -540,7 +540,7 @@ static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_bloc
     rebatch_pool_stats *stats = &pool->stats;
     struct rbi_tag *tag = &pool->tags[block->tag];
     const size_t bytes = block->bytes;
-    rbi_tag_settle_peak(pool, tag);
+    rbi_tag_update_peak(pool, tag);
     tag->live_bytes -= bytes;
     stats->live_bytes -= bytes;
     stats->freed_total_bytes += bytes;
@@ -554,14 +554,14 @@ static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_bloc
 static inline bool rbi_pool_use_block_of(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
                                          rebatch_tag tag, bool outside)
 {
-    struct rbi_block *const ring = &pool->by_birth;
+    struct rbi_block *const ring = &pool->by_sequence;
     struct rbi_block *const newest = ring->previous;
     block->state = RBI_BLOCK_LIVE;
     block->late = false;
     block->outside = outside;
     block->requested_bytes = bytes;
     block->tag = tag;
-    block->birth = pool->births++;
+    block->sequence = pool->sequence++;
     block->next = ring;
     block->previous = newest;
     newest->next = ring->previous = block;
@@ -576,7 +576,8 @@ static inline bool rbi_pool_use_block_of(rebatch_pool *pool, struct rbi_block *b
 static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
                                       rebatch_tag tag)
 {
-    return rbi_pool_use_block_of(pool, block, bytes, tag, rbi_pool_is_outside(pool, pool->insider));
+    return rbi_pool_use_block_of(pool, block, bytes, tag,
+                                 rbi_pool_is_other_thread(pool, pool->owner_thread));
 }
 
 static inline void rbi_pool_leave_use(struct rbi_block *block)
@@ -612,8 +613,8 @@ static inline void rbi_block_end_uses(rebatch_pool *pool, struct rbi_block *bloc
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
                                               const struct rbi_block *block)
 {
-    return pool->depth && (block->birth < pool->scopes[pool->depth - 1].first_birth ||
-                           (block->outside && pool->insider != 0));
+    return pool->depth && (block->sequence < pool->scopes[pool->depth - 1].first_sequence ||
+                           (block->outside && pool->owner_thread != 0));
 }
 
 #endif

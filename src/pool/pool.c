@@ -47,7 +47,7 @@ static rebatch_status check_options(const rebatch_pool_options *options,
 
 static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
 {
-    pool->granule_bytes = rbi_device_granule_bytes(pool->device);
+    pool->page_bytes = rbi_device_page_bytes(pool->device);
     pool->limit_bytes = options->limit_bytes ? options->limit_bytes : SIZE_MAX;
     pool->limit_permille = options->limit_permille;
     pool->gc_permille = options->gc_threshold_permille;
@@ -60,8 +60,8 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->guard = options->guard == REBATCH_ON;
     pool->plain = pool->caching && !pool->guard;
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
-    pool->medium_bytes = pool->has_space ? pool->granule_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
-    pool->large_bytes = pool->has_space ? pool->granule_bytes * RBI_ZONE_LARGE_GRANULES : SIZE_MAX;
+    pool->medium_bytes = pool->has_space ? pool->page_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
+    pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;
     rbi_pool_set_care(pool, true);
     pool->plan.is_on = pool->has_space && pool->plain && rbi_is_on(options->replay);
     pool->block_nodes.node_bytes = sizeof(struct rbi_block);
@@ -81,7 +81,7 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     const rebatch_status status = rbi_event_log_open(&pool->log, options->events);
     if (status != REBATCH_OK)
         return status;
-    if (!rbi_round_up(options->ballast_bytes, pool->granule_bytes, &pool->ballast_bytes))
+    if (!rbi_round_up(options->ballast_bytes, pool->page_bytes, &pool->ballast_bytes))
         return rbi_error(REBATCH_E_INVALID,
                          "rebatch_pool_options.ballast_bytes is %zu: expected a "
                          "size that can be rounded up",
@@ -112,7 +112,7 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->device = device;
     rbi_device_hold(device);
-    pool->by_birth.next = pool->by_birth.previous = &pool->by_birth;
+    pool->by_sequence.next = pool->by_sequence.previous = &pool->by_sequence;
     rbi_tags_init(pool);
     set_options(pool, &ours);
     status = take_parts(pool, &ours);
@@ -207,7 +207,7 @@ rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
                                rebatch_stream stream, const char *tag)
 {
     struct rbi_request request;
-    if (!pool->fault.strikes || rbi_pool_is_outside(pool, pool->insider) ||
+    if (!pool->fault.strikes || rbi_pool_is_other_thread(pool, pool->owner_thread) ||
         pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user))
         return REBATCH_OK;
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
@@ -224,7 +224,7 @@ rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
 uint64_t rbi_pool_births(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    const uint64_t births = pool->births;
+    const uint64_t sequence = pool->sequence;
     rbi_pool_give_lock(pool);
-    return births;
+    return sequence;
 }

@@ -8,11 +8,11 @@
 #include "base/base.h"
 #include "device/device.h"
 #include "pool/block.h"
-#include "pool/late.h"
 #include "pool/lock.h"
 #include "pool/nodes.h"
 #include "pool/plan/plan.h"
 #include "pool/table.h"
+#include "pool/tombstones.h"
 #include "pool/view.h"
 #include "rebatch/pool.h"
 
@@ -30,22 +30,22 @@
 #define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
 
 #define RBI_POOL_ONE_(name, text) +1
-enum { RBI_POOL_RUNG_COUNT = 0 REBATCH_POOL_STAGES(RBI_POOL_ONE_) };
+enum { RBI_POOL_STAGE_COUNT = 0 REBATCH_POOL_STAGES(RBI_POOL_ONE_) };
 
 /* ---- scopes and tags ---- */
 
-/* Blocks with birth >= first_birth are inside, but where there is an insider for those that
- * other threads than it allocated; what those do shifts what was in use when it began. The peak
- * and the largest are those of the time in which this scope was the innermost; they are added to
- * the parent's when it ends. */
+/* A scope holds the blocks with sequence >= first_sequence. A scope with an owner_thread leaves out
+ * the blocks of other threads; what those threads allocate and free shifts live_at_begin. The peak
+ * and the largest block are those of the time in which this scope was the innermost; they are added
+ * to the parent's when it ends. */
 struct rbi_scope {
     rebatch_scope handle;
-    uint64_t first_birth;
+    uint64_t first_sequence;
     uint64_t live_at_begin;
     uint64_t live_most;          /* highest live_bytes of the whole pool */
     uint64_t requested_at_begin; /* pool->requested_total_bytes then */
     uint64_t largest_bytes;
-    uint64_t insider;           /* the thread whose calls it takes in, and of those that joined it;
+    uint64_t owner_thread;      /* the thread whose calls it takes in, and of those that joined it;
                                    0: all threads' */
     uint64_t others;            /* allocations that it leaves out */
     struct rbi_block *deferred; /* freed inside, and not of it */
@@ -59,15 +59,15 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* Physical memory comes in chunks of 1, 2, 4 ... granules, up to 1 GiB on CUDA devices. Each is
- * mapped and given back as one, which takes the device hardly longer than a single granule. What is
+/* Physical memory comes in chunks of 1, 2, 4 ... pages, up to 1 GiB on CUDA devices. Each is
+ * mapped and given back as one, which takes the device hardly longer than a single page. What is
  * free of a chunk in use stays where it is. */
-#define RBI_PIECE_SIZES 10
+#define RBI_CHUNK_SIZES 10
 
 /* Pieces of one size. Those that are created and not mapped are listed; there is space for all that
  * are held. */
 struct rbi_spare {
-    rbi_physical *pieces;
+    rbi_physical *chunks;
     size_t count, capacity, held;
 };
 
@@ -78,15 +78,15 @@ struct rbi_pressure {
 
 /* Between calls:
  *   stats.live_bytes == sum of bytes over live and deferred blocks == sum of tags[].live_bytes
- *   stats.reserved_bytes == bytes of plain ranges + granules mapped + granules spare + ballast
- *   allocations == births == stats.blocks + frees + stats.rolled_back_blocks
+ *   stats.reserved_bytes == bytes of plain ranges + pages mapped + pages spare + ballast
+ *   allocations == sequence == stats.blocks + frees + stats.rolled_back_blocks
  *   quiet_bytes == least of the pool's peak, the mark's and the innermost scope's
- *   scopes[i].first_birth <= scopes[i + 1].first_birth <= births
+ *   scopes[i].first_sequence <= scopes[i + 1].first_sequence <= sequence
  * Everything is under `lock`; a pressure callback runs without it. */
 struct rebatch_pool {
     struct rbi_lock lock;
     rebatch_device *device;
-    size_t granule_bytes;
+    size_t page_bytes;
     size_t limit_bytes; /* SIZE_MAX: none */
     uint32_t limit_permille;
     uint32_t gc_permille;
@@ -94,12 +94,12 @@ struct rebatch_pool {
     size_t headroom_bytes;
     size_t max_split_bytes; /* SIZE_MAX: none */
     size_t promised_bytes;  /* of the last reserve, less what was allocated since */
-    size_t ballast_bytes;   /* as asked for, in whole granules */
+    size_t ballast_bytes;   /* as asked for, in whole pages */
     uint32_t rounding_divisions;
     bool caching;
     bool guard;
     bool plain;     /* caching && !guard */
-    bool has_space; /* granules are mapped into reserved addresses */
+    bool has_space; /* pages are mapped into reserved addresses */
 
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
@@ -121,20 +121,20 @@ struct rebatch_pool {
     struct rbi_block *pending;
     struct rbi_table table; /* of the blocks that have been given out, and are not merged yet */
     struct rbi_late late;
-    struct rbi_block by_birth; /* where the ring of live and deferred blocks begins and ends */
-    uint64_t births;
+    struct rbi_block by_sequence; /* where the ring of live and deferred blocks begins and ends */
+    uint64_t sequence;
 
-    /* Physical memory, by the size of its pieces: 2^i granules.
+    /* Physical memory, by the size of its pieces: 2^i pages.
      *   spare_count == sum of spare[i].count << i
-     *   granules_held == sum of spare[i].held << i */
-    struct rbi_spare spare[RBI_PIECE_SIZES];
-    size_t spare_count, granules_held;
+     *   pages_held == sum of spare[i].held << i */
+    struct rbi_spare spare[RBI_CHUNK_SIZES];
+    size_t spare_count, pages_held;
     void *ballast; /* NULL: none, or given up */
 
     struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
     uint32_t scope_serial;
-    uint64_t insider; /* the innermost scope's; 0 without one */
+    uint64_t owner_thread; /* the innermost scope's; 0 without one */
 
     struct rbi_tag tags[RBI_POOL_TAGS];
     size_t tag_count;
@@ -151,11 +151,11 @@ struct rebatch_pool {
     uint64_t quiet_bytes; /* no peak is raised as long as live_bytes is not above it */
     uint64_t device_taken_bytes, device_given_bytes; /* since create */
     uint64_t asked_back_bytes;                       /* of the latter, by rebatch_pool_trim() */
-    uint64_t rungs[RBI_POOL_RUNG_COUNT];             /* how often each was tried */
+    uint64_t stages[RBI_POOL_STAGE_COUNT];           /* how often each was tried */
     uint64_t mark_peak_bytes;
-    /* The highest peak that was more than an eighth above the last such, and births then: while
+    /* The highest peak that was more than an eighth above the last such, and sequence then: while
      * these stand the pool is taken to have seen what it will need. */
-    uint64_t settled_peak_bytes, settled_births;
+    uint64_t warm_peak_bytes, warm_sequence;
     uint64_t highest_live_bytes;     /* since create, whatever the user resets */
     rebatch_oom_report oom, own_oom; /* the latter of those that scopes take in, or without any */
     uint64_t own_ooms;
@@ -177,12 +177,12 @@ static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call ca
         pool->recorder.on_call(pool->recorder.user, call, address, bytes, stream);
 }
 
-/* The pool whose insider this thread has joined; NULL: none's. */
+/* The pool whose owner_thread this thread has joined; NULL: none's. */
 extern _Thread_local const rebatch_pool *rbi_pool_joined __attribute__((tls_model("initial-exec")));
 /* Whether this thread is none of those whose calls scopes take in. */
-static inline bool rbi_pool_is_outside(const rebatch_pool *pool, uint64_t insider)
+static inline bool rbi_pool_is_other_thread(const rebatch_pool *pool, uint64_t owner_thread)
 {
-    return __builtin_expect(insider != 0, 0) && insider != rbi_thread_number() &&
+    return __builtin_expect(owner_thread != 0, 0) && owner_thread != rbi_thread_number() &&
            rbi_pool_joined != pool;
 }
 
@@ -190,7 +190,7 @@ static inline bool rbi_pool_is_outside(const rebatch_pool *pool, uint64_t inside
 static inline bool rbi_pool_is_beside_promise(const rebatch_pool *pool)
 {
     return __builtin_expect(pool->promised_bytes != 0, 0) &&
-           rbi_pool_is_outside(pool, pool->insider);
+           rbi_pool_is_other_thread(pool, pool->owner_thread);
 }
 
 /* Aborts when rbi_pool_is_valid() would be false; the lock is held (valid.c). */
@@ -213,7 +213,7 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
     rbi_lock_give(&pool->lock);
 }
 
-/* ---- blocks and bins (heap.c); all with the lock held ---- */
+/* ---- blocks and bins (free_lists.c); all with the lock held ---- */
 
 /* A free block of at least `bytes` whose work is done up to point `ready`. Looks at up to eight of
  * the smallest class that can have one and of the next, and takes of those the smallest, of these
@@ -221,15 +221,15 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
  * blocks than `max_split` are for requests of that size and more. `zone` is of enum rbi_zone. */
 struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
                                     uint64_t ready, size_t max_split, unsigned zone);
-/* The zone that a request belongs to; ANY where there are no granules, and while memory is promised
+/* The zone that a request belongs to; ANY where there are no pages, and while memory is promised
  * by rebatch_pool_reserve(): all of it is for whatever comes. */
 static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
 {
     if (!pool->has_space || pool->promised_bytes != 0)
         return RBI_ZONE_ANY;
-    if (bytes >= RBI_ZONE_LARGE_GRANULES * pool->granule_bytes)
+    if (bytes >= RBI_ZONE_LARGE_PAGES * pool->page_bytes)
         return RBI_ZONE_LARGE;
-    return bytes < pool->granule_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
+    return bytes < pool->page_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
 }
 /* Larger free blocks are not cut for smaller requests; but what is promised is, as it is in one
  * piece. */
@@ -237,13 +237,13 @@ static inline size_t rbi_pool_split_most(const rebatch_pool *pool)
 {
     return pool->promised_bytes != 0 ? SIZE_MAX : pool->max_split_bytes;
 }
-/* Whether free blocks are cut without a look at other places. Requests of less than half a granule
- * always do so: they are many, go into parts of granules anyway, and keep one only. With max_split
+/* Whether free blocks are cut without a look at other places. Requests of less than half a page
+ * always do so: they are many, go into parts of pages anyway, and keep one only. With max_split
  * or a guard, where blocks lie is settled otherwise. */
 static inline void rbi_pool_set_care(rebatch_pool *pool, bool care)
 {
     const bool may = pool->has_space && pool->plain && pool->max_split_bytes == SIZE_MAX;
-    pool->care_bytes = care && may ? pool->granule_bytes / 2 : SIZE_MAX;
+    pool->care_bytes = care && may ? pool->page_bytes / 2 : SIZE_MAX;
 }
 /* The blocks of the first zone's bins from that of `bytes` on, in the order of their classes;
  * NULL at the end. */
@@ -277,50 +277,48 @@ struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block
 struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address);
 uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 
-/* ---- physical memory (granules.c); all with the lock held ---- */
+/* ---- physical memory (pages.c); all with the lock held ---- */
 
-/* Granules of the chunks, a power of two, in which `count` granules come where the device could
- * still give `room` granules. */
-size_t rbi_granules_chunk(const rebatch_pool *pool, size_t count, size_t room);
+/* Pages of the chunks, a power of two, in which `count` pages come where the device could
+ * still give `room` pages. */
+size_t rbi_pages_chunk(const rebatch_pool *pool, size_t count, size_t room);
 /* The same for memory that will be used as a whole. */
-size_t rbi_granules_chunk_ahead(size_t count);
-/* Makes `count` more granules, in chunks of up to `chunk` granules, a power of two. All or none. */
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t chunk);
-/* Gives spare granules back until `keep` are left, or fewer where the last piece is larger; how
+size_t rbi_pages_chunk_ahead(size_t count);
+/* Makes `count` more pages, in chunks of up to `chunk` pages, a power of two. All or none. */
+rebatch_status rbi_pages_create(rebatch_pool *pool, size_t count, size_t chunk);
+/* Gives spare pages back until `keep` are left, or fewer where the last piece is larger; how
  * many it gave back. */
-size_t rbi_granules_release(rebatch_pool *pool, size_t keep);
-/* Whether a piece of several granules is mapped. */
-bool rbi_granules_has_large(const rebatch_pool *pool);
-/* Maps spare granules to a held hole, which keeps its state; nothing changes where it cannot, but
+size_t rbi_pages_release(rebatch_pool *pool, size_t keep);
+/* Whether a piece of several pages is mapped. */
+bool rbi_pages_has_large(const rebatch_pool *pool);
+/* Maps spare pages to a held hole, which keeps its state; nothing changes where it cannot, but
  * for what is quarantined. */
-rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole);
+rebatch_status rbi_pages_map(rebatch_pool *pool, struct rbi_block *hole);
 /* Unmaps from `at` to `to`, where pieces begin and end: it is spare then. Gives where it stopped,
  * because the device did not unmap a piece. */
-char *rbi_granules_unmap(rebatch_pool *pool, const struct rbi_range *range, char *at,
-                         const char *to);
+char *rbi_pages_unmap(rebatch_pool *pool, const struct rbi_range *range, char *at, const char *to);
 /* The piece at `at` is there, but whether it is mapped is not known: the block, in no list, is
  * nobody's from now on. The piece's bytes. */
-size_t rbi_granules_quarantine(rebatch_pool *pool, struct rbi_block *block, const char *at);
-/* The granules of the piece that begins at `address`. */
-size_t rbi_granules_piece(const rebatch_pool *pool, const struct rbi_range *range,
+size_t rbi_pages_quarantine(rebatch_pool *pool, struct rbi_block *block, const char *at);
+/* The pages of the piece that begins at `address`. */
+size_t rbi_pages_in_chunk(const rebatch_pool *pool, const struct rbi_range *range,
                           const char *address);
-/* Of the chunk that goes on at `address` from what is before it, the granules behind that address,
+/* Of the chunk that goes on at `address` from what is before it, the pages behind that address,
  * or before it; 0 where none does. */
-size_t rbi_granules_cut_off(const rebatch_pool *pool, const struct rbi_range *range,
-                            const char *address, bool behind);
-/* The wholly free granules of a block: where they begin, how many. */
-size_t rbi_granules_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+size_t rbi_pages_cut_off(const rebatch_pool *pool, const struct rbi_range *range,
+                         const char *address, bool behind);
+/* The wholly free pages of a block: where they begin, how many. */
+size_t rbi_pages_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first);
 /* Of them those that could be unmapped, which are not those of a piece that reaches beyond. */
-size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first);
-/* `count` granules from `first` on, made more so that they begin and end with pieces. */
-size_t rbi_granules_round(const rebatch_pool *pool, const struct rbi_range *range, char **first,
-                          size_t count);
+size_t rbi_pages_within(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+/* `count` pages from `first` on, made more so that they begin and end with pieces. */
+size_t rbi_pages_round(const rebatch_pool *pool, const struct rbi_range *range, char **first,
+                       size_t count);
 /* Gives all that is mapped in a range back; what is spare. */
-void rbi_granules_destroy(rebatch_pool *pool, struct rbi_range *range);
-void rbi_granules_destroy_spare(rebatch_pool *pool);
-/* Forgets the pieces that have granules from `first` up to `end`, so that they stay as they are. */
-void rbi_granules_forget(const rebatch_pool *pool, struct rbi_range *range, size_t first,
-                         size_t end);
+void rbi_pages_destroy(rebatch_pool *pool, struct rbi_range *range);
+void rbi_pages_destroy_spare(rebatch_pool *pool);
+/* Forgets the pieces that have pages from `first` up to `end`, so that they stay as they are. */
+void rbi_pages_forget(const rebatch_pool *pool, struct rbi_range *range, size_t first, size_t end);
 
 /* ---- ranges (range.c); all with the lock held ---- */
 
@@ -337,43 +335,43 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
 rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone);
-/* Unmaps wholly free granules whose work is done, until `wanted` are spare or there are no more.
+/* Unmaps wholly free pages whose work is done, until `wanted` are spare or there are no more.
  * Those of `spared` (may be NULL) stay. */
-void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
+void rbi_pages_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
 /* Gives free memory back until at most `keep_bytes` are cached. What lies wholly with `spared`
  * (may be NULL) stays. */
 rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
                                    const struct rbi_pool_stream *spared, size_t *released_bytes);
-/* Above its threshold the pool gives the free granules back that were not used for longest. */
+/* Above its threshold the pool gives the free pages back that were not used for longest. */
 void rbi_pool_collect(rebatch_pool *pool);
 void rbi_ballast_arm(rebatch_pool *pool, size_t room);
 /* True when there was one to give up. */
 bool rbi_ballast_drop(rebatch_pool *pool);
 void rbi_pool_destroy_ranges(rebatch_pool *pool);
 
-/* ---- windows (window.c); all with the lock held ---- */
+/* ---- windows (placement.c); all with the lock held ---- */
 
 /* Addresses for a request: the blocks first to last, free ones and holes, one behind the other.
  * What is served lies at the beginning, or at the end. */
 struct rbi_window {
     struct rbi_block *first, *last;
-    size_t bytes;    /* to be had of them */
-    size_t granules; /* that must be mapped for that */
+    size_t bytes; /* to be had of them */
+    size_t pages; /* that must be mapped for that */
     bool at_end;
 };
 /* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
                      struct rbi_pool_stream *stream);
 /* The same by a longer look, for a pool that is to be tight: of the places in the request's zone,
- * mapped or not, the one that takes fewest wholly free granules. False too when memory is promised,
+ * mapped or not, the one that takes fewest wholly free pages. False too when memory is promised,
  * as zones do not hold then. */
 bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                                const struct rbi_pool_stream *stream);
-/* Lets the window reach further, so that `granules` are mapped for it, where all that must be
+/* Lets the window reach further, so that `pages` are mapped for it, where all that must be
  * mapped lies at its far end and there are the addresses. Else it stays as it is. */
-void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules);
-/* The window that needs fewest granules in all; all work must be done and all free blocks be of
- * one stream. False when those that are free and `room` granules do not suffice. */
+void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t pages);
+/* The window that needs fewest pages in all; all work must be done and all free blocks be of
+ * one stream. False when those that are free and `room` pages do not suffice. */
 bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                           size_t room);
 /* The most bytes for which that would say yes. */
@@ -382,7 +380,7 @@ uint64_t rbi_window_most(const rebatch_pool *pool, size_t room);
  * beyond need, and puts them back. Needs two spare nodes. */
 void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window);
 void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window);
-/* Maps a held window, with granules that are spare: it becomes one free block of `stream`. Where it
+/* Maps a held window, with pages that are spare: it becomes one free block of `stream`. Where it
  * cannot, the window is dropped. */
 rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct rbi_window *window,
                               struct rbi_pool_stream *stream);
@@ -426,14 +424,14 @@ rebatch_status rbi_pool_await_streams(rebatch_pool *pool);
 bool rbi_pool_has_waiting(const rebatch_pool *pool, const struct rbi_pool_stream *except);
 void rbi_pool_destroy_streams(rebatch_pool *pool);
 
-/* ---- the ladder (ladder.c); with the lock held, but not during pressure callbacks ---- */
+/* ---- the ladder (search.c); with the lock held, but not during pressure callbacks ---- */
 
 struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
-    rebatch_pool_stage rung; /* out: the last one tried */
-    bool ahead;              /* of its use, and used as a whole */
-    bool beside;             /* what is promised is not for it */
+    rebatch_pool_stage stage; /* out: the last one tried */
+    bool ahead;               /* of its use, and used as a whole */
+    bool beside;              /* what is promised is not for it */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
@@ -447,25 +445,25 @@ static inline size_t rbi_pool_promised(const rebatch_pool *pool)
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
-/* `bytes` more for the stream, in one free block: free granules first, not those of `spared`, then
+/* `bytes` more for the stream, in one free block: free pages first, not those of `spared`, then
  * fresh memory. */
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
 /* Whether the pool has seen what it will need; before that there is plenty of nothing. */
 bool rbi_pool_knows_needs(const rebatch_pool *pool);
-/* Whether fresh memory is taken rather than that granules are moved. */
+/* Whether fresh memory is taken rather than that pages are moved. */
 bool rbi_pool_is_plentiful(rebatch_pool *pool);
 /* What the pool holds or could have more than its peak; 0 where the device does not say. */
 size_t rbi_pool_bytes_beyond_peak(rebatch_pool *pool);
 /* Whether so many bytes are free, or to be had where there is plenty. */
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
-/* Free granules in a row, for `stream`: moved there, and fresh ones only if they may be and where
+/* Free pages in a row, for `stream`: moved there, and fresh ones only if they may be and where
  * there is plenty. Gives the free block that they are; NULL: there are not enough. */
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
                                    bool fresh);
 /* REBATCH_E_INVALID for limit, headroom or ballast that can never work there (options.c). */
 rebatch_status rbi_pool_check_sizes(const rebatch_pool_options *options, rebatch_device *device);
-/* What the device could give now, in whole granules, within limit and headroom; `info` may be
+/* What the device could give now, in whole pages, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
 /* A share of the limit, or of the device where that is less. */

@@ -100,13 +100,13 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 
 /* ---- addresses ---- */
 
-/* The most granules that addresses are reserved for at once: 512 GiB on CUDA devices; an
+/* The most pages that addresses are reserved for at once: 512 GiB on CUDA devices; an
  * eighth more where as much could be mapped. */
 #define RESERVED_MOST ((size_t)1 << 18)
 #define RESERVED_TIMES 4
 
 /* Several times what could ever be mapped: addresses cost next to nothing, and where they are
- * scarce blocks of all ages come to lie side by side, and what stays keeps parts of granules of
+ * scarce blocks of all ages come to lie side by side, and what stays keeps parts of pages of
  * what goes. When blocks in use have cut them up so that no place is left for a large one, another
  * piece like it is reserved. */
 static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
@@ -115,10 +115,10 @@ static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
     if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return bytes;
     const size_t limit = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
-    const size_t most = RESERVED_MOST * pool->granule_bytes;
+    const size_t most = RESERVED_MOST * pool->page_bytes;
     const size_t mapped = rbi_min(limit, most);
     size_t wanted = rbi_max(mapped + mapped / 8, rbi_min(RESERVED_TIMES * mapped, most));
-    if (!rbi_round_up(rbi_max(wanted, bytes), pool->granule_bytes, &wanted))
+    if (!rbi_round_up(rbi_max(wanted, bytes), pool->page_bytes, &wanted))
         return bytes;
     return wanted;
 }
@@ -132,13 +132,13 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
         status = rbi_device_reserve(pool->device, &address, wanted = bytes);
     if (status != REBATCH_OK)
         return status;
-    rbi_physical *granules = rbi_heap_calloc(wanted / pool->granule_bytes, sizeof *granules);
-    if (!granules) {
+    rbi_physical *pages = rbi_heap_calloc(wanted / pool->page_bytes, sizeof *pages);
+    if (!pages) {
         (void)rbi_device_unreserve(pool->device, address, wanted);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes of addresses", wanted);
     }
     struct rbi_range *range = add_range(pool, address, wanted, pool->space, zone);
-    range->granules = granules;
+    range->pages = pages;
     if (zone == RBI_ZONE_SMALL && pool->small_span == 0) {
         pool->small_address = (uintptr_t)address;
         pool->small_span = wanted;
@@ -147,7 +147,7 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
     return REBATCH_OK;
 }
 
-/* ---- free granules ---- */
+/* ---- free pages ---- */
 
 /* Cuts a block in no list before `at`, puts the part before it back, and gives the rest. */
 static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, const char *at)
@@ -159,14 +159,14 @@ static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, c
     return rest;
 }
 
-/* Unmaps `count` granules of a free block, from `first` on: what was unmapped becomes a hole. False
+/* Unmaps `count` pages of a free block, from `first` on: what was unmapped becomes a hole. False
  * when the device did not unmap a piece; that one is quarantined. Needs three spare nodes. */
 static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
 {
-    const char *const end = first + count * pool->granule_bytes;
+    const char *const end = first + count * pool->page_bytes;
     rbi_pool_bin_remove(block);
     block->state = RBI_BLOCK_HELD;
-    const char *const stop = rbi_granules_unmap(pool, block->range, first, end);
+    const char *const stop = rbi_pages_unmap(pool, block->range, first, end);
     struct rbi_pool_stream *stream = block->stream;
     const uint64_t freed_at = block->freed_at;
     block = put_part(pool, block, first);
@@ -181,10 +181,10 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
     }
     if (stop < end) {
         struct rbi_block *rest = NULL;
-        const size_t piece = rbi_granules_piece(pool, block->range, stop) * pool->granule_bytes;
+        const size_t piece = rbi_pages_in_chunk(pool, block->range, stop) * pool->page_bytes;
         if (block->bytes > piece)
             rest = rbi_pool_split(pool, block, piece);
-        (void)rbi_granules_quarantine(pool, block, stop);
+        (void)rbi_pages_quarantine(pool, block, stop);
         block = rest;
     }
     if (block) {
@@ -194,29 +194,29 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
     return stop == end;
 }
 
-/* Unmaps `most` of a block's wholly free granules, or as many as there are, those next to a hole if
+/* Unmaps `most` of a block's wholly free pages, or as many as there are, those next to a hole if
  * there is one; more where a larger piece is among them. False when no more can be done. */
 static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t most)
 {
     char *first;
-    const size_t whole = rbi_granules_within(pool, block, &first);
+    const size_t whole = rbi_pages_within(pool, block, &first);
     if (whole == 0 || block->freed_at > block->stream->done)
         return true;
     if (!rbi_pool_prepare_blocks(pool, rbi_pool_promised(pool) + 3))
         return false;
     size_t count = rbi_min(whole, most);
     if (!block->before || block->before->state != RBI_BLOCK_HOLE)
-        first += (whole - count) * pool->granule_bytes;
-    count = rbi_granules_round(pool, block->range, &first, count);
+        first += (whole - count) * pool->page_bytes;
+    count = rbi_pages_round(pool, block->range, &first, count);
     return unmap_part(pool, block, first, count);
 }
 
-/* Large free blocks first: each that is taken apart leaves parts of granules at its ends, so the
+/* Large free blocks first: each that is taken apart leaves parts of pages at its ends, so the
  * fewer the better. A block that is put back while the walk is on is met again at most in a class
  * below, when it has nothing left to give. False when there is no need to go on. */
 static bool harvest_bins(rebatch_pool *pool, const struct rbi_bins *bins, size_t wanted)
 {
-    const unsigned least = rbi_bin_of(pool->granule_bytes);
+    const unsigned least = rbi_bin_of(pool->page_bytes);
     for (unsigned bin = RBI_POOL_BINS; bin-- > least;) {
         const uint64_t up_to = bins->words[bin / 64] << (63 - bin % 64);
         if (up_to == 0) {
@@ -241,7 +241,7 @@ static bool harvest_bins(rebatch_pool *pool, const struct rbi_bins *bins, size_t
     return true;
 }
 
-void rbi_granules_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
+void rbi_pages_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
 {
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         for (unsigned zone = 0; zone < RBI_POOL_ZONES && s != spared; zone++)
@@ -300,8 +300,8 @@ static rebatch_status trim_ranges(rebatch_pool *pool, size_t keep_bytes,
     }
 }
 
-static rebatch_status trim_granules(rebatch_pool *pool, size_t keep_bytes,
-                                    const struct rbi_pool_stream *spared, size_t *released_bytes)
+static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
+                                 const struct rbi_pool_stream *spared, size_t *released_bytes)
 {
     const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
     if (cached <= keep_bytes)
@@ -312,14 +312,13 @@ static rebatch_status trim_granules(rebatch_pool *pool, size_t keep_bytes,
     if (status != REBATCH_OK)
         return status;
     if (!spared && !rbi_pool_has_waiting(pool, NULL))
-        rbi_pool_adopt(pool, pool->first_stream); /* granules that two streams share are free too */
-    const size_t excess =
-        (size_t)((cached - keep_bytes + pool->granule_bytes - 1) / pool->granule_bytes);
+        rbi_pool_adopt(pool, pool->first_stream); /* pages that two streams share are free too */
+    const size_t excess = (size_t)((cached - keep_bytes + pool->page_bytes - 1) / pool->page_bytes);
     const uint64_t remaps = pool->stats.remaps;
-    rbi_granules_harvest(pool, excess, spared);
+    rbi_pages_harvest(pool, excess, spared);
     pool->stats.remaps = remaps; /* they are not mapped elsewhere */
     const size_t keep = pool->spare_count > excess ? pool->spare_count - excess : 0;
-    *released_bytes = rbi_granules_release(pool, keep) * pool->granule_bytes;
+    *released_bytes = rbi_pages_release(pool, keep) * pool->page_bytes;
     return REBATCH_OK;
 }
 
@@ -329,13 +328,13 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
     *released_bytes = 0;
     rbi_quick_flush_all(pool);
     const rebatch_status status = pool->has_space
-                                      ? trim_granules(pool, keep_bytes, spared, released_bytes)
+                                      ? trim_pages(pool, keep_bytes, spared, released_bytes)
                                       : trim_ranges(pool, keep_bytes, spared, released_bytes);
     pool->stats.trims += *released_bytes > 0;
     return status;
 }
 
-/* The free block with whole granules, or the wholly free plain range's, that was used last longest
+/* The free block with whole pages, or the wholly free plain range's, that was used last longest
  * ago. Work on the latter is waited for when it is given back. */
 static struct rbi_block *oldest_free(const rebatch_pool *pool)
 {
@@ -344,11 +343,10 @@ static struct rbi_block *oldest_free(const rebatch_pool *pool)
         for (struct rbi_block *b = r->first; b; b = b->after) {
             char *first;
             if (b->state != RBI_BLOCK_FREE ||
-                (r->granules
-                     ? b->freed_at > b->stream->done || rbi_granules_within(pool, b, &first) == 0
-                     : b->bytes != r->bytes))
+                (r->pages ? b->freed_at > b->stream->done || rbi_pages_within(pool, b, &first) == 0
+                          : b->bytes != r->bytes))
                 continue;
-            if (!oldest || b->birth < oldest->birth)
+            if (!oldest || b->sequence < oldest->sequence)
                 oldest = b;
         }
     }
@@ -366,12 +364,12 @@ void rbi_pool_collect(rebatch_pool *pool)
         rbi_quick_flush_all(pool);
     while (pool->stats.reserved_bytes > threshold) {
         const size_t excess = (size_t)(pool->stats.reserved_bytes - threshold);
-        const size_t granules = (excess + pool->granule_bytes - 1) / pool->granule_bytes;
-        if (rbi_granules_release(pool, pool->spare_count - rbi_min(pool->spare_count, granules)))
+        const size_t pages = (excess + pool->page_bytes - 1) / pool->page_bytes;
+        if (rbi_pages_release(pool, pool->spare_count - rbi_min(pool->spare_count, pages)))
             continue;
         struct rbi_block *block = pool->spare_count == 0 ? oldest_free(pool) : NULL;
-        if (!block || (block->range->granules ? !harvest_block(pool, block, granules)
-                                              : rbi_range_free(pool, block->range) != REBATCH_OK))
+        if (!block || (block->range->pages ? !harvest_block(pool, block, pages)
+                                           : rbi_range_free(pool, block->range) != REBATCH_OK))
             break;
     }
     pool->stats.collected_bytes += before - pool->stats.reserved_bytes;
@@ -419,7 +417,7 @@ static bool may_be_used(const struct rbi_block *block)
     return false;
 }
 
-/* Forgets the granules that may still be used, so that they stay as they are; whether there are
+/* Forgets the pages that may still be used, so that they stay as they are; whether there are
  * any. */
 static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
 {
@@ -429,33 +427,33 @@ static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
             continue;
         any = true;
         const size_t offset = (size_t)(b->address - range->address);
-        const size_t end = (offset + b->bytes + pool->granule_bytes - 1) / pool->granule_bytes;
-        if (range->granules)
-            rbi_granules_forget(pool, range, offset / pool->granule_bytes, end);
+        const size_t end = (offset + b->bytes + pool->page_bytes - 1) / pool->page_bytes;
+        if (range->pages)
+            rbi_pages_forget(pool, range, offset / pool->page_bytes, end);
     }
     return any;
 }
 
-/* Quarantined granules are tried once more. */
-static void destroy_granules(rebatch_pool *pool, struct rbi_range *range)
+/* Quarantined pages are tried once more. */
+static void destroy_pages(rebatch_pool *pool, struct rbi_range *range)
 {
     const bool leave = leave_used(pool, range);
-    rbi_granules_destroy(pool, range);
+    rbi_pages_destroy(pool, range);
     if (!leave)
         (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
-    rbi_heap_free(range->granules);
+    rbi_heap_free(range->pages);
 }
 
 void rbi_pool_destroy_ranges(rebatch_pool *pool)
 {
     for (struct rbi_range *r = pool->first_range; r; r = r->next) {
-        if (r->granules)
-            destroy_granules(pool, r);
+        if (r->pages)
+            destroy_pages(pool, r);
         else if (!leave_used(pool, r))
             (void)rbi_device_free(pool->device, r->address, r->bytes);
     }
     pool->first_range = pool->last_range = NULL;
-    rbi_granules_destroy_spare(pool);
+    rbi_pages_destroy_spare(pool);
     if (pool->ballast)
         (void)rbi_device_free(pool->device, pool->ballast, pool->ballast_bytes);
 }

@@ -1,8 +1,8 @@
 /* Owns the stack of scopes: what was allocated inside, which frees wait, and undoing it all.
  * Must not know how memory is found.
  *
- * Blocks in use stand in one list by birth, so a scope is the end of that list from its first
- * birth on, but for blocks from outside: beginning and committing move nothing. */
+ * Blocks in use stand in one list by sequence, so a scope is the end of that list from its first
+ * sequence on, but for blocks from outside: beginning and committing move nothing. */
 #include "pool/pool.h"
 
 _Thread_local const rebatch_pool *rbi_pool_joined;
@@ -45,7 +45,7 @@ static rebatch_status refuse_scope(rebatch_scope handle)
     return rbi_error(REBATCH_E_INVALID, "scope is %u: expected one that is open", (unsigned)handle);
 }
 
-static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint64_t insider)
+static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint64_t owner_thread)
 {
     if (pool->depth == RBI_POOL_SCOPES)
         return rbi_error(REBATCH_E_UNSUPPORTED, "%d scopes are open: expected no more",
@@ -55,13 +55,13 @@ static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint6
     pool->scope_serial = pool->scope_serial == serials ? 1 : pool->scope_serial + 1;
     struct rbi_scope *scope = &pool->scopes[pool->depth];
     *scope = (struct rbi_scope){.handle = pool->scope_serial << INDEX_BITS | (uint32_t)pool->depth,
-                                .first_birth = pool->births,
+                                .first_sequence = pool->sequence,
                                 .live_at_begin = pool->stats.live_bytes,
                                 .live_most = pool->stats.live_bytes,
                                 .requested_at_begin = pool->requested_total_bytes,
-                                .insider = insider};
+                                .owner_thread = owner_thread};
     pool->depth++;
-    pool->insider = insider;
+    pool->owner_thread = owner_thread;
     pool->quiet_bytes = pool->stats.live_bytes;
     *out = scope->handle;
     return REBATCH_OK;
@@ -76,7 +76,7 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    status = begin_locked(out, pool, pool->insider);
+    status = begin_locked(out, pool, pool->owner_thread);
     rbi_pool_give_lock(pool);
     return status;
 }
@@ -92,13 +92,13 @@ rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
 
 static bool is_of(const struct rbi_scope *scope, const struct rbi_block *block)
 {
-    return block->birth >= scope->first_birth && !block->outside;
+    return block->sequence >= scope->first_sequence && !block->outside;
 }
 
 /* Adds what `from` has seen to `to`, the scope around it. */
 static void fold(struct rbi_scope *to, const struct rbi_scope *from)
 {
-    if (to->live_most < from->live_most && !(from->insider != 0 && to->insider == 0))
+    if (to->live_most < from->live_most && !(from->owner_thread != 0 && to->owner_thread == 0))
         to->live_most = from->live_most;
     if (to->largest_bytes < from->largest_bytes)
         to->largest_bytes = from->largest_bytes;
@@ -107,7 +107,7 @@ static void fold(struct rbi_scope *to, const struct rbi_scope *from)
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool)
 {
     size_t depth = pool->depth;
-    while (depth > 0 && pool->scopes[depth - 1].insider != 0)
+    while (depth > 0 && pool->scopes[depth - 1].owner_thread != 0)
         depth--;
     return depth ? &pool->scopes[depth - 1] : NULL;
 }
@@ -127,10 +127,10 @@ static void shift(struct rbi_scope *scope, const struct rbi_block *block, bool b
 void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins)
 {
     /* What counts in one and not in the one within it: until now they have seen the same. */
-    for (size_t i = pool->depth; i-- > 1 && pool->scopes[i - 1].insider != 0;)
+    for (size_t i = pool->depth; i-- > 1 && pool->scopes[i - 1].owner_thread != 0;)
         fold(&pool->scopes[i - 1], &pool->scopes[i]);
     for (size_t i = pool->depth; i-- > 0;)
-        if (pool->scopes[i].insider != 0 && !is_of(&pool->scopes[i], block))
+        if (pool->scopes[i].owner_thread != 0 && !is_of(&pool->scopes[i], block))
             shift(&pool->scopes[i], block, begins);
     struct rbi_scope *const all = rbi_scope_of_all(pool);
     if (all && begins)
@@ -167,7 +167,7 @@ static void close_innermost(rebatch_pool *pool)
     rbi_assert(pool->depth > 0);
     const struct rbi_scope *const scope = innermost(pool);
     pool->depth--;
-    pool->insider = pool->depth ? scope[-1].insider : 0;
+    pool->owner_thread = pool->depth ? scope[-1].owner_thread : 0;
     if (pool->depth)
         fold(innermost(pool), scope);
     rbi_pool_set_quiet(pool);
@@ -223,7 +223,7 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope)
 static struct rbi_scope *find_waiting_place(rebatch_pool *pool, const struct rbi_block *block)
 {
     struct rbi_scope *const all = rbi_scope_of_all(pool);
-    return all && block->birth < all->first_birth ? all : NULL;
+    return all && block->sequence < all->first_sequence ? all : NULL;
 }
 
 /* Carries out a free that no thread's own scope is to hold back. */
@@ -264,13 +264,14 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle
         rbi_pool_give_lock(pool);
         return refuse_scope(handle);
     }
-    const uint64_t first_birth = scope->first_birth;
+    const uint64_t first_sequence = scope->first_sequence;
     close_innermost(pool);
     struct rbi_block *block;
     while ((block = pop_deferred(scope)))
         finish_free(pool, block);
-    for (struct rbi_block *b = pool->by_birth.previous;
-         pool->insider != 0 && b != &pool->by_birth && b->birth >= first_birth; b = b->previous) {
+    for (struct rbi_block *b = pool->by_sequence.previous;
+         pool->owner_thread != 0 && b != &pool->by_sequence && b->sequence >= first_sequence;
+         b = b->previous) {
         if (b->outside)
             continue;
         b->outside = true;
@@ -284,7 +285,7 @@ void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
 {
     rbi_pool_take_lock(pool);
     struct rbi_block *block = NULL;
-    for (size_t i = pool->depth; !block && i-- > 0 && pool->scopes[i].insider != 0;)
+    for (size_t i = pool->depth; !block && i-- > 0 && pool->scopes[i].owner_thread != 0;)
         block = take_deferred(&pool->scopes[i], address);
     if (block)
         finish_free(pool, block);
@@ -322,12 +323,12 @@ static void rollback_innermost(rebatch_pool *pool)
         block->state = RBI_BLOCK_LIVE;
     }
     const uint64_t before = pool->stats.rolled_back_blocks;
-    const struct rbi_block *const ring = &pool->by_birth;
+    const struct rbi_block *const ring = &pool->by_sequence;
     for (struct rbi_block *b = ring->previous, *previous; b != ring; b = previous) {
-        if (b->birth < scope->first_birth)
+        if (b->sequence < scope->first_sequence)
             break;
         previous = b->previous;
-        if (!b->outside || scope->insider == 0)
+        if (!b->outside || scope->owner_thread == 0)
             rbi_pool_drop_block(pool, b, true);
     }
     RBI_RECORD(pool, ROLLBACK, NULL, pool->stats.rolled_back_blocks - before, NULL, 0);
@@ -362,7 +363,7 @@ rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool, 
     const struct rbi_scope *open = find_open(pool, scope);
     if (!open)
         return refuse_scope(scope);
-    *out = (struct rbi_extent){open->first_birth, open->insider != 0};
+    *out = (struct rbi_extent){open->first_sequence, open->owner_thread != 0};
     return REBATCH_OK;
 }
 
@@ -375,7 +376,7 @@ static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
     out->live_bytes = (int64_t)(pool->stats.live_bytes - scope->live_at_begin);
     out->peak_bytes = (int64_t)(sum.live_most - scope->live_at_begin);
     out->requested_bytes = pool->requested_total_bytes - scope->requested_at_begin;
-    out->allocations = pool->births - scope->first_birth - scope->others;
+    out->allocations = pool->sequence - scope->first_sequence - scope->others;
     out->largest_bytes = sum.largest_bytes;
 }
 

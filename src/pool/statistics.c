@@ -16,18 +16,18 @@ void rbi_pool_set_quiet(rebatch_pool *pool)
     pool->quiet_bytes = rbi_min(pool->stats.live_peak_bytes, pool->mark_peak_bytes);
     if (pool->depth)
         pool->quiet_bytes = rbi_min(pool->quiet_bytes, pool->scopes[pool->depth - 1].live_most);
-    struct rbi_scope *const all = pool->insider ? rbi_scope_of_all(pool) : NULL;
+    struct rbi_scope *const all = pool->owner_thread ? rbi_scope_of_all(pool) : NULL;
     if (all)
         pool->quiet_bytes = rbi_min(pool->quiet_bytes, all->live_most);
 }
 
 /* A little more now and then is how all live memory varies. */
-static void note_settled(rebatch_pool *pool, uint64_t live)
+static void note_warm_peak(rebatch_pool *pool, uint64_t live)
 {
-    if (live <= pool->settled_peak_bytes + pool->settled_peak_bytes / 8)
+    if (live <= pool->warm_peak_bytes + pool->warm_peak_bytes / 8)
         return;
-    pool->settled_peak_bytes = live;
-    pool->settled_births = pool->births;
+    pool->warm_peak_bytes = live;
+    pool->warm_sequence = pool->sequence;
 }
 
 void rbi_pool_raise_peaks(rebatch_pool *pool)
@@ -38,11 +38,11 @@ void rbi_pool_raise_peaks(rebatch_pool *pool)
     if (live > pool->stats.live_peak_bytes) {
         pool->stats.live_peak_bytes = live;
         pool->peak_number++;
-        note_settled(pool, live);
+        note_warm_peak(pool, live);
     }
     if (pool->depth)
         rbi_raise(&pool->scopes[pool->depth - 1].live_most, live);
-    struct rbi_scope *const all = pool->insider ? rbi_scope_of_all(pool) : NULL;
+    struct rbi_scope *const all = pool->owner_thread ? rbi_scope_of_all(pool) : NULL;
     if (all)
         rbi_raise(&all->live_most, live);
     rbi_pool_set_quiet(pool);
@@ -51,8 +51,8 @@ void rbi_pool_raise_peaks(rebatch_pool *pool)
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
 {
     *out = pool->stats;
-    out->allocations = pool->births;
-    out->frees = pool->births - out->blocks - out->rolled_back_blocks;
+    out->allocations = pool->sequence;
+    out->frees = pool->sequence - out->blocks - out->rolled_back_blocks;
     out->allocated_total_bytes = out->freed_total_bytes + out->live_bytes;
     out->requested_bytes = pool->requested_total_bytes - pool->requested_given_bytes;
 }

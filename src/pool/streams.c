@@ -259,7 +259,7 @@ static bool is_ready(const struct rbi_block *block)
 static void put_away(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_block *const gap = block->after;
-    rbi_pool_settle_block(pool, block);
+    rbi_pool_coalesce_block(pool, block);
     if (pool->guard)
         (void)rbi_pool_put_block(pool, gap);
 }
@@ -267,7 +267,7 @@ static void put_away(rebatch_pool *pool, struct rbi_block *block)
 void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
 {
     block->freed_at = rbi_stream_note_free(pool, block->stream);
-    block->birth = pool->births;
+    block->sequence = pool->sequence;
     if (!block->used) {
         if (pool->guard)
             put_away(pool, block);
@@ -296,7 +296,7 @@ static bool is_for(const struct rbi_block *block, const struct rbi_pool_stream *
 }
 
 /* Frees the pending blocks that are ready; true when one of them is for `stream` and `bytes`. */
-static bool settle_pending(rebatch_pool *pool, const struct rbi_pool_stream *stream, size_t bytes)
+static bool finish_pending(rebatch_pool *pool, const struct rbi_pool_stream *stream, size_t bytes)
 {
     bool any = false;
     for (struct rbi_block **at = &pool->pending; *at;) {
@@ -395,12 +395,12 @@ rebatch_status rbi_pool_poll_pending(bool *any, rebatch_pool *pool,
     rebatch_status status = step_awaited(pool, stream, bytes, look);
     if (status != REBATCH_OK)
         return status;
-    *any = settle_pending(pool, stream, bytes);
+    *any = finish_pending(pool, stream, bytes);
     if (*any)
         return step_awaited(pool, stream, bytes, mark_beyond);
     status = step_awaited(pool, stream, bytes, look_beyond);
     if (status == REBATCH_OK)
-        *any = settle_pending(pool, stream, bytes);
+        *any = finish_pending(pool, stream, bytes);
     return status;
 }
 
@@ -413,7 +413,7 @@ rebatch_status rbi_pool_poll_rest(rebatch_pool *pool)
         if (status != REBATCH_OK)
             return status;
     }
-    (void)settle_pending(pool, NULL, 0);
+    (void)finish_pending(pool, NULL, 0);
     return REBATCH_OK;
 }
 
@@ -430,7 +430,7 @@ rebatch_status rbi_pool_await_streams(rebatch_pool *pool)
         if (status != REBATCH_OK && status != REBATCH_OOM)
             return status;
     }
-    (void)settle_pending(pool, NULL, 0);
+    (void)finish_pending(pool, NULL, 0);
     return REBATCH_OK;
 }
 

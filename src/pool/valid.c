@@ -7,8 +7,8 @@
 /* What a walk over all blocks adds up to. */
 struct tally {
     uint64_t live_bytes, deferred_bytes, reserved_bytes, requested_bytes, live_blocks;
-    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, granules, lost_bytes;
-    uint64_t pieces[RBI_PIECE_SIZES]; /* mapped, by their size */
+    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, pages, lost_bytes;
+    uint64_t pieces[RBI_CHUNK_SIZES]; /* mapped, by their size */
     uint64_t tag_bytes[RBI_POOL_TAGS];
 };
 
@@ -52,7 +52,7 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
         CHECK(b->state != RBI_BLOCK_GUARD || pool->guard);
     }
     CHECK((b->state != RBI_BLOCK_HOLE && b->state != RBI_BLOCK_LOST) ||
-          (offset % pool->granule_bytes == 0 && b->bytes % pool->granule_bytes == 0));
+          (offset % pool->page_bytes == 0 && b->bytes % pool->page_bytes == 0));
     return true;
 }
 
@@ -60,7 +60,7 @@ static bool is_used_block_valid(const rebatch_pool *pool, const struct rbi_block
                                 struct tally *tally)
 {
     CHECK(!b->late && !rbi_late_has(&pool->late, b->address));
-    CHECK(b->tag < pool->tag_count && b->birth < pool->births);
+    CHECK(b->tag < pool->tag_count && b->sequence < pool->sequence);
     CHECK(b->requested_bytes <= b->bytes);
     CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
     tally->live_blocks++;
@@ -89,41 +89,41 @@ static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, 
     return is_used_block_valid(pool, b, tally);
 }
 
-/* Whether a block's granules are mapped just where it says so; of a lost one those that are left
+/* Whether a block's pages are mapped just where it says so; of a lost one those that are left
  * are the quarantined. */
-static bool are_granules_valid(const rebatch_pool *pool, const struct rbi_range *r,
-                               const struct rbi_block *b, struct tally *tally)
+static bool are_pages_valid(const rebatch_pool *pool, const struct rbi_range *r,
+                            const struct rbi_block *b, struct tally *tally)
 {
-    const size_t first = (size_t)(b->address - r->address) / pool->granule_bytes;
-    const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->granule_bytes;
+    const size_t first = (size_t)(b->address - r->address) / pool->page_bytes;
+    const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->page_bytes;
     const bool gap = b->state == RBI_BLOCK_HOLE || b->state == RBI_BLOCK_GUARD;
     for (size_t i = first; i <= last; i++) {
-        CHECK(b->state == RBI_BLOCK_LOST || gap == (r->granules[i] == 0));
-        tally->lost_bytes += b->state == RBI_BLOCK_LOST && r->granules[i] ? pool->granule_bytes : 0;
+        CHECK(b->state == RBI_BLOCK_LOST || gap == (r->pages[i] == 0));
+        tally->lost_bytes += b->state == RBI_BLOCK_LOST && r->pages[i] ? pool->page_bytes : 0;
     }
     return true;
 }
 
 static bool add_piece(const rebatch_pool *pool, const struct rbi_range *r, size_t first,
-                      size_t granules, struct tally *tally)
+                      size_t pages, struct tally *tally)
 {
-    const unsigned size = (unsigned)__builtin_ctzll(granules);
-    CHECK(r->granules[first] != RBI_PIECE_GOES_ON);
-    CHECK(granules == (size_t)1 << size && size < RBI_PIECE_SIZES);
-    CHECK(granules == rbi_granules_piece(pool, r, r->address + first * pool->granule_bytes));
-    tally->granules += granules;
+    const unsigned size = (unsigned)__builtin_ctzll(pages);
+    CHECK(r->pages[first] != RBI_CHUNK_GOES_ON);
+    CHECK(pages == (size_t)1 << size && size < RBI_CHUNK_SIZES);
+    CHECK(pages == rbi_pages_in_chunk(pool, r, r->address + first * pool->page_bytes));
+    tally->pages += pages;
     tally->pieces[size]++;
     return true;
 }
 
 static bool add_pieces(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
 {
-    const size_t count = r->bytes / pool->granule_bytes;
+    const size_t count = r->bytes / pool->page_bytes;
     for (size_t first = 0, end; first < count; first = end) {
         end = first + 1;
-        if (r->granules[first] == 0)
+        if (r->pages[first] == 0)
             continue;
-        while (end < count && r->granules[end] == RBI_PIECE_GOES_ON)
+        while (end < count && r->pages[end] == RBI_CHUNK_GOES_ON)
             end++;
         if (!add_piece(pool, r, first, end - first, tally))
             return false;
@@ -134,21 +134,20 @@ static bool add_pieces(const rebatch_pool *pool, const struct rbi_range *r, stru
 static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
 {
     CHECK(r->first && r->first->address == r->address && !r->first->before);
-    CHECK((r->granules != NULL) == pool->has_space);
+    CHECK((r->pages != NULL) == pool->has_space);
     size_t bytes = 0;
     for (const struct rbi_block *b = r->first; b; b = b->after) {
         CHECK(b->range == r);
-        if (!is_block_valid(pool, b, tally) ||
-            (r->granules && !are_granules_valid(pool, r, b, tally)))
+        if (!is_block_valid(pool, b, tally) || (r->pages && !are_pages_valid(pool, r, b, tally)))
             return false;
         bytes += b->bytes;
         tally->blocks++;
     }
     CHECK(bytes == r->bytes);
-    CHECK(bytes % pool->granule_bytes == 0);
-    if (!r->granules)
+    CHECK(bytes % pool->page_bytes == 0);
+    if (!r->pages)
         tally->reserved_bytes += bytes;
-    return !r->granules || add_pieces(pool, r, tally);
+    return !r->pages || add_pieces(pool, r, tally);
 }
 
 static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
@@ -163,16 +162,16 @@ static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
             return false;
     }
     CHECK(pool->last_range == previous && has_small);
-    CHECK(pool->granules_held == tally->granules + pool->spare_count);
+    CHECK(pool->pages_held == tally->pages + pool->spare_count);
     size_t spare = 0, held = 0;
-    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++) {
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++) {
         const struct rbi_spare *const of = &pool->spare[size];
         CHECK(of->held == tally->pieces[size] + of->count && of->held <= of->capacity);
         spare += of->count << size;
         held += of->held << size;
     }
-    CHECK(pool->spare_count == spare && pool->granules_held == held);
-    tally->reserved_bytes += pool->granules_held * pool->granule_bytes;
+    CHECK(pool->spare_count == spare && pool->pages_held == held);
+    tally->reserved_bytes += pool->pages_held * pool->page_bytes;
     tally->reserved_bytes += pool->ballast ? pool->ballast_bytes : 0;
     return true;
 }
@@ -316,26 +315,27 @@ static bool is_late_valid(const rebatch_pool *pool)
 static bool are_scopes_valid(const rebatch_pool *pool)
 {
     uint64_t blocks = 0, deferred = 0;
-    const struct rbi_block *const ring = &pool->by_birth;
+    const struct rbi_block *const ring = &pool->by_sequence;
     const struct rbi_block *previous = ring;
     for (const struct rbi_block *b = ring->next; b != ring; previous = b, b = b->next) {
-        CHECK(b->previous == previous && (previous == ring || previous->birth < b->birth));
+        CHECK(b->previous == previous && (previous == ring || previous->sequence < b->sequence));
         blocks++;
         deferred += b->state == RBI_BLOCK_DEFERRED;
     }
     CHECK(ring->previous == previous && blocks == pool->stats.blocks);
     CHECK(pool->depth <= RBI_POOL_SCOPES);
-    uint64_t first_birth = pool->births;
+    uint64_t first_sequence = pool->sequence;
     for (size_t i = pool->depth; i-- > 0;) {
         const struct rbi_scope *scope = &pool->scopes[i];
-        CHECK(scope->first_birth <= first_birth && scope->live_most >= scope->live_at_begin);
+        CHECK(scope->first_sequence <= first_sequence && scope->live_most >= scope->live_at_begin);
         CHECK((scope->handle & (RBI_POOL_SCOPES - 1)) == i && scope->handle != 0);
         for (const struct rbi_block *b = scope->deferred; b; b = b->next_deferred) {
-            CHECK(b->state == RBI_BLOCK_DEFERRED && (b->birth < scope->first_birth || b->outside));
+            CHECK(b->state == RBI_BLOCK_DEFERRED &&
+                  (b->sequence < scope->first_sequence || b->outside));
             CHECK(deferred > 0);
             deferred--;
         }
-        first_birth = scope->first_birth;
+        first_sequence = scope->first_sequence;
     }
     CHECK(deferred == 0);
     return true;
@@ -353,15 +353,15 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     uint64_t quiet_bytes = rbi_min(s->live_peak_bytes, pool->mark_peak_bytes);
     if (pool->depth)
         quiet_bytes = rbi_min(quiet_bytes, pool->scopes[pool->depth - 1].live_most);
-    for (size_t i = pool->depth; i-- > 0 && pool->insider;)
-        if (pool->scopes[i].insider == 0) {
+    for (size_t i = pool->depth; i-- > 0 && pool->owner_thread;)
+        if (pool->scopes[i].owner_thread == 0) {
             quiet_bytes = rbi_min(quiet_bytes, pool->scopes[i].live_most);
             break;
         }
     CHECK(pool->quiet_bytes == quiet_bytes && s->live_bytes <= quiet_bytes);
     CHECK(s->deferred_bytes == tally->deferred_bytes);
     CHECK(s->blocks == tally->live_blocks && s->blocks <= s->blocks_peak);
-    CHECK(pool->births >= s->blocks + s->rolled_back_blocks);
+    CHECK(pool->sequence >= s->blocks + s->rolled_back_blocks);
     CHECK(s->quarantined_bytes == tally->lost_bytes);
     for (size_t i = 0; i < pool->tag_count; i++) {
         CHECK(pool->tags[i].live_bytes == tally->tag_bytes[i]);
@@ -374,14 +374,14 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
 static bool is_plan_valid(const rebatch_pool *pool, struct tally *tally)
 {
     const struct rbi_pool_plan *const plan = &pool->plan;
-    const struct rbi_block *const arena = plan->arena, *const ring = &pool->by_birth;
+    const struct rbi_block *const arena = plan->arena, *const ring = &pool->by_sequence;
     size_t bytes = 0;
     CHECK((plan->mode == RBI_PLAN_SERVES) == (arena != NULL));
     CHECK(plan->mode == RBI_PLAN_OFF || plan->phase);
     for (const struct rbi_block *b = ring->next; b != ring; b = b->next) {
         if (!b->planned)
             continue;
-        CHECK(arena && b->birth >= plan->first_birth && b->phase == plan->serial);
+        CHECK(arena && b->sequence >= plan->first_sequence && b->phase == plan->serial);
         CHECK(b->address >= arena->address);
         CHECK(b->address + b->bytes <= arena->address + arena->bytes);
         CHECK(b->stream == arena->stream && !b->used);
@@ -414,12 +414,12 @@ bool rbi_pool_is_valid(rebatch_pool *pool)
 }
 
 #ifdef RBI_CHECK
-/* What a walk looks at: blocks, and each granule of the addresses. */
+/* What a walk looks at: blocks, and each page of the addresses. */
 static uint64_t count_steps(const rebatch_pool *pool)
 {
     uint64_t steps = pool->block_nodes.made;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
-        steps += pool->has_space ? r->bytes / pool->granule_bytes : 0;
+        steps += pool->has_space ? r->bytes / pool->page_bytes : 0;
     return steps;
 }
 

@@ -41,7 +41,7 @@ static struct rbi_view_piece piece_of(const struct rbi_block *block, const char 
                                    .state = state_of(block)};
     if (rbi_view_is_in_use(&piece)) {
         piece.requested_bytes = block->requested_bytes;
-        piece.allocation = block->birth;
+        piece.allocation = block->sequence;
     }
     return piece;
 }
@@ -56,13 +56,13 @@ static void enter(struct rbi_view_walk *walk, const struct rbi_range *range)
 {
     walk->range = range;
     step_to(walk, range ? range->first : NULL);
-    walk->is_mapped = range && range->granules;
+    walk->is_mapped = range && range->pages;
     walk->is_small = range && range->zone == RBI_ZONE_SMALL;
 }
 
 struct rbi_view_walk rbi_view_ranges(const rebatch_pool *pool)
 {
-    struct rbi_view_walk walk = {.granule_bytes = pool->granule_bytes};
+    struct rbi_view_walk walk = {.page_bytes = pool->page_bytes};
     enter(&walk, pool->first_range);
     return walk;
 }
@@ -72,19 +72,19 @@ void rbi_view_next_range(struct rbi_view_walk *walk)
     enter(walk, walk->range->next);
 }
 
-/* Moves to the end of the granule, or of the block where that is before it; says whether the
- * granule is there. */
-static bool pass_granule(struct rbi_view_walk *walk)
+/* Moves to the end of the page, or of the block where that is before it; says whether the
+ * page is there. */
+static bool pass_page(struct rbi_view_walk *walk)
 {
     const struct rbi_range *range = walk->range;
-    const size_t number = (size_t)(walk->at - range->address) / walk->granule_bytes;
-    const size_t end = (number + 1) * walk->granule_bytes;
+    const size_t number = (size_t)(walk->at - range->address) / walk->page_bytes;
+    const size_t end = (number + 1) * walk->page_bytes;
     const size_t block_end = (size_t)(walk->block->address - range->address) + walk->block->bytes;
     walk->at = range->address + rbi_min(end, block_end);
-    return range->granules[number] != 0;
+    return range->pages[number] != 0;
 }
 
-/* A piece of a block that has granules at some of its addresses. */
+/* A piece of a block that has pages at some of its addresses. */
 static bool next_part(struct rbi_view_piece *piece, struct rbi_view_walk *walk)
 {
     const struct rbi_block *const block = walk->block;
@@ -93,7 +93,7 @@ static bool next_part(struct rbi_view_piece *piece, struct rbi_view_walk *walk)
     size_t bytes = 0;
     while (walk->at < end) {
         const char *const from = walk->at;
-        if (pass_granule(walk)) {
+        if (pass_page(walk)) {
             bytes += (size_t)(walk->at - from);
         } else if (bytes > 0) {
             walk->at = from;
@@ -128,14 +128,14 @@ bool rbi_view_next(struct rbi_view_piece *piece, struct rbi_view_walk *walk)
     return false;
 }
 
-/* Blocks in use stand in the order of their births: an extent is the end of the list, but for those
- * from outside. */
+/* Blocks in use stand in the order in which they were allocated: an extent is the end of the list,
+ * but for those from outside. */
 void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *extent,
                         void (*show)(void *user, const struct rbi_view_piece *block), void *user)
 {
-    const struct rbi_block *const ring = &pool->by_birth;
+    const struct rbi_block *const ring = &pool->by_sequence;
     const struct rbi_block *block = ring;
-    while (block->previous != ring && block->previous->birth >= extent->first_birth)
+    while (block->previous != ring && block->previous->sequence >= extent->first_sequence)
         block = block->previous;
     for (; block != ring; block = block->next) {
         if (block->outside && extent->leaves_out)
@@ -153,11 +153,11 @@ void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
                                    .max_split_bytes = pool->max_split_bytes,
                                    .gc_permille = pool->gc_permille,
                                    .rounding_divisions = pool->rounding_divisions,
-                                   .spare_bytes = pool->spare_count * pool->granule_bytes,
+                                   .spare_bytes = pool->spare_count * pool->page_bytes,
                                    .ballast_bytes = pool->ballast ? pool->ballast_bytes : 0,
                                    .taken_bytes = pool->device_taken_bytes,
                                    .given_bytes = pool->device_given_bytes,
-                                   .rungs = pool->rungs,
+                                   .stages = pool->stages,
                                    .log = &pool->log};
 }
 

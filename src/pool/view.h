@@ -45,7 +45,7 @@ struct rbi_view_walk {
     const struct rbi_range *range; /* NULL: the end */
     const struct rbi_block *block; /* within it; NULL: its end */
     const char *at;                /* within that */
-    size_t granule_bytes;
+    size_t page_bytes;
     bool is_mapped; /* memory is mapped into the range; else it is one plain allocation */
     bool is_small;  /* the range is for small blocks */
 };
@@ -72,7 +72,7 @@ struct rbi_view_facts {
     size_t spare_bytes;                /* held, and mapped nowhere */
     size_t ballast_bytes;              /* held */
     uint64_t taken_bytes, given_bytes; /* from and to the device, since create */
-    const uint64_t *rungs;             /* how often each was tried, by rebatch_pool_stage */
+    const uint64_t *stages;            /* how often each was tried, by rebatch_pool_stage */
     const struct rbi_event_log *log;
 };
 void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool);

@@ -83,10 +83,10 @@ static void add_forgotten(void *user, const struct rbi_view_piece *block)
     }
 }
 
-static void find_forgotten(struct trials *trials, uint64_t first_birth)
+static void find_forgotten(struct trials *trials, uint64_t first_sequence)
 {
     rbi_view_open(trials->pool);
-    rbi_view_each_live(trials->pool, &(struct rbi_extent){first_birth, true}, add_forgotten,
+    rbi_view_each_live(trials->pool, &(struct rbi_extent){first_sequence, true}, add_forgotten,
                        trials);
     rbi_view_close(trials->pool);
 }
@@ -105,12 +105,12 @@ static void free_forgotten(struct trials *trials)
 
 /* Puts guarded state back after what ran in `scope`, which ends. A block of before that was freed
  * there, and that guards know again, is there again. */
-static rebatch_status end_trial(struct trials *trials, rebatch_scope scope, uint64_t first_birth)
+static rebatch_status end_trial(struct trials *trials, rebatch_scope scope, uint64_t first_sequence)
 {
     rebatch *rb = trials->rb;
     const bool has_guards = rbi_guards_exist(rb);
     if (has_guards)
-        find_forgotten(trials, first_birth);
+        find_forgotten(trials, first_sequence);
     const rebatch_status status = rbi_guards_restore(rb, trials->point);
     if (has_guards)
         rbi_scope_revive(trials->pool, scope, is_known, rb);
@@ -177,13 +177,13 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     rebatch_status status = rbi_scope_begin_own(&scope, pool);
     if (status)
         return status;
-    const uint64_t births = rbi_pool_births(pool);
+    const uint64_t sequence = rbi_pool_births(pool);
     rbi_pool_mark_peak(pool);
     rbi_trace_begin(trace, pool, size);
     status = run_callback(rb, count, size);
     const rebatch_status ended = rbi_trace_end(trace, pool, before);
     *peak_bytes = rbi_pool_peak_since_mark(pool) + rbi_pieces_missing(trials->setting);
-    const rebatch_status restored = end_trial(trials, scope, births);
+    const rebatch_status restored = end_trial(trials, scope, sequence);
     trace->is_whole = status == REBATCH_OK;
     if (status == REBATCH_OK)
         trace->peak_bytes = peak_of(rb, size);
@@ -284,11 +284,11 @@ static rebatch_status search_and_undo(struct rbi_search *search, struct trials *
         status = rbi_scope_begin_own(&scope, trials->pool);
     if (status)
         return status;
-    const uint64_t births = rbi_pool_births(trials->pool);
+    const uint64_t sequence = rbi_pool_births(trials->pool);
     status = search_sizes(search, rb, reserve_bytes);
     free_forgotten(trials);
     trials->point = RBI_GUARD_STEP;
-    const rebatch_status restored = end_trial(trials, scope, births);
+    const rebatch_status restored = end_trial(trials, scope, sequence);
     rbi_need_set_made(rb, trials->bytes, trials->count);
     free_forgotten(trials);
     return status ? status : restored;

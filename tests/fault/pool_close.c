@@ -6,7 +6,7 @@
 #include "fault/fault_common.h"
 #include "unit/pool_help.h"
 
-enum { GRANULES = 64 };
+enum { PAGES = 64 };
 
 enum device_kind { SPACE, PLAIN, NO_CACHE, GUARD, KINDS };
 
@@ -28,7 +28,7 @@ static void build(struct world *w, enum device_kind kind)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = kind == NO_CACHE ? REBATCH_OFF : REBATCH_ON;
     options.guard = kind == GUARD ? REBATCH_ON : REBATCH_OFF;
-    cr_assert_eq(rebatch_device_open_host(&w->host, GRANULES * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&w->host, PAGES * PAGE, NULL), REBATCH_OK);
     if (kind == PLAIN) {
         plain = *w->host->ops;
         plain.reserve = NULL;
@@ -84,7 +84,7 @@ enum way { LIVE, FREED, ROLLED_BACK, USED_ON, USED_ON_AND_FREED, WAYS };
 static void give_work(struct world *w, enum way way)
 {
     const bool shared = way == USED_ON || way == USED_ON_AND_FREED;
-    w->bytes = 3 * GRANULE;
+    w->bytes = 3 * PAGE;
     const rebatch_scope scope = begin(w->pool);
     w->block = take_on(w->pool, w->bytes, shared ? w->other : w->stuck);
     if (shared)
@@ -111,7 +111,7 @@ Test(pool_close, memory_of_work_that_cannot_be_waited_for_stays)
             build(&w, (enum device_kind)kind);
             give_work(&w, (enum way)way);
             assert_valid(w.pool);
-            destroy_and_run(&w, kind == PLAIN ? 4 * GRANULE : 3 * GRANULE);
+            destroy_and_run(&w, kind == PLAIN ? 4 * PAGE : 3 * PAGE);
         }
     }
 }
@@ -121,10 +121,10 @@ Test(pool_close, memory_of_other_streams_goes_back)
 {
     struct world w;
     build(&w, SPACE);
-    void *cached = take_on(w.pool, 20 * GRANULE, w.other);
-    (void)take_on(w.pool, 10 * GRANULE, w.other); /* in use */
+    void *cached = take_on(w.pool, 20 * PAGE, w.other);
+    (void)take_on(w.pool, 10 * PAGE, w.other); /* in use */
     give(w.pool, cached);
-    w.bytes = 2 * GRANULE;
+    w.bytes = 2 * PAGE;
     w.block = take_on(w.pool, w.bytes, w.stuck);
     cr_assert_eq(rebatch_stream_call(w.fault, w.stuck, write_behind_gate, &w), REBATCH_OK);
     /* The pool waits for its streams in the order in which it came to know them: `other` is the
@@ -132,7 +132,7 @@ Test(pool_close, memory_of_other_streams_goes_back)
     const rebatch_fault_plan plan =
         fault_plan(REBATCH_FAULT_STREAM, REBATCH_E_DEVICE, 2, REBATCH_FAULT_FOREVER);
     fault_arm(w.fault, &plan);
-    destroy_and_run(&w, 3 * GRANULE);
+    destroy_and_run(&w, 3 * PAGE);
 }
 
 /* Streams that can be waited for leave nothing, whatever was in use. */
@@ -141,12 +141,12 @@ Test(pool_close, nothing_stays_when_the_streams_can_be_waited_for)
     for (int kind = 0; kind < KINDS; kind++) {
         struct world w;
         build(&w, (enum device_kind)kind);
-        w.bytes = GRANULE;
+        w.bytes = PAGE;
         w.block = take_on(w.pool, w.bytes, w.stuck);
         cr_assert_eq(rebatch_pool_use_on(w.pool, w.block, w.other), REBATCH_OK);
-        (void)take_on(w.pool, 5 * GRANULE, w.other);
+        (void)take_on(w.pool, 5 * PAGE, w.other);
         (void)begin(w.pool);
-        give(w.pool, take(w.pool, GRANULE));
+        give(w.pool, take(w.pool, PAGE));
         cr_assert_eq(rebatch_stream_call(w.fault, w.stuck, write_behind_gate, &w), REBATCH_OK);
         cr_assert_eq(sem_post(&w.gate), 0);
         rebatch_pool_destroy(w.pool);

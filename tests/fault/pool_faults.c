@@ -81,7 +81,7 @@ static void work(struct world *w)
     void *blocks[6];
     cr_assert_eq(rebatch_pool_tag(&tag, w->pool, "work"), REBATCH_OK);
     cr_assert_eq(rebatch_pool_add_pressure(w->pool, give_spare, w), REBATCH_OK);
-    w->spare = get(w, 4 * GRANULE, NULL, tag);
+    w->spare = get(w, 4 * PAGE, NULL, tag);
     for (size_t i = 0; i < 6; i++)
         blocks[i] = get(w, (i + 1) * 20 * KIB, i % 3 ? NULL : w->stream, tag);
     for (size_t i = 0; i < 6; i += 2)
@@ -90,16 +90,16 @@ static void work(struct world *w)
     put_all(w, blocks, 6);
     nest(w, true);
     nest(w, false);
-    expect(w, rebatch_pool_reserve(w->pool, 8 * GRANULE, NULL));
-    expect(w, rebatch_pool_reserve(w->pool, 6 * GRANULE, w->stream));
-    expect(w, rbi_pool_admit(w->pool, 10 * GRANULE, NULL));
+    expect(w, rebatch_pool_reserve(w->pool, 8 * PAGE, NULL));
+    expect(w, rebatch_pool_reserve(w->pool, 6 * PAGE, w->stream));
+    expect(w, rbi_pool_admit(w->pool, 10 * PAGE, NULL));
     for (size_t i = 0; i < 6; i++) /* more than there is */
-        blocks[i] = get(w, 4 * GRANULE, i % 2 ? NULL : w->stream, 0);
+        blocks[i] = get(w, 4 * PAGE, i % 2 ? NULL : w->stream, 0);
     assert_valid(w->pool);
     put_all(w, blocks, 6);
-    expect(w, rebatch_pool_trim(w->pool, 2 * GRANULE, NULL));
-    cr_assert_eq(rebatch_pool_set_limit(w->pool, 12 * GRANULE), REBATCH_OK);
-    blocks[0] = get(w, 11 * GRANULE, w->stream, tag);
+    expect(w, rebatch_pool_trim(w->pool, 2 * PAGE, NULL));
+    cr_assert_eq(rebatch_pool_set_limit(w->pool, 12 * PAGE), REBATCH_OK);
+    blocks[0] = get(w, 11 * PAGE, w->stream, tag);
     put_all(w, blocks, 1);
     put_all(w, &w->spare, 1);
     w->spare = NULL;
@@ -109,7 +109,7 @@ static void work(struct world *w)
 static void build(struct world *w)
 {
     memset(w, 0, sizeof *w);
-    fault_open(&w->host, &w->fault, 20 * GRANULE);
+    fault_open(&w->host, &w->fault, 20 * PAGE);
     cr_assert_eq(rebatch_stream_create(&w->stream, w->fault), REBATCH_OK);
 }
 
@@ -122,11 +122,11 @@ static void tear_down(struct world *w)
         cr_assert_eq(rebatch_pool_set_limit(w->pool, 0), REBATCH_OK);
         cr_assert_eq(stats_of(w->pool).live_bytes, 0);
         /* What the device did not unmap is out of use, and counted; all else is there. */
-        const size_t there = 20 * GRANULE - stats_of(w->pool).quarantined_bytes;
-        cr_assert_leq(there, 20 * GRANULE);
-        if (there > GRANULE) {
+        const size_t there = 20 * PAGE - stats_of(w->pool).quarantined_bytes;
+        cr_assert_leq(there, 20 * PAGE);
+        if (there > PAGE) {
             put_all(w, (void *[]){take(w->pool, there)}, 1);
-            put_all(w, (void *[]){take_on(w->pool, there - GRANULE, w->stream)}, 1);
+            put_all(w, (void *[]){take_on(w->pool, there - PAGE, w->stream)}, 1);
         }
         assert_valid(w->pool);
         rebatch_pool_destroy(w->pool);
@@ -224,7 +224,7 @@ Test(pool_faults, the_device_fails_by_chance)
         build(&w);
         w.allowed = REBATCH_OOM;
         create_pool(&w, cachings[seed % 2]);
-        const rebatch_fault_room rooms[] = {{5, 8 * GRANULE}, {15, 20 * GRANULE}};
+        const rebatch_fault_room rooms[] = {{5, 8 * PAGE}, {15, 20 * PAGE}};
         rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
         plan.calls = REBATCH_FAULT_ANY & ~(uint32_t)REBATCH_FAULT_FILL;
         plan.permille = 250;
@@ -233,7 +233,7 @@ Test(pool_faults, the_device_fails_by_chance)
         plan.room_count = 2;
         fault_arm(w.fault, &plan);
         work(&w);
-        cr_assert_eq(rebatch_device_set_capacity(w.host, 20 * GRANULE), REBATCH_OK);
+        cr_assert_eq(rebatch_device_set_capacity(w.host, 20 * PAGE), REBATCH_OK);
         tear_down(&w);
     }
 }

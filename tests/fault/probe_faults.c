@@ -121,7 +121,7 @@ static void tear_down(struct trainer *t)
 static rebatch_status probe(struct trainer *t, rebatch_probe_report *report)
 {
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
-    options.reserve_bytes = t->is_caching ? 100000 : 0; /* else in as many granules as pieces */
+    options.reserve_bytes = t->is_caching ? 100000 : 0; /* else in as many pages as pieces */
     return rebatch_probe(t->rb, &ops, BATCH, t, &options, report);
 }
 

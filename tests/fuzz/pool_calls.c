@@ -5,7 +5,7 @@
 
 #include "unit/pool_help.h"
 
-enum { SLOTS = 32, GRANULES = 24 };
+enum { SLOTS = 32, PAGES = 24 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -23,8 +23,8 @@ static void configure(rebatch_pool_options *options, uint8_t byte)
 {
     options->caching = byte % 16 == 1 ? REBATCH_OFF : REBATCH_DEFAULT;
     options->guard = byte % 16 == 2 ? REBATCH_ON : REBATCH_DEFAULT;
-    options->ballast_bytes = byte & 16 ? GRANULE : 0;
-    options->max_split_bytes = byte & 32 ? 2 * GRANULE : 0;
+    options->ballast_bytes = byte & 16 ? PAGE : 0;
+    options->max_split_bytes = byte & 32 ? 2 * PAGE : 0;
     options->gc_threshold_permille = byte & 64 ? 600 : 0;
     options->keep_room_permille = byte & 128 ? 1000 : 0;
     options->rounding_divisions = byte & 128 ? 8 : 0;
@@ -41,7 +41,7 @@ static size_t give_up(size_t wanted_bytes, void *user)
     size_t given = 0;
     for (int i = 0; i < 2; i++)
         given += rebatch_pool_free(s->pool, s->slots[s->taken++ % SLOTS]) == REBATCH_OK;
-    return given * GRANULE;
+    return given * PAGE;
 }
 
 static void open_session(struct session *s, uint8_t byte, uint8_t more)
@@ -50,8 +50,8 @@ static void open_session(struct session *s, uint8_t byte, uint8_t more)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     configure(&options, byte);
     const bool plain = more % 4 == 1 && options.guard != REBATCH_ON;
-    options.headroom_bytes = more & 4 ? 3 * GRANULE + 1 : 0;
-    if (rbi_device_open_dry(&s->device, GRANULES * GRANULE, GRANULE, !plain) != REBATCH_OK ||
+    options.headroom_bytes = more & 4 ? 3 * PAGE + 1 : 0;
+    if (rbi_device_open_dry(&s->device, PAGES * PAGE, PAGE, !plain) != REBATCH_OK ||
         rebatch_device_open_fault(&s->fault, s->device, NULL) != REBATCH_OK ||
         rebatch_pool_create(&s->pool, s->fault, &options) != REBATCH_OK ||
         rebatch_stream_create(&s->streams[1], s->device) != REBATCH_OK ||
@@ -107,7 +107,7 @@ static void call_other(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
             abort();
         break;
     case 3:
-        (void)rebatch_device_set_capacity(s->device, (size_t)(a % GRANULES + 1) * GRANULE);
+        (void)rebatch_device_set_capacity(s->device, (size_t)(a % PAGES + 1) * PAGE);
         (void)rbi_pool_keep_headroom(s->pool);
         break;
     case 4:
@@ -123,7 +123,7 @@ static void call_other(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
 static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
 {
     void **slot = &s->slots[a % SLOTS];
-    const size_t bytes = b < 128 ? (size_t)(b + 1) * 700 : (size_t)(b - 127) * GRANULE / 6;
+    const size_t bytes = b < 128 ? (size_t)(b + 1) * 700 : (size_t)(b - 127) * PAGE / 6;
     const rebatch_stream stream = s->streams[a >> 7];
     switch (kind % 13) {
     case 0:
@@ -164,7 +164,7 @@ static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
         (void)(b % 4 == 0   ? rebatch_pool_trim(s->pool, (size_t)a * 1000, NULL)
                : b % 4 == 1 ? rebatch_pool_reserve(s->pool, bytes, stream)
                : b % 4 == 2 ? rbi_pool_admit(s->pool, bytes, stream)
-                            : rebatch_pool_set_limit(s->pool, a * GRANULE / 8));
+                            : rebatch_pool_set_limit(s->pool, a * PAGE / 8));
     }
 }
 

@@ -43,7 +43,7 @@ Test(device_cuda, it_opens_and_names_the_gpu)
     int ordinal;
     ASSERT_OK(rebatch_device_ordinal(&ordinal, device));
     cr_assert_eq(ordinal, 0);
-    cr_assert(rbi_is_power_of_two(rbi_device_granule_bytes(device)));
+    cr_assert(rbi_is_power_of_two(rbi_device_page_bytes(device)));
     rebatch_device_close(device);
 }
 
@@ -90,25 +90,25 @@ Test(device_cuda, memory_keeps_what_is_written)
 Test(device_cuda, a_physical_piece_can_be_mapped_at_another_place)
 {
     rebatch_device *device = open_gpu();
-    const size_t granule = rbi_device_granule_bytes(device);
+    const size_t page = rbi_device_page_bytes(device);
     void *space;
     rbi_physical a, b;
-    ASSERT_OK(rbi_device_reserve(device, &space, 4 * granule));
-    ASSERT_OK(rbi_device_create_physical(device, &a, granule));
-    ASSERT_OK(rbi_device_create_physical(device, &b, granule));
-    ASSERT_OK(rbi_device_map(device, space, granule, a));
-    ASSERT_OK(rbi_device_map(device, (char *)space + granule, granule, b));
-    ASSERT_OK(rbi_device_set_access(device, space, 2 * granule));
-    round_trip(device, space, 2 * granule, NULL);
-    ASSERT_OK(rbi_device_unmap(device, space, granule));
-    ASSERT_OK(rbi_device_map(device, (char *)space + 2 * granule, granule, a));
-    ASSERT_OK(rbi_device_set_access(device, (char *)space + 2 * granule, granule));
-    round_trip(device, (char *)space + granule, 2 * granule, NULL);
-    ASSERT_OK(rbi_device_unmap(device, (char *)space + granule, granule));
-    ASSERT_OK(rbi_device_unmap(device, (char *)space + 2 * granule, granule));
-    ASSERT_OK(rbi_device_release_physical(device, a, granule));
-    ASSERT_OK(rbi_device_release_physical(device, b, granule));
-    ASSERT_OK(rbi_device_unreserve(device, space, 4 * granule));
+    ASSERT_OK(rbi_device_reserve(device, &space, 4 * page));
+    ASSERT_OK(rbi_device_create_physical(device, &a, page));
+    ASSERT_OK(rbi_device_create_physical(device, &b, page));
+    ASSERT_OK(rbi_device_map(device, space, page, a));
+    ASSERT_OK(rbi_device_map(device, (char *)space + page, page, b));
+    ASSERT_OK(rbi_device_set_access(device, space, 2 * page));
+    round_trip(device, space, 2 * page, NULL);
+    ASSERT_OK(rbi_device_unmap(device, space, page));
+    ASSERT_OK(rbi_device_map(device, (char *)space + 2 * page, page, a));
+    ASSERT_OK(rbi_device_set_access(device, (char *)space + 2 * page, page));
+    round_trip(device, (char *)space + page, 2 * page, NULL);
+    ASSERT_OK(rbi_device_unmap(device, (char *)space + page, page));
+    ASSERT_OK(rbi_device_unmap(device, (char *)space + 2 * page, page));
+    ASSERT_OK(rbi_device_release_physical(device, a, page));
+    ASSERT_OK(rbi_device_release_physical(device, b, page));
+    ASSERT_OK(rbi_device_unreserve(device, space, 4 * page));
     rebatch_memory_info memory;
     ASSERT_OK(rebatch_device_memory(device, &memory));
     cr_assert_eq(memory.used_bytes, 0);
@@ -137,8 +137,8 @@ Test(device_cuda, pinned_memory_is_the_hosts_and_the_gpu_reaches_it)
 Test(device_cuda, the_drivers_own_out_of_memory_is_an_oom_and_leaves_nothing_behind)
 {
     rebatch_device *device = open_gpu();
-    const size_t granule = rbi_device_granule_bytes(device);
-    const size_t hog = (free_bytes(device) - 512 * MIB) / granule * granule;
+    const size_t page = rbi_device_page_bytes(device);
+    const size_t hog = (free_bytes(device) - 512 * MIB) / page * page;
     rbi_physical held, more;
     void *memory;
     ASSERT_OK(rbi_device_create_physical(device, &held, hog));
@@ -237,8 +237,8 @@ static void run_step(struct step *step, rebatch_step_report *report)
 Test(device_cuda, a_step_recovers_from_the_drivers_out_of_memory)
 {
     rebatch_device *device = open_gpu();
-    const size_t granule = rbi_device_granule_bytes(device);
-    const size_t hog = (free_bytes(device) - 3 * GIB) / granule * granule;
+    const size_t page = rbi_device_page_bytes(device);
+    const size_t hog = (free_bytes(device) - 3 * GIB) / page * page;
     rbi_physical held;
     ASSERT_OK(rbi_device_create_physical(device, &held, hog));
     struct step step = {.sample_bytes = 128 * MIB};

@@ -220,7 +220,7 @@ Test(cli_replay, the_hole_is_what_could_be_allocated_at_the_peak)
     config_write("t", "a 0 1024 0\n");
     const struct object o = run_json("--capacity 2MiB t");
     const size_t hole = (size_t)number(&o, "largest_hole_bytes");
-    cr_expect(hole >= MIB && hole <= 2 * MIB - 1024, "of the one granule: %zu", hole);
+    cr_expect(hole >= MIB && hole <= 2 * MIB - 1024, "of the one page: %zu", hole);
     char text[128];
     for (size_t more = 0; more <= 512; more += 512) {
         (void)snprintf(text, sizeof text, "a 0 1024 0\na 1 %zu 0\n", hole + more);
@@ -232,7 +232,7 @@ Test(cli_replay, the_hole_is_what_could_be_allocated_at_the_peak)
     const struct object full = run_json("$T/tiny.trace");
     cr_expect(number(&full, "largest_hole_bytes") == 0);
 
-    /* Holes of half a granule between blocks that stay: they do not make one. */
+    /* Holes of half a page between blocks that stay: they do not make one. */
     char comb[512] = "";
     for (int i = 0; i < 8; i++)
         (void)snprintf(comb + strlen(comb), sizeof comb - strlen(comb), "a %d 524288 0\n", i);
@@ -262,7 +262,7 @@ Test(cli_replay, a_file_as_people_write_it)
     config_write("t", "a 1 0 0\n");
     const struct object none = run_json("--smallest t");
     cr_expect(number(&none, "peak_live_bytes") == 0);
-    cr_expect(number(&none, "smallest_capacity_bytes") == 2097152, "one granule");
+    cr_expect(number(&none, "smallest_capacity_bytes") == 2097152, "one page");
     cr_expect(isnan(number(&none, "smallest_to_live")));
 }
 
@@ -323,24 +323,23 @@ Test(cli_replay, a_recorded_trace)
 
 /* ---- the smallest capacity ---- */
 
-static void check_smallest(const char *trace, size_t granule_bytes)
+static void check_smallest(const char *trace, size_t page_bytes)
 {
     char line[PATH_MAX];
-    (void)snprintf(line, sizeof line, "--smallest --page %zu %s", granule_bytes, trace);
+    (void)snprintf(line, sizeof line, "--smallest --page %zu %s", page_bytes, trace);
     const struct object o = run_json(line);
     const size_t smallest = (size_t)number(&o, "smallest_capacity_bytes");
-    cr_expect(smallest % granule_bytes == 0);
+    cr_expect(smallest % page_bytes == 0);
     cr_expect((double)smallest >= number(&o, "peak_live_bytes"));
 
-    (void)snprintf(line, sizeof line, "--capacity %zu --page %zu %s", smallest, granule_bytes,
-                   trace);
+    (void)snprintf(line, sizeof line, "--capacity %zu --page %zu %s", smallest, page_bytes, trace);
     struct run r = run(line);
     cr_expect(r.code == 0, "'%s' must run: %s", line, r.error);
     done(&r);
-    if (smallest == granule_bytes)
+    if (smallest == page_bytes)
         return; /* there is no smaller device */
-    (void)snprintf(line, sizeof line, "--capacity %zu --page %zu %s", smallest - granule_bytes,
-                   granule_bytes, trace);
+    (void)snprintf(line, sizeof line, "--capacity %zu --page %zu %s", smallest - page_bytes,
+                   page_bytes, trace);
     r = run(line);
     cr_expect(r.code == 1, "'%s' must not run", line);
     cr_expect(strstr(r.error, "the trace runs out of memory") != NULL, "%s", r.error);
@@ -646,8 +645,8 @@ Test(cli_replay, a_line_without_an_end_is_given_up)
                  "/dev/zero:1: the line is longer than 1 MiB: expected a trace of lines\n");
 }
 
-/* Of a device with other granules there is as much more, or as much less. */
-Test(cli_replay, what_may_be_in_use_goes_by_the_granule)
+/* Of a device with other pages there is as much more, or as much less. */
+Test(cli_replay, what_may_be_in_use_goes_by_the_page)
 {
     config_write("t", "a 0 1099511627776 0\n");
     expect_error("t", 1, "t:1: BYTES is 1099511627776 on top of the 0 that are in use: " MOST);

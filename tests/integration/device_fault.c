@@ -6,7 +6,7 @@
 
 #include "rebatch/rebatch.h"
 
-#define GRANULE_BYTES ((size_t)65536)
+#define PAGE_BYTES ((size_t)65536)
 #define MOST_CALLS 2000
 
 #define assert_text_has(part)                                                                      \
@@ -19,7 +19,7 @@ struct pair {
 
 static void open_pair(struct pair *pair, const rebatch_fault_plan *plan)
 {
-    cr_assert_eq(rebatch_device_open_host(&pair->host, 16 * GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&pair->host, 16 * PAGE_BYTES, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_open_fault(&pair->fault, pair->host, plan), REBATCH_OK, "%s",
                  rebatch_last_error());
 }
@@ -72,7 +72,7 @@ Test(device_fault, a_plan_of_zeros_passes_everything_on)
             cr_assert_eq(copy_once(&pair), REBATCH_OK);
         rebatch_memory_info info;
         cr_assert_eq(rebatch_device_memory(pair.fault, &info), REBATCH_OK);
-        cr_assert_eq(info.total_bytes, 16 * GRANULE_BYTES);
+        cr_assert_eq(info.total_bytes, 16 * PAGE_BYTES);
         expect_counts(&pair, 0, 0); /* copies are not among the counted calls */
         close_pair(&pair);
     }
@@ -282,10 +282,8 @@ static size_t capacity_of(rebatch_device *device)
 
 Test(device_fault, rooms_change_the_capacity_at_their_calls)
 {
-    rebatch_fault_room rooms[] = {{2, 8 * GRANULE_BYTES},
-                                  {4, 4 * GRANULE_BYTES},
-                                  {4, 5 * GRANULE_BYTES},
-                                  {6, 32 * GRANULE_BYTES}};
+    rebatch_fault_room rooms[] = {
+        {2, 8 * PAGE_BYTES}, {4, 4 * PAGE_BYTES}, {4, 5 * PAGE_BYTES}, {6, 32 * PAGE_BYTES}};
     static const size_t expected[] = {16, 8, 8, 5, 5, 32, 32};
     rebatch_fault_plan plan = copies(0, 0);
     plan.rooms = rooms;
@@ -295,15 +293,15 @@ Test(device_fault, rooms_change_the_capacity_at_their_calls)
     memset(rooms, 0xff, sizeof rooms); /* the plan is copied */
     for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
         cr_assert_eq(copy_once(&pair), REBATCH_OK);
-        cr_assert_eq(capacity_of(pair.fault), expected[i] * GRANULE_BYTES, "after call %zu", i + 1);
-        cr_assert_eq(capacity_of(pair.host), expected[i] * GRANULE_BYTES);
+        cr_assert_eq(capacity_of(pair.fault), expected[i] * PAGE_BYTES, "after call %zu", i + 1);
+        cr_assert_eq(capacity_of(pair.host), expected[i] * PAGE_BYTES);
     }
     close_pair(&pair);
 }
 
 Test(device_fault, a_room_holds_for_the_very_call_that_brings_it)
 {
-    const rebatch_fault_room rooms[] = {{2, 1 * GRANULE_BYTES}};
+    const rebatch_fault_room rooms[] = {{2, 1 * PAGE_BYTES}};
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT; /* counts allocations */
     plan.rooms = rooms;
     plan.room_count = 1;
@@ -314,10 +312,10 @@ Test(device_fault, a_room_holds_for_the_very_call_that_brings_it)
     rebatch_pool *pool;
     void *first, *second;
     cr_assert_eq(rebatch_pool_create(&pool, pair.fault, &options), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&first, pool, GRANULE_BYTES, NULL, 0), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&second, pool, GRANULE_BYTES, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&first, pool, PAGE_BYTES, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&second, pool, PAGE_BYTES, NULL, 0), REBATCH_OOM);
     cr_assert_eq(rebatch_pool_free(pool, first), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&second, pool, GRANULE_BYTES, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&second, pool, PAGE_BYTES, NULL, 0), REBATCH_OK);
     rebatch_pool_destroy(pool);
     close_pair(&pair);
 }
@@ -326,10 +324,10 @@ Test(device_fault, setting_its_capacity_sets_the_inner_devices)
 {
     struct pair pair;
     open_pair(&pair, NULL);
-    cr_assert_eq(rebatch_device_set_capacity(pair.fault, 3 * GRANULE_BYTES), REBATCH_OK);
-    cr_assert_eq(capacity_of(pair.host), 3 * GRANULE_BYTES);
+    cr_assert_eq(rebatch_device_set_capacity(pair.fault, 3 * PAGE_BYTES), REBATCH_OK);
+    cr_assert_eq(capacity_of(pair.host), 3 * PAGE_BYTES);
     cr_assert_eq(rebatch_device_set_capacity(pair.fault, 0), REBATCH_E_INVALID);
-    cr_assert_eq(capacity_of(pair.host), 3 * GRANULE_BYTES);
+    cr_assert_eq(capacity_of(pair.host), 3 * PAGE_BYTES);
     close_pair(&pair);
 }
 
@@ -401,13 +399,13 @@ Test(device_fault, plans_that_are_wrong_are_refused_and_change_nothing)
     plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
     plan.room_count = 1;
     refuse_plan(&plan, "rooms");
-    const rebatch_fault_room falling[] = {{5, GRANULE_BYTES}, {4, GRANULE_BYTES}};
+    const rebatch_fault_room falling[] = {{5, PAGE_BYTES}, {4, PAGE_BYTES}};
     plan.rooms = falling;
     plan.room_count = 2;
     refuse_plan(&plan, "at_call");
     rebatch_fault_room many[65];
     for (size_t i = 0; i < 65; i++)
-        many[i] = (rebatch_fault_room){i + 1, GRANULE_BYTES};
+        many[i] = (rebatch_fault_room){i + 1, PAGE_BYTES};
     plan.rooms = many;
     plan.room_count = 65;
     refuse_plan(&plan, "65");
@@ -421,7 +419,7 @@ Test(device_fault, sixty_four_rooms_are_allowed)
 {
     rebatch_fault_room many[64];
     for (size_t i = 0; i < 64; i++)
-        many[i] = (rebatch_fault_room){i + 1, (i + 1) * GRANULE_BYTES};
+        many[i] = (rebatch_fault_room){i + 1, (i + 1) * PAGE_BYTES};
     rebatch_fault_plan plan = copies(0, 0);
     plan.rooms = many;
     plan.room_count = 64;
@@ -429,7 +427,7 @@ Test(device_fault, sixty_four_rooms_are_allowed)
     open_pair(&pair, &plan);
     for (size_t i = 0; i < 64; i++)
         cr_assert_eq(copy_once(&pair), REBATCH_OK);
-    cr_assert_eq(capacity_of(pair.host), 64 * GRANULE_BYTES);
+    cr_assert_eq(capacity_of(pair.host), 64 * PAGE_BYTES);
     close_pair(&pair);
 }
 

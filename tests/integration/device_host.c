@@ -7,7 +7,7 @@
 
 #include "rebatch/rebatch.h"
 
-#define GRANULE_BYTES ((size_t)65536) /* the default */
+#define PAGE_BYTES ((size_t)65536) /* the default */
 
 #define assert_text_has(part)                                                                      \
     cr_assert(strstr(rebatch_last_error(), part), "\"%s\" is missing in: \"%s\"", part,            \
@@ -30,19 +30,19 @@ static rebatch_pool *open_pass_through(rebatch_device *device)
     return pool;
 }
 
-static void *allocate(rebatch_pool *pool, size_t granules)
+static void *allocate(rebatch_pool *pool, size_t pages)
 {
     void *block;
-    cr_assert_eq(rebatch_pool_alloc(&block, pool, granules * GRANULE_BYTES, NULL, 0), REBATCH_OK,
-                 "%s", rebatch_last_error());
-    memset(block, 1, granules * GRANULE_BYTES);
+    cr_assert_eq(rebatch_pool_alloc(&block, pool, pages * PAGE_BYTES, NULL, 0), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    memset(block, 1, pages * PAGE_BYTES);
     return block;
 }
 
-static void refuse(rebatch_pool *pool, size_t granules)
+static void refuse(rebatch_pool *pool, size_t pages)
 {
     void *block = pool;
-    cr_assert_eq(rebatch_pool_alloc(&block, pool, granules * GRANULE_BYTES, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&block, pool, pages * PAGE_BYTES, NULL, 0), REBATCH_OOM);
     cr_assert_null(block);
 }
 
@@ -51,20 +51,20 @@ static void refuse(rebatch_pool *pool, size_t granules)
 Test(device_host, it_gives_what_the_cap_allows_and_not_a_byte_more)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, NULL), REBATCH_OK);
     cr_assert_str_eq(rebatch_device_name(device), "host");
     rebatch_pool *pool = open_pass_through(device);
     void *a = allocate(pool, 5);
     rebatch_memory_info info = memory_of(device);
-    cr_assert_eq(info.total_bytes, 8 * GRANULE_BYTES);
-    cr_assert_eq(info.used_bytes, 5 * GRANULE_BYTES);
-    cr_assert_eq(info.free_bytes, 3 * GRANULE_BYTES);
+    cr_assert_eq(info.total_bytes, 8 * PAGE_BYTES);
+    cr_assert_eq(info.used_bytes, 5 * PAGE_BYTES);
+    cr_assert_eq(info.free_bytes, 3 * PAGE_BYTES);
     refuse(pool, 4);
     void *b = allocate(pool, 3);
     refuse(pool, 1);
     cr_assert_eq(memory_of(device).free_bytes, 0);
     cr_assert_eq(rebatch_pool_free(pool, a), REBATCH_OK);
-    cr_assert_eq(memory_of(device).used_bytes, 3 * GRANULE_BYTES);
+    cr_assert_eq(memory_of(device).used_bytes, 3 * PAGE_BYTES);
     a = allocate(pool, 5);
     cr_assert_eq(rebatch_pool_free(pool, a), REBATCH_OK);
     cr_assert_eq(rebatch_pool_free(pool, b), REBATCH_OK);
@@ -73,23 +73,23 @@ Test(device_host, it_gives_what_the_cap_allows_and_not_a_byte_more)
     rebatch_device_close(device);
 }
 
-Test(device_host, allocations_are_rounded_up_to_the_granule)
+Test(device_host, allocations_are_rounded_up_to_the_page)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, NULL), REBATCH_OK);
     rebatch_pool *pool = open_pass_through(device);
     void *block;
     cr_assert_eq(rebatch_pool_alloc(&block, pool, 1, NULL, 0), REBATCH_OK);
-    cr_assert_eq(memory_of(device).used_bytes, GRANULE_BYTES);
+    cr_assert_eq(memory_of(device).used_bytes, PAGE_BYTES);
     rebatch_pool_destroy(pool);
     rebatch_device_close(device);
 
     rebatch_host_options options = REBATCH_HOST_OPTIONS_INIT;
-    options.page_bytes = 4 * GRANULE_BYTES;
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_OK);
+    options.page_bytes = 4 * PAGE_BYTES;
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, &options), REBATCH_OK);
     pool = open_pass_through(device);
     cr_assert_eq(rebatch_pool_alloc(&block, pool, 1, NULL, 0), REBATCH_OK);
-    cr_assert_eq(memory_of(device).used_bytes, 4 * GRANULE_BYTES);
+    cr_assert_eq(memory_of(device).used_bytes, 4 * PAGE_BYTES);
     rebatch_pool_destroy(pool);
     rebatch_device_close(device);
 }
@@ -97,22 +97,22 @@ Test(device_host, allocations_are_rounded_up_to_the_granule)
 Test(device_host, a_cap_below_what_is_in_use_takes_nothing_back)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, NULL), REBATCH_OK);
     rebatch_pool *pool = open_pass_through(device);
     unsigned char *a = allocate(pool, 3);
     void *b = allocate(pool, 3);
-    cr_assert_eq(rebatch_device_set_capacity(device, 4 * GRANULE_BYTES), REBATCH_OK);
+    cr_assert_eq(rebatch_device_set_capacity(device, 4 * PAGE_BYTES), REBATCH_OK);
     rebatch_memory_info info = memory_of(device);
-    cr_assert_eq(info.total_bytes, 4 * GRANULE_BYTES);
-    cr_assert_eq(info.used_bytes, 6 * GRANULE_BYTES);
+    cr_assert_eq(info.total_bytes, 4 * PAGE_BYTES);
+    cr_assert_eq(info.used_bytes, 6 * PAGE_BYTES);
     cr_assert_eq(info.free_bytes, 0);
-    for (size_t i = 0; i < 3 * GRANULE_BYTES; i++)
+    for (size_t i = 0; i < 3 * PAGE_BYTES; i++)
         cr_assert_eq(a[i], 1);
     refuse(pool, 1);
     cr_assert_eq(rebatch_pool_free(pool, b), REBATCH_OK);
     refuse(pool, 2);
     b = allocate(pool, 1);
-    cr_assert_eq(rebatch_device_set_capacity(device, 9 * GRANULE_BYTES), REBATCH_OK);
+    cr_assert_eq(rebatch_device_set_capacity(device, 9 * PAGE_BYTES), REBATCH_OK);
     void *c = allocate(pool, 5);
     cr_assert_eq(memory_of(device).free_bytes, 0);
     cr_assert_eq(rebatch_pool_free(pool, a), REBATCH_OK);
@@ -133,14 +133,14 @@ Test(device_host, without_a_cap_the_total_is_the_machines)
     cr_assert_eq(info.used_bytes, 0);
     rebatch_pool *pool = open_pass_through(device);
     void *block = allocate(pool, 100);
-    cr_assert_eq(memory_of(device).used_bytes, 100 * GRANULE_BYTES);
+    cr_assert_eq(memory_of(device).used_bytes, 100 * PAGE_BYTES);
     /* more than any machine's address space: refused by the machine, counted as nothing */
     void *none;
     cr_assert_eq(rebatch_pool_alloc(&none, pool, (size_t)1 << 60, NULL, 0), REBATCH_OOM);
-    cr_assert_eq(memory_of(device).used_bytes, 100 * GRANULE_BYTES);
+    cr_assert_eq(memory_of(device).used_bytes, 100 * PAGE_BYTES);
     cr_assert_eq(rebatch_pool_free(pool, block), REBATCH_OK);
-    cr_assert_eq(rebatch_device_set_capacity(device, 2 * GRANULE_BYTES), REBATCH_OK);
-    cr_assert_eq(memory_of(device).total_bytes, 2 * GRANULE_BYTES);
+    cr_assert_eq(rebatch_device_set_capacity(device, 2 * PAGE_BYTES), REBATCH_OK);
+    cr_assert_eq(memory_of(device).total_bytes, 2 * PAGE_BYTES);
     rebatch_pool_destroy(pool);
     rebatch_device_close(device);
 }
@@ -148,11 +148,11 @@ Test(device_host, without_a_cap_the_total_is_the_machines)
 Test(device_host, devices_have_caps_of_their_own)
 {
     rebatch_device *a, *b;
-    cr_assert_eq(rebatch_device_open_host(&a, 4 * GRANULE_BYTES, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_device_open_host(&b, 4 * GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&a, 4 * PAGE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&b, 4 * PAGE_BYTES, NULL), REBATCH_OK);
     rebatch_pool *pool = open_pass_through(a);
     void *block = allocate(pool, 4);
-    cr_assert_eq(memory_of(b).free_bytes, 4 * GRANULE_BYTES);
+    cr_assert_eq(memory_of(b).free_bytes, 4 * PAGE_BYTES);
     cr_assert_eq(rebatch_pool_free(pool, block), REBATCH_OK);
     rebatch_pool_destroy(pool);
     rebatch_device_close(a);
@@ -165,15 +165,15 @@ Test(device_host, opening_refuses_what_cannot_be)
 {
     rebatch_device *device = (rebatch_device *)&device;
     rebatch_clear_error();
-    cr_assert_eq(rebatch_device_open_host(NULL, GRANULE_BYTES, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_device_open_host(NULL, PAGE_BYTES, NULL), REBATCH_E_INVALID);
     assert_text_has("out");
     cr_assert_eq(rebatch_device_open_host(&device, 0, NULL), REBATCH_E_INVALID);
     cr_assert_null(device);
     assert_text_has("capacity_bytes is 0");
-    cr_assert_eq(rebatch_device_open_host(&device, GRANULE_BYTES - 1, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_device_open_host(&device, PAGE_BYTES - 1, NULL), REBATCH_E_INVALID);
     assert_text_has("65535");
     assert_text_has("65536");
-    cr_assert_eq(rebatch_device_open_host(&device, GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&device, PAGE_BYTES, NULL), REBATCH_OK);
     rebatch_device_close(device);
 }
 
@@ -181,32 +181,32 @@ Test(device_host, opening_refuses_bad_options)
 {
     rebatch_device *device = (rebatch_device *)&device;
     rebatch_host_options options = REBATCH_HOST_OPTIONS_INIT;
-    options.page_bytes = 3 * GRANULE_BYTES;
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
+    options.page_bytes = 3 * PAGE_BYTES;
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, &options), REBATCH_E_INVALID);
     cr_assert_null(device);
     assert_text_has("page_bytes");
     assert_text_has("196608");
-    options.page_bytes = 16 * GRANULE_BYTES; /* larger than the capacity */
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
+    options.page_bytes = 16 * PAGE_BYTES; /* larger than the capacity */
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, &options), REBATCH_E_INVALID);
     assert_text_has("capacity_bytes");
     options = (rebatch_host_options)REBATCH_HOST_OPTIONS_INIT;
     options.struct_size = 0;
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, &options), REBATCH_E_INVALID);
     assert_text_has("struct_size");
     options.struct_size = sizeof(size_t); /* no version was without page_bytes */
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, &options), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, &options), REBATCH_E_INVALID);
     assert_text_has("struct_size is 8");
 }
 
 Test(device_host, a_cap_of_nothing_is_refused_and_changes_nothing)
 {
     rebatch_device *device;
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_set_capacity(device, 0), REBATCH_E_INVALID);
     assert_text_has("0");
-    cr_assert_eq(rebatch_device_set_capacity(device, GRANULE_BYTES - 1), REBATCH_E_INVALID);
-    cr_assert_eq(memory_of(device).total_bytes, 8 * GRANULE_BYTES);
-    cr_assert_eq(rebatch_device_set_capacity(NULL, GRANULE_BYTES), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_device_set_capacity(device, PAGE_BYTES - 1), REBATCH_E_INVALID);
+    cr_assert_eq(memory_of(device).total_bytes, 8 * PAGE_BYTES);
+    cr_assert_eq(rebatch_device_set_capacity(NULL, PAGE_BYTES), REBATCH_E_INVALID);
     assert_text_has("device");
     rebatch_device_close(device);
 }
@@ -218,7 +218,7 @@ Test(device_host, null_is_refused_or_allowed_as_the_header_says)
     rebatch_device_close(NULL);
     cr_assert_eq(rebatch_device_memory(NULL, &info), REBATCH_E_INVALID);
     cr_assert_eq(info.total_bytes, 0, "outputs are 0 on failure");
-    cr_assert_eq(rebatch_device_open_host(&device, 8 * GRANULE_BYTES, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&device, 8 * PAGE_BYTES, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_memory(device, NULL), REBATCH_E_INVALID);
     rebatch_device_close(device);
 }

@@ -177,11 +177,11 @@ static rebatch_status run_under(struct run_options *options, size_t cap,
 }
 
 /* One sample does not fit as it is: with the room that a level needs, the ladder goes down to it.
- * The pool needs a few granules more than the formula says, and never as many as lie between two
+ * The pool needs a few pages more than the formula says, and never as many as lie between two
  * levels. */
 Test(gpt_lighten, the_ladder_reaches_every_level, .description = "seed 1, 2 steps of 2")
 {
-    const size_t granule = 65536;
+    const size_t page = 65536;
     struct run_options options = tiny_run();
     char want[GPT_HASH_TEXT_BYTES], got[GPT_HASH_TEXT_BYTES];
     rebatch_step_report report;
@@ -191,12 +191,12 @@ Test(gpt_lighten, the_ladder_reaches_every_level, .description = "seed 1, 2 step
     run_whole(want, &options, 2);
     for (unsigned level = 0; level <= GPT_LIGHTEN_MOST; level++) {
         const struct gpt_memory memory = gpt_train_memory(&options.train, level);
-        size_t cap = (size_t)(memory.persistent_bytes + memory.sample_bytes) / granule * granule;
+        size_t cap = (size_t)(memory.persistent_bytes + memory.sample_bytes) / page * page;
         rebatch_status status = run_under(&options, cap, got, &report);
         cr_assert(status == REBATCH_E_EXHAUSTED || report.lighten_level > level,
                   "level %u fits in less than the formula says", level);
         do {
-            cap += granule;
+            cap += page;
             status = run_under(&options, cap, got, &report);
         } while (status == REBATCH_E_EXHAUSTED || (!status && report.lighten_level > level));
         cr_assert_eq(status, REBATCH_OK, "%s", gpt_last_error());

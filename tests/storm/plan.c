@@ -123,7 +123,7 @@ void storm_plan_draw(struct storm_plan *p, uint64_t *dice)
     memset(p, 0, sizeof *p);
     draw_options(&p->options, dice);
     draw_model(p, dice);
-    p->granule_bytes = storm_one_in(dice, 4) ? 16384 : 4096;
+    p->page_bytes = storm_one_in(dice, 4) ? 16384 : 4096;
     const size_t least = least_batch(&p->options);
     p->batch_most = storm_between(dice, least, STORM_BATCH_MOST);
     p->batch_least = storm_one_in(dice, 3) ? p->batch_most : least;
@@ -181,7 +181,7 @@ void storm_plan_step(struct storm *s)
     if (has_faults && storm_one_in(dice, 4))
         arm_device(s);
     if (is_short && storm_one_in(dice, 3)) { /* a co-tenant that moves while callbacks run */
-        s->room_low = s->plan.granule_bytes;
+        s->room_low = s->plan.page_bytes;
         s->room_high = storm_one_in(dice, 2) ? 1 << 16 : 1 << 19;
     }
 }

@@ -87,7 +87,7 @@ struct storm_fault {
 /* What is the same during a training. */
 struct storm_plan {
     rebatch_options options;
-    size_t granule_bytes;
+    size_t page_bytes;
     size_t batch_least, batch_most;
     uint32_t steps;
     unsigned levels;                        /* of lighten; 0: no callback */
@@ -184,7 +184,7 @@ struct storm {
 
 rebatch_step_ops storm_model_ops(const struct storm_plan *plan);
 
-/* ---- its memory (memory.c) ---- */
+/* ---- its memory (reserve.c) ---- */
 
 /* NULL: there is no memory. */
 void *storm_alloc(struct storm *s, size_t bytes);

@@ -52,7 +52,7 @@ static void set_guards(struct storm *s)
 static bool open_session(struct storm *s)
 {
     rebatch_options *const o = &s->plan.options;
-    const rebatch_host_options host = {sizeof host, s->plan.granule_bytes};
+    const rebatch_host_options host = {sizeof host, s->plan.page_bytes};
     o->on_event = on_event;
     o->on_event_user = s;
     if (rebatch_device_open_host(&s->host, STORM_PLENTY_BYTES, &host) != REBATCH_OK ||
@@ -127,7 +127,7 @@ static void move_tenant(struct storm *s)
     (void)rebatch_device_memory(s->host, &info);
     const size_t most =
         s->plan.unit_bytes * STORM_BATCH_MOST * (size_t)(1 << storm_below(&s->dice, 4));
-    set_room(s, info.used_bytes + storm_below(&s->dice, most) + s->plan.granule_bytes);
+    set_room(s, info.used_bytes + storm_below(&s->dice, most) + s->plan.page_bytes);
 }
 
 static void change_spares(struct storm *s)

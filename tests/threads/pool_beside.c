@@ -10,7 +10,7 @@
 #include "threads/holds.h"
 
 enum { BATCHES = 6000, QUEUE = 8, BLOCKS = 24 };
-#define GRANULE ((size_t)64 << 10)
+#define PAGE ((size_t)64 << 10)
 
 struct batch {
     unsigned char *at;
@@ -30,7 +30,7 @@ struct shared {
 
 static size_t bytes_of(unsigned number)
 {
-    return number % 5 == 0 ? 3 * GRANULE + number : 300 + number % 7 * 900;
+    return number % 5 == 0 ? 3 * PAGE + number : 300 + number % 7 * 900;
 }
 
 static unsigned char *take(struct shared *shared, size_t bytes, unsigned mark)
@@ -113,7 +113,7 @@ static int run(void)
 {
     static struct shared shared = {.lock = PTHREAD_MUTEX_INITIALIZER,
                                    .moved = PTHREAD_COND_INITIALIZER};
-    const rebatch_host_options host = {sizeof host, GRANULE};
+    const rebatch_host_options host = {sizeof host, PAGE};
     rebatch_device *device;
     pthread_t loader;
     if (rebatch_device_open_host(&device, (size_t)64 << 20, &host) ||

@@ -14,7 +14,7 @@
 
 enum { THREADS = 4, LIVE = 64, TURNS = 4000, STASH = 32, INSIDE = 200, BELT = 64, SMALL = 1000 };
 #define CAPACITY ((size_t)7 << 20)
-#define GRANULE ((size_t)64 << 10)
+#define PAGE ((size_t)64 << 10)
 
 struct shared {
     rebatch_device *device;
@@ -344,7 +344,7 @@ static void *watch(void *user)
 
 static bool set_up(struct shared *shared, bool has_events)
 {
-    const rebatch_host_options host = {sizeof host, GRANULE};
+    const rebatch_host_options host = {sizeof host, PAGE};
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.events = has_events ? 100 : 0;
     if (rebatch_device_open_host(&shared->device, CAPACITY, &host) ||

@@ -7,9 +7,9 @@
 #include <string.h>
 
 enum { USES = 256 };
-/* Dry addresses begin at 2^52; granules are counted from there. */
+/* Dry addresses begin at 2^52; pages are counted from there. */
 #define FIRST_ADDRESS ((uintptr_t)1 << 52)
-#define GRANULES ((size_t)1 << 26)
+#define PAGES ((size_t)1 << 26)
 
 struct rebatch_stream_object {
     bool is_open;
@@ -31,11 +31,11 @@ struct rbi_event_object {
 static struct lazy {
     const struct rbi_device_ops *dry;
     struct rbi_device_ops ops;
-    size_t granule_bytes;
+    size_t page_bytes;
     struct rebatch_stream_object streams[LAZY_STREAMS]; /* [0]: the default one */
     struct use uses[USES];
     size_t use_count;
-    unsigned char *mapped; /* by granule */
+    unsigned char *mapped; /* by page */
     uint64_t event_calls;
 } lazy;
 
@@ -71,19 +71,19 @@ void lazy_go_on(rebatch_stream stream, unsigned share)
     come_to(s, s->done + (s->enqueued - s->done) * share / 8);
 }
 
-/* The number of the first granule of [from, from + bytes), and of the first behind it. */
-static void granules_of(size_t *first, size_t *end, const void *from, size_t bytes)
+/* The number of the first page of [from, from + bytes), and of the first behind it. */
+static void pages_of(size_t *first, size_t *end, const void *from, size_t bytes)
 {
     const uintptr_t offset = (uintptr_t)from - FIRST_ADDRESS;
-    *first = offset / lazy.granule_bytes;
-    *end = (offset + bytes - 1) / lazy.granule_bytes + 1;
-    cr_assert(*end <= GRANULES && *first < *end);
+    *first = offset / lazy.page_bytes;
+    *end = (offset + bytes - 1) / lazy.page_bytes + 1;
+    cr_assert(*end <= PAGES && *first < *end);
 }
 
 void lazy_check_fresh(rebatch_stream stream, const void *memory, size_t bytes)
 {
     size_t first, end;
-    granules_of(&first, &end, memory, bytes);
+    pages_of(&first, &end, memory, bytes);
     for (size_t i = first; i < end; i++)
         cr_assert(lazy.mapped[i] == 1, "a block without memory");
     const uintptr_t from = (uintptr_t)memory;
@@ -99,7 +99,7 @@ void lazy_check_fresh(rebatch_stream stream, const void *memory, size_t bytes)
 static void note(const void *memory, size_t bytes, bool is_mapped)
 {
     size_t first, end;
-    granules_of(&first, &end, memory, bytes);
+    pages_of(&first, &end, memory, bytes);
     for (size_t i = first; i < end; i++) {
         cr_assert(lazy.mapped[i] == !is_mapped, "mapped twice, or unmapped twice");
         lazy.mapped[i] = is_mapped;
@@ -224,16 +224,16 @@ uint64_t lazy_event_calls(void)
 
 /* ---- life ---- */
 
-rebatch_device *lazy_open(size_t capacity_bytes, size_t granule_bytes, bool has_virtual_memory)
+rebatch_device *lazy_open(size_t capacity_bytes, size_t page_bytes, bool has_virtual_memory)
 {
     rebatch_device *device;
-    cr_assert_eq(rbi_device_open_dry(&device, capacity_bytes, granule_bytes, has_virtual_memory),
+    cr_assert_eq(rbi_device_open_dry(&device, capacity_bytes, page_bytes, has_virtual_memory),
                  REBATCH_OK, "%s", rebatch_last_error());
     memset(&lazy, 0, sizeof lazy);
     lazy.dry = device->ops;
-    lazy.granule_bytes = granule_bytes;
+    lazy.page_bytes = page_bytes;
     lazy.streams[0].is_open = true;
-    lazy.mapped = calloc(GRANULES, 1); /* touched only where something was mapped */
+    lazy.mapped = calloc(PAGES, 1); /* touched only where something was mapped */
     cr_assert_not_null(lazy.mapped);
     lazy.ops = *device->ops;
     lazy.ops.alloc = lazy_alloc;

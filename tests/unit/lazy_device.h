@@ -9,7 +9,7 @@
 #define LAZY_STREAMS 8 /* the default stream included */
 
 /* One device at a time: each test is a process of its own. */
-rebatch_device *lazy_open(size_t capacity_bytes, size_t granule_bytes, bool has_virtual_memory);
+rebatch_device *lazy_open(size_t capacity_bytes, size_t page_bytes, bool has_virtual_memory);
 /* After everything was given back. */
 void lazy_close(rebatch_device *device);
 

@@ -107,25 +107,25 @@ Test(pool_alloc, sizes_that_can_never_work_are_refused)
     struct rig rig = rig_open(16, NULL);
     rebatch_pool *pool;
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.limit_bytes = GRANULE - 1;
+    options.limit_bytes = PAGE - 1;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
                    "limit_bytes is 65535: expected 0 or at least one page of 65536 bytes");
     cr_assert_null(pool);
     options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
-    options.headroom_bytes = 16 * GRANULE + 1;
+    options.headroom_bytes = 16 * PAGE + 1;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
                    "headroom_bytes is 1048577: expected at most the 1048576 bytes of device host");
     options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
-    options.ballast_bytes = 16 * GRANULE + 1;
+    options.ballast_bytes = 16 * PAGE + 1;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
                    "ballast_bytes is 1048577: expected at most the 1048576 bytes");
-    options.ballast_bytes = 4 * GRANULE;
-    options.limit_bytes = 3 * GRANULE;
+    options.ballast_bytes = 4 * PAGE;
+    options.limit_bytes = 3 * PAGE;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID,
                    "expected at most limit_bytes, 196608");
     options = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
-    options.limit_bytes = GRANULE;
-    options.headroom_bytes = 16 * GRANULE;
+    options.limit_bytes = PAGE;
+    options.headroom_bytes = 16 * PAGE;
     cr_assert_eq(rebatch_pool_create(&pool, rig.device, &options), REBATCH_OK);
     rebatch_pool_destroy(pool);
     rig_close(&rig);
@@ -256,7 +256,7 @@ Test(pool_alloc, small_blocks_are_kept_unmerged_until_they_are_needed)
     cr_assert_eq(take(rig.pool, 32 * KIB), blocks[31]);
     give(rig.pool, blocks[31]);
     const uint64_t calls = stats_of(rig.pool).device_allocations;
-    give(rig.pool, take(rig.pool, 16 * GRANULE));
+    give(rig.pool, take(rig.pool, 16 * PAGE));
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
     rig_close(&rig);
 }
@@ -266,9 +266,9 @@ Test(pool_alloc, small_blocks_are_kept_unmerged_until_they_are_needed)
 Test(pool_alloc, small_blocks_are_merged_one_size_at_a_time)
 {
     enum { PAIRS = 512, FREED = RBI_POOL_LOOKS };
-    const size_t granule = (size_t)2 << 20; /* large enough to have a zone for small blocks */
+    const size_t page = (size_t)2 << 20; /* large enough to have a zone for small blocks */
     struct rig rig;
-    cr_assert_eq(rebatch_device_open_dry(&rig.device, 4 * granule, granule), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_dry(&rig.device, 4 * page, page), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
     static void *threes[PAIRS], *fives[PAIRS];
     for (int i = 0; i < PAIRS; i++) {
@@ -287,7 +287,7 @@ Test(pool_alloc, small_blocks_are_merged_one_size_at_a_time)
     assert_valid(rig.pool);
     for (int i = 0; i < FREED; i++)
         cr_assert_eq(take(rig.pool, 3 * UNIT), threes[4 * i]);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, granule);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, page);
     rebatch_pool_destroy(rig.pool);
     rebatch_device_close(rig.device);
 }
@@ -316,12 +316,12 @@ Test(pool_alloc, ties_between_segments_go_to_the_older_one)
     struct rig rig = rig_open_plain(64, NULL);
     void *blocks[6];
     for (int i = 0; i < 6; i++)
-        blocks[i] = take(rig.pool, 2 * GRANULE);
+        blocks[i] = take(rig.pool, 2 * PAGE);
     for (int i = 5; i >= 0; i--)
         give(rig.pool, blocks[(i * 5 + 2) % 6]);
     settle(rig.pool);
     for (int i = 0; i < 6; i++)
-        cr_assert_eq(take(rig.pool, 2 * GRANULE), blocks[i]);
+        cr_assert_eq(take(rig.pool, 2 * PAGE), blocks[i]);
     rig_close(&rig);
 }
 
@@ -353,21 +353,21 @@ Test(pool_alloc, free_neighbours_merge_in_every_order)
 }
 
 /* Without virtual memory reserved stays close to live: small requests share a segment of four
- * granules, large ones get their own size in whole granules; when four are not to be had one will
+ * pages, large ones get their own size in whole pages; when four are not to be had one will
  * do. */
 Test(pool_alloc, segments_are_as_large_as_needed)
 {
     struct rig rig = rig_open_plain(9, NULL);
     void *small = take(rig.pool, 1);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * PAGE);
     void *more = take(rig.pool, 10 * KIB);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * GRANULE);
-    void *large = take(rig.pool, 4 * GRANULE - KIB);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * GRANULE);
-    void *rest = take(rig.pool, 4 * GRANULE - 12 * KIB);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * PAGE);
+    void *large = take(rig.pool, 4 * PAGE - KIB);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * PAGE);
+    void *rest = take(rig.pool, 4 * PAGE - 12 * KIB);
     (void)rest;
-    void *last = take(rig.pool, GRANULE - 1);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 9 * GRANULE);
+    void *last = take(rig.pool, PAGE - 1);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 9 * PAGE);
     (void)small, (void)more, (void)large, (void)last;
     rig_close(&rig);
 }
@@ -376,12 +376,12 @@ Test(pool_alloc, segments_are_as_large_as_needed)
 Test(pool_alloc, a_request_beyond_the_limit_never_reaches_the_device)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.limit_bytes = 8 * GRANULE;
+    options.limit_bytes = 8 * PAGE;
     struct rig rig = rig_open(64, &options);
     void *pointer;
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 8 * GRANULE + 1, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 8 * PAGE + 1, NULL, 0), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
-    pointer = take(rig.pool, 8 * GRANULE);
+    pointer = take(rig.pool, 8 * PAGE);
     cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 1, NULL, 0), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 1);
     rig_close(&rig);
@@ -391,19 +391,19 @@ Test(pool_alloc, a_request_beyond_the_limit_never_reaches_the_device)
 Test(pool_alloc, the_smaller_of_both_limits_holds)
 {
     static const struct {
-        size_t granules;
+        size_t pages;
         uint32_t permille;
         size_t fits;
     } cases[] = {{0, 250, 16}, {8, 250, 8}, {32, 250, 16}, {0, 1000, 64}, {0, 0, 64}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-        options.limit_bytes = cases[i].granules * GRANULE;
+        options.limit_bytes = cases[i].pages * PAGE;
         options.limit_permille = cases[i].permille;
         struct rig rig = rig_open(64, &options);
         void *pointer;
-        cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * GRANULE + 1, NULL, 0),
+        cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * PAGE + 1, NULL, 0),
                      REBATCH_OOM);
-        cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * GRANULE, NULL, 0),
+        cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, cases[i].fits * PAGE, NULL, 0),
                      REBATCH_OK);
         rig_close(&rig);
     }
@@ -413,11 +413,11 @@ Test(pool_alloc, the_smaller_of_both_limits_holds)
 Test(pool_alloc, the_headroom_stays_free)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.headroom_bytes = 4 * GRANULE - 1; /* which leaves no part of a granule either */
+    options.headroom_bytes = 4 * PAGE - 1; /* which leaves no part of a page either */
     struct rig rig = rig_open(16, &options);
     void *pointer;
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 13 * GRANULE, NULL, 0), REBATCH_OOM);
-    pointer = take(rig.pool, 12 * GRANULE);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 13 * PAGE, NULL, 0), REBATCH_OOM);
+    pointer = take(rig.pool, 12 * PAGE);
     size_t bytes;
     cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
     cr_assert_eq(bytes, 0);
@@ -431,17 +431,17 @@ Test(pool_alloc, trim_gives_back_what_is_beyond_the_rest_to_keep)
     struct rig rig = rig_open_plain(64, NULL);
     void *blocks[4];
     for (size_t i = 0; i < 4; i++)
-        blocks[i] = take(rig.pool, (i + 2) * GRANULE); /* 2, 3, 4, 5 */
+        blocks[i] = take(rig.pool, (i + 2) * PAGE); /* 2, 3, 4, 5 */
     for (size_t i = 1; i < 4; i++)
         give(rig.pool, blocks[i]);
     size_t released = 1;
-    cr_assert_eq(rebatch_pool_trim(rig.pool, 12 * GRANULE, &released), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 12 * PAGE, &released), REBATCH_OK);
     cr_assert_eq(released, 0);
-    cr_assert_eq(rebatch_pool_trim(rig.pool, 9 * GRANULE, &released), REBATCH_OK);
-    cr_assert_eq(released, 3 * GRANULE);
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 9 * PAGE, &released), REBATCH_OK);
+    cr_assert_eq(released, 3 * PAGE);
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, &released), REBATCH_OK);
-    cr_assert_eq(released, 9 * GRANULE);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 2 * GRANULE);
+    cr_assert_eq(released, 9 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 2 * PAGE);
     cr_assert_eq(stats_of(rig.pool).trims, 2);
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).trims, 2);
@@ -454,15 +454,15 @@ Test(pool_alloc, a_lower_limit_trims)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_permille = 500;
     struct rig rig = rig_open(64, &options);
-    void *live = take(rig.pool, 4 * GRANULE);
-    void *cached = take(rig.pool, 8 * GRANULE);
+    void *live = take(rig.pool, 4 * PAGE);
+    void *cached = take(rig.pool, 8 * PAGE);
     give(rig.pool, cached);
-    cr_assert_eq(rebatch_pool_set_limit(rig.pool, 2 * GRANULE), REBATCH_OK);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * GRANULE);
+    cr_assert_eq(rebatch_pool_set_limit(rig.pool, 2 * PAGE), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 4 * PAGE);
     void *pointer;
     cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 1, NULL, 0), REBATCH_OOM);
     cr_assert_eq(rebatch_pool_set_limit(rig.pool, 0), REBATCH_OK);
-    pointer = take(rig.pool, 60 * GRANULE);
+    pointer = take(rig.pool, 60 * PAGE);
     give(rig.pool, live);
     rig_close(&rig);
 }
@@ -471,26 +471,26 @@ Test(pool_alloc, a_lower_limit_trims)
 Test(pool_alloc, available_is_free_blocks_and_room)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.limit_bytes = 20 * GRANULE;
+    options.limit_bytes = 20 * PAGE;
     struct rig rig = rig_open(64, &options);
     size_t bytes;
     cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
-    cr_assert_eq(bytes, 20 * GRANULE);
-    void *a = take(rig.pool, 8 * GRANULE);
-    (void)take(rig.pool, 2 * GRANULE + 1);
+    cr_assert_eq(bytes, 20 * PAGE);
+    void *a = take(rig.pool, 8 * PAGE);
+    (void)take(rig.pool, 2 * PAGE + 1);
     give(rig.pool, a);
     cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
-    cr_assert_eq(bytes, 18 * GRANULE - UNIT);
+    cr_assert_eq(bytes, 18 * PAGE - UNIT);
     rig_close(&rig);
 
     /* A device without a cap has more than can be counted, or less than that; never a wrapped
      * sum. */
     cr_assert_eq(rebatch_device_open_host(&rig.device, REBATCH_UNLIMITED, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
-    a = take(rig.pool, 8 * GRANULE);
+    a = take(rig.pool, 8 * PAGE);
     give(rig.pool, a);
     cr_assert_eq(rebatch_pool_available(&bytes, rig.pool), REBATCH_OK);
-    cr_assert_geq(bytes, 8 * GRANULE);
+    cr_assert_geq(bytes, 8 * PAGE);
     rig_close(&rig);
 }
 
@@ -507,19 +507,19 @@ Test(pool_alloc, with_caching_off_nothing_is_kept)
     for (uint64_t i = 1; i <= 3; i++) {
         void *pointer;
         cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 100, NULL, tag), REBATCH_OK);
-        cr_assert_eq(stats_of(rig.pool).reserved_bytes, GRANULE);
+        cr_assert_eq(stats_of(rig.pool).reserved_bytes, PAGE);
         cr_assert_eq(stats_of(rig.pool).device_allocations, i);
         give(rig.pool, pointer);
         cr_assert_eq(stats_of(rig.pool).device_frees, i);
         cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
     }
-    void *old = take(rig.pool, GRANULE);
+    void *old = take(rig.pool, PAGE);
     const rebatch_scope scope = begin(rig.pool);
-    void *inside = take(rig.pool, GRANULE);
+    void *inside = take(rig.pool, PAGE);
     give(rig.pool, old);
-    cr_assert_eq(stats_of(rig.pool).deferred_bytes, GRANULE);
+    cr_assert_eq(stats_of(rig.pool).deferred_bytes, PAGE);
     cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, GRANULE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, PAGE);
     give(rig.pool, inside); /* late */
     give(rig.pool, old);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
@@ -534,9 +534,9 @@ Test(pool_alloc, destroy_gives_everything_back)
     struct rig rig = rig_open(64, NULL);
     rebatch_stream stream;
     cr_assert_eq(rebatch_stream_create(&stream, rig.device), REBATCH_OK);
-    (void)take(rig.pool, GRANULE);
+    (void)take(rig.pool, PAGE);
     (void)begin(rig.pool);
-    void *shared = take_on(rig.pool, GRANULE, stream);
+    void *shared = take_on(rig.pool, PAGE, stream);
     cr_assert_eq(rebatch_pool_use_on(rig.pool, shared, NULL), REBATCH_OK);
     (void)take(rig.pool, 1);
     rebatch_pool_destroy(rig.pool);
@@ -600,7 +600,7 @@ Test(pool_alloc, the_same_calls_give_the_same_addresses)
     for (int n = 0; n < 5000; n++) {
         const size_t at = draw(&random) % 64;
         const size_t bytes =
-            draw(&random) % 4 ? draw(&random) % (4 * KIB) + 1 : draw(&random) % (8 * GRANULE) + 1;
+            draw(&random) % 4 ? draw(&random) % (4 * KIB) + 1 : draw(&random) % (8 * PAGE) + 1;
         for (int r = 0; r < 2; r++) {
             give(rigs[r].pool, blocks[r][at]);
             blocks[r][at] = take(rigs[r].pool, bytes);
@@ -622,7 +622,7 @@ Test(pool_alloc, host_memory_does_not_grow_with_what_comes_and_goes)
             uint64_t random = 4;
             void *blocks[BLOCKS];
             for (size_t i = 0; i < BLOCKS; i++)
-                blocks[i] = take(rigs[r].pool, draw(&random) % (24 * GRANULE) + 1);
+                blocks[i] = take(rigs[r].pool, draw(&random) % (24 * PAGE) + 1);
             for (size_t i = 0; i < BLOCKS; i++)
                 give(rigs[r].pool, blocks[i]);
             cr_assert_eq(rebatch_pool_trim(rigs[r].pool, 0, NULL), REBATCH_OK);
@@ -635,7 +635,7 @@ Test(pool_alloc, host_memory_does_not_grow_with_what_comes_and_goes)
     }
 }
 
-/* A block of many granules and blocks of one each are cached: large pieces and small ones. */
+/* A block of many pages and blocks of one each are cached: large pieces and small ones. */
 Test(pool_alloc, a_trim_leaves_what_it_is_told_to)
 {
     enum { LARGE = 512, SMALL = 40 };
@@ -643,16 +643,16 @@ Test(pool_alloc, a_trim_leaves_what_it_is_told_to)
         struct rig rig = rig_open(1024, NULL);
         void *blocks[SMALL + 1];
         for (size_t i = 0; i < SMALL; i++)
-            blocks[i] = take(rig.pool, GRANULE);
-        blocks[SMALL] = take(rig.pool, LARGE * GRANULE);
+            blocks[i] = take(rig.pool, PAGE);
+        blocks[SMALL] = take(rig.pool, LARGE * PAGE);
         for (size_t i = 0; i <= SMALL; i++)
             give(rig.pool, blocks[i]);
         const uint64_t before = stats_of(rig.pool).reserved_bytes;
         size_t released;
-        cr_assert_eq(rebatch_pool_trim(rig.pool, keep * GRANULE, &released), REBATCH_OK);
+        cr_assert_eq(rebatch_pool_trim(rig.pool, keep * PAGE, &released), REBATCH_OK);
         const uint64_t left = stats_of(rig.pool).reserved_bytes;
         cr_assert_eq(released, before - left);
-        cr_assert_eq(left, keep * GRANULE, "%zu granules of %zu", (size_t)(left / GRANULE), keep);
+        cr_assert_eq(left, keep * PAGE, "%zu pages of %zu", (size_t)(left / PAGE), keep);
         rig_close(&rig);
     }
 }

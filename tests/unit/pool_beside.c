@@ -2,31 +2,31 @@
  * run in the order that a test says (be_thread). */
 #include "unit/pool_help.h"
 
-static void reserve(rebatch_pool *pool, size_t granules)
+static void reserve(rebatch_pool *pool, size_t pages)
 {
-    cr_assert_eq(rebatch_pool_reserve(pool, granules * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(pool, pages * PAGE, NULL), REBATCH_OK);
 }
 
-static void assert_refused_to_other(rebatch_pool *pool, size_t granules)
+static void assert_refused_to_other(rebatch_pool *pool, size_t pages)
 {
     void *none;
     be_thread(OTHER);
-    cr_assert_eq(rebatch_pool_alloc(&none, pool, granules * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&none, pool, pages * PAGE, NULL, 0), REBATCH_OOM);
     be_thread(INSIDER);
 }
 
 Test(pool_beside, what_was_promised_is_not_theirs)
 {
     struct rig rig = rig_open(64, NULL);
-    give(rig.pool, take(rig.pool, 20 * GRANULE));
+    give(rig.pool, take(rig.pool, 20 * PAGE));
     const rebatch_scope scope = begin_own(rig.pool);
     reserve(rig.pool, 40);
     be_thread(OTHER);
-    void *others[2] = {take(rig.pool, 10 * GRANULE), take(rig.pool, KIB)};
+    void *others[2] = {take(rig.pool, 10 * PAGE), take(rig.pool, KIB)};
     assert_refused_to_other(rig.pool, 20);
-    (void)take(rig.pool, 30 * GRANULE);
+    (void)take(rig.pool, 30 * PAGE);
     assert_refused_to_other(rig.pool, 20);
-    (void)take(rig.pool, 10 * GRANULE);
+    (void)take(rig.pool, 10 * PAGE);
     rollback(rig.pool, scope);
     give(rig.pool, others[0]);
     give(rig.pool, others[1]);
@@ -41,7 +41,7 @@ Test(pool_beside, their_failures_leave_it_whole)
     reserve(rig.pool, 60);
     assert_refused_to_other(rig.pool, 10);
     for (int i = 0; i < 40; i++)
-        (void)take(rig.pool, 3 * GRANULE / 2);
+        (void)take(rig.pool, 3 * PAGE / 2);
     rollback(rig.pool, scope);
     rig_close(&rig);
 }
@@ -50,15 +50,15 @@ Test(pool_beside, their_failures_leave_it_whole)
 Test(pool_beside, they_have_what_is_free_elsewhere)
 {
     struct rig rig = rig_open_plain(64, NULL);
-    void *blocks[2] = {take(rig.pool, 20 * GRANULE), take(rig.pool, 40 * GRANULE)};
+    void *blocks[2] = {take(rig.pool, 20 * PAGE), take(rig.pool, 40 * PAGE)};
     give(rig.pool, blocks[0]);
     give(rig.pool, blocks[1]);
     const rebatch_scope scope = begin_own(rig.pool);
     reserve(rig.pool, 40);
     be_thread(OTHER);
-    void *other = take(rig.pool, 10 * GRANULE);
+    void *other = take(rig.pool, 10 * PAGE);
     be_thread(INSIDER);
-    (void)take(rig.pool, 40 * GRANULE);
+    (void)take(rig.pool, 40 * PAGE);
     rollback(rig.pool, scope);
     give(rig.pool, other);
     rig_close(&rig);
@@ -72,18 +72,18 @@ Test(pool_beside, what_they_reserve_is_not_kept)
     be_thread(OTHER);
     reserve(rig.pool, 40);
     cr_assert_eq(rig.pool->promised_bytes, 0);
-    void *other = take(rig.pool, 40 * GRANULE);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 40 * GRANULE, NULL), REBATCH_OOM);
+    void *other = take(rig.pool, 40 * PAGE);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 40 * PAGE, NULL), REBATCH_OOM);
     be_thread(INSIDER);
     rollback(rig.pool, scope);
     give(rig.pool, other);
     rig_close(&rig);
 }
 
-/* While callbacks for another thread's request run, the insider goes on. */
+/* While callbacks for another thread's request run, the owner_thread goes on. */
 struct meanwhile {
     rebatch_pool *pool;
-    size_t takes, reserves; /* granules */
+    size_t takes, reserves; /* pages */
 };
 
 static size_t let_insider_go_on(size_t wanted_bytes, void *user)
@@ -94,7 +94,7 @@ static size_t let_insider_go_on(size_t wanted_bytes, void *user)
     rbi_pool_pressing = NULL;
     be_thread(INSIDER);
     if (meanwhile->takes)
-        (void)take(meanwhile->pool, meanwhile->takes * GRANULE);
+        (void)take(meanwhile->pool, meanwhile->takes * PAGE);
     if (meanwhile->reserves)
         reserve(meanwhile->pool, meanwhile->reserves);
     be_thread(OTHER);
@@ -114,9 +114,9 @@ Test(pool_beside, it_is_what_the_insider_made_of_it_meanwhile)
         const rebatch_scope scope = begin_own(rig.pool);
         reserve(rig.pool, 40);
         assert_refused_to_other(rig.pool, 30);
-        cr_assert_eq(rig.pool->promised_bytes, meanwhile.reserves * GRANULE);
+        cr_assert_eq(rig.pool->promised_bytes, meanwhile.reserves * PAGE);
         if (meanwhile.reserves)
-            (void)take(rig.pool, meanwhile.reserves * GRANULE);
+            (void)take(rig.pool, meanwhile.reserves * PAGE);
         rollback(rig.pool, scope);
         rig_close(&rig);
     }
@@ -128,12 +128,12 @@ Test(pool_beside, it_is_what_the_insider_made_of_it_meanwhile)
 Test(pool_beside, max_split_does_not_keep_it_whole)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.max_split_bytes = 20 * GRANULE;
+    options.max_split_bytes = 20 * PAGE;
     struct rig rig = rig_open_plain(64, &options);
     const rebatch_scope scope = begin(rig.pool);
     reserve(rig.pool, 60);
     for (int i = 0; i < 60; i++)
-        (void)take(rig.pool, GRANULE);
+        (void)take(rig.pool, PAGE);
     rollback(rig.pool, scope);
     rig_close(&rig);
 }

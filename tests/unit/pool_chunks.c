@@ -4,12 +4,12 @@
 
 #include "unit/pool_help.h"
 
-/* The largest chunk, in granules; a request that comes in such chunks; and a device that has room
+/* The largest chunk, in pages; a request that comes in such chunks; and a device that has room
  * for them. */
-enum { CHUNK_SIZE = 5, CHUNK = 1 << CHUNK_SIZE, MUCH = 16 * CHUNK, DEVICE_GRANULES = 65536 };
-enum { LARGEST = 1 << (RBI_PIECE_SIZES - 1) };
+enum { CHUNK_SIZE = 5, CHUNK = 1 << CHUNK_SIZE, MUCH = 16 * CHUNK, DEVICE_PAGES = 65536 };
+enum { LARGEST = 1 << (RBI_CHUNK_SIZES - 1) };
 
-/* The last of a device, which comes in single granules. */
+/* The last of a device, which comes in single pages. */
 
 /* A pool of a device that counts, or fails, calls. */
 struct counted {
@@ -17,9 +17,9 @@ struct counted {
     rebatch_pool *pool;
 };
 
-static void open_counted(struct counted *c, size_t granules, const rebatch_pool_options *options)
+static void open_counted(struct counted *c, size_t pages, const rebatch_pool_options *options)
 {
-    cr_assert_eq(rebatch_device_open_host(&c->host, granules * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&c->host, pages * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_open_fault(&c->device, c->host, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&c->pool, c->device, options), REBATCH_OK);
 }
@@ -47,10 +47,9 @@ static size_t chunks_held(const rebatch_pool *pool, unsigned size)
     return pool->spare[size].held;
 }
 
-static void admit(rebatch_pool *pool, size_t granules)
+static void admit(rebatch_pool *pool, size_t pages)
 {
-    cr_assert_eq(rbi_pool_admit(pool, granules * GRANULE, NULL), REBATCH_OK, "%s",
-                 rebatch_last_error());
+    cr_assert_eq(rbi_pool_admit(pool, pages * PAGE, NULL), REBATCH_OK, "%s", rebatch_last_error());
     assert_valid(pool);
 }
 
@@ -61,36 +60,36 @@ Test(pool_chunks, are_in_proportion_to_the_request_what_is_held_and_the_room)
     static const struct {
         size_t held, count, room, expected;
     } cases[] = {
-        {0, 1, DEVICE_GRANULES, 1},
-        {0, 31, DEVICE_GRANULES, 1},
-        {0, 32, DEVICE_GRANULES, 2},
-        {0, 511, DEVICE_GRANULES, 16},
-        {0, 512, DEVICE_GRANULES, 32},
-        {0, 8192, DEVICE_GRANULES, CHUNK},
-        {0, 16383, DEVICE_GRANULES, CHUNK},
-        {0, 16384, DEVICE_GRANULES, 64},
+        {0, 1, DEVICE_PAGES, 1},
+        {0, 31, DEVICE_PAGES, 1},
+        {0, 32, DEVICE_PAGES, 2},
+        {0, 511, DEVICE_PAGES, 16},
+        {0, 512, DEVICE_PAGES, 32},
+        {0, 8192, DEVICE_PAGES, CHUNK},
+        {0, 16383, DEVICE_PAGES, CHUNK},
+        {0, 16384, DEVICE_PAGES, 64},
         {0, SIZE_MAX, SIZE_MAX, LARGEST},
-        {255, 1, DEVICE_GRANULES, 1},
-        {256, 1, DEVICE_GRANULES, 2},
-        {4096, 100, DEVICE_GRANULES, 32},
+        {255, 1, DEVICE_PAGES, 1},
+        {256, 1, DEVICE_PAGES, 2},
+        {4096, 100, DEVICE_PAGES, 32},
         {4096, 100, 2047, 1},
         {4096, 100, 2048, 2},
         {4096, 100, 0, 1},
         {4096, 512, 0, 2},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const rebatch_pool pool = {.granules_held = cases[i].held};
-        cr_assert_eq(rbi_granules_chunk(&pool, cases[i].count, cases[i].room), cases[i].expected,
+        const rebatch_pool pool = {.pages_held = cases[i].held};
+        cr_assert_eq(rbi_pages_chunk(&pool, cases[i].count, cases[i].room), cases[i].expected,
                      "case %zu", i);
     }
-    cr_assert_eq(rbi_granules_chunk_ahead(15), 1);
-    cr_assert_eq(rbi_granules_chunk_ahead(100), 4);
-    cr_assert_eq(rbi_granules_chunk_ahead(SIZE_MAX), LARGEST);
+    cr_assert_eq(rbi_pages_chunk_ahead(15), 1);
+    cr_assert_eq(rbi_pages_chunk_ahead(100), 4);
+    cr_assert_eq(rbi_pages_chunk_ahead(SIZE_MAX), LARGEST);
 }
 
 static void take_much(rebatch_pool *pool)
 {
-    (void)take(pool, MUCH * GRANULE);
+    (void)take(pool, MUCH * PAGE);
 }
 
 static void admit_much(rebatch_pool *pool)
@@ -100,7 +99,7 @@ static void admit_much(rebatch_pool *pool)
 
 static void reserve_much(rebatch_pool *pool)
 {
-    cr_assert_eq(rebatch_pool_reserve(pool, MUCH * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(pool, MUCH * PAGE, NULL), REBATCH_OK);
 }
 
 /* However it is asked for, and given back. */
@@ -109,12 +108,12 @@ Test(pool_chunks, much_memory_costs_few_calls)
     static void (*const ask[])(rebatch_pool *) = {take_much, admit_much, reserve_much};
     for (size_t i = 0; i < sizeof ask / sizeof *ask; i++) {
         struct counted c;
-        open_counted(&c, DEVICE_GRANULES, NULL);
+        open_counted(&c, DEVICE_PAGES, NULL);
         (void)calls_of(&c, REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP);
         ask[i](c.pool);
         cr_assert_eq(calls_of(&c, 0), 2 * MUCH / CHUNK);
         cr_assert_eq(chunks_held(c.pool, CHUNK_SIZE), MUCH / CHUNK);
-        cr_assert_eq(stats_of(c.pool).reserved_bytes, MUCH * GRANULE);
+        cr_assert_eq(stats_of(c.pool).reserved_bytes, MUCH * PAGE);
         close_counted(&c);
     }
 }
@@ -123,11 +122,11 @@ Test(pool_chunks, are_given_back_as_a_whole)
 {
     struct counted c;
     size_t released;
-    open_counted(&c, DEVICE_GRANULES, NULL);
-    give(c.pool, take(c.pool, MUCH * GRANULE));
+    open_counted(&c, DEVICE_PAGES, NULL);
+    give(c.pool, take(c.pool, MUCH * PAGE));
     (void)calls_of(&c, REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE);
     cr_assert_eq(rebatch_pool_trim(c.pool, 0, &released), REBATCH_OK);
-    cr_assert_eq(released, MUCH * GRANULE);
+    cr_assert_eq(released, MUCH * PAGE);
     cr_assert_eq(calls_of(&c, 0), 2 * MUCH / CHUNK);
     close_counted(&c);
 }
@@ -147,11 +146,11 @@ Test(pool_chunks, a_block_of_38_gibibytes_takes_some_hundred_chunks)
     close_counted(&c);
 }
 
-/* Little memory comes in granules: larger chunks would keep much of it where it is. */
-Test(pool_chunks, little_memory_comes_in_granules)
+/* Little memory comes in pages: larger chunks would keep much of it where it is. */
+Test(pool_chunks, little_memory_comes_in_pages)
 {
     struct counted c;
-    open_counted(&c, DEVICE_GRANULES, NULL);
+    open_counted(&c, DEVICE_PAGES, NULL);
     (void)calls_of(&c, REBATCH_FAULT_CREATE);
     admit(c.pool, 31);
     cr_assert_eq(calls_of(&c, 0), 31);
@@ -159,30 +158,30 @@ Test(pool_chunks, little_memory_comes_in_granules)
     close_counted(&c);
 }
 
-static unsigned largest_held(const rebatch_pool *pool, const size_t before[static RBI_PIECE_SIZES])
+static unsigned largest_held(const rebatch_pool *pool, const size_t before[static RBI_CHUNK_SIZES])
 {
-    unsigned size = RBI_PIECE_SIZES - 1;
+    unsigned size = RBI_CHUNK_SIZES - 1;
     while (size > 0 && chunks_held(pool, size) == before[size])
         size--;
     return size;
 }
 
 /* Each chunk is at most a 1,024th of what there is when it is taken, so that the last of the memory
- * comes in granules; all of it can be had. */
+ * comes in pages; all of it can be had. */
 Test(pool_chunks, get_smaller_as_the_room_does)
 {
     enum { EACH = 128 };
     struct counted c;
-    open_counted(&c, DEVICE_GRANULES, NULL);
-    for (size_t room = DEVICE_GRANULES; room > 0; room -= EACH) {
-        size_t before[RBI_PIECE_SIZES];
-        for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+    open_counted(&c, DEVICE_PAGES, NULL);
+    for (size_t room = DEVICE_PAGES; room > 0; room -= EACH) {
+        size_t before[RBI_CHUNK_SIZES];
+        for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
             before[size] = chunks_held(c.pool, size);
-        (void)take(c.pool, EACH * GRANULE);
+        (void)take(c.pool, EACH * PAGE);
         const unsigned largest = largest_held(c.pool, before);
         cr_assert(largest == 0 || (size_t)1024 << largest <= room, "2^%u of %zu", largest, room);
     }
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, DEVICE_GRANULES * GRANULE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, DEVICE_PAGES * PAGE);
     close_counted(&c);
 }
 
@@ -191,27 +190,27 @@ Test(pool_chunks, a_device_without_large_chunks_gives_smaller_ones)
 {
     struct counted c;
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    open_counted(&c, DEVICE_GRANULES, NULL);
+    open_counted(&c, DEVICE_PAGES, NULL);
     plan.calls = REBATCH_FAULT_CREATE;
     plan.nth = 1;
     plan.times = 2;
     cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
     admit(c.pool, MUCH);
     cr_assert_eq(chunks_held(c.pool, 3), MUCH / 8);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, MUCH * GRANULE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, MUCH * PAGE);
     close_counted(&c);
 }
 
-/* A pool that has so many granules in chunks, and may have a few more. */
-static void open_tight(struct counted *c, size_t granules, size_t more)
+/* A pool that has so many pages in chunks, and may have a few more. */
+static void open_tight(struct counted *c, size_t pages, size_t more)
 {
-    open_counted(c, DEVICE_GRANULES, NULL);
-    admit(c->pool, granules);
+    open_counted(c, DEVICE_PAGES, NULL);
+    admit(c->pool, pages);
     cr_assert_gt(chunks_held(c->pool, CHUNK_SIZE), 0);
-    cr_assert_eq(rebatch_pool_set_limit(c->pool, (granules + more) * GRANULE), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_set_limit(c->pool, (pages + more) * PAGE), REBATCH_OK);
 }
 
-/* What is wholly free is moved as a whole where it fits, in granules elsewhere. */
+/* What is wholly free is moved as a whole where it fits, in pages elsewhere. */
 Test(pool_chunks, free_chunks_go_where_they_are_needed)
 {
     enum { EIGHTH = MUCH / 8 };
@@ -219,17 +218,17 @@ Test(pool_chunks, free_chunks_go_where_they_are_needed)
     open_tight(&c, MUCH, 20);
     void *blocks[8];
     for (int i = 0; i < 8; i++) /* the free block is taken from its end */
-        blocks[i] = take(c.pool, MUCH / 8 * GRANULE);
+        blocks[i] = take(c.pool, MUCH / 8 * PAGE);
     for (int i = 0; i < 8; i += 2)
         give(c.pool, blocks[i]);
-    char *large = take(c.pool, MUCH / 2 * GRANULE);
-    memset(large, 0x55, MUCH / 2 * GRANULE);
+    char *large = take(c.pool, MUCH / 2 * PAGE);
+    memset(large, 0x55, MUCH / 2 * PAGE);
     assert_valid(c.pool);
     cr_assert_gt(stats_of(c.pool).remaps, 0);
     give(c.pool, large);
     for (int i = 0; i < 20; i++) /* holes smaller than a chunk */
-        memset(take(c.pool, 3 * GRANULE + UNIT), i, 3 * GRANULE);
-    cr_assert_leq(stats_of(c.pool).reserved_bytes, (MUCH + 20) * GRANULE);
+        memset(take(c.pool, 3 * PAGE + UNIT), i, 3 * PAGE);
+    cr_assert_leq(stats_of(c.pool).reserved_bytes, (MUCH + 20) * PAGE);
     assert_valid(c.pool);
     close_counted(&c);
 }
@@ -238,15 +237,15 @@ Test(pool_chunks, free_chunks_go_where_they_are_needed)
 Test(pool_chunks, blocks_that_are_nearly_large_need_no_chunk_broken)
 {
     struct counted c;
-    open_counted(&c, DEVICE_GRANULES, NULL);
+    open_counted(&c, DEVICE_PAGES, NULL);
     admit(c.pool, MUCH);
-    give(c.pool, take(c.pool, 8 * GRANULE));
+    give(c.pool, take(c.pool, 8 * PAGE));
     (void)calls_of(&c, REBATCH_FAULT_MAP | REBATCH_FAULT_UNMAP | REBATCH_FAULT_CREATE);
     for (int i = 0; i < 40; i++)
-        (void)take(c.pool, 8 * GRANULE - UNIT);
+        (void)take(c.pool, 8 * PAGE - UNIT);
     cr_assert_eq(calls_of(&c, 0), 0);
     cr_assert_eq(stats_of(c.pool).remaps, 0);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, MUCH * GRANULE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, MUCH * PAGE);
     assert_valid(c.pool);
     close_counted(&c);
 }
@@ -259,17 +258,17 @@ Test(pool_chunks, what_is_free_of_a_chunk_in_use_stays)
     open_tight(&c, MUCH, 2);
     void *halves[2 * CHUNKS], *whole;
     for (int i = 0; i < 2 * CHUNKS; i++)
-        halves[i] = take(c.pool, CHUNK / 2 * GRANULE);
+        halves[i] = take(c.pool, CHUNK / 2 * PAGE);
     for (int i = 0; i < 2 * CHUNKS; i += 2)
         give(c.pool, halves[i]);
-    cr_assert_eq(rebatch_pool_alloc(&whole, c.pool, CHUNK * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&whole, c.pool, CHUNK * PAGE, NULL, 0), REBATCH_OOM);
     assert_valid(c.pool);
     size_t released;
     cr_assert_eq(rebatch_pool_trim(c.pool, 0, &released), REBATCH_OK);
     cr_assert_eq(released, 0);
-    halves[0] = take(c.pool, CHUNK / 2 * GRANULE);
+    halves[0] = take(c.pool, CHUNK / 2 * PAGE);
     give(c.pool, halves[3]);
-    (void)take(c.pool, CHUNK * GRANULE);
+    (void)take(c.pool, CHUNK * PAGE);
     assert_valid(c.pool);
     close_counted(&c);
 }
@@ -287,12 +286,12 @@ Test(pool_chunks, a_life_with_chunks)
     for (int n = 0; n < 20000; n++) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         const size_t at = (random >> 33) % LIVE, kind = (random >> 40) % 100;
-        const size_t bytes = (random >> 20) % (kind < 50 ? 8 * GRANULE : 480 * GRANULE) + 1;
+        const size_t bytes = (random >> 20) % (kind < 50 ? 8 * PAGE : 480 * PAGE) + 1;
         if (blocks[at])
             give(c.pool, blocks[at]);
         blocks[at] = NULL;
         if (kind < 3)
-            (void)rbi_pool_admit(c.pool, (3000 + kind * 1400) * GRANULE, NULL);
+            (void)rbi_pool_admit(c.pool, (3000 + kind * 1400) * PAGE, NULL);
         else if (kind == 3)
             cr_assert_eq(rebatch_pool_trim(c.pool, bytes, NULL), REBATCH_OK);
         else if (rebatch_pool_alloc(&blocks[at], c.pool, bytes, NULL, 0) == REBATCH_OOM) {
@@ -324,26 +323,26 @@ static void live_through(uint32_t kind, uint64_t nth, uint64_t times, uint64_t *
     cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
     void *blocks[9] = {NULL};
     (void)rebatch_pool_trim(c.pool, 0, NULL);
-    (void)rbi_pool_admit(c.pool, MUCH * GRANULE, NULL);
+    (void)rbi_pool_admit(c.pool, MUCH * PAGE, NULL);
     assert_valid(c.pool);
     for (int i = 0; i < 8; i++)
-        (void)rebatch_pool_alloc(&blocks[i], c.pool, MUCH / 8 * GRANULE, NULL, 0);
+        (void)rebatch_pool_alloc(&blocks[i], c.pool, MUCH / 8 * PAGE, NULL, 0);
     for (int i = 0; i < 8; i += 2)
         if (blocks[i])
             give(c.pool, blocks[i]);
-    (void)rebatch_pool_alloc(&blocks[8], c.pool, MUCH / 2 * GRANULE, NULL, 0);
+    (void)rebatch_pool_alloc(&blocks[8], c.pool, MUCH / 2 * PAGE, NULL, 0);
     assert_valid(c.pool);
     if (blocks[8])
         give(c.pool, blocks[8]);
     (void)rebatch_pool_trim(c.pool, 0, NULL);
     assert_valid(c.pool);
-    (void)rbi_pool_admit(c.pool, MUCH * GRANULE, NULL);
+    (void)rbi_pool_admit(c.pool, MUCH * PAGE, NULL);
     assert_valid(c.pool);
     cr_assert_eq(rebatch_fault_counts(c.device, seen, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_fault_arm(c.device, NULL), REBATCH_OK);
     void *more;
     if (kind != REBATCH_FAULT_UNMAP)
-        cr_assert_eq(rebatch_pool_alloc(&more, c.pool, GRANULE, NULL, 0), REBATCH_OK);
+        cr_assert_eq(rebatch_pool_alloc(&more, c.pool, PAGE, NULL, 0), REBATCH_OK);
     close_counted(&c);
 }
 
@@ -384,12 +383,12 @@ Test(pool_chunks, a_copy_has_the_chunks_too)
 {
     struct counted c;
     open_tight(&c, MUCH, 20);
-    (void)take(c.pool, 5 * GRANULE + UNIT);
+    (void)take(c.pool, 5 * PAGE + UNIT);
     rebatch_pool *copy;
     rebatch_device *dry;
     cr_assert_eq(rbi_pool_clone(&copy, &dry, c.pool), REBATCH_OK, "%s", rebatch_last_error());
     assert_valid(copy);
-    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
         cr_assert_eq(chunks_held(copy, size), chunks_held(c.pool, size));
     size_t ours, theirs;
     cr_assert_eq(rebatch_pool_trim(c.pool, 0, &ours), REBATCH_OK);
@@ -402,13 +401,13 @@ Test(pool_chunks, a_copy_has_the_chunks_too)
 
 /* ---- a pool that grows ---- */
 
-/* What it holds, so that its chunks are of 8 granules, and what it may hold beyond its peak. */
+/* What it holds, so that its chunks are of 8 pages, and what it may hold beyond its peak. */
 enum { HELD = 1024, GROWTH = 8, SLACK = HELD / 32 };
 
-static void open_holding(struct counted *c, size_t granules, const rebatch_pool_options *options)
+static void open_holding(struct counted *c, size_t pages, const rebatch_pool_options *options)
 {
-    open_counted(c, granules, options);
-    (void)take(c->pool, HELD * GRANULE);
+    open_counted(c, pages, options);
+    (void)take(c->pool, HELD * PAGE);
     (void)calls_of(c, REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP);
 }
 
@@ -416,28 +415,28 @@ static void open_holding(struct counted *c, size_t granules, const rebatch_pool_
 Test(pool_chunks, a_pool_that_grows_takes_whole_chunks)
 {
     struct counted c;
-    open_holding(&c, DEVICE_GRANULES, NULL);
+    open_holding(&c, DEVICE_PAGES, NULL);
     for (int i = 0; i < 2 * GROWTH; i++)
-        memset(take(c.pool, GRANULE), i, GRANULE);
+        memset(take(c.pool, PAGE), i, PAGE);
     cr_assert_eq(calls_of(&c, REBATCH_FAULT_CREATE), 2 * 2);
     cr_assert_eq(chunks_held(c.pool, 3), 2);
     for (int i = 0; i < 16; i++)
-        memset(take(c.pool, GRANULE + GRANULE / 2), i, GRANULE + GRANULE / 2);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 2 * GROWTH + 24) * GRANULE);
+        memset(take(c.pool, PAGE + PAGE / 2), i, PAGE + PAGE / 2);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 2 * GROWTH + 24) * PAGE);
     for (int i = 0; i < 64; i++)
-        (void)take(c.pool, GRANULE / 128);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 2 * GROWTH + 32) * GRANULE);
+        (void)take(c.pool, PAGE / 128);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 2 * GROWTH + 32) * PAGE);
     assert_valid(c.pool);
     close_counted(&c);
 }
 
-static void assert_takes_single(size_t granules, const rebatch_pool_options *options)
+static void assert_takes_single(size_t pages, const rebatch_pool_options *options)
 {
     struct counted c;
-    open_holding(&c, granules, options);
+    open_holding(&c, pages, options);
     for (int i = 0; i < 5; i++)
-        (void)take(c.pool, GRANULE);
-    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 5) * GRANULE);
+        (void)take(c.pool, PAGE);
+    cr_assert_eq(stats_of(c.pool).reserved_bytes, (HELD + 5) * PAGE);
     close_counted(&c);
 }
 
@@ -447,21 +446,21 @@ Test(pool_chunks, a_pool_that_grows_takes_what_it_needs_where_memory_is_short)
     rebatch_pool_options keeps = REBATCH_POOL_OPTIONS_INIT, collects = REBATCH_POOL_OPTIONS_INIT;
     assert_takes_single(HELD + 300, NULL);
     keeps.keep_room_permille = 990;
-    assert_takes_single(DEVICE_GRANULES, &keeps);
+    assert_takes_single(DEVICE_PAGES, &keeps);
     collects.gc_threshold_permille = 15;
-    assert_takes_single(DEVICE_GRANULES, &collects);
+    assert_takes_single(DEVICE_PAGES, &collects);
 }
 
-/* All there is can be had to the last granule. */
+/* All there is can be had to the last page. */
 Test(pool_chunks, a_pool_that_grows_has_all_the_memory)
 {
     struct counted c;
     void *block;
     size_t count = 0;
-    open_holding(&c, DEVICE_GRANULES, NULL);
-    while (rebatch_pool_alloc(&block, c.pool, GRANULE, NULL, 0) == REBATCH_OK)
+    open_holding(&c, DEVICE_PAGES, NULL);
+    while (rebatch_pool_alloc(&block, c.pool, PAGE, NULL, 0) == REBATCH_OK)
         count++;
-    cr_assert_eq(count, DEVICE_GRANULES - HELD);
+    cr_assert_eq(count, DEVICE_PAGES - HELD);
     cr_assert_gt(chunks_held(c.pool, 3), 0);
     assert_valid(c.pool);
     close_counted(&c);
@@ -474,11 +473,11 @@ Test(pool_chunks, a_life_of_a_pool_that_grows)
     uint64_t random = 1;
     enum { LIVE = 96 };
     void *blocks[LIVE] = {NULL};
-    open_holding(&c, DEVICE_GRANULES, NULL);
+    open_holding(&c, DEVICE_PAGES, NULL);
     for (int n = 0; n < 20000; n++) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         const size_t at = (random >> 33) % LIVE, kind = (random >> 40) % 100;
-        const size_t most = kind < 30 ? GRANULE / 32 : kind < 70 ? 8 * GRANULE : 60 * GRANULE;
+        const size_t most = kind < 30 ? PAGE / 32 : kind < 70 ? 8 * PAGE : 60 * PAGE;
         if (blocks[at])
             give(c.pool, blocks[at]);
         blocks[at] = NULL;
@@ -500,19 +499,19 @@ static uint64_t grow_through(uint32_t kind, uint64_t nth, uint64_t times)
     struct counted c;
     uint64_t seen;
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    open_holding(&c, DEVICE_GRANULES, NULL);
+    open_holding(&c, DEVICE_PAGES, NULL);
     plan.calls = kind;
     plan.nth = nth;
     plan.times = times;
     cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
     for (size_t i = 0; i < 6; i++) {
         void *block;
-        (void)rebatch_pool_alloc(&block, c.pool, (i + 1) * GRANULE + UNIT, NULL, 0);
+        (void)rebatch_pool_alloc(&block, c.pool, (i + 1) * PAGE + UNIT, NULL, 0);
         assert_valid(c.pool);
     }
     cr_assert_eq(rebatch_fault_counts(c.device, &seen, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_fault_arm(c.device, NULL), REBATCH_OK);
-    (void)take(c.pool, GRANULE);
+    (void)take(c.pool, PAGE);
     close_counted(&c);
     return seen;
 }

@@ -25,7 +25,7 @@ static void assert_same_block(const struct rbi_block *here, const struct rbi_blo
     cr_assert_eq(here->bytes, there->bytes);
     cr_assert_eq(here->state, there->state);
     cr_assert_eq(here->freed_at, there->freed_at);
-    cr_assert_eq(here->birth, there->birth);
+    cr_assert_eq(here->sequence, there->sequence);
     cr_assert_eq(stream_name(here), stream_name(there));
 }
 
@@ -51,7 +51,7 @@ static void assert_same_layout(rebatch_pool *pool, rebatch_pool *copy)
 
 static size_t draw_bytes(uint64_t *state)
 {
-    return 1 + (size_t)(draw(state) % (GRANULE << draw(state) % 4));
+    return 1 + (size_t)(draw(state) % (PAGE << draw(state) % 4));
 }
 
 /* One random call on both pools, which must answer alike. */
@@ -149,10 +149,10 @@ Test(pool_clone, options_and_limits_are_the_pools)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_permille = 700;
-    options.headroom_bytes = 3 * GRANULE;
+    options.headroom_bytes = 3 * PAGE;
     options.rounding_divisions = 8;
     options.gc_threshold_permille = 800;
-    options.ballast_bytes = GRANULE;
+    options.ballast_bytes = PAGE;
     for (uint64_t seed = 100; seed <= 120; seed++)
         compare(&options, false, seed % 4 == 0, seed);
 }
@@ -169,25 +169,25 @@ Test(pool_clone, what_others_hold_is_held_of_the_copys_device)
 {
     struct rig rig = rig_open(32, NULL);
     void *theirs;
-    cr_assert_eq(rbi_device_alloc(rig.device, &theirs, 5 * GRANULE), REBATCH_OK);
-    void *block = take(rig.pool, 3 * GRANULE);
+    cr_assert_eq(rbi_device_alloc(rig.device, &theirs, 5 * PAGE), REBATCH_OK);
+    void *block = take(rig.pool, 3 * PAGE);
     rebatch_device *dry;
     rebatch_pool *copy;
     size_t room;
     cr_assert_eq(rbi_pool_clone(&copy, &dry, rig.pool), REBATCH_OK);
     cr_assert_eq(rebatch_pool_available(&room, copy), REBATCH_OK);
-    cr_assert_eq(room, 24 * GRANULE);
+    cr_assert_eq(room, 24 * PAGE);
     give(copy, block);
     rebatch_pool_destroy(copy);
     rebatch_device_close(dry);
-    cr_assert_eq(rebatch_device_set_capacity(rig.device, 6 * GRANULE), REBATCH_OK);
+    cr_assert_eq(rebatch_device_set_capacity(rig.device, 6 * PAGE), REBATCH_OK);
     cr_assert_eq(rbi_pool_clone(&copy, &dry, rig.pool), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(rebatch_pool_available(&room, copy), REBATCH_OK);
     cr_assert_eq(room, 0, "a cap below what is held");
     rebatch_pool_destroy(copy);
     rebatch_device_close(dry);
     give(rig.pool, block);
-    cr_assert_eq(rbi_device_free(rig.device, theirs, 5 * GRANULE), REBATCH_OK);
+    cr_assert_eq(rbi_device_free(rig.device, theirs, 5 * PAGE), REBATCH_OK);
     rig_close(&rig);
 }
 
@@ -206,19 +206,19 @@ static void copy_and_drop(rebatch_pool *pool)
  * another stream used is free only when that stream is done with it. */
 Test(pool_clone, work_is_waited_for_only_where_blocks_wait_for_it)
 {
-    rebatch_device *device = lazy_open(64 * GRANULE, GRANULE, true);
+    rebatch_device *device = lazy_open(64 * PAGE, PAGE, true);
     rebatch_stream other;
     rebatch_pool *pool;
     cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_stream_create(&other, device), REBATCH_OK);
-    void *block = take(pool, 4 * GRANULE);
-    lazy_use(NULL, block, 4 * GRANULE);
+    void *block = take(pool, 4 * PAGE);
+    lazy_use(NULL, block, 4 * PAGE);
     give(pool, block);
     copy_and_drop(pool);
     const struct rbi_pool_stream *const stream = pool->first_stream;
     cr_assert_lt(stream->done, stream->frees);
-    block = take(pool, 4 * GRANULE);
-    lazy_use(other, block, 4 * GRANULE);
+    block = take(pool, 4 * PAGE);
+    lazy_use(other, block, 4 * PAGE);
     cr_assert_eq(rebatch_pool_use_on(pool, block, other), REBATCH_OK);
     give(pool, block);
     cr_assert_not_null(pool->pending);
@@ -233,7 +233,7 @@ Test(pool_clone, work_is_waited_for_only_where_blocks_wait_for_it)
 Test(pool_clone, without_host_memory_it_says_so_and_leaves_nothing)
 {
     struct rig rig = rig_open(32, NULL);
-    void *block = take(rig.pool, 3 * GRANULE);
+    void *block = take(rig.pool, 3 * PAGE);
     rebatch_device *dry;
     rebatch_pool *copy;
     const int64_t before = rbi_heap_live();
@@ -263,7 +263,7 @@ Test(pool_clone, the_copy_of_a_pool_on_a_dry_device_gives_out_no_address_of_the_
         rebatch_device *device, *dry;
         rebatch_pool *pool, *copy;
         char *blocks[BLOCKS];
-        cr_assert_eq(rebatch_device_open_dry(&device, REBATCH_UNLIMITED, GRANULE), REBATCH_OK);
+        cr_assert_eq(rebatch_device_open_dry(&device, REBATCH_UNLIMITED, PAGE), REBATCH_OK);
         if (is_plain) {
             plain = *device->ops;
             plain.reserve = NULL;
@@ -271,16 +271,15 @@ Test(pool_clone, the_copy_of_a_pool_on_a_dry_device_gives_out_no_address_of_the_
         }
         cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
         for (size_t i = 0; i < BLOCKS; i++)
-            blocks[i] = take(pool, (i + 1) * GRANULE);
+            blocks[i] = take(pool, (i + 1) * PAGE);
         for (size_t i = 0; i < BLOCKS; i += 2)
             give(pool, blocks[i]);
         cr_assert_eq(rebatch_pool_trim(pool, 0, NULL), REBATCH_OK);
         cr_assert_eq(rbi_pool_clone(&copy, &dry, pool), REBATCH_OK);
         for (size_t n = 1; n <= BLOCKS; n++) {
-            const char *fresh = take(copy, n * GRANULE);
+            const char *fresh = take(copy, n * PAGE);
             for (size_t i = 1; i < BLOCKS; i += 2)
-                cr_assert(fresh + n * GRANULE <= blocks[i] ||
-                              blocks[i] + (i + 1) * GRANULE <= fresh,
+                cr_assert(fresh + n * PAGE <= blocks[i] || blocks[i] + (i + 1) * PAGE <= fresh,
                           "the %zu. of the copy is block %zu of the pool", n, i);
         }
         assert_valid(copy);

@@ -15,7 +15,7 @@ void count_make_tags(rebatch_pool *pool)
 void count_alloc(struct count *count, struct counted *block)
 {
     rebatch_pool_stats *want = &count->want;
-    block->birth = count->births++;
+    block->sequence = count->sequence++;
     want->allocations++;
     want->blocks++;
     want->live_bytes += block->rounded;
@@ -46,7 +46,7 @@ static void drop(struct count *count, const struct counted *block)
 
 bool count_must_wait(const struct count *count, const struct counted *block)
 {
-    return count->depth && block->birth < count->scopes[count->depth - 1].first_birth;
+    return count->depth && block->sequence < count->scopes[count->depth - 1].first_sequence;
 }
 
 bool count_free(struct count *count, struct counted *block)
@@ -65,7 +65,7 @@ void count_begin(struct count *count, rebatch_pool *pool)
 {
     if (count->depth < COUNT_DEPTH)
         count->scopes[count->depth++] = (struct count_scope){
-            begin(pool), count->births, (int64_t)count->want.live_bytes, 0, 0, 0, 0};
+            begin(pool), count->sequence, (int64_t)count->want.live_bytes, 0, 0, 0, 0};
 }
 
 void count_commit(struct count *count, rebatch_pool *pool)
@@ -101,7 +101,7 @@ bool count_is_gone_by_rollback(struct count *count, struct counted *block)
         block->deferred_in = 0;
         count->want.deferred_bytes -= block->rounded;
     }
-    if (block->birth < count->scopes[count->depth].first_birth)
+    if (block->sequence < count->scopes[count->depth].first_sequence)
         return false;
     drop(count, block);
     count->want.rolled_back_blocks++;

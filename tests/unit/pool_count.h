@@ -11,14 +11,14 @@
 /* What is known of a block. */
 struct counted {
     size_t bytes, rounded;
-    uint64_t birth;
+    uint64_t sequence;
     size_t deferred_in; /* depth of the scope in which its free waits; 0: none */
     rebatch_tag tag;
 };
 
 struct count_scope {
     rebatch_scope handle;
-    uint64_t first_birth;
+    uint64_t first_sequence;
     int64_t live_at_begin, peak;
     uint64_t requested, allocations, largest;
 };
@@ -26,7 +26,7 @@ struct count_scope {
 struct count {
     struct count_scope scopes[COUNT_DEPTH];
     size_t depth;
-    uint64_t births, tag_bytes[COUNT_TAGS];
+    uint64_t sequence, tag_bytes[COUNT_TAGS];
     rebatch_pool_stats want; /* those that are counted; the caller's are ooms and late_frees */
 };
 

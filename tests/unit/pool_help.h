@@ -8,7 +8,7 @@
 
 #include "pool/pool.h"
 
-#define GRANULE ((size_t)65536)
+#define PAGE ((size_t)65536)
 #define UNIT ((size_t)REBATCH_POOL_UNIT_BYTES)
 #define KIB ((size_t)1024)
 
@@ -17,20 +17,20 @@ struct rig {
     rebatch_pool *pool;
 };
 
-static inline struct rig rig_open(size_t granules, const rebatch_pool_options *options)
+static inline struct rig rig_open(size_t pages, const rebatch_pool_options *options)
 {
     struct rig rig = {NULL, NULL};
-    cr_assert_eq(rebatch_device_open_host(&rig.device, granules * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&rig.device, pages * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, options), REBATCH_OK);
     return rig;
 }
 
 /* As above, on a device that has no virtual memory: the pool then lives on plain allocations. */
-static inline struct rig rig_open_plain(size_t granules, const rebatch_pool_options *options)
+static inline struct rig rig_open_plain(size_t pages, const rebatch_pool_options *options)
 {
     static struct rbi_device_ops plain; /* each test is a process of its own */
     struct rig rig = {NULL, NULL};
-    cr_assert_eq(rebatch_device_open_host(&rig.device, granules * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&rig.device, pages * PAGE, NULL), REBATCH_OK);
     plain = *rig.device->ops;
     plain.reserve = NULL;
     rig.device->ops = &plain;

@@ -9,10 +9,10 @@ struct faulty {
     rebatch_pool *pool;
 };
 
-static struct faulty faulty_open(size_t granules, const rebatch_pool_options *options)
+static struct faulty faulty_open(size_t pages, const rebatch_pool_options *options)
 {
     struct faulty f;
-    f.rig = rig_open(granules, NULL);
+    f.rig = rig_open(pages, NULL);
     cr_assert_eq(rebatch_device_open_fault(&f.fault, f.rig.device, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&f.pool, f.fault, options), REBATCH_OK);
     return f;
@@ -52,14 +52,14 @@ static rebatch_status try(rebatch_pool *pool, size_t bytes)
 Test(pool_ladder, cached_memory_is_given_back_to_make_room_for_a_larger_piece)
 {
     struct rig rig = rig_open_plain(16, NULL);
-    void *a = take(rig.pool, 8 * GRANULE);
-    void *b = take(rig.pool, 6 * GRANULE);
+    void *a = take(rig.pool, 8 * PAGE);
+    void *b = take(rig.pool, 6 * PAGE);
     give(rig.pool, a);
     give(rig.pool, b);
-    void *large = take(rig.pool, 16 * GRANULE);
+    void *large = take(rig.pool, 16 * PAGE);
     cr_assert_eq(stats_of(rig.pool).trims, 1);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_TRIM], 1);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * PAGE);
+    cr_assert_eq(rig.pool->stages[REBATCH_STAGE_TRIM], 1);
     give(rig.pool, large);
     rig_close(&rig);
 }
@@ -73,11 +73,11 @@ Test(pool_ladder, an_oom_of_the_device_surfaces_at_once_when_nothing_is_cached)
         options.caching = caching[i];
         struct faulty f = faulty_open(64, &options);
         faulty_arm(&f, 1, REBATCH_FAULT_FOREVER, REBATCH_OOM);
-        cr_assert_eq(try(f.pool, 2 * GRANULE), REBATCH_OOM);
+        cr_assert_eq(try(f.pool, 2 * PAGE), REBATCH_OOM);
         cr_assert_eq(stats_of(f.pool).ooms, 1);
         cr_assert_eq(stats_of(f.pool).reserved_bytes, 0);
         faulty_arm(&f, 0, 0, REBATCH_OOM);
-        cr_assert_eq(try(f.pool, 2 * GRANULE), REBATCH_OK);
+        cr_assert_eq(try(f.pool, 2 * PAGE), REBATCH_OK);
         faulty_close(&f);
     }
 }
@@ -88,18 +88,18 @@ Test(pool_ladder, another_error_of_the_device_passes_through_unchanged)
 {
     struct faulty f = faulty_open(64, NULL);
     void *cached;
-    cr_assert_eq(rebatch_pool_alloc(&cached, f.pool, GRANULE, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&cached, f.pool, PAGE, NULL, 0), REBATCH_OK);
     give(f.pool, cached);
     static const rebatch_status errors[] = {REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST};
     for (int i = 0; i < 2; i++) {
         faulty_arm(&f, 1, 1, errors[i]);
         void *pointer = &f;
-        cr_assert_eq(rebatch_pool_alloc(&pointer, f.pool, 8 * GRANULE, NULL, 0), errors[i]);
+        cr_assert_eq(rebatch_pool_alloc(&pointer, f.pool, 8 * PAGE, NULL, 0), errors[i]);
         cr_assert_null(pointer);
         faulty_arm(&f, 1, 1, errors[i]);
-        cr_assert_eq(rebatch_pool_reserve(f.pool, 8 * GRANULE, NULL), errors[i]);
+        cr_assert_eq(rebatch_pool_reserve(f.pool, 8 * PAGE, NULL), errors[i]);
         faulty_arm(&f, 1, 1, errors[i]);
-        cr_assert_eq(rbi_pool_admit(f.pool, 8 * GRANULE, NULL), errors[i]);
+        cr_assert_eq(rbi_pool_admit(f.pool, 8 * PAGE, NULL), errors[i]);
     }
     cr_assert_eq(stats_of(f.pool).trims, 0);
     cr_assert_eq(stats_of(f.pool).ooms, 0);
@@ -136,21 +136,21 @@ Test(pool_ladder, pressure_callbacks_free_until_there_is_enough)
     struct rig rig = rig_open(16, NULL);
     struct holder holders[3];
     for (int i = 0; i < 3; i++) {
-        holders[i] = (struct holder){rig.pool, take(rig.pool, 4 * GRANULE), 0, 0, REBATCH_OK};
+        holders[i] = (struct holder){rig.pool, take(rig.pool, 4 * PAGE), 0, 0, REBATCH_OK};
         cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_go, &holders[i]), REBATCH_OK);
     }
-    (void)take(rig.pool, 4 * GRANULE);
-    void *pointer = take(rig.pool, 8 * GRANULE - 100);
+    (void)take(rig.pool, 4 * PAGE);
+    void *pointer = take(rig.pool, 8 * PAGE - 100);
     cr_assert_eq(holders[0].calls, 1);
-    cr_assert_eq(holders[0].wanted_bytes, 8 * GRANULE);
+    cr_assert_eq(holders[0].wanted_bytes, 8 * PAGE);
     cr_assert_eq(holders[1].calls, 1);
     cr_assert_eq(holders[2].calls, 0);
     cr_assert_eq(stats_of(rig.pool).pressure_calls, 2);
     cr_assert_eq(stats_of(rig.pool).ooms, 0);
     assert_valid(rig.pool);
-    cr_assert_eq(try(rig.pool, 8 * GRANULE), REBATCH_OOM);
+    cr_assert_eq(try(rig.pool, 8 * PAGE), REBATCH_OOM);
     cr_assert_eq(last_oom(rig.pool).stage, REBATCH_STAGE_PRESSURE);
-    cr_assert_eq(last_oom(rig.pool).would_fit_bytes, 4 * GRANULE); /* the third gave its block up */
+    cr_assert_eq(last_oom(rig.pool).would_fit_bytes, 4 * PAGE); /* the third gave its block up */
     give(rig.pool, pointer);
     rig_close(&rig);
 }
@@ -170,10 +170,10 @@ Test(pool_ladder, a_pressure_callback_must_not_allocate)
     struct rig rig = rig_open(8, NULL);
     struct holder holder = {rig.pool, NULL, 0, 0, REBATCH_OK};
     cr_assert_eq(rebatch_pool_add_pressure(rig.pool, allocate, &holder), REBATCH_OK);
-    cr_assert_eq(try(rig.pool, 9 * GRANULE), REBATCH_OOM);
+    cr_assert_eq(try(rig.pool, 9 * PAGE), REBATCH_OOM);
     cr_assert_eq(holder.calls, 1);
     cr_assert_eq(holder.alloc_status, REBATCH_E_STATE);
-    cr_assert_eq(try(rig.pool, 8 * GRANULE), REBATCH_OK);
+    cr_assert_eq(try(rig.pool, 8 * PAGE), REBATCH_OK);
     rig_close(&rig);
 }
 
@@ -186,10 +186,10 @@ Test(pool_ladder, sixteen_pressure_callbacks_can_be_registered)
         cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_go, &holder), REBATCH_OK);
     assert_refused(rebatch_pool_add_pressure(rig.pool, let_go, &holder), REBATCH_E_UNSUPPORTED,
                    "16 pressure callbacks");
-    cr_assert_eq(try(rig.pool, 9 * GRANULE), REBATCH_OOM);
+    cr_assert_eq(try(rig.pool, 9 * PAGE), REBATCH_OOM);
     cr_assert_eq(holder.calls, 16);
     /* They gave nothing, so there was nothing to search for again. */
-    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_DEVICE], 1);
+    cr_assert_eq(rig.pool->stages[REBATCH_STAGE_DEVICE], 1);
     rig_close(&rig);
 }
 
@@ -198,36 +198,36 @@ Test(pool_ladder, sixteen_pressure_callbacks_can_be_registered)
 Test(pool_ladder, the_oom_report_is_right)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.limit_bytes = 20 * GRANULE;
-    options.headroom_bytes = GRANULE;
+    options.limit_bytes = 20 * PAGE;
+    options.headroom_bytes = PAGE;
     struct rig rig = rig_open_plain(24, &options);
     rebatch_tag weights, activations;
     cr_assert_eq(rebatch_pool_tag(&weights, rig.pool, "weights"), REBATCH_OK);
     cr_assert_eq(rebatch_pool_tag(&activations, rig.pool, "activations"), REBATCH_OK);
     cr_assert_eq(last_oom(rig.pool).asked_bytes, 0);
     void *w, *a, *hole;
-    cr_assert_eq(rebatch_pool_alloc(&w, rig.pool, 6 * GRANULE, NULL, weights), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&hole, rig.pool, 3 * GRANULE, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&w, rig.pool, 6 * PAGE, NULL, weights), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&hole, rig.pool, 3 * PAGE, NULL, 0), REBATCH_OK);
     give(rig.pool, hole);
     cr_assert_eq(rebatch_pool_alloc(&a, rig.pool, UNIT, NULL, activations), REBATCH_OK);
     rebatch_clear_error();
-    cr_assert_eq(rebatch_pool_alloc(&hole, rig.pool, 12 * GRANULE + 1, NULL, activations),
+    cr_assert_eq(rebatch_pool_alloc(&hole, rig.pool, 12 * PAGE + 1, NULL, activations),
                  REBATCH_OOM);
     const rebatch_oom_report report = last_oom(rig.pool);
-    cr_assert_eq(report.asked_bytes, 12 * GRANULE + 1);
+    cr_assert_eq(report.asked_bytes, 12 * PAGE + 1);
     cr_assert_str_eq(report.tag, "activations");
     cr_assert_eq(report.stage, REBATCH_STAGE_DEVICE); /* nothing is wholly free */
-    cr_assert_eq(report.limit_bytes, 20 * GRANULE);
-    cr_assert_eq(report.live_bytes, 6 * GRANULE + UNIT);
-    cr_assert_eq(report.reserved_bytes, 9 * GRANULE);
-    cr_assert_eq(report.device_total_bytes, 24 * GRANULE);
-    cr_assert_eq(report.device_free_bytes, 15 * GRANULE);
-    cr_assert_eq(report.room_bytes, 11 * GRANULE);
-    cr_assert_eq(report.largest_hole_bytes, 3 * GRANULE - UNIT);
-    cr_assert_eq(report.would_fit_bytes, 11 * GRANULE);
+    cr_assert_eq(report.limit_bytes, 20 * PAGE);
+    cr_assert_eq(report.live_bytes, 6 * PAGE + UNIT);
+    cr_assert_eq(report.reserved_bytes, 9 * PAGE);
+    cr_assert_eq(report.device_total_bytes, 24 * PAGE);
+    cr_assert_eq(report.device_free_bytes, 15 * PAGE);
+    cr_assert_eq(report.room_bytes, 11 * PAGE);
+    cr_assert_eq(report.largest_hole_bytes, 3 * PAGE - UNIT);
+    cr_assert_eq(report.would_fit_bytes, 11 * PAGE);
     cr_assert_eq(report.tag_count, 2);
     cr_assert_str_eq(report.tags[0].name, "weights");
-    cr_assert_eq(report.tags[0].live_bytes, 6 * GRANULE);
+    cr_assert_eq(report.tags[0].live_bytes, 6 * PAGE);
     cr_assert_str_eq(report.tags[1].name, "activations");
     cr_assert(strstr(rebatch_last_error(), "asked for 768 KiB for activations: "));
     cr_assert(strstr(rebatch_last_error(), "960 KiB free on the device less 64.0 KiB headroom, "),
@@ -235,11 +235,11 @@ Test(pool_ladder, the_oom_report_is_right)
     cr_assert(strstr(rebatch_last_error(), "1.25 MiB limit"));
     cr_assert_eq(stats_of(rig.pool).ooms, 1);
     cr_assert_eq(rbi_pool_oom_count(rig.pool), 1);
-    cr_assert_eq(try(rig.pool, 11 * GRANULE + 1), REBATCH_OOM);
-    cr_assert_eq(try(rig.pool, 11 * GRANULE), REBATCH_OK);
-    cr_assert_eq(try(rig.pool, 3 * GRANULE), REBATCH_OOM);
-    cr_assert_eq(last_oom(rig.pool).would_fit_bytes, 3 * GRANULE - UNIT);
-    cr_assert_eq(try(rig.pool, 3 * GRANULE - UNIT), REBATCH_OK);
+    cr_assert_eq(try(rig.pool, 11 * PAGE + 1), REBATCH_OOM);
+    cr_assert_eq(try(rig.pool, 11 * PAGE), REBATCH_OK);
+    cr_assert_eq(try(rig.pool, 3 * PAGE), REBATCH_OOM);
+    cr_assert_eq(last_oom(rig.pool).would_fit_bytes, 3 * PAGE - UNIT);
+    cr_assert_eq(try(rig.pool, 3 * PAGE - UNIT), REBATCH_OK);
     rig_close(&rig);
 }
 
@@ -249,15 +249,15 @@ Test(pool_ladder, a_reserve_changes_nothing_but_the_cache)
     struct rig rig = rig_open(64, NULL);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 0, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 0);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * GRANULE - 1, NULL), REBATCH_OK);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * GRANULE);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE - 1, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * PAGE);
     cr_assert_eq(stats_of(rig.pool).live_peak_bytes, 0);
     cr_assert_eq(stats_of(rig.pool).allocations, 0);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 1, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 1);
     (void)take(rig.pool, UNIT);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 2);
     assert_valid(rig.pool);
     rig_close(&rig);
@@ -270,20 +270,20 @@ Test(pool_ladder, a_reserve_climbs_the_ladder)
     struct rig rig = rig_open_plain(16, NULL);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
-    void *a = take(rig.pool, 8 * GRANULE);
-    void *b = take_on(rig.pool, 8 * GRANULE, other);
+    void *a = take(rig.pool, 8 * PAGE);
+    void *b = take_on(rig.pool, 8 * PAGE, other);
     give(rig.pool, a);
     give(rig.pool, b);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 12 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 12 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).trims, 1);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 12 * GRANULE, other), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 12 * PAGE, other), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 3); /* the same piece, handed over */
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 17 * GRANULE, NULL), REBATCH_OOM);
-    cr_assert_eq(last_oom(rig.pool).asked_bytes, 17 * GRANULE);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 17 * PAGE, NULL), REBATCH_OOM);
+    cr_assert_eq(last_oom(rig.pool).asked_bytes, 17 * PAGE);
     cr_assert_str_eq(last_oom(rig.pool).tag, "reserve");
-    struct holder holder = {rig.pool, take(rig.pool, 16 * GRANULE), 0, 0, REBATCH_OK};
+    struct holder holder = {rig.pool, take(rig.pool, 16 * PAGE), 0, 0, REBATCH_OK};
     cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_go, &holder), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 10 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 10 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(holder.calls, 1);
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
     rig_close(&rig);
@@ -294,13 +294,13 @@ Test(pool_ladder, with_caching_off_a_reserve_only_looks)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = REBATCH_OFF;
-    options.limit_bytes = 8 * GRANULE;
+    options.limit_bytes = 8 * PAGE;
     struct rig rig = rig_open(64, &options);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * GRANULE + 1, NULL), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(rig.pool, 8 * PAGE + 1, NULL), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
-    cr_assert_eq(rbi_pool_admit(rig.pool, 8 * GRANULE, NULL), REBATCH_OK);
-    cr_assert_eq(rbi_pool_admit(rig.pool, 8 * GRANULE + 1, NULL), REBATCH_OOM);
+    cr_assert_eq(rbi_pool_admit(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
+    cr_assert_eq(rbi_pool_admit(rig.pool, 8 * PAGE + 1, NULL), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 0);
     cr_assert_eq(stats_of(rig.pool).ooms, 1);
     rig_close(&rig);
@@ -312,7 +312,7 @@ static size_t litter(struct faulty *f, void **blocks, size_t most, rebatch_strea
 {
     size_t count = 0;
     for (size_t i = 0; i < most; i++) {
-        const size_t bytes = draw(random) % (draw(random) % 4 ? 4 * KIB : 3 * GRANULE) + 1;
+        const size_t bytes = draw(random) % (draw(random) % 4 ? 4 * KIB : 3 * PAGE) + 1;
         if (rebatch_pool_alloc(&blocks[count], f->pool, bytes, draw(random) % 3 ? NULL : second,
                                0) == REBATCH_OK)
             count++;
@@ -338,7 +338,7 @@ Test(pool_ladder, what_was_reserved_cannot_fail)
         cr_assert_eq(rebatch_stream_create(&second, f.fault), REBATCH_OK);
         void *blocks[MOST];
         size_t count = litter(&f, blocks, MOST, second, &random);
-        size_t left = draw(&random) % (16 * GRANULE) + 1;
+        size_t left = draw(&random) % (16 * PAGE) + 1;
         if (rebatch_pool_reserve(f.pool, left, NULL) != REBATCH_OK)
             left = 0;
         faulty_arm(&f, 1, REBATCH_FAULT_FOREVER, REBATCH_OOM);
@@ -370,36 +370,36 @@ Test(pool_ladder, what_was_reserved_cannot_fail)
 Test(pool_ladder, admission_takes_only_what_is_short)
 {
     struct rig rig = rig_open(16, NULL);
-    void *a = take(rig.pool, 4 * GRANULE);
-    void *b = take(rig.pool, 4 * GRANULE);
+    void *a = take(rig.pool, 4 * PAGE);
+    void *b = take(rig.pool, 4 * PAGE);
     give(rig.pool, a);
     give(rig.pool, b);
-    cr_assert_eq(rbi_pool_admit(rig.pool, 8 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rbi_pool_admit(rig.pool, 8 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 2);
-    cr_assert_eq(rbi_pool_admit(rig.pool, 9 * GRANULE + 1, NULL), REBATCH_OK);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 10 * GRANULE);
-    cr_assert_eq(rbi_pool_admit(rig.pool, 16 * GRANULE + 1, NULL), REBATCH_OOM);
+    cr_assert_eq(rbi_pool_admit(rig.pool, 9 * PAGE + 1, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 10 * PAGE);
+    cr_assert_eq(rbi_pool_admit(rig.pool, 16 * PAGE + 1, NULL), REBATCH_OOM);
     cr_assert_eq(stats_of(rig.pool).ooms, 0);
     cr_assert_eq(last_oom(rig.pool).asked_bytes, 0);
-    cr_assert_eq(stats_of(rig.pool).live_peak_bytes, 8 * GRANULE);
-    cr_assert_eq(rbi_pool_admit(rig.pool, 16 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(stats_of(rig.pool).live_peak_bytes, 8 * PAGE);
+    cr_assert_eq(rbi_pool_admit(rig.pool, 16 * PAGE, NULL), REBATCH_OK);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
 
-/* What another stream has free in granules that it has in use cannot go back, but serves: its own
+/* What another stream has free in pages that it has in use cannot go back, but serves: its own
  * requests, and those that find nothing else. */
 Test(pool_ladder, admission_counts_what_other_streams_cannot_give_back)
 {
     struct rig rig = rig_open(16, NULL);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
-    void *block = take_on(rig.pool, GRANULE / 2, other);
-    const size_t own = 15 * GRANULE, beside = GRANULE / 2;
+    void *block = take_on(rig.pool, PAGE / 2, other);
+    const size_t own = 15 * PAGE, beside = PAGE / 2;
     cr_assert_eq(rbi_pool_admit(rig.pool, own + beside + REBATCH_POOL_UNIT_BYTES, NULL),
                  REBATCH_OOM);
     cr_assert_eq(rbi_pool_admit(rig.pool, own + beside, NULL), REBATCH_OK);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * PAGE);
     void *large = take(rig.pool, own), *small = take(rig.pool, beside);
     cr_assert_eq(stats_of(rig.pool).ooms, 0);
     give(rig.pool, large);
@@ -416,14 +416,14 @@ Test(pool_ladder, admission_trims_the_cache_of_other_streams)
     struct rig rig = rig_open_plain(16, NULL);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
-    void *a = take(rig.pool, 8 * GRANULE);
-    void *b = take_on(rig.pool, 8 * GRANULE, other);
+    void *a = take(rig.pool, 8 * PAGE);
+    void *b = take_on(rig.pool, 8 * PAGE, other);
     give(rig.pool, a);
     give(rig.pool, b);
-    cr_assert_eq(rbi_pool_admit(rig.pool, 12 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rbi_pool_admit(rig.pool, 12 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(stats_of(rig.pool).device_frees, 1);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 12 * GRANULE);
-    cr_assert_eq(take(rig.pool, 8 * GRANULE), a);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 12 * PAGE);
+    cr_assert_eq(take(rig.pool, 8 * PAGE), a);
     rig_close(&rig);
 }
 
@@ -454,8 +454,8 @@ Test(pool_ladder, a_pool_is_not_destroyed_from_its_own_callback)
     struct rig rig = rig_open(4, NULL);
     void *none;
     cr_assert_eq(rebatch_pool_add_pressure(rig.pool, destroy_it, rig.pool), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 8 * GRANULE, NULL, 0), REBATCH_OOM);
-    give(rig.pool, take(rig.pool, GRANULE));
+    cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 8 * PAGE, NULL, 0), REBATCH_OOM);
+    give(rig.pool, take(rig.pool, PAGE));
     assert_valid(rig.pool);
     rig_close(&rig);
 }

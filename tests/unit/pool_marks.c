@@ -12,10 +12,10 @@ struct world {
     rebatch_stream stream, other;
 };
 
-static struct world open_world(size_t granules)
+static struct world open_world(size_t pages)
 {
     struct world w;
-    w.device = lazy_open(granules * GRANULE, GRANULE, true);
+    w.device = lazy_open(pages * PAGE, PAGE, true);
     cr_assert_eq(rebatch_pool_create(&w.pool, w.device, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_stream_create(&w.stream, w.device), REBATCH_OK);
     cr_assert_eq(rebatch_stream_create(&w.other, w.device), REBATCH_OK);
@@ -49,7 +49,7 @@ static void churn(const struct world *w, uint64_t *random, unsigned share)
         const rebatch_stream stream = n % 2 ? w->other : w->stream;
         const size_t at = draw(random) % LIVE;
         give(w->pool, live[n % 2][at]);
-        live[n % 2][at] = use_new(w, (at % 8 + 1) * GRANULE / 2, stream);
+        live[n % 2][at] = use_new(w, (at % 8 + 1) * PAGE / 2, stream);
         lazy_go_on(stream, share);
     }
     for (int i = 0; i < 2 * LIVE; i++)
@@ -76,16 +76,16 @@ Test(pool_marks, streams_that_need_nothing_of_each_other_cost_next_to_no_calls)
  * many layers. */
 static void step(const struct world *w, unsigned lag, uint64_t *work)
 {
-    void *ahead = use_new(w, 16 * GRANULE, w->other);
+    void *ahead = use_new(w, 16 * PAGE, w->other);
     for (int layer = 0; layer < LAYERS; layer++) {
         void *buffer = ahead;
         if (layer + 1 < LAYERS)
-            ahead = use_new(w, 16 * GRANULE, w->other);
+            ahead = use_new(w, 16 * PAGE, w->other);
         cr_assert_eq(rebatch_pool_use_on(w->pool, buffer, w->stream), REBATCH_OK);
         void *own[10];
         for (int i = 0; i < 10; i++)
-            own[i] = use_new(w, (size_t)(i + 1) * GRANULE, w->stream);
-        lazy_use(w->stream, buffer, 16 * GRANULE);
+            own[i] = use_new(w, (size_t)(i + 1) * PAGE, w->stream);
+        lazy_use(w->stream, buffer, 16 * PAGE);
         for (int i = 0; i < 10; i++)
             give(w->pool, own[i]);
         give(w->pool, buffer);
@@ -124,15 +124,15 @@ Test(pool_marks, memory_that_streams_use_in_turn_costs_two_calls_a_time_at_most)
 Test(pool_marks, a_search_after_a_long_silence_finds_what_is_done)
 {
     struct world w = open_world(64);
-    give(w.pool, use_new(&w, GRANULE, w.other));
+    give(w.pool, use_new(&w, PAGE, w.other));
     for (int i = 0; i < 5000; i++) {
-        give(w.pool, use_new(&w, 40 * GRANULE, w.stream));
+        give(w.pool, use_new(&w, 40 * PAGE, w.stream));
         lazy_go_on(w.stream, 8);
     }
     const uint64_t reserved = stats_of(w.pool).reserved_bytes;
-    give(w.pool, use_new(&w, 40 * GRANULE, w.other));
+    give(w.pool, use_new(&w, 40 * PAGE, w.other));
     cr_assert_eq(stats_of(w.pool).reserved_bytes, reserved);
-    cr_assert_eq(w.pool->rungs[REBATCH_STAGE_WAIT], 0);
+    cr_assert_eq(w.pool->stages[REBATCH_STAGE_WAIT], 0);
     close_world(&w);
 }
 
@@ -140,15 +140,15 @@ Test(pool_marks, a_search_after_a_long_silence_finds_what_is_done)
 Test(pool_marks, a_used_block_is_free_after_a_long_silence_too)
 {
     struct world w = open_world(64);
-    void *block = use_new(&w, 40 * GRANULE, w.stream);
+    void *block = use_new(&w, 40 * PAGE, w.stream);
     cr_assert_eq(rebatch_pool_use_on(w.pool, block, w.other), REBATCH_OK);
     for (int i = 0; i < 5000; i++)
-        give(w.pool, use_new(&w, GRANULE, w.other));
-    lazy_use(w.other, block, 40 * GRANULE);
+        give(w.pool, use_new(&w, PAGE, w.other));
+    lazy_use(w.other, block, 40 * PAGE);
     give(w.pool, block);
     lazy_go_on(w.other, 8);
     const uint64_t reserved = stats_of(w.pool).reserved_bytes;
-    cr_assert_eq(take_on(w.pool, 40 * GRANULE, w.stream), block);
+    cr_assert_eq(take_on(w.pool, 40 * PAGE, w.stream), block);
     cr_assert_eq(stats_of(w.pool).reserved_bytes, reserved);
     close_world(&w);
 }
@@ -162,19 +162,19 @@ Test(pool_marks, what_was_freed_earlier_is_had_earlier)
     for (int round = 0; round < 3; round++) {
         void *blocks[BLOCKS];
         for (int i = 0; i < BLOCKS; i++) {
-            blocks[i] = use_new(&w, 4 * GRANULE, w.stream);
-            (void)use_new(&w, GRANULE, w.stream); /* lest they merge */
+            blocks[i] = use_new(&w, 4 * PAGE, w.stream);
+            (void)use_new(&w, PAGE, w.stream); /* lest they merge */
         }
         lazy_go_on(w.stream, 8);
         for (int i = 0; i < BLOCKS; i++) {
-            lazy_use(w.stream, blocks[i], 4 * GRANULE);
+            lazy_use(w.stream, blocks[i], 4 * PAGE);
             give(w.pool, blocks[i]);
-            (void)use_new(&w, 4 * GRANULE, w.other); /* not served by what is under way */
+            (void)use_new(&w, 4 * PAGE, w.other); /* not served by what is under way */
         }
         for (unsigned i = 0; i < BLOCKS; i++) {
             const unsigned left = BLOCKS - i;
             lazy_go_on(w.stream, (8 + left - 1) / left); /* the work on one more is done */
-            cr_assert_eq(use_new(&w, 4 * GRANULE, w.other), blocks[i]);
+            cr_assert_eq(use_new(&w, 4 * PAGE, w.other), blocks[i]);
         }
         assert_valid(w.pool);
     }
@@ -188,15 +188,15 @@ Test(pool_marks, more_frees_than_marks_lose_nothing)
     struct world w = open_world(512);
     void *blocks[BLOCKS];
     for (int i = 0; i < BLOCKS; i++)
-        blocks[i] = use_new(&w, 4 * GRANULE, w.stream);
+        blocks[i] = use_new(&w, 4 * PAGE, w.stream);
     for (int i = 0; i < BLOCKS; i++) {
         give(w.pool, blocks[i]);
-        (void)use_new(&w, 4 * GRANULE, w.other);
+        (void)use_new(&w, 4 * PAGE, w.other);
     }
     const uint64_t reserved = stats_of(w.pool).reserved_bytes;
     lazy_go_on(w.stream, 8);
     for (int i = 0; i < BLOCKS; i++)
-        (void)use_new(&w, 4 * GRANULE, w.other);
+        (void)use_new(&w, 4 * PAGE, w.other);
     cr_assert_eq(stats_of(w.pool).reserved_bytes, reserved);
     close_world(&w);
 }

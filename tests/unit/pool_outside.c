@@ -2,7 +2,7 @@
  * Threads run in the order that a test says (be_thread). Seeds 1 to 20 for the random test. */
 #include "unit/pool_help.h"
 
-enum { DEVICE_GRANULES = 2048 };
+enum { DEVICE_PAGES = 2048 };
 
 static bool is_in_use(rebatch_pool *pool, const void *pointer)
 {
@@ -284,17 +284,17 @@ Test(pool_outside, their_failures_are_not_the_scopes)
     rebatch_oom_report report;
     const rebatch_scope scope = begin_own(rig.pool);
     be_thread(OTHER);
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 65 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 65 * PAGE, NULL, 0), REBATCH_OOM);
     cr_assert_eq(rbi_pool_oom_count(rig.pool), 0);
     be_thread(INSIDER);
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 66 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 66 * PAGE, NULL, 0), REBATCH_OOM);
     be_thread(OTHER);
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 67 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 67 * PAGE, NULL, 0), REBATCH_OOM);
     cr_assert_eq(rbi_pool_oom_count(rig.pool), 1);
     rbi_pool_last_own_oom(&report, rig.pool);
-    cr_assert_eq(report.asked_bytes, 66 * GRANULE);
+    cr_assert_eq(report.asked_bytes, 66 * PAGE);
     cr_assert_eq(rebatch_pool_last_oom(&report, rig.pool), REBATCH_OK);
-    cr_assert_eq(report.asked_bytes, 67 * GRANULE);
+    cr_assert_eq(report.asked_bytes, 67 * PAGE);
     cr_assert_eq(stats_of(rig.pool).ooms, 3);
     be_thread(INSIDER);
     rollback(rig.pool, scope);
@@ -305,7 +305,7 @@ Test(pool_outside, their_failures_are_not_the_scopes)
 
 static size_t draw_bytes(uint64_t *random)
 {
-    const size_t most = draw(random) % 4 == 0 ? 40 * GRANULE : GRANULE;
+    const size_t most = draw(random) % 4 == 0 ? 40 * PAGE : PAGE;
     return 1 + draw(random) % most;
 }
 
@@ -314,7 +314,7 @@ struct known {
     unsigned char *block;
     size_t bytes;
     unsigned char mark;
-    size_t depth; /* of scopes when the insider allocated it; 0: before, or another thread's */
+    size_t depth; /* of scopes when the owner_thread allocated it; 0: before, or another thread's */
     size_t freed; /* its free waits for the end of so many scopes; 0: for none */
 };
 
@@ -396,7 +396,7 @@ Test(pool_outside, any_calls_of_any_threads)
 {
     enum { CALLS = 20000 };
     for (uint64_t seed = 1; seed <= 20; seed++) {
-        struct rig rig = rig_open(DEVICE_GRANULES, NULL);
+        struct rig rig = rig_open(DEVICE_PAGES, NULL);
         static struct model m;
         m = (struct model){.count = 0};
         uint64_t random = seed;

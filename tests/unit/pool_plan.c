@@ -60,8 +60,7 @@ static struct script write_script(uint64_t seed)
     for (size_t i = 0; i < CALLS; i++) {
         if (made < BLOCKS && (opened == 0 || draw(&random) % 3)) {
             script.calls[i].block = open[opened++] = made++;
-            script.calls[i].bytes =
-                1 + draw(&random) % (draw(&random) % 4 ? GRANULE : 20 * GRANULE);
+            script.calls[i].bytes = 1 + draw(&random) % (draw(&random) % 4 ? PAGE : 20 * PAGE);
         } else {
             const size_t at = draw(&random) % opened;
             script.calls[i].block = open[at];
@@ -138,8 +137,8 @@ static void close_run(struct run *run)
 /* A pool on the smallest device on which a script runs again and again. */
 static struct run open_tight(const struct script *script, const rebatch_pool_options *options)
 {
-    for (size_t granules = 20;; granules++) {
-        struct run run = {.rig = rig_open(granules, options)};
+    for (size_t pages = 20;; pages++) {
+        struct run run = {.rig = rig_open(pages, options)};
         rebatch_status status = REBATCH_OK;
         for (int i = 0; i < WARM && !status; i++)
             status = phase(&run, script, 1);
@@ -149,14 +148,14 @@ static struct run open_tight(const struct script *script, const rebatch_pool_opt
     }
 }
 
-/* On so many granules more. */
-static struct run open_less_tight(const struct script *script, size_t granules)
+/* On so many pages more. */
+static struct run open_less_tight(const struct script *script, size_t pages)
 {
     struct run tight = open_tight(script, NULL);
     rebatch_memory_info info;
     cr_assert_eq(rebatch_device_memory(tight.rig.device, &info), REBATCH_OK);
     close_run(&tight);
-    return (struct run){.rig = rig_open(info.total_bytes / GRANULE + granules, NULL)};
+    return (struct run){.rig = rig_open(info.total_bytes / PAGE + pages, NULL)};
 }
 
 #define SEEDS 40
@@ -201,7 +200,7 @@ Test(pool_plan, where_no_page_is_moved_there_is_no_plan)
 {
     struct script script = write_script(3);
     for (size_t i = 0; i < CALLS; i++)
-        script.calls[i].bytes = script.calls[i].bytes ? 2 * GRANULE : 0;
+        script.calls[i].bytes = script.calls[i].bytes ? 2 * PAGE : 0;
     struct run run = {.rig = rig_open(4096, NULL)};
     for (int i = 0; i < 100; i++) {
         cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
@@ -227,7 +226,7 @@ Test(pool_plan, switched_off_there_is_none)
 }
 
 /* No block of a script has this size. */
-#define STRANGE_BYTES (21 * GRANULE)
+#define STRANGE_BYTES (21 * PAGE)
 
 /* At every call something else comes. What was given out stays as it is, and the phase is served
  * again later. */
@@ -331,10 +330,10 @@ Test(pool_plan, what_other_streams_use_is_served_elsewhere)
         cr_assert_eq(rebatch_stream_create(&other, run.rig.device), REBATCH_OK);
         for (int i = 0; i < 20; i++) {
             cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
-            unsigned char *const shared = take(run.rig.pool, 2 * GRANULE);
+            unsigned char *const shared = take(run.rig.pool, 2 * PAGE);
             cr_assert_eq(rebatch_pool_use_on(run.rig.pool, shared, other), REBATCH_OK);
-            cr_assert_not(serves(&run) && run.rig.pool->by_birth.previous->planned);
-            void *const theirs = take_on(run.rig.pool, GRANULE, other);
+            cr_assert_not(serves(&run) && run.rig.pool->by_sequence.previous->planned);
+            void *const theirs = take_on(run.rig.pool, PAGE, other);
             cr_assert_eq(play(&run, &script, 0, CALLS), REBATCH_OK);
             give(run.rig.pool, theirs);
             give(run.rig.pool, shared);
@@ -355,13 +354,13 @@ static rebatch_status reserving_phase(struct run *run, const struct script *scri
     return status ? status : play(run, script, CALLS / 2, CALLS);
 }
 
-/* Whether such phases run on a device of so many granules; *served: how many by a plan. */
-static bool runs_reserving(const struct script *script, size_t granules, size_t bytes,
+/* Whether such phases run on a device of so many pages; *served: how many by a plan. */
+static bool runs_reserving(const struct script *script, size_t pages, size_t bytes,
                            rebatch_toggle replay, unsigned *served)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.replay = replay;
-    struct run run = {.rig = rig_open(granules, &options)};
+    struct run run = {.rig = rig_open(pages, &options)};
     rebatch_status status = REBATCH_OK;
     for (int i = 0; i < 20 && !status; i++) {
         status = reserving_phase(&run, script, bytes);
@@ -378,11 +377,11 @@ Test(pool_plan, what_a_phase_reserves_has_a_place_in_its_plan)
     unsigned served = 0, unplanned = 0;
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         const struct script script = write_script(seed);
-        const size_t bytes = 100 * GRANULE;
-        size_t granules = 100;
-        while (!runs_reserving(&script, granules, bytes, REBATCH_OFF, &unplanned))
-            granules++;
-        cr_assert(runs_reserving(&script, granules, bytes, REBATCH_ON, &served), "seed %ju",
+        const size_t bytes = 100 * PAGE;
+        size_t pages = 100;
+        while (!runs_reserving(&script, pages, bytes, REBATCH_OFF, &unplanned))
+            pages++;
+        cr_assert(runs_reserving(&script, pages, bytes, REBATCH_ON, &served), "seed %ju",
                   (uintmax_t)seed);
     }
     cr_assert_eq(unplanned, 0);
@@ -394,9 +393,9 @@ Test(pool_plan, what_is_reserved_otherwise_ends_it_and_is_there)
     struct script script;
     struct run run = open_served(&script, 1);
     cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_reserve(run.rig.pool, GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_reserve(run.rig.pool, PAGE, NULL), REBATCH_OK);
     cr_assert_not(serves(&run));
-    void *const block = take(run.rig.pool, GRANULE);
+    void *const block = take(run.rig.pool, PAGE);
     give(run.rig.pool, block);
     close_run(&run);
 }

@@ -1,12 +1,12 @@
 /* Holds when a pool spends memory to save work: once its needs are known, blocks of other zones and
- * fresh granules are taken rather than free ones moved, as long as there is plenty, up to a 32nd
+ * fresh pages are taken rather than free ones moved, as long as there is plenty, up to a 32nd
  * more than was live at its peak. */
 
 #include "unit/pool_help.h"
 
 enum { STEPS_WORTH = 20000 };
 
-/* What stays live, in granules: a 32nd of it is what a large request needs. */
+/* What stays live, in pages: a 32nd of it is what a large request needs. */
 enum { WEIGHTS = 512 };
 
 /* As many allocations as it takes for a pool to know its needs; live memory stays below its
@@ -17,14 +17,14 @@ static void learn_needs(rebatch_pool *pool)
         give(pool, take(pool, UNIT));
 }
 
-/* Live: the weights, two of each four granules, in pieces of two, and a unit; free as much in
+/* Live: the weights, two of each four pages, in pieces of two, and a unit; free as much in
  * pieces. */
 static void scatter(rebatch_pool *pool)
 {
     void *blocks[8];
-    (void)take(pool, WEIGHTS * GRANULE);
+    (void)take(pool, WEIGHTS * PAGE);
     for (int i = 0; i < 8; i++)
-        blocks[i] = take(pool, 2 * GRANULE);
+        blocks[i] = take(pool, 2 * PAGE);
     give(pool, take(pool, UNIT));
     for (int i = 0; i < 8; i += 2)
         give(pool, blocks[i]);
@@ -34,12 +34,12 @@ static void scatter(rebatch_pool *pool)
 static uint64_t remaps_for_large(rebatch_pool *pool)
 {
     const uint64_t before = stats_of(pool).remaps;
-    (void)take(pool, 8 * GRANULE);
+    (void)take(pool, 8 * PAGE);
     assert_valid(pool);
     return stats_of(pool).remaps - before;
 }
 
-Test(pool_plenty, granules_are_moved_until_the_needs_are_known)
+Test(pool_plenty, pages_are_moved_until_the_needs_are_known)
 {
     struct rig rig = rig_open(1024, NULL);
     scatter(rig.pool);
@@ -52,23 +52,23 @@ Test(pool_plenty, then_fresh_memory_is_taken)
     struct rig rig = rig_open(1024, NULL);
     scatter(rig.pool);
     learn_needs(rig.pool);
-    const uint64_t rungs = rig.pool->rungs[REBATCH_STAGE_REMAP];
+    const uint64_t rungs = rig.pool->stages[REBATCH_STAGE_REMAP];
     const uint64_t reserved = stats_of(rig.pool).reserved_bytes;
     cr_assert_eq(remaps_for_large(rig.pool), 0);
-    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_REMAP], rungs);
-    cr_assert_leq(stats_of(rig.pool).reserved_bytes, reserved + 8 * GRANULE);
+    cr_assert_eq(rig.pool->stages[REBATCH_STAGE_REMAP], rungs);
+    cr_assert_leq(stats_of(rig.pool).reserved_bytes, reserved + 8 * PAGE);
     cr_assert_gt(stats_of(rig.pool).reserved_bytes, reserved);
     rig_close(&rig);
 }
 
-/* A free block of 16 granules is of the zone of large ones, a request for two of another. */
-static uint64_t remaps_for_medium(size_t device_granules)
+/* A free block of 16 pages is of the zone of large ones, a request for two of another. */
+static uint64_t remaps_for_medium(size_t device_pages)
 {
-    struct rig rig = rig_open(device_granules, NULL);
-    give(rig.pool, take(rig.pool, 16 * GRANULE));
+    struct rig rig = rig_open(device_pages, NULL);
+    give(rig.pool, take(rig.pool, 16 * PAGE));
     learn_needs(rig.pool);
     const rebatch_pool_stats before = stats_of(rig.pool);
-    (void)take(rig.pool, 2 * GRANULE);
+    (void)take(rig.pool, 2 * PAGE);
     assert_valid(rig.pool);
     const rebatch_pool_stats after = stats_of(rig.pool);
     cr_assert_eq(after.reserved_bytes, before.reserved_bytes);
@@ -81,7 +81,7 @@ Test(pool_plenty, then_blocks_of_other_zones_are_taken)
     cr_assert_eq(remaps_for_medium(18), 0);
 }
 
-/* 16 granules are the peak: what 16 are of 17 is more than 31 of 32. */
+/* 16 pages are the peak: what 16 are of 17 is more than 31 of 32. */
 Test(pool_plenty, without_slack_zones_are_kept)
 {
     cr_assert_eq(remaps_for_medium(16), 2);
@@ -98,11 +98,11 @@ Test(pool_plenty, so_do_steps_of_other_sizes_in_little_memory)
         if (step == STEPS - 100)
             calls = stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps;
         for (int i = 0; i < FEW; i++)
-            few[i] = take(rig.pool, 12 * GRANULE + UNIT);
+            few[i] = take(rig.pool, 12 * PAGE + UNIT);
         for (int i = 0; i < FEW; i++)
             give(rig.pool, few[i]);
         for (int i = 0; i < MANY; i++)
-            many[i] = take(rig.pool, 2 * GRANULE);
+            many[i] = take(rig.pool, 2 * PAGE);
         for (int i = 0; i < MANY; i++)
             give(rig.pool, many[i]);
     }
@@ -121,11 +121,11 @@ Test(pool_plenty, repeated_steps_end_without_device_calls)
         if (step == 2500)
             calls = stats_of(rig.pool).device_allocations + stats_of(rig.pool).remaps;
         for (size_t i = 0; i < 12; i++)
-            blocks[i] = take(rig.pool, (i * 7 % 12 + 1) * GRANULE + i * UNIT);
+            blocks[i] = take(rig.pool, (i * 7 % 12 + 1) * PAGE + i * UNIT);
         for (size_t i = 0; i < 12; i += 2)
             give(rig.pool, blocks[i]);
         for (size_t i = 0; i < 12; i += 2)
-            blocks[i] = take(rig.pool, (i * 5 % 12 + 1) * GRANULE + i * UNIT);
+            blocks[i] = take(rig.pool, (i * 5 % 12 + 1) * PAGE + i * UNIT);
         for (size_t i = 0; i < 12; i++)
             give(rig.pool, blocks[i]);
     }
@@ -186,21 +186,21 @@ Test(pool_plenty, a_warm_pool_does_not_ask_what_the_device_has_left)
     rig_close(&rig);
 }
 
-/* What is held beyond the peak has an end, however much there is: then granules are moved again. */
+/* What is held beyond the peak has an end, however much there is: then pages are moved again. */
 Test(pool_plenty, no_more_is_held_than_a_32nd_beyond_the_peak)
 {
     struct rig rig = rig_open(16 * WEIGHTS, NULL);
     enum { RUN = 16 }; /* longer than a chunk */
     void *blocks[WEIGHTS];
-    (void)take(rig.pool, WEIGHTS * GRANULE);
+    (void)take(rig.pool, WEIGHTS * PAGE);
     for (int i = 0; i < WEIGHTS; i++)
-        blocks[i] = take(rig.pool, GRANULE);
+        blocks[i] = take(rig.pool, PAGE);
     for (int i = 0; i < WEIGHTS; i++)
         if (i / RUN % 2 == 0)
             give(rig.pool, blocks[i]);
     learn_needs(rig.pool);
     for (int i = 0; i < WEIGHTS / 64; i++)
-        (void)take(rig.pool, 32 * GRANULE);
+        (void)take(rig.pool, 32 * PAGE);
     const rebatch_pool_stats stats = stats_of(rig.pool);
     cr_assert_gt(stats.remaps, 0);
     cr_assert_gt(stats.reserved_bytes, stats.live_peak_bytes);
@@ -210,7 +210,7 @@ Test(pool_plenty, no_more_is_held_than_a_32nd_beyond_the_peak)
 }
 
 /* A new peak, and what a pool needs is not known any more. */
-Test(pool_plenty, after_a_new_peak_granules_are_moved_again)
+Test(pool_plenty, after_a_new_peak_pages_are_moved_again)
 {
     struct rig rig = rig_open(1024, NULL);
     learn_needs(rig.pool);
@@ -242,7 +242,7 @@ Test(pool_plenty, the_room_to_keep_is_kept)
 Test(pool_plenty, the_room_is_that_within_the_limit)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.limit_bytes = (WEIGHTS + 24) * GRANULE;
+    options.limit_bytes = (WEIGHTS + 24) * PAGE;
     struct rig rig = rig_open(1024, &options);
     scatter(rig.pool);
     learn_needs(rig.pool);
@@ -254,7 +254,7 @@ Test(pool_plenty, the_room_is_that_within_the_limit)
 Test(pool_plenty, the_gc_threshold_holds)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.gc_threshold_permille = 270; /* 276 granules */
+    options.gc_threshold_permille = 270; /* 276 pages */
     struct rig rig = rig_open(1024, &options);
     scatter(rig.pool);
     learn_needs(rig.pool);
@@ -263,7 +263,7 @@ Test(pool_plenty, the_gc_threshold_holds)
     rig_close(&rig);
 }
 
-/* Where the device has no more after all, free granules are moved as ever. */
+/* Where the device has no more after all, free pages are moved as ever. */
 Test(pool_plenty, a_device_that_has_no_more_costs_nothing_but_the_question)
 {
     struct rig rig = rig_open(1024, NULL);

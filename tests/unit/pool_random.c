@@ -73,7 +73,7 @@ static void forget_late(struct model *m, const void *address)
 static size_t draw_size(struct model *m)
 {
     const uint64_t kind = draw(&m->random) % 100;
-    const size_t most = kind < 50 ? 4 * KIB : kind < 90 ? GRANULE : 6 * GRANULE;
+    const size_t most = kind < 50 ? 4 * KIB : kind < 90 ? PAGE : 6 * PAGE;
     return draw(&m->random) % most + 1;
 }
 
@@ -174,7 +174,7 @@ static void do_use_on(struct model *m)
 
 static void do_other(struct model *m)
 {
-    const size_t bytes = draw(&m->random) % (20 * GRANULE);
+    const size_t bytes = draw(&m->random) % (20 * PAGE);
     switch (draw(&m->random) % 4) {
     case 0:
         cr_assert_eq(rebatch_pool_trim(m->rig.pool, bytes, NULL), REBATCH_OK);
@@ -187,7 +187,7 @@ static void do_other(struct model *m)
         (void)rbi_pool_admit(m->rig.pool, bytes, m->streams[0]);
         break;
     default:
-        cr_assert_eq(rebatch_pool_set_limit(m->rig.pool, (60 + draw(&m->random) % 60) * GRANULE),
+        cr_assert_eq(rebatch_pool_set_limit(m->rig.pool, (60 + draw(&m->random) % 60) * PAGE),
                      REBATCH_OK);
     }
 }
@@ -277,7 +277,7 @@ Test(pool_random, the_pool_agrees_with_a_naive_model_on_plain_allocations)
 Test(pool_random, the_pool_agrees_with_a_naive_model_with_options)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.max_split_bytes = 2 * GRANULE;
+    options.max_split_bytes = 2 * PAGE;
     options.gc_threshold_permille = 700;
     options.events = 16;
     run_model(12, CALLS, &options, false);

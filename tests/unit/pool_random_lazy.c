@@ -9,7 +9,7 @@
 #include "unit/pool_count.h"
 #include "unit/pool_help.h"
 
-enum { MOST = 256, STREAMS = 4, LATE = 64, GRANULES = 100 };
+enum { MOST = 256, STREAMS = 4, LATE = 64, PAGES = 100 };
 
 struct block {
     char *address;
@@ -113,29 +113,29 @@ static size_t draw_size(struct model *m)
 {
     const size_t kind = below(m, 100);
     if (m->kind->tight)
-        return below(m, kind < 40 ? 8 * KIB : kind < 80 ? 4 * GRANULE : 40 * GRANULE) + 1;
-    return below(m, kind < 50 ? 4 * KIB : kind < 92 ? GRANULE : 6 * GRANULE) + 1;
+        return below(m, kind < 40 ? 8 * KIB : kind < 80 ? 4 * PAGE : 40 * PAGE) + 1;
+    return below(m, kind < 50 ? 4 * KIB : kind < 92 ? PAGE : 6 * PAGE) + 1;
 }
 
-/* Granules that no block in use touches. */
-static size_t count_free_granules(const struct model *m)
+/* Pages that no block in use touches. */
+static size_t count_free_pages(const struct model *m)
 {
     size_t taken = 0;
-    uintptr_t end = 0; /* of the last granule that was counted */
+    uintptr_t end = 0; /* of the last page that was counted */
     for (size_t i = 0; i < m->count; i++) {
-        const uintptr_t from = (uintptr_t)m->sorted[i]->address / GRANULE;
+        const uintptr_t from = (uintptr_t)m->sorted[i]->address / PAGE;
         const uintptr_t to =
-            ((uintptr_t)m->sorted[i]->address + m->sorted[i]->is.rounded - 1) / GRANULE;
+            ((uintptr_t)m->sorted[i]->address + m->sorted[i]->is.rounded - 1) / PAGE;
         const uintptr_t first = from > end ? from : end;
         taken += to + 1 > first ? to + 1 - first : 0;
         end = to + 1 > end ? to + 1 : end;
     }
-    const size_t all = rbi_min(m->limit, m->capacity) / GRANULE;
+    const size_t all = rbi_min(m->limit, m->capacity) / PAGE;
     return all > taken ? all - taken : 0;
 }
 
 /* Nothing would have served it: by the pool's own word, and, where no option keeps memory apart, as
- * there are not that many granules without a block in use. */
+ * there are not that many pages without a block in use. */
 static void check_oom(struct model *m, const struct block *b)
 {
     const rebatch_pool_options *o = &m->kind->options;
@@ -147,9 +147,9 @@ static void check_oom(struct model *m, const struct block *b)
         cr_assert_lt(report.would_fit_bytes, b->is.rounded);
     if (!m->kind->plain && o->caching != REBATCH_OFF && o->guard != REBATCH_ON &&
         !o->ballast_bytes && !o->max_split_bytes && !o->headroom_bytes)
-        cr_assert_lt(count_free_granules(m), (b->is.rounded + GRANULE - 1) / GRANULE,
-                     "%zu bytes are refused, and %zu granules are free", b->is.bytes,
-                     count_free_granules(m));
+        cr_assert_lt(count_free_pages(m), (b->is.rounded + PAGE - 1) / PAGE,
+                     "%zu bytes are refused, and %zu pages are free", b->is.bytes,
+                     count_free_pages(m));
     m->counts.want.ooms++;
 }
 
@@ -255,11 +255,11 @@ static void do_change_room(struct model *m)
 {
     const size_t least = m->kind->tight ? 30 : 60;
     if (below(m, 2)) {
-        m->limit = below(m, 8) ? (least + below(m, GRANULES)) * GRANULE : 0;
+        m->limit = below(m, 8) ? (least + below(m, PAGES)) * PAGE : 0;
         cr_assert_eq(rebatch_pool_set_limit(m->pool, m->limit), REBATCH_OK);
         m->limit = m->limit ? m->limit : SIZE_MAX;
     } else {
-        m->capacity = (least + below(m, GRANULES + 1 - least)) * GRANULE;
+        m->capacity = (least + below(m, PAGES + 1 - least)) * PAGE;
         cr_assert_eq(rebatch_device_set_capacity(m->device, m->capacity), REBATCH_OK);
         if (below(m, 2))
             cr_assert_eq(rbi_pool_keep_headroom(m->pool), REBATCH_OK);
@@ -268,7 +268,7 @@ static void do_change_room(struct model *m)
 
 static void do_other(struct model *m)
 {
-    const size_t bytes = below(m, 20 * GRANULE);
+    const size_t bytes = below(m, 20 * PAGE);
     const rebatch_stream stream = m->streams[below(m, STREAMS)];
     switch (below(m, 8)) {
     case 0:
@@ -319,8 +319,8 @@ static struct model *open_model(uint64_t seed, const struct kind *kind)
     m->kind = kind;
     m->random = seed;
     m->limit = SIZE_MAX;
-    m->capacity = GRANULES * GRANULE;
-    m->device = lazy_open(m->capacity, GRANULE, !kind->plain);
+    m->capacity = PAGES * PAGE;
+    m->device = lazy_open(m->capacity, PAGE, !kind->plain);
     cr_assert_eq(rebatch_pool_create(&m->pool, m->device, &kind->options), REBATCH_OK, "%s",
                  rebatch_last_error());
     for (size_t i = 0; i < MOST; i++)
@@ -424,7 +424,7 @@ Test(pool_random, millions_of_calls)
     run_kind(101, &(struct kind){.calls = 6000000, .options = REBATCH_POOL_OPTIONS_INIT});
 }
 
-/* Memory is short: other streams' blocks, remapped granules, waiting, and a limit and a capacity
+/* Memory is short: other streams' blocks, remapped pages, waiting, and a limit and a capacity
  * that change. */
 Test(pool_random, many_calls_when_memory_is_short)
 {
@@ -445,15 +445,15 @@ Test(pool_random, many_calls_under_pressure)
 Test(pool_random, many_calls_with_options)
 {
     struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
-    kind.options.max_split_bytes = 2 * GRANULE;
+    kind.options.max_split_bytes = 2 * PAGE;
     kind.options.gc_threshold_permille = 700;
     kind.options.rounding_divisions = 8;
     kind.options.events = 16;
     run_kind(104, &kind);
     kind.tight = true;
     kind.calls = 200000;
-    kind.options.ballast_bytes = 3 * GRANULE;
-    kind.options.headroom_bytes = 5 * GRANULE + 1;
+    kind.options.ballast_bytes = 3 * PAGE;
+    kind.options.headroom_bytes = 5 * PAGE + 1;
     run_kind(105, &kind);
 }
 
@@ -465,7 +465,7 @@ Test(pool_random, many_calls_on_plain_allocations)
     kind.calls = 200000;
     run_kind(107, &kind);
     kind.options.gc_threshold_permille = 600;
-    kind.options.max_split_bytes = 3 * GRANULE;
+    kind.options.max_split_bytes = 3 * PAGE;
     run_kind(110, &kind);
 }
 

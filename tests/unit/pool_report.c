@@ -99,11 +99,11 @@ Test(pool_report, a_tag_knows_its_share_of_the_peak)
 Test(pool_report, peaks_are_counted_anew)
 {
     struct rig rig = rig_open(64, NULL);
-    void *kept = take(rig.pool, GRANULE);
-    give(rig.pool, take(rig.pool, 20 * GRANULE));
+    void *kept = take(rig.pool, PAGE);
+    give(rig.pool, take(rig.pool, 20 * PAGE));
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
-    cr_assert_geq(stats_of(rig.pool).reserved_peak_bytes, 21 * GRANULE);
-    cr_assert_lt(stats_of(rig.pool).reserved_bytes, 21 * GRANULE);
+    cr_assert_geq(stats_of(rig.pool).reserved_peak_bytes, 21 * PAGE);
+    cr_assert_lt(stats_of(rig.pool).reserved_bytes, 21 * PAGE);
     cr_assert_eq(rebatch_pool_reset_peaks(rig.pool), REBATCH_OK);
     const rebatch_pool_stats stats = stats_of(rig.pool);
     cr_assert_eq(stats.reserved_peak_bytes, stats.reserved_bytes);
@@ -172,7 +172,7 @@ Test(pool_report, an_oom_report_names_the_largest_holders_first)
             (void)take_tagged(rig.pool, kib[i] * KIB, tag);
     }
     void *pointer;
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 9 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 9 * PAGE, NULL, 0), REBATCH_OOM);
     rebatch_oom_report report;
     cr_assert_eq(rebatch_pool_last_oom(&report, rig.pool), REBATCH_OK);
     cr_assert_eq(report.tag_count, REBATCH_OOM_TAGS);
@@ -301,9 +301,9 @@ Test(pool_report, the_oom_report_reads_well)
     cr_assert_gt(rebatch_oom_format(text, sizeof text, &report), 0);
     cr_assert(strstr(text, "no request has failed"));
     const rebatch_tag tag = make_tag(rig.pool, "weights");
-    (void)take_tagged(rig.pool, GRANULE, tag);
+    (void)take_tagged(rig.pool, PAGE, tag);
     void *pointer;
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 24 * GRANULE * 2, NULL, tag), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 24 * PAGE * 2, NULL, tag), REBATCH_OOM);
     cr_assert_eq(rebatch_pool_last_oom(&report, rig.pool), REBATCH_OK);
     const size_t length = rebatch_oom_format(text, sizeof text, &report);
     cr_assert_eq(length, strlen(text));
@@ -331,7 +331,7 @@ Test(pool_report, the_leak_report_reads_well)
     cr_assert_str_eq(text, "nothing is left in use\n");
     give(rig.pool, take(rig.pool, KIB));
     const rebatch_tag tag = make_tag(rig.pool, "activations");
-    void *a = take_tagged(rig.pool, GRANULE, tag);
+    void *a = take_tagged(rig.pool, PAGE, tag);
     void *b = take(rig.pool, 700);
     (void)take_tagged(rig.pool, 1, tag);
     cr_assert_eq(rebatch_scope_get_leaks(&report, rig.pool, 0), REBATCH_OK);

@@ -15,7 +15,7 @@ Test(pool_scopes, a_rollback_takes_back_what_was_allocated_inside)
     struct rig rig = rig_open(64, NULL);
     void *older = take(rig.pool, KIB);
     const rebatch_scope scope = begin(rig.pool);
-    (void)take(rig.pool, GRANULE);
+    (void)take(rig.pool, PAGE);
     give(rig.pool, take(rig.pool, 2 * KIB));
     (void)take(rig.pool, 3 * KIB);
     const uint64_t reserved = stats_of(rig.pool).reserved_bytes;
@@ -187,7 +187,7 @@ Test(pool_scopes, late_frees_are_ignored_until_the_address_is_given_out_again)
     assert_refused(rebatch_pool_free(rig.pool, first), REBATCH_E_INVALID, "freed already");
     /* Memory that went back to the device in between changes nothing. */
     scope = begin(rig.pool);
-    first = take(rig.pool, 8 * GRANULE);
+    first = take(rig.pool, 8 * PAGE);
     rollback(rig.pool, scope);
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
     give(rig.pool, first);

@@ -107,7 +107,7 @@ static void work(struct busy *b, int calls)
     for (int n = 0; n < calls; n++) {
         const size_t at = draw(&b->random) % BLOCKS;
         const uint64_t kind = draw(&b->random) % 100;
-        const size_t bytes = draw(&b->random) % (kind % 4 ? 8 * KIB : 4 * GRANULE) + 1;
+        const size_t bytes = draw(&b->random) % (kind % 4 ? 8 * KIB : 4 * PAGE) + 1;
         const rebatch_stream stream = b->streams[draw(&b->random) % STREAMS];
         if (kind < 3 && !scope) {
             scope = begin(b->rig.pool);
@@ -120,7 +120,7 @@ static void work(struct busy *b, int calls)
             cr_assert_eq(rebatch_scope_commit(b->rig.pool, scope), REBATCH_OK);
             scope = 0;
         } else if (kind < 10) {
-            cr_assert_eq(rebatch_pool_trim(b->rig.pool, 10 * GRANULE, NULL), REBATCH_OK);
+            cr_assert_eq(rebatch_pool_trim(b->rig.pool, 10 * PAGE, NULL), REBATCH_OK);
         } else if (kind < 20 && b->blocks[at]) {
             cr_assert_eq(rebatch_pool_use_on(b->rig.pool, b->blocks[at], stream), REBATCH_OK);
         } else {
@@ -486,7 +486,7 @@ Test(pool_snapshot, segments_and_blocks_are_those_of_the_pool)
 {
     for (int plain = 0; plain < 2; plain++) {
         rebatch_pool_options options = *options_with(0);
-        options.ballast_bytes = 3 * GRANULE;
+        options.ballast_bytes = 3 * PAGE;
         struct busy b = busy_open((uint64_t)(1 + plain), &options, plain);
         for (int i = 0; i < 20; i++) {
             work(&b, 100);
@@ -553,9 +553,9 @@ Test(pool_snapshot, events_have_their_time_and_an_oom_what_was_free)
     struct rig rig = rig_open(8, options_with(100));
     rebatch_tag tag;
     cr_assert_eq(rebatch_pool_tag(&tag, rig.pool, "logits"), REBATCH_OK);
-    (void)take(rig.pool, GRANULE);
+    (void)take(rig.pool, PAGE);
     void *pointer;
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 8 * GRANULE, NULL, tag), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 8 * PAGE, NULL, tag), REBATCH_OOM);
     const struct pickle_value *snapshot = snap_pickle(rig.pool);
     const struct pickle_value *events = events_of(snapshot);
     const int64_t now = (int64_t)time(NULL) * 1000000;
@@ -567,8 +567,8 @@ Test(pool_snapshot, events_have_their_time_and_an_oom_what_was_free)
     }
     const struct pickle_value *oom = events->items[events->count - 1];
     cr_assert_str_eq(pickle_text(oom, "action"), "oom");
-    cr_assert_eq(pickle_number(oom, "device_free"), 7 * GRANULE);
-    cr_assert_eq(pickle_number(oom, "size"), 8 * GRANULE);
+    cr_assert_eq(pickle_number(oom, "device_free"), 7 * PAGE);
+    cr_assert_eq(pickle_number(oom, "size"), 8 * PAGE);
     cr_assert_str_eq(pickle_text(pickle_list(oom, "frames")->items[0], "name"), "logits");
     pickle_free();
     rig_close(&rig);
@@ -611,12 +611,12 @@ Test(pool_snapshot, settings_are_in_it)
     cr_assert_eq(pickle_get(s, "expandable_segments")->number, 1);
     cr_assert_eq(pickle_get(s, "roundup_power2_divisions")->count, 0);
     rig_close(&rig);
-    options.max_split_bytes = 5 * GRANULE;
+    options.max_split_bytes = 5 * PAGE;
     options.gc_threshold_permille = 800;
     options.rounding_divisions = 8;
     rig = rig_open_plain(8, &options);
     s = pickle_get(snap_pickle(rig.pool), "allocator_settings");
-    cr_assert_eq(pickle_number(s, "max_split_size"), 5 * GRANULE);
+    cr_assert_eq(pickle_number(s, "max_split_size"), 5 * PAGE);
     cr_assert(fabs(pickle_get(s, "garbage_collection_threshold")->real - 0.8) < 1e-9);
     cr_assert_eq(pickle_get(s, "expandable_segments")->number, 0);
     cr_assert_eq(pickle_get(s, "roundup_power2_divisions")->count, 32);
@@ -654,7 +654,7 @@ static char *split(char *line, char *fields[FIELDS])
 Test(pool_snapshot, blocks_as_csv_add_up)
 {
     rebatch_pool_options options = *options_with(0);
-    options.ballast_bytes = 2 * GRANULE;
+    options.ballast_bytes = 2 * PAGE;
     struct busy b = busy_open(6, &options, false);
     work(&b, 2000);
     const rebatch_scope scope = begin(b.rig.pool);
@@ -700,7 +700,7 @@ Test(pool_snapshot, events_as_csv_are_the_last_ones)
     char *a = take(rig.pool, 700);
     cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
     void *pointer;
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 9 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 9 * PAGE, NULL, 0), REBATCH_OOM);
     struct bytes bytes = snap(rig.pool, REBATCH_SNAPSHOT_EVENTS_CSV);
     char *fields[FIELDS];
     char *line = split((char *)bytes.data, fields);
@@ -716,8 +716,8 @@ Test(pool_snapshot, events_as_csv_are_the_last_ones)
     cr_assert_str_eq(fields[8], "1");
     line = split(line, fields);
     cr_assert_str_eq(fields[2], "oom");
-    cr_assert_eq(strtoull(fields[4], NULL, 10), 9 * GRANULE);
-    cr_assert_eq(strtoull(fields[7], NULL, 10), 7 * GRANULE);
+    cr_assert_eq(strtoull(fields[4], NULL, 10), 9 * PAGE);
+    cr_assert_eq(strtoull(fields[7], NULL, 10), 7 * PAGE);
     cr_assert_eq(*line, '\0');
     free(bytes.data);
     rig_close(&rig);
@@ -730,10 +730,10 @@ Test(pool_snapshot, quarantined_memory_is_in_it)
 {
     rebatch_device *host, *fault;
     rebatch_pool *pool;
-    cr_assert_eq(rebatch_device_open_host(&host, 16 * GRANULE, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_host(&host, 16 * PAGE, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_open_fault(&fault, host, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&pool, fault, options_with(50)), REBATCH_OK);
-    give(pool, take(pool, 4 * GRANULE));
+    give(pool, take(pool, 4 * PAGE));
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     plan.calls = REBATCH_FAULT_UNMAP;
     plan.nth = 2;
@@ -746,9 +746,9 @@ Test(pool_snapshot, quarantined_memory_is_in_it)
     plan.nth = 1;
     plan.times = 2;
     cr_assert_eq(rebatch_fault_arm(fault, &plan), REBATCH_OK);
-    cr_assert_neq(rebatch_pool_alloc(&pointer, pool, 6 * GRANULE, NULL, 0), REBATCH_OK);
+    cr_assert_neq(rebatch_pool_alloc(&pointer, pool, 6 * PAGE, NULL, 0), REBATCH_OK);
     cr_assert_eq(rebatch_fault_arm(fault, NULL), REBATCH_OK);
-    cr_assert_geq(stats_of(pool).quarantined_bytes, 2 * GRANULE);
+    cr_assert_geq(stats_of(pool).quarantined_bytes, 2 * PAGE);
     assert_valid(pool);
     const struct pickle_value *snapshot = snap_pickle(pool);
     struct memory there = memory_of(snapshot);
@@ -797,7 +797,7 @@ Test(pool_snapshot, a_failing_write_ends_it)
 static struct rig rig_open_dry(const rebatch_pool_options *options)
 {
     struct rig rig = {NULL, NULL};
-    cr_assert_eq(rebatch_device_open_dry(&rig.device, 80 * GRANULE, GRANULE), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_dry(&rig.device, 80 * PAGE, PAGE), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, options), REBATCH_OK);
     return rig;
 }

@@ -1,4 +1,4 @@
-/* Holds what granules promise: free ones are mapped where memory is needed before new ones are
+/* Holds what pages promise: free ones are mapped where memory is needed before new ones are
  * made, nothing is lost when a call of the device fails. Seeds: 1 and 2 where a test draws. */
 
 #include <sys/syscall.h>
@@ -12,110 +12,110 @@ static rebatch_pool_stats after_trim(rebatch_pool *pool)
     return stats_of(pool);
 }
 
-/* Blocks of any size lie one behind the other: what is reserved is what is live, in granules. */
-Test(pool_space, blocks_share_granules)
+/* Blocks of any size lie one behind the other: what is reserved is what is live, in pages. */
+Test(pool_space, blocks_share_pages)
 {
     struct rig rig = rig_open(64, NULL);
     char *last = NULL;
     for (int i = 0; i < 20; i++) {
-        char *block = take(rig.pool, GRANULE + 5 * UNIT);
-        cr_assert(!last || block == last + GRANULE + 5 * UNIT);
+        char *block = take(rig.pool, PAGE + 5 * UNIT);
+        cr_assert(!last || block == last + PAGE + 5 * UNIT);
         last = block;
     }
     const rebatch_pool_stats stats = stats_of(rig.pool);
-    cr_assert_eq(stats.reserved_bytes, (stats.live_bytes + GRANULE - 1) / GRANULE * GRANULE);
+    cr_assert_eq(stats.reserved_bytes, (stats.live_bytes + PAGE - 1) / PAGE * PAGE);
     rig_close(&rig);
 }
 
 /* The same where nobody knows how much memory there will be: addresses do not come in pieces of one
- * request each, whose last granules nobody could share. */
-Test(pool_space, blocks_share_granules_of_a_device_without_bounds)
+ * request each, whose last pages nobody could share. */
+Test(pool_space, blocks_share_pages_of_a_device_without_bounds)
 {
     struct rig rig = {NULL, NULL};
-    cr_assert_eq(rebatch_device_open_dry(&rig.device, REBATCH_UNLIMITED, GRANULE), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_dry(&rig.device, REBATCH_UNLIMITED, PAGE), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
     for (int i = 0; i < 20; i++)
-        (void)take(rig.pool, GRANULE + 5 * UNIT);
+        (void)take(rig.pool, PAGE + 5 * UNIT);
     const rebatch_pool_stats stats = stats_of(rig.pool);
-    cr_assert_eq(stats.reserved_bytes, (stats.live_bytes + GRANULE - 1) / GRANULE * GRANULE);
+    cr_assert_eq(stats.reserved_bytes, (stats.live_bytes + PAGE - 1) / PAGE * PAGE);
     rig_close(&rig);
 }
 
-/* Free granules in several places serve one large request; the device is not asked, and what is in
+/* Free pages in several places serve one large request; the device is not asked, and what is in
  * use keeps its content. */
-Test(pool_space, free_granules_are_mapped_elsewhere_before_new_ones_are_made)
+Test(pool_space, free_pages_are_mapped_elsewhere_before_new_ones_are_made)
 {
     struct rig rig = rig_open(16, NULL);
     char *blocks[8];
     for (int i = 0; i < 8; i++) {
-        blocks[i] = take(rig.pool, 2 * GRANULE);
-        memset(blocks[i], i, 2 * GRANULE);
+        blocks[i] = take(rig.pool, 2 * PAGE);
+        memset(blocks[i], i, 2 * PAGE);
     }
     for (int i = 0; i < 8; i += 2)
         give(rig.pool, blocks[i]);
     const uint64_t calls = stats_of(rig.pool).device_allocations;
-    char *large = take(rig.pool, 8 * GRANULE);
-    memset(large, 0x55, 8 * GRANULE);
+    char *large = take(rig.pool, 8 * PAGE);
+    memset(large, 0x55, 8 * PAGE);
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
     cr_assert_eq(stats_of(rig.pool).remaps, 8);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_REMAP], 1);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * PAGE);
+    cr_assert_eq(rig.pool->stages[REBATCH_STAGE_REMAP], 1);
     for (int i = 1; i < 8; i += 2)
-        for (size_t at = 0; at < 2 * GRANULE; at += 512)
+        for (size_t at = 0; at < 2 * PAGE; at += 512)
             cr_assert_eq(blocks[i][at], i);
     rig_close(&rig);
 }
 
-/* Granules that another stream has freed and finished with are as good as one's own. */
-Test(pool_space, granules_of_other_streams_are_remapped_once_they_are_done)
+/* Pages that another stream has freed and finished with are as good as one's own. */
+Test(pool_space, pages_of_other_streams_are_remapped_once_they_are_done)
 {
     struct rig rig = rig_open(16, NULL);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
-    void *a = take(rig.pool, 8 * GRANULE);
-    void *b = take_on(rig.pool, 8 * GRANULE, other);
+    void *a = take(rig.pool, 8 * PAGE);
+    void *b = take_on(rig.pool, 8 * PAGE, other);
     give(rig.pool, a);
     give(rig.pool, b);
-    (void)take(rig.pool, 15 * GRANULE + 1);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * GRANULE);
+    (void)take(rig.pool, 15 * PAGE + 1);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 16 * PAGE);
     rig_close(&rig);
 }
 
-/* The last granules serve a request that begins in what a neighbour has left of one. */
+/* The last pages serve a request that begins in what a neighbour has left of one. */
 Test(pool_space, a_request_begins_where_its_neighbour_left_off)
 {
     struct rig rig = rig_open(8, NULL);
-    char *first = take(rig.pool, 3 * GRANULE + 3 * UNIT);
-    char *rest = take(rig.pool, 5 * GRANULE - 3 * UNIT);
-    cr_assert_eq(rest, first + 3 * GRANULE + 3 * UNIT);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * GRANULE);
+    char *first = take(rig.pool, 3 * PAGE + 3 * UNIT);
+    char *rest = take(rig.pool, 5 * PAGE - 3 * UNIT);
+    cr_assert_eq(rest, first + 3 * PAGE + 3 * UNIT);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 8 * PAGE);
     rig_close(&rig);
 }
 
-/* Blocks of other sizes that outlive their neighbours in time do not keep granules that these were
- * in: small ones, and such as are a few granules long. */
-Test(pool_space, blocks_of_other_sizes_keep_no_granules_of_large_ones)
+/* Blocks of other sizes that outlive their neighbours in time do not keep pages that these were
+ * in: small ones, and such as are a few pages long. */
+Test(pool_space, blocks_of_other_sizes_keep_no_pages_of_large_ones)
 {
     enum { PAIRS = 6 };
-    static const size_t others[] = {UNIT, 3 * KIB, 2 * GRANULE + UNIT, 3 * GRANULE + 5 * UNIT};
+    static const size_t others[] = {UNIT, 3 * KIB, 2 * PAGE + UNIT, 3 * PAGE + 5 * UNIT};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
-        const size_t kept = (PAIRS * others[i] + GRANULE - 1) / GRANULE;
-        const size_t granules = kept + 10 * PAIRS;
-        struct rig rig = rig_open(granules, NULL);
+        const size_t kept = (PAIRS * others[i] + PAGE - 1) / PAGE;
+        const size_t pages = kept + 10 * PAIRS;
+        struct rig rig = rig_open(pages, NULL);
         void *large[PAIRS];
         for (int n = 0; n < PAIRS; n++) {
-            large[n] = take(rig.pool, 9 * GRANULE + 7 * UNIT);
+            large[n] = take(rig.pool, 9 * PAGE + 7 * UNIT);
             (void)take(rig.pool, others[i]);
         }
         for (int n = 0; n < PAIRS; n++)
             give(rig.pool, large[n]);
-        cr_assert_eq(after_trim(rig.pool).reserved_bytes, kept * GRANULE);
-        (void)take(rig.pool, (granules - kept) * GRANULE);
+        cr_assert_eq(after_trim(rig.pool).reserved_bytes, kept * PAGE);
+        (void)take(rig.pool, (pages - kept) * PAGE);
         rig_close(&rig);
     }
 }
 
-/* A free block between two holes is not cut: both parts would keep a granule each that they share
+/* A free block between two holes is not cut: both parts would keep a page each that they share
  * with nobody. It is taken apart, and the request lies beside a block in use. */
 Test(pool_space, a_block_between_holes_is_not_cut)
 {
@@ -123,33 +123,33 @@ Test(pool_space, a_block_between_holes_is_not_cut)
     (void)take(rig.pool, UNIT);
     char *blocks[5];
     for (int i = 0; i < 5; i++)
-        blocks[i] = take(rig.pool, 3 * GRANULE);
+        blocks[i] = take(rig.pool, 3 * PAGE);
     give(rig.pool, blocks[1]);
     give(rig.pool, blocks[3]);
-    void *large = take(rig.pool, 8 * GRANULE); /* made of both */
+    void *large = take(rig.pool, 8 * PAGE); /* made of both */
     give(rig.pool, blocks[2]);
     settle(rig.pool);
-    cr_assert_eq(take(rig.pool, GRANULE + UNIT), blocks[4] + 3 * GRANULE);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 18 * GRANULE);
+    cr_assert_eq(take(rig.pool, PAGE + UNIT), blocks[4] + 3 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 18 * PAGE);
     assert_valid(rig.pool);
     give(rig.pool, large);
     rig_close(&rig);
 }
 
-/* The pool does not say OOM while enough granules are free: random sizes up to a sixteenth of the
- * device, and at each OOM all but a few parts of granules are in use. */
+/* The pool does not say OOM while enough pages are free: random sizes up to a sixteenth of the
+ * device, and at each OOM all but a few parts of pages are in use. */
 Test(pool_space, an_oom_means_that_memory_is_gone)
 {
-    enum { BLOCKS = 200, GRANULES = 512 };
+    enum { BLOCKS = 200, PAGES = 512 };
     struct rig rig = {NULL, NULL};
-    cr_assert_eq(rebatch_device_open_dry(&rig.device, GRANULES * GRANULE, GRANULE), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_dry(&rig.device, PAGES * PAGE, PAGE), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
     void *blocks[BLOCKS];
     size_t count = 0;
     uint64_t random = 1;
     int ooms = 0;
     for (int n = 0; n < 20000; n++) {
-        const size_t bytes = draw(&random) % (GRANULES / 16 * GRANULE) + 1;
+        const size_t bytes = draw(&random) % (PAGES / 16 * PAGE) + 1;
         void *block = NULL;
         if (count < BLOCKS && draw(&random) % 100 < 60) {
             if (rebatch_pool_alloc(&block, rig.pool, bytes, NULL, 0) == REBATCH_OK) {
@@ -159,9 +159,9 @@ Test(pool_space, an_oom_means_that_memory_is_gone)
             rebatch_oom_report report;
             cr_assert_eq(rebatch_pool_last_oom(&report, rig.pool), REBATCH_OK);
             cr_assert_lt(report.would_fit_bytes, bytes);
-            /* Besides what would have fitted only parts of granules at blocks' ends are free. */
-            cr_assert_geq(report.live_bytes + report.would_fit_bytes + 2 * GRANULE * count,
-                          GRANULES * GRANULE);
+            /* Besides what would have fitted only parts of pages at blocks' ends are free. */
+            cr_assert_geq(report.live_bytes + report.would_fit_bytes + 2 * PAGE * count,
+                          PAGES * PAGE);
             cr_assert_eq(rebatch_pool_alloc(&block, rig.pool, report.would_fit_bytes, NULL, 0),
                          report.would_fit_bytes ? REBATCH_OK : REBATCH_OK, "%s",
                          rebatch_last_error());
@@ -193,12 +193,12 @@ Test(pool_space, what_is_not_unmapped_is_quarantined)
     cr_assert_eq(rebatch_device_open_fault(&fault, rig.device, &plan), REBATCH_OK);
     rebatch_pool *pool;
     cr_assert_eq(rebatch_pool_create(&pool, fault, NULL), REBATCH_OK);
-    give(pool, take(pool, 4 * GRANULE));
+    give(pool, take(pool, 4 * PAGE));
     (void)rebatch_pool_trim(pool, 0, NULL);
-    cr_assert_eq(stats_of(pool).quarantined_bytes, GRANULE);
+    cr_assert_eq(stats_of(pool).quarantined_bytes, PAGE);
     assert_valid(pool);
-    cr_assert_eq(after_trim(pool).reserved_bytes, GRANULE);
-    (void)take(pool, 7 * GRANULE);
+    cr_assert_eq(after_trim(pool).reserved_bytes, PAGE);
+    (void)take(pool, 7 * PAGE);
     void *pointer;
     cr_assert_eq(rebatch_pool_alloc(&pointer, pool, 1, NULL, 0), REBATCH_OOM);
     assert_valid(pool);
@@ -207,7 +207,7 @@ Test(pool_space, what_is_not_unmapped_is_quarantined)
     rig_close(&rig);
 }
 
-/* A mapping that fails at any granule, or when it is opened, leaves everything as it was. */
+/* A mapping that fails at any page, or when it is opened, leaves everything as it was. */
 Test(pool_space, a_mapping_that_fails_is_unwound)
 {
     static const uint32_t kinds[] = {REBATCH_FAULT_CREATE, REBATCH_FAULT_MAP, REBATCH_FAULT_ACCESS};
@@ -223,12 +223,11 @@ Test(pool_space, a_mapping_that_fails_is_unwound)
             rebatch_pool *pool;
             cr_assert_eq(rebatch_pool_create(&pool, fault, NULL), REBATCH_OK);
             void *pointer;
-            cr_assert_eq(rebatch_pool_alloc(&pointer, pool, 6 * GRANULE, NULL, 0),
-                         REBATCH_E_DEVICE);
+            cr_assert_eq(rebatch_pool_alloc(&pointer, pool, 6 * PAGE, NULL, 0), REBATCH_E_DEVICE);
             assert_valid(pool);
             cr_assert_eq(stats_of(pool).quarantined_bytes, 0);
             cr_assert_eq(stats_of(pool).live_bytes, 0);
-            memset(take(pool, 8 * GRANULE), 1, 8 * GRANULE);
+            memset(take(pool, 8 * PAGE), 1, 8 * PAGE);
             rebatch_pool_destroy(pool);
             rebatch_device_close(fault);
             rig_close(&rig);
@@ -242,7 +241,7 @@ Test(pool_space, a_guarded_block_ends_where_memory_ends)
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.guard = REBATCH_ON;
     struct rig rig = rig_open(32, &options);
-    static const size_t sizes[] = {1, 512, GRANULE, GRANULE + 1, 3 * GRANULE - UNIT};
+    static const size_t sizes[] = {1, 512, PAGE, PAGE + 1, 3 * PAGE - UNIT};
     for (int round = 0; round < 4; round++) {
         void *blocks[5];
         for (size_t i = 0; i < 5; i++) {
@@ -252,14 +251,14 @@ Test(pool_space, a_guarded_block_ends_where_memory_ends)
             cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_OK);
             const struct rbi_block *gap = rbi_pool_block_around(rig.pool, block + bytes);
             cr_assert_eq(gap->state, RBI_BLOCK_GUARD);
-            cr_assert_eq(gap->range->granules[(gap->address - gap->range->address) / GRANULE], 0);
+            cr_assert_eq(gap->range->pages[(gap->address - gap->range->address) / PAGE], 0);
             assert_valid(rig.pool);
         }
         for (size_t i = 0; i < 5; i++)
             give(rig.pool, blocks[(i * 2) % 5]);
         assert_valid(rig.pool);
     }
-    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 12 * GRANULE);
+    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 12 * PAGE);
     rig_close(&rig);
     rig = rig_open_plain(8, NULL);
     rebatch_pool *pool;
@@ -295,21 +294,21 @@ Test(pool_space, an_overrun_of_a_guarded_block_faults)
 Test(pool_space, the_ballast_is_given_up_when_the_device_says_oom)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.ballast_bytes = 2 * GRANULE - 1;
+    options.ballast_bytes = 2 * PAGE - 1;
     struct rig rig = rig_open(16, NULL);
     rebatch_device *fault;
     cr_assert_eq(rebatch_device_open_fault(&fault, rig.device, NULL), REBATCH_OK);
     rebatch_pool *pool;
     cr_assert_eq(rebatch_pool_create(&pool, fault, &options), REBATCH_OK);
-    cr_assert_eq(stats_of(pool).reserved_bytes, 2 * GRANULE);
+    cr_assert_eq(stats_of(pool).reserved_bytes, 2 * PAGE);
     rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
     plan.nth = 1;
     cr_assert_eq(rebatch_fault_arm(fault, &plan), REBATCH_OK);
-    void *block = take(pool, GRANULE); /* the second try is served */
+    void *block = take(pool, PAGE); /* the second try is served */
     cr_assert_eq(stats_of(pool).ballast_drops, 1);
-    cr_assert_eq(stats_of(pool).reserved_bytes, GRANULE);
+    cr_assert_eq(stats_of(pool).reserved_bytes, PAGE);
     give(pool, block);
-    cr_assert_eq(after_trim(pool).reserved_bytes, 2 * GRANULE); /* armed again */
+    cr_assert_eq(after_trim(pool).reserved_bytes, 2 * PAGE); /* armed again */
     assert_valid(pool);
     rebatch_pool_destroy(pool);
     rebatch_device_close(fault);
@@ -320,13 +319,13 @@ Test(pool_space, the_ballast_is_given_up_when_the_device_says_oom)
 Test(pool_space, large_free_blocks_are_not_split_for_small_requests)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.max_split_bytes = 4 * GRANULE;
+    options.max_split_bytes = 4 * PAGE;
     struct rig rig = rig_open_plain(64, &options);
-    char *large = take(rig.pool, 8 * GRANULE);
+    char *large = take(rig.pool, 8 * PAGE);
     give(rig.pool, large);
-    char *small = take(rig.pool, GRANULE);
-    cr_assert(small < large || small >= large + 8 * GRANULE);
-    cr_assert_eq(take(rig.pool, 5 * GRANULE), large);
+    char *small = take(rig.pool, PAGE);
+    cr_assert(small < large || small >= large + 8 * PAGE);
+    cr_assert_eq(take(rig.pool, 5 * PAGE), large);
     rig_close(&rig);
 }
 
@@ -380,7 +379,7 @@ Test(pool_space, the_last_events_are_kept)
     give(rig.pool, a);
     cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
     void *pointer;
-    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 17 * GRANULE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq(rebatch_pool_alloc(&pointer, rig.pool, 17 * PAGE, NULL, 0), REBATCH_OOM);
     cr_assert_eq(get_events(events, 8, rig.pool), 4);
     static const uint8_t kinds[] = {RBI_POOL_EVENT_FREE, RBI_POOL_EVENT_FREE,
                                     RBI_POOL_EVENT_ROLLBACK, RBI_POOL_EVENT_OOM};
@@ -389,7 +388,7 @@ Test(pool_space, the_last_events_are_kept)
         cr_assert(i == 0 || events[i].number == events[i - 1].number + 1);
     }
     cr_assert_eq(events[1].address, b);
-    cr_assert_eq(events[3].bytes, 17 * GRANULE);
+    cr_assert_eq(events[3].bytes, 17 * PAGE);
     cr_assert_eq(get_events(events, 1, rig.pool), 1);
     cr_assert_eq(events[0].kind, RBI_POOL_EVENT_OOM);
     rig_close(&rig);
@@ -408,15 +407,15 @@ Test(pool_space, free_allocations_above_the_gc_threshold_go_back)
     struct rig rig = rig_open_plain(64, &options);
     void *blocks[4];
     for (size_t i = 0; i < 4; i++)
-        blocks[i] = take(rig.pool, (5 + i) * GRANULE); /* 5, 6, 7, 8: 26 of 32 */
+        blocks[i] = take(rig.pool, (5 + i) * PAGE); /* 5, 6, 7, 8: 26 of 32 */
     give(rig.pool, blocks[1]);
     give(rig.pool, blocks[0]);
     give(rig.pool, blocks[3]);
-    void *large = take(rig.pool, 16 * GRANULE); /* 10 too many: the 6 and the 5 */
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 31 * GRANULE);
-    cr_assert_eq(stats_of(rig.pool).collected_bytes, 11 * GRANULE);
+    void *large = take(rig.pool, 16 * PAGE); /* 10 too many: the 6 and the 5 */
+    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 31 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).collected_bytes, 11 * PAGE);
     const uint64_t calls = stats_of(rig.pool).device_allocations;
-    (void)take(rig.pool, 8 * GRANULE);
+    (void)take(rig.pool, 8 * PAGE);
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls, "the 8 are still cached");
     assert_valid(rig.pool);
     give(rig.pool, large);
@@ -432,11 +431,11 @@ Test(pool_space, free_memory_above_the_gc_threshold_goes_back)
     struct rig rig = rig_open(16, &options);
     rebatch_stream other;
     cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
-    void *cached = take(rig.pool, 6 * GRANULE);
+    void *cached = take(rig.pool, 6 * PAGE);
     void *wall = take(rig.pool, UNIT);
     give(rig.pool, cached);
-    void *large = take(rig.pool, 8 * GRANULE);
-    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 10 * GRANULE);
+    void *large = take(rig.pool, 8 * PAGE);
+    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 10 * PAGE);
     assert_valid(rig.pool);
     give(rig.pool, wall);
     give(rig.pool, large);
@@ -445,14 +444,14 @@ Test(pool_space, free_memory_above_the_gc_threshold_goes_back)
 
 /* ---- places ---- */
 
-/* Two free places between blocks in use: one of two and a half granules, at a granule's beginning,
- * and one of two, which begins and ends in the middle of a granule. */
+/* Two free places between blocks in use: one of two and a half pages, at a page's beginning,
+ * and one of two, which begins and ends in the middle of a page. */
 struct places {
     char *wide, *tight;
 };
 static struct places make_places(rebatch_pool *pool)
 {
-    const size_t half = GRANULE / 2;
+    const size_t half = PAGE / 2;
     struct places places;
     places.wide = take(pool, 5 * half);
     (void)take(pool, 2 * half);
@@ -463,18 +462,18 @@ static struct places make_places(rebatch_pool *pool)
     return places;
 }
 
-/* One and a half granules take one whole granule in either place; in the wide one a whole granule
+/* One and a half pages take one whole page in either place; in the wide one a whole page
  * is left, in the tight one half of one. Nothing has to be mapped for it. */
-Test(pool_space, in_the_beginning_a_block_goes_where_whole_granules_are_left)
+Test(pool_space, in_the_beginning_a_block_goes_where_whole_pages_are_left)
 {
     struct rig rig = rig_open(64, NULL);
     const struct places places = make_places(rig.pool);
-    const uint64_t remaps = rig.pool->rungs[REBATCH_STAGE_REMAP];
+    const uint64_t remaps = rig.pool->stages[REBATCH_STAGE_REMAP];
     const uint64_t calls = stats_of(rig.pool).device_allocations;
-    cr_assert_eq((char *)take(rig.pool, 3 * GRANULE / 2), places.wide + GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_REMAP], remaps);
+    cr_assert_eq((char *)take(rig.pool, 3 * PAGE / 2), places.wide + PAGE);
+    cr_assert_eq(rig.pool->stages[REBATCH_STAGE_REMAP], remaps);
     cr_assert_eq(stats_of(rig.pool).device_allocations, calls);
-    cr_assert_eq((char *)take(rig.pool, 2 * GRANULE), places.tight, "as large as it can be");
+    cr_assert_eq((char *)take(rig.pool, 2 * PAGE), places.tight, "as large as it can be");
     assert_valid(rig.pool);
     rig_close(&rig);
 }
@@ -485,12 +484,12 @@ Test(pool_space, later_a_block_goes_where_it_fits_best)
     struct rig rig = rig_open(64, NULL);
     pass_beginning(rig.pool);
     const struct places places = make_places(rig.pool);
-    cr_assert_eq((char *)take(rig.pool, 3 * GRANULE / 2), places.tight);
+    cr_assert_eq((char *)take(rig.pool, 3 * PAGE / 2), places.tight);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
 
-Test(pool_space, when_memory_is_short_a_block_goes_where_whole_granules_are_left)
+Test(pool_space, when_memory_is_short_a_block_goes_where_whole_pages_are_left)
 {
     struct rig rig = rig_open(64, NULL);
     pass_beginning(rig.pool);
@@ -498,8 +497,8 @@ Test(pool_space, when_memory_is_short_a_block_goes_where_whole_granules_are_left
     cr_assert_eq(rebatch_pool_set_limit(rig.pool, stats_of(rig.pool).reserved_bytes), REBATCH_OK);
     void *none;
     for (int i = 0; i < 2; i++) /* one finds the room gone, the next is placed accordingly */
-        cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 6 * GRANULE, NULL, 0), REBATCH_OOM);
-    cr_assert_eq((char *)take(rig.pool, 3 * GRANULE / 2), places.wide + GRANULE);
+        cr_assert_eq(rebatch_pool_alloc(&none, rig.pool, 6 * PAGE, NULL, 0), REBATCH_OOM);
+    cr_assert_eq((char *)take(rig.pool, 3 * PAGE / 2), places.wide + PAGE);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
@@ -509,7 +508,7 @@ Test(pool_space, when_memory_is_short_a_block_goes_where_whole_granules_are_left
 Test(pool_space, blocks_of_one_size_lie_side_by_side)
 {
     enum { HOLES = 12, ROW = 10 };
-    const size_t bytes = 3 * GRANULE + 20 * KIB;
+    const size_t bytes = 3 * PAGE + 20 * KIB;
     struct rig rig = rig_open(256, NULL);
     char *row[ROW];
     void *holes[HOLES];
@@ -523,13 +522,13 @@ Test(pool_space, blocks_of_one_size_lie_side_by_side)
         row[i] = take(rig.pool, bytes);
     for (int i = 5; i < ROW; i++)
         cr_assert_eq(row[i], row[i - 1] + bytes, "block %d", i);
-    /* So that they leave whole granules when they go together, but for one where they begin. */
+    /* So that they leave whole pages when they go together, but for one where they begin. */
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
     for (int i = 4; i < ROW; i++)
         give(rig.pool, row[i]);
     size_t released;
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, &released), REBATCH_OK);
-    cr_assert_geq(released, (ROW - 4) * bytes / GRANULE * GRANULE - GRANULE);
+    cr_assert_geq(released, (ROW - 4) * bytes / PAGE * PAGE - PAGE);
     assert_valid(rig.pool);
     rig_close(&rig);
 }

@@ -48,10 +48,10 @@ Test(pool_streams, a_block_is_reused_at_once_on_its_own_stream)
     struct rig rig = rig_open(64, NULL);
     const rebatch_stream stream = make_stream(rig.device);
     struct gate gate;
-    void *block = take_on(rig.pool, GRANULE, stream);
+    void *block = take_on(rig.pool, PAGE, stream);
     shut(&gate, rig.device, stream);
     give(rig.pool, block);
-    cr_assert_eq(take_on(rig.pool, GRANULE, stream), block);
+    cr_assert_eq(take_on(rig.pool, PAGE, stream), block);
     open_and_wait(&gate, rig.device, stream);
     rig_close(&rig);
 }
@@ -64,14 +64,14 @@ Test(pool_streams, another_stream_gets_a_block_only_when_its_work_is_done)
     const rebatch_stream first = make_stream(rig.device);
     const rebatch_stream second = make_stream(rig.device);
     struct gate gate;
-    void *block = take_on(rig.pool, 8 * GRANULE, first);
-    void *other = take_on(rig.pool, GRANULE, second);
+    void *block = take_on(rig.pool, 8 * PAGE, first);
+    void *other = take_on(rig.pool, PAGE, second);
     shut(&gate, rig.device, first);
     give(rig.pool, block);
-    void *fresh = take_on(rig.pool, 8 * GRANULE, second);
+    void *fresh = take_on(rig.pool, 8 * PAGE, second);
     cr_assert_neq(fresh, block);
     open_and_wait(&gate, rig.device, first);
-    cr_assert_eq(take_on(rig.pool, 8 * GRANULE, second), block);
+    cr_assert_eq(take_on(rig.pool, 8 * PAGE, second), block);
     cr_assert_eq(stats_of(rig.pool).device_allocations, 3);
     assert_valid(rig.pool);
     give(rig.pool, other);
@@ -85,11 +85,11 @@ Test(pool_streams, work_after_the_free_does_not_count)
     const rebatch_stream first = make_stream(rig.device);
     struct gate gate;
     (void)take(rig.pool, KIB);
-    void *block = take_on(rig.pool, 8 * GRANULE, first);
+    void *block = take_on(rig.pool, 8 * PAGE, first);
     give(rig.pool, block);
     cr_assert_eq(rebatch_stream_synchronize(rig.device, first), REBATCH_OK);
     shut(&gate, rig.device, first);
-    cr_assert_eq(take(rig.pool, 8 * GRANULE), block);
+    cr_assert_eq(take(rig.pool, 8 * PAGE), block);
     open_and_wait(&gate, rig.device, first);
     rig_close(&rig);
 }
@@ -100,12 +100,12 @@ Test(pool_streams, the_pool_waits_for_another_stream_before_it_fails)
     struct rig rig = rig_open(8, NULL);
     const rebatch_stream first = make_stream(rig.device);
     atomic_int done = 0;
-    void *block = take_on(rig.pool, 7 * GRANULE, first);
+    void *block = take_on(rig.pool, 7 * PAGE, first);
     cr_assert_eq(rebatch_stream_call(rig.device, first, dawdle, &done), REBATCH_OK);
     give(rig.pool, block);
-    cr_assert_eq(take(rig.pool, 6 * GRANULE), block);
+    cr_assert_eq(take(rig.pool, 6 * PAGE), block);
     cr_assert_eq(done, 1);
-    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_WAIT], 1);
+    cr_assert_eq(rig.pool->stages[REBATCH_STAGE_WAIT], 1);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
@@ -119,21 +119,21 @@ Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
     struct gate gate;
     void *blocks[3];
     for (int i = 0; i < 3; i++)
-        blocks[i] = take_on(rig.pool, 4 * GRANULE, first);
+        blocks[i] = take_on(rig.pool, 4 * PAGE, first);
     give(rig.pool, blocks[0]);
     give(rig.pool, blocks[2]);
-    void *large = take_on(rig.pool, 8 * GRANULE, first); /* made of both */
-    const uint64_t waits = rig.pool->rungs[REBATCH_STAGE_WAIT];
+    void *large = take_on(rig.pool, 8 * PAGE, first); /* made of both */
+    const uint64_t waits = rig.pool->stages[REBATCH_STAGE_WAIT];
     shut(&gate, rig.device, first);
     give(rig.pool, blocks[1]);
     settle(rig.pool);
-    void *between = take_on(rig.pool, 3 * GRANULE, first);
+    void *between = take_on(rig.pool, 3 * PAGE, first);
     cr_assert_eq(between, blocks[1]);
     give(rig.pool, large);
     settle(rig.pool);
-    char *const among = take_on(rig.pool, 2 * GRANULE, first);
-    cr_assert(among >= (char *)large && among < (char *)large + 8 * GRANULE);
-    cr_assert_eq(rig.pool->rungs[REBATCH_STAGE_WAIT], waits);
+    char *const among = take_on(rig.pool, 2 * PAGE, first);
+    cr_assert(among >= (char *)large && among < (char *)large + 8 * PAGE);
+    cr_assert_eq(rig.pool->stages[REBATCH_STAGE_WAIT], waits);
     open_and_wait(&gate, rig.device, first);
     rig_close(&rig);
 }
@@ -145,12 +145,12 @@ Test(pool_streams, the_pool_waits_no_longer_than_it_must, .timeout = 60)
     const rebatch_stream first = make_stream(rig.device);
     atomic_int done = 0;
     struct gate gate;
-    void *other = take(rig.pool, GRANULE);
-    void *block = take_on(rig.pool, 4 * GRANULE, first);
+    void *other = take(rig.pool, PAGE);
+    void *block = take_on(rig.pool, 4 * PAGE, first);
     cr_assert_eq(rebatch_stream_call(rig.device, first, dawdle, &done), REBATCH_OK);
     give(rig.pool, block);
     shut(&gate, rig.device, first);
-    cr_assert_eq(take(rig.pool, 4 * GRANULE), block);
+    cr_assert_eq(take(rig.pool, 4 * PAGE), block);
     cr_assert_eq(done, 1);
     open_and_wait(&gate, rig.device, first);
     give(rig.pool, other);
@@ -165,18 +165,18 @@ Test(pool_streams, merged_blocks_wait_for_the_later_free)
         const rebatch_stream first = make_stream(rig.device);
         struct gate gate;
         (void)take(rig.pool, KIB);
-        give(rig.pool, take_on(rig.pool, 6 * GRANULE, first));
+        give(rig.pool, take_on(rig.pool, 6 * PAGE, first));
         cr_assert_eq(rebatch_stream_synchronize(rig.device, first), REBATCH_OK);
         void *halves[2];
         for (int i = 0; i < 2; i++)
-            halves[i] = take_on(rig.pool, 3 * GRANULE, first);
+            halves[i] = take_on(rig.pool, 3 * PAGE, first);
         give(rig.pool, halves[order]);
         cr_assert_eq(rebatch_stream_synchronize(rig.device, first), REBATCH_OK);
         shut(&gate, rig.device, first);
         give(rig.pool, halves[!order]);
-        cr_assert_neq(take(rig.pool, 6 * GRANULE), halves[0]);
+        cr_assert_neq(take(rig.pool, 6 * PAGE), halves[0]);
         open_and_wait(&gate, rig.device, first);
-        cr_assert_eq(take(rig.pool, 6 * GRANULE), halves[0]);
+        cr_assert_eq(take(rig.pool, 6 * PAGE), halves[0]);
         rig_close(&rig);
     }
 }
@@ -188,7 +188,7 @@ Test(pool_streams, a_block_used_on_another_stream_waits_for_it)
     struct rig rig = rig_open(64, NULL);
     const rebatch_stream other = make_stream(rig.device);
     struct gate gate;
-    void *block = take(rig.pool, 8 * GRANULE);
+    void *block = take(rig.pool, 8 * PAGE);
     cr_assert_eq(rebatch_pool_use_on(rig.pool, block, other), REBATCH_OK);
     cr_assert_eq(rebatch_pool_use_on(rig.pool, block, other), REBATCH_OK); /* says nothing new */
     cr_assert_eq(rebatch_pool_use_on(rig.pool, block, NULL), REBATCH_OK);
@@ -197,9 +197,9 @@ Test(pool_streams, a_block_used_on_another_stream_waits_for_it)
     cr_assert_eq(stats_of(rig.pool).live_bytes, 0);
     assert_valid(rig.pool);
     assert_refused(rebatch_pool_free(rig.pool, block), REBATCH_E_INVALID, "freed already");
-    cr_assert_neq(take(rig.pool, 8 * GRANULE), block);
+    cr_assert_neq(take(rig.pool, 8 * PAGE), block);
     open_and_wait(&gate, rig.device, other);
-    cr_assert_eq(take(rig.pool, 8 * GRANULE), block);
+    cr_assert_eq(take(rig.pool, 8 * PAGE), block);
     rig_close(&rig);
 }
 
@@ -210,10 +210,10 @@ Test(pool_streams, scopes_wait_for_other_streams_too)
         struct rig rig = rig_open(64, NULL);
         const rebatch_stream other = make_stream(rig.device);
         struct gate gate;
-        void *older = take(rig.pool, 8 * GRANULE);
+        void *older = take(rig.pool, 8 * PAGE);
         cr_assert_eq(rebatch_pool_use_on(rig.pool, older, other), REBATCH_OK);
         const rebatch_scope scope = begin(rig.pool);
-        void *inside = take(rig.pool, 8 * GRANULE);
+        void *inside = take(rig.pool, 8 * PAGE);
         cr_assert_eq(rebatch_pool_use_on(rig.pool, inside, other), REBATCH_OK);
         shut(&gate, rig.device, other);
         if (commit) {
@@ -224,9 +224,9 @@ Test(pool_streams, scopes_wait_for_other_streams_too)
         }
         assert_valid(rig.pool);
         void *gone = commit ? older : inside;
-        cr_assert_neq(take(rig.pool, 8 * GRANULE), gone);
+        cr_assert_neq(take(rig.pool, 8 * PAGE), gone);
         open_and_wait(&gate, rig.device, other);
-        cr_assert_eq(take(rig.pool, 8 * GRANULE), gone);
+        cr_assert_eq(take(rig.pool, 8 * PAGE), gone);
         rig_close(&rig);
     }
 }
@@ -246,10 +246,10 @@ Test(pool_streams, without_events_the_pool_waits_for_the_stream)
     const rebatch_stream first = make_stream(fault);
     atomic_int done = 0;
     void *own = take(pool, KIB);
-    void *block = take_on(pool, 4 * GRANULE, first);
+    void *block = take_on(pool, 4 * PAGE, first);
     cr_assert_eq(rebatch_stream_call(fault, first, dawdle, &done), REBATCH_OK);
     give(pool, block);
-    cr_assert_eq(take(pool, 4 * GRANULE), block);
+    cr_assert_eq(take(pool, 4 * PAGE), block);
     cr_assert_eq(done, 1);
     give(pool, own);
     assert_valid(pool);
@@ -263,13 +263,13 @@ Test(pool_streams, blocks_of_a_destroyed_stream_are_there_for_others)
 {
     struct rig rig = rig_open(8, NULL);
     const rebatch_stream first = make_stream(rig.device);
-    void *block = take_on(rig.pool, 6 * GRANULE, first);
-    void *late = take_on(rig.pool, 2 * GRANULE, first);
+    void *block = take_on(rig.pool, 6 * PAGE, first);
+    void *late = take_on(rig.pool, 2 * PAGE, first);
     give(rig.pool, block);
     rebatch_stream_destroy(rig.device, first);
-    cr_assert_eq(take(rig.pool, 6 * GRANULE), block);
+    cr_assert_eq(take(rig.pool, 6 * PAGE), block);
     give(rig.pool, late); /* freed after its stream is gone */
-    cr_assert_eq(take(rig.pool, 2 * GRANULE), late);
+    cr_assert_eq(take(rig.pool, 2 * PAGE), late);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
@@ -280,7 +280,7 @@ Test(pool_streams, streams_without_blocks_are_forgotten)
     struct rig rig = rig_open(64, NULL);
     for (int i = 0; i < 50; i++) {
         const rebatch_stream stream = make_stream(rig.device);
-        give(rig.pool, take_on(rig.pool, GRANULE, stream));
+        give(rig.pool, take_on(rig.pool, PAGE, stream));
         cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
         rebatch_stream_destroy(rig.device, stream);
     }
@@ -297,12 +297,12 @@ Test(pool_streams, memory_goes_back_only_when_work_on_it_is_done)
         struct rig rig = rig_open(64, &options);
         const rebatch_stream stream = make_stream(rig.device);
         atomic_int done = 0;
-        void *block = take_on(rig.pool, GRANULE, stream);
-        void *shared = take(rig.pool, GRANULE);
+        void *block = take_on(rig.pool, PAGE, stream);
+        void *shared = take(rig.pool, PAGE);
         cr_assert_eq(rebatch_pool_use_on(rig.pool, shared, stream), REBATCH_OK);
         cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
-        cr_assert_eq(rebatch_fill(rig.device, block, 1, GRANULE, stream), REBATCH_OK);
-        cr_assert_eq(rebatch_fill(rig.device, shared, 1, GRANULE, stream), REBATCH_OK);
+        cr_assert_eq(rebatch_fill(rig.device, block, 1, PAGE, stream), REBATCH_OK);
+        cr_assert_eq(rebatch_fill(rig.device, shared, 1, PAGE, stream), REBATCH_OK);
         give(rig.pool, shared);
         give(rig.pool, block);
         cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
@@ -318,9 +318,9 @@ Test(pool_streams, destroy_waits_for_work_on_blocks_in_use)
     struct rig rig = rig_open(64, NULL);
     const rebatch_stream stream = make_stream(rig.device);
     atomic_int done = 0;
-    void *block = take_on(rig.pool, GRANULE, stream);
+    void *block = take_on(rig.pool, PAGE, stream);
     cr_assert_eq(rebatch_stream_call(rig.device, stream, dawdle, &done), REBATCH_OK);
-    cr_assert_eq(rebatch_fill(rig.device, block, 1, GRANULE, stream), REBATCH_OK);
+    cr_assert_eq(rebatch_fill(rig.device, block, 1, PAGE, stream), REBATCH_OK);
     rig_close(&rig);
     cr_assert_eq(done, 1);
 }

@@ -7,8 +7,8 @@
 #include "unit/pool_help.h"
 
 enum {
-    DEVICE_GRANULES = 8192,
-    STREAM_GRANULES = 2048,
+    DEVICE_PAGES = 8192,
+    STREAM_PAGES = 2048,
     STREAMS = 3,
     BLOCKS = 60,
     CALLS = 4 * BLOCKS,
@@ -38,7 +38,7 @@ static inline void add(struct step *step, struct call call)
 
 static inline void add_random(struct step *step, uint64_t *random, size_t of)
 {
-    const size_t most = draw(random) % 4 == 0 ? 20 * GRANULE : GRANULE;
+    const size_t most = draw(random) % 4 == 0 ? 20 * PAGE : PAGE;
     add(step, (struct call){ALLOC, of, 1 + draw(random) % most, (int)(draw(random) % STREAMS)});
 }
 
@@ -71,15 +71,15 @@ static inline struct step gathering_step(void)
     enum { LAYERS = 10 };
     struct step step = {.count = 0};
     size_t made = 0, ahead = made++;
-    add(&step, (struct call){ALLOC, ahead, 16 * GRANULE, 1});
+    add(&step, (struct call){ALLOC, ahead, 16 * PAGE, 1});
     for (int layer = 0; layer < LAYERS; layer++) {
         const size_t weights = ahead, first = made;
         add(&step, (struct call){USE, weights, 0, 0});
         if (layer + 1 < LAYERS)
-            add(&step, (struct call){ALLOC, ahead = made++, 16 * GRANULE, 1});
+            add(&step, (struct call){ALLOC, ahead = made++, 16 * PAGE, 1});
         const size_t gradients = made++;
-        add(&step, (struct call){ALLOC, gradients, 16 * GRANULE, 0});
-        add(&step, (struct call){ALLOC, made++, (size_t)(layer + 1) * GRANULE, 0});
+        add(&step, (struct call){ALLOC, gradients, 16 * PAGE, 0});
+        add(&step, (struct call){ALLOC, made++, (size_t)(layer + 1) * PAGE, 0});
         add(&step, (struct call){USE, gradients, 0, 1});
         add(&step, (struct call){FREE, made - 1, 0, 0});
         add(&step, (struct call){FREE, weights, 0, 0});
@@ -93,9 +93,9 @@ static inline struct step gathering_step(void)
 static inline struct step buffered_step(void)
 {
     struct step step = {.count = 0};
-    add(&step, (struct call){ALLOC, 0, 96 * GRANULE, 0});
+    add(&step, (struct call){ALLOC, 0, 96 * PAGE, 0});
     for (size_t layer = 1; layer < BLOCKS; layer++) {
-        add(&step, (struct call){ALLOC, layer, 2 * GRANULE, 1});
+        add(&step, (struct call){ALLOC, layer, 2 * PAGE, 1});
         add(&step, (struct call){USE, layer, 0, 0});
         add(&step, (struct call){FREE, layer, 0, 0});
     }
@@ -122,7 +122,7 @@ struct world {
 static inline struct world open_bare_world(unsigned lag, const rebatch_pool_options *options)
 {
     struct world w = {.lag = lag};
-    w.lazy = lazy_open(DEVICE_GRANULES * GRANULE, GRANULE, true);
+    w.lazy = lazy_open(DEVICE_PAGES * PAGE, PAGE, true);
     cr_assert_eq(rebatch_device_open_fault(&w.device, w.lazy, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&w.pool, w.device, options), REBATCH_OK);
     for (int i = 1; i < STREAMS; i++)
@@ -136,7 +136,7 @@ static inline struct world open_world_with(unsigned lag, const rebatch_pool_opti
 {
     struct world w = open_bare_world(lag, options);
     for (int i = 0; i < STREAMS; i++)
-        give(w.pool, take_on(w.pool, STREAM_GRANULES * GRANULE, w.streams[i]));
+        give(w.pool, take_on(w.pool, STREAM_PAGES * PAGE, w.streams[i]));
     return w;
 }
 

@@ -21,7 +21,7 @@ Test(pool_valid, a_broken_equation_is_noticed)
     rebatch_pool *pool = rig.pool;
     void *older = take(pool, KIB);
     void *a = take(pool, 4 * KIB);
-    (void)take(pool, GRANULE);
+    (void)take(pool, PAGE);
     (void)begin(pool);
     give(pool, older);
     (void)take(pool, 2 * KIB);
@@ -29,7 +29,7 @@ Test(pool_valid, a_broken_equation_is_noticed)
     struct rbi_range *range = block->range;
     struct rbi_pool_stream *stream = pool->first_stream;
     ASSERT_NOTICED(pool, pool->stats.live_bytes, 0);
-    ASSERT_NOTICED(pool, pool->stats.reserved_bytes, 5 * GRANULE + 1);
+    ASSERT_NOTICED(pool, pool->stats.reserved_bytes, 5 * PAGE + 1);
     ASSERT_NOTICED(pool, pool->requested_total_bytes, 1);
     ASSERT_NOTICED(pool, pool->requested_given_bytes, 1);
     ASSERT_NOTICED(pool, pool->stats.deferred_bytes, 0);
@@ -38,18 +38,18 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, pool->stats.live_peak_bytes, 1);
     ASSERT_NOTICED(pool, pool->quiet_bytes, UINT64_MAX);
     ASSERT_NOTICED(pool, pool->tags[0].live_bytes, 0);
-    ASSERT_NOTICED(pool, range->bytes, GRANULE);
-    ASSERT_NOTICED(pool, range->granules[0], 0);
-    ASSERT_NOTICED(pool, range->granules[range->bytes / GRANULE - 1], 1);
-    ASSERT_NOTICED(pool, pool->granules_held, 1);
-    ASSERT_NOTICED(pool, pool->stats.quarantined_bytes, GRANULE);
+    ASSERT_NOTICED(pool, range->bytes, PAGE);
+    ASSERT_NOTICED(pool, range->pages[0], 0);
+    ASSERT_NOTICED(pool, range->pages[range->bytes / PAGE - 1], 1);
+    ASSERT_NOTICED(pool, pool->pages_held, 1);
+    ASSERT_NOTICED(pool, pool->stats.quarantined_bytes, PAGE);
     ASSERT_NOTICED(pool, block->bytes, 4 * KIB + 512);
     ASSERT_NOTICED(pool, block->bytes, 4 * KIB + 1);
     ASSERT_NOTICED(pool, block->bytes, 0);
     ASSERT_NOTICED(pool, pool->plan.mode, RBI_PLAN_SERVES);
     ASSERT_NOTICED(pool, block->requested_bytes, 4 * KIB + 1);
     ASSERT_NOTICED(pool, block->state, RBI_BLOCK_PENDING);
-    ASSERT_NOTICED(pool, block->birth, 0);
+    ASSERT_NOTICED(pool, block->sequence, 0);
     ASSERT_NOTICED(pool, block->tag, 3);
     ASSERT_NOTICED(pool, stream->free_bytes, 1);
     ASSERT_NOTICED(pool, block->bins->filled, 0);
@@ -63,9 +63,9 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, pool->small_span, 1);
     ASSERT_NOTICED(pool, pool->late.used, 1);
     ASSERT_NOTICED(pool, pool->late.count, 1);
-    ASSERT_NOTICED(pool, pool->scopes[0].first_birth, UINT64_MAX);
+    ASSERT_NOTICED(pool, pool->scopes[0].first_sequence, UINT64_MAX);
     ASSERT_NOTICED(pool, pool->scopes[0].handle, 0);
-    ASSERT_NOTICED(pool, pool->births, 0);
+    ASSERT_NOTICED(pool, pool->sequence, 0);
     rig_close(&rig);
 }
 

@@ -5,7 +5,7 @@
 #include "device/device.h"
 #include "probe/probe.h"
 
-enum { GRANULE = 65536 };
+enum { PAGE = 65536 };
 
 struct bed {
     rebatch_device *device;
@@ -13,11 +13,11 @@ struct bed {
 };
 
 /* A pool over a dry device in which blocks of so many bytes live. */
-static struct bed bed_of(size_t granules, bool has_virtual_memory, const size_t *live, size_t count)
+static struct bed bed_of(size_t pages, bool has_virtual_memory, const size_t *live, size_t count)
 {
     struct bed bed = {.device = NULL};
     void *block;
-    cr_assert_eq(rbi_device_open_dry(&bed.device, granules * GRANULE, GRANULE, has_virtual_memory),
+    cr_assert_eq(rbi_device_open_dry(&bed.device, pages * PAGE, PAGE, has_virtual_memory),
                  REBATCH_OK);
     cr_assert_eq(rebatch_pool_create(&bed.setting.pool, bed.device, NULL), REBATCH_OK);
     for (size_t i = 0; i < count; i++)
@@ -65,11 +65,11 @@ Test(probe_pieces, else_there_are_as_many_of_each_as_it_is_times_as_large)
 
 Test(probe_pieces, what_is_not_there_is_not_planned)
 {
-    struct bed bed = bed_of(16, true, (size_t[]){GRANULE}, 1);
-    cr_assert_eq(rbi_pieces_plan(&bed.setting, 15 * GRANULE + 1), REBATCH_OOM);
+    struct bed bed = bed_of(16, true, (size_t[]){PAGE}, 1);
+    cr_assert_eq(rbi_pieces_plan(&bed.setting, 15 * PAGE + 1), REBATCH_OOM);
     cr_assert_eq(bed.setting.piece_count, 0);
     cr_assert_eq(rbi_pieces_hold(&bed.setting), REBATCH_OK);
-    cr_assert_eq(live_of(&bed), GRANULE);
+    cr_assert_eq(live_of(&bed), PAGE);
     end(&bed);
 }
 
@@ -87,17 +87,17 @@ Test(probe_pieces, what_is_planned_and_not_held_is_missing)
     end(&bed);
 }
 
-/* Two granules live, three are cached in one piece, five are left: pieces of two leave one of the
+/* Two pages live, three are cached in one piece, five are left: pieces of two leave one of the
  * cache and one of the device. */
 Test(probe_pieces, a_cache_that_is_in_the_way_is_given_back)
 {
-    struct bed bed = bed_of(10, false, (size_t[]){2 * GRANULE}, 1);
+    struct bed bed = bed_of(10, false, (size_t[]){2 * PAGE}, 1);
     void *cached;
-    cr_assert_eq(rebatch_pool_alloc(&cached, bed.setting.pool, 3 * GRANULE, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&cached, bed.setting.pool, 3 * PAGE, NULL, 0), REBATCH_OK);
     cr_assert_eq(rebatch_pool_free(bed.setting.pool, cached), REBATCH_OK);
-    cr_assert_eq(rbi_pieces_plan(&bed.setting, 8 * GRANULE), REBATCH_OK);
+    cr_assert_eq(rbi_pieces_plan(&bed.setting, 8 * PAGE), REBATCH_OK);
     cr_assert_eq(bed.setting.piece_count, 4);
     cr_assert_eq(rbi_pieces_hold(&bed.setting), REBATCH_OK);
-    cr_assert_eq(live_of(&bed), 10 * GRANULE);
+    cr_assert_eq(live_of(&bed), 10 * PAGE);
     end(&bed);
 }

@@ -275,16 +275,16 @@ Test(recover_crawl, a_callback_that_trims_itself_does_not_crawl)
     close_crawler(&c);
 }
 
-/* ---- on granules ---- */
+/* ---- on pages ---- */
 
 /* A micro-batch has a block on the session's stream, frees it, and then one on another stream; the
- * limit has room for the granules of one of them, or both of a micro-batch of half the size. */
+ * limit has room for the pages of one of them, or both of a micro-batch of half the size. */
 struct streams {
     rebatch_device *device;
     rebatch *rb;
     rebatch_stream own, side;
     size_t narrow_bytes;   /* the limit in between; 0: as it is */
-    uint64_t remaps;       /* granules moved up to the end of the last micro-batch */
+    uint64_t remaps;       /* pages moved up to the end of the last micro-batch */
     uint64_t least_remaps; /* and from there to the end of the next, but for the first ever */
 };
 
@@ -367,9 +367,9 @@ static void close_streams(struct streams *s)
     lazy_close(s->device);
 }
 
-/* Granules go to and fro between the streams, but none to the device: fewer samples would move as
+/* Pages go to and fro between the streams, but none to the device: fewer samples would move as
  * many in all. */
-Test(recover_crawl, granules_that_move_between_streams_are_no_crawling)
+Test(recover_crawl, pages_that_move_between_streams_are_no_crawling)
 {
     struct streams s;
     open_streams(&s, 0);
@@ -384,7 +384,7 @@ Test(recover_crawl, granules_that_move_between_streams_are_no_crawling)
 }
 
 /* The limit goes down and up in each, so that what is cached goes to the device and comes again. */
-Test(recover_crawl, granules_that_go_to_the_device_and_come_again_are)
+Test(recover_crawl, pages_that_go_to_the_device_and_come_again_are)
 {
     struct streams s;
     open_streams(&s, MIB(2));

@@ -5,14 +5,14 @@
 #include "device/device.h"
 #include "rebatch/rebatch.h"
 
-enum { GRANULE = 65536 };
+enum { PAGE = 65536 };
 
 struct training {
     rebatch *rb;
     size_t ran;
 };
 
-/* Two blocks of two granules a sample. */
+/* Two blocks of two pages a sample. */
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct training *t = user;
@@ -20,7 +20,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     rebatch_status status = REBATCH_OK;
     t->ran++;
     for (int i = 0; i < 2 && !status; i++)
-        status = rebatch_pool_alloc(&blocks[i], mb->pool, 2 * GRANULE * mb->count, NULL, 0);
+        status = rebatch_pool_alloc(&blocks[i], mb->pool, 2 * PAGE * mb->count, NULL, 0);
     rebatch_mutating(t->rb);
     for (int i = 0; i < 2 && !status; i++)
         status = rebatch_pool_free(mb->pool, blocks[i]);
@@ -34,7 +34,7 @@ static rebatch_status nothing(void *user)
     return REBATCH_OK;
 }
 
-/* A small block lives in a segment of four granules, so that what admission takes beside it is five
+/* A small block lives in a segment of four pages, so that what admission takes beside it is five
  * in one piece: then the second block of four finds three here and three there. */
 Test(recover_retry, what_is_tried_once_more_takes_its_memory_request_by_request)
 {
@@ -49,7 +49,7 @@ Test(recover_retry, what_is_tried_once_more_takes_its_memory_request_by_request)
     void *small;
     options.micro_start = 2;
     options.growth = REBATCH_OFF;
-    cr_assert_eq(rbi_device_open_dry(&device, 12 * GRANULE, GRANULE, false), REBATCH_OK);
+    cr_assert_eq(rbi_device_open_dry(&device, 12 * PAGE, PAGE, false), REBATCH_OK);
     cr_assert_eq(rebatch_open(&t.rb, device, &options), REBATCH_OK);
     rebatch_pool *pool = rebatch_get_pool(t.rb);
     cr_assert_eq(rebatch_pool_alloc(&small, pool, 512, NULL, 0), REBATCH_OK);

@@ -46,14 +46,14 @@ static struct rbi_block *find_gap(const struct rbi_range *range, const char *add
     return gap;
 }
 
-void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_birth)
+void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence)
 {
     struct rbi_range *const range = arena->range;
     struct rbi_pool_stream *const stream = arena->stream;
     char *const end = arena->address + arena->bytes;
     char *at = arena->address;
-    for (struct rbi_block *b = pool->by_birth.previous;
-         b != &pool->by_birth && b->birth >= first_birth; b = b->previous) {
+    for (struct rbi_block *b = pool->by_sequence.previous;
+         b != &pool->by_sequence && b->sequence >= first_sequence; b = b->previous) {
         if (!b->planned)
             continue;
         b->planned = false;
@@ -64,7 +64,7 @@ void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t firs
         at = b->address + b->bytes;
         if (b->state == RBI_BLOCK_HELD) {
             b->freed_at = point;
-            b->birth = pool->births;
+            b->sequence = pool->sequence;
             (void)rbi_pool_put_block(pool, b);
         }
         b = at < end ? find_gap(range, at) : NULL;

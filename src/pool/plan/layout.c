@@ -18,7 +18,7 @@ static int compare(uint32_t a, uint32_t b)
     return (a > b) - (a < b);
 }
 
-static int by_birth(const void *a, const void *b)
+static int by_sequence(const void *a, const void *b)
 {
     const struct rbi_lifetime *x = a, *y = b;
     return compare(y->from, x->from);
@@ -28,7 +28,7 @@ static int by_size(const void *a, const void *b)
 {
     const struct rbi_lifetime *x = a, *y = b;
     const int larger = compare(y->units, x->units);
-    return larger ? larger : -by_birth(a, b);
+    return larger ? larger : -by_sequence(a, b);
 }
 
 static int by_time_in_use(const void *a, const void *b)
@@ -43,7 +43,8 @@ struct order {
     int (*compare)(const void *a, const void *b);
     bool smallest_gap;
 };
-static const struct order orders[] = {{by_size, false}, {by_time_in_use, true}, {by_birth, true}};
+static const struct order orders[] = {
+    {by_size, false}, {by_time_in_use, true}, {by_sequence, true}};
 
 static bool meet(const struct rbi_lifetime *a, const struct rbi_lifetime *b)
 {

@@ -22,7 +22,7 @@
 
 static uint64_t moved_pages(const rebatch_pool *pool)
 {
-    return pool->stats.remaps + pool->device_given_bytes / pool->granule_bytes;
+    return pool->stats.remaps + pool->device_given_bytes / pool->page_bytes;
 }
 
 static void forget(struct rbi_phase *phase)
@@ -229,7 +229,7 @@ static size_t collect(struct rbi_lifetime *lifetimes, const struct rbi_phase *ph
     return count;
 }
 
-static void make_plan(struct rbi_phase *phase, size_t granule_bytes)
+static void make_plan(struct rbi_phase *phase, size_t page_bytes)
 {
     const size_t most = phase->allocations;
     if (most == 0 || most > RBI_LAYOUT_MOST)
@@ -241,8 +241,7 @@ static void make_plan(struct rbi_phase *phase, size_t granule_bytes)
         const uint64_t units =
             rbi_layout_pack(lifetimes, room, count, most_in_use(phase, lifetimes, count));
         set_offsets(phase, lifetimes, count);
-        if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, granule_bytes,
-                          &phase->arena_bytes))
+        if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, page_bytes, &phase->arena_bytes))
             phase->arena_bytes = 0;
     }
     rbi_heap_free(lifetimes);
@@ -272,7 +271,7 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
-    if (stream != plan->phase->stream || rbi_pool_is_outside(pool, pool->insider))
+    if (stream != plan->phase->stream || rbi_pool_is_other_thread(pool, pool->owner_thread))
         return NULL;
     if (units > UINT32_MAX || !is_next(plan, (uint32_t)units, 0)) {
         end_serving(pool);
@@ -300,7 +299,7 @@ bool rbi_plan_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     if (plan->mode != RBI_PLAN_SERVES || stream != plan->phase->stream ||
-        rbi_pool_is_outside(pool, pool->insider))
+        rbi_pool_is_other_thread(pool, pool->owner_thread))
         return false;
     const uint32_t call = (uint32_t)plan->next;
     if (is_next(plan, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES), 0)) {
@@ -318,7 +317,7 @@ void rbi_plan_note_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stre
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     if (plan->mode == RBI_PLAN_OFF || plan->mode == RBI_PLAN_SERVES ||
-        rbi_pool_is_outside(pool, pool->insider))
+        rbi_pool_is_other_thread(pool, pool->owner_thread))
         return;
     set_stream(plan, stream);
     if (stream != plan->phase->stream)
@@ -337,7 +336,7 @@ void rbi_plan_leave(rebatch_pool *pool)
         return;
     plan->mode = RBI_PLAN_OFF;
     plan->arena = NULL;
-    rbi_arena_cut_up(pool, arena, plan->first_birth);
+    rbi_arena_cut_up(pool, arena, plan->first_sequence);
 }
 
 /* ---- the phases ---- */
@@ -373,7 +372,7 @@ static void end(rebatch_pool *pool)
         if (plan->mode == RBI_PLAN_COMPARES && plan->next < phase->count)
             record_from_here(plan);
         else if (plan->mode == RBI_PLAN_COMPARES && has_moved)
-            make_plan(phase, pool->granule_bytes);
+            make_plan(phase, pool->page_bytes);
     }
     plan->mode = RBI_PLAN_OFF;
     plan->phase = NULL;
@@ -404,7 +403,7 @@ void rbi_plan_mark(rebatch_pool *pool, uint64_t key)
     phase->used = ++plan->marks;
     plan->phase = phase;
     plan->next = 0;
-    plan->first_birth = pool->births;
+    plan->first_sequence = pool->sequence;
     plan->moved = moved_pages(pool);
     plan->mode = mode_for(pool, phase);
 }

@@ -57,7 +57,7 @@ struct rbi_pool_plan {
     size_t next;     /* the call that comes next */
     uint32_t serial; /* of the phase that runs: blocks have it, with the number of their call */
     uint64_t marks;  /* so far */
-    uint64_t first_birth;
+    uint64_t first_sequence;
     uint64_t moved; /* pages that had been moved when it began */
     struct rbi_block *arena;
     size_t arena_live_bytes;
@@ -89,7 +89,7 @@ void rbi_plan_leave(rebatch_pool *pool);
 
 /* Takes memory for an arena, in one piece and out of all lists; NULL: there is none (arena.c). */
 struct rbi_block *rbi_arena_take(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
-/* Cuts an arena up into its blocks in use, which begin with `first_birth`, and what is free. */
-void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_birth);
+/* Cuts an arena up into its blocks in use, which begin with `first_sequence`, and what is free. */
+void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence);
 
 #endif

@@ -8,13 +8,13 @@
 struct wanted {
     size_t bytes, most;
     uint64_t ready;
-    bool afloat; /* those between two holes too */
+    bool isolated; /* those between two holes too */
 };
 
 static inline bool is_wanted(const struct rbi_block *block, const struct wanted *wanted)
 {
     return block->bytes >= wanted->bytes && block->bytes <= wanted->most &&
-           block->freed_at <= wanted->ready && (wanted->afloat || !rbi_block_is_afloat(block));
+           block->freed_at <= wanted->ready && (wanted->isolated || !rbi_block_is_isolated(block));
 }
 
 static inline bool is_better(const struct rbi_block *a, const struct rbi_block *b)
@@ -50,11 +50,11 @@ struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t
                                     uint64_t ready, size_t max_split, unsigned zone)
 {
     const struct wanted wanted = {bytes, bytes < max_split ? max_split : SIZE_MAX, ready,
-                                  zone == RBI_ZONE_ANY || (zone & RBI_ZONE_AFLOAT)};
+                                  zone == RBI_ZONE_ANY || (zone & RBI_ZONE_ISOLATED)};
     if (!stream->has_zones)
         return find_in(&stream->bins[0], &wanted);
     if (zone != RBI_ZONE_ANY)
-        return find_in(&stream->bins[zone & ~RBI_ZONE_AFLOAT], &wanted);
+        return find_in(&stream->bins[zone & ~RBI_ZONE_ISOLATED], &wanted);
     struct rbi_block *best = NULL;
     for (unsigned i = 0; i < RBI_POOL_ZONES; i++) {
         struct rbi_block *block = find_in(&stream->bins[i], &wanted);
@@ -193,7 +193,7 @@ struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *bloc
 
 /* Merges the small quick blocks of one size, the smallest that is large enough: all others stay in
  * their lists, where the next requests find them. False when there is none. */
-static bool settle_one_size(rebatch_pool *pool, struct rbi_pool_stream *stream, size_t bytes)
+static bool coalesce_one_size(rebatch_pool *pool, struct rbi_pool_stream *stream, size_t bytes)
 {
     if (!rbi_quick_is_small(bytes))
         return false;
@@ -203,7 +203,7 @@ static bool settle_one_size(rebatch_pool *pool, struct rbi_pool_stream *stream, 
     const size_t units = (size_t)__builtin_ctzll(enough) + 1;
     struct rbi_block *block;
     while ((block = rbi_quick_pop(stream, units * REBATCH_POOL_UNIT_BYTES)) != NULL)
-        rbi_pool_settle_block(pool, block);
+        rbi_pool_coalesce_block(pool, block);
     return true;
 }
 
@@ -214,7 +214,7 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
     const unsigned zone = rbi_pool_zone(pool, bytes);
     rbi_quick_flush_large(pool, stream);
     struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
-    while (!block && zone == RBI_ZONE_SMALL && settle_one_size(pool, stream, bytes))
+    while (!block && zone == RBI_ZONE_SMALL && coalesce_one_size(pool, stream, bytes))
         block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, most, zone);
     if (!block && stream->small_bytes) {
         rbi_quick_flush(pool, stream);
@@ -227,18 +227,18 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
 
 struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block)
 {
-    return rbi_block_settle(pool, block,
-                            block->stream == pool->space ? RBI_BLOCK_HOLE : RBI_BLOCK_FREE);
+    return rbi_block_coalesce(pool, block,
+                              block->stream == pool->space ? RBI_BLOCK_HOLE : RBI_BLOCK_FREE);
 }
 
 /* ---- quick lists ---- */
 
-static void settle_list(rebatch_pool *pool, struct rbi_block *block)
+static void coalesce_list(rebatch_pool *pool, struct rbi_block *block)
 {
     while (block) {
         struct rbi_block *next = block->next;
         block->stream->free_bytes -= block->bytes;
-        rbi_pool_settle_block(pool, block);
+        rbi_pool_coalesce_block(pool, block);
         block = next;
     }
 }
@@ -250,7 +250,7 @@ static void flush_lists(rebatch_pool *pool, struct rbi_pool_stream *stream, unsi
             &stream->quick[which * RBI_POOL_QUICK + (unsigned)__builtin_ctzll(filled)];
         struct rbi_block *block = quick->newest;
         quick->newest = NULL;
-        settle_list(pool, block);
+        coalesce_list(pool, block);
     }
     stream->quick_filled[which] = 0;
 }
@@ -265,7 +265,7 @@ void rbi_quick_flush_large(rebatch_pool *pool, struct rbi_pool_stream *stream)
     flush_lists(pool, stream, 1);
     struct rbi_block *block = stream->loose;
     stream->loose = NULL;
-    settle_list(pool, block);
+    coalesce_list(pool, block);
 }
 
 void rbi_quick_flush(rebatch_pool *pool, struct rbi_pool_stream *stream)

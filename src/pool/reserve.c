@@ -17,7 +17,7 @@ static rebatch_status look_for_room(rebatch_pool *pool, size_t bytes)
  * is given up. At first it is the piece found here. An allocation of s <= left takes either
  * another block, and the piece stays, or that one, and as blocks are cut to exactly s in one
  * place, left - s remain in one piece. A free only adds free memory, and merging makes no piece
- * smaller. An allocation for another stream takes the piece, or a part of it, on the rungs
+ * smaller. An allocation for another stream takes the piece, or a part of it, on the stages
  * OTHER_STREAMS or WAIT, which come before TRIM; so none of these allocations gets as far as
  * giving memory back, and the piece stays in the pool. Nor does REMAP take it apart: it takes only
  * what is complete, and then OTHER_STREAMS has found the piece before. */
@@ -58,13 +58,13 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
         return status;
     request.ahead = true;
     if (!pool->caching) {
-        request.rung = REBATCH_STAGE_DEVICE;
+        request.stage = REBATCH_STAGE_DEVICE;
         status = look_for_room(pool, rounded);
     } else if (rbi_plan_reserve(pool, rounded, stream)) {
         pool->promised_bytes = rounded;
     } else if (!pool->guard) {
-        status = rbi_pool_is_outside(pool, pool->insider) ? look_for_piece(pool, &request)
-                                                          : hold_piece(pool, &request);
+        status = rbi_pool_is_other_thread(pool, pool->owner_thread) ? look_for_piece(pool, &request)
+                                                                    : hold_piece(pool, &request);
     }
     if (status == REBATCH_OK)
         rbi_plan_note_reserve(pool, rounded, stream);
@@ -94,20 +94,20 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
     return status;
 }
 
-/* Takes what `stream` lacks of `bytes` from the device, or from free granules of other streams. */
+/* Takes what `stream` lacks of `bytes` from the device, or from free pages of other streams. */
 static rebatch_status top_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
 {
     if (stream->free_bytes >= bytes)
         return REBATCH_OK;
     size_t shortage;
-    if (!rbi_round_up(bytes - stream->free_bytes, pool->granule_bytes, &shortage))
+    if (!rbi_round_up(bytes - stream->free_bytes, pool->page_bytes, &shortage))
         return REBATCH_OOM;
     rbi_quick_flush_all(pool);
     struct rbi_block *block;
     return rbi_pool_grow(&block, pool, shortage, stream, stream);
 }
 
-/* What other streams have free, in parts of granules once their cache was given back. */
+/* What other streams have free, in parts of pages once their cache was given back. */
 static size_t free_of_others(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
 {
     uint64_t sum = 0;
@@ -132,7 +132,7 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
     if (status == REBATCH_OK)
         status = top_up(pool, bytes, request.stream);
     if (status == REBATCH_OOM && (status = rbi_pool_await_streams(pool)) == REBATCH_OK)
-        status = top_up(pool, bytes, request.stream); /* of granules that work had still in use */
+        status = top_up(pool, bytes, request.stream); /* of pages that work had still in use */
     if (status == REBATCH_OOM) {
         size_t released;
         status = rbi_pool_trim_cache(pool, 0, request.stream, &released);
@@ -153,11 +153,11 @@ static rebatch_status check_sum(size_t *rounded, const rebatch_pool *pool, size_
 {
     size_t whole;
     if (rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, rounded) &&
-        rbi_round_up(*rounded, pool->granule_bytes, &whole))
+        rbi_round_up(*rounded, pool->page_bytes, &whole))
         return REBATCH_OK;
     return rbi_error(REBATCH_E_INVALID,
                      "bytes is %zu: expected a sum that can be rounded up to %zu bytes", bytes,
-                     pool->granule_bytes);
+                     pool->page_bytes);
 }
 
 rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream stream)

@@ -1,13 +1,13 @@
 /* Owns the choice of addresses for what no free block can hold: windows of free blocks and holes.
- * Must not know rungs or limits. */
+ * Must not know stages or limits. */
 #include "pool/pool.h"
 
 /* How many holes are looked at. */
 #define WINDOW_LOOKS 64
 
-static size_t granules_for(const rebatch_pool *pool, size_t bytes)
+static size_t pages_for(const rebatch_pool *pool, size_t bytes)
 {
-    return (bytes + pool->granule_bytes - 1) >> (unsigned)__builtin_ctzll(pool->granule_bytes);
+    return (bytes + pool->page_bytes - 1) >> (unsigned)__builtin_ctzll(pool->page_bytes);
 }
 
 /* A free block that `stream` may have at once. */
@@ -26,7 +26,7 @@ static void lay_window(struct rbi_window *window, const rebatch_pool *pool, stru
     for (struct rbi_block *b = near;; b = at_end ? b->before : b->after) {
         const size_t part = rbi_min(left, b->bytes);
         if (b->state == RBI_BLOCK_HOLE)
-            window->granules += granules_for(pool, part);
+            window->pages += pages_for(pool, part);
         *(at_end ? &window->first : &window->last) = b;
         left -= part;
         if (left == 0)
@@ -48,7 +48,7 @@ static bool is_open(const struct rbi_block *block, const struct rbi_pool_stream 
     return block && (block->state == RBI_BLOCK_HOLE || is_usable(block, stream));
 }
 
-/* A hole with what is open before and behind it. The request lies at the end where fewer granules
+/* A hole with what is open before and behind it. The request lies at the end where fewer pages
  * must be mapped for it; of places that are alike in this the smallest is taken. */
 static void look_around(struct look *look, const rebatch_pool *pool, struct rbi_block *hole)
 {
@@ -64,12 +64,12 @@ static void look_around(struct look *look, const rebatch_pool *pool, struct rbi_
     for (int at_end = 0; at_end < 2; at_end++) {
         struct rbi_window window;
         lay_window(&window, pool, at_end ? last : first, look->bytes, at_end);
-        /* Without a granule to map it is a free block that the search before had its reasons to
+        /* Without a page to map it is a free block that the search before had its reasons to
          * leave. */
-        if (window.granules == 0 ||
+        if (window.pages == 0 ||
             (look->spare_bytes != SIZE_MAX &&
-             (window.granules > look->window.granules ||
-              (window.granules == look->window.granules && spare_bytes >= look->spare_bytes))))
+             (window.pages > look->window.pages ||
+              (window.pages == look->window.pages && spare_bytes >= look->spare_bytes))))
             continue;
         look->window = window;
         look->spare_bytes = spare_bytes;
@@ -93,12 +93,12 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
     return look.spare_bytes != SIZE_MAX;
 }
 
-void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t granules)
+void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t pages)
 {
     const struct rbi_block *const far = window->at_end ? window->first : window->last;
     const struct rbi_block *const end = window->last->after;
-    if (far->state != RBI_BLOCK_HOLE || far->bytes / pool->granule_bytes < granules ||
-        granules < window->granules)
+    if (far->state != RBI_BLOCK_HOLE || far->bytes / pool->page_bytes < pages ||
+        pages < window->pages)
         return;
     size_t beside = 0; /* what is mapped already */
     for (const struct rbi_block *b = window->first; b != end; b = b->after) {
@@ -106,8 +106,8 @@ void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_
             return;
         beside += b == far ? 0 : b->bytes;
     }
-    window->bytes = beside + granules * pool->granule_bytes;
-    window->granules = granules;
+    window->bytes = beside + pages * pool->page_bytes;
+    window->pages = pages;
 }
 
 /* ---- with care ---- */
@@ -116,7 +116,7 @@ void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_
 #define CARE_LOOKS 512
 /* Those that are a smaller part of the request are only looked at beside others. */
 #define CARE_PARTS 4
-/* A granule to be mapped counts like the loss of so many, times the part of the memory that is
+/* A page to be mapped counts like the loss of so many, times the part of the memory that is
  * room: the scarcer memory is, the more is moved to save some. */
 #define CARE_MOVE 2
 
@@ -127,21 +127,21 @@ struct care {
     const struct rbi_pool_stream *stream;
     unsigned zone;
     struct rbi_window window; /* the best so far */
-    size_t whole;             /* wholly free granules that it takes; SIZE_MAX: none found */
-    size_t loss;              /* in bytes: what it leaves of granules, and what is to be mapped */
+    size_t whole;             /* wholly free pages that it takes; SIZE_MAX: none found */
+    size_t loss;              /* in bytes: what it leaves of pages, and what is to be mapped */
 };
 
-/* Wholly free granules of what is open that are taken for `bytes` at one end of it. */
+/* Wholly free pages of what is open that are taken for `bytes` at one end of it. */
 static size_t whole_taken(const struct care *care, const struct rbi_block *first, size_t all,
                           bool at_end)
 {
-    const size_t mask = care->pool->granule_bytes - 1;
+    const size_t mask = care->pool->page_bytes - 1;
     const size_t begin = (size_t)(first->address - first->range->address);
     const size_t end = begin + all;
     const size_t from = at_end ? end - care->bytes : begin;
     const size_t low = rbi_max(from & ~mask, (begin + mask) & ~mask);
     const size_t high = rbi_min((from + care->bytes + mask) & ~mask, end & ~mask);
-    return high > low ? granules_for(care->pool, high - low) : 0;
+    return high > low ? pages_for(care->pool, high - low) : 0;
 }
 
 /* Ties break to the older range, then to the lower address. */
@@ -155,9 +155,9 @@ static bool is_better(const struct care *care, const struct rbi_window *window, 
     return rbi_block_precedes(window->first, care->window.first);
 }
 
-/* Wholly free granules can be used anywhere, parts of them only where they are: a place is the
+/* Wholly free pages can be used anywhere, parts of them only where they are: a place is the
  * better the fewer of the former it takes. Of places that are alike in this it is better to leave
- * whole granules, or nothing. Behind the last block of a range there is no end of addresses to
+ * whole pages, or nothing. Behind the last block of a range there is no end of addresses to
  * speak of: what is allocated there one after the other is of one age, and goes together. */
 static void weigh(struct care *care, struct rbi_block *first, struct rbi_block *last, size_t all,
                   bool at_end)
@@ -168,10 +168,9 @@ static void weigh(struct care *care, struct rbi_block *first, struct rbi_block *
         return;
     struct rbi_window window;
     lay_window(&window, pool, at_end ? last : first, care->bytes, at_end);
-    const size_t move_bytes =
-        pool->granule_bytes / RBI_POOL_ROOM_PARTS * CARE_MOVE * pool->room_parts;
-    const size_t rest = last->after ? (all - care->bytes) & (pool->granule_bytes - 1) : 0;
-    const size_t loss = rest + window.granules * move_bytes;
+    const size_t move_bytes = pool->page_bytes / RBI_POOL_ROOM_PARTS * CARE_MOVE * pool->room_parts;
+    const size_t rest = last->after ? (all - care->bytes) & (pool->page_bytes - 1) : 0;
+    const size_t loss = rest + window.pages * move_bytes;
     if (!is_better(care, &window, whole, loss))
         return;
     care->window = window;
@@ -209,8 +208,8 @@ static void weigh_bins(struct care *care, const struct rbi_bins *bins)
 }
 
 /* Blocks of one size that are allocated one after the other, as the layers of a model have, are
- * of one age and go together. Side by side they leave whole granules then; in the best place of
- * each they would keep a part of one at either end, which is much for those that are a few granules
+ * of one age and go together. Side by side they leave whole pages then; in the best place of
+ * each they would keep a part of one at either end, which is much for those that are a few pages
  * long. After so many there is a row, which goes on beside its last block; and after so many it
  * begins anew where addresses are plenty. */
 #define ROW_BLOCKS 2
@@ -219,7 +218,7 @@ static void weigh_bins(struct care *care, const struct rbi_bins *bins)
 /* How many of the blocks that were allocated last are of this size, as far as it matters. */
 static unsigned row_length(const rebatch_pool *pool, size_t bytes)
 {
-    const struct rbi_block *const ring = &pool->by_birth;
+    const struct rbi_block *const ring = &pool->by_sequence;
     const struct rbi_block *block = ring->previous;
     unsigned length = 0;
     for (; length < ROW_BLOCKS_LONG && block != ring && block->bytes == bytes; length++)
@@ -253,7 +252,7 @@ static bool lay_anew(struct rbi_window *window, const struct care *care)
 static bool find_in_row(struct rbi_window *window, const struct care *care)
 {
     const unsigned length = row_length(care->pool, care->bytes);
-    const struct rbi_block *const last = care->pool->by_birth.previous;
+    const struct rbi_block *const last = care->pool->by_sequence.previous;
     if (care->zone != RBI_ZONE_MEDIUM || length < ROW_BLOCKS || last->range->zone != care->zone)
         return false;
     return lay_open(window, care, last->after, false) ||
@@ -283,13 +282,13 @@ bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *po
 
 /* ---- the best of all ---- */
 
-/* Free blocks and holes, one behind the other. Its wholly free granules count like any others,
- * mapped or not; what it has besides are the free parts of granules at its ends.
- *   bytes == lead + whole * granule + trail */
+/* Free blocks and holes, one behind the other. Its wholly free pages count like any others,
+ * mapped or not; what it has besides are the free parts of pages at its ends.
+ *   bytes == lead + whole * page + trail */
 struct run {
     struct rbi_block *first, *last;
     size_t bytes, lead, whole, trail;
-    size_t fixed[2]; /* of the whole granules those of pieces that reach beyond it: at either end */
+    size_t fixed[2]; /* of the whole pages those of pieces that reach beyond it: at either end */
 };
 
 /* A piece that reaches beyond a free block is in use there: its block is the first of a run, or the
@@ -297,9 +296,9 @@ struct run {
 static void note_fixed(struct run *run, const rebatch_pool *pool, const struct rbi_block *block)
 {
     char *first_whole, *first;
-    const size_t whole = rbi_granules_whole(pool, block, &first_whole);
-    const size_t within = rbi_granules_within(pool, block, &first);
-    const size_t before = (size_t)(first - first_whole) / pool->granule_bytes;
+    const size_t whole = rbi_pages_whole(pool, block, &first_whole);
+    const size_t within = rbi_pages_within(pool, block, &first);
+    const size_t before = (size_t)(first - first_whole) / pool->page_bytes;
     run->fixed[0] += before;
     run->fixed[1] += whole - within - before;
 }
@@ -320,35 +319,34 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     for (; block && is_in_run(block); block = block->after) {
         run->last = block;
         run->bytes += block->bytes;
-        if (block->state == RBI_BLOCK_FREE && rbi_granules_has_large(pool))
+        if (block->state == RBI_BLOCK_FREE && rbi_pages_has_large(pool))
             note_fixed(run, pool, block);
     }
     const struct rbi_range *range = run->first->range;
     const size_t offset = (size_t)(run->first->address - range->address);
-    run->lead = rbi_min(-offset & (pool->granule_bytes - 1), run->bytes);
-    run->whole = (run->bytes - run->lead) / pool->granule_bytes;
-    run->trail = run->bytes - run->lead - run->whole * pool->granule_bytes;
+    run->lead = rbi_min(-offset & (pool->page_bytes - 1), run->bytes);
+    run->whole = (run->bytes - run->lead) / pool->page_bytes;
+    run->trail = run->bytes - run->lead - run->whole * pool->page_bytes;
     return true;
 }
 
-/* Of a chunk that the end of a window cuts, the granules beyond the window: they stay where they
- * are. `whole` granules of the run are in the window. */
+/* Of a chunk that the end of a window cuts, the pages beyond the window: they stay where they
+ * are. `whole` pages of the run are in the window. */
 static size_t cut_off(const rebatch_pool *pool, const struct run *run, size_t whole, bool at_end)
 {
     if (whole <= run->fixed[at_end] || whole >= run->whole - run->fixed[!at_end])
         return 0; /* no chunk, or one that could not be used elsewhere anyway */
     const size_t before = at_end ? run->whole - whole : whole;
-    const char *const end = run->first->address + run->lead + before * pool->granule_bytes;
-    return rbi_granules_cut_off(pool, run->first->range, end, !at_end);
+    const char *const end = run->first->address + run->lead + before * pool->page_bytes;
+    return rbi_pages_cut_off(pool, run->first->range, end, !at_end);
 }
 
-/* Granules of the supply that `bytes` at one end of the run take; those that could not be used
+/* Pages of the supply that `bytes` at one end of the run take; those that could not be used
  * elsewhere cost nothing here. */
 static size_t taken_at(const rebatch_pool *pool, const struct run *run, size_t bytes, bool at_end)
 {
     const size_t beside = at_end ? run->trail : run->lead;
-    const size_t whole =
-        bytes <= beside ? 0 : rbi_min(granules_for(pool, bytes - beside), run->whole);
+    const size_t whole = bytes <= beside ? 0 : rbi_min(pages_for(pool, bytes - beside), run->whole);
     const size_t up_to_far = run->whole - run->fixed[!at_end];
     const size_t far = whole > up_to_far ? whole - up_to_far : 0;
     return whole - rbi_min(whole, rbi_min(whole, run->fixed[at_end]) + far) +
@@ -356,8 +354,8 @@ static size_t taken_at(const rebatch_pool *pool, const struct run *run, size_t b
 }
 
 /* At the better end; *at_end says which. */
-static size_t granules_taken(bool *at_end, const rebatch_pool *pool, const struct run *run,
-                             size_t bytes)
+static size_t pages_taken(bool *at_end, const rebatch_pool *pool, const struct run *run,
+                          size_t bytes)
 {
     const size_t at_first = taken_at(pool, run, bytes, false);
     const size_t at_last = taken_at(pool, run, bytes, true);
@@ -365,7 +363,7 @@ static size_t granules_taken(bool *at_end, const rebatch_pool *pool, const struc
     return rbi_min(at_first, at_last);
 }
 
-/* Wholly free granules that are there, mapped or spare. */
+/* Wholly free pages that are there, mapped or spare. */
 static size_t count_supply(const rebatch_pool *pool)
 {
     size_t supply = pool->spare_count;
@@ -373,7 +371,7 @@ static size_t count_supply(const rebatch_pool *pool)
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         for (const struct rbi_block *b = r->first; b; b = b->after)
             if (b->state == RBI_BLOCK_FREE)
-                supply += rbi_granules_within(pool, b, &first);
+                supply += rbi_pages_within(pool, b, &first);
     return supply;
 }
 
@@ -386,7 +384,7 @@ bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, s
     bool at_end = false, best_at_end = false;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after) {
-            const size_t taken = granules_taken(&at_end, pool, &run, bytes);
+            const size_t taken = pages_taken(&at_end, pool, &run, bytes);
             if (run.bytes >= bytes && taken < fewest) {
                 fewest = taken;
                 best = run;
@@ -406,19 +404,19 @@ static uint64_t most_at(const rebatch_pool *pool, const struct run *run, size_t 
     if (taken_at(pool, run, run->bytes, at_end) <= supply)
         return run->bytes;
     const size_t beside = at_end ? run->trail : run->lead;
-    size_t fits = 0, fails = run->whole; /* granules; what is taken rises with them */
+    size_t fits = 0, fails = run->whole; /* pages; what is taken rises with them */
     while (fails - fits > 1) {
         const size_t middle = fits + (fails - fits) / 2;
-        const size_t bytes = beside + middle * pool->granule_bytes;
+        const size_t bytes = beside + middle * pool->page_bytes;
         *(taken_at(pool, run, bytes, at_end) <= supply ? &fits : &fails) = middle;
     }
-    return beside + fits * pool->granule_bytes;
+    return beside + fits * pool->page_bytes;
 }
 
 uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
 {
     const size_t supply = count_supply(pool) + room;
-    uint64_t most = (uint64_t)supply * pool->granule_bytes; /* in addresses yet to be reserved */
+    uint64_t most = (uint64_t)supply * pool->page_bytes; /* in addresses yet to be reserved */
     struct run run;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after)
@@ -450,8 +448,7 @@ void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window)
         const bool last = b == far;
         if (last)
             b = cut(pool, b,
-                    b->state == RBI_BLOCK_HOLE ? granules_for(pool, left) * pool->granule_bytes
-                                               : left,
+                    b->state == RBI_BLOCK_HOLE ? pages_for(pool, left) * pool->page_bytes : left,
                     at_end);
         b->state = RBI_BLOCK_HELD;
         left -= rbi_min(left, b->bytes);
@@ -489,7 +486,7 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
     for (struct rbi_block *b = window->first; b != end; b = b->after) {
         if (b->stream != pool->space)
             continue;
-        const rebatch_status status = rbi_granules_map(pool, b);
+        const rebatch_status status = rbi_pages_map(pool, b);
         if (status != REBATCH_OK) {
             rbi_window_drop(pool, window);
             return status;

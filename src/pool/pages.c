@@ -1,53 +1,53 @@
 /* Owns physical memory: making it, keeping what is spare of it, mapping and unmapping it.
  * Must not know blocks' lives, nor what memory is asked for.
  *
- * A large piece can only be unmapped as a whole, and then keeps free memory from where it is
- * needed; but to make, map and give back one takes hardly longer than for one granule. */
+ * A large chunk can only be unmapped as a whole, and then keeps free memory from where it is
+ * needed; but to make, map and give back one takes hardly longer than for one page. */
 #include "pool/pool.h"
 
-static unsigned granule_shift(const rebatch_pool *pool)
+static unsigned page_shift(const rebatch_pool *pool)
 {
-    return (unsigned)__builtin_ctzll(pool->granule_bytes);
+    return (unsigned)__builtin_ctzll(pool->page_bytes);
 }
 
 static size_t index_of(const rebatch_pool *pool, const struct rbi_range *range, const char *address)
 {
-    return (size_t)(address - range->address) >> granule_shift(pool);
+    return (size_t)(address - range->address) >> page_shift(pool);
 }
 
-/* Of a piece of a power of two of granules. */
-static unsigned size_of(size_t granules)
+/* Of a chunk of a power of two of pages. */
+static unsigned size_of(size_t pages)
 {
-    return (unsigned)__builtin_ctzll(granules);
+    return (unsigned)__builtin_ctzll(pages);
 }
 
 /* ---- what is spare ---- */
 
-/* There is a place for each piece that is held, so that an unmapped one always has one. */
+/* There is a place for each chunk that is held, so that an unmapped one always has one. */
 static bool prepare_spare(struct rbi_spare *spare)
 {
     if (spare->held < spare->capacity)
         return true;
     const size_t capacity = rbi_max(2 * spare->capacity, 64);
-    rbi_physical *pieces = rbi_heap_resize(spare->pieces, capacity, sizeof *pieces);
-    if (!pieces)
+    rbi_physical *chunks = rbi_heap_resize(spare->chunks, capacity, sizeof *chunks);
+    if (!chunks)
         return false;
-    spare->pieces = pieces;
+    spare->chunks = chunks;
     spare->capacity = capacity;
     return true;
 }
 
 static void put_spare(rebatch_pool *pool, rbi_physical physical, unsigned size)
 {
-    rbi_assert(physical && size < RBI_PIECE_SIZES);
+    rbi_assert(physical && size < RBI_CHUNK_SIZES);
     struct rbi_spare *spare = &pool->spare[size];
-    spare->pieces[spare->count++] = physical;
+    spare->chunks[spare->count++] = physical;
     pool->spare_count += (size_t)1 << size;
 }
 
 static rbi_physical newest_spare(const rebatch_pool *pool, unsigned size)
 {
-    return pool->spare[size].pieces[pool->spare[size].count - 1];
+    return pool->spare[size].chunks[pool->spare[size].count - 1];
 }
 
 static void drop_spare(rebatch_pool *pool, unsigned size)
@@ -57,12 +57,12 @@ static void drop_spare(rebatch_pool *pool, unsigned size)
     pool->spare_count -= (size_t)1 << size;
 }
 
-/* The largest size of at most `most` granules that is spare, else the smallest above; there must be
+/* The largest size of at most `most` pages that is spare, else the smallest above; there must be
  * one. */
 static unsigned choose_spare(const rebatch_pool *pool, size_t most)
 {
     rbi_assert(pool->spare_count > 0);
-    unsigned size = RBI_PIECE_SIZES;
+    unsigned size = RBI_CHUNK_SIZES;
     while (size-- > 0)
         if (pool->spare[size].count && (size_t)1 << size <= most)
             return size;
@@ -71,22 +71,22 @@ static unsigned choose_spare(const rebatch_pool *pool, size_t most)
     return size;
 }
 
-/* Gives the newest spare piece of a size back. */
+/* Gives the newest spare chunk of a size back. */
 static rebatch_status release(rebatch_pool *pool, unsigned size)
 {
-    const size_t bytes = pool->granule_bytes << size;
+    const size_t bytes = pool->page_bytes << size;
     const rebatch_status status =
         rbi_device_release_physical(pool->device, newest_spare(pool, size), bytes);
     if (status != REBATCH_OK)
         return status; /* it stays spare */
     drop_spare(pool, size);
     pool->spare[size].held--;
-    pool->granules_held -= (size_t)1 << size;
+    pool->pages_held -= (size_t)1 << size;
     rbi_pool_note_given(pool, bytes);
     return REBATCH_OK;
 }
 
-size_t rbi_granules_release(rebatch_pool *pool, size_t keep)
+size_t rbi_pages_release(rebatch_pool *pool, size_t keep)
 {
     size_t released = 0;
     while (pool->spare_count > keep) {
@@ -99,9 +99,9 @@ size_t rbi_granules_release(rebatch_pool *pool, size_t keep)
     return released;
 }
 
-bool rbi_granules_has_large(const rebatch_pool *pool)
+bool rbi_pages_has_large(const rebatch_pool *pool)
 {
-    for (unsigned size = 1; size < RBI_PIECE_SIZES; size++)
+    for (unsigned size = 1; size < RBI_CHUNK_SIZES; size++)
         if (pool->spare[size].held > pool->spare[size].count)
             return true;
     return false;
@@ -112,7 +112,7 @@ bool rbi_granules_has_large(const rebatch_pool *pool)
 static rebatch_status create(rebatch_pool *pool, unsigned size)
 {
     rbi_physical physical;
-    const size_t bytes = pool->granule_bytes << size;
+    const size_t bytes = pool->page_bytes << size;
     if (!prepare_spare(&pool->spare[size]))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
     rebatch_status status = rbi_device_create_physical(pool->device, &physical, bytes);
@@ -122,12 +122,12 @@ static rebatch_status create(rebatch_pool *pool, unsigned size)
         return status;
     put_spare(pool, physical, size);
     pool->spare[size].held++;
-    pool->granules_held += (size_t)1 << size;
+    pool->pages_held += (size_t)1 << size;
     rbi_pool_note_taken(pool, bytes);
     return REBATCH_OK;
 }
 
-/* The largest size up to `most` that has no more than `count` granules, of which there are some. */
+/* The largest size up to `most` that has no more than `count` pages, of which there are some. */
 static unsigned largest_within(size_t count, unsigned most)
 {
     const unsigned size = 63 - (unsigned)__builtin_clzll(count);
@@ -136,7 +136,7 @@ static unsigned largest_within(size_t count, unsigned most)
 
 /* A sixteenth of the request, so that a request is served by a few calls, or a 128th of what the
  * pool holds, so that a pool that grows does so in few calls. But at most a 1,024th of what the
- * device could still give, and 32 granules: what is left over at the ends of chunks in use is of no
+ * device could still give, and 32 pages: what is left over at the ends of chunks in use is of no
  * use elsewhere, and counts as soon as memory is short. A request of 16 GiB and more takes some
  * hundred chunks all the same. */
 #define PARTS_OF_REQUEST 16
@@ -145,39 +145,39 @@ static unsigned largest_within(size_t count, unsigned most)
 #define ORDINARY_MOST 32
 #define PARTS_OF_HUGE 256
 
-static size_t chunk_of(size_t granules)
+static size_t chunk_of(size_t pages)
 {
-    return (size_t)1 << largest_within(rbi_max(granules, 1), RBI_PIECE_SIZES - 1);
+    return (size_t)1 << largest_within(rbi_max(pages, 1), RBI_CHUNK_SIZES - 1);
 }
 
-size_t rbi_granules_chunk(const rebatch_pool *pool, size_t count, size_t room)
+size_t rbi_pages_chunk(const rebatch_pool *pool, size_t count, size_t room)
 {
-    const size_t wanted = rbi_max(count / PARTS_OF_REQUEST, pool->granules_held / PARTS_OF_HELD);
+    const size_t wanted = rbi_max(count / PARTS_OF_REQUEST, pool->pages_held / PARTS_OF_HELD);
     const size_t ordinary = rbi_min(rbi_min(wanted, room / PARTS_OF_ROOM), ORDINARY_MOST);
     return chunk_of(rbi_max(ordinary, count / PARTS_OF_HUGE));
 }
 
-size_t rbi_granules_chunk_ahead(size_t count)
+size_t rbi_pages_chunk_ahead(size_t count)
 {
     return chunk_of(count / PARTS_OF_REQUEST);
 }
 
 /* Gives what was made since back. */
-static void unmake(rebatch_pool *pool, const size_t before[static RBI_PIECE_SIZES])
+static void unmake(rebatch_pool *pool, const size_t before[static RBI_CHUNK_SIZES])
 {
-    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
         while (pool->spare[size].count > before[size] && release(pool, size) == REBATCH_OK)
             ;
 }
 
-rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t chunk)
+rebatch_status rbi_pages_create(rebatch_pool *pool, size_t count, size_t chunk)
 {
     rbi_assert(count > 0 && chunk > 0 && (chunk & (chunk - 1)) == 0);
-    size_t before[RBI_PIECE_SIZES];
-    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
+    size_t before[RBI_CHUNK_SIZES];
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
         before[size] = pool->spare[size].count;
     pool->stats.device_allocations++;
-    unsigned most = RBI_PIECE_SIZES - 1; /* what the device has in one piece */
+    unsigned most = RBI_CHUNK_SIZES - 1; /* what the device has in one chunk */
     for (size_t made = 0; made < count;) {
         const unsigned size = largest_within(rbi_min(count - made, chunk), most);
         const rebatch_status status = create(pool, size);
@@ -193,9 +193,9 @@ rebatch_status rbi_granules_create(rebatch_pool *pool, size_t count, size_t chun
     return REBATCH_OK;
 }
 
-/* Makes smaller ones of a spare piece, down to single granules. Its memory is the device's in
+/* Makes smaller ones of a spare chunk, down to single pages. Its memory is the device's in
  * between: somebody else may be quicker to take it. */
-static rebatch_status break_piece(rebatch_pool *pool, unsigned size)
+static rebatch_status break_chunk(rebatch_pool *pool, unsigned size)
 {
     rebatch_status status = release(pool, size);
     if (status == REBATCH_OK)
@@ -207,30 +207,29 @@ static rebatch_status break_piece(rebatch_pool *pool, unsigned size)
 
 /* ---- what is mapped ---- */
 
-/* Of the piece that begins there. */
-static size_t piece_granules(const rebatch_pool *pool, const struct rbi_range *range, size_t index)
+/* Of the chunk that begins there. */
+static size_t piece_pages(const rebatch_pool *pool, const struct rbi_range *range, size_t index)
 {
-    const size_t end = range->bytes >> granule_shift(pool);
-    size_t granules = 1;
-    while (index + granules < end && range->granules[index + granules] == RBI_PIECE_GOES_ON)
-        granules++;
-    return granules;
+    const size_t end = range->bytes >> page_shift(pool);
+    size_t pages = 1;
+    while (index + pages < end && range->pages[index + pages] == RBI_CHUNK_GOES_ON)
+        pages++;
+    return pages;
 }
 
-size_t rbi_granules_piece(const rebatch_pool *pool, const struct rbi_range *range,
+size_t rbi_pages_in_chunk(const rebatch_pool *pool, const struct rbi_range *range,
                           const char *address)
 {
-    return piece_granules(pool, range, index_of(pool, range, address));
+    return piece_pages(pool, range, index_of(pool, range, address));
 }
 
 static bool goes_on(const rebatch_pool *pool, const struct rbi_range *range, size_t index)
 {
-    return index < range->bytes >> granule_shift(pool) &&
-           range->granules[index] == RBI_PIECE_GOES_ON;
+    return index < range->bytes >> page_shift(pool) && range->pages[index] == RBI_CHUNK_GOES_ON;
 }
 
-size_t rbi_granules_cut_off(const rebatch_pool *pool, const struct rbi_range *range,
-                            const char *address, bool behind)
+size_t rbi_pages_cut_off(const rebatch_pool *pool, const struct rbi_range *range,
+                         const char *address, bool behind)
 {
     const size_t index = index_of(pool, range, address);
     size_t count = 0;
@@ -243,121 +242,119 @@ size_t rbi_granules_cut_off(const rebatch_pool *pool, const struct rbi_range *ra
     return count;
 }
 
-size_t rbi_granules_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first)
+size_t rbi_pages_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first)
 {
     const size_t offset = (size_t)(block->address - block->range->address);
-    const size_t lead = -offset & (pool->granule_bytes - 1);
+    const size_t lead = -offset & (pool->page_bytes - 1);
     *first = block->address + lead;
     if (block->bytes < lead)
         return 0;
-    return (block->bytes - lead) >> granule_shift(pool);
+    return (block->bytes - lead) >> page_shift(pool);
 }
 
-size_t rbi_granules_within(const rebatch_pool *pool, const struct rbi_block *block, char **first)
+size_t rbi_pages_within(const rebatch_pool *pool, const struct rbi_block *block, char **first)
 {
     const struct rbi_range *range = block->range;
-    size_t count = rbi_granules_whole(pool, block, first);
+    size_t count = rbi_pages_whole(pool, block, first);
     size_t index = index_of(pool, range, *first);
     for (; count > 0 && goes_on(pool, range, index); index++, count--)
-        *first += pool->granule_bytes;
+        *first += pool->page_bytes;
     while (count > 0 && goes_on(pool, range, index + count))
         count--;
     return count;
 }
 
-size_t rbi_granules_round(const rebatch_pool *pool, const struct rbi_range *range, char **first,
-                          size_t count)
+size_t rbi_pages_round(const rebatch_pool *pool, const struct rbi_range *range, char **first,
+                       size_t count)
 {
     size_t index = index_of(pool, range, *first);
     for (; goes_on(pool, range, index); index--, count++)
-        *first -= pool->granule_bytes;
+        *first -= pool->page_bytes;
     while (goes_on(pool, range, index + count))
         count++;
     return count;
 }
 
-char *rbi_granules_unmap(rebatch_pool *pool, const struct rbi_range *range, char *at,
-                         const char *to)
+char *rbi_pages_unmap(rebatch_pool *pool, const struct rbi_range *range, char *at, const char *to)
 {
     while (at < to) {
         const size_t index = index_of(pool, range, at);
-        const size_t granules = piece_granules(pool, range, index);
-        if (rbi_device_unmap(pool->device, at, granules * pool->granule_bytes) != REBATCH_OK)
+        const size_t pages = piece_pages(pool, range, index);
+        if (rbi_device_unmap(pool->device, at, pages * pool->page_bytes) != REBATCH_OK)
             break;
-        put_spare(pool, range->granules[index], size_of(granules));
-        memset(&range->granules[index], 0, granules * sizeof *range->granules);
-        at += granules * pool->granule_bytes;
+        put_spare(pool, range->pages[index], size_of(pages));
+        memset(&range->pages[index], 0, pages * sizeof *range->pages);
+        at += pages * pool->page_bytes;
     }
     return at;
 }
 
-size_t rbi_granules_quarantine(rebatch_pool *pool, struct rbi_block *block, const char *at)
+size_t rbi_pages_quarantine(rebatch_pool *pool, struct rbi_block *block, const char *at)
 {
-    const size_t bytes = rbi_granules_piece(pool, block->range, at) * pool->granule_bytes;
+    const size_t bytes = rbi_pages_in_chunk(pool, block->range, at) * pool->page_bytes;
     rbi_pool_give_to(pool, block, pool->space);
     block->state = RBI_BLOCK_LOST;
     pool->stats.quarantined_bytes += bytes;
     return bytes;
 }
 
-/* Takes back what rbi_granules_map() has mapped before it failed. */
+/* Takes back what rbi_pages_map() has mapped before it failed. */
 static void unwind(rebatch_pool *pool, struct rbi_block *hole, const char *to)
 {
     char *at = hole->address;
-    while ((at = rbi_granules_unmap(pool, hole->range, at, to)) < to) {
-        const size_t bytes = rbi_granules_quarantine(pool, hole, at);
+    while ((at = rbi_pages_unmap(pool, hole->range, at, to)) < to) {
+        const size_t bytes = rbi_pages_quarantine(pool, hole, at);
         RBI_RECORD(pool, MAP, at, bytes, NULL, 0);
         at += bytes;
     }
 }
 
-/* Maps the newest spare piece of a size. */
-static rebatch_status map_piece(rebatch_pool *pool, const struct rbi_range *range, char *at,
+/* Maps the newest spare chunk of a size. */
+static rebatch_status map_chunk(rebatch_pool *pool, const struct rbi_range *range, char *at,
                                 unsigned size)
 {
     const rbi_physical physical = newest_spare(pool, size);
     const rebatch_status status =
-        rbi_device_map(pool->device, at, pool->granule_bytes << size, physical);
+        rbi_device_map(pool->device, at, pool->page_bytes << size, physical);
     if (status != REBATCH_OK)
         return status;
-    rbi_physical *const slot = &range->granules[index_of(pool, range, at)];
+    rbi_physical *const slot = &range->pages[index_of(pool, range, at)];
     slot[0] = physical;
     for (size_t i = 1; i < (size_t)1 << size; i++)
-        slot[i] = RBI_PIECE_GOES_ON;
+        slot[i] = RBI_CHUNK_GOES_ON;
     drop_spare(pool, size);
     return REBATCH_OK;
 }
 
-/* Maps the largest piece that fits; how many granules it has. */
-static rebatch_status map_next(size_t *granules, rebatch_pool *pool, struct rbi_block *hole,
-                               char *at)
+/* Maps the largest chunk that fits; how many pages it has. */
+static rebatch_status map_next(size_t *pages, rebatch_pool *pool, struct rbi_block *hole, char *at)
 {
-    const size_t left = (size_t)(hole->address + hole->bytes - at) >> granule_shift(pool);
+    const size_t left = (size_t)(hole->address + hole->bytes - at) >> page_shift(pool);
     unsigned size = choose_spare(pool, left);
     if ((size_t)1 << size > left) {
-        const rebatch_status status = break_piece(pool, size);
+        const rebatch_status status = break_chunk(pool, size);
         if (status != REBATCH_OK)
             return status;
         size = choose_spare(pool, left);
     }
-    *granules = (size_t)1 << size;
-    return map_piece(pool, hole->range, at, size);
+    *pages = (size_t)1 << size;
+    return map_chunk(pool, hole->range, at, size);
 }
 
-rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole)
+rebatch_status rbi_pages_map(rebatch_pool *pool, struct rbi_block *hole)
 {
     rbi_assert(hole->stream == pool->space && hole->state == RBI_BLOCK_HELD);
-    rbi_assert(hole->bytes % pool->granule_bytes == 0);
-    rbi_assert(hole->bytes / pool->granule_bytes <= pool->spare_count);
+    rbi_assert(hole->bytes % pool->page_bytes == 0);
+    rbi_assert(hole->bytes / pool->page_bytes <= pool->spare_count);
     const char *const end = hole->address + hole->bytes;
     char *at = hole->address;
     rebatch_status status = REBATCH_OK;
     while (at < end) {
-        size_t granules = 0;
-        status = map_next(&granules, pool, hole, at);
+        size_t pages = 0;
+        status = map_next(&pages, pool, hole, at);
         if (status != REBATCH_OK)
             break;
-        at += granules * pool->granule_bytes;
+        at += pages * pool->page_bytes;
     }
     if (status == REBATCH_OK)
         status = rbi_device_set_access(pool->device, hole->address, hole->bytes);
@@ -370,20 +367,20 @@ rebatch_status rbi_granules_map(rebatch_pool *pool, struct rbi_block *hole)
 
 /* ---- the end ---- */
 
-/* The piece that begins with granule i, if there is one; its granules. */
-static size_t destroy_piece(rebatch_pool *pool, const struct rbi_range *range, size_t i)
+/* The chunk that begins with page i, if there is one; its pages. */
+static size_t destroy_chunk(rebatch_pool *pool, const struct rbi_range *range, size_t i)
 {
-    const rbi_physical physical = range->granules[i];
+    const rbi_physical physical = range->pages[i];
     if (physical == 0)
         return 1;
-    const size_t granules = piece_granules(pool, range, i);
-    const size_t bytes = granules * pool->granule_bytes;
-    (void)rbi_device_unmap(pool->device, range->address + i * pool->granule_bytes, bytes);
+    const size_t pages = piece_pages(pool, range, i);
+    const size_t bytes = pages * pool->page_bytes;
+    (void)rbi_device_unmap(pool->device, range->address + i * pool->page_bytes, bytes);
     (void)rbi_device_release_physical(pool->device, physical, bytes);
-    return granules;
+    return pages;
 }
 
-void rbi_granules_destroy(rebatch_pool *pool, struct rbi_range *range)
+void rbi_pages_destroy(rebatch_pool *pool, struct rbi_range *range)
 {
     size_t done = 0;
     for (const struct rbi_block *b = range->first; b; b = b->after) {
@@ -392,24 +389,23 @@ void rbi_granules_destroy(rebatch_pool *pool, struct rbi_range *range)
         const size_t first = index_of(pool, range, b->address);
         const size_t last = index_of(pool, range, b->address + b->bytes - 1);
         for (size_t i = rbi_max(first, done); i <= last; done = i)
-            i += destroy_piece(pool, range, i);
+            i += destroy_chunk(pool, range, i);
     }
 }
 
-void rbi_granules_forget(const rebatch_pool *pool, struct rbi_range *range, size_t first,
-                         size_t end)
+void rbi_pages_forget(const rebatch_pool *pool, struct rbi_range *range, size_t first, size_t end)
 {
     while (goes_on(pool, range, first))
         first--;
     while (goes_on(pool, range, end))
         end++;
     for (size_t i = first; i < end; i++)
-        range->granules[i] = 0;
+        range->pages[i] = 0;
 }
 
-void rbi_granules_destroy_spare(rebatch_pool *pool)
+void rbi_pages_destroy_spare(rebatch_pool *pool)
 {
-    (void)rbi_granules_release(pool, 0);
-    for (unsigned size = 0; size < RBI_PIECE_SIZES; size++)
-        rbi_heap_free(pool->spare[size].pieces);
+    (void)rbi_pages_release(pool, 0);
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
+        rbi_heap_free(pool->spare[size].chunks);
 }

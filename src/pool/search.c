@@ -1,9 +1,9 @@
-/* Owns the search for memory: the rungs, their order, limit and headroom.
+/* Owns the search for memory: the stages, their order, limit and headroom.
  * Must not know what the memory is for. */
 #include "pool/pool.h"
 
-/* Requests of less than a granule share a segment of this many. */
-#define SHARED_GRANULES 4
+/* Requests of less than a page share a segment of this many. */
+#define SHARED_PAGES 4
 
 _Thread_local const rebatch_pool *rbi_pool_pressing;
 _Thread_local unsigned rbi_pool_callbacks;
@@ -64,15 +64,15 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     const size_t allowed = limit > reserved ? limit - reserved : 0;
     const size_t free_bytes =
         own.free_bytes > pool->headroom_bytes ? own.free_bytes - pool->headroom_bytes : 0;
-    *room = rbi_min(allowed, free_bytes) & ~(pool->granule_bytes - 1);
+    *room = rbi_min(allowed, free_bytes) & ~(pool->page_bytes - 1);
     pool->room_parts = *room / (reachable(pool, *room) / RBI_POOL_ROOM_PARTS + 1);
     return REBATCH_OK;
 }
 
-static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_stage rung)
+static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_stage stage)
 {
-    request->rung = rung;
-    pool->rungs[rung]++;
+    request->stage = stage;
+    pool->stages[stage]++;
 }
 
 static struct rbi_block *take(rebatch_pool *pool, const struct rbi_request *request,
@@ -119,12 +119,12 @@ static struct rbi_block *take_any(rebatch_pool *pool, const struct rbi_request *
 }
 
 /* A block between two holes, rather than fresh memory. */
-static struct rbi_block *take_afloat(rebatch_pool *pool, const struct rbi_request *request)
+static struct rbi_block *take_isolated(rebatch_pool *pool, const struct rbi_request *request)
 {
     const unsigned zone = rbi_pool_zone(pool, request->bytes);
     return zone == RBI_ZONE_ANY
                ? NULL
-               : take(pool, request, find_own(pool, request, zone | RBI_ZONE_AFLOAT));
+               : take(pool, request, find_own(pool, request, zone | RBI_ZONE_ISOLATED));
 }
 
 static bool may_leave_zone(const rebatch_pool *pool, const struct rbi_request *request)
@@ -141,15 +141,15 @@ static struct rbi_block *take_anywhere(rebatch_pool *pool, const struct rbi_requ
     return take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY));
 }
 
-/* ---- addresses and granules ---- */
+/* ---- addresses and pages ---- */
 
-/* What a search of the rungs REMAP and DEVICE is after. */
+/* What a search of the stages REMAP and DEVICE is after. */
 struct growth {
     size_t bytes;
     struct rbi_pool_stream *stream;
-    const struct rbi_pool_stream *spared; /* keeps its free granules; may be NULL */
+    const struct rbi_pool_stream *spared; /* keeps its free pages; may be NULL */
     size_t guard_bytes;                   /* to stay without memory behind it */
-    bool no_fresh;                        /* free granules only */
+    bool no_fresh;                        /* free pages only */
     bool no_remap;                        /* fresh ones before free ones */
     bool ahead;                           /* it will be used as a whole */
     bool by_remap;                        /* out: no fresh memory was needed */
@@ -167,7 +167,7 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
     if (rbi_window_find(window, pool, bytes, growth->stream))
         return REBATCH_OK;
     size_t whole;
-    if (!rbi_round_up(bytes, pool->granule_bytes, &whole))
+    if (!rbi_round_up(bytes, pool->page_bytes, &whole))
         return REBATCH_OOM;
     const rebatch_status status =
         rbi_range_reserve(pool, whole, rbi_min(rbi_pool_zone(pool, bytes), RBI_ZONE_LARGE));
@@ -176,7 +176,7 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
     return rbi_window_find(window, pool, bytes, growth->stream) ? REBATCH_OK : REBATCH_OOM;
 }
 
-/* A window that is a hole alone, whole granules long: for what needs a gap behind it, or shall add
+/* A window that is a hole alone, whole pages long: for what needs a gap behind it, or shall add
  * to what is free. */
 static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
                                 const struct growth *growth)
@@ -189,22 +189,22 @@ static rebatch_status find_hole(struct rbi_window *window, rebatch_pool *pool,
         hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     if (status == REBATCH_OK && !hole)
         status = REBATCH_OOM;
-    *window = (struct rbi_window){hole, hole, bytes, bytes / pool->granule_bytes, false};
+    *window = (struct rbi_window){hole, hole, bytes, bytes / pool->page_bytes, false};
     return status;
 }
 
 /* A pool that has made so many times the allocations in which live memory last reached a new peak,
  * and some steps' worth, knows what it needs. */
-#define SETTLED_TIMES 8
-#define SETTLED_BIRTHS 16384
+#define WARM_TIMES 8
+#define WARM_ALLOCATIONS 16384
 
 bool rbi_pool_knows_needs(const rebatch_pool *pool)
 {
-    return pool->births >= SETTLED_TIMES * pool->settled_births + SETTLED_BIRTHS;
+    return pool->sequence >= WARM_TIMES * pool->warm_sequence + WARM_ALLOCATIONS;
 }
 
 /* What a pool may spend to save calls of the device. Until it knows its needs, and where memory is
- * scarce, free granules are moved to where they are needed, so that every zone is kept for its
+ * scarce, free pages are moved to where they are needed, so that every zone is kept for its
  * sizes and nothing is held in vain; but every move costs calls, in every step again. */
 struct means {
     bool plenty; /* fresh memory, which costs calls once and then lies where it is needed */
@@ -251,8 +251,7 @@ static bool has_plenty(const rebatch_pool *pool, size_t bytes, size_t room,
  * move it breaks large pieces up. */
 static bool may_be_large(const rebatch_pool *pool, size_t bytes)
 {
-    return bytes < pool->large_bytes && bytes >= pool->large_bytes / 2 &&
-           rbi_granules_has_large(pool);
+    return bytes < pool->large_bytes && bytes >= pool->large_bytes / 2 && rbi_pages_has_large(pool);
 }
 
 static struct means find_means(rebatch_pool *pool, size_t bytes)
@@ -271,7 +270,7 @@ static bool wants_care(const rebatch_pool *pool, bool plenty)
 {
     if (plenty)
         return false;
-    return pool->births < SETTLED_BIRTHS ||
+    return pool->sequence < WARM_ALLOCATIONS ||
            pool->room_parts * 1000 < (size_t)pool->keep_room_permille * RBI_POOL_ROOM_PARTS;
 }
 
@@ -279,15 +278,15 @@ static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *gr
                                      size_t room)
 {
     const size_t lacking = count - pool->spare_count;
-    const size_t room_granules = room / pool->granule_bytes;
-    if (lacking > room_granules)
+    const size_t room_pages = room / pool->page_bytes;
+    if (lacking > room_pages)
         return REBATCH_OOM;
-    return rbi_granules_create(pool, lacking,
-                               growth->ahead ? rbi_granules_chunk_ahead(lacking)
-                                             : rbi_granules_chunk(pool, lacking, room_granules));
+    return rbi_pages_create(pool, lacking,
+                            growth->ahead ? rbi_pages_chunk_ahead(lacking)
+                                          : rbi_pages_chunk(pool, lacking, room_pages));
 }
 
-/* Makes sure of `count` spare granules: free ones unmapped from elsewhere, then fresh ones. */
+/* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
 static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t count)
 {
     if (pool->spare_count >= count) {
@@ -305,9 +304,9 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
     }
     /* What cannot succeed shall not take blocks apart. */
     const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
-    if (count > (cached + room) / pool->granule_bytes)
+    if (count > (cached + room) / pool->page_bytes)
         return REBATCH_OOM;
-    rbi_granules_harvest(pool, count, growth->spared);
+    rbi_pages_harvest(pool, count, growth->spared);
     growth->by_remap = pool->spare_count >= count;
     if (growth->by_remap)
         return REBATCH_OK;
@@ -316,15 +315,15 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
     return create_lacking(pool, growth, count, room);
 }
 
-/* Fills a window with memory; with a guard the last granule of it stays a gap. */
+/* Fills a window with memory; with a guard the last page of it stays a gap. */
 static rebatch_status fill_window(struct rbi_block **out, rebatch_pool *pool, struct growth *growth,
                                   struct rbi_window *window)
 {
     growth->at_end = window->at_end;
-    growth->from_cache = window->granules == 0 && window->first == window->last &&
+    growth->from_cache = window->pages == 0 && window->first == window->last &&
                          window->first->stream == growth->stream;
     rbi_window_hold(pool, window);
-    const rebatch_status status = gather(pool, growth, window->granules);
+    const rebatch_status status = gather(pool, growth, window->pages);
     if (status != REBATCH_OK) {
         rbi_window_drop(pool, window);
         return status;
@@ -337,14 +336,13 @@ static void widen(struct rbi_window *window, rebatch_pool *pool, const struct gr
 {
     size_t room;
     rebatch_memory_info info;
-    if (growth->no_fresh || growth->ahead || pool->spare_count >= window->granules ||
+    if (growth->no_fresh || growth->ahead || pool->spare_count >= window->pages ||
         rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return;
-    const size_t chunk = rbi_granules_chunk(pool, window->granules, room / pool->granule_bytes);
-    const size_t granules = (window->granules + chunk - 1) & ~(chunk - 1);
-    if (granules > window->granules &&
-        has_plenty(pool, granules * pool->granule_bytes, room, &info))
-        rbi_window_widen(window, pool, granules);
+    const size_t chunk = rbi_pages_chunk(pool, window->pages, room / pool->page_bytes);
+    const size_t pages = (window->pages + chunk - 1) & ~(chunk - 1);
+    if (pages > window->pages && has_plenty(pool, pages * pool->page_bytes, room, &info))
+        rbi_window_widen(window, pool, pages);
 }
 
 static rebatch_status grow(struct rbi_block **out, rebatch_pool *pool, struct growth *growth)
@@ -407,7 +405,7 @@ struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_
     return NULL;
 }
 
-/* Fresh memory of a device without granules. What does not fit limit and headroom is not asked
+/* Fresh memory of a device without pages. What does not fit limit and headroom is not asked
  * for. */
 static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
@@ -418,10 +416,10 @@ static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
     if (status != REBATCH_OK)
         return status;
     size_t bytes;
-    if (!rbi_round_up(request->bytes, pool->granule_bytes, &bytes) || bytes > room)
+    if (!rbi_round_up(request->bytes, pool->page_bytes, &bytes) || bytes > room)
         return REBATCH_OOM;
-    const size_t shared = SHARED_GRANULES * pool->granule_bytes;
-    if (pool->caching && request->bytes < pool->granule_bytes && shared <= room)
+    const size_t shared = SHARED_PAGES * pool->page_bytes;
+    if (pool->caching && request->bytes < pool->page_bytes && shared <= room)
         bytes = shared;
     struct rbi_block *block;
     status = rbi_range_alloc(&block, pool, bytes, request->stream);
@@ -442,11 +440,11 @@ static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request 
     return end;
 }
 
-/* A block whose end is that of its last granule, and a gap behind: both out of one window. */
+/* A block whose end is that of its last page, and a gap behind: both out of one window. */
 static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
                                    struct growth *growth)
 {
-    const size_t step = pool->granule_bytes;
+    const size_t step = pool->page_bytes;
     size_t whole;
     if (!rbi_round_up(growth->bytes, step, &whole))
         return REBATCH_OOM;
@@ -461,8 +459,8 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
     struct rbi_block *gap = rbi_pool_split(pool, window.first, whole);
     gap->state = RBI_BLOCK_GUARD;
     window.bytes = whole;
-    window.granules--;
-    status = gather(pool, growth, window.granules);
+    window.pages--;
+    status = gather(pool, growth, window.pages);
     if (status == REBATCH_OK)
         status = rbi_window_map(out, pool, &window, growth->stream);
     else
@@ -471,22 +469,22 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
         (void)rbi_pool_put_block(pool, gap);
         return status;
     }
-    /* What is before it stays free; no request is served from parts of granules. */
+    /* What is before it stays free; no request is served from parts of pages. */
     const struct rbi_request request = {.bytes = growth->bytes, .stream = growth->stream};
     *out = take_part(pool, &request, *out, true);
     return REBATCH_OK;
 }
 
-static rebatch_status take_granules(struct rbi_block **out, rebatch_pool *pool,
-                                    const struct rbi_request *request, struct growth *growth,
-                                    bool plenty)
+static rebatch_status take_pages(struct rbi_block **out, rebatch_pool *pool,
+                                 const struct rbi_request *request, struct growth *growth,
+                                 bool plenty)
 {
     struct rbi_block *block = NULL;
     rbi_pool_set_care(pool, wants_care(pool, plenty));
     growth->no_remap = plenty;
     growth->no_fresh = !plenty;
     rebatch_status status = plenty ? REBATCH_OOM : grow(&block, pool, growth);
-    if (status == REBATCH_OOM && (*out = take_afloat(pool, request)))
+    if (status == REBATCH_OOM && (*out = take_isolated(pool, request)))
         return REBATCH_OK;
     growth->no_fresh = false;
     if (status == REBATCH_OOM)
@@ -501,7 +499,7 @@ static struct rbi_block *take_row(rebatch_pool *pool, const struct rbi_request *
     struct rbi_block *block = NULL;
     struct rbi_window window;
     struct growth growth = {.bytes = request->bytes, .stream = request->stream};
-    if (!rbi_window_find(&window, pool, request->bytes, request->stream) || window.granules != 0 ||
+    if (!rbi_window_find(&window, pool, request->bytes, request->stream) || window.pages != 0 ||
         fill_window(&block, pool, &growth, &window) != REBATCH_OK)
         return NULL;
     return take_part(pool, request, block, growth.at_end);
@@ -514,37 +512,37 @@ static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rb
 {
     if (pool->guard || pool->care_bytes != SIZE_MAX || !rbi_pool_knows_needs(pool))
         return NULL;
-    struct rbi_block *block = take_afloat(pool, request);
+    struct rbi_block *block = take_isolated(pool, request);
     if (!block)
         block = take_row(pool, request);
     return block;
 }
 
-/* Free granules from elsewhere, then fresh ones, mapped where the request finds addresses. */
+/* Free pages from elsewhere, then fresh ones, mapped where the request finds addresses. */
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
     if ((*out = take_mapped_already(pool, request))) {
-        request->rung = REBATCH_STAGE_CACHE;
+        request->stage = REBATCH_STAGE_CACHE;
         return REBATCH_OK;
     }
     const struct means means = find_means(pool, request->bytes);
     if (!means.plenty && means.slack && (*out = take_anywhere(pool, request))) {
-        request->rung = REBATCH_STAGE_CACHE;
+        request->stage = REBATCH_STAGE_CACHE;
         return REBATCH_OK;
     }
     struct growth growth = {
         .bytes = request->bytes, .stream = request->stream, .ahead = request->ahead};
-    const uint64_t remaps = pool->rungs[REBATCH_STAGE_REMAP];
+    const uint64_t remaps = pool->stages[REBATCH_STAGE_REMAP];
     reach(pool, request, REBATCH_STAGE_REMAP);
     const rebatch_status status = pool->guard
                                       ? take_guarded(out, pool, &growth)
-                                      : take_granules(out, pool, request, &growth, means.plenty);
+                                      : take_pages(out, pool, request, &growth, means.plenty);
     if (growth.from_cache && *out) {
-        pool->rungs[REBATCH_STAGE_REMAP] = remaps;
-        request->rung = REBATCH_STAGE_CACHE;
+        pool->stages[REBATCH_STAGE_REMAP] = remaps;
+        request->stage = REBATCH_STAGE_CACHE;
     } else if (!growth.by_remap) {
-        pool->rungs[REBATCH_STAGE_REMAP] = remaps;
+        pool->stages[REBATCH_STAGE_REMAP] = remaps;
         reach(pool, request, REBATCH_STAGE_DEVICE);
     }
     return status;
@@ -561,7 +559,7 @@ static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
     return status;
 }
 
-/* All work is done: every free granule counts, and the place that needs fewest is looked for. */
+/* All work is done: every free page counts, and the place that needs fewest is looked for. */
 static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_request *request)
 {
@@ -574,7 +572,7 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
                                                 rbi_pool_split_most(pool), RBI_ZONE_ANY);
     struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && !pool->guard &&
-        rbi_window_find_best(&window, pool, request->bytes, room / pool->granule_bytes)) {
+        rbi_window_find_best(&window, pool, request->bytes, room / pool->page_bytes)) {
         struct growth growth = {.bytes = request->bytes, .stream = request->stream};
         reach(pool, request, REBATCH_STAGE_REMAP);
         status = fill_window(&block, pool, &growth, &window);
@@ -597,7 +595,7 @@ static rebatch_status take_after_trim(struct rbi_block **out, rebatch_pool *pool
 
 static bool is_waiting(const rebatch_pool *pool, const struct rbi_request *request)
 {
-    /* Granules of the stream's own free blocks are of use elsewhere once its work is done. */
+    /* Pages of the stream's own free blocks are of use elsewhere once its work is done. */
     return rbi_pool_has_waiting(pool, pool->has_space ? NULL : request->stream);
 }
 
@@ -625,8 +623,9 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
     return REBATCH_OK;
 }
 
-/* Every rung below the pressure callbacks. REBATCH_OOM when none had memory. */
-static rebatch_status climb(struct rbi_block **out, rebatch_pool *pool, struct rbi_request *request)
+/* Every stage below the pressure callbacks. REBATCH_OOM when none had memory. */
+static rebatch_status run_stages(struct rbi_block **out, rebatch_pool *pool,
+                                 struct rbi_request *request)
 {
     rebatch_status status;
     if (pool->caching && !pool->guard) {
@@ -674,20 +673,20 @@ static struct rbi_block *set_promised_aside(rebatch_pool *pool)
 
 /* For who was promised nothing: as if the piece that was were not there. Nodes are for both
  * searches, what waits in callbacks keeps its own, and for the rest of the piece. */
-static rebatch_status climb_beside(struct rbi_block **out, rebatch_pool *pool,
-                                   struct rbi_request *request)
+static rebatch_status run_stages_beside(struct rbi_block **out, rebatch_pool *pool,
+                                        struct rbi_request *request)
 {
     if (!request->beside || pool->promised_bytes <= rbi_plan_idle_bytes(pool))
-        return climb(out, pool, request);
+        return run_stages(out, pool, request);
     if (!rbi_pool_prepare_blocks(pool, 3 * rbi_pool_promised(pool) + 1) ||
         !rbi_nodes_prepare(&pool->range_nodes, 2 * (pool->pressing + 1)))
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
     struct rbi_request promised = *request;
     promised.bytes = pool->promised_bytes;
     struct rbi_block *aside = set_promised_aside(pool);
-    rebatch_status status = aside ? REBATCH_OK : climb(&aside, pool, &promised);
+    rebatch_status status = aside ? REBATCH_OK : run_stages(&aside, pool, &promised);
     if (status == REBATCH_OK)
-        status = climb(out, pool, request);
+        status = run_stages(out, pool, request);
     if (aside)
         (void)rbi_pool_put_block(pool, aside);
     return status;
@@ -698,8 +697,8 @@ static rebatch_status climb_beside(struct rbi_block **out, rebatch_pool *pool,
 static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_t wanted_bytes)
 {
     const uint64_t freed = pool->stats.freed_total_bytes;
-    const bool is_watched = pool->pressure_watch.on_pressure && pool->insider != 0 &&
-                            !rbi_pool_is_outside(pool, pool->insider);
+    const bool is_watched = pool->pressure_watch.on_pressure && pool->owner_thread != 0 &&
+                            !rbi_pool_is_other_thread(pool, pool->owner_thread);
     const struct rbi_pool_pressure_watch watch = pool->pressure_watch;
     pool->stats.pressure_calls++;
     pool->pressing++;
@@ -723,10 +722,10 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request)
 {
     *out = NULL;
-    rebatch_status status = climb_beside(out, pool, request);
+    rebatch_status status = run_stages_beside(out, pool, request);
     if (status == REBATCH_OOM && pool->plan.mode == RBI_PLAN_SERVES) {
         rbi_plan_leave(pool); /* what the arena does not use may do */
-        status = climb_beside(out, pool, request);
+        status = run_stages_beside(out, pool, request);
     }
     rbi_assert((status == REBATCH_OK) == (*out != NULL));
     for (size_t i = 0; status == REBATCH_OOM && i < pool->pressure_count; i++) {
@@ -734,8 +733,8 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
         reach(pool, request, REBATCH_STAGE_PRESSURE);
         if (!press(pool, &pressure, request->bytes))
             continue;
-        status = climb_beside(out, pool, request);
-        request->rung = REBATCH_STAGE_PRESSURE;
+        status = run_stages_beside(out, pool, request);
+        request->stage = REBATCH_STAGE_PRESSURE;
     }
     return status;
 }
