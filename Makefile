@@ -29,7 +29,7 @@ MAJOR := $(call version_of,MAJOR)
 VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 
 # ---- what there is -----------------------------------------------------------------------------
-LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/plan/*.c src/inspect/*.c src/recover/*.c \
+LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
                       src/probe/*.c src/config/*.c src/launch/*.c)
 CLI_SRC := $(wildcard src/cli/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
@@ -282,7 +282,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 	$(Q)for test in pool_threads pool_beside; do \
 	    $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -pthread -Iinclude -Isrc -Itests \
 	        -o build/$$test tests/threads/$$test.c $(wildcard src/base/*.c src/device/*.c \
-	        src/pool/*.c src/pool/plan/*.c src/inspect/*.c) -lm -ldl && build/$$test || exit 1; \
+	        src/pool/*.c src/pool/*/*.c src/inspect/*.c) -lm -ldl && build/$$test || exit 1; \
 	done
 	@echo "test-threads: ok"
 

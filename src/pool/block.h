@@ -13,6 +13,7 @@
 #define RBI_POOL_QUICK 64 /* quick lists of small sizes; as many more */
 
 struct rbi_bins;
+struct rbi_map;
 struct rbi_range;
 struct rbi_pool_stream;
 
@@ -89,23 +90,19 @@ struct rbi_block {
 };
 _Static_assert(sizeof(struct rbi_block) == 128, "two lines of the cache");
 
-/* Where a piece goes on from the page before. */
-#define RBI_CHUNK_GOES_ON UINT64_MAX
-
-/* A piece of address space, tiled by blocks. Either reserved, with physical memory mapped into it,
- * each piece of which is a page or several, or one plain allocation of the device.
+/* An address range, tiled by blocks: reserved addresses with memory mapped to some, or one plain
+ * allocation of the device.
  *   sum of block->bytes == bytes
- *   pages == NULL || pages[i] != 0 just where block i's memory is not that of a hole
- *   pages[i] is the piece that begins there, or RBI_CHUNK_GOES_ON */
+ *   map == NULL || memory is mapped just where blocks other than holes lie */
 struct rbi_range {
     struct rbi_range *previous, *next; /* in order of creation */
     char *address;
     size_t bytes;
     struct rbi_block *first;
-    rbi_physical *pages; /* what is mapped there; NULL: a plain allocation */
+    struct rbi_map *map; /* NULL: a plain allocation */
     uint8_t zone;        /* enum rbi_zone: for which blocks it is */
     uint64_t number;     /* of its creation: ties between ranges break by it, as the device's
-                        addresses need not be the same in every run */
+                            addresses need not be the same in every run */
 };
 
 /* Free blocks by class, those of one class the last freed first.

@@ -7,7 +7,7 @@
  * same order. */
 struct copy {
     rebatch_pool *from, *to;
-    rbi_physical page; /* one handle for all pages: a dry device only counts bytes */
+    rbi_physical handle; /* stands for all chunks of the copy */
 };
 
 static rebatch_status no_memory(void)
@@ -44,7 +44,6 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->headroom_bytes = from->headroom_bytes;
     to->max_split_bytes = from->max_split_bytes;
     to->promised_bytes = from->promised_bytes;
-    to->ballast_bytes = from->ballast_bytes;
     to->rounding_divisions = from->rounding_divisions;
     to->caching = from->caching;
     to->guard = from->guard;
@@ -66,8 +65,6 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->requested_total_bytes = from->requested_total_bytes;
     to->requested_given_bytes = from->requested_given_bytes;
     to->quiet_bytes = from->quiet_bytes;
-    to->device_taken_bytes = from->device_taken_bytes;
-    to->device_given_bytes = from->device_given_bytes;
     to->mark_peak_bytes = from->mark_peak_bytes;
     memcpy(to->scopes, from->scopes, sizeof to->scopes);
     memcpy(to->tags, from->tags, sizeof to->tags);
@@ -99,45 +96,18 @@ static rebatch_status copy_streams(struct copy *copy)
 
 /* ---- what is held from the device ---- */
 
-static rebatch_status copy_spare(const struct copy *copy)
-{
-    rebatch_pool *const to = copy->to;
-    const rebatch_pool *const from = copy->from;
-    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++) {
-        struct rbi_spare *const ours = &to->spare[size];
-        const struct rbi_spare *const theirs = &from->spare[size];
-        ours->chunks = rbi_heap_calloc(theirs->capacity + 1, sizeof *ours->chunks);
-        if (!ours->chunks)
-            return no_memory();
-        ours->capacity = theirs->capacity;
-        ours->held = theirs->held;
-        while (ours->count < theirs->count)
-            ours->chunks[ours->count++] = copy->page;
-    }
-    to->pages_held = from->pages_held;
-    to->spare_count = from->spare_count;
-    return REBATCH_OK;
-}
-
 /* Whatever others hold of the device is held of the dry one too. */
 static rebatch_status take_memory(struct copy *copy)
 {
     rebatch_pool *const to = copy->to, *const from = copy->from;
     rebatch_memory_info info;
     rebatch_status status = rebatch_device_memory(from->device, &info);
-    const size_t reserved = (size_t)from->stats.reserved_bytes;
+    const size_t reserved = (size_t)rbi_vm_bytes(&from->vm);
     const size_t taken = info.total_bytes - rbi_min(info.free_bytes, info.total_bytes);
     void *others;
     if (!status && taken > reserved)
         status = rbi_device_alloc(to->device, &others, taken - reserved);
-    if (!status && from->pages_held)
-        status = rbi_device_create_physical(to->device, &copy->page,
-                                            from->pages_held * from->page_bytes);
-    if (!status && from->ballast)
-        status = rbi_device_alloc(to->device, &to->ballast, from->ballast_bytes);
-    if (status || from->pages_held == 0)
-        return status;
-    return copy_spare(copy);
+    return status ? status : rbi_vm_copy(&copy->handle, &to->vm, &from->vm);
 }
 
 /* What is mapped where a block lies. */
@@ -145,21 +115,18 @@ static void copy_mapped(const struct copy *copy, struct rbi_range *to, const str
                         const struct rbi_block *block)
 {
     const size_t offset = (size_t)(block->address - from->address);
-    const size_t last = (offset + block->bytes - 1) / copy->from->page_bytes;
-    for (size_t i = offset / copy->from->page_bytes; i <= last; i++)
-        to->pages[i] = from->pages[i] == 0 || from->pages[i] == RBI_CHUNK_GOES_ON ? from->pages[i]
-                                                                                  : copy->page;
+    rbi_map_copy_chunks(to->map, from->map, offset / copy->from->page_bytes,
+                        rbi_vm_pages_for(&copy->from->vm, offset + block->bytes), copy->handle);
 }
 
 static rebatch_status copy_pages(struct copy *copy, struct rbi_range *to,
                                  const struct rbi_range *from)
 {
     void *address;
-    if (!from->pages)
+    if (!from->map)
         return rbi_device_alloc(copy->to->device, &address, from->bytes);
-    const size_t count = from->bytes / copy->from->page_bytes;
-    to->pages = rbi_heap_calloc(count, sizeof *to->pages);
-    if (!to->pages)
+    to->map = rbi_map_copy(from->map);
+    if (!to->map)
         return no_memory();
     for (const struct rbi_block *b = from->first; b; b = b->after)
         if (b->state != RBI_BLOCK_HOLE)

@@ -92,7 +92,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     report->stage = request->stage;
     report->limit_bytes = limit == SIZE_MAX ? UINT64_MAX : limit;
     report->live_bytes = pool->stats.live_bytes;
-    report->reserved_bytes = pool->stats.reserved_bytes;
+    report->reserved_bytes = rbi_vm_bytes(&pool->vm);
     report->room_bytes = room;
     report->device_total_bytes = info.total_bytes;
     report->device_free_bytes = info.free_bytes;

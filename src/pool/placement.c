@@ -296,8 +296,8 @@ struct run {
 static void note_fixed(struct run *run, const rebatch_pool *pool, const struct rbi_block *block)
 {
     char *first_whole, *first;
-    const size_t whole = rbi_pages_whole(pool, block, &first_whole);
-    const size_t within = rbi_pages_within(pool, block, &first);
+    const size_t whole = rbi_block_whole_pages(pool, block, &first_whole);
+    const size_t within = rbi_block_own_pages(pool, block, &first);
     const size_t before = (size_t)(first - first_whole) / pool->page_bytes;
     run->fixed[0] += before;
     run->fixed[1] += whole - within - before;
@@ -319,7 +319,7 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     for (; block && is_in_run(block); block = block->after) {
         run->last = block;
         run->bytes += block->bytes;
-        if (block->state == RBI_BLOCK_FREE && rbi_pages_has_large(pool))
+        if (block->state == RBI_BLOCK_FREE && rbi_vm_has_large(&pool->vm))
             note_fixed(run, pool, block);
     }
     const struct rbi_range *range = run->first->range;
@@ -338,7 +338,7 @@ static size_t cut_off(const rebatch_pool *pool, const struct run *run, size_t wh
         return 0; /* no chunk, or one that could not be used elsewhere anyway */
     const size_t before = at_end ? run->whole - whole : whole;
     const char *const end = run->first->address + run->lead + before * pool->page_bytes;
-    return rbi_pages_cut_off(pool, run->first->range, end, !at_end);
+    return rbi_map_cut_off(run->first->range->map, end, !at_end);
 }
 
 /* Pages of the supply that `bytes` at one end of the run take; those that could not be used
@@ -366,12 +366,12 @@ static size_t pages_taken(bool *at_end, const rebatch_pool *pool, const struct r
 /* Wholly free pages that are there, mapped or spare. */
 static size_t count_supply(const rebatch_pool *pool)
 {
-    size_t supply = pool->spare_count;
+    size_t supply = pool->vm.spare_pages;
     char *first;
     for (const struct rbi_range *r = pool->first_range; r; r = r->next)
         for (const struct rbi_block *b = r->first; b; b = b->after)
             if (b->state == RBI_BLOCK_FREE)
-                supply += rbi_pages_within(pool, b, &first);
+                supply += rbi_block_own_pages(pool, b, &first);
     return supply;
 }
 
@@ -477,6 +477,34 @@ void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window)
     }
 }
 
+/* What stays mapped of a hole, because the device did not unmap it. */
+static void record_stuck(rebatch_pool *pool, const struct rbi_block *hole)
+{
+    const struct rbi_map *const map = hole->range->map;
+    for (size_t done = 0, bytes; done < hole->bytes; done += bytes) {
+        char *const at = hole->address + done;
+        bytes = rbi_map_chunk_pages(map, at) * pool->page_bytes;
+        if (rbi_map_is_mapped(map, at))
+            RBI_RECORD(pool, MAP, at, bytes, NULL, 0);
+    }
+}
+
+/* Maps spare memory to a held hole, which keeps its state unless a chunk of it is quarantined. */
+static rebatch_status fill(rebatch_pool *pool, struct rbi_block *hole)
+{
+    rbi_assert(hole->stream == pool->space && hole->state == RBI_BLOCK_HELD);
+    bool quarantined;
+    const rebatch_status status =
+        rbi_map_fill(&pool->vm, hole->range->map, hole->address, hole->bytes, &quarantined);
+    if (status == REBATCH_OK)
+        RBI_RECORD(pool, MAP, hole->address, hole->bytes, NULL, 0);
+    if (quarantined) {
+        rbi_block_lose(pool, hole);
+        record_stuck(pool, hole);
+    }
+    return status;
+}
+
 rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct rbi_window *window,
                               struct rbi_pool_stream *stream)
 {
@@ -486,7 +514,7 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
     for (struct rbi_block *b = window->first; b != end; b = b->after) {
         if (b->stream != pool->space)
             continue;
-        const rebatch_status status = rbi_pages_map(pool, b);
+        const rebatch_status status = fill(pool, b);
         if (status != REBATCH_OK) {
             rbi_window_drop(pool, window);
             return status;

@@ -14,6 +14,7 @@
 #include "pool/table.h"
 #include "pool/tombstones.h"
 #include "pool/view.h"
+#include "pool/vm/vm.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
@@ -59,18 +60,6 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
-/* Physical memory comes in chunks of 1, 2, 4 ... pages, up to 1 GiB on CUDA devices. Each is
- * mapped and given back as one, which takes the device hardly longer than a single page. What is
- * free of a chunk in use stays where it is. */
-#define RBI_CHUNK_SIZES 10
-
-/* Pieces of one size. Those that are created and not mapped are listed; there is space for all that
- * are held. */
-struct rbi_spare {
-    rbi_physical *chunks;
-    size_t count, capacity, held;
-};
-
 struct rbi_pressure {
     size_t (*give_up)(size_t wanted_bytes, void *user);
     void *user;
@@ -78,7 +67,6 @@ struct rbi_pressure {
 
 /* Between calls:
  *   stats.live_bytes == sum of bytes over live and deferred blocks == sum of tags[].live_bytes
- *   stats.reserved_bytes == bytes of plain ranges + pages mapped + pages spare + ballast
  *   allocations == sequence == stats.blocks + frees + stats.rolled_back_blocks
  *   quiet_bytes == least of the pool's peak, the mark's and the innermost scope's
  *   scopes[i].first_sequence <= scopes[i + 1].first_sequence <= sequence
@@ -94,7 +82,6 @@ struct rebatch_pool {
     size_t headroom_bytes;
     size_t max_split_bytes; /* SIZE_MAX: none */
     size_t promised_bytes;  /* of the last reserve, less what was allocated since */
-    size_t ballast_bytes;   /* as asked for, in whole pages */
     uint32_t rounding_divisions;
     bool caching;
     bool guard;
@@ -124,12 +111,7 @@ struct rebatch_pool {
     struct rbi_block by_sequence; /* where the ring of live and deferred blocks begins and ends */
     uint64_t sequence;
 
-    /* Physical memory, by the size of its pieces: 2^i pages.
-     *   spare_count == sum of spare[i].count << i
-     *   pages_held == sum of spare[i].held << i */
-    struct rbi_spare spare[RBI_CHUNK_SIZES];
-    size_t spare_count, pages_held;
-    void *ballast; /* NULL: none, or given up */
+    struct rbi_vm vm;
 
     struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
@@ -144,13 +126,11 @@ struct rebatch_pool {
     size_t pressure_count;
     struct rbi_pool_pressure_watch pressure_watch;
 
-    /* Not kept, but worked out when asked for: allocations, frees, allocated_total_bytes and
-     * requested_bytes. */
+    /* Only what rbi_pool_get_stats() does not work out from other fields. */
     rebatch_pool_stats stats;
     uint64_t requested_total_bytes, requested_given_bytes; /* since create */
     uint64_t quiet_bytes; /* no peak is raised as long as live_bytes is not above it */
-    uint64_t device_taken_bytes, device_given_bytes; /* since create */
-    uint64_t asked_back_bytes;                       /* of the latter, by rebatch_pool_trim() */
+    uint64_t asked_back_bytes;   /* given back by rebatch_pool_trim() */
     uint64_t stages[RBI_POOL_STAGE_COUNT];           /* how often each was tried */
     uint64_t mark_peak_bytes;
     /* The highest peak that was more than an eighth above the last such, and sequence then: while
@@ -277,54 +257,7 @@ struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block
 struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address);
 uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
 
-/* ---- physical memory (pages.c); all with the lock held ---- */
-
-/* Pages of the chunks, a power of two, in which `count` pages come where the device could
- * still give `room` pages. */
-size_t rbi_pages_chunk(const rebatch_pool *pool, size_t count, size_t room);
-/* The same for memory that will be used as a whole. */
-size_t rbi_pages_chunk_ahead(size_t count);
-/* Makes `count` more pages, in chunks of up to `chunk` pages, a power of two. All or none. */
-rebatch_status rbi_pages_create(rebatch_pool *pool, size_t count, size_t chunk);
-/* Gives spare pages back until `keep` are left, or fewer where the last piece is larger; how
- * many it gave back. */
-size_t rbi_pages_release(rebatch_pool *pool, size_t keep);
-/* Whether a piece of several pages is mapped. */
-bool rbi_pages_has_large(const rebatch_pool *pool);
-/* Maps spare pages to a held hole, which keeps its state; nothing changes where it cannot, but
- * for what is quarantined. */
-rebatch_status rbi_pages_map(rebatch_pool *pool, struct rbi_block *hole);
-/* Unmaps from `at` to `to`, where pieces begin and end: it is spare then. Gives where it stopped,
- * because the device did not unmap a piece. */
-char *rbi_pages_unmap(rebatch_pool *pool, const struct rbi_range *range, char *at, const char *to);
-/* The piece at `at` is there, but whether it is mapped is not known: the block, in no list, is
- * nobody's from now on. The piece's bytes. */
-size_t rbi_pages_quarantine(rebatch_pool *pool, struct rbi_block *block, const char *at);
-/* The pages of the piece that begins at `address`. */
-size_t rbi_pages_in_chunk(const rebatch_pool *pool, const struct rbi_range *range,
-                          const char *address);
-/* Of the chunk that goes on at `address` from what is before it, the pages behind that address,
- * or before it; 0 where none does. */
-size_t rbi_pages_cut_off(const rebatch_pool *pool, const struct rbi_range *range,
-                         const char *address, bool behind);
-/* The wholly free pages of a block: where they begin, how many. */
-size_t rbi_pages_whole(const rebatch_pool *pool, const struct rbi_block *block, char **first);
-/* Of them those that could be unmapped, which are not those of a piece that reaches beyond. */
-size_t rbi_pages_within(const rebatch_pool *pool, const struct rbi_block *block, char **first);
-/* `count` pages from `first` on, made more so that they begin and end with pieces. */
-size_t rbi_pages_round(const rebatch_pool *pool, const struct rbi_range *range, char **first,
-                       size_t count);
-/* Gives all that is mapped in a range back; what is spare. */
-void rbi_pages_destroy(rebatch_pool *pool, struct rbi_range *range);
-void rbi_pages_destroy_spare(rebatch_pool *pool);
-/* Forgets the pieces that have pages from `first` up to `end`, so that they stay as they are. */
-void rbi_pages_forget(const rebatch_pool *pool, struct rbi_range *range, size_t first, size_t end);
-
 /* ---- ranges (range.c); all with the lock held ---- */
-
-/* Counts bytes that come from the device, or go there. */
-void rbi_pool_note_taken(rebatch_pool *pool, size_t bytes);
-void rbi_pool_note_given(rebatch_pool *pool, size_t bytes);
 
 /* Lets a plain allocation of `bytes` become one free block of `stream`; needs one spare node of
  * each kind. */
@@ -335,18 +268,21 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range);
 /* Reserves addresses for at least `bytes`; they become one hole. Needs spare nodes as above. */
 rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone);
+/* The whole pages of a block: where they begin, how many. */
+size_t rbi_block_whole_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+/* Of them those that can be unmapped, as no chunk reaches beyond the block. */
+size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first);
+/* A block in no list has memory that the device did not unmap: nobody gets it from now on. */
+void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block);
 /* Unmaps wholly free pages whose work is done, until `wanted` are spare or there are no more.
  * Those of `spared` (may be NULL) stay. */
-void rbi_pages_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
+void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
 /* Gives free memory back until at most `keep_bytes` are cached. What lies wholly with `spared`
  * (may be NULL) stays. */
 rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
                                    const struct rbi_pool_stream *spared, size_t *released_bytes);
 /* Above its threshold the pool gives the free pages back that were not used for longest. */
 void rbi_pool_collect(rebatch_pool *pool);
-void rbi_ballast_arm(rebatch_pool *pool, size_t room);
-/* True when there was one to give up. */
-bool rbi_ballast_drop(rebatch_pool *pool);
 void rbi_pool_destroy_ranges(rebatch_pool *pool);
 
 /* ---- windows (placement.c); all with the lock held ---- */

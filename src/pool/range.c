@@ -2,21 +2,7 @@
  * Must not know what memory is asked for, or why. */
 #include "pool/pool.h"
 
-/* ---- bookkeeping ---- */
-
-void rbi_pool_note_taken(rebatch_pool *pool, size_t bytes)
-{
-    pool->device_taken_bytes += bytes;
-    pool->stats.reserved_bytes += bytes;
-    if (pool->stats.reserved_peak_bytes < pool->stats.reserved_bytes)
-        pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
-}
-
-void rbi_pool_note_given(rebatch_pool *pool, size_t bytes)
-{
-    pool->device_given_bytes += bytes;
-    pool->stats.reserved_bytes -= bytes;
-}
+/* ---- the list of ranges ---- */
 
 /* A range that is one block, in no list. */
 static struct rbi_range *add_range(rebatch_pool *pool, void *address, size_t bytes,
@@ -65,16 +51,10 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
 {
     *out = NULL;
     void *address;
-    pool->stats.device_allocations++;
-    rebatch_status status = rbi_device_alloc(pool->device, &address, bytes);
-    if (status == REBATCH_OOM && rbi_ballast_drop(pool)) {
-        pool->stats.device_allocations++;
-        status = rbi_device_alloc(pool->device, &address, bytes);
-    }
+    const rebatch_status status = rbi_vm_alloc(&address, &pool->vm, bytes);
     if (status != REBATCH_OK)
         return status;
     struct rbi_range *range = add_range(pool, address, bytes, stream, RBI_ZONE_LARGE);
-    rbi_pool_note_taken(pool, bytes);
     RBI_RECORD(pool, MAP, address, bytes, stream->stream, 0);
     rbi_pool_bin_add(range->first);
     *out = range->first;
@@ -88,11 +68,9 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
         if (status != REBATCH_OK)
             return status;
     }
-    const rebatch_status status = rbi_device_free(pool->device, range->address, range->bytes);
+    const rebatch_status status = rbi_vm_free(&pool->vm, range->address, range->bytes);
     if (status != REBATCH_OK)
         return status;
-    pool->stats.device_frees++;
-    rbi_pool_note_given(pool, range->bytes);
     RBI_RECORD(pool, UNMAP, range->address, range->bytes, NULL, 0);
     remove_range(pool, range);
     return REBATCH_OK;
@@ -125,29 +103,40 @@ static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
 
 rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
 {
-    void *address;
-    size_t wanted = choose_reservation(pool, bytes);
-    rebatch_status status = rbi_device_reserve(pool->device, &address, wanted);
+    struct rbi_map *map;
+    const size_t wanted = choose_reservation(pool, bytes);
+    rebatch_status status = rbi_map_reserve(&map, &pool->vm, wanted);
     if (status == REBATCH_OOM && wanted > bytes)
-        status = rbi_device_reserve(pool->device, &address, wanted = bytes);
+        status = rbi_map_reserve(&map, &pool->vm, bytes);
     if (status != REBATCH_OK)
         return status;
-    rbi_physical *pages = rbi_heap_calloc(wanted / pool->page_bytes, sizeof *pages);
-    if (!pages) {
-        (void)rbi_device_unreserve(pool->device, address, wanted);
-        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes of addresses", wanted);
-    }
-    struct rbi_range *range = add_range(pool, address, wanted, pool->space, zone);
-    range->pages = pages;
+    const size_t reserved = map->pages * pool->page_bytes;
+    struct rbi_range *range = add_range(pool, map->address, reserved, pool->space, zone);
+    range->map = map;
     if (zone == RBI_ZONE_SMALL && pool->small_span == 0) {
-        pool->small_address = (uintptr_t)address;
-        pool->small_span = wanted;
+        pool->small_address = (uintptr_t)map->address;
+        pool->small_span = reserved;
     }
     (void)rbi_pool_put_block(pool, range->first);
     return REBATCH_OK;
 }
 
 /* ---- free pages ---- */
+
+size_t rbi_block_whole_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first)
+{
+    const size_t lead = -(size_t)(block->address - block->range->address) & (pool->page_bytes - 1);
+    *first = block->address + lead;
+    if (block->bytes < lead)
+        return 0;
+    return (block->bytes - lead) >> (unsigned)__builtin_ctzll(pool->page_bytes);
+}
+
+size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first)
+{
+    const size_t count = rbi_block_whole_pages(pool, block, first);
+    return rbi_map_shrink(block->range->map, first, count);
+}
 
 /* Cuts a block in no list before `at`, puts the part before it back, and gives the rest. */
 static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, const char *at)
@@ -159,6 +148,12 @@ static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, c
     return rest;
 }
 
+void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block)
+{
+    rbi_pool_give_to(pool, block, pool->space);
+    block->state = RBI_BLOCK_LOST;
+}
+
 /* Unmaps `count` pages of a free block, from `first` on: what was unmapped becomes a hole. False
  * when the device did not unmap a piece; that one is quarantined. Needs three spare nodes. */
 static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
@@ -166,7 +161,8 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
     const char *const end = first + count * pool->page_bytes;
     rbi_pool_bin_remove(block);
     block->state = RBI_BLOCK_HELD;
-    const char *const stop = rbi_pages_unmap(pool, block->range, first, end);
+    struct rbi_map *const map = block->range->map;
+    const char *const stop = rbi_map_unmap(&pool->vm, map, first, end);
     struct rbi_pool_stream *stream = block->stream;
     const uint64_t freed_at = block->freed_at;
     block = put_part(pool, block, first);
@@ -181,10 +177,10 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
     }
     if (stop < end) {
         struct rbi_block *rest = NULL;
-        const size_t piece = rbi_pages_in_chunk(pool, block->range, stop) * pool->page_bytes;
-        if (block->bytes > piece)
-            rest = rbi_pool_split(pool, block, piece);
-        (void)rbi_pages_quarantine(pool, block, stop);
+        const size_t chunk = rbi_map_quarantine(&pool->vm, map, stop);
+        if (block->bytes > chunk)
+            rest = rbi_pool_split(pool, block, chunk);
+        rbi_block_lose(pool, block);
         block = rest;
     }
     if (block) {
@@ -199,7 +195,7 @@ static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first,
 static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t most)
 {
     char *first;
-    const size_t whole = rbi_pages_within(pool, block, &first);
+    const size_t whole = rbi_block_own_pages(pool, block, &first);
     if (whole == 0 || block->freed_at > block->stream->done)
         return true;
     if (!rbi_pool_prepare_blocks(pool, rbi_pool_promised(pool) + 3))
@@ -207,7 +203,7 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
     size_t count = rbi_min(whole, most);
     if (!block->before || block->before->state != RBI_BLOCK_HOLE)
         first += (whole - count) * pool->page_bytes;
-    count = rbi_pages_round(pool, block->range, &first, count);
+    count = rbi_map_widen(block->range->map, &first, count);
     return unmap_part(pool, block, first, count);
 }
 
@@ -228,12 +224,12 @@ static bool harvest_bins(rebatch_pool *pool, const struct rbi_bins *bins, size_t
             return true;
         struct rbi_block *next;
         for (struct rbi_block *b = bins->of[bin]; b; b = next) {
-            if (pool->spare_count >= wanted)
+            if (pool->vm.spare_pages >= wanted)
                 return false;
             next = b->next;
-            const size_t before = pool->spare_count;
+            const size_t before = pool->vm.spare_pages;
             const bool more = harvest_block(pool, b, wanted - before);
-            pool->stats.remaps += pool->spare_count - before;
+            pool->stats.remaps += pool->vm.spare_pages - before;
             if (!more)
                 return false;
         }
@@ -241,7 +237,7 @@ static bool harvest_bins(rebatch_pool *pool, const struct rbi_bins *bins, size_t
     return true;
 }
 
-void rbi_pages_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
+void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared)
 {
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         for (unsigned zone = 0; zone < RBI_POOL_ZONES && s != spared; zone++)
@@ -284,7 +280,7 @@ static rebatch_status trim_ranges(rebatch_pool *pool, size_t keep_bytes,
                                   const struct rbi_pool_stream *spared, size_t *released_bytes)
 {
     for (;;) {
-        const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+        const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
         if (cached <= keep_bytes)
             return REBATCH_OK;
         struct rbi_range *range = choose_range(pool, cached - keep_bytes, spared);
@@ -303,7 +299,7 @@ static rebatch_status trim_ranges(rebatch_pool *pool, size_t keep_bytes,
 static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
                                  const struct rbi_pool_stream *spared, size_t *released_bytes)
 {
-    const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+    const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
     if (cached <= keep_bytes)
         return REBATCH_OK;
     rebatch_status status = REBATCH_OK;
@@ -315,10 +311,10 @@ static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
         rbi_pool_adopt(pool, pool->first_stream); /* pages that two streams share are free too */
     const size_t excess = (size_t)((cached - keep_bytes + pool->page_bytes - 1) / pool->page_bytes);
     const uint64_t remaps = pool->stats.remaps;
-    rbi_pages_harvest(pool, excess, spared);
+    rbi_pool_harvest(pool, excess, spared);
     pool->stats.remaps = remaps; /* they are not mapped elsewhere */
-    const size_t keep = pool->spare_count > excess ? pool->spare_count - excess : 0;
-    *released_bytes = rbi_pages_release(pool, keep) * pool->page_bytes;
+    const size_t keep = pool->vm.spare_pages > excess ? pool->vm.spare_pages - excess : 0;
+    *released_bytes = rbi_vm_release(&pool->vm, keep) * pool->page_bytes;
     return REBATCH_OK;
 }
 
@@ -343,7 +339,7 @@ static struct rbi_block *oldest_free(const rebatch_pool *pool)
         for (struct rbi_block *b = r->first; b; b = b->after) {
             char *first;
             if (b->state != RBI_BLOCK_FREE ||
-                (r->pages ? b->freed_at > b->stream->done || rbi_pages_within(pool, b, &first) == 0
+                (r->map ? b->freed_at > b->stream->done || rbi_block_own_pages(pool, b, &first) == 0
                           : b->bytes != r->bytes))
                 continue;
             if (!oldest || b->sequence < oldest->sequence)
@@ -359,43 +355,20 @@ void rbi_pool_collect(rebatch_pool *pool)
     if (pool->gc_permille == 0 || rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return;
     const size_t threshold = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
-    const uint64_t before = pool->stats.reserved_bytes;
+    const uint64_t before = rbi_vm_bytes(&pool->vm);
     if (before > threshold)
         rbi_quick_flush_all(pool);
-    while (pool->stats.reserved_bytes > threshold) {
-        const size_t excess = (size_t)(pool->stats.reserved_bytes - threshold);
+    while (rbi_vm_bytes(&pool->vm) > threshold) {
+        const size_t excess = (size_t)(rbi_vm_bytes(&pool->vm) - threshold);
         const size_t pages = (excess + pool->page_bytes - 1) / pool->page_bytes;
-        if (rbi_pages_release(pool, pool->spare_count - rbi_min(pool->spare_count, pages)))
+        if (rbi_vm_release(&pool->vm, pool->vm.spare_pages - rbi_min(pool->vm.spare_pages, pages)))
             continue;
-        struct rbi_block *block = pool->spare_count == 0 ? oldest_free(pool) : NULL;
-        if (!block || (block->range->pages ? !harvest_block(pool, block, pages)
+        struct rbi_block *block = pool->vm.spare_pages == 0 ? oldest_free(pool) : NULL;
+        if (!block || (block->range->map ? !harvest_block(pool, block, pages)
                                            : rbi_range_free(pool, block->range) != REBATCH_OK))
             break;
     }
-    pool->stats.collected_bytes += before - pool->stats.reserved_bytes;
-}
-
-/* ---- the ballast ---- */
-
-void rbi_ballast_arm(rebatch_pool *pool, size_t room)
-{
-    if (pool->ballast_bytes == 0 || pool->ballast || room < pool->ballast_bytes)
-        return;
-    if (rbi_device_alloc(pool->device, &pool->ballast, pool->ballast_bytes) == REBATCH_OK)
-        rbi_pool_note_taken(pool, pool->ballast_bytes);
-    else
-        pool->ballast = NULL;
-}
-
-bool rbi_ballast_drop(rebatch_pool *pool)
-{
-    if (!pool->ballast ||
-        rbi_device_free(pool->device, pool->ballast, pool->ballast_bytes) != REBATCH_OK)
-        return false;
-    pool->ballast = NULL;
-    pool->stats.ballast_drops++;
-    rbi_pool_note_given(pool, pool->ballast_bytes);
-    return true;
+    pool->stats.collected_bytes += before - rbi_vm_bytes(&pool->vm);
 }
 
 /* ---- the end ---- */
@@ -428,32 +401,34 @@ static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
         any = true;
         const size_t offset = (size_t)(b->address - range->address);
         const size_t end = (offset + b->bytes + pool->page_bytes - 1) / pool->page_bytes;
-        if (range->pages)
-            rbi_pages_forget(pool, range, offset / pool->page_bytes, end);
+        if (range->map)
+            rbi_map_forget(range->map, offset / pool->page_bytes, end);
     }
     return any;
 }
 
-/* Quarantined pages are tried once more. */
-static void destroy_pages(rebatch_pool *pool, struct rbi_range *range)
+/* Quarantined pages are tried once more. Of most ranges most is holes. */
+static void destroy_map(rebatch_pool *pool, struct rbi_range *range)
 {
     const bool leave = leave_used(pool, range);
-    rbi_pages_destroy(pool, range);
-    if (!leave)
-        (void)rbi_device_unreserve(pool->device, range->address, range->bytes);
-    rbi_heap_free(range->pages);
+    for (const struct rbi_block *b = range->first; b; b = b->after) {
+        if (b->state == RBI_BLOCK_HOLE)
+            continue;
+        const size_t offset = (size_t)(b->address - range->address);
+        rbi_map_release(&pool->vm, range->map, offset / pool->page_bytes,
+                        rbi_vm_pages_for(&pool->vm, offset + b->bytes));
+    }
+    rbi_map_destroy(&pool->vm, range->map, !leave);
 }
 
 void rbi_pool_destroy_ranges(rebatch_pool *pool)
 {
     for (struct rbi_range *r = pool->first_range; r; r = r->next) {
-        if (r->pages)
-            destroy_pages(pool, r);
+        if (r->map)
+            destroy_map(pool, r);
         else if (!leave_used(pool, r))
-            (void)rbi_device_free(pool->device, r->address, r->bytes);
+            (void)rbi_vm_free(&pool->vm, r->address, r->bytes);
     }
     pool->first_range = pool->last_range = NULL;
-    rbi_pages_destroy_spare(pool);
-    if (pool->ballast)
-        (void)rbi_device_free(pool->device, pool->ballast, pool->ballast_bytes);
+    rbi_vm_destroy(&pool->vm);
 }

@@ -195,9 +195,9 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
         status = rbi_pool_trim_cache(pool, keep_bytes, NULL, &released);
     pool->asked_back_bytes += released;
     size_t room;
-    if (status == REBATCH_OK && pool->ballast_bytes &&
+    if (status == REBATCH_OK && pool->vm.ballast_bytes &&
         rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
-        rbi_ballast_arm(pool, room);
+        rbi_vm_arm_ballast(&pool->vm, room);
     rbi_pool_give_lock(pool);
     if (released_bytes)
         *released_bytes = released;
@@ -212,7 +212,7 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     rbi_pool_take_lock(pool);
     pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
     pool->limit_permille = 0;
-    const uint64_t reserved = pool->stats.reserved_bytes;
+    const uint64_t reserved = rbi_vm_bytes(&pool->vm);
     if (reserved > pool->limit_bytes) {
         const uint64_t cached = reserved - pool->stats.live_bytes;
         const uint64_t excess = reserved - pool->limit_bytes;
@@ -236,7 +236,7 @@ rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
     size_t room;
     status = rbi_pool_room(&room, pool, NULL);
     if (status == REBATCH_OK &&
-        !rbi_add(pool->stats.reserved_bytes - pool->stats.live_bytes, room, bytes))
+        !rbi_add(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes, room, bytes))
         *bytes = SIZE_MAX;
     rbi_pool_give_lock(pool);
     return status;

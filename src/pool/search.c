@@ -41,7 +41,7 @@ size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint3
 static size_t reachable(const rebatch_pool *pool, size_t room)
 {
     size_t all;
-    return rbi_add((size_t)pool->stats.reserved_bytes, room, &all) ? all : SIZE_MAX;
+    return rbi_add((size_t)rbi_vm_bytes(&pool->vm), room, &all) ? all : SIZE_MAX;
 }
 
 /* The room that is to be kept. */
@@ -60,7 +60,7 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     if (status != REBATCH_OK)
         return status;
     const size_t limit = rbi_pool_limit(pool, own.total_bytes);
-    const size_t reserved = pool->stats.reserved_bytes;
+    const size_t reserved = rbi_vm_bytes(&pool->vm);
     const size_t allowed = limit > reserved ? limit - reserved : 0;
     const size_t free_bytes =
         own.free_bytes > pool->headroom_bytes ? own.free_bytes - pool->headroom_bytes : 0;
@@ -238,7 +238,7 @@ static size_t live_and_slack(const rebatch_pool *pool)
 static bool has_plenty(const rebatch_pool *pool, size_t bytes, size_t room,
                        const rebatch_memory_info *info)
 {
-    const size_t reserved = (size_t)pool->stats.reserved_bytes;
+    const size_t reserved = (size_t)rbi_vm_bytes(&pool->vm);
     const size_t collected_above = rbi_pool_share(pool, info->total_bytes, pool->gc_permille);
     if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
         return false;
@@ -251,7 +251,7 @@ static bool has_plenty(const rebatch_pool *pool, size_t bytes, size_t room,
  * move it breaks large pieces up. */
 static bool may_be_large(const rebatch_pool *pool, size_t bytes)
 {
-    return bytes < pool->large_bytes && bytes >= pool->large_bytes / 2 && rbi_pages_has_large(pool);
+    return bytes < pool->large_bytes && bytes >= pool->large_bytes / 2 && rbi_vm_has_large(&pool->vm);
 }
 
 static struct means find_means(rebatch_pool *pool, size_t bytes)
@@ -277,19 +277,19 @@ static bool wants_care(const rebatch_pool *pool, bool plenty)
 static rebatch_status create_lacking(rebatch_pool *pool, const struct growth *growth, size_t count,
                                      size_t room)
 {
-    const size_t lacking = count - pool->spare_count;
+    const size_t lacking = count - pool->vm.spare_pages;
     const size_t room_pages = room / pool->page_bytes;
     if (lacking > room_pages)
         return REBATCH_OOM;
-    return rbi_pages_create(pool, lacking,
-                            growth->ahead ? rbi_pages_chunk_ahead(lacking)
-                                          : rbi_pages_chunk(pool, lacking, room_pages));
+    return rbi_vm_create(&pool->vm, lacking,
+                            growth->ahead ? rbi_vm_chunk_ahead(lacking)
+                                          : rbi_vm_chunk(&pool->vm, lacking, room_pages));
 }
 
 /* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
 static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t count)
 {
-    if (pool->spare_count >= count) {
+    if (pool->vm.spare_pages >= count) {
         growth->by_remap = true;
         return REBATCH_OK;
     }
@@ -303,11 +303,11 @@ static rebatch_status gather(rebatch_pool *pool, struct growth *growth, size_t c
             return created;
     }
     /* What cannot succeed shall not take blocks apart. */
-    const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+    const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
     if (count > (cached + room) / pool->page_bytes)
         return REBATCH_OOM;
-    rbi_pages_harvest(pool, count, growth->spared);
-    growth->by_remap = pool->spare_count >= count;
+    rbi_pool_harvest(pool, count, growth->spared);
+    growth->by_remap = pool->vm.spare_pages >= count;
     if (growth->by_remap)
         return REBATCH_OK;
     if (growth->no_fresh)
@@ -336,10 +336,10 @@ static void widen(struct rbi_window *window, rebatch_pool *pool, const struct gr
 {
     size_t room;
     rebatch_memory_info info;
-    if (growth->no_fresh || growth->ahead || pool->spare_count >= window->pages ||
+    if (growth->no_fresh || growth->ahead || pool->vm.spare_pages >= window->pages ||
         rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return;
-    const size_t chunk = rbi_pages_chunk(pool, window->pages, room / pool->page_bytes);
+    const size_t chunk = rbi_vm_chunk(&pool->vm, window->pages, room / pool->page_bytes);
     const size_t pages = (window->pages + chunk - 1) & ~(chunk - 1);
     if (pages > window->pages && has_plenty(pool, pages * pool->page_bytes, room, &info))
         rbi_window_widen(window, pool, pages);
@@ -385,7 +385,7 @@ size_t rbi_pool_bytes_beyond_peak(rebatch_pool *pool)
 
 bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes)
 {
-    const uint64_t cached = pool->stats.reserved_bytes - pool->stats.live_bytes;
+    const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
     return bytes <= cached || find_means(pool, bytes).plenty;
 }
 
@@ -551,10 +551,10 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
 {
-    const uint64_t held = pool->stats.reserved_bytes;
+    const uint64_t held = rbi_vm_bytes(&pool->vm);
     const rebatch_status status =
         pool->has_space ? take_mapped(out, pool, request) : take_plain(out, pool, request);
-    if (pool->stats.reserved_bytes > held && status == REBATCH_OK)
+    if (rbi_vm_bytes(&pool->vm) > held && status == REBATCH_OK)
         rbi_pool_collect(pool);
     return status;
 }

@@ -50,7 +50,14 @@ void rbi_pool_raise_peaks(rebatch_pool *pool)
 
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
 {
+    const struct rbi_vm *const vm = &pool->vm;
     *out = pool->stats;
+    out->reserved_bytes = rbi_vm_bytes(vm);
+    out->reserved_peak_bytes = vm->peak_bytes;
+    out->device_allocations = vm->allocations;
+    out->device_frees = vm->frees;
+    out->ballast_drops = vm->ballast_drops;
+    out->quarantined_bytes = vm->quarantined_bytes;
     out->allocations = pool->sequence;
     out->frees = pool->sequence - out->blocks - out->rolled_back_blocks;
     out->allocated_total_bytes = out->freed_total_bytes + out->live_bytes;
@@ -78,7 +85,7 @@ rebatch_status rebatch_pool_reset_peaks(rebatch_pool *pool)
         return status;
     rbi_lock_take(&pool->lock);
     pool->stats.live_peak_bytes = pool->stats.live_bytes;
-    pool->stats.reserved_peak_bytes = pool->stats.reserved_bytes;
+    rbi_vm_reset_peak(&pool->vm);
     pool->stats.blocks_peak = pool->stats.blocks;
     rbi_pool_set_quiet(pool);
     pool->peak_number++;
@@ -175,8 +182,8 @@ uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
 void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    out->taken_bytes = pool->device_taken_bytes;
-    out->given_bytes = pool->device_given_bytes - pool->asked_back_bytes;
+    out->taken_bytes = pool->vm.taken_bytes;
+    out->given_bytes = pool->vm.given_bytes - pool->asked_back_bytes;
     rbi_pool_give_lock(pool);
 }
 

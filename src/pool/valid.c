@@ -6,9 +6,9 @@
 
 /* What a walk over all blocks adds up to. */
 struct tally {
-    uint64_t live_bytes, deferred_bytes, reserved_bytes, requested_bytes, live_blocks;
-    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, pages, lost_bytes;
-    uint64_t pieces[RBI_CHUNK_SIZES]; /* mapped, by their size */
+    uint64_t live_bytes, deferred_bytes, plain_bytes, requested_bytes, live_blocks;
+    uint64_t blocks, free_blocks, quick_blocks, pending_blocks, lost_bytes;
+    uint64_t chunks[RBI_CHUNK_SIZES]; /* mapped, by their size */
     uint64_t tag_bytes[RBI_POOL_TAGS];
 };
 
@@ -98,35 +98,9 @@ static bool are_pages_valid(const rebatch_pool *pool, const struct rbi_range *r,
     const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->page_bytes;
     const bool gap = b->state == RBI_BLOCK_HOLE || b->state == RBI_BLOCK_GUARD;
     for (size_t i = first; i <= last; i++) {
-        CHECK(b->state == RBI_BLOCK_LOST || gap == (r->pages[i] == 0));
-        tally->lost_bytes += b->state == RBI_BLOCK_LOST && r->pages[i] ? pool->page_bytes : 0;
-    }
-    return true;
-}
-
-static bool add_piece(const rebatch_pool *pool, const struct rbi_range *r, size_t first,
-                      size_t pages, struct tally *tally)
-{
-    const unsigned size = (unsigned)__builtin_ctzll(pages);
-    CHECK(r->pages[first] != RBI_CHUNK_GOES_ON);
-    CHECK(pages == (size_t)1 << size && size < RBI_CHUNK_SIZES);
-    CHECK(pages == rbi_pages_in_chunk(pool, r, r->address + first * pool->page_bytes));
-    tally->pages += pages;
-    tally->pieces[size]++;
-    return true;
-}
-
-static bool add_pieces(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
-{
-    const size_t count = r->bytes / pool->page_bytes;
-    for (size_t first = 0, end; first < count; first = end) {
-        end = first + 1;
-        if (r->pages[first] == 0)
-            continue;
-        while (end < count && r->pages[end] == RBI_CHUNK_GOES_ON)
-            end++;
-        if (!add_piece(pool, r, first, end - first, tally))
-            return false;
+        CHECK(b->state == RBI_BLOCK_LOST || gap != rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes));
+        if (b->state == RBI_BLOCK_LOST && rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes))
+            tally->lost_bytes += pool->page_bytes;
     }
     return true;
 }
@@ -134,20 +108,22 @@ static bool add_pieces(const rebatch_pool *pool, const struct rbi_range *r, stru
 static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, struct tally *tally)
 {
     CHECK(r->first && r->first->address == r->address && !r->first->before);
-    CHECK((r->pages != NULL) == pool->has_space);
+    CHECK((r->map != NULL) == pool->has_space);
     size_t bytes = 0;
     for (const struct rbi_block *b = r->first; b; b = b->after) {
         CHECK(b->range == r);
-        if (!is_block_valid(pool, b, tally) || (r->pages && !are_pages_valid(pool, r, b, tally)))
+        if (!is_block_valid(pool, b, tally) || (r->map && !are_pages_valid(pool, r, b, tally)))
             return false;
         bytes += b->bytes;
         tally->blocks++;
     }
     CHECK(bytes == r->bytes);
     CHECK(bytes % pool->page_bytes == 0);
-    if (!r->pages)
-        tally->reserved_bytes += bytes;
-    return !r->pages || add_pieces(pool, r, tally);
+    if (!r->map)
+        tally->plain_bytes += bytes;
+    CHECK(!r->map || (r->map->address == r->address && r->map->pages == bytes / pool->page_bytes));
+    CHECK(!r->map || rbi_map_count(r->map, tally->chunks));
+    return true;
 }
 
 static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
@@ -162,17 +138,7 @@ static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
             return false;
     }
     CHECK(pool->last_range == previous && has_small);
-    CHECK(pool->pages_held == tally->pages + pool->spare_count);
-    size_t spare = 0, held = 0;
-    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++) {
-        const struct rbi_spare *const of = &pool->spare[size];
-        CHECK(of->held == tally->pieces[size] + of->count && of->held <= of->capacity);
-        spare += of->count << size;
-        held += of->held << size;
-    }
-    CHECK(pool->spare_count == spare && pool->pages_held == held);
-    tally->reserved_bytes += pool->pages_held * pool->page_bytes;
-    tally->reserved_bytes += pool->ballast ? pool->ballast_bytes : 0;
+    CHECK(rbi_vm_is_valid(&pool->vm, tally->chunks, tally->plain_bytes));
     return true;
 }
 
@@ -346,9 +312,6 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     const rebatch_pool_stats *s = &pool->stats;
     CHECK(s->live_bytes == tally->live_bytes && s->live_bytes <= s->live_peak_bytes);
     CHECK(s->live_peak_bytes <= pool->highest_live_bytes);
-    CHECK(s->reserved_bytes == tally->reserved_bytes);
-    CHECK(s->reserved_bytes <= s->reserved_peak_bytes);
-    CHECK(s->reserved_bytes == pool->device_taken_bytes - pool->device_given_bytes);
     CHECK(pool->requested_total_bytes - pool->requested_given_bytes == tally->requested_bytes);
     uint64_t quiet_bytes = rbi_min(s->live_peak_bytes, pool->mark_peak_bytes);
     if (pool->depth)
@@ -362,7 +325,7 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
     CHECK(s->deferred_bytes == tally->deferred_bytes);
     CHECK(s->blocks == tally->live_blocks && s->blocks <= s->blocks_peak);
     CHECK(pool->sequence >= s->blocks + s->rolled_back_blocks);
-    CHECK(s->quarantined_bytes == tally->lost_bytes);
+    CHECK(pool->vm.quarantined_bytes == tally->lost_bytes);
     for (size_t i = 0; i < pool->tag_count; i++) {
         CHECK(pool->tags[i].live_bytes == tally->tag_bytes[i]);
         CHECK(pool->tags[i].live_bytes <= pool->tags[i].peak_bytes);

@@ -56,7 +56,7 @@ static void enter(struct rbi_view_walk *walk, const struct rbi_range *range)
 {
     walk->range = range;
     step_to(walk, range ? range->first : NULL);
-    walk->is_mapped = range && range->pages;
+    walk->is_mapped = range && range->map;
     walk->is_small = range && range->zone == RBI_ZONE_SMALL;
 }
 
@@ -81,7 +81,7 @@ static bool pass_page(struct rbi_view_walk *walk)
     const size_t end = (number + 1) * walk->page_bytes;
     const size_t block_end = (size_t)(walk->block->address - range->address) + walk->block->bytes;
     walk->at = range->address + rbi_min(end, block_end);
-    return range->pages[number] != 0;
+    return rbi_map_is_mapped(range->map, range->address + number * walk->page_bytes);
 }
 
 /* A piece of a block that has pages at some of its addresses. */
@@ -153,10 +153,10 @@ void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
                                    .max_split_bytes = pool->max_split_bytes,
                                    .gc_permille = pool->gc_permille,
                                    .rounding_divisions = pool->rounding_divisions,
-                                   .spare_bytes = pool->spare_count * pool->page_bytes,
-                                   .ballast_bytes = pool->ballast ? pool->ballast_bytes : 0,
-                                   .taken_bytes = pool->device_taken_bytes,
-                                   .given_bytes = pool->device_given_bytes,
+                                   .spare_bytes = pool->vm.spare_pages * pool->page_bytes,
+                                   .ballast_bytes = pool->vm.ballast ? pool->vm.ballast_bytes : 0,
+                                   .taken_bytes = pool->vm.taken_bytes,
+                                   .given_bytes = pool->vm.given_bytes,
                                    .stages = pool->stages,
                                    .log = &pool->log};
 }

@@ -44,7 +44,7 @@ static uint64_t calls_of(struct counted *c, uint32_t kinds)
 
 static size_t chunks_held(const rebatch_pool *pool, unsigned size)
 {
-    return pool->spare[size].held;
+    return pool->vm.spare[size].held;
 }
 
 static void admit(rebatch_pool *pool, size_t pages)
@@ -78,13 +78,13 @@ Test(pool_chunks, are_in_proportion_to_the_request_what_is_held_and_the_room)
         {4096, 512, 0, 2},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const rebatch_pool pool = {.pages_held = cases[i].held};
-        cr_assert_eq(rbi_pages_chunk(&pool, cases[i].count, cases[i].room), cases[i].expected,
+        const struct rbi_vm vm = {.held_pages = cases[i].held};
+        cr_assert_eq(rbi_vm_chunk(&vm, cases[i].count, cases[i].room), cases[i].expected,
                      "case %zu", i);
     }
-    cr_assert_eq(rbi_pages_chunk_ahead(15), 1);
-    cr_assert_eq(rbi_pages_chunk_ahead(100), 4);
-    cr_assert_eq(rbi_pages_chunk_ahead(SIZE_MAX), LARGEST);
+    cr_assert_eq(rbi_vm_chunk_ahead(15), 1);
+    cr_assert_eq(rbi_vm_chunk_ahead(100), 4);
+    cr_assert_eq(rbi_vm_chunk_ahead(SIZE_MAX), LARGEST);
 }
 
 static void take_much(rebatch_pool *pool)

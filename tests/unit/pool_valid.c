@@ -29,7 +29,7 @@ Test(pool_valid, a_broken_equation_is_noticed)
     struct rbi_range *range = block->range;
     struct rbi_pool_stream *stream = pool->first_stream;
     ASSERT_NOTICED(pool, pool->stats.live_bytes, 0);
-    ASSERT_NOTICED(pool, pool->stats.reserved_bytes, 5 * PAGE + 1);
+    ASSERT_NOTICED(pool, pool->vm.taken_bytes, 5 * PAGE + 1);
     ASSERT_NOTICED(pool, pool->requested_total_bytes, 1);
     ASSERT_NOTICED(pool, pool->requested_given_bytes, 1);
     ASSERT_NOTICED(pool, pool->stats.deferred_bytes, 0);
@@ -39,10 +39,10 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, pool->quiet_bytes, UINT64_MAX);
     ASSERT_NOTICED(pool, pool->tags[0].live_bytes, 0);
     ASSERT_NOTICED(pool, range->bytes, PAGE);
-    ASSERT_NOTICED(pool, range->pages[0], 0);
-    ASSERT_NOTICED(pool, range->pages[range->bytes / PAGE - 1], 1);
-    ASSERT_NOTICED(pool, pool->pages_held, 1);
-    ASSERT_NOTICED(pool, pool->stats.quarantined_bytes, PAGE);
+    ASSERT_NOTICED(pool, range->map->chunks[0], 0);
+    ASSERT_NOTICED(pool, range->map->chunks[range->bytes / PAGE - 1], 1);
+    ASSERT_NOTICED(pool, pool->vm.held_pages, 1);
+    ASSERT_NOTICED(pool, pool->vm.quarantined_bytes, PAGE);
     ASSERT_NOTICED(pool, block->bytes, 4 * KIB + 512);
     ASSERT_NOTICED(pool, block->bytes, 4 * KIB + 1);
     ASSERT_NOTICED(pool, block->bytes, 0);

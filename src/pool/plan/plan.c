@@ -22,7 +22,7 @@
 
 static uint64_t moved_pages(const rebatch_pool *pool)
 {
-    return pool->stats.remaps + pool->device_given_bytes / pool->page_bytes;
+    return pool->stats.remaps + pool->vm.given_bytes / pool->page_bytes;
 }
 
 static void forget(struct rbi_phase *phase)

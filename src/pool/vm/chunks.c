@@ -1,0 +1,265 @@
+/* Owns the memory that is held from the device: making chunks, keeping the spare ones, giving them
+ * back. Must not know where they are mapped, nor what memory is asked for. */
+#include "pool/vm/spare.h"
+
+#include "base/base.h"
+
+/* ---- counting ---- */
+
+static void note_taken(struct rbi_vm *vm, size_t bytes)
+{
+    vm->taken_bytes += bytes;
+    vm->peak_bytes = rbi_max(vm->peak_bytes, rbi_vm_bytes(vm));
+}
+
+static void note_given(struct rbi_vm *vm, size_t bytes)
+{
+    vm->given_bytes += bytes;
+}
+
+void rbi_vm_open(struct rbi_vm *vm, rebatch_device *device, size_t ballast_bytes)
+{
+    *vm = (struct rbi_vm){.device = device,
+                          .page_bytes = rbi_device_page_bytes(device),
+                          .ballast_bytes = ballast_bytes};
+}
+
+void rbi_vm_reset_peak(struct rbi_vm *vm)
+{
+    vm->peak_bytes = rbi_vm_bytes(vm);
+}
+
+/* ---- plain allocations, and the ballast ---- */
+
+/* True when there was one to give up. */
+static bool drop_ballast(struct rbi_vm *vm)
+{
+    if (!vm->ballast || rbi_device_free(vm->device, vm->ballast, vm->ballast_bytes) != REBATCH_OK)
+        return false;
+    vm->ballast = NULL;
+    vm->ballast_drops++;
+    note_given(vm, vm->ballast_bytes);
+    return true;
+}
+
+void rbi_vm_arm_ballast(struct rbi_vm *vm, size_t room)
+{
+    if (vm->ballast_bytes == 0 || vm->ballast || room < vm->ballast_bytes)
+        return;
+    if (rbi_device_alloc(vm->device, &vm->ballast, vm->ballast_bytes) == REBATCH_OK)
+        note_taken(vm, vm->ballast_bytes);
+    else
+        vm->ballast = NULL;
+}
+
+rebatch_status rbi_vm_alloc(void **out, struct rbi_vm *vm, size_t bytes)
+{
+    vm->allocations++;
+    rebatch_status status = rbi_device_alloc(vm->device, out, bytes);
+    if (status == REBATCH_OOM && drop_ballast(vm)) {
+        vm->allocations++;
+        status = rbi_device_alloc(vm->device, out, bytes);
+    }
+    if (status == REBATCH_OK)
+        note_taken(vm, bytes);
+    return status;
+}
+
+rebatch_status rbi_vm_free(struct rbi_vm *vm, void *address, size_t bytes)
+{
+    const rebatch_status status = rbi_device_free(vm->device, address, bytes);
+    if (status != REBATCH_OK)
+        return status;
+    vm->frees++;
+    note_given(vm, bytes);
+    return REBATCH_OK;
+}
+
+/* ---- spare chunks ---- */
+
+/* There is a place for each chunk that is held, so that an unmapped one always has one. */
+static bool prepare_spare(struct rbi_spare *spare)
+{
+    if (spare->held < spare->capacity)
+        return true;
+    const size_t capacity = rbi_max(2 * spare->capacity, 64);
+    rbi_physical *chunks = rbi_heap_resize(spare->chunks, capacity, sizeof *chunks);
+    if (!chunks)
+        return false;
+    spare->chunks = chunks;
+    spare->capacity = capacity;
+    return true;
+}
+
+void rbi_spare_put(struct rbi_vm *vm, rbi_physical chunk, unsigned size)
+{
+    rbi_assert(chunk && size < RBI_CHUNK_SIZES);
+    struct rbi_spare *spare = &vm->spare[size];
+    spare->chunks[spare->count++] = chunk;
+    vm->spare_pages += (size_t)1 << size;
+}
+
+rbi_physical rbi_spare_newest(const struct rbi_vm *vm, unsigned size)
+{
+    return vm->spare[size].chunks[vm->spare[size].count - 1];
+}
+
+void rbi_spare_drop(struct rbi_vm *vm, unsigned size)
+{
+    rbi_assert(vm->spare[size].count > 0 && vm->spare_pages >= (size_t)1 << size);
+    vm->spare[size].count--;
+    vm->spare_pages -= (size_t)1 << size;
+}
+
+unsigned rbi_spare_choose(const struct rbi_vm *vm, size_t most)
+{
+    rbi_assert(vm->spare_pages > 0);
+    unsigned size = RBI_CHUNK_SIZES;
+    while (size-- > 0)
+        if (vm->spare[size].count && (size_t)1 << size <= most)
+            return size;
+    while (vm->spare[++size].count == 0)
+        ;
+    return size;
+}
+
+bool rbi_vm_has_large(const struct rbi_vm *vm)
+{
+    for (unsigned size = 1; size < RBI_CHUNK_SIZES; size++)
+        if (vm->spare[size].held > vm->spare[size].count)
+            return true;
+    return false;
+}
+
+/* Gives the newest spare chunk of a size back. */
+static rebatch_status release(struct rbi_vm *vm, unsigned size)
+{
+    const size_t bytes = vm->page_bytes << size;
+    const rebatch_status status =
+        rbi_device_release_physical(vm->device, rbi_spare_newest(vm, size), bytes);
+    if (status != REBATCH_OK)
+        return status; /* it stays spare */
+    rbi_spare_drop(vm, size);
+    vm->spare[size].held--;
+    vm->held_pages -= (size_t)1 << size;
+    note_given(vm, bytes);
+    return REBATCH_OK;
+}
+
+size_t rbi_vm_release(struct rbi_vm *vm, size_t keep)
+{
+    size_t released = 0;
+    while (vm->spare_pages > keep) {
+        const unsigned size = rbi_spare_choose(vm, vm->spare_pages - keep);
+        if (release(vm, size) != REBATCH_OK)
+            break;
+        released += (size_t)1 << size;
+    }
+    vm->frees += released > 0;
+    return released;
+}
+
+/* ---- making chunks ---- */
+
+static rebatch_status create(struct rbi_vm *vm, unsigned size)
+{
+    rbi_physical chunk;
+    const size_t bytes = vm->page_bytes << size;
+    if (!prepare_spare(&vm->spare[size]))
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
+    rebatch_status status = rbi_device_create_physical(vm->device, &chunk, bytes);
+    if (status == REBATCH_OOM && size == 0 && drop_ballast(vm))
+        status = rbi_device_create_physical(vm->device, &chunk, bytes);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_spare_put(vm, chunk, size);
+    vm->spare[size].held++;
+    vm->held_pages += (size_t)1 << size;
+    note_taken(vm, bytes);
+    return REBATCH_OK;
+}
+
+/* The largest size up to `most` that has no more than `count` pages, of which there are some. */
+static unsigned largest_within(size_t count, unsigned most)
+{
+    const unsigned size = 63 - (unsigned)__builtin_clzll(count);
+    return size < most ? size : most;
+}
+
+/* A sixteenth of the request, so that a request is served by a few calls, or a 128th of what is
+ * held, so that a pool that grows does so in few calls. But at most a 1,024th of what the device
+ * could still give, and 32 pages: what is left over at the ends of chunks in use is of no use
+ * elsewhere, and counts as soon as memory is short. A request of 16 GiB and more takes some hundred
+ * chunks all the same. */
+#define PARTS_OF_REQUEST 16
+#define PARTS_OF_HELD 128
+#define PARTS_OF_ROOM 1024
+#define ORDINARY_MOST 32
+#define PARTS_OF_HUGE 256
+
+static size_t chunk_of(size_t pages)
+{
+    return (size_t)1 << largest_within(rbi_max(pages, 1), RBI_CHUNK_SIZES - 1);
+}
+
+size_t rbi_vm_chunk(const struct rbi_vm *vm, size_t count, size_t room)
+{
+    const size_t wanted = rbi_max(count / PARTS_OF_REQUEST, vm->held_pages / PARTS_OF_HELD);
+    const size_t ordinary = rbi_min(rbi_min(wanted, room / PARTS_OF_ROOM), ORDINARY_MOST);
+    return chunk_of(rbi_max(ordinary, count / PARTS_OF_HUGE));
+}
+
+size_t rbi_vm_chunk_ahead(size_t count)
+{
+    return chunk_of(count / PARTS_OF_REQUEST);
+}
+
+/* Gives what was made since back. */
+static void unmake(struct rbi_vm *vm, const size_t before[static RBI_CHUNK_SIZES])
+{
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
+        while (vm->spare[size].count > before[size] && release(vm, size) == REBATCH_OK)
+            ;
+}
+
+rebatch_status rbi_vm_create(struct rbi_vm *vm, size_t count, size_t chunk)
+{
+    rbi_assert(count > 0 && chunk > 0 && (chunk & (chunk - 1)) == 0);
+    size_t before[RBI_CHUNK_SIZES];
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
+        before[size] = vm->spare[size].count;
+    vm->allocations++;
+    unsigned most = RBI_CHUNK_SIZES - 1; /* what the device has in one chunk */
+    for (size_t made = 0; made < count;) {
+        const unsigned size = largest_within(rbi_min(count - made, chunk), most);
+        const rebatch_status status = create(vm, size);
+        if (status == REBATCH_OK) {
+            made += (size_t)1 << size;
+        } else if (status == REBATCH_OOM && size > 0) {
+            most = size - 1;
+        } else {
+            unmake(vm, before);
+            return status;
+        }
+    }
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_spare_break(struct rbi_vm *vm, unsigned size)
+{
+    rebatch_status status = release(vm, size);
+    if (status == REBATCH_OK)
+        status = create(vm, 0);
+    while (status == REBATCH_OK && size-- > 0)
+        status = create(vm, size);
+    return status;
+}
+
+void rbi_vm_destroy(struct rbi_vm *vm)
+{
+    (void)rbi_vm_release(vm, 0);
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
+        rbi_heap_free(vm->spare[size].chunks);
+    if (vm->ballast)
+        (void)rbi_device_free(vm->device, vm->ballast, vm->ballast_bytes);
+}

@@ -1,0 +1,19 @@
+/* The spare chunks, between chunks.c, which makes them, and map.c, which maps them.
+ * Must not be included elsewhere. */
+#ifndef RBI_POOL_VM_SPARE_H
+#define RBI_POOL_VM_SPARE_H
+
+#include "pool/vm/vm.h"
+
+void rbi_spare_put(struct rbi_vm *vm, rbi_physical chunk, unsigned size);
+rbi_physical rbi_spare_newest(const struct rbi_vm *vm, unsigned size);
+/* The newest chunk of the size is spare no longer. */
+void rbi_spare_drop(struct rbi_vm *vm, unsigned size);
+/* The largest size of at most `most` pages that is spare, else the smallest above; there must be
+ * one. */
+unsigned rbi_spare_choose(const struct rbi_vm *vm, size_t most);
+/* Makes smaller chunks of a spare one, down to single pages. Its memory is the device's in between:
+ * somebody else may be quicker to take it. */
+rebatch_status rbi_spare_break(struct rbi_vm *vm, unsigned size);
+
+#endif

@@ -1,0 +1,40 @@
+/* Owns the check of the equations in vm.h.
+ * Must not know how they come to hold. */
+#include "base/base.h"
+#include "pool/vm/vm.h"
+
+bool rbi_map_count(const struct rbi_map *map, uint64_t chunks[static RBI_CHUNK_SIZES])
+{
+    for (size_t first = 0, end; first < map->pages; first = end) {
+        end = first + 1;
+        if (map->chunks[first] == 0)
+            continue;
+        if (map->chunks[first] == RBI_CHUNK_GOES_ON)
+            return false;
+        while (end < map->pages && map->chunks[end] == RBI_CHUNK_GOES_ON)
+            end++;
+        const size_t pages = end - first;
+        const unsigned size = (unsigned)__builtin_ctzll(pages);
+        if (pages != (size_t)1 << size || size >= RBI_CHUNK_SIZES)
+            return false;
+        chunks[size]++;
+    }
+    return true;
+}
+
+bool rbi_vm_is_valid(const struct rbi_vm *vm, const uint64_t mapped[static RBI_CHUNK_SIZES],
+                     uint64_t plain_bytes)
+{
+    size_t spare = 0, held = 0;
+    for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++) {
+        const struct rbi_spare *const of = &vm->spare[size];
+        if (of->held != mapped[size] + of->count || of->held > of->capacity)
+            return false;
+        spare += of->count << size;
+        held += of->held << size;
+    }
+    const uint64_t ballast = vm->ballast ? vm->ballast_bytes : 0;
+    return vm->spare_pages == spare && vm->held_pages == held &&
+           rbi_vm_bytes(vm) == held * vm->page_bytes + plain_bytes + ballast &&
+           rbi_vm_bytes(vm) <= vm->peak_bytes;
+}

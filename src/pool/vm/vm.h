@@ -1,0 +1,140 @@
+/* Virtual memory: address ranges, physical memory in chunks, and which chunk is mapped where.
+ * Must not know blocks, free lists, or what memory is asked for.
+ *
+ * A chunk is a power of two of pages, up to 1 GiB on CUDA devices. It is made, mapped, unmapped and
+ * given back as a whole, which takes the device hardly longer than a single page. A chunk that is
+ * held is either mapped or spare. All with the pool's lock held. Other layers read the fields of
+ * struct rbi_vm, and change them by the calls below only. */
+#ifndef RBI_POOL_VM_H
+#define RBI_POOL_VM_H
+
+#include "device/device.h"
+#include "rebatch/pool.h"
+
+#define RBI_CHUNK_SIZES 10
+
+/* Chunks of one size. The spare ones are listed, and the list has space for all that are held. */
+struct rbi_spare {
+    rbi_physical *chunks;
+    size_t count, capacity, held;
+};
+
+/* An address range, and the chunks that are mapped into it.
+ *   chunks[i] is the chunk that begins at page i, RBI_CHUNK_GOES_ON where one from before goes on,
+ *   0 where nothing is mapped */
+struct rbi_map {
+    char *address;
+    size_t pages;
+    unsigned page_shift;
+    rbi_physical chunks[];
+};
+#define RBI_CHUNK_GOES_ON UINT64_MAX
+
+/* All memory that is held from a device. spare[i] has the chunks of 2^i pages.
+ *   spare_pages == sum of spare[i].count << i
+ *   held_pages == sum of spare[i].held << i
+ *   taken_bytes - given_bytes == held_pages * page_bytes + plain allocations + the ballast */
+struct rbi_vm {
+    rebatch_device *device;
+    size_t page_bytes;
+    struct rbi_spare spare[RBI_CHUNK_SIZES];
+    size_t spare_pages, held_pages;
+    uint64_t taken_bytes, given_bytes;      /* since the vm was opened */
+    uint64_t peak_bytes;                    /* most that was held at once */
+    uint64_t quarantined_bytes;             /* in chunks that the device did not unmap */
+    uint64_t allocations, frees;            /* calls that took or gave back memory */
+    uint64_t ballast_drops;
+    size_t ballast_bytes;                   /* 0: none is wanted */
+    void *ballast;                          /* memory that is given up when the device has no more */
+};
+
+static inline uint64_t rbi_vm_bytes(const struct rbi_vm *vm)
+{
+    return vm->taken_bytes - vm->given_bytes;
+}
+static inline size_t rbi_vm_pages_for(const struct rbi_vm *vm, size_t bytes)
+{
+    return bytes / vm->page_bytes + (bytes % vm->page_bytes != 0);
+}
+
+/* ---- memory of the device (chunks.c) ---- */
+
+/* No call to the device is made before the first of those below. */
+void rbi_vm_open(struct rbi_vm *vm, rebatch_device *device, size_t ballast_bytes);
+void rbi_vm_reset_peak(struct rbi_vm *vm);
+
+/* Pages of the chunks, a power of two, in which `count` pages come where the device could still
+ * give `room` pages. */
+size_t rbi_vm_chunk(const struct rbi_vm *vm, size_t count, size_t room);
+/* The same for memory that will be used as a whole. */
+size_t rbi_vm_chunk_ahead(size_t count);
+/* Makes `count` more spare pages, in chunks of up to `chunk` pages, a power of two. All or none. */
+rebatch_status rbi_vm_create(struct rbi_vm *vm, size_t count, size_t chunk);
+/* Gives spare pages back until `keep` are left, or fewer where the last chunk is larger. Returns
+ * how many pages it gave back. */
+size_t rbi_vm_release(struct rbi_vm *vm, size_t keep);
+/* Whether a chunk of several pages is mapped. */
+bool rbi_vm_has_large(const struct rbi_vm *vm);
+
+/* One plain allocation of the device, for devices that map no pages and pools that do not cache. */
+rebatch_status rbi_vm_alloc(void **out, struct rbi_vm *vm, size_t bytes);
+rebatch_status rbi_vm_free(struct rbi_vm *vm, void *address, size_t bytes);
+
+/* Takes the ballast, where one is wanted, there is none, and `room` bytes suffice. */
+void rbi_vm_arm_ballast(struct rbi_vm *vm, size_t room);
+
+/* Gives the spare chunks and the ballast back. */
+void rbi_vm_destroy(struct rbi_vm *vm);
+
+/* ---- addresses, and what is mapped there (map.c) ---- */
+
+/* Reserves addresses, whole pages. */
+rebatch_status rbi_map_reserve(struct rbi_map **out, struct rbi_vm *vm, size_t bytes);
+/* Maps spare chunks to `bytes` bytes at `at`, whole pages with nothing mapped; as many must be
+ * spare. Where it fails, nothing stays mapped but a chunk that the device does not unmap:
+ * *quarantined. */
+rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
+                            bool *quarantined);
+/* Unmaps from `at` to `to`, where chunks begin and end; they are spare then. Returns where it
+ * stopped because the device did not unmap a chunk, or `to`. */
+char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char *to);
+/* Counts the chunk at `at`, which the device did not unmap, as lost. Returns its bytes. */
+size_t rbi_map_quarantine(struct rbi_vm *vm, const struct rbi_map *map, const char *at);
+
+bool rbi_map_is_mapped(const struct rbi_map *map, const char *at);
+/* The pages of the chunk that begins at `at`. */
+size_t rbi_map_chunk_pages(const struct rbi_map *map, const char *at);
+/* Of the chunk that goes on at `at` from what is before it, the pages from there on (`behind`), or
+ * those before; 0 where none does. */
+size_t rbi_map_cut_off(const struct rbi_map *map, const char *at, bool behind);
+/* Of the `count` pages from *first on, those of chunks that lie wholly within. */
+size_t rbi_map_shrink(const struct rbi_map *map, char **first, size_t count);
+/* Of those pages and more, so that they begin and end with chunks. */
+size_t rbi_map_widen(const struct rbi_map *map, char **first, size_t count);
+
+/* Forgets the chunks with pages in [first, end), so that they stay mapped when the map is
+ * destroyed. */
+void rbi_map_forget(struct rbi_map *map, size_t first, size_t end);
+/* Gives back the chunks with pages in [first, end). */
+void rbi_map_release(struct rbi_vm *vm, struct rbi_map *map, size_t first, size_t end);
+/* Frees the map; its addresses go back to the device where `unreserve`. */
+void rbi_map_destroy(struct rbi_vm *vm, struct rbi_map *map, bool unreserve);
+
+/* ---- a copy over a dry device, which only counts bytes (copy.c) ---- */
+
+/* `to` has its device and page size, and nothing else yet. *handle stands for all chunks. */
+rebatch_status rbi_vm_copy(rbi_physical *handle, struct rbi_vm *to, const struct rbi_vm *from);
+/* A map of the same addresses with nothing mapped; NULL: no host memory. */
+struct rbi_map *rbi_map_copy(const struct rbi_map *from);
+void rbi_map_copy_chunks(struct rbi_map *to, const struct rbi_map *from, size_t first, size_t end,
+                         rbi_physical handle);
+
+/* ---- the check (valid.c) ---- */
+
+/* Adds the chunks that are mapped, by size; false when one is malformed. */
+bool rbi_map_count(const struct rbi_map *map, uint64_t chunks[static RBI_CHUNK_SIZES]);
+/* Whether what is held is what the maps, `plain_bytes` of plain allocations and the vm say. */
+bool rbi_vm_is_valid(const struct rbi_vm *vm, const uint64_t mapped[static RBI_CHUNK_SIZES],
+                     uint64_t plain_bytes);
+
+#endif
