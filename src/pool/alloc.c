@@ -2,65 +2,6 @@
  * Must not know how memory is found. */
 #include "pool/pool.h"
 
-/* ---- what is asked for ---- */
-
-/* Steps an octave: a size is rounded up to a multiple of its highest bit's step. */
-static bool round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
-{
-    if (!rbi_round_up(bytes, REBATCH_POOL_UNIT_BYTES, rounded))
-        return false;
-    if (__builtin_expect(pool->rounding_divisions == 0, 1) || *rounded == 0)
-        return true;
-    const size_t octave = (size_t)1 << (63 - __builtin_clzll(*rounded));
-    const size_t step = octave / pool->rounding_divisions;
-    return step <= REBATCH_POOL_UNIT_BYTES || rbi_round_up(*rounded, step, rounded);
-}
-
-rebatch_status rbi_pool_check_size(size_t *rounded, const rebatch_pool *pool, size_t bytes)
-{
-    size_t whole;
-    if (round_size(rounded, pool, bytes) && rbi_round_up(*rounded, pool->page_bytes, &whole))
-        return REBATCH_OK;
-    return rbi_error(REBATCH_E_INVALID,
-                     "bytes is %zu: expected a size that can be rounded up to %zu bytes", bytes,
-                     pool->page_bytes);
-}
-
-rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream)
-{
-    if (!stream || rbi_device_stream_is_valid(pool->device, stream))
-        return REBATCH_OK;
-    return rbi_error(REBATCH_E_INVALID, "stream is %p: expected a stream of device \"%s\"",
-                     (void *)stream, rebatch_device_name(pool->device));
-}
-
-rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function)
-{
-    if (!rbi_pool_is_pressing(pool))
-        return REBATCH_OK;
-    return rbi_error(REBATCH_E_STATE,
-                     "%s called from within a pressure callback: expected only frees there",
-                     function);
-}
-
-rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
-                                rebatch_stream stream)
-{
-    const rebatch_status status = rbi_pool_prepare(pool);
-    if (status != REBATCH_OK)
-        return status;
-    *request = (struct rbi_request){.bytes = bytes, .stream = rbi_pool_open_stream(pool, stream)};
-    if (!request->stream)
-        return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another stream");
-    request->stream->pins++;
-    return REBATCH_OK;
-}
-
-void rbi_request_close(struct rbi_request *request)
-{
-    request->stream->pins--;
-}
-
 /* ---- finding a block ---- */
 
 static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
@@ -85,7 +26,7 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
 static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                             size_t rounded)
 {
-    if (pool->block_nodes.spare < rbi_pool_promised(pool) || pool->late.crowded ||
+    if (pool->block_nodes.spare < rbi_pool_search_nodes(pool) || pool->late.crowded ||
         rbi_pool_is_beside_promise(pool))
         return NULL;
     if (stream->misses < RBI_POOL_MISSES)
@@ -165,7 +106,7 @@ rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
                                   rebatch_stream stream, rebatch_tag tag)
 {
     size_t rounded;
-    if (RBI_UNLIKELY(!out || !pool || bytes == 0 || !round_size(&rounded, pool, bytes) ||
+    if (RBI_UNLIKELY(!out || !pool || bytes == 0 || !rbi_pool_round_size(&rounded, pool, bytes) ||
                      rounded > SIZE_MAX - (pool->page_bytes - 1) ||
                      (stream && !rbi_device_stream_is_valid(pool->device, stream)) ||
                      rbi_pool_is_pressing(pool)))

@@ -39,6 +39,19 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
         pass_back(pool, range);
 }
 
+void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block)
+{
+    block->next_deferred = scope->deferred;
+    scope->deferred = block;
+}
+
+static void defer(rebatch_pool *pool, struct rbi_block *block)
+{
+    block->state = RBI_BLOCK_DEFERRED;
+    rbi_scope_push_deferred(&pool->scopes[pool->depth - 1], block);
+    pool->stats.deferred_bytes += block->bytes;
+}
+
 /* Did a rollback take back what began there? `block` is what the table knows of it. */
 static bool is_late(const rebatch_pool *pool, const struct rbi_block *block, const void *pointer)
 {
@@ -89,7 +102,7 @@ static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
         pool->stats.late_frees++;
     } else if (is_not_of_scope && !rbi_pool_is_other_thread(pool, pool->owner_thread) &&
                !rbi_pool_is_pressing(pool)) {
-        rbi_pool_defer_free(pool, block);
+        defer(pool, block);
     } else {
         if (is_not_of_scope)
             rbi_scope_pass_over(pool, block, false);

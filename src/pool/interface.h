@@ -85,7 +85,7 @@ uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
 /* Why the last of them did. */
 void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
 /* How many blocks were ever allocated. */
-uint64_t rbi_pool_births(rebatch_pool *pool);
+uint64_t rbi_pool_allocations(rebatch_pool *pool);
 /* What it holds of the device. Takes no lock: a recorder may ask. */
 uint64_t rbi_pool_reserved_bytes(const rebatch_pool *pool);
 

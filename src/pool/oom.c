@@ -109,6 +109,24 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     return say_oom(report, pool->headroom_bytes);
 }
 
+rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
+                               rebatch_stream stream, const char *tag)
+{
+    struct rbi_request request;
+    if (!pool->fault.strikes || rbi_pool_is_other_thread(pool, pool->owner_thread) ||
+        pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user))
+        return REBATCH_OK;
+    rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
+    if (status != REBATCH_OK)
+        return status;
+    status = rbi_pool_report_oom(pool, &request, bytes, tag);
+    rbi_request_close(&request);
+    char text[320] = "";
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add(&t, "%s", rebatch_last_error());
+    return rbi_error(status, "injected: %s", text);
+}
+
 rebatch_status rebatch_pool_last_oom(rebatch_oom_report *out, rebatch_pool *pool)
 {
     if (!out)

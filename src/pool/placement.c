@@ -530,17 +530,3 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
     *out = rbi_pool_put_block(pool, first);
     return REBATCH_OK;
 }
-
-void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
-{
-    rbi_quick_flush_all(pool);
-    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
-        for (struct rbi_block *b = r->first; b; b = b->after) {
-            if (b->state != RBI_BLOCK_FREE || b->stream == stream)
-                continue;
-            rbi_pool_bin_remove(b);
-            rbi_pool_give_to(pool, b, stream);
-            b = rbi_pool_put_block(pool, b);
-        }
-    }
-}

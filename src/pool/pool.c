@@ -2,13 +2,6 @@
  * Must not know how memory is found. */
 #include "pool/pool.h"
 
-rebatch_status rbi_pool_check(const rebatch_pool *pool)
-{
-    if (pool)
-        return REBATCH_OK;
-    return rbi_error(REBATCH_E_INVALID, "pool is NULL: expected one from rebatch_pool_create()");
-}
-
 static rebatch_status check_options(const rebatch_pool_options *options,
                                     const rebatch_device *device)
 {
@@ -161,25 +154,9 @@ uint64_t rbi_pool_reserved_bytes(const rebatch_pool *pool)
     return rbi_vm_bytes(&pool->vm);
 }
 
-unsigned rbi_pool_callback_depth(void)
-{
-    return rbi_pool_callbacks;
-}
-
 rebatch_device *rebatch_pool_device(const rebatch_pool *pool)
 {
     return pool ? pool->device : NULL;
-}
-
-rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
-{
-    const rebatch_status status = rbi_pool_check(pool);
-    if (status != REBATCH_OK)
-        return status;
-    rbi_lock_take(&pool->lock);
-    rbi_plan_mark(pool, key);
-    rbi_pool_give_lock(pool);
-    return REBATCH_OK;
 }
 
 /* ---- who listens ---- */
@@ -205,25 +182,7 @@ void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)
     rbi_pool_give_lock(pool);
 }
 
-rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
-                               rebatch_stream stream, const char *tag)
-{
-    struct rbi_request request;
-    if (!pool->fault.strikes || rbi_pool_is_other_thread(pool, pool->owner_thread) ||
-        pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user))
-        return REBATCH_OK;
-    rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
-    if (status != REBATCH_OK)
-        return status;
-    status = rbi_pool_report_oom(pool, &request, bytes, tag);
-    rbi_request_close(&request);
-    char text[320] = "";
-    struct rbi_text t = {text, sizeof text, 0};
-    rbi_text_add(&t, "%s", rebatch_last_error());
-    return rbi_error(status, "injected: %s", text);
-}
-
-uint64_t rbi_pool_births(rebatch_pool *pool)
+uint64_t rbi_pool_allocations(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
     const uint64_t sequence = pool->sequence;

@@ -129,9 +129,9 @@ struct rebatch_pool {
     /* Only what rbi_pool_get_stats() does not work out from other fields. */
     rebatch_pool_stats stats;
     uint64_t requested_total_bytes, requested_given_bytes; /* since create */
-    uint64_t quiet_bytes; /* no peak is raised as long as live_bytes is not above it */
-    uint64_t asked_back_bytes;   /* given back by rebatch_pool_trim() */
-    uint64_t stages[RBI_POOL_STAGE_COUNT];           /* how often each was tried */
+    uint64_t quiet_bytes;      /* no peak is raised as long as live_bytes is not above it */
+    uint64_t asked_back_bytes; /* given back by rebatch_pool_trim() */
+    uint64_t stages[RBI_POOL_STAGE_COUNT]; /* how often each was tried */
     uint64_t mark_peak_bytes;
     /* The highest peak that was more than an eighth above the last such, and sequence then: while
      * these stand the pool is taken to have seen what it will need. */
@@ -274,6 +274,8 @@ size_t rbi_block_whole_pages(const rebatch_pool *pool, const struct rbi_block *b
 size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *block, char **first);
 /* A block in no list has memory that the device did not unmap: nobody gets it from now on. */
 void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block);
+/* All free blocks become the stream's; all work must be done. */
+void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
 /* Unmaps wholly free pages whose work is done, until `wanted` are spare or there are no more.
  * Those of `spared` (may be NULL) stay. */
 void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
@@ -320,8 +322,67 @@ void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window);
  * cannot, the window is dropped. */
 rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct rbi_window *window,
                               struct rbi_pool_stream *stream);
-/* All free blocks become the stream's; all work must be done. */
-void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
+/* ---- limits (limits.c); all with the lock held ---- */
+
+/* What the device could give now, in whole pages, within limit and headroom; `info` may be
+ * NULL. */
+rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
+/* A share of the limit, or of the device where that is less. */
+size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille);
+size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
+/* What a pool may spend to save calls of the device. Until it has seen what it needs, and where
+ * memory is scarce, free pages are moved to where they are needed; but every move costs calls, in
+ * every step again. */
+struct rbi_policy {
+    bool fresh_first; /* fresh memory, which costs calls once, before free pages are moved */
+    bool any_zone;    /* else blocks of other zones before that */
+};
+struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes);
+/* Whether the pool has seen what it will need. */
+bool rbi_pool_knows_needs(const rebatch_pool *pool);
+/* Whether `bytes` more leave others, and the pool itself, what should be kept. */
+bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
+                       const rebatch_memory_info *info);
+/* Whether a place is worth a longer search: in the beginning, when what a training keeps for good
+ * finds its place, and as long as memory is scarce. */
+bool rbi_pool_wants_long_search(const rebatch_pool *pool, bool fresh_first);
+
+/* ---- memory for a place (mapping.c); all with the lock held ---- */
+
+/* What is to be mapped, and by which means. */
+struct rbi_mapping {
+    size_t bytes;
+    struct rbi_pool_stream *stream;
+    const struct rbi_pool_stream *spared; /* keeps its free pages; may be NULL */
+    size_t guard_bytes;                   /* to stay without memory behind it */
+    bool no_fresh;                        /* free pages only */
+    bool no_remap;                        /* fresh ones before free ones */
+    bool ahead;                           /* it will be used as a whole */
+    bool by_remap;                        /* out: no fresh memory was needed */
+    bool from_cache;                      /* out: nothing was mapped for it */
+    bool at_end;                          /* out: what is served is at the end of what was found */
+};
+
+/* A place in the request's zone, mapped. */
+rebatch_status rbi_mapping_run(struct rbi_block **out, rebatch_pool *pool,
+                               struct rbi_mapping *mapping);
+/* A window that is a hole alone, whole pages long: for what needs a gap behind it, or is to add to
+ * what is free. */
+rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *pool,
+                                     const struct rbi_mapping *mapping);
+/* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
+rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count);
+/* Fills a window with memory; with a guard its last page stays a gap. */
+rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
+                                struct rbi_mapping *mapping, struct rbi_window *window);
+/* `bytes` more for the stream, in one free block: free pages first, not those of `spared`, then
+ * fresh memory. */
+rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
+                             struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
+/* Free pages in a row, for `stream`: moved there, and fresh ones only if they may be and where
+ * there is plenty. Gives the free block that they are; NULL: there are not enough. */
+struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
+                                   bool fresh);
 
 /* ---- streams (streams.c); all with the lock held ---- */
 
@@ -360,7 +421,7 @@ rebatch_status rbi_pool_await_streams(rebatch_pool *pool);
 bool rbi_pool_has_waiting(const rebatch_pool *pool, const struct rbi_pool_stream *except);
 void rbi_pool_destroy_streams(rebatch_pool *pool);
 
-/* ---- the ladder (search.c); with the lock held, but not during pressure callbacks ---- */
+/* ---- the search (search.c); with the lock held, but not during pressure callbacks ---- */
 
 struct rbi_request {
     size_t bytes; /* rounded */
@@ -374,37 +435,24 @@ rebatch_status rbi_pool_prepare(rebatch_pool *pool);
 /* The block nodes that must stay spare for searches under way. One needs them for a new range, a
  * window's rest, the block's rest, and a guard. */
 #define RBI_POOL_SEARCH_NODES 4
-static inline size_t rbi_pool_promised(const rebatch_pool *pool)
+static inline size_t rbi_pool_search_nodes(const rebatch_pool *pool)
 {
     return RBI_POOL_SEARCH_NODES * (pool->pressing + 1);
 }
+/* Readies a search: what it needs of the heap, and its stream, which is kept from being recycled
+ * by a reference until rbi_request_close(). */
+rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
+                                rebatch_stream stream);
+void rbi_request_close(struct rbi_request *request);
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
-/* `bytes` more for the stream, in one free block: free pages first, not those of `spared`, then
- * fresh memory. */
-rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
-                             struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
-/* Whether the pool has seen what it will need; before that there is plenty of nothing. */
-bool rbi_pool_knows_needs(const rebatch_pool *pool);
-/* Whether fresh memory is taken rather than that pages are moved. */
-bool rbi_pool_is_plentiful(rebatch_pool *pool);
-/* What the pool holds or could have more than its peak; 0 where the device does not say. */
-size_t rbi_pool_bytes_beyond_peak(rebatch_pool *pool);
-/* Whether so many bytes are free, or to be had where there is plenty. */
-bool rbi_pool_may_line_up(rebatch_pool *pool, size_t bytes);
-/* Free pages in a row, for `stream`: moved there, and fresh ones only if they may be and where
- * there is plenty. Gives the free block that they are; NULL: there are not enough. */
-struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
-                                   bool fresh);
+/* ---- checks of arguments (check.c, options.c) ---- */
+
 /* REBATCH_E_INVALID for limit, headroom or ballast that can never work there (options.c). */
 rebatch_status rbi_pool_check_sizes(const rebatch_pool_options *options, rebatch_device *device);
-/* What the device could give now, in whole pages, within limit and headroom; `info` may be
- * NULL. */
-rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
-/* A share of the limit, or of the device where that is less. */
-size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille);
-size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
+bool rbi_pool_round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
+rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream);
 /* True in a thread that is within a pressure callback of `pool`. */
 extern _Thread_local const rebatch_pool *rbi_pool_pressing
     __attribute__((tls_model("initial-exec")));
@@ -416,17 +464,10 @@ static inline bool rbi_pool_is_pressing(const rebatch_pool *pool)
 /* How many callbacks of pools this thread is within: pressure, and writing a snapshot. */
 extern _Thread_local unsigned rbi_pool_callbacks;
 
-/* ---- block life (pool.c) ---- */
+/* ---- the end of a block (free.c) ---- */
 
 /* Takes a live or deferred block out of use. */
 void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolled_back);
-rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream);
-/* Readies a search: what it needs of the heap, and its stream, which is kept from being recycled
- * by a reference until rbi_request_close(). */
-rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
-                                rebatch_stream stream);
-void rbi_request_close(struct rbi_request *request);
-
 /* ---- counting (statistics.c), scopes (scope.c), reports (oom.c); with the lock held ---- */
 
 /* The calling thread is outside: a block, which scopes may leave out, is about to be counted as in
@@ -434,7 +475,10 @@ void rbi_request_close(struct rbi_request *request);
 void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins);
 /* The innermost scope that takes in what all threads do; NULL: none does. */
 struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
-void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block);
+/* The free of a block waits for the commit of a scope. */
+void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block);
+/* Adds what `from` has seen to `to`, the scope around it. */
+void rbi_scope_fold(struct rbi_scope *to, const struct rbi_scope *from);
 void rbi_tags_init(rebatch_pool *pool);
 /* Fills in the last OOM report, counts, and sets the thread's error text. Gives REBATCH_OOM. */
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,

@@ -198,7 +198,7 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
     const size_t whole = rbi_block_own_pages(pool, block, &first);
     if (whole == 0 || block->freed_at > block->stream->done)
         return true;
-    if (!rbi_pool_prepare_blocks(pool, rbi_pool_promised(pool) + 3))
+    if (!rbi_pool_prepare_blocks(pool, rbi_pool_search_nodes(pool) + 3))
         return false;
     size_t count = rbi_min(whole, most);
     if (!block->before || block->before->state != RBI_BLOCK_HOLE)
@@ -246,6 +246,20 @@ void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_s
 }
 
 /* ---- giving back ---- */
+
+void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
+{
+    rbi_quick_flush_all(pool);
+    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+        for (struct rbi_block *b = r->first; b; b = b->after) {
+            if (b->state != RBI_BLOCK_FREE || b->stream == stream)
+                continue;
+            rbi_pool_bin_remove(b);
+            rbi_pool_give_to(pool, b, stream);
+            b = rbi_pool_put_block(pool, b);
+        }
+    }
+}
 
 static bool lies_wholly_with(const struct rbi_range *range, const struct rbi_pool_stream *stream)
 {
@@ -340,7 +354,7 @@ static struct rbi_block *oldest_free(const rebatch_pool *pool)
             char *first;
             if (b->state != RBI_BLOCK_FREE ||
                 (r->map ? b->freed_at > b->stream->done || rbi_block_own_pages(pool, b, &first) == 0
-                          : b->bytes != r->bytes))
+                        : b->bytes != r->bytes))
                 continue;
             if (!oldest || b->sequence < oldest->sequence)
                 oldest = b;
@@ -365,7 +379,7 @@ void rbi_pool_collect(rebatch_pool *pool)
             continue;
         struct rbi_block *block = pool->vm.spare_pages == 0 ? oldest_free(pool) : NULL;
         if (!block || (block->range->map ? !harvest_block(pool, block, pages)
-                                           : rbi_range_free(pool, block->range) != REBATCH_OK))
+                                         : rbi_range_free(pool, block->range) != REBATCH_OK))
             break;
     }
     pool->stats.collected_bytes += before - rbi_vm_bytes(&pool->vm);

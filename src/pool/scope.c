@@ -5,24 +5,6 @@
  * sequence on, but for blocks from outside: beginning and committing move nothing. */
 #include "pool/pool.h"
 
-_Thread_local const rebatch_pool *rbi_pool_joined;
-
-void rbi_pool_thread_join(const rebatch_pool *pool)
-{
-    rbi_pool_joined = pool;
-}
-
-void rbi_pool_thread_leave(const rebatch_pool *pool)
-{
-    if (rbi_pool_joined == pool)
-        rbi_pool_joined = NULL;
-}
-
-bool rbi_pool_thread_has_joined(const rebatch_pool *pool)
-{
-    return rbi_pool_joined == pool;
-}
-
 #define INDEX_BITS 6
 _Static_assert(RBI_POOL_SCOPES == 1 << INDEX_BITS, "a handle holds the index of its scope");
 
@@ -90,67 +72,6 @@ rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
     return status;
 }
 
-static bool is_of(const struct rbi_scope *scope, const struct rbi_block *block)
-{
-    return block->sequence >= scope->first_sequence && !block->outside;
-}
-
-/* Adds what `from` has seen to `to`, the scope around it. */
-static void fold(struct rbi_scope *to, const struct rbi_scope *from)
-{
-    if (to->live_most < from->live_most && !(from->owner_thread != 0 && to->owner_thread == 0))
-        to->live_most = from->live_most;
-    if (to->largest_bytes < from->largest_bytes)
-        to->largest_bytes = from->largest_bytes;
-}
-
-struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool)
-{
-    size_t depth = pool->depth;
-    while (depth > 0 && pool->scopes[depth - 1].owner_thread != 0)
-        depth--;
-    return depth ? &pool->scopes[depth - 1] : NULL;
-}
-
-/* What was in use when it began is now so much more, or less. */
-static void shift(struct rbi_scope *scope, const struct rbi_block *block, bool begins)
-{
-    const uint64_t bytes = begins ? block->bytes : -(uint64_t)block->bytes;
-    scope->live_at_begin += bytes;
-    scope->live_most += bytes;
-    if (!begins)
-        return;
-    scope->others++;
-    scope->requested_at_begin += block->requested_bytes;
-}
-
-void rbi_scope_pass_over(rebatch_pool *pool, const struct rbi_block *block, bool begins)
-{
-    /* What counts in one and not in the one within it: until now they have seen the same. */
-    for (size_t i = pool->depth; i-- > 1 && pool->scopes[i - 1].owner_thread != 0;)
-        fold(&pool->scopes[i - 1], &pool->scopes[i]);
-    for (size_t i = pool->depth; i-- > 0;)
-        if (pool->scopes[i].owner_thread != 0 && !is_of(&pool->scopes[i], block))
-            shift(&pool->scopes[i], block, begins);
-    struct rbi_scope *const all = rbi_scope_of_all(pool);
-    if (all && begins)
-        rbi_raise(&all->largest_bytes, block->bytes);
-    rbi_pool_set_quiet(pool);
-}
-
-static void push_deferred(struct rbi_scope *scope, struct rbi_block *block)
-{
-    block->next_deferred = scope->deferred;
-    scope->deferred = block;
-}
-
-void rbi_pool_defer_free(rebatch_pool *pool, struct rbi_block *block)
-{
-    block->state = RBI_BLOCK_DEFERRED;
-    push_deferred(innermost(pool), block);
-    pool->stats.deferred_bytes += block->bytes;
-}
-
 /* Takes the next of the frees that wait in a scope; NULL when none is left. */
 static struct rbi_block *pop_deferred(struct rbi_scope *scope)
 {
@@ -169,7 +90,7 @@ static void close_innermost(rebatch_pool *pool)
     pool->depth--;
     pool->owner_thread = pool->depth ? scope[-1].owner_thread : 0;
     if (pool->depth)
-        fold(innermost(pool), scope);
+        rbi_scope_fold(innermost(pool), scope);
     rbi_pool_set_quiet(pool);
 }
 
@@ -180,7 +101,7 @@ static void commit_innermost(rebatch_pool *pool)
     struct rbi_block *block;
     while ((block = pop_deferred(scope))) {
         if (rbi_pool_has_younger_scope(pool, block)) {
-            push_deferred(innermost(pool), block);
+            rbi_scope_push_deferred(innermost(pool), block);
             continue;
         }
         pool->stats.deferred_bytes -= block->bytes;
@@ -231,7 +152,7 @@ static void finish_free(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_scope *const place = find_waiting_place(pool, block);
     if (place) {
-        push_deferred(place, block);
+        rbi_scope_push_deferred(place, block);
         return;
     }
     pool->stats.deferred_bytes -= block->bytes;
@@ -307,7 +228,7 @@ void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
             block->state = RBI_BLOCK_LIVE;
             block->next_deferred = NULL;
         } else {
-            push_deferred(scope, block);
+            rbi_scope_push_deferred(scope, block);
         }
         block = next;
     }
@@ -372,7 +293,7 @@ static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
 {
     struct rbi_scope sum = *scope;
     for (const struct rbi_scope *s = scope + 1; s < pool->scopes + pool->depth; s++)
-        fold(&sum, s);
+        rbi_scope_fold(&sum, s);
     out->live_bytes = (int64_t)(pool->stats.live_bytes - scope->live_at_begin);
     out->peak_bytes = (int64_t)(sum.live_most - scope->live_at_begin);
     out->requested_bytes = pool->requested_total_bytes - scope->requested_at_begin;

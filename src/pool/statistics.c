@@ -11,43 +11,6 @@ void rbi_tags_init(rebatch_pool *pool)
     pool->tag_count = 1;
 }
 
-void rbi_pool_set_quiet(rebatch_pool *pool)
-{
-    pool->quiet_bytes = rbi_min(pool->stats.live_peak_bytes, pool->mark_peak_bytes);
-    if (pool->depth)
-        pool->quiet_bytes = rbi_min(pool->quiet_bytes, pool->scopes[pool->depth - 1].live_most);
-    struct rbi_scope *const all = pool->owner_thread ? rbi_scope_of_all(pool) : NULL;
-    if (all)
-        pool->quiet_bytes = rbi_min(pool->quiet_bytes, all->live_most);
-}
-
-/* A little more now and then is how all live memory varies. */
-static void note_warm_peak(rebatch_pool *pool, uint64_t live)
-{
-    if (live <= pool->warm_peak_bytes + pool->warm_peak_bytes / 8)
-        return;
-    pool->warm_peak_bytes = live;
-    pool->warm_sequence = pool->sequence;
-}
-
-void rbi_pool_raise_peaks(rebatch_pool *pool)
-{
-    const uint64_t live = pool->stats.live_bytes;
-    rbi_raise(&pool->mark_peak_bytes, live);
-    rbi_raise(&pool->highest_live_bytes, live);
-    if (live > pool->stats.live_peak_bytes) {
-        pool->stats.live_peak_bytes = live;
-        pool->peak_number++;
-        note_warm_peak(pool, live);
-    }
-    if (pool->depth)
-        rbi_raise(&pool->scopes[pool->depth - 1].live_most, live);
-    struct rbi_scope *const all = pool->owner_thread ? rbi_scope_of_all(pool) : NULL;
-    if (all)
-        rbi_raise(&all->live_most, live);
-    rbi_pool_set_quiet(pool);
-}
-
 void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
 {
     const struct rbi_vm *const vm = &pool->vm;

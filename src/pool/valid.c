@@ -98,8 +98,10 @@ static bool are_pages_valid(const rebatch_pool *pool, const struct rbi_range *r,
     const size_t last = (size_t)(b->address - r->address + b->bytes - 1) / pool->page_bytes;
     const bool gap = b->state == RBI_BLOCK_HOLE || b->state == RBI_BLOCK_GUARD;
     for (size_t i = first; i <= last; i++) {
-        CHECK(b->state == RBI_BLOCK_LOST || gap != rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes));
-        if (b->state == RBI_BLOCK_LOST && rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes))
+        CHECK(b->state == RBI_BLOCK_LOST ||
+              gap != rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes));
+        if (b->state == RBI_BLOCK_LOST &&
+            rbi_map_is_mapped(r->map, r->address + i * pool->page_bytes))
             tally->lost_bytes += pool->page_bytes;
     }
     return true;

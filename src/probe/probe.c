@@ -177,7 +177,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     rebatch_status status = rbi_scope_begin_own(&scope, pool);
     if (status)
         return status;
-    const uint64_t sequence = rbi_pool_births(pool);
+    const uint64_t sequence = rbi_pool_allocations(pool);
     rbi_pool_mark_peak(pool);
     rbi_trace_begin(trace, pool, size);
     status = run_callback(rb, count, size);
@@ -284,7 +284,7 @@ static rebatch_status search_and_undo(struct rbi_search *search, struct trials *
         status = rbi_scope_begin_own(&scope, trials->pool);
     if (status)
         return status;
-    const uint64_t sequence = rbi_pool_births(trials->pool);
+    const uint64_t sequence = rbi_pool_allocations(trials->pool);
     status = search_sizes(search, rb, reserve_bytes);
     free_forgotten(trials);
     trials->point = RBI_GUARD_STEP;

@@ -1,21 +1,7 @@
-/* Owns the memory of a plan: how it is taken from the pool, and cut up again.
+/* Owns the end of an arena: its memory becomes blocks of the pool, in use and free.
  * Must not know why. */
 #include "pool/plan/plan.h"
 #include "pool/pool.h"
-
-struct rbi_block *rbi_arena_take(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
-{
-    struct rbi_pool_stream *const known = rbi_pool_find_stream(pool, stream);
-    if (!known || rbi_pool_prepare(pool) != REBATCH_OK)
-        return NULL;
-    rbi_quick_flush_all(pool);
-    struct rbi_block *block = rbi_pool_find_fit(known, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
-    if (!block && pool->has_space)
-        block = rbi_pool_line_up(pool, bytes, known, false);
-    if (!block && pool->has_space)
-        block = rbi_pool_line_up(pool, bytes, known, true);
-    return block ? rbi_block_take(pool, block, bytes) : NULL;
-}
 
 /* Lays a block into the gap around it. Needs a spare node. */
 static void lay(rebatch_pool *pool, struct rbi_block *gap, struct rbi_block *block)

@@ -250,23 +250,6 @@ static void make_plan(struct rbi_phase *phase, size_t page_bytes)
 
 /* ---- serving ---- */
 
-/* Memory for the arena, and nodes enough to cut it up at any time. */
-static bool begin_to_serve(rebatch_pool *pool, struct rbi_phase *phase)
-{
-    struct rbi_pool_plan *const plan = &pool->plan;
-    const uint64_t before = moved_pages(pool);
-    if (!rbi_pool_prepare_blocks(pool, 2 * phase->allocations + rbi_pool_promised(pool) + 2))
-        return false;
-    plan->arena = rbi_arena_take(pool, phase->arena_bytes, phase->stream);
-    phase->moves = moved_pages(pool) == before ? 0 : phase->moves + 1;
-    if (phase->moves > MOVES_MOST) {
-        phase->moves = 0;
-        phase->rest = REST_PHASES;
-    }
-    plan->arena_live_bytes = 0;
-    return plan->arena != NULL;
-}
-
 struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
@@ -278,7 +261,7 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
         return NULL;
     }
     const struct rbi_phase_call *const call = &plan->phase->calls[plan->next];
-    if (call->offset == RBI_PLAN_ELSEWHERE || pool->block_nodes.spare < rbi_pool_promised(pool))
+    if (call->offset == RBI_PLAN_ELSEWHERE || pool->block_nodes.spare < rbi_pool_search_nodes(pool))
         return NULL;
     rbi_assert((size_t)call->offset * REBATCH_POOL_UNIT_BYTES + bytes <= plan->arena->bytes);
     struct rbi_block *const block = rbi_nodes_take(&pool->block_nodes);
@@ -359,11 +342,13 @@ static struct rbi_phase *find_phase(struct rbi_pool_plan *plan, uint64_t key)
     return oldest;
 }
 
-static void end(rebatch_pool *pool)
+void rbi_plan_end(rebatch_pool *pool)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
     const bool has_moved = moved_pages(pool) != plan->moved;
+    if (!phase)
+        return;
     if (plan->mode == RBI_PLAN_SERVES) {
         phase->misses = 0;
         rbi_plan_leave(pool);
@@ -378,26 +363,22 @@ static void end(rebatch_pool *pool)
     plan->phase = NULL;
 }
 
-static enum rbi_plan_mode mode_for(rebatch_pool *pool, struct rbi_phase *phase)
+static enum rbi_plan_mode mode_for(struct rbi_phase *phase)
 {
     if (phase->rest > 0) {
         phase->rest--;
         return RBI_PLAN_OFF;
     }
     if (phase->arena_bytes)
-        return begin_to_serve(pool, phase) ? RBI_PLAN_SERVES : RBI_PLAN_OFF;
+        return RBI_PLAN_SERVES;
     if (!phase->is_needed)
         return RBI_PLAN_OFF;
     return phase->count ? RBI_PLAN_COMPARES : RBI_PLAN_RECORDS;
 }
 
-void rbi_plan_mark(rebatch_pool *pool, uint64_t key)
+const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
-    if (plan->phase)
-        end(pool);
-    if (key == 0 || !plan->is_on)
-        return;
     struct rbi_phase *const phase = find_phase(plan, key);
     plan->serial++;
     phase->used = ++plan->marks;
@@ -405,5 +386,21 @@ void rbi_plan_mark(rebatch_pool *pool, uint64_t key)
     plan->next = 0;
     plan->first_sequence = pool->sequence;
     plan->moved = moved_pages(pool);
-    plan->mode = mode_for(pool, phase);
+    const enum rbi_plan_mode mode = mode_for(phase);
+    plan->mode = mode == RBI_PLAN_SERVES ? RBI_PLAN_OFF : mode;
+    return mode == RBI_PLAN_SERVES ? phase : NULL;
+}
+
+void rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    struct rbi_phase *const phase = plan->phase;
+    phase->moves = moved_pages(pool) == plan->moved ? 0 : phase->moves + 1;
+    if (phase->moves > MOVES_MOST) {
+        phase->moves = 0;
+        phase->rest = REST_PHASES;
+    }
+    plan->arena = arena;
+    plan->arena_live_bytes = 0;
+    plan->mode = arena ? RBI_PLAN_SERVES : RBI_PLAN_OFF;
 }

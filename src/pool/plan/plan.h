@@ -67,8 +67,14 @@ void rbi_plan_close(struct rbi_pool_plan *plan);
 
 /* ---- with the pool's lock held ---- */
 
-/* The phase that runs ends, and one with `key` begins; 0: none. */
-void rbi_plan_mark(rebatch_pool *pool, uint64_t key);
+/* The phase that runs, if any, ends. */
+void rbi_plan_end(rebatch_pool *pool);
+/* A phase with `key` begins. Returns the phase where it is planned: an arena is to be taken for it,
+ * and rbi_plan_serve_from() called. */
+const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key);
+/* The arena is a block in no list, with `2 * allocations` spare nodes for blocks; NULL: there was
+ * no memory. */
+void rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena);
 /* Serves an allocation, or NULL: the pool has to. */
 struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
 /* A block is in use, which rbi_plan_serve() did not serve; another stream is to use it; it is about
@@ -87,9 +93,8 @@ size_t rbi_plan_idle_bytes(const rebatch_pool *pool);
 /* Ends the serving of this phase: its blocks are laid into the pool's range like any others. */
 void rbi_plan_leave(rebatch_pool *pool);
 
-/* Takes memory for an arena, in one piece and out of all lists; NULL: there is none (arena.c). */
-struct rbi_block *rbi_arena_take(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
-/* Cuts an arena up into its blocks in use, which begin with `first_sequence`, and what is free. */
+/* Cuts an arena up into its blocks in use, which begin with `first_sequence`, and what is free
+ * (arena.c). */
 void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence);
 
 #endif

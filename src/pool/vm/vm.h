@@ -39,13 +39,13 @@ struct rbi_vm {
     size_t page_bytes;
     struct rbi_spare spare[RBI_CHUNK_SIZES];
     size_t spare_pages, held_pages;
-    uint64_t taken_bytes, given_bytes;      /* since the vm was opened */
-    uint64_t peak_bytes;                    /* most that was held at once */
-    uint64_t quarantined_bytes;             /* in chunks that the device did not unmap */
-    uint64_t allocations, frees;            /* calls that took or gave back memory */
+    uint64_t taken_bytes, given_bytes; /* since the vm was opened */
+    uint64_t peak_bytes;               /* most that was held at once */
+    uint64_t quarantined_bytes;        /* in chunks that the device did not unmap */
+    uint64_t allocations, frees;       /* calls that took or gave back memory */
     uint64_t ballast_drops;
-    size_t ballast_bytes;                   /* 0: none is wanted */
-    void *ballast;                          /* memory that is given up when the device has no more */
+    size_t ballast_bytes; /* 0: none is wanted */
+    void *ballast;        /* memory that is given up when the device has no more */
 };
 
 static inline uint64_t rbi_vm_bytes(const struct rbi_vm *vm)

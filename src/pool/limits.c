@@ -1,0 +1,126 @@
+/* Owns how much memory the pool may have: limit, headroom, and what it may spend to save calls of
+ * the device. Must not know where memory lies. */
+#include "pool/pool.h"
+
+static size_t share_of(size_t bytes, uint32_t permille)
+{
+    return bytes / 1000 * permille + bytes % 1000 * permille / 1000;
+}
+
+size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes)
+{
+    if (pool->limit_permille == 0)
+        return pool->limit_bytes;
+    return rbi_min(pool->limit_bytes, share_of(device_total_bytes, pool->limit_permille));
+}
+
+size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille)
+{
+    return share_of(rbi_min(rbi_pool_limit(pool, device_total_bytes), device_total_bytes),
+                    permille);
+}
+
+/* What the pool holds, and what it could still have: less than the limit where others have a part
+ * of the device. */
+static size_t reachable(const rebatch_pool *pool, size_t room)
+{
+    size_t all;
+    return rbi_add((size_t)rbi_vm_bytes(&pool->vm), room, &all) ? all : SIZE_MAX;
+}
+
+/* The room that is to be kept. */
+static size_t kept_room(const rebatch_pool *pool, size_t room)
+{
+    return share_of(reachable(pool, room), pool->keep_room_permille);
+}
+
+rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info)
+{
+    *room = 0;
+    rebatch_memory_info own = {0, 0, 0};
+    const rebatch_status status = rebatch_device_memory(pool->device, &own);
+    if (info)
+        *info = own;
+    if (status != REBATCH_OK)
+        return status;
+    const size_t limit = rbi_pool_limit(pool, own.total_bytes);
+    const size_t reserved = rbi_vm_bytes(&pool->vm);
+    const size_t allowed = limit > reserved ? limit - reserved : 0;
+    const size_t free_bytes =
+        own.free_bytes > pool->headroom_bytes ? own.free_bytes - pool->headroom_bytes : 0;
+    *room = rbi_min(allowed, free_bytes) & ~(pool->page_bytes - 1);
+    pool->room_parts = *room / (reachable(pool, *room) / RBI_POOL_ROOM_PARTS + 1);
+    return REBATCH_OK;
+}
+
+/* A pool that has made so many times the allocations in which live memory last reached a new peak,
+ * and some steps' worth, knows what it needs. */
+#define WARM_TIMES 8
+#define WARM_ALLOCATIONS 16384
+
+bool rbi_pool_knows_needs(const rebatch_pool *pool)
+{
+    return pool->sequence >= WARM_TIMES * pool->warm_sequence + WARM_ALLOCATIONS;
+}
+
+/* What is beyond the peak must be at least this part of all that the pool could have. */
+#define SLACK_PARTS 32
+
+static size_t beyond_peak(const rebatch_pool *pool, size_t room)
+{
+    const size_t all = reachable(pool, room);
+    return all - rbi_min(all, (size_t)pool->highest_live_bytes);
+}
+
+static bool has_slack(const rebatch_pool *pool, size_t room)
+{
+    const size_t beyond = beyond_peak(pool, room);
+    return beyond != 0 && beyond >= reachable(pool, room) / SLACK_PARTS;
+}
+
+/* How much a pool holds rather than move pages: what was in use at its peak, and a part more. */
+#define HELD_BEYOND_PEAK_PARTS 32
+static size_t live_and_slack(const rebatch_pool *pool)
+{
+    const uint64_t peak = pool->highest_live_bytes;
+    return (size_t)(peak + peak / HELD_BEYOND_PEAK_PARTS);
+}
+
+bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
+                       const rebatch_memory_info *info)
+{
+    const size_t reserved = (size_t)rbi_vm_bytes(&pool->vm);
+    const size_t collected_above = rbi_pool_share(pool, info->total_bytes, pool->gc_permille);
+    if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
+        return false;
+    const size_t most = live_and_slack(pool), kept = kept_room(pool, room);
+    return reserved <= most && bytes <= most - reserved && room > kept && bytes <= room - kept;
+}
+
+/* The last micro-batch of a step is often smaller, and its blocks then just miss the zone in which
+ * memory was taken ahead for the others': they may have it even if the needs are not known, as to
+ * move it breaks large pieces up. */
+static bool may_be_large(const rebatch_pool *pool, size_t bytes)
+{
+    return bytes < pool->large_bytes && bytes >= pool->large_bytes / 2 &&
+           rbi_vm_has_large(&pool->vm);
+}
+
+struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes)
+{
+    size_t room;
+    rebatch_memory_info info;
+    const bool knows = rbi_pool_knows_needs(pool), may_cut = knows || may_be_large(pool, bytes);
+    if (!may_cut || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+        return (struct rbi_policy){false, false};
+    return (struct rbi_policy){knows && rbi_pool_may_take(pool, bytes, room, &info),
+                               has_slack(pool, room)};
+}
+
+bool rbi_pool_wants_long_search(const rebatch_pool *pool, bool fresh_first)
+{
+    if (fresh_first)
+        return false;
+    return pool->sequence < WARM_ALLOCATIONS ||
+           pool->room_parts * 1000 < (size_t)pool->keep_room_permille * RBI_POOL_ROOM_PARTS;
+}

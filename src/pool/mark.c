@@ -1,0 +1,37 @@
+/* Owns the marks at which phases begin, and the memory of a phase that a plan serves.
+ * Must not know the plan's calls. */
+#include "pool/pool.h"
+
+/* Memory in one piece, out of all lists, with nodes enough to cut it up at any time; NULL: there is
+ * none. */
+static struct rbi_block *take_arena(rebatch_pool *pool, const struct rbi_phase *phase)
+{
+    const size_t bytes = phase->arena_bytes;
+    if (!rbi_pool_prepare_blocks(pool, 2 * phase->allocations + rbi_pool_search_nodes(pool) + 2))
+        return NULL;
+    struct rbi_pool_stream *const stream = rbi_pool_find_stream(pool, phase->stream);
+    if (!stream || rbi_pool_prepare(pool) != REBATCH_OK)
+        return NULL;
+    rbi_quick_flush_all(pool);
+    struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+    if (!block && pool->has_space)
+        block = rbi_pool_line_up(pool, bytes, stream, false);
+    if (!block && pool->has_space)
+        block = rbi_pool_line_up(pool, bytes, stream, true);
+    return block ? rbi_block_take(pool, block, bytes) : NULL;
+}
+
+rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
+{
+    const rebatch_status status = rbi_pool_check(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_lock_take(&pool->lock);
+    rbi_plan_end(pool);
+    const struct rbi_phase *const planned =
+        key != 0 && pool->plan.is_on ? rbi_plan_begin(pool, key) : NULL;
+    if (planned)
+        rbi_plan_serve_from(pool, take_arena(pool, planned));
+    rbi_pool_give_lock(pool);
+    return REBATCH_OK;
+}
