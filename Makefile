@@ -13,7 +13,7 @@ VARIANT := $(if $(CHECK),check,$(if $(SAN),debug-$(SAN),release))
 BUILD := build/$(VARIANT)
 
 # ---- flags -------------------------------------------------------------------------------------
-WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
+WARNINGS := -Wall -Wextra -Werror=incompatible-pointer-types -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
             -Wcast-qual -Wvla -Wundef -Wformat=2
 # gcc's UBSan, where it is shared and beside ASan, does not write where its options say.
 SANITIZE := $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer \

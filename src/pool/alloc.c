@@ -14,7 +14,7 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     request.beside = rbi_pool_is_beside_promise(pool);
     status = rbi_pool_search(out, pool, &request);
     if (status == REBATCH_OK)
-        rbi_pool_list_block(pool, *out);
+        rbi_block_list(&pool->heap, *out);
     if (status == REBATCH_OOM)
         status = rbi_pool_report_oom(pool, &request, bytes, pool->tags[tag].name);
     rbi_request_close(&request);
@@ -26,16 +26,16 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
 static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                             size_t rounded)
 {
-    if (pool->block_nodes.spare < rbi_pool_search_nodes(pool) || pool->late.crowded ||
+    if (pool->heap.block_nodes.spare < rbi_pool_search_nodes(pool) || pool->heap.late.crowded ||
         rbi_pool_is_beside_promise(pool))
         return NULL;
-    if (stream->misses < RBI_POOL_MISSES)
-        stream->misses++;
+    if (stream->lists.misses < RBI_POOL_MISSES)
+        stream->lists.misses++;
     struct rbi_block *block = rbi_pool_take_own_fast(pool, stream, rounded);
     if (!block && !(block = rbi_pool_take_own(pool, stream, rounded)))
         return NULL;
     pool->stages[REBATCH_STAGE_CACHE]++;
-    rbi_pool_list_block(pool, block);
+    rbi_block_list(&pool->heap, block);
     return block;
 }
 
@@ -48,7 +48,7 @@ static rebatch_status find_block(struct rbi_block **out, rebatch_pool *pool, siz
     struct rbi_pool_stream *const known = rbi_pool_find_stream(pool, stream);
     if (RBI_LIKELY(known != NULL)) {
         pool->last_stream = known;
-        *out = rbi_quick_pop(known, rounded);
+        *out = rbi_quick_pop(&known->lists, rounded);
         if (RBI_LIKELY(*out != NULL))
             return REBATCH_OK;
         if (pool->plain && (*out = take_cached(pool, known, rounded)) != NULL)
@@ -91,12 +91,12 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         status = find_block(&block, pool, bytes, rounded, stream, tag);
     if (RBI_UNLIKELY(status != REBATCH_OK))
         return status;
-    rbi_assert(block->bytes == rounded && block->stream->stream == stream);
+    rbi_assert(block->bytes == rounded && rbi_stream_of(block)->stream == stream);
     if (RBI_UNLIKELY(rbi_pool_use_block(pool, block, bytes, tag)))
         rbi_pool_raise_peaks(pool);
     if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF) && !block->planned)
         rbi_plan_note_alloc(pool, block);
-    RBI_RECORD(pool, ALLOC, block->address, block->bytes, block->stream->stream, tag);
+    RBI_RECORD(pool, ALLOC, block->address, block->bytes, rbi_stream_of(block)->stream, tag);
     *out = block->address;
     rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     return REBATCH_OK;

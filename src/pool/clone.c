@@ -17,17 +17,17 @@ static rebatch_status no_memory(void)
 
 static struct rbi_block *counterpart(const struct copy *copy, const struct rbi_block *block)
 {
-    return block ? rbi_table_find(&copy->to->table, block->address) : NULL;
+    return block ? rbi_table_find(&copy->to->heap.table, block->address) : NULL;
 }
 
-static struct rbi_pool_stream *stream_of(const struct copy *copy, const struct rbi_pool_stream *s)
+static struct rbi_lists *lists_of(const struct copy *copy, const struct rbi_lists *lists)
 {
     struct rbi_pool_stream *theirs = copy->from->first_stream, *ours = copy->to->first_stream;
-    if (s == copy->from->space)
-        return copy->to->space;
-    for (; theirs != s; theirs = theirs->next)
+    if (lists == copy->from->heap.holes)
+        return copy->to->heap.holes;
+    for (; &theirs->lists != lists; theirs = theirs->next)
         ours = ours->next;
-    return ours;
+    return &ours->lists;
 }
 
 /* ---- what has no pointers ---- */
@@ -54,7 +54,7 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->fast_bytes = from->fast_bytes;
     to->care_bytes = from->care_bytes;
     to->room_parts = from->room_parts;
-    to->ranges_made = from->ranges_made;
+    to->heap.ranges_made = from->heap.ranges_made;
     to->sequence = from->sequence;
     to->depth = from->depth;
     to->owner_thread = from->owner_thread;
@@ -82,9 +82,9 @@ static rebatch_status copy_streams(struct copy *copy)
         ours->frees = ours->done = s->frees;
         ours->next_mark = s->next_mark;
         ours->mark_gap = s->mark_gap;
-        ours->misses = s->misses;
-        ours->merged = s->merged;
-        ours->has_zones = s->has_zones;
+        ours->lists.misses = s->lists.misses;
+        ours->lists.merged = s->lists.merged;
+        ours->lists.has_zones = s->lists.has_zones;
         *end = ours;
         end = &ours->next;
         if (s == copy->from->last_stream)
@@ -140,10 +140,10 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
                        const struct rbi_block *from)
 {
     rebatch_pool *to = copy->to;
-    if (!rbi_pool_prepare_blocks(to, 1))
+    if (!rbi_blocks_prepare(&to->heap, 1))
         return false;
     struct rbi_block *block =
-        rbi_pool_make_block(to, range, from->address, from->bytes, stream_of(copy, from->stream));
+        rbi_block_make(&to->heap, range, from->address, from->bytes, lists_of(copy, from->lists));
     block->state = from->state;
     block->sequence = from->sequence;
     block->requested_bytes = from->requested_bytes; /* or freed_at */
@@ -154,31 +154,31 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
         last->after = block;
     else
         range->first = block;
-    rbi_table_put(&to->table, block);
+    rbi_table_put(&to->heap.table, block);
     return true;
 }
 
 static rebatch_status copy_range(struct copy *copy, const struct rbi_range *from)
 {
     rebatch_pool *to = copy->to;
-    if (!rbi_nodes_prepare(&to->range_nodes, 1))
+    if (!rbi_nodes_prepare(&to->heap.range_nodes, 1))
         return no_memory();
-    struct rbi_range *range = rbi_nodes_take(&to->range_nodes);
+    struct rbi_range *range = rbi_nodes_take(&to->heap.range_nodes);
     range->address = from->address;
     range->bytes = from->bytes;
     range->zone = from->zone;
     range->number = from->number;
     const rebatch_status status = copy_pages(copy, range, from);
     if (status) {
-        rbi_nodes_put(&to->range_nodes, range);
+        rbi_nodes_put(&to->heap.range_nodes, range);
         return status;
     }
-    range->previous = to->last_range;
-    if (to->last_range)
-        to->last_range->next = range;
+    range->previous = to->heap.last_range;
+    if (to->heap.last_range)
+        to->heap.last_range->next = range;
     else
-        to->first_range = range;
-    to->last_range = range;
+        to->heap.first_range = range;
+    to->heap.last_range = range;
     struct rbi_block *last = NULL;
     for (const struct rbi_block *b = from->first; b; b = b->after) {
         if (!copy_block(copy, range, last, b))
@@ -196,7 +196,7 @@ static size_t list_free(const struct copy *copy, const struct rbi_pool_stream *f
 {
     size_t count = 0;
     for (unsigned zone = 0; zone < RBI_POOL_ZONES; zone++) {
-        const struct rbi_bins *bins = &from->bins[zone];
+        const struct rbi_bins *bins = &from->lists.bins[zone];
         for (unsigned i = 0; (i = rbi_bin_next(bins, i)) < RBI_POOL_BINS; i++)
             for (const struct rbi_block *b = bins->of[i]; b; b = b->next, count++)
                 if (out)
@@ -214,7 +214,7 @@ static bool copy_bins(const struct copy *copy, const struct rbi_pool_stream *fro
         return false;
     (void)list_free(copy, from, blocks);
     while (count-- > 0)
-        rbi_pool_bin_add(blocks[count]);
+        rbi_lists_add(blocks[count]);
     rbi_heap_free(blocks);
     return true;
 }
@@ -239,10 +239,10 @@ static void copy_live(const struct copy *copy)
 /* Until here the table had them all, for counterparts to be found. */
 static void unlist(const struct copy *copy)
 {
-    for (const struct rbi_range *r = copy->to->first_range; r; r = r->next)
+    for (const struct rbi_range *r = copy->to->heap.first_range; r; r = r->next)
         for (const struct rbi_block *b = r->first; b; b = b->after)
             if (!rbi_block_is_listed(b))
-                rbi_table_remove(&copy->to->table, b);
+                rbi_table_remove(&copy->to->heap.table, b);
 }
 
 static rebatch_status copy_lists(const struct copy *copy)
@@ -265,7 +265,7 @@ static rebatch_status copy_lists(const struct copy *copy)
 static rebatch_status skip_addresses(const struct copy *copy)
 {
     uintptr_t end = 0;
-    for (const struct rbi_range *r = copy->from->first_range; r; r = r->next)
+    for (const struct rbi_range *r = copy->from->heap.first_range; r; r = r->next)
         end = rbi_max(end, (uintptr_t)r->address + r->bytes);
     void *at;
     rebatch_device *dry = copy->to->device;
@@ -284,7 +284,7 @@ static rebatch_status skip_addresses(const struct copy *copy)
 static rebatch_status copy_locked(struct copy *copy)
 {
     rebatch_status status = copy->from->pending ? rbi_pool_await_streams(copy->from) : REBATCH_OK;
-    rbi_quick_flush_all(copy->from);
+    rbi_pool_flush_lists(copy->from);
     if (!status)
         status = take_memory(copy);
     copy_figures(copy->to, copy->from);
@@ -292,7 +292,7 @@ static rebatch_status copy_locked(struct copy *copy)
         status = skip_addresses(copy);
     if (!status)
         status = copy_streams(copy);
-    for (const struct rbi_range *r = copy->from->first_range; r && !status; r = r->next)
+    for (const struct rbi_range *r = copy->from->heap.first_range; r && !status; r = r->next)
         status = copy_range(copy, r);
     return status ? status : copy_lists(copy);
 }

@@ -10,7 +10,7 @@ static void pass_back(rebatch_pool *pool, struct rbi_range *range)
         (void)rbi_pool_await(pool, use->stream, use->until);
     if (pool->pending)
         (void)rbi_pool_poll_streams(pool);
-    rbi_quick_flush_all(pool);
+    rbi_pool_flush_lists(pool);
     if (range->first->state == RBI_BLOCK_FREE)
         (void)rbi_range_free(pool, range);
 }
@@ -19,10 +19,11 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
 {
     rbi_assert(block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED);
     if (block->used)
-        RBI_RECORD(pool, FREE_REQUESTED, block->address, block->bytes, block->stream->stream,
+        RBI_RECORD(pool, FREE_REQUESTED, block->address, block->bytes, rbi_stream_of(block)->stream,
                    block->tag);
     else
-        RBI_RECORD(pool, FREE, block->address, block->bytes, block->stream->stream, block->tag);
+        RBI_RECORD(pool, FREE, block->address, block->bytes, rbi_stream_of(block)->stream,
+                   block->tag);
     if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF))
         rbi_plan_note_free(pool, block);
     rbi_pool_count_free(pool, block);
@@ -55,17 +56,17 @@ static void defer(rebatch_pool *pool, struct rbi_block *block)
 /* Did a rollback take back what began there? `block` is what the table knows of it. */
 static bool is_late(const rebatch_pool *pool, const struct rbi_block *block, const void *pointer)
 {
-    return block ? block->late : rbi_late_has(&pool->late, pointer);
+    return block ? block->late : rbi_late_has(&pool->heap.late, pointer);
 }
 
 /* Says what is wrong with a pointer that is no block in use. */
 static rebatch_status refuse_pointer(rebatch_pool *pool, const void *pointer)
 {
-    if (pointer && is_late(pool, rbi_table_find(&pool->table, pointer), pointer))
+    if (pointer && is_late(pool, rbi_table_find(&pool->heap.table, pointer), pointer))
         return rbi_error(REBATCH_E_INVALID,
                          "pointer is %p, which a rollback took back: expected a block in use",
                          pointer);
-    const struct rbi_block *block = rbi_pool_block_around(pool, pointer);
+    const struct rbi_block *block = rbi_block_around(&pool->heap, pointer);
     if (!block || block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_LOST ||
         block->state == RBI_BLOCK_GUARD)
         return rbi_error(REBATCH_E_INVALID,
@@ -84,7 +85,7 @@ static rebatch_status refuse_pointer(rebatch_pool *pool, const void *pointer)
 /* The block in use that begins at `pointer`. */
 static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, const void *pointer)
 {
-    *out = pointer ? rbi_table_find(&pool->table, pointer) : NULL;
+    *out = pointer ? rbi_table_find(&pool->heap.table, pointer) : NULL;
     if (*out && (*out)->state == RBI_BLOCK_LIVE)
         return REBATCH_OK;
     *out = NULL;
@@ -93,7 +94,7 @@ static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, cons
 
 static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
-    struct rbi_block *const block = rbi_table_find(&pool->table, pointer);
+    struct rbi_block *const block = rbi_table_find(&pool->heap.table, pointer);
     const bool is_live = block && block->state == RBI_BLOCK_LIVE;
     const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
     if (!is_live) {
@@ -128,8 +129,8 @@ rebatch_status rebatch_pool_free(rebatch_pool *pool, void *pointer)
 /* The stream of that handle, when the block is its own or it uses it already; NULL: neither. */
 static struct rbi_pool_stream *find_user(const struct rbi_block *block, rebatch_stream stream)
 {
-    if (block->stream->stream == stream)
-        return block->stream;
+    if (rbi_stream_of(block)->stream == stream)
+        return rbi_stream_of(block);
     const struct rbi_block_use *use = block->uses;
     while (use && use->stream->stream != stream)
         use = use->next;

@@ -28,10 +28,10 @@ rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *po
 {
     const size_t bytes = mapping->bytes + mapping->guard_bytes;
     struct rbi_block *hole =
-        rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+        rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     rebatch_status status = REBATCH_OK;
     if (!hole && (status = rbi_range_reserve(pool, bytes, RBI_ZONE_LARGE)) == REBATCH_OK)
-        hole = rbi_pool_find_fit(pool->space, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+        hole = rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     if (status == REBATCH_OK && !hole)
         status = REBATCH_OOM;
     *window = (struct rbi_window){hole, hole, bytes, bytes / pool->page_bytes, false};
@@ -85,7 +85,7 @@ rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
 {
     mapping->at_end = window->at_end;
     mapping->from_cache = window->pages == 0 && window->first == window->last &&
-                          window->first->stream == mapping->stream;
+                          window->first->lists == &mapping->stream->lists;
     rbi_window_hold(pool, window);
     const rebatch_status status = rbi_mapping_gather(pool, mapping, window->pages);
     if (status != REBATCH_OK) {
@@ -148,7 +148,8 @@ struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_
                                       !fresh || !rbi_pool_find_policy(pool, bytes).fresh_first};
     struct rbi_window window;
     struct rbi_block *block;
-    if (rbi_nodes_prepare(&pool->range_nodes, 1) && rbi_pool_await_streams(pool) == REBATCH_OK &&
+    if (rbi_nodes_prepare(&pool->heap.range_nodes, 1) &&
+        rbi_pool_await_streams(pool) == REBATCH_OK &&
         rbi_mapping_find_hole(&window, pool, &mapping) == REBATCH_OK &&
         rbi_mapping_fill(&block, pool, &mapping, &window) == REBATCH_OK)
         return block;

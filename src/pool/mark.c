@@ -7,18 +7,19 @@
 static struct rbi_block *take_arena(rebatch_pool *pool, const struct rbi_phase *phase)
 {
     const size_t bytes = phase->arena_bytes;
-    if (!rbi_pool_prepare_blocks(pool, 2 * phase->allocations + rbi_pool_search_nodes(pool) + 2))
+    if (!rbi_blocks_prepare(&pool->heap, 2 * phase->allocations + rbi_pool_search_nodes(pool) + 2))
         return NULL;
     struct rbi_pool_stream *const stream = rbi_pool_find_stream(pool, phase->stream);
     if (!stream || rbi_pool_prepare(pool) != REBATCH_OK)
         return NULL;
-    rbi_quick_flush_all(pool);
-    struct rbi_block *block = rbi_pool_find_fit(stream, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+    rbi_pool_flush_lists(pool);
+    struct rbi_block *block =
+        rbi_lists_find(&stream->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     if (!block && pool->has_space)
         block = rbi_pool_line_up(pool, bytes, stream, false);
     if (!block && pool->has_space)
         block = rbi_pool_line_up(pool, bytes, stream, true);
-    return block ? rbi_block_take(pool, block, bytes) : NULL;
+    return block ? rbi_block_take(&pool->heap, block, bytes) : NULL;
 }
 
 rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)

@@ -96,7 +96,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
     report->room_bytes = room;
     report->device_total_bytes = info.total_bytes;
     report->device_free_bytes = info.free_bytes;
-    report->largest_hole_bytes = rbi_pool_largest_hole(pool);
+    report->largest_hole_bytes = rbi_pool_largest_free(pool);
     report->would_fit_bytes = would_fit(pool, room, report->largest_hole_bytes);
     fill_in_tags(report, pool);
     rbi_event_log_add_oom(&pool->log, asked_bytes, info.free_bytes, request->stream->stream,

@@ -14,7 +14,7 @@ static size_t pages_for(const rebatch_pool *pool, size_t bytes)
 static bool is_usable(const struct rbi_block *block, const struct rbi_pool_stream *stream)
 {
     return block && block->state == RBI_BLOCK_FREE &&
-           (block->stream == stream || block->freed_at <= block->stream->done);
+           (block->lists == &stream->lists || block->freed_at <= rbi_stream_of(block)->done);
 }
 
 /* The window of `bytes` that begins, or ends, where `near` does. */
@@ -81,9 +81,9 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
 {
     struct look look = {bytes, stream, {NULL, NULL, 0, 0, false}, SIZE_MAX};
     const unsigned zone = rbi_pool_zone(pool, bytes);
-    struct rbi_block *hole = rbi_pool_first_free(pool->space, 0);
+    struct rbi_block *hole = rbi_lists_first(&pool->space->lists, 0);
     for (unsigned looks = 0; hole && (looks < WINDOW_LOOKS || look.spare_bytes == SIZE_MAX);
-         hole = rbi_pool_next_free(hole)) {
+         hole = rbi_lists_next(hole)) {
         if (zone != RBI_ZONE_ANY && hole->range->zone != zone)
             continue;
         look_around(&look, pool, hole);
@@ -243,7 +243,7 @@ static bool lay_open(struct rbi_window *window, const struct care *care, struct 
 /* Where a row begins anew: in the largest hole, as far in front as it is open. */
 static bool lay_anew(struct rbi_window *window, const struct care *care)
 {
-    struct rbi_block *first = rbi_pool_large_hole(care->pool, care->zone);
+    struct rbi_block *first = rbi_lists_largest_of_zone(care->pool->heap.holes, care->zone);
     while (first && is_open(first->before, care->stream))
         first = first->before;
     return first && lay_open(window, care, first, false);
@@ -274,8 +274,8 @@ bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *po
     if (find_in_row(window, &care))
         return true;
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        weigh_bins(&care, &s->bins[care.zone]);
-    weigh_bins(&care, &pool->space->bins[0]);
+        weigh_bins(&care, &s->lists.bins[care.zone]);
+    weigh_bins(&care, &pool->space->lists.bins[0]);
     *window = care.window;
     return care.whole != SIZE_MAX;
 }
@@ -368,7 +368,7 @@ static size_t count_supply(const rebatch_pool *pool)
 {
     size_t supply = pool->vm.spare_pages;
     char *first;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)
         for (const struct rbi_block *b = r->first; b; b = b->after)
             if (b->state == RBI_BLOCK_FREE)
                 supply += rbi_block_own_pages(pool, b, &first);
@@ -382,7 +382,7 @@ bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, s
     struct run run, best = {.first = NULL};
     size_t fewest = SIZE_MAX;
     bool at_end = false, best_at_end = false;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
+    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after) {
             const size_t taken = pages_taken(&at_end, pool, &run, bytes);
             if (run.bytes >= bytes && taken < fewest) {
@@ -418,7 +418,7 @@ uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
     const size_t supply = count_supply(pool) + room;
     uint64_t most = (uint64_t)supply * pool->page_bytes; /* in addresses yet to be reserved */
     struct run run;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)
         for (struct rbi_block *b = r->first; next_run(&run, pool, b); b = run.last->after)
             most = rbi_max(most, rbi_max(most_at(pool, &run, supply, false),
                                          most_at(pool, &run, supply, true)));
@@ -432,8 +432,9 @@ static struct rbi_block *cut(rebatch_pool *pool, struct rbi_block *block, size_t
 {
     if (bytes >= block->bytes)
         return block;
-    struct rbi_block *rest = rbi_pool_split(pool, block, at_end ? block->bytes - bytes : bytes);
-    rbi_pool_bin_add(at_end ? block : rest);
+    struct rbi_block *rest =
+        rbi_block_split(&pool->heap, block, at_end ? block->bytes - bytes : bytes);
+    rbi_lists_add(at_end ? block : rest);
     return at_end ? rest : block;
 }
 
@@ -444,7 +445,7 @@ void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window)
     const bool single = window->first == window->last;
     size_t left = window->bytes;
     for (struct rbi_block *b = at_end ? window->last : window->first;;) {
-        rbi_pool_bin_remove(b);
+        rbi_lists_remove(b);
         const bool last = b == far;
         if (last)
             b = cut(pool, b,
@@ -469,11 +470,11 @@ void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window)
     for (struct rbi_block *b = window->first, *next; b != end; b = next) {
         next = b->after;
         if (next == end && b->state == RBI_BLOCK_HELD) {
-            (void)rbi_pool_put_block(pool, b);
+            (void)rbi_block_put(&pool->heap, b);
             return;
         }
         if (b->state == RBI_BLOCK_HELD)
-            (void)rbi_pool_put_block(pool, b);
+            (void)rbi_block_put(&pool->heap, b);
     }
 }
 
@@ -492,7 +493,7 @@ static void record_stuck(rebatch_pool *pool, const struct rbi_block *hole)
 /* Maps spare memory to a held hole, which keeps its state unless a chunk of it is quarantined. */
 static rebatch_status fill(rebatch_pool *pool, struct rbi_block *hole)
 {
-    rbi_assert(hole->stream == pool->space && hole->state == RBI_BLOCK_HELD);
+    rbi_assert(hole->lists == &pool->space->lists && hole->state == RBI_BLOCK_HELD);
     bool quarantined;
     const rebatch_status status =
         rbi_map_fill(&pool->vm, hole->range->map, hole->address, hole->bytes, &quarantined);
@@ -512,21 +513,21 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
     rbi_assert(window->first->range == window->last->range);
     struct rbi_block *const end = window->last->after;
     for (struct rbi_block *b = window->first; b != end; b = b->after) {
-        if (b->stream != pool->space)
+        if (b->lists != &pool->space->lists)
             continue;
         const rebatch_status status = fill(pool, b);
         if (status != REBATCH_OK) {
             rbi_window_drop(pool, window);
             return status;
         }
-        rbi_pool_give_to(pool, b, stream);
+        rbi_block_give(b, &stream->lists);
     }
     struct rbi_block *first = window->first;
-    rbi_pool_give_to(pool, first, stream);
+    rbi_block_give(first, &stream->lists);
     while (first->after != end) {
-        rbi_pool_give_to(pool, first->after, stream);
-        rbi_pool_join(pool, first);
+        rbi_block_give(first->after, &stream->lists);
+        rbi_block_join(&pool->heap, first);
     }
-    *out = rbi_pool_put_block(pool, first);
+    *out = rbi_block_put(&pool->heap, first);
     return REBATCH_OK;
 }

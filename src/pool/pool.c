@@ -57,8 +57,6 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;
     rbi_pool_set_care(pool, true);
     pool->plan.is_on = pool->has_space && pool->plain && rbi_is_on(options->replay);
-    pool->block_nodes.node_bytes = sizeof(struct rbi_block);
-    pool->range_nodes.node_bytes = sizeof(struct rbi_range);
     pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);
 }
 
@@ -66,7 +64,7 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
 static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options *options)
 {
     pool->space = rbi_heap_calloc(1, sizeof *pool->space);
-    if (!pool->space || !rbi_table_prepare(&pool->table, 1) || !rbi_late_prepare(&pool->late, 1))
+    if (!pool->space || !rbi_blocks_open(&pool->heap, pool->page_bytes, &pool->space->lists))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
     pool->space->next_mark = UINT64_MAX;
@@ -132,11 +130,8 @@ void rebatch_pool_destroy(rebatch_pool *pool)
         (void)rbi_pool_await(pool, s, ++s->frees);
     rbi_pool_destroy_ranges(pool);
     rbi_pool_destroy_streams(pool);
-    rbi_nodes_destroy(&pool->block_nodes);
-    rbi_nodes_destroy(&pool->range_nodes);
+    rbi_blocks_close(&pool->heap);
     rbi_nodes_destroy(&pool->use_nodes);
-    rbi_table_destroy(&pool->table);
-    rbi_late_destroy(&pool->late);
     rbi_plan_close(&pool->plan);
     rbi_event_log_close(&pool->log);
     rbi_heap_free(pool->space);

@@ -7,31 +7,61 @@
 
 #include "base/base.h"
 #include "device/device.h"
-#include "pool/block.h"
+#include "pool/heap/heap.h"
 #include "pool/lock.h"
-#include "pool/nodes.h"
 #include "pool/plan/plan.h"
-#include "pool/table.h"
-#include "pool/tombstones.h"
 #include "pool/view.h"
 #include "pool/vm/vm.h"
 #include "rebatch/pool.h"
 
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_PRESSURES 16
-/* After so many requests in a row that the quick lists did not serve, blocks are merged as they are
- * freed; after so many of those the lists have another try. */
-#define RBI_POOL_MISSES 16
-#define RBI_POOL_MERGES 1024
 /* Default of keep_room_permille. */
 #define RBI_POOL_KEEP_ROOM 20
 /* The room is noted in so many parts of what there is in all. */
 #define RBI_POOL_ROOM_PARTS 256
-/* So many bytes of small blocks are kept unmerged by each stream. */
-#define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
-
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_STAGE_COUNT = 0 REBATCH_POOL_STAGES(RBI_POOL_ONE_) };
+
+/* ---- streams ---- */
+
+/* Another stream that uses a block, from rebatch_pool_use_on(). */
+struct rbi_block_use {
+    struct rbi_block_use *next;
+    struct rbi_pool_stream *stream;
+    uint64_t until; /* of a pending block: done when stream->done >= until */
+};
+
+/* An event that stands at a point of a stream's work. */
+struct rbi_mark {
+    rbi_event event; /* NULL: none yet, or none to be had */
+    uint64_t point;
+};
+#define RBI_STREAM_MARKS 8
+
+/* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
+ * freed; whatever was enqueued before point `done` has completed. The marks under way are a ring,
+ * from first_mark on.
+ *   done < marks[first_mark].point < the next one's < ... <= frees
+ *   pins == requests under way for it + uses that name it */
+struct rbi_pool_stream {
+    struct rbi_lists lists;       /* first: rbi_stream_of() */
+    struct rbi_pool_stream *next; /* in order of first use */
+    rebatch_stream stream;
+    uint64_t frees, done;
+    uint64_t next_mark; /* the free with which a mark is due; UINT64_MAX: nobody asks */
+    uint64_t pins;
+    uint64_t looked;   /* pool->looks when it was last looked at */
+    uint32_t mark_gap; /* frees from one mark to the next */
+    uint32_t first_mark, mark_count;
+    struct rbi_mark marks[RBI_STREAM_MARKS];
+};
+
+/* The stream that a block was allocated for, or was last free on. */
+static inline struct rbi_pool_stream *rbi_stream_of(const struct rbi_block *block)
+{
+    return (struct rbi_pool_stream *)block->lists;
+}
 
 /* ---- scopes and tags ---- */
 
@@ -94,23 +124,17 @@ struct rebatch_pool {
     size_t care_bytes;                   /* from here on only a free block that is just as large is
                                             taken without a look at other places; SIZE_MAX: any */
     size_t room_parts; /* of RBI_POOL_ROOM_PARTS, what was left within the limit when last looked */
-    struct rbi_nodes block_nodes, range_nodes, use_nodes;
+    struct rbi_nodes use_nodes;
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
-    struct rbi_range *first_range, *last_range;
-    /* The first range of the small zone: a pointer into it is most likely a small block's. */
-    uintptr_t small_address;
-    size_t small_span; /* 0: there is none */
-    uint64_t ranges_made;
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     uint64_t looks;                /* searches so far that looked how far streams have come */
     struct rbi_block *pending;
-    struct rbi_table table; /* of the blocks that have been given out, and are not merged yet */
-    struct rbi_late late;
     struct rbi_block by_sequence; /* where the ring of live and deferred blocks begins and ends */
     uint64_t sequence;
 
+    struct rbi_block_heap heap;
     struct rbi_vm vm;
 
     struct rbi_scope scopes[RBI_POOL_SCOPES];
@@ -144,7 +168,6 @@ struct rebatch_pool {
     struct rbi_pool_fault fault;
 
     struct rbi_pool_plan plan;
-    uint64_t layout; /* counts what changes where memory is, or whose */
 
     const char *destroyed_by; /* the call that destroys it; NULL: rebatch_pool_destroy() */
 };
@@ -193,14 +216,8 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
     rbi_lock_give(&pool->lock);
 }
 
-/* ---- blocks and bins (free_lists.c); all with the lock held ---- */
+/* ---- where free blocks are cut; all with the lock held ---- */
 
-/* A free block of at least `bytes` whose work is done up to point `ready`. Looks at up to eight of
- * the smallest class that can have one and of the next, and takes of those the smallest, of these
- * the one of the oldest range, then of the lowest address. NULL only when there is none. Larger
- * blocks than `max_split` are for requests of that size and more. `zone` is of enum rbi_zone. */
-struct rbi_block *rbi_pool_find_fit(const struct rbi_pool_stream *stream, size_t bytes,
-                                    uint64_t ready, size_t max_split, unsigned zone);
 /* The zone that a request belongs to; ANY where there are no pages, and while memory is promised
  * by rebatch_pool_reserve(): all of it is for whatever comes. */
 static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
@@ -225,38 +242,6 @@ static inline void rbi_pool_set_care(rebatch_pool *pool, bool care)
     const bool may = pool->has_space && pool->plain && pool->max_split_bytes == SIZE_MAX;
     pool->care_bytes = care && may ? pool->page_bytes / 2 : SIZE_MAX;
 }
-/* The blocks of the first zone's bins from that of `bytes` on, in the order of their classes;
- * NULL at the end. */
-struct rbi_block *rbi_pool_first_free(const struct rbi_pool_stream *stream, size_t bytes);
-struct rbi_block *rbi_pool_next_free(const struct rbi_block *block);
-/* One of the largest holes of a zone's ranges: there are none in a larger class. NULL: none. */
-struct rbi_block *rbi_pool_large_hole(const rebatch_pool *pool, unsigned zone);
-/* Makes sure of `count` spare nodes for blocks; false when the heap has no memory for them. */
-bool rbi_pool_prepare_blocks(rebatch_pool *pool, size_t count);
-/* A node for a piece of `range`, in no list. */
-struct rbi_block *rbi_pool_make_block(rebatch_pool *pool, struct rbi_range *range, char *address,
-                                      size_t bytes, struct rbi_pool_stream *stream);
-void rbi_pool_discard_block(rebatch_pool *pool, struct rbi_block *block);
-/* Cuts a block that is in no list; gives the part behind `bytes`, which is in none either and of
- * the same state. Needs one spare node. */
-struct rbi_block *rbi_pool_split(rebatch_pool *pool, struct rbi_block *block, size_t bytes);
-/* Makes a block and the one after it, both in no list, one. */
-void rbi_pool_join(rebatch_pool *pool, struct rbi_block *left);
-/* Mapped and unmapped blocks change hands too: between a stream and the pool's space. */
-void rbi_pool_give_to(rebatch_pool *pool, struct rbi_block *block, struct rbi_pool_stream *stream);
-/* Takes `bytes` of a free block out of its bin for `stream`; needs one spare node. */
-struct rbi_block *rbi_pool_take_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                                      struct rbi_pool_stream *stream);
-/* The same of the stream's own free blocks, found by rbi_pool_find_fit(); NULL: none. */
-struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
-                                    size_t bytes);
-/* Puts a block that is in no list among the free ones of its stream, or among the holes; it merges
- * with its neighbours. Gives the block that it then is part of. */
-struct rbi_block *rbi_pool_put_block(rebatch_pool *pool, struct rbi_block *block);
-/* The block that `address` lies in; NULL when none. For messages: it walks. */
-struct rbi_block *rbi_pool_block_around(const rebatch_pool *pool, const void *address);
-uint64_t rbi_pool_largest_hole(const rebatch_pool *pool);
-
 /* ---- ranges (range.c); all with the lock held ---- */
 
 /* Lets a plain allocation of `bytes` become one free block of `stream`; needs one spare node of
@@ -391,20 +376,8 @@ struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_s
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
 /* Waits until `stream` has done what it had enqueued before point `until`. */
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
-/* Notes that what the stream has enqueued so far may use blocks that are being freed: the number of
- * that point. */
-uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream);
-/* The same where who frees them says whether a mark is made: no other is. */
-uint64_t rbi_stream_note_point(rebatch_pool *pool, struct rbi_pool_stream *stream, bool marks);
-/* A mark at the point where the stream is. */
-void rbi_stream_mark(rebatch_pool *pool, struct rbi_pool_stream *stream);
-/* Whether the stream is known to have come to a point, or is found to have, without waiting. */
-bool rbi_stream_has_come(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t point);
 /* Marks that became due while none were made are made with the next free. */
 void rbi_pool_catch_up_marks(rebatch_pool *pool);
-/* Makes a pending block, out of the list already, free at once: whoever has it free sees to it that
- * nobody gets it too early. */
-void rbi_pool_end_pending(rebatch_pool *pool, struct rbi_block *block);
 /* Looks how far the streams have come, without waiting, and frees the pending blocks that are
  * ready. */
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);
@@ -420,6 +393,10 @@ rebatch_status rbi_pool_await_streams(rebatch_pool *pool);
 /* Has waiting a point? */
 bool rbi_pool_has_waiting(const rebatch_pool *pool, const struct rbi_pool_stream *except);
 void rbi_pool_destroy_streams(rebatch_pool *pool);
+/* Merges the quick blocks of all streams with their neighbours. */
+void rbi_pool_flush_lists(rebatch_pool *pool);
+/* Bytes of the largest free block. */
+uint64_t rbi_pool_largest_free(const rebatch_pool *pool);
 
 /* ---- the search (search.c); with the lock held, but not during pressure callbacks ---- */
 
@@ -444,6 +421,9 @@ static inline size_t rbi_pool_search_nodes(const rebatch_pool *pool)
 rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
                                 rebatch_stream stream);
 void rbi_request_close(struct rbi_request *request);
+/* Takes a block of the stream's own free ones; NULL: none. Needs one spare node. */
+struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                    size_t bytes);
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);

@@ -2,48 +2,6 @@
  * Must not know what memory is asked for, or why. */
 #include "pool/pool.h"
 
-/* ---- the list of ranges ---- */
-
-/* A range that is one block, in no list. */
-static struct rbi_range *add_range(rebatch_pool *pool, void *address, size_t bytes,
-                                   struct rbi_pool_stream *stream, uint8_t zone)
-{
-    struct rbi_range *range = rbi_nodes_take(&pool->range_nodes);
-    range->address = address;
-    range->bytes = bytes;
-    range->zone = zone;
-    range->number = pool->ranges_made++;
-    range->previous = pool->last_range;
-    if (range->previous)
-        range->previous->next = range;
-    else
-        pool->first_range = range;
-    pool->last_range = range;
-    range->first = rbi_pool_make_block(pool, range, address, bytes, stream);
-    return range;
-}
-
-/* All its blocks are free. */
-static void remove_range(rebatch_pool *pool, struct rbi_range *range)
-{
-    pool->layout++;
-    for (struct rbi_block *b = range->first; b;) {
-        struct rbi_block *next = b->after;
-        rbi_pool_bin_remove(b);
-        rbi_pool_discard_block(pool, b);
-        b = next;
-    }
-    if (range->previous)
-        range->previous->next = range->next;
-    else
-        pool->first_range = range->next;
-    if (range->next)
-        range->next->previous = range->previous;
-    else
-        pool->last_range = range->previous;
-    rbi_nodes_put(&pool->range_nodes, range);
-}
-
 /* ---- plain allocations ---- */
 
 rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
@@ -54,9 +12,10 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
     const rebatch_status status = rbi_vm_alloc(&address, &pool->vm, bytes);
     if (status != REBATCH_OK)
         return status;
-    struct rbi_range *range = add_range(pool, address, bytes, stream, RBI_ZONE_LARGE);
+    struct rbi_range *range =
+        rbi_blocks_add_range(&pool->heap, address, bytes, &stream->lists, RBI_ZONE_LARGE);
     RBI_RECORD(pool, MAP, address, bytes, stream->stream, 0);
-    rbi_pool_bin_add(range->first);
+    rbi_lists_add(range->first);
     *out = range->first;
     return REBATCH_OK;
 }
@@ -64,7 +23,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 {
     for (const struct rbi_block *b = range->first; b; b = b->after) {
-        const rebatch_status status = rbi_pool_await(pool, b->stream, b->freed_at);
+        const rebatch_status status = rbi_pool_await(pool, rbi_stream_of(b), b->freed_at);
         if (status != REBATCH_OK)
             return status;
     }
@@ -72,7 +31,7 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
     if (status != REBATCH_OK)
         return status;
     RBI_RECORD(pool, UNMAP, range->address, range->bytes, NULL, 0);
-    remove_range(pool, range);
+    rbi_blocks_remove_range(&pool->heap, range);
     return REBATCH_OK;
 }
 
@@ -111,13 +70,10 @@ rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
     if (status != REBATCH_OK)
         return status;
     const size_t reserved = map->pages * pool->page_bytes;
-    struct rbi_range *range = add_range(pool, map->address, reserved, pool->space, zone);
+    struct rbi_range *range =
+        rbi_blocks_add_range(&pool->heap, map->address, reserved, pool->heap.holes, zone);
     range->map = map;
-    if (zone == RBI_ZONE_SMALL && pool->small_span == 0) {
-        pool->small_address = (uintptr_t)map->address;
-        pool->small_span = reserved;
-    }
-    (void)rbi_pool_put_block(pool, range->first);
+    (void)rbi_block_put(&pool->heap, range->first);
     return REBATCH_OK;
 }
 
@@ -143,14 +99,14 @@ static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, c
 {
     if (at == block->address)
         return block;
-    struct rbi_block *rest = rbi_pool_split(pool, block, (size_t)(at - block->address));
-    (void)rbi_pool_put_block(pool, block);
+    struct rbi_block *rest = rbi_block_split(&pool->heap, block, (size_t)(at - block->address));
+    (void)rbi_block_put(&pool->heap, block);
     return rest;
 }
 
 void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block)
 {
-    rbi_pool_give_to(pool, block, pool->space);
+    rbi_block_give(block, &pool->space->lists);
     block->state = RBI_BLOCK_LOST;
 }
 
@@ -159,33 +115,33 @@ void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block)
 static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
 {
     const char *const end = first + count * pool->page_bytes;
-    rbi_pool_bin_remove(block);
+    rbi_lists_remove(block);
     block->state = RBI_BLOCK_HELD;
     struct rbi_map *const map = block->range->map;
     const char *const stop = rbi_map_unmap(&pool->vm, map, first, end);
-    struct rbi_pool_stream *stream = block->stream;
+    struct rbi_pool_stream *stream = rbi_stream_of(block);
     const uint64_t freed_at = block->freed_at;
     block = put_part(pool, block, first);
     if (stop > first) {
         RBI_RECORD(pool, UNMAP, first, (size_t)(stop - first), stream->stream, 0);
         struct rbi_block *rest = stop < block->address + block->bytes
-                                     ? rbi_pool_split(pool, block, (size_t)(stop - first))
+                                     ? rbi_block_split(&pool->heap, block, (size_t)(stop - first))
                                      : NULL;
-        rbi_pool_give_to(pool, block, pool->space);
-        (void)rbi_pool_put_block(pool, block);
+        rbi_block_give(block, &pool->space->lists);
+        (void)rbi_block_put(&pool->heap, block);
         block = rest;
     }
     if (stop < end) {
         struct rbi_block *rest = NULL;
         const size_t chunk = rbi_map_quarantine(&pool->vm, map, stop);
         if (block->bytes > chunk)
-            rest = rbi_pool_split(pool, block, chunk);
+            rest = rbi_block_split(&pool->heap, block, chunk);
         rbi_block_lose(pool, block);
         block = rest;
     }
     if (block) {
         block->freed_at = freed_at;
-        (void)rbi_pool_put_block(pool, block);
+        (void)rbi_block_put(&pool->heap, block);
     }
     return stop == end;
 }
@@ -196,9 +152,9 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
 {
     char *first;
     const size_t whole = rbi_block_own_pages(pool, block, &first);
-    if (whole == 0 || block->freed_at > block->stream->done)
+    if (whole == 0 || block->freed_at > rbi_stream_of(block)->done)
         return true;
-    if (!rbi_pool_prepare_blocks(pool, rbi_pool_search_nodes(pool) + 3))
+    if (!rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3))
         return false;
     size_t count = rbi_min(whole, most);
     if (!block->before || block->before->state != RBI_BLOCK_HOLE)
@@ -241,7 +197,7 @@ void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_s
 {
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         for (unsigned zone = 0; zone < RBI_POOL_ZONES && s != spared; zone++)
-            if (!harvest_bins(pool, &s->bins[zone], wanted))
+            if (!harvest_bins(pool, &s->lists.bins[zone], wanted))
                 return;
 }
 
@@ -249,21 +205,21 @@ void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_s
 
 void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    rbi_quick_flush_all(pool);
-    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+    rbi_pool_flush_lists(pool);
+    for (struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; b; b = b->after) {
-            if (b->state != RBI_BLOCK_FREE || b->stream == stream)
+            if (b->state != RBI_BLOCK_FREE || b->lists == &stream->lists)
                 continue;
-            rbi_pool_bin_remove(b);
-            rbi_pool_give_to(pool, b, stream);
-            b = rbi_pool_put_block(pool, b);
+            rbi_lists_remove(b);
+            rbi_block_give(b, &stream->lists);
+            b = rbi_block_put(&pool->heap, b);
         }
     }
 }
 
 static bool lies_wholly_with(const struct rbi_range *range, const struct rbi_pool_stream *stream)
 {
-    return range->first->stream == stream && !range->first->after;
+    return range->first->lists == &stream->lists && !range->first->after;
 }
 
 static bool is_free(const struct rbi_range *range)
@@ -280,7 +236,7 @@ static struct rbi_range *choose_range(const rebatch_pool *pool, uint64_t excess,
                                       const struct rbi_pool_stream *spared)
 {
     struct rbi_range *best = NULL;
-    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+    for (struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
         if (!is_free(r) || (spared && lies_wholly_with(r, spared)))
             continue;
         if (!best || (best->bytes < excess ? r->bytes > best->bytes
@@ -336,7 +292,7 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
                                    const struct rbi_pool_stream *spared, size_t *released_bytes)
 {
     *released_bytes = 0;
-    rbi_quick_flush_all(pool);
+    rbi_pool_flush_lists(pool);
     const rebatch_status status = pool->has_space
                                       ? trim_pages(pool, keep_bytes, spared, released_bytes)
                                       : trim_ranges(pool, keep_bytes, spared, released_bytes);
@@ -349,11 +305,12 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
 static struct rbi_block *oldest_free(const rebatch_pool *pool)
 {
     struct rbi_block *oldest = NULL;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next) {
+    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; b; b = b->after) {
             char *first;
             if (b->state != RBI_BLOCK_FREE ||
-                (r->map ? b->freed_at > b->stream->done || rbi_block_own_pages(pool, b, &first) == 0
+                (r->map ? b->freed_at > rbi_stream_of(b)->done ||
+                              rbi_block_own_pages(pool, b, &first) == 0
                         : b->bytes != r->bytes))
                 continue;
             if (!oldest || b->sequence < oldest->sequence)
@@ -371,7 +328,7 @@ void rbi_pool_collect(rebatch_pool *pool)
     const size_t threshold = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
     const uint64_t before = rbi_vm_bytes(&pool->vm);
     if (before > threshold)
-        rbi_quick_flush_all(pool);
+        rbi_pool_flush_lists(pool);
     while (rbi_vm_bytes(&pool->vm) > threshold) {
         const size_t excess = (size_t)(rbi_vm_bytes(&pool->vm) - threshold);
         const size_t pages = (excess + pool->page_bytes - 1) / pool->page_bytes;
@@ -395,7 +352,7 @@ static bool may_be_used(const struct rbi_block *block)
         block->state == RBI_BLOCK_LOST)
         return false;
     const bool live = block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED;
-    const struct rbi_pool_stream *stream = block->stream;
+    const struct rbi_pool_stream *stream = rbi_stream_of(block);
     if (stream->done < (live ? stream->frees : block->freed_at))
         return true;
     for (const struct rbi_block_use *use = block->uses; use; use = use->next)
@@ -437,12 +394,12 @@ static void destroy_map(rebatch_pool *pool, struct rbi_range *range)
 
 void rbi_pool_destroy_ranges(rebatch_pool *pool)
 {
-    for (struct rbi_range *r = pool->first_range; r; r = r->next) {
+    for (struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
         if (r->map)
             destroy_map(pool, r);
         else if (!leave_used(pool, r))
             (void)rbi_vm_free(&pool->vm, r->address, r->bytes);
     }
-    pool->first_range = pool->last_range = NULL;
+    pool->heap.first_range = pool->heap.last_range = NULL;
     rbi_vm_destroy(&pool->vm);
 }

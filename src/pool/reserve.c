@@ -23,15 +23,15 @@ static rebatch_status look_for_room(rebatch_pool *pool, size_t bytes)
  * what is complete, and then OTHER_STREAMS has found the piece before. */
 static rebatch_status hold_piece(rebatch_pool *pool, struct rbi_request *request)
 {
-    rbi_quick_flush(pool, request->stream);
+    rbi_lists_flush(&pool->heap, &request->stream->lists);
     const size_t before = pool->promised_bytes;
     pool->promised_bytes = rbi_max(before, request->bytes); /* no zones from here on */
-    if (rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY))
+    if (rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY))
         return REBATCH_OK;
     struct rbi_block *block;
     const rebatch_status status = rbi_pool_search(&block, pool, request);
     if (status == REBATCH_OK)
-        (void)rbi_pool_put_block(pool, block);
+        (void)rbi_block_put(&pool->heap, block);
     else
         pool->promised_bytes = before;
     return status;
@@ -45,7 +45,7 @@ static rebatch_status look_for_piece(rebatch_pool *pool, struct rbi_request *req
     request->beside = true;
     const rebatch_status status = rbi_pool_search(&block, pool, request);
     if (status == REBATCH_OK)
-        (void)rbi_pool_put_block(pool, block);
+        (void)rbi_block_put(&pool->heap, block);
     return status;
 }
 
@@ -97,12 +97,12 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
 /* Takes what `stream` lacks of `bytes` from the device, or from free pages of other streams. */
 static rebatch_status top_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
 {
-    if (stream->free_bytes >= bytes)
+    if (stream->lists.free_bytes >= bytes)
         return REBATCH_OK;
     size_t shortage;
-    if (!rbi_round_up(bytes - stream->free_bytes, pool->page_bytes, &shortage))
+    if (!rbi_round_up(bytes - stream->lists.free_bytes, pool->page_bytes, &shortage))
         return REBATCH_OOM;
-    rbi_quick_flush_all(pool);
+    rbi_pool_flush_lists(pool);
     struct rbi_block *block;
     return rbi_pool_grow(&block, pool, shortage, stream, stream);
 }
@@ -112,7 +112,7 @@ static size_t free_of_others(const rebatch_pool *pool, const struct rbi_pool_str
 {
     uint64_t sum = 0;
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        sum += s == stream ? 0 : s->free_bytes;
+        sum += s == stream ? 0 : s->lists.free_bytes;
     return (size_t)sum;
 }
 
@@ -121,7 +121,7 @@ static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_str
     if (!pool->caching)
         return look_for_room(pool, bytes);
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);
-    if (known && known->free_bytes >= bytes)
+    if (known && known->lists.free_bytes >= bytes)
         return REBATCH_OK;
     struct rbi_request request;
     rebatch_status status = rbi_request_open(&request, pool, bytes, stream);

@@ -266,7 +266,7 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     const struct rbi_scope *open = find_open(pool, scope);
     if (open) {
         const size_t outside = (size_t)(open - pool->scopes);
-        pool->late.rollback++;
+        pool->heap.late.rollback++;
         while (pool->depth > outside)
             rollback_innermost(pool);
     } else {

@@ -9,8 +9,8 @@ rebatch_status rbi_pool_prepare(rebatch_pool *pool)
 {
     /* Searches that are within a pressure callback keep what they were promised. */
     const size_t searches = pool->pressing + 1;
-    if (rbi_pool_prepare_blocks(pool, rbi_pool_search_nodes(pool)) &&
-        rbi_nodes_prepare(&pool->range_nodes, searches))
+    if (rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool)) &&
+        rbi_nodes_prepare(&pool->heap.range_nodes, searches))
         return REBATCH_OK;
     return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
 }
@@ -24,7 +24,27 @@ static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_
 static struct rbi_block *take(rebatch_pool *pool, const struct rbi_request *request,
                               struct rbi_block *block)
 {
-    return block ? rbi_pool_take_block(pool, block, request->bytes, request->stream) : NULL;
+    return block ? rbi_block_take_for(&pool->heap, block, request->bytes, &request->stream->lists)
+                 : NULL;
+}
+
+struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
+                                    size_t bytes)
+{
+    struct rbi_lists *const lists = &stream->lists;
+    const size_t most = rbi_pool_split_most(pool);
+    const unsigned zone = rbi_pool_zone(pool, bytes);
+    rbi_lists_flush_large(&pool->heap, lists);
+    struct rbi_block *block = rbi_lists_find(lists, bytes, UINT64_MAX, most, zone);
+    while (!block && zone == RBI_ZONE_SMALL && rbi_lists_flush_one_size(&pool->heap, lists, bytes))
+        block = rbi_lists_find(lists, bytes, UINT64_MAX, most, zone);
+    if (!block && lists->small_bytes) {
+        rbi_lists_flush(&pool->heap, lists);
+        block = rbi_lists_find(lists, bytes, UINT64_MAX, most, zone);
+    }
+    if (!block || (zone != RBI_ZONE_ANY && rbi_pool_wants_care(pool, block, bytes)))
+        return NULL;
+    return rbi_block_take(&pool->heap, block, bytes);
 }
 
 static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *request)
@@ -35,8 +55,8 @@ static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *
 static struct rbi_block *find_own(const rebatch_pool *pool, const struct rbi_request *request,
                                   unsigned zone)
 {
-    return rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX, rbi_pool_split_most(pool),
-                             zone);
+    return rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX,
+                          rbi_pool_split_most(pool), zone);
 }
 
 static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request *request,
@@ -46,9 +66,9 @@ static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         if (s == request->stream)
             continue;
-        rbi_quick_flush(pool, s);
+        rbi_lists_flush(&pool->heap, &s->lists);
         struct rbi_block *block =
-            rbi_pool_find_fit(s, request->bytes, s->done, rbi_pool_split_most(pool), zone);
+            rbi_lists_find(&s->lists, request->bytes, s->done, rbi_pool_split_most(pool), zone);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -115,9 +135,9 @@ static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request 
 {
     if (!block || !at_end || block->bytes == request->bytes)
         return take(pool, request, block);
-    rbi_pool_bin_remove(block);
-    struct rbi_block *end = rbi_pool_split(pool, block, block->bytes - request->bytes);
-    rbi_pool_bin_add(block);
+    rbi_lists_remove(block);
+    struct rbi_block *end = rbi_block_split(&pool->heap, block, block->bytes - request->bytes);
+    rbi_lists_add(block);
     end->state = RBI_BLOCK_HELD;
     return end;
 }
@@ -138,7 +158,7 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
     if (status != REBATCH_OK)
         return status;
     rbi_window_hold(pool, &window);
-    struct rbi_block *gap = rbi_pool_split(pool, window.first, whole);
+    struct rbi_block *gap = rbi_block_split(&pool->heap, window.first, whole);
     gap->state = RBI_BLOCK_GUARD;
     window.bytes = whole;
     window.pages--;
@@ -148,7 +168,7 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
     else
         rbi_window_drop(pool, &window);
     if (status != REBATCH_OK) {
-        (void)rbi_pool_put_block(pool, gap);
+        (void)rbi_block_put(&pool->heap, gap);
         return status;
     }
     /* What is before it stays free; no request is served from parts of pages. */
@@ -250,8 +270,8 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     if (status != REBATCH_OK)
         return status;
     rbi_pool_adopt(pool, request->stream);
-    struct rbi_block *block = rbi_pool_find_fit(request->stream, request->bytes, UINT64_MAX,
-                                                rbi_pool_split_most(pool), RBI_ZONE_ANY);
+    struct rbi_block *block = rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX,
+                                             rbi_pool_split_most(pool), RBI_ZONE_ANY);
     struct rbi_window window = {NULL, NULL, 0, 0, false};
     if (!block && !pool->guard &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->page_bytes)) {
@@ -295,7 +315,7 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
         return status;
     if ((status = rbi_pool_poll_rest(pool)) != REBATCH_OK)
         return status;
-    rbi_quick_flush_all(pool);
+    rbi_pool_flush_lists(pool);
     if (!others)
         return REBATCH_OK;
     if (!pool->guard)
@@ -343,14 +363,14 @@ static rebatch_status run_stages(struct rbi_block **out, rebatch_pool *pool,
 static struct rbi_block *set_promised_aside(rebatch_pool *pool)
 {
     struct rbi_block *best = NULL;
-    rbi_quick_flush_all(pool);
+    rbi_pool_flush_lists(pool);
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         struct rbi_block *block =
-            rbi_pool_find_fit(s, pool->promised_bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+            rbi_lists_find(&s->lists, pool->promised_bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
-    return best ? rbi_block_take(pool, best, pool->promised_bytes) : NULL;
+    return best ? rbi_block_take(&pool->heap, best, pool->promised_bytes) : NULL;
 }
 
 /* For who was promised nothing: as if the piece that was were not there. Nodes are for both
@@ -360,8 +380,8 @@ static rebatch_status run_stages_beside(struct rbi_block **out, rebatch_pool *po
 {
     if (!request->beside || pool->promised_bytes <= rbi_plan_idle_bytes(pool))
         return run_stages(out, pool, request);
-    if (!rbi_pool_prepare_blocks(pool, 3 * rbi_pool_search_nodes(pool) + 1) ||
-        !rbi_nodes_prepare(&pool->range_nodes, 2 * (pool->pressing + 1)))
+    if (!rbi_blocks_prepare(&pool->heap, 3 * rbi_pool_search_nodes(pool) + 1) ||
+        !rbi_nodes_prepare(&pool->heap.range_nodes, 2 * (pool->pressing + 1)))
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another block");
     struct rbi_request promised = *request;
     promised.bytes = pool->promised_bytes;
@@ -370,7 +390,7 @@ static rebatch_status run_stages_beside(struct rbi_block **out, rebatch_pool *po
     if (status == REBATCH_OK)
         status = run_stages(out, pool, request);
     if (aside)
-        (void)rbi_pool_put_block(pool, aside);
+        (void)rbi_block_put(&pool->heap, aside);
     return status;
 }
 

@@ -22,9 +22,9 @@ static bool is_referred_to(const rebatch_pool *pool, const struct rbi_pool_strea
 {
     if (stream->pins != 0)
         return true;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)
         for (const struct rbi_block *b = r->first; b; b = b->after)
-            if (b->stream == stream)
+            if (b->lists == &stream->lists)
                 return true;
     return false;
 }
@@ -64,7 +64,7 @@ struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream 
     if (!s)
         return NULL;
     s->stream = stream;
-    s->has_zones = pool->has_space;
+    s->lists.has_zones = pool->has_space;
     s->next_mark = UINT64_MAX; /* one stream alone needs no marks at its frees */
     struct rbi_pool_stream **end = &pool->first_stream;
     while (*end)
@@ -167,7 +167,7 @@ static bool is_gone(const rebatch_pool *pool, const struct rbi_pool_stream *stre
     return stream->stream && !rbi_device_stream_is_valid(pool->device, stream->stream);
 }
 
-void rbi_stream_mark(rebatch_pool *pool, struct rbi_pool_stream *stream)
+static void mark_stream(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     bool reached;
     if (is_gone(pool, stream)) {
@@ -186,22 +186,14 @@ static void mark_when_due(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     stream->next_mark = stream->frees + stream->mark_gap;
     stream->mark_gap = rbi_min(2 * stream->mark_gap, MOST_GAP);
-    rbi_stream_mark(pool, stream);
+    mark_stream(pool, stream);
 }
 
-uint64_t rbi_stream_note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
+static uint64_t note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     const uint64_t point = ++stream->frees;
     if (point >= stream->next_mark)
         mark_when_due(pool, stream);
-    return point;
-}
-
-uint64_t rbi_stream_note_point(rebatch_pool *pool, struct rbi_pool_stream *stream, bool marks)
-{
-    const uint64_t point = ++stream->frees;
-    if (marks)
-        rbi_stream_mark(pool, stream);
     return point;
 }
 
@@ -215,7 +207,7 @@ void rbi_pool_catch_up_marks(rebatch_pool *pool)
 static uint64_t note_free_of_use(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     stream->next_mark -= rbi_min(stream->next_mark - stream->frees, FREES_A_USE) - 1;
-    return rbi_stream_note_free(pool, stream);
+    return note_free(pool, stream);
 }
 
 void rbi_pool_mark_soon(rebatch_pool *pool)
@@ -259,20 +251,20 @@ static bool is_ready(const struct rbi_block *block)
 static void put_away(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_block *const gap = block->after;
-    rbi_pool_coalesce_block(pool, block);
+    rbi_block_merge(&pool->heap, block);
     if (pool->guard)
-        (void)rbi_pool_put_block(pool, gap);
+        (void)rbi_block_put(&pool->heap, gap);
 }
 
 void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
 {
-    block->freed_at = rbi_stream_note_free(pool, block->stream);
+    block->freed_at = note_free(pool, rbi_stream_of(block));
     block->sequence = pool->sequence;
     if (!block->used) {
         if (pool->guard)
             put_away(pool, block);
         else
-            rbi_pool_cache_block(pool, block);
+            rbi_block_cache(&pool->heap, block);
         return;
     }
     for (struct rbi_block_use *use = block->uses; use; use = use->next)
@@ -282,7 +274,7 @@ void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
     pool->pending = block;
 }
 
-void rbi_pool_end_pending(rebatch_pool *pool, struct rbi_block *block)
+static void end_pending(rebatch_pool *pool, struct rbi_block *block)
 {
     rbi_block_end_uses(pool, block);
     put_away(pool, block);
@@ -292,7 +284,7 @@ void rbi_pool_end_pending(rebatch_pool *pool, struct rbi_block *block)
 static bool is_for(const struct rbi_block *block, const struct rbi_pool_stream *stream,
                    size_t bytes)
 {
-    return block->stream == stream && block->bytes >= bytes;
+    return block->lists == &stream->lists && block->bytes >= bytes;
 }
 
 /* Frees the pending blocks that are ready; true when one of them is for `stream` and `bytes`. */
@@ -307,11 +299,27 @@ static bool finish_pending(rebatch_pool *pool, const struct rbi_pool_stream *str
         }
         *at = block->next;
         any = any || is_for(block, stream, bytes);
-        RBI_RECORD(pool, FREE_COMPLETED, block->address, block->bytes, block->stream->stream,
+        RBI_RECORD(pool, FREE_COMPLETED, block->address, block->bytes, rbi_stream_of(block)->stream,
                    block->tag);
-        rbi_pool_end_pending(pool, block);
+        end_pending(pool, block);
     }
     return any;
+}
+
+/* ---- free blocks of all streams ---- */
+
+void rbi_pool_flush_lists(rebatch_pool *pool)
+{
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        rbi_lists_flush(&pool->heap, &s->lists);
+}
+
+uint64_t rbi_pool_largest_free(const rebatch_pool *pool)
+{
+    uint64_t largest = 0;
+    for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        largest = rbi_max(largest, rbi_lists_largest_bytes(&s->lists));
+    return largest;
 }
 
 /* ---- looking how far streams have come ---- */
@@ -336,23 +344,6 @@ static rebatch_status look_beyond(rebatch_pool *pool, struct rbi_pool_stream *st
         return REBATCH_OK;
     mark(pool, stream);
     return ask_all(pool, stream);
-}
-
-bool rbi_stream_has_come(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t point)
-{
-    if (stream->done >= point)
-        return true;
-    if (is_gone(pool, stream)) {
-        note_done(stream, stream->frees);
-        return true;
-    }
-    if (marked_point(stream) >= point) {
-        bool reached;
-        return ask_mark(&reached, pool, stream, first_mark_from(stream, point)) == REBATCH_OK &&
-               reached;
-    }
-    return ask_all(pool, stream) == REBATCH_OK && look_beyond(pool, stream) == REBATCH_OK &&
-           stream->done >= point;
 }
 
 /* What was freed after the last mark shall be known to be done when it is needed next. */
@@ -439,7 +430,7 @@ bool rbi_pool_has_waiting(const rebatch_pool *pool, const struct rbi_pool_stream
     if (pool->pending)
         return true;
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        if (s != except && s->free_bytes != 0 && s->done < s->frees)
+        if (s != except && s->lists.free_bytes != 0 && s->done < s->frees)
             return true;
     return false;
 }

@@ -37,13 +37,13 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
     switch (b->state) {
     case RBI_BLOCK_FREE:
     case RBI_BLOCK_HOLE:
-        CHECK((b->stream == pool->space) == (b->state == RBI_BLOCK_HOLE));
-        CHECK(b->freed_at <= b->stream->frees);
+        CHECK((b->lists == &pool->space->lists) == (b->state == RBI_BLOCK_HOLE));
+        CHECK(b->freed_at <= rbi_stream_of(b)->frees);
         tally->free_blocks++;
         break;
     case RBI_BLOCK_QUICK:
     case RBI_BLOCK_PENDING:
-        CHECK(b->freed_at <= b->stream->frees);
+        CHECK(b->freed_at <= rbi_stream_of(b)->frees);
         tally->quick_blocks += b->state == RBI_BLOCK_QUICK;
         tally->pending_blocks += b->state == RBI_BLOCK_PENDING;
         break;
@@ -59,7 +59,7 @@ static bool is_idle_block_valid(const rebatch_pool *pool, const struct rbi_block
 static bool is_used_block_valid(const rebatch_pool *pool, const struct rbi_block *b,
                                 struct tally *tally)
 {
-    CHECK(!b->late && !rbi_late_has(&pool->late, b->address));
+    CHECK(!b->late && !rbi_late_has(&pool->heap.late, b->address));
     CHECK(b->tag < pool->tag_count && b->sequence < pool->sequence);
     CHECK(b->requested_bytes <= b->bytes);
     CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
@@ -74,15 +74,15 @@ static bool is_used_block_valid(const rebatch_pool *pool, const struct rbi_block
 static bool is_block_valid(const rebatch_pool *pool, const struct rbi_block *b, struct tally *tally)
 {
     CHECK(b->used == (b->uses != NULL));
-    CHECK(b->bins == &b->stream->bins[b->stream->has_zones ? b->range->zone : 0]);
+    CHECK(b->bins == &b->lists->bins[b->lists->has_zones ? b->range->zone : 0]);
     CHECK(b->bytes > 0 && b->bytes % REBATCH_POOL_UNIT_BYTES == 0);
     CHECK((uintptr_t)b->address % REBATCH_POOL_ALIGNMENT == 0);
-    CHECK(b->stream == pool->space || is_known_stream(pool, b->stream));
+    CHECK(b->lists == &pool->space->lists || is_known_stream(pool, rbi_stream_of(b)));
     CHECK(!b->after || (b->after->address == b->address + b->bytes && b->after->before == b));
     CHECK(!b->after || (b->state != RBI_BLOCK_FREE && b->state != RBI_BLOCK_HOLE) ||
-          b->after->state != b->state || b->after->stream != b->stream);
+          b->after->state != b->state || b->after->lists != &rbi_stream_of(b)->lists);
     CHECK(b == pool->plan.arena || /* what lies in it may begin there */
-          rbi_table_find(&pool->table, b->address) == (rbi_block_is_listed(b) ? b : NULL));
+          rbi_table_find(&pool->heap.table, b->address) == (rbi_block_is_listed(b) ? b : NULL));
     if (b->state != RBI_BLOCK_LIVE && b->state != RBI_BLOCK_DEFERRED)
         return is_idle_block_valid(pool, b, tally);
     CHECK(!b->planned && (!pool->guard || (b->after && b->after->state == RBI_BLOCK_GUARD)));
@@ -131,15 +131,12 @@ static bool is_range_valid(const rebatch_pool *pool, const struct rbi_range *r, 
 static bool are_ranges_valid(const rebatch_pool *pool, struct tally *tally)
 {
     const struct rbi_range *previous = NULL;
-    bool has_small = pool->small_span == 0;
-    for (const struct rbi_range *r = pool->first_range; r; previous = r, r = r->next) {
+    for (const struct rbi_range *r = pool->heap.first_range; r; previous = r, r = r->next) {
         CHECK(r->previous == previous && (!previous || previous->number < r->number));
-        has_small |= r->zone == RBI_ZONE_SMALL && pool->small_span == r->bytes &&
-                     pool->small_address == (uintptr_t)r->address;
         if (!is_range_valid(pool, r, tally))
             return false;
     }
-    CHECK(pool->last_range == previous && has_small);
+    CHECK(pool->heap.last_range == previous);
     CHECK(rbi_vm_is_valid(&pool->vm, tally->chunks, tally->plain_bytes));
     return true;
 }
@@ -150,7 +147,7 @@ static bool is_bin_valid(const struct rbi_pool_stream *s, struct rbi_block *cons
     struct rbi_block *const *link = bin;
     size_t most = 0;
     for (struct rbi_block *b = *bin; b; link = &b->next, b = b->next) {
-        CHECK((b->state == RBI_BLOCK_FREE || b->state == RBI_BLOCK_HOLE) && b->stream == s);
+        CHECK((b->state == RBI_BLOCK_FREE || b->state == RBI_BLOCK_HOLE) && b->lists == &s->lists);
         CHECK(b->link == link && b->bytes >= *least_bytes);
         most = rbi_max(most, b->bytes);
         found->live_bytes += b->bytes;
@@ -162,7 +159,7 @@ static bool is_bin_valid(const struct rbi_pool_stream *s, struct rbi_block *cons
 
 static bool are_bins_valid(const struct rbi_pool_stream *s, unsigned zone, struct tally *found)
 {
-    const struct rbi_bins *bins = &s->bins[zone];
+    const struct rbi_bins *bins = &s->lists.bins[zone];
     size_t least_bytes = 0;
     for (unsigned i = 0; i < RBI_POOL_BINS; i++) {
         CHECK((bins->filled >> i / 64 & 1) == (bins->words[i / 64] != 0));
@@ -179,16 +176,17 @@ static bool are_quick_lists_valid(const struct rbi_pool_stream *s, struct tally 
 {
     uint64_t small_bytes = 0;
     for (unsigned i = 0; i < 2 * RBI_POOL_QUICK; i++) {
-        CHECK((s->quick_filled[i / 64] >> i % 64 & 1) == (s->quick[i].newest != NULL));
-        for (const struct rbi_block *b = s->quick[i].newest; b; b = b->next) {
-            CHECK(b->state == RBI_BLOCK_QUICK && b->stream == s && b->bytes == s->quick[i].bytes);
+        CHECK((s->lists.quick_filled[i / 64] >> i % 64 & 1) == (s->lists.quick[i].newest != NULL));
+        for (const struct rbi_block *b = s->lists.quick[i].newest; b; b = b->next) {
+            CHECK(b->state == RBI_BLOCK_QUICK && b->lists == &s->lists &&
+                  b->bytes == s->lists.quick[i].bytes);
             CHECK(rbi_quick_slot(b->bytes) == i);
             small_bytes += rbi_quick_is_small(b->bytes) ? b->bytes : 0;
             found->live_bytes += b->bytes;
             found->quick_blocks++;
         }
     }
-    CHECK(small_bytes == s->small_bytes);
+    CHECK(small_bytes == s->lists.small_bytes);
     return true;
 }
 
@@ -200,12 +198,12 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
             return false;
     if (!are_quick_lists_valid(s, found))
         return false;
-    for (const struct rbi_block *b = s->loose; b; b = b->next) {
-        CHECK(b->state == RBI_BLOCK_QUICK && b->stream == s);
+    for (const struct rbi_block *b = s->lists.loose; b; b = b->next) {
+        CHECK(b->state == RBI_BLOCK_QUICK && b->lists == &s->lists);
         found->live_bytes += b->bytes;
         found->quick_blocks++;
     }
-    CHECK(found->live_bytes - before == s->free_bytes);
+    CHECK(found->live_bytes - before == s->lists.free_bytes);
     uint64_t point = s->done;
     CHECK(s->mark_count <= RBI_STREAM_MARKS);
     for (uint32_t i = 0; i < s->mark_count; i++) {
@@ -221,7 +219,7 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
 static uint64_t uses_of(const rebatch_pool *pool, const struct rbi_pool_stream *stream)
 {
     uint64_t uses = 0;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)
         for (const struct rbi_block *b = r->first; b; b = b->after)
             for (const struct rbi_block_use *use = b->uses; use; use = use->next)
                 uses += use->stream == stream;
@@ -252,7 +250,7 @@ static bool are_streams_valid(const rebatch_pool *pool, const struct tally *tall
 
 static bool is_table_valid(const rebatch_pool *pool)
 {
-    const struct rbi_table *table = &pool->table;
+    const struct rbi_table *table = &pool->heap.table;
     size_t in_use = 0;
     for (size_t i = 0; i < (size_t)1 << (64 - table->shift); i++)
         for (const struct rbi_block *b = table->heads[i]; b; b = b->same_home) {
@@ -265,7 +263,7 @@ static bool is_table_valid(const rebatch_pool *pool)
 
 static bool is_late_valid(const rebatch_pool *pool)
 {
-    const struct rbi_late *late = &pool->late;
+    const struct rbi_late *late = &pool->heap.late;
     size_t used = 0, count = 0;
     for (size_t i = 0; i < late->capacity; i++) {
         const struct rbi_late_entry *entry = &late->entries[i];
@@ -276,7 +274,7 @@ static bool is_late_valid(const rebatch_pool *pool)
         count += entry->rollback != 0;
     }
     CHECK(used == late->used && count == late->count && 2 * used <= late->capacity);
-    CHECK(late->capacity >= 4 * pool->block_nodes.made);
+    CHECK(late->capacity >= 4 * pool->heap.block_nodes.made);
     return true;
 }
 
@@ -349,7 +347,7 @@ static bool is_plan_valid(const rebatch_pool *pool, struct tally *tally)
         CHECK(arena && b->sequence >= plan->first_sequence && b->phase == plan->serial);
         CHECK(b->address >= arena->address);
         CHECK(b->address + b->bytes <= arena->address + arena->bytes);
-        CHECK(b->stream == arena->stream && !b->used);
+        CHECK(b->lists == &rbi_stream_of(arena)->lists && !b->used);
         for (const struct rbi_block *o = ring->next; o != b; o = o->next)
             CHECK(!o->planned || o->address >= b->address + b->bytes ||
                   b->address >= o->address + o->bytes);
@@ -382,8 +380,8 @@ bool rbi_pool_is_valid(rebatch_pool *pool)
 /* What a walk looks at: blocks, and each page of the addresses. */
 static uint64_t count_steps(const rebatch_pool *pool)
 {
-    uint64_t steps = pool->block_nodes.made;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next)
+    uint64_t steps = pool->heap.block_nodes.made;
+    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)
         steps += pool->has_space ? r->bytes / pool->page_bytes : 0;
     return steps;
 }

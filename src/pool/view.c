@@ -36,7 +36,7 @@ static struct rbi_view_piece piece_of(const struct rbi_block *block, const char 
 {
     struct rbi_view_piece piece = {.address = address,
                                    .bytes = bytes,
-                                   .stream = block->stream->stream,
+                                   .stream = rbi_stream_of(block)->stream,
                                    .tag = block->tag,
                                    .state = state_of(block)};
     if (rbi_view_is_in_use(&piece)) {
@@ -63,7 +63,7 @@ static void enter(struct rbi_view_walk *walk, const struct rbi_range *range)
 struct rbi_view_walk rbi_view_ranges(const rebatch_pool *pool)
 {
     struct rbi_view_walk walk = {.page_bytes = pool->page_bytes};
-    enter(&walk, pool->first_range);
+    enter(&walk, pool->heap.first_range);
     return walk;
 }
 

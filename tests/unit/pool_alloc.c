@@ -276,14 +276,14 @@ Test(pool_alloc, small_blocks_are_merged_one_size_at_a_time)
         fives[i] = take(rig.pool, 5 * UNIT);
     }
     const struct rbi_pool_stream *stream = rig.pool->first_stream;
-    cr_assert_eq(stream->free_bytes, 0);
+    cr_assert_eq(stream->lists.free_bytes, 0);
     for (int i = FREED; i-- > 0;) { /* no two of them are neighbours */
         give(rig.pool, threes[4 * i]);
         give(rig.pool, fives[4 * i + 2]);
     }
     cr_assert_eq(take(rig.pool, 4 * UNIT), fives[2]);
-    cr_assert_eq(stream->small_bytes, FREED * 3 * UNIT);
-    cr_assert_eq(stream->quick_filled[0], 1 << 2);
+    cr_assert_eq(stream->lists.small_bytes, FREED * 3 * UNIT);
+    cr_assert_eq(stream->lists.quick_filled[0], 1 << 2);
     assert_valid(rig.pool);
     for (int i = 0; i < FREED; i++)
         cr_assert_eq(take(rig.pool, 3 * UNIT), threes[4 * i]);
@@ -302,9 +302,9 @@ Test(pool_alloc, small_blocks_that_are_kept_unmerged_are_bounded_in_bytes)
         blocks[i] = take(rig.pool, 32 * KIB);
     for (int i = 0; i < BLOCKS; i++) {
         give(rig.pool, blocks[i]);
-        cr_assert_leq(rig.pool->first_stream->small_bytes, RBI_POOL_SMALL_MOST);
+        cr_assert_leq(rig.pool->first_stream->lists.small_bytes, RBI_POOL_SMALL_MOST);
     }
-    cr_assert_eq(rig.pool->first_stream->small_bytes, RBI_POOL_SMALL_MOST);
+    cr_assert_eq(rig.pool->first_stream->lists.small_bytes, RBI_POOL_SMALL_MOST);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
@@ -585,7 +585,7 @@ Test(pool_alloc, warm_calls_make_no_heap_call)
 /* Where a pointer lies: its segment's number, and how far in. */
 static uint64_t place_of(rebatch_pool *pool, const void *pointer)
 {
-    const struct rbi_block *block = rbi_pool_block_around(pool, pointer);
+    const struct rbi_block *block = rbi_block_around(&pool->heap, pointer);
     cr_assert_not_null(block);
     return block->range->number << 32 | (uint64_t)(block->address - block->range->address);
 }

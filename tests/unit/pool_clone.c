@@ -14,7 +14,7 @@ struct pair {
 /* Of a hole, the name of its stream is the pool's own. */
 static rebatch_stream stream_name(const struct rbi_block *block)
 {
-    return block->state == RBI_BLOCK_HOLE ? NULL : block->stream->stream;
+    return block->state == RBI_BLOCK_HOLE ? NULL : rbi_stream_of(block)->stream;
 }
 
 /* New ranges are at other addresses: what must be the same is the range and the place in it. */
@@ -31,16 +31,17 @@ static void assert_same_block(const struct rbi_block *here, const struct rbi_blo
 
 static void assert_same_place(rebatch_pool *pool, rebatch_pool *copy, struct pair pair)
 {
-    assert_same_block(rbi_pool_block_around(pool, pair.here),
-                      rbi_pool_block_around(copy, pair.there));
+    assert_same_block(rbi_block_around(&pool->heap, pair.here),
+                      rbi_block_around(&copy->heap, pair.there));
 }
 
 static void assert_same_layout(rebatch_pool *pool, rebatch_pool *copy)
 {
     settle(pool);
     settle(copy);
-    const struct rbi_range *theirs = copy->first_range;
-    for (const struct rbi_range *r = pool->first_range; r; r = r->next, theirs = theirs->next) {
+    const struct rbi_range *theirs = copy->heap.first_range;
+    for (const struct rbi_range *r = pool->heap.first_range; r;
+         r = r->next, theirs = theirs->next) {
         const struct rbi_block *there = theirs->first;
         for (const struct rbi_block *b = r->first; b; b = b->after, there = there->after)
             assert_same_block(b, there);

@@ -76,7 +76,7 @@ static inline void give(rebatch_pool *pool, void *pointer)
 static inline void settle(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);
-    rbi_quick_flush_all(pool);
+    rbi_pool_flush_lists(pool);
     rbi_lock_give(&pool->lock);
 }
 

@@ -409,9 +409,9 @@ static void check_block(rebatch_pool *pool, const struct pickle_value *block)
     const char *state = pickle_text(block, "state");
     const struct pickle_value *frames = pickle_list(block, "frames");
     const struct rbi_block *b =
-        rbi_pool_block_around(pool, (const void *)(uintptr_t)pickle_number(block, "address"));
+        rbi_block_around(&pool->heap, (const void *)(uintptr_t)pickle_number(block, "address"));
     cr_assert_not_null(b);
-    cr_assert_eq(pickle_number(block, "stream"), (int64_t)(uintptr_t)b->stream->stream);
+    cr_assert_eq(pickle_number(block, "stream"), (int64_t)(uintptr_t)rbi_stream_of(b)->stream);
     const bool live = b->state == RBI_BLOCK_LIVE || b->state == RBI_BLOCK_DEFERRED;
     cr_assert_str_eq(state, live                            ? "active_allocated"
                             : b->state == RBI_BLOCK_PENDING ? "active_pending_free"
@@ -815,8 +815,8 @@ Test(pool_snapshot, a_snapshot_changes_nothing)
         const rebatch_pool_stats x = stats_of(a.rig.pool), y = stats_of(b.rig.pool);
         cr_assert(memcmp(&x, &y, sizeof x) == 0);
         for (size_t i = 0; i < BLOCKS; i++) {
-            const struct rbi_block *p = rbi_pool_block_around(a.rig.pool, a.blocks[i]);
-            const struct rbi_block *q = rbi_pool_block_around(b.rig.pool, b.blocks[i]);
+            const struct rbi_block *p = rbi_block_around(&a.rig.pool->heap, a.blocks[i]);
+            const struct rbi_block *q = rbi_block_around(&b.rig.pool->heap, b.blocks[i]);
             cr_assert_eq(p != NULL, q != NULL);
             cr_assert(!p || (p->range->number == q->range->number &&
                              p->address - p->range->address == q->address - q->range->address));

@@ -249,7 +249,7 @@ Test(pool_space, a_guarded_block_ends_where_memory_ends)
             memset(block, 1, sizes[i]);
             size_t bytes;
             cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_OK);
-            const struct rbi_block *gap = rbi_pool_block_around(rig.pool, block + bytes);
+            const struct rbi_block *gap = rbi_block_around(&rig.pool->heap, block + bytes);
             cr_assert_eq(gap->state, RBI_BLOCK_GUARD);
             cr_assert_not(rbi_map_is_mapped(gap->range->map, gap->address));
             assert_valid(rig.pool);

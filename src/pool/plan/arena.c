@@ -11,7 +11,7 @@ static void lay(rebatch_pool *pool, struct rbi_block *gap, struct rbi_block *blo
     const size_t before = (size_t)(block->address - gap->address);
     const size_t behind = gap->bytes - before - block->bytes;
     if (behind)
-        rbi_block_cut(pool, gap, behind, true)->state = RBI_BLOCK_HELD;
+        rbi_block_cut(&pool->heap, gap, behind, true)->state = RBI_BLOCK_HELD;
     gap->bytes -= block->bytes;
     rbi_block_insert(block, gap, true);
     if (before)
@@ -21,7 +21,7 @@ static void lay(rebatch_pool *pool, struct rbi_block *gap, struct rbi_block *blo
         block->before->after = block;
     else
         block->range->first = block;
-    rbi_block_discard(pool, gap);
+    rbi_block_discard(&pool->heap, gap);
 }
 
 static struct rbi_block *find_gap(const struct rbi_range *range, const char *address)
@@ -35,7 +35,7 @@ static struct rbi_block *find_gap(const struct rbi_range *range, const char *add
 void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence)
 {
     struct rbi_range *const range = arena->range;
-    struct rbi_pool_stream *const stream = arena->stream;
+    struct rbi_pool_stream *const stream = rbi_stream_of(arena);
     char *const end = arena->address + arena->bytes;
     char *at = arena->address;
     for (struct rbi_block *b = pool->by_sequence.previous;
@@ -51,7 +51,7 @@ void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t firs
         if (b->state == RBI_BLOCK_HELD) {
             b->freed_at = point;
             b->sequence = pool->sequence;
-            (void)rbi_pool_put_block(pool, b);
+            (void)rbi_block_put(&pool->heap, b);
         }
         b = at < end ? find_gap(range, at) : NULL;
     }

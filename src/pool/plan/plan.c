@@ -140,8 +140,8 @@ void rbi_plan_note_alloc(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     block->phase = 0;
-    set_stream(plan, block->stream->stream);
-    if (block->outside || block->stream->stream != plan->phase->stream)
+    set_stream(plan, rbi_stream_of(block)->stream);
+    if (block->outside || rbi_stream_of(block)->stream != plan->phase->stream)
         return;
     block->phase = plan->serial;
     block->call = (uint32_t)plan->next & INT32_MAX;
@@ -170,11 +170,11 @@ void rbi_plan_discard(rebatch_pool *pool, struct rbi_block *block)
 {
     rbi_assert(pool->plan.arena && pool->plan.arena_live_bytes >= block->bytes);
     pool->plan.arena_live_bytes -= block->bytes;
-    rbi_table_remove(&pool->table, block);
+    rbi_table_remove(&pool->heap.table, block);
     if (block->late)
-        rbi_late_add(&pool->late, block->address);
+        rbi_late_add(&pool->heap.late, block->address);
     block->planned = false; /* of a node that is taken as it is */
-    rbi_nodes_put(&pool->block_nodes, block);
+    rbi_nodes_put(&pool->heap.block_nodes, block);
 }
 
 size_t rbi_plan_idle_bytes(const rebatch_pool *pool)
@@ -261,20 +261,21 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
         return NULL;
     }
     const struct rbi_phase_call *const call = &plan->phase->calls[plan->next];
-    if (call->offset == RBI_PLAN_ELSEWHERE || pool->block_nodes.spare < rbi_pool_search_nodes(pool))
+    if (call->offset == RBI_PLAN_ELSEWHERE ||
+        pool->heap.block_nodes.spare < rbi_pool_search_nodes(pool))
         return NULL;
     rbi_assert((size_t)call->offset * REBATCH_POOL_UNIT_BYTES + bytes <= plan->arena->bytes);
-    struct rbi_block *const block = rbi_nodes_take(&pool->block_nodes);
+    struct rbi_block *const block = rbi_nodes_take(&pool->heap.block_nodes);
     block->address = plan->arena->address + (size_t)call->offset * REBATCH_POOL_UNIT_BYTES;
     block->bytes = bytes;
-    block->stream = plan->arena->stream;
+    block->lists = plan->arena->lists;
     block->bins = plan->arena->bins;
     block->range = plan->arena->range;
     block->planned = true;
     block->phase = plan->serial;
     block->call = (uint32_t)plan->next++ & INT32_MAX;
     plan->arena_live_bytes += bytes;
-    rbi_pool_list_block(pool, block);
+    rbi_block_list(&pool->heap, block);
     return block;
 }
 

@@ -1,6 +1,6 @@
 /* Owns the memory of what rollbacks took back.
  * Must not know blocks. */
-#include "pool/tombstones.h"
+#include "pool/heap/tombstones.h"
 
 #include <string.h>
 

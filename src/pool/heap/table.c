@@ -1,6 +1,6 @@
 /* Owns the way from an address to its block.
  * Must not know how blocks are made. */
-#include "pool/table.h"
+#include "pool/heap/heap.h"
 
 #include "base/base.h"
 

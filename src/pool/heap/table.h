@@ -3,7 +3,9 @@
 #ifndef RBI_POOL_TABLE_H
 #define RBI_POOL_TABLE_H
 
-#include "pool/block.h"
+#ifndef RBI_POOL_HEAP_H
+#error "include pool/heap/heap.h"
+#endif
 
 /* Blocks by their address: a list for every home, linked through the blocks, so that neither a put
  * nor a removal needs memory or leaves anything behind. No two blocks in it begin at one address.

@@ -2,7 +2,7 @@
  * Must not know what they are. */
 #include <string.h>
 
-#include "pool/pool.h"
+#include "pool/heap/heap.h"
 
 #define CHUNK_NODES 64
 
