@@ -260,7 +260,7 @@ test: ## every test (SAN=address,undefined for sanitizers, CHECK=1 for the pool'
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
 	@scripts/arrows $(BUILD)
 	$(if $(SAN),@scripts/test-run-checked $(CC) $(SANITIZE))
-	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=$(STRIDE) \
+	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=$(STRIDE) scripts/show-tests $(BUILD)/tests.log \
 	    $(if $(SAN),scripts/run-checked sanitizers) $(TESTS) $(TEST_FLAGS)
 
 # Without ASan, whose heap aligns more than is asked for, and by clang, which knows of casts.

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../output.h"
 #include "model.h"
 
 struct trainer {
@@ -54,7 +53,6 @@ static void optimizer_step(struct trainer *t)
 
 int main(void)
 {
-    output_begin();
     struct trainer t = {need(WEIGHTS), need(WEIGHTS), .random = 1};
     initialize(t.weights, &t.random);
     for (int step = 0; step < STEPS; step++) {
@@ -67,5 +65,5 @@ int main(void)
     free(t.momentum);
     free(t.gradients);
     free(t.weights);
-    return output_end("before", 0);
+    return 0;
 }

@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../output.h"
 #include "model.h"
 
 struct trainer {
@@ -121,7 +120,6 @@ static rebatch_status train(struct trainer *t)
 
 int main(int argc, char **argv)
 {
-    output_begin();
     rebatch_device *device = NULL;
     struct trainer t = {.random = 1};
     rebatch_status status = open_session(&t.rb, &device, argc > 1 ? argv[1] : NULL);
@@ -138,5 +136,5 @@ int main(int argc, char **argv)
         printf("weights %016" PRIx64 "\n", fingerprint(t.weights));
     rebatch_close(t.rb);
     rebatch_device_close(device);
-    return output_end("train", status ? 1 : 0);
+    return status ? 1 : 0;
 }

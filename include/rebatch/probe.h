@@ -1,8 +1,8 @@
 /** @file probe.h
  *  Finding the largest micro-batch that fits, by prediction.
  *
- *  A probe runs two small micro-batches, and records the sizes and the order of their allocations
- *  and frees. From these it derives every size as a function of the micro-batch size. It then
+ *  A probe runs two or three small micro-batches, and records the sizes and the order of their
+ *  allocations and frees. From these it derives every size as a function of the micro-batch size. It then
  *  replays the calls for any micro-batch size on a copy of the session's pool without memory, which
  *  shows whether that size fits. The size found runs once before it is used, on gradients that
  *  other micro-batches have accumulated.
@@ -151,16 +151,16 @@ REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *op
                                          rebatch_probe_report *report);
 
 /** Predict the memory that steps with micro-batches of `size` need in the pool as it is now. Uses
- *  the memory model of the session's last rebatch_probe(). Calls no callback. reserve_bytes are
- *  taken from the pool during the call.
+ *  the memory model of the session's last rebatch_probe(), or what rebatch_options.learn learned.
+ *  Calls no callback. reserve_bytes are taken from the pool during the call.
  *  @param[out] out  zeroed on failure
  *  @param rb        the session
  *  @param size      at least 1; may exceed the batch and the session's limits; a cost if the probe
  *                   was by cost
  *  @param batch     samples in the effective batch, at least 1
  *  @param options   options of the probe, of which only reserve_bytes applies; NULL: defaults
- *  @return REBATCH_OK; REBATCH_E_STATE when there is no model, because no probe has run more than
- *          one size, and from within a callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM,
+ *  @return REBATCH_OK; REBATCH_E_STATE when there is no model, because the session has run one size
+ *          at most, and from within a callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM,
  *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_predict(rebatch_prediction *out, rebatch *rb, size_t size,
                                            size_t batch, const rebatch_probe_options *options);

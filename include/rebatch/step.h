@@ -422,7 +422,7 @@ REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
  *  Nothing that other threads do is undone, for example by a thread that prepares batches: what
  *  they allocate stays, and what they free is free for the next attempt too. If the callback frees
  *  one of their blocks, that is undone with the attempt. Their failures are not the callback's,
- *  their memory does not count as memory of the micro-batch, and they cannot use what
+ *  admission does not count their memory as the micro-batch's, and they cannot use what
  *  rebatch_reserve() reserved. A probe and rebatch_options.learn do count their memory as the
  *  micro-batch's, and find larger sizes when such threads are idle.
  *

@@ -167,8 +167,10 @@ int rbi_probe_main(int count, char **arguments)
     if (progress.is_answered)
         return progress.code;
     clear_progress(&progress);
-    fprintf(stderr, "rebatch: %.200s %s and never %s\n", request.program[0],
+    fprintf(stderr, "rebatch: %.200s %s %s\n", request.program[0],
             rbi_child_describe(end.status).text,
-            end.has_stepped ? "finished its probe" : "called rebatch_step()");
+            end.has_stepped   ? "and never finished its probe"
+            : end.status == 0 ? "and never called rebatch_step()"
+                              : "before its first rebatch_step()");
     return RBI_EXIT_FAILED;
 }

@@ -157,8 +157,9 @@ int rbi_run_main(int count, char **arguments)
     for (size_t i = 0; i < summaries.count; i++)
         fprintf(stderr, "rebatch run: %s\n", summaries.last[i].text);
     if (!end.has_stepped) {
-        fprintf(stderr, "rebatch: %.200s %s and never called rebatch_step()\n", program[0],
-                rbi_child_describe(end.status).text);
+        fprintf(stderr, "rebatch: %.200s %s %s\n", program[0], rbi_child_describe(end.status).text,
+                end.status == 0 ? "and never called rebatch_step()"
+                                : "before its first rebatch_step()");
         if (end.status == 0)
             return RBI_EXIT_FAILED;
     }

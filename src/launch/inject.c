@@ -101,11 +101,13 @@ static void add_summary(struct rbi_text *t, const struct rbi_run *run)
                  run->injected == 1 ? "" : "s", run->survived);
     if (run->injected == 0 && (run->settings.oom || run->settings.chance > 0))
         rbi_text_add(t, " (callbacks made %" PRIu64 " requests)", run->requests);
-    rbi_text_add(t,
-                 "; %" PRIu64 " OOM%s in all, %.1f%% of the samples ran again, "
-                 "%.1f ms lost; %" PRIu64 " step%s",
-                 run->ooms, run->ooms == 1 ? "" : "s", share, (double)run->lost_ns / 1e6,
-                 run->steps, run->steps == 1 ? "" : "s");
+    rbi_text_add(t, "; %" PRIu64 " OOM%s in all, ", run->ooms, run->ooms == 1 ? "" : "s");
+    if (run->steps == 0) {
+        rbi_text_add(t, "%.1f ms lost; no step was completed", (double)run->lost_ns / 1e6);
+        return;
+    }
+    rbi_text_add(t, "%.1f%% of the samples ran again, %.1f ms lost; %" PRIu64 " step%s", share,
+                 (double)run->lost_ns / 1e6, run->steps, run->steps == 1 ? "" : "s");
 }
 
 static void say(const struct rbi_run *run)

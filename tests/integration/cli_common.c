@@ -91,5 +91,5 @@ void cli_expect_programs_refused(const char *setup, const char *verb, int code)
     cli_expect_refused(setup, verb, "-- true", 1,
                        "rebatch: true ended with status 0 and never called rebatch_step()\n");
     cli_expect_refused(setup, verb, "-- sh -c 'exit 7'", code,
-                       "rebatch: sh ended with status 7 and never called rebatch_step()\n");
+                       "rebatch: sh ended with status 7 before its first rebatch_step()\n");
 }

@@ -1,4 +1,4 @@
-/* Owns the tests of programs whose output cannot be written: the command, gpt, demo and minimal.
+/* Owns the tests of programs whose output cannot be written: the command, gpt and demo.
  * Must not know what they print. */
 #include <criterion/criterion.h>
 #include <stdio.h>
@@ -63,7 +63,6 @@ Test(cli_output, a_failed_write_is_said_and_is_the_exit_status)
     expect_complaint(cli_gpt, "gpt", "--help");
     expect_complaint(cli_gpt, "gpt", TRAINING);
     expect_complaint(cli_demo, "demo", "--help");
-    expect_complaint(cli_minimal, "minimal", "");
 }
 
 /* The training itself goes on: what it saves is whole, and nothing of the output is in it. */
