@@ -2,10 +2,10 @@
  *  Finding the largest micro-batch that fits, by prediction.
  *
  *  A probe runs two or three small micro-batches, and records the sizes and the order of their
- *  allocations and frees. From these it derives every size as a function of the micro-batch size. It then
- *  replays the calls for any micro-batch size on a copy of the session's pool without memory, which
- *  shows whether that size fits. The size found runs once before it is used, on gradients that
- *  other micro-batches have accumulated.
+ *  allocations and frees. From these it derives every size as a function of the micro-batch size.
+ *  It then replays the calls for any micro-batch size on a copy of the session's pool without
+ *  memory, which shows whether that size fits. The size found runs once before it is used, on
+ *  gradients that other micro-batches have accumulated.
  *
  *  The result can be kept in a file: a resumed training then starts with the size of the last
  *  probe, and runs it once to verify it. docs/probe.md describes the file. */
