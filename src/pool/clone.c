@@ -90,7 +90,6 @@ static rebatch_status copy_streams(struct copy *copy)
         if (s == copy->from->last_stream)
             copy->to->last_stream = ours;
     }
-    copy->to->space->frees = copy->to->space->done = copy->from->space->frees;
     return REBATCH_OK;
 }
 
