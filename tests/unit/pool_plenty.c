@@ -236,8 +236,8 @@ Test(pool_plenty, no_more_is_held_than_a_32nd_beyond_the_peak)
     const rebatch_pool_stats stats = stats_of(rig.pool);
     cr_assert_gt(stats.remaps, 0);
     cr_assert_gt(stats.reserved_bytes, stats.live_peak_bytes);
-    cr_assert_leq(stats.reserved_bytes, stats.live_peak_bytes + stats.live_peak_bytes / 32 +
-                                            rig.pool->moved_bytes / 64);
+    cr_assert_leq(stats.reserved_bytes,
+                  stats.live_peak_bytes + stats.live_peak_bytes / 32 + rig.pool->moved_bytes / 64);
     assert_valid(rig.pool);
     rig_close(&rig);
 }
