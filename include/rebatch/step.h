@@ -256,13 +256,16 @@ typedef struct rebatch_options {
                                allocated. Unlike in rebatch_probe(), every micro-batch counts in the
                                update: there are no trials. Learning ends when a size is found, or
                                with a probe. Needs micro_start 0 */
+    rebatch_toggle environment; /**< on: read settings as rebatch_config_load() does with path NULL.
+                                     What the file named by REBATCH_CONFIG or a REBATCH_* variable
+                                     sets overrides these options. Default off */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
     {                                                                                              \
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
-            NULL, 0, {0}, 0, REBATCH_DEFAULT                                                       \
+            NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT                                      \
     }
 
 /** What one call of rebatch_step() did. */
@@ -303,14 +306,22 @@ typedef enum rebatch_guard_kind {
 extern "C" {
 #endif
 
-/** Open a session and its pool. Environment variables may override the options for one run
- *  (docs/run.md): a lower limit (REBATCH_MEMORY_LIMIT), failures on purpose (REBATCH_RUN_OOM and
- *  others), or a probe instead of training (REBATCH_PROBE_ONLY). Thread-safe.
+/** Open a session and its pool.
+ *
+ *  Without options, the session takes its settings from the file that the environment variable
+ *  REBATCH_CONFIG names, and from REBATCH_* variables such as REBATCH_MEMORY_LIMIT or
+ *  REBATCH_BATCH_START (docs/config.md); the groups device and probe do not apply. With options,
+ *  it does so only if options->environment is on.
+ *
+ *  Other variables apply to any session for one run (docs/run.md): a lower limit
+ *  (REBATCH_MEMORY_LIMIT), failures on purpose (REBATCH_RUN_OOM and others), or a probe instead of
+ *  training (REBATCH_PROBE_ONLY). Thread-safe.
  *  @param[out] out  owned by the caller, release with rebatch_close(); NULL on failure
  *  @param device    borrowed; must outlive the session
- *  @param options   copied; NULL: defaults
+ *  @param options   copied; NULL: defaults and the settings of the environment
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE; REBATCH_E_PARSE
- *          when one of those variables has a wrong value; REBATCH_E_UNSUPPORTED when
+ *          for a wrong value in the file or in a variable, and REBATCH_E_IO for a file that cannot
+ *          be read: rebatch_last_error() has file and line; REBATCH_E_UNSUPPORTED when
  *          options->pool.guard is on, and options->pool.caching is off or the device has no virtual
  *          memory */
 REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,

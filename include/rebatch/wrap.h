@@ -107,8 +107,9 @@ static inline int rebatch_wrap_last_error(void)
 
 /** Open a session on the current GPU and make it the process's session. To open it in
  *  another way, call rebatch_open() and rebatch_set_current() instead.
- *  @param options  copied; NULL: defaults, with rebatch_wrap_print() as on_event. With `learn` the
- *                  first steps find the micro-batch size
+ *  @param options  copied; NULL: rebatch_wrap_print() as on_event, and settings from REBATCH_CONFIG
+ *                  and REBATCH_* variables as in rebatch_open(). With `learn` (REBATCH_BATCH_LEARN)
+ *                  the first steps find the micro-batch size
  *  @return cudaSuccess; cudaErrorUnknown when the process has a session already; otherwise the code
  *          of the status with which opening the device or the session failed. After a failure
  *          nothing is open */
@@ -123,6 +124,7 @@ static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
         return code;
     cuda.take_last_error = rebatch_wrap_last_error;
     printing.on_event = rebatch_wrap_print;
+    printing.environment = REBATCH_ON;
     rebatch_status status = rebatch_device_open_cuda(&device, &cuda);
     if (!status)
         status = rebatch_open(&rb, device, options ? options : &printing);

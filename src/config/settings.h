@@ -192,6 +192,8 @@ const struct rbi_group *rbi_group_find(const char *name);
 
 /* "REBATCH_MEMORY_LIMIT" */
 #define RBI_VARIABLE_PREFIX "REBATCH_"
+/* Names the file of settings. */
+#define RBI_FILE_VARIABLE "REBATCH_CONFIG"
 struct rbi_variable {
     char name[48];
 };
@@ -366,6 +368,8 @@ struct rebatch_config {
 
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
+/* Overrides `options` with what a file or a variable has set, and leaves the rest. */
+void rbi_config_override(rebatch_options *options, const struct rebatch_config *config);
 /* What no value can be blamed for alone. REBATCH_E_PARSE. */
 rebatch_status rbi_config_check_together(const struct rebatch_config *config);
 

@@ -18,6 +18,8 @@ static rebatch_status check_options(const rebatch_options *o)
         status = rbi_check_toggle(o->growth, "growth");
     if (!status)
         status = rbi_check_toggle(o->learn, "learn");
+    if (!status)
+        status = rbi_check_toggle(o->environment, "environment");
     if (status)
         return status;
     if (o->on_oom > REBATCH_ON_OOM_FIT)
