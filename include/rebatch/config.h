@@ -44,7 +44,8 @@ REBATCH_API rebatch_status rebatch_config_open_device(rebatch_device **out,
 
 /** Fill in the options of a session. The stream, the event callback and `environment` are kept.
  *  Thread-safe.
- *  @param[in,out] options  struct_size set by the caller
+ *  @param[in,out] options  struct_size set by the caller. log_file belongs to `config` afterwards,
+ *                          which must not be released before rebatch_open()
  *  @param config           the settings
  *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,

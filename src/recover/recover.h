@@ -200,13 +200,33 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike);
 /* The session is about to go. */
 void rbi_current_forget(rebatch *rb);
 
+/* ---- the log (log.c) ---- */
+
+/* Where events are written: file >= 0, or to_stderr, or nowhere. */
+struct rbi_log {
+    int file;
+    bool to_stderr;
+    rebatch_log_level level;
+    rebatch_log_format format;
+};
+
+/* REBATCH_E_IO when the file cannot be opened. */
+rebatch_status rbi_log_open(struct rbi_log *log, const rebatch_options *options);
+void rbi_log_close(struct rbi_log *log);
+/* Writes an event that is important enough as one line. Uses no heap. */
+void rbi_log_write(const struct rbi_log *log, const rebatch_event *event);
+
 /* ---- events (event.c) ---- */
 
+bool rbi_event_is_oom(rebatch_event_kind kind);
 /* An event of a change: with how large micro-batches are before it, and then after it. */
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind);
 void rbi_event_end(rebatch_event *event, const rebatch *rb);
 /* "samples 0-7", "sample 3". */
 void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
+/* "1.50 MiB", for people who read what is needed before it; "2.00 KiB less" where the two would
+ * read the same. */
+void rbi_text_add_available(struct rbi_text *t, uint64_t needed, uint64_t available);
 
 /* ---- the session (session.c) ---- */
 
@@ -219,6 +239,7 @@ struct rebatch {
     rebatch_pool *pool;
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
+    struct rbi_log log;
 
     uint64_t step;
     bool has_updated; /* an update has run */

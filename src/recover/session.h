@@ -14,7 +14,8 @@ struct rebatch_probe_options;
 
 /* REBATCH_E_STATE, for `function`, while callbacks can run. */
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
-/* As they hold: every zero is replaced by its default. */
+/* As they hold: every zero is replaced by its default, but for the level of events, whose default
+ * depends on who gets them. */
 const rebatch_options *rbi_session_options(const rebatch *rb);
 rebatch_device *rbi_session_device(const rebatch *rb);
 /* The number of the effective batch, and its samples while callbacks can run. */
@@ -179,7 +180,8 @@ void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb);
 /* ---- events (event.c) ---- */
 
 void rbi_event_emit(const rebatch *rb, rebatch_event *event);
-/* From now on events of REBATCH_LOG_INFO, and what is logged already, go there. */
+/* From now on events of REBATCH_LOG_INFO, and what is logged already, go there, and none to
+ * standard error. */
 void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
                         void *user);
 
@@ -207,7 +209,8 @@ struct rbi_session_parts {
     /* For a session that learns: makes its tuner.
      *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
     rebatch_status (*create_tuner)(struct rbi_tuner *out, rebatch *rb);
-    /* Reads what the environment asks for, and lowers the limit in `options`.
+    /* Reads what the environment asks for, lowers the limit in `options`, and sets the level of
+     * events there.
      *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read;
      *          REBATCH_E_HOST_OOM */
     rebatch_status (*open_launch)(struct rbi_launch *out, rebatch_options *options);

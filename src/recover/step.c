@@ -309,7 +309,8 @@ static void succeed(rebatch *rb)
                            .cost_before = rb->report.cost_before,
                            .cost_after = rbi_budget(rb),
                            .redone_samples = rb->report.redone_samples,
-                           .lost_ns = rb->report.lost_ns};
+                           .lost_ns = rb->report.lost_ns,
+                           .peak_bytes = rbi_pool_peak_since_mark(rb->pool)};
     rbi_event_emit(rb, &event);
     rb->step++;
 }
