@@ -55,6 +55,16 @@ void rbi_guards_release(rebatch *rb);
 
 /* An attempt ran to its end. */
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes);
+/* The same of one that added up to `peak_bytes` to what lived, and may have left blocks with
+ * sequences in [kept_from, kept_to). What an earlier one of that size has left counts as needed
+ * too. */
+struct rbi_run_need {
+    uint64_t peak_bytes;
+    uint64_t kept_from, kept_to; /* equal: it left none */
+};
+void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run);
+/* What is held for an attempt of that size already, of what it is known to need. */
+uint64_t rbi_need_held(const rebatch *rb, size_t size);
 /* What a size will need, when that is certain enough to refuse an attempt. False: it is not. */
 bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size);
 /* What a size will need: known, or the memory model's, or put together from sizes that are known.

@@ -73,13 +73,17 @@ bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_po
 
 /* ---- what is known about memory (need.c) ---- */
 
-/* What an attempt of a size at a lighten level adds to what lives in the pool. */
+/* What an attempt of a size at a lighten level needs, of which some may be held for it already: by
+ * blocks that an attempt of that size has left in use.
+ *   added_bytes <= bytes */
 struct rbi_need {
     size_t size; /* 0: the entry is empty */
     bool by_cost;
     unsigned lighten;
     bool is_exact; /* it ran to its end; else it needed at least this */
     uint64_t bytes;
+    uint64_t added_bytes;        /* by the run that was learned last, to what lived in the pool */
+    uint64_t kept_from, kept_to; /* sequences of the blocks that it left; equal: none */
 };
 
 /* An attempt failed when it would have needed that much; what is known to be more stays known. */
