@@ -251,7 +251,8 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 
 # Programs that tests run as a user would.
 TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE)
-TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples
+TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
+    REBATCH_LOG_LEVEL=quiet
 
 TEST_FLAGS =
 STRIDE = $(if $(SAN)$(CHECK),8,1)

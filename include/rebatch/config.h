@@ -1,5 +1,6 @@
 /** @file config.h
- *  Settings from a file and from environment variables.
+ *  Settings from a file and from environment variables. A session that is opened without options
+ *  reads them by itself (rebatch_open()).
  *
  *  The file has libconfig's format, with the groups batch, memory, recovery, growth, probe, device
  *  and log; docs/config.md lists every key. A value is taken from the environment variable if it is
@@ -22,7 +23,8 @@ extern "C" {
 
 /** Read settings from a file and from the environment.
  *  @param[out] out  owned by the caller, release with rebatch_config_free(); NULL on failure
- *  @param path      the file; NULL: environment and defaults only
+ *  @param path      the file; NULL: the one that the environment variable REBATCH_CONFIG names, and
+ *                   none where that is not set
  *  @return REBATCH_OK; REBATCH_E_IO when the file cannot be read; REBATCH_E_PARSE for a mistake in
  *          the file or in a variable: rebatch_last_error() has file, line and what was expected;
  *          REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
@@ -40,8 +42,10 @@ REBATCH_API void rebatch_config_free(rebatch_config *config);
 REBATCH_API rebatch_status rebatch_config_open_device(rebatch_device **out,
                                                       const rebatch_config *config);
 
-/** Fill in the options of a session. The stream and the event callback are kept. Thread-safe.
- *  @param[in,out] options  struct_size set by the caller
+/** Fill in the options of a session. The stream, the event callback and `environment` are kept.
+ *  Thread-safe.
+ *  @param[in,out] options  struct_size set by the caller. log_file belongs to `config` afterwards,
+ *                          which must not be released before rebatch_open()
  *  @param config           the settings
  *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_config_options(rebatch_options *options,

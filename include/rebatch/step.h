@@ -149,13 +149,19 @@ typedef enum rebatch_phase {
 
 /** The importance of an event. */
 typedef enum rebatch_log_level {
-    REBATCH_LOG_DEFAULT = 0, /**< REBATCH_LOG_INFO */
+    REBATCH_LOG_DEFAULT = 0, /**< REBATCH_LOG_WARN on standard error, else REBATCH_LOG_INFO */
     REBATCH_LOG_QUIET,       /**< nothing is reported */
     REBATCH_LOG_ERROR,       /**< the step failed */
     REBATCH_LOG_WARN,        /**< memory ran out, or something needs attention */
     REBATCH_LOG_INFO,        /**< the micro-batch size changed, or a probe made progress */
     REBATCH_LOG_DEBUG        /**< every step */
 } rebatch_log_level;
+
+/** How events are written. */
+typedef enum rebatch_log_format {
+    REBATCH_LOG_TEXT = 0, /**< lines for people, as rebatch_event_format() writes them */
+    REBATCH_LOG_JSON      /**< one JSON object a line */
+} rebatch_log_format;
 
 /** What an event reports. */
 typedef enum rebatch_event_kind {
@@ -183,7 +189,8 @@ typedef struct rebatch_event {
     uint64_t asked_bytes;     /**< size of the request that failed; 0: it was not the pool's */
     uint64_t needed_bytes;    /**< least memory that the attempt needs; 0: not known */
     uint64_t available_bytes; /**< memory available after the attempt was taken back */
-    uint64_t peak_bytes;      /**< of a TRIAL: highest live memory of the pool; 0: out of memory */
+    uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
+                                   trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
@@ -237,8 +244,10 @@ typedef struct rebatch_options {
                                  successful growth resets it. A prediction that has prevented growth
                                  for this many more steps without an OOM is overruled. 0: 1024 */
 
-    rebatch_log_level log_level; /**< less important events are not reported; default INFO */
-    /** Receives events, in the thread of the step; NULL: none. It must not call this session. */
+    rebatch_log_level log_level; /**< less important events are not reported; default: WARN on
+                                      standard error, INFO for on_event and log_file */
+    /** Receives events, in the thread of the step; NULL: events are written to log_file or, when
+     *  there is none, to standard error, a line each. It must not call this session. */
     void (*on_event)(const rebatch_event *event, void *user);
     void *on_event_user; /**< passed to on_event; borrowed until rebatch_close() */
 
@@ -256,13 +265,22 @@ typedef struct rebatch_options {
                                allocated. Unlike in rebatch_probe(), every micro-batch counts in the
                                update: there are no trials. Learning ends when a size is found, or
                                with a probe. Needs micro_start 0 */
+    rebatch_toggle environment; /**< on: read settings as rebatch_config_load() does with path NULL.
+                                     What the file named by REBATCH_CONFIG or a REBATCH_* variable
+                                     sets overrides these options. Default off */
+    rebatch_log_format log_format; /**< how events are written to standard error or log_file */
+    const char *log_file; /**< append events to this file, whether or not there is an on_event, and
+                               not to standard error. Made when it is not there; several sessions
+                               and processes may have the same. NULL: no file. A line that cannot
+                               be written, because the disk is full for example, is lost. Borrowed
+                               by rebatch_open() */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
     {                                                                                              \
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
-            NULL, 0, {0}, 0, REBATCH_DEFAULT                                                       \
+            NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_LOG_TEXT, NULL              \
     }
 
 /** What one call of rebatch_step() did. */
@@ -303,14 +321,23 @@ typedef enum rebatch_guard_kind {
 extern "C" {
 #endif
 
-/** Open a session and its pool. Environment variables may override the options for one run
- *  (docs/run.md): a lower limit (REBATCH_MEMORY_LIMIT), failures on purpose (REBATCH_RUN_OOM and
- *  others), or a probe instead of training (REBATCH_PROBE_ONLY). Thread-safe.
+/** Open a session and its pool.
+ *
+ *  Without options, the session takes its settings from the file that the environment variable
+ *  REBATCH_CONFIG names, and from REBATCH_* variables such as REBATCH_MEMORY_LIMIT or
+ *  REBATCH_BATCH_START (docs/config.md); the groups device and probe do not apply. With options,
+ *  it does so only if options->environment is on.
+ *
+ *  Other variables apply to any session for one run (docs/run.md): a lower limit
+ *  (REBATCH_MEMORY_LIMIT), the level of events where options->on_event is NULL and log_level 0
+ *  (REBATCH_LOG_LEVEL), failures on purpose (REBATCH_RUN_OOM and others), or a probe instead of
+ *  training (REBATCH_PROBE_ONLY). Thread-safe.
  *  @param[out] out  owned by the caller, release with rebatch_close(); NULL on failure
  *  @param device    borrowed; must outlive the session
- *  @param options   copied; NULL: defaults
+ *  @param options   copied; NULL: defaults and the settings of the environment
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE; REBATCH_E_PARSE
- *          when one of those variables has a wrong value; REBATCH_E_UNSUPPORTED when
+ *          for a wrong value in the file or in a variable, and REBATCH_E_IO for a file that cannot
+ *          be read: rebatch_last_error() has file and line; REBATCH_E_UNSUPPORTED when
  *          options->pool.guard is on, and options->pool.caching is off or the device has no virtual
  *          memory */
 REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,

@@ -87,7 +87,7 @@ static inline cudaError_t rebatch_wrap_code(rebatch_status status)
     }
 }
 
-/** Write an event to standard error: the default on_event of rebatch_wrap_open().
+/** An on_event that writes each event to standard error, of whatever level it is given.
  *  @param event  the event
  *  @param user   unused */
 static inline void rebatch_wrap_print(const rebatch_event *event, void *user)
@@ -107,25 +107,24 @@ static inline int rebatch_wrap_last_error(void)
 
 /** Open a session on the current GPU and make it the process's session. To open it in
  *  another way, call rebatch_open() and rebatch_set_current() instead.
- *  @param options  copied; NULL: defaults, with rebatch_wrap_print() as on_event. With `learn` the
- *                  first steps find the micro-batch size
+ *  @param options  as for rebatch_open(): NULL means settings from REBATCH_CONFIG and REBATCH_*
+ *                  variables, and events on standard error. With `learn` the first steps find the
+ *                  micro-batch size
  *  @return cudaSuccess; cudaErrorUnknown when the process has a session already; otherwise the code
  *          of the status with which opening the device or the session failed. After a failure
  *          nothing is open */
 static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
 {
     rebatch_cuda_options cuda = REBATCH_CUDA_OPTIONS_INIT;
-    rebatch_options printing = REBATCH_OPTIONS_INIT;
     rebatch_device *device = NULL;
     rebatch *rb = NULL;
     const cudaError_t code = cudaGetDevice(&cuda.ordinal);
     if (code != cudaSuccess)
         return code;
     cuda.take_last_error = rebatch_wrap_last_error;
-    printing.on_event = rebatch_wrap_print;
     rebatch_status status = rebatch_device_open_cuda(&device, &cuda);
     if (!status)
-        status = rebatch_open(&rb, device, options ? options : &printing);
+        status = rebatch_open(&rb, device, options);
     if (!status)
         status = rebatch_set_current(rb);
     if (status) {

@@ -168,10 +168,16 @@ void rbi_text_add_v(struct rbi_text *t, const char *format, va_list arguments)
 void rbi_text_add_shown(struct rbi_text *t, const char *text, size_t length, size_t most);
 /* "1.50 GiB", "512 B": three significant digits; for people. */
 void rbi_text_add_bytes(struct rbi_text *t, uint64_t bytes);
+/* A string of JSON, in quotes; what is no UTF-8 becomes U+FFFD. */
+void rbi_text_add_json(struct rbi_text *t, const char *text);
 
 /* ---- time (time.c) ---- */
 
 /* Monotonic nanoseconds. */
 uint64_t rbi_now_ns(void);
+/* Milliseconds since 1970 by the machine's clock. */
+int64_t rbi_clock_ms(void);
+/* "2026-11-23T06:31:14.123Z", for 0000 to 9999. Neither uses the heap nor looks at the locale. */
+void rbi_text_add_time(struct rbi_text *t, int64_t clock_ms);
 
 #endif

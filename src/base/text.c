@@ -2,6 +2,7 @@
  * Must not know what they say. */
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "base/base.h"
 
@@ -57,6 +58,24 @@ void rbi_text_add_shown(struct rbi_text *t, const char *text, size_t length, siz
             rbi_text_add(t, "\\x%02x", at[0]);
         i += bytes ? bytes : 1;
     }
+}
+
+void rbi_text_add_json(struct rbi_text *t, const char *text)
+{
+    const size_t length = strlen(text);
+    rbi_text_add(t, "\"");
+    for (size_t i = 0; i < length;) {
+        const unsigned char *at = (const unsigned char *)text + i;
+        const size_t bytes = printable(at, length - i);
+        if (*at == '"' || *at == '\\')
+            rbi_text_add(t, "\\%c", *at);
+        else if (bytes)
+            rbi_text_add(t, "%.*s", (int)bytes, text + i);
+        else
+            rbi_text_add(t, "\\u%04x", *at < 0x80 ? *at : 0xfffdu);
+        i += bytes ? bytes : 1;
+    }
+    rbi_text_add(t, "\"");
 }
 
 void rbi_text_add_bytes(struct rbi_text *t, uint64_t bytes)

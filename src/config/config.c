@@ -2,6 +2,7 @@
  * Must not know how a value is written. */
 #include "config/settings.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "rebatch/cuda.h"
@@ -23,6 +24,18 @@ static rebatch_status set_defaults(struct rebatch_config *config)
     return status;
 }
 
+/* The file that the environment names; *path stays where it names none. */
+static rebatch_status find_file(const char **path)
+{
+    const char *named = getenv(RBI_FILE_VARIABLE);
+    if (named && !named[0])
+        return rbi_error(REBATCH_E_PARSE,
+                         RBI_FILE_VARIABLE " is empty: expected the path of a settings file");
+    if (named)
+        *path = named;
+    return REBATCH_OK;
+}
+
 rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
 {
     if (!out)
@@ -32,6 +45,8 @@ rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
     if (!config)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for settings");
     rebatch_status status = set_defaults(config);
+    if (!status && !path)
+        status = find_file(&path);
     if (!status && path)
         status = rbi_config_read_file(config, path);
     if (!status)
@@ -85,53 +100,76 @@ const char *rebatch_config_get(const rebatch_config *config, const char *key, co
 
 /* ---- using ---- */
 
-static rebatch_toggle toggle_of(const struct rebatch_config *config, enum rbi_setting_id id)
+static rebatch_toggle toggle_of(const struct rbi_entry *entry)
 {
-    return config->entries[id].number ? REBATCH_ON : REBATCH_OFF;
+    return entry->number ? REBATCH_ON : REBATCH_OFF;
 }
 
-static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *config)
+/* Sets a member to a value of setting `id`; in an override only where the setting is not at its
+ * default. */
+#define SET(id, member, value)                                                                     \
+    do {                                                                                           \
+        const struct rbi_entry *const entry = &config->entries[RBI_##id];                          \
+        if (!is_override || entry->origin)                                                         \
+            (member) = (value);                                                                    \
+    } while (0)
+
+static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *config,
+                      bool is_override)
 {
-    const struct rbi_entry *limit = &config->entries[RBI_MEMORY_LIMIT];
-    pool->struct_size = sizeof *pool;
-    pool->limit_bytes = limit->number;
-    pool->limit_permille = limit->permille;
-    pool->headroom_bytes = config->entries[RBI_MEMORY_HEADROOM].number;
-    pool->caching = toggle_of(config, RBI_MEMORY_CACHING);
-    pool->replay = toggle_of(config, RBI_MEMORY_REPLAY);
-    pool->ballast_bytes = config->entries[RBI_MEMORY_BALLAST].number;
-    pool->max_split_bytes = config->entries[RBI_MEMORY_MAX_SPLIT].number;
-    pool->gc_threshold_permille = config->entries[RBI_MEMORY_GC_THRESHOLD].permille;
-    pool->keep_room_permille = config->entries[RBI_MEMORY_KEEP_ROOM].permille;
-    pool->rounding_divisions = (uint32_t)config->entries[RBI_MEMORY_ROUNDING].number;
-    pool->guard = toggle_of(config, RBI_MEMORY_GUARD);
-    pool->events = (uint32_t)config->entries[RBI_MEMORY_EVENTS].number;
+    SET(MEMORY_LIMIT, pool->limit_bytes, entry->number);
+    SET(MEMORY_LIMIT, pool->limit_permille, entry->permille);
+    SET(MEMORY_HEADROOM, pool->headroom_bytes, entry->number);
+    SET(MEMORY_CACHING, pool->caching, toggle_of(entry));
+    SET(MEMORY_REPLAY, pool->replay, toggle_of(entry));
+    SET(MEMORY_BALLAST, pool->ballast_bytes, entry->number);
+    SET(MEMORY_MAX_SPLIT, pool->max_split_bytes, entry->number);
+    SET(MEMORY_GC_THRESHOLD, pool->gc_threshold_permille, entry->permille);
+    SET(MEMORY_KEEP_ROOM, pool->keep_room_permille, entry->permille);
+    SET(MEMORY_ROUNDING, pool->rounding_divisions, (uint32_t)entry->number);
+    SET(MEMORY_GUARD, pool->guard, toggle_of(entry));
+    SET(MEMORY_EVENTS, pool->events, (uint32_t)entry->number);
 }
 
-static void fill(rebatch_options *o, const struct rebatch_config *config)
+rebatch_log_level rbi_config_log_level(const struct rbi_entry *entry)
+{
+    static const rebatch_log_level levels[] = {REBATCH_LOG_DEFAULT, REBATCH_LOG_QUIET,
+                                               REBATCH_LOG_ERROR,   REBATCH_LOG_WARN,
+                                               REBATCH_LOG_INFO,    REBATCH_LOG_DEBUG};
+    return levels[entry->number];
+}
+
+static void fill(rebatch_options *o, const struct rebatch_config *config, bool is_override)
 {
     static const rebatch_on_oom on_oom[] = {REBATCH_ON_OOM_HALVE, REBATCH_ON_OOM_FIT,
                                             REBATCH_ON_OOM_STOP};
-    static const rebatch_log_level levels[] = {REBATCH_LOG_QUIET, REBATCH_LOG_ERROR,
-                                               REBATCH_LOG_WARN, REBATCH_LOG_INFO,
-                                               REBATCH_LOG_DEBUG};
-    const struct rbi_entry *e = config->entries;
-    fill_pool(&o->pool, config);
-    o->micro_start = e[RBI_BATCH_START].number;
-    o->micro_smallest = e[RBI_BATCH_SMALLEST].number;
-    o->micro_largest = e[RBI_BATCH_LARGEST].number;
-    o->on_oom = on_oom[e[RBI_RECOVERY_ON_OOM].number];
-    o->admission = toggle_of(config, RBI_RECOVERY_ADMISSION);
-    o->lighten = toggle_of(config, RBI_RECOVERY_LIGHTEN);
-    o->max_attempts = (uint32_t)e[RBI_RECOVERY_MAX_ATTEMPTS].number;
-    o->growth = toggle_of(config, RBI_GROWTH_ENABLED);
-    o->grow_after = (uint32_t)e[RBI_GROWTH_AFTER].number;
-    o->grow_wait_max = (uint32_t)e[RBI_GROWTH_WAIT_MAX].number;
-    o->log_level = levels[e[RBI_LOG_LEVEL].number];
-    o->micro_multiple_of = e[RBI_BATCH_MULTIPLE_OF].number;
-    memcpy(o->micro_allowed, e[RBI_BATCH_ALLOWED].list, sizeof o->micro_allowed);
-    o->max_ooms_in_row = (uint32_t)e[RBI_RECOVERY_MAX_OOMS_IN_ROW].number;
-    o->learn = toggle_of(config, RBI_BATCH_LEARN);
+    static const rebatch_log_format formats[] = {REBATCH_LOG_TEXT, REBATCH_LOG_JSON};
+    if (o->pool.struct_size == 0 || !is_override)
+        o->pool.struct_size = sizeof o->pool;
+    fill_pool(&o->pool, config, is_override);
+    SET(BATCH_START, o->micro_start, entry->number);
+    SET(BATCH_SMALLEST, o->micro_smallest, entry->number);
+    SET(BATCH_LARGEST, o->micro_largest, entry->number);
+    SET(BATCH_MULTIPLE_OF, o->micro_multiple_of, entry->number);
+    for (size_t i = 0; i < REBATCH_ALLOWED_SIZES; i++)
+        SET(BATCH_ALLOWED, o->micro_allowed[i], entry->list[i]);
+    SET(BATCH_LEARN, o->learn, toggle_of(entry));
+    SET(RECOVERY_ON_OOM, o->on_oom, on_oom[entry->number]);
+    SET(RECOVERY_ADMISSION, o->admission, toggle_of(entry));
+    SET(RECOVERY_LIGHTEN, o->lighten, toggle_of(entry));
+    SET(RECOVERY_MAX_ATTEMPTS, o->max_attempts, (uint32_t)entry->number);
+    SET(RECOVERY_MAX_OOMS_IN_ROW, o->max_ooms_in_row, (uint32_t)entry->number);
+    SET(GROWTH_ENABLED, o->growth, toggle_of(entry));
+    SET(GROWTH_AFTER, o->grow_after, (uint32_t)entry->number);
+    SET(GROWTH_WAIT_MAX, o->grow_wait_max, (uint32_t)entry->number);
+    SET(LOG_LEVEL, o->log_level, rbi_config_log_level(entry));
+    SET(LOG_FILE, o->log_file, entry->is_none ? NULL : entry->words);
+    SET(LOG_FORMAT, o->log_format, formats[entry->number]);
+}
+
+void rbi_config_override(rebatch_options *options, const struct rebatch_config *config)
+{
+    fill(options, config, true);
 }
 
 rebatch_status rebatch_config_options(rebatch_options *options, const rebatch_config *config)
@@ -144,7 +182,7 @@ rebatch_status rebatch_config_options(rebatch_options *options, const rebatch_co
     if (status)
         return status;
     const size_t given = options->struct_size;
-    fill(&ours, config);
+    fill(&ours, config, false);
     ours.struct_size = given;
     memcpy(options, &ours, rbi_min(given, sizeof ours));
     return REBATCH_OK;

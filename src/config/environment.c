@@ -6,6 +6,8 @@
 
 #include "config/settings.h"
 
+static const char file_variable[] = RBI_FILE_VARIABLE;
+
 static bool is_known_variable(const char *name, size_t length)
 {
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
@@ -13,6 +15,8 @@ static bool is_known_variable(const char *name, size_t length)
         if (strlen(variable.name) == length && memcmp(variable.name, name, length) == 0)
             return true;
     }
+    if (strlen(file_variable) == length && memcmp(file_variable, name, length) == 0)
+        return true;
     for (size_t i = 0; i < RBI_RUN_VARIABLE_COUNT; i++)
         if (strlen(rbi_run_variables[i]) == length &&
             memcmp(rbi_run_variables[i], name, length) == 0)
@@ -48,14 +52,16 @@ static rebatch_status check_name(const char *name, size_t length)
     struct rbi_nearest nearest = rbi_nearest_to(name, length);
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++)
         rbi_nearest_offer(&nearest, rbi_setting_variable(&rbi_settings[i]).name, &rbi_settings[i]);
+    rbi_nearest_offer(&nearest, file_variable, file_variable);
     const struct rbi_group *group = group_of(name, length);
     if (!group && nearest.distance > 1)
         return REBATCH_OK;
     const struct rbi_shown shown = rbi_shown_text(name, length);
-    const struct rbi_setting *setting = nearest.found;
-    if (setting)
+    if (nearest.found)
         return rbi_error(REBATCH_E_PARSE, "%s is not a setting's variable; did you mean %s?",
-                         shown.text, rbi_setting_variable(setting).name);
+                         shown.text,
+                         nearest.found == file_variable ? file_variable
+                                                        : rbi_setting_variable(nearest.found).name);
     char list[128];
     struct rbi_text t = {list, sizeof list, 0};
     rbi_setting_list(&t, group->name);

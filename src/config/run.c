@@ -63,16 +63,25 @@ static rebatch_status read_probe(struct rbi_run_settings *run, const char *text)
     return REBATCH_OK;
 }
 
-/* The same setting as memory.limit, which here holds in every session. */
-static rebatch_status read_limit(struct rbi_run_settings *run, const char *text)
+/* Settings that hold in every session; an entry stays as it is where its variable is not set. */
+static rebatch_status read_setting(struct rbi_entry *entry, enum rbi_setting_id id)
 {
-    static struct rbi_entry none;
-    struct rbi_entry entry = none;
-    const struct rbi_place place = {NULL, 0, "REBATCH_MEMORY_LIMIT"};
-    const rebatch_status status =
-        rbi_entry_set_bare(&entry, &rbi_settings[RBI_MEMORY_LIMIT], text, &place);
-    run->limit_bytes = entry.number;
-    run->limit_permille = entry.permille;
+    const struct rbi_variable variable = rbi_setting_variable(&rbi_settings[id]);
+    const char *text = getenv(variable.name);
+    const struct rbi_place place = {NULL, 0, variable.name};
+    return text ? rbi_entry_set_bare(entry, &rbi_settings[id], text, &place) : REBATCH_OK;
+}
+
+static rebatch_status read_settings(struct rbi_run_settings *run)
+{
+    static const struct rbi_entry none;
+    struct rbi_entry limit = none, level = none;
+    rebatch_status status = read_setting(&limit, RBI_MEMORY_LIMIT);
+    if (!status)
+        status = read_setting(&level, RBI_LOG_LEVEL);
+    run->limit_bytes = limit.number;
+    run->limit_permille = limit.permille;
+    run->log_level = rbi_config_log_level(&level);
     return status;
 }
 
@@ -163,9 +172,8 @@ rebatch_status rbi_run_settings_read(struct rbi_run_settings *run)
         if (text)
             status = readers[i](run, text);
     }
-    const char *limit = getenv("REBATCH_MEMORY_LIMIT");
-    if (!status && limit)
-        status = read_limit(run, limit);
+    if (!status)
+        status = read_settings(run);
     return status ? status : read_failures(run);
 }
 

@@ -16,7 +16,7 @@
     X(growth, "How the micro-batch grows again.")                                                  \
     X(probe, "How the largest micro-batch is found.")                                              \
     X(device, "Which device is used.")                                                             \
-    X(log, "Which events are reported.")
+    X(log, "Which events are reported, and where.")
 
 enum rbi_setting_kind {
     RBI_COUNT,  /* a whole number from `least` to `most` */
@@ -141,9 +141,15 @@ enum rbi_setting_kind {
     X(DEVICE_CAPACITY, .key = "device.capacity", .kind = RBI_SIZE, .initial = "none",              \
       .least = 65536, .most = RBI_NUMBER_MOST, .share_of = "the machine's memory",                 \
       .may_be_none = true, .help = "Memory of the host device.")                                   \
-    X(LOG_LEVEL, .key = "log.level", .kind = RBI_CHOICE, .initial = "info",                        \
-      .choices = {"quiet", "error", "warn", "info", "debug"},                                      \
-      .help = "Less important events are not reported.")
+    X(LOG_LEVEL, .key = "log.level", .kind = RBI_CHOICE, .initial = "auto",                        \
+      .choices = {"auto", "quiet", "error", "warn", "info", "debug"},                              \
+      .help = "Less important events are not reported. auto: warn on standard error, info in "     \
+              "a file and for the program's own callback. quiet: no events.")                      \
+    X(LOG_FILE, .key = "log.file", .kind = RBI_TEXT, .initial = "none", .most = 600,               \
+      .may_be_none = true,                                                                         \
+      .help = "File to which events are appended, instead of standard error.")                     \
+    X(LOG_FORMAT, .key = "log.format", .kind = RBI_CHOICE, .initial = "text",                      \
+      .choices = {"text", "json"}, .help = "Lines for people, or one JSON object a line.")
 #define RBI_CHOICES_MOST 6
 
 struct rbi_setting {
@@ -192,6 +198,8 @@ const struct rbi_group *rbi_group_find(const char *name);
 
 /* "REBATCH_MEMORY_LIMIT" */
 #define RBI_VARIABLE_PREFIX "REBATCH_"
+/* Names the file of settings. */
+#define RBI_FILE_VARIABLE "REBATCH_CONFIG"
 struct rbi_variable {
     char name[48];
 };
@@ -325,8 +333,9 @@ struct rbi_run_settings {
     enum rbi_probe_form probe; /* instead of the first step */
     uint64_t limit_bytes;      /* of the pool; 0: none */
     uint32_t limit_permille;   /* the same as a share of the device; 0: none */
-    uint64_t oom;              /* which request of callbacks fails, from 1; 0: none */
-    double chance;             /* that one does; 0: none does */
+    rebatch_log_level log_level;
+    uint64_t oom;  /* which request of callbacks fails, from 1; 0: none */
+    double chance; /* that one does; 0: none does */
     uint64_t seed;
     struct rbi_shrink shrinks[RBI_SHRINKS_MOST]; /* by step */
     size_t shrink_count;
@@ -366,6 +375,10 @@ struct rebatch_config {
 
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
+/* The level of a value of log.level. */
+rebatch_log_level rbi_config_log_level(const struct rbi_entry *entry);
+/* Overrides `options` with what a file or a variable has set, and leaves the rest. */
+void rbi_config_override(rebatch_options *options, const struct rebatch_config *config);
 /* What no value can be blamed for alone. REBATCH_E_PARSE. */
 rebatch_status rbi_config_check_together(const struct rebatch_config *config);
 

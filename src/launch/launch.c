@@ -2,6 +2,13 @@
  * Must not know the program's options. */
 #include "launch/launch.h"
 
+/* What a program does not take itself and has not set a level for is the person's who starts it. */
+static void set_level(rebatch_options *options, const struct rbi_run_settings *settings)
+{
+    if (!options->on_event && options->log_level == REBATCH_LOG_DEFAULT)
+        options->log_level = settings->log_level;
+}
+
 /* The smaller of both holds. */
 static void cap(rebatch_options *options, const struct rbi_run_settings *settings)
 {
@@ -63,6 +70,7 @@ rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options)
     if (status)
         return status;
     cap(options, &settings);
+    set_level(options, &settings);
     if (!settings.probe && !settings.oom && settings.chance <= 0 && !settings.shrink_count &&
         settings.report < 0)
         return REBATCH_OK;

@@ -27,7 +27,8 @@ struct rbi_run {
     size_t next_shrink;
 };
 
-/* Reads what the environment asks for (launch.c), and lowers the limit in `options`.
+/* Reads what the environment asks for (launch.c), lowers the limit in `options`, and sets the level
+ * of events there.
  *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
 rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
 

@@ -128,15 +128,9 @@ void rbi_probe_add_table(struct rbi_text *t, const struct rbi_probe_result *resu
 
 static void put_text(struct rbi_text *t, const char *name, const char *text)
 {
-    rbi_text_add(t, "\"%s\":\"", name);
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++)
-        if (*c == '"' || *c == '\\')
-            rbi_text_add(t, "\\%c", *c);
-        else if (*c < ' ' || *c == 0x7f)
-            rbi_text_add(t, "\\u%04x", *c);
-        else
-            rbi_text_add(t, "%c", *c);
-    rbi_text_add(t, "\",");
+    rbi_text_add(t, "\"%s\":", name);
+    rbi_text_add_json(t, text);
+    rbi_text_add(t, ",");
 }
 
 static void put_number(struct rbi_text *t, const char *name, uint64_t number)

@@ -86,6 +86,9 @@ uint64_t rbi_pool_oom_count(const rebatch_pool *pool);
 void rbi_pool_last_own_oom(rebatch_oom_report *out, rebatch_pool *pool);
 /* How many blocks were ever allocated. */
 uint64_t rbi_pool_allocations(rebatch_pool *pool);
+/* Bytes of the blocks with a sequence in [from, to) that are in use, but for those that scopes left
+ * out. Looks at each block that was allocated since. */
+uint64_t rbi_pool_live_between(rebatch_pool *pool, uint64_t from, uint64_t to);
 /* What it holds of the device. Takes no lock: a recorder may ask. */
 uint64_t rbi_pool_reserved_bytes(const rebatch_pool *pool);
 

@@ -177,6 +177,19 @@ void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)
     rbi_pool_give_lock(pool);
 }
 
+uint64_t rbi_pool_live_between(rebatch_pool *pool, uint64_t from, uint64_t to)
+{
+    uint64_t bytes = 0;
+    rbi_lock_take(&pool->lock);
+    const struct rbi_block *const ring = &pool->by_sequence;
+    for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= from;
+         b = b->previous)
+        if (b->sequence < to && b->state == RBI_BLOCK_LIVE && !b->outside)
+            bytes += b->bytes;
+    rbi_pool_give_lock(pool);
+    return bytes;
+}
+
 uint64_t rbi_pool_allocations(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);

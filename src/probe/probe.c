@@ -53,7 +53,7 @@ static void report_trial(const rebatch *rb, size_t count, rebatch_status status,
 static uint64_t peak_of(const rebatch *rb, size_t size)
 {
     const struct rbi_need *need = rbi_need_find(rb, size, rbi_session_level(rb));
-    return need ? need->bytes : 0;
+    return need ? need->added_bytes : 0;
 }
 
 /* More pointers than that are not guarded. */

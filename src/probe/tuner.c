@@ -101,7 +101,7 @@ static rebatch_status end(void *user, size_t count, rebatch_status status)
     }
     trace->is_whole = status == REBATCH_OK;
     if (trace->is_whole)
-        trace->peak_bytes = need ? need->bytes : 0;
+        trace->peak_bytes = need ? need->added_bytes : 0;
     else if (asked_bytes)
         rbi_trace_add_failure(trace, (size_t)asked_bytes);
     rbi_search_note(&tuner->search, count, status, trace, tuner->live_before + trace->peak_bytes);

@@ -181,16 +181,27 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
     failure->available_bytes = available;
 }
 
+/* What a micro-batch needed, and which blocks it leaves in use. By cost sizes hardly ever repeat,
+ * and nothing is held for one. */
+static void learn_need(rebatch *rb, rebatch_scope scope, uint64_t first_sequence)
+{
+    rebatch_scope_stats stats;
+    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
+    struct rbi_run_need run = {.peak_bytes = stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0};
+    if (stats.live_bytes > 0 && !rb->by_cost) {
+        run.kept_from = first_sequence;
+        run.kept_to = rbi_pool_allocations(rb->pool);
+    }
+    rbi_need_learn_run(rb, rb->size, &run);
+}
+
 /* The scope of a callback that succeeded becomes part of what lives; one that left a scope of its
  * own open fails, with all of them open still. */
 static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
-                             const rebatch_microbatch *mb)
+                             const rebatch_microbatch *mb, uint64_t first_sequence)
 {
-    if (mb) {
-        rebatch_scope_stats stats;
-        (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-        rbi_need_learn(rb, rb->size, stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0);
-    }
+    if (mb)
+        learn_need(rb, scope, first_sequence);
     if (rebatch_scope_commit(rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
     if (rb->mutated)
@@ -269,6 +280,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
+    const uint64_t first_sequence = mb ? rbi_pool_allocations(rb->pool) : 0;
     (void)rebatch_pool_mark(rb->pool, key_of(rb, which));
     status = run(rb, &call);
     (void)rebatch_pool_mark(rb->pool, 0);
@@ -277,7 +289,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     if (status == REBATCH_OK)
         status = check_promise(rb, &call);
     if (status == REBATCH_OK)
-        status = commit(rb, which, scope, mb);
+        status = commit(rb, which, scope, mb, first_sequence);
     if (status)
         return give_up(rb, &call, scope, status, ooms);
     if (which == RBI_OPTIMIZER) {

@@ -1,6 +1,7 @@
 /* Owns how what happened is said: events to the callback, and as one line of text.
  * Must not know why it happened. */
 #include <inttypes.h>
+#include <string.h>
 
 #include "recover/recover.h"
 
@@ -17,8 +18,11 @@ void rbi_event_emit(const rebatch *rb, rebatch_event *event)
 {
     event->level = kinds[event->kind].level;
     event->step = rb->step;
-    if (rb->options.on_event && event->level <= rb->options.log_level)
+    const rebatch_log_level level =
+        rb->options.log_level ? rb->options.log_level : REBATCH_LOG_INFO;
+    if (rb->options.on_event && event->level <= level)
         rb->options.on_event(event, rb->options.on_event_user);
+    rbi_log_write(&rb->log, event);
 }
 
 void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
@@ -26,7 +30,8 @@ void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event
 {
     rb->options.on_event = on_event;
     rb->options.on_event_user = user;
-    if (rb->options.log_level < REBATCH_LOG_INFO)
+    rb->log.to_stderr = false;
+    if (rb->options.log_level && rb->options.log_level < REBATCH_LOG_INFO)
         rb->options.log_level = REBATCH_LOG_INFO;
 }
 
@@ -60,7 +65,7 @@ const char *rebatch_phase_text(rebatch_phase phase)
     }
 }
 
-static bool is_oom(rebatch_event_kind kind)
+bool rbi_event_is_oom(rebatch_event_kind kind)
 {
     return kind == REBATCH_EVENT_RETRY || kind == REBATCH_EVENT_SHRINK ||
            kind == REBATCH_EVENT_LIGHTEN || kind == REBATCH_EVENT_EXHAUSTED ||
@@ -73,6 +78,19 @@ void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count)
         rbi_text_add(t, "sample %zu", first);
     else
         rbi_text_add(t, "samples %zu-%zu", first, first + count - 1);
+}
+
+void rbi_text_add_available(struct rbi_text *t, uint64_t needed, uint64_t available)
+{
+    char need[32], have[32];
+    rbi_text_add_bytes(&(struct rbi_text){need, sizeof need, 0}, needed);
+    rbi_text_add_bytes(&(struct rbi_text){have, sizeof have, 0}, available);
+    if (available >= needed || strcmp(need, have) != 0) {
+        rbi_text_add(t, "%s", have);
+        return;
+    }
+    rbi_text_add_bytes(t, needed - available);
+    rbi_text_add(t, " less");
 }
 
 /* Where it struck, and how much was missing. */
@@ -91,7 +109,7 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
             rbi_text_add(t, "at least ");
         rbi_text_add_bytes(t, event->needed_bytes);
         rbi_text_add(t, ", there is ");
-        rbi_text_add_bytes(t, event->available_bytes);
+        rbi_text_add_available(t, event->needed_bytes, event->available_bytes);
     }
 }
 
@@ -117,7 +135,7 @@ static void add_trial(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, ": it needs at least ");
         rbi_text_add_bytes(t, event->needed_bytes);
         rbi_text_add(t, ", there is ");
-        rbi_text_add_bytes(t, event->available_bytes);
+        rbi_text_add_available(t, event->needed_bytes, event->available_bytes);
     }
 }
 
@@ -135,7 +153,7 @@ static void add_consequence(struct rbi_text *t, const rebatch_event *event)
     if (event->redone_samples)
         rbi_text_add(t, "; %zu sample%s again, %.1f ms lost", event->redone_samples,
                      event->redone_samples == 1 ? "" : "s", (double)event->lost_ns / 1e6);
-    else if (event->phase == REBATCH_PHASE_ADMISSION && is_oom(event->kind))
+    else if (event->phase == REBATCH_PHASE_ADMISSION && rbi_event_is_oom(event->kind))
         rbi_text_add(t, "; no work was lost");
 }
 
@@ -147,7 +165,7 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
     if (!event)
         return 0;
     rbi_text_add(&t, "step %" PRIu64 ": %s", event->step, kinds[event->kind].text);
-    if (is_oom(event->kind))
+    if (rbi_event_is_oom(event->kind))
         add_strike(&t, event);
     if (event->kind == REBATCH_EVENT_TRIAL)
         add_trial(&t, event);

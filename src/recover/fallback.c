@@ -163,7 +163,7 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
         rbi_text_add_bytes(&t, rb->failure.need_bytes);
     }
     rbi_text_add(&t, ", with ");
-    rbi_text_add_bytes(&t, rb->failure.available_bytes);
+    rbi_text_add_available(&t, rb->failure.need_bytes, rb->failure.available_bytes);
     rbi_text_add(&t, " available%s", rb->failure.is_injected ? " (the failure is injected)" : "");
     add_reason(&t, rb, mb);
     return rbi_error(REBATCH_E_EXHAUSTED, "%s", text);

@@ -28,7 +28,8 @@ static bool has_room(rebatch *rb, size_t size, unsigned lighten)
     if (rebatch_pool_available(&available, rb->pool) != REBATCH_OK)
         return false;
     uint64_t need;
-    return !rbi_need_predict(&need, rb, size, lighten) || need <= available;
+    return !rbi_need_predict(&need, rb, size, lighten) ||
+           need - rbi_min(need, rbi_need_held(rb, size)) <= available;
 }
 
 static size_t size_now(const rebatch *rb)

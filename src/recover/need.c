@@ -66,7 +66,8 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
                                      .by_cost = rb->by_cost,
                                      .lighten = rb->lighten,
                                      .is_exact = is_exact,
-                                     .bytes = bytes};
+                                     .bytes = bytes,
+                                     .added_bytes = bytes};
     correct_model(rb, size, bytes);
 }
 
@@ -74,6 +75,29 @@ void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes)
 {
     forget_failures(rb, size, bytes);
     learn(rb, size, bytes, true);
+}
+
+uint64_t rbi_need_held(const rebatch *rb, size_t size)
+{
+    const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
+    if (!known || known->kept_from == known->kept_to)
+        return 0;
+    return rbi_min(rbi_pool_live_between(rb->pool, known->kept_from, known->kept_to), known->bytes);
+}
+
+void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run)
+{
+    uint64_t held = 0, from = run->kept_from, to = run->kept_to;
+    if (from == to && (held = rbi_need_held(rb, size)) != 0) {
+        const struct rbi_need *before = rbi_need_find(rb, size, rb->lighten);
+        from = before->kept_from;
+        to = before->kept_to;
+    }
+    rbi_need_learn(rb, size, run->peak_bytes + held);
+    struct rbi_need *known = &rb->known[rb->known_last];
+    known->added_bytes = run->peak_bytes;
+    known->kept_from = from;
+    known->kept_to = to;
 }
 
 void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes)
@@ -235,7 +259,8 @@ bool rbi_need_can_choose(const rebatch *rb)
 static bool is_predicted_to_fit(const rebatch *rb, size_t size, uint64_t available_bytes)
 {
     uint64_t need;
-    return rbi_need_predict(&need, rb, size, rb->lighten) && need <= available_bytes;
+    return rbi_need_predict(&need, rb, size, rb->lighten) &&
+           need - rbi_min(need, rbi_need_held(rb, size)) <= available_bytes;
 }
 
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes)

@@ -55,6 +55,16 @@ void rbi_guards_release(rebatch *rb);
 
 /* An attempt ran to its end. */
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes);
+/* The same of one that added up to `peak_bytes` to what lived, and may have left blocks with
+ * sequences in [kept_from, kept_to). What an earlier one of that size has left counts as needed
+ * too. */
+struct rbi_run_need {
+    uint64_t peak_bytes;
+    uint64_t kept_from, kept_to; /* equal: it left none */
+};
+void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run);
+/* What is held for an attempt of that size already, of what it is known to need. */
+uint64_t rbi_need_held(const rebatch *rb, size_t size);
 /* What a size will need, when that is certain enough to refuse an attempt. False: it is not. */
 bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size);
 /* What a size will need: known, or the memory model's, or put together from sizes that are known.
@@ -200,13 +210,33 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike);
 /* The session is about to go. */
 void rbi_current_forget(rebatch *rb);
 
+/* ---- the log (log.c) ---- */
+
+/* Where events are written: file >= 0, or to_stderr, or nowhere. */
+struct rbi_log {
+    int file;
+    bool to_stderr;
+    rebatch_log_level level;
+    rebatch_log_format format;
+};
+
+/* REBATCH_E_IO when the file cannot be opened. */
+rebatch_status rbi_log_open(struct rbi_log *log, const rebatch_options *options);
+void rbi_log_close(struct rbi_log *log);
+/* Writes an event that is important enough as one line. Uses no heap. */
+void rbi_log_write(const struct rbi_log *log, const rebatch_event *event);
+
 /* ---- events (event.c) ---- */
 
+bool rbi_event_is_oom(rebatch_event_kind kind);
 /* An event of a change: with how large micro-batches are before it, and then after it. */
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind);
 void rbi_event_end(rebatch_event *event, const rebatch *rb);
 /* "samples 0-7", "sample 3". */
 void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
+/* "1.50 MiB", for people who read what is needed before it; "2.00 KiB less" where the two would
+ * read the same. */
+void rbi_text_add_available(struct rbi_text *t, uint64_t needed, uint64_t available);
 
 /* ---- the session (session.c) ---- */
 
@@ -219,6 +249,7 @@ struct rebatch {
     rebatch_pool *pool;
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
+    struct rbi_log log;
 
     uint64_t step;
     bool has_updated; /* an update has run */

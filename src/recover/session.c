@@ -18,6 +18,8 @@ static rebatch_status check_options(const rebatch_options *o)
         status = rbi_check_toggle(o->growth, "growth");
     if (!status)
         status = rbi_check_toggle(o->learn, "learn");
+    if (!status)
+        status = rbi_check_toggle(o->environment, "environment");
     if (status)
         return status;
     if (o->on_oom > REBATCH_ON_OOM_FIT)
@@ -30,6 +32,10 @@ static rebatch_status check_options(const rebatch_options *o)
     if (o->log_level > REBATCH_LOG_DEBUG)
         return rbi_error(REBATCH_E_INVALID, "log_level is %d: expected at most %d",
                          (int)o->log_level, (int)REBATCH_LOG_DEBUG);
+    if (o->log_format > REBATCH_LOG_JSON)
+        return rbi_error(REBATCH_E_INVALID,
+                         "log_format is %d: expected REBATCH_LOG_TEXT or REBATCH_LOG_JSON",
+                         (int)o->log_format);
     if (o->max_attempts > MOST_ATTEMPTS)
         return rbi_error(REBATCH_E_INVALID, "max_attempts is %u: expected at most %u",
                          o->max_attempts, MOST_ATTEMPTS);
@@ -56,8 +62,6 @@ static void set_defaults(rebatch_options *o)
                                          : DEFAULT_GROW_AFTER;
     if (o->grow_wait_max == 0)
         o->grow_wait_max = (uint32_t)rbi_max(DEFAULT_GROW_WAIT_MAX, o->grow_after);
-    if (o->log_level == REBATCH_LOG_DEFAULT)
-        o->log_level = REBATCH_LOG_INFO;
     if (o->on_oom == REBATCH_ON_OOM_DEFAULT)
         o->on_oom = REBATCH_ON_OOM_HALVE;
     if (o->pool.struct_size == 0)
@@ -135,6 +139,8 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     rb->launch = launch;
     rb->device = device;
     rb->options = o;
+    rb->options.log_file = NULL; /* borrowed */
+    rb->log.file = -1;
     rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
     rb->growth.wait = o.grow_after;
     rb->model_factor = 1;
@@ -144,7 +150,9 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
         goto fail;
     }
-    status = rebatch_pool_create(&rb->pool, device, &o.pool);
+    status = rbi_log_open(&rb->log, &o);
+    if (!status)
+        status = rebatch_pool_create(&rb->pool, device, &o.pool);
     if (!status) {
         rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
         rbi_pool_watch_pressure(
@@ -173,6 +181,7 @@ void rebatch_close(rebatch *rb)
         return;
     rbi_current_forget(rb);
     close_launch(&rb->launch);
+    rbi_log_close(&rb->log);
     rbi_learn_stop(rb);
     rbi_need_set_model(rb, NULL);
     rbi_guards_release(rb);

@@ -14,7 +14,8 @@ struct rebatch_probe_options;
 
 /* REBATCH_E_STATE, for `function`, while callbacks can run. */
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
-/* As they hold: every zero is replaced by its default. */
+/* As they hold: every zero is replaced by its default, but for the level of events, whose default
+ * depends on who gets them. */
 const rebatch_options *rbi_session_options(const rebatch *rb);
 rebatch_device *rbi_session_device(const rebatch *rb);
 /* The number of the effective batch, and its samples while callbacks can run. */
@@ -72,13 +73,17 @@ bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_po
 
 /* ---- what is known about memory (need.c) ---- */
 
-/* What an attempt of a size at a lighten level adds to what lives in the pool. */
+/* What an attempt of a size at a lighten level needs, of which some may be held for it already: by
+ * blocks that an attempt of that size has left in use.
+ *   added_bytes <= bytes */
 struct rbi_need {
     size_t size; /* 0: the entry is empty */
     bool by_cost;
     unsigned lighten;
     bool is_exact; /* it ran to its end; else it needed at least this */
     uint64_t bytes;
+    uint64_t added_bytes;        /* by the run that was learned last, to what lived in the pool */
+    uint64_t kept_from, kept_to; /* sequences of the blocks that it left; equal: none */
 };
 
 /* An attempt failed when it would have needed that much; what is known to be more stays known. */
@@ -179,7 +184,8 @@ void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb);
 /* ---- events (event.c) ---- */
 
 void rbi_event_emit(const rebatch *rb, rebatch_event *event);
-/* From now on events of REBATCH_LOG_INFO, and what is logged already, go there. */
+/* From now on events of REBATCH_LOG_INFO, and what is logged already, go there, and none to
+ * standard error. */
 void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
                         void *user);
 
@@ -207,7 +213,8 @@ struct rbi_session_parts {
     /* For a session that learns: makes its tuner.
      *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
     rebatch_status (*create_tuner)(struct rbi_tuner *out, rebatch *rb);
-    /* Reads what the environment asks for, and lowers the limit in `options`.
+    /* Reads what the environment asks for, lowers the limit in `options`, and sets the level of
+     * events there.
      *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read;
      *          REBATCH_E_HOST_OOM */
     rebatch_status (*open_launch)(struct rbi_launch *out, rebatch_options *options);

@@ -67,6 +67,9 @@ static rebatch_status admit(rebatch *rb, size_t count)
     uint64_t need;
     if (!rbi_need_predict_surely(&need, rb, rb->size) || need == 0)
         return REBATCH_OK;
+    need -= rbi_min(need, rbi_need_held(rb, rb->size));
+    if (need == 0)
+        return REBATCH_OK;
     const rebatch_status status = rbi_pool_admit(rb->pool, need, rb->options.stream);
     if (status != REBATCH_OOM)
         return status;
@@ -309,7 +312,8 @@ static void succeed(rebatch *rb)
                            .cost_before = rb->report.cost_before,
                            .cost_after = rbi_budget(rb),
                            .redone_samples = rb->report.redone_samples,
-                           .lost_ns = rb->report.lost_ns};
+                           .lost_ns = rb->report.lost_ns,
+                           .peak_bytes = rbi_pool_peak_since_mark(rb->pool)};
     rbi_event_emit(rb, &event);
     rb->step++;
 }

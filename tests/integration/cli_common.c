@@ -24,6 +24,7 @@ static void find(char found[PATH_MAX], const char *variable, const char *file)
 
 void cli_enter(void)
 {
+    unsetenv("REBATCH_LOG_LEVEL"); /* which keeps the other tests' sessions quiet */
     find(cli_command, "REBATCH_COMMAND", "");
     find(cli_gpt, "REBATCH_GPT", "");
     find(cli_demo, "REBATCH_EXAMPLES", "/gpt/demo");

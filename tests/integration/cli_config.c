@@ -72,10 +72,10 @@ Test(cli_config, check)
     setenv("REBATCH_LOG_LEVEL", "debug", 1);
     expect_good("good.cfg", 1, ", 2 from the environment");
     setenv("REBATCH_LOG_LEVEL", "loud", 1);
-    expect(
-        "config check good.cfg", 1, "",
-        "REBATCH_LOG_LEVEL: log.level is \"loud\": expected text, \"quiet\", \"error\", \"warn\", "
-        "\"info\" or \"debug\"\n");
+    expect("config check good.cfg", 1, "",
+           "REBATCH_LOG_LEVEL: log.level is \"loud\": expected text, \"auto\", \"quiet\", "
+           "\"error\", \"warn\", "
+           "\"info\" or \"debug\"\n");
 }
 
 Test(cli_config, show)
@@ -135,7 +135,9 @@ Test(cli_config, show)
            "};\n"
            "\n"
            "log = {\n"
-           "    level           = \"info\";     # default\n"
+           "    level           = \"auto\";     # default\n"
+           "    file            = \"none\";     # default\n"
+           "    format          = \"text\";     # default\n"
            "};\n",
            "");
     expect("config show none.cfg", 1, "", "none.cfg cannot be read: No such file or directory\n");

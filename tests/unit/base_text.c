@@ -159,3 +159,40 @@ Test(base_text, what_is_shown_is_utf_8_and_has_no_control_characters)
     shown_is("abcde\xc3\xa4", 6, "abcde...");
     shown_is("abc\xff", 6, "abc...");
 }
+
+/* ---- for programs ---- */
+
+static const char *as_json(const char *text)
+{
+    static char json[256];
+    struct rbi_text t = {json, sizeof json, 0};
+    rbi_text_add_json(&t, text);
+    return json;
+}
+
+Test(base_text, a_string_of_json_has_escapes_for_what_must_not_stand_in_it)
+{
+    cr_assert_str_eq(as_json(""), "\"\"");
+    cr_assert_str_eq(as_json("a \"b\" \\ c"), "\"a \\\"b\\\" \\\\ c\"");
+    cr_assert_str_eq(as_json("1\n2\t\x7f"), "\"1\\u000a2\\u0009\\u007f\"");
+    cr_assert_str_eq(as_json("\xc3\xa4 \xff"), "\"\xc3\xa4 \\ufffd\"");
+}
+
+static const char *as_time(int64_t clock_ms)
+{
+    static char time[64];
+    struct rbi_text t = {time, sizeof time, 0};
+    rbi_text_add_time(&t, clock_ms);
+    return time;
+}
+
+Test(base_text, a_time_is_in_utc_whatever_the_year)
+{
+    cr_assert_str_eq(as_time(0), "1970-01-01T00:00:00.000Z");
+    cr_assert_str_eq(as_time(951782399999), "2000-02-28T23:59:59.999Z");
+    cr_assert_str_eq(as_time(951782400000), "2000-02-29T00:00:00.000Z");
+    cr_assert_str_eq(as_time(951868800000), "2000-03-01T00:00:00.000Z");
+    cr_assert_str_eq(as_time(1767225599001), "2025-12-31T23:59:59.001Z");
+    cr_assert_str_eq(as_time(4107542400000), "2100-03-01T00:00:00.000Z");
+    cr_assert_str_eq(as_time(-1), "1969-12-31T23:59:59.999Z");
+}

@@ -172,7 +172,8 @@ Test(config_documents, defaults_are_those_of_the_headers)
          "0: no bound", "0"},
         {"device.capacity", "device.h", "capacity_bytes the cap,", "REBATCH_UNLIMITED: none",
          "none"},
-        {"log.level", "step.h", "rebatch_log_level log_level;", "default INFO", "info"},
+        {"log.level", "step.h", "rebatch_log_level log_level;", "default: WARN on standard error",
+         "auto"},
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
         char path[64];

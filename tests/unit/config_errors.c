@@ -101,9 +101,9 @@ Test(config_errors, wrong_types)
         {"memory = { limit = { bytes = 1; }; };", "t.cfg:1: memory.limit is a group: " LIMIT},
         {"recovery = { on_oom = 0; };", "t.cfg:1: recovery.on_oom is 0, a whole number: expected "
                                         "text, \"halve\", \"fit\" or \"stop\""},
-        {"log = { level = true; };",
-         "t.cfg:1: log.level is true, a boolean: expected text, \"quiet\", \"error\", \"warn\", "
-         "\"info\" or \"debug\""},
+        {"log = { level = true; };", "t.cfg:1: log.level is true, a boolean: expected text, "
+                                     "\"auto\", \"quiet\", \"error\", \"warn\", "
+                                     "\"info\" or \"debug\""},
         {"memory = 5;",
          "t.cfg:1: memory is 5, a whole number: expected a group, memory = { KEY = VALUE; };"},
         {"memory = \"22GiB\";",
@@ -195,7 +195,7 @@ Test(config_errors, unknown_names)
          "t.cfg:1: memory.start is not a setting; did you mean batch.start?"},
         {"memory = { colour = 3; };",
          "t.cfg:1: memory.colour is not a setting: expected " MEMORY_KEYS},
-        {"log = { x = 3; };", "t.cfg:1: log.x is not a setting: expected level"},
+        {"log = { x = 3; };", "t.cfg:1: log.x is not a setting: expected level, file or format"},
         {"memroy = { limit = 3; };", "t.cfg:1: memroy is not a group; did you mean memory?"},
         {"max_attempts = 3;", "t.cfg:1: max_attempts is not a group; did you mean "
                               "recovery.max_attempts, inside recovery = { };"},
@@ -561,9 +561,9 @@ Test(config_errors, variables)
          "REBATCH_GROWTH is not a setting's variable: expected enabled, after or wait_max in group "
          "growth"},
         {"REBATCH_LOG", "debug",
-         "REBATCH_LOG is not a setting's variable: expected level in group log"},
+         "REBATCH_LOG is not a setting's variable: expected level, file or format in group log"},
         {"REBATCH_LOG_", "5",
-         "REBATCH_LOG_ is not a setting's variable: expected level in group log"},
+         "REBATCH_LOG_ is not a setting's variable: expected level, file or format in group log"},
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
         setenv(list[i].name, list[i].text, 1);

@@ -51,7 +51,9 @@ static const struct value {
     {"device.kind", "\"cuda\"", "cuda", "\"host\""},
     {"device.ordinal", "3", "3", "0"},
     {"device.capacity", "\"64GiB\"", "64GiB", "\"none\""},
-    {"log.level", "\"debug\"", "debug", "\"info\""},
+    {"log.level", "\"debug\"", "debug", "\"auto\""},
+    {"log.file", "\"events.json\"", "events.json", "\"none\""},
+    {"log.format", "\"json\"", "json", "\"text\""},
 };
 enum { VALUES = sizeof values / sizeof *values };
 
@@ -283,6 +285,10 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->grow_after == e->grow_after);
     cr_expect(o->grow_wait_max == e->grow_wait_max);
     cr_expect(o->log_level == e->log_level);
+    cr_expect(o->log_format == e->log_format);
+    cr_expect(!o->log_file == !e->log_file);
+    if (o->log_file && e->log_file)
+        cr_expect(strcmp(o->log_file, e->log_file) == 0);
     cr_expect(o->learn == e->learn);
 }
 
@@ -308,7 +314,7 @@ Test(config_load, options_at_the_defaults)
         .growth = REBATCH_ON,
         .grow_after = 16,
         .grow_wait_max = 1024,
-        .log_level = REBATCH_LOG_INFO,
+        .log_level = REBATCH_LOG_DEFAULT,
         .learn = REBATCH_OFF,
     };
     rebatch_config *config = load(NULL);
@@ -346,6 +352,8 @@ Test(config_load, options_of_every_setting)
         .grow_after = 3,
         .grow_wait_max = 100,
         .log_level = REBATCH_LOG_DEBUG,
+        .log_format = REBATCH_LOG_JSON,
+        .log_file = "events.json",
         .learn = REBATCH_OFF,
     };
     for (size_t i = 0; i < VALUES; i++)
@@ -428,6 +436,7 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("growth.after", grow_after),
         MEMBER("growth.wait_max", grow_wait_max),
         MEMBER("log.level", log_level),
+        MEMBER("log.format", log_format),
     };
     rebatch_config *defaults = load(NULL);
     for (size_t i = 0; i < sizeof members / sizeof *members; i++) {
@@ -518,14 +527,15 @@ Test(config_load, the_longest_list)
 
 Test(config_load, options_of_a_share_and_every_level)
 {
-    static const char *const levels[] = {"quiet", "error", "warn", "info", "debug"};
+    static const char *const levels[] = {"auto", "quiet", "error", "warn", "info", "debug"};
     setenv("REBATCH_MEMORY_LIMIT", "12.5%", 1);
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         setenv("REBATCH_LOG_LEVEL", levels[i], 1);
         rebatch_config *config = load(NULL);
         rebatch_options options = REBATCH_OPTIONS_INIT;
         cr_assert(rebatch_config_options(&options, config) == REBATCH_OK);
-        cr_expect(options.log_level == (rebatch_log_level)(REBATCH_LOG_QUIET + i), "%s", levels[i]);
+        cr_expect(options.log_level == (rebatch_log_level)(REBATCH_LOG_DEFAULT + i), "%s",
+                  levels[i]);
         cr_expect(options.pool.limit_permille == 125 && options.pool.limit_bytes == 0);
         rebatch_config_free(config);
     }

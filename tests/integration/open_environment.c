@@ -1,0 +1,143 @@
+/* Owns the tests of sessions that take their settings from the environment.
+ * Must not know the library's inside. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "rebatch/rebatch.h"
+
+#define MIB ((size_t)1 << 20)
+#define BATCH 64
+
+static char folder[] = "/tmp/rebatch-environment-XXXXXX";
+static rebatch_device *device;
+
+static void enter(void)
+{
+    cr_assert_not_null(mkdtemp(folder));
+    cr_assert_eq(chdir(folder), 0);
+    cr_assert_eq(rebatch_device_open_host(&device, 64 * MIB, NULL), REBATCH_OK);
+}
+
+static void leave(void)
+{
+    rebatch_device_close(device);
+    (void)unlink("train.cfg");
+    cr_assert_eq(chdir("/"), 0);
+    (void)rmdir(folder);
+}
+
+TestSuite(open_environment, .init = enter, .fini = leave);
+
+static void write_settings(const char *text)
+{
+    FILE *file = fopen("train.cfg", "w");
+    cr_assert_not_null(file);
+    cr_assert_geq(fputs(text, file), 0);
+    cr_assert_eq(fclose(file), 0);
+    setenv("REBATCH_CONFIG", "train.cfg", 1);
+}
+
+static void expect_micro(const rebatch_options *options, size_t micro)
+{
+    rebatch *rb;
+    cr_assert_eq(rebatch_open(&rb, device, options), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_eq(rebatch_get_micro(rb, BATCH), micro, "%zu samples, not %zu",
+                 rebatch_get_micro(rb, BATCH), micro);
+    rebatch_close(rb);
+}
+
+static void expect_failure(rebatch_status status, const char *text)
+{
+    rebatch *rb = (rebatch *)&device;
+    cr_expect_eq(rebatch_open(&rb, device, NULL), status);
+    cr_expect_null(rb);
+    cr_expect_str_eq(rebatch_last_error(), text);
+}
+
+/* ---- without options ---- */
+
+Test(open_environment, without_options_file_and_variables_are_read)
+{
+    expect_micro(NULL, BATCH);
+    write_settings("batch: { start = 16; };");
+    expect_micro(NULL, 16);
+    setenv("REBATCH_BATCH_START", "8", 1);
+    expect_micro(NULL, 8);
+    unsetenv("REBATCH_CONFIG");
+    expect_micro(NULL, 8);
+}
+
+Test(open_environment, a_mistake_opens_nothing_and_is_named_with_file_and_line)
+{
+    write_settings("batch: {\n    start = 16;\n    smalest = 4;\n};\n");
+    expect_failure(REBATCH_E_PARSE,
+                   "train.cfg:3: batch.smalest is not a setting; did you mean batch.smallest?");
+    write_settings("growth: {\n    after = 0;\n};\n");
+    expect_failure(REBATCH_E_PARSE, "train.cfg:2: growth.after is 0, too small: expected a whole "
+                                    "number from 1 to 4294967295");
+    unlink("train.cfg");
+    expect_failure(REBATCH_E_IO, "train.cfg cannot be read: No such file or directory");
+    setenv("REBATCH_CONFIG", "", 1);
+    expect_failure(REBATCH_E_PARSE,
+                   "REBATCH_CONFIG is empty: expected the path of a settings file");
+    unsetenv("REBATCH_CONFIG");
+    setenv("REBATCH_BATCH_START", "many", 1);
+    expect_failure(REBATCH_E_PARSE, "REBATCH_BATCH_START: batch.start is \"many\": expected a "
+                                    "whole number, 0 or more");
+}
+
+Test(open_environment, a_slip_in_the_name_of_the_variable_is_a_mistake)
+{
+    setenv("REBATCH_CONFG", "train.cfg", 1);
+    expect_failure(REBATCH_E_PARSE,
+                   "REBATCH_CONFG is not a setting's variable; did you mean REBATCH_CONFIG?");
+}
+
+/* ---- with options ---- */
+
+Test(open_environment, with_options_it_is_not_read_unless_they_say_so)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    write_settings("batch: { start = 16; };");
+    expect_micro(&options, BATCH);
+    options.environment = REBATCH_OFF;
+    expect_micro(&options, BATCH);
+    options.environment = REBATCH_ON;
+    expect_micro(&options, 16);
+}
+
+Test(open_environment, what_it_does_not_set_stays_the_options)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.environment = REBATCH_ON;
+    options.micro_start = 32;
+    options.micro_largest = 48;
+    expect_micro(&options, 32);
+    write_settings("batch: { start = 16; };");
+    expect_micro(&options, 16);
+    write_settings("batch: { start = 0; };"); /* the default, and yet said */
+    expect_micro(&options, 48);
+}
+
+Test(open_environment, an_older_struct_has_no_say_in_it)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.environment = REBATCH_ON;
+    options.struct_size = offsetof(rebatch_options, environment);
+    write_settings("batch: { start = 16; };");
+    expect_micro(&options, BATCH);
+}
+
+Test(open_environment, a_program_that_loads_settings_has_the_same_file)
+{
+    rebatch_config *config;
+    const char *origin;
+    write_settings("batch: { start = 16; };");
+    cr_assert_eq(rebatch_config_load(&config, NULL), REBATCH_OK);
+    cr_expect_str_eq(rebatch_config_get(config, "batch.start", &origin), "16");
+    cr_expect_str_eq(origin, "train.cfg:1");
+    rebatch_config_free(config);
+}

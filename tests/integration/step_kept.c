@@ -1,0 +1,137 @@
+/* Owns the tests of callbacks that keep a buffer from one micro-batch to the next: what is held for
+ * a size is not counted against it. Must not know the library's inside. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "rebatch/rebatch.h"
+
+#define MIB ((size_t)1 << 20)
+
+/* ---- a trainer that keeps its buffer, 1 MiB a sample, and makes a larger one when it must ---- */
+
+struct trainer {
+    rebatch_device *device;
+    rebatch *rb;
+    struct {
+        void *memory;
+        size_t room; /* samples */
+    } buffer;        /* guarded */
+    bool frees;      /* the update frees it */
+    bool fails;      /* the next micro-batch says that it is out of memory */
+    char trace[256]; /* the sizes that ran */
+};
+
+static rebatch_status zero_grad(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    rebatch_status status = t->fails ? REBATCH_OOM : REBATCH_OK;
+    t->fails = false;
+    if (!status && t->buffer.room < mb->count) {
+        status = rebatch_pool_free(mb->pool, t->buffer.memory);
+        if (!status)
+            status =
+                rebatch_pool_alloc(&t->buffer.memory, mb->pool, mb->count * MIB, mb->stream, 0);
+        t->buffer.room = status ? 0 : mb->count;
+    }
+    if (status)
+        return status;
+    (void)snprintf(t->trace + strlen(t->trace), sizeof t->trace - strlen(t->trace), " %zu",
+                   mb->count);
+    rebatch_mutating(t->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct trainer *t = user;
+    rebatch_mutating(t->rb);
+    if (!t->frees)
+        return REBATCH_OK;
+    const rebatch_status status = rebatch_pool_free(rebatch_get_pool(t->rb), t->buffer.memory);
+    memset(&t->buffer, 0, sizeof t->buffer);
+    return status;
+}
+
+static void open_trainer(struct trainer *t, size_t micro_start)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = micro_start;
+    options.grow_after = 2;
+    memset(t, 0, sizeof *t);
+    cr_assert_eq(rebatch_device_open_host(&t->device, 80 * MIB, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(t->rb, &t->buffer, sizeof t->buffer, REBATCH_GUARD_HOST),
+                 REBATCH_OK);
+}
+
+static void close_trainer(struct trainer *t)
+{
+    rebatch_close(t->rb);
+    rebatch_device_close(t->device);
+}
+
+/* The sizes that ran, and the OOMs. */
+static void expect_step(struct trainer *t, size_t batch, const char *trace, uint32_t ooms)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = optimizer_step,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    rebatch_step_report report;
+    t->trace[0] = '\0';
+    cr_assert_eq(rebatch_step(t->rb, &ops, batch, t, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_expect_str_eq(t->trace, trace);
+    cr_expect_eq(report.ooms, ooms, "%u OOMs, not %u", report.ooms, ooms);
+}
+
+Test(step_kept, a_buffer_that_is_held_for_a_size_does_not_stand_in_its_way)
+{
+    struct trainer t;
+    open_trainer(&t, 64);
+    for (int step = 0; step < 5; step++)
+        expect_step(&t, 128, " 64 64", 0);
+    close_trainer(&t);
+}
+
+Test(step_kept, memory_that_a_kept_buffer_no_longer_holds_is_needed_again)
+{
+    struct trainer t;
+    open_trainer(&t, 64);
+    t.frees = true;
+    expect_step(&t, 128, " 64 64", 0);
+    expect_step(&t, 128, " 64 64", 0);
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 40 * MIB), REBATCH_OK);
+    rebatch_step_report report;
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = optimizer_step,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    cr_assert_eq(rebatch_step(t.rb, &ops, 128, &t, &report), REBATCH_OK);
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 1, "it is known that 64 do not fit");
+    cr_expect_eq(report.ooms, 1);
+    close_trainer(&t);
+}
+
+/* Micro-batches of 32 use the buffer of 64, and 64 fit only because it is there. */
+Test(step_kept, growth_counts_what_is_held_for_the_larger_size)
+{
+    struct trainer t;
+    open_trainer(&t, 64);
+    expect_step(&t, 64, " 64", 0);
+    t.fails = true;
+    expect_step(&t, 64, " 32 32", 1);
+    expect_step(&t, 64, " 32 32", 0);
+    expect_step(&t, 64, " 32 32", 0);
+    expect_step(&t, 64, " 64", 0);
+    close_trainer(&t);
+}
