@@ -10,7 +10,8 @@ static rebatch_status undo_step(rebatch *rb)
 {
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
-    (void)rebatch_scope_rollback(rb->pool, rb->scope);
+    if (rb->scope) /* else it was taken back before the failure that ends the step */
+        (void)rebatch_scope_rollback(rb->pool, rb->scope);
     rb->scope = 0;
     return rbi_guards_restore(rb, RBI_GUARD_STEP);
 }
