@@ -83,11 +83,11 @@ GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
              -gencode arch=compute_90a,code=sm_90a) \
            $(if $(filter-out sm_90 sm_90a,$(GPU_ARCH)),,-DRBK_SM90A)
 
-.DEFAULT_GOAL := all
+.DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES) ## library, command, examples
+all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES)
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
@@ -242,9 +242,17 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 PARALLEL := $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc 2>/dev/null || echo 1))
 SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
 
+build: ## the library, the command and the examples; what make alone does
+	@scripts/install-deps build
+	$(SUBMAKE) all
+	@echo "built in $(BUILD): librebatch.so, librebatch.a, rebatch, examples/"
+
 DEVICE = host
 demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=cuda)
 	@scripts/install-deps build
+	@if [ "$(DEVICE)" = cuda ] && [ ! -x "$(NVCC)" ]; then \
+	    echo "demo: DEVICE=cuda needs nvcc of the CUDA toolkit; make demo runs on the CPU" >&2; exit 1; \
+	fi
 	$(SUBMAKE) $(if $(filter cuda,$(DEVICE)),$(DEMO)-cuda,$(DEMO))
 	@$(if $(filter cuda,$(DEVICE)),LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
@@ -387,25 +395,39 @@ bench-recovery: ## what an OOM costs GPT-2, and finding the size, beside others 
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/bench-recovery $(BUILD)/bench
 
 MAN := $(DESTDIR)$(prefix)/share/man
-install: all ## into DESTDIR/prefix
-	install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
-	    $(DESTDIR)$(prefix)/bin $(MAN)/man1 $(MAN)/man3
-	install -m 644 $(PUBLIC_HEADERS) $(DESTDIR)$(prefix)/include/rebatch
-	install -m 644 $(STATIC) $(DESTDIR)$(prefix)/lib
-	install -m 755 $(SHARED) $(DESTDIR)$(prefix)/lib
-	ln -sf $(notdir $(SHARED)) $(DESTDIR)$(prefix)/lib/$(SONAME)
-	ln -sf $(SONAME) $(DESTDIR)$(prefix)/lib/librebatch.so
-	install -m 755 $(COMMAND) $(DESTDIR)$(prefix)/bin
-	sed -e 's|@prefix@|$(prefix)|' -e 's|@version@|$(VERSION)|' scripts/rebatch.pc.in \
+DOC := $(DESTDIR)$(prefix)/share/doc/rebatch
+install: build ## into DESTDIR/prefix: library, headers, command, man pages, documents, examples
+	@install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
+	    $(DESTDIR)$(prefix)/bin $(MAN)/man1 $(MAN)/man3 $(DOC)/docs $(DOC)/examples/guide
+	@install -m 644 $(PUBLIC_HEADERS) $(DESTDIR)$(prefix)/include/rebatch
+	@install -m 644 $(STATIC) $(DESTDIR)$(prefix)/lib
+	@install -m 755 $(SHARED) $(DESTDIR)$(prefix)/lib
+	@ln -sf $(notdir $(SHARED)) $(DESTDIR)$(prefix)/lib/$(SONAME)
+	@ln -sf $(SONAME) $(DESTDIR)$(prefix)/lib/librebatch.so
+	@install -m 755 $(COMMAND) $(DESTDIR)$(prefix)/bin
+	@sed -e 's|@prefix@|$(prefix)|' -e 's|@version@|$(VERSION)|' scripts/rebatch.pc.in \
 	    > $(DESTDIR)$(prefix)/lib/pkgconfig/rebatch.pc
-	install -m 644 $(filter %.1,$(MAN_PAGES)) $(MAN)/man1
-	install -m 644 $(filter %.3,$(MAN_PAGES)) $(MAN)/man3
+	@install -m 644 $(filter %.1,$(MAN_PAGES)) $(MAN)/man1
+	@install -m 644 $(filter %.3,$(MAN_PAGES)) $(MAN)/man3
+	@install -m 644 README.md LICENSE CHANGELOG.md $(DOC)
+	@install -m 644 $(wildcard docs/*.md docs/*.svg) $(DOC)/docs
+	@install -m 644 examples/Makefile examples/minimal.c examples/rebatch.cfg examples/wrap_existing.cu $(DOC)/examples
+	@install -m 644 $(wildcard examples/guide/*) $(DOC)/examples/guide
 	@# Each function has a page that leads to that of its header.
 	@cd $(MAN)/man3 && for page in $(notdir $(filter %.3,$(MAN_PAGES))); do \
 	    for name in $$(sed -n 's/^\.SS \(rebatch_[a-z_]*\)()$$/\1/p' $$page); do \
 	        [ $$name.3 = $$page ] || { echo ".so man3/$$page" > $$name.3; chmod 644 $$name.3; }; \
 	    done; \
 	done
+	@echo "installed in $(DESTDIR)$(prefix)"
+	@$(if $(DESTDIR),:,echo "run 'sudo ldconfig' so that programs find librebatch.so, or set LD_LIBRARY_PATH=$(prefix)/lib")
+
+uninstall: ## removes from DESTDIR/prefix what install put there
+	@rm -rf $(DESTDIR)$(prefix)/include/rebatch $(DOC)
+	@rm -f $(DESTDIR)$(prefix)/lib/librebatch.* $(DESTDIR)$(prefix)/bin/rebatch \
+	    $(DESTDIR)$(prefix)/lib/pkgconfig/rebatch.pc $(MAN)/man1/rebatch.1 $(MAN)/man3/rebatch.3 \
+	    $(MAN)/man3/rebatch_*.3
+	@echo "removed from $(DESTDIR)$(prefix)"
 
 test-install: ## install into a temporary folder and build examples/minimal.c against that
 	@scripts/install-deps build install
@@ -425,4 +447,4 @@ FORCE:
 .PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-gpu-large \
     test-sanitizer test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
-    install test-install clean help FORCE
+    build install uninstall test-install clean help FORCE

@@ -1,6 +1,7 @@
 /** @file config.h
- *  Settings from a file and from environment variables. A session that is opened without options
- *  reads them by itself (rebatch_open()).
+ *  Settings from a file and from environment variables.
+ *
+ *  A session that is opened without options reads them by itself (rebatch_open()).
  *
  *  The file has libconfig's format, with the groups batch, memory, recovery, growth, probe, device
  *  and log; docs/config.md lists every key. A value is taken from the environment variable if it is

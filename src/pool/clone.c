@@ -41,6 +41,7 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->warm_peak_bytes = from->warm_peak_bytes;
     to->warm_sequence = from->warm_sequence;
     to->highest_live_bytes = from->highest_live_bytes;
+    to->moved_bytes = from->moved_bytes;
     to->headroom_bytes = from->headroom_bytes;
     to->max_split_bytes = from->max_split_bytes;
     to->promised_bytes = from->promised_bytes;
@@ -90,7 +91,6 @@ static rebatch_status copy_streams(struct copy *copy)
         if (s == copy->from->last_stream)
             copy->to->last_stream = ours;
     }
-    copy->to->space->frees = copy->to->space->done = copy->from->space->frees;
     return REBATCH_OK;
 }
 

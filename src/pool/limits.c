@@ -78,23 +78,37 @@ static bool has_slack(const rebatch_pool *pool, size_t room)
     return beyond != 0 && beyond >= reachable(pool, room) / SLACK_PARTS;
 }
 
-/* How much a pool holds rather than move pages: what was in use at its peak, and a part more. */
-#define HELD_BEYOND_PEAK_PARTS 32
-static size_t live_and_slack(const rebatch_pool *pool)
-{
-    const uint64_t peak = pool->highest_live_bytes;
-    return (size_t)(peak + peak / HELD_BEYOND_PEAK_PARTS);
-}
-
-bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
-                       const rebatch_memory_info *info)
+/* Whether `bytes` more leave others what should be kept of the device. */
+static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room,
+                        const rebatch_memory_info *info)
 {
     const size_t reserved = (size_t)rbi_vm_bytes(&pool->vm);
     const size_t collected_above = rbi_pool_share(pool, info->total_bytes, pool->gc_permille);
     if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
         return false;
-    const size_t most = live_and_slack(pool), kept = kept_room(pool, room);
-    return reserved <= most && bytes <= most - reserved && room > kept && bytes <= room - kept;
+    const size_t kept = kept_room(pool, room);
+    return room > kept && bytes <= room - kept;
+}
+
+/* How much a pool holds rather than move pages: what was in use at its peak, a part more, and a
+ * part of what it has moved since. So a program whose calls never repeat pays with memory, in the
+ * end, and not with calls of the device for ever. */
+#define HELD_BEYOND_PEAK_PARTS 32
+#define HELD_FOR_MOVED_PARTS 64
+
+static bool is_within_peak(const rebatch_pool *pool, size_t bytes)
+{
+    const uint64_t peak = pool->highest_live_bytes;
+    const uint64_t most =
+        peak + peak / HELD_BEYOND_PEAK_PARTS + pool->moved_bytes / HELD_FOR_MOVED_PARTS;
+    const uint64_t reserved = rbi_vm_bytes(&pool->vm);
+    return reserved <= most && bytes <= most - reserved;
+}
+
+bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
+                       const rebatch_memory_info *info)
+{
+    return leaves_room(pool, bytes, room, info) && is_within_peak(pool, bytes);
 }
 
 /* The last micro-batch of a step is often smaller, and its blocks then just miss the zone in which
@@ -113,8 +127,11 @@ struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes)
     const bool knows = rbi_pool_knows_needs(pool), may_cut = knows || may_be_large(pool, bytes);
     if (!may_cut || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return (struct rbi_policy){false, false};
-    return (struct rbi_policy){knows && rbi_pool_may_take(pool, bytes, room, &info),
-                               has_slack(pool, room)};
+    const bool has_room = knows && leaves_room(pool, bytes, room, &info);
+    const bool fresh_first = has_room && is_within_peak(pool, bytes);
+    if (has_room && !fresh_first)
+        pool->moved_bytes += bytes; /* pages are moved for it instead */
+    return (struct rbi_policy){fresh_first, has_slack(pool, room)};
 }
 
 bool rbi_pool_wants_long_search(const rebatch_pool *pool, bool fresh_first)

@@ -161,7 +161,8 @@ struct rebatch_pool {
     /* The highest peak that was more than an eighth above the last such, and sequence then: while
      * these stand the pool is taken to have seen what it will need. */
     uint64_t warm_peak_bytes, warm_sequence;
-    uint64_t highest_live_bytes;     /* since create, whatever the user resets */
+    uint64_t highest_live_bytes; /* since create, whatever the user resets */
+    uint64_t moved_bytes; /* requests for which pages were moved though the device had room */
     rebatch_oom_report oom, own_oom; /* the latter of those that scopes take in, or without any */
     uint64_t own_ooms;
     struct rbi_event_log log;

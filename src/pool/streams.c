@@ -284,7 +284,7 @@ static void end_pending(rebatch_pool *pool, struct rbi_block *block)
 static bool is_for(const struct rbi_block *block, const struct rbi_pool_stream *stream,
                    size_t bytes)
 {
-    return block->lists == &stream->lists && block->bytes >= bytes;
+    return rbi_stream_of(block) == stream && block->bytes >= bytes;
 }
 
 /* Frees the pending blocks that are ready; true when one of them is for `stream` and `bytes`. */

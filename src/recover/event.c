@@ -49,6 +49,7 @@ void rbi_event_end(rebatch_event *event, const rebatch *rb)
 {
     event->micro_after = rbi_micro_size(rb, rb->batch);
     event->cost_after = rbi_budget(rb);
+    event->lighten_after = rb->lighten;
 }
 
 const char *rebatch_phase_text(rebatch_phase phase)

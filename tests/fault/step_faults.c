@@ -1,6 +1,7 @@
 /* Owns the fault tests of a whole training: every device call and every host allocation failing,
  * once and for ever.
  * Must not know how the step recovers. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/base.h"
@@ -454,6 +455,28 @@ Test(step_faults, a_clean_step_takes_nothing_from_the_heap)
         cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, NULL), REBATCH_OK);
     cr_assert_eq(rbi_heap_calls(), calls);
     tear_down(&t);
+}
+
+/* Also one that the environment asks something of. */
+Test(step_faults, a_session_that_does_not_open_leaves_nothing)
+{
+    rebatch_device *device;
+    rebatch *rb = NULL;
+    uint64_t failures = 0;
+    (void)setenv("REBATCH_RUN_OOM", "3", 1);
+    cr_assert_eq(rebatch_device_open_host(&device, CAPACITY_BYTES, NULL), REBATCH_OK);
+    const int64_t live = rbi_heap_live();
+    for (uint64_t nth = 1; !rb; nth++) {
+        rbi_heap_fail(nth, 1);
+        const rebatch_status status = rebatch_open(&rb, device, NULL);
+        rbi_heap_fail(0, 0);
+        cr_assert_eq(status == REBATCH_OK, rb != NULL);
+        failures += status != REBATCH_OK;
+        cr_assert(rb || rbi_heap_live() == live, "heap call %d", (int)nth);
+    }
+    cr_assert_gt(failures, 3);
+    rebatch_close(rb);
+    rebatch_device_close(device);
 }
 
 Test(step_faults, a_step_that_recovers_takes_nothing_from_the_heap)

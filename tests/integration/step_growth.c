@@ -1,6 +1,8 @@
 /* Owns the tests of growth: when the micro-batch grows again, how far, and what a failure costs.
  * Must not know more of the library than its public headers say. */
 #include <criterion/criterion.h>
+#include <stdio.h>
+#include <string.h>
 
 #include "step_common.h"
 
@@ -310,6 +312,10 @@ Test(step_growth, a_lighter_level_is_left_again)
         cr_assert_eq(rig.report.ooms, 0);
         cr_assert(rig.script.level == level || rig.script.level + 1 == level,
                   "from level %u to level %u", level, rig.script.level);
+        char left[32];
+        (void)snprintf(left, sizeof left, "GROW(l%u->l%u)", level, rig.script.level);
+        cr_assert_eq(strstr(rig_events(&rig), left) != NULL, rig.script.level != level, "%s",
+                     rig_events(&rig));
         level = rig.script.level;
     }
     cr_assert_eq(level, 0);

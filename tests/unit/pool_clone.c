@@ -118,6 +118,8 @@ static void compare(const rebatch_pool_options *options, bool plain, bool two, u
     assert_valid(copy);
     assert_valid(rig.pool);
     assert_same_layout(rig.pool, copy);
+    cr_assert_eq(copy->warm_peak_bytes, rig.pool->warm_peak_bytes);
+    cr_assert_eq(copy->warm_sequence, rig.pool->warm_sequence);
     size_t here, there;
     cr_assert_eq(rebatch_pool_available(&here, rig.pool), REBATCH_OK);
     cr_assert_eq(rebatch_pool_available(&there, copy), REBATCH_OK);

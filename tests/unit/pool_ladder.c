@@ -155,6 +155,31 @@ Test(pool_ladder, pressure_callbacks_free_until_there_is_enough)
     rig_close(&rig);
 }
 
+static void count_pressure(void *user, bool begins)
+{
+    ((int *)user)[begins]++;
+}
+
+/* A session hears of the pressure callbacks of its own callbacks, and of no others. */
+Test(pool_ladder, pressure_within_a_scope_of_the_thread_is_told)
+{
+    struct rig rig = rig_open(16, NULL);
+    struct holder holder = {rig.pool, take(rig.pool, 4 * PAGE), 0, 0, REBATCH_OK};
+    int told[2] = {0, 0};
+    cr_assert_eq(rebatch_pool_add_pressure(rig.pool, let_go, &holder), REBATCH_OK);
+    rbi_pool_watch_pressure(rig.pool, &(struct rbi_pool_pressure_watch){count_pressure, told});
+    cr_assert_eq(try(rig.pool, 20 * PAGE), REBATCH_OOM);
+    cr_assert_eq(holder.calls, 1);
+    cr_assert(told[0] == 0 && told[1] == 0);
+    rebatch_scope scope;
+    cr_assert_eq(rbi_scope_begin_own(&scope, rig.pool), REBATCH_OK);
+    cr_assert_eq(try(rig.pool, 20 * PAGE), REBATCH_OOM);
+    cr_assert_eq(holder.calls, 2);
+    cr_assert(told[0] == 1 && told[1] == 1);
+    cr_assert_eq(rebatch_scope_commit(rig.pool, scope), REBATCH_OK);
+    rig_close(&rig);
+}
+
 static size_t allocate(size_t wanted_bytes, void *user)
 {
     struct holder *holder = user;

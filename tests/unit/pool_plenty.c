@@ -186,6 +186,38 @@ Test(pool_plenty, a_warm_pool_does_not_ask_what_the_device_has_left)
     rig_close(&rig);
 }
 
+/* Replaces blocks of any size by others, in no order; pages moved for that. */
+static uint64_t replace(rebatch_pool *pool, void **blocks, size_t count, uint64_t *random)
+{
+    enum { CALLS = 20000, MOST = 32 };
+    const uint64_t before = stats_of(pool).remaps;
+    for (int i = 0; i < CALLS; i++) {
+        void **block = &blocks[draw(random) % count];
+        give(pool, *block);
+        *block = take(pool, (draw(random) % (MOST * PAGE / UNIT) + 1) * UNIT);
+    }
+    return stats_of(pool).remaps - before;
+}
+
+/* A program whose calls never repeat pays with memory, in the end, rather than with moves for ever:
+ * a part of what was moved is held beyond the peak. Seed 1. */
+Test(pool_plenty, calls_that_never_repeat_end_with_few_moves)
+{
+    enum { LIVE = 128, ROUNDS = 12 };
+    void *blocks[LIVE] = {NULL};
+    uint64_t random = 1, early = 0, late = 0;
+    struct rig rig = rig_open(16384, NULL);
+    (void)replace(rig.pool, blocks, LIVE, &random); /* until the needs are known */
+    for (int i = 0; i < ROUNDS; i++) {
+        late = replace(rig.pool, blocks, LIVE, &random);
+        early = i == 0 ? late : early;
+    }
+    cr_assert_gt(early, 100);
+    cr_assert_lt(late, early / 4, "%d pages, then %d", (int)early, (int)late);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
 /* What is held beyond the peak has an end, however much there is: then pages are moved again. */
 Test(pool_plenty, no_more_is_held_than_a_32nd_beyond_the_peak)
 {
@@ -204,7 +236,8 @@ Test(pool_plenty, no_more_is_held_than_a_32nd_beyond_the_peak)
     const rebatch_pool_stats stats = stats_of(rig.pool);
     cr_assert_gt(stats.remaps, 0);
     cr_assert_gt(stats.reserved_bytes, stats.live_peak_bytes);
-    cr_assert_leq(stats.reserved_bytes, stats.live_peak_bytes + stats.live_peak_bytes / 32);
+    cr_assert_leq(stats.reserved_bytes,
+                  stats.live_peak_bytes + stats.live_peak_bytes / 32 + rig.pool->moved_bytes / 64);
     assert_valid(rig.pool);
     rig_close(&rig);
 }

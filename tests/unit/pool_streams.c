@@ -288,6 +288,27 @@ Test(pool_streams, streams_without_blocks_are_forgotten)
     rig_close(&rig);
 }
 
+/* A stream that takes the place of another one has its marks early, as a new one has. */
+Test(pool_streams, a_stream_in_the_place_of_another_begins_with_early_marks)
+{
+    struct rig rig = rig_open(64, NULL);
+    const rebatch_stream kept = make_stream(rig.device), first = make_stream(rig.device);
+    void *block = take_on(rig.pool, PAGE, kept);
+    for (int i = 0; i < 2000; i++)
+        give(rig.pool, take_on(rig.pool, PAGE, first));
+    struct rbi_pool_stream *s = rbi_pool_find_stream(rig.pool, first);
+    cr_assert_gt(s->next_mark, s->frees + 1, "marks have become rare");
+    cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
+    rebatch_stream_destroy(rig.device, first);
+    const rebatch_stream second = make_stream(rig.device);
+    void *other = take_on(rig.pool, PAGE, second);
+    cr_assert_eq(rbi_pool_find_stream(rig.pool, second), s);
+    cr_assert_eq(s->next_mark, s->frees + 1);
+    give(rig.pool, other);
+    give(rig.pool, block);
+    rig_close(&rig);
+}
+
 /* Memory goes back to the device only when the work on it is done, with caching on and off. */
 Test(pool_streams, memory_goes_back_only_when_work_on_it_is_done)
 {

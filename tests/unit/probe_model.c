@@ -36,6 +36,21 @@ static void make_trace(struct rbi_trace *trace, rebatch_pool *pool, size_t count
     trace->is_whole = true;
 }
 
+/* A block that the next micro-batch frees, be it in its first call or its last. */
+Test(probe_model, what_the_next_micro_batch_frees_is_passed_on)
+{
+    bool is_passed[4] = {false};
+    struct rbi_trace_event events[] = {{.kind = RBI_TRACE_FREE_PREVIOUS, .block = 2},
+                                       {.kind = RBI_TRACE_ALLOC, .bytes = 512},
+                                       {.kind = RBI_TRACE_FREE, .block = 1},
+                                       {.kind = RBI_TRACE_FREE_PREVIOUS, .block = 0}};
+    struct rbi_trace trace = {.blocks = 4, .is_passed = is_passed};
+    const struct rbi_trace next = {.events = events, .event_count = 4, .blocks = 1};
+    rbi_trace_pass_on(&trace, &next);
+    cr_assert(trace.has_next);
+    cr_assert(is_passed[0] && !is_passed[1] && is_passed[2] && !is_passed[3]);
+}
+
 Test(probe_model, what_was_made_once_is_left_out_and_the_rest_is_affine)
 {
     rebatch_device *device;
