@@ -105,11 +105,30 @@ typedef struct rebatch_step_ops {
      *  about twenty times for each micro-batch, with at most twice its samples, and must not call
      *  the session. */
     uint64_t (*cost)(size_t first, size_t count, void *user);
+    /** Optional. Allocate the buffers for micro-batches of up to `micro_batch` samples, for example
+     *  activations, which forward_backward then uses without allocating them each time. Code that
+     *  allocates its buffers once, before training, moves here unchanged.
+     *
+     *  It is called before zero_grad of the first step, and then only when the size of the
+     *  micro-batch or the level of lighten changes. A micro-batch with fewer samples uses the
+     *  buffers that are there: the last one of an effective batch, and those of a smaller batch.
+     *
+     *  What it allocates from the pool, or with cudaMalloc under wrap.h, belongs to the size.
+     *  rebatch takes it back before it calls resize for another size, so resize must not free it,
+     *  and takes back what a call that fails has allocated; then resize is called for a smaller
+     *  size. The contents of the buffers do not survive the call, but otherwise last from one
+     *  callback to the next. What resize changes in guarded host state stays changed. It may run
+     *  again for the same size, in a probe and while `learn` is on, and must not call
+     *  rebatch_mutating().
+     *
+     *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
+     *  memory. Not together with `cost`. */
+    rebatch_status (*resize)(size_t micro_batch, void *user);
 } rebatch_step_ops;
 /** Step operations without callbacks: set the first three, and the optional ones as needed. */
 #define REBATCH_STEP_OPS_INIT                                                                      \
     {                                                                                              \
-        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL                                  \
+        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL                            \
     }
 
 /** Where an OOM occurs: X(name, in words). */
@@ -119,7 +138,8 @@ typedef struct rebatch_step_ops {
     X(FORWARD, "forward_backward, before accumulating")                                            \
     X(BACKWARD, "forward_backward, while accumulating")                                            \
     X(OPTIMIZER, "optimizer_step, before updating")                                                \
-    X(UPDATE, "optimizer_step, while updating")
+    X(UPDATE, "optimizer_step, while updating")                                                    \
+    X(RESIZE, "resize")
 
 /** Where an OOM occurs. */
 typedef enum rebatch_phase {

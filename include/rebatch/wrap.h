@@ -216,6 +216,7 @@ static inline cudaError_t rebatch_wrap_free_async(void *pointer, cudaStream_t st
 
 #ifdef __cplusplus
 #include <type_traits>
+#include <utility>
 
 /** @cond internal */
 /* The runtime's overloads for C++. */
@@ -240,15 +241,20 @@ static inline cudaError_t rebatch_wrap_malloc_async(T **out, size_t bytes, cudaM
 /* ---- the step ---- */
 
 /* The callbacks of a step that consists of functions. */
-template <class Zero, class Train, class Update> struct rebatch_wrap_functions {
+template <class Zero, class Train, class Update, class Resize> struct rebatch_wrap_functions {
     Zero &zero_grad;
     Train &train;
     Update &update;
+    Resize &resize;
     bool declares;
 
+    static rebatch_wrap_functions &of(void *user)
+    {
+        return **static_cast<rebatch_wrap_functions **>(user);
+    }
     static rebatch_wrap_functions &begin(void *user)
     {
-        rebatch_wrap_functions &f = *static_cast<rebatch_wrap_functions *>(user);
+        rebatch_wrap_functions &f = of(user);
         if (!f.declares)
             rebatch_wrap_mutating();
         return f;
@@ -268,8 +274,56 @@ template <class Zero, class Train, class Update> struct rebatch_wrap_functions {
         begin(user).update();
         return REBATCH_OK;
     }
+    static rebatch_status call_resize(size_t micro_batch, void *user)
+    {
+        of(user).resize(micro_batch);
+        return REBATCH_OK;
+    }
 };
 
+/* Where functions are called through: the session takes buffers for those of the caller that passes
+ * the same address again, so it is the same for the same resize. A lambda is known by its type. */
+template <class Functions, class Resize>
+static inline Functions **rebatch_wrap_place(Resize &resize)
+{
+    static Functions *places[2];
+    static const void *known;
+    static int place;
+    const void *const identity =
+        std::is_function<Resize>::value ? (const void *)&resize : (const void *)&known;
+    place = identity == known ? place : !place;
+    known = identity;
+    return &places[place];
+}
+
+struct rebatch_wrap_no_resize {
+    void operator()(size_t) const
+    {
+    }
+};
+
+template <class Zero, class Train, class Update, class Resize>
+static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train &train,
+                                           Update &update, Resize &resize, bool resizes,
+                                           uint32_t flags, rebatch_step_report *report)
+{
+    static_assert(std::is_void<decltype(zero_grad())>::value &&
+                      std::is_void<decltype(train(batch, batch))>::value &&
+                      std::is_void<decltype(update())>::value &&
+                      std::is_void<decltype(resize(batch))>::value,
+                  "the functions must return nothing: use rebatch_step() for others");
+    typedef rebatch_wrap_functions<Zero, Train, Update, Resize> functions;
+    functions f = {zero_grad, train, update, resize, (flags & REBATCH_DECLARES_MUTATION) != 0};
+    functions **const user = rebatch_wrap_place<functions>(resize);
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = functions::call_zero_grad;
+    ops.forward_backward = functions::call_train;
+    ops.optimizer_step = functions::call_update;
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    ops.resize = resizes ? functions::call_resize : NULL;
+    *user = &f;
+    return rebatch_wrap_code(rebatch_step(rebatch_get_current(), &ops, batch, user, report));
+}
 /** @endcond */
 
 /** rebatch_step() for the process's session, for a step of three functions that return nothing and
@@ -291,20 +345,31 @@ static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Trai
                                             Update &&update, uint32_t flags = 0,
                                             rebatch_step_report *report = NULL)
 {
-    static_assert(std::is_void<decltype(zero_grad())>::value &&
-                      std::is_void<decltype(train(batch, batch))>::value &&
-                      std::is_void<decltype(update())>::value,
-                  "the functions must return nothing: use rebatch_step() for others");
-    typedef rebatch_wrap_functions<Zero, Train, Update> functions;
-    functions f = {zero_grad, train, update, (flags & REBATCH_DECLARES_MUTATION) != 0};
-    const rebatch_step_ops ops = {sizeof ops,
-                                  functions::call_zero_grad,
-                                  functions::call_train,
-                                  functions::call_update,
-                                  NULL,
-                                  REBATCH_DECLARES_MUTATION,
-                                  NULL};
-    return rebatch_wrap_code(rebatch_step(rebatch_get_current(), &ops, batch, &f, report));
+    const rebatch_wrap_no_resize nothing = {};
+    return rebatch_wrap_run(batch, zero_grad, train, update, nothing, false, flags, report);
+}
+
+/** The same with a fourth function, for a trainer that allocates its activation buffers once and
+ *  keeps them: rebatch_step_ops.resize. Code that allocates the buffers for a batch moves into it
+ *  unchanged.
+ *  @param batch      as above
+ *  @param zero_grad  as above
+ *  @param train      as above
+ *  @param update     as above
+ *  @param resize     called as resize(micro_batch) before the first step, and when the size
+ *                    changes: allocates the buffers for up to that many samples. What it allocated
+ *                    before is taken back by then. A function, or an object of a type of its own,
+ *                    such as a lambda
+ *  @param flags      as above
+ *  @param report     may be NULL
+ *  @return as above */
+template <class Zero, class Train, class Update, class Resize,
+          class = decltype(std::declval<Resize &>()((size_t)1))>
+static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
+                                            Update &&update, Resize &&resize, uint32_t flags = 0,
+                                            rebatch_step_report *report = NULL)
+{
+    return rebatch_wrap_run(batch, zero_grad, train, update, resize, true, flags, report);
 }
 #endif
 

@@ -83,11 +83,16 @@ static void on_event(const rebatch_event *event, void *user)
 static rebatch_status warm_up(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
 {
     rbi_step_begin(rb, ops, batch, user);
+    rbi_step_is_probe(rb);
     const size_t most = rbi_micro_upper(rb, batch);
     const size_t least = rbi_min(rbi_round_size_up(rbi_session_options(rb), 1), most);
-    rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
+    rebatch_status status = rbi_resize_ready(rb);
+    if (!status)
+        status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
     if (!status)
         status = rbi_callback_run_trial(rb, least, rbi_size_of(rb, 0, least));
+    if (!status)
+        status = rbi_resize_ready(rb);
     if (!status) {
         status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status == REBATCH_OOM)

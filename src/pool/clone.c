@@ -149,6 +149,8 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
     block->requested_bytes = from->requested_bytes; /* or freed_at */
     block->tag = from->tag;
     block->outside = from->outside;
+    block->sized = from->sized;
+    to->sized_bytes += from->sized ? from->bytes : 0;
     block->before = last;
     if (last)
         last->after = block;
@@ -312,11 +314,13 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
     rbi_pool_give_lock(pool);
     if (!status && info.total_bytes >= pool->page_bytes)
         status = rebatch_device_set_capacity(dry, info.total_bytes);
-    if (status)
+    if (status) {
         rebatch_pool_destroy(copy.to);
-    else
-        *out = copy.to;
-    return status;
+        return status;
+    }
+    rbi_pool_free_sized(copy.to); /* which goes before anything that a copy is asked about */
+    *out = copy.to;
+    return REBATCH_OK;
 }
 
 rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool)

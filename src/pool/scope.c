@@ -147,8 +147,8 @@ static struct rbi_scope *find_waiting_place(rebatch_pool *pool, const struct rbi
     return all && block->sequence < all->first_sequence ? all : NULL;
 }
 
-/* Carries out a free that no thread's own scope is to hold back. */
-static void finish_free(rebatch_pool *pool, struct rbi_block *block)
+/* Carries out a deferred free that no thread's own scope is to hold back. */
+static void finish_free(rebatch_pool *pool, struct rbi_block *block, bool is_taken_back)
 {
     struct rbi_scope *const place = find_waiting_place(pool, block);
     if (place) {
@@ -157,7 +157,7 @@ static void finish_free(rebatch_pool *pool, struct rbi_block *block)
     }
     pool->stats.deferred_bytes -= block->bytes;
     rbi_scope_pass_over(pool, block, false);
-    rbi_pool_drop_block(pool, block, false);
+    rbi_pool_drop_block(pool, block, is_taken_back);
 }
 
 /* The block at an address, out of the frees that wait in a scope; NULL when it is not there. */
@@ -174,32 +174,90 @@ static struct rbi_block *take_deferred(struct rbi_scope *scope, const void *addr
     return block;
 }
 
-rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope handle)
+/* Past the scopes around it: what was freed is free, and what was allocated is of no scope. */
+static void commit_past(rebatch_pool *pool, struct rbi_scope *scope, bool is_sized)
+{
+    const uint64_t first_sequence = scope->first_sequence;
+    close_innermost(pool);
+    struct rbi_block *block;
+    while ((block = pop_deferred(scope)))
+        finish_free(pool, block, false);
+    const bool has_owner = pool->owner_thread != 0;
+    for (struct rbi_block *b = pool->by_sequence.previous;
+         (has_owner || is_sized) && b != &pool->by_sequence && b->sequence >= first_sequence;
+         b = b->previous) {
+        if (b->outside)
+            continue;
+        b->sized = is_sized;
+        pool->sized_bytes += is_sized ? b->bytes : 0;
+        if (!has_owner)
+            continue;
+        b->outside = true;
+        rbi_scope_pass_over(pool, b, true);
+    }
+}
+
+static rebatch_status commit_innermost_past(rebatch_pool *pool, rebatch_scope handle, bool is_sized)
 {
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
     rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
-    if (!scope || scope != innermost(pool)) {
-        rbi_pool_give_lock(pool);
-        return refuse_scope(handle);
+    if (scope && scope == innermost(pool))
+        commit_past(pool, scope, is_sized);
+    else
+        status = refuse_scope(handle);
+    rbi_pool_give_lock(pool);
+    return status;
+}
+
+rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope)
+{
+    return commit_innermost_past(pool, scope, false);
+}
+
+rebatch_status rbi_scope_commit_sized(rebatch_pool *pool, rebatch_scope scope)
+{
+    return commit_innermost_past(pool, scope, true);
+}
+
+/* Makes the block's free a deferred one that is in no scope's list; false: it is lost there. */
+static bool take_out_of_use(rebatch_pool *pool, struct rbi_block *block)
+{
+    if (block->state == RBI_BLOCK_LIVE) {
+        block->state = RBI_BLOCK_DEFERRED;
+        pool->stats.deferred_bytes += block->bytes;
+        return true;
     }
-    const uint64_t first_sequence = scope->first_sequence;
-    close_innermost(pool);
-    struct rbi_block *block;
-    while ((block = pop_deferred(scope)))
-        finish_free(pool, block);
-    for (struct rbi_block *b = pool->by_sequence.previous;
-         pool->owner_thread != 0 && b != &pool->by_sequence && b->sequence >= first_sequence;
-         b = b->previous) {
-        if (b->outside)
+    for (size_t i = pool->depth; i-- > 0;)
+        if (take_deferred(&pool->scopes[i], block->address))
+            return true;
+    return false;
+}
+
+void rbi_pool_free_sized(rebatch_pool *pool)
+{
+    rbi_pool_take_lock(pool);
+    const struct rbi_block *const ring = &pool->by_sequence;
+    for (struct rbi_block *b = ring->next, *next; pool->sized_bytes && b != ring; b = next) {
+        next = b->next;
+        if (!b->sized || !take_out_of_use(pool, b))
             continue;
-        b->outside = true;
-        rbi_scope_pass_over(pool, b, true);
+        pool->sized_bytes -= b->bytes;
+        b->sized = false;
+        rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
+        finish_free(pool, b, true);
     }
     rbi_pool_give_lock(pool);
-    return REBATCH_OK;
+}
+
+uint64_t rbi_pool_sized_bytes(rebatch_pool *pool)
+{
+    rbi_lock_take(&pool->lock);
+    const uint64_t bytes = pool->sized_bytes;
+    rbi_pool_give_lock(pool);
+    return bytes;
 }
 
 void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
@@ -209,7 +267,7 @@ void rbi_scope_free_waiting(rebatch_pool *pool, const void *address)
     for (size_t i = pool->depth; !block && i-- > 0 && pool->scopes[i].owner_thread != 0;)
         block = take_deferred(&pool->scopes[i], address);
     if (block)
-        finish_free(pool, block);
+        finish_free(pool, block, false);
     rbi_pool_give_lock(pool);
 }
 
@@ -233,6 +291,14 @@ void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
         block = next;
     }
     rbi_pool_give_lock(pool);
+}
+
+rebatch_status rbi_pool_available_sized(size_t *out, rebatch_pool *pool)
+{
+    const rebatch_status status = rebatch_pool_available(out, pool);
+    if (!status && !rbi_add(*out, (size_t)rbi_pool_sized_bytes(pool), out))
+        *out = SIZE_MAX;
+    return status;
 }
 
 static void rollback_innermost(rebatch_pool *pool)

@@ -173,6 +173,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     const struct rbi_failure *failure = rbi_session_failure(rb);
     const size_t count = rbi_session_is_by_cost(rb) ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
     free_forgotten(trials);
+    rbi_resize_release(rb); /* so that the trial's record has buffers of its own alone */
     rebatch_scope scope;
     rebatch_status status = rbi_scope_begin_own(&scope, pool);
     if (status)
@@ -227,9 +228,11 @@ static rebatch_status judge(const rebatch *rb, rebatch_status status, const char
 
 static rebatch_status zero_grad(rebatch *rb)
 {
-    rebatch_status status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+    rebatch_status status = rbi_resize_ready(rb);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
     if (status)
-        return status;
+        return judge(rb, status, "resize", 0);
     status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
     if (status)
         (void)rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
@@ -375,6 +378,7 @@ rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t ba
     if (!status) {
         rbi_session_probe_begins(rb, &table, batch, user, &o);
         rbi_step_begin(rb, &table, batch, user);
+        rbi_step_is_probe(rb);
         status = probe(&own, rb, batch, &o);
         rbi_step_end(rb);
     }

@@ -64,6 +64,8 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
         return (void (*)(void))rb->ops->forward_backward;
     case RBI_OPTIMIZER:
         return (void (*)(void))rb->ops->optimizer_step;
+    case RBI_RESIZE:
+        return (void (*)(void))rb->ops->resize;
     default:
         return (void (*)(void))rb->ops->lighten;
     }
@@ -110,6 +112,8 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
         return dirty ? REBATCH_PHASE_BACKWARD : REBATCH_PHASE_FORWARD;
     case RBI_OPTIMIZER:
         return dirty ? REBATCH_PHASE_UPDATE : REBATCH_PHASE_OPTIMIZER;
+    case RBI_RESIZE:
+        return REBATCH_PHASE_RESIZE;
     default:
         return REBATCH_PHASE_ZERO_GRAD;
     }
@@ -126,8 +130,10 @@ static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
         return rb->ops->forward_backward(call->mb, rb->user);
     case RBI_OPTIMIZER:
         return rb->ops->optimizer_step(rb->user);
+    case RBI_RESIZE:
+        return rb->ops->resize(call->level, rb->user);
     default:
-        return rb->ops->lighten(call->level, rb->user);
+        return rb->ops->lighten((unsigned)call->level, rb->user);
     }
 }
 
@@ -159,6 +165,20 @@ static rebatch_status confirm_oom(rebatch *rb)
     return is_fatal(late) ? late : is_fatal(stale) ? stale : REBATCH_OOM;
 }
 
+/* A micro-batch needs its buffers too, and another size would have their memory; elsewhere they are
+ * what they are. */
+static void count_buffers(rebatch *rb)
+{
+    struct rbi_failure *failure = &rb->failure;
+    const bool is_sized =
+        failure->phase == REBATCH_PHASE_FORWARD || failure->phase == REBATCH_PHASE_BACKWARD;
+    size_t available = 0;
+    (void)(is_sized ? rbi_available(&available, rb) : rebatch_pool_available(&available, rb->pool));
+    failure->available_bytes = available;
+    if (is_sized && failure->need_bytes)
+        failure->need_bytes += rbi_resize_bytes(rb);
+}
+
 /* Fills in rb->failure from what the pool saw, `oom`; NULL: nothing. `live_before` is what lived
  * when the callback began. */
 static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_report *oom,
@@ -176,18 +196,20 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
         (void)rebatch_pool_trim(rb->pool, 0, &released);
         failure->released_bytes = released;
     }
-    size_t available;
-    (void)rebatch_pool_available(&available, rb->pool);
-    failure->available_bytes = available;
+    count_buffers(rb);
 }
 
-/* What a micro-batch needed, and which blocks it leaves in use. By cost sizes hardly ever repeat,
- * and nothing is held for one. */
+/* What a micro-batch needed, with the buffers of its size, and which blocks it leaves in use. Those
+ * for a larger size tell nothing of its own. By cost sizes hardly ever repeat, and nothing is held
+ * for one. */
 static void learn_need(rebatch *rb, rebatch_scope scope, uint64_t first_sequence)
 {
+    if (rb->size < rb->buffers.size && rb->ops->resize)
+        return;
     rebatch_scope_stats stats;
     (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-    struct rbi_run_need run = {.peak_bytes = stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0};
+    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb)};
+    run.peak_bytes += stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0;
     if (stats.live_bytes > 0 && !rb->by_cost) {
         run.kept_from = first_sequence;
         run.kept_to = rbi_pool_allocations(rb->pool);
@@ -308,7 +330,34 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
                                    .pool = rb->pool,
                                    .stream = rb->options.stream};
     rb->size = size;
-    return rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
+    rebatch_status status = rbi_resize_to(rb, count);
+    if (!status)
+        status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
+    if (rb->ops->resize)
+        rbi_resize_release(rb);
+    return status;
+}
+
+/* ---- resize ---- */
+
+rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
+{
+    const struct rbi_call call = {RBI_RESIZE, NULL, size, rbi_error_changes()};
+    rebatch_scope scope;
+    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    if (status)
+        return status;
+    const uint64_t ooms = rbi_pool_oom_count(rb->pool);
+    rbi_guards_begin_change(rb, RBI_CHANGE_LIGHTEN);
+    status = run(rb, &call);
+    if (status == REBATCH_OK)
+        status = find_swallowed(rb, &call);
+    if (status == REBATCH_OK && rbi_scope_commit_sized(rb->pool, scope))
+        status = rbi_error(REBATCH_E_STATE, "resize returned with a scope of its own still open");
+    if (status)
+        status = give_up(rb, &call, scope, status, ooms);
+    rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, status == REBATCH_OK);
+    return status;
 }
 
 /* ---- lighten ---- */
@@ -317,7 +366,7 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
 static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, rebatch_scope scope)
 {
     rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, true);
-    rb->lighten = call->level;
+    rb->lighten = (unsigned)call->level;
     rebatch_status status = rbi_scope_commit_finally(rb->pool, scope);
     if (status) {
         rbi_scope_commit_all(rb->pool, scope);

@@ -61,21 +61,33 @@ static size_t predicted_size(rebatch *rb, size_t failed)
     return rb->fitted;
 }
 
+/* The samples that are to become fewer; 0: no matter how few, it does not help. Smaller buffers
+ * leave more to a micro-batch that does not fill them, and outside of forward_backward. */
+static size_t samples_of(const rebatch *rb, const rebatch_microbatch *mb)
+{
+    const size_t buffers = rb->ops->resize ? rb->resized_to : 0;
+    return rbi_max(mb ? mb->count : 0, buffers);
+}
+
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 {
-    if (!mb || rb->options.on_oom == REBATCH_ON_OOM_STOP)
-        return false;
     const rebatch_options *limits = &rb->options;
-    if (rbi_round_size(limits, mb->count - 1) == 0)
+    const size_t count = samples_of(rb, mb);
+    if (!count || rb->options.on_oom == REBATCH_ON_OOM_STOP)
+        return false;
+    if (rbi_round_size(limits, count - 1) == 0)
         return false; /* nothing smaller is allowed */
-    const size_t predicted = predicted_size(rb, rb->size);
-    const size_t held = rbi_growth_take_held(rb, rb->size);
+    /* What an update needs is in no prediction of micro-batches. */
+    const bool is_sized = mb || rb->failure.phase == REBATCH_PHASE_RESIZE;
+    const size_t size = rb->by_cost ? rb->size : count;
+    const size_t predicted = is_sized ? predicted_size(rb, size) : 0;
+    const size_t held = rbi_growth_take_held(rb, size);
     if (rb->by_cost) { /* always less than before, also where cost falls with the samples */
         const size_t less = predicted ? predicted : rbi_max(rb->size / 2, held);
         rb->budget = rbi_min(less, rb->budget - (rb->budget > 0));
         return true;
     }
-    const size_t half = rbi_round_size(limits, rbi_max(mb->count / 2, held));
+    const size_t half = rbi_round_size(limits, rbi_max(count / 2, held));
     rb->micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
     return true;
 }

@@ -25,7 +25,7 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
 static bool has_room(rebatch *rb, size_t size, unsigned lighten)
 {
     size_t available;
-    if (rebatch_pool_available(&available, rb->pool) != REBATCH_OK)
+    if (rbi_available(&available, rb) != REBATCH_OK)
         return false;
     uint64_t need;
     return !rbi_need_predict(&need, rb, size, lighten) ||
@@ -123,7 +123,7 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
 {
     const struct rbi_growth *growth = &rb->growth;
     size_t available;
-    if (rebatch_pool_available(&available, rb->pool) != REBATCH_OK)
+    if (rbi_available(&available, rb) != REBATCH_OK)
         return size;
     if (!rbi_need_has_model(rb, rb->lighten))
         upper = doubled(rb, size, upper);

@@ -133,10 +133,16 @@ void rbi_learn_begin_step(rebatch *rb)
         rbi_learn_stop(rb);
 }
 
+bool rbi_learn_will_watch(const rebatch *rb, size_t count)
+{
+    const struct rbi_learning *learning = &rb->learning;
+    return learning->chosen && learning->tuner.user && learning->chosen == count;
+}
+
 void rbi_learn_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->learning;
-    learning->is_watched = learning->chosen && learning->tuner.user && learning->chosen == count;
+    learning->is_watched = rbi_learn_will_watch(rb, count);
     if (learning->is_watched)
         learning->tuner.begin(learning->tuner.user, count);
 }

@@ -148,6 +148,8 @@ void rbi_learn_begin_step(rebatch *rb);
 /* Before a micro-batch is cut, when `left` samples are yet to run: sets its size. In the first step
  * memory is taken for no more than they need. */
 void rbi_learn_choose(rebatch *rb, size_t left);
+/* Whether the tuner records a micro-batch of `count` samples that comes next. */
+bool rbi_learn_will_watch(const rebatch *rb, size_t count);
 /* Around an attempt of `count` samples. */
 void rbi_learn_begin(rebatch *rb, size_t count);
 void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status);
@@ -156,7 +158,31 @@ void rbi_learn_refused(rebatch *rb, size_t count);
 /* At the end of a step that succeeded: true while learning goes on, and sizes are its own. */
 bool rbi_learn_step_done(rebatch *rb);
 
+/* ---- the buffers of the micro-batch's size (resize.c) ---- */
+
+/* What resize has allocated. */
+struct rbi_buffers {
+    size_t size; /* for so many samples; 0: there are none */
+    uint64_t bytes;
+    unsigned lighten; /* the level they were made at */
+    rebatch_status (*resize)(size_t micro_batch, void *user);
+    void *user;
+    bool is_new; /* made in the step that runs */
+};
+
+/* Takes them back where resize is to be called next, or is to be recorded: so that admission finds
+ * their memory. */
+void rbi_resize_prepare(rebatch *rb, bool is_recorded);
+/* Takes back those that are there, and calls resize. */
+rebatch_status rbi_resize_to(rebatch *rb, size_t size);
+uint64_t rbi_resize_bytes(const rebatch *rb);
+/* As rebatch_pool_available(), with what another size would free. */
+rebatch_status rbi_available(size_t *out, const rebatch *rb);
+
 /* ---- callbacks (attempt.c) ---- */
+
+/* Runs resize. REBATCH_OK: what it allocated is of the size; else it has changed nothing. */
+rebatch_status rbi_callback_resize(rebatch *rb, size_t size);
 
 /* Runs lighten. Once it has returned REBATCH_OK the level is in force, rb->lighten, and what it
  * allocated and freed stays so whatever becomes of the step; also where an error that surfaces late
@@ -171,7 +197,7 @@ rebatch_status rbi_callback_wait(rebatch *rb);
 struct rbi_call {
     enum rbi_callback which;
     const rebatch_microbatch *mb; /* of forward_backward */
-    unsigned level;               /* of lighten */
+    size_t level;                 /* of lighten; of resize: the size */
     uint64_t error_changes;       /* rbi_error_changes() when it began */
 };
 
@@ -257,6 +283,7 @@ struct rebatch {
     size_t budget;    /* of cost; SIZE_MAX: no bound */
     bool has_budget;  /* there was a step by cost */
     unsigned lighten;
+    struct rbi_buffers buffers;
     struct rbi_growth growth;
     struct rbi_need known[RBI_KNOWN_SIZES];
     size_t known_next; /* the entry to give up next */
@@ -283,6 +310,8 @@ struct rebatch {
     void *user;
     size_t batch;
     bool by_cost;
+    bool is_probe;
+    size_t resized_to;  /* the size for which resize was called last */
     bool cut_by_budget; /* a micro-batch was */
     rebatch_step_report report;
     uint64_t pool_ooms;  /* of the pool, when the step began */

@@ -22,14 +22,17 @@ static void add_call(struct rbi_text *t, const rebatch *rb, const struct rbi_cal
     static const char *const names[] = {[RBI_ZERO_GRAD] = "zero_grad",
                                         [RBI_FORWARD_BACKWARD] = "forward_backward",
                                         [RBI_OPTIMIZER] = "optimizer_step",
-                                        [RBI_LIGHTEN] = "lighten"};
+                                        [RBI_LIGHTEN] = "lighten",
+                                        [RBI_RESIZE] = "resize"};
     rbi_text_add(t, "step %" PRIu64 ": %s", rb->step, names[call->which]);
     if (call->mb) {
         rbi_text_add(t, " of ");
         rbi_text_add_samples(t, call->mb->first, call->mb->count);
     }
     if (call->which == RBI_LIGHTEN)
-        rbi_text_add(t, " to level %u", call->level);
+        rbi_text_add(t, " to level %zu", call->level);
+    if (call->which == RBI_RESIZE)
+        rbi_text_add(t, " to %zu sample%s", call->level, call->level == 1 ? "" : "s");
 }
 
 static void say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,

@@ -151,6 +151,7 @@ enum rbi_callback {
     RBI_FORWARD_BACKWARD,
     RBI_OPTIMIZER,
     RBI_LIGHTEN,
+    RBI_RESIZE,
     RBI_CALLBACKS
 };
 
@@ -159,7 +160,8 @@ enum rbi_callback {
  * A REBATCH_OOM has left no stale error behind, the stream is idle, and rbi_session_failure() is
  * about it. */
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb);
-/* Runs forward_backward of the batch's first `count` samples, which have that size, as a trial. */
+/* Runs forward_backward of the batch's first `count` samples, which have that size, as a trial,
+ * with buffers of its own: resize before it, and what that allocated is taken back after it. */
 rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size);
 /* Whether a callback of `rb`, which may be NULL, is running in this thread. */
 bool rbi_callback_is_running(const rebatch *rb);
@@ -167,6 +169,16 @@ bool rbi_callback_is_running(const rebatch *rb);
 bool rbi_callback_includes_thread(const rebatch *rb);
 /* Whether the callback that runs is tried once more at its size. */
 bool rbi_callback_is_retry(const rebatch *rb);
+
+/* ---- the buffers of the micro-batch's size (resize.c) ---- */
+
+/* Before any callback but lighten: calls resize where the buffers for the size that is in force are
+ * not there; in a probe those for any size will do. An OOM is as any callback's. */
+rebatch_status rbi_resize_ready(rebatch *rb);
+/* Takes back what resize has allocated. */
+void rbi_resize_release(rebatch *rb);
+/* From here on, till the step's end, callbacks are a probe's. */
+void rbi_step_is_probe(rebatch *rb);
 
 /* ---- what every call that runs callbacks begins and ends with (step.c) ---- */
 

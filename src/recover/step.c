@@ -10,7 +10,8 @@ static rebatch_status undo_step(rebatch *rb)
 {
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
-    (void)rebatch_scope_rollback(rb->pool, rb->scope);
+    if (rb->scope) /* else it was taken back before the failure that ends the step */
+        (void)rebatch_scope_rollback(rb->pool, rb->scope);
     rb->scope = 0;
     return rbi_guards_restore(rb, RBI_GUARD_STEP);
 }
@@ -21,7 +22,9 @@ static rebatch_status zero_grad(rebatch *rb)
 {
     for (;;) {
         const uint64_t began = rbi_now_ns();
-        rebatch_status status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
+        rebatch_status status = rbi_resize_ready(rb);
+        if (!status)
+            status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
         if (status != REBATCH_OOM)
             return status;
         status = rbi_guards_restore(rb, RBI_GUARD_STEP);
@@ -68,38 +71,52 @@ static rebatch_status admit(rebatch *rb, size_t count)
     if (!rbi_need_predict_surely(&need, rb, rb->size) || need == 0)
         return REBATCH_OK;
     need -= rbi_min(need, rbi_need_held(rb, rb->size));
-    if (need == 0)
+    const uint64_t missing = need - rbi_min(need, rbi_resize_bytes(rb));
+    if (missing == 0)
         return REBATCH_OK;
-    const rebatch_status status = rbi_pool_admit(rb->pool, need, rb->options.stream);
+    const rebatch_status status = rbi_pool_admit(rb->pool, missing, rb->options.stream);
     if (status != REBATCH_OOM)
         return status;
     size_t available;
-    (void)rebatch_pool_available(&available, rb->pool);
+    (void)rbi_available(&available, rb);
     rb->failure = (struct rbi_failure){
         .phase = REBATCH_PHASE_ADMISSION, .need_bytes = need, .available_bytes = available};
     return REBATCH_OOM;
 }
 
-static rebatch_status try_samples(rebatch *rb, const rebatch_microbatch *mb)
+static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
 {
-    rebatch_status status = admit(rb, mb->count);
-    if (status)
-        return status;
-    status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+    rebatch_status status = rbi_resize_ready(rb);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
     if (status)
         return status;
     rb->report.attempts++;
+    return rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb);
+}
+
+/* One that the tuner records has buffers of its own, so that it sees all that the size needs. */
+static rebatch_status try_samples(rebatch *rb, const rebatch_microbatch *mb)
+{
+    const bool is_recorded = rbi_learn_will_watch(rb, mb->count);
+    rbi_resize_prepare(rb, is_recorded);
+    rebatch_status status = admit(rb, mb->count);
+    if (status)
+        return status;
     rbi_learn_begin(rb, mb->count);
-    status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb);
+    status = run_attempt(rb, mb);
+    if (rb->ops->resize && is_recorded)
+        rbi_resize_release(rb);
     rbi_learn_end(rb, mb->count, status);
     return status;
 }
 
-/* Nothing ran, so there is nothing to run again. */
+/* No forward_backward ran, so there is nothing to run again. */
 static rebatch_status refused(rebatch *rb, const struct progress *progress,
                               const rebatch_microbatch *mb)
 {
-    rbi_learn_refused(rb, mb->count);
+    if (rb->failure.phase == REBATCH_PHASE_ADMISSION)
+        rbi_learn_refused(rb, mb->count);
     return rbi_fallback_next(
         rb, &(struct rbi_strike){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
@@ -126,7 +143,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     remember_failed(rb, 0, end);
     rebatch_status status = undo_step(rb);
     size_t available;
-    (void)rebatch_pool_available(&available, rb->pool);
+    (void)rbi_available(&available, rb);
     rb->failure.available_bytes = available;
     if (!status)
         status = rbi_fallback_next(
@@ -148,6 +165,7 @@ static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
 {
     switch (rb->failure.phase) {
     case REBATCH_PHASE_ADMISSION:
+    case REBATCH_PHASE_RESIZE:
         return refused(rb, progress, mb);
     case REBATCH_PHASE_FORWARD:
         return redo_samples(rb, progress, mb);
@@ -196,7 +214,9 @@ static rebatch_status update(rebatch *rb)
 {
     for (;;) {
         const uint64_t began = rbi_now_ns();
-        rebatch_status status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        rebatch_status status = rbi_resize_ready(rb);
+        if (!status)
+            status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
         if (!status)
             status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status != REBATCH_OOM)
@@ -204,7 +224,7 @@ static rebatch_status update(rebatch *rb)
         if (rb->failure.phase == REBATCH_PHASE_OPTIMIZER)
             status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
         else
-            status = REBATCH_OK; /* torn: nothing can be undone */
+            status = REBATCH_OK; /* torn: nothing can be undone; resize: nothing has to be */
         if (!status)
             status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
         if (status)
@@ -230,6 +250,8 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
     if (out->flags & ~(uint32_t)REBATCH_DECLARES_MUTATION)
         return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
                          (unsigned)REBATCH_DECLARES_MUTATION);
+    if (out->resize && out->cost)
+        return rbi_error(REBATCH_E_INVALID, "ops.resize and ops.cost are both set: expected one");
     return REBATCH_OK;
 }
 
@@ -258,10 +280,17 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->refitted = false;
     rb->ooms_in_row = 0;
     rb->retried_same = false;
+    rb->is_probe = false;
+    rb->buffers.is_new = false;
     rb->report = (rebatch_step_report){
         .step = rb->step, .micro_before = rbi_micro_size(rb, batch), .cost_before = rbi_budget(rb)};
     rb->pool_ooms = rbi_pool_oom_count(rb->pool);
     rbi_pool_mark_peak(rb->pool);
+}
+
+void rbi_step_is_probe(rebatch *rb)
+{
+    rb->is_probe = true;
 }
 
 void rbi_step_end(rebatch *rb)
@@ -295,6 +324,8 @@ static rebatch_status run(rebatch *rb)
     else
         rbi_scope_commit_all(rb->pool, rb->scope);
     rb->scope = 0;
+    if (status && !rb->report.torn && rb->buffers.is_new)
+        rbi_resize_release(rb);
     return status;
 }
 

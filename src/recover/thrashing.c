@@ -60,7 +60,7 @@ bool rbi_thrashing_step_done(rebatch *rb)
         return false;
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_THRASHING);
     size_t available = 0;
-    (void)rebatch_pool_available(&available, rb->pool);
+    (void)rbi_available(&available, rb);
     rbi_growth_set_back(rb, available);
     shrink(rb);
     rb->thrashing.row = 0;

@@ -23,6 +23,7 @@ struct trainer {
     float *weights, *gradients, *running; /* running statistics: a device guard */
     float *moments;                       /* made by the first update: the pointer is guarded */
     uint64_t random;                      /* moves on with each sample: a host guard */
+    float *buffer;                        /* of resize */
 };
 
 struct result {
@@ -34,6 +35,8 @@ struct result {
 
 /* A switch that breaks the training, to show that the comparison would see it. */
 static bool forget_guards;
+/* Whether the noise is in a buffer that resize makes. */
+static bool has_resize;
 
 static rebatch_status allocate(struct trainer *t, float **out, size_t bytes)
 {
@@ -72,7 +75,10 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
         for (size_t j = 0; j < WIDTH; j++)
             t->running[j] = 0.9f * t->running[j] + 0.1f * x * t->weights[j];
     }
-    status = allocate(t, &noise, mb->count * ACTIVATION_BYTES);
+    if (has_resize)
+        noise = t->buffer;
+    else
+        status = allocate(t, &noise, mb->count * ACTIVATION_BYTES);
     if (!status)
         status = rebatch_reserve(t->rb, ACTIVATION_BYTES);
     if (status)
@@ -90,7 +96,13 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
             t->gradients[j] += work[j] / (float)mb->batch;
         }
     status = rebatch_pool_free(mb->pool, work);
-    return status ? status : rebatch_pool_free(mb->pool, noise);
+    return status || has_resize ? status : rebatch_pool_free(mb->pool, noise);
+}
+
+static rebatch_status resize(size_t micro_batch, void *user)
+{
+    struct trainer *t = user;
+    return allocate(t, &t->buffer, micro_batch * ACTIVATION_BYTES);
 }
 
 static rebatch_status optimizer_step(void *user)
@@ -167,7 +179,9 @@ static rebatch_status train(struct trainer *t, struct result *result, bool once)
 {
     for (uint64_t step = 0; step < STEPS;) {
         rebatch_step_report report;
-        const rebatch_status status = rebatch_step(t->rb, &ops, BATCH, t, &report);
+        rebatch_step_ops table = ops;
+        table.resize = has_resize ? resize : NULL;
+        const rebatch_status status = rebatch_step(t->rb, &table, BATCH, t, &report);
         cr_assert_eq(report.status, status);
         cr_assert_eq(report.step, step);
         result->ooms += report.ooms;
@@ -402,6 +416,26 @@ Test(step_faults, every_host_allocation_fails_for_ever)
 {
     fail_host_memory(UINT64_MAX, REBATCH_ON);
     fail_host_memory(UINT64_MAX, REBATCH_OFF);
+}
+
+/* ---- resize ---- */
+
+Test(step_faults, with_resize_every_call_that_takes_memory_fails)
+{
+    has_resize = true;
+    const struct verdict once = fail_every_index(TAKING, REBATCH_OOM, 1, REBATCH_OFF);
+    cr_assert_gt(once.indexes, 10);
+    cr_assert_gt(once.finished, once.indexes / 2, "a passing fault should be survived");
+    (void)fail_every_index(TAKING, REBATCH_OOM, REBATCH_FAULT_FOREVER, REBATCH_ON);
+    fail_host_memory(1, REBATCH_ON);
+    fail_host_memory(UINT64_MAX, REBATCH_OFF);
+}
+
+Test(step_faults, with_resize_every_look_at_stream_and_error_fails)
+{
+    has_resize = true;
+    fail_other_calls(REBATCH_FAULT_STREAM, 8);
+    fail_other_calls(REBATCH_FAULT_LAST_ERROR, 8);
 }
 
 /* ---- the steady state ---- */

@@ -270,6 +270,18 @@ Test(step_ladder, exhausted_says_where_what_was_needed_what_was_there_and_what_w
     rig_close(&rig);
 }
 
+/* Undoing the step must not take the sentence's place. */
+Test(step_ladder, exhausted_while_accumulating_says_the_same)
+{
+    const rebatch_options options = without_growth();
+    struct rig rig;
+    rig_open(&rig, MIB(3), &options);
+    script_fail(&rig.script, SCRIPT_FORWARD, 1, SCRIPT_WHILE, SCRIPT_POOL)->times = 64;
+    cr_assert_eq(rig_step(&rig, 1), REBATCH_E_EXHAUSTED);
+    assert_text_has("step 0: out of memory in forward_backward of 1 sample, while accumulating");
+    rig_close(&rig);
+}
+
 Test(step_ladder, the_oom_report_names_who_holds_memory)
 {
     const rebatch_options options = without_growth();

@@ -54,8 +54,9 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
  * the file "stderr". */
 static void train(const rebatch_options *options, unsigned steps)
 {
-    const rebatch_step_ops ops = {
-        sizeof ops, nothing, forward_backward, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward,
+                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
+                                  NULL,       NULL};
     rebatch_device *device;
     rebatch *rb;
     cr_assert_eq(rebatch_device_open_host(&device, 40 * MIB, NULL), REBATCH_OK);
@@ -165,7 +166,8 @@ Test(step_log, nobody_who_reads_is_no_reason_to_end)
     const int before = dup(STDERR_FILENO);
     rebatch_device *device;
     rebatch *rb;
-    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward, nothing, NULL, 0, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward, nothing, NULL, 0,
+                                  NULL,       NULL};
     cr_assert_eq(rebatch_device_open_host(&device, 70 * MIB, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
     (void)dup2(ends[1], STDERR_FILENO);

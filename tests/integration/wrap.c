@@ -349,8 +349,9 @@ Test(wrap, an_attempt_is_taken_back_when_no_stream_is_at_work)
     struct rig rig;
     rig_open(&rig);
     struct lagging lagging = {.rig = &rig};
-    const rebatch_step_ops ops = {
-        sizeof ops, nothing, lag_and_fail_once, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, lag_and_fail_once,
+                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
+                                  NULL,       NULL};
     rebatch_step_report report;
     cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &lagging, &report), REBATCH_OK, "%s",
                  rebatch_last_error());
@@ -377,7 +378,7 @@ Test(wrap, so_is_one_that_fails_for_another_reason)
     rig_open(&rig);
     struct lagging lagging = {.rig = &rig};
     const rebatch_step_ops ops = {
-        sizeof ops, nothing, lag_and_give_up, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+        sizeof ops, nothing, lag_and_give_up, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL, NULL};
     cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &lagging, NULL), REBATCH_E_USER);
     check_waited(&lagging.work);
     cr_assert_eq(live_bytes(&rig), 0);
@@ -413,8 +414,9 @@ Test(wrap, what_other_threads_allocate_beside_a_step_stays)
     struct rig rig;
     rig_open(&rig);
     unsigned char *batch = NULL;
-    const rebatch_step_ops ops = {
-        sizeof ops, nothing, prepare_and_fail_once, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, prepare_and_fail_once,
+                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
+                                  NULL,       NULL};
     rebatch_step_report report;
     cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &batch, &report), REBATCH_OK, "%s",
                  rebatch_last_error());
@@ -457,8 +459,9 @@ Test(wrap, what_is_no_oom_of_a_step_comes_back)
     rebatch_escape_on_oom(cudaErrorMemoryAllocation); /* no step */
     cr_assert_str_eq(rebatch_last_error(), "", "what was said before is still there");
     unsigned came_back = 0;
-    const rebatch_step_ops ops = {
-        sizeof ops, nothing, escape_for_nothing, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, escape_for_nothing,
+                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
+                                  NULL,       NULL};
     cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &came_back, NULL), REBATCH_OK);
     cr_assert_eq(came_back, 1);
     rig_close(&rig);
@@ -477,7 +480,7 @@ Test(wrap, close_within_a_step_is_refused)
 {
     struct rig rig;
     const rebatch_step_ops ops = {
-        sizeof ops, nothing, close_within, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL};
+        sizeof ops, nothing, close_within, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL, NULL};
     rig_open(&rig);
     cr_assert_eq(rebatch_step(rig.rb, &ops, 2, NULL, NULL), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(rebatch_get_current(), rig.rb);
@@ -637,4 +640,41 @@ Test(wrap, a_step_without_a_session_is_refused)
     struct wrap_trainer trainer = {.sample_bytes = 1};
     cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaErrorInvalidValue);
     cr_assert_eq(trainer.zeros + trainer.trains + trainer.updates, 0);
+}
+
+/* 40 samples of 1 MiB in 64 MiB. */
+Test(wrap, a_trainer_that_keeps_its_buffer_makes_it_in_resize)
+{
+    cudaError_t (*const steps[])(struct wrap_trainer *, size_t, rebatch_step_report *) = {
+        wrap_trainer_step_with_resize, wrap_trainer_step_with_lambda};
+    for (size_t i = 0; i < 2; i++) {
+        struct rig rig;
+        rig_open(&rig);
+        rebatch_step_report report;
+        struct wrap_trainer trainer = {.sample_bytes = MIB};
+        cr_assert_eq(steps[i](&trainer, 80, &report), cudaSuccess, "%s", rebatch_last_error());
+        cr_expect_eq(trainer.made, 2, "80 and 40 samples");
+        cr_expect_eq(trainer.room, 40);
+        cr_expect_eq(report.microbatches, 2);
+        cr_expect_eq(trainer.sum, 80 * 79 / 2);
+        for (int step = 0; step < 3; step++)
+            cr_assert_eq(steps[i](&trainer, 80, &report), cudaSuccess);
+        cr_expect_eq(trainer.made, 2, "%u calls of resize", trainer.made);
+        cr_expect_eq(live_bytes(&rig), 40 * MIB);
+        rig_close(&rig);
+    }
+}
+
+Test(wrap, each_trainer_of_a_process_has_its_own_buffers)
+{
+    struct rig rig;
+    rig_open(&rig);
+    struct wrap_trainer one = {.sample_bytes = MIB}, other = {.sample_bytes = MIB};
+    cr_assert_eq(wrap_trainer_step_with_resize(&one, 8, NULL), cudaSuccess);
+    cr_assert_eq(wrap_trainer_step_with_lambda(&other, 8, NULL), cudaSuccess);
+    cr_assert_eq(wrap_trainer_step_with_resize(&one, 8, NULL), cudaSuccess);
+    cr_expect_eq(one.made, 2);
+    cr_expect_eq(other.made, 1);
+    cr_expect_eq(live_bytes(&rig), 8 * MIB);
+    rig_close(&rig);
 }

@@ -70,3 +70,45 @@ cudaError_t wrap_trainer_step_by_lambdas(wrap_trainer *trainer, size_t batch, ui
         },
         train, [&] { update(); }, flags, report);
 }
+
+/* As it was before training began, in a trainer that allocates once. */
+static void allocate_buffer(size_t samples)
+{
+    t->made++;
+    check(cudaMalloc(&t->buffer, samples * t->sample_bytes));
+    t->room = samples;
+}
+
+static void train_in_buffer(size_t first, size_t count)
+{
+    t->trains++;
+    if (count > t->room)
+        abort();
+    rebatch_wrap_mutating();
+    for (size_t i = first; i < first + count; i++)
+        t->sum += (double)i;
+}
+
+cudaError_t wrap_trainer_step_with_resize(wrap_trainer *trainer, size_t batch,
+                                          rebatch_step_report *report)
+{
+    t = trainer;
+    return rebatch_wrap_step(batch, zero_gradients, train_in_buffer, update, allocate_buffer,
+                             REBATCH_DECLARES_MUTATION, report);
+}
+
+cudaError_t wrap_trainer_step_with_lambda(wrap_trainer *trainer, size_t batch,
+                                          rebatch_step_report *report)
+{
+    char elsewhere[256]; /* the functions are not at the same address of the stack each time */
+    t = trainer;
+    elsewhere[0] = 0;
+    (void)elsewhere;
+    return rebatch_wrap_step(
+        batch, zero_gradients, train_in_buffer, update,
+        [trainer](size_t samples) {
+            (void)trainer;
+            allocate_buffer(samples);
+        },
+        REBATCH_DECLARES_MUTATION, report);
+}

@@ -18,7 +18,17 @@ struct wrap_trainer {
     double sum;                      /* accumulated */
     double parameter;                /* sum of all updates */
     unsigned zeros, trains, updates; /* calls */
+    unsigned made;                   /* calls of resize */
+    size_t room;                     /* samples of the buffer */
+    void *buffer;
 };
+
+/* A step of a trainer that keeps its buffer, which resize makes, by a function or by a lambda;
+ * `made` counts the calls. */
+cudaError_t wrap_trainer_step_with_resize(struct wrap_trainer *trainer, size_t batch,
+                                          rebatch_step_report *report);
+cudaError_t wrap_trainer_step_with_lambda(struct wrap_trainer *trainer, size_t batch,
+                                          rebatch_step_report *report);
 
 /* One step, through rebatch_wrap_step(), by functions or by lambdas that capture the trainer. */
 cudaError_t wrap_trainer_step(struct wrap_trainer *trainer, size_t batch, uint32_t flags,

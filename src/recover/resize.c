@@ -1,0 +1,80 @@
+/* Owns the buffers of the micro-batch's size: when resize is called, and when what it allocated is
+ * taken back. Must not know what is done about an OOM. */
+#include "recover/recover.h"
+
+/* Whether what resize allocated is all there still: the program may have freed some, and a scope of
+ * its own around the step may have taken it back. */
+static bool is_there(const rebatch *rb)
+{
+    return rb->buffers.size && rbi_pool_sized_bytes(rb->pool) == rb->buffers.bytes;
+}
+
+static bool is_of_step(const rebatch *rb)
+{
+    return rb->buffers.resize == rb->ops->resize && rb->buffers.user == rb->user &&
+           rb->buffers.lighten == rb->lighten;
+}
+
+/* Buffers serve every smaller micro-batch, so a rest and a smaller batch need no others. A size
+ * that memory has made smaller does. */
+static bool is_due(const rebatch *rb)
+{
+    if (!rb->ops->resize)
+        return false;
+    if (!is_there(rb) || !is_of_step(rb))
+        return true;
+    return !rb->is_probe &&
+           (rb->micro < rb->buffers.size || rbi_micro_size(rb, rb->batch) > rb->buffers.size);
+}
+
+void rbi_resize_release(rebatch *rb)
+{
+    if (!rb->buffers.size)
+        return;
+    if (rb->any_stream)
+        (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
+    rbi_pool_free_sized(rb->pool);
+    rb->buffers = (struct rbi_buffers){0};
+}
+
+rebatch_status rbi_resize_to(rebatch *rb, size_t size)
+{
+    if (!rb->ops->resize)
+        return REBATCH_OK;
+    rbi_resize_release(rb);
+    rb->resized_to = size; /* that many are too many if it fails */
+    const rebatch_status status = rbi_callback_resize(rb, size);
+    if (status)
+        return status;
+    rb->buffers = (struct rbi_buffers){.size = size,
+                                       .bytes = rbi_pool_sized_bytes(rb->pool),
+                                       .lighten = rb->lighten,
+                                       .resize = rb->ops->resize,
+                                       .user = rb->user,
+                                       .is_new = true};
+    return REBATCH_OK;
+}
+
+void rbi_resize_prepare(rebatch *rb, bool is_recorded)
+{
+    if (rb->ops->resize && (is_recorded || is_due(rb)))
+        rbi_resize_release(rb);
+}
+
+rebatch_status rbi_resize_ready(rebatch *rb)
+{
+    if (!is_due(rb))
+        return REBATCH_OK;
+    const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), rb->batch);
+    return rbi_resize_to(rb, rb->is_probe ? least : rbi_micro_size(rb, rb->batch));
+}
+
+uint64_t rbi_resize_bytes(const rebatch *rb)
+{
+    return rb->buffers.size ? rbi_pool_sized_bytes(rb->pool) : 0;
+}
+
+rebatch_status rbi_available(size_t *out, const rebatch *rb)
+{
+    return rbi_pool_available_sized(out, rb->pool);
+}

@@ -1,0 +1,500 @@
+/* Owns the tests of resize: the buffers of a micro-batch size are made when the size changes, and
+ * those of the size before are gone by then. Must not know the library's inside. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "rebatch/rebatch.h"
+
+#define MIB ((size_t)1 << 20)
+
+/* ---- a trainer whose buffers are made by resize: two of 1 MiB a sample in all ---- */
+
+struct trainer {
+    rebatch_device *device;
+    rebatch *rb;
+    void *buffers[2];      /* not guarded */
+    size_t room;           /* their samples */
+    size_t made_bytes;     /* by resize, for each sample */
+    size_t attempt_bytes;  /* by forward_backward, for each sample */
+    size_t update_bytes;   /* by optimizer_step, in all */
+    size_t counted, batch; /* samples in the accumulator */
+    rebatch_status fails;  /* what the next forward_backward returns */
+    bool dirty;            /* having declared that it changes something */
+    unsigned level;        /* of lighten */
+    unsigned made_level;   /* at which the buffers were made */
+    bool has_lighten, has_resized;
+    char trace[512];
+};
+
+static void note(struct trainer *t, const char *what, size_t count)
+{
+    const size_t length = strlen(t->trace);
+    (void)snprintf(t->trace + length, sizeof t->trace - length, "%s%s%zu", length ? " " : "", what,
+                   count);
+}
+
+/* Once resize has been called the buffers are there in every callback. */
+static void check_buffers(const struct trainer *t)
+{
+    rebatch_pool *pool = rebatch_get_pool(t->rb);
+    for (size_t i = 0; i < 2 && t->has_resized; i++) {
+        size_t bytes = 0;
+        cr_assert_eq(rebatch_pool_block_bytes(&bytes, pool, t->buffers[i]), REBATCH_OK,
+                     "buffer %zu is gone: %s; %s", i, rebatch_last_error(), t->trace);
+        cr_assert_geq(bytes, t->room * t->made_bytes / 2 >> t->made_level);
+    }
+}
+
+static rebatch_status zero_grad(void *user)
+{
+    struct trainer *t = user;
+    check_buffers(t);
+    t->counted = 0;
+    return REBATCH_OK;
+}
+
+static rebatch_status resize(size_t micro_batch, void *user)
+{
+    struct trainer *t = user;
+    note(t, "r", micro_batch);
+    t->has_resized = true;
+    t->room = 0;
+    t->made_level = t->level;
+    for (size_t i = 0; i < 2; i++)
+        if (rebatch_pool_alloc(&t->buffers[i], rebatch_get_pool(t->rb),
+                               micro_batch * t->made_bytes / 2 >> t->level, NULL, 0))
+            return REBATCH_OOM;
+    t->room = micro_batch;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    void *block = NULL;
+    check_buffers(t);
+    cr_assert_leq(mb->count, t->room, "%zu samples in buffers for %zu: %s", mb->count, t->room,
+                  t->trace);
+    if (t->attempt_bytes &&
+        rebatch_pool_alloc(&block, mb->pool, mb->count * t->attempt_bytes, mb->stream, 0)) {
+        note(t, "!", mb->count);
+        return REBATCH_OOM;
+    }
+    note(t, mb->probing ? "t" : "f", mb->count);
+    const rebatch_status fails = t->fails;
+    t->fails = REBATCH_OK;
+    if (fails && !t->dirty)
+        return fails;
+    rebatch_mutating(t->rb);
+    t->counted += mb->count;
+    return fails ? fails : rebatch_pool_free(mb->pool, block);
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct trainer *t = user;
+    void *block = NULL;
+    check_buffers(t);
+    if (t->update_bytes &&
+        rebatch_pool_alloc(&block, rebatch_get_pool(t->rb), t->update_bytes, NULL, 0)) {
+        note(t, "!u", t->update_bytes / MIB);
+        return REBATCH_OOM;
+    }
+    rebatch_mutating(t->rb);
+    cr_assert_eq(t->counted, t->batch, "%zu of %zu samples", t->counted, t->batch);
+    return rebatch_pool_free(rebatch_get_pool(t->rb), block);
+}
+
+static rebatch_status lighten(unsigned level, void *user)
+{
+    struct trainer *t = user;
+    if (level > 1)
+        return REBATCH_E_UNSUPPORTED;
+    note(t, "l", level);
+    t->level = level;
+    return REBATCH_OK;
+}
+
+static rebatch_step_ops ops_of(const struct trainer *t)
+{
+    return (rebatch_step_ops){.struct_size = sizeof(rebatch_step_ops),
+                              .zero_grad = zero_grad,
+                              .forward_backward = forward_backward,
+                              .optimizer_step = optimizer_step,
+                              .lighten = t->has_lighten ? lighten : NULL,
+                              .flags = REBATCH_DECLARES_MUTATION,
+                              .resize = resize};
+}
+
+static void open_trainer(struct trainer *t, const rebatch_options *given, size_t limit_bytes)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    if (given)
+        options = *given;
+    if (!options.grow_after)
+        options.grow_after = 2;
+    memset(t, 0, sizeof *t);
+    t->made_bytes = MIB;
+    cr_assert_eq(rebatch_device_open_host(&t->device, limit_bytes, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+static uint64_t live_bytes(const struct trainer *t)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(t->rb)), REBATCH_OK);
+    return stats.live_bytes;
+}
+
+static void close_trainer(struct trainer *t)
+{
+    rebatch_close(t->rb);
+    rebatch_device_close(t->device);
+}
+
+static rebatch_status run_step(struct trainer *t, size_t batch, rebatch_step_report *report)
+{
+    const rebatch_step_ops ops = ops_of(t);
+    t->trace[0] = '\0';
+    t->batch = batch;
+    return rebatch_step(t->rb, &ops, batch, t, report);
+}
+
+static void expect_step(struct trainer *t, size_t batch, const char *trace)
+{
+    rebatch_step_report report;
+    cr_assert_eq(run_step(t, batch, &report), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_str_eq(t->trace, trace);
+}
+
+/* ---- when it is called ---- */
+
+Test(step_resize, it_is_called_before_the_first_attempt_and_when_the_size_changes)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 64;
+    open_trainer(&t, &options, 80 * MIB);
+    expect_step(&t, 128, "r64 f64 f64");
+    expect_step(&t, 128, "f64 f64");
+    cr_expect_eq(live_bytes(&t), 64 * MIB);
+    close_trainer(&t);
+}
+
+Test(step_resize, a_rest_and_a_smaller_batch_use_the_buffers_that_are_there)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 32;
+    open_trainer(&t, &options, 80 * MIB);
+    expect_step(&t, 72, "r32 f32 f32 f8");
+    expect_step(&t, 20, "f20");
+    expect_step(&t, 72, "f32 f32 f8");
+    close_trainer(&t);
+}
+
+Test(step_resize, a_larger_batch_has_larger_buffers)
+{
+    struct trainer t;
+    open_trainer(&t, NULL, 80 * MIB);
+    expect_step(&t, 20, "r20 f20");
+    expect_step(&t, 64, "r64 f64");
+    expect_step(&t, 20, "f20");
+    close_trainer(&t);
+}
+
+/* ---- memory ---- */
+
+Test(step_resize, the_buffers_of_the_old_size_are_gone_before_the_new_ones_are_made)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 64;
+    open_trainer(&t, &options, 80 * MIB);
+    expect_step(&t, 64, "r64 f64");
+    t.fails = REBATCH_OOM;
+    expect_step(&t, 64, "f64 r32 f32 f32");
+    cr_expect_eq(live_bytes(&t), 32 * MIB);
+    expect_step(&t, 64, "f32 f32");
+    expect_step(&t, 64, "f32 f32");
+    expect_step(&t, 64, "r64 f64"); /* 64 + 32 would be too much */
+    close_trainer(&t);
+}
+
+Test(step_resize, a_resize_that_fails_is_called_for_a_smaller_size)
+{
+    struct trainer t;
+    rebatch_step_report report;
+    open_trainer(&t, NULL, 40 * MIB);
+    cr_assert_eq(run_step(&t, 128, &report), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_str_eq(t.trace, "r128 r64 r32 f32 f32 f32 f32");
+    cr_expect_eq(report.ooms, 2);
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_RESIZE], 2);
+    cr_expect_eq(report.attempts, 4);
+    cr_expect_eq(report.redone_samples, 0);
+    cr_expect_eq(live_bytes(&t), 32 * MIB, "what the calls that failed allocated is taken back");
+    close_trainer(&t);
+}
+
+Test(step_resize, buffers_and_attempt_together_must_fit)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 64;
+    open_trainer(&t, &options, 100 * MIB);
+    t.attempt_bytes = MIB;
+    expect_step(&t, 64, "r64 !64 r32 f32 f32");
+    rebatch_step_report report; /* 128 MiB are known to be too much for 100 */
+    for (int i = 0; i < 8; i++) {
+        cr_assert_eq(run_step(&t, 64, &report), REBATCH_OK);
+        cr_expect_str_eq(t.trace, "f32 f32");
+        cr_expect_eq(report.ooms, 0);
+    }
+    close_trainer(&t);
+}
+
+/* What admission refuses it refuses with the buffers counted once. */
+Test(step_resize, admission_counts_the_buffers_once)
+{
+    struct trainer t;
+    rebatch_step_report report;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 64;
+    open_trainer(&t, &options, 140 * MIB);
+    t.attempt_bytes = MIB;
+    expect_step(&t, 128, "r64 f64 f64");
+    expect_step(&t, 128, "f64 f64");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 100 * MIB), REBATCH_OK);
+    cr_assert_eq(run_step(&t, 128, &report), REBATCH_OK);
+    cr_expect_str_eq(t.trace, "r32 f32 f32 f32 f32");
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
+    cr_expect_eq(report.ooms, 1);
+    close_trainer(&t);
+}
+
+Test(step_resize, an_update_that_needs_memory_makes_the_buffers_smaller)
+{
+    struct trainer t;
+    rebatch_step_report report;
+    open_trainer(&t, NULL, 80 * MIB);
+    t.update_bytes = 30 * MIB;
+    cr_assert_eq(run_step(&t, 64, &report), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_str_eq(t.trace, "r64 f64 !u30 r32");
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_OPTIMIZER], 1);
+    cr_expect_eq(report.redone_samples, 0);
+    expect_step(&t, 64, "f32 f32");
+    close_trainer(&t);
+}
+
+/* The buffers of 32 stand in the way of a rest of 8, which fits with smaller ones. */
+Test(step_resize, a_rest_that_does_not_fit_beside_large_buffers_has_smaller_ones)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 32;
+    options.growth = REBATCH_OFF;
+    open_trainer(&t, &options, 80 * MIB);
+    t.attempt_bytes = MIB;
+    expect_step(&t, 32, "r32 f32");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 36 * MIB), REBATCH_OK);
+    expect_step(&t, 8, "!8 r8 f8");
+    expect_step(&t, 32, "r16 f16 f16");
+    close_trainer(&t);
+}
+
+/* ---- what is undone ---- */
+
+Test(step_resize, a_batch_that_runs_again_keeps_its_buffers)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 32;
+    open_trainer(&t, &options, 80 * MIB);
+    expect_step(&t, 64, "r32 f32 f32");
+    t.fails = REBATCH_OOM;
+    t.dirty = true;
+    expect_step(&t, 64, "f32 r16 f16 f16 f16 f16");
+    close_trainer(&t);
+}
+
+Test(step_resize, a_step_that_fails_leaves_no_buffers_that_it_made)
+{
+    struct trainer t;
+    rebatch_step_report report;
+    open_trainer(&t, NULL, 80 * MIB);
+    t.made_bytes = 100 * MIB;
+    cr_assert_eq(run_step(&t, 4, &report), REBATCH_E_EXHAUSTED);
+    cr_expect_str_eq(t.trace, "r4 r2 r1");
+    cr_expect(strstr(rebatch_last_error(), "out of memory in resize, which needs at least 100 MiB, "
+                                           "with 80.0 MiB available"),
+              "%s", rebatch_last_error());
+    cr_expect_eq(live_bytes(&t), 0);
+    t.made_bytes = MIB;
+    t.has_resized = false;
+    t.fails = REBATCH_E_USER;
+    cr_assert_eq(run_step(&t, 4, &report), REBATCH_E_USER);
+    cr_expect_eq(live_bytes(&t), 0);
+    expect_step(&t, 4, "r1 f1 f1 f1 f1");
+    t.fails = REBATCH_E_USER;
+    cr_assert_eq(run_step(&t, 4, &report), REBATCH_E_USER);
+    cr_expect_eq(live_bytes(&t), MIB, "those of before are there");
+    expect_step(&t, 4, "f1 f1 f1 f1");
+    close_trainer(&t);
+}
+
+Test(step_resize, what_it_changes_in_guarded_state_stays)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 64;
+    open_trainer(&t, &options, 80 * MIB);
+    cr_assert_eq(rebatch_guard(t.rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(t.rb, &t.room, sizeof t.room, REBATCH_GUARD_HOST), REBATCH_OK);
+    expect_step(&t, 64, "r64 f64");
+    t.fails = REBATCH_OOM;
+    expect_step(&t, 64, "f64 r32 f32 f32");
+    t.fails = REBATCH_OOM;
+    t.dirty = true;
+    cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(t.rb), 0, NULL), REBATCH_OK); /* no retry */
+    expect_step(&t, 64, "f32 r16 f16 f16 f16 f16");
+    t.fails = REBATCH_E_USER;
+    rebatch_step_report report;
+    cr_assert_eq(run_step(&t, 64, &report), REBATCH_E_USER);
+    expect_step(&t, 64, "f16 f16 f16 f16");
+    close_trainer(&t);
+}
+
+Test(step_resize, a_lighter_level_has_buffers_of_its_own)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_smallest = 64;
+    options.growth = REBATCH_OFF;
+    open_trainer(&t, &options, 40 * MIB);
+    t.has_lighten = true;
+    expect_step(&t, 64, "r64 l1 r64 f64");
+    expect_step(&t, 64, "f64");
+    close_trainer(&t);
+}
+
+/* ---- who chooses the size ---- */
+
+Test(step_resize, a_probe_finds_the_size_and_leaves_the_session_as_it_was)
+{
+    struct trainer t;
+    rebatch_probe_report report;
+    open_trainer(&t, NULL, 100 * MIB);
+    t.attempt_bytes = MIB;
+    const rebatch_step_ops ops = ops_of(&t);
+    cr_assert_eq(rebatch_probe(t.rb, &ops, 128, &t, NULL, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_expect_eq(report.size, 50);
+    cr_expect_eq(report.ooms, 0, "%s", t.trace);
+    rebatch_step_report step;
+    cr_assert_eq(run_step(&t, 128, &step), REBATCH_OK);
+    cr_expect_str_eq(t.trace, "r50 f50 f50 f28");
+    cr_expect_eq(step.ooms, 0);
+    cr_assert_eq(rebatch_probe(t.rb, &ops, 128, &t, NULL, &report), REBATCH_OK);
+    cr_expect_eq(report.size, 50, "the buffers of the steps before do not count");
+    expect_step(&t, 128, "r50 f50 f50 f28");
+    close_trainer(&t);
+}
+
+Test(step_resize, a_session_that_learns_counts_the_buffers)
+{
+    struct trainer t;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.learn = REBATCH_ON;
+    open_trainer(&t, &options, 100 * MIB);
+    t.attempt_bytes = MIB;
+    rebatch_step_report report;
+    for (int i = 0; i < 4; i++) {
+        cr_assert_eq(run_step(&t, 200, &report), REBATCH_OK, "%s", rebatch_last_error());
+        cr_expect_eq(report.ooms, 0, "step %d: %s", i, t.trace);
+    }
+    cr_expect_str_eq(t.trace, "f50 f50 f50 f50");
+    close_trainer(&t);
+}
+
+Test(step_resize, fit_and_growth_go_by_buffers_and_attempt)
+{
+    struct trainer t;
+    rebatch_probe_report probe;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.on_oom = REBATCH_ON_OOM_FIT;
+    open_trainer(&t, &options, 100 * MIB);
+    t.attempt_bytes = MIB;
+    const rebatch_step_ops ops = ops_of(&t);
+    cr_assert_eq(rebatch_probe(t.rb, &ops, 100, &t, NULL, &probe), REBATCH_OK);
+    expect_step(&t, 100, "r50 f50 f50");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 61 * MIB), REBATCH_OK);
+    expect_step(&t, 100, "r30 f30 f30 f30 f10");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 100 * MIB), REBATCH_OK);
+    expect_step(&t, 100, "f30 f30 f30 f10");
+    expect_step(&t, 100, "f30 f30 f30 f10");
+    expect_step(&t, 100, "r50 f50 f50");
+    close_trainer(&t);
+}
+
+/* ---- under OOMs at random ---- */
+
+/* The callbacks look after their buffers, and after the samples. Limits from 20 to 100 MiB. */
+static void train_at_random(unsigned seed, bool learns)
+{
+    struct trainer t;
+    rebatch_step_report report;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    char text[16];
+    (void)snprintf(text, sizeof text, "%u", seed);
+    setenv("REBATCH_RUN_SEED", text, 1);
+    options.learn = learns ? REBATCH_ON : REBATCH_OFF;
+    options.grow_after = 1;
+    open_trainer(&t, &options, 100 * MIB);
+    t.attempt_bytes = seed % 3 * MIB / 2;
+    t.update_bytes = seed % 5 * MIB;
+    t.has_lighten = seed % 2;
+    for (unsigned i = 0; i < 12; i++) {
+        const size_t limit_bytes = (20 + (seed * 7 + i * 31) % 81) * MIB;
+        cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), limit_bytes), REBATCH_OK);
+        t.dirty = i % 2;
+        const bool fails = i % 4 == 1;
+        t.fails = fails ? REBATCH_OOM : REBATCH_OK;
+        const rebatch_status status = run_step(&t, 1 + (seed * 13 + i * 17) % 90, &report);
+        const uint64_t live = live_bytes(&t);
+        cr_assert(status == REBATCH_OK || (fails && status == REBATCH_E_EXHAUSTED),
+                  "seed %u, step %u: %s: %s", seed, i, rebatch_last_error(), t.trace);
+        cr_assert(live == (t.room * MIB / 2 >> t.made_level) * 2 || (status && live == 0),
+                  "seed %u, step %u: %ju bytes are live: %s", seed, i, (uintmax_t)live, t.trace);
+        t.has_resized &= live > 0;
+    }
+    close_trainer(&t);
+}
+
+Test(step_resize, buffers_are_there_and_every_sample_counts_once_under_random_ooms)
+{
+    setenv("REBATCH_RUN_OOM_CHANCE", "10%", 1);
+    for (unsigned seed = 1; seed <= 300; seed++)
+        train_at_random(seed, seed % 4 == 0);
+}
+
+/* ---- what is refused ---- */
+
+static uint64_t cost(size_t first, size_t count, void *user)
+{
+    (void)first;
+    (void)user;
+    return count;
+}
+
+Test(step_resize, together_with_a_cost_it_is_refused)
+{
+    struct trainer t;
+    open_trainer(&t, NULL, 80 * MIB);
+    rebatch_step_ops ops = ops_of(&t);
+    ops.cost = cost;
+    cr_expect_eq(rebatch_step(t.rb, &ops, 8, &t, NULL), REBATCH_E_INVALID);
+    cr_expect_str_eq(rebatch_last_error(), "ops.resize and ops.cost are both set: expected one");
+    close_trainer(&t);
+}
