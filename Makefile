@@ -66,6 +66,7 @@ KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
 KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
 WRAP_EXISTING := $(BUILD)/examples/wrap_existing
+WRAP_BUFFERS := $(BUILD)/examples/wrap_buffers
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 MAN_PAGES := build/man/man1/rebatch.1 build/man/man3/rebatch.3 \
     $(patsubst include/rebatch/%.h,build/man/man3/rebatch_%.3, \
@@ -178,12 +179,12 @@ $(BUILD)/kernels/%.o: kernels/%.cu $(BUILD)/kernels/flags
 	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -fPIC,-Wall,-Wextra -MMD -MP \
 	    -MF $(@:.o=.d) -c -o $@ $<
 
-# The same program twice: as it was, and wrapped.
+# The same programs twice: as they were, and wrapped.
 WRAP_CU = $(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -Wall,-Wextra -Iinclude -cudart shared -o $@ $<
-$(WRAP_EXISTING)-before: examples/wrap_existing.cu $(BUILD)/kernels/flags
+$(WRAP_EXISTING)-before $(WRAP_BUFFERS)-before: $(BUILD)/%-before: %.cu $(BUILD)/kernels/flags
 	@mkdir -p $(@D)
 	$(WRAP_CU)
-$(WRAP_EXISTING): examples/wrap_existing.cu $(wildcard include/rebatch/*.h) $(BUILD)/kernels/flags $(STATIC)
+$(WRAP_EXISTING) $(WRAP_BUFFERS): $(BUILD)/%: %.cu $(wildcard include/rebatch/*.h) $(BUILD)/kernels/flags $(STATIC)
 	@mkdir -p $(@D)
 	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
 
@@ -297,17 +298,18 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
 
 test-gpu: kernels ## the tests that need a GPU
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
 	$(RUN_WRAP_EXISTING)
 
-RUN_WRAP_EXISTING = @LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH \
-    scripts/test-wrap-existing $(WRAP_EXISTING)-before $(WRAP_EXISTING)
-test-wrap-existing: ## a CUDA trainer before and after ten lines of rebatch (needs a GPU)
+RUN_WRAP_EXISTING = @export LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH; \
+    scripts/test-wrap-existing $(WRAP_EXISTING)-before $(WRAP_EXISTING) && \
+    scripts/test-wrap-existing $(WRAP_BUFFERS)-before $(WRAP_BUFFERS)
+test-wrap-existing: ## CUDA trainers before and after ten lines of rebatch (needs a GPU)
 	@scripts/install-deps build
-	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before
+	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
 	$(RUN_WRAP_EXISTING)
 
 test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
@@ -411,7 +413,8 @@ install: build ## into DESTDIR/prefix: library, headers, command, man pages, doc
 	@install -m 644 $(filter %.3,$(MAN_PAGES)) $(MAN)/man3
 	@install -m 644 README.md LICENSE CHANGELOG.md $(DOC)
 	@install -m 644 $(wildcard docs/*.md docs/*.svg) $(DOC)/docs
-	@install -m 644 examples/Makefile examples/minimal.c examples/rebatch.cfg examples/wrap_existing.cu $(DOC)/examples
+	@install -m 644 examples/Makefile examples/minimal.c examples/rebatch.cfg examples/wrap_existing.cu \
+	    examples/wrap_buffers.cu $(DOC)/examples
 	@install -m 644 $(wildcard examples/guide/*) $(DOC)/examples/guide
 	@# Each function has a page that leads to that of its header.
 	@cd $(MAN)/man3 && for page in $(notdir $(filter %.3,$(MAN_PAGES))); do \

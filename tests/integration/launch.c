@@ -213,6 +213,27 @@ Test(launch, a_step_with_a_cost_is_probed_by_cost)
     cr_expect(strstr(text, "\"batch_cost\":null,") && strstr(text, "\"size\":4,"), "%s", text);
 }
 
+static rebatch_status resize(size_t micro_batch, void *user)
+{
+    void *buffer;
+    return rebatch_pool_alloc(&buffer, rebatch_get_pool(((struct rig *)user)->rb),
+                              micro_batch * MIB, NULL, 0);
+}
+
+/* A sample takes 1 MiB in a buffer of resize and 2 MiB in an attempt. */
+Test(launch, a_step_with_resize_is_probed_with_its_buffers)
+{
+    static char text[16384];
+    rebatch_step_ops with_buffers = ops;
+    with_buffers.resize = resize;
+    setenv("REBATCH_PROBE_ONLY", "json", 1);
+    setenv("REBATCH_MEMORY_LIMIT", "10MiB", 1);
+    cr_assert_eq(run_probe(text, sizeof text, &with_buffers), 0);
+    cr_expect(strstr(text, "\"size\":3,"), "%s", text);
+    cr_expect(strstr(text, "\"ooms\":0,"), "%s", text);
+    cr_expect(strstr(text, "\"measured_peak_bytes\":9437184,"), "%s", text);
+}
+
 static rebatch_status refuse(const rebatch_microbatch *mb, void *user)
 {
     (void)mb;
