@@ -241,6 +241,7 @@ void rbi_pool_free_resident(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);
     const struct rbi_block *const ring = &pool->by_sequence;
+    pool->heap.late.rollback += pool->resident_bytes > 0; /* as whose late frees are known */
     for (struct rbi_block *b = ring->next, *next; pool->resident_bytes && b != ring; b = next) {
         next = b->next;
         if (!b->resident || !take_out_of_use(pool, b))
