@@ -114,12 +114,12 @@ typedef struct rebatch_step_ops {
      *  buffers that are there: the last one of an effective batch, and those of a smaller batch.
      *
      *  What it allocates from the pool, or with cudaMalloc under wrap.h, belongs to the size.
-     *  rebatch takes it back before it calls resize for another size, so resize must not free it,
-     *  and takes back what a call that fails has allocated; then resize is called for a smaller
-     *  size. The contents of the buffers do not survive the call, but otherwise last from one
-     *  callback to the next. What resize changes in guarded host state stays changed. It may run
-     *  again for the same size, in a probe and while `learn` is on, and must not call
-     *  rebatch_mutating().
+     *  rebatch takes it back before it calls resize for another size, so resize need not free it;
+     *  a free of the old buffers before it allocates is ignored. rebatch also takes back what a
+     *  call that fails has allocated; then resize is called for a smaller size. Buffers keep their
+     *  contents from one callback to the next, but not across a call of resize. What resize
+     *  changes in guarded host state stays changed. It may run again for the same size, in a probe
+     *  and while `learn` is on, and must not call rebatch_mutating().
      *
      *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
      *  memory. Not together with `cost`. */

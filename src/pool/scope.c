@@ -240,6 +240,7 @@ void rbi_pool_free_sized(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);
     const struct rbi_block *const ring = &pool->by_sequence;
+    pool->heap.late.rollback += pool->sized_bytes > 0; /* as whose late frees are known */
     for (struct rbi_block *b = ring->next, *next; pool->sized_bytes && b != ring; b = next) {
         next = b->next;
         if (!b->sized || !take_out_of_use(pool, b))

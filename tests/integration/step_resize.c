@@ -25,6 +25,7 @@ struct trainer {
     unsigned level;        /* of lighten */
     unsigned made_level;   /* at which the buffers were made */
     bool has_lighten, has_resized;
+    bool frees; /* resize frees what it made before, as code does that is its own owner */
     char trace[512];
 };
 
@@ -62,6 +63,11 @@ static rebatch_status resize(size_t micro_batch, void *user)
     t->has_resized = true;
     t->room = 0;
     t->made_level = t->level;
+    if (t->frees) /* nor does it matter whether their memory is there still */
+        cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(t->rb), 0, NULL), REBATCH_OK);
+    for (size_t i = 0; i < 2 && t->frees; i++)
+        cr_assert_eq(rebatch_pool_free(rebatch_get_pool(t->rb), t->buffers[i]), REBATCH_OK, "%s",
+                     rebatch_last_error());
     for (size_t i = 0; i < 2; i++)
         if (rebatch_pool_alloc(&t->buffers[i], rebatch_get_pool(t->rb),
                                micro_batch * t->made_bytes / 2 >> t->level, NULL, 0))
@@ -220,6 +226,20 @@ Test(step_resize, the_buffers_of_the_old_size_are_gone_before_the_new_ones_are_m
     expect_step(&t, 64, "f32 f32");
     expect_step(&t, 64, "f32 f32");
     expect_step(&t, 64, "r64 f64"); /* 64 + 32 would be too much */
+    close_trainer(&t);
+}
+
+/* They are freed already, and the call is ignored. */
+Test(step_resize, a_free_of_the_old_buffers_is_ignored)
+{
+    struct trainer t;
+    open_trainer(&t, NULL, 80 * MIB);
+    t.frees = true;
+    expect_step(&t, 4, "r4 f4");
+    expect_step(&t, 8, "r8 f8");
+    t.fails = REBATCH_OOM;
+    expect_step(&t, 8, "f8 r4 f4 f4");
+    cr_expect_eq(live_bytes(&t), 4 * MIB);
     close_trainer(&t);
 }
 
