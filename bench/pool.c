@@ -121,8 +121,7 @@ static rebatch_pool *make_pool(rebatch_device *device)
 static void *pool_take(size_t bytes, void *user)
 {
     void *block;
-    (void)rebatch_pool_alloc(&block, user, bytes, NULL, 0);
-    return block;
+    return rebatch_pool_alloc(&block, user, bytes, NULL, 0) ? NULL : block;
 }
 
 static void pool_give(void *block, size_t bytes, void *user)

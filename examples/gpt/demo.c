@@ -29,8 +29,8 @@ static const struct phase {
     const char *what;
 } phases[] = {
     {0, 80 * MIB, "somebody else is on the card"},
-    {16, 48 * MIB, "another one comes"},
-    {30, 160 * MIB, "both leave"},
+    {16, 48 * MIB, "another program takes memory too"},
+    {30, 160 * MIB, "both programs end"},
 };
 #define PHASES (sizeof phases / sizeof *phases)
 

@@ -43,7 +43,7 @@ REBATCH_API void rebatch_escape_on_oom(int code);
  *  @param rb        the session
  *  @param bytes     size of the block
  *  @return as rebatch_pool_alloc() */
-REBATCH_API rebatch_status rebatch_alloc(void **out, rebatch *rb, size_t bytes);
+REBATCH_API_CHECKED rebatch_status rebatch_alloc(void **out, rebatch *rb, size_t bytes);
 
 /** Wait for the work of all streams, then free a block of the session's pool. Thread-safe.
  *  @param rb       the session

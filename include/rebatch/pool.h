@@ -244,8 +244,8 @@ REBATCH_API rebatch_device *rebatch_pool_device(const rebatch_pool *pool);
  *          rebatch_pool_last_oom() has the details; REBATCH_E_STATE from within a pressure
  *          callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST
  */
-REBATCH_API rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
-                                              rebatch_stream stream, rebatch_tag tag);
+REBATCH_API_CHECKED rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
+                                                      rebatch_stream stream, rebatch_tag tag);
 
 /** Free a block. Work already enqueued on its stream may still use it. A block that is older than
  *  the innermost open scope stays in use until that scope commits, so that a rollback finds it
@@ -287,8 +287,8 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
  *  @param bytes   sum of the rounded sizes
  *  @param stream  the stream of the allocations
  *  @return as rebatch_pool_alloc() */
-REBATCH_API rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes,
-                                                rebatch_stream stream);
+REBATCH_API_CHECKED rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes,
+                                                        rebatch_stream stream);
 
 /** Return cached memory to the device until at most `keep_bytes` of it are left, or as little as
  *  the blocks in use allow. Thread-safe.

@@ -14,6 +14,14 @@
 #define REBATCH_API
 #endif
 
+/** The same for a function whose status must not be ignored: without memory its result is NULL, or
+ *  not there when it is needed. The compiler warns. */
+#if defined(__GNUC__)
+#define REBATCH_API_CHECKED REBATCH_API __attribute__((warn_unused_result))
+#else
+#define REBATCH_API_CHECKED REBATCH_API
+#endif
+
 /** Every status: X(name, number, what it means). Numbers never change; new ones are appended. */
 #define REBATCH_STATUSES(X)                                                                        \
     X(OK, 0, "success")                                                                            \

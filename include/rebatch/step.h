@@ -427,7 +427,7 @@ REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops
  *                not reduce the sum
  *  @return REBATCH_OK; REBATCH_OOM, which the callback returns; REBATCH_E_STATE outside a callback;
  *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
-REBATCH_API rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
+REBATCH_API_CHECKED rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
 
 /** Declare that the running callback changes accumulators or parameters from now on. An OOM before
  *  this call costs one micro-batch; after it, the effective batch runs again from zero_grad. If

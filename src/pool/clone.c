@@ -149,8 +149,8 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
     block->requested_bytes = from->requested_bytes; /* or freed_at */
     block->tag = from->tag;
     block->outside = from->outside;
-    block->sized = from->sized;
-    to->sized_bytes += from->sized ? from->bytes : 0;
+    block->resident = from->resident;
+    to->resident_bytes += from->resident ? from->bytes : 0;
     block->before = last;
     if (last)
         last->after = block;
@@ -318,7 +318,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
         rebatch_pool_destroy(copy.to);
         return status;
     }
-    rbi_pool_free_sized(copy.to); /* which goes before anything that a copy is asked about */
+    rbi_pool_free_resident(copy.to); /* which goes before anything that a copy is asked about */
     *out = copy.to;
     return REBATCH_OK;
 }

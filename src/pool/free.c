@@ -28,8 +28,10 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
         rbi_plan_note_free(pool, block);
     rbi_pool_count_free(pool, block);
     pool->stats.rolled_back_blocks += rolled_back;
-    if (RBI_UNLIKELY(block->sized))
-        pool->sized_bytes -= block->bytes;
+    if (RBI_UNLIKELY(block->resident)) {
+        pool->resident_bytes -= block->bytes;
+        block->resident = false;
+    }
     rbi_pool_leave_use(block);
     block->late = rolled_back;
     if (RBI_UNLIKELY(block->planned)) {

@@ -50,14 +50,14 @@ void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* Commits the innermost scope past the scopes of rbi_scope_begin_own() around it: what was freed in
  * it is free now, and what was allocated in it stays when they are rolled back. */
 rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope);
-/* The same, and what was allocated in it is of the micro-batch's size: it counts as sized until it
- * is freed, and rbi_pool_free_sized() takes all of it back, now, past such scopes. A later free of
- * its addresses is ignored. */
-rebatch_status rbi_scope_commit_sized(rebatch_pool *pool, rebatch_scope scope);
-void rbi_pool_free_sized(rebatch_pool *pool);
-uint64_t rbi_pool_sized_bytes(rebatch_pool *pool);
-/* As rebatch_pool_available(), with what is sized. */
-rebatch_status rbi_pool_available_sized(size_t *out, rebatch_pool *pool);
+/* The same, and what was allocated in it is resident until it is freed: rbi_pool_free_resident()
+ * takes all that is resident back, now, past such scopes. A later free of its addresses is
+ * ignored. */
+rebatch_status rbi_scope_commit_resident(rebatch_pool *pool, rebatch_scope scope);
+void rbi_pool_free_resident(rebatch_pool *pool);
+uint64_t rbi_pool_resident_bytes(rebatch_pool *pool);
+/* As rebatch_pool_available(), with what is resident. */
+rebatch_status rbi_pool_available_resident(size_t *out, rebatch_pool *pool);
 /* Where the free of the block at an address waits for such scopes, it waits for them no longer: it
  * is not undone, whatever becomes of them. */
 void rbi_scope_free_waiting(rebatch_pool *pool, const void *address);
@@ -140,8 +140,8 @@ void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
 /* Copies the pool as it is once all work on its streams is done, over a dry device of its own:
  * options, blocks, holes, pages and what others hold of the device, each where and as it is, so
  * that the same calls find the same addresses. It waits for that work only where blocks that
- * several streams use were freed. Pressure callbacks, the recorder, the last events and what is of
- * the micro-batch's size are not in the copy; streams are known by the same handles.
+ * several streams use were freed. Pressure callbacks, the recorder, the last events and what is
+ * resident are not in the copy; streams are known by the same handles.
  *  @return REBATCH_OK; REBATCH_E_HOST_OOM, or what the device says: both are NULL then */
 rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool);
 

@@ -140,8 +140,8 @@ struct rebatch_pool {
     struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
     uint32_t scope_serial;
-    uint64_t sized_bytes;  /* sum of bytes over the blocks that are sized */
-    uint64_t owner_thread; /* the innermost scope's; 0 without one */
+    uint64_t resident_bytes; /* sum of bytes over the blocks that are resident */
+    uint64_t owner_thread;   /* the innermost scope's; 0 without one */
 
     struct rbi_tag tags[RBI_POOL_TAGS];
     size_t tag_count;

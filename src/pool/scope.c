@@ -175,7 +175,7 @@ static struct rbi_block *take_deferred(struct rbi_scope *scope, const void *addr
 }
 
 /* Past the scopes around it: what was freed is free, and what was allocated is of no scope. */
-static void commit_past(rebatch_pool *pool, struct rbi_scope *scope, bool is_sized)
+static void commit_past(rebatch_pool *pool, struct rbi_scope *scope, bool is_resident)
 {
     const uint64_t first_sequence = scope->first_sequence;
     close_innermost(pool);
@@ -184,12 +184,12 @@ static void commit_past(rebatch_pool *pool, struct rbi_scope *scope, bool is_siz
         finish_free(pool, block, false);
     const bool has_owner = pool->owner_thread != 0;
     for (struct rbi_block *b = pool->by_sequence.previous;
-         (has_owner || is_sized) && b != &pool->by_sequence && b->sequence >= first_sequence;
+         (has_owner || is_resident) && b != &pool->by_sequence && b->sequence >= first_sequence;
          b = b->previous) {
         if (b->outside)
             continue;
-        b->sized = is_sized;
-        pool->sized_bytes += is_sized ? b->bytes : 0;
+        b->resident = is_resident;
+        pool->resident_bytes += is_resident ? b->bytes : 0;
         if (!has_owner)
             continue;
         b->outside = true;
@@ -197,7 +197,8 @@ static void commit_past(rebatch_pool *pool, struct rbi_scope *scope, bool is_siz
     }
 }
 
-static rebatch_status commit_innermost_past(rebatch_pool *pool, rebatch_scope handle, bool is_sized)
+static rebatch_status commit_innermost_past(rebatch_pool *pool, rebatch_scope handle,
+                                            bool is_resident)
 {
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
@@ -205,7 +206,7 @@ static rebatch_status commit_innermost_past(rebatch_pool *pool, rebatch_scope ha
     rbi_pool_take_lock(pool);
     struct rbi_scope *const scope = find_open(pool, handle);
     if (scope && scope == innermost(pool))
-        commit_past(pool, scope, is_sized);
+        commit_past(pool, scope, is_resident);
     else
         status = refuse_scope(handle);
     rbi_pool_give_lock(pool);
@@ -217,7 +218,7 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope)
     return commit_innermost_past(pool, scope, false);
 }
 
-rebatch_status rbi_scope_commit_sized(rebatch_pool *pool, rebatch_scope scope)
+rebatch_status rbi_scope_commit_resident(rebatch_pool *pool, rebatch_scope scope)
 {
     return commit_innermost_past(pool, scope, true);
 }
@@ -236,27 +237,27 @@ static bool take_out_of_use(rebatch_pool *pool, struct rbi_block *block)
     return false;
 }
 
-void rbi_pool_free_sized(rebatch_pool *pool)
+void rbi_pool_free_resident(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);
     const struct rbi_block *const ring = &pool->by_sequence;
-    pool->heap.late.rollback += pool->sized_bytes > 0; /* as whose late frees are known */
-    for (struct rbi_block *b = ring->next, *next; pool->sized_bytes && b != ring; b = next) {
+    pool->heap.late.rollback += pool->resident_bytes > 0; /* as whose late frees are known */
+    for (struct rbi_block *b = ring->next, *next; pool->resident_bytes && b != ring; b = next) {
         next = b->next;
-        if (!b->sized || !take_out_of_use(pool, b))
+        if (!b->resident || !take_out_of_use(pool, b))
             continue;
-        pool->sized_bytes -= b->bytes;
-        b->sized = false;
+        pool->resident_bytes -= b->bytes;
+        b->resident = false;
         rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
         finish_free(pool, b, true);
     }
     rbi_pool_give_lock(pool);
 }
 
-uint64_t rbi_pool_sized_bytes(rebatch_pool *pool)
+uint64_t rbi_pool_resident_bytes(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    const uint64_t bytes = pool->sized_bytes;
+    const uint64_t bytes = pool->resident_bytes;
     rbi_pool_give_lock(pool);
     return bytes;
 }
@@ -294,10 +295,10 @@ void rbi_scope_revive(rebatch_pool *pool, rebatch_scope handle,
     rbi_pool_give_lock(pool);
 }
 
-rebatch_status rbi_pool_available_sized(size_t *out, rebatch_pool *pool)
+rebatch_status rbi_pool_available_resident(size_t *out, rebatch_pool *pool)
 {
     const rebatch_status status = rebatch_pool_available(out, pool);
-    if (!status && !rbi_add(*out, (size_t)rbi_pool_sized_bytes(pool), out))
+    if (!status && !rbi_add(*out, (size_t)rbi_pool_resident_bytes(pool), out))
         *out = SIZE_MAX;
     return status;
 }

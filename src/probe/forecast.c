@@ -235,7 +235,7 @@ static rebatch_status judge_peak(struct rbi_forecast *out, const struct rbi_mode
     size_t available, growth;
     rebatch_status status = rebatch_pool_get_stats(&stats, setting->pool);
     if (!status)
-        status = rbi_pool_available_sized(&available, setting->pool);
+        status = rbi_pool_available_resident(&available, setting->pool);
     if (!status)
         status = rbi_outside_growth(&growth, model, setting->pool, count);
     if (status)
@@ -266,7 +266,7 @@ static rebatch_status guess_largest(size_t *out, const struct rbi_model *model,
                                     const struct rbi_setting *setting, size_t least, size_t most)
 {
     size_t available;
-    const rebatch_status status = rbi_pool_available_sized(&available, setting->pool);
+    const rebatch_status status = rbi_pool_available_resident(&available, setting->pool);
     while (least < most && !status) {
         const size_t middle = least + (most - least + 1) / 2;
         if (rbi_model_need(model, middle) <= available)

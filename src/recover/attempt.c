@@ -351,7 +351,7 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
     status = run(rb, &call);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
-    if (status == REBATCH_OK && rbi_scope_commit_sized(rb->pool, scope))
+    if (status == REBATCH_OK && rbi_scope_commit_resident(rb->pool, scope))
         status = rbi_error(REBATCH_E_STATE, "resize returned with a scope of its own still open");
     if (status)
         status = give_up(rb, &call, scope, status, ooms);

@@ -93,10 +93,17 @@ void rbi_text_add_available(struct rbi_text *t, uint64_t needed, uint64_t availa
     rbi_text_add(t, " less");
 }
 
+/* An attempt that was not started, as its memory is known not to be there. */
+static bool is_refused(const rebatch_event *event)
+{
+    return event->phase == REBATCH_PHASE_ADMISSION && rbi_event_is_oom(event->kind);
+}
+
 /* Where it struck, and how much was missing. */
 static void add_strike(struct rbi_text *t, const rebatch_event *event)
 {
-    rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
+    if (!is_refused(event))
+        rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
     if (event->count) {
         rbi_text_add(t, ": ");
         rbi_text_add_samples(t, event->first, event->count);
@@ -153,7 +160,7 @@ static void add_consequence(struct rbi_text *t, const rebatch_event *event)
     if (event->redone_samples)
         rbi_text_add(t, "; %zu sample%s again, %.1f ms lost", event->redone_samples,
                      event->redone_samples == 1 ? "" : "s", (double)event->lost_ns / 1e6);
-    else if (event->phase == REBATCH_PHASE_ADMISSION && rbi_event_is_oom(event->kind))
+    else if (is_refused(event))
         rbi_text_add(t, "; no work was lost");
 }
 
@@ -164,7 +171,8 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
         text[0] = '\0';
     if (!event)
         return 0;
-    rbi_text_add(&t, "step %" PRIu64 ": %s", event->step, kinds[event->kind].text);
+    rbi_text_add(&t, "step %" PRIu64 ": %s", event->step,
+                 is_refused(event) ? "not started" : kinds[event->kind].text);
     if (rbi_event_is_oom(event->kind))
         add_strike(&t, event);
     if (event->kind == REBATCH_EVENT_TRIAL)

@@ -6,7 +6,7 @@
  * its own around the step may have taken it back. */
 static bool is_there(const rebatch *rb)
 {
-    return rb->buffers.size && rbi_pool_sized_bytes(rb->pool) == rb->buffers.bytes;
+    return rb->buffers.size && rbi_pool_resident_bytes(rb->pool) == rb->buffers.bytes;
 }
 
 static bool is_of_step(const rebatch *rb)
@@ -33,7 +33,7 @@ void rbi_resize_release(rebatch *rb)
         return;
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
-    rbi_pool_free_sized(rb->pool);
+    rbi_pool_free_resident(rb->pool);
     rb->buffers = (struct rbi_buffers){0};
 }
 
@@ -47,7 +47,7 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
     if (status)
         return status;
     rb->buffers = (struct rbi_buffers){.size = size,
-                                       .bytes = rbi_pool_sized_bytes(rb->pool),
+                                       .bytes = rbi_pool_resident_bytes(rb->pool),
                                        .lighten = rb->lighten,
                                        .resize = rb->ops->resize,
                                        .user = rb->user,
@@ -71,10 +71,10 @@ rebatch_status rbi_resize_ready(rebatch *rb)
 
 uint64_t rbi_resize_bytes(const rebatch *rb)
 {
-    return rb->buffers.size ? rbi_pool_sized_bytes(rb->pool) : 0;
+    return rb->buffers.size ? rbi_pool_resident_bytes(rb->pool) : 0;
 }
 
 rebatch_status rbi_available(size_t *out, const rebatch *rb)
 {
-    return rbi_pool_available_sized(out, rb->pool);
+    return rbi_pool_available_resident(out, rb->pool);
 }

@@ -130,7 +130,7 @@ static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
     case 1:
     case 2:
         (void)rebatch_pool_free(s->pool, *slot);
-        (void)rebatch_pool_alloc(slot, s->pool, bytes, stream, b % 4);
+        may_fail(rebatch_pool_alloc(slot, s->pool, bytes, stream, b % 4));
         break;
     case 3:
     case 4:
@@ -161,10 +161,10 @@ static void call(struct session *s, uint8_t kind, uint8_t a, uint8_t b)
         call_other(s, kind / 13, a, b);
         break;
     default:
-        (void)(b % 4 == 0   ? rebatch_pool_trim(s->pool, (size_t)a * 1000, NULL)
-               : b % 4 == 1 ? rebatch_pool_reserve(s->pool, bytes, stream)
-               : b % 4 == 2 ? rbi_pool_admit(s->pool, bytes, stream)
-                            : rebatch_pool_set_limit(s->pool, a * PAGE / 8));
+        may_fail(b % 4 == 0   ? rebatch_pool_trim(s->pool, (size_t)a * 1000, NULL)
+                 : b % 4 == 1 ? rebatch_pool_reserve(s->pool, bytes, stream)
+                 : b % 4 == 2 ? rbi_pool_admit(s->pool, bytes, stream)
+                              : rebatch_pool_set_limit(s->pool, a * PAGE / 8));
     }
 }
 

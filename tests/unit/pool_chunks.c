@@ -326,11 +326,11 @@ static void live_through(uint32_t kind, uint64_t nth, uint64_t times, uint64_t *
     (void)rbi_pool_admit(c.pool, MUCH * PAGE, NULL);
     assert_valid(c.pool);
     for (int i = 0; i < 8; i++)
-        (void)rebatch_pool_alloc(&blocks[i], c.pool, MUCH / 8 * PAGE, NULL, 0);
+        may_fail(rebatch_pool_alloc(&blocks[i], c.pool, MUCH / 8 * PAGE, NULL, 0));
     for (int i = 0; i < 8; i += 2)
         if (blocks[i])
             give(c.pool, blocks[i]);
-    (void)rebatch_pool_alloc(&blocks[8], c.pool, MUCH / 2 * PAGE, NULL, 0);
+    may_fail(rebatch_pool_alloc(&blocks[8], c.pool, MUCH / 2 * PAGE, NULL, 0));
     assert_valid(c.pool);
     if (blocks[8])
         give(c.pool, blocks[8]);
@@ -506,7 +506,7 @@ static uint64_t grow_through(uint32_t kind, uint64_t nth, uint64_t times)
     cr_assert_eq(rebatch_fault_arm(c.device, &plan), REBATCH_OK);
     for (size_t i = 0; i < 6; i++) {
         void *block;
-        (void)rebatch_pool_alloc(&block, c.pool, (i + 1) * PAGE + UNIT, NULL, 0);
+        may_fail(rebatch_pool_alloc(&block, c.pool, (i + 1) * PAGE + UNIT, NULL, 0));
         assert_valid(c.pool);
     }
     cr_assert_eq(rebatch_fault_counts(c.device, &seen, NULL), REBATCH_OK);
