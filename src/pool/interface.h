@@ -43,6 +43,8 @@ struct rbi_extent {
 /* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
  * it, and no other. */
 rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
+/* The sequence from which on blocks are inside an open scope. */
+uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* Commits the innermost scope past the scopes of rbi_scope_begin_own() around it: what was freed in

@@ -356,6 +356,15 @@ rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool, 
     return REBATCH_OK;
 }
 
+uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope)
+{
+    rbi_lock_take(&pool->lock);
+    const struct rbi_scope *const open = find_open(pool, scope);
+    const uint64_t sequence = open ? open->first_sequence : pool->sequence;
+    rbi_pool_give_lock(pool);
+    return sequence;
+}
+
 static void get_stats_locked(rebatch_scope_stats *out, const rebatch_pool *pool,
                              const struct rbi_scope *scope)
 {

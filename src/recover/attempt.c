@@ -202,7 +202,7 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
 /* What a micro-batch needed, with the buffers of its size, and which blocks it leaves in use. Those
  * for a larger size tell nothing of its own. By cost sizes hardly ever repeat, and nothing is held
  * for one. */
-static void learn_need(rebatch *rb, rebatch_scope scope, uint64_t first_sequence)
+static void learn_need(rebatch *rb, rebatch_scope scope)
 {
     if (rb->size < rb->buffers.size && rb->ops->resize)
         return;
@@ -211,7 +211,7 @@ static void learn_need(rebatch *rb, rebatch_scope scope, uint64_t first_sequence
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb)};
     run.peak_bytes += stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0;
     if (stats.live_bytes > 0 && !rb->by_cost) {
-        run.kept_from = first_sequence;
+        run.kept_from = rbi_scope_first_sequence(rb->pool, scope);
         run.kept_to = rbi_pool_allocations(rb->pool);
     }
     rbi_need_learn_run(rb, rb->size, &run);
@@ -220,10 +220,10 @@ static void learn_need(rebatch *rb, rebatch_scope scope, uint64_t first_sequence
 /* The scope of a callback that succeeded becomes part of what lives; one that left a scope of its
  * own open fails, with all of them open still. */
 static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
-                             const rebatch_microbatch *mb, uint64_t first_sequence)
+                             const rebatch_microbatch *mb)
 {
     if (mb)
-        learn_need(rb, scope, first_sequence);
+        learn_need(rb, scope);
     if (rebatch_scope_commit(rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
     if (rb->mutated)
@@ -302,7 +302,6 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    const uint64_t first_sequence = mb ? rbi_pool_allocations(rb->pool) : 0;
     (void)rebatch_pool_mark(rb->pool, key_of(rb, which));
     status = run(rb, &call);
     (void)rebatch_pool_mark(rb->pool, 0);
@@ -311,7 +310,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     if (status == REBATCH_OK)
         status = check_promise(rb, &call);
     if (status == REBATCH_OK)
-        status = commit(rb, which, scope, mb, first_sequence);
+        status = commit(rb, which, scope, mb);
     if (status)
         return give_up(rb, &call, scope, status, ooms);
     if (which == RBI_OPTIMIZER) {
