@@ -106,10 +106,11 @@ $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(ALL_CFLAGS) $(FOLDER_CFLAGS) -MMD -MP -c -o $@ $<
 
-# C++ of the tests, which is what headers are to bear, needs nothing of its library.
+# C++ of the tests, which is what headers are to bear, needs nothing of its library but exceptions.
+$(BUILD)/tests/integration/wrap_throw.o: private EXCEPTIONS := -fexceptions
 $(BUILD)/tests/%.o: tests/%.cc $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(Q)$(CXX) -std=c++17 -fno-exceptions -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
+	$(Q)$(CXX) -std=c++17 $(or $(EXCEPTIONS),-fno-exceptions) -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
 	    -Iinclude -isystem tests/cuda $(CFLAGS) $(SANITIZE_CXX) -MMD -MP -c -o $@ $<
 
 # Changed when the flags are, so that everything is built again.
@@ -149,7 +150,7 @@ $(GUIDE): %: %.o $(STATIC)
 
 $(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
 
 $(STORM): $(STORM_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)

@@ -38,6 +38,11 @@ void rebatch_mutating(rebatch *rb)
         rb->mutated = true;
 }
 
+bool rebatch_can_escape(const rebatch *rb)
+{
+    return rbi_callback_is_running(rb) && rbi_pool_callback_depth() == rb->pool_callbacks;
+}
+
 rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
 {
     if (!rbi_callback_is_running(rb))
@@ -66,6 +71,8 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
         return (void (*)(void))rb->ops->optimizer_step;
     case RBI_RESIZE:
         return (void (*)(void))rb->ops->resize;
+    case RBI_MAP:
+        return (void (*)(void))rb->ops->forward_backward;
     default:
         return (void (*)(void))rb->ops->lighten;
     }
@@ -114,6 +121,8 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
         return dirty ? REBATCH_PHASE_UPDATE : REBATCH_PHASE_OPTIMIZER;
     case RBI_RESIZE:
         return REBATCH_PHASE_RESIZE;
+    case RBI_MAP:
+        return REBATCH_PHASE_MAP;
     default:
         return REBATCH_PHASE_ZERO_GRAD;
     }
@@ -127,6 +136,7 @@ static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
     case RBI_ZERO_GRAD:
         return rb->ops->zero_grad(rb->user);
     case RBI_FORWARD_BACKWARD:
+    case RBI_MAP:
         return rb->ops->forward_backward(call->mb, rb->user);
     case RBI_OPTIMIZER:
         return rb->ops->optimizer_step(rb->user);
@@ -170,8 +180,9 @@ static rebatch_status confirm_oom(rebatch *rb)
 static void count_buffers(rebatch *rb)
 {
     struct rbi_failure *failure = &rb->failure;
-    const bool is_sized =
-        failure->phase == REBATCH_PHASE_FORWARD || failure->phase == REBATCH_PHASE_BACKWARD;
+    const bool is_sized = failure->phase == REBATCH_PHASE_FORWARD ||
+                          failure->phase == REBATCH_PHASE_BACKWARD ||
+                          failure->phase == REBATCH_PHASE_MAP;
     size_t available = 0;
     (void)(is_sized ? rbi_available(&available, rb) : rebatch_pool_available(&available, rb->pool));
     failure->available_bytes = available;
@@ -204,7 +215,7 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
  * for one. */
 static void learn_need(rebatch *rb, rebatch_scope scope)
 {
-    if (rb->size < rb->buffers.size && rb->ops->resize)
+    if (rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed)
         return;
     rebatch_scope_stats stats;
     (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
@@ -289,7 +300,7 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
 /* Calls of one callback repeat where size and level are the same. */
 static uint64_t key_of(const rebatch *rb, enum rbi_callback which)
 {
-    const uint64_t size = which == RBI_FORWARD_BACKWARD ? rb->size : 0;
+    const uint64_t size = which == RBI_FORWARD_BACKWARD || which == RBI_MAP ? rb->size : 0;
     return (size * RBI_CALLBACKS + (uint64_t)which) * UINT64_C(0x9e3779b97f4a7c15) + rb->lighten +
            1;
 }

@@ -38,6 +38,7 @@ void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
 {
     return (rebatch_event){.kind = kind,
+                           .phase = rb->samples_callback == RBI_MAP ? REBATCH_PHASE_MAP : 0,
                            .batch = rb->batch,
                            .micro_before = rbi_micro_size(rb, rb->batch),
                            .lighten_before = rb->lighten,
@@ -175,6 +176,8 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
                  is_refused(event) ? "not started" : kinds[event->kind].text);
     if (rbi_event_is_oom(event->kind))
         add_strike(&t, event);
+    else if (event->phase == REBATCH_PHASE_MAP)
+        rbi_text_add(&t, " in %s", rebatch_phase_text(event->phase));
     if (event->kind == REBATCH_EVENT_TRIAL)
         add_trial(&t, event);
     if (event->text)

@@ -84,11 +84,11 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     const size_t held = rbi_growth_take_held(rb, size);
     if (rb->by_cost) { /* always less than before, also where cost falls with the samples */
         const size_t less = predicted ? predicted : rbi_max(rb->size / 2, held);
-        rb->budget = rbi_min(less, rb->budget - (rb->budget > 0));
+        rb->sizes.budget = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
         return true;
     }
     const size_t half = rbi_round_size(limits, rbi_max(count / 2, held));
-    rb->micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
+    rb->sizes.micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
     return true;
 }
 

@@ -152,6 +152,7 @@ enum rbi_callback {
     RBI_OPTIMIZER,
     RBI_LIGHTEN,
     RBI_RESIZE,
+    RBI_MAP,
     RBI_CALLBACKS
 };
 
