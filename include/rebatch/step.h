@@ -55,7 +55,10 @@ enum rebatch_step_flags {
      *  its samples contribute nothing; later ones need not. Trials of a probe are exempt. An
      *  optimizer_step may skip its update: the first one that succeeds without the call, while none
      *  has ever made it, is reported as an event, REBATCH_EVENT_UNDECLARED. */
-    REBATCH_DECLARES_MUTATION = 1
+    REBATCH_DECLARES_MUTATION = 1,
+    /** The weight of a sample does not depend on rebatch_microbatch.batch, for example 1/tokens of
+     *  the whole effective batch. rebatch_check() then does not look at weights. */
+    REBATCH_OWN_WEIGHTS = 2
 };
 
 /** The callbacks of a training step. Each receives as `user` the pointer passed to rebatch_step().

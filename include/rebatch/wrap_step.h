@@ -253,7 +253,7 @@ static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train 
     ops.zero_grad = functions::call_zero_grad;
     ops.forward_backward = functions::call_train;
     ops.optimizer_step = functions::call_update;
-    ops.flags = REBATCH_DECLARES_MUTATION;
+    ops.flags = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
     ops.resize = resizes ? rebatch_wrap_frame<Resize>::call_resize : NULL;
     return frame->end(rebatch_step(rebatch_get_current(), &ops, batch, frame, report));
 }

@@ -281,10 +281,14 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
     rb->mutated = false;
     rb->thread = pthread_self();
     rb->pool_callbacks = rbi_pool_callback_depth();
+    if (rb->drill)
+        rb->drill->callback_begins(rb->drill->user, which->which, which->mb);
     rb->running = true;
     const rebatch_status result = call_with_way_out(rb, which);
     rb->running = false;
     rb->has_declared[which->which] |= rb->mutated;
+    if (rb->drill)
+        rb->drill->callback_ended(rb->drill->user, result);
     return rbi_result_check(rb, which, result);
 }
 

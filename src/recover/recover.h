@@ -289,12 +289,18 @@ struct rbi_sizes {
 
 void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options);
 
+/* ---- what the program names (watch.c) ---- */
+
+void rbi_watched_release(rebatch *rb);
+
 /* ---- functions over samples (map.c) ---- */
 
 void rbi_maps_release(rebatch *rb);
 
 /* ---- what steps and maps are made of (step.c) ---- */
 
+/* zero_grad, and what is done about an OOM in it. */
+rebatch_status rbi_zero_grad_run(rebatch *rb);
 /* Runs rb->samples_callback over the batch, in micro-batches, and recovers from OOMs. */
 rebatch_status rbi_samples_run(rebatch *rb);
 /* Takes back all that was allocated since rb->scope began, and undoes its frees, so that what
@@ -315,6 +321,9 @@ struct rebatch {
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
     struct rbi_log log;
+    struct rbi_watched *watched; /* what the program names (watch.c) */
+    size_t watched_count;
+    const struct rbi_drill_watch *drill; /* NULL: no drill runs */
 
     uint64_t step;
     bool has_updated;       /* an update has run */

@@ -193,6 +193,7 @@ void rebatch_close(rebatch *rb)
     rbi_need_set_model(rb, NULL);
     rbi_guards_release(rb);
     rbi_maps_release(rb);
+    rbi_watched_release(rb);
     if (rb->pool)
         rbi_pool_set_destroyed_by(rb->pool, NULL);
     rebatch_pool_destroy(rb->pool);

@@ -16,7 +16,7 @@ rebatch_status rbi_step_undo(rebatch *rb)
 
 /* ---- zero_grad ---- */
 
-static rebatch_status zero_grad(rebatch *rb)
+rebatch_status rbi_zero_grad_run(rebatch *rb)
 {
     for (;;) {
         const uint64_t began = rbi_now_ns();
@@ -150,7 +150,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     if (!status)
         status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (!status)
-        status = zero_grad(rb);
+        status = rbi_zero_grad_run(rb);
     rbi_thrashing_restart(rb);
     rb->report.learned = 0;
     const uint64_t now = rbi_now_ns();
@@ -248,9 +248,10 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
                                                    : NULL;
     if (missing)
         return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
-    if (out->flags & ~(uint32_t)REBATCH_DECLARES_MUTATION)
+    const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
+    if (out->flags & ~known)
         return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
-                         (unsigned)REBATCH_DECLARES_MUTATION);
+                         known);
     if (out->resize && out->cost)
         return rbi_error(REBATCH_E_INVALID, "ops.resize and ops.cost are both set: expected one");
     return REBATCH_OK;
@@ -315,7 +316,7 @@ static rebatch_status run(rebatch *rb)
         status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (status)
         return status;
-    status = zero_grad(rb);
+    status = rbi_zero_grad_run(rb);
     if (!status)
         status = rbi_samples_run(rb);
     if (!status)
