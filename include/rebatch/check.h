@@ -95,9 +95,9 @@ typedef struct rebatch_check_options {
 
 /** What a check did and found. */
 typedef struct rebatch_check_report {
-    rebatch_status status; /**< what rebatch_check() returned */
-    uint32_t mistakes;     /**< number of findings that are mistakes */
-    uint32_t finding_count;
+    rebatch_status status;                            /**< what rebatch_check() returned */
+    uint32_t mistakes;                                /**< number of findings that are mistakes */
+    uint32_t finding_count;                           /**< number of findings */
     rebatch_finding findings[REBATCH_CHECK_FINDINGS]; /**< in the order in which they were found */
     uint32_t watched;                                 /**< number of names that were compared */
     uint32_t runs;                                    /**< runs of the step up to its update */

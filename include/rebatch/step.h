@@ -186,6 +186,8 @@ typedef enum rebatch_phase {
     X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
     X(THRASHING, WARN, "every micro-batch returns memory to the device and allocates it again")    \
     X(LEARN, INFO, "the micro-batch size was predicted from earlier micro-batches")                \
+    X(SWALLOWED, WARN, "an allocation failed")                                                     \
+    X(LEAK, WARN, "memory grows:")                                                                 \
     X(UNDECLARED, WARN,                                                                            \
       "optimizer_step returned without calling rebatch_mutating(), which "                         \
       "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")
@@ -234,10 +236,13 @@ typedef struct rebatch_event {
     uint64_t available_bytes; /**< memory available after the attempt was taken back */
     uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
                                    trial that ran out of memory */
-    const char *text;         /**< of PROBE_FILE: the file, and why it is not used; else NULL */
+    const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of LEAK: what
+                                   grows; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */
+    bool is_unexplained; /**< of an OOM event: a callback returned REBATCH_OOM, but no allocation
+                                   is known to have failed */
 } rebatch_event;
 
 /** What to do about an OOM that would occur again at the same micro-batch size. */

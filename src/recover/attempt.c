@@ -248,6 +248,8 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
                               rebatch_status status, uint64_t ooms_before)
 {
     const rebatch_phase phase = phase_of(rb, call->which);
+    const bool is_told =
+        rbi_error_changes() != call->error_changes && rebatch_last_status() == REBATCH_OOM;
     if (status == REBATCH_OOM) {
         status = confirm_oom(rb);
         if (status != REBATCH_OOM)
@@ -268,11 +270,13 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
         rbi_scope_commit_all(rb->pool, scope);
     else
         (void)rebatch_scope_rollback(rb->pool, scope);
-    if (status == REBATCH_OOM)
+    if (status == REBATCH_OOM) {
         note_failure(rb, phase, pool_failed ? &oom : NULL,
                      pool.live_bytes - (uint64_t)stats.live_bytes);
-    else if (rb->report.torn)
+        rb->failure.is_unexplained = !pool_failed && !is_told;
+    } else if (rb->report.torn) {
         rbi_result_say_torn(rb, status);
+    }
     return status;
 }
 
@@ -309,6 +313,20 @@ static uint64_t key_of(const rebatch *rb, enum rbi_callback which)
            1;
 }
 
+/* An allocation failed in a callback that succeeded: it copes, or it has not looked. */
+static void warn_of_swallowed(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
+{
+    rebatch_oom_report oom;
+    rbi_pool_last_own_oom(&oom, rb->pool);
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_SWALLOWED);
+    rbi_event_end(&event, rb);
+    event.phase = phase_of(rb, which);
+    event.first = mb ? mb->first : 0;
+    event.count = mb ? mb->count : 0;
+    event.asked_bytes = oom.asked_bytes;
+    rbi_event_emit(rb, &event);
+}
+
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
 {
     const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
@@ -328,6 +346,8 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
         status = commit(rb, which, scope, mb);
     if (status)
         return give_up(rb, &call, scope, status, ooms);
+    if (rbi_pool_oom_count(rb->pool) != ooms)
+        warn_of_swallowed(rb, which, mb);
     if (which == RBI_OPTIMIZER) {
         rb->has_updated = true;
         warn_of_promise(rb);

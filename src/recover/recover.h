@@ -289,6 +289,29 @@ struct rbi_sizes {
 
 void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options);
 
+/* ---- memory that is never freed (leak.c) ---- */
+
+struct rbi_leak {
+    bool has_stepped;
+    uint32_t row;         /* steps in a row that left more than they found */
+    uint64_t live_bytes;  /* after the last step */
+    uint64_t grown_bytes; /* by these steps */
+    uint64_t update_from; /* sequence of the first block that the last update can have made */
+    /* blocks that the last step left */
+    size_t blocks, in_update;
+    uint64_t largest_bytes;
+    rebatch_tag tag; /* of the largest */
+    const char *tag_name;
+};
+void rbi_leak_update_begins(rebatch *rb);
+/* A step has succeeded, whose blocks have sequences from `first_sequence` on. Steps of other sizes
+ * than the one before do not count. */
+void rbi_leak_step_done(rebatch *rb, uint64_t first_sequence, bool is_same_size);
+/* Whether an OOM is likely its doing. */
+bool rbi_leak_is_likely(const rebatch *rb);
+/* "each of the last 3 steps left more memory allocated, ..." */
+void rbi_leak_add(struct rbi_text *t, const rebatch *rb);
+
 /* ---- what the program names (watch.c) ---- */
 
 void rbi_watched_release(rebatch *rb);
@@ -321,6 +344,7 @@ struct rebatch {
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
     struct rbi_log log;
+    struct rbi_leak leak;
     struct rbi_watched *watched; /* what the program names (watch.c) */
     size_t watched_count;
     const struct rbi_drill_watch *drill; /* NULL: no drill runs */

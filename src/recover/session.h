@@ -40,6 +40,7 @@ struct rbi_failure {
     uint64_t need_bytes;      /* what the attempt would have held at least; 0: not known */
     uint64_t available_bytes; /* now */
     uint64_t released_bytes;  /* given back to the device for others */
+    bool is_unexplained;      /* a callback says so; no allocation is known to have failed */
     bool is_injected;         /* there was memory: the step goes on as if there were none */
 };
 

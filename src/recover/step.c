@@ -218,6 +218,7 @@ static rebatch_status update(rebatch *rb)
         rebatch_status status = rbi_resize_ready(rb);
         if (!status)
             status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        rbi_leak_update_begins(rb);
         if (!status)
             status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status != REBATCH_OOM)
@@ -321,6 +322,7 @@ static rebatch_status run(rebatch *rb)
         status = rbi_samples_run(rb);
     if (!status)
         status = update(rb);
+    const uint64_t first_sequence = rb->scope ? rbi_scope_first_sequence(rb->pool, rb->scope) : 0;
     if (status && !rb->report.torn)
         (void)rbi_step_undo(rb);
     else
@@ -328,6 +330,8 @@ static rebatch_status run(rebatch *rb)
     rb->scope = 0;
     if (status && !rb->report.torn && rb->buffers.is_new)
         rbi_resize_release(rb);
+    if (!status)
+        rbi_leak_step_done(rb, first_sequence, !rb->buffers.is_new && !rb->report.learned);
     return status;
 }
 
