@@ -32,6 +32,7 @@ VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
                       src/probe/*.c src/config/*.c src/launch/*.c)
 CLI_SRC := $(wildcard src/cli/*.c)
+PRELOAD_SRC := $(wildcard src/preload/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
 # The model's operations on a GPU; a build without CUDA has the stand-in that says so.
 GPT_CUDA_SRC := $(wildcard examples/gpt/*_cuda.c)
@@ -45,6 +46,7 @@ GPU_TEST_SRC := $(wildcard tests/gpu/*.c)
 objects = $(patsubst %.c,$(BUILD)/%.o,$(1))
 LIB_OBJ := $(call objects,$(LIB_SRC))
 CLI_OBJ := $(call objects,$(CLI_SRC))
+PRELOAD_OBJ := $(call objects,$(PRELOAD_SRC))
 GPT_OBJ := $(call objects,$(GPT_SRC))
 GPT_CUDA_OBJ := $(call objects,$(GPT_CUDA_SRC))
 GPT_NO_CUDA_OBJ := $(call objects,$(GPT_NO_CUDA_SRC))
@@ -54,6 +56,8 @@ TEST_OBJ := $(call objects,$(TEST_SRC)) $(patsubst %.cc,$(BUILD)/%.o,$(TEST_CC_S
 STATIC := $(BUILD)/librebatch.a
 SONAME := librebatch.so.$(MAJOR)
 SHARED := $(BUILD)/librebatch.so.$(VERSION)
+# A sanitizer's runtime must be the first library of a program, so there nothing can be preloaded.
+PRELOAD := $(if $(SAN),$(PRELOAD_OBJ),$(BUILD)/librebatch_wrap.so)
 COMMAND := $(BUILD)/rebatch
 GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
@@ -88,7 +92,7 @@ GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES)
+all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES)
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
@@ -128,6 +132,12 @@ $(SHARED): $(LIB_OBJ)
 	@ln -sf $(@F) $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $(BUILD)/librebatch.so
 
+# The session is that of the shared library; of the static one come the library's private parts,
+# which stay inside. It shows the driver's names and dlsym alone.
+$(BUILD)/librebatch_wrap.so: $(PRELOAD_OBJ) $(SHARED) $(STATIC)
+	$(Q)$(CC) -shared -Wl,-soname,$(@F) -Wl,--no-undefined -Wl,--exclude-libs,ALL -Wl,-rpath,'$$ORIGIN' \
+	    -o $@ $(PRELOAD_OBJ) -L$(BUILD) -lrebatch $(STATIC) $(LIBS) -ldl
+
 $(COMMAND): $(CLI_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
@@ -147,21 +157,44 @@ $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 $(GUIDE): %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
-$(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+# What of the preloaded library takes no function of others is tested within the program.
+$(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/src/preload/,holdings.o record.o summary.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
 
 $(STORM): $(STORM_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
-# Stand-ins for CUDA's driver, under its name.
-TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole)
+# Stand-ins for CUDA's driver, under its name. As in CUDA's, their functions are not taken by others
+# of the same names.
+TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole gpu)
 $(TESTS): | $(TEST_DRIVERS)
-$(BUILD)/tests/drivers/whole/libcuda.so.1: tests/drivers/calls.c src/device/cuda_driver.h
+$(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,whole gpu): tests/drivers/calls.c src/device/cuda_driver.h
 $(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
 	@mkdir -p $(@D)
-	$(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared -Wl,-soname,$(@F) -o $@ \
-	    $(filter %.c,$^)
+	$(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared -Wl,-Bsymbolic \
+	    -Wl,-soname,$(@F) -o $@ $(filter %.c,$^)
+
+# Programs and libraries as people have them, for tests of what is preloaded into them.
+PRELOAD_TESTS := $(addprefix $(BUILD)/tests/preload/,program linked session session-static names \
+    libdeep.so libouter.so libinner.so libhook.so)
+PRELOAD_CC = @mkdir -p $(@D) && $(CC) -std=c17 -fPIC -pthread $(WARNINGS) $(CFLAGS) -Iinclude -o $@
+$(BUILD)/tests/preload/program: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h
+	$(PRELOAD_CC) $(filter %.c,$^) -ldl
+$(BUILD)/tests/preload/linked: tests/preload/program.c tests/preload/ways.h $(BUILD)/tests/drivers/gpu/libcuda.so.1
+	$(PRELOAD_CC) -DLINKED $(filter %.c %.1,$^)
+$(BUILD)/tests/preload/session: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(SHARED)
+	$(PRELOAD_CC) -DSESSION $(filter %.c,$^) -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/../..' -ldl
+$(BUILD)/tests/preload/session-static: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(STATIC)
+	$(PRELOAD_CC) -DSESSION $(filter %.c %.a,$^) $(LIBS) -ldl
+$(BUILD)/tests/preload/names: tests/preload/names.c tests/preload/ways.h $(BUILD)/tests/preload/libouter.so $(BUILD)/tests/preload/libinner.so
+	$(PRELOAD_CC) $< -L$(@D) -Wl,--no-as-needed -louter -linner -Wl,-rpath,'$$ORIGIN' -ldl
+$(BUILD)/tests/preload/libdeep.so: tests/preload/ways.c tests/preload/ways.h
+	$(PRELOAD_CC) -shared $< -ldl
+$(BUILD)/tests/preload/libhook.so: tests/preload/hook.c
+	$(PRELOAD_CC) -shared -DVERSION='"$(if $(filter aarch64%,$(shell uname -m)),GLIBC_2.17,GLIBC_2.2.5)"' $< -ldl
+$(BUILD)/tests/preload/lib%.so: tests/preload/%.c
+	$(PRELOAD_CC) -shared $< -ldl
 
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
@@ -234,7 +267,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
--include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
+-include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
          $(addsuffix .d,$(GUIDE))
 
@@ -259,8 +292,8 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 # Programs that tests run as a user would.
-TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE)
-TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
+TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS))
+TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
     REBATCH_LOG_LEVEL=quiet
 
 TEST_FLAGS =
