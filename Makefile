@@ -221,6 +221,21 @@ $(WRAP_EXISTING) $(WRAP_BUFFERS): $(BUILD)/%: %.cu $(wildcard include/rebatch/*.
 	@mkdir -p $(@D)
 	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
 
+# A plain CUDA program with each form of the runtime, and a wrapped one.
+PRELOAD_GPU_TESTS := $(addprefix $(BUILD)/tests/gpu/preload_,blocks_static blocks_shared blocks_thread \
+    session_static session_shared)
+$(BUILD)/tests/gpu/preload_%_static: private CUDART := -cudart static
+$(BUILD)/tests/gpu/preload_%_shared: private CUDART := -cudart shared
+$(BUILD)/tests/gpu/preload_%_thread: private CUDART := -cudart static --default-stream per-thread
+PRELOAD_CU = $(Q)$(NVCC) -std=c++17 -O2 $(GPU_CODE) -Xcompiler -Wall,-Wextra,-pthread $(CUDART) -Iinclude -o $@ $<
+$(BUILD)/tests/gpu/preload_blocks_%: tests/gpu/preload_blocks.cu $(BUILD)/kernels/flags
+	@mkdir -p $(@D)
+	$(PRELOAD_CU)
+$(BUILD)/tests/gpu/preload_session_%: tests/gpu/preload_session.cu tests/gpu/preload_helper.h $(PUBLIC_HEADERS) \
+    $(BUILD)/kernels/flags $(SHARED)
+	@mkdir -p $(@D)
+	$(PRELOAD_CU) -L$(BUILD) -lrebatch -Xlinker -rpath=$(abspath $(BUILD))
+
 # The manual: one page for the command, and one for each public header from its comments.
 MAN_DATE = $(shell date -u -d @$${SOURCE_DATE_EPOCH:-$$(stat -c %Y $<)} +%F)
 build/man/man1/%.1: docs/man/%.1 include/rebatch/version.h
@@ -331,7 +346,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before $(PRELOAD) $(PRELOAD_GPU_TESTS)
 
 test-gpu: kernels ## the tests that need a GPU
 	@REBATCH_LOG_LEVEL=quiet LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
@@ -344,6 +359,11 @@ test-wrap-existing: ## CUDA trainers before and after ten lines of rebatch (need
 	@scripts/install-deps build
 	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
 	$(RUN_WRAP_EXISTING)
+
+test-preload-gpu: ## CUDA programs, PyTorch and compute-sanitizer under librebatch_wrap.so (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(PRELOAD) $(COMMAND) $(PRELOAD_GPU_TESTS)
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-preload-gpu $(BUILD)
 
 test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
 	@scripts/install-deps build
@@ -480,7 +500,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-gpu-large \
+.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-preload-gpu test-gpu-large \
     test-sanitizer test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE
