@@ -176,13 +176,16 @@ $(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
 	    -Wl,-soname,$(@F) -o $@ $(filter %.c,$^)
 
 # Programs and libraries as people have them, for tests of what is preloaded into them.
-PRELOAD_TESTS := $(addprefix $(BUILD)/tests/preload/,program linked session session-static names \
+PRELOAD_TESTS := $(addprefix $(BUILD)/tests/preload/,program linked wrapped session session-static names \
     libdeep.so libouter.so libinner.so libhook.so)
 PRELOAD_CC = @mkdir -p $(@D) && $(CC) -std=c17 -fPIC -pthread $(WARNINGS) $(CFLAGS) -Iinclude -o $@
 $(BUILD)/tests/preload/program: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h
 	$(PRELOAD_CC) $(filter %.c,$^) -ldl
 $(BUILD)/tests/preload/linked: tests/preload/program.c tests/preload/ways.h $(BUILD)/tests/drivers/gpu/libcuda.so.1
 	$(PRELOAD_CC) -DLINKED $(filter %.c %.1,$^)
+# By linking the library instead of preloading it.
+$(BUILD)/tests/preload/wrapped: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(PRELOAD)
+	$(PRELOAD_CC) $(filter %.c,$^) -L$(BUILD) -Wl,--no-as-needed -lrebatch_wrap -Wl,-rpath,'$$ORIGIN/../..' -ldl
 $(BUILD)/tests/preload/session: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(SHARED)
 	$(PRELOAD_CC) -DSESSION $(filter %.c,$^) -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/../..' -ldl
 $(BUILD)/tests/preload/session-static: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(STATIC)
@@ -294,7 +297,7 @@ SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
 build: ## the library, the command and the examples; what make alone does
 	@scripts/install-deps build
 	$(SUBMAKE) all
-	@echo "built in $(BUILD): librebatch.so, librebatch.a, rebatch, examples/"
+	@echo "built in $(BUILD): librebatch.so, librebatch.a, librebatch_wrap.so, rebatch, examples/"
 
 DEVICE = host
 demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=cuda)
@@ -451,12 +454,12 @@ bench-recovery: ## what an OOM costs GPT-2, and finding the size, beside others 
 
 MAN := $(DESTDIR)$(prefix)/share/man
 DOC := $(DESTDIR)$(prefix)/share/doc/rebatch
-install: build ## into DESTDIR/prefix: library, headers, command, man pages, documents, examples
+install: build ## into DESTDIR/prefix: libraries, headers, command, man pages, documents, examples
 	@install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
 	    $(DESTDIR)$(prefix)/bin $(MAN)/man1 $(MAN)/man3 $(DOC)/docs $(DOC)/examples/guide
 	@install -m 644 $(PUBLIC_HEADERS) $(DESTDIR)$(prefix)/include/rebatch
 	@install -m 644 $(STATIC) $(DESTDIR)$(prefix)/lib
-	@install -m 755 $(SHARED) $(DESTDIR)$(prefix)/lib
+	@install -m 755 $(SHARED) $(filter %.so,$(PRELOAD)) $(DESTDIR)$(prefix)/lib
 	@ln -sf $(notdir $(SHARED)) $(DESTDIR)$(prefix)/lib/$(SONAME)
 	@ln -sf $(SONAME) $(DESTDIR)$(prefix)/lib/librebatch.so
 	@install -m 755 $(COMMAND) $(DESTDIR)$(prefix)/bin
@@ -480,7 +483,7 @@ install: build ## into DESTDIR/prefix: library, headers, command, man pages, doc
 
 uninstall: ## removes from DESTDIR/prefix what install put there
 	@rm -rf $(DESTDIR)$(prefix)/include/rebatch $(DOC)
-	@rm -f $(DESTDIR)$(prefix)/lib/librebatch.* $(DESTDIR)$(prefix)/bin/rebatch \
+	@rm -f $(DESTDIR)$(prefix)/lib/librebatch.* $(DESTDIR)$(prefix)/lib/librebatch_wrap.so $(DESTDIR)$(prefix)/bin/rebatch \
 	    $(DESTDIR)$(prefix)/lib/pkgconfig/rebatch.pc $(MAN)/man1/rebatch.1 $(MAN)/man3/rebatch.3 \
 	    $(MAN)/man3/rebatch_*.3
 	@echo "removed from $(DESTDIR)$(prefix)"

@@ -1,5 +1,5 @@
-/* A plain CUDA program: allocates blocks in every way that is counted, works on them, and prints what
- * it got. Must not know rebatch.
+/* A plain CUDA program: allocates blocks in several ways, works on them, and prints what it got.
+ * Must not know rebatch.
  *
  * preload_blocks COUNT MIB */
 #include <cstdio>

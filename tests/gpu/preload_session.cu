@@ -1,6 +1,6 @@
 /* A wrapped CUDA program that includes a helper before rebatch/wrap.h: the helper's cudaFree is
- * CUDA's own. Prints "shared" where the helper can free the pool's memory and its allocations are the
- * pool's. Must not know what is preloaded. */
+ * CUDA's own. Prints "shared" where the helper can free the pool's memory and its allocations are
+ * the pool's. Must not know what is preloaded. */
 #include "preload_helper.h"
 
 #include <cstdio>

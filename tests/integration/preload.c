@@ -65,6 +65,14 @@ Test(preload, a_limit_of_sessions_alone_says_nothing)
     done(&r);
 }
 
+Test(preload, a_program_that_is_linked_with_the_library)
+{
+    struct run r = preload_run_plain("REBATCH_RUN_OOM=2", "wrapped", "asked a1024 a1024");
+    cr_assert_eq(r.code, 0);
+    cr_expect_str_eq(r.out, "a1024 = 0 0x40000000\na1024 = 2 untouched\n");
+    done(&r);
+}
+
 /* ---- functions by name ---- */
 
 static void expect_line(const struct run *r, const char *line)
