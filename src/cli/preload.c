@@ -43,11 +43,27 @@ static bool is_named(const char *list, const char *path)
     return false;
 }
 
+/* Its runtime as a shared library ends a program in which another one comes first. It needs to be
+ * first only before what it takes itself, which the library does not. */
+static bool allow_address_sanitizer(void)
+{
+    static const char option[] = "verify_asan_link_order=0";
+    const char *const before = getenv("ASAN_OPTIONS");
+    char *options;
+    if (asprintf(&options, "%s%s%s", before ? before : "", before && before[0] ? ":" : "", option) <
+        0)
+        return false;
+    const bool is_set =
+        (before && strstr(before, option)) || rbi_child_set("ASAN_OPTIONS", options);
+    free(options);
+    return is_set;
+}
+
 bool rbi_child_preload(void)
 {
     char path[PATH_MAX];
     const char *const before = getenv("LD_PRELOAD");
-    if (!find_library(path))
+    if (!find_library(path) || !allow_address_sanitizer())
         return false;
     if (!before || before[0] == '\0')
         return rbi_child_set("LD_PRELOAD", path);

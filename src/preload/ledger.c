@@ -54,6 +54,8 @@ static void read_settings(void)
         (void)rbi_report_write(STDERR_FILENO, text, rbi_min(t.length, sizeof text - 1));
         return;
     }
+    if (settings->probe)
+        return; /* the process ends with the answer */
     ledger.record.path = settings->record;
     ledger.is_on = has_injection() || has_cap() || settings->record || settings->report >= 0;
     if (ledger.is_on)

@@ -52,8 +52,10 @@ static void begin(struct rbi_record *record, int device)
     char text[256];
     struct rbi_text line = {text, sizeof text, 0};
     record->device = device;
-    rbi_text_add(&line, "# rebatch %s, %.100s, device %d\n", REBATCH_VERSION,
-                 program_invocation_short_name, device);
+    rbi_text_add(&line, "# rebatch %s, ", REBATCH_VERSION);
+    rbi_text_add_shown(&line, program_invocation_short_name, strlen(program_invocation_short_name),
+                       100);
+    rbi_text_add(&line, ", device %d\n", device);
     put(record, &line);
 }
 

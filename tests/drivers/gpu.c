@@ -207,8 +207,14 @@ CALL(cuCtxGetCurrent, (void **out), {
     *out = &context;
     return OK;
 })
+static _Thread_local int current_device;
 CALL(cuCtxGetDevice, (int *device), {
-    *device = 0;
+    *device = current_device;
+    return OK;
+})
+/* Stands for cuCtxSetCurrent(). */
+CALL(driver_set_device, (int device), {
+    current_device = device;
     return OK;
 })
 CALL(cuCtxSynchronize, (void), { return OK; })

@@ -19,6 +19,18 @@ static const char *const ways[] = {"asked", "asked-old", "asked-thread", "symbol
 #define EVERYTHING                                                                                 \
     " a1024 s2048 c4096 p5120 t600 m512 i0 f1 g2 r3 f4 h5 f6 f1 a0 a100000000 i0 w0 i0"
 
+/* After its first line, which has the version. */
+static void expect_trace(const char *file, const char *lines)
+{
+    char *trace = config_read(file);
+    const char *end = strchr(trace, '\n');
+    cr_assert_not_null(end, "%s", trace);
+    cr_expect(strncmp(trace, "# rebatch ", 10) == 0 && strstr(trace, ", program, device 0\n"), "%s",
+              trace);
+    cr_expect_str_eq(end + 1, lines);
+    free(trace);
+}
+
 /* ---- nothing is asked for ---- */
 
 /* The outputs and the driver's calls are those without the library. */
@@ -54,15 +66,6 @@ Test(preload, nothing_changes_where_nothing_is_asked_for)
     }
     expect_unchanged("linked", "linked" IN_ORDER);
     expect_unchanged("program", "deep" IN_ORDER);
-}
-
-Test(preload, a_limit_of_sessions_alone_says_nothing)
-{
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_MEMORY_LIMIT=1MiB", "program",
-                                     "asked a1000000 f1");
-    cr_assert_eq(r.code, 0);
-    cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\nf1 = 0\n");
-    done(&r);
 }
 
 Test(preload, a_program_that_is_linked_with_the_library)
@@ -191,6 +194,33 @@ Test(preload, a_cap_can_be_a_share_and_the_device_can_be_smaller)
     done(&r);
 }
 
+Test(preload, each_device_has_a_cap_and_a_trace_has_one_device)
+{
+    struct run r = preload_run("--limit 1MiB --record x.trace", "program",
+                               "asked a900000 d1 a800000 c200000 c900000 i0 d0 i0 a900000 f2 f1");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_str_eq(r.out, "a900000 = 0 0x40000000\na800000 = 0 0x400dbc00\n"
+                            "c200000 = 0 0x4019f200\nc900000 = 2 untouched\n"
+                            "info = 0, 48576 of 1048576\ninfo = 0, 148576 of 1048576\n"
+                            "a900000 = 2 untouched\nf2 = 0\nf1 = 0\n");
+    cr_expect(strstr(r.error, "5 allocations, 2 beyond the cap, peak 977 KiB of 1.00 MiB; "), "%s",
+              r.error);
+    expect_trace("x.trace", "a 1 900000 0\n# device 1 is not recorded\n"
+                            "# out of memory: 900000 bytes\nf 1\n");
+    done(&r);
+}
+
+Test(preload, the_first_form_of_the_functions)
+{
+    struct run r = preload_run("--limit 1MiB", "names", "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    expect_line(&r, "first form: 0, 0x40000000 7");
+    expect_line(&r, "first form: 2, 7 7");
+    expect_line(&r, "first form: 0, 1047576 of 1048576 7");
+    expect_line(&r, "first form: 0, 1048576 of 1048576");
+    done(&r);
+}
+
 /* What the driver refuses to free is still there. */
 Test(preload, a_free_that_fails_frees_nothing)
 {
@@ -255,7 +285,14 @@ Test(preload, a_seed_fails_the_same_allocations)
 
 Test(preload, variables_alone)
 {
-    struct run r = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_RUN_OOM=1", "program", "asked a512");
+    struct run r = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_MEMORY_LIMIT=1MiB", "program",
+                                     "asked a1000000 f1");
+    cr_assert_eq(r.code, 0);
+    cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\nf1 = 0\n");
+    cr_expect_str_eq(r.error,
+                     "rebatch run: 1 allocation, 0 beyond the cap, peak 977 KiB of 1.00 MiB\n");
+    done(&r);
+    r = preload_run_plain("LD_PRELOAD=$WRAP REBATCH_RUN_OOM=1", "program", "asked a512");
     cr_assert_eq(r.code, 0);
     cr_expect_str_eq(r.out, "a512 = 2 untouched\n");
     cr_expect_str_eq(r.error, "rebatch run: 1 of 1 allocation failed on purpose\n");
@@ -269,17 +306,6 @@ Test(preload, variables_alone)
 }
 
 /* ---- traces ---- */
-
-static void expect_trace(const char *file, const char *lines)
-{
-    char *trace = config_read(file);
-    const char *end = strchr(trace, '\n');
-    cr_assert_not_null(end, "%s", trace);
-    cr_expect(strncmp(trace, "# rebatch ", 10) == 0 && strstr(trace, ", program, device 0\n"), "%s",
-              trace);
-    cr_expect_str_eq(end + 1, lines);
-    free(trace);
-}
 
 Test(preload, what_is_recorded_can_be_replayed)
 {

@@ -56,6 +56,34 @@ static void ask_all(void *driver)
     ask(function, "cuNone", 13000, 0);
 }
 
+/* The first form of the functions has 32-bit pointers and sizes. */
+static void use_first_form(void *driver)
+{
+    get_address *ask_driver;
+    int (*alloc)(unsigned *out, unsigned bytes);
+    int (*release)(unsigned memory);
+    int (*info)(unsigned *free_bytes, unsigned *total_bytes);
+    unsigned memory[2] = {7, 7}, more[2] = {7, 7}, room[3] = {7, 7, 7};
+    void *found = dlsym(driver, "cuGetProcAddress_v2");
+    memcpy(&ask_driver, &found, sizeof found);
+    (void)ask_driver("cuMemAlloc", &found, 2000, 0, NULL);
+    memcpy(&alloc, &found, sizeof found);
+    (void)ask_driver("cuMemFree", &found, 2000, 0, NULL);
+    memcpy(&release, &found, sizeof found);
+    (void)ask_driver("cuMemGetInfo", &found, 2000, 0, NULL);
+    memcpy(&info, &found, sizeof found);
+    int code = alloc(memory, 1000);
+    printf("first form: %d, %#x %u\n", code, memory[0], memory[1]);
+    code = alloc(more, 2000000);
+    printf("first form: %d, %u %u\n", code, more[0], more[1]);
+    code = info(&room[0], &room[1]);
+    printf("first form: %d, %u of %u %u\n", code, room[0], room[1], room[2]);
+    code = release(memory[0]);
+    printf("first form: %d", code);
+    (void)info(&room[0], &room[1]);
+    printf(", %u of %u\n", room[0], room[1]);
+}
+
 int main(void)
 {
     void *const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -74,5 +102,6 @@ int main(void)
     printf("cudnnCreate calls %s\n", cudnnCreate());
     printf("cuda_outer calls %s\n", cuda_outer());
     ask_all(driver);
+    use_first_form(driver);
     return 0;
 }

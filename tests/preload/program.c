@@ -8,6 +8,7 @@
  *   fN gN hN rN        frees the N-th allocation, from 1: plain, on stream 80, on stream 81,
  *                      physical
  *   i0 x0 k0           asks what there is; ends without exit(); is killed
+ *   dN                 makes device N current
  *   w0                 four threads allocate and free at once
  * With a session (SESSION) also:
  *   AN FN              the same as aN and fN by rebatch_alloc() and rebatch_free()
@@ -62,6 +63,7 @@ static struct {
     struct api api;
     pointer held[4096];
     size_t count;
+    int device;
 } program;
 
 static void allocate(char action, size_t bytes)
@@ -69,16 +71,17 @@ static void allocate(char action, size_t bytes)
     static const struct {
         int type, handle_types, location, id;
         void *rest[2];
-    } kind = {.type = 1, .location = 1};
+    } kinds[] = {{.type = 1, .location = 1}, {.type = 1, .location = 1, .id = 1}};
     const struct api *const api = &program.api;
+    const void *const kind = &kinds[program.device];
     pointer out = UNTOUCHED;
     size_t pitch = UNTOUCHED;
     const int code = action == 'a'   ? api->alloc(&out, bytes)
                      : action == 'p' ? api->pitch(&out, &pitch, 100, bytes / 512, 4)
                      : action == 's' ? api->alloc_on(&out, bytes, (void *)80)
                      : action == 'm' ? api->alloc_on(&out, bytes, (void *)99)
-                     : action == 't' ? api->alloc_from(&out, bytes, &kind, (void *)80)
-                                     : api->create(&out, bytes, &kind, 0);
+                     : action == 't' ? api->alloc_from(&out, bytes, kind, (void *)80)
+                                     : api->create(&out, bytes, kind, 0);
     program.held[program.count++] = code ? 0 : out;
     printf("%c%zu = %d", action, bytes, code);
     if (code)
@@ -96,6 +99,16 @@ static void release(char action, size_t which)
                      : action == 'h' ? api->free_on(memory, (void *)81)
                                      : api->release(memory);
     printf("%c%zu = %d\n", action, which, code);
+}
+
+static void set_device(int device)
+{
+    int (*set)(int);
+    void *const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    void *const found = dlsym(driver, "driver_set_device");
+    memcpy(&set, &found, sizeof set);
+    (void)set(device);
+    program.device = device;
 }
 
 /* ---- threads ---- */
@@ -233,6 +246,8 @@ static void act(const char *action)
         allocate(action[0], number);
     } else if (strchr("fghr", action[0])) {
         release(action[0], number);
+    } else if (action[0] == 'd') {
+        set_device((int)number);
     } else if (action[0] == 'w') {
         run_threads();
     } else if (action[0] == 'i') {
