@@ -167,13 +167,20 @@ $(STORM): $(STORM_OBJ) $(STATIC)
 
 # Stand-ins for CUDA's driver, under its name. As in CUDA's, their functions are not taken by others
 # of the same names.
-TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole gpu)
+TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole gpu leaky)
+# One whose functions are.
+$(BUILD)/tests/drivers/leaky/libcuda.so.1: private SYMBOLIC :=
 $(TESTS): | $(TEST_DRIVERS)
-$(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,whole gpu): tests/drivers/calls.c src/device/cuda_driver.h
+SYMBOLIC := -Wl,-Bsymbolic
+$(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,whole gpu leaky): tests/drivers/calls.c src/device/cuda_driver.h
+DRIVER_CC = $(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared $(SYMBOLIC) \
+    -Wl,-soname,$(@F) -o $@ $(filter %.c,$^) -ldl
+$(BUILD)/tests/drivers/leaky/libcuda.so.1: tests/drivers/gpu.c
+	@mkdir -p $(@D)
+	$(DRIVER_CC)
 $(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
 	@mkdir -p $(@D)
-	$(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared -Wl,-Bsymbolic \
-	    -Wl,-soname,$(@F) -o $@ $(filter %.c,$^)
+	$(DRIVER_CC)
 
 # Programs and libraries as people have them, for tests of what is preloaded into them.
 PRELOAD_TESTS := $(addprefix $(BUILD)/tests/preload/,program linked wrapped session session-static names \

@@ -1,7 +1,9 @@
 /* A stand-in for CUDA's driver, with calls.c: a GPU that has addresses and no memory. Every call
- * that allocates or frees is written into the file that DRIVER_LOG names. DRIVER_BYTES is how much
- * there is, 64 MiB unless it is set. Must not know the tests. */
+ * that allocates or frees is written into the file that DRIVER_LOG names; with DRIVER_LOG_WAITS,
+ * waits are there too. DRIVER_BYTES is how much memory there is, 64 MiB unless it is set. Must not
+ * know the tests. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -13,7 +15,16 @@
 
 typedef unsigned long long pointer;
 
-enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+enum {
+    OK,
+    INVALID_VALUE,
+    OUT_OF_MEMORY,
+    NOT_FOUND = 500,
+    NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_UNSUPPORTED = 900
+};
+
+#define CAPTURED 99 /* a stream */
 
 #define FIRST_ADDRESS 0x40000000u
 #define UNIT 512u
@@ -141,7 +152,8 @@ CALL(cuMemAllocFromPoolAsync, (pointer * out, size_t bytes, void *pool, void *st
     return take("cuMemAllocFromPoolAsync", out, bytes);
 })
 CALL(cuMemFreeAsync, (pointer address, void *stream), {
-    (void)stream;
+    if (stream == (void *)CAPTURED)
+        return note("cuMemFreeAsync", address, STREAM_CAPTURE_UNSUPPORTED);
     return give("cuMemFreeAsync", address);
 })
 CALL(cuMemFreeAsync_ptsz, (pointer address, void *stream), {
@@ -212,12 +224,19 @@ CALL(cuCtxGetDevice, (int *device), {
     *device = current_device;
     return OK;
 })
+/* How the driver looks itself up. */
+const void *driver_find(const char *symbol);
+const void *driver_find(const char *symbol)
+{
+    return dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), symbol);
+}
 /* Stands for cuCtxSetCurrent(). */
 CALL(driver_set_device, (int device), {
     current_device = device;
     return OK;
 })
-CALL(cuCtxSynchronize, (void), { return OK; })
+CALL(cuCtxSynchronize, (void),
+     { return getenv("DRIVER_LOG_WAITS") ? note("cuCtxSynchronize", 0, OK) : OK; })
 CALL(cuStreamCreate, (void **out, unsigned flags), {
     static uintptr_t last = 64;
     (void)flags;
@@ -230,7 +249,7 @@ CALL(cuStreamSynchronize, (void *stream), {
     return OK;
 })
 CALL(cuStreamIsCapturing, (void *stream, int *status), {
-    *status = stream == (void *)99;
+    *status = stream == (void *)CAPTURED;
     return OK;
 })
 CALL(cuStreamWaitEvent, (void *stream, void *event, unsigned flags), {

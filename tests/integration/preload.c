@@ -97,6 +97,9 @@ Test(preload, functions_are_found_as_without_the_library)
     expect_line(&r, "inner cudnnCreate: libinner.so");
     expect_line(&r, "default cudnnCreate: libouter.so");
     expect_line(&r, "next cudnnCreate: libouter.so");
+    expect_line(&r, "next of outer cuMemAlloc_v2: libinner.so");
+    expect_line(&r, "next of outer cudnnCreate: libinner.so");
+    expect_line(&r, "driver itself cuMemAlloc_v2: libcuda.so.1");
     expect_line(&r, "cudnnCreate calls inner");
     expect_line(&r, "cuda_outer calls inner");
     done(&r);
@@ -127,6 +130,32 @@ Test(preload, streams_of_threads_stay_streams_of_threads)
     char *calls = config_read("log");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(calls, "cuMemAllocAsync_ptsz 2048 = 0\ncuMemFreeAsync_ptsz 1073741824 = 0\n");
+    free(calls);
+    done(&r);
+}
+
+Test(preload, streams_of_threads_and_of_the_process_at_once)
+{
+    struct run r = preload_run_plain("LD_PRELOAD=$WRAP", "names", "");
+    char *calls = config_read("log");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect(strstr(calls, "\ncuMemAllocAsync 512 = 0\ncuMemAllocAsync 1024 = 0\n"
+                            "cuMemAllocAsync_ptsz 2048 = 0\n"),
+              "%s", calls);
+    free(calls);
+    done(&r);
+}
+
+/* Its own table of functions has those of this library. */
+Test(preload, a_driver_that_finds_its_functions_by_their_symbols)
+{
+    struct run r = preload_run_plain(
+        "LD_LIBRARY_PATH=$TESTS/../drivers/leaky:$TESTS LD_PRELOAD=$WRAP REBATCH_RUN_OOM=2",
+        "program", "asked a1024 s1024 f1");
+    char *calls = config_read("log");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_str_eq(r.out, "a1024 = 0 0x40000000\ns1024 = 2 untouched\nf1 = 0\n");
+    cr_expect_str_eq(calls, "cuMemAlloc_v2 1024 = 0\ncuMemFree_v2 1073741824 = 0\n");
     free(calls);
     done(&r);
 }
@@ -192,6 +221,11 @@ Test(preload, a_cap_can_be_a_share_and_the_device_can_be_smaller)
     cr_expect_str_eq(r.error, "rebatch run: 2 allocations, 0 beyond the cap, 1 beyond what the "
                               "device has, peak 38.1 MiB of 1.00 GiB\n");
     done(&r);
+    /* What the device refuses is not in use. */
+    r = preload_run("--limit 100MiB", "program", "asked a70000000 a60000000");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_str_eq(r.out, "a70000000 = 2 untouched\na60000000 = 0 0x40000000\n");
+    done(&r);
 }
 
 Test(preload, each_device_has_a_cap_and_a_trace_has_one_device)
@@ -228,6 +262,11 @@ Test(preload, a_free_that_fails_frees_nothing)
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\nf1 = 0\nf1 = 1\na1000000 = 0 0x40000000\n"
                             "info = 0, 48576 of 1048576\n");
+    done(&r);
+    r = preload_run("--limit 1MiB", "program", "asked a1000000 n1 a1000000 f1 a1000000");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_str_eq(r.out, "a1000000 = 0 0x40000000\nn1 = 900\na1000000 = 2 untouched\nf1 = 0\n"
+                            "a1000000 = 0 0x40000000\n");
     done(&r);
 }
 
@@ -320,6 +359,18 @@ Test(preload, what_is_recorded_can_be_replayed)
     r = cli_run("", "replay", "--json x.trace");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect(strstr(r.out, "\"peak_requested_bytes\": 11000,"), "%s", r.out);
+    done(&r);
+}
+
+Test(preload, the_default_stream_of_a_thread_is_another_than_the_processs)
+{
+    struct run r = preload_run("--record x.trace", "program", "asked z512 s512 g1");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    expect_trace("x.trace", "a 1 512 0\na 2 512 1\nu 1 1\nf 1\n");
+    done(&r);
+    r = preload_run("--record x.trace", "program", "asked-thread z512 s512 f1");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    expect_trace("x.trace", "a 1 512 1\na 2 512 2\nf 1\n");
     done(&r);
 }
 

@@ -43,6 +43,20 @@ Test(preload_session, code_without_the_header_frees_memory_of_the_pool)
     done(&r);
 }
 
+/* cudaFree waits for the device, of the pool's memory too. */
+Test(preload_session, a_free_waits_once)
+{
+    struct run r = preload_run_plain("LD_PRELOAD=$WRAP DRIVER_LOG_WAITS=1", "session",
+                                     "asked a4096 c512 s512 f1 g3 r2 f2");
+    char *calls = config_read("log");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_str_eq(calls, "cuMemAlloc_v2 8388608 = 0\ncuMemCreate 512 = 0\n"
+                            "cuCtxSynchronize 0 = 0\ncuMemRelease 1082130432 = 0\n"
+                            "cuMemFree_v2 1082130432 = 1\n");
+    free(calls);
+    done(&r);
+}
+
 /* Without the library the driver does not know the pool's memory. */
 Test(preload_session, which_fails_without_the_library)
 {
@@ -118,12 +132,12 @@ Test(preload_session, a_session_applies_the_limit_itself)
     static const char *const programs[] = {"session", "session-static"};
     for (int i = 0; i < 2; i++) {
         struct run r = preload_run("--limit 8MiB", programs[i],
-                                   "asked A5000000 A2000000 A4000000 "
-                                   "a1000000 F1 F2");
+                                   "asked A5000000 A2000000 A4000000 a1000000 F1 F2 c20000000");
         cr_assert_eq(r.code, 0, "%s", r.error);
         cr_expect(strncmp(r.out, "A5000000 = 0\nA2000000 = 0\nA4000000 = 1\na1000000 = 0 0x", 54) ==
                       0,
                   "%s", r.out);
+        cr_expect(strstr(r.out, "c20000000 = 0 0x"), "%s", r.out);
         cr_expect(!strstr(r.error, "beyond the cap"), "%s", r.error);
         done(&r);
     }
@@ -132,9 +146,9 @@ Test(preload_session, a_session_applies_the_limit_itself)
 /* The first request of the step fails, and no allocation outside of it. */
 Test(preload_session, a_failure_strikes_once)
 {
-    struct run r = preload_run("--oom 1", "session", "asked a512 A512 o1000000 o1000000 a512");
+    struct run r = preload_run("--oom 1", "session", "asked c512 a512 A512 o1000000 o1000000 a512");
     cr_assert_eq(r.code, 0, "%s", r.error);
-    cr_expect(strstr(r.out, "a512 = 0 0x40000000\nA512 = 0\n"
+    cr_expect(strstr(r.out, "c512 = 0 0x40000000\na512 = 0 0x40000200\nA512 = 0\n"
                             "o1000000 = 0, micro-batch 2, 1 out of memory\n"
                             "o1000000 = 0, micro-batch 2, 0 out of memory\na512 = 0 "),
               "%s", r.out);
@@ -158,5 +172,12 @@ Test(preload_session, the_pools_allocations_are_recorded)
     done(&r);
     r = cli_run("", "replay", "--json x.trace");
     cr_expect_eq(r.code, 0, "%s", r.error);
+    done(&r);
+    /* A free that did not come this way is seen when the address is given out again. */
+    r = preload_run("--record x.trace", "session", "asked a1024 F1 a1024 f2");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    trace = config_read("x.trace");
+    cr_expect(strstr(trace, "\na 1 1024 0\nf 1\na 2 1024 0\nf 2\n"), "%s", trace);
+    free(trace);
     done(&r);
 }

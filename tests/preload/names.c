@@ -9,6 +9,7 @@
 
 const char *cuda_outer(void);
 const char *cudnnCreate(void);
+const void *outer_next(const char *symbol);
 
 static void say(const char *what, const void *found)
 {
@@ -27,6 +28,15 @@ static void look_up(void *handle, const char *symbol, const char *what)
     const char *const error = dlerror();
     (void)snprintf(text, sizeof text, "%s %s%s", what, symbol, error ? " has an error" : "");
     say(text, found);
+}
+
+/* The driver's own questions about itself. */
+static void look_up_within(void *driver)
+{
+    const void *(*find)(const char *symbol);
+    void *const found = dlsym(driver, "driver_find");
+    memcpy(&find, &found, sizeof find);
+    say("driver itself cuMemAlloc_v2", find("cuMemAlloc_v2"));
 }
 
 static void ask(get_address *function, const char *name, int version, unsigned long long flags)
@@ -54,6 +64,21 @@ static void ask_all(void *driver)
     ask(function, "cuDriverGetVersion", 13000, 0);
     ask(function, "cuGetProcAddress", 12000, 0);
     ask(function, "cuNone", 13000, 0);
+}
+
+/* A process may use streams of threads and of the process at once. */
+static void use_both_streams(void *driver)
+{
+    get_address *ask_driver;
+    int (*alloc)(pointer * out, size_t bytes, const void *stream);
+    pointer memory;
+    void *found = dlsym(driver, "cuGetProcAddress_v2");
+    memcpy(&ask_driver, &found, sizeof found);
+    for (unsigned long long flags = 0; flags <= 2; flags++) {
+        (void)ask_driver("cuMemAllocAsync", &found, 13000, flags, NULL);
+        memcpy(&alloc, &found, sizeof found);
+        (void)alloc(&memory, 512 << flags, NULL);
+    }
 }
 
 /* The first form of the functions has 32-bit pointers and sizes. */
@@ -99,9 +124,13 @@ int main(void)
     look_up(RTLD_DEFAULT, "cudnnCreate", "default");
     look_up(RTLD_NEXT, "cudnnCreate", "next");
     look_up(RTLD_NEXT, "dlsym", "next");
+    say("next of outer cuMemAlloc_v2", outer_next("cuMemAlloc_v2"));
+    say("next of outer cudnnCreate", outer_next("cudnnCreate"));
+    look_up_within(driver);
     printf("cudnnCreate calls %s\n", cudnnCreate());
     printf("cuda_outer calls %s\n", cuda_outer());
     ask_all(driver);
     use_first_form(driver);
+    use_both_streams(driver);
     return 0;
 }

@@ -16,6 +16,21 @@ const char *cudnnCreate(void)
     return inner ? inner() : "nothing";
 }
 
+/* What follows this library's own. The call must come back here, or it would be the caller's. */
+const void *outer_next(const char *symbol);
+const void *outer_next(const char *symbol)
+{
+    const void *volatile found = dlsym(RTLD_NEXT, symbol);
+    return found;
+}
+
+int cuMemAlloc_v2(unsigned long long *out, unsigned long bytes);
+int cuMemAlloc_v2(unsigned long long *out, unsigned long bytes)
+{
+    *out = bytes;
+    return 1;
+}
+
 const char *cuda_outer(void);
 const char *cuda_outer(void)
 {

@@ -5,8 +5,9 @@
  * RTLD_DEEPBIND and finds them as CUDA's runtime does. An action is a letter and a number:
  *   aN pN sN tN mN cN  allocates N bytes: plain, pitched, on stream 80, from a pool, on stream 99
  *                      that is captured, physical
- *   fN gN hN rN        frees the N-th allocation, from 1: plain, on stream 80, on stream 81,
- *                      physical
+ *   zN                 allocates N bytes on the default stream
+ *   fN gN hN nN rN     frees the N-th allocation, from 1: plain, on stream 80, on stream 81, on
+ *                      stream 99, physical
  *   i0 x0 k0           asks what there is; ends without exit(); is killed
  *   dN                 makes device N current
  *   w0                 four threads allocate and free at once
@@ -80,6 +81,7 @@ static void allocate(char action, size_t bytes)
                      : action == 'p' ? api->pitch(&out, &pitch, 100, bytes / 512, 4)
                      : action == 's' ? api->alloc_on(&out, bytes, (void *)80)
                      : action == 'm' ? api->alloc_on(&out, bytes, (void *)99)
+                     : action == 'z' ? api->alloc_on(&out, bytes, NULL)
                      : action == 't' ? api->alloc_from(&out, bytes, kind, (void *)80)
                                      : api->create(&out, bytes, kind, 0);
     program.held[program.count++] = code ? 0 : out;
@@ -97,6 +99,7 @@ static void release(char action, size_t which)
     const int code = action == 'f'   ? api->free(memory)
                      : action == 'g' ? api->free_on(memory, (void *)80)
                      : action == 'h' ? api->free_on(memory, (void *)81)
+                     : action == 'n' ? api->free_on(memory, (void *)99)
                                      : api->release(memory);
     printf("%c%zu = %d\n", action, which, code);
 }
@@ -242,9 +245,9 @@ static void act(const char *action)
     size_t free_bytes = 0, total_bytes = 0;
     if (act_in_session(action[0], number)) {
         return;
-    } else if (strchr("apstmc", action[0])) {
+    } else if (strchr("apstmcz", action[0])) {
         allocate(action[0], number);
-    } else if (strchr("fghr", action[0])) {
+    } else if (strchr("fghnr", action[0])) {
         release(action[0], number);
     } else if (action[0] == 'd') {
         set_device((int)number);
