@@ -32,6 +32,7 @@ VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
                       src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c)
 CLI_SRC := $(wildcard src/cli/*.c)
+PRELOAD_SRC := $(wildcard src/preload/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
 # The model's operations on a GPU; a build without CUDA has the stand-in that says so.
 GPT_CUDA_SRC := $(wildcard examples/gpt/*_cuda.c)
@@ -45,6 +46,7 @@ GPU_TEST_SRC := $(wildcard tests/gpu/*.c)
 objects = $(patsubst %.c,$(BUILD)/%.o,$(1))
 LIB_OBJ := $(call objects,$(LIB_SRC))
 CLI_OBJ := $(call objects,$(CLI_SRC))
+PRELOAD_OBJ := $(call objects,$(PRELOAD_SRC))
 GPT_OBJ := $(call objects,$(GPT_SRC))
 GPT_CUDA_OBJ := $(call objects,$(GPT_CUDA_SRC))
 GPT_NO_CUDA_OBJ := $(call objects,$(GPT_NO_CUDA_SRC))
@@ -54,6 +56,8 @@ TEST_OBJ := $(call objects,$(TEST_SRC)) $(patsubst %.cc,$(BUILD)/%.o,$(TEST_CC_S
 STATIC := $(BUILD)/librebatch.a
 SONAME := librebatch.so.$(MAJOR)
 SHARED := $(BUILD)/librebatch.so.$(VERSION)
+# A sanitizer's runtime must be the first library of a program, so there nothing can be preloaded.
+PRELOAD := $(if $(SAN),$(PRELOAD_OBJ),$(BUILD)/librebatch_wrap.so)
 COMMAND := $(BUILD)/rebatch
 GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
@@ -88,7 +92,7 @@ GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(STATIC) $(SHARED) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES)
+all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES)
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
@@ -129,6 +133,12 @@ $(SHARED): $(LIB_OBJ)
 	@ln -sf $(@F) $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $(BUILD)/librebatch.so
 
+# The session is that of the shared library; of the static one come the library's private parts,
+# which stay inside. It shows the driver's names and dlsym alone.
+$(BUILD)/librebatch_wrap.so: $(PRELOAD_OBJ) $(SHARED) $(STATIC)
+	$(Q)$(CC) -shared -Wl,-soname,$(@F) -Wl,--no-undefined -Wl,--exclude-libs,ALL -Wl,-rpath,'$$ORIGIN' \
+	    -o $@ $(PRELOAD_OBJ) -L$(BUILD) -lrebatch $(STATIC) $(LIBS) -ldl
+
 $(COMMAND): $(CLI_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
@@ -148,21 +158,54 @@ $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 $(GUIDE): %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
-$(TESTS): $(TEST_OBJ) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+# What of the preloaded library takes no function of others is tested within the program.
+$(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/src/preload/,holdings.o record.o summary.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
 
 $(STORM): $(STORM_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
-# Stand-ins for CUDA's driver, under its name.
-TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole)
+# Stand-ins for CUDA's driver, under its name. As in CUDA's, their functions are not taken by others
+# of the same names.
+TEST_DRIVERS := $(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,old whole gpu leaky)
+# One whose functions are.
+$(BUILD)/tests/drivers/leaky/libcuda.so.1: private SYMBOLIC :=
 $(TESTS): | $(TEST_DRIVERS)
-$(BUILD)/tests/drivers/whole/libcuda.so.1: tests/drivers/calls.c src/device/cuda_driver.h
+SYMBOLIC := -Wl,-Bsymbolic
+$(patsubst %,$(BUILD)/tests/drivers/%/libcuda.so.1,whole gpu leaky): tests/drivers/calls.c src/device/cuda_driver.h
+DRIVER_CC = $(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared $(SYMBOLIC) \
+    -Wl,-soname,$(@F) -o $@ $(filter %.c,$^) -ldl
+$(BUILD)/tests/drivers/leaky/libcuda.so.1: tests/drivers/gpu.c
+	@mkdir -p $(@D)
+	$(DRIVER_CC)
 $(BUILD)/tests/drivers/%/libcuda.so.1: tests/drivers/%.c
 	@mkdir -p $(@D)
-	$(Q)$(CC) -std=c17 -fPIC $(WARNINGS) -Isrc -Iinclude -shared -Wl,-soname,$(@F) -o $@ \
-	    $(filter %.c,$^)
+	$(DRIVER_CC)
+
+# Programs and libraries as people have them, for tests of what is preloaded into them.
+PRELOAD_TESTS := $(addprefix $(BUILD)/tests/preload/,program linked wrapped session session-static names \
+    libdeep.so libouter.so libinner.so libhook.so)
+PRELOAD_CC = @mkdir -p $(@D) && $(CC) -std=c17 -fPIC -pthread $(WARNINGS) $(CFLAGS) -Iinclude -o $@
+$(BUILD)/tests/preload/program: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h
+	$(PRELOAD_CC) $(filter %.c,$^) -ldl
+$(BUILD)/tests/preload/linked: tests/preload/program.c tests/preload/ways.h $(BUILD)/tests/drivers/gpu/libcuda.so.1
+	$(PRELOAD_CC) -DLINKED $(filter %.c %.1,$^)
+# By linking the library instead of preloading it.
+$(BUILD)/tests/preload/wrapped: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(PRELOAD)
+	$(PRELOAD_CC) $(filter %.c,$^) -L$(BUILD) -Wl,--no-as-needed -lrebatch_wrap -Wl,-rpath,'$$ORIGIN/../..' -ldl
+$(BUILD)/tests/preload/session: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(SHARED)
+	$(PRELOAD_CC) -DSESSION $(filter %.c,$^) -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/../..' -ldl
+$(BUILD)/tests/preload/session-static: tests/preload/program.c tests/preload/ways.c tests/preload/ways.h $(STATIC)
+	$(PRELOAD_CC) -DSESSION $(filter %.c %.a,$^) $(LIBS) -ldl
+$(BUILD)/tests/preload/names: tests/preload/names.c tests/preload/ways.h $(BUILD)/tests/preload/libouter.so $(BUILD)/tests/preload/libinner.so
+	$(PRELOAD_CC) $< -L$(@D) -Wl,--no-as-needed -louter -linner -Wl,-rpath,'$$ORIGIN' -ldl
+$(BUILD)/tests/preload/libdeep.so: tests/preload/ways.c tests/preload/ways.h
+	$(PRELOAD_CC) -shared $< -ldl
+$(BUILD)/tests/preload/libhook.so: tests/preload/hook.c
+	$(PRELOAD_CC) -shared -DVERSION='"$(if $(filter aarch64%,$(shell uname -m)),GLIBC_2.17,GLIBC_2.2.5)"' $< -ldl
+$(BUILD)/tests/preload/lib%.so: tests/preload/%.c
+	$(PRELOAD_CC) -shared $< -ldl
 
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
@@ -188,6 +231,21 @@ $(WRAP_EXISTING)-before $(WRAP_BUFFERS)-before: $(BUILD)/%-before: %.cu $(BUILD)
 $(WRAP_EXISTING) $(WRAP_BUFFERS): $(BUILD)/%: %.cu $(wildcard include/rebatch/*.h) $(BUILD)/kernels/flags $(STATIC)
 	@mkdir -p $(@D)
 	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
+
+# A plain CUDA program with each form of the runtime, and a wrapped one.
+PRELOAD_GPU_TESTS := $(addprefix $(BUILD)/tests/gpu/preload_,blocks_static blocks_shared blocks_thread \
+    session_static session_shared)
+$(BUILD)/tests/gpu/preload_%_static: private CUDART := -cudart static
+$(BUILD)/tests/gpu/preload_%_shared: private CUDART := -cudart shared
+$(BUILD)/tests/gpu/preload_%_thread: private CUDART := -cudart static --default-stream per-thread
+PRELOAD_CU = $(Q)$(NVCC) -std=c++17 -O2 $(GPU_CODE) -Xcompiler -Wall,-Wextra,-pthread $(CUDART) -Iinclude -o $@ $<
+$(BUILD)/tests/gpu/preload_blocks_%: tests/gpu/preload_blocks.cu $(BUILD)/kernels/flags
+	@mkdir -p $(@D)
+	$(PRELOAD_CU)
+$(BUILD)/tests/gpu/preload_session_%: tests/gpu/preload_session.cu tests/gpu/preload_helper.h $(PUBLIC_HEADERS) \
+    $(BUILD)/kernels/flags $(SHARED)
+	@mkdir -p $(@D)
+	$(PRELOAD_CU) -L$(BUILD) -lrebatch -Xlinker -rpath=$(abspath $(BUILD))
 
 # The manual: one page for the command, and one for each public header from its comments.
 MAN_DATE = $(shell date -u -d @$${SOURCE_DATE_EPOCH:-$$(stat -c %Y $<)} +%F)
@@ -235,7 +293,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
--include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
+-include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
          $(addsuffix .d,$(GUIDE))
 
@@ -247,7 +305,7 @@ SUBMAKE = @$(MAKE) -s --no-print-directory $(PARALLEL)
 build: ## the library, the command and the examples; what make alone does
 	@scripts/install-deps build
 	$(SUBMAKE) all
-	@echo "built in $(BUILD): librebatch.so, librebatch.a, rebatch, examples/"
+	@echo "built in $(BUILD): librebatch.so, librebatch.a, librebatch_wrap.so, rebatch, examples/"
 
 DEVICE = host
 demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=cuda)
@@ -260,8 +318,8 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 # Programs that tests run as a user would.
-TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE)
-TEST_VARIABLES := REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
+TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS))
+TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
     REBATCH_LOG_LEVEL=quiet
 
 TEST_FLAGS =
@@ -299,7 +357,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before $(PRELOAD) $(PRELOAD_GPU_TESTS)
 
 test-gpu: kernels ## the tests that need a GPU
 	@REBATCH_LOG_LEVEL=quiet LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
@@ -312,6 +370,11 @@ test-wrap-existing: ## CUDA trainers before and after ten lines of rebatch (need
 	@scripts/install-deps build
 	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
 	$(RUN_WRAP_EXISTING)
+
+test-preload-gpu: ## CUDA programs, PyTorch and compute-sanitizer under librebatch_wrap.so (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(PRELOAD) $(COMMAND) $(PRELOAD_GPU_TESTS)
+	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-preload-gpu $(BUILD)
 
 test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
 	@scripts/install-deps build
@@ -399,12 +462,12 @@ bench-recovery: ## what an OOM costs GPT-2, and finding the size, beside others 
 
 MAN := $(DESTDIR)$(prefix)/share/man
 DOC := $(DESTDIR)$(prefix)/share/doc/rebatch
-install: build ## into DESTDIR/prefix: library, headers, command, man pages, documents, examples
+install: build ## into DESTDIR/prefix: libraries, headers, command, man pages, documents, examples
 	@install -d $(DESTDIR)$(prefix)/include/rebatch $(DESTDIR)$(prefix)/lib/pkgconfig \
 	    $(DESTDIR)$(prefix)/bin $(MAN)/man1 $(MAN)/man3 $(DOC)/docs $(DOC)/examples/guide
 	@install -m 644 $(PUBLIC_HEADERS) $(DESTDIR)$(prefix)/include/rebatch
 	@install -m 644 $(STATIC) $(DESTDIR)$(prefix)/lib
-	@install -m 755 $(SHARED) $(DESTDIR)$(prefix)/lib
+	@install -m 755 $(SHARED) $(filter %.so,$(PRELOAD)) $(DESTDIR)$(prefix)/lib
 	@ln -sf $(notdir $(SHARED)) $(DESTDIR)$(prefix)/lib/$(SONAME)
 	@ln -sf $(SONAME) $(DESTDIR)$(prefix)/lib/librebatch.so
 	@install -m 755 $(COMMAND) $(DESTDIR)$(prefix)/bin
@@ -428,7 +491,7 @@ install: build ## into DESTDIR/prefix: library, headers, command, man pages, doc
 
 uninstall: ## removes from DESTDIR/prefix what install put there
 	@rm -rf $(DESTDIR)$(prefix)/include/rebatch $(DOC)
-	@rm -f $(DESTDIR)$(prefix)/lib/librebatch.* $(DESTDIR)$(prefix)/bin/rebatch \
+	@rm -f $(DESTDIR)$(prefix)/lib/librebatch.* $(DESTDIR)$(prefix)/lib/librebatch_wrap.so $(DESTDIR)$(prefix)/bin/rebatch \
 	    $(DESTDIR)$(prefix)/lib/pkgconfig/rebatch.pc $(MAN)/man1/rebatch.1 $(MAN)/man3/rebatch.3 \
 	    $(MAN)/man3/rebatch_*.3
 	@echo "removed from $(DESTDIR)$(prefix)"
@@ -448,7 +511,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-gpu-large \
+.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-preload-gpu test-gpu-large \
     test-sanitizer test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

@@ -3,7 +3,14 @@
  *
  *  With this header, the CUDA runtime's allocations come from a session's pool, the program's error
  *  check leaves the step when memory runs out, and the program's own functions are the step. It is
- *  not part of rebatch.h, because it needs CUDA's headers. Include it after all other headers.
+ *  not part of rebatch.h, because it needs CUDA's headers.
+ *
+ *  Include it after all other headers, in each source file that allocates or frees device memory.
+ *  It redirects calls by macros, so code before it, such as a function in an earlier header, calls
+ *  CUDA's own functions, and so do libraries. Where such code frees memory of the pool, or is to
+ *  allocate from it, preload librebatch_wrap.so or link with it (docs/run.md): then all code of the
+ *  process uses the pool, with this header or without. New code uses the API (step.h) and needs
+ *  neither.
  *
  *  @code
  *  #include <rebatch/wrap.h>             // cudaMalloc, cudaFree and others use the pool
@@ -40,8 +47,9 @@
  *    rebatch_wrap_close()), when another GPU is current, and for `(cudaMalloc)(...)` in
  *    parentheses. Not redirected at all are function pointers, files that do not include this
  *    header, and other allocation functions such as cudaMallocManaged and cudaMallocPitch.
- *  - cudaFree passes a pointer that is not from the pool to CUDA. CUDA's own cudaFree, called in a
- *    file without this header, cannot free memory of the pool.
+ *  - cudaFree passes a pointer that is not from the pool to CUDA. CUDA's own cudaFree, called in
+ *    code without this header, cannot free memory of the pool, unless the process has
+ *    librebatch_wrap.so.
  *  - A failed call returns a cudaError_t, cudaErrorMemoryAllocation for an OOM, and
  *    rebatch_last_error() has the message. cudaGetLastError() does not return the error.
  *  - The per-thread default stream (cudaStreamPerThread, --default-stream per-thread) has the same

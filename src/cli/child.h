@@ -16,7 +16,7 @@ struct rbi_child_listener {
 struct rbi_child_end {
     int exec_error;   /* errno of a program that could not be run; 0: it ran */
     int status;       /* as waitpid() gives it */
-    bool has_stepped; /* the library within it said something */
+    bool has_stepped; /* a library within it said something: of a step, or of CUDA's memory */
 };
 
 /* Runs arguments[0], found as a shell does, and waits for its end.
@@ -33,6 +33,12 @@ struct rbi_child_text {
     char text[96];
 };
 struct rbi_child_text rbi_child_describe(int status);
+
+/* ---- the library that the program is started with (preload.c) ---- */
+
+/* Has the program load librebatch_wrap.so, after what LD_PRELOAD names already. False when the
+ * library is not found. */
+bool rbi_child_preload(void);
 
 /* ---- options that `probe` and `run` share ---- */
 

@@ -1,4 +1,4 @@
-/* Owns `rebatch run`: its options, and what came of the failures that it has injected.
+/* Owns `rebatch run`: its options, and what came of the run.
  * Must not know the library's inside: public headers only. */
 #include <getopt.h>
 #include <signal.h>
@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,26 +18,36 @@ static const char help[] =
     "usage: rebatch run [OPTION]... -- PROGRAM [ARGUMENT]...\n"
     "\n"
     "Runs your own program, unchanged, under a memory cap and with failures on purpose, to test\n"
-    "its recovery without a full GPU. A request is an allocation from the session's pool, or a\n"
+    "its recovery without a full GPU.\n"
+    "\n"
+    "A program that uses rebatch: a request is an allocation from the session's pool, or a\n"
     "rebatch_reserve(), that a callback makes in a step. Allocations from reserved memory are\n"
     "not requests. A request that fails returns REBATCH_OOM, as if there were no memory.\n"
     "\n"
-    "  --limit SIZE          cap on the memory of the pool, for example 12GiB or 80%\n"
+    "Any other CUDA program: a request is an allocation of device memory. One that fails returns\n"
+    "CUDA_ERROR_OUT_OF_MEMORY. The program loads librebatch_wrap.so (LD_PRELOAD).\n"
+    "\n"
+    "  --limit SIZE          cap on the memory of the pool, or of each device, for example 12GiB\n"
+    "                        or 80%\n"
     "  --oom N               the N-th request fails\n"
     "  --oom-chance P        each request fails with this probability, for example 0.01 or 1%\n"
     "  --seed N              seed of --oom-chance: the same seed fails the same requests\n"
     "                        (default 1)\n"
     "  --shrink P%@step:N    from step N on, the limit is this share of the first limit. May be\n"
-    "                        repeated: --shrink 50%@step:20 --shrink 100%@step:40\n"
+    "                        repeated: --shrink 50%@step:20 --shrink 100%@step:40. Only for\n"
+    "                        programs that call rebatch_step()\n"
+    "  --record FILE         write the program's CUDA allocations into a trace, for example\n"
+    "                        x.trace, for rebatch replay\n"
     "  --help, -h            print this text\n"
     "\n"
     "At the end, a line on standard error says how many failures there were, how many the\n"
     "program survived, and what ran again.\n"
     "example: rebatch run --oom-chance 0.02 --shrink 50%@step:20 -- ./train\n"
+    "         rebatch run --limit 12GiB --record x.trace -- python3 train.py\n"
     "Without this command, set the variables of docs/run.md.\n"
     "exit status: that of PROGRAM; a signal that ends PROGRAM also ends this command;\n"
-    "1 PROGRAM never called rebatch_step(), 2 wrong usage, 126 PROGRAM is not executable,\n"
-    "127 PROGRAM does not exist\n";
+    "1 PROGRAM never called rebatch_step() and allocated no CUDA memory, 2 wrong usage,\n"
+    "126 PROGRAM is not executable, 127 PROGRAM does not exist\n";
 
 int rbi_run_help(int count, char **arguments)
 {
@@ -47,6 +58,10 @@ int rbi_run_help(int count, char **arguments)
 }
 
 /* ---- options ---- */
+
+static const char *const variables[] = {"REBATCH_MEMORY_LIMIT", "REBATCH_RUN_OOM",
+                                        "REBATCH_RUN_OOM_CHANCE", "REBATCH_RUN_SEED"};
+enum { SHRINK = 4, RECORD, HELP };
 
 /* Adds a share to those that were given before. */
 static bool add_shrink(const char *share)
@@ -61,19 +76,46 @@ static bool add_shrink(const char *share)
     return false;
 }
 
+/* The trace's path is whole, since the program may change its folder. One of an earlier run goes:
+ * each process of the program makes a file of its own. */
+static bool set_record(const char *file)
+{
+    struct stat there;
+    char *folder = file[0] == '/' ? strdup("") : getcwd(NULL, 0);
+    char *path = NULL;
+    bool is_set = folder && asprintf(&path, "%s%s%s", folder, file[0] == '/' ? "" : "/", file) >= 0;
+    if (file[0] == '\0' || !is_set || (lstat(path, &there) == 0 && !S_ISREG(there.st_mode))) {
+        fprintf(stderr, "rebatch: --record is '%.200s': expected the path of a file\n", file);
+        is_set = false;
+    } else {
+        (void)unlink(path);
+        is_set = rbi_child_set("REBATCH_RUN_RECORD", path);
+    }
+    free(folder);
+    free(path);
+    return is_set;
+}
+
+static bool set_option(int option, const char *value)
+{
+    switch (option) {
+    case SHRINK:
+        return add_shrink(value);
+    case RECORD:
+        return set_record(value);
+    default:
+        return rbi_child_set(variables[option], value);
+    }
+}
+
 /* Whether to go on; else *code is what to exit with. */
 static bool read_request(char ***program, int count, char **arguments, int *code)
 {
-    static const char *const variables[] = {"REBATCH_MEMORY_LIMIT", "REBATCH_RUN_OOM",
-                                            "REBATCH_RUN_OOM_CHANCE", "REBATCH_RUN_SEED"};
-    enum { SHRINK = 4, HELP };
-    static const struct option known[] = {{"limit", required_argument, NULL, 0},
-                                          {"oom", required_argument, NULL, 1},
-                                          {"oom-chance", required_argument, NULL, 2},
-                                          {"seed", required_argument, NULL, 3},
-                                          {"shrink", required_argument, NULL, SHRINK},
-                                          {"help", no_argument, NULL, HELP},
-                                          {NULL, 0, NULL, 0}};
+    static const struct option known[] = {
+        {"limit", required_argument, NULL, 0},       {"oom", required_argument, NULL, 1},
+        {"oom-chance", required_argument, NULL, 2},  {"seed", required_argument, NULL, 3},
+        {"shrink", required_argument, NULL, SHRINK}, {"record", required_argument, NULL, RECORD},
+        {"help", no_argument, NULL, HELP},           {NULL, 0, NULL, 0}};
     *code = RBI_EXIT_USAGE;
     for (int found; (found = getopt_long(count + 1, arguments - 1, "+:h", known, NULL)) != -1;) {
         if (found == '?' || found == ':') {
@@ -84,7 +126,7 @@ static bool read_request(char ***program, int count, char **arguments, int *code
             *code = rbi_run_help(0, NULL);
             return false;
         }
-        if (found == SHRINK ? !add_shrink(optarg) : !rbi_child_set(variables[found], optarg))
+        if (!set_option(found, optarg))
             return false;
     }
     *program = rbi_child_find("run", optind - 1, count, arguments);
@@ -102,7 +144,7 @@ static bool read_request(char ***program, int count, char **arguments, int *code
 
 struct summaries {
     struct {
-        char key[64], text[320];
+        char key[64], text[4800];
     } last[SESSIONS];
     size_t count;
 };
@@ -123,9 +165,29 @@ static bool on_message(void *user, const char *kind, const char *text)
     summaries->count += at == summaries->count;
     (void)snprintf(summaries->last[at].key, sizeof summaries->last[at].key, "%.*s", (int)length,
                    text);
-    (void)snprintf(summaries->last[at].text, sizeof summaries->last[at].text, "%.300s",
+    (void)snprintf(summaries->last[at].text, sizeof summaries->last[at].text, "%s",
                    text + length + 1);
     return false;
+}
+
+static void print(const struct summaries *summaries)
+{
+    for (size_t i = 0; i < summaries->count; i++)
+        if (summaries->last[i].text[0])
+            fprintf(stderr, "rebatch run: %s\n", summaries->last[i].text);
+}
+
+/* A program of which nothing was heard. */
+static void explain_silence(const char *program, int status, bool has_library)
+{
+    fprintf(stderr, "rebatch: %.200s %s %s%s\n", program, rbi_child_describe(status).text,
+            status == 0 ? "and never called rebatch_step()" : "before its first rebatch_step()",
+            !has_library  ? ""
+            : status == 0 ? ", nor did it allocate CUDA memory"
+                          : " or allocation of CUDA memory");
+    if (!has_library)
+        fprintf(stderr, "rebatch: there is no librebatch_wrap.so beside this command or in "
+                        "../lib: only programs that use rebatch were looked at\n");
 }
 
 /* Ends as the program did; its core file is enough. */
@@ -149,17 +211,20 @@ int rbi_run_main(int count, char **arguments)
     int code;
     if (!read_request(&program, count, arguments, &code))
         return code;
+    const bool has_library = rbi_child_preload();
+    if (!has_library && getenv("REBATCH_RUN_RECORD")) {
+        fprintf(stderr, "rebatch: --record needs librebatch_wrap.so, which is not beside this "
+                        "command, nor in ../lib\n");
+        return RBI_EXIT_FAILED;
+    }
     const struct rbi_child_listener listener = {on_message, &summaries};
     if (!rbi_child_run(&end, program, false, &listener))
         return RBI_EXIT_FAILED;
     if (end.exec_error)
         return rbi_child_refuse(program[0], end.exec_error);
-    for (size_t i = 0; i < summaries.count; i++)
-        fprintf(stderr, "rebatch run: %s\n", summaries.last[i].text);
+    print(&summaries);
     if (!end.has_stepped) {
-        fprintf(stderr, "rebatch: %.200s %s %s\n", program[0], rbi_child_describe(end.status).text,
-                end.status == 0 ? "and never called rebatch_step()"
-                                : "before its first rebatch_step()");
+        explain_silence(program[0], end.status, has_library);
         if (end.status == 0)
             return RBI_EXIT_FAILED;
     }

@@ -125,6 +125,14 @@ static rebatch_status read_shrinks(struct rbi_run_settings *run, const char *tex
     }
 }
 
+static rebatch_status read_record(struct rbi_run_settings *run, const char *text)
+{
+    if (text[0] == '\0')
+        return refuse(RBI_RUN_RECORD, text, "the path of a file");
+    run->record = text;
+    return REBATCH_OK;
+}
+
 /* "FD:INODE": a program may have closed it, and have another file of that number since. */
 static rebatch_status read_report(struct rbi_run_settings *run, const char *text)
 {
@@ -163,6 +171,7 @@ rebatch_status rbi_run_settings_read(struct rbi_run_settings *run)
     static rebatch_status (*const readers[])(struct rbi_run_settings *, const char *) = {
         [RBI_RUN_PROBE_ONLY] = read_probe,
         [RBI_RUN_SHRINK] = read_shrinks,
+        [RBI_RUN_RECORD] = read_record,
         [RBI_RUN_REPORT] = read_report,
     };
     *run = (struct rbi_run_settings){.seed = 1, .report = -1};

@@ -309,6 +309,7 @@ const struct rbi_setting *rbi_nearest_setting(const char *group, const char *wor
     X(OOM_CHANCE, "REBATCH_RUN_OOM_CHANCE")                                                        \
     X(SEED, "REBATCH_RUN_SEED")                                                                    \
     X(SHRINK, "REBATCH_RUN_SHRINK")                                                                \
+    X(RECORD, "REBATCH_RUN_RECORD")                                                                \
     X(REPORT, "REBATCH_REPORT_FD")
 
 enum rbi_run_variable {
@@ -339,7 +340,8 @@ struct rbi_run_settings {
     uint64_t seed;
     struct rbi_shrink shrinks[RBI_SHRINKS_MOST]; /* by step */
     size_t shrink_count;
-    int report; /* the socket of the `rebatch` command; -1: there is none */
+    const char *record; /* a file for the program's allocations, of the environment; NULL: none */
+    int report;         /* the socket of the `rebatch` command; -1: there is none */
 };
 
 /* Reads the environment. REBATCH_E_PARSE, with the variable and what was expected. */

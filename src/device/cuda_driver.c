@@ -13,6 +13,16 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static const char *no_library, *no_symbol; /* why it could not be loaded; NULL: it was */
 static int init_code;
 
+typedef void *find_symbol(void *library, const char *symbol);
+
+static find_symbol *find_finder(void *library)
+{
+    void *const found = dlsym(library, RBI_CUDA_REAL_DLSYM);
+    find_symbol *finder;
+    memcpy(&finder, &found, sizeof finder);
+    return finder ? finder : dlsym;
+}
+
 static void load(void)
 {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -20,9 +30,10 @@ static void load(void)
         no_library = "libcuda.so.1 is not on this machine";
         return;
     }
+    find_symbol *const find = find_finder(library);
 #define LOAD(member, symbol, arguments)                                                            \
     {                                                                                              \
-        void *found = dlsym(library, #symbol);                                                     \
+        void *found = find(library, #symbol);                                                      \
         memcpy(&driver.member, &found, sizeof found);                                              \
         if (!found)                                                                                \
             no_symbol = #symbol;                                                                   \

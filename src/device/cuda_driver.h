@@ -82,6 +82,10 @@ struct cu_access {
       (cu_pointer address, size_t bytes, const struct cu_access *access, size_t count))            \
     X(unmap, cuMemUnmap, (cu_pointer address, size_t bytes))
 
+/* A preloaded librebatch_wrap.so (src/preload) answers this name with a dlsym() that finds the
+ * driver's own functions: what a pool takes from the driver does not come from a pool. */
+#define RBI_CUDA_REAL_DLSYM "rebatch_wrap_real_dlsym"
+
 struct rbi_cuda_driver {
 #define RBI_CUDA_MEMBER_(member, symbol, arguments) int(*member) arguments;
     RBI_CUDA_CALLS(RBI_CUDA_MEMBER_)

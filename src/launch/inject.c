@@ -5,26 +5,9 @@
 
 #include "launch/launch.h"
 
-/* ---- which request fails ---- */
-
-/* splitmix64 (Steele, Lea and Flood, 2014): the n-th number of a seed. */
-static uint64_t random_at(uint64_t seed, uint64_t n)
-{
-    uint64_t x = seed + n * UINT64_C(0x9e3779b97f4a7c15);
-    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return x ^ (x >> 31);
-}
-
-static bool is_due(const struct rbi_run *run)
-{
-    if (run->settings.oom)
-        return run->requests == run->settings.oom;
-    return (double)(random_at(run->settings.seed, run->requests) >> 11) * 0x1p-53 <
-           run->settings.chance;
-}
-
 static void say(const struct rbi_run *run);
+
+/* ---- requests that fail ---- */
 
 /* Runs with the pool's lock held, in the thread that asks. */
 static bool strikes(void *user)
@@ -34,7 +17,7 @@ static bool strikes(void *user)
     if (!run->in_step || !rbi_callback_includes_thread(rb))
         return false;
     run->requests++;
-    if (rbi_callback_is_retry(rb) || !is_due(run))
+    if (rbi_callback_is_retry(rb) || !rbi_run_is_due(&run->settings, run->requests))
         return false; /* what runs once more has nothing smaller to try, as a rule */
     run->injected++;
     run->last_struck = rbi_pool_oom_count(rebatch_get_pool(rb)) + 1;

@@ -32,6 +32,11 @@ struct rbi_run {
  *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
 rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
 
+/* ---- which request fails (due.c) ---- */
+
+/* Whether the settings fail this request; the first is number 1. */
+bool rbi_run_is_due(const struct rbi_run_settings *settings, uint64_t request);
+
 /* ---- the way to whoever started the program (report.c) ---- */
 
 /* Says `text` of `length` bytes to the `rebatch` command, in one piece; false: there is none, or it

@@ -82,15 +82,24 @@ void cli_expect_refused(const char *setup, const char *verb, const char *argumen
     done(&r);
 }
 
-void cli_expect_programs_refused(const char *setup, const char *verb, int code)
+static void expect_silence(const char *setup, const char *verb, const char *arguments, int code,
+                           const char *words, const char *more)
+{
+    char all[512];
+    (void)snprintf(all, sizeof all, "%s%s\n", words, more);
+    cli_expect_refused(setup, verb, arguments, code, all);
+}
+
+void cli_expect_programs_refused(const char *setup, const char *verb, int code, const char *never,
+                                 const char *before)
 {
     config_write("plain", "no program\n");
     cli_expect_refused(setup, verb, "-- ./none", 127,
                        "rebatch: ./none cannot be run: No such file or directory\n");
     cli_expect_refused(setup, verb, "-- ./plain", 126,
                        "rebatch: ./plain cannot be run: Permission denied\n");
-    cli_expect_refused(setup, verb, "-- true", 1,
-                       "rebatch: true ended with status 0 and never called rebatch_step()\n");
-    cli_expect_refused(setup, verb, "-- sh -c 'exit 7'", code,
-                       "rebatch: sh ended with status 7 before its first rebatch_step()\n");
+    expect_silence(setup, verb, "-- true", 1,
+                   "rebatch: true ended with status 0 and never called rebatch_step()", never);
+    expect_silence(setup, verb, "-- sh -c 'exit 7'", code,
+                   "rebatch: sh ended with status 7 before its first rebatch_step()", before);
 }

@@ -35,7 +35,9 @@ void done(struct run *r);
 void cli_expect_refused(const char *setup, const char *verb, const char *arguments, int code,
                         const char *words);
 /* Of a verb that runs a program: one that is not there, one that is none, and those that end with 0
- * and 7 without a step, the latter with `code`. */
-void cli_expect_programs_refused(const char *setup, const char *verb, int code);
+ * and 7 without a step, the latter with `code`. What else is said of these two is in `never` and
+ * `before`. */
+void cli_expect_programs_refused(const char *setup, const char *verb, int code, const char *never,
+                                 const char *before);
 
 #endif

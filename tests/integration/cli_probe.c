@@ -413,7 +413,7 @@ Test(cli_probe, wrong_usage)
 
 Test(cli_probe, a_program_that_does_not_probe)
 {
-    cli_expect_programs_refused("", "probe", 1);
+    cli_expect_programs_refused("", "probe", 1, "", "");
     expect_refused("-- sh -c 'kill -9 $$'", 1,
                    "rebatch: sh was ended by signal 9 (Killed) before its first rebatch_step()\n");
 }
