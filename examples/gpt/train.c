@@ -4,6 +4,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -378,6 +379,23 @@ static rebatch_status guard_state(struct gpt_trainer *trainer)
     return status;
 }
 
+/* What a check compares: the results of a step. */
+static rebatch_status watch_results(struct gpt_trainer *trainer)
+{
+    const struct gpt_config *config = &trainer->model->config;
+    const size_t blocks = gpt_block_count(config) + 1;
+    rebatch_status status =
+        rebatch_watch(trainer->rb, "loss", &trainer->scalars->loss_sum,
+                      sizeof trainer->scalars->loss_sum, REBATCH_GUARD_DEVICE, REBATCH_F64);
+    for (size_t i = 0; i < blocks && !status; i++) {
+        char name[64];
+        (void)snprintf(name, sizeof name, "gradients, block %zu", i);
+        status = rebatch_watch_at(trainer->rb, name, &trainer->gradients.blocks[i],
+                                  gpt_block_elements(config, i) * sizeof(float), REBATCH_F32);
+    }
+    return status;
+}
+
 rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const struct gpt_ops *ops,
                                   rebatch_stream stream, const struct gpt_data *data,
                                   const struct gpt_train_options *options)
@@ -402,6 +420,8 @@ rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const s
         status = open_feed(trainer);
     if (!status)
         status = guard_state(trainer);
+    if (!status)
+        status = watch_results(trainer);
     if (status) {
         gpt_trainer_destroy(trainer);
         return status;

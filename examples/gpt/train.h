@@ -8,6 +8,7 @@
 #include "gpt/hash.h"
 #include "gpt/model.h"
 #include "gpt/scaler.h"
+#include "rebatch/check.h"
 #include "rebatch/step.h"
 
 /* What a training run is a function of, besides the text. */

@@ -33,9 +33,9 @@ static void forward_backward(struct trainer *t, size_t first, size_t count)
     float *x = need(count * INPUTS), *error = need(count), *hidden = need(count * HIDDEN);
     load(x, error, &t->random, first, count);
     forward(hidden, error, t->weights, x, count);
-    backward_out(t->gradients, &t->loss, hidden, error, count);
+    backward_out(t->gradients, &t->loss, hidden, error, 1.0f / BATCH, count);
     float *slope = need(count * HIDDEN);
-    backward_in(t->gradients, slope, hidden, error, t->weights, x, count);
+    backward_in(t->gradients, slope, hidden, error, t->weights, x, 1.0f / BATCH, count);
     free(slope);
     free(hidden);
     free(error);

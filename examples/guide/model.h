@@ -40,26 +40,26 @@ static inline void forward(float *hidden, float *error, const float *weights, co
         }
 }
 
-/* Adds each sample's share of the loss and of the gradients of out. */
+/* Adds each sample's share of the loss and of the gradients of out, with a weight of 1/batch. */
 static inline void backward_out(float *gradients, float *loss, const float *hidden,
-                                const float *error, size_t count)
+                                const float *error, float weight, size_t count)
 {
     for (size_t s = 0; s < count; s++) {
-        *loss += error[s] * error[s] / BATCH;
+        *loss += weight * error[s] * error[s];
         for (int j = 0; j < HIDDEN; j++)
-            gradients[HIDDEN * INPUTS + j] += 2 * error[s] * hidden[s * HIDDEN + j] / BATCH;
+            gradients[HIDDEN * INPUTS + j] += 2 * weight * error[s] * hidden[s * HIDDEN + j];
     }
 }
 
 /* slope[s][j] is the derivative of the loss by hidden[s][j]; adds the gradients of in. */
 static inline void backward_in(float *gradients, float *slope, const float *hidden,
                                const float *error, const float *weights, const float *x,
-                               size_t count)
+                               float weight, size_t count)
 {
     for (size_t s = 0; s < count; s++)
         for (int j = 0; j < HIDDEN; j++) {
             const float out = weights[HIDDEN * INPUTS + j];
-            slope[s * HIDDEN + j] = hidden[s * HIDDEN + j] > 0 ? 2 * error[s] * out / BATCH : 0;
+            slope[s * HIDDEN + j] = hidden[s * HIDDEN + j] > 0 ? 2 * weight * error[s] * out : 0;
             for (int k = 0; k < INPUTS; k++)
                 gradients[j * INPUTS + k] += slope[s * HIDDEN + j] * x[s * INPUTS + k];
         }

@@ -41,6 +41,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct trainer *t = user;
     const size_t count = mb->count;
+    const float weight = 1.0f / (float)mb->batch;
     float *x, *error, *hidden, *slope;
     rebatch_status status;
     if ((status = take(&x, t->rb, count * INPUTS)) || (status = take(&error, t->rb, count)) ||
@@ -52,10 +53,10 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     if ((status = rebatch_reserve(t->rb, count * HIDDEN * sizeof *slope)))
         return status;
     rebatch_mutating(t->rb);
-    backward_out(t->gradients, &t->loss, hidden, error, count);
+    backward_out(t->gradients, &t->loss, hidden, error, weight, count);
     if ((status = take(&slope, t->rb, count * HIDDEN)))
         return status;
-    backward_in(t->gradients, slope, hidden, error, t->weights, x, count);
+    backward_in(t->gradients, slope, hidden, error, t->weights, x, weight, count);
 
     release(t->rb, slope);
     release(t->rb, hidden);
@@ -100,6 +101,16 @@ static rebatch_status open_session(rebatch **rb, rebatch_device **device, const 
     return status ? status : rebatch_open(rb, *device, &options);
 }
 
+static rebatch_status name_results(struct trainer *t)
+{
+    const rebatch_status status =
+        rebatch_watch(t->rb, "gradients", t->gradients, WEIGHTS * sizeof *t->gradients,
+                      REBATCH_GUARD_DEVICE, REBATCH_F32);
+    return status ? status
+                  : rebatch_watch(t->rb, "loss", &t->loss, sizeof t->loss, REBATCH_GUARD_HOST,
+                                  REBATCH_F32);
+}
+
 static rebatch_status train(struct trainer *t)
 {
     const rebatch_step_ops ops = {.struct_size = sizeof ops,
@@ -128,7 +139,9 @@ int main(int argc, char **argv)
         !(status = rebatch_guard(t.rb, &t.random, sizeof t.random, REBATCH_GUARD_HOST)) &&
         !(status = rebatch_guard(t.rb, &t.momentum, sizeof t.momentum, REBATCH_GUARD_HOST))) {
         initialize(t.weights, &t.random);
-        status = train(&t);
+        status = name_results(&t);
+        if (!status)
+            status = train(&t);
     }
     if (status)
         fprintf(stderr, "train: %s: %s\n", rebatch_status_name(status), rebatch_last_error());

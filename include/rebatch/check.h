@@ -127,6 +127,18 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_watch(rebatch *rb, const char *name, void *pointer, size_t bytes,
                                          rebatch_guard_kind kind, rebatch_number number);
 
+/** The same for memory that callbacks allocate from the session's pool, for example gradients that
+ *  the first zero_grad makes.
+ *  @param rb      the session
+ *  @param name    as above
+ *  @param where   address of the variable that holds its pointer, for example &model.gradients;
+ *                 borrowed until rebatch_close(). There are no contents while the pointer is NULL
+ *  @param bytes   as above
+ *  @param number  as above
+ *  @return as above */
+REBATCH_API rebatch_status rebatch_watch_at(rebatch *rb, const char *name, const void *where,
+                                            size_t bytes, rebatch_number number);
+
 /** Run a step without its update in many ways, and say what is wrong with it. The session, guarded
  *  state and what is watched are as before afterwards. What else the callbacks change is not.
  *
@@ -147,6 +159,14 @@ REBATCH_API rebatch_status rebatch_watch(rebatch *rb, const char *name, void *po
 REBATCH_API rebatch_status rebatch_check(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                          void *user, const rebatch_check_options *options,
                                          rebatch_check_report *report);
+
+/** Write a report as lines of text: each mistake, each note, and a summary. Thread-safe.
+ *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0
+ *  @param size       size of `text` in bytes
+ *  @param report     the report
+ *  @return length of the whole text without the terminating zero, as snprintf() returns */
+REBATCH_API size_t rebatch_check_format(char *text, size_t size,
+                                        const rebatch_check_report *report);
 
 /** The name of a kind of finding, for example "not_cleared". Thread-safe.
  *  @param kind  any number

@@ -73,6 +73,7 @@
 #include <cuda_runtime.h>
 #include <stdio.h>
 
+#include "rebatch/check.h"
 #include "rebatch/cuda.h"
 #include "rebatch/current.h"
 

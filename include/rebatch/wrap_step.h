@@ -134,6 +134,34 @@ template <class T> static inline cudaError_t rebatch_wrap_guard(T *state, size_t
         rebatch_guard(rebatch_get_current(), (void *)state, count * sizeof(T), kind));
 }
 
+/** @cond internal */
+template <class T> struct rebatch_wrap_number {
+    static const rebatch_number value = std::is_same<T, float>::value    ? REBATCH_F32
+                                        : std::is_same<T, double>::value ? REBATCH_F64
+                                                                         : REBATCH_BYTES;
+};
+/** @endcond */
+
+/** rebatch_watch() for the process's session: names a result of the step for a check. Numbers of
+ *  another type than float and double are compared by their bits.
+ *  @param name   for sentences
+ *  @param first  the first object, in host or in device memory; borrowed until rebatch_wrap_close()
+ *  @param count  number of objects
+ *  @return as rebatch_wrap_guard() */
+template <class T>
+static inline cudaError_t rebatch_wrap_watch(const char *name, T *first, size_t count = 1)
+{
+    cudaPointerAttributes where;
+    const cudaError_t code = cudaPointerGetAttributes(&where, first);
+    if (code != cudaSuccess)
+        return code;
+    const rebatch_guard_kind kind =
+        where.type == cudaMemoryTypeDevice ? REBATCH_GUARD_DEVICE : REBATCH_GUARD_HOST;
+    const rebatch_number number = rebatch_wrap_number<T>::value;
+    return rebatch_wrap_told(
+        rebatch_watch(rebatch_get_current(), name, (void *)first, count * sizeof(T), kind, number));
+}
+
 /* ---- steps and maps of functions ---- */
 
 /** @cond internal */

@@ -101,7 +101,7 @@ static void compare(struct check *c, rebatch_finding_kind kind, const char *when
         char values[128];
         struct rbi_text t = {values, sizeof values, 0};
         rbi_finding_add_values(&t, &watched[i], &difference);
-        rbi_finding_add(&c->findings, kind, watched[i].name, "%s differs %s: %s; %s",
+        rbi_finding_add(&c->findings, kind, watched[i].name, "\"%s\" differs %s: %s; %s",
                         watched[i].name, when, values, advice);
     }
 }
@@ -117,7 +117,7 @@ static void note_rounding(struct check *c, const char *when)
             rbi_finding_has(&c->findings, REBATCH_FINDING_ROUNDING, watched[i].name))
             continue;
         rbi_finding_add(&c->findings, REBATCH_FINDING_ROUNDING, watched[i].name,
-                        "%s differs by rounding %s: by %.1e of its largest value at most",
+                        "\"%s\" differs by rounding %s: by %.1e of its largest value at most",
                         watched[i].name, when, difference.largest);
     }
 }
@@ -259,10 +259,27 @@ static rebatch_status run_cuts(struct check *c)
     return status;
 }
 
-static rebatch_status run_twice(struct check *c, const rebatch_step_ops *ops)
+/* One note for all names. */
+static void note_weights(struct check *c)
 {
+    char names[160];
+    struct rbi_text t = {names, sizeof names, 0};
     const struct rbi_watched *watched;
     const size_t count = rbi_watched_get(&watched, c->rb);
+    for (size_t i = 0; i < count; i++)
+        if (!is_settled(c, watched[i].name) &&
+            rbi_values_doubled(&watched[i], c->reference.copies[i], c->now.copies[i]))
+            rbi_text_add(&t, "%s\"%s\"", t.length ? ", " : "", watched[i].name);
+    if (t.length)
+        rbi_finding_add(&c->findings, REBATCH_FINDING_WEIGHT, "",
+                        "twice as large when the samples come twice, in a batch of twice the size: "
+                        "%s; weight a sample by 1/batch, or set REBATCH_OWN_WEIGHTS if its weight "
+                        "is of the whole effective batch already, such as 1/tokens",
+                        names);
+}
+
+static rebatch_status run_twice(struct check *c, const rebatch_step_ops *ops)
+{
     if ((ops->flags & REBATCH_OWN_WEIGHTS) || !has_time(c))
         return REBATCH_OK;
     c->report->runs++;
@@ -271,15 +288,7 @@ static rebatch_status run_twice(struct check *c, const rebatch_step_ops *ops)
     if (status == REBATCH_E_DEVICE_LOST)
         return status;
     if (!status && rbi_values_read(&c->now, c->rb) == REBATCH_OK)
-        for (size_t i = 0; i < count; i++)
-            if (!is_settled(c, watched[i].name) &&
-                rbi_values_doubled(&watched[i], c->reference.copies[i], c->now.copies[i]))
-                rbi_finding_add(&c->findings, REBATCH_FINDING_WEIGHT, watched[i].name,
-                                "%s doubles when the samples come twice, in a batch of twice the "
-                                "size: weight a sample by 1/batch; if the weight is of the whole "
-                                "effective batch already, such as 1/tokens, set "
-                                "REBATCH_OWN_WEIGHTS",
-                                watched[i].name);
+        note_weights(c);
     return undo(c);
 }
 
@@ -307,10 +316,11 @@ static void compare_attempt(struct check *c)
         char where[160];
         struct rbi_text t = {where, sizeof where, 0};
         rbi_place_add(&t, &c->plan.struck, c->plan.struck_bytes);
-        rbi_finding_add(&c->findings, REBATCH_FINDING_EARLY, watched[i].name,
-                        "%s had changed when %s failed, before rebatch_mutating(): call it before "
-                        "the change, or guard %s",
-                        watched[i].name, where, watched[i].name);
+        rbi_finding_add(
+            &c->findings, REBATCH_FINDING_EARLY, watched[i].name,
+            "\"%s\" had changed when %s failed, before rebatch_mutating(): call it before "
+            "the change, or guard it",
+            watched[i].name, where);
     }
 }
 

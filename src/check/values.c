@@ -29,6 +29,19 @@ void rbi_values_close(struct rbi_values *values, const rebatch *rb)
     values->copies = NULL;
 }
 
+/* NULL where there is nothing now. A pointer that nobody has restored is none. */
+static void *place_of(const rebatch *rb, const struct rbi_watched *watched)
+{
+    if (!watched->where)
+        return watched->pointer;
+    size_t bytes = 0;
+    void *pointer;
+    memcpy(&pointer, watched->where, sizeof pointer);
+    const rebatch_status status =
+        pointer ? rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rb), pointer) : REBATCH_OK;
+    return !status && bytes >= watched->bytes ? pointer : NULL;
+}
+
 static rebatch_status copy(const rebatch *rb, const struct rbi_watched *watched, void *to,
                            const void *from)
 {
@@ -47,8 +60,13 @@ rebatch_status rbi_values_read(struct rbi_values *values, const rebatch *rb)
     const struct rbi_watched *watched;
     const size_t count = rbi_watched_get(&watched, rb);
     rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < count && !status; i++)
-        status = copy(rb, &watched[i], values->copies[i], watched[i].pointer);
+    for (size_t i = 0; i < count && !status; i++) {
+        const void *const place = place_of(rb, &watched[i]);
+        if (place)
+            status = copy(rb, &watched[i], values->copies[i], place);
+        else
+            memset(values->copies[i], 0, watched[i].bytes);
+    }
     return status;
 }
 
@@ -57,8 +75,11 @@ rebatch_status rbi_values_write(const struct rbi_values *values, const rebatch *
     const struct rbi_watched *watched;
     const size_t count = rbi_watched_get(&watched, rb);
     rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < count && !status; i++)
-        status = copy(rb, &watched[i], watched[i].pointer, values->copies[i]);
+    for (size_t i = 0; i < count && !status; i++) {
+        void *const place = place_of(rb, &watched[i]);
+        if (place)
+            status = copy(rb, &watched[i], place, values->copies[i]);
+    }
     return status;
 }
 

@@ -176,6 +176,20 @@ bool rbi_child_run(struct rbi_child_end *end, char **arguments, bool quiet,
     return true;
 }
 
+/* ---- what it answers ---- */
+
+void rbi_child_print_answer(struct rbi_child_answer *answer, const char *text)
+{
+    char *end;
+    answer->code = (int)strtol(text, &end, 10);
+    const size_t length = strtoul(end, &end, 10);
+    if (*end != '\n' || strlen(end + 1) < length)
+        return;
+    answer->is_there = true;
+    fwrite(end + 1, 1, length, stderr);
+    fputs(end + 1 + length, stdout);
+}
+
 /* ---- how it ended ---- */
 
 int rbi_child_refuse(const char *program, int exec_error)

@@ -40,6 +40,15 @@ struct rbi_child_text rbi_child_describe(int status);
  * library is not found. */
 bool rbi_child_preload(void);
 
+/* What the library answers to a probe or a check. */
+struct rbi_child_answer {
+    bool is_there;
+    int code; /* to exit with */
+};
+/* Prints an "answer" message: "CODE LENGTH", a newline, LENGTH bytes for stderr, and what is for
+ * stdout. */
+void rbi_child_print_answer(struct rbi_child_answer *answer, const char *text);
+
 /* ---- options that `probe` and `run` share ---- */
 
 /* Where the program and its arguments begin, behind "--"; NULL, with a sentence on stderr, when it

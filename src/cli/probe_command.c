@@ -91,8 +91,7 @@ static bool ask(const struct request *request)
 struct progress {
     bool is_tty, is_quiet;
     unsigned trials;
-    bool is_answered;
-    int code;
+    struct rbi_child_answer answer;
 };
 
 static void draw_progress(const struct progress *progress, const char *text)
@@ -115,25 +114,12 @@ static void clear_progress(const struct progress *progress)
         fputs("\r\x1b[K", stderr);
 }
 
-/* "CODE LENGTH", a newline, LENGTH bytes for stderr, and what is for stdout. */
-static void print_answer(struct progress *progress, const char *text)
-{
-    char *end;
-    progress->code = (int)strtol(text, &end, 10);
-    const size_t length = strtoul(end, &end, 10);
-    clear_progress(progress);
-    if (*end != '\n' || strlen(end + 1) < length)
-        return;
-    progress->is_answered = true;
-    fwrite(end + 1, 1, length, stderr);
-    fputs(end + 1 + length, stdout);
-}
-
 static bool on_message(void *user, const char *kind, const char *text)
 {
     struct progress *progress = user;
-    if (strcmp(kind, "answer") == 0 && !progress->is_answered) {
-        print_answer(progress, text);
+    if (strcmp(kind, "answer") == 0 && !progress->answer.is_there) {
+        clear_progress(progress);
+        rbi_child_print_answer(&progress->answer, text);
         return true;
     }
     const bool is_trial = strcmp(kind, "trial") == 0;
@@ -164,8 +150,8 @@ int rbi_probe_main(int count, char **arguments)
         return RBI_EXIT_FAILED;
     if (end.exec_error)
         return rbi_child_refuse(request.program[0], end.exec_error);
-    if (progress.is_answered)
-        return progress.code;
+    if (progress.answer.is_there)
+        return progress.answer.code;
     clear_progress(&progress);
     fprintf(stderr, "rebatch: %.200s %s %s\n", request.program[0],
             rbi_child_describe(end.status).text,

@@ -38,6 +38,8 @@ static const char help[] =
     "                        programs that call rebatch_step()\n"
     "  --record FILE         write the program's CUDA allocations into a trace, for example\n"
     "                        x.trace, for rebatch replay\n"
+    "  --check               check the program's step for mistakes instead of training, print\n"
+    "                        what was found, and end the program (docs/check.md)\n"
     "  --help, -h            print this text\n"
     "\n"
     "At the end, a line on standard error says how many failures there were, how many the\n"
@@ -47,7 +49,8 @@ static const char help[] =
     "Without this command, set the variables of docs/run.md.\n"
     "exit status: that of PROGRAM; a signal that ends PROGRAM also ends this command;\n"
     "1 PROGRAM never called rebatch_step() and allocated no CUDA memory, 2 wrong usage,\n"
-    "126 PROGRAM is not executable, 127 PROGRAM does not exist\n";
+    "126 PROGRAM is not executable, 127 PROGRAM does not exist. With --check: 0 no mistakes,\n"
+    "3 nothing fits, 4 mistakes\n";
 
 int rbi_run_help(int count, char **arguments)
 {
@@ -61,7 +64,7 @@ int rbi_run_help(int count, char **arguments)
 
 static const char *const variables[] = {"REBATCH_MEMORY_LIMIT", "REBATCH_RUN_OOM",
                                         "REBATCH_RUN_OOM_CHANCE", "REBATCH_RUN_SEED"};
-enum { SHRINK = 4, RECORD, HELP };
+enum { SHRINK = 4, RECORD, CHECK, HELP };
 
 /* Adds a share to those that were given before. */
 static bool add_shrink(const char *share)
@@ -103,6 +106,8 @@ static bool set_option(int option, const char *value)
         return add_shrink(value);
     case RECORD:
         return set_record(value);
+    case CHECK:
+        return rbi_child_set("REBATCH_CHECK", "1");
     default:
         return rbi_child_set(variables[option], value);
     }
@@ -111,11 +116,15 @@ static bool set_option(int option, const char *value)
 /* Whether to go on; else *code is what to exit with. */
 static bool read_request(char ***program, int count, char **arguments, int *code)
 {
-    static const struct option known[] = {
-        {"limit", required_argument, NULL, 0},       {"oom", required_argument, NULL, 1},
-        {"oom-chance", required_argument, NULL, 2},  {"seed", required_argument, NULL, 3},
-        {"shrink", required_argument, NULL, SHRINK}, {"record", required_argument, NULL, RECORD},
-        {"help", no_argument, NULL, HELP},           {NULL, 0, NULL, 0}};
+    static const struct option known[] = {{"limit", required_argument, NULL, 0},
+                                          {"oom", required_argument, NULL, 1},
+                                          {"oom-chance", required_argument, NULL, 2},
+                                          {"seed", required_argument, NULL, 3},
+                                          {"shrink", required_argument, NULL, SHRINK},
+                                          {"record", required_argument, NULL, RECORD},
+                                          {"check", no_argument, NULL, CHECK},
+                                          {"help", no_argument, NULL, HELP},
+                                          {NULL, 0, NULL, 0}};
     *code = RBI_EXIT_USAGE;
     for (int found; (found = getopt_long(count + 1, arguments - 1, "+:h", known, NULL)) != -1;) {
         if (found == '?' || found == ':') {
@@ -147,6 +156,7 @@ struct summaries {
         char key[64], text[4800];
     } last[SESSIONS];
     size_t count;
+    struct rbi_child_answer answer; /* of a check */
 };
 
 /* "KEY SENTENCE" */
@@ -154,6 +164,10 @@ static bool on_message(void *user, const char *kind, const char *text)
 {
     struct summaries *summaries = user;
     const size_t length = strcspn(text, " ");
+    if (strcmp(kind, "answer") == 0 && !summaries->answer.is_there) {
+        rbi_child_print_answer(&summaries->answer, text);
+        return true;
+    }
     if (strcmp(kind, "run") != 0 || text[length] == '\0' || length >= sizeof summaries->last[0].key)
         return false;
     size_t at = 0;
@@ -222,6 +236,8 @@ int rbi_run_main(int count, char **arguments)
         return RBI_EXIT_FAILED;
     if (end.exec_error)
         return rbi_child_refuse(program[0], end.exec_error);
+    if (summaries.answer.is_there)
+        return summaries.answer.code;
     print(&summaries);
     if (!end.has_stepped) {
         explain_silence(program[0], end.status, has_library);

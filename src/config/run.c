@@ -63,6 +63,14 @@ static rebatch_status read_probe(struct rbi_run_settings *run, const char *text)
     return REBATCH_OK;
 }
 
+static rebatch_status read_check(struct rbi_run_settings *run, const char *text)
+{
+    if (strcmp(text, "0") != 0 && strcmp(text, "1") != 0)
+        return refuse(RBI_RUN_CHECK, text, "1, or 0 for no check");
+    run->check = text[0] == '1';
+    return REBATCH_OK;
+}
+
 /* Settings that hold in every session; an entry stays as it is where its variable is not set. */
 static rebatch_status read_setting(struct rbi_entry *entry, enum rbi_setting_id id)
 {
@@ -169,9 +177,8 @@ static rebatch_status read_failures(struct rbi_run_settings *run)
 rebatch_status rbi_run_settings_read(struct rbi_run_settings *run)
 {
     static rebatch_status (*const readers[])(struct rbi_run_settings *, const char *) = {
-        [RBI_RUN_PROBE_ONLY] = read_probe,
-        [RBI_RUN_SHRINK] = read_shrinks,
-        [RBI_RUN_RECORD] = read_record,
+        [RBI_RUN_PROBE_ONLY] = read_probe, [RBI_RUN_CHECK] = read_check,
+        [RBI_RUN_SHRINK] = read_shrinks,   [RBI_RUN_RECORD] = read_record,
         [RBI_RUN_REPORT] = read_report,
     };
     *run = (struct rbi_run_settings){.seed = 1, .report = -1};

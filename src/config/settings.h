@@ -305,6 +305,7 @@ const struct rbi_setting *rbi_nearest_setting(const char *group, const char *wor
 /* X(id, variable); these are no settings of a file. docs/run.md says what they do. */
 #define RBI_RUN_VARIABLES(X)                                                                       \
     X(PROBE_ONLY, "REBATCH_PROBE_ONLY")                                                            \
+    X(CHECK, "REBATCH_CHECK")                                                                      \
     X(OOM, "REBATCH_RUN_OOM")                                                                      \
     X(OOM_CHANCE, "REBATCH_RUN_OOM_CHANCE")                                                        \
     X(SEED, "REBATCH_RUN_SEED")                                                                    \
@@ -332,6 +333,7 @@ enum rbi_probe_form { RBI_PROBE_NONE, RBI_PROBE_TABLE, RBI_PROBE_JSON };
 
 struct rbi_run_settings {
     enum rbi_probe_form probe; /* instead of the first step */
+    bool check;                /* the same */
     uint64_t limit_bytes;      /* of the pool; 0: none */
     uint32_t limit_permille;   /* the same as a share of the device; 0: none */
     rebatch_log_level log_level;

@@ -34,6 +34,8 @@ static void step_begins(void *user, const rebatch_step_ops *ops, size_t batch, v
     struct rbi_run *run = user;
     if (run->settings.probe)
         rbi_only_probe(run, ops, batch, step_user, NULL);
+    if (run->settings.check)
+        rbi_only_check(run, ops, batch, step_user);
     rbi_inject_step_begins(run);
 }
 
@@ -71,8 +73,8 @@ rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options)
         return status;
     cap(options, &settings);
     set_level(options, &settings);
-    if (!settings.probe && !settings.oom && settings.chance <= 0 && !settings.shrink_count &&
-        settings.report < 0)
+    if (!settings.probe && !settings.check && !settings.oom && settings.chance <= 0 &&
+        !settings.shrink_count && settings.report < 0)
         return REBATCH_OK;
     struct rbi_run *run = rbi_heap_calloc(1, sizeof *run);
     if (!run)

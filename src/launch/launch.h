@@ -42,6 +42,11 @@ bool rbi_run_is_due(const struct rbi_run_settings *settings, uint64_t request);
 /* Says `text` of `length` bytes to the `rebatch` command, in one piece; false: there is none, or it
  * has gone. */
 bool rbi_report_send(const struct rbi_run *run, const char *text, size_t length);
+/* Says how the run that was asked for has ended, and ends the process: to the command, or else
+ * `complaint` to standard error and `text` to standard output. Where that is not possible, the exit
+ * status is 1. Nothing that the program registered to run at its end runs. */
+_Noreturn void rbi_report_end(const struct rbi_run *run, int code, const char *complaint,
+                              const char *text);
 /* Writes all of it; false when that fails. */
 bool rbi_report_write(int fd, const char *text, size_t length);
 
@@ -51,6 +56,12 @@ bool rbi_report_write(int fd, const char *text, size_t length);
  * probe itself: then an update runs before it, so that what an optimizer keeps is there. */
 _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,
                               void *user, const rebatch_probe_options *options);
+
+/* ---- a check and nothing else (only_check.c) ---- */
+
+/* Checks the step, says what was found, and ends the process. */
+_Noreturn void rbi_only_check(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,
+                              void *user);
 
 /* ---- what was found (probe_table.c) ---- */
 

@@ -1,11 +1,6 @@
 /* Owns the probe that runs instead of the training: whoever starts the program asks for it with
  * REBATCH_PROBE_ONLY. Must not know how a probe searches.
- *
- * It is the one place of the library that ends the process. No status would do: a program that was
- * not written for this says that its step failed and ends with a status of its own, or goes on
- * training; and whoever set the variable asked for a probe and nothing else. Nothing that the
- * program registered to run at its end runs (_exit), for its other threads are at work still;
- * what it has printed is written. */
+ */
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -24,7 +19,6 @@ struct only {
     struct rbi_probe_result result;
     char text[TEXT_BYTES];
     char complaint[4096];
-    char message[TEXT_BYTES + 4096 + 64];
 };
 
 /* ---- trials ---- */
@@ -217,23 +211,6 @@ static int describe_result(struct only *only)
     return !result->status ? EXIT_FOUND : is_memory ? EXIT_NOTHING_FITS : EXIT_FAILED;
 }
 
-/* To the command, or to where the program writes. False when it is lost. */
-static bool deliver(struct only *only, int code)
-{
-    struct rbi_text t = {only->message, sizeof only->message, 0};
-    (void)fflush(NULL);
-    /* "answer CODE LENGTH", then what is for stderr, of that length, and for stdout */
-    rbi_text_add(&t, "answer %d %zu\n%s%s", code, strlen(only->complaint), only->complaint,
-                 only->text);
-    if (rbi_report_send(only->run, only->message, rbi_min(t.length, sizeof only->message - 1)))
-        return true;
-    const bool is_written = rbi_report_write(STDOUT_FILENO, only->text, strlen(only->text));
-    (void)rbi_report_write(STDERR_FILENO, only->complaint, strlen(only->complaint));
-    if (!is_written)
-        (void)rbi_report_write(STDERR_FILENO, "rebatch: cannot write the output\n", 33);
-    return is_written;
-}
-
 _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,
                               void *user, const rebatch_probe_options *options)
 {
@@ -252,5 +229,5 @@ _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, 
     }
     run->settings.probe = form;
     const int code = describe_result(&only);
-    _exit(deliver(&only, code) ? code : EXIT_FAILED);
+    rbi_report_end(run, code, only.complaint, only.text);
 }

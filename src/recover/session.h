@@ -239,6 +239,7 @@ void rbi_drill_end(struct rbi_drill *drill, rebatch *rb);
 struct rbi_watched {
     char *name; /* the session's */
     void *pointer;
+    const void *where; /* else NULL: of the variable that holds the pointer */
     size_t bytes;
     rebatch_guard_kind kind;
     rebatch_number number;

@@ -25,23 +25,28 @@ static const size_t number_bytes[] = {[REBATCH_BYTES] = 1,
                                       [REBATCH_F16] = 2,
                                       [REBATCH_BF16] = 2};
 
-static rebatch_status check_arguments(const rebatch *rb, const char *name, const void *pointer,
-                                      size_t bytes, rebatch_guard_kind kind, rebatch_number number)
+static rebatch_status check_arguments(const rebatch *rb, const char *name,
+                                      const struct rbi_watched *given)
 {
-    if (!rb || !name || !pointer)
-        return rbi_error(REBATCH_E_INVALID, "%s is NULL", !rb ? "rb" : !name ? "name" : "pointer");
-    if (kind != REBATCH_GUARD_HOST && kind != REBATCH_GUARD_DEVICE)
+    const bool is_there = given->pointer || given->where;
+    if (!rb || !name || !is_there)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL",
+                         !rb     ? "rb"
+                         : !name ? "name"
+                                 : "the pointer to what is watched");
+    if (given->kind != REBATCH_GUARD_HOST && given->kind != REBATCH_GUARD_DEVICE)
         return rbi_error(REBATCH_E_INVALID,
                          "kind is %d: expected REBATCH_GUARD_HOST or REBATCH_GUARD_DEVICE",
-                         (int)kind);
-    if (number > REBATCH_BF16)
+                         (int)given->kind);
+    if (given->number > REBATCH_BF16)
         return rbi_error(REBATCH_E_INVALID,
                          "number is %d: expected REBATCH_BYTES, _F32, _F64, _F16 or _BF16",
-                         (int)number);
-    if (bytes == 0 || bytes % number_bytes[number])
+                         (int)given->number);
+    const size_t unit = number_bytes[given->number];
+    if (given->bytes == 0 || given->bytes % unit)
         return rbi_error(REBATCH_E_INVALID,
-                         "bytes is %zu: expected a multiple of %zu, at least %zu", bytes,
-                         number_bytes[number], number_bytes[number]);
+                         "bytes is %zu: expected a multiple of %zu, at least %zu", given->bytes,
+                         unit, unit);
     return rbi_session_check_idle(rb, "rebatch_watch");
 }
 
@@ -70,10 +75,9 @@ static rebatch_status add(struct rbi_watched **out, rebatch *rb, const char *nam
     return REBATCH_OK;
 }
 
-rebatch_status rebatch_watch(rebatch *rb, const char *name, void *pointer, size_t bytes,
-                             rebatch_guard_kind kind, rebatch_number number)
+static rebatch_status watch(rebatch *rb, const char *name, const struct rbi_watched *given)
 {
-    rebatch_status status = check_arguments(rb, name, pointer, bytes, kind, number);
+    rebatch_status status = check_arguments(rb, name, given);
     if (status)
         return status;
     struct rbi_watched *watched = find(rb, name);
@@ -81,9 +85,25 @@ rebatch_status rebatch_watch(rebatch *rb, const char *name, void *pointer, size_
         status = add(&watched, rb, name);
     if (status)
         return status;
-    watched->pointer = pointer;
-    watched->bytes = bytes;
-    watched->kind = kind;
-    watched->number = number;
+    char *const copy = watched->name;
+    *watched = *given;
+    watched->name = copy;
     return REBATCH_OK;
+}
+
+rebatch_status rebatch_watch(rebatch *rb, const char *name, void *pointer, size_t bytes,
+                             rebatch_guard_kind kind, rebatch_number number)
+{
+    return watch(
+        rb, name,
+        &(struct rbi_watched){.pointer = pointer, .bytes = bytes, .kind = kind, .number = number});
+}
+
+rebatch_status rebatch_watch_at(rebatch *rb, const char *name, const void *where, size_t bytes,
+                                rebatch_number number)
+{
+    return watch(
+        rb, name,
+        &(struct rbi_watched){
+            .where = where, .bytes = bytes, .kind = REBATCH_GUARD_DEVICE, .number = number});
 }

@@ -1,6 +1,9 @@
 /* Owns the tests of rebatch_check(): a step with one mistake at a time, and what is said of it.
  * Must not know more of the library than its public headers say. */
+#include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <criterion/criterion.h>
 
@@ -242,7 +245,8 @@ Test(check_step, each_mistake_is_found_and_named)
         const char *name, *says;
     } cases[] = {
         {CHANGES_BEFORE_IT_SAYS_SO, REBATCH_FINDING_EARLY, "gradient",
-         "gradient had changed when allocation 3 (16.0 KiB) of forward_backward of samples 0-23 "
+         "\"gradient\" had changed when allocation 3 (16.0 KiB) of forward_backward of samples "
+         "0-23 "
          "failed, before rebatch_mutating()"},
         {RUNNING_STATISTICS_ARE_NOT_GUARDED, REBATCH_FINDING_NOT_CLEARED, "running mean",
          "clear it in zero_grad, or guard it"},
@@ -293,7 +297,7 @@ Test(check_step, what_may_be_as_it_should_be_is_a_note)
     rebatch_check_report report;
     open_trainer(&t, NO_WEIGHT, NULL);
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
-    const rebatch_finding *finding = find(&report, REBATCH_FINDING_WEIGHT, "gradient");
+    const rebatch_finding *finding = find(&report, REBATCH_FINDING_WEIGHT, "");
     cr_expect(finding && !finding->is_mistake, "%s", all_texts(&report));
     close_trainer(&t);
     open_trainer(&t, COPES_WITH_AN_OOM, NULL);
@@ -449,4 +453,42 @@ Test(check_step, what_it_refuses)
     cr_expect_eq(rebatch_watch(t.rb, "x", &t.loss, 8, (rebatch_guard_kind)3, REBATCH_F64),
                  REBATCH_E_INVALID);
     close_trainer(&t);
+}
+
+/* ---- a program as it is ---- */
+
+/* Trains under REBATCH_CHECK=1, and gives what it prints and its exit status. */
+static int check_as_it_is(enum mistake mistake, char *text, size_t size)
+{
+    int ends[2], status;
+    cr_assert_eq(pipe(ends), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        const rebatch_step_ops ops = step_ops();
+        struct trainer t;
+        (void)dup2(ends[1], STDOUT_FILENO);
+        (void)setenv("REBATCH_CHECK", "1", 1);
+        open_trainer(&t, mistake, NULL);
+        (void)rebatch_step(t.rb, &ops, BATCH, &t, NULL);
+        _exit(99);
+    }
+    (void)close(ends[1]);
+    size_t length = 0;
+    for (ssize_t got;
+         length + 1 < size && (got = read(ends[0], text + length, size - length - 1)) > 0;)
+        length += (size_t)got;
+    text[length] = '\0';
+    (void)close(ends[0]);
+    cr_assert_eq(waitpid(child, &status, 0), child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+Test(check_step, a_program_is_checked_as_it_is_and_ends)
+{
+    char text[8192];
+    cr_assert_eq(check_as_it_is(NONE, text, sizeof text), 0, "%s", text);
+    cr_assert(strncmp(text, "no mistakes: ", 13) == 0, "%s", text);
+    cr_assert_eq(check_as_it_is(RNG_IS_NOT_GUARDED, text, sizeof text), 4, "%s", text);
+    cr_assert(strncmp(text, "not_repeatable  \"gradient\"", 26) == 0, "%s", text);
+    cr_assert(strstr(text, " mistakes: "), "%s", text);
 }

@@ -249,3 +249,36 @@ Test(cli_run, help)
     done(&r);
     done(&topic);
 }
+
+/* ---- checks ---- */
+
+Test(cli_run, a_check_of_the_reference_model_finds_nothing_at_any_level)
+{
+    static const char *const arguments[] = {
+        "--preset tiny --data text --batch 16 --lighten 0",
+        "--preset tiny --data text --batch 16 --lighten 1",
+        "--preset tiny --data text --batch 16 --lighten 2",
+        "--preset tiny --data text --batch 16 --lighten 3",
+    };
+    for (size_t i = 0; i < sizeof arguments / sizeof *arguments; i++) {
+        struct run r = run("--check", cli_gpt, arguments[i]);
+        cr_expect_eq(r.code, 0, "%s%s", r.out, r.error);
+        cr_expect(strncmp(r.out, "no mistakes: ", 13) == 0, "%s%s", r.out, r.error);
+        cr_expect_str_eq(r.error, "");
+        done(&r);
+    }
+}
+
+Test(cli_run, a_check_of_a_program_that_watches_nothing_says_so)
+{
+    struct run r = run("--check", cli_minimal, "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_assert(strncmp(r.out, "note            nothing is watched", 34) == 0, "%s", r.out);
+    cr_assert(strstr(r.out, "no mistakes: "), "%s", r.out);
+    done(&r);
+    r = cli_run("REBATCH_CHECK=yes", "run", "-- true");
+    cr_assert_eq(r.code, 2);
+    cr_assert(strstr(r.error, "REBATCH_CHECK is \"yes\": expected 1, or 0 for no check"), "%s",
+              r.error);
+    done(&r);
+}

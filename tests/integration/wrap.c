@@ -819,3 +819,36 @@ Test(wrap, another_exception_leaves_the_step_and_the_session_goes_on)
     cr_assert_eq(t.parameter, sum_to(4));
     rig_close(&rig);
 }
+
+/* ---- checks ---- */
+
+static void check_with_resize(void)
+{
+    struct rig rig;
+    struct wrap_trainer t = {.sample_bytes = 3 * MIB};
+    (void)setenv("REBATCH_CHECK", "1", 1);
+    rig_open(&rig);
+    (void)dup2(STDERR_FILENO, STDOUT_FILENO);
+    (void)wrap_trainer_watch(&t);
+    (void)wrap_trainer_step_with_resize(&t, 32, NULL);
+}
+
+static void check_with_objects(void)
+{
+    struct rig rig;
+    struct wrap_trainer t = {.sample_bytes = MIB};
+    (void)setenv("REBATCH_CHECK", "1", 1);
+    rig_open(&rig);
+    (void)dup2(STDERR_FILENO, STDOUT_FILENO);
+    (void)wrap_trainer_watch(&t);
+    (void)wrap_trainer_step_of_objects(&t, 16, NULL);
+}
+
+Test(wrap, a_check_of_wrapped_trainers_finds_nothing)
+{
+    char text[4096];
+    cr_assert_eq(read_end_of(check_with_resize, text, sizeof text), 0, "%s", text);
+    cr_assert(strncmp(text, "no mistakes: ", 13) == 0, "%s", text);
+    cr_assert_eq(read_end_of(check_with_objects, text, sizeof text), 0, "%s", text);
+    cr_assert(strncmp(text, "no mistakes: ", 13) == 0, "%s", text);
+}

@@ -147,6 +147,11 @@ cudaError_t wrap_trainer_map(wrap_trainer *trainer, size_t count, rebatch_step_r
     return rebatch_wrap_map(count, evaluate, 0, report);
 }
 
+cudaError_t wrap_trainer_watch(wrap_trainer *trainer)
+{
+    return rebatch_wrap_watch("sum", &trainer->sum);
+}
+
 cudaError_t wrap_trainer_guard(wrap_trainer *trainer)
 {
     return rebatch_wrap_guard(&trainer->evaluated);

@@ -45,6 +45,8 @@ cudaError_t wrap_trainer_map_in_buffer(struct wrap_trainer *trainer, size_t coun
                                        rebatch_step_report *report);
 cudaError_t wrap_trainer_map(struct wrap_trainer *trainer, size_t count,
                              rebatch_step_report *report);
+/* Names `sum` for a check. */
+cudaError_t wrap_trainer_watch(struct wrap_trainer *trainer);
 /* Guards `evaluated`. */
 cudaError_t wrap_trainer_guard(struct wrap_trainer *trainer);
 /* rebatch_wrap_check(): does not return from a failure. */

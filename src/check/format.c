@@ -1,0 +1,72 @@
+/* Owns what a check's report looks like as text.
+ * Must not know how it was made. */
+#include <inttypes.h>
+
+#include "check/check.h"
+
+/* So wide is a line. */
+#define COLUMNS 100
+#define INDENT 16
+
+/* The words of a sentence, in lines behind a kind of INDENT columns. */
+static void add_wrapped(struct rbi_text *t, const char *sentence)
+{
+    size_t column = INDENT;
+    for (const char *at = sentence; *at;) {
+        size_t length = 0;
+        while (at[length] && at[length] != ' ')
+            length++;
+        if (column > INDENT && column + 1 + length > COLUMNS) {
+            rbi_text_add(t, "\n%*s", INDENT, "");
+            column = INDENT;
+        } else if (column > INDENT) {
+            rbi_text_add(t, " ");
+            column++;
+        }
+        rbi_text_add(t, "%.*s", (int)length, at);
+        column += length;
+        at += length;
+        while (*at == ' ')
+            at++;
+    }
+    rbi_text_add(t, "\n");
+}
+
+static void add_findings(struct rbi_text *t, const rebatch_check_report *report, bool mistakes)
+{
+    for (size_t i = 0; i < report->finding_count && i < REBATCH_CHECK_FINDINGS; i++) {
+        const rebatch_finding *finding = &report->findings[i];
+        if (finding->is_mistake != mistakes)
+            continue;
+        rbi_text_add(t, "%-*s", INDENT, mistakes ? rebatch_finding_name(finding->kind) : "note");
+        add_wrapped(t, finding->text);
+    }
+}
+
+static const char *ending(uint64_t count)
+{
+    return count == 1 ? "" : "s";
+}
+
+size_t rebatch_check_format(char *text, size_t size, const rebatch_check_report *report)
+{
+    struct rbi_text t = {text, size, 0};
+    if (text && size)
+        text[0] = '\0';
+    if (!report)
+        return 0;
+    add_findings(&t, report, true);
+    add_findings(&t, report, false);
+    if (report->mistakes)
+        rbi_text_add(&t, "%u mistake%s", report->mistakes, ending(report->mistakes));
+    else
+        rbi_text_add(&t, "no mistakes");
+    rbi_text_add(&t, ": %u run%s, micro-batches of %zu to %zu, ", report->runs,
+                 ending(report->runs), report->micro_smallest, report->micro);
+    rbi_text_add(&t,
+                 "an OOM at %" PRIu64 " of %" PRIu64 " allocation%s, %u name%s compared, %.1f s",
+                 report->ooms, report->allocations, ending(report->allocations), report->watched,
+                 ending(report->watched), report->seconds);
+    rbi_text_add(&t, "%s\n", report->is_cut_short ? ", cut short by max_seconds" : "");
+    return t.length;
+}
