@@ -237,7 +237,7 @@ PRELOAD_GPU_TESTS := $(addprefix $(BUILD)/tests/gpu/preload_,blocks_static block
 $(BUILD)/tests/gpu/preload_%_static: private CUDART := -cudart static
 $(BUILD)/tests/gpu/preload_%_shared: private CUDART := -cudart shared
 $(BUILD)/tests/gpu/preload_%_thread: private CUDART := -cudart static --default-stream per-thread
-PRELOAD_CU = $(Q)$(NVCC) -std=c++17 -O2 $(GPU_CODE) -Xcompiler -Wall,-Wextra,-pthread $(CUDART) -Iinclude -o $@ $<
+PRELOAD_CU = $(Q)$(NVCC) -std=c++17 -O2 -arch=$(or $(GPU_ARCH),sm_80) -Xcompiler -Wall,-Wextra,-pthread $(CUDART) -Iinclude -o $@ $<
 $(BUILD)/tests/gpu/preload_blocks_%: tests/gpu/preload_blocks.cu $(BUILD)/kernels/flags
 	@mkdir -p $(@D)
 	$(PRELOAD_CU)
