@@ -30,7 +30,7 @@ VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 
 # ---- what there is -----------------------------------------------------------------------------
 LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
-                      src/probe/*.c src/config/*.c src/launch/*.c)
+                      src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c)
 CLI_SRC := $(wildcard src/cli/*.c)
 PRELOAD_SRC := $(wildcard src/preload/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
@@ -110,10 +110,11 @@ $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(ALL_CFLAGS) $(FOLDER_CFLAGS) -MMD -MP -c -o $@ $<
 
-# C++ of the tests, which is what headers are to bear, needs nothing of its library.
+# C++ of the tests, which is what headers are to bear, needs nothing of its library but exceptions.
+$(BUILD)/tests/integration/wrap_throw.o: private EXCEPTIONS := -fexceptions
 $(BUILD)/tests/%.o: tests/%.cc $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(Q)$(CXX) -std=c++17 -fno-exceptions -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
+	$(Q)$(CXX) -std=c++17 $(or $(EXCEPTIONS),-fno-exceptions) -fno-rtti -pthread -fPIC -Wall -Wextra -Wpedantic -Wshadow \
 	    -Iinclude -isystem tests/cuda $(CFLAGS) $(SANITIZE_CXX) -MMD -MP -c -o $@ $<
 
 # Changed when the flags are, so that everything is built again.
@@ -160,7 +161,7 @@ $(GUIDE): %: %.o $(STATIC)
 # What of the preloaded library takes no function of others is tested within the program.
 $(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/src/preload/,holdings.o record.o summary.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
 
 $(STORM): $(STORM_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)

@@ -86,6 +86,7 @@
 #ifndef REBATCH_REBATCH_H
 #define REBATCH_REBATCH_H
 
+#include "rebatch/check.h"
 #include "rebatch/config.h"
 #include "rebatch/cuda.h"
 #include "rebatch/current.h"

@@ -82,6 +82,10 @@ REBATCH_API const char *rebatch_status_text(rebatch_status status);
  *          rebatch_clear_error(); "" when no call has failed */
 REBATCH_API const char *rebatch_last_error(void);
 
+/** The status of the call that left rebatch_last_error(), in this thread.
+ *  @return the status; REBATCH_OK when no call has failed, and after rebatch_clear_error() */
+REBATCH_API rebatch_status rebatch_last_status(void);
+
 /** Clear this thread's error message. */
 REBATCH_API void rebatch_clear_error(void);
 

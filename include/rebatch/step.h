@@ -55,7 +55,10 @@ enum rebatch_step_flags {
      *  its samples contribute nothing; later ones need not. Trials of a probe are exempt. An
      *  optimizer_step may skip its update: the first one that succeeds without the call, while none
      *  has ever made it, is reported as an event, REBATCH_EVENT_UNDECLARED. */
-    REBATCH_DECLARES_MUTATION = 1
+    REBATCH_DECLARES_MUTATION = 1,
+    /** The weight of a sample does not depend on rebatch_microbatch.batch, for example 1/tokens of
+     *  the whole effective batch. rebatch_check() then does not look at weights. */
+    REBATCH_OWN_WEIGHTS = 2
 };
 
 /** The callbacks of a training step. Each receives as `user` the pointer passed to rebatch_step().
@@ -131,6 +134,25 @@ typedef struct rebatch_step_ops {
         sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL                            \
     }
 
+/** What rebatch_map() runs. The rules for results of callbacks apply (rebatch_step_ops). */
+typedef struct rebatch_map_ops {
+    size_t struct_size; /**< sizeof(rebatch_map_ops) */
+    /** Run samples [first, first + count) of `batch` samples in all. */
+    rebatch_status (*run)(const rebatch_microbatch *samples, void *user);
+    /** Optional. As rebatch_step_ops.resize. With the same function and the same `user` as the
+     *  training step, `run` uses the step's buffers, and a call has no more samples than they are
+     *  made for. With another one, the step's buffers are taken back, and made again in the next
+     *  step. NULL: `run` does not use any. */
+    rebatch_status (*resize)(size_t samples, void *user);
+    size_t largest;  /**< most samples in one call; 0: all */
+    const void *key; /**< the session learns a size for each key; NULL: for each `run` */
+} rebatch_map_ops;
+/** Map operations without functions: set run. */
+#define REBATCH_MAP_OPS_INIT                                                                       \
+    {                                                                                              \
+        sizeof(rebatch_map_ops), NULL, NULL, 0, NULL                                               \
+    }
+
 /** Where an OOM occurs: X(name, in words). */
 #define REBATCH_PHASES(X)                                                                          \
     X(ZERO_GRAD, "zero_grad")                                                                      \
@@ -139,7 +161,8 @@ typedef struct rebatch_step_ops {
     X(BACKWARD, "forward_backward, while accumulating")                                            \
     X(OPTIMIZER, "optimizer_step, before updating")                                                \
     X(UPDATE, "optimizer_step, while updating")                                                    \
-    X(RESIZE, "resize")
+    X(RESIZE, "resize")                                                                            \
+    X(MAP, "rebatch_map")
 
 /** Where an OOM occurs. */
 typedef enum rebatch_phase {
@@ -163,6 +186,8 @@ typedef enum rebatch_phase {
     X(PROBE_FILE, WARN, "the probe's file of results:")                                            \
     X(THRASHING, WARN, "every micro-batch returns memory to the device and allocates it again")    \
     X(LEARN, INFO, "the micro-batch size was predicted from earlier micro-batches")                \
+    X(SWALLOWED, WARN, "an allocation failed")                                                     \
+    X(LEAK, WARN, "memory grows:")                                                                 \
     X(UNDECLARED, WARN,                                                                            \
       "optimizer_step returned without calling rebatch_mutating(), which "                         \
       "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")
@@ -211,10 +236,13 @@ typedef struct rebatch_event {
     uint64_t available_bytes; /**< memory available after the attempt was taken back */
     uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
                                    trial that ran out of memory */
-    const char *text;         /**< of PROBE_FILE: the file, and why it is not used; else NULL */
+    const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of LEAK: what
+                                   grows; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */
+    bool is_unexplained; /**< of an OOM event: a callback returned REBATCH_OOM, but no allocation
+                                   is known to have failed */
 } rebatch_event;
 
 /** What to do about an OOM that would occur again at the same micro-batch size. */
@@ -327,7 +355,9 @@ typedef struct rebatch_step_report {
                                   again. If all of them did, the next step uses smaller ones */
     uint32_t learned;     /**< micro-batches in the update from which the session learned
                                   (rebatch_options.learn) */
-    bool torn; /**< optimizer_step failed, with whatever status, after it had begun to change
+    size_t micro; /**< size of the micro-batches in the update, of the largest if they differ; 0
+                       after a failure */
+    bool torn;    /**< optimizer_step failed, with whatever status, after it had begun to change
                     parameters: some are new, some are old, and nothing was undone */
 } rebatch_step_report;
 
@@ -415,6 +445,30 @@ REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
 REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                         void *user, rebatch_step_report *report);
 
+/** Run a function over samples outside of training, for example evaluation, and recover from OOMs
+ *  as rebatch_step() does: what a call that runs out of memory has allocated is taken back, guarded
+ *  state is restored to its value before the call, and the same samples run again, fewer at once.
+ *
+ *  After REBATCH_OK, every sample was in exactly one call that succeeded, in ascending order. After
+ *  any failure, what the calls allocated is taken back, and guarded state is as before
+ *  rebatch_map(); results that the function has stored elsewhere stay. So the function stores one
+ *  result for each sample, or adds to a sum that is guarded (rebatch_guard()), and adds the samples
+ *  one by one, so that the cut does not change the result.
+ *
+ *  Training does not notice: the step number stays, and the session learns the size for each
+ *  function apart from the step's. The size starts as large as allowed, and grows after
+ *  grow_after calls without an OOM. The limits on the micro-batch size apply, micro_start and
+ *  `learn` do not.
+ *  @param rb      the session
+ *  @param ops     borrowed during the call
+ *  @param count   number of samples; 0: nothing happens
+ *  @param user    passed to the functions
+ *  @param report  filled in on success and failure; may be NULL. `microbatches` is the number of
+ *                 calls that succeeded
+ *  @return as for rebatch_step(), but never REBATCH_E_TORN; REBATCH_E_HOST_OOM */
+REBATCH_API rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops, size_t count,
+                                       void *user, rebatch_step_report *report);
+
 /** Reserve the memory that the rest of a callback needs. After REBATCH_OK the callback can allocate
  *  `bytes` bytes without an OOM, in one block or in several. With caching off, the call only checks
  *  whether the device has the memory now; with guard on, it does nothing. Neither guarantees
@@ -496,6 +550,12 @@ REBATCH_API rebatch_status rebatch_leave(rebatch *rb);
  *  @return only on failure: REBATCH_E_STATE when this thread runs no callback of `rb`, or is in a
  *          callback of a pool inside it */
 REBATCH_API rebatch_status rebatch_escape(rebatch *rb, rebatch_status status);
+
+/** Whether rebatch_escape() could leave the running callback from here: this thread runs a callback
+ *  of `rb`, and no callback of a pool inside it. Thread-safe.
+ *  @param rb  the session, or NULL
+ *  @return true when it could */
+REBATCH_API bool rebatch_can_escape(const rebatch *rb);
 
 /** Write an event as one line of text, without a newline. Thread-safe.
  *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0

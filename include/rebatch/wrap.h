@@ -22,8 +22,15 @@
  *      exit(1);                          // as before
  *  }
  *  check(rebatch_wrap_open(NULL));       // once, before the first allocation
- *  check(rebatch_wrap_step(batch, zero_gradients, train_on, update, REBATCH_DECLARES_MUTATION));
+ *  check(rebatch_wrap_guard(&rng));      // what training changes beside gradients and parameters
+ *  check(rebatch_wrap_step(batch, zero_gradients, train_on, update,
+ *                          REBATCH_DECLARES_MUTATION));
+ *  check(rebatch_wrap_map(test_samples, evaluate));
  *  @endcode
+ *
+ *  rebatch_wrap_check() is such a check. The functions for C++ are in wrap_step.h, which this
+ *  header includes. In C, call rebatch_step(), rebatch_map() and rebatch_guard() with
+ *  rebatch_get_current().
  *
  *  train_on(first, count) and update() call rebatch_wrap_mutating() where they begin to change
  *  gradients and parameters. The flag REBATCH_DECLARES_MUTATION says that they do. An OOM before
@@ -57,8 +64,9 @@
  *  allocate during a step stays when an attempt is taken back. A thread that works for the step
  *  calls rebatch_join(rebatch_get_current()).
  *
- *  rebatch_escape_on_oom() leaves the step's function by longjmp(). Between that function and the
- *  program's error check there must be no object whose destructor has to run. */
+ *  rebatch_escape_on_oom() leaves the step's function by longjmp(). Where there are objects with
+ *  destructors between that function and the program's error check, call
+ *  rebatch_wrap_throw_on_oom(), which leaves it by an exception. */
 #ifndef REBATCH_WRAP_H
 #define REBATCH_WRAP_H
 
@@ -113,6 +121,17 @@ static inline int rebatch_wrap_last_error(void)
 }
 /** @endcond */
 
+/** @cond internal */
+/* CUDA's codes cannot say what rebatch means, so its sentence goes to standard error, unless an
+ * event has said it. */
+static inline cudaError_t rebatch_wrap_told(rebatch_status status)
+{
+    if (status && status != REBATCH_E_EXHAUSTED && status != REBATCH_E_TORN)
+        (void)fprintf(stderr, "rebatch: %s\n", rebatch_last_error());
+    return rebatch_wrap_code(status);
+}
+/** @endcond */
+
 /** Open a session on the current GPU and make it the process's session. To open it in
  *  another way, call rebatch_open() and rebatch_set_current() instead.
  *  @param options  as for rebatch_open(): NULL means settings from REBATCH_CONFIG and REBATCH_*
@@ -120,7 +139,7 @@ static inline int rebatch_wrap_last_error(void)
  *                  micro-batch size
  *  @return cudaSuccess; cudaErrorUnknown when the process has a session already; otherwise the code
  *          of the status with which opening the device or the session failed. After a failure
- *          nothing is open */
+ *          nothing is open, and the message is on standard error */
 static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
 {
     rebatch_cuda_options cuda = REBATCH_CUDA_OPTIONS_INIT;
@@ -139,7 +158,7 @@ static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
         rebatch_close(rb);
         rebatch_device_close(device);
     }
-    return rebatch_wrap_code(status);
+    return rebatch_wrap_told(status);
 }
 
 /** Close the process's session and its device, and release all memory of the pool. Freeing such
@@ -223,9 +242,6 @@ static inline cudaError_t rebatch_wrap_free_async(void *pointer, cudaStream_t st
 /** @endcond */
 
 #ifdef __cplusplus
-#include <type_traits>
-#include <utility>
-
 /** @cond internal */
 /* The runtime's overloads for C++. */
 template <class T> static inline cudaError_t rebatch_wrap_malloc(T **out, size_t bytes)
@@ -245,140 +261,9 @@ static inline cudaError_t rebatch_wrap_malloc_async(T **out, size_t bytes, cudaM
 {
     return cudaMallocFromPoolAsync((void **)(void *)out, bytes, pool, stream);
 }
-
-/* ---- the step ---- */
-
-/* The callbacks of a step that consists of functions. */
-template <class Zero, class Train, class Update, class Resize> struct rebatch_wrap_functions {
-    Zero &zero_grad;
-    Train &train;
-    Update &update;
-    Resize &resize;
-    bool declares;
-
-    static rebatch_wrap_functions &of(void *user)
-    {
-        return **static_cast<rebatch_wrap_functions **>(user);
-    }
-    static rebatch_wrap_functions &begin(void *user)
-    {
-        rebatch_wrap_functions &f = of(user);
-        if (!f.declares)
-            rebatch_wrap_mutating();
-        return f;
-    }
-    static rebatch_status call_zero_grad(void *user)
-    {
-        begin(user).zero_grad();
-        return REBATCH_OK;
-    }
-    static rebatch_status call_train(const rebatch_microbatch *mb, void *user)
-    {
-        begin(user).train(mb->first, mb->count);
-        return REBATCH_OK;
-    }
-    static rebatch_status call_update(void *user)
-    {
-        begin(user).update();
-        return REBATCH_OK;
-    }
-    static rebatch_status call_resize(size_t micro_batch, void *user)
-    {
-        of(user).resize(micro_batch);
-        return REBATCH_OK;
-    }
-};
-
-/* Where functions are called through: the session takes buffers for those of the caller that passes
- * the same address again, so it is the same for the same resize. A lambda is known by its type. */
-template <class Functions, class Resize>
-static inline Functions **rebatch_wrap_place(Resize &resize)
-{
-    static Functions *places[2];
-    static const void *known;
-    static int place;
-    const void *const identity =
-        std::is_function<Resize>::value ? (const void *)&resize : (const void *)&known;
-    place = identity == known ? place : !place;
-    known = identity;
-    return &places[place];
-}
-
-struct rebatch_wrap_no_resize {
-    void operator()(size_t) const
-    {
-    }
-};
-
-template <class Zero, class Train, class Update, class Resize>
-static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train &train,
-                                           Update &update, Resize &resize, bool resizes,
-                                           uint32_t flags, rebatch_step_report *report)
-{
-    static_assert(std::is_void<decltype(zero_grad())>::value &&
-                      std::is_void<decltype(train(batch, batch))>::value &&
-                      std::is_void<decltype(update())>::value &&
-                      std::is_void<decltype(resize(batch))>::value,
-                  "the functions must return nothing: use rebatch_step() for others");
-    typedef rebatch_wrap_functions<Zero, Train, Update, Resize> functions;
-    functions f = {zero_grad, train, update, resize, (flags & REBATCH_DECLARES_MUTATION) != 0};
-    functions **const user = rebatch_wrap_place<functions>(resize);
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = functions::call_zero_grad;
-    ops.forward_backward = functions::call_train;
-    ops.optimizer_step = functions::call_update;
-    ops.flags = REBATCH_DECLARES_MUTATION;
-    ops.resize = resizes ? functions::call_resize : NULL;
-    *user = &f;
-    return rebatch_wrap_code(rebatch_step(rebatch_get_current(), &ops, batch, user, report));
-}
 /** @endcond */
 
-/** rebatch_step() for the process's session, for a step of three functions that return nothing and
- *  leave by rebatch_escape_on_oom() when memory runs out. For functions that return a status, and
- *  in C, use rebatch_step().
- *  @param batch      samples in the effective batch
- *  @param zero_grad  called as zero_grad(): clears the gradients
- *  @param train      called as train(first, count): forward and backward, with weight 1/batch for
- *                    each sample
- *  @param update     called as update(): applies the update
- *  @param flags      REBATCH_DECLARES_MUTATION: train and update call rebatch_wrap_mutating() each
- *                    time. Without it, they count as changing state from their first line
- *  @param report     may be NULL
- *  @return cudaSuccess; cudaErrorMemoryAllocation for REBATCH_E_EXHAUSTED and REBATCH_E_TORN;
- *          cudaErrorInvalidValue without a session; otherwise the code of rebatch_step()'s status.
- *          rebatch_last_error() has the message */
-template <class Zero, class Train, class Update>
-static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
-                                            Update &&update, uint32_t flags = 0,
-                                            rebatch_step_report *report = NULL)
-{
-    const rebatch_wrap_no_resize nothing = {};
-    return rebatch_wrap_run(batch, zero_grad, train, update, nothing, false, flags, report);
-}
-
-/** The same with a fourth function, for a trainer that allocates its activation buffers once and
- *  keeps them: rebatch_step_ops.resize. Code that allocates the buffers for a batch moves into it
- *  unchanged.
- *  @param batch      as above
- *  @param zero_grad  as above
- *  @param train      as above
- *  @param update     as above
- *  @param resize     called as resize(micro_batch) before the first step, and when the size
- *                    changes: allocates the buffers for up to that many samples. What it allocated
- *                    before is taken back by then. A function, or an object of a type of its own,
- *                    such as a lambda
- *  @param flags      as above
- *  @param report     may be NULL
- *  @return as above */
-template <class Zero, class Train, class Update, class Resize,
-          class = decltype(std::declval<Resize &>()((size_t)1))>
-static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
-                                            Update &&update, Resize &&resize, uint32_t flags = 0,
-                                            rebatch_step_report *report = NULL)
-{
-    return rebatch_wrap_run(batch, zero_grad, train, update, resize, true, flags, report);
-}
+#include "rebatch/wrap_step.h"
 #endif
 
 /** @cond internal */

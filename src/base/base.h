@@ -31,8 +31,6 @@ _Noreturn void rbi_assert_failed(const char *condition, const char *file, int li
 rebatch_status rbi_error(rebatch_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* The status that this thread's sentence came with; REBATCH_OK when there is none. */
-rebatch_status rbi_error_status(void);
 /* How often this thread's sentence was set or cleared. */
 uint64_t rbi_error_changes(void);
 

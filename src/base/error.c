@@ -35,7 +35,7 @@ void rebatch_clear_error(void)
     error_changes++;
 }
 
-rebatch_status rbi_error_status(void)
+rebatch_status rebatch_last_status(void)
 {
     return error_status;
 }

@@ -98,6 +98,7 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         rbi_plan_note_alloc(pool, block);
     RBI_RECORD(pool, ALLOC, block->address, block->bytes, rbi_stream_of(block)->stream, tag);
     *out = block->address;
+    rbi_pool_fill_block(pool, block, pool->fill.allocated);
     rbi_pool_tell(pool, RBI_POOL_ALLOC, *out, bytes, stream);
     return REBATCH_OK;
 }

@@ -24,6 +24,7 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     else
         RBI_RECORD(pool, FREE, block->address, block->bytes, rbi_stream_of(block)->stream,
                    block->tag);
+    rbi_pool_fill_block(pool, block, pool->fill.freed);
     if (RBI_UNLIKELY(pool->plan.mode != RBI_PLAN_OFF))
         rbi_plan_note_free(pool, block);
     rbi_pool_count_free(pool, block);

@@ -128,12 +128,22 @@ struct rbi_pool_recorder {
     void *user;
 };
 
+/* With what memory is filled, by work of its stream, so that who reads it gets the same every time.
+ * Of 0xff it is no number: NaN as float, double and bfloat16. */
+struct rbi_pool_fill {
+    bool is_on;
+    uint8_t freed;     /* what is freed, or taken back by a rollback */
+    uint8_t allocated; /* what is new */
+};
+/* Devices without contents are left alone. */
+void rbi_pool_set_fill(rebatch_pool *pool, const struct rbi_pool_fill *fill);
 /* Sets who is told of the calls; NULL: nobody. */
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
 void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch);
 /* Sets who makes requests fail, of the threads that scopes take in; what rebatch_pool_reserve() has
- * promised does not. */
-void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
+ * promised does not.
+ *  @return who did before */
+struct rbi_pool_fault rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault);
 
 /* ---- copies ---- */
 

@@ -170,10 +170,20 @@ void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_
     rbi_pool_give_lock(pool);
 }
 
-void rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)
+struct rbi_pool_fault rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)
 {
     rbi_lock_take(&pool->lock);
+    const struct rbi_pool_fault before = pool->fault;
     pool->fault = *fault;
+    rbi_pool_give_lock(pool);
+    return before;
+}
+
+void rbi_pool_set_fill(rebatch_pool *pool, const struct rbi_pool_fill *fill)
+{
+    rbi_lock_take(&pool->lock);
+    pool->fill = *fill;
+    pool->fill.is_on &= rbi_device_has_contents(pool->device);
     rbi_pool_give_lock(pool);
 }
 

@@ -168,11 +168,21 @@ struct rebatch_pool {
     struct rbi_event_log log;
     struct rbi_pool_recorder recorder;
     struct rbi_pool_fault fault;
+    struct rbi_pool_fill fill;
 
     struct rbi_pool_plan plan;
 
     const char *destroyed_by; /* the call that destroys it; NULL: rebatch_pool_destroy() */
 };
+
+/* In the order of the block's stream. One that other streams use is left alone. */
+static inline void rbi_pool_fill_block(const rebatch_pool *pool, const struct rbi_block *block,
+                                       uint8_t value)
+{
+    if (RBI_UNLIKELY(pool->fill.is_on) && !block->uses)
+        (void)rebatch_fill(pool->device, block->address, value, block->bytes,
+                           rbi_stream_of(block)->stream);
+}
 
 /* Tells the recorder, if there is one. */
 static inline void rbi_pool_tell(const rebatch_pool *pool, enum rbi_pool_call call,

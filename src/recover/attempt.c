@@ -38,6 +38,11 @@ void rebatch_mutating(rebatch *rb)
         rb->mutated = true;
 }
 
+bool rebatch_can_escape(const rebatch *rb)
+{
+    return rbi_callback_is_running(rb) && rbi_pool_callback_depth() == rb->pool_callbacks;
+}
+
 rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
 {
     if (!rbi_callback_is_running(rb))
@@ -66,6 +71,8 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
         return (void (*)(void))rb->ops->optimizer_step;
     case RBI_RESIZE:
         return (void (*)(void))rb->ops->resize;
+    case RBI_MAP:
+        return (void (*)(void))rb->ops->forward_backward;
     default:
         return (void (*)(void))rb->ops->lighten;
     }
@@ -114,6 +121,8 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
         return dirty ? REBATCH_PHASE_UPDATE : REBATCH_PHASE_OPTIMIZER;
     case RBI_RESIZE:
         return REBATCH_PHASE_RESIZE;
+    case RBI_MAP:
+        return REBATCH_PHASE_MAP;
     default:
         return REBATCH_PHASE_ZERO_GRAD;
     }
@@ -127,6 +136,7 @@ static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
     case RBI_ZERO_GRAD:
         return rb->ops->zero_grad(rb->user);
     case RBI_FORWARD_BACKWARD:
+    case RBI_MAP:
         return rb->ops->forward_backward(call->mb, rb->user);
     case RBI_OPTIMIZER:
         return rb->ops->optimizer_step(rb->user);
@@ -170,8 +180,9 @@ static rebatch_status confirm_oom(rebatch *rb)
 static void count_buffers(rebatch *rb)
 {
     struct rbi_failure *failure = &rb->failure;
-    const bool is_sized =
-        failure->phase == REBATCH_PHASE_FORWARD || failure->phase == REBATCH_PHASE_BACKWARD;
+    const bool is_sized = failure->phase == REBATCH_PHASE_FORWARD ||
+                          failure->phase == REBATCH_PHASE_BACKWARD ||
+                          failure->phase == REBATCH_PHASE_MAP;
     size_t available = 0;
     (void)(is_sized ? rbi_available(&available, rb) : rebatch_pool_available(&available, rb->pool));
     failure->available_bytes = available;
@@ -204,7 +215,7 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
  * for one. */
 static void learn_need(rebatch *rb, rebatch_scope scope)
 {
-    if (rb->size < rb->buffers.size && rb->ops->resize)
+    if (rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed)
         return;
     rebatch_scope_stats stats;
     (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
@@ -237,6 +248,8 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
                               rebatch_status status, uint64_t ooms_before)
 {
     const rebatch_phase phase = phase_of(rb, call->which);
+    const bool is_told =
+        rbi_error_changes() != call->error_changes && rebatch_last_status() == REBATCH_OOM;
     if (status == REBATCH_OOM) {
         status = confirm_oom(rb);
         if (status != REBATCH_OOM)
@@ -257,11 +270,13 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
         rbi_scope_commit_all(rb->pool, scope);
     else
         (void)rebatch_scope_rollback(rb->pool, scope);
-    if (status == REBATCH_OOM)
+    if (status == REBATCH_OOM) {
         note_failure(rb, phase, pool_failed ? &oom : NULL,
                      pool.live_bytes - (uint64_t)stats.live_bytes);
-    else if (rb->report.torn)
+        rb->failure.is_unexplained = !pool_failed && !is_told;
+    } else if (rb->report.torn) {
         rbi_result_say_torn(rb, status);
+    }
     return status;
 }
 
@@ -270,10 +285,14 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
     rb->mutated = false;
     rb->thread = pthread_self();
     rb->pool_callbacks = rbi_pool_callback_depth();
+    if (rb->drill)
+        rb->drill->callback_begins(rb->drill->user, which->which, which->mb);
     rb->running = true;
     const rebatch_status result = call_with_way_out(rb, which);
     rb->running = false;
     rb->has_declared[which->which] |= rb->mutated;
+    if (rb->drill)
+        rb->drill->callback_ended(rb->drill->user, result);
     return rbi_result_check(rb, which, result);
 }
 
@@ -289,9 +308,23 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
 /* Calls of one callback repeat where size and level are the same. */
 static uint64_t key_of(const rebatch *rb, enum rbi_callback which)
 {
-    const uint64_t size = which == RBI_FORWARD_BACKWARD ? rb->size : 0;
+    const uint64_t size = which == RBI_FORWARD_BACKWARD || which == RBI_MAP ? rb->size : 0;
     return (size * RBI_CALLBACKS + (uint64_t)which) * UINT64_C(0x9e3779b97f4a7c15) + rb->lighten +
            1;
+}
+
+/* An allocation failed in a callback that succeeded: it copes, or it has not looked. */
+static void warn_of_swallowed(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
+{
+    rebatch_oom_report oom;
+    rbi_pool_last_own_oom(&oom, rb->pool);
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_SWALLOWED);
+    rbi_event_end(&event, rb);
+    event.phase = phase_of(rb, which);
+    event.first = mb ? mb->first : 0;
+    event.count = mb ? mb->count : 0;
+    event.asked_bytes = oom.asked_bytes;
+    rbi_event_emit(rb, &event);
 }
 
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
@@ -313,6 +346,8 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
         status = commit(rb, which, scope, mb);
     if (status)
         return give_up(rb, &call, scope, status, ooms);
+    if (rbi_pool_oom_count(rb->pool) != ooms)
+        warn_of_swallowed(rb, which, mb);
     if (which == RBI_OPTIMIZER) {
         rb->has_updated = true;
         warn_of_promise(rb);

@@ -55,7 +55,7 @@ size_t rbi_cut(rebatch *rb, size_t first)
     if (!rb->by_cost)
         return rbi_min(rbi_micro_size(rb, rb->batch), rb->batch - first);
     const size_t most = rbi_min(rbi_micro_upper(rb, rb->batch), rb->batch - first);
-    const size_t count = rbi_cut_to(rb, first, rb->budget);
+    const size_t count = rbi_cut_to(rb, first, rb->sizes.budget);
     rb->cut_by_budget |= count < most;
     return count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most);
 }
@@ -63,9 +63,9 @@ size_t rbi_cut(rebatch *rb, size_t first)
 void rbi_size_set(rebatch *rb, size_t size)
 {
     if (rb->by_cost)
-        rb->budget = size;
+        rb->sizes.budget = size;
     else
-        rb->micro = size;
+        rb->sizes.micro = size;
 }
 
 size_t rbi_size_get(const rebatch *rb)
@@ -75,7 +75,7 @@ size_t rbi_size_get(const rebatch *rb)
 
 uint64_t rbi_budget(const rebatch *rb)
 {
-    return rb->by_cost && rb->budget != SIZE_MAX ? rbi_max(rb->budget, 1) : 0;
+    return rb->by_cost && rb->sizes.budget != SIZE_MAX ? rbi_max(rb->sizes.budget, 1) : 0;
 }
 
 /* The first step by cost: the size to start with is in samples. */
@@ -83,10 +83,10 @@ void rbi_budget_begin(rebatch *rb)
 {
     rb->by_cost = rb->ops->cost != NULL;
     rb->cut_by_budget = false;
-    if (!rb->by_cost || rb->has_budget)
+    if (!rb->by_cost || rb->sizes.has_budget)
         return;
-    rb->has_budget = true;
+    rb->sizes.has_budget = true;
     const size_t start =
-        rb->learning.is_on ? rbi_round_size_up(&rb->options, 1) : rb->options.micro_start;
-    rb->budget = start && start < rb->batch ? cost_of(rb, 0, start) : SIZE_MAX;
+        rb->sizes.learning.is_on ? rbi_round_size_up(&rb->options, 1) : rb->options.micro_start;
+    rb->sizes.budget = start && start < rb->batch ? cost_of(rb, 0, start) : SIZE_MAX;
 }

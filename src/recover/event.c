@@ -38,6 +38,7 @@ void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
 {
     return (rebatch_event){.kind = kind,
+                           .phase = rb->samples_callback == RBI_MAP ? REBATCH_PHASE_MAP : 0,
                            .batch = rb->batch,
                            .micro_before = rbi_micro_size(rb, rb->batch),
                            .lighten_before = rb->lighten,
@@ -118,6 +119,8 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, ", there is ");
         rbi_text_add_available(t, event->needed_bytes, event->available_bytes);
     }
+    if (event->is_unexplained)
+        rbi_text_add(t, "; REBATCH_OOM was returned, but no allocation is known to have failed");
 }
 
 static void add_budget(struct rbi_text *t, const rebatch_event *event)
@@ -144,6 +147,19 @@ static void add_trial(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add(t, ", there is ");
         rbi_text_add_available(t, event->needed_bytes, event->available_bytes);
     }
+}
+
+static void add_swallowed(struct rbi_text *t, const rebatch_event *event)
+{
+    const char *const phase = rebatch_phase_text(event->phase);
+    rbi_text_add(t, " in %.*s", (int)strcspn(phase, ","), phase);
+    if (event->count) {
+        rbi_text_add(t, " of ");
+        rbi_text_add_samples(t, event->first, event->count);
+    }
+    rbi_text_add(t, ", of ");
+    rbi_text_add_bytes(t, event->asked_bytes);
+    rbi_text_add(t, ", and the callback returned REBATCH_OK: correct only if it copes");
 }
 
 /* What is done about it. */
@@ -175,8 +191,12 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
                  is_refused(event) ? "not started" : kinds[event->kind].text);
     if (rbi_event_is_oom(event->kind))
         add_strike(&t, event);
+    else if (event->phase == REBATCH_PHASE_MAP)
+        rbi_text_add(&t, " in %s", rebatch_phase_text(event->phase));
     if (event->kind == REBATCH_EVENT_TRIAL)
         add_trial(&t, event);
+    if (event->kind == REBATCH_EVENT_SWALLOWED)
+        add_swallowed(&t, event);
     if (event->text)
         rbi_text_add(&t, " %s", event->text);
     add_consequence(&t, event);

@@ -84,11 +84,11 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     const size_t held = rbi_growth_take_held(rb, size);
     if (rb->by_cost) { /* always less than before, also where cost falls with the samples */
         const size_t less = predicted ? predicted : rbi_max(rb->size / 2, held);
-        rb->budget = rbi_min(less, rb->budget - (rb->budget > 0));
+        rb->sizes.budget = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
         return true;
     }
     const size_t half = rbi_round_size(limits, rbi_max(count / 2, held));
-    rb->micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
+    rb->sizes.micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
     return true;
 }
 
@@ -138,19 +138,28 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
 
 static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
 {
-    if (wasted(rb) >= rb->options.max_attempts)
-        rbi_text_add(t, "; gave up after %u wasted attempts in one step: raise max_attempts",
+    const size_t smallest = rbi_round_size_up(&rb->options, 1);
+    if (wasted(rb) >= rb->options.max_attempts) {
+        rbi_text_add(t, "gave up after %u wasted attempts in one step: raise max_attempts",
                      wasted(rb));
-    else if (has_too_many_in_row(rb))
-        rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
-    else if (rb->options.on_oom == REBATCH_ON_OOM_STOP)
-        rbi_text_add(t, "; on_oom says stop");
-    else if (mb && rbi_round_size_up(&rb->options, 1) > 1)
-        rbi_text_add(t, "; the smallest micro-batch allowed is %zu: lower it",
-                     rbi_round_size_up(&rb->options, 1));
-    else
-        rbi_text_add(t, "; there is nothing smaller or lighter to try: free memory, or raise the "
+    } else if (has_too_many_in_row(rb)) {
+        rbi_text_add(t, "gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
+    } else if (rb->options.on_oom == REBATCH_ON_OOM_STOP) {
+        rbi_text_add(t, "on_oom says stop");
+    } else if (mb && smallest > 1) {
+        rbi_text_add(t, "the smallest micro-batch allowed is %zu: lower it", smallest);
+    } else if (rb->failure.is_unexplained) {
+        rbi_text_add(t,
+                     "REBATCH_OOM, which is %d, was returned, but no allocation is known to have "
+                     "failed: return another status for another failure",
+                     (int)REBATCH_OOM);
+    } else if (rbi_leak_is_likely(rb)) {
+        rbi_leak_add(t, rb);
+        rbi_text_add(t, ": free what is not needed");
+    } else {
+        rbi_text_add(t, "there is nothing smaller or lighter to try: free memory, or raise the "
                         "limit");
+    }
 }
 
 /* "forward_backward of 2 samples, before accumulating" */
@@ -166,7 +175,7 @@ static void add_phase(struct rbi_text *t, rebatch_phase phase, const rebatch_mic
 
 static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch *mb)
 {
-    char text[384];
+    char text[512];
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "step %" PRIu64 ": out of memory in ", rb->step);
     add_phase(&t, rb->failure.phase, mb);
@@ -177,6 +186,7 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
     rbi_text_add(&t, ", with ");
     rbi_text_add_available(&t, rb->failure.need_bytes, rb->failure.available_bytes);
     rbi_text_add(&t, " available%s", rb->failure.is_injected ? " (the failure is injected)" : "");
+    rbi_text_add(&t, "; ");
     add_reason(&t, rb, mb);
     return rbi_error(REBATCH_E_EXHAUSTED, "%s", text);
 }
@@ -217,7 +227,8 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
                            .lost_ns = strike->lost_ns,
                            .asked_bytes = rb->failure.asked_bytes,
                            .needed_bytes = rb->failure.need_bytes,
-                           .available_bytes = rb->failure.available_bytes};
+                           .available_bytes = rb->failure.available_bytes,
+                           .is_unexplained = rb->failure.is_unexplained};
     count(rb, strike);
     rbi_growth_set_back(rb, rb->failure.available_bytes);
     const rebatch_status status = choose_stage(rb, mb, &event.kind);

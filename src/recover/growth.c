@@ -4,13 +4,13 @@
 
 void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
 {
-    struct rbi_growth *growth = &rb->growth;
+    struct rbi_growth *growth = &rb->sizes.growth;
     growth->clean = 0;
     if (!growth->on_trial)
         return;
     growth->on_trial = false;
     if (!growth->is_of_level) {
-        growth->failed_size = rb->by_cost ? rb->budget : rb->micro;
+        growth->failed_size = rb->by_cost ? rb->sizes.budget : rb->sizes.micro;
         growth->failed_by_cost = rb->by_cost;
         growth->failed_available = available_bytes;
     }
@@ -34,7 +34,7 @@ static bool has_room(rebatch *rb, size_t size, unsigned lighten)
 
 static size_t size_now(const rebatch *rb)
 {
-    return rb->by_cost ? rb->budget : rbi_micro_size(rb, rb->batch);
+    return rb->by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->batch);
 }
 
 static void begin_trial(struct rbi_growth *growth, bool is_overruling, bool is_of_level)
@@ -51,34 +51,34 @@ static void leave_level(rebatch *rb, bool is_overruling)
     const unsigned before = rb->lighten;
     (void)rbi_callback_lighten(rb, before - 1); /* the step is done: what fails late shows later */
     if (rb->lighten == before) {
-        rb->growth.clean = 0; /* it is asked again after as long a wait */
+        rb->sizes.growth.clean = 0; /* it is asked again after as long a wait */
         return;
     }
     rbi_event_end(&event, rb);
-    rb->growth.held = 0;
-    begin_trial(&rb->growth, is_overruling, true);
+    rb->sizes.growth.held = 0;
+    begin_trial(&rb->sizes.growth, is_overruling, true);
     rbi_event_emit(rb, &event);
 }
 
 static void grow_to(rebatch *rb, size_t size, bool is_overruling)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
-    rb->growth.held = size_now(rb);
-    rb->growth.held_by_cost = rb->by_cost;
+    rb->sizes.growth.held = size_now(rb);
+    rb->sizes.growth.held_by_cost = rb->by_cost;
     rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
-    begin_trial(&rb->growth, is_overruling, false);
+    begin_trial(&rb->sizes.growth, is_overruling, false);
     rbi_event_emit(rb, &event);
 }
 
 bool rbi_growth_overrules(const rebatch *rb)
 {
-    return rb->growth.on_trial && rb->growth.is_overruling;
+    return rb->sizes.growth.on_trial && rb->sizes.growth.is_overruling;
 }
 
 size_t rbi_growth_take_held(rebatch *rb, size_t failed)
 {
-    struct rbi_growth *growth = &rb->growth;
+    struct rbi_growth *growth = &rb->sizes.growth;
     const size_t held = growth->held_by_cost == rb->by_cost ? growth->held : 0;
     growth->held = 0;
     return held < failed ? held : 0;
@@ -103,10 +103,10 @@ static size_t doubled(const rebatch *rb, size_t size, size_t upper)
  * is not asked about again with no more memory. */
 static size_t fitting(rebatch *rb, size_t size, size_t larger, size_t available)
 {
-    struct rbi_growth *growth = &rb->growth;
-    if (!rbi_need_has_model(rb, rb->lighten) || !rb->model.fits)
+    struct rbi_growth *growth = &rb->sizes.growth;
+    if (!rbi_need_has_model(rb, rb->lighten) || !rb->sizes.model.fits)
         return larger;
-    while (larger > size && !rb->model.fits(rb->model.user, rb, larger)) {
+    while (larger > size && !rb->sizes.model.fits(rb->sizes.model.user, rb, larger)) {
         growth->failed_size = larger;
         growth->failed_by_cost = rb->by_cost;
         growth->failed_available = available;
@@ -121,7 +121,7 @@ static size_t fitting(rebatch *rb, size_t size, size_t larger, size_t available)
  * no less than that, halfway to it. Points of one's own do not say what is far beyond them. */
 static size_t predicted(rebatch *rb, size_t size, size_t upper)
 {
-    const struct rbi_growth *growth = &rb->growth;
+    const struct rbi_growth *growth = &rb->sizes.growth;
     size_t available;
     if (rbi_available(&available, rb) != REBATCH_OK)
         return size;
@@ -141,7 +141,7 @@ static size_t upper_size(const rebatch *rb)
 {
     if (!rb->by_cost)
         return rbi_micro_upper(rb, rb->batch);
-    const size_t twice = rb->budget > SIZE_MAX / 2 ? SIZE_MAX : rb->budget * 2;
+    const size_t twice = rb->sizes.budget > SIZE_MAX / 2 ? SIZE_MAX : rb->sizes.budget * 2;
     return rbi_max(rbi_size_of(rb, 0, rb->batch), twice);
 }
 
@@ -164,7 +164,7 @@ static bool is_cut(const rebatch *rb, size_t batch)
 /* The last growth has held for so long that it is no longer on trial. */
 static void settle(rebatch *rb)
 {
-    struct rbi_growth *growth = &rb->growth;
+    struct rbi_growth *growth = &rb->sizes.growth;
     if (growth->is_overruling)
         rbi_need_refute_model(rb);
     growth->on_trial = false;
@@ -177,10 +177,10 @@ static void settle(rebatch *rb)
  * is found in the end. */
 static void grow(rebatch *rb, size_t batch)
 {
-    const struct rbi_growth *growth = &rb->growth;
+    const struct rbi_growth *growth = &rb->sizes.growth;
     const bool overrules = growth->clean - growth->wait >= rb->options.grow_wait_max;
     if (rb->lighten) {
-        const size_t size = rb->by_cost ? rb->thrashing.largest : size_now(rb);
+        const size_t size = rb->by_cost ? rb->sizes.thrashing.largest : size_now(rb);
         if (overrules || has_room(rb, size, rb->lighten - 1))
             leave_level(rb, overrules);
         return;
@@ -197,7 +197,7 @@ static void grow(rebatch *rb, size_t batch)
 
 void rbi_growth_step_done(rebatch *rb, size_t batch)
 {
-    struct rbi_growth *growth = &rb->growth;
+    struct rbi_growth *growth = &rb->sizes.growth;
     if (rb->report.ooms)
         return;
     if (growth->clean < UINT32_MAX)

@@ -6,9 +6,9 @@
 
 void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner)
 {
-    rb->learning.tuner = *tuner;
-    rb->learning.is_on = true;
-    rb->micro = rbi_round_size_up(&rb->options, 1);
+    rb->sizes.learning.tuner = *tuner;
+    rb->sizes.learning.is_on = true;
+    rb->sizes.micro = rbi_round_size_up(&rb->options, 1);
 }
 
 /* Without one, sizes double as long as there is room. */
@@ -22,8 +22,8 @@ static void drop_tuner(struct rbi_learning *learning)
 
 void rbi_learn_stop(rebatch *rb)
 {
-    drop_tuner(&rb->learning);
-    rb->learning = (struct rbi_learning){.is_on = false};
+    drop_tuner(&rb->sizes.learning);
+    rb->sizes.learning = (struct rbi_learning){.is_on = false};
 }
 
 /* ---- which size ---- */
@@ -41,7 +41,7 @@ static void set_size(rebatch *rb, size_t size)
  * fail the step, so the error text is cleared. */
 static size_t ask_tuner(rebatch *rb, size_t left)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     size_t size = 0;
     if (!learning->tuner.user)
         return 0;
@@ -66,13 +66,13 @@ static void prepare_pool(struct rbi_learning *learning)
 
 static bool has_run(const rebatch *rb)
 {
-    return rb->known[rb->known_last].size != 0;
+    return rb->sizes.known[rb->sizes.known_last].size != 0;
 }
 
 /* Twice as much as ran, when that is predicted to fit; 0: it is not. */
 static size_t choose_double(rebatch *rb)
 {
-    const size_t size = rb->by_cost ? rb->budget : rbi_micro_size(rb, rb->batch);
+    const size_t size = rb->by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->batch);
     if (!has_run(rb))
         return size;
     const size_t larger = rbi_growth_larger(rb);
@@ -82,7 +82,7 @@ static size_t choose_double(rebatch *rb)
 static size_t choose(rebatch *rb, size_t left)
 {
     size_t size = ask_tuner(rb, left);
-    if (!rb->learning.tuner.user)
+    if (!rb->sizes.learning.tuner.user)
         size = choose_double(rb);
     return size;
 }
@@ -90,13 +90,13 @@ static size_t choose(rebatch *rb, size_t left)
 /* Where the tuner is done for now, what it has found. */
 static size_t largest_found(const rebatch *rb)
 {
-    const struct rbi_tuner *tuner = &rb->learning.tuner;
+    const struct rbi_tuner *tuner = &rb->sizes.learning.tuner;
     return tuner->user ? tuner->largest(tuner->user) : 0;
 }
 
 void rbi_learn_choose(rebatch *rb, size_t left)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     if (!learning->is_on)
         return;
     learning->chosen = 0;
@@ -122,7 +122,7 @@ void rbi_learn_choose(rebatch *rb, size_t left)
 
 void rbi_learn_begin_step(rebatch *rb)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     if (!learning->is_on)
         return;
     learning->has_failed = false;
@@ -135,13 +135,13 @@ void rbi_learn_begin_step(rebatch *rb)
 
 bool rbi_learn_will_watch(const rebatch *rb, size_t count)
 {
-    const struct rbi_learning *learning = &rb->learning;
+    const struct rbi_learning *learning = &rb->sizes.learning;
     return learning->chosen && learning->tuner.user && learning->chosen == count;
 }
 
 void rbi_learn_begin(rebatch *rb, size_t count)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     learning->is_watched = rbi_learn_will_watch(rb, count);
     if (learning->is_watched)
         learning->tuner.begin(learning->tuner.user, count);
@@ -149,7 +149,7 @@ void rbi_learn_begin(rebatch *rb, size_t count)
 
 static void settle_after(rebatch *rb, rebatch_status status)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     learning->is_watched = false;
     if (status != REBATCH_OOM) {
         learning->is_settled |= learning->has_failed;
@@ -162,7 +162,7 @@ static void settle_after(rebatch *rb, rebatch_status status)
 
 void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     if (!learning->is_on)
         return;
     if (status == REBATCH_OK)
@@ -180,7 +180,7 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
 
 void rbi_learn_refused(rebatch *rb, size_t count)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     if (!learning->is_on)
         return;
     if (learning->tuner.user)
@@ -193,7 +193,7 @@ void rbi_learn_refused(rebatch *rb, size_t count)
 /* Whether the size would be the same for a larger batch. */
 static bool is_done(const rebatch *rb)
 {
-    const struct rbi_learning *learning = &rb->learning;
+    const struct rbi_learning *learning = &rb->sizes.learning;
     const size_t upper = rbi_micro_upper(rb, rb->batch);
     if (learning->tuner.user)
         return learning->tuner.is_done(learning->tuner.user, upper);
@@ -209,7 +209,7 @@ static bool is_whole(const rebatch *rb)
 
 bool rbi_learn_step_done(rebatch *rb)
 {
-    struct rbi_learning *learning = &rb->learning;
+    struct rbi_learning *learning = &rb->sizes.learning;
     if (!learning->is_on)
         return false;
     if (rb->lighten != learning->lighten) {
@@ -233,5 +233,5 @@ bool rbi_learn_step_done(rebatch *rb)
     learning->upper = rbi_micro_upper(rb, rb->batch);
     if (is_done(rb))
         rbi_learn_stop(rb);
-    return rb->learning.is_on;
+    return rb->sizes.learning.is_on;
 }

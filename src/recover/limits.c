@@ -55,14 +55,16 @@ size_t rbi_round_size_up(const rebatch_options *o, size_t size)
 
 size_t rbi_micro_upper(const rebatch *rb, size_t batch)
 {
-    const size_t size = rbi_round_size(&rb->options, batch);
-    return size ? size : batch; /* all of it is a rest */
+    const size_t most = rbi_min(batch, rb->most);
+    const size_t size = rbi_round_size(&rb->options, most);
+    return size ? size : most; /* all of it is a rest */
 }
 
 size_t rbi_micro_size(const rebatch *rb, size_t batch)
 {
-    const size_t size = rbi_round_size(&rb->options, rbi_min(rb->micro, batch));
-    return size ? size : rbi_min(rbi_round_size_up(&rb->options, 1), batch);
+    const size_t most = rbi_min(batch, rb->most);
+    const size_t size = rbi_round_size(&rb->options, rbi_min(rb->sizes.micro, most));
+    return size ? size : rbi_min(rbi_round_size_up(&rb->options, 1), most);
 }
 
 rebatch_status rbi_limits_check_batch(const rebatch_options *o, size_t batch)

@@ -11,10 +11,10 @@ static bool is_of(const rebatch *rb, const struct rbi_need *need, size_t size, u
  */
 static size_t find(const rebatch *rb, size_t size, unsigned lighten)
 {
-    if (is_of(rb, &rb->known[rb->known_last], size, lighten))
-        return rb->known_last;
+    if (is_of(rb, &rb->sizes.known[rb->sizes.known_last], size, lighten))
+        return rb->sizes.known_last;
     size_t i = 0;
-    while (i < RBI_KNOWN_SIZES && !is_of(rb, &rb->known[i], size, lighten))
+    while (i < RBI_KNOWN_SIZES && !is_of(rb, &rb->sizes.known[i], size, lighten))
         i++;
     return i;
 }
@@ -22,32 +22,32 @@ static size_t find(const rebatch *rb, size_t size, unsigned lighten)
 const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned lighten)
 {
     const size_t i = find(rb, size, lighten);
-    return i < RBI_KNOWN_SIZES ? &rb->known[i] : NULL;
+    return i < RBI_KNOWN_SIZES ? &rb->sizes.known[i] : NULL;
 }
 
 bool rbi_need_has_model(const rebatch *rb, unsigned lighten)
 {
-    return rb->model.need && !rb->model_is_refuted && rb->model.lighten == lighten &&
-           rb->model.by_cost == rb->by_cost;
+    return rb->sizes.model.need && !rb->sizes.model_is_refuted &&
+           rb->sizes.model.lighten == lighten && rb->sizes.model.by_cost == rb->by_cost;
 }
 
 /* Micro-batches of one cost need not need the same: the model keeps to the worst of those whose
  * size matters. */
 static void correct_model(rebatch *rb, size_t size, uint64_t bytes)
 {
-    if (!rb->by_cost || !rbi_need_has_model(rb, rb->lighten) || size < rb->budget / 2)
+    if (!rb->by_cost || !rbi_need_has_model(rb, rb->lighten) || size < rb->sizes.budget / 2)
         return;
-    const uint64_t predicted = rb->model.need(rb->model.user, size);
+    const uint64_t predicted = rb->sizes.model.need(rb->sizes.model.user, size);
     const double factor = predicted ? (double)bytes / (double)predicted : 1;
-    if (rb->model_factor < factor)
-        rb->model_factor = factor;
+    if (rb->sizes.model_factor < factor)
+        rb->sizes.model_factor = factor;
 }
 
 /* What failed with at most that size, now that this ran in less, did so for another reason. */
 static void forget_failures(rebatch *rb, size_t size, uint64_t bytes)
 {
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        struct rbi_need *need = &rb->known[i];
+        struct rbi_need *need = &rb->sizes.known[i];
         if (need->size && need->size <= size && !need->is_exact && need->bytes > bytes &&
             need->by_cost == rb->by_cost && need->lighten == rb->lighten)
             *need = (struct rbi_need){0};
@@ -58,16 +58,16 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
 {
     size_t i = find(rb, size, rb->lighten);
     if (i == RBI_KNOWN_SIZES) {
-        i = rb->known_next;
-        rb->known_next = (i + 1) % RBI_KNOWN_SIZES;
+        i = rb->sizes.known_next;
+        rb->sizes.known_next = (i + 1) % RBI_KNOWN_SIZES;
     }
-    rb->known_last = i;
-    rb->known[i] = (struct rbi_need){.size = size,
-                                     .by_cost = rb->by_cost,
-                                     .lighten = rb->lighten,
-                                     .is_exact = is_exact,
-                                     .bytes = bytes,
-                                     .added_bytes = bytes};
+    rb->sizes.known_last = i;
+    rb->sizes.known[i] = (struct rbi_need){.size = size,
+                                           .by_cost = rb->by_cost,
+                                           .lighten = rb->lighten,
+                                           .is_exact = is_exact,
+                                           .bytes = bytes,
+                                           .added_bytes = bytes};
     correct_model(rb, size, bytes);
 }
 
@@ -94,7 +94,7 @@ void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run
         to = before->kept_to;
     }
     rbi_need_learn(rb, size, run->peak_bytes + held);
-    struct rbi_need *known = &rb->known[rb->known_last];
+    struct rbi_need *known = &rb->sizes.known[rb->sizes.known_last];
     known->added_bytes = run->peak_bytes;
     known->kept_from = from;
     known->kept_to = to;
@@ -117,7 +117,7 @@ static const struct rbi_need *largest_exact(const rebatch *rb, unsigned lighten,
 {
     const struct rbi_need *best = NULL;
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->known[i];
+        const struct rbi_need *need = &rb->sizes.known[i];
         if (is_exact(rb, need, lighten) && need->size < below && (!best || need->size > best->size))
             best = need;
     }
@@ -128,7 +128,7 @@ static const struct rbi_need *smallest_exact(const rebatch *rb, unsigned lighten
 {
     const struct rbi_need *best = NULL;
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->known[i];
+        const struct rbi_need *need = &rb->sizes.known[i];
         if (is_exact(rb, need, lighten) && (!best || need->size < best->size))
             best = need;
     }
@@ -151,7 +151,7 @@ static struct line line_through(const rebatch *rb, const struct rbi_need *low,
     if (line.is_fitted && high->bytes > low->bytes)
         line.slope = (double)(high->bytes - low->bytes) / (double)(high->size - low->size);
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->known[i];
+        const struct rbi_need *need = &rb->sizes.known[i];
         if (!is_exact(rb, need, lighten))
             continue;
         const double bytes = (double)need->bytes;
@@ -169,7 +169,7 @@ static uint64_t least_needed(const rebatch *rb, size_t size, unsigned lighten)
 {
     uint64_t most = 0;
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
-        const struct rbi_need *need = &rb->known[i];
+        const struct rbi_need *need = &rb->sizes.known[i];
         if (need->size && need->size <= size && !need->is_exact && need->by_cost &&
             need->lighten == lighten && need->bytes > most)
             most = need->bytes;
@@ -181,8 +181,8 @@ static bool predict_cost(uint64_t *bytes, const rebatch *rb, size_t size, unsign
 {
     *bytes = 0;
     if (rbi_need_has_model(rb, lighten)) {
-        const double need = (double)rb->model.need(rb->model.user, size);
-        *bytes = rbi_saturate(need * rb->model_factor);
+        const double need = (double)rb->sizes.model.need(rb->sizes.model.user, size);
+        *bytes = rbi_saturate(need * rb->sizes.model_factor);
         return true;
     }
     const struct rbi_need *low = smallest_exact(rb, lighten);
@@ -211,7 +211,7 @@ bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
     if (known && known->is_exact)
         *bytes = known->bytes;
     else if (!known && rbi_need_has_model(rb, rb->lighten))
-        *bytes = rb->model.need(rb->model.user, size);
+        *bytes = rb->sizes.model.need(rb->sizes.model.user, size);
     else
         return false;
     return true;
@@ -239,7 +239,7 @@ bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned 
     if (known)
         *bytes = known->bytes;
     else if (rbi_need_has_model(rb, lighten))
-        *bytes = rb->model.need(rb->model.user, size);
+        *bytes = rb->sizes.model.need(rb->sizes.model.user, size);
     else if (high)
         *bytes = extrapolate(rb, high, size, lighten);
     else
@@ -288,38 +288,38 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
 
 void rbi_need_set_model(rebatch *rb, const struct rbi_memory_model *model)
 {
-    if (rb->model.destroy)
-        rb->model.destroy(rb->model.user);
-    rb->model = model ? *model : (struct rbi_memory_model){0};
-    rb->model_factor = 1;
-    rb->model_is_refuted = false;
+    if (rb->sizes.model.destroy)
+        rb->sizes.model.destroy(rb->sizes.model.user);
+    rb->sizes.model = model ? *model : (struct rbi_memory_model){0};
+    rb->sizes.model_factor = 1;
+    rb->sizes.model_is_refuted = false;
 }
 
 const struct rbi_memory_model *rbi_need_get_model(const rebatch *rb)
 {
-    return rb->model.need ? &rb->model : NULL;
+    return rb->sizes.model.need ? &rb->sizes.model : NULL;
 }
 
 void rbi_need_refute_model(rebatch *rb)
 {
     if (rbi_need_has_model(rb, rb->lighten))
-        rb->model_is_refuted = true;
+        rb->sizes.model_is_refuted = true;
 }
 
 /* Of more blocks than there is space for the last ones count as one. */
 void rbi_need_set_made(rebatch *rb, const size_t *bytes, size_t count)
 {
-    rb->made_count = 0;
+    rb->sizes.made_count = 0;
     for (size_t i = 0; i < count; i++) {
-        if (rb->made_count < RBI_MADE_MOST)
-            rb->made[rb->made_count++] = bytes[i];
+        if (rb->sizes.made_count < RBI_MADE_MOST)
+            rb->sizes.made[rb->sizes.made_count++] = bytes[i];
         else
-            rb->made[RBI_MADE_MOST - 1] += bytes[i];
+            rb->sizes.made[RBI_MADE_MOST - 1] += bytes[i];
     }
 }
 
 size_t rbi_need_get_made(const size_t **bytes, const rebatch *rb)
 {
-    *bytes = rb->made;
-    return rb->made_count;
+    *bytes = rb->sizes.made;
+    return rb->sizes.made_count;
 }

@@ -173,6 +173,9 @@ struct rbi_buffers {
 /* Takes them back where resize is to be called next, or is to be recorded: so that admission finds
  * their memory. */
 void rbi_resize_prepare(rebatch *rb, bool is_recorded);
+/* A map begins: buffers of training that it has the same resize for are its own, as large as they
+ * are; without a resize, none are. */
+void rbi_resize_begin_map(rebatch *rb);
 /* Takes back those that are there, and calls resize. */
 rebatch_status rbi_resize_to(rebatch *rb, size_t size);
 uint64_t rbi_resize_bytes(const rebatch *rb);
@@ -264,6 +267,71 @@ void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
  * read the same. */
 void rbi_text_add_available(struct rbi_text *t, uint64_t needed, uint64_t available);
 
+/* ---- what is known of a function's sizes ---- */
+
+/* Of the step, or of a function of rebatch_map(). */
+struct rbi_sizes {
+    size_t micro;    /* SIZE_MAX: as large as the limits allow */
+    size_t budget;   /* of cost; SIZE_MAX: no bound */
+    bool has_budget; /* there was a step by cost */
+    struct rbi_growth growth;
+    struct rbi_need known[RBI_KNOWN_SIZES];
+    size_t known_next; /* the entry to give up next */
+    size_t known_last; /* the entry learned last */
+    struct rbi_thrashing thrashing;
+    struct rbi_learning learning;
+    struct rbi_memory_model model; /* need is NULL: there is none */
+    double model_factor;   /* the most that was needed, as a multiple of its prediction, by cost */
+    bool model_is_refuted; /* a size ran in steps for which it said there was no room */
+    size_t made[RBI_MADE_MOST]; /* what the next step will make before its first micro-batch */
+    size_t made_count;
+};
+
+void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options);
+
+/* ---- memory that is never freed (leak.c) ---- */
+
+struct rbi_leak {
+    bool has_stepped;
+    uint32_t row;         /* steps in a row that left more than they found */
+    uint64_t live_bytes;  /* after the last step */
+    uint64_t grown_bytes; /* by these steps */
+    uint64_t update_from; /* sequence of the first block that the last update can have made */
+    /* blocks that the last step left */
+    size_t blocks, in_update;
+    uint64_t largest_bytes;
+    rebatch_tag tag; /* of the largest */
+    const char *tag_name;
+};
+void rbi_leak_update_begins(rebatch *rb);
+/* A step has succeeded, whose blocks have sequences from `first_sequence` on. Steps of other sizes
+ * than the one before do not count. */
+void rbi_leak_step_done(rebatch *rb, uint64_t first_sequence, bool is_same_size);
+/* Whether an OOM is likely its doing. */
+bool rbi_leak_is_likely(const rebatch *rb);
+/* "each of the last 3 steps left more memory allocated, ..." */
+void rbi_leak_add(struct rbi_text *t, const rebatch *rb);
+
+/* ---- what the program names (watch.c) ---- */
+
+void rbi_watched_release(rebatch *rb);
+
+/* ---- functions over samples (map.c) ---- */
+
+void rbi_maps_release(rebatch *rb);
+
+/* ---- what steps and maps are made of (step.c) ---- */
+
+/* zero_grad, and what is done about an OOM in it. */
+rebatch_status rbi_zero_grad_run(rebatch *rb);
+/* Runs rb->samples_callback over the batch, in micro-batches, and recovers from OOMs. */
+rebatch_status rbi_samples_run(rebatch *rb);
+/* Takes back all that was allocated since rb->scope began, and undoes its frees, so that what
+ * guards restore exists. */
+rebatch_status rbi_step_undo(rebatch *rb);
+/* Fills in what is known at the end of rb->report. */
+void rbi_step_report(rebatch *rb, rebatch_status status);
+
 /* ---- the session (session.c) ---- */
 
 struct rbi_failed_range {
@@ -276,25 +344,17 @@ struct rebatch {
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
     struct rbi_log log;
+    struct rbi_leak leak;
+    struct rbi_watched *watched; /* what the program names (watch.c) */
+    size_t watched_count;
+    const struct rbi_drill_watch *drill; /* NULL: no drill runs */
 
     uint64_t step;
-    bool has_updated; /* an update has run */
-    size_t micro;     /* SIZE_MAX: as large as the limits allow */
-    size_t budget;    /* of cost; SIZE_MAX: no bound */
-    bool has_budget;  /* there was a step by cost */
+    bool has_updated;       /* an update has run */
+    struct rbi_sizes sizes; /* of the function whose samples run: the step's, or a map's */
+    struct rbi_map *maps;   /* the first; each has the sizes of one function */
     unsigned lighten;
     struct rbi_buffers buffers;
-    struct rbi_growth growth;
-    struct rbi_need known[RBI_KNOWN_SIZES];
-    size_t known_next; /* the entry to give up next */
-    size_t known_last; /* the entry learned last */
-    struct rbi_thrashing thrashing;
-    struct rbi_learning learning;
-    struct rbi_memory_model model; /* need is NULL: there is none */
-    double model_factor; /* the most that was needed, as a multiple of its prediction, by cost */
-    size_t made[RBI_MADE_MOST]; /* what the next step will make before its first micro-batch */
-    size_t made_count;
-    bool model_is_refuted; /* a size ran in steps for which it said there was no room */
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
@@ -309,10 +369,13 @@ struct rebatch {
     const rebatch_step_ops *ops;
     void *user;
     size_t batch;
+    size_t most; /* samples in a micro-batch, whatever the limits allow; SIZE_MAX: any */
+    enum rbi_callback samples_callback; /* RBI_FORWARD_BACKWARD, or RBI_MAP */
     bool by_cost;
     bool is_probe;
-    size_t resized_to;  /* the size for which resize was called last */
-    bool cut_by_budget; /* a micro-batch was */
+    bool buffers_are_fixed; /* a map's: no size of its own makes other buffers */
+    size_t resized_to;      /* the size for which resize was called last */
+    bool cut_by_budget;     /* a micro-batch was */
     rebatch_step_report report;
     uint64_t pool_ooms;  /* of the pool, when the step began */
     rebatch_scope scope; /* what the step has allocated, and the frees that wait for its end */

@@ -19,12 +19,20 @@ static bool is_of_step(const rebatch *rb)
  * that memory has made smaller does. */
 static bool is_due(const rebatch *rb)
 {
-    if (!rb->ops->resize)
+    if (!rb->ops->resize || rb->buffers_are_fixed)
         return false;
     if (!is_there(rb) || !is_of_step(rb))
         return true;
     return !rb->is_probe &&
-           (rb->micro < rb->buffers.size || rbi_micro_size(rb, rb->batch) > rb->buffers.size);
+           (rb->sizes.micro < rb->buffers.size || rbi_micro_size(rb, rb->batch) > rb->buffers.size);
+}
+
+void rbi_resize_begin_map(rebatch *rb)
+{
+    const bool is_shared = rb->ops->resize && is_there(rb) && is_of_step(rb);
+    rb->buffers_are_fixed = !rb->ops->resize || is_shared;
+    if (is_shared)
+        rb->most = rbi_min(rb->most, rb->buffers.size);
 }
 
 void rbi_resize_release(rebatch *rb)
@@ -71,10 +79,11 @@ rebatch_status rbi_resize_ready(rebatch *rb)
 
 uint64_t rbi_resize_bytes(const rebatch *rb)
 {
-    return rb->buffers.size ? rbi_pool_resident_bytes(rb->pool) : 0;
+    return rb->buffers.size && !rb->buffers_are_fixed ? rbi_pool_resident_bytes(rb->pool) : 0;
 }
 
 rebatch_status rbi_available(size_t *out, const rebatch *rb)
 {
-    return rbi_pool_available_resident(out, rb->pool);
+    return rb->buffers_are_fixed ? rebatch_pool_available(out, rb->pool)
+                                 : rbi_pool_available_resident(out, rb->pool);
 }

@@ -23,7 +23,8 @@ static void add_call(struct rbi_text *t, const rebatch *rb, const struct rbi_cal
                                         [RBI_FORWARD_BACKWARD] = "forward_backward",
                                         [RBI_OPTIMIZER] = "optimizer_step",
                                         [RBI_LIGHTEN] = "lighten",
-                                        [RBI_RESIZE] = "resize"};
+                                        [RBI_RESIZE] = "resize",
+                                        [RBI_MAP] = "rebatch_map"};
     rbi_text_add(t, "step %" PRIu64 ": %s", rb->step, names[call->which]);
     if (call->mb) {
         rbi_text_add(t, " of ");
@@ -58,7 +59,7 @@ void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_stat
                     const char *verb)
 {
     const bool is_changed = rbi_error_changes() != call->error_changes;
-    const bool is_said = rbi_error_status() == status || rebatch_last_error()[0] == '\0';
+    const bool is_said = rebatch_last_status() == status || rebatch_last_error()[0] == '\0';
     if (!is_changed || !is_said)
         say(rb, call, status, verb, status, "");
 }

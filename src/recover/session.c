@@ -105,6 +105,13 @@ static rebatch_status start_learning(rebatch *rb, const struct rbi_session_parts
     return status;
 }
 
+void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options)
+{
+    sizes->micro = options->micro_start ? options->micro_start : SIZE_MAX;
+    sizes->growth.wait = options->grow_after;
+    sizes->model_factor = 1;
+}
+
 rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
                                 const rebatch_options *options,
                                 const struct rbi_session_parts *parts)
@@ -141,9 +148,9 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     rb->options = o;
     rb->options.log_file = NULL; /* borrowed */
     rb->log.file = -1;
-    rb->micro = o.micro_start ? o.micro_start : SIZE_MAX;
-    rb->growth.wait = o.grow_after;
-    rb->model_factor = 1;
+    rbi_sizes_init(&rb->sizes, &o);
+    rb->most = SIZE_MAX;
+    rb->samples_callback = RBI_FORWARD_BACKWARD;
     (void)pthread_mutex_init(&rb->changing, NULL);
     rb->failed = rbi_heap_calloc(o.max_attempts, sizeof *rb->failed);
     if (!rb->failed) {
@@ -185,6 +192,8 @@ void rebatch_close(rebatch *rb)
     rbi_learn_stop(rb);
     rbi_need_set_model(rb, NULL);
     rbi_guards_release(rb);
+    rbi_maps_release(rb);
+    rbi_watched_release(rb);
     if (rb->pool)
         rbi_pool_set_destroyed_by(rb->pool, NULL);
     rebatch_pool_destroy(rb->pool);

@@ -5,10 +5,13 @@
 
 #include "base/base.h"
 #include "pool/interface.h"
+#include "rebatch/check.h"
 #include "rebatch/step.h"
 #include "recover/limits.h"
 
 struct rebatch_probe_options;
+struct rbi_launch;
+struct rbi_sizes;
 
 /* ---- what it is (state.c) ---- */
 
@@ -37,6 +40,7 @@ struct rbi_failure {
     uint64_t need_bytes;      /* what the attempt would have held at least; 0: not known */
     uint64_t available_bytes; /* now */
     uint64_t released_bytes;  /* given back to the device for others */
+    bool is_unexplained;      /* a callback says so; no allocation is known to have failed */
     bool is_injected;         /* there was memory: the step goes on as if there were none */
 };
 
@@ -152,6 +156,7 @@ enum rbi_callback {
     RBI_OPTIMIZER,
     RBI_LIGHTEN,
     RBI_RESIZE,
+    RBI_MAP,
     RBI_CALLBACKS
 };
 
@@ -192,6 +197,54 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
 void rbi_step_end(rebatch *rb);
 /* The pool's last OOM since then; where there was none, *out stays. */
 void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb);
+
+/* ---- drills (drill.c) ---- */
+
+/* A drill runs a step up to its update, again and again, and leaves the session as it was. */
+struct rbi_drill_watch {
+    /* Around every callback; `mb` is that of forward_backward, else NULL. */
+    void (*callback_begins)(void *user, enum rbi_callback which, const rebatch_microbatch *mb);
+    void (*callback_ended)(void *user, rebatch_status result);
+    /* Whether the pool's last failure was injected. */
+    bool (*has_injected)(const void *user);
+    void *user;
+};
+/* What it puts back in the end. */
+struct rbi_drill {
+    struct rbi_sizes *sizes;
+    struct rbi_launch *launch;
+    rebatch_on_oom on_oom;
+    void (*on_event)(const rebatch_event *event, void *user);
+    rebatch_log_level log_level;
+    struct rbi_drill_watch watch;
+};
+/* `ops` must outlive it. Its runs learn sizes of their own, and report no events.
+ *  @return REBATCH_OK, REBATCH_E_HOST_OOM */
+rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebatch_step_ops *ops,
+                               size_t batch, void *user, const struct rbi_drill_watch *watch);
+/* zero_grad, and all samples in micro-batches of at most `size`. What it did stays until
+ * rbi_drill_undo(). *ran is the size of the largest; less than `size` after an OOM. */
+rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran);
+/* The same with the samples of the batch twice, in a batch of twice the size, without recovery. */
+rebatch_status rbi_drill_run_twice(rebatch *rb, size_t size);
+/* Takes back what the last run allocated and freed, and puts guarded state back. */
+rebatch_status rbi_drill_undo(rebatch *rb);
+void rbi_drill_end(struct rbi_drill *drill, rebatch *rb);
+
+/* ---- what the program names (watch.c) ---- */
+
+#define RBI_WATCHED_MOST 64
+
+/* Memory whose contents are a result of a step. */
+struct rbi_watched {
+    char *name; /* the session's */
+    void *pointer;
+    size_t bytes;
+    rebatch_guard_kind kind;
+    rebatch_number number;
+};
+/* How many there are; *out are the session's. */
+size_t rbi_watched_get(const struct rbi_watched **out, const rebatch *rb);
 
 /* ---- events (event.c) ---- */
 

@@ -4,9 +4,7 @@
 
 /* ---- what the step takes back ---- */
 
-/* Takes back all that the step has allocated since zero_grad, and undoes its frees, so that what
- * guards restore exists. */
-static rebatch_status undo_step(rebatch *rb)
+rebatch_status rbi_step_undo(rebatch *rb)
 {
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
@@ -18,7 +16,7 @@ static rebatch_status undo_step(rebatch *rb)
 
 /* ---- zero_grad ---- */
 
-static rebatch_status zero_grad(rebatch *rb)
+rebatch_status rbi_zero_grad_run(rebatch *rb)
 {
     for (;;) {
         const uint64_t began = rbi_now_ns();
@@ -92,7 +90,7 @@ static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
     if (status)
         return status;
     rb->report.attempts++;
-    return rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb);
+    return rbi_callback_run(rb, rb->samples_callback, mb);
 }
 
 /* One that the tuner records has buffers of its own, so that it sees all that the size needs. */
@@ -141,7 +139,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
 {
     const size_t end = mb->first + mb->count;
     remember_failed(rb, 0, end);
-    rebatch_status status = undo_step(rb);
+    rebatch_status status = rbi_step_undo(rb);
     size_t available;
     (void)rbi_available(&available, rb);
     rb->failure.available_bytes = available;
@@ -152,7 +150,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     if (!status)
         status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (!status)
-        status = zero_grad(rb);
+        status = rbi_zero_grad_run(rb);
     rbi_thrashing_restart(rb);
     rb->report.learned = 0;
     const uint64_t now = rbi_now_ns();
@@ -168,13 +166,14 @@ static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
     case REBATCH_PHASE_RESIZE:
         return refused(rb, progress, mb);
     case REBATCH_PHASE_FORWARD:
+    case REBATCH_PHASE_MAP:
         return redo_samples(rb, progress, mb);
     default:
         return redo_batch(rb, progress, mb);
     }
 }
 
-static rebatch_status accumulate(rebatch *rb)
+rebatch_status rbi_samples_run(rebatch *rb)
 {
     const uint64_t now = rbi_now_ns();
     rbi_thrashing_restart(rb);
@@ -197,8 +196,10 @@ static rebatch_status accumulate(rebatch *rb)
             progress.next += mb.count;
             progress.microbatches++;
             rb->ooms_in_row = 0;
-            rbi_thrashing_end(rb, mb.count, rb->known[rb->known_last].bytes);
+            rbi_thrashing_end(rb, mb.count, rb->sizes.known[rb->sizes.known_last].bytes);
             rb->retried_same = false;
+            if (rb->samples_callback == RBI_MAP)
+                rbi_growth_step_done(rb, rb->batch);
         }
         if (status)
             return status;
@@ -217,6 +218,7 @@ static rebatch_status update(rebatch *rb)
         rebatch_status status = rbi_resize_ready(rb);
         if (!status)
             status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        rbi_leak_update_begins(rb);
         if (!status)
             status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status != REBATCH_OOM)
@@ -247,9 +249,10 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
                                                    : NULL;
     if (missing)
         return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
-    if (out->flags & ~(uint32_t)REBATCH_DECLARES_MUTATION)
+    const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
+    if (out->flags & ~known)
         return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
-                         (unsigned)REBATCH_DECLARES_MUTATION);
+                         known);
     if (out->resize && out->cost)
         return rbi_error(REBATCH_E_INVALID, "ops.resize and ops.cost are both set: expected one");
     return REBATCH_OK;
@@ -314,24 +317,27 @@ static rebatch_status run(rebatch *rb)
         status = rbi_scope_begin_own(&rb->scope, rb->pool);
     if (status)
         return status;
-    status = zero_grad(rb);
+    status = rbi_zero_grad_run(rb);
     if (!status)
-        status = accumulate(rb);
+        status = rbi_samples_run(rb);
     if (!status)
         status = update(rb);
+    const uint64_t first_sequence = rb->scope ? rbi_scope_first_sequence(rb->pool, rb->scope) : 0;
     if (status && !rb->report.torn)
-        (void)undo_step(rb);
+        (void)rbi_step_undo(rb);
     else
         rbi_scope_commit_all(rb->pool, rb->scope);
     rb->scope = 0;
     if (status && !rb->report.torn && rb->buffers.is_new)
         rbi_resize_release(rb);
+    if (!status)
+        rbi_leak_step_done(rb, first_sequence, !rb->buffers.is_new && !rb->report.learned);
     return status;
 }
 
 static void succeed(rebatch *rb)
 {
-    rb->made_count = 0;
+    rb->sizes.made_count = 0;
     if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))
@@ -349,12 +355,11 @@ static void succeed(rebatch *rb)
     rb->step++;
 }
 
-static void end(rebatch *rb, rebatch_status status)
+void rbi_step_report(rebatch *rb, rebatch_status status)
 {
     rebatch_step_report *report = &rb->report;
     report->status = status;
-    if (status == REBATCH_OK)
-        succeed(rb);
+    report->micro = status ? 0 : rb->sizes.thrashing.most_samples;
     rebatch_pool_stats stats = {0};
     (void)rebatch_pool_get_stats(&stats, rb->pool);
     report->peak_bytes = rbi_pool_peak_since_mark(rb->pool);
@@ -381,7 +386,9 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
         rb->launch.step_begins(rb->launch.user, &own, batch, user);
     rbi_step_begin(rb, &own, batch, user);
     status = run(rb);
-    end(rb, status);
+    if (status == REBATCH_OK)
+        succeed(rb);
+    rbi_step_report(rb, status);
     rbi_step_end(rb);
     if (rb->launch.user)
         rb->launch.step_ended(rb->launch.user, &rb->report);

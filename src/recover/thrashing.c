@@ -11,12 +11,12 @@
 
 void rbi_thrashing_begin(rebatch *rb)
 {
-    rbi_pool_read_traffic(&rb->thrashing.before, rb->pool);
+    rbi_pool_read_traffic(&rb->sizes.thrashing.before, rb->pool);
 }
 
 void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
 {
-    struct rbi_thrashing *thrashing = &rb->thrashing;
+    struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
     struct rbi_pool_traffic now;
     rbi_pool_read_traffic(&now, rb->pool);
     const uint64_t taken = now.taken_bytes - thrashing->before.taken_bytes;
@@ -33,8 +33,8 @@ void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
 void rbi_thrashing_restart(rebatch *rb)
 {
     rb->report.thrashed = 0;
-    rb->thrashing.largest = 0;
-    rb->thrashing.most_samples = 0;
+    rb->sizes.thrashing.largest = 0;
+    rb->sizes.thrashing.most_samples = 0;
     rbi_thrashing_begin(rb);
 }
 
@@ -42,18 +42,18 @@ void rbi_thrashing_restart(rebatch *rb)
 static void shrink(rebatch *rb)
 {
     if (rb->by_cost) {
-        const size_t budget = rbi_min(rb->budget, rb->thrashing.largest);
-        rb->budget = budget - (budget / 4 + (budget < 4));
+        const size_t budget = rbi_min(rb->sizes.budget, rb->sizes.thrashing.largest);
+        rb->sizes.budget = budget - (budget / 4 + (budget < 4));
         return;
     }
     const size_t micro = rbi_micro_size(rb, rb->batch);
     const size_t less = rbi_round_size(&rb->options, micro - (micro + 3) / 4);
-    rb->micro = less ? less : rbi_round_size_up(&rb->options, 1);
+    rb->sizes.micro = less ? less : rbi_round_size_up(&rb->options, 1);
 }
 
 bool rbi_thrashing_step_done(rebatch *rb)
 {
-    const struct rbi_thrashing *thrashing = &rb->thrashing;
+    const struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
     if (thrashing->row < THRASHING_ROW || rb->report.thrashed < rb->report.microbatches ||
         rbi_round_size(&rb->options, thrashing->most_samples - 1) == 0 ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
@@ -63,7 +63,7 @@ bool rbi_thrashing_step_done(rebatch *rb)
     (void)rbi_available(&available, rb);
     rbi_growth_set_back(rb, available);
     shrink(rb);
-    rb->thrashing.row = 0;
+    rb->sizes.thrashing.row = 0;
     rbi_event_end(&event, rb);
     rbi_event_emit(rb, &event);
     return true;

@@ -19,12 +19,27 @@ typedef struct CUstream_st *cudaStream_t;
 typedef struct CUmemPoolHandle_st *cudaMemPool_t;
 #define cudaStreamPerThread ((cudaStream_t)0x2)
 
+enum cudaMemoryType {
+    cudaMemoryTypeUnregistered = 0,
+    cudaMemoryTypeHost = 1,
+    cudaMemoryTypeDevice = 2,
+    cudaMemoryTypeManaged = 3
+};
+
+struct cudaPointerAttributes {
+    enum cudaMemoryType type;
+    int device;
+    void *devicePointer;
+    void *hostPointer;
+};
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaGetLastError(void);
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *pointer);
 cudaError_t cudaMalloc(void **out, size_t bytes);
 cudaError_t cudaFree(void *pointer);
 cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream);

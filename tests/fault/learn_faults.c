@@ -160,7 +160,7 @@ Test(learn_faults, after_any_heap_call_has_failed_a_larger_batch_is_learned)
         for (int i = 0; i < STEPS; i++)
             cr_assert_eq(rebatch_step(t.rb, &ops, t.batch, &t, &report), REBATCH_OK);
         cr_assert_eq(report.microbatches, 1);
-        was_without_model |= t.rb->model.need == NULL;
+        was_without_model |= t.rb->sizes.model.need == NULL;
         t.batch = BATCH;
         tear_down(&t);
     }

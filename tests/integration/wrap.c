@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -28,6 +29,13 @@ static struct {
 cudaError_t cudaGetDevice(int *device)
 {
     *device = runtime.gpu;
+    return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *pointer)
+{
+    (void)pointer;
+    *out = (struct cudaPointerAttributes){.type = cudaMemoryTypeUnregistered};
     return cudaSuccess;
 }
 
@@ -676,5 +684,138 @@ Test(wrap, each_trainer_of_a_process_has_its_own_buffers)
     cr_expect_eq(one.made, 2);
     cr_expect_eq(other.made, 1);
     cr_expect_eq(live_bytes(&rig), 8 * MIB);
+    rig_close(&rig);
+}
+
+/* ---- evaluation, checks, and exceptions ---- */
+
+static double sum_to(size_t count)
+{
+    return (double)count * (double)(count - 1) / 2;
+}
+
+Test(wrap, an_evaluation_uses_the_steps_buffer)
+{
+    struct rig rig;
+    rebatch_step_report report;
+    struct wrap_trainer t = {.sample_bytes = 3 * MIB};
+    rig_open(&rig);
+    cr_assert_eq(wrap_trainer_step_with_resize(&t, 32, NULL), cudaSuccess);
+    const size_t room = t.room;
+    const unsigned made = t.made;
+    cr_assert_lt(room, 32);
+    cr_assert_eq(wrap_trainer_map_in_buffer(&t, 100, &report), cudaSuccess);
+    cr_assert_eq(t.evaluated, sum_to(100));
+    cr_assert_eq(t.evaluations, (100 + room - 1) / room);
+    cr_assert_eq(t.made, made, "the buffer was made anew");
+    cr_assert_eq(report.ooms, 0);
+    cr_assert_eq(wrap_trainer_step_with_resize(&t, 32, NULL), cudaSuccess);
+    cr_assert_eq(t.made, made);
+    rig_close(&rig);
+}
+
+Test(wrap, an_evaluation_with_a_guarded_sum_recovers)
+{
+    struct rig rig;
+    rebatch_step_report report;
+    struct wrap_trainer t = {.sample_bytes = MIB};
+    rig_open(&rig);
+    cr_assert_eq(wrap_trainer_guard(&t), cudaSuccess);
+    cr_assert_eq(wrap_trainer_map(&t, 100, &report), cudaSuccess);
+    cr_assert_eq(t.evaluated, sum_to(100));
+    cr_assert_gt(report.ooms, 0);
+    rig_close(&rig);
+}
+
+/* What a program that ends writes to standard error; its exit status. */
+static int read_end_of(void (*program)(void), char *text, size_t size)
+{
+    int ends[2], status;
+    cr_assert_eq(pipe(ends), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        (void)dup2(ends[1], STDERR_FILENO);
+        program();
+        _exit(99);
+    }
+    (void)close(ends[1]);
+    size_t length = 0;
+    for (ssize_t got;
+         length + 1 < size && (got = read(ends[0], text + length, size - length - 1)) > 0;)
+        length += (size_t)got;
+    text[length] = '\0';
+    (void)close(ends[0]);
+    cr_assert_eq(waitpid(child, &status, 0), child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void check_a_failure(void)
+{
+    wrap_trainer_check(cudaSuccess);
+    wrap_trainer_check(cudaErrorLaunchFailure);
+}
+
+static void check_a_step_that_is_exhausted(void)
+{
+    struct rig rig;
+    struct wrap_trainer t = {.sample_bytes = 2 * ROOM_BYTES};
+    rig_open(&rig);
+    wrap_trainer_check(wrap_trainer_step(&t, 4, REBATCH_DECLARES_MUTATION, NULL));
+}
+
+static void check_a_session_that_is_open_already(void)
+{
+    struct rig rig;
+    rig_open(&rig);
+    (void)wrap_trainer_step(&(struct wrap_trainer){.sample_bytes = 1}, 0, 0, NULL);
+    _exit(0);
+}
+
+Test(wrap, a_check_that_ends_the_program_says_where_and_why)
+{
+    char text[4096];
+    cr_assert_eq(read_end_of(check_a_failure, text, sizeof text), 1);
+    cr_assert_not_null(strstr(text, "wrap_trainer.cc:"), "%s", text);
+    cr_assert_not_null(strstr(text, ": code: "), "%s", text);
+    cr_assert_not_null(strstr(text, "719"), "%s", text);
+    cr_assert_eq(read_end_of(check_a_step_that_is_exhausted, text, sizeof text), 1);
+    cr_assert_not_null(strstr(text, "wrap_trainer.cc:"), "%s", text);
+    cr_assert_not_null(strstr(text, "out of memory in forward_backward of 1 sample"), "%s", text);
+}
+
+Test(wrap, the_message_of_a_failure_that_cuda_has_no_code_for_is_on_standard_error)
+{
+    char text[4096];
+    cr_assert_eq(read_end_of(check_a_session_that_is_open_already, text, sizeof text), 0);
+    cr_assert_str_eq(text, "rebatch: batch is 0: expected at least 1 sample\n");
+}
+
+Test(wrap, an_oom_may_be_an_exception_and_destructors_run)
+{
+    struct rig rig;
+    rebatch_step_report report;
+    struct wrap_trainer t = {.sample_bytes = 4 * MIB};
+    rig_open(&rig);
+    cr_assert_eq(wrap_trainer_step_of_objects(&t, 32, &report), cudaSuccess, "%s",
+                 rebatch_last_error());
+    cr_assert_eq(t.parameter, sum_to(32));
+    cr_assert_gt(report.ooms, 0);
+    cr_assert_eq(t.objects, 0);
+    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert(wrap_trainer_own_check_throws(&t));
+    cr_assert_eq(live_bytes(&rig), 0);
+    rig_close(&rig);
+}
+
+Test(wrap, another_exception_leaves_the_step_and_the_session_goes_on)
+{
+    struct rig rig;
+    struct wrap_trainer t = {.sample_bytes = MIB};
+    rig_open(&rig);
+    cr_assert(wrap_trainer_throws_another(&t));
+    cr_assert_eq(t.objects, 0);
+    cr_assert_eq(live_bytes(&rig), 0);
+    cr_assert_eq(wrap_trainer_step_of_objects(&t, 4, NULL), cudaSuccess);
+    cr_assert_eq(t.parameter, sum_to(4));
     rig_close(&rig);
 }

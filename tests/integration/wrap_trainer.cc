@@ -112,3 +112,47 @@ cudaError_t wrap_trainer_step_with_lambda(wrap_trainer *trainer, size_t batch,
         },
         REBATCH_DECLARES_MUTATION, report);
 }
+
+/* ---- evaluation ---- */
+
+static void evaluate_in_buffer(int first, int count)
+{
+    t->evaluations++;
+    if ((size_t)count > t->room)
+        abort();
+    for (int i = first; i < first + count; i++)
+        t->evaluated += i;
+}
+
+cudaError_t wrap_trainer_map_in_buffer(wrap_trainer *trainer, size_t count,
+                                       rebatch_step_report *report)
+{
+    t = trainer;
+    return rebatch_wrap_map(count, evaluate_in_buffer, allocate_buffer, 0, report);
+}
+
+static void evaluate(size_t first, size_t count)
+{
+    void *memory;
+    t->evaluations++;
+    for (size_t i = first; i < first + count; i++)
+        t->evaluated += (double)i;
+    rebatch_wrap_check(cudaMalloc(&memory, count * t->sample_bytes));
+    rebatch_wrap_check(cudaFree(memory));
+}
+
+cudaError_t wrap_trainer_map(wrap_trainer *trainer, size_t count, rebatch_step_report *report)
+{
+    t = trainer;
+    return rebatch_wrap_map(count, evaluate, 0, report);
+}
+
+cudaError_t wrap_trainer_guard(wrap_trainer *trainer)
+{
+    return rebatch_wrap_guard(&trainer->evaluated);
+}
+
+void wrap_trainer_check(cudaError_t code)
+{
+    rebatch_wrap_check(code);
+}

@@ -21,6 +21,9 @@ struct wrap_trainer {
     unsigned made;                   /* calls of resize */
     size_t room;                     /* samples of the buffer */
     void *buffer;
+    unsigned evaluations; /* calls */
+    double evaluated;     /* sum of the samples that were */
+    int objects;          /* that are alive */
 };
 
 /* A step of a trainer that keeps its buffer, which resize makes, by a function or by a lambda;
@@ -35,6 +38,25 @@ cudaError_t wrap_trainer_step(struct wrap_trainer *trainer, size_t batch, uint32
                               rebatch_step_report *report);
 cudaError_t wrap_trainer_step_by_lambdas(struct wrap_trainer *trainer, size_t batch, uint32_t flags,
                                          rebatch_step_report *report);
+
+/* An evaluation, through rebatch_wrap_map(): in the buffer that the step's resize makes, or in
+ * memory of its own. It leaves by rebatch_wrap_check(). */
+cudaError_t wrap_trainer_map_in_buffer(struct wrap_trainer *trainer, size_t count,
+                                       rebatch_step_report *report);
+cudaError_t wrap_trainer_map(struct wrap_trainer *trainer, size_t count,
+                             rebatch_step_report *report);
+/* Guards `evaluated`. */
+cudaError_t wrap_trainer_guard(struct wrap_trainer *trainer);
+/* rebatch_wrap_check(): does not return from a failure. */
+void wrap_trainer_check(cudaError_t code);
+
+/* A step whose functions have objects, which are counted; OOMs are exceptions. */
+cudaError_t wrap_trainer_step_of_objects(struct wrap_trainer *trainer, size_t batch,
+                                         rebatch_step_report *report);
+/* Whether an exception of the program's own leaves rebatch_wrap_step(). */
+int wrap_trainer_throws_another(struct wrap_trainer *trainer);
+/* Whether a check by rebatch_wrap_throw_on_oom() lets a map recover. */
+int wrap_trainer_own_check_throws(struct wrap_trainer *trainer);
 
 #ifdef __cplusplus
 }

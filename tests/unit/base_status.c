@@ -125,12 +125,12 @@ Test(base_status, every_thread_has_an_error_of_its_own)
 Test(base_status, who_set_or_cleared_it_is_known)
 {
     const uint64_t changes = rbi_error_changes();
-    cr_assert_eq(rbi_error_status(), REBATCH_OK);
+    cr_assert_eq(rebatch_last_status(), REBATCH_OK);
     (void)rbi_error(REBATCH_E_IO, "a");
-    cr_assert_eq(rbi_error_status(), REBATCH_E_IO);
+    cr_assert_eq(rebatch_last_status(), REBATCH_E_IO);
     cr_assert_eq(rbi_error_changes(), changes + 1);
     rebatch_clear_error();
-    cr_assert_eq(rbi_error_status(), REBATCH_OK);
+    cr_assert_eq(rebatch_last_status(), REBATCH_OK);
     cr_assert_eq(rbi_error_changes(), changes + 2);
 }
 

@@ -47,8 +47,8 @@ static rebatch *open_at(rebatch_device *device, size_t multiple, size_t size, bo
     rb->batch = 64;
     rb->ops = &ops_by_cost;
     rb->by_cost = by_cost;
-    rb->micro = by_cost ? rb->micro : size;
-    rb->budget = by_cost ? size : 0;
+    rb->sizes.micro = by_cost ? rb->sizes.micro : size;
+    rb->sizes.budget = by_cost ? size : 0;
     rbi_need_set_model(rb, &(struct rbi_memory_model){.need = no_bytes,
                                                       .fits = runs ? has_room : NULL,
                                                       .user = runs,
@@ -119,9 +119,9 @@ Test(recover_growth, a_growth_that_failed_is_followed_by_half_as_much)
     cr_assert_eq(rebatch_device_open_host(&device, CAPACITY_BYTES, NULL), REBATCH_OK);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         rebatch *rb = open_at(device, 1, cases[i].size, cases[i].by_cost, NULL);
-        rb->growth.failed_size = cases[i].failed;
-        rb->growth.failed_by_cost = cases[i].failed_by_cost;
-        rb->growth.failed_available = cases[i].failed_available;
+        rb->sizes.growth.failed_size = cases[i].failed;
+        rb->sizes.growth.failed_by_cost = cases[i].failed_by_cost;
+        rb->sizes.growth.failed_available = cases[i].failed_available;
         const size_t larger = rbi_growth_larger(rb);
         cr_assert_eq(larger, cases[i].larger, "case %zu: %zu", i, larger);
         close_at(rb);

@@ -60,9 +60,9 @@ Test(recover_learn, a_model_stays_about_its_level)
     cr_assert_eq(rebatch_open(&t.rb, device, &options), REBATCH_OK);
     cr_assert_eq(rebatch_step(t.rb, &ops, 64, &t, &report), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(t.rb->lighten, 1);
-    cr_assert_not_null(t.rb->model.need);
-    cr_assert_eq(t.rb->model.lighten, 0);
-    cr_assert_geq(t.rb->model.need(t.rb->model.user, 10), 10 * KIB(96));
+    cr_assert_not_null(t.rb->sizes.model.need);
+    cr_assert_eq(t.rb->sizes.model.lighten, 0);
+    cr_assert_geq(t.rb->sizes.model.need(t.rb->sizes.model.user, 10), 10 * KIB(96));
     cr_assert(!rbi_need_has_model(t.rb, 1) && rbi_need_has_model(t.rb, 0));
     rebatch_close(t.rb);
     rebatch_device_close(device);
@@ -102,7 +102,7 @@ Test(recover_learn, it_learns_from_eight_microbatches_at_the_most)
     cr_assert_eq(rebatch_open(&t.rb, device, &options), REBATCH_OK);
     cr_assert_eq(rebatch_step(t.rb, &ops, BATCH_SEEN, &t, &report), REBATCH_OK);
     cr_assert_gt(report.learned, 0);
-    const struct rbi_tuner *tuner = &t.rb->learning.tuner;
+    const struct rbi_tuner *tuner = &t.rb->sizes.learning.tuner;
     for (uint32_t learned = report.learned; learned < LESSONS; learned++) {
         cr_assert_eq(tuner->next(&size, tuner->user, UPPER, UPPER, 0), REBATCH_OK);
         cr_assert_gt(size, 0, "after %u", learned);

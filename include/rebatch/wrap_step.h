@@ -1,0 +1,362 @@
+/** @file wrap_step.h
+ *  Steps and maps of C++ functions, for wrap.h.
+ *
+ *  wrap.h includes this header. When memory runs out, a function leaves by longjmp()
+ *  (rebatch_wrap_check(), rebatch_escape_on_oom()), or by an exception
+ *  (rebatch_wrap_throw_on_oom(), and rebatch_wrap_check() with REBATCH_WRAP_THROWS), which runs the
+ *  destructors of the objects on the way. Any other exception that leaves a function ends the step
+ *  as a failure does, and then leaves rebatch_wrap_step() or rebatch_wrap_map(). */
+#ifndef REBATCH_WRAP_STEP_H
+#define REBATCH_WRAP_STEP_H
+
+#include "rebatch/wrap.h"
+
+#ifdef __cplusplus
+#include <stdlib.h>
+
+#include <type_traits>
+#include <utility>
+#ifdef __cpp_exceptions
+#include <exception>
+#include <new>
+#endif
+
+/* ---- leaving a step ---- */
+
+#ifdef __cpp_exceptions
+/** Memory ran out in a function of a step. rebatch_wrap_step() and rebatch_wrap_map() catch it. */
+class rebatch_out_of_memory : public std::bad_alloc
+{
+  public:
+    /** What happened.
+     *  @return a static string */
+    const char *what() const noexcept override
+    {
+        return "out of device memory in a step";
+    }
+};
+#endif
+
+/** @cond internal */
+static inline rebatch_device *rebatch_wrap_device(void)
+{
+    rebatch *const rb = rebatch_get_current();
+    return rb ? rebatch_pool_device(rebatch_get_pool(rb)) : NULL;
+}
+
+/* What a result means. A code that wrap.h returned means what rebatch has said. */
+static inline rebatch_status rebatch_wrap_status(rebatch_status status)
+{
+    return status;
+}
+
+static inline rebatch_status rebatch_wrap_status(cudaError_t code)
+{
+    const rebatch_status said = rebatch_last_status();
+    return said && rebatch_wrap_code(said) == code ? said
+                                                   : rebatch_from_cuda(rebatch_wrap_device(), code);
+}
+
+#ifdef CUBLAS_VERSION
+static inline rebatch_status rebatch_wrap_status(cublasStatus_t code)
+{
+    return rebatch_from_cublas(rebatch_wrap_device(), code);
+}
+#endif
+
+#ifdef CUDNN_MAJOR
+static inline rebatch_status rebatch_wrap_status(cudnnStatus_t code)
+{
+    return rebatch_from_cudnn(rebatch_wrap_device(), code);
+}
+#endif
+
+static inline bool rebatch_wrap_can_leave(rebatch_status status)
+{
+    return status == REBATCH_OOM && rebatch_can_escape(rebatch_get_current());
+}
+
+template <class Result>
+static inline void rebatch_wrap_check_at(Result result, const char *call, const char *file,
+                                         int line)
+{
+    if (result == (Result)0)
+        return;
+    const rebatch_status status = rebatch_wrap_status(result);
+    if (rebatch_wrap_can_leave(status)) {
+#ifdef REBATCH_WRAP_THROWS
+        throw rebatch_out_of_memory();
+#else
+        (void)rebatch_escape(rebatch_get_current(), status);
+#endif
+    }
+    (void)fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, rebatch_last_error());
+    exit(1);
+}
+/** @endcond */
+
+/** Check the result of a call as most CUDA programs do: a failure ends the program, with the line,
+ *  the call and what went wrong on standard error. An OOM within a step leaves the function of the
+ *  step instead: by longjmp(), or by rebatch_out_of_memory where REBATCH_WRAP_THROWS was defined
+ *  before wrap.h was included.
+ *  @param call  a cudaError_t or rebatch_status; a cublasStatus_t or cudnnStatus_t where its header
+ *               was included before this one */
+#define rebatch_wrap_check(call) rebatch_wrap_check_at((call), #call, __FILE__, __LINE__)
+
+#ifdef __cpp_exceptions
+/** As rebatch_escape_on_oom(), by an exception: throws rebatch_out_of_memory if `code` is an OOM
+ *  within a step. Otherwise it returns, and the caller handles the code.
+ *  @param code  a CUresult or cudaError_t */
+static inline void rebatch_wrap_throw_on_oom(int code)
+{
+    if (rebatch_wrap_can_leave(rebatch_from_cuda(rebatch_wrap_device(), code)))
+        throw rebatch_out_of_memory();
+}
+#endif
+
+/* ---- guarded state ---- */
+
+/** rebatch_guard() for the process's session: these objects are restored when samples run again.
+ *  They may be in host or in device memory.
+ *  @param state  the first object; borrowed until rebatch_wrap_close()
+ *  @param count  number of objects
+ *  @return cudaSuccess, or the code of rebatch_guard()'s status. After a failure the message is on
+ *          standard error */
+template <class T> static inline cudaError_t rebatch_wrap_guard(T *state, size_t count = 1)
+{
+    cudaPointerAttributes where;
+    const cudaError_t code = cudaPointerGetAttributes(&where, state);
+    if (code != cudaSuccess)
+        return code;
+    const rebatch_guard_kind kind =
+        where.type == cudaMemoryTypeDevice ? REBATCH_GUARD_DEVICE : REBATCH_GUARD_HOST;
+    return rebatch_wrap_told(
+        rebatch_guard(rebatch_get_current(), (void *)state, count * sizeof(T), kind));
+}
+
+/* ---- steps and maps of functions ---- */
+
+/** @cond internal */
+struct rebatch_wrap_no_resize {
+    void operator()(size_t) const
+    {
+    }
+};
+
+/* What the callbacks get as `user`: the functions of the call that runs. The session knows buffers
+ * by the address, so it is the same for the same resize. */
+template <class Resize> struct rebatch_wrap_frame {
+    Resize *resize;
+    void *functions;
+#ifdef __cpp_exceptions
+    std::exception_ptr thrown;
+#endif
+
+    /* A lambda is known by its type. */
+    static rebatch_wrap_frame *of(Resize &resize, void *functions)
+    {
+        static rebatch_wrap_frame frames[2];
+        static const void *known;
+        static int at;
+        const void *const identity =
+            std::is_function<Resize>::value ? (const void *)&resize : (const void *)&known;
+        at = identity == known ? at : !at;
+        known = identity;
+        frames[at].resize = &resize;
+        frames[at].functions = functions;
+        return &frames[at];
+    }
+
+    /* Runs a function of the program, and turns an exception into a status. */
+    template <class Function> rebatch_status run(const Function &function)
+    {
+#ifdef __cpp_exceptions
+        try {
+            function();
+        } catch (const rebatch_out_of_memory &) {
+            return REBATCH_OOM;
+        } catch (...) {
+            thrown = std::current_exception();
+            return REBATCH_E_USER;
+        }
+#else
+        function();
+#endif
+        return REBATCH_OK;
+    }
+
+    static rebatch_status call_resize(size_t size, void *user)
+    {
+        rebatch_wrap_frame *const frame = static_cast<rebatch_wrap_frame *>(user);
+        return frame->run([=] { (*frame->resize)(size); });
+    }
+
+    /* The step or map has ended. */
+    cudaError_t end(rebatch_status status)
+    {
+#ifdef __cpp_exceptions
+        const std::exception_ptr exception = thrown;
+        thrown = nullptr;
+        if (exception)
+            std::rethrow_exception(exception);
+#endif
+        return rebatch_wrap_told(status);
+    }
+};
+
+template <class Zero, class Train, class Update, class Resize> struct rebatch_wrap_functions {
+    typedef rebatch_wrap_frame<Resize> frame;
+    Zero &zero_grad;
+    Train &train;
+    Update &update;
+    bool declares;
+
+    static rebatch_wrap_functions &begin(void *user)
+    {
+        rebatch_wrap_functions &f =
+            *static_cast<rebatch_wrap_functions *>(static_cast<frame *>(user)->functions);
+        if (!f.declares)
+            rebatch_wrap_mutating();
+        return f;
+    }
+    static rebatch_status call_zero_grad(void *user)
+    {
+        rebatch_wrap_functions &f = begin(user);
+        return static_cast<frame *>(user)->run([&] { f.zero_grad(); });
+    }
+    static rebatch_status call_train(const rebatch_microbatch *mb, void *user)
+    {
+        rebatch_wrap_functions &f = begin(user);
+        return static_cast<frame *>(user)->run([&] { f.train(mb->first, mb->count); });
+    }
+    static rebatch_status call_update(void *user)
+    {
+        rebatch_wrap_functions &f = begin(user);
+        return static_cast<frame *>(user)->run([&] { f.update(); });
+    }
+};
+
+template <class Zero, class Train, class Update, class Resize>
+static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train &train,
+                                           Update &update, Resize &resize, bool resizes,
+                                           uint32_t flags, rebatch_step_report *report)
+{
+    static_assert(std::is_void<decltype(zero_grad())>::value &&
+                      std::is_void<decltype(train(batch, batch))>::value &&
+                      std::is_void<decltype(update())>::value &&
+                      std::is_void<decltype(resize(batch))>::value,
+                  "the functions must return nothing: use rebatch_step() for others");
+    typedef rebatch_wrap_functions<Zero, Train, Update, Resize> functions;
+    functions f = {zero_grad, train, update, (flags & REBATCH_DECLARES_MUTATION) != 0};
+    rebatch_wrap_frame<Resize> *const frame = rebatch_wrap_frame<Resize>::of(resize, &f);
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = functions::call_zero_grad;
+    ops.forward_backward = functions::call_train;
+    ops.optimizer_step = functions::call_update;
+    ops.flags = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
+    ops.resize = resizes ? rebatch_wrap_frame<Resize>::call_resize : NULL;
+    return frame->end(rebatch_step(rebatch_get_current(), &ops, batch, frame, report));
+}
+
+template <class Run, class Resize>
+static inline rebatch_status rebatch_wrap_call_run(const rebatch_microbatch *mb, void *user)
+{
+    rebatch_wrap_frame<Resize> *const frame = static_cast<rebatch_wrap_frame<Resize> *>(user);
+    Run &run = *(Run *)frame->functions;
+    return frame->run([&] { run(mb->first, mb->count); });
+}
+
+template <class Run, class Resize>
+static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &resize, bool resizes,
+                                               size_t largest, rebatch_step_report *report)
+{
+    static_assert(std::is_void<decltype(run(count, count))>::value &&
+                      std::is_void<decltype(resize(count))>::value,
+                  "the functions must return nothing: use rebatch_map() for others");
+    rebatch_wrap_frame<Resize> *const frame = rebatch_wrap_frame<Resize>::of(resize, (void *)&run);
+    rebatch_map_ops ops = REBATCH_MAP_OPS_INIT;
+    ops.run = rebatch_wrap_call_run<Run, Resize>;
+    ops.resize = resizes ? rebatch_wrap_frame<Resize>::call_resize : NULL;
+    ops.largest = largest;
+    if (std::is_function<Run>::value) /* a lambda is known by its type */
+        ops.key = (const void *)&run;
+    return frame->end(rebatch_map(rebatch_get_current(), &ops, count, frame, report));
+}
+/** @endcond */
+
+/** rebatch_step() for the process's session, for a step of three functions that return nothing and
+ *  leave when memory runs out. For functions that return a status, and in C, use rebatch_step().
+ *  @param batch      samples in the effective batch
+ *  @param zero_grad  called as zero_grad(): clears the gradients
+ *  @param train      called as train(first, count): forward and backward, with weight 1/batch for
+ *                    each sample
+ *  @param update     called as update(): applies the update
+ *  @param flags      REBATCH_DECLARES_MUTATION: train and update call rebatch_wrap_mutating() each
+ *                    time. Without it, they count as changing state from their first line
+ *  @param report     may be NULL
+ *  @return cudaSuccess; cudaErrorMemoryAllocation for REBATCH_E_EXHAUSTED and REBATCH_E_TORN, which
+ *          are events; otherwise the code of rebatch_step()'s status, whose message is on standard
+ *          error. rebatch_last_error() has the message */
+template <class Zero, class Train, class Update>
+static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
+                                            Update &&update, uint32_t flags = 0,
+                                            rebatch_step_report *report = NULL)
+{
+    const rebatch_wrap_no_resize nothing = {};
+    return rebatch_wrap_run(batch, zero_grad, train, update, nothing, false, flags, report);
+}
+
+/** The same with a fourth function, for a trainer that allocates its activation buffers once and
+ *  keeps them: rebatch_step_ops.resize. Code that allocates the buffers for a batch moves into it
+ *  unchanged.
+ *  @param batch      as above
+ *  @param zero_grad  as above
+ *  @param train      as above
+ *  @param update     as above
+ *  @param resize     called as resize(micro_batch) before the first step, and when the size
+ *                    changes: allocates the buffers for up to that many samples. What it allocated
+ *                    before is taken back by then. A function, or an object of a type of its own,
+ *                    such as a lambda
+ *  @param flags      as above
+ *  @param report     may be NULL
+ *  @return as above */
+template <class Zero, class Train, class Update, class Resize,
+          class = decltype(std::declval<Resize &>()((size_t)1))>
+static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Train &&train,
+                                            Update &&update, Resize &&resize, uint32_t flags = 0,
+                                            rebatch_step_report *report = NULL)
+{
+    return rebatch_wrap_run(batch, zero_grad, train, update, resize, true, flags, report);
+}
+
+/** rebatch_map() for the process's session, for example an evaluation.
+ *  @param count    number of samples
+ *  @param run      called as run(first, count): stores a result for each of the samples, or adds to
+ *                  a sum that is guarded
+ *  @param largest  most samples in one call; 0: all
+ *  @param report   may be NULL
+ *  @return as rebatch_wrap_step() */
+template <class Run>
+static inline cudaError_t rebatch_wrap_map(size_t count, Run &&run, size_t largest = 0,
+                                           rebatch_step_report *report = NULL)
+{
+    const rebatch_wrap_no_resize nothing = {};
+    return rebatch_wrap_run_map(count, run, nothing, false, largest, report);
+}
+
+/** The same in the buffers of the step.
+ *  @param count    as above
+ *  @param run      as above; it uses the buffers that `resize` made
+ *  @param resize   the function that rebatch_wrap_step() has, or an object of the same type
+ *  @param largest  as above
+ *  @param report   may be NULL
+ *  @return as above */
+template <class Run, class Resize, class = decltype(std::declval<Resize &>()((size_t)1))>
+static inline cudaError_t rebatch_wrap_map(size_t count, Run &&run, Resize &&resize,
+                                           size_t largest = 0, rebatch_step_report *report = NULL)
+{
+    return rebatch_wrap_run_map(count, run, resize, true, largest, report);
+}
+
+#endif
+#endif

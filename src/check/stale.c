@@ -1,0 +1,143 @@
+/* Owns what becomes of memory that was taken back: who writes there keeps a pointer across
+ * attempts. Must not know what else is compared. */
+#include "check/check.h"
+#include "device/device.h"
+
+/* So much of a block is looked at. */
+#define LOOKED_AT_BYTES 4096
+
+/* ---- what was allocated ---- */
+
+static void add(struct rbi_stale_list *list, const struct rbi_stale_block *block)
+{
+    if (list->count == list->room) {
+        const size_t room = list->room ? 2 * list->room : 256;
+        void *blocks = rbi_heap_resize(list->blocks, room, sizeof *list->blocks);
+        if (!blocks)
+            return; /* what is not on the list is not looked at */
+        list->blocks = blocks;
+        list->room = room;
+    }
+    list->blocks[list->count++] = *block;
+}
+
+static void remove_at(struct rbi_stale_list *list, size_t i)
+{
+    list->blocks[i] = list->blocks[--list->count];
+}
+
+static bool overlap(const struct rbi_stale_block *block, const char *address, size_t bytes)
+{
+    return block->address < address + bytes && address < block->address + block->bytes;
+}
+
+/* Runs with the pool's lock held. */
+static void on_call(void *user, enum rbi_pool_call call, const void *address, size_t bytes,
+                    rebatch_stream stream)
+{
+    struct rbi_stale *stale = user;
+    (void)stream;
+    if (call == RBI_POOL_ALLOC && bytes) {
+        for (size_t i = stale->gone.count; i-- > 0;)
+            if (overlap(&stale->gone.blocks[i], address, bytes))
+                remove_at(&stale->gone, i);
+        add(&stale->live, &(struct rbi_stale_block){
+                              .address = address, .bytes = bytes, .place = stale->plan->place});
+    } else if (call == RBI_POOL_FREE) {
+        for (size_t i = stale->live.count; i-- > 0;)
+            if (stale->live.blocks[i].address == address)
+                remove_at(&stale->live, i);
+    }
+}
+
+/* ---- what is there ---- */
+
+/* FNV-1a of the beginning. False when it cannot be read. */
+static bool read_digest(uint64_t *out, const struct rbi_stale *stale,
+                        const struct rbi_stale_block *block)
+{
+    unsigned char bytes[LOOKED_AT_BYTES];
+    const size_t count = rbi_min(block->bytes, sizeof bytes);
+    rebatch_device *device = rbi_session_device(stale->plan->rb);
+    const rebatch_stream stream = rbi_session_options(stale->plan->rb)->stream;
+    if (rebatch_copy(device, bytes, block->address, count, stream) ||
+        rebatch_stream_synchronize(device, stream))
+        return false;
+    *out = UINT64_C(0xcbf29ce484222325);
+    for (size_t i = 0; i < count; i++)
+        *out = (*out ^ bytes[i]) * UINT64_C(0x100000001b3);
+    return true;
+}
+
+/* Whether the pool's memory is where it was: else what was taken back may be mapped elsewhere. */
+static bool is_settled(struct rbi_stale *stale)
+{
+    struct rbi_pool_traffic now;
+    rebatch_pool_stats stats;
+    rebatch_pool *pool = rebatch_get_pool(stale->plan->rb);
+    rbi_pool_read_traffic(&now, pool);
+    if (rebatch_pool_get_stats(&stats, pool))
+        return false;
+    const bool is_same = now.taken_bytes == stale->traffic.taken_bytes &&
+                         now.given_bytes == stale->traffic.given_bytes &&
+                         stats.remaps == stale->remaps;
+    stale->traffic = now;
+    stale->remaps = stats.remaps;
+    return is_same;
+}
+
+/* ---- taken back ---- */
+
+void rbi_stale_take_back(struct rbi_stale *stale, bool is_all)
+{
+    if (!stale->is_on)
+        return;
+    if (!is_settled(stale))
+        stale->gone.count = 0;
+    for (size_t i = stale->live.count; i-- > 0;) {
+        struct rbi_stale_block block = stale->live.blocks[i];
+        if ((!is_all && block.place.serial != stale->plan->place.serial) ||
+            block.place.which == RBI_RESIZE)
+            continue;
+        remove_at(&stale->live, i);
+        if (read_digest(&block.digest, stale, &block))
+            add(&stale->gone, &block);
+    }
+}
+
+bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale)
+{
+    if (!stale->is_on)
+        return false;
+    if (!is_settled(stale))
+        stale->gone.count = 0;
+    for (size_t i = 0; i < stale->gone.count; i++) {
+        uint64_t digest;
+        *out = stale->gone.blocks[i];
+        if (read_digest(&digest, stale, out) && digest != out->digest)
+            return true;
+    }
+    return false;
+}
+
+/* ---- beginning and end ---- */
+
+void rbi_stale_begin(struct rbi_stale *stale, const struct rbi_strike_plan *plan)
+{
+    rebatch_pool *pool = rebatch_get_pool(plan->rb);
+    *stale = (struct rbi_stale){.plan = plan};
+    stale->is_on = rbi_device_has_contents(rbi_session_device(plan->rb));
+    if (!stale->is_on)
+        return;
+    (void)is_settled(stale);
+    rbi_pool_set_recorder(pool, &(struct rbi_pool_recorder){on_call, stale});
+}
+
+void rbi_stale_end(struct rbi_stale *stale)
+{
+    if (stale->is_on)
+        rbi_pool_set_recorder(rebatch_get_pool(stale->plan->rb), NULL);
+    rbi_heap_free(stale->live.blocks);
+    rbi_heap_free(stale->gone.blocks);
+    *stale = (struct rbi_stale){.is_on = false};
+}

@@ -1,0 +1,108 @@
+/* Owns drills: runs of a step up to its update, which leave the session as it was.
+ * Must not know what they are for. */
+#include "recover/recover.h"
+
+static void forget_saved(struct rbi_drill *drill)
+{
+    rbi_heap_free(drill->sizes);
+    rbi_heap_free(drill->launch);
+    *drill = (struct rbi_drill){0};
+}
+
+rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebatch_step_ops *ops,
+                               size_t batch, void *user, const struct rbi_drill_watch *watch)
+{
+    *drill = (struct rbi_drill){.watch = *watch,
+                                .on_oom = rb->options.on_oom,
+                                .on_event = rb->options.on_event,
+                                .log_level = rb->log.level};
+    drill->sizes = rbi_heap_calloc(1, sizeof *drill->sizes);
+    drill->launch = rbi_heap_calloc(1, sizeof *drill->launch);
+    if (!drill->sizes || !drill->launch) {
+        forget_saved(drill);
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    }
+    *drill->sizes = rb->sizes;
+    *drill->launch = rb->launch;
+    rb->sizes = (struct rbi_sizes){0};
+    rbi_sizes_init(&rb->sizes, &rb->options);
+    rb->launch =
+        (struct rbi_launch){.has_injected = drill->watch.has_injected, .user = drill->watch.user};
+    rb->options.on_oom = REBATCH_ON_OOM_HALVE;
+    rb->options.on_event = NULL;
+    rb->log.level = REBATCH_LOG_QUIET;
+    rb->drill = &drill->watch;
+    rbi_step_begin(rb, ops, batch, user);
+    return REBATCH_OK;
+}
+
+static rebatch_status begin_run(rebatch *rb, size_t size)
+{
+    rb->most = size;
+    rb->sizes.micro = size;
+    rb->sizes.budget = SIZE_MAX;
+    rb->sizes.has_budget = true;
+    rbi_step_begin(rb, rb->ops, rb->batch, rb->user);
+    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    return status ? status : rbi_scope_begin_own(&rb->scope, rb->pool);
+}
+
+static rebatch_status wait_for_it(const rebatch *rb, rebatch_status status)
+{
+    const rebatch_status late = rebatch_device_synchronize(rb->device);
+    return status ? status : late;
+}
+
+rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran)
+{
+
+    *ran = 0;
+    rebatch_status status = begin_run(rb, size);
+    if (!status)
+        status = rbi_zero_grad_run(rb);
+    if (!status)
+        status = rbi_samples_run(rb);
+    if (!status)
+        *ran = rb->sizes.thrashing.most_samples;
+    return wait_for_it(rb, status);
+}
+
+rebatch_status rbi_drill_run_twice(rebatch *rb, size_t size)
+{
+
+    rebatch_microbatch mb = {
+        .step = rb->step, .batch = 2 * rb->batch, .pool = rb->pool, .stream = rb->options.stream};
+    rebatch_status status = begin_run(rb, size);
+    if (!status)
+        status = rbi_zero_grad_run(rb);
+    for (size_t at = 0; at < 2 * rb->batch && !status; at += mb.count) {
+        mb.first = at % rb->batch;
+        mb.count = rbi_min(rbi_cut(rb, mb.first), rb->batch - mb.first);
+        rb->size = rbi_size_of(rb, mb.first, mb.count);
+        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        if (!status)
+            status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
+    }
+    return wait_for_it(rb, status);
+}
+
+rebatch_status rbi_drill_undo(rebatch *rb)
+{
+    return rbi_step_undo(rb);
+}
+
+void rbi_drill_end(struct rbi_drill *drill, rebatch *rb)
+{
+    rbi_resize_release(rb);
+    rb->sizes = *drill->sizes;
+    rb->launch = *drill->launch;
+    rb->options.on_oom = drill->on_oom;
+    rb->options.on_event = drill->on_event;
+    rb->log.level = drill->log_level;
+    rb->drill = NULL;
+    rb->most = SIZE_MAX;
+    rbi_step_end(rb);
+    forget_saved(drill);
+}

@@ -1,0 +1,452 @@
+/* Owns the tests of rebatch_check(): a step with one mistake at a time, and what is said of it.
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+
+#define KIB(n) ((size_t)(n) << 10)
+#define MIB(n) ((size_t)(n) << 20)
+#define PARAMETERS 8
+#define BATCH 24
+
+/* What a trainer gets wrong. */
+enum mistake {
+    NONE,
+    CHANGES_BEFORE_IT_SAYS_SO,
+    RUNNING_STATISTICS_ARE_NOT_GUARDED,
+    RNG_IS_NOT_GUARDED,
+    ZERO_GRAD_CLEARS_NOTHING,
+    KEEPS_A_POINTER,
+    WEIGHT_OF_THE_COUNT,
+    PLACE_OF_THE_COUNT,
+    NORMALIZES_BY_THE_MICRO_BATCH,
+    USES_FREED_MEMORY,
+    READS_NEW_MEMORY,
+    SWALLOWS_AN_OOM,
+    NO_WEIGHT,
+    RETURNS_ANOTHER_STATUS,
+    ENDS_AFTER_AN_OOM,
+    COPES_WITH_AN_OOM
+};
+
+struct trainer {
+    enum mistake mistake;
+    rebatch *rb;
+    rebatch_device *device;
+    float *gradient; /* of the pool, PARAMETERS */
+    double loss;
+    float running;  /* a mean over samples, in order */
+    uint64_t rng;   /* a step of it for each sample */
+    float *kept;    /* made when it is NULL */
+    size_t updates; /* none is allowed in a check */
+    size_t retries;
+};
+
+static float input(size_t sample, size_t parameter)
+{
+    return (float)((sample * 37 + parameter * 11) % 101) / 101;
+}
+
+static float noise(struct trainer *t)
+{
+    t->rng = t->rng * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (float)(t->rng >> 40) / (float)(1 << 24);
+}
+
+static rebatch_status zero_grad(void *user)
+{
+    struct trainer *t = user;
+    if (t->mistake == ZERO_GRAD_CLEARS_NOTHING)
+        return REBATCH_OK;
+    memset(t->gradient, 0, PARAMETERS * sizeof *t->gradient);
+    t->loss = 0;
+    return REBATCH_OK;
+}
+
+static void update_running(struct trainer *t, const rebatch_microbatch *mb)
+{
+    for (size_t i = 0; i < mb->count; i++)
+        t->running += 0.1f * (input(mb->first + i, 0) - t->running);
+}
+
+/* Activations of a micro-batch. */
+static void forward(struct trainer *t, const rebatch_microbatch *mb, float *hidden)
+{
+    for (size_t i = 0; i < mb->count; i++) {
+        const size_t sample = t->mistake == PLACE_OF_THE_COUNT ? i : mb->first + i;
+        hidden[i] = input(sample, 1) + noise(t);
+    }
+}
+
+static float mean_of(const float *hidden, size_t count)
+{
+    float sum = 0;
+    for (size_t i = 0; i < count; i++)
+        sum += hidden[i];
+    return sum / (float)count;
+}
+
+static void accumulate(struct trainer *t, const rebatch_microbatch *mb, const float *hidden,
+                       const float *scale)
+{
+    const float mean = t->mistake == NORMALIZES_BY_THE_MICRO_BATCH ? mean_of(hidden, mb->count) : 0;
+    const float weight = t->mistake == NO_WEIGHT             ? 1
+                         : t->mistake == WEIGHT_OF_THE_COUNT ? 1 / (float)mb->count
+                                                             : 1 / (float)mb->batch;
+    for (size_t i = 0; i < mb->count; i++)
+        for (size_t p = 0; p < PARAMETERS; p++) {
+            t->gradient[p] += weight * (hidden[i] - mean) * input(mb->first + i, p) * scale[p];
+            t->loss += (double)(weight * hidden[i]);
+        }
+}
+
+static rebatch_status alloc(float **out, const rebatch_microbatch *mb, size_t bytes)
+{
+    void *memory = NULL;
+    const rebatch_status status = rebatch_pool_alloc(&memory, mb->pool, bytes, mb->stream, 0);
+    *out = memory;
+    return status;
+}
+
+/* Three allocations: what is kept, activations, scales. */
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    float *hidden, *scale;
+    rebatch_status status = REBATCH_OK;
+    if (t->mistake == RETURNS_ANOTHER_STATUS)
+        return REBATCH_E_USER + 3;
+    if (mb->attempt > 0 && t->mistake == ENDS_AFTER_AN_OOM)
+        return REBATCH_E_USER + 4;
+    if (!t->kept)
+        status = alloc(&t->kept, mb, PARAMETERS * sizeof(float));
+    if (!status)
+        status = alloc(&hidden, mb, mb->count * KIB(4));
+    if (status)
+        return status;
+    for (size_t p = 0; p < PARAMETERS; p++)
+        t->kept[p] = 1;
+    update_running(t, mb);
+    forward(t, mb, hidden);
+    if (t->mistake == CHANGES_BEFORE_IT_SAYS_SO)
+        accumulate(t, mb, hidden, t->kept);
+    status = alloc(&scale, mb, KIB(16));
+    if (status && t->mistake == SWALLOWS_AN_OOM)
+        return REBATCH_OK;
+    if (status && t->mistake == COPES_WITH_AN_OOM) {
+        t->retries++;
+        status = alloc(&scale, mb, PARAMETERS * sizeof *scale);
+    }
+    if (status)
+        return status;
+    rebatch_mutating(t->rb);
+    if (t->mistake == USES_FREED_MEMORY)
+        (void)rebatch_pool_free(mb->pool, hidden);
+    for (size_t p = 0; p < PARAMETERS && t->mistake != READS_NEW_MEMORY; p++)
+        scale[p] = t->kept[p];
+    if (t->mistake != CHANGES_BEFORE_IT_SAYS_SO)
+        accumulate(t, mb, hidden, scale);
+    status = rebatch_pool_free(mb->pool, scale);
+    if (!status && t->mistake != USES_FREED_MEMORY)
+        status = rebatch_pool_free(mb->pool, hidden);
+    return status;
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct trainer *t = user;
+    rebatch_mutating(t->rb);
+    t->updates++;
+    return REBATCH_OK;
+}
+
+static rebatch_step_ops step_ops(void)
+{
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = zero_grad;
+    ops.forward_backward = forward_backward;
+    ops.optimizer_step = optimizer_step;
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    return ops;
+}
+
+static void open_trainer(struct trainer *t, enum mistake mistake, const rebatch_options *options)
+{
+    rebatch_options o = options ? *options : (rebatch_options)REBATCH_OPTIONS_INIT;
+    void *gradient;
+    *t = (struct trainer){.mistake = mistake, .rng = 7};
+    o.log_level = REBATCH_LOG_DEBUG;
+    cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t->rb, t->device, &o), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_pool_alloc(&gradient, rebatch_get_pool(t->rb),
+                                    PARAMETERS * sizeof *t->gradient, NULL, 0),
+                 REBATCH_OK);
+    t->gradient = gradient;
+    memset(gradient, 0, PARAMETERS * sizeof *t->gradient);
+    if (mistake != RNG_IS_NOT_GUARDED)
+        cr_assert_eq(rebatch_guard(t->rb, &t->rng, sizeof t->rng, REBATCH_GUARD_HOST), REBATCH_OK);
+    if (mistake != RUNNING_STATISTICS_ARE_NOT_GUARDED)
+        cr_assert_eq(rebatch_guard(t->rb, &t->running, sizeof t->running, REBATCH_GUARD_HOST),
+                     REBATCH_OK);
+    if (mistake != KEEPS_A_POINTER)
+        cr_assert_eq(rebatch_guard(t->rb, &t->kept, sizeof t->kept, REBATCH_GUARD_HOST),
+                     REBATCH_OK);
+    cr_assert_eq(rebatch_watch(t->rb, "gradient", t->gradient, PARAMETERS * sizeof *t->gradient,
+                               REBATCH_GUARD_DEVICE, REBATCH_F32),
+                 REBATCH_OK);
+    cr_assert_eq(
+        rebatch_watch(t->rb, "loss", &t->loss, sizeof t->loss, REBATCH_GUARD_HOST, REBATCH_F64),
+        REBATCH_OK);
+    cr_assert_eq(rebatch_watch(t->rb, "running mean", &t->running, sizeof t->running,
+                               REBATCH_GUARD_HOST, REBATCH_F32),
+                 REBATCH_OK);
+}
+
+static void close_trainer(struct trainer *t)
+{
+    rebatch_close(t->rb);
+    rebatch_device_close(t->device);
+}
+
+static const rebatch_finding *find(const rebatch_check_report *report, rebatch_finding_kind kind,
+                                   const char *name)
+{
+    for (size_t i = 0; i < report->finding_count; i++)
+        if (report->findings[i].kind == kind && strcmp(report->findings[i].name, name) == 0)
+            return &report->findings[i];
+    return NULL;
+}
+
+static const char *all_texts(const rebatch_check_report *report)
+{
+    static char text[8192];
+    text[0] = '\0';
+    for (size_t i = 0; i < report->finding_count; i++) {
+        (void)strcat(text, rebatch_finding_name(report->findings[i].kind));
+        (void)strcat(text, ": ");
+        (void)strcat(text, report->findings[i].text);
+        (void)strcat(text, "\n");
+    }
+    return text;
+}
+
+/* ---- mistakes ---- */
+
+Test(check_step, each_mistake_is_found_and_named)
+{
+    static const struct {
+        enum mistake mistake;
+        rebatch_finding_kind kind;
+        const char *name, *says;
+    } cases[] = {
+        {CHANGES_BEFORE_IT_SAYS_SO, REBATCH_FINDING_EARLY, "gradient",
+         "gradient had changed when allocation 3 (16.0 KiB) of forward_backward of samples 0-23 "
+         "failed, before rebatch_mutating()"},
+        {RUNNING_STATISTICS_ARE_NOT_GUARDED, REBATCH_FINDING_NOT_CLEARED, "running mean",
+         "clear it in zero_grad, or guard it"},
+        {RNG_IS_NOT_GUARDED, REBATCH_FINDING_NOT_REPEATABLE, "gradient",
+         "guard or watch what changes in between, such as RNG state"},
+        {ZERO_GRAD_CLEARS_NOTHING, REBATCH_FINDING_NOT_CLEARED, "gradient",
+         "when the batch runs again from zero_grad"},
+        {KEEPS_A_POINTER, REBATCH_FINDING_STALE, "",
+         "the memory of allocation 1 (32 B) of forward_backward of samples 0-23 is written after "
+         "it was taken back"},
+        {WEIGHT_OF_THE_COUNT, REBATCH_FINDING_CUT, "gradient",
+         "with micro-batches of 12 samples instead of 24"},
+        {PLACE_OF_THE_COUNT, REBATCH_FINDING_CUT, "gradient", "its place is first + i"},
+        {NORMALIZES_BY_THE_MICRO_BATCH, REBATCH_FINDING_CUT, "gradient", "differs with"},
+        {USES_FREED_MEMORY, REBATCH_FINDING_FREED, "gradient",
+         "a pointer is used after its memory was freed"},
+        {READS_NEW_MEMORY, REBATCH_FINDING_UNINITIALIZED, "gradient",
+         "memory is read that was allocated and not written"},
+        {SWALLOWS_AN_OOM, REBATCH_FINDING_AFTER_OOM, "gradient",
+         "after allocation 3 (16.0 KiB) of forward_backward of samples 0-23 failed, for which the "
+         "callback returned REBATCH_OK"},
+        {RETURNS_ANOTHER_STATUS, REBATCH_FINDING_FAILED, "",
+         "the step returned REBATCH_E_USER when nothing was made to fail"},
+        {ENDS_AFTER_AN_OOM, REBATCH_FINDING_FAILED, "",
+         "the step returned REBATCH_E_USER after allocation 1 (32 B) of forward_backward"},
+    };
+    const rebatch_step_ops ops = step_ops();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct trainer t;
+        rebatch_check_report report;
+        open_trainer(&t, cases[i].mistake, NULL);
+        const rebatch_status status = rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report);
+        const rebatch_finding *finding = find(&report, cases[i].kind, cases[i].name);
+        cr_expect_eq(status, REBATCH_E_STATE, "mistake %d is not found:\n%s", (int)cases[i].mistake,
+                     all_texts(&report));
+        cr_expect(finding && finding->is_mistake && strstr(finding->text, cases[i].says),
+                  "of mistake %d it says:\n%s", (int)cases[i].mistake, all_texts(&report));
+        cr_expect_eq(status, report.status);
+        cr_expect_eq(t.updates, 0);
+        close_trainer(&t);
+    }
+}
+
+Test(check_step, what_may_be_as_it_should_be_is_a_note)
+{
+    const rebatch_step_ops ops = step_ops();
+    struct trainer t;
+    rebatch_check_report report;
+    open_trainer(&t, NO_WEIGHT, NULL);
+    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
+    const rebatch_finding *finding = find(&report, REBATCH_FINDING_WEIGHT, "gradient");
+    cr_expect(finding && !finding->is_mistake, "%s", all_texts(&report));
+    close_trainer(&t);
+    open_trainer(&t, COPES_WITH_AN_OOM, NULL);
+    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
+    finding = find(&report, REBATCH_FINDING_COPED, "");
+    cr_expect(finding && !finding->is_mistake, "%s", all_texts(&report));
+    cr_expect_gt(t.retries, 0);
+    close_trainer(&t);
+}
+
+/* ---- no mistakes ---- */
+
+static void check_is_clean(const rebatch_options *options, const rebatch_step_ops *ops)
+{
+    struct trainer t;
+    rebatch_check_report report;
+    open_trainer(&t, NONE, options);
+    cr_expect_eq(rebatch_check(t.rb, ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
+                 all_texts(&report));
+    cr_expect_eq(report.finding_count, 0, "%s", all_texts(&report));
+    cr_expect_eq(report.watched, 3);
+    cr_expect_eq(report.micro, rebatch_get_micro(t.rb, BATCH));
+    cr_expect_eq(report.ooms, report.allocations);
+    cr_expect_lt(report.micro_smallest, report.micro);
+    close_trainer(&t);
+}
+
+static uint64_t cost(size_t first, size_t count, void *user)
+{
+    (void)first;
+    (void)user;
+    return count * 3;
+}
+
+Test(check_step, a_correct_step_has_no_findings)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_step_ops ops = step_ops();
+    check_is_clean(NULL, &ops);
+    options.micro_multiple_of = 4;
+    check_is_clean(&options, &ops);
+    options.micro_allowed[0] = 8;
+    options.micro_allowed[1] = 24;
+    check_is_clean(&options, &ops);
+    options = (rebatch_options)REBATCH_OPTIONS_INIT;
+    options.on_oom = REBATCH_ON_OOM_STOP;
+    check_is_clean(&options, &ops);
+    ops.flags = 0;
+    check_is_clean(NULL, &ops);
+    ops.cost = cost;
+    check_is_clean(NULL, &ops);
+}
+
+Test(check_step, more_samples_than_fit_are_checked_at_the_size_that_fits)
+{
+    const rebatch_step_ops ops = step_ops();
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    struct trainer t;
+    rebatch_check_report report;
+    options.pool.limit_bytes = KIB(64);
+    open_trainer(&t, NONE, &options);
+    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
+                 all_texts(&report));
+    cr_expect_eq(report.finding_count, 0, "%s", all_texts(&report));
+    cr_expect_lt(report.micro, BATCH);
+    cr_expect_gt(report.ooms, 0);
+    close_trainer(&t);
+}
+
+Test(check_step, where_nothing_fits_it_says_so)
+{
+    const rebatch_step_ops ops = step_ops();
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    struct trainer t;
+    rebatch_check_report report;
+    void *rest;
+    options.pool.limit_bytes = KIB(64);
+    open_trainer(&t, NONE, &options);
+    cr_assert_eq(rebatch_pool_alloc(&rest, rebatch_get_pool(t.rb), KIB(60), NULL, 0), REBATCH_OK);
+    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_EXHAUSTED, "%s",
+                 all_texts(&report));
+    close_trainer(&t);
+}
+
+Test(check_step, it_leaves_the_session_and_what_is_watched_as_they_were)
+{
+    const rebatch_step_ops ops = step_ops();
+    struct trainer t, alone;
+    rebatch_step_report report;
+    rebatch_pool_stats before, after;
+    open_trainer(&t, NONE, NULL);
+    open_trainer(&alone, NONE, NULL);
+    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_step(alone.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
+    (void)rebatch_pool_get_stats(&before, rebatch_get_pool(t.rb));
+    const float gradient = t.gradient[3], running = t.running;
+    const uint64_t rng = t.rng;
+    cr_assert_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, NULL), REBATCH_OK);
+    (void)rebatch_pool_get_stats(&after, rebatch_get_pool(t.rb));
+    cr_assert_eq(after.live_bytes, before.live_bytes);
+    cr_assert_eq(t.gradient[3], gradient);
+    cr_assert_eq(t.running, running);
+    cr_assert_eq(t.rng, rng);
+    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK);
+    cr_assert_eq(rebatch_step(alone.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
+    cr_assert_eq(report.step, 1);
+    cr_assert_eq(report.micro_before, BATCH);
+    cr_assert_eq(report.ooms, 0);
+    cr_assert_eq(memcmp(t.gradient, alone.gradient, PARAMETERS * sizeof *t.gradient), 0);
+    cr_assert_eq(t.updates, 2);
+    close_trainer(&t);
+    close_trainer(&alone);
+}
+
+Test(check_step, bounds_hold_and_nothing_watched_is_said)
+{
+    const rebatch_step_ops ops = step_ops();
+    rebatch_check_options options = REBATCH_CHECK_OPTIONS_INIT;
+    struct trainer t;
+    rebatch_check_report report;
+    open_trainer(&t, NONE, NULL);
+    options.most_ooms = 2;
+    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, &options, &report), REBATCH_OK);
+    cr_expect_eq(report.ooms, 2);
+    cr_expect_eq(report.allocations, 3);
+    rebatch_close(t.rb);
+    cr_assert_eq(rebatch_open(&t.rb, t.device, NULL), REBATCH_OK);
+    t.kept = NULL;
+    cr_assert_eq(rebatch_guard(t.rb, &t.kept, sizeof t.kept, REBATCH_GUARD_HOST), REBATCH_OK);
+    float own[PARAMETERS];
+    t.gradient = own;
+    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
+    cr_expect_not_null(find(&report, REBATCH_FINDING_UNWATCHED, ""));
+    close_trainer(&t);
+}
+
+Test(check_step, what_it_refuses)
+{
+    const rebatch_step_ops ops = step_ops();
+    rebatch_check_options options = REBATCH_CHECK_OPTIONS_INIT;
+    rebatch_check_report report;
+    struct trainer t;
+    open_trainer(&t, NONE, NULL);
+    cr_expect_eq(rebatch_check(NULL, &ops, BATCH, &t, NULL, &report), REBATCH_E_INVALID);
+    cr_expect_eq(report.status, REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_check(t.rb, &ops, 0, &t, NULL, NULL), REBATCH_E_INVALID);
+    options.tolerance = -1;
+    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, &options, NULL), REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_watch(t.rb, NULL, &t.loss, 8, REBATCH_GUARD_HOST, REBATCH_F64),
+                 REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_watch(t.rb, "x", &t.loss, 7, REBATCH_GUARD_HOST, REBATCH_F64),
+                 REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_watch(t.rb, "x", &t.loss, 8, (rebatch_guard_kind)3, REBATCH_F64),
+                 REBATCH_E_INVALID);
+    close_trainer(&t);
+}

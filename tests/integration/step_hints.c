@@ -1,0 +1,165 @@
+/* Owns the tests of what a session says of a step's mistakes while it trains.
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+
+#define KIB(n) ((size_t)(n) << 10)
+#define MIB(n) ((size_t)(n) << 20)
+#define LINES 64
+
+enum mistake { NONE, SWALLOWS, RETURNS_ONE, NEVER_FREES, UPDATE_NEVER_FREES };
+
+struct trainer {
+    enum mistake mistake;
+    rebatch_device *device;
+    rebatch *rb;
+    rebatch_tag tag;
+    char lines[LINES][512]; /* events of level WARN and above */
+    rebatch_event_kind kinds[LINES];
+    size_t count;
+};
+
+static void collect(const rebatch_event *event, void *user)
+{
+    struct trainer *t = user;
+    if (event->level > REBATCH_LOG_WARN || t->count == LINES)
+        return;
+    (void)rebatch_event_format(t->lines[t->count], sizeof t->lines[0], event);
+    t->kinds[t->count++] = event->kind;
+}
+
+static rebatch_status zero_grad(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *t = user;
+    void *memory, *left;
+    rebatch_status status = REBATCH_OK;
+    if (t->mistake == RETURNS_ONE)
+        return (rebatch_status)1;
+    if (t->mistake == NEVER_FREES)
+        status = rebatch_pool_alloc(&left, mb->pool, KIB(256), mb->stream, t->tag);
+    if (!status)
+        status = rebatch_pool_alloc(&memory, mb->pool, mb->count * KIB(64), mb->stream, 0);
+    if (status)
+        return t->mistake == SWALLOWS ? REBATCH_OK : status;
+    rebatch_mutating(t->rb);
+    return rebatch_pool_free(mb->pool, memory);
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct trainer *t = user;
+    void *left;
+    if (t->mistake == UPDATE_NEVER_FREES &&
+        rebatch_pool_alloc(&left, rebatch_get_pool(t->rb), KIB(256), NULL, 0))
+        return REBATCH_OOM;
+    rebatch_mutating(t->rb);
+    return REBATCH_OK;
+}
+
+static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_bytes)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    memset(t, 0, sizeof *t);
+    t->mistake = mistake;
+    options.pool.limit_bytes = limit_bytes;
+    options.on_event = collect;
+    options.on_event_user = t;
+    cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_tag(&t->tag, rebatch_get_pool(t->rb), "attention"), REBATCH_OK);
+}
+
+static void close_trainer(struct trainer *t)
+{
+    rebatch_close(t->rb);
+    rebatch_device_close(t->device);
+}
+
+static rebatch_status step(struct trainer *t)
+{
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = zero_grad;
+    ops.forward_backward = forward_backward;
+    ops.optimizer_step = optimizer_step;
+    ops.flags = t->mistake == SWALLOWS ? 0 : REBATCH_DECLARES_MUTATION;
+    return rebatch_step(t->rb, &ops, 8, t, NULL);
+}
+
+static const char *find(const struct trainer *t, rebatch_event_kind kind, size_t nth)
+{
+    for (size_t i = 0; i < t->count; i++)
+        if (t->kinds[i] == kind && nth-- == 0)
+            return t->lines[i];
+    return "no such event";
+}
+
+Test(step_hints, an_allocation_that_failed_in_a_callback_that_succeeds_is_said_each_time)
+{
+    static struct trainer t;
+    open_trainer(&t, SWALLOWS, KIB(256));
+    cr_assert_eq(step(&t), REBATCH_OK);
+    cr_assert_eq(step(&t), REBATCH_OK);
+    cr_assert_eq(t.count, 2);
+    cr_assert_str_eq(find(&t, REBATCH_EVENT_SWALLOWED, 0),
+                     "step 0: an allocation failed in forward_backward of samples 0-7, of 512 KiB, "
+                     "and the callback returned REBATCH_OK: correct only if it copes");
+    cr_assert(strstr(find(&t, REBATCH_EVENT_SWALLOWED, 1), "step 1"));
+    close_trainer(&t);
+}
+
+Test(step_hints, an_oom_without_an_allocation_that_failed_is_said)
+{
+    static struct trainer t;
+    open_trainer(&t, RETURNS_ONE, MIB(4));
+    cr_assert_eq(step(&t), REBATCH_E_EXHAUSTED);
+    cr_assert(strstr(find(&t, REBATCH_EVENT_SHRINK, 0),
+                     "REBATCH_OOM was returned, but no allocation is known to have failed"),
+              "%s", find(&t, REBATCH_EVENT_SHRINK, 0));
+    cr_assert(strstr(rebatch_last_error(), "REBATCH_OOM, which is 1, was returned"), "%s",
+              rebatch_last_error());
+    cr_assert_null(strstr(rebatch_last_error(), "raise the limit"));
+    close_trainer(&t);
+}
+
+Test(step_hints, memory_that_is_never_freed_is_named)
+{
+    static struct trainer t;
+    rebatch_status status;
+    size_t steps = 0;
+    open_trainer(&t, NEVER_FREES, MIB(3));
+    while ((status = step(&t)) == REBATCH_OK && steps < 100)
+        steps++;
+    cr_assert_eq(status, REBATCH_E_EXHAUSTED);
+    cr_assert_str_eq(find(&t, REBATCH_EVENT_LEAK, 0),
+                     "step 3: memory grows: each of the last 3 steps left more memory allocated, "
+                     "768 KiB in all; the last one left 1 block of up to 256 KiB (attention), of "
+                     "zero_grad or forward_backward");
+    cr_assert(strstr(rebatch_last_error(), "steps left more memory allocated"), "%s",
+              rebatch_last_error());
+    cr_assert_null(strstr(rebatch_last_error(), "raise the limit"));
+    close_trainer(&t);
+    open_trainer(&t, UPDATE_NEVER_FREES, MIB(8));
+    for (int i = 0; i < 4; i++)
+        cr_assert_eq(step(&t), REBATCH_OK);
+    cr_assert(strstr(find(&t, REBATCH_EVENT_LEAK, 0), "of optimizer_step"));
+    close_trainer(&t);
+}
+
+Test(step_hints, a_step_without_mistakes_says_nothing)
+{
+    static struct trainer t;
+    open_trainer(&t, NONE, MIB(3));
+    for (int i = 0; i < 100; i++)
+        cr_assert_eq(step(&t), REBATCH_OK);
+    cr_assert_eq(t.count, 0, "%s", t.lines[0]);
+    close_trainer(&t);
+}

@@ -1,0 +1,348 @@
+/* Owns the tests of rebatch_map(): what runs, what is undone, and that training does not notice.
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+
+#define KIB(n) ((size_t)(n) << 10)
+#define MIB(n) ((size_t)(n) << 20)
+#define SAMPLES 256
+
+/* An evaluation: each sample needs memory, and has a result. */
+struct evaluation {
+    rebatch *rb;
+    rebatch_device *device;
+    size_t sample_bytes;
+    size_t fail_from; /* the call with this sample returns a status of its own; SAMPLES: none */
+    unsigned tries[SAMPLES];
+    unsigned result[SAMPLES];
+    double sum; /* guarded */
+    void *kept; /* guarded: made when it is NULL */
+    size_t calls, largest;
+    /* of a trainer */
+    size_t room; /* samples of its buffers */
+    size_t resizes, updates;
+    char *buffer;
+};
+
+static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
+{
+    struct evaluation *e = user;
+    void *memory;
+    rebatch_status status = REBATCH_OK;
+    e->calls++;
+    for (size_t s = mb->first; s < mb->first + mb->count; s++) {
+        e->tries[s]++;
+        e->sum += 1.0 / (double)(s + 1);
+    }
+    if (!e->kept)
+        status = rebatch_pool_alloc(&e->kept, mb->pool, KIB(64), mb->stream, 0);
+    if (!status)
+        status = rebatch_pool_alloc(&memory, mb->pool, mb->count * e->sample_bytes, mb->stream, 0);
+    if (status)
+        return status;
+    if (mb->first + mb->count > e->fail_from)
+        return REBATCH_E_USER + 7;
+    for (size_t s = mb->first; s < mb->first + mb->count; s++)
+        e->result[s]++;
+    e->largest = mb->count > e->largest ? mb->count : e->largest;
+    return rebatch_pool_free(mb->pool, memory);
+}
+
+static rebatch_map_ops evaluation_ops(void)
+{
+    rebatch_map_ops ops = REBATCH_MAP_OPS_INIT;
+    ops.run = evaluate;
+    return ops;
+}
+
+static void open_all(struct evaluation *e, size_t limit_bytes, size_t sample_bytes)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    *e = (struct evaluation){.sample_bytes = sample_bytes, .fail_from = SAMPLES};
+    options.pool.limit_bytes = limit_bytes;
+    options.log_level = REBATCH_LOG_QUIET;
+    options.grow_after = 4;
+    cr_assert_eq(rebatch_device_open_host(&e->device, MIB(64), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&e->rb, e->device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(e->rb, &e->sum, sizeof e->sum, REBATCH_GUARD_HOST), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(e->rb, &e->kept, sizeof e->kept, REBATCH_GUARD_HOST), REBATCH_OK);
+}
+
+static void close_all(struct evaluation *e)
+{
+    rebatch_memory_info info;
+    rebatch_close(e->rb);
+    cr_assert_eq(rebatch_device_memory(e->device, &info), REBATCH_OK);
+    cr_assert_eq(info.used_bytes, 0);
+    rebatch_device_close(e->device);
+}
+
+static double sum_of(size_t count)
+{
+    double sum = 0;
+    for (size_t s = 0; s < count; s++)
+        sum += 1.0 / (double)(s + 1);
+    return sum;
+}
+
+static uint64_t live_bytes(const struct evaluation *e)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(e->rb)), REBATCH_OK);
+    return stats.live_bytes;
+}
+
+Test(step_map, every_sample_counts_once_whatever_the_cut)
+{
+    struct evaluation e;
+    rebatch_step_report report;
+    const rebatch_map_ops ops = evaluation_ops();
+    open_all(&e, MIB(4), KIB(100)); /* 39 samples at once */
+    cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, &report), REBATCH_OK, "%s", rebatch_last_error());
+    for (size_t s = 0; s < 200; s++)
+        cr_assert_eq(e.result[s], 1, "sample %zu has %u results", s, e.result[s]);
+    cr_assert_eq(e.sum, sum_of(200));
+    cr_assert_gt(report.ooms_in[REBATCH_PHASE_MAP], 0);
+    cr_assert_eq(report.micro, e.largest);
+    cr_assert_eq(report.microbatches + report.ooms_in[REBATCH_PHASE_MAP], report.attempts);
+    cr_assert_leq(e.largest, 39);
+    cr_assert_geq(e.largest, 19);
+    cr_assert_eq(live_bytes(&e), KIB(64), "what the attempts have allocated was not taken back");
+    close_all(&e);
+}
+
+Test(step_map, the_size_is_kept_and_grows_again)
+{
+    struct evaluation e;
+    rebatch_step_report report;
+    const rebatch_map_ops ops = evaluation_ops();
+    open_all(&e, MIB(4), KIB(100));
+    cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, &report), REBATCH_OK);
+    cr_assert_eq(rebatch_map(e.rb, &ops, 30, &e, &report), REBATCH_OK);
+    cr_assert_eq(report.ooms, 0, "what it had learned is forgotten");
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(e.rb), MIB(32)), REBATCH_OK);
+    for (int i = 0; i < 8; i++)
+        cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, &report), REBATCH_OK);
+    cr_assert_eq(e.largest, 200, "it went up to %zu only", e.largest);
+    close_all(&e);
+}
+
+Test(step_map, a_failure_undoes_what_the_calls_allocated_and_restores_guarded_state)
+{
+    struct evaluation e;
+    const rebatch_map_ops ops = evaluation_ops();
+    open_all(&e, MIB(4), KIB(100));
+    e.fail_from = 150;
+    cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, NULL), REBATCH_E_USER + 7);
+    cr_assert_not_null(strstr(rebatch_last_error(), "rebatch_map of samples"), "%s",
+                       rebatch_last_error());
+    cr_assert_eq(e.sum, 0);
+    cr_assert_null(e.kept);
+    cr_assert_eq(live_bytes(&e), 0);
+    close_all(&e);
+}
+
+Test(step_map, one_sample_that_does_not_fit_is_the_end)
+{
+    struct evaluation e;
+    rebatch_step_report report;
+    const rebatch_map_ops ops = evaluation_ops();
+    open_all(&e, MIB(4), MIB(5));
+    cr_assert_eq(rebatch_map(e.rb, &ops, 16, &e, &report), REBATCH_E_EXHAUSTED);
+    cr_assert_not_null(strstr(rebatch_last_error(), "out of memory in rebatch_map of 1 sample"),
+                       "%s", rebatch_last_error());
+    cr_assert_eq(report.status, REBATCH_E_EXHAUSTED);
+    cr_assert_eq(report.micro, 0);
+    cr_assert_eq(e.sum, 0);
+    close_all(&e);
+}
+
+Test(step_map, largest_and_the_limits_hold)
+{
+    struct evaluation e;
+    rebatch_map_ops ops = evaluation_ops();
+    ops.largest = 7;
+    open_all(&e, MIB(4), KIB(1));
+    cr_assert_eq(rebatch_map(e.rb, &ops, 100, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.largest, 7);
+    cr_assert_eq(rebatch_map(e.rb, &ops, 3, &e, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_map(e.rb, &ops, 0, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.result[0], 2);
+    close_all(&e);
+}
+
+/* ---- beside training ---- */
+
+static rebatch_status zero(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status resize(size_t samples, void *user)
+{
+    struct evaluation *e = user;
+    void *memory;
+    e->resizes++;
+    const rebatch_status status =
+        rebatch_pool_alloc(&memory, rebatch_get_pool(e->rb), samples * e->sample_bytes, NULL, 0);
+    if (!status) {
+        e->buffer = memory;
+        e->room = samples;
+    }
+    return status;
+}
+
+static rebatch_status use_buffer(const rebatch_microbatch *mb, void *user)
+{
+    struct evaluation *e = user;
+    cr_assert_leq(mb->count, e->room, "%zu samples in a buffer for %zu", mb->count, e->room);
+    rebatch_mutating(e->rb);
+    memset(e->buffer, 1, mb->count * e->sample_bytes);
+    for (size_t s = mb->first; s < mb->first + mb->count; s++)
+        e->result[s]++;
+    e->largest = mb->count > e->largest ? mb->count : e->largest;
+    return REBATCH_OK;
+}
+
+static rebatch_status train_alone(const rebatch_microbatch *mb, void *user)
+{
+    struct evaluation *e = user;
+    void *memory;
+    const rebatch_status status =
+        rebatch_pool_alloc(&memory, mb->pool, mb->count * e->sample_bytes * 2, mb->stream, 0);
+    if (status)
+        return status;
+    rebatch_mutating(e->rb);
+    return rebatch_pool_free(mb->pool, memory);
+}
+
+static rebatch_status update(void *user)
+{
+    struct evaluation *e = user;
+    rebatch_mutating(e->rb);
+    e->updates++;
+    return REBATCH_OK;
+}
+
+static rebatch_step_ops training_ops(bool resizes)
+{
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = zero;
+    ops.forward_backward = resizes ? use_buffer : train_alone;
+    ops.optimizer_step = update;
+    ops.resize = resizes ? resize : NULL;
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    return ops;
+}
+
+Test(step_map, training_does_not_notice)
+{
+    struct evaluation e;
+    rebatch_step_report before, after;
+    const rebatch_map_ops map = evaluation_ops();
+    const rebatch_step_ops step = training_ops(false);
+    open_all(&e, MIB(4), KIB(100)); /* training fits 20 samples, evaluation 39 */
+    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, &before), REBATCH_OK);
+    const size_t size = rebatch_get_micro(e.rb, 64);
+    cr_assert_eq(size, 16);
+    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    cr_assert_gt(e.largest, size, "evaluation has the size of training");
+    cr_assert_eq(rebatch_get_micro(e.rb, 64), size);
+    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, &after), REBATCH_OK);
+    cr_assert_eq(after.step, 1, "evaluation counts as a step");
+    cr_assert_eq(after.ooms, 0);
+    cr_assert_eq(after.micro_before, size);
+    close_all(&e);
+}
+
+Test(step_map, with_the_steps_resize_it_uses_the_steps_buffers)
+{
+    struct evaluation e;
+    const rebatch_step_ops step = training_ops(true);
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = use_buffer;
+    map.resize = resize;
+    open_all(&e, MIB(4), KIB(100));
+    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, NULL), REBATCH_OK);
+    const size_t resizes = e.resizes;
+    cr_assert_eq(e.room, 32);
+    e.largest = 0;
+    memset(e.result, 0, sizeof e.result);
+    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.resizes, resizes);
+    cr_assert_eq(e.largest, 32);
+    for (size_t s = 0; s < 200; s++)
+        cr_assert_eq(e.result[s], 1);
+    cr_assert_eq(rebatch_step(e.rb, &step, 64, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.resizes, resizes, "the step's buffers were made again");
+    close_all(&e);
+}
+
+Test(step_map, before_the_first_step_it_makes_the_buffers)
+{
+    struct evaluation e;
+    const rebatch_step_ops step = training_ops(true);
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = use_buffer;
+    map.resize = resize;
+    map.largest = 64;
+    open_all(&e, MIB(4), KIB(100));
+    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.room, 32);
+    const size_t resizes = e.resizes;
+    cr_assert_eq(rebatch_step(e.rb, &step, 32, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.resizes, resizes);
+    close_all(&e);
+}
+
+static rebatch_status resize_otherwise(size_t samples, void *user)
+{
+    return resize(samples, user);
+}
+
+Test(step_map, with_another_resize_the_steps_buffers_give_way)
+{
+    struct evaluation e;
+    const rebatch_step_ops step = training_ops(true);
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = use_buffer;
+    map.resize = resize_otherwise;
+    open_all(&e, MIB(4), KIB(100));
+    cr_assert_eq(rebatch_step(e.rb, &step, 32, &e, NULL), REBATCH_OK);
+    const size_t resizes = e.resizes;
+    cr_assert_eq(rebatch_map(e.rb, &map, 200, &e, NULL), REBATCH_OK);
+    cr_assert_gt(e.resizes, resizes);
+    cr_assert_leq(live_bytes(&e), MIB(4));
+    const size_t again = e.resizes;
+    cr_assert_eq(rebatch_step(e.rb, &step, 32, &e, NULL), REBATCH_OK);
+    cr_assert_gt(e.resizes, again);
+    close_all(&e);
+}
+
+static rebatch_status evaluate_within(const rebatch_microbatch *mb, void *user)
+{
+    struct evaluation *e = user;
+    const rebatch_map_ops ops = evaluation_ops();
+    cr_assert_eq(rebatch_map(e->rb, &ops, 4, e, NULL), REBATCH_E_STATE);
+    return mb->count ? REBATCH_OK : REBATCH_E_STATE;
+}
+
+Test(step_map, what_it_refuses)
+{
+    struct evaluation e;
+    rebatch_map_ops ops = REBATCH_MAP_OPS_INIT;
+    open_all(&e, MIB(4), KIB(1));
+    cr_assert_eq(rebatch_map(NULL, &ops, 4, &e, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_map(e.rb, NULL, 4, &e, NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_E_INVALID);
+    cr_assert_not_null(strstr(rebatch_last_error(), "ops.run is NULL"));
+    ops.run = evaluate_within;
+    cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_OK);
+    ops.struct_size = 3;
+    cr_assert_eq(rebatch_map(e.rb, &ops, 4, &e, NULL), REBATCH_E_INVALID);
+    close_all(&e);
+}
