@@ -238,7 +238,8 @@ PRELOAD_GPU_TESTS := $(addprefix $(BUILD)/tests/gpu/preload_,blocks_static block
 $(BUILD)/tests/gpu/preload_%_static: private CUDART := -cudart static
 $(BUILD)/tests/gpu/preload_%_shared: private CUDART := -cudart shared
 $(BUILD)/tests/gpu/preload_%_thread: private CUDART := -cudart static --default-stream per-thread
-PRELOAD_CU = $(Q)$(NVCC) -std=c++17 -O2 $(GPU_CODE) -Xcompiler -Wall,-Wextra,-pthread $(CUDART) -Iinclude -o $@ $<
+PRELOAD_CU = $(Q)$(NVCC) -std=c++17 -O2 -arch=$(or $(GPU_ARCH),sm_80) -Xcompiler -Wall,-Wextra,-pthread $(CUDART) -Iinclude -o $@ $< \
+    -Xlinker -rpath=$(CUDA_HOME)/lib64
 $(BUILD)/tests/gpu/preload_blocks_%: tests/gpu/preload_blocks.cu $(BUILD)/kernels/flags
 	@mkdir -p $(@D)
 	$(PRELOAD_CU)
@@ -374,7 +375,7 @@ test-wrap-existing: ## CUDA trainers before and after ten lines of rebatch (need
 test-preload-gpu: ## CUDA programs, PyTorch and compute-sanitizer under librebatch_wrap.so (needs a GPU)
 	@scripts/install-deps build
 	$(SUBMAKE) $(PRELOAD) $(COMMAND) $(PRELOAD_GPU_TESTS)
-	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-preload-gpu $(BUILD)
+	@scripts/test-preload-gpu $(BUILD)
 
 test-gpu-large: ## GPT-2 124M on a GPU: the same bits for every cut and at every level of lighten
 	@scripts/install-deps build

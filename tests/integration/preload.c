@@ -255,6 +255,20 @@ Test(preload, the_first_form_of_the_functions)
     done(&r);
 }
 
+/* CUDA does not work in a child process of fork(): it is neither counted nor reported. */
+Test(preload, a_child_process_is_left_alone)
+{
+    struct run r =
+        preload_run("--limit 1MiB --record x.trace", "program", "asked a900000 y900000 a100000");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect_str_eq(r.out, "a900000 = 0 0x40000000\na900000 = 0 0x400dbc00\n"
+                            "a100000 = 0 0x400dbc00\n");
+    cr_expect(strncmp(r.error, "rebatch run: 2 allocations, 0 beyond", 36) == 0, "%s", r.error);
+    cr_expect_eq(strchr(r.error, '\n')[1], '\0', "%s", r.error);
+    expect_trace("x.trace", "a 1 900000 0\na 2 100000 0\n");
+    done(&r);
+}
+
 /* What the driver refuses to free is still there. */
 Test(preload, a_free_that_fails_frees_nothing)
 {

@@ -10,6 +10,7 @@
  *                      stream 99, physical
  *   i0 x0 k0           asks what there is; ends without exit(); is killed
  *   dN                 makes device N current
+ *   yN                 allocates N bytes in a child process, which ends by itself
  *   w0                 four threads allocate and free at once
  * With a session (SESSION) also:
  *   AN FN              the same as aN and fN by rebatch_alloc() and rebatch_free()
@@ -22,6 +23,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "ways.h"
@@ -112,6 +114,17 @@ static void set_device(int device)
     memcpy(&set, &found, sizeof set);
     (void)set(device);
     program.device = device;
+}
+
+static void allocate_in_child(size_t bytes)
+{
+    (void)fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        allocate('a', bytes);
+        exit(0);
+    }
+    (void)waitpid(child, NULL, 0);
 }
 
 /* ---- threads ---- */
@@ -251,6 +264,8 @@ static void act(const char *action)
         release(action[0], number);
     } else if (action[0] == 'd') {
         set_device((int)number);
+    } else if (action[0] == 'y') {
+        allocate_in_child(number);
     } else if (action[0] == 'w') {
         run_threads();
     } else if (action[0] == 'i') {
