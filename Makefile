@@ -62,6 +62,7 @@ COMMAND := $(BUILD)/rebatch
 GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
 MINIMAL := $(BUILD)/examples/minimal
+EXAMPLES := $(addprefix $(BUILD)/examples/,mlp evaluate variable_length)
 GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
@@ -92,7 +93,7 @@ GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(GUIDE) $(MAN_PAGES)
+all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(EXAMPLES) $(GUIDE) $(MAN_PAGES)
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
@@ -155,7 +156,7 @@ $(GPT)-cuda $(DEMO)-cuda: $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 	$(Q)$(CC) $(SANITIZE) -o $@ $< -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/..' $(LIBS)
 
-$(GUIDE): %: %.o $(STATIC)
+$(EXAMPLES) $(GUIDE): %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
 # What of the preloaded library takes no function of others is tested within the program.
@@ -319,7 +320,7 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 # Programs that tests run as a user would.
-TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS))
+TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(EXAMPLES) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS))
 TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
     REBATCH_LOG_LEVEL=quiet
 

@@ -1,0 +1,86 @@
+/* Owns the tests of the examples of one file: what they print, in much memory and in little.
+ * Must not know the library's inside. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "cli_common.h"
+#include "unit/config_files.h"
+
+TestSuite(examples, .init = cli_enter, .fini = config_leave);
+
+static const char *program(const char *name)
+{
+    static char path[PATH_MAX];
+    (void)snprintf(path, sizeof path, "%.*s/%s", (int)(strlen(cli_minimal) - strlen("/minimal")),
+                   cli_minimal, name);
+    return path;
+}
+
+/* What a line says from `words` on, up to `end`. */
+static const char *part(const struct run *r, const char *words, const char *end)
+{
+    static char text[2][512];
+    static int at;
+    const char *from = strstr(r->out, words);
+    cr_assert_not_null(from, "no %s in: %s%s", words, r->out, r->error);
+    at = !at;
+    (void)snprintf(text[at], sizeof text[at], "%.*s", (int)strcspn(from, end), from);
+    return text[at];
+}
+
+static void expect_clean(const char *name)
+{
+    char line[2 * PATH_MAX];
+    (void)snprintf(line, sizeof line, "--check -- '%s'", program(name));
+    struct run r = cli_run("", "run", line);
+    cr_expect_eq(r.code, 0, "%s%s", r.out, r.error);
+    cr_expect(strstr(r.out, "no mistakes: ") && !strstr(r.out, "note "), "%s%s", r.out, r.error);
+    done(&r);
+}
+
+Test(examples, mlp_has_the_weights_of_the_plain_loop)
+{
+    struct run r = cli_run_program(program("mlp"), "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_assert(strstr(r.out, "the same weights: yes\n"), "%s", r.out);
+    cr_assert(strstr(r.out, ", micro-batch 256 x 2\n"), "%s", r.out);
+    done(&r);
+    expect_clean("mlp");
+}
+
+Test(examples, evaluate_has_a_size_of_its_own_and_the_same_bits)
+{
+    struct run little = cli_run_program(program("evaluate"), "1");
+    struct run much = cli_run_program(program("evaluate"), "64");
+    cr_assert_eq(little.code, 0, "%s", little.error);
+    cr_assert_eq(much.code, 0, "%s", much.error);
+    cr_assert(strstr(part(&little, "step 5: loss ", "\n"), "micro-batches of 32"));
+    cr_assert(strstr(part(&little, "step 5: loss ", "\n"), ", 62 at once"));
+    cr_assert(strstr(part(&much, "step 5: loss ", "\n"), ", 500 at once"));
+    cr_assert_str_eq(part(&little, "step 5: loss ", "i"), part(&much, "step 5: loss ", "i"));
+    const char *held_out = strstr(little.out, "step 5: ");
+    held_out = strstr(held_out, "held out: ");
+    char text[32];
+    (void)snprintf(text, sizeof text, "%.18s", held_out);
+    cr_assert(strstr(much.out, text), "%s is not in %s", text, much.out);
+    done(&little);
+    done(&much);
+    expect_clean("evaluate");
+}
+
+Test(examples, variable_length_is_cut_by_cost_and_has_the_same_bits)
+{
+    struct run little = cli_run_program(program("variable_length"), "128");
+    struct run much = cli_run_program(program("variable_length"), "65536");
+    cr_assert_eq(little.code, 0, "%s", little.error);
+    cr_assert_str_eq(part(&little, "weights ", "\n"), part(&much, "weights ", "\n"));
+    size_t lines = 0;
+    for (const char *at = little.out; (at = strstr(at, "longest")); at++)
+        lines++;
+    cr_assert_geq(lines, 3, "%s", little.out);
+    cr_assert(strstr(much.out, "sequences  0-47, longest 300, cost 14400\n"), "%s", much.out);
+    done(&little);
+    done(&much);
+    expect_clean("variable_length");
+}
