@@ -247,7 +247,8 @@ typedef struct rebatch_event {
 
 /** What to do about an OOM that would occur again at the same micro-batch size. */
 typedef enum rebatch_on_oom {
-    REBATCH_ON_OOM_DEFAULT = 0, /**< REBATCH_ON_OOM_HALVE */
+    REBATCH_ON_OOM_DEFAULT = 0, /**< REBATCH_ON_OOM_FIT with the memory model of a probe, or of
+                                     `learn`; else REBATCH_ON_OOM_HALVE */
     REBATCH_ON_OOM_HALVE,       /**< halve the micro-batch that failed; after a growth that failed:
                                      return to the size before it, if that is more than half */
     REBATCH_ON_OOM_STOP,        /**< end the step with REBATCH_E_EXHAUSTED */
@@ -277,7 +278,8 @@ typedef struct rebatch_options {
     size_t micro_smallest; /**< smallest micro-batch size; 0: 1 */
     size_t micro_largest;  /**< largest micro-batch size; 0: the effective batch */
 
-    rebatch_on_oom on_oom;    /**< what to do after an OOM; default: halve */
+    rebatch_on_oom
+        on_oom; /**< what to do after an OOM; default: fit where a memory model is known */
     rebatch_toggle admission; /**< do not start an attempt whose memory is known not to be
                                    available; default on */
     rebatch_toggle lighten;   /**< call the step's lighten when the smallest micro-batch does not

@@ -141,8 +141,8 @@ rebatch_log_level rbi_config_log_level(const struct rbi_entry *entry)
 
 static void fill(rebatch_options *o, const struct rebatch_config *config, bool is_override)
 {
-    static const rebatch_on_oom on_oom[] = {REBATCH_ON_OOM_HALVE, REBATCH_ON_OOM_FIT,
-                                            REBATCH_ON_OOM_STOP};
+    static const rebatch_on_oom on_oom[] = {REBATCH_ON_OOM_DEFAULT, REBATCH_ON_OOM_HALVE,
+                                            REBATCH_ON_OOM_FIT, REBATCH_ON_OOM_STOP};
     static const rebatch_log_format formats[] = {REBATCH_LOG_TEXT, REBATCH_LOG_JSON};
     if (o->pool.struct_size == 0 || !is_override)
         o->pool.struct_size = sizeof o->pool;

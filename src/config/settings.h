@@ -91,11 +91,12 @@ enum rbi_setting_kind {
       .most = UINT32_MAX,                                                                          \
       .help = "How many of the latest allocations, frees, mappings, OOMs and rollbacks are "       \
               "kept for snapshots.")                                                               \
-    X(RECOVERY_ON_OOM, .key = "recovery.on_oom", .kind = RBI_CHOICE, .initial = "halve",           \
-      .choices = {"halve", "fit", "stop"},                                                         \
+    X(RECOVERY_ON_OOM, .key = "recovery.on_oom", .kind = RBI_CHOICE, .initial = "auto",            \
+      .choices = {"auto", "halve", "fit", "stop"},                                                 \
       .help =                                                                                      \
           "After an OOM, try half of the micro-batch that failed, or the largest size "            \
-          "that is predicted to fit (half if nothing is known), or end the step with an error.")   \
+          "that is predicted to fit (half if nothing is known), or end the step with an error. "   \
+          "auto: fit after a probe or learn, else halve.")                                         \
     X(RECOVERY_ADMISSION, .key = "recovery.admission", .kind = RBI_SWITCH, .initial = "true",      \
       .help = "Do not start a micro-batch whose memory is known not to be available.")             \
     X(RECOVERY_LIGHTEN, .key = "recovery.lighten", .kind = RBI_SWITCH, .initial = "true",          \

@@ -56,9 +56,11 @@ static rebatch_status say_oom(const rebatch_oom_report *report, size_t headroom_
         rbi_text_add_bytes(&t, report->limit_bytes);
         rbi_text_add(&t, " limit");
     }
-    rbi_text_add(&t, "; up to ");
-    rbi_text_add_bytes(&t, report->would_fit_bytes);
-    rbi_text_add(&t, " would have fitted");
+    if (report->would_fit_bytes) {
+        rbi_text_add(&t, "; up to ");
+        rbi_text_add_bytes(&t, report->would_fit_bytes);
+        rbi_text_add(&t, " would have fitted");
+    }
     return rbi_error(REBATCH_OOM, "%s", text);
 }
 

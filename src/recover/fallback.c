@@ -46,11 +46,18 @@ static size_t refit(const rebatch *rb, size_t failed)
     return rb->by_cost ? size : rbi_round_size(&rb->options, size);
 }
 
+/* Sizes that ran do not say enough of others; a memory model does. */
+static bool goes_by_prediction(const rebatch *rb)
+{
+    return rb->options.on_oom == REBATCH_ON_OOM_FIT ||
+           (rb->options.on_oom == REBATCH_ON_OOM_DEFAULT && rbi_need_has_model(rb, rb->lighten));
+}
+
 /* The largest size that is predicted to fit in what there is now; 0 when that is not to be known.
  * Two predictions in a row that did not hold show that they are not to be had here. */
 static size_t predicted_size(rebatch *rb, size_t failed)
 {
-    if (rb->options.on_oom != REBATCH_ON_OOM_FIT)
+    if (!goes_by_prediction(rb))
         return 0;
     const bool was_predicted = failed == rb->fitted;
     if (was_predicted && rb->refitted)

@@ -24,7 +24,7 @@ static rebatch_status check_options(const rebatch_options *o)
         return status;
     if (o->on_oom > REBATCH_ON_OOM_FIT)
         return rbi_error(REBATCH_E_INVALID,
-                         "on_oom is %d: expected REBATCH_ON_OOM_HALVE, _STOP or _FIT",
+                         "on_oom is %d: expected REBATCH_ON_OOM_DEFAULT, _HALVE, _STOP or _FIT",
                          (int)o->on_oom);
     if (o->learn == REBATCH_ON && o->micro_start)
         return rbi_error(REBATCH_E_INVALID,
@@ -62,8 +62,6 @@ static void set_defaults(rebatch_options *o)
                                          : DEFAULT_GROW_AFTER;
     if (o->grow_wait_max == 0)
         o->grow_wait_max = (uint32_t)rbi_max(DEFAULT_GROW_WAIT_MAX, o->grow_after);
-    if (o->on_oom == REBATCH_ON_OOM_DEFAULT)
-        o->on_oom = REBATCH_ON_OOM_HALVE;
     if (o->pool.struct_size == 0)
         o->pool = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
 }

@@ -17,8 +17,8 @@ struct rbi_sizes;
 
 /* REBATCH_E_STATE, for `function`, while callbacks can run. */
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
-/* As they hold: every zero is replaced by its default, but for the level of events, whose default
- * depends on who gets them. */
+/* As they hold: every zero is replaced by its default, but for on_oom, whose default depends on what
+ * is known, and for the level of events, whose default depends on who gets them. */
 const rebatch_options *rbi_session_options(const rebatch *rb);
 rebatch_device *rbi_session_device(const rebatch *rb);
 /* The number of the effective batch, and its samples while callbacks can run. */

@@ -107,7 +107,7 @@ Test(cli_config, show)
            "};\n"
            "\n"
            "recovery = {\n"
-           "    on_oom          = \"halve\";    # default\n"
+           "    on_oom          = \"auto\";     # default\n"
            "    admission       = true;       # default\n"
            "    lighten         = true;       # default\n"
            "    max_attempts    = 64;         # default\n"

@@ -145,20 +145,34 @@ Test(probe_state, bad_arguments_are_refused)
 
 /* ---- on_oom = fit ---- */
 
-Test(probe_state, fit_goes_to_the_largest_that_the_model_says_fits)
+static void expect_fit(rebatch_on_oom on_oom)
 {
     struct bed bed;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     rebatch_step_report report;
-    options.on_oom = REBATCH_ON_OOM_FIT;
+    options.on_oom = on_oom;
     bed_open_typical(&bed, MIB(16), &options);
     cr_assert_eq(bed_probe(&bed, 64, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_pool_trim(rebatch_get_pool(bed.rb), 0, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_set_capacity(bed.device, MIB(12)), REBATCH_OK);
     cr_assert_eq(rebatch_step(bed.rb, &bed.ops, 64, &bed.load, &report), REBATCH_OK);
-    cr_assert_gt(report.micro_after, bed.report.size / 2 + 2);
+    if (on_oom == REBATCH_ON_OOM_HALVE)
+        cr_assert_eq(report.micro_after, bed.report.size / 2);
+    else
+        cr_assert_gt(report.micro_after, bed.report.size / 2 + 2);
     cr_assert_lt(report.micro_after, bed.report.size);
     bed_close(&bed);
+}
+
+Test(probe_state, fit_goes_to_the_largest_that_the_model_says_fits)
+{
+    expect_fit(REBATCH_ON_OOM_FIT);
+}
+
+Test(probe_state, with_a_model_fit_is_the_default)
+{
+    expect_fit(REBATCH_ON_OOM_DEFAULT);
+    expect_fit(REBATCH_ON_OOM_HALVE);
 }
 
 /* ---- growth by prediction ---- */

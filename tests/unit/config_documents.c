@@ -159,7 +159,7 @@ Test(config_documents, defaults_are_those_of_the_headers)
          "0: rounding to REBATCH_POOL_UNIT_BYTES only", "0"},
         {"memory.guard", "pool.h", "rebatch_toggle guard;", "default off", "false"},
         {"memory.events", "pool.h", "uint32_t events;", "0: none", "0"},
-        {"recovery.on_oom", "step.h", "rebatch_on_oom on_oom;", "default: halve", "halve"},
+        {"recovery.on_oom", "step.h", "rebatch_on_oom on_oom;", "default: fit where", "auto"},
         {"recovery.admission", "step.h", "rebatch_toggle admission;", "default on", "true"},
         {"recovery.lighten", "step.h", "rebatch_toggle lighten;", "default on", "true"},
         {"recovery.max_attempts", "step.h", "uint32_t max_attempts;", "0: 64", "64"},

@@ -100,7 +100,7 @@ Test(config_errors, wrong_types)
         {"memory = { limit = ( 1, \"x\" ); };", "t.cfg:1: memory.limit is a list: " LIMIT},
         {"memory = { limit = { bytes = 1; }; };", "t.cfg:1: memory.limit is a group: " LIMIT},
         {"recovery = { on_oom = 0; };", "t.cfg:1: recovery.on_oom is 0, a whole number: expected "
-                                        "text, \"halve\", \"fit\" or \"stop\""},
+                                        "text, \"auto\", \"halve\", \"fit\" or \"stop\""},
         {"log = { level = true; };", "t.cfg:1: log.level is true, a boolean: expected text, "
                                      "\"auto\", \"quiet\", \"error\", \"warn\", "
                                      "\"info\" or \"debug\""},
@@ -178,8 +178,8 @@ Test(config_errors, wrong_values)
         {"memory = { max_split = 0; };",
          "t.cfg:1: memory.max_split is 0, a size of zero: expected bytes such as 1048576 or "
          "\"22GiB\", or \"none\""},
-        {"recovery = { on_oom = \"halv\"; };",
-         "t.cfg:1: recovery.on_oom is \"halv\": expected text, \"halve\", \"fit\" or \"stop\""},
+        {"recovery = { on_oom = \"halv\"; };", "t.cfg:1: recovery.on_oom is \"halv\": expected "
+                                               "text, \"auto\", \"halve\", \"fit\" or \"stop\""},
     };
     EXPECT_MISTAKES(list);
 }
@@ -533,7 +533,7 @@ Test(config_errors, variables)
          "without: " LIMIT},
         {"REBATCH_RECOVERY_ON_OOM", "'fit'",
          "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"'fit'\", in quotes, which a variable goes "
-         "without: expected text, \"halve\", \"fit\" or \"stop\""},
+         "without: expected text, \"auto\", \"halve\", \"fit\" or \"stop\""},
         {"REBATCH_MEMORY_LIMIT", "\xff\xc3\x28\x1b[1m \xc3\xa4",
          "REBATCH_MEMORY_LIMIT: memory.limit is \"\\xff\\xc3(\\x1b[1m \xc3\xa4\", not a "
          "size: " LIMIT},
@@ -547,7 +547,8 @@ Test(config_errors, variables)
         {"REBATCH_MEMORY_REPLAY", "off",
          "REBATCH_MEMORY_REPLAY: memory.replay is \"off\": expected a boolean, true or false"},
         {"REBATCH_RECOVERY_ON_OOM", "retry",
-         "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"retry\": expected text, \"halve\", "
+         "REBATCH_RECOVERY_ON_OOM: recovery.on_oom is \"retry\": expected text, \"auto\", "
+         "\"halve\", "
          "\"fit\" or \"stop\""},
         {"REBATCH_MEMORY_LIMT", "5",
          "REBATCH_MEMORY_LIMT is not a setting's variable; did you mean REBATCH_MEMORY_LIMIT?"},

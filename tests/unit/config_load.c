@@ -35,7 +35,7 @@ static const struct value {
     {"memory.rounding", "16", "16", "0"},
     {"memory.guard", "true", "true", "false"},
     {"memory.events", "1000", "1000", "0"},
-    {"recovery.on_oom", "\"stop\"", "stop", "\"halve\""},
+    {"recovery.on_oom", "\"stop\"", "stop", "\"auto\""},
     {"recovery.admission", "false", "false", "true"},
     {"recovery.lighten", "false", "false", "true"},
     {"recovery.max_attempts", "5", "5", "64"},
@@ -307,7 +307,7 @@ Test(config_load, options_at_the_defaults)
                  .replay = REBATCH_ON},
         .micro_smallest = 1,
         .micro_multiple_of = 1,
-        .on_oom = REBATCH_ON_OOM_HALVE,
+        .on_oom = REBATCH_ON_OOM_DEFAULT,
         .admission = REBATCH_ON,
         .lighten = REBATCH_ON,
         .max_attempts = 64,
@@ -466,7 +466,8 @@ Test(config_load, on_oom_says_each_of_its_choices)
     static const struct {
         const char *text;
         rebatch_on_oom on_oom;
-    } list[] = {{"halve", REBATCH_ON_OOM_HALVE},
+    } list[] = {{"auto", REBATCH_ON_OOM_DEFAULT},
+                {"halve", REBATCH_ON_OOM_HALVE},
                 {"fit", REBATCH_ON_OOM_FIT},
                 {"stop", REBATCH_ON_OOM_STOP}};
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
