@@ -259,7 +259,7 @@ static rebatch_status run_cuts(struct check *c)
     return status;
 }
 
-/* One note for all names. */
+/* One note for all names. What is guarded is a state, not a sum over the batch. */
 static void note_weights(struct check *c)
 {
     char names[160];
@@ -267,7 +267,7 @@ static void note_weights(struct check *c)
     const struct rbi_watched *watched;
     const size_t count = rbi_watched_get(&watched, c->rb);
     for (size_t i = 0; i < count; i++)
-        if (!is_settled(c, watched[i].name) &&
+        if (!is_settled(c, watched[i].name) && !rbi_guards_hold(c->rb, watched[i].pointer) &&
             rbi_values_doubled(&watched[i], c->reference.copies[i], c->now.copies[i]))
             rbi_text_add(&t, "%s\"%s\"", t.length ? ", " : "", watched[i].name);
     if (t.length)

@@ -80,7 +80,8 @@ struct rbi_stale_block {
     const char *address;
     size_t bytes;
     struct rbi_place place; /* where it was allocated */
-    uint64_t digest;        /* of its contents when it was taken back */
+    bool is_cached;         /* when it was taken back, the pool kept its memory */
+    uint64_t digest;        /* of its contents then */
 };
 
 struct rbi_stale_list {
@@ -93,8 +94,7 @@ struct rbi_stale {
     const struct rbi_strike_plan *plan;
     struct rbi_stale_list live; /* allocated, and neither freed nor taken back */
     struct rbi_stale_list gone; /* taken back, and not allocated again */
-    struct rbi_pool_traffic traffic;
-    uint64_t remaps;
+    uint64_t moves;             /* calls that have moved the pool's memory */
 };
 
 /* Records the pool's calls until rbi_stale_end(). */

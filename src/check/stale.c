@@ -2,6 +2,7 @@
  * attempts. Must not know what else is compared. */
 #include "check/check.h"
 #include "device/device.h"
+#include "pool/view.h"
 
 /* So much of a block is looked at. */
 #define LOOKED_AT_BYTES 4096
@@ -38,8 +39,10 @@ static void on_call(void *user, enum rbi_pool_call call, const void *address, si
     struct rbi_stale *stale = user;
     (void)stream;
     if (call == RBI_POOL_ALLOC && bytes) {
+        size_t whole = bytes; /* of which all is filled */
+        (void)rbi_pool_check_size(&whole, rebatch_get_pool(stale->plan->rb), bytes);
         for (size_t i = stale->gone.count; i-- > 0;)
-            if (overlap(&stale->gone.blocks[i], address, bytes))
+            if (overlap(&stale->gone.blocks[i], address, whole))
                 remove_at(&stale->gone, i);
         add(&stale->live, &(struct rbi_stale_block){
                               .address = address, .bytes = bytes, .place = stale->plan->place});
@@ -69,24 +72,39 @@ static bool read_digest(uint64_t *out, const struct rbi_stale *stale,
     return true;
 }
 
-/* Whether the pool's memory is where it was: else what was taken back may be mapped elsewhere. */
+/* Whether the pool's memory is where it was: else what was taken back may be mapped elsewhere, or
+ * nowhere. */
 static bool is_settled(struct rbi_stale *stale)
 {
-    struct rbi_pool_traffic now;
     rebatch_pool_stats stats;
-    rebatch_pool *pool = rebatch_get_pool(stale->plan->rb);
-    rbi_pool_read_traffic(&now, pool);
-    if (rebatch_pool_get_stats(&stats, pool))
+    if (rebatch_pool_get_stats(&stats, rebatch_get_pool(stale->plan->rb)))
         return false;
-    const bool is_same = now.taken_bytes == stale->traffic.taken_bytes &&
-                         now.given_bytes == stale->traffic.given_bytes &&
-                         stats.remaps == stale->remaps;
-    stale->traffic = now;
-    stale->remaps = stats.remaps;
+    const uint64_t moves =
+        stats.device_allocations + stats.device_frees + stats.trims + stats.remaps;
+    const bool is_same = moves == stale->moves;
+    stale->moves = moves;
     return is_same;
 }
 
 /* ---- taken back ---- */
+
+/* The pool may have given the memory back to the device. */
+static void find_cached(const struct rbi_stale *stale, struct rbi_stale_list *list, size_t from)
+{
+    struct rbi_view_piece piece;
+    rebatch_pool *pool = rebatch_get_pool(stale->plan->rb);
+    rbi_view_open(pool);
+    struct rbi_view_walk walk = rbi_view_ranges(pool);
+    for (; walk.range; rbi_view_next_range(&walk))
+        while (rbi_view_next(&piece, &walk))
+            for (size_t i = from; i < list->count && piece.state == RBI_VIEW_FREE; i++) {
+                struct rbi_stale_block *const block = &list->blocks[i];
+                block->is_cached |= block->address >= piece.address &&
+                                    block->address + rbi_min(block->bytes, LOOKED_AT_BYTES) <=
+                                        piece.address + piece.bytes;
+            }
+    rbi_view_close(pool);
+}
 
 void rbi_stale_take_back(struct rbi_stale *stale, bool is_all)
 {
@@ -94,14 +112,20 @@ void rbi_stale_take_back(struct rbi_stale *stale, bool is_all)
         return;
     if (!is_settled(stale))
         stale->gone.count = 0;
+    const size_t from = stale->gone.count;
     for (size_t i = stale->live.count; i-- > 0;) {
-        struct rbi_stale_block block = stale->live.blocks[i];
+        const struct rbi_stale_block block = stale->live.blocks[i];
         if ((!is_all && block.place.serial != stale->plan->place.serial) ||
             block.place.which == RBI_RESIZE)
             continue;
         remove_at(&stale->live, i);
-        if (read_digest(&block.digest, stale, &block))
-            add(&stale->gone, &block);
+        add(&stale->gone, &block);
+    }
+    find_cached(stale, &stale->gone, from);
+    for (size_t i = stale->gone.count; i-- > from;) {
+        struct rbi_stale_block *const block = &stale->gone.blocks[i];
+        if (!block->is_cached || !read_digest(&block->digest, stale, block))
+            remove_at(&stale->gone, i);
     }
 }
 

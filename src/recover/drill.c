@@ -14,6 +14,8 @@ rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebat
 {
     *drill = (struct rbi_drill){.watch = *watch,
                                 .on_oom = rb->options.on_oom,
+                                .max_attempts = rb->options.max_attempts,
+                                .max_ooms_in_row = rb->options.max_ooms_in_row,
                                 .on_event = rb->options.on_event,
                                 .log_level = rb->log.level};
     drill->sizes = rbi_heap_calloc(1, sizeof *drill->sizes);
@@ -29,6 +31,8 @@ rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebat
     rb->launch =
         (struct rbi_launch){.has_injected = drill->watch.has_injected, .user = drill->watch.user};
     rb->options.on_oom = REBATCH_ON_OOM_HALVE;
+    rb->options.max_attempts = (uint32_t)rb->failed_room;
+    rb->options.max_ooms_in_row = 0;
     rb->options.on_event = NULL;
     rb->log.level = REBATCH_LOG_QUIET;
     rb->drill = &drill->watch;
@@ -99,6 +103,8 @@ void rbi_drill_end(struct rbi_drill *drill, rebatch *rb)
     rb->sizes = *drill->sizes;
     rb->launch = *drill->launch;
     rb->options.on_oom = drill->on_oom;
+    rb->options.max_attempts = drill->max_attempts;
+    rb->options.max_ooms_in_row = drill->max_ooms_in_row;
     rb->options.on_event = drill->on_event;
     rb->log.level = drill->log_level;
     rb->drill = NULL;

@@ -179,7 +179,7 @@ static void grow(rebatch *rb, size_t batch)
 {
     const struct rbi_growth *growth = &rb->sizes.growth;
     const bool overrules = growth->clean - growth->wait >= rb->options.grow_wait_max;
-    if (rb->lighten) {
+    if (rb->lighten && rb->ops->lighten) {
         const size_t size = rb->by_cost ? rb->sizes.thrashing.largest : size_now(rb);
         if (overrules || has_room(rb, size, rb->lighten - 1))
             leave_level(rb, overrules);

@@ -105,6 +105,16 @@ bool rbi_guards_exist(const rebatch *rb)
     return rb->guard_count > 0;
 }
 
+bool rbi_guards_hold(const rebatch *rb, const void *address)
+{
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const uintptr_t from = (uintptr_t)rb->guards[i].state, at = (uintptr_t)address;
+        if (at >= from && at - from < rb->guards[i].bytes)
+            return true;
+    }
+    return false;
+}
+
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
 {
     rebatch_status status = REBATCH_OK;

@@ -380,7 +380,8 @@ struct rebatch {
     uint64_t pool_ooms;  /* of the pool, when the step began */
     rebatch_scope scope; /* what the step has allocated, and the frees that wait for its end */
     struct rbi_failure failure;
-    struct rbi_failed_range *failed; /* room for options.max_attempts */
+    struct rbi_failed_range *failed;
+    size_t failed_room; /* at least options.max_attempts */
     size_t failed_count;
     size_t fitted;        /* the size that a prediction chose; 0: none did */
     bool refitted;        /* which was chosen after one that did not hold */

@@ -150,7 +150,8 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     rb->most = SIZE_MAX;
     rb->samples_callback = RBI_FORWARD_BACKWARD;
     (void)pthread_mutex_init(&rb->changing, NULL);
-    rb->failed = rbi_heap_calloc(o.max_attempts, sizeof *rb->failed);
+    rb->failed_room = rbi_max(o.max_attempts, DEFAULT_MAX_ATTEMPTS);
+    rb->failed = rbi_heap_calloc(rb->failed_room, sizeof *rb->failed);
     if (!rb->failed) {
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
         goto fail;

@@ -17,8 +17,8 @@ struct rbi_sizes;
 
 /* REBATCH_E_STATE, for `function`, while callbacks can run. */
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);
-/* As they hold: every zero is replaced by its default, but for on_oom, whose default depends on what
- * is known, and for the level of events, whose default depends on who gets them. */
+/* As they hold: every zero is replaced by its default, but for on_oom, whose default depends on
+ * what is known, and for the level of events, whose default depends on who gets them. */
 const rebatch_options *rbi_session_options(const rebatch *rb);
 rebatch_device *rbi_session_device(const rebatch *rb);
 /* The number of the effective batch, and its samples while callbacks can run. */
@@ -67,6 +67,8 @@ size_t rbi_size_get(const rebatch *rb);
 enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
 
 bool rbi_guards_exist(const rebatch *rb);
+/* Whether the byte at an address is guarded. */
+bool rbi_guards_hold(const rebatch *rb, const void *address);
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point);
 rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point);
 /* Whether a pointer to `address` is in guarded host state now. */
@@ -214,6 +216,7 @@ struct rbi_drill {
     struct rbi_sizes *sizes;
     struct rbi_launch *launch;
     rebatch_on_oom on_oom;
+    uint32_t max_attempts, max_ooms_in_row;
     void (*on_event)(const rebatch_event *event, void *user);
     rebatch_log_level log_level;
     struct rbi_drill_watch watch;

@@ -53,7 +53,7 @@ static uint32_t attempts_of(const rebatch *rb, size_t sample)
 
 static void remember_failed(rebatch *rb, size_t first, size_t end)
 {
-    if (rb->failed_count < rb->options.max_attempts)
+    if (rb->failed_count < rb->failed_room)
         rb->failed[rb->failed_count++] = (struct rbi_failed_range){first, end};
 }
 

@@ -160,10 +160,12 @@ void storm_check_keep(struct storm *s, const struct storm_keep *should, double r
 void storm_check_cut(struct storm *s, const rebatch_microbatch *mb)
 {
     const rebatch_options *const o = &s->plan.options;
-    if (mb->count == 0 || mb->first + mb->count > s->batch || mb->batch != s->batch)
+    const bool is_twice = s->is_checked && mb->batch == 2 * s->batch;
+    if (mb->count == 0 || mb->first + mb->count > s->batch || (mb->batch != s->batch && !is_twice))
         storm_fail(s, "a micro-batch of [%zu, %zu) of %zu in a batch of %zu", mb->first,
                    mb->first + mb->count, mb->batch, s->batch);
-    if (mb->probing != s->is_probing || mb->step != s->step || mb->pool != s->pool)
+    if (mb->probing != (s->is_probing && !s->is_checked) || mb->step != s->step ||
+        mb->pool != s->pool)
         storm_fail(s, "a micro-batch of step %d in step %d", (int)mb->step, (int)s->step);
     const bool is_last = mb->first + mb->count == s->batch;
     if (!storm_is_allowed(o, mb->count) &&

@@ -74,7 +74,9 @@ static void draw_options(rebatch_options *o, uint64_t *dice)
 {
     *o = (rebatch_options)REBATCH_OPTIONS_INIT;
     draw_limits(o, dice);
-    o->on_oom = storm_one_in(dice, 3) ? REBATCH_ON_OOM_FIT : REBATCH_ON_OOM_HALVE;
+    o->on_oom = storm_one_in(dice, 3)   ? REBATCH_ON_OOM_FIT
+                : storm_one_in(dice, 2) ? REBATCH_ON_OOM_DEFAULT
+                                        : REBATCH_ON_OOM_HALVE;
     o->admission = toggle(dice, 3);
     o->lighten = toggle(dice, 6);
     o->growth = toggle(dice, 8);
@@ -130,6 +132,8 @@ void storm_plan_draw(struct storm_plan *p, uint64_t *dice)
     p->steps = (uint32_t)storm_between(dice, 2, 10);
     p->trouble = (unsigned)storm_below(dice, 3);
     p->probes = storm_one_in(dice, 6) ? (unsigned)storm_between(dice, 1, 5) : 0;
+    p->checks = storm_one_in(dice, 12) ? (unsigned)storm_between(dice, 2, 5) : 0;
+    p->maps = storm_one_in(dice, 4) ? (unsigned)storm_between(dice, 1, 5) : 0;
 }
 
 /* ---- a step ---- */

@@ -102,6 +102,8 @@ struct storm_plan {
     size_t base_bytes, unit_bytes, late_bytes, zero_bytes, update_bytes, spare_bytes;
     unsigned trouble; /* 0: memory is short; 1: faults; 2: both */
     unsigned probes;  /* one step in so many has a probe before it; 0: none */
+    unsigned checks;  /* the same of a check */
+    unsigned maps;    /* the same of rebatch_map() */
 };
 
 struct storm;
@@ -164,6 +166,7 @@ struct storm {
     size_t fault_count;
     size_t room_low, room_high; /* what a co-tenant leaves; high 0: it does not move */
     bool is_probing;            /* a probe runs, no step */
+    bool is_checked;            /* a check runs: is_probing is set, too */
     bool is_calm;               /* no more trouble from the program */
 
     /* what should be */
@@ -246,6 +249,8 @@ bool storm_same_bits(const double *a, const double *b, size_t count);
     X(lightened)                                                                                   \
     X(pressed)                                                                                     \
     X(probes)                                                                                      \
+    X(checks)                                                                                      \
+    X(maps)                                                                                        \
     X(recovery_steps)
 
 struct storm_counts {

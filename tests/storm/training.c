@@ -184,6 +184,79 @@ static void probe(struct storm *s)
     storm_check_memory(s, "after a probe");
 }
 
+/* A correct step has no mistakes, and is as before after a check. */
+static void check(struct storm *s)
+{
+    static rebatch_check_report report;
+    rebatch_check_options options = REBATCH_CHECK_OPTIONS_INIT;
+    options.exact = REBATCH_ON;
+    options.most_ooms = 12;
+    storm_say(s, "  check");
+    s->is_probing = s->is_checked = s->is_calm = true;
+    storm_plan_step(s); /* which is no trouble then */
+    set_room(s, STORM_PLENTY_BYTES);
+    mark(s);
+    if (rebatch_watch_at(s->rb, "gradients", &s->keep.gradients, STORM_PARAMETERS * sizeof(double),
+                         REBATCH_F64) ||
+        rebatch_watch(s->rb, "running", s->running, sizeof *s->running, REBATCH_GUARD_DEVICE,
+                      REBATCH_F64))
+        storm_fail(s, "a watch was refused: %s", rebatch_last_error());
+    const rebatch_status status = rebatch_check(s->rb, &s->ops, s->batch, s, &options, &report);
+    s->is_probing = s->is_checked = s->is_calm = false;
+    s->counts->checks++;
+    if (status != REBATCH_OK)
+        storm_fail(s, "the check answered %s: %s", rebatch_status_name(status),
+                   rebatch_last_error());
+    for (size_t i = 0; i < report.finding_count; i++)
+        if (report.findings[i].kind != REBATCH_FINDING_COPED &&
+            report.findings[i].kind != REBATCH_FINDING_WEIGHT) /* of few samples, by chance */
+            storm_fail(s, "the check says: %s", report.findings[i].text);
+    storm_check_keep(s, &s->at_step, s->running_at_step, "after a check");
+    storm_check_memory(s, "after a check");
+}
+
+/* Sums up sample numbers, in memory of its own. */
+struct evaluation {
+    struct storm *storm;
+    size_t next; /* sample */
+};
+
+static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
+{
+    struct evaluation *const e = user;
+    struct storm *const s = e->storm;
+    if (mb->first != e->next || mb->count == 0 || mb->first + mb->count > mb->batch)
+        storm_fail(s, "samples [%zu, +%zu) of a map come after %zu", mb->first, mb->count, e->next);
+    char *const memory = storm_alloc(s, mb->count * s->plan.unit_bytes * 8);
+    if (!memory || (!s->is_calm && storm_one_in(&s->dice, 9)))
+        return REBATCH_OOM;
+    memory[0] = 1;
+    e->next += mb->count;
+    storm_free(s, memory);
+    return REBATCH_OK;
+}
+
+static void map(struct storm *s)
+{
+    struct evaluation e = {.storm = s};
+    const rebatch_map_ops ops = {
+        .struct_size = sizeof ops, .run = evaluate, .largest = storm_below(&s->dice, 9)};
+    const size_t count = storm_below(&s->dice, 100), micro = rebatch_get_micro(s->rb, s->batch);
+    mark(s);
+    const rebatch_status status = rebatch_map(s->rb, &ops, count, &e, NULL);
+    disarm(s);
+    s->counts->maps++;
+    storm_say(s, "  map of %zu: %s", count, rebatch_status_name(status));
+    if (status != REBATCH_OK && status != REBATCH_E_EXHAUSTED)
+        storm_fail(s, "the map answered %s: %s", rebatch_status_name(status), rebatch_last_error());
+    if (status == REBATCH_OK && e.next != count)
+        storm_fail(s, "the map ran %zu samples of %zu", e.next, count);
+    if (rebatch_get_micro(s->rb, s->batch) != micro)
+        storm_fail(s, "a map has changed the size of steps");
+    storm_check_keep(s, &s->at_step, s->running_at_step, "after a map");
+    storm_check_memory(s, "after a map");
+}
+
 /* ---- a step ---- */
 
 static void begin_step(struct storm *s)
@@ -267,10 +340,14 @@ static void stormy_step(struct storm *s, uint32_t number)
     s->batch = storm_between(&s->dice, s->plan.batch_least, s->plan.batch_most);
     s->lengths = storm_hash(s->seed, 10000 + number);
     change_spares(s);
+    if (s->plan.checks && storm_one_in(&s->dice, s->plan.checks))
+        check(s);
     move_tenant(s);
     storm_plan_step(s);
     if (s->plan.probes && storm_one_in(&s->dice, s->plan.probes))
         probe(s);
+    if (s->plan.maps && storm_one_in(&s->dice, s->plan.maps) && !s->has_failed)
+        map(s);
     if (!s->has_failed)
         (void)run_step(s, &report);
 }
