@@ -62,7 +62,7 @@ COMMAND := $(BUILD)/rebatch
 GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
 MINIMAL := $(BUILD)/examples/minimal
-EXAMPLES := $(addprefix $(BUILD)/examples/,mlp evaluate variable_length)
+EXAMPLES := $(addprefix $(BUILD)/examples/,mlp evaluate variable_length separable_cnn)
 GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
@@ -297,7 +297,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
-         $(addsuffix .d,$(GUIDE))
+         $(addsuffix .d,$(EXAMPLES) $(GUIDE))
 
 # ---- what people run ---------------------------------------------------------------------------
 # Several jobs at once, as many as processors, without the user having to say so.
