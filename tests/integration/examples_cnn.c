@@ -46,8 +46,8 @@ Test(examples_cnn, learns)
     done(&r);
 }
 
-/* Down to micro-batches of one group. With 5 MiB an OOM comes behind a forward pass, which has changed
- * the running statistics. */
+/* Down to micro-batches of one group. With 5 MiB an OOM comes behind a forward pass, which has
+ * changed the running statistics. */
 Test(examples_cnn, a_limit_changes_no_bit)
 {
     static const char *const limits[] = {"5", "3", "1"};
