@@ -62,7 +62,7 @@ COMMAND := $(BUILD)/rebatch
 GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
 MINIMAL := $(BUILD)/examples/minimal
-EXAMPLES := $(addprefix $(BUILD)/examples/,mlp evaluate variable_length)
+EXAMPLES := $(addprefix $(BUILD)/examples/,mlp evaluate variable_length separable_cnn)
 GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
@@ -72,6 +72,7 @@ KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
 WRAP_EXISTING := $(BUILD)/examples/wrap_existing
 WRAP_BUFFERS := $(BUILD)/examples/wrap_buffers
+CUDA_EXAMPLES := $(addprefix $(BUILD)/examples/,separable_cnn-cuda cpp_raii)
 PUBLIC_HEADERS := $(wildcard include/rebatch/*.h)
 MAN_PAGES := build/man/man1/rebatch.1 build/man/man3/rebatch.3 \
     $(patsubst include/rebatch/%.h,build/man/man3/rebatch_%.3, \
@@ -233,6 +234,13 @@ $(WRAP_EXISTING) $(WRAP_BUFFERS): $(BUILD)/%: %.cu $(wildcard include/rebatch/*.
 	@mkdir -p $(@D)
 	$(WRAP_CU) -DREBATCH $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
 
+$(BUILD)/examples/separable_cnn-cuda: examples/separable_cnn.cu $(wildcard examples/separable_*.h) examples/output.h
+$(BUILD)/examples/cpp_raii: examples/cpp_raii.cu
+$(CUDA_EXAMPLES): $(PUBLIC_HEADERS) $(BUILD)/kernels/flags $(STATIC)
+	@mkdir -p $(@D)
+	$(Q)$(NVCC) -std=c++17 -O3 $(GPU_CODE) -Xcompiler -Wall,-Wextra -Iinclude -cudart shared -o $@ \
+	    $(filter %.cu,$^) $(STATIC) $(LIBS:-pthread=-Xcompiler -pthread)
+
 # A plain CUDA program with each form of the runtime, and a wrapped one.
 PRELOAD_GPU_TESTS := $(addprefix $(BUILD)/tests/gpu/preload_,blocks_static blocks_shared blocks_thread \
     session_static session_shared)
@@ -297,7 +305,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
-         $(addsuffix .d,$(GUIDE))
+         $(addsuffix .d,$(EXAMPLES) $(GUIDE))
 
 # ---- what people run ---------------------------------------------------------------------------
 # Several jobs at once, as many as processors, without the user having to say so.
@@ -359,11 +367,12 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before $(PRELOAD) $(PRELOAD_GPU_TESTS)
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before $(CUDA_EXAMPLES) $(PRELOAD) $(PRELOAD_GPU_TESTS)
 
 test-gpu: kernels ## the tests that need a GPU
 	@REBATCH_LOG_LEVEL=quiet LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
 	$(RUN_WRAP_EXISTING)
+	$(RUN_EXAMPLES_GPU)
 
 RUN_WRAP_EXISTING = @export LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH; \
     scripts/test-wrap-existing $(WRAP_EXISTING)-before $(WRAP_EXISTING) && \
@@ -372,6 +381,12 @@ test-wrap-existing: ## CUDA trainers before and after ten lines of rebatch (need
 	@scripts/install-deps build
 	$(SUBMAKE) $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before
 	$(RUN_WRAP_EXISTING)
+
+RUN_EXAMPLES_GPU = @LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/test-examples-gpu $(CUDA_EXAMPLES)
+test-examples-gpu: ## other CUDA examples with and without a limit: the same bits (needs a GPU)
+	@scripts/install-deps build
+	$(SUBMAKE) $(CUDA_EXAMPLES)
+	$(RUN_EXAMPLES_GPU)
 
 test-preload-gpu: ## CUDA programs, PyTorch and compute-sanitizer under librebatch_wrap.so (needs a GPU)
 	@scripts/install-deps build
@@ -513,7 +528,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-preload-gpu test-gpu-large \
+.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
     test-sanitizer test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE
