@@ -5,7 +5,11 @@
  *  (rebatch_wrap_check(), rebatch_escape_on_oom()), or by an exception
  *  (rebatch_wrap_throw_on_oom(), and rebatch_wrap_check() with REBATCH_WRAP_THROWS), which runs the
  *  destructors of the objects on the way. Any other exception that leaves a function ends the step
- *  as a failure does, and then leaves rebatch_wrap_step() or rebatch_wrap_map(). */
+ *  as a failure does, and then leaves rebatch_wrap_step() or rebatch_wrap_map().
+ *
+ *  Where CUDA's NVTX headers are installed, a profiler such as Nsight Systems shows a range for each
+ *  run of a function, for example "train 0-63" and, after an OOM, "train 0-31". Define
+ *  REBATCH_WRAP_NO_NVTX to leave them out. */
 #ifndef REBATCH_WRAP_STEP_H
 #define REBATCH_WRAP_STEP_H
 
@@ -19,6 +23,12 @@
 #ifdef __cpp_exceptions
 #include <exception>
 #include <new>
+#endif
+#if defined(__has_include) && !defined(REBATCH_WRAP_NO_NVTX)
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define REBATCH_WRAP_NVTX /* a profiler's timeline has a range for each function of a step */
+#endif
 #endif
 
 /* ---- leaving a step ---- */
@@ -179,6 +189,32 @@ template <class Resize> struct rebatch_wrap_frame {
 #ifdef __cpp_exceptions
     std::exception_ptr thrown;
 #endif
+#ifdef REBATCH_WRAP_NVTX
+    bool has_range;
+    nvtxRangeId_t range_id;
+#endif
+
+    /* Ends the range before, which longjmp() may have left open; NULL: begins none. */
+    void range(const char *name, size_t first = 0, size_t count = 0)
+    {
+#ifdef REBATCH_WRAP_NVTX
+        char text[64];
+        if (has_range)
+            nvtxRangeEnd(range_id);
+        has_range = name != NULL;
+        if (!name)
+            return;
+        if (count)
+            (void)snprintf(text, sizeof text, "%s %zu-%zu", name, first, first + count - 1);
+        else
+            (void)snprintf(text, sizeof text, "%s", name);
+        range_id = nvtxRangeStartA(text);
+#else
+        (void)name;
+        (void)first;
+        (void)count;
+#endif
+    }
 
     /* A lambda is known by its type. */
     static rebatch_wrap_frame *of(Resize &resize, void *functions)
@@ -216,12 +252,14 @@ template <class Resize> struct rebatch_wrap_frame {
     static rebatch_status call_resize(size_t size, void *user)
     {
         rebatch_wrap_frame *const frame = static_cast<rebatch_wrap_frame *>(user);
+        frame->range("resize", 0, size);
         return frame->run([=] { (*frame->resize)(size); });
     }
 
     /* The step or map has ended. */
     cudaError_t end(rebatch_status status)
     {
+        range(NULL);
 #ifdef __cpp_exceptions
         const std::exception_ptr exception = thrown;
         thrown = nullptr;
@@ -250,16 +288,19 @@ template <class Zero, class Train, class Update, class Resize> struct rebatch_wr
     static rebatch_status call_zero_grad(void *user)
     {
         rebatch_wrap_functions &f = begin(user);
+        static_cast<frame *>(user)->range("zero_grad");
         return static_cast<frame *>(user)->run([&] { f.zero_grad(); });
     }
     static rebatch_status call_train(const rebatch_microbatch *mb, void *user)
     {
         rebatch_wrap_functions &f = begin(user);
+        static_cast<frame *>(user)->range("train", mb->first, mb->count);
         return static_cast<frame *>(user)->run([&] { f.train(mb->first, mb->count); });
     }
     static rebatch_status call_update(void *user)
     {
         rebatch_wrap_functions &f = begin(user);
+        static_cast<frame *>(user)->range("update");
         return static_cast<frame *>(user)->run([&] { f.update(); });
     }
 };
@@ -291,6 +332,7 @@ static inline rebatch_status rebatch_wrap_call_run(const rebatch_microbatch *mb,
 {
     rebatch_wrap_frame<Resize> *const frame = static_cast<rebatch_wrap_frame<Resize> *>(user);
     Run &run = *(Run *)frame->functions;
+    frame->range("map", mb->first, mb->count);
     return frame->run([&] { run(mb->first, mb->count); });
 }
 
