@@ -6,6 +6,7 @@
  * The wrapped one gets 512 KiB. */
 #include <math.h>
 #include <rebatch/rebatch.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -89,19 +90,22 @@ static void descend(struct model *m)
 
 /* ---- the plain loop ---- */
 
-static void train_plainly(struct model *m)
+static bool train_plainly(struct model *m)
 {
+    double first = 0;
     float *hidden = malloc(sizeof *hidden * HIDDEN * BATCH);
-    for (int step = 0; step < STEPS && hidden; step++) {
+    if (!hidden)
+        return false;
+    for (int step = 0; step < STEPS; step++) {
         clear(m);
         forward(&m->weights, hidden, 0, BATCH);
         backward(m, hidden, 0, BATCH, 1.0f / BATCH);
         descend(m);
-        if (step == 0)
-            printf("plain:    loss %.4f -> ", m->loss);
+        first = step == 0 ? m->loss : first;
     }
-    printf("%.4f\n", m->loss);
+    printf("plain:    loss %.4f -> %.4f\n", first, m->loss);
     free(hidden);
+    return true;
 }
 
 /* ---- the same in rebatch ---- */
@@ -145,13 +149,14 @@ static rebatch_status train_wrapped(struct model *m)
     rebatch_status status =
         rebatch_watch(m->rb, "gradients", &m->gradients, sizeof m->gradients, REBATCH_GUARD_HOST,
                       REBATCH_F32); /* for `rebatch run --check` */
+    double first = 0;
     for (int step = 0; step < STEPS && !status; step++) {
         status = rebatch_step(m->rb, &ops, BATCH, m, &report);
-        if (step == 0)
-            printf("wrapped:  loss %.4f -> ", m->loss);
+        first = step == 0 ? m->loss : first;
     }
     if (!status)
-        printf("%.4f, micro-batch %zu x %u\n", m->loss, report.micro, report.microbatches);
+        printf("wrapped:  loss %.4f -> %.4f, micro-batch %zu x %u\n", first, m->loss, report.micro,
+               report.microbatches);
     return status;
 }
 
@@ -161,7 +166,10 @@ int main(void)
     rebatch_device *device = NULL;
     initialize(&plain);
     initialize(&wrapped);
-    train_plainly(&plain);
+    if (!train_plainly(&plain)) {
+        fprintf(stderr, "no memory for the plain loop\n");
+        return 1;
+    }
     rebatch_status status = rebatch_device_open_host(&device, 512 << 10, NULL);
     status = status ? status : rebatch_open(&wrapped.rb, device, NULL);
     status = status ? status : train_wrapped(&wrapped);

@@ -1,5 +1,5 @@
-/* What every program here does about its output: what cannot be written is said on stderr, and the
- * exit status says it too. Must not know what is printed. */
+/* What a program does about its output: what cannot be written is said on stderr, and the exit
+ * status says it too. Must not know what is printed. */
 #ifndef EXAMPLES_OUTPUT_H
 #define EXAMPLES_OUTPUT_H
 

@@ -7,8 +7,8 @@
  *  destructors of the objects on the way. Any other exception that leaves a function ends the step
  *  as a failure does, and then leaves rebatch_wrap_step() or rebatch_wrap_map().
  *
- *  Where CUDA's NVTX headers are installed, a profiler such as Nsight Systems shows a range for each
- *  run of a function, for example "train 0-63" and, after an OOM, "train 0-31". Define
+ *  Where CUDA's NVTX headers are installed, a profiler such as Nsight Systems shows a range for
+ *  each run of a function, for example "train 0-63" and, after an OOM, "train 0-31". Define
  *  REBATCH_WRAP_NO_NVTX to leave them out. */
 #ifndef REBATCH_WRAP_STEP_H
 #define REBATCH_WRAP_STEP_H

@@ -45,6 +45,9 @@ Test(examples, mlp_has_the_weights_of_the_plain_loop)
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_assert(strstr(r.out, "the same weights: yes\n"), "%s", r.out);
     cr_assert(strstr(r.out, ", micro-batch 256 x 2\n"), "%s", r.out);
+    double first, last;
+    cr_assert_eq(sscanf(part(&r, "wrapped:", "\n"), "wrapped: loss %lf -> %lf", &first, &last), 2);
+    cr_assert_lt(last, first / 2, "it does not learn: %s", r.out);
     done(&r);
     expect_clean("mlp");
 }
@@ -75,10 +78,19 @@ Test(examples, variable_length_is_cut_by_cost_and_has_the_same_bits)
     struct run much = cli_run_program(program("variable_length"), "65536");
     cr_assert_eq(little.code, 0, "%s", little.error);
     cr_assert_str_eq(part(&little, "weights ", "\n"), part(&much, "weights ", "\n"));
-    size_t lines = 0;
-    for (const char *at = little.out; (at = strstr(at, "longest")); at++)
-        lines++;
-    cr_assert_geq(lines, 3, "%s", little.out);
+    cr_assert_eq(much.code, 0, "%s", much.error);
+    size_t count, longest_count = 0, with_long_one = 0, first, last, longest;
+    for (const char *at = little.out; (at = strstr(at, "  sequences ")); at++) {
+        cr_assert_eq(sscanf(at, " sequences %zu-%zu, longest %zu", &first, &last, &longest), 3);
+        count = last - first + 1;
+        if (longest == 300)
+            with_long_one = count;
+        else if (count > longest_count)
+            longest_count = count;
+    }
+    cr_assert_gt(with_long_one, 0, "%s", little.out);
+    cr_assert_gt(longest_count, 2 * with_long_one, "one long sequence makes all small: %s",
+                 little.out);
     cr_assert(strstr(much.out, "sequences  0-47, longest 300, cost 14400\n"), "%s", much.out);
     done(&little);
     done(&much);
