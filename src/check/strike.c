@@ -67,15 +67,9 @@ void rbi_strike_begin(struct rbi_strike_plan *plan, uint64_t fails_at)
 
 void rbi_place_add(struct rbi_text *t, const struct rbi_place *place, uint64_t bytes)
 {
-    static const char *const names[] = {[RBI_ZERO_GRAD] = "zero_grad",
-                                        [RBI_FORWARD_BACKWARD] = "forward_backward",
-                                        [RBI_OPTIMIZER] = "optimizer_step",
-                                        [RBI_LIGHTEN] = "lighten",
-                                        [RBI_RESIZE] = "resize",
-                                        [RBI_MAP] = "rebatch_map"};
     rbi_text_add(t, "allocation %" PRIu64 " (", place->number);
     rbi_text_add_bytes(t, bytes);
-    rbi_text_add(t, ") of %s", names[place->which]);
+    rbi_text_add(t, ") of %s", rbi_callback_name(place->which));
     if (place->count == 1)
         rbi_text_add(t, " of sample %zu", place->first);
     else if (place->count)

@@ -47,10 +47,7 @@ static rebatch_status begin_run(rebatch *rb, size_t size)
     rb->sizes.budget = SIZE_MAX;
     rb->sizes.has_budget = true;
     rbi_step_begin(rb, rb->ops, rb->batch, rb->user);
-    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
-    if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_STEP);
-    return status ? status : rbi_scope_begin_own(&rb->scope, rb->pool);
+    return rbi_step_open_scope(rb);
 }
 
 static rebatch_status wait_for_it(const rebatch *rb, rebatch_status status)

@@ -64,11 +64,7 @@ static rebatch_status read_ops(rebatch_map_ops *out, const rebatch *rb,
 
 static rebatch_status run(rebatch *rb)
 {
-    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
-    if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_STEP);
-    if (!status)
-        status = rbi_scope_begin_own(&rb->scope, rb->pool);
+    rebatch_status status = rbi_step_open_scope(rb);
     if (status)
         return status;
     status = rbi_samples_run(rb);

@@ -322,6 +322,8 @@ void rbi_maps_release(rebatch *rb);
 
 /* ---- what steps and maps are made of (step.c) ---- */
 
+/* Saves guarded state, and opens rb->scope: what rbi_step_undo() goes back to. */
+rebatch_status rbi_step_open_scope(rebatch *rb);
 /* zero_grad, and what is done about an OOM in it. */
 rebatch_status rbi_zero_grad_run(rebatch *rb);
 /* Runs rb->samples_callback over the batch, in micro-batches, and recovers from OOMs. */

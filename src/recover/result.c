@@ -17,15 +17,20 @@ static void add_status(struct rbi_text *t, rebatch_status status)
         rbi_text_add(t, "%s", name);
 }
 
+const char *rbi_callback_name(enum rbi_callback which)
+{
+    static const char *const names[RBI_CALLBACKS] = {[RBI_ZERO_GRAD] = "zero_grad",
+                                                     [RBI_FORWARD_BACKWARD] = "forward_backward",
+                                                     [RBI_OPTIMIZER] = "optimizer_step",
+                                                     [RBI_LIGHTEN] = "lighten",
+                                                     [RBI_RESIZE] = "resize",
+                                                     [RBI_MAP] = "rebatch_map"};
+    return names[which];
+}
+
 static void add_call(struct rbi_text *t, const rebatch *rb, const struct rbi_call *call)
 {
-    static const char *const names[] = {[RBI_ZERO_GRAD] = "zero_grad",
-                                        [RBI_FORWARD_BACKWARD] = "forward_backward",
-                                        [RBI_OPTIMIZER] = "optimizer_step",
-                                        [RBI_LIGHTEN] = "lighten",
-                                        [RBI_RESIZE] = "resize",
-                                        [RBI_MAP] = "rebatch_map"};
-    rbi_text_add(t, "step %" PRIu64 ": %s", rb->step, names[call->which]);
+    rbi_text_add(t, "step %" PRIu64 ": %s", rb->step, rbi_callback_name(call->which));
     if (call->mb) {
         rbi_text_add(t, " of ");
         rbi_text_add_samples(t, call->mb->first, call->mb->count);

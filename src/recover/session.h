@@ -162,6 +162,8 @@ enum rbi_callback {
     RBI_CALLBACKS
 };
 
+/* As users know it: "forward_backward". */
+const char *rbi_callback_name(enum rbi_callback which);
 /* Runs one callback in a scope of its own. REBATCH_OK: the scope is committed. Else it was rolled
  * back, except after a failure within the update, of which nothing is undone: report.torn is set.
  * A REBATCH_OOM has left no stale error behind, the stream is idle, and rbi_session_failure() is

@@ -4,6 +4,14 @@
 
 /* ---- what the step takes back ---- */
 
+rebatch_status rbi_step_open_scope(rebatch *rb)
+{
+    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    return status ? status : rbi_scope_begin_own(&rb->scope, rb->pool);
+}
+
 rebatch_status rbi_step_undo(rebatch *rb)
 {
     if (rb->any_stream)
@@ -310,11 +318,7 @@ void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
 /* A step that failed is a step that did not happen, as far as that is in our hands. */
 static rebatch_status run(rebatch *rb)
 {
-    rebatch_status status = rbi_pool_keep_headroom(rb->pool);
-    if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_STEP);
-    if (!status)
-        status = rbi_scope_begin_own(&rb->scope, rb->pool);
+    rebatch_status status = rbi_step_open_scope(rb);
     if (status)
         return status;
     status = rbi_zero_grad_run(rb);
