@@ -11,7 +11,8 @@ bool rbi_callback_is_running(const rebatch *rb)
 
 bool rbi_callback_includes_thread(const rebatch *rb)
 {
-    return rb->running && (rbi_callback_is_running(rb) || rbi_pool_thread_has_joined(rb->pool));
+    return rb->running && (!rbi_is_on(rb->options.reclaim) || rbi_callback_is_running(rb) ||
+                           rbi_pool_thread_has_joined(rb->pool));
 }
 
 bool rbi_callback_is_retry(const rebatch *rb)
@@ -25,6 +26,8 @@ rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
         return rbi_error(REBATCH_E_INVALID, "rb is NULL");
     if (!rb->running)
         return rbi_error(REBATCH_E_STATE, "rebatch_reserve() was called outside a callback");
+    if (rbi_meter_is_set(rb))
+        return rbi_memory_admit(rb, bytes);
     return rebatch_pool_reserve(rb->pool, bytes, rb->options.stream);
 }
 
@@ -184,28 +187,31 @@ static void count_buffers(rebatch *rb)
                           failure->phase == REBATCH_PHASE_BACKWARD ||
                           failure->phase == REBATCH_PHASE_MAP;
     size_t available = 0;
-    (void)(is_sized ? rbi_available(&available, rb) : rebatch_pool_available(&available, rb->pool));
+    (void)(is_sized ? rbi_available(&available, rb) : rbi_memory_available(&available, rb));
     failure->available_bytes = available;
     if (is_sized && failure->need_bytes)
         failure->need_bytes += rbi_resize_bytes(rb);
 }
 
-/* Fills in rb->failure from what the pool saw, `oom`; NULL: nothing. `live_before` is what lived
- * when the callback began. */
+/* Fills in rb->failure from what the pool saw, `oom`; NULL: nothing. `used` is what the callback
+ * used; NULL: not known. */
 static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_report *oom,
-                         uint64_t live_before)
+                         const struct rbi_used *used)
 {
     struct rbi_failure *failure = &rb->failure;
     *failure = (struct rbi_failure){.phase = phase};
     if (oom) {
         failure->is_injected = rb->launch.user && rb->launch.has_injected(rb->launch.user);
         failure->asked_bytes = oom->asked_bytes;
+        const uint64_t before = used ? used->live_before : oom->live_bytes;
         failure->need_bytes =
-            oom->asked_bytes + (oom->live_bytes > live_before ? oom->live_bytes - live_before : 0);
+            oom->asked_bytes + (oom->live_bytes > before ? oom->live_bytes - before : 0);
     } else { /* somebody beside the pool needs memory, so the cache must not keep it */
-        size_t released = 0;
-        (void)rebatch_pool_trim(rb->pool, 0, &released);
-        failure->released_bytes = released;
+        failure->released_bytes = rbi_memory_release(rb);
+    }
+    if (used && used->asked_bytes) {
+        failure->asked_bytes = used->asked_bytes;
+        failure->need_bytes = used->asked_bytes + used->peak_bytes;
     }
     count_buffers(rb);
 }
@@ -217,11 +223,11 @@ static void learn_need(rebatch *rb, rebatch_scope scope)
 {
     if (rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed)
         return;
-    rebatch_scope_stats stats;
-    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb)};
-    run.peak_bytes += stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0;
-    if (stats.live_bytes > 0 && !rb->by_cost) {
+    struct rbi_used used;
+    if (!rbi_meter_end(&used, rb, scope))
+        return;
+    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
+    if (used.keeps_blocks && !rb->by_cost) {
         run.kept_from = rbi_scope_first_sequence(rb->pool, scope);
         run.kept_to = rbi_pool_allocations(rb->pool);
     }
@@ -262,18 +268,15 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     rebatch_oom_report oom;
     rbi_pool_last_own_oom(&oom, rb->pool);
     rb->report.torn = phase == REBATCH_PHASE_UPDATE;
-    rebatch_scope_stats stats = {0};
-    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-    rebatch_pool_stats pool = {0};
-    (void)rebatch_pool_get_stats(&pool, rb->pool);
+    struct rbi_used used;
+    const bool is_measured = rbi_meter_end(&used, rb, scope);
     if (rb->report.torn)
         rbi_scope_commit_all(rb->pool, scope);
     else
         (void)rebatch_scope_rollback(rb->pool, scope);
     if (status == REBATCH_OOM) {
-        note_failure(rb, phase, pool_failed ? &oom : NULL,
-                     pool.live_bytes - (uint64_t)stats.live_bytes);
-        rb->failure.is_unexplained = !pool_failed && !is_told;
+        note_failure(rb, phase, pool_failed ? &oom : NULL, is_measured ? &used : NULL);
+        rb->failure.is_unexplained = !pool_failed && !is_told && rbi_is_on(rb->options.reclaim);
     } else if (rb->report.torn) {
         rbi_result_say_torn(rb, status);
     }
@@ -283,6 +286,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
 static rebatch_status run(rebatch *rb, const struct rbi_call *which)
 {
     rb->mutated = false;
+    rbi_meter_begin(rb);
     rb->thread = pthread_self();
     rb->pool_callbacks = rbi_pool_callback_depth();
     if (rb->drill)
@@ -331,7 +335,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 {
     const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
@@ -378,7 +382,7 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 {
     const struct rbi_call call = {RBI_RESIZE, NULL, size, rbi_error_changes()};
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
@@ -415,7 +419,7 @@ rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
     const struct rbi_call call = {RBI_LIGHTEN, NULL, level, rbi_error_changes()};
     const struct rbi_failure failure = rb->failure; /* of the callback before this one */
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);

@@ -124,7 +124,7 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
         return REBATCH_OK;
     if (can_retry_same(rb, mb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
-        (void)rebatch_pool_trim(rb->pool, 0, NULL);
+        (void)rbi_memory_release(rb);
         rb->retried_same = true;
         *kind = REBATCH_EVENT_RETRY;
         return REBATCH_OK;
