@@ -272,13 +272,14 @@ typedef struct rebatch_meter_reading {
  *  growth, prediction and reports. The functions run in the thread of the step. */
 typedef struct rebatch_meter {
     size_t struct_size; /**< sizeof(rebatch_meter) */
-    /** A callback begins: peak_bytes counts from here. */
-    void (*begin)(void *user);
+    /** A callback begins: peak_bytes counts from here. `phase` is where an OOM in it would occur,
+     *  and `size` the samples of a micro-batch, or their cost; 0: it is none. */
+    void (*begin)(rebatch_phase phase, size_t size, void *user);
     /** Read the figures. What they say after a failed callback is read when the callback has
      *  returned and has freed its memory.
      *  @return REBATCH_OK; any other status: the figures are not known */
     rebatch_status (*read)(rebatch_meter_reading *out, void *user);
-    /** How many bytes could be allocated in addition to what is in use.
+    /** How many bytes could be allocated in addition to what is in use; UINT64_MAX: not bounded.
      *  @return REBATCH_OK; any other status: not known, and nothing is refused */
     rebatch_status (*available)(uint64_t *out, void *user);
     /** Return cached memory to the device.

@@ -114,14 +114,14 @@ static void warn_of_promise(rebatch *rb)
     rbi_event_emit(rb, &event);
 }
 
-static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
+/* Where the callback is before it has changed anything. */
+static rebatch_phase first_phase_of(enum rbi_callback which)
 {
-    const bool dirty = rb->mutated || !declares(rb, which);
     switch (which) {
     case RBI_FORWARD_BACKWARD:
-        return dirty ? REBATCH_PHASE_BACKWARD : REBATCH_PHASE_FORWARD;
+        return REBATCH_PHASE_FORWARD;
     case RBI_OPTIMIZER:
-        return dirty ? REBATCH_PHASE_UPDATE : REBATCH_PHASE_OPTIMIZER;
+        return REBATCH_PHASE_OPTIMIZER;
     case RBI_RESIZE:
         return REBATCH_PHASE_RESIZE;
     case RBI_MAP:
@@ -129,6 +129,16 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
     default:
         return REBATCH_PHASE_ZERO_GRAD;
     }
+}
+
+static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
+{
+    const rebatch_phase first = first_phase_of(which);
+    if (!rb->mutated && declares(rb, which))
+        return first;
+    return first == REBATCH_PHASE_FORWARD     ? REBATCH_PHASE_BACKWARD
+           : first == REBATCH_PHASE_OPTIMIZER ? REBATCH_PHASE_UPDATE
+                                              : first;
 }
 
 /* ---- running ---- */
@@ -227,11 +237,19 @@ static void learn_need(rebatch *rb, rebatch_scope scope)
     if (!rbi_meter_end(&used, rb, scope))
         return;
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
-    if (used.keeps_blocks && !rb->by_cost) {
+    if (used.keeps_blocks && !rb->by_cost && !rbi_meter_is_set(rb)) {
         run.kept_from = rbi_scope_first_sequence(rb->pool, scope);
         run.kept_to = rbi_pool_allocations(rb->pool);
     }
     rbi_need_learn_run(rb, rb->size, &run);
+}
+
+/* What an update needs that makes nothing to keep is what the next one will need too. */
+static void learn_update(rebatch *rb, rebatch_scope scope)
+{
+    struct rbi_used used;
+    if (rbi_meter_end(&used, rb, scope) && !used.keeps_blocks)
+        rb->update_bytes = used.peak_bytes;
 }
 
 /* The scope of a callback that succeeded becomes part of what lives; one that left a scope of its
@@ -241,6 +259,8 @@ static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope
 {
     if (mb)
         learn_need(rb, scope);
+    if (which == RBI_OPTIMIZER)
+        learn_update(rb, scope);
     if (rebatch_scope_commit(rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
     if (rb->mutated)
@@ -286,7 +306,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
 static rebatch_status run(rebatch *rb, const struct rbi_call *which)
 {
     rb->mutated = false;
-    rbi_meter_begin(rb);
+    rbi_meter_begin(rb, first_phase_of(which->which));
     rb->thread = pthread_self();
     rb->pool_callbacks = rbi_pool_callback_depth();
     if (rb->drill)

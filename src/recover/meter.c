@@ -36,12 +36,13 @@ static bool read_meter(rebatch_meter_reading *out, const rebatch *rb)
 
 /* ---- around a callback ---- */
 
-void rbi_meter_begin(rebatch *rb)
+void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
 {
     if (!rbi_meter_is_set(rb))
         return;
     rebatch_meter_reading reading;
-    rb->meter.begin(rb->meter.user);
+    const bool has_size = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_MAP;
+    rb->meter.begin(phase, has_size ? rb->size : 0, rb->meter.user);
     rb->meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
 }
 
@@ -64,6 +65,7 @@ bool rbi_meter_end(struct rbi_used *out, rebatch *rb, rebatch_scope scope)
     out->live_before = rb->meter_live;
     out->peak_bytes = reading.peak_bytes - rbi_min(reading.peak_bytes, rb->meter_live);
     out->asked_bytes = reading.asked_bytes;
+    out->keeps_blocks = reading.live_bytes > rb->meter_live;
     rb->meter_peak = rbi_max(rb->meter_peak, reading.peak_bytes);
     return true;
 }

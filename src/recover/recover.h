@@ -17,7 +17,7 @@ struct rbi_used {
     uint64_t live_before; /* in use when it began */
     uint64_t peak_bytes;  /* that it added to that, at the most */
     uint64_t asked_bytes; /* of a meter: the request that failed; 0: not known */
-    bool keeps_blocks;    /* of the pool, some that it allocated are in use */
+    bool keeps_blocks;    /* more is in use than when it began */
 };
 struct rbi_memory {
     uint64_t live_bytes, step_peak_bytes, reserved_bytes;
@@ -28,7 +28,7 @@ rebatch_status rbi_meter_check(const rebatch_options *o);
 /* Whether the session goes by a meter instead of its pool. */
 bool rbi_meter_is_set(const rebatch *rb);
 /* Around a callback, whose scope is still open at its end. False: nothing was measured. */
-void rbi_meter_begin(rebatch *rb);
+void rbi_meter_begin(rebatch *rb, rebatch_phase phase);
 bool rbi_meter_end(struct rbi_used *out, rebatch *rb, rebatch_scope scope);
 void rbi_memory_get(struct rbi_memory *out, const rebatch *rb);
 uint64_t rbi_memory_step_peak(const rebatch *rb);
@@ -395,6 +395,7 @@ struct rebatch {
 
     uint64_t step;
     bool has_updated;       /* an update has run */
+    uint64_t update_bytes;  /* that the next one will need; 0: not known */
     struct rbi_sizes sizes; /* of the function whose samples run: the step's, or a map's */
     struct rbi_map *maps;   /* the first; each has the sizes of one function */
     unsigned lighten;

@@ -225,6 +225,22 @@ rebatch_status rbi_samples_run(rebatch *rb)
 
 /* ---- optimizer_step ---- */
 
+/* An OOM within an update tears it, so the memory of the one before is there when it begins. */
+static rebatch_status admit_update(rebatch *rb)
+{
+    if (rb->update_bytes == 0 || !rbi_session_admits(rb))
+        return REBATCH_OK;
+    const rebatch_status status = rbi_memory_admit(rb, rb->update_bytes);
+    if (status != REBATCH_OOM)
+        return status;
+    size_t available;
+    (void)rbi_memory_available(&available, rb);
+    rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
+                                       .need_bytes = rb->update_bytes,
+                                       .available_bytes = available};
+    return REBATCH_OOM;
+}
+
 static rebatch_status update(rebatch *rb)
 {
     for (;;) {
@@ -233,6 +249,8 @@ static rebatch_status update(rebatch *rb)
         if (!status)
             status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
         rbi_leak_update_begins(rb);
+        if (!status)
+            status = admit_update(rb);
         if (!status)
             status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status != REBATCH_OOM)

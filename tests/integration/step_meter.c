@@ -15,8 +15,10 @@ struct program {
     uint64_t capacity, live, peak, asked, cached;
     uint64_t base_bytes, sample_bytes;
     size_t calls, updates, releases, most;
-    bool is_blind;      /* read() measures nothing */
-    bool tells_request; /* read() says what failed */
+    size_t sizes[REBATCH_PHASE_COUNT]; /* with which begin() was called last */
+    uint64_t update_bytes;             /* that the update takes and gives back */
+    bool is_blind;                     /* read() measures nothing */
+    bool tells_request;                /* read() says what failed */
 };
 
 static rebatch_status take(struct program *p, uint64_t bytes)
@@ -57,13 +59,18 @@ static rebatch_status optimizer_step(void *user)
 {
     struct program *p = user;
     rebatch_mutating(p->rb);
+    const rebatch_status status = take(p, p->update_bytes);
+    if (status)
+        return status;
+    p->live -= p->update_bytes;
     p->updates++;
     return REBATCH_OK;
 }
 
-static void begin(void *user)
+static void begin(rebatch_phase phase, size_t size, void *user)
 {
     struct program *p = user;
+    p->sizes[phase] = size;
     p->peak = p->live;
     p->asked = 0;
 }
@@ -143,6 +150,8 @@ Test(step_meter, reports_have_its_figures)
     const rebatch_step_report report = step(&p, 8);
     cr_expect_eq(report.peak_bytes, MIB(20));
     cr_expect_eq(report.reserved_bytes, MIB(15));
+    cr_expect_eq(p.sizes[REBATCH_PHASE_FORWARD], 8);
+    cr_expect_eq(p.sizes[REBATCH_PHASE_OPTIMIZER], 0);
     close_program(&p);
 }
 
@@ -256,6 +265,23 @@ Test(step_meter, memory_that_grows_is_noticed)
     cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED);
     cr_expect(strstr(rebatch_last_error(), "left more memory allocated"), "%s",
               rebatch_last_error());
+    close_program(&p);
+}
+
+/* Within it an OOM would tear the parameters. */
+Test(step_meter, an_update_whose_memory_is_gone_does_not_begin)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    p.update_bytes = MIB(20);
+    (void)step(&p, 8);
+    p.capacity = MIB(15);
+    cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED, "%s",
+                 rebatch_last_error());
+    cr_expect_eq(p.updates, 1);
+    p.capacity = MIB(40);
+    (void)step(&p, 8);
+    cr_expect_eq(p.updates, 2);
     close_program(&p);
 }
 
