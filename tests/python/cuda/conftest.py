@@ -29,7 +29,6 @@ STANDIN = load_standin()
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpus(n): needs so many GPUs")
     if not torch.cuda.is_available():
         raise pytest.UsageError("tests/python/cuda need a GPU or the stand-in (make test-python)")
 
