@@ -1,0 +1,884 @@
+"""The C library librebatch.so, loaded with ctypes: its structs, enums and functions.
+
+The structs and enums follow the headers in include/rebatch member by member, in the same order and
+with the same names; tests/python/test_structs.py compares them with the headers.
+"""
+
+import ctypes
+import os
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from enum import IntEnum
+
+# ---- enums ----
+# A class stands for the C enum `c_name`, and a member X of it for the constant `c_prefix` + X.
+
+
+class Status(IntEnum):
+    """What a call returns."""
+
+    OK = 0
+    OOM = 1
+    E_INVALID = 2
+    E_STATE = 3
+    E_HOST_OOM = 4
+    E_EXHAUSTED = 5
+    E_TORN = 6
+    E_DEVICE = 7
+    E_DEVICE_LOST = 8
+    E_NO_DEVICE = 9
+    E_UNSUPPORTED = 10
+    E_IO = 11
+    E_PARSE = 12
+    E_USER = 1000
+
+
+class Toggle(IntEnum):
+    """A switch in an options struct."""
+
+    DEFAULT = 0
+    ON = 1
+    OFF = 2
+
+
+class FaultCall(IntEnum):
+    """Bits of FaultPlan.calls."""
+
+    ALLOC = 1 << 0
+    COPY = 1 << 1
+    FILL = 1 << 2
+    STREAM = 1 << 3
+    EVENT = 1 << 4
+    LAST_ERROR = 1 << 5
+    RESERVE = 1 << 6
+    CREATE = 1 << 7
+    MAP = 1 << 8
+    ACCESS = 1 << 9
+    UNMAP = 1 << 10
+    RELEASE = 1 << 11
+    PIN = 1 << 12
+    ANY = (1 << 13) - 1
+
+
+class PoolStage(IntEnum):
+    """The stages of the search for memory."""
+
+    CACHE = 0
+    OTHER_STREAMS = 1
+    REMAP = 2
+    DEVICE = 3
+    WAIT = 4
+    TRIM = 5
+    PRESSURE = 6
+
+
+class SnapshotFormat(IntEnum):
+    """The format of a snapshot."""
+
+    PICKLE = 0
+    BLOCKS_CSV = 1
+    EVENTS_CSV = 2
+
+
+class StepFlag(IntEnum):
+    """Bits of StepOps.flags."""
+
+    DECLARES_MUTATION = 1
+    OWN_WEIGHTS = 2
+
+
+class Phase(IntEnum):
+    """Where an OOM occurs."""
+
+    ZERO_GRAD = 0
+    ADMISSION = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    UPDATE = 5
+    RESIZE = 6
+    MAP = 7
+    COUNT = 8
+
+
+class LogLevel(IntEnum):
+    """The importance of an event."""
+
+    DEFAULT = 0
+    QUIET = 1
+    ERROR = 2
+    WARN = 3
+    INFO = 4
+    DEBUG = 5
+
+
+class LogFormat(IntEnum):
+    """How events are written."""
+
+    TEXT = 0
+    JSON = 1
+
+
+class EventKind(IntEnum):
+    """What an event reports."""
+
+    STEP = 0
+    RETRY = 1
+    SHRINK = 2
+    LIGHTEN = 3
+    GROW = 4
+    GROWTH_FAILED = 5
+    EXHAUSTED = 6
+    TORN = 7
+    TRIAL = 8
+    PROBE_FILE = 9
+    THRASHING = 10
+    LEARN = 11
+    SWALLOWED = 12
+    LEAK = 13
+    UNDECLARED = 14
+
+
+class OnOom(IntEnum):
+    """What to do about an OOM that would occur again at the same micro-batch size."""
+
+    DEFAULT = 0
+    HALVE = 1
+    STOP = 2
+    FIT = 3
+
+
+class GuardKind(IntEnum):
+    """Where guarded state is."""
+
+    HOST = 1
+    DEVICE = 2
+
+
+class Number(IntEnum):
+    """What memory that is watched holds."""
+
+    BYTES = 0
+    F32 = 1
+    F64 = 2
+    F16 = 3
+    BF16 = 4
+
+
+class FindingKind(IntEnum):
+    """What a check finds."""
+
+    NOT_REPEATABLE = 0
+    NOT_CLEARED = 1
+    FREED = 2
+    UNINITIALIZED = 3
+    STALE = 4
+    CUT = 5
+    EARLY = 6
+    AFTER_OOM = 7
+    FAILED = 8
+    ROUNDING = 9
+    COPED = 10
+    WEIGHT = 11
+    UNWATCHED = 12
+    COUNT = 13
+
+
+class ProbeChoice(IntEnum):
+    """Which of the sizes that fit a probe chooses."""
+
+    LARGEST = 0
+    FASTEST = 1
+
+
+class Confidence(IntEnum):
+    """How certain a probe's result is."""
+
+    NONE = 0
+    MEASURED = 1
+    AFFINE = 2
+    EXACT = 3
+
+
+class SavedSize(IntEnum):
+    """What the probe found in the file of results."""
+
+    NONE = 0
+    ABSENT = 1
+    HELD = 2
+    REPLACED = 3
+    IGNORED = 4
+
+
+# Class, C enum, prefix of its constants.
+ENUMS = [
+    (Status, "rebatch_status", "REBATCH_"),
+    (Toggle, "rebatch_toggle", "REBATCH_"),
+    (FaultCall, "rebatch_fault_call", "REBATCH_FAULT_"),
+    (PoolStage, "rebatch_pool_stage", "REBATCH_STAGE_"),
+    (SnapshotFormat, "rebatch_snapshot_format", "REBATCH_SNAPSHOT_"),
+    (StepFlag, "rebatch_step_flags", "REBATCH_"),
+    (Phase, "rebatch_phase", "REBATCH_PHASE_"),
+    (LogLevel, "rebatch_log_level", "REBATCH_LOG_"),
+    (LogFormat, "rebatch_log_format", "REBATCH_LOG_"),
+    (EventKind, "rebatch_event_kind", "REBATCH_EVENT_"),
+    (OnOom, "rebatch_on_oom", "REBATCH_ON_OOM_"),
+    (GuardKind, "rebatch_guard_kind", "REBATCH_GUARD_"),
+    (Number, "rebatch_number", "REBATCH_"),
+    (FindingKind, "rebatch_finding_kind", "REBATCH_FINDING_"),
+    (ProbeChoice, "rebatch_probe_choice", "REBATCH_PROBE_"),
+    (Confidence, "rebatch_confidence", "REBATCH_CONFIDENCE_"),
+    (SavedSize, "rebatch_saved_size", "REBATCH_SAVED_"),
+]
+
+OOM_TAGS = 6
+LEAK_TAGS = 6
+LEAK_BLOCKS = 8
+ALLOWED_SIZES = 32
+CHECK_FINDINGS = 32
+
+# ---- structs ----
+
+
+class Struct(ctypes.Structure):
+    """A struct of the headers. struct_size is set, all other members are zero: the defaults."""
+
+    def __init__(self, *values, **members):
+        super().__init__(*values, **members)
+        if self._fields_[0][0] == "struct_size" and not self.struct_size:
+            self.struct_size = ctypes.sizeof(self)
+
+
+class MemoryInfo(Struct):
+    _fields_ = [
+        ("total_bytes", c_size_t),
+        ("free_bytes", c_size_t),
+        ("used_bytes", c_size_t),
+    ]
+
+
+class HostOptions(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("page_bytes", c_size_t),
+    ]
+
+
+class FaultRoom(Struct):
+    _fields_ = [
+        ("at_call", c_uint64),
+        ("capacity_bytes", c_size_t),
+    ]
+
+
+class FaultPlan(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("calls", c_uint32),
+        ("nth", c_uint64),
+        ("times", c_uint64),
+        ("permille", c_uint32),
+        ("seed", c_uint64),
+        ("status", c_int),
+        ("rooms", POINTER(FaultRoom)),
+        ("room_count", c_size_t),
+    ]
+
+
+TakeLastError = CFUNCTYPE(c_int)
+
+
+class CudaOptions(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("ordinal", c_int),
+        ("take_last_error", TakeLastError),
+    ]
+
+
+class PoolOptions(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("limit_bytes", c_size_t),
+        ("limit_permille", c_uint32),
+        ("headroom_bytes", c_size_t),
+        ("caching", c_int),
+        ("ballast_bytes", c_size_t),
+        ("max_split_bytes", c_size_t),
+        ("gc_threshold_permille", c_uint32),
+        ("rounding_divisions", c_uint32),
+        ("guard", c_int),
+        ("events", c_uint32),
+        ("keep_room_permille", c_uint32),
+        ("replay", c_int),
+    ]
+
+
+class PoolStats(Struct):
+    _fields_ = [
+        ("live_bytes", c_uint64),
+        ("live_peak_bytes", c_uint64),
+        ("requested_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("reserved_peak_bytes", c_uint64),
+        ("deferred_bytes", c_uint64),
+        ("blocks", c_uint64),
+        ("blocks_peak", c_uint64),
+        ("allocations", c_uint64),
+        ("frees", c_uint64),
+        ("allocated_total_bytes", c_uint64),
+        ("freed_total_bytes", c_uint64),
+        ("device_allocations", c_uint64),
+        ("device_frees", c_uint64),
+        ("trims", c_uint64),
+        ("pressure_calls", c_uint64),
+        ("ooms", c_uint64),
+        ("rollbacks", c_uint64),
+        ("rolled_back_blocks", c_uint64),
+        ("late_frees", c_uint64),
+        ("remaps", c_uint64),
+        ("quarantined_bytes", c_uint64),
+        ("collected_bytes", c_uint64),
+        ("ballast_drops", c_uint64),
+    ]
+
+
+class ScopeStats(Struct):
+    _fields_ = [
+        ("live_bytes", c_int64),
+        ("peak_bytes", c_int64),
+        ("requested_bytes", c_uint64),
+        ("allocations", c_uint64),
+        ("largest_bytes", c_uint64),
+    ]
+
+
+class TagUsage(Struct):
+    _fields_ = [
+        ("name", c_char * 32),
+        ("live_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("at_peak_bytes", c_uint64),
+    ]
+
+
+class OomReport(Struct):
+    _fields_ = [
+        ("asked_bytes", c_uint64),
+        ("tag", c_char * 32),
+        ("stage", c_int),
+        ("limit_bytes", c_uint64),
+        ("live_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("room_bytes", c_uint64),
+        ("device_total_bytes", c_uint64),
+        ("device_free_bytes", c_uint64),
+        ("largest_hole_bytes", c_uint64),
+        ("would_fit_bytes", c_uint64),
+        ("tag_count", c_uint32),
+        ("tags", TagUsage * OOM_TAGS),
+    ]
+
+
+class LeakTag(Struct):
+    _fields_ = [
+        ("name", c_char * 32),
+        ("blocks", c_uint64),
+        ("live_bytes", c_uint64),
+    ]
+
+
+class LeakBlock(Struct):
+    _fields_ = [
+        ("address", c_void_p),
+        ("bytes", c_uint64),
+        ("allocation", c_uint64),
+        ("tag", c_char * 32),
+    ]
+
+
+class LeakReport(Struct):
+    _fields_ = [
+        ("blocks", c_uint64),
+        ("live_bytes", c_uint64),
+        ("requested_bytes", c_uint64),
+        ("tag_count", c_uint32),
+        ("block_count", c_uint32),
+        ("tags", LeakTag * LEAK_TAGS),
+        ("largest", LeakBlock * LEAK_BLOCKS),
+    ]
+
+
+class Microbatch(Struct):
+    _fields_ = [
+        ("step", c_uint64),
+        ("first", c_size_t),
+        ("count", c_size_t),
+        ("batch", c_size_t),
+        ("attempt", c_uint32),
+        ("probing", c_bool),
+        ("pool", c_void_p),
+        ("stream", c_void_p),
+    ]
+
+
+ZeroGrad = CFUNCTYPE(c_int, c_void_p)
+ForwardBackward = CFUNCTYPE(c_int, POINTER(Microbatch), c_void_p)
+OptimizerStep = CFUNCTYPE(c_int, c_void_p)
+Lighten = CFUNCTYPE(c_int, c_uint, c_void_p)
+Cost = CFUNCTYPE(c_uint64, c_size_t, c_size_t, c_void_p)
+Resize = CFUNCTYPE(c_int, c_size_t, c_void_p)
+
+
+class StepOps(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("zero_grad", ZeroGrad),
+        ("forward_backward", ForwardBackward),
+        ("optimizer_step", OptimizerStep),
+        ("lighten", Lighten),
+        ("flags", c_uint32),
+        ("cost", Cost),
+        ("resize", Resize),
+    ]
+
+
+class MapOps(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("run", ForwardBackward),
+        ("resize", Resize),
+        ("largest", c_size_t),
+        ("key", c_void_p),
+    ]
+
+
+class Event(Struct):
+    _fields_ = [
+        ("kind", c_int),
+        ("level", c_int),
+        ("step", c_uint64),
+        ("phase", c_int),
+        ("attempt", c_uint32),
+        ("first", c_size_t),
+        ("count", c_size_t),
+        ("batch", c_size_t),
+        ("micro_before", c_size_t),
+        ("micro_after", c_size_t),
+        ("lighten_before", c_uint),
+        ("lighten_after", c_uint),
+        ("redone_samples", c_size_t),
+        ("lost_ns", c_uint64),
+        ("asked_bytes", c_uint64),
+        ("needed_bytes", c_uint64),
+        ("available_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("text", c_char_p),
+        ("cost", c_uint64),
+        ("cost_before", c_uint64),
+        ("cost_after", c_uint64),
+        ("is_unexplained", c_bool),
+    ]
+
+
+OnEvent = CFUNCTYPE(None, POINTER(Event), c_void_p)
+
+
+class Options(Struct):
+    """Options of a session. `pool` is zero: the pool's defaults."""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("pool", PoolOptions),
+        ("stream", c_void_p),
+        ("micro_start", c_size_t),
+        ("micro_smallest", c_size_t),
+        ("micro_largest", c_size_t),
+        ("on_oom", c_int),
+        ("admission", c_int),
+        ("lighten", c_int),
+        ("max_attempts", c_uint32),
+        ("growth", c_int),
+        ("grow_after", c_uint32),
+        ("grow_wait_max", c_uint32),
+        ("log_level", c_int),
+        ("on_event", OnEvent),
+        ("on_event_user", c_void_p),
+        ("micro_multiple_of", c_size_t),
+        ("micro_allowed", c_size_t * ALLOWED_SIZES),
+        ("max_ooms_in_row", c_uint32),
+        ("learn", c_int),
+        ("environment", c_int),
+        ("log_format", c_int),
+        ("log_file", c_char_p),
+    ]
+
+
+class StepReport(Struct):
+    _fields_ = [
+        ("step", c_uint64),
+        ("status", c_int),
+        ("microbatches", c_uint32),
+        ("attempts", c_uint32),
+        ("ooms", c_uint32),
+        ("ooms_in", c_uint32 * Phase.COUNT),
+        ("micro_before", c_size_t),
+        ("micro_after", c_size_t),
+        ("lighten_level", c_uint),
+        ("redone_samples", c_size_t),
+        ("lost_ns", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("oom", OomReport),
+        ("cost_before", c_uint64),
+        ("cost_after", c_uint64),
+        ("thrashed", c_uint32),
+        ("learned", c_uint32),
+        ("micro", c_size_t),
+        ("torn", c_bool),
+    ]
+
+
+class Finding(Struct):
+    _fields_ = [
+        ("kind", c_int),
+        ("is_mistake", c_bool),
+        ("name", c_char * 64),
+        ("text", c_char * 512),
+    ]
+
+
+class CheckOptions(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("most_ooms", c_uint32),
+        ("max_seconds", c_uint32),
+        ("tolerance", c_double),
+        ("exact", c_int),
+    ]
+
+
+class CheckReport(Struct):
+    _fields_ = [
+        ("status", c_int),
+        ("mistakes", c_uint32),
+        ("finding_count", c_uint32),
+        ("findings", Finding * CHECK_FINDINGS),
+        ("watched", c_uint32),
+        ("runs", c_uint32),
+        ("allocations", c_uint64),
+        ("ooms", c_uint64),
+        ("micro", c_size_t),
+        ("micro_smallest", c_size_t),
+        ("seconds", c_double),
+        ("is_cut_short", c_bool),
+    ]
+
+
+class ProbeOptions(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("max_trials", c_uint32),
+        ("reserve_bytes", c_size_t),
+        ("file", c_char_p),
+        ("key", c_char_p),
+        ("max_seconds", c_uint32),
+        ("choose", c_int),
+    ]
+
+
+class ProbeReport(Struct):
+    _fields_ = [
+        ("status", c_int),
+        ("size", c_size_t),
+        ("predicted_size", c_size_t),
+        ("predicted_peak_bytes", c_uint64),
+        ("measured_peak_bytes", c_uint64),
+        ("twice_bytes", c_uint64),
+        ("available_bytes", c_uint64),
+        ("trials", c_uint32),
+        ("microbatches", c_uint32),
+        ("ooms", c_uint32),
+        ("confidence", c_int),
+        ("oom", OomReport),
+        ("saved", c_int),
+        ("saved_size", c_size_t),
+        ("largest_size", c_size_t),
+        ("samples_per_second", c_double),
+    ]
+
+
+class Prediction(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("fits", c_bool),
+        ("peak_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("limit_bytes", c_uint64),
+        ("failing_bytes", c_uint64),
+    ]
+
+
+# Class, C struct.
+STRUCTS = [
+    (MemoryInfo, "rebatch_memory_info"),
+    (HostOptions, "rebatch_host_options"),
+    (FaultRoom, "rebatch_fault_room"),
+    (FaultPlan, "rebatch_fault_plan"),
+    (CudaOptions, "rebatch_cuda_options"),
+    (PoolOptions, "rebatch_pool_options"),
+    (PoolStats, "rebatch_pool_stats"),
+    (ScopeStats, "rebatch_scope_stats"),
+    (TagUsage, "rebatch_tag_usage"),
+    (OomReport, "rebatch_oom_report"),
+    (LeakTag, "rebatch_leak_tag"),
+    (LeakBlock, "rebatch_leak_block"),
+    (LeakReport, "rebatch_leak_report"),
+    (Microbatch, "rebatch_microbatch"),
+    (StepOps, "rebatch_step_ops"),
+    (MapOps, "rebatch_map_ops"),
+    (Event, "rebatch_event"),
+    (Options, "rebatch_options"),
+    (StepReport, "rebatch_step_report"),
+    (Finding, "rebatch_finding"),
+    (CheckOptions, "rebatch_check_options"),
+    (CheckReport, "rebatch_check_report"),
+    (ProbeOptions, "rebatch_probe_options"),
+    (ProbeReport, "rebatch_probe_report"),
+    (Prediction, "rebatch_prediction"),
+]
+
+# ---- functions ----
+
+WriteSnapshot = CFUNCTYPE(c_int, POINTER(c_uint8), c_size_t, c_void_p)
+GiveUp = CFUNCTYPE(c_size_t, c_size_t, c_void_p)
+HANDLE_OUT = POINTER(c_void_p)  # where a function stores the object that it made
+SIZE_OUT = POINTER(c_size_t)
+
+# Name, result, arguments. None: void.
+FUNCTIONS = [
+    # status.h, version.h
+    ("rebatch_status_name", c_char_p, [c_int]),
+    ("rebatch_status_text", c_char_p, [c_int]),
+    ("rebatch_last_error", c_char_p, []),
+    ("rebatch_last_status", c_int, []),
+    ("rebatch_clear_error", None, []),
+    ("rebatch_version", c_char_p, []),
+    # device.h, cuda.h
+    ("rebatch_device_open_host", c_int, [HANDLE_OUT, c_size_t, POINTER(HostOptions)]),
+    ("rebatch_device_open_dry", c_int, [HANDLE_OUT, c_size_t, c_size_t]),
+    ("rebatch_device_open_fault", c_int, [HANDLE_OUT, c_void_p, POINTER(FaultPlan)]),
+    ("rebatch_device_open_cuda", c_int, [HANDLE_OUT, POINTER(CudaOptions)]),
+    ("rebatch_fault_arm", c_int, [c_void_p, POINTER(FaultPlan)]),
+    ("rebatch_device_close", None, [c_void_p]),
+    ("rebatch_device_name", c_char_p, [c_void_p]),
+    ("rebatch_device_memory", c_int, [c_void_p, POINTER(MemoryInfo)]),
+    ("rebatch_device_set_capacity", c_int, [c_void_p, c_size_t]),
+    ("rebatch_from_cuda", c_int, [c_void_p, c_int]),
+    # pool.h
+    ("rebatch_pool_create", c_int, [HANDLE_OUT, c_void_p, POINTER(PoolOptions)]),
+    ("rebatch_pool_destroy", None, [c_void_p]),
+    ("rebatch_pool_device", c_void_p, [c_void_p]),
+    ("rebatch_pool_alloc", c_int, [HANDLE_OUT, c_void_p, c_size_t, c_void_p, c_uint16]),
+    ("rebatch_pool_free", c_int, [c_void_p, c_void_p]),
+    ("rebatch_pool_reserve", c_int, [c_void_p, c_size_t, c_void_p]),
+    ("rebatch_pool_trim", c_int, [c_void_p, c_size_t, SIZE_OUT]),
+    ("rebatch_pool_set_limit", c_int, [c_void_p, c_size_t]),
+    ("rebatch_pool_available", c_int, [SIZE_OUT, c_void_p]),
+    ("rebatch_pool_add_pressure", c_int, [c_void_p, GiveUp, c_void_p]),
+    ("rebatch_pool_tag", c_int, [POINTER(c_uint16), c_void_p, c_char_p]),
+    ("rebatch_pool_get_stats", c_int, [POINTER(PoolStats), c_void_p]),
+    ("rebatch_pool_reset_peaks", c_int, [c_void_p]),
+    ("rebatch_pool_get_tag_usage", c_int, [POINTER(TagUsage), c_void_p, c_uint16]),
+    ("rebatch_pool_last_oom", c_int, [POINTER(OomReport), c_void_p]),
+    ("rebatch_pool_format_summary", c_size_t, [c_char_p, c_size_t, c_void_p]),
+    ("rebatch_oom_format", c_size_t, [c_char_p, c_size_t, POINTER(OomReport)]),
+    ("rebatch_pool_save_snapshot", c_int, [c_void_p, c_int, c_char_p]),
+    ("rebatch_pool_write_snapshot", c_int, [c_void_p, c_int, WriteSnapshot, c_void_p]),
+    ("rebatch_scope_begin", c_int, [POINTER(c_uint32), c_void_p]),
+    ("rebatch_scope_commit", c_int, [c_void_p, c_uint32]),
+    ("rebatch_scope_rollback", c_int, [c_void_p, c_uint32]),
+    ("rebatch_scope_get_stats", c_int, [POINTER(ScopeStats), c_void_p, c_uint32]),
+    ("rebatch_scope_get_leaks", c_int, [POINTER(LeakReport), c_void_p, c_uint32]),
+    ("rebatch_leak_format", c_size_t, [c_char_p, c_size_t, POINTER(LeakReport)]),
+    # step.h
+    ("rebatch_open", c_int, [HANDLE_OUT, c_void_p, POINTER(Options)]),
+    ("rebatch_close", None, [c_void_p]),
+    ("rebatch_get_pool", c_void_p, [c_void_p]),
+    ("rebatch_get_micro", c_size_t, [c_void_p, c_size_t]),
+    ("rebatch_set_step", c_int, [c_void_p, c_uint64]),
+    (
+        "rebatch_step",
+        c_int,
+        [c_void_p, POINTER(StepOps), c_size_t, c_void_p, POINTER(StepReport)],
+    ),
+    (
+        "rebatch_map",
+        c_int,
+        [c_void_p, POINTER(MapOps), c_size_t, c_void_p, POINTER(StepReport)],
+    ),
+    ("rebatch_reserve", c_int, [c_void_p, c_size_t]),
+    ("rebatch_mutating", None, [c_void_p]),
+    ("rebatch_guard", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
+    ("rebatch_join", c_int, [c_void_p]),
+    ("rebatch_leave", c_int, [c_void_p]),
+    ("rebatch_event_format", c_size_t, [c_char_p, c_size_t, POINTER(Event)]),
+    ("rebatch_phase_text", c_char_p, [c_int]),
+    # probe.h
+    (
+        "rebatch_probe",
+        c_int,
+        [
+            c_void_p,
+            POINTER(StepOps),
+            c_size_t,
+            c_void_p,
+            POINTER(ProbeOptions),
+            POINTER(ProbeReport),
+        ],
+    ),
+    (
+        "rebatch_predict",
+        c_int,
+        [POINTER(Prediction), c_void_p, c_size_t, c_size_t, POINTER(ProbeOptions)],
+    ),
+    ("rebatch_confidence_text", c_char_p, [c_int]),
+    ("rebatch_saved_size_text", c_char_p, [c_int]),
+    # check.h
+    (
+        "rebatch_watch",
+        c_int,
+        [c_void_p, c_char_p, c_void_p, c_size_t, c_int, c_int],
+    ),
+    (
+        "rebatch_check",
+        c_int,
+        [
+            c_void_p,
+            POINTER(StepOps),
+            c_size_t,
+            c_void_p,
+            POINTER(CheckOptions),
+            POINTER(CheckReport),
+        ],
+    ),
+    ("rebatch_check_format", c_size_t, [c_char_p, c_size_t, POINTER(CheckReport)]),
+    ("rebatch_finding_name", c_char_p, [c_int]),
+    # config.h
+    ("rebatch_config_parse_size", c_int, [SIZE_OUT, POINTER(c_uint32), c_char_p]),
+    ("rebatch_config_check_run", c_int, []),
+]
+
+# ---- loading ----
+
+SONAME = "librebatch.so.0"
+
+
+def library_path() -> str:
+    """Where the library is.
+
+    The order is: beside this file, the path in the environment variable REBATCH_LIBRARY, and
+    `librebatch.so.0` as the system's loader finds it.
+    """
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), SONAME)
+    if os.path.exists(beside):
+        return beside
+    return os.environ.get("REBATCH_LIBRARY") or SONAME
+
+
+def _load() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"rebatch: the library {path} cannot be loaded ({error}); build it with `make` and set "
+            "REBATCH_LIBRARY to its path, or install it"
+        ) from None
+    for name, result, arguments in FUNCTIONS:
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+lib = _load()
+
+
+# ---- errors and texts ----
+
+
+class Error(RuntimeError):
+    """A call of the library failed. `status` is a Status, or a callback's own number."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+def status_of(number: int) -> int:
+    """The Status of that number; the number itself when it is a callback's own."""
+    try:
+        return Status(number)
+    except ValueError:
+        return number
+
+
+def last_error() -> str:
+    """The message of this thread's last call that failed; "" when none has failed."""
+    return lib.rebatch_last_error().decode(errors="replace")
+
+
+def check(status: int) -> None:
+    """Raise Error with the message of the library when `status` is not OK."""
+    if status != Status.OK:
+        status = status_of(status)
+        text = last_error() or lib.rebatch_status_text(status).decode()
+        raise Error(f"rebatch: {text}", status)
+
+
+def text_of(format_function, *arguments) -> str:
+    """The whole text that a function such as rebatch_pool_format_summary() writes."""
+    size = format_function(None, 0, *arguments)
+    while True:
+        buffer = ctypes.create_string_buffer(size + 1)
+        length = format_function(buffer, size + 1, *arguments)
+        if length <= size:
+            return buffer.value.decode(errors="replace")
+        size = length
+
+
+def parse_size(size) -> tuple[int, int]:
+    """Bytes and share of a size.
+
+    `size` is a number of bytes, or a text such as "22GiB", "512 MiB", "1048576" or "90%".
+    Returns (bytes, 0), or (0, share in 1/1000) for a text with "%". None gives (0, 0).
+    Raises Error for a text that is not a size, ValueError for a negative number and TypeError for
+    anything else.
+    """
+    if size is None:
+        return 0, 0
+    if isinstance(size, str):
+        count, share = c_size_t(), c_uint32()
+        check(lib.rebatch_config_parse_size(ctypes.byref(count), ctypes.byref(share), size.encode()))
+        return count.value, share.value
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f'a size is {size!r}: expected bytes as an int, or a text such as "22GiB"')
+    if not 0 <= size < 1 << 63:
+        raise ValueError(f"a size is {size}: expected 0 to 2^63 - 1 bytes")
+    return size, 0
