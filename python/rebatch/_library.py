@@ -875,7 +875,8 @@ def parse_size(size) -> tuple[int, int]:
         return 0, 0
     if isinstance(size, str):
         count, share = c_size_t(), c_uint32()
-        check(lib.rebatch_config_parse_size(ctypes.byref(count), ctypes.byref(share), size.encode()))
+        text = size.encode()
+        check(lib.rebatch_config_parse_size(ctypes.byref(count), ctypes.byref(share), text))
         return count.value, share.value
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f'a size is {size!r}: expected bytes as an int, or a text such as "22GiB"')
