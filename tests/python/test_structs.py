@@ -81,7 +81,8 @@ def test_structs_have_the_layout_of_the_headers(tmp_path):
 
 def test_enums_have_the_constants_of_the_headers():
     ours = {
-        name: {prefix + member for member in cls.__members__} for cls, name, prefix in _library.ENUMS
+        name: {prefix + member for member in cls.__members__}
+        for cls, name, prefix in _library.ENUMS
     }
     assert ours == {name: set(constants) for name, constants in enums_of_header().items()}
 

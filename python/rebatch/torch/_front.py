@@ -73,8 +73,8 @@ def cuda_major() -> str:
 
 def compiler() -> list[str]:
     """The command of the C++ compiler: the variable CXX, or the system's. Raises FrontError."""
-    command = os.environ.get("CXX", "").split() or ["c++"]
-    for candidate in (command, ["g++"], ["clang++"]):
+    wanted = os.environ.get("CXX", "").split()
+    for candidate in [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(candidate[0]):
             return candidate
     raise FrontError(

@@ -1,10 +1,10 @@
-// An allocator in front of PyTorch's native CUDA allocator: ordinary memory comes from a rebatch pool
-// of each GPU; CUDA graphs, MemPools, IPC and memory history stay with the native allocator. It must
-// not know of steps and sessions.
+// An allocator in front of PyTorch's native CUDA allocator: ordinary memory comes from a rebatch
+// pool of each GPU; CUDA graphs, MemPools, IPC and memory history stay with the native allocator.
+// It must not know of steps and sessions.
 //
-// Each pointer is freed by the allocator that gave it. The deleter of a storage names the pool, so a
-// free searches nothing, and the front can be installed when tensors exist already. Nothing here is
-// ever destroyed: tensors may be freed after the interpreter has ended.
+// Each pointer is freed by the allocator that gave it. The deleter of a storage names the pool, so
+// a free searches nothing, and the front can be installed when tensors exist already. Nothing here
+// is ever destroyed: tensors may be freed after the interpreter has ended.
 //
 // Compiled against the headers of the PyTorch that is installed, 2.8 or later. CUDAAllocator gains
 // virtual functions from one minor version to the next: those of newer ones stand behind SINCE().
@@ -54,9 +54,9 @@ constexpr int MOST_TAGS = 256; // as many as a pool has, the one for untagged me
 std::mutex tags_lock;
 std::vector<std::string> *const tag_names = new std::vector<std::string>{""};
 
-// A thread within a `with tag()` block has the block's tag. All other threads, autograd's among them,
-// have the tag of the leading thread: the main thread while it is within a block, otherwise the
-// thread that first entered one.
+// A thread within a `with tag()` block has the block's tag. All other threads, autograd's among
+// them, have the tag of the leading thread: the main thread while it is within a block, otherwise
+// the thread that first entered one.
 constexpr int NO_TAG = -1;
 #define FRONT_TLS __attribute__((tls_model("initial-exec")))
 thread_local int thread_tag FRONT_TLS = NO_TAG;
@@ -475,8 +475,8 @@ class Front final : public native::CUDAAllocator
         inner_->recordStream(alias, stream);
     }
 
-    // Counted under "all" only: the pool has no small and large parts. A peak is the sum of the pool's
-    // and the native allocator's.
+    // Counted under "all" only: the pool has no small and large parts. A peak is the sum of the
+    // pool's and the native allocator's.
     DeviceStats getDeviceStats(DeviceIndex device) override
     {
         DeviceStats out = inner_->getDeviceStats(device);
