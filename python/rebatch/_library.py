@@ -1,20 +1,37 @@
-"""librebatch.so by ctypes: its structs member by member, as in include/rebatch, and its functions.
+"""The C library librebatch.so, loaded with ctypes: its structs, enums and functions.
 
-Every class has the name of its struct without the prefix; tests/python/test_structs.py compares
-sizes and offsets with those of the C compiler."""
+The structs and enums follow the headers in include/rebatch member by member, in the same order and
+with the same names; tests/python/test_structs.py compares them with the headers.
+"""
 
-from __future__ import annotations
-
-import ctypes as C
-import enum
+import ctypes
 import os
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from enum import IntEnum
 
-_u32, _u64, _size, _pointer, _int = C.c_uint32, C.c_uint64, C.c_size_t, C.c_void_p, C.c_int
+# ---- enums ----
+# A class stands for the C enum `c_name`, and a member X of it for the constant `c_prefix` + X.
 
-# ---- enums ----------------------------------------------------------------------------------------
 
+class Status(IntEnum):
+    """What a call returns."""
 
-class Status(enum.IntEnum):
     OK = 0
     OOM = 1
     E_INVALID = 2
@@ -31,39 +48,63 @@ class Status(enum.IntEnum):
     E_USER = 1000
 
 
-class Toggle(enum.IntEnum):
+class Toggle(IntEnum):
+    """A switch in an options struct."""
+
     DEFAULT = 0
     ON = 1
     OFF = 2
 
 
-class OnOom(enum.IntEnum):
-    DEFAULT = 0
-    HALVE = 1
-    STOP = 2
-    FIT = 3
+class FaultCall(IntEnum):
+    """Bits of FaultPlan.calls."""
+
+    ALLOC = 1 << 0
+    COPY = 1 << 1
+    FILL = 1 << 2
+    STREAM = 1 << 3
+    EVENT = 1 << 4
+    LAST_ERROR = 1 << 5
+    RESERVE = 1 << 6
+    CREATE = 1 << 7
+    MAP = 1 << 8
+    ACCESS = 1 << 9
+    UNMAP = 1 << 10
+    RELEASE = 1 << 11
+    PIN = 1 << 12
+    ANY = (1 << 13) - 1
 
 
-class LogLevel(enum.IntEnum):
-    DEFAULT = 0
-    QUIET = 1
-    ERROR = 2
-    WARN = 3
-    INFO = 4
-    DEBUG = 5
+class PoolStage(IntEnum):
+    """The stages of the search for memory."""
+
+    CACHE = 0
+    OTHER_STREAMS = 1
+    REMAP = 2
+    DEVICE = 3
+    WAIT = 4
+    TRIM = 5
+    PRESSURE = 6
 
 
-class LogFormat(enum.IntEnum):
-    TEXT = 0
-    JSON = 1
+class SnapshotFormat(IntEnum):
+    """The format of a snapshot."""
+
+    PICKLE = 0
+    BLOCKS_CSV = 1
+    EVENTS_CSV = 2
 
 
-class GuardPoint(enum.IntEnum):
-    STEP = 0
-    ATTEMPT = 1
+class StepFlag(IntEnum):
+    """Bits of StepOps.flags."""
+
+    DECLARES_MUTATION = 1
+    OWN_WEIGHTS = 2
 
 
-class Phase(enum.IntEnum):
+class Phase(IntEnum):
+    """Where an OOM occurs."""
+
     ZERO_GRAD = 0
     ADMISSION = 1
     FORWARD = 2
@@ -72,9 +113,30 @@ class Phase(enum.IntEnum):
     UPDATE = 5
     RESIZE = 6
     MAP = 7
+    COUNT = 8
 
 
-class EventKind(enum.IntEnum):
+class LogLevel(IntEnum):
+    """The importance of an event."""
+
+    DEFAULT = 0
+    QUIET = 1
+    ERROR = 2
+    WARN = 3
+    INFO = 4
+    DEBUG = 5
+
+
+class LogFormat(IntEnum):
+    """How events are written."""
+
+    TEXT = 0
+    JSON = 1
+
+
+class EventKind(IntEnum):
+    """What an event reports."""
+
     STEP = 0
     RETRY = 1
     SHRINK = 2
@@ -92,394 +154,781 @@ class EventKind(enum.IntEnum):
     UNDECLARED = 14
 
 
-class Confidence(enum.IntEnum):
+class OnOom(IntEnum):
+    """What to do about an OOM that would occur again at the same micro-batch size."""
+
+    DEFAULT = 0
+    HALVE = 1
+    STOP = 2
+    FIT = 3
+
+
+class GuardKind(IntEnum):
+    """Where guarded state is."""
+
+    HOST = 1
+    DEVICE = 2
+
+
+class GuardPoint(IntEnum):
+    """The moments whose state is kept."""
+
+    STEP = 0
+    ATTEMPT = 1
+
+
+class Number(IntEnum):
+    """What memory that is watched holds."""
+
+    BYTES = 0
+    F32 = 1
+    F64 = 2
+    F16 = 3
+    BF16 = 4
+
+
+class FindingKind(IntEnum):
+    """What a check finds."""
+
+    NOT_REPEATABLE = 0
+    NOT_CLEARED = 1
+    FREED = 2
+    UNINITIALIZED = 3
+    STALE = 4
+    CUT = 5
+    EARLY = 6
+    AFTER_OOM = 7
+    FAILED = 8
+    ROUNDING = 9
+    COPED = 10
+    WEIGHT = 11
+    UNWATCHED = 12
+    COUNT = 13
+
+
+class ProbeChoice(IntEnum):
+    """Which of the sizes that fit a probe chooses."""
+
+    LARGEST = 0
+    FASTEST = 1
+
+
+class Confidence(IntEnum):
+    """How certain a probe's result is."""
+
     NONE = 0
     MEASURED = 1
     AFFINE = 2
     EXACT = 3
 
 
-class SnapshotFormat(enum.IntEnum):
-    PICKLE = 0
-    BLOCKS_CSV = 1
-    EVENTS_CSV = 2
+class SavedSize(IntEnum):
+    """What the probe found in the file of results."""
+
+    NONE = 0
+    ABSENT = 1
+    HELD = 2
+    REPLACED = 3
+    IGNORED = 4
 
 
-DECLARES_MUTATION = 1
-OWN_WEIGHTS = 2
+# Class, C enum, prefix of its constants.
+ENUMS = [
+    (Status, "rebatch_status", "REBATCH_"),
+    (Toggle, "rebatch_toggle", "REBATCH_"),
+    (FaultCall, "rebatch_fault_call", "REBATCH_FAULT_"),
+    (PoolStage, "rebatch_pool_stage", "REBATCH_STAGE_"),
+    (SnapshotFormat, "rebatch_snapshot_format", "REBATCH_SNAPSHOT_"),
+    (StepFlag, "rebatch_step_flags", "REBATCH_"),
+    (Phase, "rebatch_phase", "REBATCH_PHASE_"),
+    (LogLevel, "rebatch_log_level", "REBATCH_LOG_"),
+    (LogFormat, "rebatch_log_format", "REBATCH_LOG_"),
+    (EventKind, "rebatch_event_kind", "REBATCH_EVENT_"),
+    (OnOom, "rebatch_on_oom", "REBATCH_ON_OOM_"),
+    (GuardKind, "rebatch_guard_kind", "REBATCH_GUARD_"),
+    (GuardPoint, "rebatch_guard_point", "REBATCH_GUARD_"),
+    (Number, "rebatch_number", "REBATCH_"),
+    (FindingKind, "rebatch_finding_kind", "REBATCH_FINDING_"),
+    (ProbeChoice, "rebatch_probe_choice", "REBATCH_PROBE_"),
+    (Confidence, "rebatch_confidence", "REBATCH_CONFIDENCE_"),
+    (SavedSize, "rebatch_saved_size", "REBATCH_SAVED_"),
+]
 
-# ---- structs --------------------------------------------------------------------------------------
+OOM_TAGS = 6
+LEAK_TAGS = 6
+LEAK_BLOCKS = 8
+ALLOWED_SIZES = 32
+CHECK_FINDINGS = 32
+
+# ---- structs ----
 
 
-class PoolOptions(C.Structure):
+class Struct(ctypes.Structure):
+    """A struct of the headers. struct_size is set, all other members are zero: the defaults."""
+
+    def __init__(self, *values, **members):
+        super().__init__(*values, **members)
+        if self._fields_[0][0] == "struct_size" and not self.struct_size:
+            self.struct_size = ctypes.sizeof(self)
+
+
+class MemoryInfo(Struct):
     _fields_ = [
-        ("struct_size", _size),
-        ("limit_bytes", _size),
-        ("limit_permille", _u32),
-        ("headroom_bytes", _size),
-        ("caching", _int),
-        ("ballast_bytes", _size),
-        ("max_split_bytes", _size),
-        ("gc_threshold_permille", _u32),
-        ("rounding_divisions", _u32),
-        ("guard", _int),
-        ("events", _u32),
-        ("keep_room_permille", _u32),
-        ("replay", _int),
+        ("total_bytes", c_size_t),
+        ("free_bytes", c_size_t),
+        ("used_bytes", c_size_t),
     ]
 
 
-POOL_STATISTICS = (
-    "live_bytes live_peak_bytes requested_bytes reserved_bytes reserved_peak_bytes deferred_bytes "
-    "blocks blocks_peak allocations frees allocated_total_bytes freed_total_bytes "
-    "device_allocations device_frees trims pressure_calls ooms rollbacks rolled_back_blocks "
-    "late_frees remaps quarantined_bytes collected_bytes ballast_drops"
-).split()
-
-
-class PoolStats(C.Structure):
-    _fields_ = [(name, _u64) for name in POOL_STATISTICS]
-
-
-class ScopeStats(C.Structure):
+class HostOptions(Struct):
     _fields_ = [
-        ("live_bytes", C.c_int64),
-        ("peak_bytes", C.c_int64),
-        ("requested_bytes", _u64),
-        ("allocations", _u64),
-        ("largest_bytes", _u64),
+        ("struct_size", c_size_t),
+        ("page_bytes", c_size_t),
     ]
 
 
-class TagUsage(C.Structure):
+class FaultRoom(Struct):
     _fields_ = [
-        ("name", C.c_char * 32),
-        ("live_bytes", _u64),
-        ("peak_bytes", _u64),
-        ("at_peak_bytes", _u64),
+        ("at_call", c_uint64),
+        ("capacity_bytes", c_size_t),
     ]
 
 
-class OomReport(C.Structure):
+class FaultPlan(Struct):
     _fields_ = [
-        ("asked_bytes", _u64),
-        ("tag", C.c_char * 32),
-        ("stage", _int),
-        ("limit_bytes", _u64),
-        ("live_bytes", _u64),
-        ("reserved_bytes", _u64),
-        ("room_bytes", _u64),
-        ("device_total_bytes", _u64),
-        ("device_free_bytes", _u64),
-        ("largest_hole_bytes", _u64),
-        ("would_fit_bytes", _u64),
-        ("tag_count", _u32),
-        ("tags", TagUsage * 6),
+        ("struct_size", c_size_t),
+        ("calls", c_uint32),
+        ("nth", c_uint64),
+        ("times", c_uint64),
+        ("permille", c_uint32),
+        ("seed", c_uint64),
+        ("status", c_int),
+        ("rooms", POINTER(FaultRoom)),
+        ("room_count", c_size_t),
     ]
 
 
-class MemoryInfo(C.Structure):
-    _fields_ = [("total_bytes", _size), ("free_bytes", _size), ("used_bytes", _size)]
+TakeLastError = CFUNCTYPE(c_int)
 
 
-class Microbatch(C.Structure):
+class CudaOptions(Struct):
     _fields_ = [
-        ("step", _u64),
-        ("first", _size),
-        ("count", _size),
-        ("batch", _size),
-        ("attempt", _u32),
-        ("probing", C.c_bool),
-        ("pool", _pointer),
-        ("stream", _pointer),
+        ("struct_size", c_size_t),
+        ("ordinal", c_int),
+        ("take_last_error", TakeLastError),
     ]
 
 
-class MeterReading(C.Structure):
+class PoolOptions(Struct):
     _fields_ = [
-        ("live_bytes", _u64),
-        ("peak_bytes", _u64),
-        ("reserved_bytes", _u64),
-        ("asked_bytes", _u64),
+        ("struct_size", c_size_t),
+        ("limit_bytes", c_size_t),
+        ("limit_permille", c_uint32),
+        ("headroom_bytes", c_size_t),
+        ("caching", c_int),
+        ("ballast_bytes", c_size_t),
+        ("max_split_bytes", c_size_t),
+        ("gc_threshold_permille", c_uint32),
+        ("rounding_divisions", c_uint32),
+        ("guard", c_int),
+        ("events", c_uint32),
+        ("keep_room_permille", c_uint32),
+        ("replay", c_int),
     ]
 
 
-MeterBegin = C.CFUNCTYPE(None, _int, _size, _pointer)
-MeterRead = C.CFUNCTYPE(_int, C.POINTER(MeterReading), _pointer)
-MeterAvailable = C.CFUNCTYPE(_int, C.POINTER(_u64), _pointer)
-MeterRelease = C.CFUNCTYPE(_u64, _pointer)
-
-
-class Meter(C.Structure):
+class PoolStats(Struct):
     _fields_ = [
-        ("struct_size", _size),
-        ("begin", MeterBegin),
-        ("read", MeterRead),
-        ("available", MeterAvailable),
-        ("release", MeterRelease),
-        ("user", _pointer),
+        ("live_bytes", c_uint64),
+        ("live_peak_bytes", c_uint64),
+        ("requested_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("reserved_peak_bytes", c_uint64),
+        ("deferred_bytes", c_uint64),
+        ("blocks", c_uint64),
+        ("blocks_peak", c_uint64),
+        ("allocations", c_uint64),
+        ("frees", c_uint64),
+        ("allocated_total_bytes", c_uint64),
+        ("freed_total_bytes", c_uint64),
+        ("device_allocations", c_uint64),
+        ("device_frees", c_uint64),
+        ("trims", c_uint64),
+        ("pressure_calls", c_uint64),
+        ("ooms", c_uint64),
+        ("rollbacks", c_uint64),
+        ("rolled_back_blocks", c_uint64),
+        ("late_frees", c_uint64),
+        ("remaps", c_uint64),
+        ("quarantined_bytes", c_uint64),
+        ("collected_bytes", c_uint64),
+        ("ballast_drops", c_uint64),
     ]
 
 
-class Event(C.Structure):
+class ScopeStats(Struct):
     _fields_ = [
-        ("kind", _int),
-        ("level", _int),
-        ("step", _u64),
-        ("phase", _int),
-        ("attempt", _u32),
-        ("first", _size),
-        ("count", _size),
-        ("batch", _size),
-        ("micro_before", _size),
-        ("micro_after", _size),
-        ("lighten_before", C.c_uint),
-        ("lighten_after", C.c_uint),
-        ("redone_samples", _size),
-        ("lost_ns", _u64),
-        ("asked_bytes", _u64),
-        ("needed_bytes", _u64),
-        ("available_bytes", _u64),
-        ("peak_bytes", _u64),
-        ("text", C.c_char_p),
-        ("cost", _u64),
-        ("cost_before", _u64),
-        ("cost_after", _u64),
-        ("is_unexplained", C.c_bool),
+        ("live_bytes", c_int64),
+        ("peak_bytes", c_int64),
+        ("requested_bytes", c_uint64),
+        ("allocations", c_uint64),
+        ("largest_bytes", c_uint64),
     ]
 
 
-OnEvent = C.CFUNCTYPE(None, C.POINTER(Event), _pointer)
-
-
-class Options(C.Structure):
+class TagUsage(Struct):
     _fields_ = [
-        ("struct_size", _size),
-        ("pool", PoolOptions),
-        ("stream", _pointer),
-        ("micro_start", _size),
-        ("micro_smallest", _size),
-        ("micro_largest", _size),
-        ("on_oom", _int),
-        ("admission", _int),
-        ("lighten", _int),
-        ("max_attempts", _u32),
-        ("growth", _int),
-        ("grow_after", _u32),
-        ("grow_wait_max", _u32),
-        ("log_level", _int),
-        ("on_event", OnEvent),
-        ("on_event_user", _pointer),
-        ("micro_multiple_of", _size),
-        ("micro_allowed", _size * 32),
-        ("max_ooms_in_row", _u32),
-        ("learn", _int),
-        ("environment", _int),
-        ("log_format", _int),
-        ("log_file", C.c_char_p),
-        ("reclaim", _int),
-        ("existing_pool", _pointer),
-        ("meter", C.POINTER(Meter)),
+        ("name", c_char * 32),
+        ("live_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("at_peak_bytes", c_uint64),
     ]
 
 
-class StepReport(C.Structure):
+class OomReport(Struct):
     _fields_ = [
-        ("step", _u64),
-        ("status", _int),
-        ("microbatches", _u32),
-        ("attempts", _u32),
-        ("ooms", _u32),
-        ("ooms_in", _u32 * len(Phase)),
-        ("micro_before", _size),
-        ("micro_after", _size),
-        ("lighten_level", C.c_uint),
-        ("redone_samples", _size),
-        ("lost_ns", _u64),
-        ("peak_bytes", _u64),
-        ("reserved_bytes", _u64),
-        ("oom", OomReport),
-        ("cost_before", _u64),
-        ("cost_after", _u64),
-        ("thrashed", _u32),
-        ("learned", _u32),
-        ("micro", _size),
-        ("torn", C.c_bool),
+        ("asked_bytes", c_uint64),
+        ("tag", c_char * 32),
+        ("stage", c_int),
+        ("limit_bytes", c_uint64),
+        ("live_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("room_bytes", c_uint64),
+        ("device_total_bytes", c_uint64),
+        ("device_free_bytes", c_uint64),
+        ("largest_hole_bytes", c_uint64),
+        ("would_fit_bytes", c_uint64),
+        ("tag_count", c_uint32),
+        ("tags", TagUsage * OOM_TAGS),
     ]
 
 
-ZeroGrad = C.CFUNCTYPE(_int, _pointer)
-RunSamples = C.CFUNCTYPE(_int, C.POINTER(Microbatch), _pointer)
-Lighten = C.CFUNCTYPE(_int, C.c_uint, _pointer)
-Cost = C.CFUNCTYPE(_u64, _size, _size, _pointer)
-Resize = C.CFUNCTYPE(_int, _size, _pointer)
-Guard = C.CFUNCTYPE(_int, _int, _pointer)
-
-
-class StepOps(C.Structure):
+class LeakTag(Struct):
     _fields_ = [
-        ("struct_size", _size),
+        ("name", c_char * 32),
+        ("blocks", c_uint64),
+        ("live_bytes", c_uint64),
+    ]
+
+
+class LeakBlock(Struct):
+    _fields_ = [
+        ("address", c_void_p),
+        ("bytes", c_uint64),
+        ("allocation", c_uint64),
+        ("tag", c_char * 32),
+    ]
+
+
+class LeakReport(Struct):
+    _fields_ = [
+        ("blocks", c_uint64),
+        ("live_bytes", c_uint64),
+        ("requested_bytes", c_uint64),
+        ("tag_count", c_uint32),
+        ("block_count", c_uint32),
+        ("tags", LeakTag * LEAK_TAGS),
+        ("largest", LeakBlock * LEAK_BLOCKS),
+    ]
+
+
+class Microbatch(Struct):
+    _fields_ = [
+        ("step", c_uint64),
+        ("first", c_size_t),
+        ("count", c_size_t),
+        ("batch", c_size_t),
+        ("attempt", c_uint32),
+        ("probing", c_bool),
+        ("pool", c_void_p),
+        ("stream", c_void_p),
+    ]
+
+
+ZeroGrad = CFUNCTYPE(c_int, c_void_p)
+ForwardBackward = CFUNCTYPE(c_int, POINTER(Microbatch), c_void_p)
+OptimizerStep = CFUNCTYPE(c_int, c_void_p)
+Lighten = CFUNCTYPE(c_int, c_uint, c_void_p)
+Cost = CFUNCTYPE(c_uint64, c_size_t, c_size_t, c_void_p)
+Resize = CFUNCTYPE(c_int, c_size_t, c_void_p)
+
+
+class StepOps(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
         ("zero_grad", ZeroGrad),
-        ("forward_backward", RunSamples),
-        ("optimizer_step", ZeroGrad),
+        ("forward_backward", ForwardBackward),
+        ("optimizer_step", OptimizerStep),
         ("lighten", Lighten),
-        ("flags", _u32),
+        ("flags", c_uint32),
         ("cost", Cost),
         ("resize", Resize),
     ]
 
 
-class MapOps(C.Structure):
+class MapOps(Struct):
     _fields_ = [
-        ("struct_size", _size),
-        ("run", RunSamples),
+        ("struct_size", c_size_t),
+        ("run", ForwardBackward),
         ("resize", Resize),
-        ("largest", _size),
-        ("key", _pointer),
+        ("largest", c_size_t),
+        ("key", c_void_p),
     ]
 
 
-class GuardOps(C.Structure):
-    _fields_ = [("struct_size", _size), ("save", Guard), ("restore", Guard)]
-
-
-class ProbeOptions(C.Structure):
+class Event(Struct):
     _fields_ = [
-        ("struct_size", _size),
-        ("max_trials", _u32),
-        ("reserve_bytes", _size),
-        ("file", C.c_char_p),
-        ("key", C.c_char_p),
-        ("max_seconds", _u32),
-        ("choose", _int),
+        ("kind", c_int),
+        ("level", c_int),
+        ("step", c_uint64),
+        ("phase", c_int),
+        ("attempt", c_uint32),
+        ("first", c_size_t),
+        ("count", c_size_t),
+        ("batch", c_size_t),
+        ("micro_before", c_size_t),
+        ("micro_after", c_size_t),
+        ("lighten_before", c_uint),
+        ("lighten_after", c_uint),
+        ("redone_samples", c_size_t),
+        ("lost_ns", c_uint64),
+        ("asked_bytes", c_uint64),
+        ("needed_bytes", c_uint64),
+        ("available_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("text", c_char_p),
+        ("cost", c_uint64),
+        ("cost_before", c_uint64),
+        ("cost_after", c_uint64),
+        ("is_unexplained", c_bool),
     ]
 
 
-class ProbeReport(C.Structure):
+OnEvent = CFUNCTYPE(None, POINTER(Event), c_void_p)
+
+
+class MeterReading(Struct):
     _fields_ = [
-        ("status", _int),
-        ("size", _size),
-        ("predicted_size", _size),
-        ("predicted_peak_bytes", _u64),
-        ("measured_peak_bytes", _u64),
-        ("twice_bytes", _u64),
-        ("available_bytes", _u64),
-        ("trials", _u32),
-        ("microbatches", _u32),
-        ("ooms", _u32),
-        ("confidence", _int),
+        ("live_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("asked_bytes", c_uint64),
+    ]
+
+
+MeterBegin = CFUNCTYPE(None, c_int, c_size_t, c_void_p)
+MeterRead = CFUNCTYPE(c_int, POINTER(MeterReading), c_void_p)
+MeterAvailable = CFUNCTYPE(c_int, POINTER(c_uint64), c_void_p)
+MeterRelease = CFUNCTYPE(c_uint64, c_void_p)
+
+
+class Meter(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("begin", MeterBegin),
+        ("read", MeterRead),
+        ("available", MeterAvailable),
+        ("release", MeterRelease),
+        ("user", c_void_p),
+    ]
+
+
+Guard = CFUNCTYPE(c_int, c_int, c_void_p)
+
+
+class GuardOps(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("save", Guard),
+        ("restore", Guard),
+    ]
+
+
+class Options(Struct):
+    """Options of a session. `pool` is zero: the pool's defaults."""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("pool", PoolOptions),
+        ("stream", c_void_p),
+        ("micro_start", c_size_t),
+        ("micro_smallest", c_size_t),
+        ("micro_largest", c_size_t),
+        ("on_oom", c_int),
+        ("admission", c_int),
+        ("lighten", c_int),
+        ("max_attempts", c_uint32),
+        ("growth", c_int),
+        ("grow_after", c_uint32),
+        ("grow_wait_max", c_uint32),
+        ("log_level", c_int),
+        ("on_event", OnEvent),
+        ("on_event_user", c_void_p),
+        ("micro_multiple_of", c_size_t),
+        ("micro_allowed", c_size_t * ALLOWED_SIZES),
+        ("max_ooms_in_row", c_uint32),
+        ("learn", c_int),
+        ("environment", c_int),
+        ("log_format", c_int),
+        ("log_file", c_char_p),
+        ("reclaim", c_int),
+        ("existing_pool", c_void_p),
+        ("meter", POINTER(Meter)),
+    ]
+
+
+class StepReport(Struct):
+    _fields_ = [
+        ("step", c_uint64),
+        ("status", c_int),
+        ("microbatches", c_uint32),
+        ("attempts", c_uint32),
+        ("ooms", c_uint32),
+        ("ooms_in", c_uint32 * Phase.COUNT),
+        ("micro_before", c_size_t),
+        ("micro_after", c_size_t),
+        ("lighten_level", c_uint),
+        ("redone_samples", c_size_t),
+        ("lost_ns", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
         ("oom", OomReport),
-        ("saved", _int),
-        ("saved_size", _size),
-        ("largest_size", _size),
-        ("samples_per_second", C.c_double),
+        ("cost_before", c_uint64),
+        ("cost_after", c_uint64),
+        ("thrashed", c_uint32),
+        ("learned", c_uint32),
+        ("micro", c_size_t),
+        ("torn", c_bool),
     ]
 
 
-class Prediction(C.Structure):
+class Finding(Struct):
     _fields_ = [
-        ("size", _size),
-        ("fits", C.c_bool),
-        ("peak_bytes", _u64),
-        ("reserved_bytes", _u64),
-        ("limit_bytes", _u64),
-        ("failing_bytes", _u64),
+        ("kind", c_int),
+        ("is_mistake", c_bool),
+        ("name", c_char * 64),
+        ("text", c_char * 512),
     ]
 
 
-def sized(struct, **members):
-    """A struct with its struct_size, and these members."""
-    return struct(struct_size=C.sizeof(struct), **members)
+class CheckOptions(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("most_ooms", c_uint32),
+        ("max_seconds", c_uint32),
+        ("tolerance", c_double),
+        ("exact", c_int),
+    ]
 
 
-# ---- functions ------------------------------------------------------------------------------------
+class CheckReport(Struct):
+    _fields_ = [
+        ("status", c_int),
+        ("mistakes", c_uint32),
+        ("finding_count", c_uint32),
+        ("findings", Finding * CHECK_FINDINGS),
+        ("watched", c_uint32),
+        ("runs", c_uint32),
+        ("allocations", c_uint64),
+        ("ooms", c_uint64),
+        ("micro", c_size_t),
+        ("micro_smallest", c_size_t),
+        ("seconds", c_double),
+        ("is_cut_short", c_bool),
+    ]
 
-_FUNCTIONS = {
-    # name: (result, arguments)
-    "rebatch_version": (C.c_char_p, []),
-    "rebatch_last_error": (C.c_char_p, []),
-    "rebatch_clear_error": (None, []),
-    "rebatch_status_name": (C.c_char_p, [_int]),
-    "rebatch_open": (_int, [C.POINTER(_pointer), _pointer, C.POINTER(Options)]),
-    "rebatch_close": (None, [_pointer]),
-    "rebatch_step": (
-        _int,
-        [_pointer, C.POINTER(StepOps), _size, _pointer, C.POINTER(StepReport)],
+
+class ProbeOptions(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("max_trials", c_uint32),
+        ("reserve_bytes", c_size_t),
+        ("file", c_char_p),
+        ("key", c_char_p),
+        ("max_seconds", c_uint32),
+        ("choose", c_int),
+    ]
+
+
+class ProbeReport(Struct):
+    _fields_ = [
+        ("status", c_int),
+        ("size", c_size_t),
+        ("predicted_size", c_size_t),
+        ("predicted_peak_bytes", c_uint64),
+        ("measured_peak_bytes", c_uint64),
+        ("twice_bytes", c_uint64),
+        ("available_bytes", c_uint64),
+        ("trials", c_uint32),
+        ("microbatches", c_uint32),
+        ("ooms", c_uint32),
+        ("confidence", c_int),
+        ("oom", OomReport),
+        ("saved", c_int),
+        ("saved_size", c_size_t),
+        ("largest_size", c_size_t),
+        ("samples_per_second", c_double),
+    ]
+
+
+class Prediction(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("fits", c_bool),
+        ("peak_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("limit_bytes", c_uint64),
+        ("failing_bytes", c_uint64),
+    ]
+
+
+# Class, C struct.
+STRUCTS = [
+    (MemoryInfo, "rebatch_memory_info"),
+    (HostOptions, "rebatch_host_options"),
+    (FaultRoom, "rebatch_fault_room"),
+    (FaultPlan, "rebatch_fault_plan"),
+    (CudaOptions, "rebatch_cuda_options"),
+    (PoolOptions, "rebatch_pool_options"),
+    (PoolStats, "rebatch_pool_stats"),
+    (ScopeStats, "rebatch_scope_stats"),
+    (TagUsage, "rebatch_tag_usage"),
+    (OomReport, "rebatch_oom_report"),
+    (LeakTag, "rebatch_leak_tag"),
+    (LeakBlock, "rebatch_leak_block"),
+    (LeakReport, "rebatch_leak_report"),
+    (Microbatch, "rebatch_microbatch"),
+    (StepOps, "rebatch_step_ops"),
+    (MapOps, "rebatch_map_ops"),
+    (Event, "rebatch_event"),
+    (MeterReading, "rebatch_meter_reading"),
+    (Meter, "rebatch_meter"),
+    (GuardOps, "rebatch_guard_ops"),
+    (Options, "rebatch_options"),
+    (StepReport, "rebatch_step_report"),
+    (Finding, "rebatch_finding"),
+    (CheckOptions, "rebatch_check_options"),
+    (CheckReport, "rebatch_check_report"),
+    (ProbeOptions, "rebatch_probe_options"),
+    (ProbeReport, "rebatch_probe_report"),
+    (Prediction, "rebatch_prediction"),
+]
+
+# ---- functions ----
+
+WriteSnapshot = CFUNCTYPE(c_int, POINTER(c_uint8), c_size_t, c_void_p)
+GiveUp = CFUNCTYPE(c_size_t, c_size_t, c_void_p)
+HANDLE_OUT = POINTER(c_void_p)  # where a function stores the object that it made
+SIZE_OUT = POINTER(c_size_t)
+
+# Name, result, arguments. None: void.
+FUNCTIONS = [
+    # status.h, version.h
+    ("rebatch_status_name", c_char_p, [c_int]),
+    ("rebatch_status_text", c_char_p, [c_int]),
+    ("rebatch_last_error", c_char_p, []),
+    ("rebatch_last_status", c_int, []),
+    ("rebatch_clear_error", None, []),
+    ("rebatch_version", c_char_p, []),
+    # device.h, cuda.h
+    ("rebatch_device_open_host", c_int, [HANDLE_OUT, c_size_t, POINTER(HostOptions)]),
+    ("rebatch_device_open_dry", c_int, [HANDLE_OUT, c_size_t, c_size_t]),
+    ("rebatch_device_open_fault", c_int, [HANDLE_OUT, c_void_p, POINTER(FaultPlan)]),
+    ("rebatch_device_open_cuda", c_int, [HANDLE_OUT, POINTER(CudaOptions)]),
+    ("rebatch_fault_arm", c_int, [c_void_p, POINTER(FaultPlan)]),
+    ("rebatch_device_close", None, [c_void_p]),
+    ("rebatch_device_name", c_char_p, [c_void_p]),
+    ("rebatch_device_memory", c_int, [c_void_p, POINTER(MemoryInfo)]),
+    ("rebatch_device_set_capacity", c_int, [c_void_p, c_size_t]),
+    ("rebatch_from_cuda", c_int, [c_void_p, c_int]),
+    # pool.h
+    ("rebatch_pool_create", c_int, [HANDLE_OUT, c_void_p, POINTER(PoolOptions)]),
+    ("rebatch_pool_destroy", None, [c_void_p]),
+    ("rebatch_pool_device", c_void_p, [c_void_p]),
+    ("rebatch_pool_alloc", c_int, [HANDLE_OUT, c_void_p, c_size_t, c_void_p, c_uint16]),
+    ("rebatch_pool_free", c_int, [c_void_p, c_void_p]),
+    ("rebatch_pool_reserve", c_int, [c_void_p, c_size_t, c_void_p]),
+    ("rebatch_pool_trim", c_int, [c_void_p, c_size_t, SIZE_OUT]),
+    ("rebatch_pool_set_limit", c_int, [c_void_p, c_size_t]),
+    ("rebatch_pool_available", c_int, [SIZE_OUT, c_void_p]),
+    ("rebatch_pool_add_pressure", c_int, [c_void_p, GiveUp, c_void_p]),
+    ("rebatch_pool_tag", c_int, [POINTER(c_uint16), c_void_p, c_char_p]),
+    ("rebatch_pool_get_stats", c_int, [POINTER(PoolStats), c_void_p]),
+    ("rebatch_pool_reset_peaks", c_int, [c_void_p]),
+    ("rebatch_pool_get_tag_usage", c_int, [POINTER(TagUsage), c_void_p, c_uint16]),
+    ("rebatch_pool_last_oom", c_int, [POINTER(OomReport), c_void_p]),
+    ("rebatch_pool_format_summary", c_size_t, [c_char_p, c_size_t, c_void_p]),
+    ("rebatch_oom_format", c_size_t, [c_char_p, c_size_t, POINTER(OomReport)]),
+    ("rebatch_pool_save_snapshot", c_int, [c_void_p, c_int, c_char_p]),
+    ("rebatch_pool_write_snapshot", c_int, [c_void_p, c_int, WriteSnapshot, c_void_p]),
+    ("rebatch_scope_begin", c_int, [POINTER(c_uint32), c_void_p]),
+    ("rebatch_scope_commit", c_int, [c_void_p, c_uint32]),
+    ("rebatch_scope_rollback", c_int, [c_void_p, c_uint32]),
+    ("rebatch_scope_get_stats", c_int, [POINTER(ScopeStats), c_void_p, c_uint32]),
+    ("rebatch_scope_get_leaks", c_int, [POINTER(LeakReport), c_void_p, c_uint32]),
+    ("rebatch_leak_format", c_size_t, [c_char_p, c_size_t, POINTER(LeakReport)]),
+    # step.h
+    ("rebatch_open", c_int, [HANDLE_OUT, c_void_p, POINTER(Options)]),
+    ("rebatch_close", None, [c_void_p]),
+    ("rebatch_get_pool", c_void_p, [c_void_p]),
+    ("rebatch_get_micro", c_size_t, [c_void_p, c_size_t]),
+    ("rebatch_set_step", c_int, [c_void_p, c_uint64]),
+    (
+        "rebatch_step",
+        c_int,
+        [c_void_p, POINTER(StepOps), c_size_t, c_void_p, POINTER(StepReport)],
     ),
-    "rebatch_map": (_int, [_pointer, C.POINTER(MapOps), _size, _pointer, C.POINTER(StepReport)]),
-    "rebatch_probe": (
-        _int,
+    (
+        "rebatch_map",
+        c_int,
+        [c_void_p, POINTER(MapOps), c_size_t, c_void_p, POINTER(StepReport)],
+    ),
+    ("rebatch_reserve", c_int, [c_void_p, c_size_t]),
+    ("rebatch_mutating", None, [c_void_p]),
+    ("rebatch_guard", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
+    ("rebatch_guard_with", c_int, [c_void_p, POINTER(GuardOps), c_void_p]),
+    ("rebatch_join", c_int, [c_void_p]),
+    ("rebatch_leave", c_int, [c_void_p]),
+    ("rebatch_event_format", c_size_t, [c_char_p, c_size_t, POINTER(Event)]),
+    ("rebatch_phase_text", c_char_p, [c_int]),
+    # probe.h
+    (
+        "rebatch_probe",
+        c_int,
         [
-            _pointer,
-            C.POINTER(StepOps),
-            _size,
-            _pointer,
-            C.POINTER(ProbeOptions),
-            C.POINTER(ProbeReport),
+            c_void_p,
+            POINTER(StepOps),
+            c_size_t,
+            c_void_p,
+            POINTER(ProbeOptions),
+            POINTER(ProbeReport),
         ],
     ),
-    "rebatch_predict": (
-        _int,
-        [C.POINTER(Prediction), _pointer, _size, _size, C.POINTER(ProbeOptions)],
+    (
+        "rebatch_predict",
+        c_int,
+        [POINTER(Prediction), c_void_p, c_size_t, c_size_t, POINTER(ProbeOptions)],
     ),
-    "rebatch_confidence_text": (C.c_char_p, [_int]),
-    "rebatch_get_micro": (_size, [_pointer, _size]),
-    "rebatch_set_step": (_int, [_pointer, _u64]),
-    "rebatch_reserve": (_int, [_pointer, _size]),
-    "rebatch_mutating": (None, [_pointer]),
-    "rebatch_guard_with": (_int, [_pointer, C.POINTER(GuardOps), _pointer]),
-    "rebatch_get_pool": (_pointer, [_pointer]),
-    "rebatch_event_format": (_size, [C.c_char_p, _size, C.POINTER(Event)]),
-    "rebatch_phase_text": (C.c_char_p, [_int]),
-    "rebatch_device_open_dry": (_int, [C.POINTER(_pointer), _size, _size]),
-    "rebatch_device_open_host": (_int, [C.POINTER(_pointer), _size, _pointer]),
-    "rebatch_device_close": (None, [_pointer]),
-    "rebatch_device_memory": (_int, [_pointer, C.POINTER(MemoryInfo)]),
-    "rebatch_pool_device": (_pointer, [_pointer]),
-    "rebatch_pool_available": (_int, [C.POINTER(_size), _pointer]),
-    "rebatch_pool_get_stats": (_int, [C.POINTER(PoolStats), _pointer]),
-    "rebatch_pool_set_limit": (_int, [_pointer, _size]),
-    "rebatch_pool_trim": (_int, [_pointer, _size, C.POINTER(_size)]),
-    "rebatch_pool_format_summary": (_size, [C.c_char_p, _size, _pointer]),
-    "rebatch_pool_save_snapshot": (_int, [_pointer, _int, C.c_char_p]),
-    "rebatch_pool_tag": (_int, [C.POINTER(C.c_uint16), _pointer, C.c_char_p]),
-}
+    ("rebatch_confidence_text", c_char_p, [c_int]),
+    ("rebatch_saved_size_text", c_char_p, [c_int]),
+    # check.h
+    (
+        "rebatch_watch",
+        c_int,
+        [c_void_p, c_char_p, c_void_p, c_size_t, c_int, c_int],
+    ),
+    (
+        "rebatch_check",
+        c_int,
+        [
+            c_void_p,
+            POINTER(StepOps),
+            c_size_t,
+            c_void_p,
+            POINTER(CheckOptions),
+            POINTER(CheckReport),
+        ],
+    ),
+    ("rebatch_check_format", c_size_t, [c_char_p, c_size_t, POINTER(CheckReport)]),
+    ("rebatch_finding_name", c_char_p, [c_int]),
+    # config.h
+    ("rebatch_config_parse_size", c_int, [SIZE_OUT, POINTER(c_uint32), c_char_p]),
+    ("rebatch_config_check_run", c_int, []),
+]
+
+# ---- loading ----
+
+NAME = "librebatch.so"
+
+
+def library_path() -> str:
+    """Where the library is.
+
+    The path in the environment variable REBATCH_LIBRARY, else the library beside this file.
+    """
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
+    return os.environ.get("REBATCH_LIBRARY") or beside
+
+
+def _load() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"rebatch: the library {path} cannot be loaded ({error}): install the package, which "
+            "builds it, or set REBATCH_LIBRARY to its path"
+        ) from None
+    for name, result, arguments in FUNCTIONS:
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+lib = _load()
+
+
+# ---- errors and texts ----
 
 
 class Error(RuntimeError):
-    """A call of the library failed. `status` is the number, the text is rebatch_last_error()."""
+    """A call of the library failed. `status` is a Status, or a callback's own number."""
 
-    def __init__(self, status: int, text: str):
-        super().__init__(text)
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
         self.status = status
 
 
-def _find_library() -> str:
-    given = os.environ.get("REBATCH_LIBRARY")
-    return given or os.path.join(os.path.dirname(os.path.abspath(__file__)), "librebatch.so")
-
-
-def _load() -> C.CDLL:
-    path = _find_library()
+def status_of(number: int) -> int:
+    """The Status of that number; the number itself when it is a callback's own."""
     try:
-        loaded = C.CDLL(path)
-    except OSError as error:
-        raise ImportError(f"librebatch.so cannot be loaded from {path}: {error}") from None
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
-    return loaded
-
-
-library = _load()
+        return Status(number)
+    except ValueError:
+        return number
 
 
 def last_error() -> str:
-    """The sentence of this thread's last failed call."""
-    return library.rebatch_last_error().decode()
+    """The message of this thread's last call that failed; "" when none has failed."""
+    return lib.rebatch_last_error().decode(errors="replace")
 
 
 def check(status: int) -> None:
-    """Raise Error unless `status` is Status.OK."""
-    if status:
-        raise Error(status, last_error())
+    """Raise Error with the message of the library when `status` is not OK."""
+    if status != Status.OK:
+        status = status_of(status)
+        text = last_error() or lib.rebatch_status_text(status).decode()
+        raise Error(f"rebatch: {text}", status)
+
+
+def text_of(format_function, *arguments) -> str:
+    """The whole text that a function such as rebatch_pool_format_summary() writes."""
+    size = format_function(None, 0, *arguments)
+    while True:
+        buffer = ctypes.create_string_buffer(size + 1)
+        length = format_function(buffer, size + 1, *arguments)
+        if length <= size:
+            return buffer.value.decode(errors="replace")
+        size = length
+
+
+def parse_size(size) -> tuple[int, int]:
+    """Bytes and share of a size.
+
+    `size` is a number of bytes, or a text such as "22GiB", "512 MiB", "1048576" or "90%".
+    Returns (bytes, 0), or (0, share in 1/1000) for a text with "%". None gives (0, 0).
+    Raises Error for a text that is not a size, ValueError for a negative number and TypeError for
+    anything else.
+    """
+    if size is None:
+        return 0, 0
+    if isinstance(size, str):
+        count, share = c_size_t(), c_uint32()
+        text = size.encode()
+        check(lib.rebatch_config_parse_size(ctypes.byref(count), ctypes.byref(share), text))
+        return count.value, share.value
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f'a size is {size!r}: expected bytes as an int, or a text such as "22GiB"')
+    if not 0 <= size < 1 << 63:
+        raise ValueError(f"a size is {size}: expected 0 to 2^63 - 1 bytes")
+    return size, 0

@@ -14,6 +14,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
     raise ImportError(f"rebatch needs PyTorch 2.8 or newer: this is {_torch.__version__}")
 
 from rebatch import Error, __version__
+from rebatch.torch._allocator import install, installed, snapshot, stats, summary, tag
 from rebatch.torch._check import Check, Finding
 from rebatch.torch._finder import find_batch_size
 from rebatch.torch._lighten import checkpointing, offload
@@ -36,7 +37,13 @@ __all__ = [
     "__version__",
     "checkpointing",
     "find_batch_size",
+    "install",
+    "installed",
     "is_oom",
     "map",
     "offload",
+    "snapshot",
+    "stats",
+    "summary",
+    "tag",
 ]

@@ -1,13 +1,187 @@
+"""rebatch's pool as PyTorch's CUDA allocator: install(), tags, statistics and snapshots."""
+
 import contextlib
+import ctypes
+import os
+import pickle
+import tempfile
+import threading
+
+import torch
+
+from .. import _library
+from . import _front
+
+_front_library = None  # once installed
+_install_lock = threading.Lock()
+_wanted = {}  # the options of the first install()
 
 
-def installed():
-    return False
+def install(
+    limit=None,
+    headroom=None,
+    *,
+    events: int = 0,
+    replay: bool | None = None,
+    max_split=None,
+    rounding_divisions: int = 0,
+) -> None:
+    """Make rebatch's pool PyTorch's allocator for ordinary CUDA memory, in this process.
+
+    It may be called at any time: tensors that exist stay where they are. Memory for CUDA graphs and
+    torch.cuda.MemPool stays with PyTorch's native allocator, and does not count towards the limit.
+    The first call of all compiles the allocator, which takes about ten seconds and is kept.
+
+    limit: the most memory that rebatch may hold on each GPU, in bytes or as "22GiB" or "90%"; None:
+        no limit.
+    headroom: memory of each GPU, in bytes or as text, that stays free for libraries; None: none.
+    events: how many of the latest allocations and frees a snapshot has.
+    replay: plan repeated phases when memory is short; None: the library's default.
+    max_split: a free block larger than this is not split for a smaller request; None: no bound.
+    rounding_divisions: sizes are rounded up to one of this many steps between powers of two.
+
+    There is no way back. A second call changes the limit; it can change the other options only
+    until the first allocation.
+
+    Raises FrontError when the allocator cannot be compiled or loaded, Error for a wrong option, and
+    RuntimeError when PyTorch uses another allocator than its native one.
+    """
+    global _front_library
+    options = _pool_options(limit, headroom, events, replay, max_split, rounding_divisions)
+    with _install_lock:
+        if _front_library is not None:
+            _change(_front_library, options)
+            return
+        front = _front.load()
+        if front.rebatch_torch_install(ctypes.byref(options)) == 2:
+            raise RuntimeError(
+                f"rebatch: PyTorch uses the allocator {torch.cuda.get_allocator_backend()!r}; "
+                "install() needs the native one"
+            )
+        _front_library = front
+        _wanted["options"] = options
 
 
-def pool_of(device):
-    return None
+def installed() -> bool:
+    """Whether rebatch is PyTorch's allocator in this process."""
+    return _front_library is not None and bool(_front_library.rebatch_torch_is_installed())
 
 
-def tag(name):
-    return contextlib.nullcontext()
+def _pool_options(limit, headroom, events, replay, max_split, rounding_divisions):
+    """The options of a pool. Raises Error, TypeError or ValueError for a wrong one."""
+    limit_bytes, limit_permille = _library.parse_size(limit)
+    return _library.PoolOptions(
+        limit_bytes=limit_bytes,
+        limit_permille=limit_permille,
+        headroom_bytes=_bytes("headroom", headroom),
+        max_split_bytes=_bytes("max_split", max_split),
+        events=events,
+        replay=_toggle(replay),
+        rounding_divisions=rounding_divisions,
+    )
+
+
+def _bytes(name: str, size) -> int:
+    """A size that cannot be a share."""
+    count, share = _library.parse_size(size)
+    if share:
+        raise ValueError(f'{name} is {size!r}: expected bytes, or a text such as "512MiB"')
+    return count
+
+
+def _toggle(value: bool | None) -> _library.Toggle:
+    """None is the default."""
+    if value is None:
+        return _library.Toggle.DEFAULT
+    return _library.Toggle.ON if value else _library.Toggle.OFF
+
+
+def _without_limit(options) -> bytes:
+    """All options but the limit, to compare."""
+    copy = _library.PoolOptions.from_buffer_copy(options)
+    copy.limit_bytes = copy.limit_permille = 0
+    return bytes(copy)
+
+
+def _change(front, options) -> None:
+    """A second install()."""
+    if front.rebatch_torch_configure(ctypes.byref(options)) == _library.Status.OK:
+        _wanted["options"] = options
+        return
+    if _without_limit(options) != _without_limit(_wanted["options"]):
+        raise RuntimeError(
+            "rebatch: install() cannot change other options than the limit after the first "
+            "allocation; pass them to the first install()"
+        )
+    _library.check(front.rebatch_torch_set_limit(options.limit_bytes, options.limit_permille))
+    _wanted["options"] = options
+
+
+def pool(device=None) -> int:
+    """The handle of the rebatch_pool of a GPU, for the functions of the C library.
+
+    The pool is made if need be, and lives as long as the process. device: as PyTorch names it;
+    None: the current one. Raises RuntimeError before install(), and Error when there is no pool.
+    """
+    if _front_library is None:
+        raise RuntimeError("rebatch: call rebatch.torch.install() first")
+    torch.cuda.init()
+    handle = ctypes.c_void_p()
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    _library.check(_front_library.rebatch_torch_pool(ctypes.byref(handle), index))
+    return handle.value
+
+
+@contextlib.contextmanager
+def tag(name: str):
+    """What is allocated within the block is named `name` in reports; its first 31 bytes count.
+
+    The tag applies to the thread, and within a block of the main thread also to the threads that
+    are in no block of their own, such as those in which autograd runs backward passes. Where the
+    main thread is in no block, they have the tag of the thread that first entered one. There are at
+    most 255 names in a process. Before install() the block does nothing.
+    """
+    front = _front_library
+    if front is None:
+        yield
+        return
+    number = front.rebatch_torch_tag(name.encode()[:31])
+    if number < 0:
+        raise RuntimeError(f"rebatch: no tag {name!r}: there are 255 tags already")
+    before = front.rebatch_torch_enter_tag(number)
+    try:
+        yield
+    finally:
+        front.rebatch_torch_leave_tag(before)
+
+
+def stats(device=None) -> dict[str, int]:
+    """The statistics of a GPU's pool by their names in rebatch/pool.h; sizes are in bytes.
+
+    Unlike torch.cuda.memory_stats() they do not count what the native allocator holds.
+    """
+    out = _library.PoolStats()
+    _library.check(_library.lib.rebatch_pool_get_stats(ctypes.byref(out), pool(device)))
+    return {name: getattr(out, name) for name, _ in out._fields_}
+
+
+def summary(device=None) -> str:
+    """Statistics and tags of a GPU's pool as a table of text."""
+    return _library.text_of(_library.lib.rebatch_pool_format_summary, pool(device))
+
+
+def snapshot(device=None) -> dict:
+    """A snapshot of a GPU's pool in the layout of torch.cuda.memory._snapshot().
+
+    Write it to a file with pickle to see it in PyTorch's memory viewer. It has the pool's blocks
+    with their tags, and the latest events if install(events=...) asked for them.
+    """
+    handle = pool(device)
+    with tempfile.TemporaryDirectory(prefix="rebatch-") as folder:
+        path = os.path.join(folder, "snapshot.pickle")
+        pickled = _library.SnapshotFormat.PICKLE
+        _library.check(
+            _library.lib.rebatch_pool_save_snapshot(handle, pickled, os.fsencode(path))
+        )
+        with open(path, "rb") as file:
+            return pickle.load(file)

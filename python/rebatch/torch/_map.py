@@ -7,7 +7,8 @@ from typing import Any, Callable, List
 
 import torch
 
-from rebatch import _library as lib
+from rebatch import _library as c
+from rebatch._library import lib
 from rebatch.torch._batch import slice_batch
 from rebatch.torch._session import Session
 
@@ -37,9 +38,9 @@ def run_map(
             result = function(part)
         results.append((count, result))
 
-    ops = lib.sized(lib.MapOps, run=lib.RunSamples(run), key=key)
-    report = lib.StepReport()
-    status = lib.library.rebatch_map(session.rb, C.byref(ops), samples, None, C.byref(report))
+    ops = c.MapOps(run=c.ForwardBackward(run), key=key)
+    report = c.StepReport()
+    status = lib.rebatch_map(session.rb, C.byref(ops), samples, None, C.byref(report))
     session.raise_failure(status)
     return results
 

@@ -7,7 +7,7 @@ from typing import Dict, Tuple
 
 import torch
 
-from rebatch import _library as lib
+from rebatch import _library as c
 
 # The peak of a callback is measured so many times at each size. A measurement resets PyTorch's peak
 # statistics, which programs read, so there are few of them; the first may count what is made once.
@@ -19,12 +19,10 @@ class UnknownMeter:
 
     def __init__(self) -> None:
         self.asked_bytes = 0
-        self.struct = lib.sized(
-            lib.Meter,
-            begin=lib.MeterBegin(lambda _phase, _size, _user: None),
-            read=lib.MeterRead(lambda _out, _user: lib.Status.E_UNSUPPORTED),
-            available=lib.MeterAvailable(self._available),
-            release=lib.MeterRelease(lambda _user: 0),
+        self.struct = c.Meter(begin=c.MeterBegin(lambda _phase, _size, _user: None),
+            read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
+            available=c.MeterAvailable(self._available),
+            release=c.MeterRelease(lambda _user: 0),
         )
 
     def measure_again(self) -> None:
@@ -35,7 +33,7 @@ class UnknownMeter:
 
     def _available(self, out, _user) -> int:
         out[0] = C.c_uint64(-1).value
-        return lib.Status.OK
+        return c.Status.OK
 
 
 class NativeMeter:
@@ -47,12 +45,10 @@ class NativeMeter:
         self._is_measuring = False
         self.asked_bytes = 0
         # Kept, because C holds their addresses.
-        self.struct = lib.sized(
-            lib.Meter,
-            begin=lib.MeterBegin(self._begin),
-            read=lib.MeterRead(self._read),
-            available=lib.MeterAvailable(self._available),
-            release=lib.MeterRelease(self._release),
+        self.struct = c.Meter(begin=c.MeterBegin(self._begin),
+            read=c.MeterRead(self._read),
+            available=c.MeterAvailable(self._available),
+            release=c.MeterRelease(self._release),
         )
 
     def measure_again(self) -> None:
@@ -80,7 +76,7 @@ class NativeMeter:
         out[0].peak_bytes = allocated["peak"] if self._is_measuring else 0
         out[0].reserved_bytes = statistics["reserved_bytes"]["all"]["current"]
         out[0].asked_bytes = self.asked_bytes
-        return lib.Status.OK
+        return c.Status.OK
 
     def _available(self, out, _user) -> int:
         statistics = self._statistics()
@@ -89,7 +85,7 @@ class NativeMeter:
         free, total = torch.cuda.mem_get_info(self._device)
         limit = int(total * torch._C._cuda_getMemoryFraction(self._device.index))
         out[0] = max(0, min(free + reserved - allocated, limit - allocated))
-        return lib.Status.OK
+        return c.Status.OK
 
     def _release(self, _user) -> int:
         before = self._statistics()["reserved_bytes"]["all"]["current"]

@@ -6,7 +6,8 @@ import ctypes as C
 import dataclasses
 from typing import Any, List
 
-from rebatch import _library as lib
+from rebatch import _library as c
+from rebatch._library import lib
 from rebatch.torch._session import Session
 
 
@@ -44,23 +45,23 @@ class Probe:
 
 
 def _predict(session: Session, size: int, samples: int) -> Any:
-    out = lib.Prediction()
-    if lib.library.rebatch_predict(C.byref(out), session.rb, size, samples, None):
+    out = c.Prediction()
+    if lib.rebatch_predict(C.byref(out), session.rb, size, samples, None):
         return None
     return Prediction(size, out.fits, out.peak_bytes)
 
 
-def run_probe(session: Session, ops: lib.StepOps, samples: int, reserve_bytes: int) -> Probe:
+def run_probe(session: Session, ops: c.StepOps, samples: int, reserve_bytes: int) -> Probe:
     """Probe with the session's pool. Raises Exhausted when not even one sample fits."""
     if not session.is_pooled:
-        raise lib.Error(
-            lib.Status.E_UNSUPPORTED,
+        raise c.Error(
             "rebatch: a probe goes by the allocations of rebatch's pool: call rebatch.install() "
             "first, or use Step(learn=True)",
+            c.Status.E_UNSUPPORTED,
         )
-    options = lib.sized(lib.ProbeOptions, reserve_bytes=reserve_bytes)
-    report = lib.ProbeReport()
-    status = lib.library.rebatch_probe(
+    options = c.ProbeOptions(reserve_bytes=reserve_bytes)
+    report = c.ProbeReport()
+    status = lib.rebatch_probe(
         session.rb, C.byref(ops), samples, None, C.byref(options), C.byref(report)
     )
     session.raise_failure(status)
@@ -72,6 +73,6 @@ def run_probe(session: Session, ops: lib.StepOps, samples: int, reserve_bytes: i
         available_bytes=report.available_bytes,
         trials=report.trials,
         ooms=report.ooms,
-        confidence=lib.library.rebatch_confidence_text(report.confidence).decode(),
+        confidence=lib.rebatch_confidence_text(report.confidence).decode(),
         predictions=[p for p in found if p],
     )

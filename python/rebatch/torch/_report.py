@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict
 
-from rebatch import _library as lib
+from rebatch import _library as c
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Report:
         return text
 
 
-def report_of(c: lib.StepReport, samples: int) -> Report:
+def report_of(filled: c.StepReport, samples: int) -> Report:
     return Report(
-        step=c.step,
+        step=filled.step,
         samples=samples,
-        micro=c.micro,
-        microbatches=c.microbatches,
-        ooms=c.ooms,
-        redone_samples=c.redone_samples,
-        lost_ms=c.lost_ns / 1e6,
-        peak_bytes=c.peak_bytes,
-        reserved_bytes=c.reserved_bytes,
-        lighten_level=c.lighten_level,
-        learned=c.learned,
-        torn=c.torn,
+        micro=filled.micro,
+        microbatches=filled.microbatches,
+        ooms=filled.ooms,
+        redone_samples=filled.redone_samples,
+        lost_ms=filled.lost_ns / 1e6,
+        peak_bytes=filled.peak_bytes,
+        reserved_bytes=filled.reserved_bytes,
+        lighten_level=filled.lighten_level,
+        learned=filled.learned,
+        torn=filled.torn,
     )

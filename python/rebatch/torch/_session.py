@@ -11,7 +11,8 @@ from typing import Any, Callable, Optional, Sequence
 
 import torch
 
-from rebatch import _library as lib
+from rebatch import _library as c
+from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._meter import NativeMeter, UnknownMeter
 from rebatch.torch._oom import asked_bytes, is_oom, let_go
@@ -22,8 +23,8 @@ _LET_GO_SECONDS = 0.005
 # So little may stay: libraries keep workspaces from their first use on.
 _LEFT_BYTES = 1 << 20
 
-_log_levels = {level.name.lower(): level for level in lib.LogLevel}
-_on_oom = {answer.name.lower(): answer for answer in lib.OnOom}
+_log_levels = {level.name.lower(): level for level in c.LogLevel}
+_on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
 
 class Exhausted(torch.OutOfMemoryError):
@@ -37,7 +38,7 @@ class Torn(RuntimeError):
 
 
 def _toggle(value: Optional[bool]) -> int:
-    return lib.Toggle.DEFAULT if value is None else lib.Toggle.ON if value else lib.Toggle.OFF
+    return c.Toggle.DEFAULT if value is None else c.Toggle.ON if value else c.Toggle.OFF
 
 
 def _named(name: str, value: Any, known: dict) -> int:
@@ -64,11 +65,9 @@ def session_options(
     log_level: str = "default",
     log_file: Optional[str] = None,
     log_format: str = "text",
-) -> lib.Options:
+) -> c.Options:
     """The C library's options. docs/pytorch.md describes each."""
-    options = lib.sized(
-        lib.Options,
-        micro_start=micro_start,
+    options = c.Options(micro_start=micro_start,
         micro_smallest=micro_smallest,
         micro_largest=micro_largest,
         micro_multiple_of=micro_multiple_of,
@@ -83,7 +82,7 @@ def session_options(
         log_level=_named("log_level", log_level, _log_levels),
         log_format=_named("log_format", log_format, {"text": 0, "json": 1}),
         log_file=log_file.encode() if log_file else None,
-        reclaim=lib.Toggle.OFF,
+        reclaim=c.Toggle.OFF,
     )
     if len(micro_allowed) > len(options.micro_allowed):
         raise ValueError(
@@ -102,11 +101,11 @@ class Session:
     def __init__(
         self,
         device: torch.device,
-        options: lib.Options,
+        options: c.Options,
         *,
         generators: Optional[Generators] = None,
         buffers: Optional[Buffers] = None,
-        on_event: Optional[Callable[[str, lib.Event], None]] = None,
+        on_event: Optional[Callable[[str, c.Event], None]] = None,
     ):
         self.device = device
         self.is_cuda = device.type == "cuda"
@@ -123,43 +122,39 @@ class Session:
 
     # ---- opening and closing ----
 
-    def _open(self, options: lib.Options) -> None:
+    def _open(self, options: c.Options) -> None:
         dry, opened = C.c_void_p(), C.c_void_p()
         if self._on_event:
-            self._event_function = lib.OnEvent(self._pass_event)
+            self._event_function = c.OnEvent(self._pass_event)
             options.on_event = self._event_function
         if self.meter:
             options.meter = C.pointer(self.meter.struct)
         if self.is_pooled:
-            options.existing_pool = _allocator.pool_of(self.device)
-            device = lib.library.rebatch_pool_device(options.existing_pool)
+            options.existing_pool = _allocator.pool(self.device)
+            device = lib.rebatch_pool_device(options.existing_pool)
         else:
-            lib.check(lib.library.rebatch_device_open_dry(C.byref(dry), C.c_size_t(-1).value, 0))
+            c.check(lib.rebatch_device_open_dry(C.byref(dry), C.c_size_t(-1).value, 0))
             device = dry
-        status = lib.library.rebatch_open(C.byref(opened), device, C.byref(options))
+        status = lib.rebatch_open(C.byref(opened), device, C.byref(options))
         self.rb = opened.value
         self._close = weakref.finalize(self, _close, self.rb, dry.value)
-        lib.check(status)
+        c.check(status)
 
     def close(self) -> None:
         self._close()
 
     def _guard(self) -> None:
-        self._guard_ops = lib.sized(
-            lib.GuardOps, save=lib.Guard(self._save), restore=lib.Guard(self._restore)
+        self._guard_ops = c.GuardOps(save=c.Guard(self._save), restore=c.Guard(self._restore)
         )
-        lib.check(
-            lib.library.rebatch_guard_with(self.rb, C.byref(self._guard_ops), None)
+        c.check(
+            lib.rebatch_guard_with(self.rb, C.byref(self._guard_ops), None)
         )
 
     # ---- what C calls ----
 
     def _pass_event(self, event, _user) -> None:
-        size = lib.library.rebatch_event_format(None, 0, event) + 1
-        text = C.create_string_buffer(size)
-        lib.library.rebatch_event_format(text, size, event)
         try:
-            self._on_event(text.value.decode(), event[0])
+            self._on_event(c.text_of(lib.rebatch_event_format, event), event[0])
         except Exception as error:  # its next callback ends the step
             self.error = self.error or error
 
@@ -176,13 +171,13 @@ class Session:
                     getattr(state, action)(point)
         except BaseException as error:
             self.error = self.error or error
-            return lib.Status.E_USER
-        return lib.Status.OK
+            return c.Status.E_USER
+        return c.Status.OK
 
     def run(self, body: Callable, *arguments) -> int:
         """Run a callback's body: the status for C."""
         if self.error is not None:
-            return lib.Status.E_USER
+            return c.Status.E_USER
         live = self.live_bytes()
         try:
             try:
@@ -190,15 +185,15 @@ class Session:
             except BaseException as error:
                 if not is_oom(error):
                     self.error = error
-                    return lib.Status.E_USER
+                    return c.Status.E_USER
                 self._note_oom(error)
             else:
-                return lib.Status.OK
+                return c.Status.OK
             self._collect(live)  # here, where no exception is being handled
         except BaseException as error:
             self.error = error
-            return lib.Status.E_USER
-        return lib.Status.OOM
+            return c.Status.E_USER
+        return c.Status.OOM
 
     # ---- after an OOM ----
 
@@ -214,9 +209,9 @@ class Session:
         if self.meter:
             return self.meter.live_bytes()
         if self.is_pooled:
-            stats = lib.PoolStats()
-            lib.library.rebatch_pool_get_stats(
-                C.byref(stats), lib.library.rebatch_get_pool(self.rb)
+            stats = c.PoolStats()
+            lib.rebatch_pool_get_stats(
+                C.byref(stats), lib.rebatch_get_pool(self.rb)
             )
             return stats.live_bytes
         return 0
@@ -240,13 +235,13 @@ class Session:
             raise error
         if not status:
             return
-        text = lib.last_error()
-        if status in (lib.Status.E_EXHAUSTED, lib.Status.E_TORN):
+        text = c.last_error()
+        if status in (c.Status.E_EXHAUSTED, c.Status.E_TORN):
             said = f"{text}\n{self.oom_text}" if self.oom_text else text
-            raise (Exhausted if status == lib.Status.E_EXHAUSTED else Torn)(said)
-        raise lib.Error(status, text)
+            raise (Exhausted if status == c.Status.E_EXHAUSTED else Torn)(said)
+        raise c.Error(text, status)
 
 
 def _close(rb: Optional[int], dry: Optional[int]) -> None:
-    lib.library.rebatch_close(rb)
-    lib.library.rebatch_device_close(dry)
+    lib.rebatch_close(rb)
+    lib.rebatch_device_close(dry)

@@ -8,7 +8,8 @@ from typing import Any, Callable, List, Optional, Sequence, Union
 
 import torch
 
-from rebatch import _library as lib
+from rebatch import _library as c
+from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._batch import batch_length, slice_batch
 from rebatch.torch._check import Check, Checker
@@ -137,18 +138,18 @@ class Step:
             buffers=self._buffers,
             on_event=self._on_event,
         )
-        lib.check(lib.library.rebatch_set_step(self._session.rb, self._number))
+        c.check(lib.rebatch_set_step(self._session.rb, self._number))
         return self._session
 
-    def _make_ops(self) -> lib.StepOps:
-        ops = lib.sized(lib.StepOps, flags=lib.DECLARES_MUTATION)
-        ops.zero_grad = lib.ZeroGrad(lambda _: self._run(self._zero_grad))
-        ops.forward_backward = lib.RunSamples(self._call_forward_backward)
-        ops.optimizer_step = lib.ZeroGrad(lambda _: self._run(self._optimizer_step))
+    def _make_ops(self) -> c.StepOps:
+        ops = c.StepOps(flags=c.StepFlag.DECLARES_MUTATION)
+        ops.zero_grad = c.ZeroGrad(lambda _: self._run(self._zero_grad))
+        ops.forward_backward = c.ForwardBackward(self._call_forward_backward)
+        ops.optimizer_step = c.OptimizerStep(lambda _: self._run(self._optimizer_step))
         if self._lighten:
-            ops.lighten = lib.Lighten(self._call_lighten)
+            ops.lighten = c.Lighten(self._call_lighten)
         if self._cost:
-            ops.cost = lib.Cost(self._call_cost)
+            ops.cost = c.Cost(self._call_cost)
         return ops
 
     # ---- callbacks ----
@@ -162,7 +163,7 @@ class Step:
 
     def _call_lighten(self, level: int, _user) -> int:
         if level > len(self._lighten):
-            return lib.Status.E_UNSUPPORTED
+            return c.Status.E_UNSUPPORTED
         return self._run(self._set_level, level)
 
     def _call_cost(self, first: int, count: int, _user) -> int:
@@ -203,14 +204,14 @@ class Step:
         try:
             loss = self._weighted_loss(first, count)
             if not is_fresh:
-                lib.library.rebatch_mutating(self._session.rb)
+                lib.rebatch_mutating(self._session.rb)
             self._update.scale(loss).backward()
             detached = loss.detach()
             del loss
         except BaseException:
             fresh.undo()
             raise
-        lib.library.rebatch_mutating(self._session.rb)
+        lib.rebatch_mutating(self._session.rb)
         fresh.add()
         self._loss = detached if self._loss is None else self._loss.add_(detached)
 
@@ -249,12 +250,12 @@ class Step:
 
     def _optimizer_step(self) -> None:
         needed = self._update.first_bytes()
-        if needed and lib.library.rebatch_reserve(self._session.rb, needed) == lib.Status.OOM:
+        if needed and lib.rebatch_reserve(self._session.rb, needed) == c.Status.OOM:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {needed / (1 << 20):.2f} MiB for the "
                 "optimizer's first step."
             )
-        lib.library.rebatch_mutating(self._session.rb)
+        lib.rebatch_mutating(self._session.rb)
         with _allocator.tag("optimizer"):
             self._update.apply()
 
@@ -275,14 +276,14 @@ class Step:
         session = self._open()
         self._buffers.prepare()
         self._begin(batch)
-        c_report = lib.StepReport()
+        filled = c.StepReport()
         try:
-            status = lib.library.rebatch_step(
-                session.rb, C.byref(self._ops), self._samples, None, C.byref(c_report)
+            status = lib.rebatch_step(
+                session.rb, C.byref(self._ops), self._samples, None, C.byref(filled)
             )
         finally:
             self._end()
-        self.report = report_of(c_report, self._samples)
+        self.report = report_of(filled, self._samples)
         session.raise_failure(status)
         self._number += 1
         self._update.done()
@@ -293,7 +294,7 @@ class Step:
         """The micro-batch size with which the next step begins, in samples; 0: not known yet."""
         if not (self._session and self.report.samples):
             return self._micro or self._options.get("micro_start", 0)
-        return lib.library.rebatch_get_micro(self._session.rb, self.report.samples)
+        return lib.rebatch_get_micro(self._session.rb, self.report.samples)
 
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
         """Find the largest micro-batch that fits, before training; prints a table.
@@ -324,16 +325,16 @@ class Step:
         saved = [p.grad for p in parameters]
         state = (self._buffers, session.generators)
         for part in state:
-            part.save(lib.GuardPoint.STEP)
+            part.save(c.GuardPoint.STEP)
         try:
             checker = Checker(
                 self._modules, parameters, self._run_cut, self._normalizer is not None,
                 self._autocast is not None or parameters[0].element_size() == 2,
             )
-            return checker.check(lib.library.rebatch_get_micro(session.rb, self._samples))
+            return checker.check(lib.rebatch_get_micro(session.rb, self._samples))
         finally:
             for part in state:
-                part.restore(lib.GuardPoint.STEP)
+                part.restore(c.GuardPoint.STEP)
             for p, gradient in zip(parameters, saved):
                 p.grad = gradient
             self._end()
@@ -341,7 +342,7 @@ class Step:
     def _run_cut(self, cut: int) -> float:
         """The whole batch in micro-batches of `cut` samples, from the same random numbers."""
         for part in (self._buffers, self._session.generators):
-            part.restore(lib.GuardPoint.STEP)
+            part.restore(c.GuardPoint.STEP)
         for p in self._update.parameters:
             p.grad = None
         total = 0.0
