@@ -42,6 +42,9 @@ def install(
     rounding_divisions: sizes are rounded up to one of this many steps between powers of two; 0: to
         512 bytes only.
 
+    With the environment variable PYTORCH_NO_CUDA_MEMORY_CACHING, every call goes to the device, as
+    in PyTorch.
+
     There is no way back. In a second call, None leaves an option as it is; the limit can always
     change, the other options only until the first allocation.
 
@@ -84,6 +87,8 @@ def _members(limit, headroom, events, replay, max_split, rounding_divisions) -> 
         members["events"] = events
     if rounding_divisions is not None:
         members["rounding_divisions"] = rounding_divisions
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # for memory checkers
+        members["caching"] = _library.Toggle.OFF
     if replay is not None:
         members["replay"] = _library.Toggle.ON if replay else _library.Toggle.OFF
     return members

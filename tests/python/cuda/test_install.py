@@ -303,6 +303,23 @@ def test_memory_of_the_pool_is_freed_and_recorded_while_a_graph_is_captured():
     del z, graph
 
 
+def test_a_graphs_pool_is_put_back_as_torch_compile_does():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tensor(8 * MIB)
+    state = torch._C._cuda_getCheckpointState(0, graph.pool())
+    address = y.data_ptr()
+    del y
+    storage = torch._C._construct_storage_from_data_pointer(address, torch.device(0), 8 * MIB)
+    assert not torch._C._has_Standard_Deleter(storage._cdata)
+    torch._C._cuda_setCheckpointPoolState(0, state, [], [storage._cdata])
+    assert torch._C._has_Standard_Deleter(storage._cdata)
+    allocated = torch.cuda.memory_allocated()
+    del storage
+    assert torch.cuda.memory_allocated() == allocated - 8 * MIB
+    del graph
+
+
 def test_the_cache_can_be_turned_off():
     allocations = rebatch.stats()["allocations"]
     torch.cuda.caching_allocator_enable(False)
@@ -600,6 +617,16 @@ def test_options_can_change_until_the_first_allocation():
 )
 def test_the_process_ends_quietly(script):
     child("old = tensor(MIB)\nrebatch.install()\n" + script)
+
+
+def test_pytorchs_variable_turns_caching_off():
+    script = (
+        "rebatch.install()\n"
+        "x = tensor(8 * MIB)\n"
+        "del x\n"
+        "assert torch.cuda.memory_reserved() == 0\n"
+    )
+    child(script, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 def test_two_gpus():
