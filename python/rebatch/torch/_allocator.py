@@ -14,52 +14,59 @@ from . import _front
 
 _front_library = None  # once installed
 _install_lock = threading.Lock()
-_wanted = {}  # the options of the first install()
+_options = {}  # the members of PoolOptions that were set
 
 
 def install(
     limit=None,
     headroom=None,
     *,
-    events: int = 0,
+    events: int | None = None,
     replay: bool | None = None,
     max_split=None,
-    rounding_divisions: int = 0,
+    rounding_divisions: int | None = None,
 ) -> None:
     """Make rebatch's pool PyTorch's allocator for ordinary CUDA memory, in this process.
 
     It may be called at any time: tensors that exist stay where they are. Memory for CUDA graphs and
     torch.cuda.MemPool stays with PyTorch's native allocator, and does not count towards the limit.
-    The first call of all compiles the allocator, which takes about ten seconds and is kept.
+    The first call on a machine compiles the allocator, which takes about five seconds; the result
+    is kept.
 
-    limit: the most memory that rebatch may hold on each GPU, in bytes or as "22GiB" or "90%"; None:
-        no limit.
-    headroom: memory of each GPU, in bytes or as text, that stays free for libraries; None: none.
-    events: how many of the latest allocations and frees a snapshot has.
-    replay: plan repeated phases when memory is short; None: the library's default.
-    max_split: a free block larger than this is not split for a smaller request; None: no bound.
-    rounding_divisions: sizes are rounded up to one of this many steps between powers of two.
+    limit: the most memory that rebatch may hold on each GPU, in bytes or as "22GiB" or "90%"; 0: no
+        limit.
+    headroom: memory of each GPU, in bytes or as text, that stays free for libraries; 0: none.
+    events: how many of the latest allocations and frees a snapshot has; default 0.
+    replay: plan repeated phases when memory is short; default: on.
+    max_split: a free block larger than this is not split for a smaller request; 0: no bound.
+    rounding_divisions: sizes are rounded up to one of this many steps between powers of two; 0: to
+        512 bytes only.
 
-    There is no way back. A second call changes the limit; it can change the other options only
-    until the first allocation.
+    With the environment variable PYTORCH_NO_CUDA_MEMORY_CACHING, every call goes to the device, as
+    in PyTorch.
 
-    Raises FrontError when the allocator cannot be compiled or loaded, Error for a wrong option, and
-    RuntimeError when PyTorch uses another allocator than its native one.
+    There is no way back. In a second call, None leaves an option as it is; the limit can always
+    change, the other options only until the first allocation.
+
+    Raises FrontError when the allocator cannot be compiled or loaded, Error, TypeError or
+    ValueError for a wrong option, and RuntimeError when PyTorch uses another allocator than its
+    native one, or when an option cannot change any more.
     """
     global _front_library
-    options = _pool_options(limit, headroom, events, replay, max_split, rounding_divisions)
+    given = _members(limit, headroom, events, replay, max_split, rounding_divisions)
     with _install_lock:
         if _front_library is not None:
-            _change(_front_library, options)
+            _change(_front_library, given)
             return
         front = _front.load()
+        options = _library.PoolOptions(**given)
         if front.rebatch_torch_install(ctypes.byref(options)) == 2:
             raise RuntimeError(
                 f"rebatch: PyTorch uses the allocator {torch.cuda.get_allocator_backend()!r}; "
                 "install() needs the native one"
             )
         _front_library = front
-        _wanted["options"] = options
+        _options.update(given)
 
 
 def installed() -> bool:
@@ -67,18 +74,24 @@ def installed() -> bool:
     return _front_library is not None and bool(_front_library.rebatch_torch_is_installed())
 
 
-def _pool_options(limit, headroom, events, replay, max_split, rounding_divisions):
-    """The options of a pool. Raises Error, TypeError or ValueError for a wrong one."""
-    limit_bytes, limit_permille = _library.parse_size(limit)
-    return _library.PoolOptions(
-        limit_bytes=limit_bytes,
-        limit_permille=limit_permille,
-        headroom_bytes=_bytes("headroom", headroom),
-        max_split_bytes=_bytes("max_split", max_split),
-        events=events,
-        replay=_toggle(replay),
-        rounding_divisions=rounding_divisions,
-    )
+def _members(limit, headroom, events, replay, max_split, rounding_divisions) -> dict[str, int]:
+    """The members of PoolOptions that the arguments of install() set."""
+    members = {}
+    if limit is not None:
+        members["limit_bytes"], members["limit_permille"] = _library.parse_size(limit)
+    if headroom is not None:
+        members["headroom_bytes"] = _bytes("headroom", headroom)
+    if max_split is not None:
+        members["max_split_bytes"] = _bytes("max_split", max_split)
+    if events is not None:
+        members["events"] = events
+    if rounding_divisions is not None:
+        members["rounding_divisions"] = rounding_divisions
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # for memory checkers
+        members["caching"] = _library.Toggle.OFF
+    if replay is not None:
+        members["replay"] = _library.Toggle.ON if replay else _library.Toggle.OFF
+    return members
 
 
 def _bytes(name: str, size) -> int:
@@ -89,32 +102,19 @@ def _bytes(name: str, size) -> int:
     return count
 
 
-def _toggle(value: bool | None) -> _library.Toggle:
-    """None is the default."""
-    if value is None:
-        return _library.Toggle.DEFAULT
-    return _library.Toggle.ON if value else _library.Toggle.OFF
-
-
-def _without_limit(options) -> bytes:
-    """All options but the limit, to compare."""
-    copy = _library.PoolOptions.from_buffer_copy(options)
-    copy.limit_bytes = copy.limit_permille = 0
-    return bytes(copy)
-
-
-def _change(front, options) -> None:
+def _change(front, given: dict[str, int]) -> None:
     """A second install()."""
-    if front.rebatch_torch_configure(ctypes.byref(options)) == _library.Status.OK:
-        _wanted["options"] = options
-        return
-    if _without_limit(options) != _without_limit(_wanted["options"]):
-        raise RuntimeError(
-            "rebatch: install() cannot change other options than the limit after the first "
-            "allocation; pass them to the first install()"
-        )
-    _library.check(front.rebatch_torch_set_limit(options.limit_bytes, options.limit_permille))
-    _wanted["options"] = options
+    wanted = {**_options, **given}
+    options = _library.PoolOptions(**wanted)
+    if front.rebatch_torch_configure(ctypes.byref(options)) != _library.Status.OK:
+        for name, value in given.items():
+            if name not in ("limit_bytes", "limit_permille") and value != _options.get(name, 0):
+                raise RuntimeError(
+                    f"rebatch: install() cannot change {name} after the first allocation; pass it "
+                    "to the first install()"
+                )
+        _library.check(front.rebatch_torch_set_limit(options.limit_bytes, options.limit_permille))
+    _options.update(given)
 
 
 def pool(device=None) -> int:

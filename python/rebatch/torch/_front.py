@@ -238,7 +238,7 @@ def compile_front(target: pathlib.Path) -> None:
 
 
 def find_or_compile() -> pathlib.Path:
-    """The library for this PyTorch, compiled if need be (about ten seconds). Raises FrontError."""
+    """The library for this PyTorch, compiled if need be (about five seconds). Raises FrontError."""
     check_torch()
     if prebuilt().exists():
         return prebuilt()
@@ -264,4 +264,10 @@ def load() -> ctypes.CDLL:
         function = getattr(front, name)
         function.restype = result
         function.argtypes = arguments
+    built_for = front.rebatch_torch_version().decode()
+    if not built_for.startswith("{}.{}.".format(*torch_version())):
+        raise FrontError(
+            f"rebatch: {path} is built for PyTorch {built_for}, not for {torch.__version__}; "
+            "delete it"
+        )
     return front

@@ -781,7 +781,7 @@ class Front final : public native::CUDAAllocator
             pointer = get_from(pool, bytes, device, stream, tag);
         }
         if (const auto *const trace = c10::impl::GPUTrace::get_trace();
-            C10_UNLIKELY(trace != nullptr))
+            C10_UNLIKELY(trace != nullptr) && pointer)
             (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
         if (C10_UNLIKELY(c10::memoryProfilingEnabled()) && pointer)
             tell_profiler_of(device, pointer);

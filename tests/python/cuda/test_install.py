@@ -64,7 +64,7 @@ def no_limit():
     """Each test begins without a limit."""
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
-    rebatch.install(events=64)
+    rebatch.install(0)
 
 
 # ---- statistics ----
@@ -130,7 +130,7 @@ def test_the_backend_keeps_its_name():
 
 
 def test_an_oom_has_pytorchs_type_and_says_who_holds_what():
-    rebatch.install("256MiB", events=64)
+    rebatch.install("256MiB")
     with rebatch.tag("weights"):
         x = tensor(100 * MIB)
     ooms = torch.cuda.memory_stats()["num_ooms"]
@@ -145,7 +145,7 @@ def test_an_oom_has_pytorchs_type_and_says_who_holds_what():
 
 
 def test_the_largest_request_that_would_have_succeeded_does():
-    rebatch.install("256MiB", events=64)
+    rebatch.install("256MiB")
     x = tensor(100 * MIB)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         tensor(200 * MIB)
@@ -157,7 +157,7 @@ def test_the_largest_request_that_would_have_succeeded_does():
 def test_observers_are_told_of_an_oom():
     seen = []
     torch._C._cuda_attach_out_of_memory_observer(lambda *told: seen.append(told))
-    rebatch.install("64MiB", events=64)
+    rebatch.install("64MiB")
     with pytest.raises(torch.OutOfMemoryError):
         tensor(128 * MIB)
     device, size, total, _ = seen[-1]
@@ -206,20 +206,23 @@ def test_the_memory_fraction_is_a_limit():
 
 
 def test_a_second_install_changes_the_limit():
-    rebatch.install("64MiB", events=64)
+    rebatch.install("64MiB")
+    rebatch.install()
     with pytest.raises(torch.OutOfMemoryError):
         tensor(100 * MIB)
-    rebatch.install(events=64)
+    rebatch.install(0)
     x = tensor(100 * MIB)
     del x
-    rebatch.install("1%", events=64)
+    rebatch.install("1%")
     with pytest.raises(torch.OutOfMemoryError):
         tensor(torch.cuda.mem_get_info()[1] // 50)
 
 
 def test_a_second_install_refuses_other_options():
-    with pytest.raises(RuntimeError, match="cannot change other options than the limit"):
-        rebatch.install(headroom="1GiB", events=64)
+    tensor(MIB)
+    with pytest.raises(RuntimeError, match="cannot change headroom_bytes"):
+        rebatch.install(headroom="1GiB")
+    rebatch.install(events=64, headroom=0)
 
 
 def test_wrong_sizes_are_refused():
@@ -298,6 +301,23 @@ def test_memory_of_the_pool_is_freed_and_recorded_while_a_graph_is_captured():
         x.record_stream(torch.cuda.current_stream())
         del x, y
     del z, graph
+
+
+def test_a_graphs_pool_is_put_back_as_torch_compile_does():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tensor(8 * MIB)
+    state = torch._C._cuda_getCheckpointState(0, graph.pool())
+    address = y.data_ptr()
+    del y
+    storage = torch._C._construct_storage_from_data_pointer(address, torch.device(0), 8 * MIB)
+    assert not torch._C._has_Standard_Deleter(storage._cdata)
+    torch._C._cuda_setCheckpointPoolState(0, state, [], [storage._cdata])
+    assert torch._C._has_Standard_Deleter(storage._cdata)
+    allocated = torch.cuda.memory_allocated()
+    del storage
+    assert torch.cuda.memory_allocated() == allocated - 8 * MIB
+    del graph
 
 
 def test_the_cache_can_be_turned_off():
@@ -453,7 +473,7 @@ def test_a_backward_that_runs_out_of_memory_raises_and_frees():
     y = torch.empty(16 * MIB, device="cuda", requires_grad=True)
     loss = (y * 2).sum() + x.sum()
     live = torch.cuda.memory_allocated()
-    rebatch.install(rebatch.stats()["reserved_bytes"], events=64)
+    rebatch.install(rebatch.stats()["reserved_bytes"])
     filler = []
     with pytest.raises(torch.OutOfMemoryError):
         while True:
@@ -595,10 +615,18 @@ def test_options_can_change_until_the_first_allocation():
     ],
     ids=["global", "atexit", "builtin", "cycle", "thread", "recorded", "module", "graph"],
 )
-@pytest.mark.parametrize("native_first", [False, True], ids=["install-first", "native-first"])
-def test_the_process_ends_quietly(script, native_first):
-    before = "old = tensor(MIB)\n" if native_first else ""
-    child(before + "rebatch.install()\n" + script)
+def test_the_process_ends_quietly(script):
+    child("old = tensor(MIB)\nrebatch.install()\n" + script)
+
+
+def test_pytorchs_variable_turns_caching_off():
+    script = (
+        "rebatch.install()\n"
+        "x = tensor(8 * MIB)\n"
+        "del x\n"
+        "assert torch.cuda.memory_reserved() == 0\n"
+    )
+    child(script, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 def test_two_gpus():
