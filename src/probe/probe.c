@@ -256,11 +256,24 @@ static rebatch_status search_with_reserve(struct rbi_search *search, rebatch *rb
     return status ? status : zeroed;
 }
 
+/* Where nothing is taken back, the first micro-batch makes what later ones find, such as gradients:
+ * they are what is to be predicted. */
+static rebatch_status warm_up(const struct rbi_search *search, rebatch *rb)
+{
+    if (rbi_is_on(rbi_session_options(rb)->reclaim))
+        return REBATCH_OK;
+    const size_t count = rbi_max(samples_of(rb, search->least), 1);
+    const rebatch_status status = run_callback(rb, count, search->least);
+    return judge(rb, status, "forward_backward of the smallest micro-batch", 0);
+}
+
 /* Trials begin as micro-batches do, after zero_grad, and each leaves guarded state as that did. */
 static rebatch_status search_sizes(struct rbi_search *search, rebatch *rb, size_t reserve_bytes)
 {
     struct rbi_setting *const setting = &search->setting;
     rebatch_status status = zero_grad(rb);
+    if (!status)
+        status = warm_up(search, rb);
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
     if (!status)

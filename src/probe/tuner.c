@@ -14,6 +14,7 @@ struct tuner {
     struct rbi_search search;
     struct rbi_trace trace; /* of the micro-batch that runs */
     uint64_t live_before;   /* it */
+    bool is_warm; /* where nothing is taken back: a micro-batch has made what later ones find */
 };
 
 static size_t round_down(void *user, size_t size)
@@ -95,6 +96,11 @@ static rebatch_status end(void *user, size_t count, rebatch_status status)
         rbi_trace_end(trace, rebatch_get_pool(rb), rbi_search_latest(&tuner->search));
     const struct rbi_need *need = rbi_need_find(rb, count, rbi_session_level(rb));
     const uint64_t asked_bytes = rbi_session_failure(rb)->asked_bytes;
+    if (!tuner->is_warm && !status) {
+        tuner->is_warm = true;
+        rbi_trace_release(trace);
+        return ended;
+    }
     if (ended || (status && status != REBATCH_OOM)) {
         rbi_trace_release(trace);
         return ended;
@@ -153,6 +159,7 @@ rebatch_status rbi_tuner_create(struct rbi_tuner *out, rebatch *rb)
     if (!tuner)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to learn the micro-batch size");
     tuner->rb = rb;
+    tuner->is_warm = rbi_is_on(rbi_session_options(rb)->reclaim);
     tuner->search = (struct rbi_search){.user = rb,
                                         .round = round_down,
                                         .round_up = round_up,

@@ -13,7 +13,7 @@ from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._batch import batch_length, slice_batch
 from rebatch.torch._check import Check, Checker
-from rebatch.torch._gradients import FreshGradients
+from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import Report, report_of
@@ -105,6 +105,7 @@ class Step:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
         self.device = self._update.parameters[0].device
         self._is_fresh = gradients == "fresh"
+        self._accumulators = Accumulators(self._update.parameters)
         self._session: Optional[Session] = None
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
@@ -175,6 +176,8 @@ class Step:
 
     def _zero_grad(self) -> None:
         self._update.zero_grad()
+        micro = lib.rebatch_get_micro(self._session.rb, self._samples)
+        self._accumulators.begin_batch(is_whole=micro >= self._samples)
         self._loss = None
 
     def _set_level(self, level: int) -> None:
@@ -192,27 +195,30 @@ class Step:
         module = self._modules[0] if len(self._modules) == 1 else None
         is_distributed = hasattr(module, "no_sync")
         # DDP reduces what is in .grad, so the last backward pass adds to it.
-        is_fresh = self._is_fresh and not (is_distributed and is_last)
+        is_apart = self._is_fresh and not (is_distributed and is_last)
         with module.no_sync() if is_distributed and not is_last else contextlib.nullcontext():
-            self._accumulate(first, count, is_fresh)
+            self._accumulate(first, count, is_apart)
         if is_last:
+            self._accumulators.expose()
             self._update.finish_gradients()
 
-    def _accumulate(self, first: int, count: int, is_fresh: bool) -> None:
-        fresh = FreshGradients(self._update.parameters if is_fresh else [])
-        fresh.begin()
+    def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
         try:
             loss = self._weighted_loss(first, count)
-            if not is_fresh:
+            if not is_apart:
                 lib.rebatch_mutating(self._session.rb)
+                self._accumulators.expose()
             self._update.scale(loss).backward()
             detached = loss.detach()
             del loss
         except BaseException:
-            fresh.undo()
+            self._accumulators.clear()
             raise
         lib.rebatch_mutating(self._session.rb)
-        fresh.add()
+        if is_apart:
+            self._accumulators.add()
+        else:
+            self._accumulators.take_exposed()
         self._loss = detached if self._loss is None else self._loss.add_(detached)
 
     def _weighted_loss(self, first: int, count: int) -> torch.Tensor:
@@ -309,7 +315,6 @@ class Step:
             found = run_probe(session, self._ops, self._samples, reserve)
         finally:
             self._end()
-            self._update.zero_grad()
         print(found)
         return found
 
