@@ -29,8 +29,10 @@ MAJOR := $(call version_of,MAJOR)
 VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 
 # ---- what there is -----------------------------------------------------------------------------
-LIB_SRC := $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
-                      src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c)
+# The stand-in for settings_file.c is for a build without libconfig (python/native.py).
+LIB_SRC := $(filter-out src/config/settings_file_absent.c, \
+    $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
+               src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c))
 CLI_SRC := $(wildcard src/cli/*.c)
 PRELOAD_SRC := $(wildcard src/preload/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
@@ -403,6 +405,22 @@ test-sanitizer: kernels ## the kernel tests under compute-sanitizer (SANITIZER_T
 	@LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH scripts/run-sanitizer $(GPU_TESTS) \
 	    $(SANITIZER_TOOLS)
 
+PYTHON = python3
+TORCH =
+PYTEST_FLAGS =
+test-python: ## the Python package, with PyTorch on a stand-in for CUDA (TORCH=2.15.0)
+	@PYTHON=$(PYTHON) scripts/install-deps python
+	@PYTHON=$(PYTHON) scripts/python-env build/python $(TORCH)
+	@FLAGS='$(PYTEST_FLAGS)' scripts/test-python build/python
+
+test-python-gpu: ## the same on a GPU, with the PyTorch and pytest of this machine's python3
+	@scripts/install-deps build
+	@PYTHON=$(PYTHON) FLAGS='$(PYTEST_FLAGS)' scripts/test-python --gpu build/python-gpu
+
+wheel: ## the Python package as one file in build/wheel
+	@PYTHON=$(PYTHON) scripts/install-deps python
+	@PYTHON=$(PYTHON) scripts/wheel build/wheel
+
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind
 	$(SUBMAKE) $(TESTS) $(TESTED_PROGRAMS)
@@ -528,6 +546,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
-    test-sanitizer test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
+    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

@@ -28,7 +28,8 @@ extern "C" {
  *                   none where that is not set
  *  @return REBATCH_OK; REBATCH_E_IO when the file cannot be read; REBATCH_E_PARSE for a mistake in
  *          the file or in a variable: rebatch_last_error() has file, line and what was expected;
- *          REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
+ *          REBATCH_E_UNSUPPORTED for a file where the library was built without libconfig, as that
+ *          in the Python package is; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_config_load(rebatch_config **out, const char *path);
 
 /** Release settings.

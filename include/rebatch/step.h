@@ -258,6 +258,41 @@ typedef enum rebatch_on_oom {
                                      that failed, or where nothing is known */
 } rebatch_on_oom;
 
+/** What a meter reads. All sizes are in bytes. */
+typedef struct rebatch_meter_reading {
+    uint64_t live_bytes;     /**< memory in use */
+    uint64_t peak_bytes;     /**< highest value of live_bytes since `begin`; 0: not measured */
+    uint64_t reserved_bytes; /**< memory held from the device */
+    uint64_t asked_bytes;    /**< size of the last request that failed since `begin`; 0: none, or
+                                  not known */
+} rebatch_meter_reading;
+
+/** Figures of an allocator that is not a rebatch pool, for example PyTorch's. With a meter the
+ *  session goes by these figures wherever it would go by those of its pool: for admission, `learn`,
+ *  growth, prediction and reports. The functions run in the thread of the step. */
+typedef struct rebatch_meter {
+    size_t struct_size; /**< sizeof(rebatch_meter) */
+    /** A callback begins: peak_bytes counts from here. `phase` is where an OOM in it would occur,
+     *  and `size` the samples of a micro-batch, or their cost; 0: it is none. */
+    void (*begin)(rebatch_phase phase, size_t size, void *user);
+    /** Read the figures. What they say after a failed callback is read when the callback has
+     *  returned and has freed its memory.
+     *  @return REBATCH_OK; any other status: the figures are not known */
+    rebatch_status (*read)(rebatch_meter_reading *out, void *user);
+    /** How many bytes could be allocated in addition to what is in use; UINT64_MAX: not bounded.
+     *  @return REBATCH_OK; any other status: not known, and nothing is refused */
+    rebatch_status (*available)(uint64_t *out, void *user);
+    /** Return cached memory to the device.
+     *  @return bytes returned */
+    uint64_t (*release)(void *user);
+    void *user; /**< passed to the functions; borrowed until rebatch_close() */
+} rebatch_meter;
+/** A meter without functions: set all four. */
+#define REBATCH_METER_INIT                                                                         \
+    {                                                                                              \
+        sizeof(rebatch_meter), NULL, NULL, NULL, NULL, NULL                                        \
+    }
+
 /** The most sizes in rebatch_options.micro_allowed. */
 #define REBATCH_ALLOWED_SIZES 32
 
@@ -324,13 +359,26 @@ typedef struct rebatch_options {
                                and processes may have the same. NULL: no file. A line that cannot
                                be written, because the disk is full for example, is lost. Borrowed
                                by rebatch_open() */
+    rebatch_toggle reclaim;      /**< off: rebatch takes back nothing, for languages that count
+                                 references. A callback that fails frees what it has allocated, and
+                                 an effective batch that runs again frees it in zero_grad; a free is
+                                 effective immediately, and is not undone. Every thread that
+                                 allocates during a callback counts as the callback's; nobody needs
+                                 rebatch_join(). Not with resize or rebatch_check(). Default on */
+    rebatch_pool *existing_pool; /**< use this pool instead of a pool of the session's own; `pool`
+                                      must be its default. Borrowed until rebatch_close(), which
+                                      keeps the pool. Several sessions may use one pool; their steps
+                                      run in one thread at a time. NULL: the session has its own */
+    const rebatch_meter *meter;  /**< copied; go by the figures of another allocator. reclaim must
+                                      be off. Not with rebatch_probe(). NULL: go by the pool's */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
     {                                                                                              \
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
-            NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_LOG_TEXT, NULL              \
+            NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_LOG_TEXT, NULL,             \
+            REBATCH_DEFAULT, NULL, NULL                                                            \
     }
 
 /** What one call of rebatch_step() did. */
@@ -368,6 +416,24 @@ typedef enum rebatch_guard_kind {
     REBATCH_GUARD_HOST = 1,  /**< host memory, copied with memcpy() */
     REBATCH_GUARD_DEVICE = 2 /**< device memory, copied on the session's stream */
 } rebatch_guard_kind;
+
+/** The moments whose state is kept. */
+typedef enum rebatch_guard_point {
+    REBATCH_GUARD_STEP = 0,   /**< before zero_grad of the effective batch */
+    REBATCH_GUARD_ATTEMPT = 1 /**< before the callback that runs */
+} rebatch_guard_point;
+
+/** Functions that save and restore a state, for state that is not a range of memory. They run in
+ *  the thread of the step, outside callbacks, and must not call the session. A status other than
+ *  REBATCH_OK ends the step with that status. They must not return REBATCH_OOM: allocate the copies
+ *  beforehand. */
+typedef struct rebatch_guard_ops {
+    size_t struct_size; /**< sizeof(rebatch_guard_ops) */
+    /** Keep the state of now as that of `point`. */
+    rebatch_status (*save)(rebatch_guard_point point, void *user);
+    /** Restore the state of `point`; it may be restored again later. */
+    rebatch_status (*restore)(rebatch_guard_point point, void *user);
+} rebatch_guard_ops;
 
 #ifdef __cplusplus
 extern "C" {
@@ -514,6 +580,15 @@ REBATCH_API void rebatch_mutating(rebatch *rb);
  *          guarded, and for device memory of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
 REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
                                          rebatch_guard_kind kind);
+
+/** The same as rebatch_guard() for state that functions save and restore.
+ *  @param rb    the session
+ *  @param ops   copied
+ *  @param user  passed to the functions; borrowed until rebatch_close()
+ *  @return REBATCH_OK; REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 16 such
+ *          states are guarded; REBATCH_E_INVALID */
+REBATCH_API rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops,
+                                              void *user);
 
 /** Attribute this thread's use of the session's pool to the running callback, as if the callback's
  *  own thread made the calls. A thread that works for callbacks must call this, for example a

@@ -170,6 +170,13 @@ class GuardKind(IntEnum):
     DEVICE = 2
 
 
+class GuardPoint(IntEnum):
+    """The moments whose state is kept."""
+
+    STEP = 0
+    ATTEMPT = 1
+
+
 class Number(IntEnum):
     """What memory that is watched holds."""
 
@@ -239,6 +246,7 @@ ENUMS = [
     (EventKind, "rebatch_event_kind", "REBATCH_EVENT_"),
     (OnOom, "rebatch_on_oom", "REBATCH_ON_OOM_"),
     (GuardKind, "rebatch_guard_kind", "REBATCH_GUARD_"),
+    (GuardPoint, "rebatch_guard_point", "REBATCH_GUARD_"),
     (Number, "rebatch_number", "REBATCH_"),
     (FindingKind, "rebatch_finding_kind", "REBATCH_FINDING_"),
     (ProbeChoice, "rebatch_probe_choice", "REBATCH_PROBE_"),
@@ -499,6 +507,43 @@ class Event(Struct):
 OnEvent = CFUNCTYPE(None, POINTER(Event), c_void_p)
 
 
+class MeterReading(Struct):
+    _fields_ = [
+        ("live_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("asked_bytes", c_uint64),
+    ]
+
+
+MeterBegin = CFUNCTYPE(None, c_int, c_size_t, c_void_p)
+MeterRead = CFUNCTYPE(c_int, POINTER(MeterReading), c_void_p)
+MeterAvailable = CFUNCTYPE(c_int, POINTER(c_uint64), c_void_p)
+MeterRelease = CFUNCTYPE(c_uint64, c_void_p)
+
+
+class Meter(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("begin", MeterBegin),
+        ("read", MeterRead),
+        ("available", MeterAvailable),
+        ("release", MeterRelease),
+        ("user", c_void_p),
+    ]
+
+
+Guard = CFUNCTYPE(c_int, c_int, c_void_p)
+
+
+class GuardOps(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("save", Guard),
+        ("restore", Guard),
+    ]
+
+
 class Options(Struct):
     """Options of a session. `pool` is zero: the pool's defaults."""
 
@@ -526,6 +571,9 @@ class Options(Struct):
         ("environment", c_int),
         ("log_format", c_int),
         ("log_file", c_char_p),
+        ("reclaim", c_int),
+        ("existing_pool", c_void_p),
+        ("meter", POINTER(Meter)),
     ]
 
 
@@ -653,6 +701,9 @@ STRUCTS = [
     (StepOps, "rebatch_step_ops"),
     (MapOps, "rebatch_map_ops"),
     (Event, "rebatch_event"),
+    (MeterReading, "rebatch_meter_reading"),
+    (Meter, "rebatch_meter"),
+    (GuardOps, "rebatch_guard_ops"),
     (Options, "rebatch_options"),
     (StepReport, "rebatch_step_report"),
     (Finding, "rebatch_finding"),
@@ -735,6 +786,7 @@ FUNCTIONS = [
     ("rebatch_reserve", c_int, [c_void_p, c_size_t]),
     ("rebatch_mutating", None, [c_void_p]),
     ("rebatch_guard", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
+    ("rebatch_guard_with", c_int, [c_void_p, POINTER(GuardOps), c_void_p]),
     ("rebatch_join", c_int, [c_void_p]),
     ("rebatch_leave", c_int, [c_void_p]),
     ("rebatch_event_format", c_size_t, [c_char_p, c_size_t, POINTER(Event)]),
@@ -786,19 +838,16 @@ FUNCTIONS = [
 
 # ---- loading ----
 
-SONAME = "librebatch.so.0"
+NAME = "librebatch.so"
 
 
 def library_path() -> str:
     """Where the library is.
 
-    The order is: beside this file, the path in the environment variable REBATCH_LIBRARY, and
-    `librebatch.so.0` as the system's loader finds it.
+    The path in the environment variable REBATCH_LIBRARY, else the library beside this file.
     """
-    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), SONAME)
-    if os.path.exists(beside):
-        return beside
-    return os.environ.get("REBATCH_LIBRARY") or SONAME
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
+    return os.environ.get("REBATCH_LIBRARY") or beside
 
 
 def _load() -> ctypes.CDLL:
@@ -807,8 +856,8 @@ def _load() -> ctypes.CDLL:
         library = ctypes.CDLL(path)
     except OSError as error:
         raise ImportError(
-            f"rebatch: the library {path} cannot be loaded ({error}); build it with `make` and set "
-            "REBATCH_LIBRARY to its path, or install it"
+            f"rebatch: the library {path} cannot be loaded ({error}): install the package, which "
+            "builds it, or set REBATCH_LIBRARY to its path"
         ) from None
     for name, result, arguments in FUNCTIONS:
         function = getattr(library, name)

@@ -58,6 +58,7 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->heap.ranges_made = from->heap.ranges_made;
     to->sequence = from->sequence;
     to->depth = from->depth;
+    to->undoing = from->undoing;
     to->owner_thread = from->owner_thread;
     to->scope_serial = from->scope_serial;
     to->tag_count = from->tag_count;

@@ -16,6 +16,12 @@ rebatch_status rbi_pool_check(const rebatch_pool *pool);
 /* From here on rebatch_pool_destroy() refuses, and names the call that destroys the pool; NULL: it
  * destroys again. The text is borrowed. */
 void rbi_pool_set_destroyed_by(rebatch_pool *pool, const char *call);
+/* A session begins to use a pool that is not its own, and ends: in between,
+ * rebatch_pool_destroy() refuses. */
+void rbi_pool_hold(rebatch_pool *pool);
+void rbi_pool_let_go(rebatch_pool *pool);
+/* Lowers the limit to that, where it is higher. */
+void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille);
 /* REBATCH_E_STATE, for `function`, within a pressure callback of the pool. */
 rebatch_status rbi_pool_check_caller(const rebatch_pool *pool, const char *function);
 bool rbi_pool_is_caching(const rebatch_pool *pool);
@@ -43,6 +49,9 @@ struct rbi_extent {
 /* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
  * it, and no other. */
 rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
+/* As rebatch_scope_begin(), for a scope that only counts: frees within it do not wait for its end,
+ * and a rollback takes nothing back. */
+rebatch_status rbi_scope_begin_observing(rebatch_scope *out, rebatch_pool *pool);
 /* The sequence from which on blocks are inside an open scope. */
 uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope);
 /* Commits an open scope and those that are open within it. */
@@ -139,7 +148,9 @@ struct rbi_pool_fill {
 void rbi_pool_set_fill(rebatch_pool *pool, const struct rbi_pool_fill *fill);
 /* Sets who is told of the calls; NULL: nobody. */
 void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *recorder);
-void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch);
+/* @return who was told before */
+struct rbi_pool_pressure_watch rbi_pool_watch_pressure(rebatch_pool *pool,
+                                                       const struct rbi_pool_pressure_watch *watch);
 /* Sets who makes requests fail, of the threads that scopes take in; what rebatch_pool_reserve() has
  * promised does not.
  *  @return who did before */

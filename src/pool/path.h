@@ -176,12 +176,12 @@ static inline void rbi_block_end_uses(rebatch_pool *pool, struct rbi_block *bloc
 }
 
 /* Is the innermost scope one that the block is not of? Then its free waits for the commit, if the
- * scope takes it in. */
+ * scope takes it in, and an open scope may be rolled back. */
 static inline bool rbi_pool_has_younger_scope(const rebatch_pool *pool,
                                               const struct rbi_block *block)
 {
-    return pool->depth && (block->sequence < pool->scopes[pool->depth - 1].first_sequence ||
-                           (block->outside && pool->owner_thread != 0));
+    return pool->undoing && (block->sequence < pool->scopes[pool->depth - 1].first_sequence ||
+                             (block->outside && pool->owner_thread != 0));
 }
 
 #endif

@@ -125,6 +125,12 @@ void rebatch_pool_destroy(rebatch_pool *pool)
                         pool->destroyed_by);
         return;
     }
+    if (atomic_load(&pool->sessions)) {
+        (void)rbi_error(REBATCH_E_STATE, "%zu session%s open on the pool: expected none",
+                        atomic_load(&pool->sessions),
+                        atomic_load(&pool->sessions) == 1 ? " is" : "s are");
+        return;
+    }
     /* Also on streams of which nothing was freed: blocks in use go back as well. */
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
         (void)rbi_pool_await(pool, s, ++s->frees);
@@ -142,6 +148,16 @@ void rebatch_pool_destroy(rebatch_pool *pool)
 void rbi_pool_set_destroyed_by(rebatch_pool *pool, const char *call)
 {
     pool->destroyed_by = call;
+}
+
+void rbi_pool_hold(rebatch_pool *pool)
+{
+    (void)atomic_fetch_add(&pool->sessions, 1);
+}
+
+void rbi_pool_let_go(rebatch_pool *pool)
+{
+    (void)atomic_fetch_sub(&pool->sessions, 1);
 }
 
 uint64_t rbi_pool_reserved_bytes(const rebatch_pool *pool)
@@ -163,11 +179,14 @@ void rbi_pool_set_recorder(rebatch_pool *pool, const struct rbi_pool_recorder *r
     rbi_pool_give_lock(pool);
 }
 
-void rbi_pool_watch_pressure(rebatch_pool *pool, const struct rbi_pool_pressure_watch *watch)
+struct rbi_pool_pressure_watch rbi_pool_watch_pressure(rebatch_pool *pool,
+                                                       const struct rbi_pool_pressure_watch *watch)
 {
     rbi_lock_take(&pool->lock);
+    const struct rbi_pool_pressure_watch before = pool->pressure_watch;
     pool->pressure_watch = *watch;
     rbi_pool_give_lock(pool);
+    return before;
 }
 
 struct rbi_pool_fault rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_pool_fault *fault)

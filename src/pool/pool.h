@@ -78,6 +78,7 @@ struct rbi_scope {
     uint64_t largest_bytes;
     uint64_t owner_thread;      /* the thread whose calls it takes in, and of those that joined it;
                                    0: all threads' */
+    bool observes;              /* it counts, and undoes nothing: frees do not wait for its end */
     uint64_t others;            /* allocations that it leaves out */
     struct rbi_block *deferred; /* freed inside, and not of it */
 };
@@ -139,6 +140,7 @@ struct rebatch_pool {
 
     struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
+    size_t undoing; /* of them, those that do not observe */
     uint32_t scope_serial;
     uint64_t resident_bytes; /* sum of bytes over the blocks that are resident */
     uint64_t owner_thread;   /* the innermost scope's; 0 without one */
@@ -173,6 +175,7 @@ struct rebatch_pool {
     struct rbi_pool_plan plan;
 
     const char *destroyed_by; /* the call that destroys it; NULL: rebatch_pool_destroy() */
+    _Atomic(size_t) sessions; /* that use it, and it is not theirs */
 };
 
 /* In the order of the block's stream. One that other streams use is left alone. */

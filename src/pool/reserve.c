@@ -224,6 +224,17 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     return REBATCH_OK;
 }
 
+void rbi_pool_lower_limit(rebatch_pool *pool, size_t limit_bytes, uint32_t limit_permille)
+{
+    rebatch_memory_info info = {SIZE_MAX, 0, 0};
+    (void)rebatch_device_memory(pool->device, &info);
+    size_t limit = limit_bytes ? limit_bytes : SIZE_MAX;
+    if (limit_permille)
+        limit = rbi_min(limit, info.total_bytes / 1000 * limit_permille);
+    if (limit < rbi_pool_limit(pool, info.total_bytes))
+        (void)rebatch_pool_set_limit(pool, limit);
+}
+
 rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
 {
     if (!bytes)

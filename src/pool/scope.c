@@ -27,7 +27,8 @@ static rebatch_status refuse_scope(rebatch_scope handle)
     return rbi_error(REBATCH_E_INVALID, "scope is %u: expected one that is open", (unsigned)handle);
 }
 
-static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint64_t owner_thread)
+static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint64_t owner_thread,
+                                   bool observes)
 {
     if (pool->depth == RBI_POOL_SCOPES)
         return rbi_error(REBATCH_E_UNSUPPORTED, "%d scopes are open: expected no more",
@@ -41,8 +42,10 @@ static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint6
                                 .live_at_begin = pool->stats.live_bytes,
                                 .live_most = pool->stats.live_bytes,
                                 .requested_at_begin = pool->requested_total_bytes,
-                                .owner_thread = owner_thread};
+                                .owner_thread = owner_thread,
+                                .observes = observes};
     pool->depth++;
+    pool->undoing += !observes;
     pool->owner_thread = owner_thread;
     pool->quiet_bytes = pool->stats.live_bytes;
     *out = scope->handle;
@@ -58,7 +61,7 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    status = begin_locked(out, pool, pool->owner_thread);
+    status = begin_locked(out, pool, pool->owner_thread, false);
     rbi_pool_give_lock(pool);
     return status;
 }
@@ -67,7 +70,16 @@ rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
 {
     *out = 0;
     rbi_lock_take(&pool->lock);
-    const rebatch_status status = begin_locked(out, pool, rbi_thread_number());
+    const rebatch_status status = begin_locked(out, pool, rbi_thread_number(), false);
+    rbi_pool_give_lock(pool);
+    return status;
+}
+
+rebatch_status rbi_scope_begin_observing(rebatch_scope *out, rebatch_pool *pool)
+{
+    *out = 0;
+    rbi_lock_take(&pool->lock);
+    const rebatch_status status = begin_locked(out, pool, 0, true);
     rbi_pool_give_lock(pool);
     return status;
 }
@@ -88,6 +100,7 @@ static void close_innermost(rebatch_pool *pool)
     rbi_assert(pool->depth > 0);
     const struct rbi_scope *const scope = innermost(pool);
     pool->depth--;
+    pool->undoing -= !scope->observes;
     pool->owner_thread = pool->depth ? scope[-1].owner_thread : 0;
     if (pool->depth)
         rbi_scope_fold(innermost(pool), scope);
@@ -334,9 +347,13 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
     const struct rbi_scope *open = find_open(pool, scope);
     if (open) {
         const size_t outside = (size_t)(open - pool->scopes);
+        const bool observes = open->observes;
         pool->heap.late.rollback++;
         while (pool->depth > outside)
-            rollback_innermost(pool);
+            if (observes && innermost(pool)->observes)
+                commit_innermost(pool);
+            else
+                rollback_innermost(pool);
     } else {
         status = refuse_scope(scope);
     }

@@ -292,8 +292,10 @@ static bool are_scopes_valid(const rebatch_pool *pool)
     CHECK(ring->previous == previous && blocks == pool->stats.blocks);
     CHECK(pool->depth <= RBI_POOL_SCOPES);
     uint64_t first_sequence = pool->sequence;
+    size_t undoing = 0;
     for (size_t i = pool->depth; i-- > 0;) {
         const struct rbi_scope *scope = &pool->scopes[i];
+        undoing += !scope->observes;
         CHECK(scope->first_sequence <= first_sequence && scope->live_most >= scope->live_at_begin);
         CHECK((scope->handle & (RBI_POOL_SCOPES - 1)) == i && scope->handle != 0);
         for (const struct rbi_block *b = scope->deferred; b; b = b->next_deferred) {
@@ -304,7 +306,7 @@ static bool are_scopes_valid(const rebatch_pool *pool)
         }
         first_sequence = scope->first_sequence;
     }
-    CHECK(deferred == 0);
+    CHECK(deferred == 0 && pool->undoing == undoing);
     return true;
 }
 

@@ -175,7 +175,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     free_forgotten(trials);
     rbi_resize_release(rb); /* so that the trial's record has buffers of its own alone */
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, pool);
+    rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t sequence = rbi_pool_allocations(pool);
@@ -284,7 +284,7 @@ static rebatch_status search_and_undo(struct rbi_search *search, struct trials *
     rebatch_scope scope;
     rebatch_status status = rbi_guards_save(rb, RBI_GUARD_STEP);
     if (!status)
-        status = rbi_scope_begin_own(&scope, trials->pool);
+        status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t sequence = rbi_pool_allocations(trials->pool);
@@ -373,6 +373,8 @@ rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t ba
     rebatch_probe_options o;
     rebatch_step_ops table;
     rebatch_status status = rbi_step_check(&table, rb, ops, batch, "rebatch_probe");
+    if (!status)
+        status = rbi_session_check_records(rb, "rebatch_probe");
     if (!status)
         status = read_options(&o, options);
     if (!status) {

@@ -11,7 +11,8 @@ bool rbi_callback_is_running(const rebatch *rb)
 
 bool rbi_callback_includes_thread(const rebatch *rb)
 {
-    return rb->running && (rbi_callback_is_running(rb) || rbi_pool_thread_has_joined(rb->pool));
+    return rb->running && (!rbi_is_on(rb->options.reclaim) || rbi_callback_is_running(rb) ||
+                           rbi_pool_thread_has_joined(rb->pool));
 }
 
 bool rbi_callback_is_retry(const rebatch *rb)
@@ -25,6 +26,8 @@ rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
         return rbi_error(REBATCH_E_INVALID, "rb is NULL");
     if (!rb->running)
         return rbi_error(REBATCH_E_STATE, "rebatch_reserve() was called outside a callback");
+    if (rbi_meter_is_set(rb))
+        return rbi_memory_admit(rb, bytes);
     return rebatch_pool_reserve(rb->pool, bytes, rb->options.stream);
 }
 
@@ -111,14 +114,14 @@ static void warn_of_promise(rebatch *rb)
     rbi_event_emit(rb, &event);
 }
 
-static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
+/* Where the callback is before it has changed anything. */
+static rebatch_phase first_phase_of(enum rbi_callback which)
 {
-    const bool dirty = rb->mutated || !declares(rb, which);
     switch (which) {
     case RBI_FORWARD_BACKWARD:
-        return dirty ? REBATCH_PHASE_BACKWARD : REBATCH_PHASE_FORWARD;
+        return REBATCH_PHASE_FORWARD;
     case RBI_OPTIMIZER:
-        return dirty ? REBATCH_PHASE_UPDATE : REBATCH_PHASE_OPTIMIZER;
+        return REBATCH_PHASE_OPTIMIZER;
     case RBI_RESIZE:
         return REBATCH_PHASE_RESIZE;
     case RBI_MAP:
@@ -126,6 +129,16 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
     default:
         return REBATCH_PHASE_ZERO_GRAD;
     }
+}
+
+static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
+{
+    const rebatch_phase first = first_phase_of(which);
+    if (!rb->mutated && declares(rb, which))
+        return first;
+    return first == REBATCH_PHASE_FORWARD     ? REBATCH_PHASE_BACKWARD
+           : first == REBATCH_PHASE_OPTIMIZER ? REBATCH_PHASE_UPDATE
+                                              : first;
 }
 
 /* ---- running ---- */
@@ -184,28 +197,31 @@ static void count_buffers(rebatch *rb)
                           failure->phase == REBATCH_PHASE_BACKWARD ||
                           failure->phase == REBATCH_PHASE_MAP;
     size_t available = 0;
-    (void)(is_sized ? rbi_available(&available, rb) : rebatch_pool_available(&available, rb->pool));
+    (void)(is_sized ? rbi_available(&available, rb) : rbi_memory_available(&available, rb));
     failure->available_bytes = available;
     if (is_sized && failure->need_bytes)
         failure->need_bytes += rbi_resize_bytes(rb);
 }
 
-/* Fills in rb->failure from what the pool saw, `oom`; NULL: nothing. `live_before` is what lived
- * when the callback began. */
+/* Fills in rb->failure from what the pool saw, `oom`; NULL: nothing. `used` is what the callback
+ * used; NULL: not known. */
 static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_report *oom,
-                         uint64_t live_before)
+                         const struct rbi_used *used)
 {
     struct rbi_failure *failure = &rb->failure;
     *failure = (struct rbi_failure){.phase = phase};
     if (oom) {
         failure->is_injected = rb->launch.user && rb->launch.has_injected(rb->launch.user);
         failure->asked_bytes = oom->asked_bytes;
+        const uint64_t before = used ? used->live_before : oom->live_bytes;
         failure->need_bytes =
-            oom->asked_bytes + (oom->live_bytes > live_before ? oom->live_bytes - live_before : 0);
+            oom->asked_bytes + (oom->live_bytes > before ? oom->live_bytes - before : 0);
     } else { /* somebody beside the pool needs memory, so the cache must not keep it */
-        size_t released = 0;
-        (void)rebatch_pool_trim(rb->pool, 0, &released);
-        failure->released_bytes = released;
+        failure->released_bytes = rbi_memory_release(rb);
+    }
+    if (used && used->asked_bytes) {
+        failure->asked_bytes = used->asked_bytes;
+        failure->need_bytes = used->asked_bytes + used->peak_bytes;
     }
     count_buffers(rb);
 }
@@ -217,15 +233,23 @@ static void learn_need(rebatch *rb, rebatch_scope scope)
 {
     if (rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed)
         return;
-    rebatch_scope_stats stats;
-    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb)};
-    run.peak_bytes += stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0;
-    if (stats.live_bytes > 0 && !rb->by_cost) {
+    struct rbi_used used;
+    if (!rbi_meter_end(&used, rb, scope))
+        return;
+    struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
+    if (used.keeps_blocks && !rb->by_cost && !rbi_meter_is_set(rb)) {
         run.kept_from = rbi_scope_first_sequence(rb->pool, scope);
         run.kept_to = rbi_pool_allocations(rb->pool);
     }
     rbi_need_learn_run(rb, rb->size, &run);
+}
+
+/* What an update needs that makes nothing to keep is what the next one will need too. */
+static void learn_update(rebatch *rb, rebatch_scope scope)
+{
+    struct rbi_used used;
+    if (rbi_meter_end(&used, rb, scope) && !used.keeps_blocks)
+        rb->update_bytes = used.peak_bytes;
 }
 
 /* The scope of a callback that succeeded becomes part of what lives; one that left a scope of its
@@ -235,6 +259,8 @@ static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope
 {
     if (mb)
         learn_need(rb, scope);
+    if (which == RBI_OPTIMIZER)
+        learn_update(rb, scope);
     if (rebatch_scope_commit(rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
     if (rb->mutated)
@@ -262,18 +288,15 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     rebatch_oom_report oom;
     rbi_pool_last_own_oom(&oom, rb->pool);
     rb->report.torn = phase == REBATCH_PHASE_UPDATE;
-    rebatch_scope_stats stats = {0};
-    (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-    rebatch_pool_stats pool = {0};
-    (void)rebatch_pool_get_stats(&pool, rb->pool);
+    struct rbi_used used;
+    const bool is_measured = rbi_meter_end(&used, rb, scope);
     if (rb->report.torn)
         rbi_scope_commit_all(rb->pool, scope);
     else
         (void)rebatch_scope_rollback(rb->pool, scope);
     if (status == REBATCH_OOM) {
-        note_failure(rb, phase, pool_failed ? &oom : NULL,
-                     pool.live_bytes - (uint64_t)stats.live_bytes);
-        rb->failure.is_unexplained = !pool_failed && !is_told;
+        note_failure(rb, phase, pool_failed ? &oom : NULL, is_measured ? &used : NULL);
+        rb->failure.is_unexplained = !pool_failed && !is_told && rbi_is_on(rb->options.reclaim);
     } else if (rb->report.torn) {
         rbi_result_say_torn(rb, status);
     }
@@ -283,6 +306,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
 static rebatch_status run(rebatch *rb, const struct rbi_call *which)
 {
     rb->mutated = false;
+    rbi_meter_begin(rb, first_phase_of(which->which));
     rb->thread = pthread_self();
     rb->pool_callbacks = rbi_pool_callback_depth();
     if (rb->drill)
@@ -331,7 +355,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 {
     const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
@@ -378,7 +402,7 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 {
     const struct rbi_call call = {RBI_RESIZE, NULL, size, rbi_error_changes()};
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
@@ -415,7 +439,7 @@ rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
     const struct rbi_call call = {RBI_LIGHTEN, NULL, level, rbi_error_changes()};
     const struct rbi_failure failure = rb->failure; /* of the callback before this one */
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_begin_own(&scope, rb->pool);
+    rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);

@@ -124,7 +124,7 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
         return REBATCH_OK;
     if (can_retry_same(rb, mb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
-        (void)rebatch_pool_trim(rb->pool, 0, NULL);
+        (void)rbi_memory_release(rb);
         rb->retried_same = true;
         *kind = REBATCH_EVENT_RETRY;
         return REBATCH_OK;
@@ -190,9 +190,12 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
         rbi_text_add(&t, ", which needs at least ");
         rbi_text_add_bytes(&t, rb->failure.need_bytes);
     }
-    rbi_text_add(&t, ", with ");
-    rbi_text_add_available(&t, rb->failure.need_bytes, rb->failure.available_bytes);
-    rbi_text_add(&t, " available%s", rb->failure.is_injected ? " (the failure is injected)" : "");
+    if (rb->failure.available_bytes != SIZE_MAX) { /* which is not known */
+        rbi_text_add(&t, ", with ");
+        rbi_text_add_available(&t, rb->failure.need_bytes, rb->failure.available_bytes);
+        rbi_text_add(&t, " available");
+    }
+    rbi_text_add(&t, "%s", rb->failure.is_injected ? " (the failure is injected)" : "");
     rbi_text_add(&t, "; ");
     add_reason(&t, rb, mb);
     return rbi_error(REBATCH_E_EXHAUSTED, "%s", text);

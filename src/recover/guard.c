@@ -115,9 +115,40 @@ bool rbi_guards_hold(const rebatch *rb, const void *address)
     return false;
 }
 
-rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
+/* An OOM is no answer: nothing that could be taken back has run. */
+static rebatch_status check_saver(rebatch_status status, const char *function)
+{
+    if (status != REBATCH_OOM)
+        return status;
+    return rbi_error(REBATCH_E_STATE,
+                     "%s of rebatch_guard_with() returned REBATCH_OOM: expected it to allocate "
+                     "its copies beforehand",
+                     function);
+}
+
+static rebatch_status call_saves(rebatch *rb, rebatch_guard_point point)
 {
     rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < rb->saver_count && !status; i++)
+        status = check_saver(rb->savers[i].ops.save(point, rb->savers[i].user), "save");
+    return status;
+}
+
+static rebatch_status call_restores(rebatch *rb, rebatch_guard_point point)
+{
+    rebatch_status first = REBATCH_OK;
+    for (size_t i = 0; i < rb->saver_count; i++) {
+        const rebatch_status status =
+            check_saver(rb->savers[i].ops.restore(point, rb->savers[i].user), "restore");
+        if (!first)
+            first = status;
+    }
+    return first;
+}
+
+rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
+{
+    rebatch_status status = call_saves(rb, (rebatch_guard_point)point);
     for (size_t i = 0; i < rb->guard_count && !status; i++) {
         const struct rbi_guard *guard = &rb->guards[i];
         status = copy(rb, guard, copy_at(guard, point), guard->state);
@@ -127,7 +158,7 @@ rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
 
 rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point)
 {
-    rebatch_status first = REBATCH_OK; /* every guard gets its try */
+    rebatch_status first = call_restores(rb, (rebatch_guard_point)point); /* each gets its try */
     for (size_t i = 0; i < rb->guard_count; i++) {
         const struct rbi_guard *guard = &rb->guards[i];
         const rebatch_status status = copy(rb, guard, guard->state, copy_at(guard, point));
@@ -228,5 +259,28 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
         return status;
     }
     rb->guards[rb->guard_count++] = guard;
+    return REBATCH_OK;
+}
+
+rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops, void *user)
+{
+    if (!rb || !ops)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "ops" : "rb");
+    rebatch_guard_ops own = {0};
+    rebatch_status status = rbi_options_copy(
+        &own, sizeof own, RBI_SIZE_TO(rebatch_guard_ops, restore), ops, "rebatch_guard_ops");
+    if (status)
+        return status;
+    if (!own.save || !own.restore)
+        return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a function",
+                         own.save ? "restore" : "save");
+    status = rbi_session_check_idle(rb, "rebatch_guard_with");
+    if (status)
+        return status;
+    if (rb->saver_count == RBI_MAX_SAVERS)
+        return rbi_error(REBATCH_E_UNSUPPORTED,
+                         "%d states are guarded by functions already: the most there is",
+                         RBI_MAX_SAVERS);
+    rb->savers[rb->saver_count++] = (struct rbi_saver){own, user};
     return REBATCH_OK;
 }

@@ -42,10 +42,10 @@ void rbi_leak_add(struct rbi_text *t, const rebatch *rb)
     const struct rbi_leak *leak = &rb->leak;
     rbi_text_add(t, "each of the last %" PRIu32 " steps left more memory allocated, ", leak->row);
     rbi_text_add_bytes(t, leak->grown_bytes);
-    rbi_text_add(t, " in all; the last one left %zu block%s", leak->blocks,
-                 leak->blocks == 1 ? "" : "s");
+    rbi_text_add(t, " in all");
     if (!leak->blocks)
         return;
+    rbi_text_add(t, "; the last one left %zu block%s", leak->blocks, leak->blocks == 1 ? "" : "s");
     rbi_text_add(t, " of up to ");
     rbi_text_add_bytes(t, leak->largest_bytes);
     rbi_text_add(t, " (%s)", leak->tag_name);
@@ -74,13 +74,12 @@ static void say(rebatch *rb)
 void rbi_leak_step_done(rebatch *rb, uint64_t first_sequence, bool is_same_size)
 {
     struct rbi_leak *leak = &rb->leak;
-    rebatch_pool_stats stats;
-    if (rebatch_pool_get_stats(&stats, rb->pool))
-        return;
-    const bool grows = leak->has_stepped && is_same_size && stats.live_bytes > leak->live_bytes;
-    leak->grown_bytes = grows ? leak->grown_bytes + stats.live_bytes - leak->live_bytes : 0;
+    struct rbi_memory memory;
+    rbi_memory_get(&memory, rb);
+    const bool grows = leak->has_stepped && is_same_size && memory.live_bytes > leak->live_bytes;
+    leak->grown_bytes = grows ? leak->grown_bytes + memory.live_bytes - leak->live_bytes : 0;
     leak->row = grows ? leak->row + (leak->row < UINT32_MAX) : 0;
-    leak->live_bytes = stats.live_bytes;
+    leak->live_bytes = memory.live_bytes;
     leak->has_stepped = true;
     if (leak->row < ROW_TO_SAY - 1)
         return;

@@ -251,7 +251,8 @@ bool rbi_need_can_choose(const rebatch *rb)
 {
     if (rbi_need_has_model(rb, rb->lighten))
         return true;
-    const struct rbi_need *low = rb->by_cost ? smallest_exact(rb, rb->lighten) : NULL;
+    const bool has_line = rb->by_cost || rbi_meter_is_set(rb);
+    const struct rbi_need *low = has_line ? smallest_exact(rb, rb->lighten) : NULL;
     return low &&
            line_through(rb, low, largest_exact(rb, rb->lighten, SIZE_MAX), rb->lighten).is_fitted;
 }

@@ -10,6 +10,34 @@
 #include "device/device.h"
 #include "recover/session.h"
 
+/* ---- what is known of memory (meter.c) ---- */
+
+/* What a callback has used. */
+struct rbi_used {
+    uint64_t live_before; /* in use when it began */
+    uint64_t peak_bytes;  /* that it added to that, at the most */
+    uint64_t asked_bytes; /* of a meter: the request that failed; 0: not known */
+    bool keeps_blocks;    /* more is in use than when it began */
+};
+struct rbi_memory {
+    uint64_t live_bytes, step_peak_bytes, reserved_bytes;
+};
+
+/* REBATCH_E_INVALID with its text for a meter that is not whole. */
+rebatch_status rbi_meter_check(const rebatch_options *o);
+/* Whether the session goes by a meter instead of its pool. */
+bool rbi_meter_is_set(const rebatch *rb);
+/* Around a callback, whose scope is still open at its end. False: nothing was measured. */
+void rbi_meter_begin(rebatch *rb, rebatch_phase phase);
+bool rbi_meter_end(struct rbi_used *out, rebatch *rb, rebatch_scope scope);
+void rbi_memory_get(struct rbi_memory *out, const rebatch *rb);
+uint64_t rbi_memory_step_peak(const rebatch *rb);
+rebatch_status rbi_memory_available(size_t *out, const rebatch *rb);
+/* As rbi_pool_admit(). */
+rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes);
+/* Returns cached memory to the device: how much. */
+size_t rbi_memory_release(rebatch *rb);
+
 /* ---- sizes for a batch (limits.c) ---- */
 
 /* The size that the next micro-batch begins with. */
@@ -48,6 +76,14 @@ enum rbi_guard_change { RBI_CHANGE_LIGHTEN, RBI_CHANGE_PRESSURE };
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
 void rbi_guards_release(rebatch *rb);
+
+#define RBI_MAX_SAVERS 16
+
+/* State that functions save and restore. */
+struct rbi_saver {
+    rebatch_guard_ops ops;
+    void *user;
+};
 
 /* ---- what is known about memory (need.c) ---- */
 
@@ -336,6 +372,10 @@ void rbi_step_report(rebatch *rb, rebatch_status status);
 
 /* ---- the session (session.c) ---- */
 
+/* While callbacks can run, what pressure callbacks change in guarded state is kept. */
+void rbi_session_watch_pressure(rebatch *rb);
+void rbi_session_unwatch_pressure(rebatch *rb);
+
 struct rbi_failed_range {
     size_t first, end;
 };
@@ -343,6 +383,8 @@ struct rbi_failed_range {
 struct rebatch {
     rebatch_device *device;
     rebatch_pool *pool;
+    bool borrows_pool;       /* it was there before the session, and stays */
+    rebatch_meter meter;     /* read is NULL: the pool's figures hold */
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
     struct rbi_log log;
@@ -353,6 +395,7 @@ struct rebatch {
 
     uint64_t step;
     bool has_updated;       /* an update has run */
+    uint64_t update_bytes;  /* that the next one will need; 0: not known */
     struct rbi_sizes sizes; /* of the function whose samples run: the step's, or a map's */
     struct rbi_map *maps;   /* the first; each has the sizes of one function */
     unsigned lighten;
@@ -360,6 +403,8 @@ struct rebatch {
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
+    struct rbi_saver savers[RBI_MAX_SAVERS];
+    size_t saver_count;
     pthread_mutex_t changing; /* held during a pressure callback of the step */
 
     /* frees_waited <= frees */
@@ -379,7 +424,10 @@ struct rebatch {
     size_t resized_to;      /* the size for which resize was called last */
     bool cut_by_budget;     /* a micro-batch was */
     rebatch_step_report report;
-    uint64_t pool_ooms;  /* of the pool, when the step began */
+    struct rbi_pool_pressure_watch outer_watch; /* of the session within whose step this one runs */
+    uint64_t meter_live;                        /* when the callback began */
+    uint64_t meter_peak;                        /* of the step */
+    uint64_t pool_ooms;                         /* of the pool, when the step began */
     rebatch_scope scope; /* what the step has allocated, and the frees that wait for its end */
     struct rbi_failure failure;
     struct rbi_failed_range *failed;

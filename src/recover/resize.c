@@ -84,6 +84,7 @@ uint64_t rbi_resize_bytes(const rebatch *rb)
 
 rebatch_status rbi_available(size_t *out, const rebatch *rb)
 {
-    return rb->buffers_are_fixed ? rebatch_pool_available(out, rb->pool)
-                                 : rbi_pool_available_resident(out, rb->pool);
+    if (rbi_meter_is_set(rb) || rb->buffers_are_fixed)
+        return rbi_memory_available(out, rb);
+    return rbi_pool_available_resident(out, rb->pool);
 }

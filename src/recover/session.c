@@ -20,6 +20,10 @@ static rebatch_status check_options(const rebatch_options *o)
         status = rbi_check_toggle(o->learn, "learn");
     if (!status)
         status = rbi_check_toggle(o->environment, "environment");
+    if (!status)
+        status = rbi_check_toggle(o->reclaim, "reclaim");
+    if (!status)
+        status = rbi_meter_check(o);
     if (status)
         return status;
     if (o->on_oom > REBATCH_ON_OOM_FIT)
@@ -80,6 +84,19 @@ static void on_pressure(void *user, bool begins)
     }
 }
 
+void rbi_session_watch_pressure(rebatch *rb)
+{
+    const struct rbi_pool_pressure_watch own = {.on_pressure = on_pressure, .user = rb};
+    const struct rbi_pool_pressure_watch before = rbi_pool_watch_pressure(rb->pool, &own);
+    if (before.user != rb)
+        rb->outer_watch = before;
+}
+
+void rbi_session_unwatch_pressure(rebatch *rb)
+{
+    (void)rbi_pool_watch_pressure(rb->pool, &rb->outer_watch);
+}
+
 void rbi_session_probe_begins(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
                               const struct rebatch_probe_options *options)
 {
@@ -96,8 +113,9 @@ static void close_launch(struct rbi_launch *launch)
 
 static rebatch_status start_learning(rebatch *rb, const struct rbi_session_parts *parts)
 {
-    struct rbi_tuner tuner;
-    const rebatch_status status = parts->create_tuner(&tuner, rb);
+    struct rbi_tuner tuner = {0}; /* which goes by the pool's allocations */
+    const rebatch_status status =
+        rbi_meter_is_set(rb) ? REBATCH_OK : parts->create_tuner(&tuner, rb);
     if (!status)
         rbi_learn_start(rb, &tuner);
     return status;
@@ -108,6 +126,52 @@ void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options)
     sizes->micro = options->micro_start ? options->micro_start : SIZE_MAX;
     sizes->growth.wait = options->grow_after;
     sizes->model_factor = 1;
+}
+
+static rebatch_status check_pool(const rebatch_options *o, rebatch_device *device)
+{
+    const rebatch_pool_options *p = &o->pool;
+    if (!o->existing_pool)
+        return REBATCH_OK;
+    if (rebatch_pool_device(o->existing_pool) != device)
+        return rbi_error(REBATCH_E_INVALID,
+                         "existing_pool is of another device %s: expected one of device %s",
+                         rebatch_pool_device(o->existing_pool)->name, device->name);
+    if (p->limit_bytes || p->limit_permille || p->headroom_bytes || p->caching ||
+        p->ballast_bytes || p->max_split_bytes || p->gc_threshold_permille ||
+        p->rounding_divisions || p->guard || p->events || p->keep_room_permille || p->replay)
+        return rbi_error(REBATCH_E_INVALID,
+                         "existing_pool and options for a new pool are both set: expected one");
+    return REBATCH_OK;
+}
+
+/* Of a pool that is there, the environment's limit holds from here on. */
+static rebatch_status open_pool(rebatch *rb)
+{
+    const rebatch_options *o = &rb->options;
+    rb->borrows_pool = o->existing_pool != NULL;
+    if (!rb->borrows_pool) {
+        const rebatch_status status = rebatch_pool_create(&rb->pool, rb->device, &o->pool);
+        if (!status)
+            rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
+        return status;
+    }
+    rb->pool = o->existing_pool;
+    rbi_pool_hold(rb->pool);
+    rbi_pool_lower_limit(rb->pool, o->pool.limit_bytes, o->pool.limit_permille);
+    return REBATCH_OK;
+}
+
+static void close_pool(rebatch *rb)
+{
+    if (!rb->pool)
+        return;
+    if (rb->borrows_pool) {
+        rbi_pool_let_go(rb->pool);
+        return;
+    }
+    rbi_pool_set_destroyed_by(rb->pool, NULL);
+    rebatch_pool_destroy(rb->pool);
 }
 
 rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
@@ -126,6 +190,8 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
         return status;
     set_defaults(&o);
     status = check_options(&o);
+    if (!status)
+        status = check_pool(&o, device);
     if (!status && !rbi_device_stream_is_valid(device, o.stream))
         status = rbi_error(REBATCH_E_INVALID, "stream %p is not a stream of device %s",
                            (void *)o.stream, device->name);
@@ -145,6 +211,9 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     rb->device = device;
     rb->options = o;
     rb->options.log_file = NULL; /* borrowed */
+    if (o.meter)
+        rb->meter = *o.meter;
+    rb->options.meter = NULL;
     rb->log.file = -1;
     rbi_sizes_init(&rb->sizes, &o);
     rb->most = SIZE_MAX;
@@ -158,12 +227,7 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     }
     status = rbi_log_open(&rb->log, &o);
     if (!status)
-        status = rebatch_pool_create(&rb->pool, device, &o.pool);
-    if (!status) {
-        rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
-        rbi_pool_watch_pressure(
-            rb->pool, &(struct rbi_pool_pressure_watch){.on_pressure = on_pressure, .user = rb});
-    }
+        status = open_pool(rb);
     if (!status)
         status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
     if (!status && o.learn == REBATCH_ON)
@@ -193,9 +257,7 @@ void rebatch_close(rebatch *rb)
     rbi_guards_release(rb);
     rbi_maps_release(rb);
     rbi_watched_release(rb);
-    if (rb->pool)
-        rbi_pool_set_destroyed_by(rb->pool, NULL);
-    rebatch_pool_destroy(rb->pool);
+    close_pool(rb);
     (void)pthread_mutex_destroy(&rb->changing);
     rbi_heap_free(rb->failed);
     rbi_heap_free(rb);

@@ -64,6 +64,7 @@ size_t rbi_size_get(const rebatch *rb);
 
 /* ---- guards (guard.c) ---- */
 
+/* As rebatch_guard_point. */
 enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
 
 bool rbi_guards_exist(const rebatch *rb);
@@ -149,6 +150,9 @@ struct rbi_tuner {
 };
 /* The size is known, or not to be known. */
 void rbi_learn_stop(rebatch *rb);
+
+/* Opens a scope of what the session runs; one that only counts, where reclaim is off. */
+rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out);
 
 /* ---- callbacks (attempt.c) ---- */
 
@@ -295,6 +299,9 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
                                 const rebatch_options *options,
                                 const struct rbi_session_parts *parts);
 
+/* REBATCH_E_UNSUPPORTED, for `function`, which goes by what the pool does, or takes back. */
+rebatch_status rbi_session_check_records(const rebatch *rb, const char *function);
+rebatch_status rbi_session_check_reclaims(const rebatch *rb, const char *function);
 /* A probe that the program makes is about to begin: tells the launch. */
 void rbi_session_probe_begins(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
                               const struct rebatch_probe_options *options);

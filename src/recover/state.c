@@ -11,6 +11,23 @@ rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function)
                      function);
 }
 
+rebatch_status rbi_session_check_records(const rebatch *rb, const char *function)
+{
+    if (!rbi_meter_is_set(rb))
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_UNSUPPORTED,
+                     "%s() goes by the allocations of a pool, and this session has a meter instead",
+                     function);
+}
+
+rebatch_status rbi_session_check_reclaims(const rebatch *rb, const char *function)
+{
+    if (rbi_is_on(rb->options.reclaim))
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_UNSUPPORTED,
+                     "%s() takes back what runs have allocated, and reclaim is off", function);
+}
+
 const rebatch_options *rbi_session_options(const rebatch *rb)
 {
     return &rb->options;

@@ -4,12 +4,18 @@
 
 /* ---- what the step takes back ---- */
 
+rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out)
+{
+    return rbi_is_on(rb->options.reclaim) ? rbi_scope_begin_own(out, rb->pool)
+                                          : rbi_scope_begin_observing(out, rb->pool);
+}
+
 rebatch_status rbi_step_open_scope(rebatch *rb)
 {
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_STEP);
-    return status ? status : rbi_scope_begin_own(&rb->scope, rb->pool);
+    return status ? status : rbi_scope_open(rb, &rb->scope);
 }
 
 rebatch_status rbi_step_undo(rebatch *rb)
@@ -80,7 +86,7 @@ static rebatch_status admit(rebatch *rb, size_t count)
     const uint64_t missing = need - rbi_min(need, rbi_resize_bytes(rb));
     if (missing == 0)
         return REBATCH_OK;
-    const rebatch_status status = rbi_pool_admit(rb->pool, missing, rb->options.stream);
+    const rebatch_status status = rbi_memory_admit(rb, missing);
     if (status != REBATCH_OOM)
         return status;
     size_t available;
@@ -156,7 +162,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
             rb, &(struct rbi_strike){
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
     if (!status)
-        status = rbi_scope_begin_own(&rb->scope, rb->pool);
+        status = rbi_scope_open(rb, &rb->scope);
     if (!status)
         status = rbi_zero_grad_run(rb);
     rbi_thrashing_restart(rb);
@@ -219,6 +225,22 @@ rebatch_status rbi_samples_run(rebatch *rb)
 
 /* ---- optimizer_step ---- */
 
+/* An OOM within an update tears it, so the memory of the one before is there when it begins. */
+static rebatch_status admit_update(rebatch *rb)
+{
+    if (rb->update_bytes == 0 || !rbi_session_admits(rb))
+        return REBATCH_OK;
+    const rebatch_status status = rbi_memory_admit(rb, rb->update_bytes);
+    if (status != REBATCH_OOM)
+        return status;
+    size_t available;
+    (void)rbi_memory_available(&available, rb);
+    rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
+                                       .need_bytes = rb->update_bytes,
+                                       .available_bytes = available};
+    return REBATCH_OOM;
+}
+
 static rebatch_status update(rebatch *rb)
 {
     for (;;) {
@@ -227,6 +249,8 @@ static rebatch_status update(rebatch *rb)
         if (!status)
             status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
         rbi_leak_update_begins(rb);
+        if (!status)
+            status = admit_update(rb);
         if (!status)
             status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
         if (status != REBATCH_OOM)
@@ -277,7 +301,12 @@ rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
     if (batch == 0)
         return rbi_error(REBATCH_E_INVALID, "batch is 0: expected at least 1 sample");
     status = rbi_limits_check_batch(&rb->options, batch);
-    return status ? status : read_ops(out, given);
+    if (!status)
+        status = read_ops(out, given);
+    if (!status && out->resize && !rbi_is_on(rb->options.reclaim))
+        return rbi_error(REBATCH_E_INVALID, "ops.resize is set and reclaim is off: expected one "
+                                            "without the other");
+    return status;
 }
 
 void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
@@ -296,7 +325,9 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->report = (rebatch_step_report){
         .step = rb->step, .micro_before = rbi_micro_size(rb, batch), .cost_before = rbi_budget(rb)};
     rb->pool_ooms = rbi_pool_oom_count(rb->pool);
+    rb->meter_peak = 0;
     rbi_pool_mark_peak(rb->pool);
+    rbi_session_watch_pressure(rb);
 }
 
 void rbi_step_is_probe(rebatch *rb)
@@ -307,6 +338,7 @@ void rbi_step_is_probe(rebatch *rb)
 void rbi_step_end(rebatch *rb)
 {
     rb->ops = NULL;
+    rbi_session_unwatch_pressure(rb);
 }
 
 void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
@@ -354,7 +386,7 @@ static void succeed(rebatch *rb)
                            .cost_after = rbi_budget(rb),
                            .redone_samples = rb->report.redone_samples,
                            .lost_ns = rb->report.lost_ns,
-                           .peak_bytes = rbi_pool_peak_since_mark(rb->pool)};
+                           .peak_bytes = rbi_memory_step_peak(rb)};
     rbi_event_emit(rb, &event);
     rb->step++;
 }
@@ -364,10 +396,10 @@ void rbi_step_report(rebatch *rb, rebatch_status status)
     rebatch_step_report *report = &rb->report;
     report->status = status;
     report->micro = status ? 0 : rb->sizes.thrashing.most_samples;
-    rebatch_pool_stats stats = {0};
-    (void)rebatch_pool_get_stats(&stats, rb->pool);
-    report->peak_bytes = rbi_pool_peak_since_mark(rb->pool);
-    report->reserved_bytes = stats.reserved_bytes;
+    struct rbi_memory memory;
+    rbi_memory_get(&memory, rb);
+    report->peak_bytes = memory.step_peak_bytes;
+    report->reserved_bytes = memory.reserved_bytes;
     report->micro_after = rbi_micro_size(rb, rb->batch);
     report->cost_after = rbi_budget(rb);
     report->lighten_level = rb->lighten;

@@ -1,0 +1,49 @@
+"""PyTorch training steps that survive running out of GPU memory.
+
+    import rebatch.torch as rebatch
+
+    rebatch.install(limit="22GiB")                      # optional: rebatch's pool as the allocator
+    step = rebatch.Step(model, optimizer, loss_fn)      # loss_fn(model, samples) -> mean loss
+    for batch in loader:                                # the effective batch
+        loss = step(batch)                              # as many micro-batches as memory asks for
+"""
+
+import torch as _torch
+
+if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
+    raise ImportError(f"rebatch needs PyTorch 2.8 or newer: this is {_torch.__version__}")
+
+from rebatch import Error, __version__
+from rebatch.torch._allocator import install, installed, snapshot, stats, summary, tag
+from rebatch.torch._check import Check, Finding
+from rebatch.torch._finder import find_batch_size
+from rebatch.torch._lighten import checkpointing, offload
+from rebatch.torch._oom import is_oom
+from rebatch.torch._probe import Probe
+from rebatch.torch._report import Report
+from rebatch.torch._session import Exhausted, Torn
+from rebatch.torch.evaluation import map
+from rebatch.torch.step import Step
+
+__all__ = [
+    "Check",
+    "Error",
+    "Exhausted",
+    "Finding",
+    "Probe",
+    "Report",
+    "Step",
+    "Torn",
+    "__version__",
+    "checkpointing",
+    "find_batch_size",
+    "install",
+    "installed",
+    "is_oom",
+    "map",
+    "offload",
+    "snapshot",
+    "stats",
+    "summary",
+    "tag",
+]

@@ -1,0 +1,75 @@
+"""Ways to use less memory for each sample, as rungs for Step(lighten=...)."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpointing(*modules: torch.nn.Module) -> Callable[[bool], None]:
+    """A rung that recomputes the activations of these modules in the backward pass.
+
+        blocks = model.transformer.h
+        step = rebatch.Step(..., lighten=[rebatch.checkpointing(*blocks)])
+
+    A Hugging Face model may be given as a whole: its own gradient checkpointing is used."""
+    if not modules:
+        raise ValueError("rebatch: checkpointing() has no module: expected the model's blocks")
+    own: Dict[torch.nn.Module, Callable] = {}
+
+    def recompute(forward: Callable) -> Callable:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **keywords)
+            return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+
+        return run
+
+    def switch(on: bool) -> None:
+        for module in modules:
+            if hasattr(module, "gradient_checkpointing_enable"):
+                name = "enable" if on else "disable"
+                getattr(module, f"gradient_checkpointing_{name}")()
+            elif on and module not in own:
+                own[module] = module.forward
+                module.forward = recompute(module.forward)
+            elif not on and module in own:
+                _restore_forward(module, own.pop(module))
+
+    return switch
+
+
+def _restore_forward(module: torch.nn.Module, forward: Callable) -> None:
+    """An attribute of the instance shadows the class's forward only if it was there before."""
+    if getattr(forward, "__func__", None) is type(module).forward:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def offload(optimizer: torch.optim.Optimizer) -> Callable[[bool], None]:
+    """A rung that keeps the optimizer's state in host memory except during its step.
+
+    This frees the memory of the state for the forward and backward passes."""
+    hooks: List[Any] = []
+
+    def move(to_host: bool) -> None:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    device = torch.device("cpu") if to_host else parameter.device
+                    state[name] = value.to(device)
+
+    def switch(on: bool) -> None:
+        if on:
+            hooks.append(optimizer.register_step_pre_hook(lambda *_: move(False)))
+            hooks.append(optimizer.register_step_post_hook(lambda *_: move(True)))
+            move(True)
+            return
+        while hooks:
+            hooks.pop().remove()
+        move(False)
+
+    return switch

@@ -1,0 +1,93 @@
+"""Figures of PyTorch's native CUDA allocator for a session that does not use a rebatch pool."""
+
+from __future__ import annotations
+
+import ctypes as C
+from typing import Dict, Tuple
+
+import torch
+
+from rebatch import _library as c
+
+# The peak of a callback is measured so many times at each size. A measurement resets PyTorch's peak
+# statistics, which programs read, so there are few of them; the first may count what is made once.
+_MEASUREMENTS = 2
+
+
+class UnknownMeter:
+    """For a CPU, whose memory is nobody's to count: nothing is measured, and nothing is refused."""
+
+    def __init__(self) -> None:
+        self.asked_bytes = 0
+        self.struct = c.Meter(begin=c.MeterBegin(lambda _phase, _size, _user: None),
+            read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
+            available=c.MeterAvailable(self._available),
+            release=c.MeterRelease(lambda _user: 0),
+        )
+
+    def measure_again(self) -> None:
+        pass
+
+    def live_bytes(self) -> int:
+        return 0
+
+    def _available(self, out, _user) -> int:
+        out[0] = C.c_uint64(-1).value
+        return c.Status.OK
+
+
+class NativeMeter:
+    """A rebatch_meter of torch.cuda's native allocator on one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._measured: Dict[Tuple[int, int], int] = {}
+        self._is_measuring = False
+        self.asked_bytes = 0
+        # Kept, because C holds their addresses.
+        self.struct = c.Meter(begin=c.MeterBegin(self._begin),
+            read=c.MeterRead(self._read),
+            available=c.MeterAvailable(self._available),
+            release=c.MeterRelease(self._release),
+        )
+
+    def measure_again(self) -> None:
+        """Sizes may need other memory than was measured: after an OOM, or at another level."""
+        self._measured.clear()
+
+    def _statistics(self) -> dict:
+        return torch._C._cuda_memoryStats(self._device.index)
+
+    def live_bytes(self) -> int:
+        return self._statistics()["allocated_bytes"]["all"]["current"]
+
+    def _begin(self, phase: int, size: int, _user) -> None:
+        self.asked_bytes = 0
+        times = self._measured.get((phase, size), 0)
+        self._is_measuring = times < _MEASUREMENTS
+        if self._is_measuring:
+            self._measured[phase, size] = times + 1
+            torch._C._cuda_resetPeakMemoryStats(self._device.index)
+
+    def _read(self, out, _user) -> int:
+        statistics = self._statistics()
+        allocated = statistics["allocated_bytes"]["all"]
+        out[0].live_bytes = allocated["current"]
+        out[0].peak_bytes = allocated["peak"] if self._is_measuring else 0
+        out[0].reserved_bytes = statistics["reserved_bytes"]["all"]["current"]
+        out[0].asked_bytes = self.asked_bytes
+        return c.Status.OK
+
+    def _available(self, out, _user) -> int:
+        statistics = self._statistics()
+        allocated = statistics["allocated_bytes"]["all"]["current"]
+        reserved = statistics["reserved_bytes"]["all"]["current"]
+        free, total = torch.cuda.mem_get_info(self._device)
+        limit = int(total * torch._C._cuda_getMemoryFraction(self._device.index))
+        out[0] = max(0, min(free + reserved - allocated, limit - allocated))
+        return c.Status.OK
+
+    def _release(self, _user) -> int:
+        before = self._statistics()["reserved_bytes"]["all"]["current"]
+        torch.cuda.empty_cache()
+        return before - self._statistics()["reserved_bytes"]["all"]["current"]

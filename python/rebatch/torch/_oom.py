@@ -1,0 +1,112 @@
+"""Which exceptions are an out-of-memory (OOM), and how to let go of what one holds."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Iterator, Optional
+
+import torch
+
+# Texts of exceptions that are not torch.OutOfMemoryError. Each is the library's own wording, so a
+# user's text that merely speaks of memory is none.
+_TEXTS = (
+    "CUDA out of memory.",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+    "CUFFT_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+_NCCL = re.compile(r"Cuda failure (\d+ )?'out of memory'")
+
+# What libraries say when memory runs out, and when something else is wrong too: an OOM only where
+# the device has no memory left.
+_AMBIGUOUS = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "CUSOLVER_STATUS_INTERNAL_ERROR",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+    "non-contiguous input",
+    "Unable to find an engine to execute this computation",
+    "unable to find an engine",
+    "handles_.at(i)",
+)
+# Less free memory than this counts as none: what libraries ask for at a time.
+_SHORT_BYTES = 256 << 20
+
+
+def _chain(error: Optional[BaseException]) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from. What was raised while an OOM was handled,
+    but not from it, is an error of the handler."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
+
+
+def _memory_is_short() -> bool:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return False
+    try:
+        free, _ = torch.cuda.mem_get_info()
+    except RuntimeError:  # the device is lost
+        return False
+    return free < _SHORT_BYTES
+
+
+def _is_oom_itself(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(known in text for known in _TEXTS) or _NCCL.search(text):
+        return True
+    return any(known in text for known in _AMBIGUOUS) and _memory_is_short()
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that memory has run out.
+
+    Texts of CUDA, cuBLAS, cuDNN, cuSOLVER, NCCL and the CPU allocator count. Those that may have
+    another reason count only while the GPU has no free memory."""
+    return any(_is_oom_itself(e) for e in _chain(error))
+
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_REQUEST = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+
+
+def asked_bytes(error: BaseException) -> int:
+    """The size of the request that failed, as far as the exception says it; 0: it does not."""
+    for e in _chain(error):
+        found = _REQUEST.search(str(e))
+        if found:
+            return int(float(found[1]) * _UNITS[found[2]])
+    return 0
+
+
+def let_go(error: BaseException) -> None:
+    """Drop what an exception holds: the frames of its traceback, whose locals are the activations,
+    and the exceptions that it came from."""
+    left, seen = [error], set()
+    while left:
+        e = left.pop()
+        if e is None or id(e) in seen:
+            continue
+        seen.add(id(e))
+        left += [e.__cause__, e.__context__]
+        if e.__traceback__ is not None:
+            traceback.clear_frames(e.__traceback__)
+        e.__traceback__ = e.__cause__ = e.__context__ = None

@@ -1,0 +1,58 @@
+"""What a step did, as plain numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Dict
+
+from rebatch import _library as c
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one call of a Step did. Sizes are in bytes, times in milliseconds."""
+
+    step: int = 0  # number of the effective batch
+    samples: int = 0  # in the effective batch
+    micro: int = 0  # samples of a micro-batch in the update
+    microbatches: int = 0  # accumulation steps
+    ooms: int = 0
+    redone_samples: int = 0  # that ran again because of OOMs
+    lost_ms: float = 0.0  # spent on discarded work and on recovery
+    peak_bytes: int = 0  # highest memory in use, where it was measured
+    reserved_bytes: int = 0  # memory held from the device at the end
+    lighten_level: int = 0
+    learned: int = 0  # micro-batches from which the session learned
+    torn: bool = False
+
+    def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
+        """For TensorBoard, W&B and the like: names and plain numbers."""
+        return {prefix + name: float(v) for name, v in dataclasses.asdict(self).items()}
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: {self.microbatches} x {self.micro} samples"
+        if self.ooms:
+            text += f", {self.ooms} OOM{'s' * (self.ooms > 1)} ({self.redone_samples} samples "
+            text += f"again, {self.lost_ms:.0f} ms)"
+        if self.lighten_level:
+            text += f", lighten level {self.lighten_level}"
+        if self.peak_bytes:
+            text += f", peak {self.peak_bytes / (1 << 30):.2f} GiB"
+        return text
+
+
+def report_of(filled: c.StepReport, samples: int) -> Report:
+    return Report(
+        step=filled.step,
+        samples=samples,
+        micro=filled.micro,
+        microbatches=filled.microbatches,
+        ooms=filled.ooms,
+        redone_samples=filled.redone_samples,
+        lost_ms=filled.lost_ns / 1e6,
+        peak_bytes=filled.peak_bytes,
+        reserved_bytes=filled.reserved_bytes,
+        lighten_level=filled.lighten_level,
+        learned=filled.learned,
+        torn=filled.torn,
+    )

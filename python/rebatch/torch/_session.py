@@ -1,0 +1,247 @@
+"""A session of the C library for PyTorch code: its options, its callbacks, and what an exception
+in a callback becomes."""
+
+from __future__ import annotations
+
+import ctypes as C
+import gc
+import time
+import weakref
+from typing import Any, Callable, Optional, Sequence
+
+import torch
+
+from rebatch import _library as c
+from rebatch._library import lib
+from rebatch.torch import _allocator
+from rebatch.torch._meter import NativeMeter, UnknownMeter
+from rebatch.torch._oom import asked_bytes, is_oom, let_go
+from rebatch.torch._state import Buffers, Generators
+
+# A thread of autograd may hold an attempt's last tensors for so long after the exception is out.
+_LET_GO_SECONDS = 0.005
+# So little may stay: libraries keep workspaces from their first use on.
+_LEFT_BYTES = 1 << 20
+
+_log_levels = {level.name.lower(): level for level in c.LogLevel}
+_on_oom = {answer.name.lower(): answer for answer in c.OnOom}
+
+
+class Exhausted(torch.OutOfMemoryError):
+    """Memory has run out, and nothing smaller or lighter is left to try. The parameters are those
+    before the step."""
+
+
+class Torn(RuntimeError):
+    """Memory ran out while the optimizer was changing parameters: some are new, some are old.
+    Restore a checkpoint."""
+
+
+def _toggle(value: Optional[bool]) -> int:
+    return c.Toggle.DEFAULT if value is None else c.Toggle.ON if value else c.Toggle.OFF
+
+
+def _named(name: str, value: Any, known: dict) -> int:
+    if value in known:
+        return known[value]
+    raise ValueError(f"rebatch: {name} is {value!r}: expected one of {', '.join(known)}")
+
+
+def session_options(
+    *,
+    micro_start: int = 0,
+    micro_smallest: int = 0,
+    micro_largest: int = 0,
+    micro_multiple_of: int = 0,
+    micro_allowed: Sequence[int] = (),
+    learn: bool = False,
+    on_oom: str = "default",
+    admission: Optional[bool] = None,
+    growth: Optional[bool] = None,
+    grow_after: int = 0,
+    grow_wait_max: int = 0,
+    max_attempts: int = 0,
+    max_ooms_in_row: int = 0,
+    log_level: str = "default",
+    log_file: Optional[str] = None,
+    log_format: str = "text",
+) -> c.Options:
+    """The C library's options. docs/pytorch.md describes each."""
+    options = c.Options(micro_start=micro_start,
+        micro_smallest=micro_smallest,
+        micro_largest=micro_largest,
+        micro_multiple_of=micro_multiple_of,
+        learn=_toggle(learn),
+        on_oom=_named("on_oom", on_oom, _on_oom),
+        admission=_toggle(admission),
+        growth=_toggle(growth),
+        grow_after=grow_after,
+        grow_wait_max=grow_wait_max,
+        max_attempts=max_attempts,
+        max_ooms_in_row=max_ooms_in_row,
+        log_level=_named("log_level", log_level, _log_levels),
+        log_format=_named("log_format", log_format, {"text": 0, "json": 1}),
+        log_file=log_file.encode() if log_file else None,
+        reclaim=c.Toggle.OFF,
+    )
+    if len(micro_allowed) > len(options.micro_allowed):
+        raise ValueError(
+            f"rebatch: micro_allowed has {len(micro_allowed)} sizes: expected at most "
+            f"{len(options.micro_allowed)}"
+        )
+    for i, size in enumerate(micro_allowed):
+        options.micro_allowed[i] = size
+    return options
+
+
+class Session:
+    """A session on one device. Callbacks are Python functions without a status: they return None,
+    and what they raise becomes a status here. Nothing leaves a callback of C."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        options: c.Options,
+        *,
+        generators: Optional[Generators] = None,
+        buffers: Optional[Buffers] = None,
+        on_event: Optional[Callable[[str, c.Event], None]] = None,
+    ):
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.is_pooled = self.is_cuda and _allocator.installed()
+        self.error: Optional[BaseException] = None  # of a callback, and no OOM
+        self.oom_text = ""  # of the last OOM
+        self.generators, self._buffers, self._on_event = generators, buffers, on_event
+        self.meter = None
+        if not self.is_pooled:
+            self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
+        self._open(options)
+        if generators or buffers:
+            self._guard()
+
+    # ---- opening and closing ----
+
+    def _open(self, options: c.Options) -> None:
+        dry, opened = C.c_void_p(), C.c_void_p()
+        if self._on_event:
+            self._event_function = c.OnEvent(self._pass_event)
+            options.on_event = self._event_function
+        if self.meter:
+            options.meter = C.pointer(self.meter.struct)
+        if self.is_pooled:
+            options.existing_pool = _allocator.pool(self.device)
+            device = lib.rebatch_pool_device(options.existing_pool)
+        else:
+            c.check(lib.rebatch_device_open_dry(C.byref(dry), C.c_size_t(-1).value, 0))
+            device = dry
+        status = lib.rebatch_open(C.byref(opened), device, C.byref(options))
+        self.rb = opened.value
+        self._close = weakref.finalize(self, _close, self.rb, dry.value)
+        c.check(status)
+
+    def close(self) -> None:
+        self._close()
+
+    def _guard(self) -> None:
+        self._guard_ops = c.GuardOps(save=c.Guard(self._save), restore=c.Guard(self._restore)
+        )
+        c.check(
+            lib.rebatch_guard_with(self.rb, C.byref(self._guard_ops), None)
+        )
+
+    # ---- what C calls ----
+
+    def _pass_event(self, event, _user) -> None:
+        try:
+            self._on_event(c.text_of(lib.rebatch_event_format, event), event[0])
+        except Exception as error:  # its next callback ends the step
+            self.error = self.error or error
+
+    def _save(self, point: int, _user) -> int:
+        return self._run_guard("save", point)
+
+    def _restore(self, point: int, _user) -> int:
+        return self._run_guard("restore", point)
+
+    def _run_guard(self, action: str, point: int) -> int:
+        try:
+            for state in (self._buffers, self.generators):
+                if state:
+                    getattr(state, action)(point)
+        except BaseException as error:
+            self.error = self.error or error
+            return c.Status.E_USER
+        return c.Status.OK
+
+    def run(self, body: Callable, *arguments) -> int:
+        """Run a callback's body: the status for C."""
+        if self.error is not None:
+            return c.Status.E_USER
+        live = self.live_bytes()
+        try:
+            try:
+                body(*arguments)
+            except BaseException as error:
+                if not is_oom(error):
+                    self.error = error
+                    return c.Status.E_USER
+                self._note_oom(error)
+            else:
+                return c.Status.OK
+            self._collect(live)  # here, where no exception is being handled
+        except BaseException as error:
+            self.error = error
+            return c.Status.E_USER
+        return c.Status.OOM
+
+    # ---- after an OOM ----
+
+    def _note_oom(self, error: BaseException) -> None:
+        self.oom_text = str(error)
+        if self.meter:
+            self.meter.asked_bytes = asked_bytes(error)
+            self.meter.measure_again()
+        let_go(error)
+
+    def live_bytes(self) -> int:
+        """Memory in use on the device, in bytes; 0 on a CPU, where it is not known."""
+        if self.meter:
+            return self.meter.live_bytes()
+        if self.is_pooled:
+            stats = c.PoolStats()
+            lib.rebatch_pool_get_stats(
+                C.byref(stats), lib.rebatch_get_pool(self.rb)
+            )
+            return stats.live_bytes
+        return 0
+
+    def _collect(self, live_before: int) -> None:
+        """What the attempt has made is to be gone: first what autograd's threads still hold, then
+        what only the garbage collector finds."""
+        until = time.perf_counter() + _LET_GO_SECONDS
+        while self.live_bytes() > live_before + _LEFT_BYTES:
+            if time.perf_counter() > until:
+                gc.collect()
+                return
+            time.sleep(0.0001)
+
+    # ---- results ----
+
+    def raise_failure(self, status: int) -> None:
+        """Raise what a call of C ended with; nothing when it was Status.OK."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        if not status:
+            return
+        text = c.last_error()
+        if status in (c.Status.E_EXHAUSTED, c.Status.E_TORN):
+            said = f"{text}\n{self.oom_text}" if self.oom_text else text
+            raise (Exhausted if status == c.Status.E_EXHAUSTED else Torn)(said)
+        raise c.Error(text, status)
+
+
+def _close(rb: Optional[int], dry: Optional[int]) -> None:
+    lib.rebatch_close(rb)
+    lib.rebatch_device_close(dry)

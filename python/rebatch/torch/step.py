@@ -1,0 +1,387 @@
+"""Step: one update of an effective batch, in micro-batches that fit."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as C
+from typing import Any, Callable, List, Optional, Sequence, Union
+
+import torch
+
+from rebatch import _library as c
+from rebatch._library import lib
+from rebatch.torch import _allocator
+from rebatch.torch._batch import batch_length, slice_batch
+from rebatch.torch._check import Check, Checker
+from rebatch.torch._gradients import FreshGradients
+from rebatch.torch._map import run_map
+from rebatch.torch._probe import Probe, run_probe
+from rebatch.torch._report import Report, report_of
+from rebatch.torch._session import Session, session_options
+from rebatch.torch._state import Buffers, Generators, cuda_devices_of
+from rebatch.torch._update import Update
+
+_Lighten = Callable[[bool], None]
+
+
+def _list_of(value: Any) -> list:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class Step:
+    """Trains on one effective batch a call, and survives running out of memory.
+
+        step = rebatch.Step(model, optimizer, loss_fn)
+        for batch in loader:
+            loss = step(batch)
+
+    The batch is cut into micro-batches that fit; their gradients are accumulated, and the optimizer
+    runs once. An OOM costs the micro-batch that it struck; the update stays the same.
+
+    model         a module, or a list of modules
+    optimizer     an optimizer, or several: all of them step once for each batch
+    loss_fn       loss_fn(model, samples) -> the mean loss over the samples, a scalar
+    normalizer    normalizer(batch) -> what the sum of the losses is divided by, for example the
+                  tokens of the whole batch that bear a loss. loss_fn then returns a sum
+    scaler        a torch.amp.GradScaler
+    clip          largest norm of the gradients
+    lr_scheduler  a scheduler, or several: they step after each update
+    autocast      a dtype for torch.autocast, for example torch.bfloat16, or a context manager
+    cost          cost(batch, first, count) -> memory of these samples in a unit of your choice, for
+                  example padded tokens: micro-batches are then cut by cost
+    lighten       functions f(on) that switch something that saves memory on or off, in the order
+                  in which they are tried when one sample does not fit (rebatch.checkpointing(),
+                  rebatch.offload())
+    slice         slice(batch, first, count) -> those samples, for batches of your own types;
+                  with `length`, length(batch) -> how many there are
+    generators    torch.Generators of your own that loss_fn uses: a retry draws the same numbers
+    gradients     "fresh": a micro-batch's gradients are kept apart until all of them are there, so
+                  an OOM costs one micro-batch. "inplace": autograd adds to .grad: an OOM in a
+                  backward pass runs the batch again, and no copy of the gradients is needed
+    on_event      on_event(text, event): called instead of writing to standard error
+
+    Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
+    micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, growth,
+    grow_after, max_attempts, log_level, log_file, log_format.
+
+    Raises Exhausted when not even the smallest micro-batch fits, Torn when memory ran out within
+    the update, and any exception of loss_fn or the optimizer unchanged."""
+
+    def __init__(
+        self,
+        model: Union[torch.nn.Module, Sequence[torch.nn.Module]],
+        optimizer: Union[torch.optim.Optimizer, Sequence[torch.optim.Optimizer]],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        normalizer: Optional[Callable[[Any], Any]] = None,
+        scaler: Optional[Any] = None,
+        clip: Optional[float] = None,
+        lr_scheduler: Any = None,
+        autocast: Any = None,
+        cost: Optional[Callable[[Any, int, int], int]] = None,
+        lighten: Union[_Lighten, Sequence[_Lighten]] = (),
+        slice: Optional[Callable[[Any, int, int], Any]] = None,
+        length: Optional[Callable[[Any], int]] = None,
+        generators: Sequence[torch.Generator] = (),
+        gradients: str = "fresh",
+        on_event: Optional[Callable[[str, Any], None]] = None,
+        **options: Any,
+    ):
+        if gradients not in ("fresh", "inplace"):
+            raise ValueError(
+                f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'"
+            )
+        self.model, self.loss_fn = model, loss_fn
+        self._modules = torch.nn.ModuleList(_list_of(model))
+        self._update = Update(_list_of(optimizer), _list_of(lr_scheduler), scaler, clip)
+        self._normalizer, self._autocast, self._cost = normalizer, autocast, cost
+        self._lighten, self._level = _list_of(lighten), 0
+        self._slice, self._length, self._on_event = slice, length, on_event
+        self._generators, self._options = list(generators), options
+        session_options(**options)  # a wrong one is said here
+        if not self._update.parameters:
+            raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
+        self.device = self._update.parameters[0].device
+        self._is_fresh = gradients == "fresh"
+        self._session: Optional[Session] = None
+        self._number = 0  # of the next step
+        self._micro: Optional[int] = None  # where a session that is opened begins
+        self._ops = self._make_ops()
+        self.report = Report()
+
+    # ---- the session ----
+
+    def _open(self) -> Session:
+        """The session, opened when a step first runs, and again when the allocator is another."""
+        is_pooled = self.device.type == "cuda" and _allocator.installed()
+        if _allocator.installed() and self.device.type == "cpu":
+            raise ValueError(
+                "rebatch: the model is on the CPU, and install() manages the GPU's memory: move "
+                "the model to the GPU first"
+            )
+        if self._session and self._session.is_pooled == is_pooled:
+            return self._session
+        if self._session:
+            self._micro = self.micro
+            self._session.close()
+        options = dict(self._options)
+        if self._micro:
+            options.update(micro_start=self._micro, learn=False)
+        tensors = self._update.parameters + [b for b in self._modules.buffers()]
+        self._buffers = Buffers(self._modules)
+        self._session = Session(
+            self.device,
+            session_options(**options),
+            generators=Generators(cuda_devices_of(tensors), self._generators),
+            buffers=self._buffers,
+            on_event=self._on_event,
+        )
+        c.check(lib.rebatch_set_step(self._session.rb, self._number))
+        return self._session
+
+    def _make_ops(self) -> c.StepOps:
+        ops = c.StepOps(flags=c.StepFlag.DECLARES_MUTATION)
+        ops.zero_grad = c.ZeroGrad(lambda _: self._run(self._zero_grad))
+        ops.forward_backward = c.ForwardBackward(self._call_forward_backward)
+        ops.optimizer_step = c.OptimizerStep(lambda _: self._run(self._optimizer_step))
+        if self._lighten:
+            ops.lighten = c.Lighten(self._call_lighten)
+        if self._cost:
+            ops.cost = c.Cost(self._call_cost)
+        return ops
+
+    # ---- callbacks ----
+
+    def _run(self, body: Callable, *arguments: Any) -> int:
+        return self._session.run(body, *arguments)
+
+    def _call_forward_backward(self, microbatch, _user) -> int:
+        mb = microbatch[0]
+        return self._run(self._forward_backward, mb.first, mb.count)
+
+    def _call_lighten(self, level: int, _user) -> int:
+        if level > len(self._lighten):
+            return c.Status.E_UNSUPPORTED
+        return self._run(self._set_level, level)
+
+    def _call_cost(self, first: int, count: int, _user) -> int:
+        try:
+            return max(0, int(self._cost(self._batch, first, count)))
+        except BaseException as error:
+            self._session.error = self._session.error or error
+            return 0
+
+    def _zero_grad(self) -> None:
+        self._update.zero_grad()
+        self._loss = None
+
+    def _set_level(self, level: int) -> None:
+        if self._session.meter:
+            self._session.meter.measure_again()
+        while self._level < level:
+            self._lighten[self._level](True)
+            self._level += 1
+        while self._level > level:
+            self._level -= 1
+            self._lighten[self._level](False)
+
+    def _forward_backward(self, first: int, count: int) -> None:
+        is_last = first + count == self._samples
+        module = self._modules[0] if len(self._modules) == 1 else None
+        is_distributed = hasattr(module, "no_sync")
+        # DDP reduces what is in .grad, so the last backward pass adds to it.
+        is_fresh = self._is_fresh and not (is_distributed and is_last)
+        with module.no_sync() if is_distributed and not is_last else contextlib.nullcontext():
+            self._accumulate(first, count, is_fresh)
+        if is_last:
+            self._update.finish_gradients()
+
+    def _accumulate(self, first: int, count: int, is_fresh: bool) -> None:
+        fresh = FreshGradients(self._update.parameters if is_fresh else [])
+        fresh.begin()
+        try:
+            loss = self._weighted_loss(first, count)
+            if not is_fresh:
+                lib.rebatch_mutating(self._session.rb)
+            self._update.scale(loss).backward()
+            detached = loss.detach()
+            del loss
+        except BaseException:
+            fresh.undo()
+            raise
+        lib.rebatch_mutating(self._session.rb)
+        fresh.add()
+        self._loss = detached if self._loss is None else self._loss.add_(detached)
+
+    def _weighted_loss(self, first: int, count: int) -> torch.Tensor:
+        samples = self._part(first, count)
+        with self._autocast_context(), _allocator.tag("forward"):
+            loss = self.loss_fn(self.model, samples)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise ValueError(
+                f"rebatch: loss_fn returned {what}: expected a scalar tensor, the "
+                f"{'sum' if self._normalizer else 'mean'} over the samples"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
+                "parameters, and no torch.no_grad() around it"
+            )
+        return loss / self._weight if self._normalizer else loss * (count / self._samples)
+
+    def _autocast_context(self) -> Any:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        if isinstance(self._autocast, torch.dtype):
+            return torch.autocast(self.device.type, dtype=self._autocast)
+        return self._autocast
+
+    def _part(self, first: int, count: int) -> Any:
+        if self._slice:
+            return self._slice(self._batch, first, count)
+        return slice_batch(self._batch, first, count, self._samples)
+
+    def _optimizer_step(self) -> None:
+        needed = self._update.first_bytes()
+        if needed and lib.rebatch_reserve(self._session.rb, needed) == c.Status.OOM:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {needed / (1 << 20):.2f} MiB for the "
+                "optimizer's first step."
+            )
+        lib.rebatch_mutating(self._session.rb)
+        with _allocator.tag("optimizer"):
+            self._update.apply()
+
+    # ---- what users call ----
+
+    def _begin(self, batch: Any) -> None:
+        self._samples = self._length(batch) if self._length else None
+        if self._samples is None:
+            self._samples = batch_length(batch)
+        self._batch = batch
+        self._weight = self._normalizer(batch) if self._normalizer else None
+
+    def _end(self) -> None:
+        self._batch = self._weight = None
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
+        session = self._open()
+        self._buffers.prepare()
+        self._begin(batch)
+        filled = c.StepReport()
+        try:
+            status = lib.rebatch_step(
+                session.rb, C.byref(self._ops), self._samples, None, C.byref(filled)
+            )
+        finally:
+            self._end()
+        self.report = report_of(filled, self._samples)
+        session.raise_failure(status)
+        self._number += 1
+        self._update.done()
+        return self._loss
+
+    @property
+    def micro(self) -> int:
+        """The micro-batch size with which the next step begins, in samples; 0: not known yet."""
+        if not (self._session and self.report.samples):
+            return self._micro or self._options.get("micro_start", 0)
+        return lib.rebatch_get_micro(self._session.rb, self.report.samples)
+
+    def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
+        """Find the largest micro-batch that fits, before training; prints a table.
+
+        Needs install(). The next step starts with the size that was found. `reserve_bytes` is what
+        is allocated later; what the optimizer keeps from its first step on is counted already."""
+        session = self._open()
+        self._buffers.prepare()
+        self._begin(batch)
+        try:
+            reserve = reserve_bytes + self._update.first_bytes()
+            found = run_probe(session, self._ops, self._samples, reserve)
+        finally:
+            self._end()
+            self._update.zero_grad()
+        print(found)
+        return found
+
+    def check(self, batch: Any) -> Check:
+        """Look for mistakes that make the result depend on the cut: a loss that is summed instead
+        of averaged, BatchNorm, a mean over tokens. Runs micro-batches without an update, and leaves
+        buffers, generators and gradients as they were. Print the result, or test it: it is true
+        when there is no mistake."""
+        session = self._open()
+        self._buffers.prepare()
+        self._begin(batch)
+        parameters = self._update.parameters
+        saved = [p.grad for p in parameters]
+        state = (self._buffers, session.generators)
+        for part in state:
+            part.save(c.GuardPoint.STEP)
+        try:
+            checker = Checker(
+                self._modules, parameters, self._run_cut, self._normalizer is not None,
+                self._autocast is not None or parameters[0].element_size() == 2,
+            )
+            return checker.check(lib.rebatch_get_micro(session.rb, self._samples))
+        finally:
+            for part in state:
+                part.restore(c.GuardPoint.STEP)
+            for p, gradient in zip(parameters, saved):
+                p.grad = gradient
+            self._end()
+
+    def _run_cut(self, cut: int) -> float:
+        """The whole batch in micro-batches of `cut` samples, from the same random numbers."""
+        for part in (self._buffers, self._session.generators):
+            part.restore(c.GuardPoint.STEP)
+        for p in self._update.parameters:
+            p.grad = None
+        total = 0.0
+        for first in range(0, self._samples, cut):
+            loss = self._weighted_loss(first, min(cut, self._samples - first))
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch without training, in as many parts as memory asks for, with the
+        modules in evaluation mode: a scalar."""
+        session = self._open()
+        self._buffers.prepare()
+        self._begin(batch)
+        training = [(m, m.training) for m in self._modules.modules()]
+        self._modules.eval()
+        try:
+            losses = run_map(session, self._loss_of, batch, self._samples, id(self), self._slice)
+        finally:
+            for module, was_training in training:
+                module.training = was_training
+            weight, samples = self._weight, self._samples
+            self._end()
+        if self._normalizer:
+            return sum(loss for _, loss in losses) / weight
+        return sum(loss * (count / samples) for count, loss in losses)
+
+    def _loss_of(self, samples: Any) -> torch.Tensor:
+        with self._autocast_context():
+            return self.loss_fn(self.model, samples).detach()
+
+    def state_dict(self) -> dict:
+        """What a resumed training needs to go on at the size that was found: plain numbers."""
+        return {"step": self._number, "micro": self.micro, "lighten_level": self._level}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where state_dict() was taken, at its micro-batch size."""
+        if self._session:
+            self._session.close()
+            self._session = None
+        self._number, self._micro = int(state["step"]), int(state["micro"])

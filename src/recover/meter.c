@@ -1,0 +1,120 @@
+/* Owns what a session knows of memory: the figures of its pool, or of the allocator that the
+ * program uses instead. Must not know what is done about them. */
+#include "recover/recover.h"
+
+rebatch_status rbi_meter_check(const rebatch_options *o)
+{
+    const rebatch_meter *meter = o->meter;
+    if (!meter)
+        return REBATCH_OK;
+    if (meter->struct_size < sizeof *meter)
+        return rbi_error(REBATCH_E_INVALID, "meter->struct_size is %zu: expected %zu",
+                         meter->struct_size, sizeof *meter);
+    const char *missing = !meter->begin       ? "begin"
+                          : !meter->read      ? "read"
+                          : !meter->available ? "available"
+                          : !meter->release   ? "release"
+                                              : NULL;
+    if (missing)
+        return rbi_error(REBATCH_E_INVALID, "meter->%s is NULL: expected a function", missing);
+    if (rbi_is_on(o->reclaim))
+        return rbi_error(REBATCH_E_INVALID, "meter is set and reclaim is on: expected it off, "
+                                            "since rebatch cannot take back another's memory");
+    return REBATCH_OK;
+}
+
+bool rbi_meter_is_set(const rebatch *rb)
+{
+    return rb->meter.read != NULL;
+}
+
+static bool read_meter(rebatch_meter_reading *out, const rebatch *rb)
+{
+    *out = (rebatch_meter_reading){0};
+    return rb->meter.read(out, rb->meter.user) == REBATCH_OK;
+}
+
+/* ---- around a callback ---- */
+
+void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
+{
+    if (!rbi_meter_is_set(rb))
+        return;
+    rebatch_meter_reading reading;
+    const bool has_size = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_MAP;
+    rb->meter.begin(phase, has_size ? rb->size : 0, rb->meter.user);
+    rb->meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
+}
+
+bool rbi_meter_end(struct rbi_used *out, rebatch *rb, rebatch_scope scope)
+{
+    *out = (struct rbi_used){0};
+    if (!rbi_meter_is_set(rb)) {
+        rebatch_scope_stats stats = {0};
+        rebatch_pool_stats pool = {0};
+        (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
+        (void)rebatch_pool_get_stats(&pool, rb->pool);
+        out->live_before = pool.live_bytes - (uint64_t)stats.live_bytes;
+        out->peak_bytes = stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0;
+        out->keeps_blocks = stats.live_bytes > 0;
+        return true;
+    }
+    rebatch_meter_reading reading;
+    if (!read_meter(&reading, rb) || !reading.peak_bytes)
+        return false;
+    out->live_before = rb->meter_live;
+    out->peak_bytes = reading.peak_bytes - rbi_min(reading.peak_bytes, rb->meter_live);
+    out->asked_bytes = reading.asked_bytes;
+    out->keeps_blocks = reading.live_bytes > rb->meter_live;
+    rb->meter_peak = rbi_max(rb->meter_peak, reading.peak_bytes);
+    return true;
+}
+
+/* ---- at any time ---- */
+
+void rbi_memory_get(struct rbi_memory *out, const rebatch *rb)
+{
+    *out = (struct rbi_memory){0};
+    if (rbi_meter_is_set(rb)) {
+        rebatch_meter_reading reading;
+        (void)read_meter(&reading, rb);
+        *out = (struct rbi_memory){reading.live_bytes, rb->meter_peak, reading.reserved_bytes};
+        return;
+    }
+    rebatch_pool_stats stats = {0};
+    (void)rebatch_pool_get_stats(&stats, rb->pool);
+    *out = (struct rbi_memory){stats.live_bytes, rbi_pool_peak_since_mark(rb->pool),
+                               stats.reserved_bytes};
+}
+
+uint64_t rbi_memory_step_peak(const rebatch *rb)
+{
+    return rbi_meter_is_set(rb) ? rb->meter_peak : rbi_pool_peak_since_mark(rb->pool);
+}
+
+rebatch_status rbi_memory_available(size_t *out, const rebatch *rb)
+{
+    if (!rbi_meter_is_set(rb))
+        return rebatch_pool_available(out, rb->pool);
+    uint64_t bytes = 0;
+    const rebatch_status status = rb->meter.available(&bytes, rb->meter.user);
+    *out = rbi_min(bytes, SIZE_MAX);
+    return status;
+}
+
+rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes)
+{
+    if (!rbi_meter_is_set(rb))
+        return rbi_pool_admit(rb->pool, bytes, rb->options.stream);
+    size_t available;
+    return rbi_memory_available(&available, rb) || bytes <= available ? REBATCH_OK : REBATCH_OOM;
+}
+
+size_t rbi_memory_release(rebatch *rb)
+{
+    if (rbi_meter_is_set(rb))
+        return (size_t)rb->meter.release(rb->meter.user);
+    size_t released = 0;
+    (void)rebatch_pool_trim(rb->pool, 0, &released);
+    return released;
+}

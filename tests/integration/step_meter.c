@@ -1,0 +1,316 @@
+/* Owns the tests of sessions that go by the figures of another allocator (rebatch_meter).
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+
+#define MIB(n) ((uint64_t)(n) << 20)
+
+/* A program with an allocator of its own, of which rebatch sees the figures alone. */
+struct program {
+    rebatch *rb;
+    rebatch_device *device;
+    uint64_t capacity, live, peak, asked, cached;
+    uint64_t base_bytes, sample_bytes;
+    size_t calls, updates, releases, most;
+    size_t sizes[REBATCH_PHASE_COUNT]; /* with which begin() was called last */
+    uint64_t update_bytes;             /* that the update takes and gives back */
+    bool is_blind;                     /* read() measures nothing */
+    bool tells_request;                /* read() says what failed */
+};
+
+static rebatch_status take(struct program *p, uint64_t bytes)
+{
+    if (bytes > p->capacity - p->live) {
+        p->asked = bytes;
+        return REBATCH_OOM;
+    }
+    p->live += bytes;
+    p->peak = p->live > p->peak ? p->live : p->peak;
+    return REBATCH_OK;
+}
+
+static rebatch_status zero_grad(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct program *p = user;
+    p->calls++;
+    rebatch_status status = take(p, p->base_bytes);
+    if (status)
+        return status;
+    status = take(p, mb->count * p->sample_bytes);
+    if (!status) {
+        rebatch_mutating(p->rb);
+        p->live -= mb->count * p->sample_bytes;
+        p->most = mb->count > p->most ? mb->count : p->most;
+    }
+    p->live -= p->base_bytes;
+    return status;
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct program *p = user;
+    rebatch_mutating(p->rb);
+    const rebatch_status status = take(p, p->update_bytes);
+    if (status)
+        return status;
+    p->live -= p->update_bytes;
+    p->updates++;
+    return REBATCH_OK;
+}
+
+static void begin(rebatch_phase phase, size_t size, void *user)
+{
+    struct program *p = user;
+    p->sizes[phase] = size;
+    p->peak = p->live;
+    p->asked = 0;
+}
+
+static rebatch_status read_figures(rebatch_meter_reading *out, void *user)
+{
+    const struct program *p = user;
+    *out = (rebatch_meter_reading){.live_bytes = p->live,
+                                   .peak_bytes = p->is_blind ? 0 : p->peak,
+                                   .reserved_bytes = p->live + p->cached,
+                                   .asked_bytes = p->tells_request ? p->asked : 0};
+    return REBATCH_OK;
+}
+
+static rebatch_status available(uint64_t *out, void *user)
+{
+    const struct program *p = user;
+    *out = p->capacity - p->live;
+    return REBATCH_OK;
+}
+
+static uint64_t release(void *user)
+{
+    struct program *p = user;
+    const uint64_t cached = p->cached;
+    p->releases++;
+    p->cached = 0;
+    return cached;
+}
+
+static const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                     .zero_grad = zero_grad,
+                                     .forward_backward = forward_backward,
+                                     .optimizer_step = optimizer_step,
+                                     .flags = REBATCH_DECLARES_MUTATION};
+
+static rebatch_meter meter_of(struct program *p)
+{
+    return (rebatch_meter){sizeof(rebatch_meter), begin, read_figures, available, release, p};
+}
+
+static void open_program(struct program *p, uint64_t capacity, bool learns)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    *p = (struct program){
+        .capacity = capacity, .base_bytes = MIB(2), .sample_bytes = MIB(1), .tells_request = true};
+    const rebatch_meter meter = meter_of(p);
+    options.reclaim = REBATCH_OFF;
+    options.meter = &meter;
+    options.log_level = REBATCH_LOG_QUIET;
+    options.learn = learns ? REBATCH_ON : REBATCH_OFF;
+    options.grow_after = 4;
+    cr_assert_eq(rebatch_device_open_dry(&p->device, REBATCH_UNLIMITED, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&p->rb, p->device, &options), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+static void close_program(struct program *p)
+{
+    rebatch_close(p->rb);
+    rebatch_device_close(p->device);
+}
+
+static rebatch_step_report step(struct program *p, size_t batch)
+{
+    rebatch_step_report report;
+    const rebatch_status status = rebatch_step(p->rb, &ops, batch, p, &report);
+    cr_assert_eq(status, REBATCH_OK, "%s: %s", rebatch_status_name(status), rebatch_last_error());
+    return report;
+}
+
+Test(step_meter, reports_have_its_figures)
+{
+    struct program p;
+    open_program(&p, MIB(100), false);
+    p.live = MIB(10);
+    p.cached = MIB(5);
+    const rebatch_step_report report = step(&p, 8);
+    cr_expect_eq(report.peak_bytes, MIB(20));
+    cr_expect_eq(report.reserved_bytes, MIB(15));
+    cr_expect_eq(p.sizes[REBATCH_PHASE_FORWARD], 8);
+    cr_expect_eq(p.sizes[REBATCH_PHASE_OPTIMIZER], 0);
+    close_program(&p);
+}
+
+Test(step_meter, an_oom_is_followed_by_a_smaller_size)
+{
+    struct program p;
+    open_program(&p, MIB(12), false);
+    p.cached = MIB(3);
+    const rebatch_step_report report = step(&p, 16);
+    cr_expect_eq(report.ooms, 1);
+    cr_expect_eq(report.micro, 8);
+    cr_expect_eq(p.releases, 1);
+    cr_expect_eq(p.updates, 1);
+    close_program(&p);
+}
+
+/* A request that would fit now is tried once more: memory was in pieces, or somebody else's. */
+Test(step_meter, what_fits_after_all_runs_again_at_its_size)
+{
+    struct program p;
+    open_program(&p, MIB(12), false);
+    p.cached = MIB(1);
+    p.tells_request = false;
+    const rebatch_step_report report = step(&p, 16);
+    cr_expect_eq(report.ooms, 2, "%u", report.ooms); /* once more, and then smaller */
+    cr_expect_eq(report.micro, 8);
+    close_program(&p);
+}
+
+Test(step_meter, admission_refuses_what_is_known_not_to_fit)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    (void)step(&p, 16);
+    p.live = MIB(30);
+    const size_t calls = p.calls;
+    const rebatch_step_report report = step(&p, 16);
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], report.ooms);
+    cr_expect_geq(report.ooms, 1);
+    cr_expect_eq(p.calls - calls, report.microbatches);
+    cr_expect_eq(report.micro, 8);
+    close_program(&p);
+}
+
+Test(step_meter, learning_finds_the_largest_size_without_an_oom)
+{
+    struct program p;
+    open_program(&p, MIB(21), true);
+    rebatch_step_report report = {0};
+    for (int i = 0; i < 6; i++) {
+        report = step(&p, 64);
+        cr_expect_eq(report.ooms, 0);
+    }
+    cr_expect_eq(report.micro, 19, "%zu", report.micro);
+    close_program(&p);
+}
+
+Test(step_meter, the_micro_batch_grows_when_there_is_room)
+{
+    struct program p;
+    open_program(&p, MIB(12), false);
+    (void)step(&p, 32);
+    p.capacity = MIB(100);
+    rebatch_step_report report = {0};
+    for (int i = 0; i < 20; i++)
+        report = step(&p, 32);
+    cr_expect_eq(report.micro, 32);
+    close_program(&p);
+}
+
+Test(step_meter, what_is_not_measured_is_not_learned)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    p.is_blind = true;
+    (void)step(&p, 16);
+    p.live = MIB(30);
+    const rebatch_step_report report = step(&p, 16);
+    cr_expect_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 0);
+    cr_expect_eq(report.micro, 8);
+    close_program(&p);
+}
+
+static rebatch_status reserve_too_much(void *user)
+{
+    struct program *p = user;
+    return rebatch_reserve(p->rb, (size_t)MIB(50));
+}
+
+Test(step_meter, reserve_goes_by_what_is_available)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    rebatch_step_ops greedy = ops;
+    greedy.optimizer_step = reserve_too_much;
+    cr_expect_eq(rebatch_step(p.rb, &greedy, 8, &p, NULL), REBATCH_E_EXHAUSTED);
+    p.capacity = MIB(60);
+    cr_expect_eq(rebatch_step(p.rb, &greedy, 8, &p, NULL), REBATCH_OK);
+    close_program(&p);
+}
+
+Test(step_meter, memory_that_grows_is_noticed)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    for (int i = 0; i < 6; i++) {
+        (void)step(&p, 8);
+        p.live += MIB(1);
+    }
+    p.capacity = p.live + MIB(1);
+    cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED);
+    cr_expect(strstr(rebatch_last_error(), "left more memory allocated"), "%s",
+              rebatch_last_error());
+    close_program(&p);
+}
+
+/* Within it an OOM would tear the parameters. */
+Test(step_meter, an_update_whose_memory_is_gone_does_not_begin)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    p.update_bytes = MIB(20);
+    (void)step(&p, 8);
+    p.capacity = MIB(15);
+    cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED, "%s",
+                 rebatch_last_error());
+    cr_expect_eq(p.updates, 1);
+    p.capacity = MIB(40);
+    (void)step(&p, 8);
+    cr_expect_eq(p.updates, 2);
+    close_program(&p);
+}
+
+Test(step_meter, a_probe_is_refused)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    cr_expect_eq(rebatch_probe(p.rb, &ops, 8, &p, NULL, NULL), REBATCH_E_UNSUPPORTED);
+    cr_expect(strstr(rebatch_last_error(), "has a meter"), "%s", rebatch_last_error());
+    close_program(&p);
+}
+
+Test(step_meter, a_wrong_meter_is_refused)
+{
+    struct program p;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch *rb;
+    open_program(&p, MIB(40), false);
+    rebatch_meter meter = meter_of(&p);
+    options.meter = &meter;
+    cr_expect_eq(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID);
+    cr_expect(strstr(rebatch_last_error(), "reclaim is on"), "%s", rebatch_last_error());
+    options.reclaim = REBATCH_OFF;
+    meter.read = NULL;
+    cr_expect_eq(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID);
+    cr_expect(strstr(rebatch_last_error(), "meter->read is NULL"), "%s", rebatch_last_error());
+    meter = (rebatch_meter)REBATCH_METER_INIT;
+    meter.struct_size = 8;
+    cr_expect_eq(rebatch_open(&rb, p.device, &options), REBATCH_E_INVALID);
+    cr_expect(strstr(rebatch_last_error(), "struct_size is 8"), "%s", rebatch_last_error());
+    close_program(&p);
+}

@@ -1,0 +1,62 @@
+"""Tests on a GPU: a real one, or the stand-in where that is preloaded (tests/python/standin)."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+
+
+def load_standin():
+    """The stand-in's own functions; None on a real GPU."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.standin_used.restype = ctypes.c_size_t
+        library.standin_allocations.restype = ctypes.c_size_t
+    except (OSError, AttributeError):
+        return None
+    library.standin_used.argtypes = [ctypes.c_size_t]
+    library.standin_allocations.argtypes = []
+    library.standin_set_memory.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+    library.standin_set_memory.restype = None
+    for function in library.standin_fail_at, library.standin_fail_from:
+        function.argtypes = [ctypes.c_size_t]
+        function.restype = None
+    return library
+
+
+STANDIN = load_standin()
+
+
+def pytest_configure(config):
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("tests/python/cuda need a GPU or the stand-in (make test-python)")
+
+
+def pytest_runtest_setup(item):
+    needed = item.get_closest_marker("gpus")
+    if needed and torch.cuda.device_count() < needed.args[0]:
+        pytest.skip(f"needs {needed.args[0]} GPUs")
+
+
+@pytest.fixture
+def standin():
+    """The stand-in's controls, put back afterwards. Skips the test on a real GPU."""
+    if STANDIN is None:
+        pytest.skip("needs the stand-in")
+    totals = [torch.cuda.mem_get_info(gpu)[1] for gpu in range(torch.cuda.device_count())]
+    yield STANDIN
+    STANDIN.standin_fail_at(0)
+    for gpu, total in enumerate(totals):
+        STANDIN.standin_set_memory(gpu, total)
+
+
+@pytest.fixture(autouse=True)
+def clean_memory():
+    """Each test begins and ends with an empty cache."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

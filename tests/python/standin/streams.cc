@@ -1,0 +1,197 @@
+/* Owns streams, events and graph capture. Must not know memory.
+ *
+ * Work is done when it is asked for, by the thread that asks; so a stream has nothing to wait for,
+ * and an event is ready as soon as it is recorded. */
+#include <chrono>
+#include <map>
+#include <mutex>
+
+#include "standin.h"
+
+namespace standin
+{
+namespace
+{
+
+using clock = std::chrono::steady_clock;
+
+struct stream {
+    int gpu, priority;
+};
+
+struct event {
+    clock::time_point time;
+    bool is_recorded;
+    unsigned long long capture; /* in which it was recorded; 0: none */
+};
+
+struct state {
+    std::mutex lock;
+    uintptr_t last_handle = 0x1000;
+    std::map<void *, stream> streams;
+    std::map<void *, event> events;
+    std::map<void *, unsigned long long> captures; /* by stream */
+    unsigned long long last_capture = 0;
+};
+
+/* Never destroyed: libraries use streams while the process ends. */
+state &the_state(void)
+{
+    static state &s = *new state;
+    return s;
+}
+
+bool is_default(void *stream)
+{
+    return !stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+}
+
+bool is_stream(const state &s, void *stream)
+{
+    return is_default(stream) || s.streams.count(stream);
+}
+
+} // namespace
+
+/* ---- streams ---- */
+
+code create_stream(void **out, int priority)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    *out = (void *)(s.last_handle += 16);
+    s.streams[*out] = {current_gpu(), priority};
+    return OK;
+}
+
+code destroy_stream(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    return s.streams.erase(stream) ? OK : BAD_HANDLE;
+}
+
+code check_stream(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    return is_stream(s, stream) ? OK : BAD_HANDLE;
+}
+
+int priority_of(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.streams.find(stream);
+    return found == s.streams.end() ? 0 : found->second.priority;
+}
+
+int gpu_of_stream(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.streams.find(stream);
+    return found == s.streams.end() ? current_gpu() : found->second.gpu;
+}
+
+/* ---- events ---- */
+
+code create_event(void **out)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    *out = (void *)(s.last_handle += 16);
+    s.events[*out] = {};
+    return OK;
+}
+
+code destroy_event(void *event)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    return s.events.erase(event) ? OK : BAD_HANDLE;
+}
+
+code check_event(void *event)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    return s.events.count(event) ? OK : BAD_HANDLE;
+}
+
+code record_event(void *handle, void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.events.find(handle);
+    if (found == s.events.end() || !is_stream(s, stream))
+        return BAD_HANDLE;
+    const auto capture = s.captures.find(stream);
+    found->second = {clock::now(), true, capture == s.captures.end() ? 0 : capture->second};
+    return OK;
+}
+
+/* A stream that waits for what a captured stream did is captured too. */
+code wait_event(void *stream, void *handle)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.events.find(handle);
+    if (found == s.events.end() || !is_stream(s, stream))
+        return BAD_HANDLE;
+    if (found->second.capture)
+        s.captures[stream] = found->second.capture;
+    return OK;
+}
+
+code elapsed(float *milliseconds, void *start, void *end)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto from = s.events.find(start), to = s.events.find(end);
+    if (from == s.events.end() || to == s.events.end() || !from->second.is_recorded ||
+        !to->second.is_recorded)
+        return BAD_HANDLE;
+    *milliseconds =
+        std::chrono::duration<float, std::milli>(to->second.time - from->second.time).count();
+    return OK;
+}
+
+/* ---- graph capture ---- */
+
+unsigned long long capture_of(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.captures.find(stream);
+    return found == s.captures.end() ? 0 : found->second;
+}
+
+code begin_capture(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    if (is_default(stream) || !is_stream(s, stream) || s.captures.count(stream))
+        return INVALID;
+    s.captures[stream] = ++s.last_capture;
+    return OK;
+}
+
+code end_capture(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.captures.find(stream);
+    if (found == s.captures.end())
+        return INVALID;
+    const unsigned long long ended = found->second;
+    for (auto i = s.captures.begin(); i != s.captures.end();)
+        i = i->second == ended ? s.captures.erase(i) : ++i;
+    /* An event of a capture that is over brings no stream into one. */
+    for (auto &e : s.events)
+        if (e.second.capture == ended)
+            e.second.capture = 0;
+    return OK;
+}
+
+} // namespace standin

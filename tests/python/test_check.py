@@ -1,0 +1,76 @@
+"""Step.check(): each mistake is found and named; correct steps have none."""
+
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from models import make, same_bits, state_of
+
+
+def check(kind, loss_fn=None, **options):
+    model, batch, its_loss = make(kind)
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn or its_loss, **options
+    )
+    before = state_of(model), torch.get_rng_state()
+    found = step.check(batch)
+    assert same_bits(state_of(model), before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+def kinds(found):
+    return [f.kind for f in found.findings if f.is_mistake]
+
+
+@pytest.mark.parametrize("kind", ("mlp", "gpt"))
+def test_a_correct_step_has_no_mistake(kind):
+    found = check(kind)
+    assert found and kinds(found) == []
+    assert str(found).endswith("runs, 0 mistakes")
+
+
+def summed(model, samples):
+    return ((model(samples[0]) - samples[1]) ** 2).sum()
+
+
+def test_a_loss_that_is_summed_is_named():
+    found = check("mlp", summed)
+    assert kinds(found) == ["sum"]
+    assert "return the mean" in str(found)
+
+
+def test_a_mean_with_a_normalizer_is_named():
+    mean = lambda model, samples: summed(model, samples) / len(samples[0])
+    assert kinds(check("mlp", mean, normalizer=lambda batch: 16.0)) == ["mean_with_normalizer"]
+    assert check("mlp", summed, normalizer=lambda batch: 16.0)
+
+
+def test_a_mean_over_tokens_is_named():
+    def masked_mean(model, samples):
+        x, y = samples
+        mask = (torch.arange(len(y)) < 3).float() + (y > 0.5)
+        return (((model(x) - y) ** 2) * mask).sum() / mask.sum()
+
+    found = check("mlp", masked_mean)
+    assert kinds(found) == ["cut"] and "pass a normalizer" in str(found)
+
+
+def test_batch_norm_is_named_with_its_module():
+    found = check("conv")
+    assert kinds(found) == ["batch_norm"] and "'0.body.1'" in str(found)
+
+
+def test_a_hidden_generator_is_named():
+    generator = torch.Generator()
+
+    def noisy(model, samples):
+        x, y = samples
+        return ((model(x + torch.randn(x.shape, generator=generator)) - y) ** 2).mean()
+
+    assert kinds(check("mlp", noisy)) == ["not_repeatable"]
+
+
+def test_dropout_is_a_note():
+    assert [f.kind for f in check("mlp").findings] == ["dropout"]

@@ -1,0 +1,96 @@
+"""map() and evaluate(): every sample once, in order, whatever memory allows."""
+
+import collections
+
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from models import fails_above, make, out_of_memory, same_bits, state_of
+
+Output = collections.namedtuple("Output", "logits hidden")
+
+
+class Limited(torch.nn.Module):
+    """Doubles its inputs, at most `largest` at a time."""
+
+    def __init__(self, largest, form=lambda y: y):
+        super().__init__()
+        self.largest, self.form, self.calls = largest, form, []
+
+    def forward(self, x):
+        self.calls.append(len(x))
+        if len(x) > self.largest:
+            out_of_memory(None)
+        return self.form(2 * x)
+
+
+X = torch.arange(10.0)
+
+
+@pytest.mark.parametrize(
+    "form, get",
+    (
+        (lambda y: y, lambda r: r),
+        (lambda y: (y, y + 1), lambda r: r[0]),
+        (lambda y: {"logits": y, "none": None}, lambda r: r["logits"]),
+        (lambda y: Output(y, y), lambda r: r.logits),
+        (lambda y: y.tolist(), torch.tensor),
+    ),
+)
+def test_results_are_joined(form, get):
+    assert torch.equal(get(rebatch.map(Limited(3, form), X)), 2 * X)
+
+
+def test_the_size_is_kept_for_the_model():
+    model = Limited(5)
+    rebatch.map(model, X)
+    model.calls.clear()
+    rebatch.map(model, X)
+    assert model.calls == [5, 5]
+
+
+def test_no_gradient_is_recorded():
+    model = torch.nn.Linear(1, 1)
+    assert not rebatch.map(model, X[:, None]).requires_grad
+
+
+def test_one_sample_that_does_not_fit_is_the_end():
+    with pytest.raises(rebatch.Exhausted, match="rebatch_map"):
+        rebatch.map(Limited(0), X)
+
+
+def test_an_exception_comes_out():
+    def broken(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        rebatch.map(broken, X)
+
+
+def test_a_scalar_result_is_said():
+    with pytest.raises(ValueError, match="returned a scalar"):
+        rebatch.map(lambda x: x.sum(), X)
+
+
+def test_evaluate_gives_the_loss_and_trains_nothing():
+    model, batch, loss_fn = make("conv")
+    before = state_of(model)
+    expected = loss_fn(model.eval(), batch).detach()
+    model.train()
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4), log_level="quiet"
+    )
+    assert torch.allclose(step.evaluate(batch), expected)
+    assert same_bits(state_of(model), before) and model.training
+
+
+def test_evaluate_divides_by_the_normalizer():
+    model, batch, _ = make("mlp")
+    model.eval()
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1),
+        lambda m, s: ((m(s[0]) - s[1]) ** 2).sum(), normalizer=lambda b: 8.0,
+    )
+    expected = ((model(batch[0]) - batch[1]) ** 2).sum() / 8
+    assert torch.allclose(step.evaluate(batch), expected.detach())

@@ -1,0 +1,112 @@
+"""Which exceptions are OOMs, in all their masks, and which are not."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from rebatch.torch import _oom, is_oom
+
+OOMS = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."),
+    torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of memory)"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    RuntimeError("NCCL Error 1: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
+                 "allocate memory: you tried to allocate 8000000000000 bytes."),
+)
+
+OTHERS = (
+    RuntimeError("my buffer is out of memory slots"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    ValueError("CUDA out of memory."),
+    MemoryError(),
+    KeyboardInterrupt(),
+)
+
+
+@pytest.mark.parametrize("error", OOMS, ids=lambda e: str(e)[:40])
+def test_an_oom_is_recognised(error):
+    assert is_oom(error)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=lambda e: f"{type(e).__name__}: {e}"[:40])
+def test_nothing_else_is_taken_for_one(error):
+    assert not is_oom(error)
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+
+
+def test_an_oom_that_another_exception_was_raised_from_is_one():
+    def wrap():
+        try:
+            raise OOMS[0]
+        except RuntimeError as error:
+            raise ValueError("the compiled model failed") from error
+
+    assert is_oom(raised(wrap))
+
+
+def test_an_error_in_the_handling_of_an_oom_is_none():
+    def handle():
+        try:
+            raise OOMS[0]
+        except RuntimeError:
+            {}["missing"]
+
+    assert not is_oom(raised(handle))
+
+
+def test_ambiguous_texts_are_ooms_where_the_gpu_is_full(monkeypatch):
+    monkeypatch.setattr(_oom, "_memory_is_short", lambda: True)
+    assert is_oom(OTHERS[4]) and is_oom(OTHERS[5])
+    assert not is_oom(OTHERS[1])
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    (
+        ("CUDA out of memory. Tried to allocate 1.50 GiB.", 3 << 29),
+        ("you tried to allocate 800 bytes", 800),
+        ("out of memory", 0),
+    ),
+)
+def test_the_size_of_the_request_is_read(text, expected):
+    assert _oom.asked_bytes(torch.OutOfMemoryError(text)) == expected
+
+
+def test_what_an_exception_holds_is_let_go():
+    class Held:
+        pass
+
+    def fail():
+        held = Held()
+        alive.append(weakref.ref(held))
+        try:
+            raise RuntimeError("first")
+        except RuntimeError as first:
+            raise torch.OutOfMemoryError("CUDA out of memory.") from first
+
+    alive = []
+    error = raised(fail)
+    gc.disable()
+    try:
+        _oom.let_go(error)
+        assert alive[0]() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,84 @@
+"""The package as it is installed: its files, and the library in it, by ctypes alone."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rebatch
+
+PACKAGE = Path(rebatch.__file__).parent
+UNSUPPORTED = "REBATCH_E_UNSUPPORTED"
+REFUSAL = (
+    "settings files need libconfig, which this build was made without: "
+    "use options or REBATCH_* variables"
+)
+
+
+@pytest.fixture(scope="module")
+def library():
+    loaded = ctypes.CDLL(str(PACKAGE / "librebatch.so"))
+    for name in "version", "last_error", "status_name", "config_get":
+        getattr(loaded, "rebatch_" + name).restype = ctypes.c_char_p
+    return loaded
+
+
+@pytest.fixture
+def load(library):
+    """Loads settings: (name of the status, the error's text, the settings)."""
+    settings = []
+
+    def call(path=None):
+        config = ctypes.c_void_p()
+        status = library.rebatch_config_load(ctypes.byref(config), path and os.fsencode(path))
+        settings.append(config)
+        name = library.rebatch_status_name(status).decode()
+        return name, library.rebatch_last_error().decode() if status else "", config
+
+    yield call
+    for config in settings:
+        library.rebatch_config_free(config)
+
+
+def test_version_is_the_librarys(library):
+    assert rebatch.__version__ == library.rebatch_version().decode()
+
+
+def test_headers_are_those_of_the_library():
+    text = (PACKAGE / "include/rebatch/version.h").read_text()
+    numbers = re.findall(r"define REBATCH_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", text)
+    assert ".".join(numbers) == rebatch.__version__
+
+
+def test_library_needs_only_the_c_library():
+    listed = subprocess.run(["ldd", PACKAGE / "librebatch.so"], capture_output=True, text=True)
+    names = {Path(line.split()[0]).name.split(".")[0] for line in listed.stdout.splitlines()}
+    loader = {name for name in names if name.startswith(("ld-linux", "linux-vdso"))}
+    assert "libc" in names and names - loader <= {"libc", "libm", "libdl", "libpthread"}
+
+
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_settings_file_is_refused(load, tmp_path, monkeypatch, by):
+    path = tmp_path / "train.cfg"
+    path.write_text('memory = { limit = "1GiB"; };\n')
+    if by == "variable":
+        monkeypatch.setenv("REBATCH_CONFIG", str(path))
+    status, text, config = load(path if by == "argument" else None)
+    assert status == UNSUPPORTED and not config
+    assert text.endswith("train.cfg: " + REFUSAL)
+
+
+def test_variables_set_settings(library, load, monkeypatch):
+    monkeypatch.setenv("REBATCH_MEMORY_LIMIT", "22GiB")
+    status, _, config = load()
+    assert status == "REBATCH_OK"
+    assert library.rebatch_config_get(config, b"memory.limit", None) == b'"22GiB"'
+
+
+def test_importing_loads_no_torch():
+    program = "import sys, rebatch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

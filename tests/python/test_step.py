@@ -1,0 +1,515 @@
+"""Step: the update is that of a run that never ran out of memory, whatever happens."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from models import FailAt, fails_above, make, out_of_memory, regression_loss, same_bits, state_of
+
+KINDS = ("mlp", "conv", "gpt")
+
+
+def train(kind, steps=3, fail_at=0, times=1, limited=None, where="forward", amp=False, **options):
+    """(state after some steps, losses, Step) with OOMs."""
+    model, batch, loss_fn = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if limited is not None:
+        loss_fn = fails_above(loss_fn, limited, where)
+    step = rebatch.Step(model, optimizer, loss_fn, log_level="quiet", growth=False, **options)
+    losses = []
+    torch.manual_seed(1)
+    for i in range(steps):
+        with FailAt(fail_at if i == 1 else 0, times):
+            losses.append(step(batch))
+    return state_of(model), losses, step
+
+
+def plain(kind, micro, steps=3):
+    """The same training without rebatch, at a fixed micro-batch."""
+    model, batch, loss_fn = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for first in range(0, 16, micro):
+            part = tuple(t[first : first + micro] for t in batch)
+            (loss_fn(model, part) * (len(part[0]) / 16)).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("micro", (16, 4, 5))
+def test_a_step_is_a_plain_loop_at_its_size(kind, micro):
+    state, _, step = train(kind, micro_start=micro)
+    assert same_bits(state, plain(kind, micro))
+    assert step.report.micro == micro
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_an_oom_leads_to_the_bits_of_a_run_that_started_smaller(kind, where, gradients):
+    state, losses, step = train(kind, limited=4, where=where, gradients=gradients)
+    expected, expected_losses, _ = train(kind, micro_start=4)
+    assert same_bits(state, expected)
+    assert same_bits(losses, expected_losses)
+    assert step.micro == 4
+
+
+def operations(kind):
+    """How many operations a step has in which it could fail."""
+    counter = FailAt(1 << 30)
+    model, batch, loss_fn = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = rebatch.Step(model, optimizer, loss_fn, log_level="quiet", micro_start=4)
+    step(batch)
+    with counter:
+        step(batch)
+    return counter.seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_an_oom_at_every_operation_changes_no_bit(kind, gradients):
+    """The failure is gone when it is tried again; the allowed sizes keep the cut at 4."""
+    options = dict(micro_start=4, micro_smallest=4, micro_largest=4, gradients=gradients)
+    expected, _, _ = train(kind, **options)
+    torn = 0
+    count = operations(kind)
+    assert count > 50
+    for n in range(1, count + 1, 1 if kind == "mlp" else 5):
+        try:
+            state, _, step = train(kind, fail_at=n, lighten=[lambda on: None], **options)
+        except rebatch.Torn:
+            torn += 1  # within the update
+            continue
+        assert same_bits(state, expected), f"{kind}: an OOM in operation {n} changed the result"
+    assert 0 < torn < count / 2
+
+
+def test_losses_are_those_of_the_whole_batch():
+    _, whole, _ = train("mlp", steps=1)
+    _, cut, _ = train("conv", steps=1)
+    model, batch, loss_fn = make("mlp")
+    model.eval()
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.0), loss_fn, micro_start=3)
+    assert torch.allclose(step(batch), loss_fn(model, batch))
+
+
+def test_gradients_that_are_sparse_or_missing_are_accumulated():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {"used": torch.nn.Embedding(5, 3, sparse=True), "unused": torch.nn.Linear(2, 2)}
+    )
+    tokens = torch.arange(5)
+    step = rebatch.Step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        lambda m, part: m["used"](part).square().mean(),
+        micro_start=2,
+    )
+    step(tokens)
+    whole = torch.autograd.grad(model["used"](tokens).square().mean(), model["used"].weight)[0]
+    assert torch.allclose(model["used"].weight.grad.to_dense(), whole.to_dense())
+    assert model["unused"].weight.grad is None
+
+
+# ---- what is undone ----
+
+
+def test_buffers_and_generators_are_put_back():
+    own = torch.Generator().manual_seed(5)
+    draws = []
+
+    def run(limited):
+        model, batch, loss_fn = make("conv")
+        own.manual_seed(5)
+
+        def noisy(m, part):
+            noise = torch.randn(len(part[1]), generator=own)
+            return fails_above(loss_fn, limited)(m, (part[0], part[1] + noise))
+
+        step = rebatch.Step(
+            model, torch.optim.SGD(model.parameters(), 0.1), noisy, generators=[own],
+            log_level="quiet", growth=False, micro_start=0 if limited == 4 else 4,
+        )
+        torch.manual_seed(2)
+        for _ in range(2):
+            step(batch)
+        draws.append(torch.rand(1, generator=own))
+        return state_of(model)
+
+    assert same_bits(run(4), run(99))
+    assert draws[0] == draws[1]
+
+
+def test_a_failed_step_leaves_parameters_buffers_and_generators_as_they_were():
+    model, batch, loss_fn = make("conv")
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet"
+    )
+    before, random = state_of(model), torch.get_rng_state()
+    step.loss_fn = fails_above(loss_fn, 0, "backward")
+    with pytest.raises(rebatch.Exhausted):
+        step(batch)
+    assert same_bits(state_of(model), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    step.loss_fn = loss_fn
+    step(batch)
+
+
+def test_nothing_of_a_failed_attempt_is_kept_alive():
+    model, batch, loss_fn = make("mlp")
+    alive = []
+
+    def watched(m, part):
+        activations = m(part[0])
+        if len(part[0]) > 4:
+            alive.append(weakref.ref(activations))
+            out_of_memory(None)
+        return ((activations - part[1]) ** 2).mean()
+
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), watched, log_level="quiet"
+    )
+    gc.disable()
+    try:
+        step(batch)
+    finally:
+        gc.enable()
+    assert len(alive) == 2 and not any(reference() for reference in alive)
+
+
+def test_only_the_samples_that_failed_run_again():
+    ran = []
+    model, batch, loss_fn = make("mlp")
+    fails = [True]
+
+    def once(m, part):
+        ran.append(len(part[0]))
+        if len(ran) == 3 and fails.pop():
+            out_of_memory(None)
+        return loss_fn(m, part)
+
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), once, micro_start=4, log_level="quiet"
+    )
+    step(batch)
+    assert ran == [4, 4, 4, 2, 2, 2, 2]
+    assert step.report.redone_samples == 4
+
+
+# ---- failures that are not OOMs ----
+
+
+def test_an_exception_comes_out_unchanged_with_its_traceback():
+    model, batch, loss_fn = make("mlp")
+
+    def broken(m, part):
+        raise KeyError("mine")
+
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), broken)
+    with pytest.raises(KeyError, match="mine") as caught:
+        step(batch)
+    assert any(entry.name == "broken" for entry in caught.traceback)
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+    step.loss_fn = loss_fn
+    step(batch)
+    assert step.report.step == 0
+
+
+def test_an_interrupt_comes_out():
+    model, batch, _ = make("mlp")
+
+    def interrupted(m, part):
+        raise KeyboardInterrupt
+
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(batch)
+
+
+def test_exhausted_says_what_was_tried():
+    with pytest.raises(rebatch.Exhausted) as caught:
+        train("mlp", limited=0)
+    assert "forward_backward of 1 sample" in str(caught.value)
+    assert "Tried to allocate 2.00 GiB" in str(caught.value)
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+
+
+class HalfStep(torch.optim.SGD):
+    """Changes one parameter, and then runs out of memory."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1)
+        out_of_memory(None)
+
+
+def test_an_oom_within_the_update_is_torn():
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(model, HalfStep(model.parameters(), 0.1), loss_fn, log_level="quiet")
+    with pytest.raises(rebatch.Torn, match="restore a checkpoint"):
+        step(batch)
+    assert step.report.torn
+
+
+# ---- losses, scalers, clipping, several optimizers ----
+
+
+def masked_sum(model, samples):
+    x, mask = samples
+    return ((model(x) ** 2) * mask).sum()
+
+
+def test_with_a_normalizer_the_gradient_does_not_depend_on_the_cut():
+    gradients = []
+    for micro in (16, 3):
+        model, (x, _), _ = make("mlp")
+        model.eval()
+        mask = (torch.arange(16) % 3 == 0).float()
+        step = rebatch.Step(
+            model, torch.optim.SGD(model.parameters(), 0.0), masked_sum,
+            normalizer=lambda batch: batch[1].sum(), micro_start=micro,
+        )
+        step((x, mask))
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
+
+
+def train_scaled(limited, clip=None, fail_at=0):
+    model, batch, loss_fn = make("mlp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = rebatch.Step(
+        model, optimizer, fails_above(loss_fn, limited) if limited else loss_fn, scaler=scaler,
+        clip=clip, autocast=torch.bfloat16, log_level="quiet", growth=False,
+        micro_start=0 if limited else 4,
+    )
+    torch.manual_seed(1)
+    for i in range(4):
+        with FailAt(fail_at if i == 1 else 0):
+            step(batch)
+    return state_of(model), scaler.get_scale()
+
+
+@pytest.mark.parametrize("clip", (None, 0.1))
+def test_a_scaler_and_clipping_are_unchanged_by_ooms(clip):
+    state, scale = train_scaled(4, clip)
+    expected, expected_scale = train_scaled(None, clip)
+    assert same_bits(state, expected) and scale == expected_scale == 4096.0
+
+
+def test_a_scaler_survives_an_oom_at_every_operation():
+    expected, _ = train_scaled(None, 0.1)
+    survived = 0
+    for n in range(1, 200, 3):
+        try:
+            state, scale = train_scaled(None, 0.1, fail_at=n)
+        except rebatch.Torn:
+            continue
+        survived += 1
+        # After an OOM the micro-batch is halved, so the sums are those of another cut.
+        assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(state, expected))
+        assert scale == 4096.0
+    assert survived > 30
+
+
+def test_several_optimizers_and_schedulers_step_once_a_batch():
+    model, batch, loss_fn = make("mlp")
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    optimizers = [torch.optim.SGD(first, lr=0.1), torch.optim.Adam(second, lr=0.1)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    step = rebatch.Step(model, optimizers, loss_fn, lr_scheduler=schedulers, micro_start=4)
+    step(batch)
+    step(batch)
+    assert [o.param_groups[0]["lr"] for o in optimizers] == [0.025, 0.025]
+
+
+# ---- cost, lighten, limits ----
+
+
+def test_by_cost_one_long_sample_does_not_make_the_others_small():
+    model, (x, y), loss_fn = make("mlp", samples=8)
+    lengths = [4, 4, 4, 4, 32, 4, 4, 4]
+    ran = []
+
+    def cost(batch, first, count):
+        return count * max(lengths[first : first + count])
+
+    def limited(m, part):
+        first = int(part[2][0])
+        if cost(None, first, len(part[0])) > 40:
+            out_of_memory(None)
+        ran.append((first, len(part[0])))
+        return loss_fn(m, part[:2])
+
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), limited, cost=cost, log_level="quiet"
+    )
+    step((x, y, torch.arange(8)))
+    assert max(count for _, count in ran) >= 3
+    assert sum(count for _, count in ran) == 8
+
+
+def test_lighten_is_the_last_rung_and_is_left_again():
+    log = []
+    model, batch, loss_fn = make("mlp")
+    light = [False]
+
+    def switch(on):
+        log.append(on)
+        light[0] = on
+
+    def limited(m, part):
+        if not light[0] and len(log) == 0:
+            out_of_memory(None)
+        return loss_fn(m, part)
+
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), limited, lighten=switch,
+        log_level="quiet", grow_after=2,
+    )
+    step(batch)
+    assert log == [True] and step.report.lighten_level == 1
+    for _ in range(4):
+        step(batch)
+    assert log == [True, False] and step.report.lighten_level == 0
+
+
+def test_checkpointing_changes_no_bit():
+    states = []
+    for light in (False, True):
+        model, batch, loss_fn = make("gpt")
+        switch = rebatch.checkpointing(model.block)
+        switch(light)
+        step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+        torch.manual_seed(3)
+        step(batch)
+        states.append(state_of(model))
+        switch(True), switch(False)
+        assert "forward" not in vars(model.block)
+    assert same_bits(*states)
+
+
+def test_offloading_the_optimizer_changes_no_bit():
+    states = []
+    for light in (False, True):
+        model, batch, loss_fn = make("mlp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = rebatch.Step(model, optimizer, loss_fn)
+        torch.manual_seed(3)
+        step(batch)
+        switch = rebatch.offload(optimizer)
+        if light:
+            switch(True)
+        step(batch)
+        if light:
+            switch(False)
+        step(batch)
+        states.append(state_of(model))
+    assert same_bits(*states)
+
+
+def test_limits_hold():
+    _, _, step = train("mlp", micro_largest=6, micro_multiple_of=3)
+    assert step.report.micro == 6
+    _, _, step = train("mlp", micro_allowed=(2, 8), limited=7)
+    assert step.report.micro == 2
+
+
+def test_training_goes_on_at_the_size_that_was_found():
+    _, _, step = train("mlp", limited=4)
+    state = step.state_dict()
+    model, batch, loss_fn = make("mlp")
+    resumed = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, learn=True)
+    resumed.load_state_dict(state)
+    resumed(batch)
+    assert resumed.report.micro == 4 and resumed.report.step == 3
+
+
+def test_it_grows_again():
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4),
+        log_level="quiet", grow_after=2,
+    )
+    step(batch)
+    step.loss_fn = loss_fn
+    for _ in range(6):
+        step(batch)
+    assert step.report.micro == 16
+
+
+# ---- reports and events ----
+
+
+def test_the_report_is_plain_numbers():
+    _, _, step = train("mlp", limited=4)
+    numbers = step.report.numbers()
+    assert numbers["rebatch/micro"] == 4.0 and numbers["rebatch/samples"] == 16.0
+    assert all(type(value) is float for value in numbers.values())
+    assert str(step.report).startswith("step 2: 4 x 4 samples")
+
+
+def test_events_go_to_a_function():
+    model, batch, loss_fn = make("mlp")
+    said = []
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4),
+        on_event=lambda text, event: said.append(text),
+    )
+    step(batch)
+    assert any("micro-batch 16 -> 8" in text for text in said)
+
+
+def test_two_steps_in_one_process_are_apart():
+    model, batch, loss_fn = make("mlp")
+    first = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4), log_level="quiet"
+    )
+    second = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    for _ in range(2):
+        first(batch), second(batch)
+    assert first.report.micro == 4 and second.report.micro == 16
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    "loss_fn, sentence",
+    (
+        (lambda m, b: m(b[0]), "loss_fn returned a tensor of shape (16,): expected a scalar"),
+        (lambda m, b: 1.0, "loss_fn returned a float: expected a scalar"),
+        (lambda m, b: regression_loss(m, b).detach(), "needs no gradient"),
+    ),
+)
+def test_a_wrong_loss_is_said(loss_fn, sentence):
+    model, batch, _ = make("mlp")
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    with pytest.raises(ValueError) as caught:
+        step(batch)
+    assert sentence in str(caught.value)
+
+
+def test_wrong_options_are_said_when_the_step_is_made():
+    model, _, loss_fn = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match="micro_strat"):
+        rebatch.Step(model, optimizer, loss_fn, micro_strat=4)
+    with pytest.raises(ValueError, match="on_oom is 'half': expected one of default, halve"):
+        rebatch.Step(model, optimizer, loss_fn, on_oom="half")
+    with pytest.raises(ValueError, match="gradients is 'new'"):
+        rebatch.Step(model, optimizer, loss_fn, gradients="new")
+    with pytest.raises(rebatch.Error, match="micro_smallest"):
+        rebatch.Step(model, optimizer, loss_fn, micro_smallest=8, micro_largest=4)(
+            make("mlp")[1]
+        )
