@@ -114,10 +114,14 @@ def cuda_include() -> pathlib.Path:
     for folder in cuda_folders():
         if is_cuda_include(folder):
             return folder
-    package = "nvidia-cuda-runtime" + ("-cu12" if cuda_major() == "12" else "")
+    version = ".".join(torch.version.cuda.split(".")[:2])
+    packages = ["nvidia-cuda-runtime", "nvidia-cuda-crt"]
+    if cuda_major() == "12":
+        packages = ["nvidia-cuda-runtime-cu12"]
+    wanted = " ".join(f"'{package}=={version}.*'" for package in packages)
     raise FrontError(
         f"rebatch: the headers of CUDA {cuda_major()} were not found, which install() needs once; "
-        f"run `pip install {package}`, or set CUDA_HOME to a CUDA {cuda_major()} toolkit"
+        f"run `pip install {wanted}`, or set CUDA_HOME to a CUDA {cuda_major()} toolkit"
     )
 
 

@@ -705,7 +705,7 @@ def test_without_a_compiler_there_is_one_sentence(monkeypatch, empty_cache_folde
 
 def test_without_cudas_headers_there_is_one_sentence(monkeypatch, empty_cache_folder):
     monkeypatch.setattr(_front, "cuda_folders", lambda: [empty_cache_folder])
-    with pytest.raises(_front.FrontError, match="pip install nvidia-cuda-runtime"):
+    with pytest.raises(_front.FrontError, match="pip install 'nvidia-cuda-runtime"):
         _front.find_or_compile()
 
 
