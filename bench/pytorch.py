@@ -1,0 +1,309 @@
+"""GPT-2 124M in PyTorch: rebatch beside the native allocator, expandable segments, and a loop that
+halves and begins the batch again, as Composer's does. Prints one JSON object a scenario and way.
+
+    python3 bench/pytorch.py                      # all, each in a process of its own
+    python3 bench/pytorch.py speed install+Step   # one
+
+Needs the package rebatch and a GPU with 40 GiB. docs/benchmarks.md has the results."""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WAYS = ("native", "expandable", "install", "native+Step", "install+Step", "halving")
+SCENARIOS = {
+    "speed": WAYS[:5],
+    "lengths": ("native", "expandable", "install", "native+Step", "install+Step"),
+    "oom": ("native+Step", "install+Step", "halving"),
+    "taken": ("native+Step", "install+Step", "halving"),
+    "learn": ("native+Step", "install+Step"),
+    "tensors": ("native", "install"),
+}
+GIB = 1 << 30
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        parts = self.attention(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    def __init__(self, width, layers, context, words):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_fn(model, samples):
+    tokens, targets = samples
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = model(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Training:
+    """A model that trains in one of the ways."""
+
+    def __init__(self, way, size, limit=0, micro=16, **options):
+        self.way, self.size, self.micro = way, size, micro
+        if way.startswith("install"):
+            import rebatch.torch as rebatch
+
+            rebatch.install(limit=limit or None)
+        elif limit:
+            total = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(limit / total)
+        torch.manual_seed(0)
+        self.model = Gpt(*size["model"]).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        if way.endswith("Step"):
+            import rebatch.torch as rebatch
+
+            if not options.get("learn"):
+                options["micro_start"] = micro
+            self.step = rebatch.Step(self.model, self.optimizer, loss_fn, **options)
+        self.redone = self.ooms = 0
+
+    def batch(self, samples, length):
+        words = self.size["model"][3]
+        tokens = torch.randint(0, words, (samples, length + 1), device="cuda")
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def run(self, batch):
+        """One update: seconds."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if self.way.endswith("Step"):
+            self.step(batch)
+            self.redone = self.step.report.redone_samples
+            self.ooms = self.step.report.ooms
+            self.micro = self.step.report.micro
+        elif self.way == "halving":
+            self._halve(batch)
+        else:
+            self._accumulate(batch)
+            self.optimizer.step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def _accumulate(self, batch):
+        self.optimizer.zero_grad(set_to_none=True)
+        samples = len(batch[0])
+        for first in range(0, samples, self.micro):
+            part = tuple(t[first : first + self.micro] for t in batch)
+            (loss_fn(self.model, part) * (len(part[0]) / samples)).backward()
+
+    def _halve(self, batch):
+        """On an OOM: half the micro-batch, and the whole batch again."""
+        self.redone = self.ooms = 0
+        while True:
+            try:
+                self._accumulate(batch)
+                break
+            except torch.OutOfMemoryError:
+                self.redone += len(batch[0])
+                self.ooms += 1
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.micro //= 2
+        self.optimizer.step()
+
+
+def memory():
+    """Peaks: allocated and reserved, in GiB."""
+    peak, held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"allocated": round(peak / GIB, 2), "reserved": round(held / GIB, 2)}
+
+
+def median_ms(seconds):
+    return round(1e3 * statistics.median(seconds), 1)
+
+
+def speed(way, size):
+    training = Training(way, size)
+    batch = training.batch(size["batch"], size["model"][2])
+    seconds = [training.run(batch) for _ in range(size["steps"])]
+    clean = statistics.median(seconds[3:])
+    held = torch.cuda.memory_stats()
+    return {
+        "tokens_per_s": round(batch[0].numel() / clean),
+        "first_ms": round(1e3 * seconds[0], 1),
+        "step_ms": round(1e3 * clean, 1),
+        "allocated": round(held["allocated_bytes.all.peak"] / GIB, 2),
+        "reserved": round(held["reserved_bytes.all.peak"] / GIB, 2),
+    }
+
+
+def lengths(way, size):
+    """Every batch has another length."""
+    training = Training(way, size)
+    draw = random.Random(1)
+    tokens, seconds = 0, 0.0
+    for i in range(size["steps"] * 2):
+        length = draw.randint(size["model"][2] // 16, size["model"][2])
+        batch = training.batch(size["batch"], length)
+        took = training.run(batch)
+        if i >= 3:
+            tokens, seconds = tokens + batch[0].numel(), seconds + took
+    return {"tokens_per_s": round(tokens / seconds), **memory()}
+
+
+def oom(way, size):
+    """The first step is cut too large for the cap."""
+    training = Training(way, size, limit=size["cap"], micro=size["batch"])
+    small = training.batch(1, size["model"][2])  # libraries are loaded
+    keep = training.micro
+    training.micro = 1
+    training.run(small)
+    training.micro = keep
+    batch = training.batch(size["batch"], size["model"][2])
+    first = training.run(batch)
+    lost = training.step.report.lost_ms if way.endswith("Step") else None
+    redone, ooms = training.redone, training.ooms
+    clean = [training.run(batch) for _ in range(size["steps"])]
+    return {
+        "first_ms": round(1e3 * first, 1),
+        "clean_ms": median_ms(clean),
+        "ratio": round(first / statistics.median(clean), 2),
+        "lost_ms": lost and round(lost, 1),
+        "redone": redone,
+        "ooms": ooms,
+        "micro": training.micro,
+    }
+
+
+def taken(way, size):
+    """Somebody else takes memory in mid-run."""
+    training = Training(way, size)
+    batch = training.batch(size["batch"], size["model"][2])
+    before = [training.run(batch) for _ in range(size["steps"] // 2)]
+    cuda = ctypes.CDLL(None).cudaMalloc if hasattr(ctypes.CDLL(None), "cudaMalloc") else runtime()
+    free, _ = torch.cuda.mem_get_info()
+    hold(cuda, max(0, free - (256 << 20)))
+    torch.cuda.empty_cache()  # what is cached is what another process can take
+    take = min(size["taken"], torch.cuda.mem_get_info()[0])
+    hold(cuda, take)
+    struck = training.run(batch)
+    redone, ooms = training.redone, training.ooms
+    after = [training.run(batch) for _ in range(size["steps"] // 2)]
+    return {
+        "before_ms": median_ms(before[2:]),
+        "struck_ms": round(1e3 * struck, 1),
+        "after_ms": median_ms(after),
+        "ratio": round(struck / statistics.median(after), 2),
+        "redone": redone,
+        "ooms": ooms,
+        "micro": training.micro,
+        "taken_gib": round(take / GIB, 1),
+    }
+
+
+def runtime():
+    with open("/proc/self/maps") as maps:
+        path = next(line.split()[-1] for line in maps if "libcudart" in line)
+    return ctypes.CDLL(path).cudaMalloc
+
+
+def hold(cuda_malloc, size):
+    """Memory outside of every allocator."""
+    pointer = ctypes.c_void_p()
+    code = cuda_malloc(ctypes.byref(pointer), ctypes.c_size_t(size))
+    if code:
+        sys.exit(f"bench: cudaMalloc of {size} bytes gave {code}")
+
+
+def learn(way, size):
+    """The size is learned under a cap; libraries are loaded before."""
+    training = Training(way, size, limit=size["cap"], micro=0, learn=True)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        loss_fn(training.model, training.batch(1, size["model"][2])).backward()
+    training.optimizer.zero_grad()
+    batch = training.batch(size["batch"], size["model"][2])
+    ooms, seconds = 0, []
+    for _ in range(size["steps"]):
+        seconds.append(training.run(batch))
+        ooms += training.ooms
+    clean = statistics.median(seconds[3:])
+    return {
+        "micro": training.micro,
+        "ooms": ooms,
+        "first_ms": round(1e3 * seconds[0], 1),
+        "clean_ms": round(1e3 * clean, 1),
+        "ratio": round(seconds[0] / clean, 2),
+    }
+
+
+def tensors(way, size):
+    """The host's time for a tensor: mixed sizes, a thousand live."""
+    Training(way, {**size, "model": (64, 1, 64, 64)})
+    draw = random.Random(2)
+    sizes = [draw.choice((512, 4096, 65536, 1 << 20, 4 << 20)) for _ in range(20000)]
+    live = [None] * 1000
+    best = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for i, n in enumerate(sizes):
+            live[i % 1000] = torch.empty(n, dtype=torch.uint8, device="cuda")
+        best.append((time.perf_counter() - began) / len(sizes))
+    return {"ns": round(1e9 * statistics.median(best))}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenario", nargs="?", choices=SCENARIOS)
+    parser.add_argument("way", nargs="?", choices=WAYS)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
+    arguments = parser.parse_args()
+    size = dict(model=(768, 12, 1024, 50304), batch=32, steps=12, cap=20 * GIB, taken=15 * GIB)
+    if arguments.small:
+        size = dict(model=(128, 2, 64, 512), batch=8, steps=6, cap=GIB // 2, taken=GIB // 4)
+    if arguments.way:
+        result = globals()[arguments.scenario](arguments.way, size)
+        print(json.dumps({"scenario": arguments.scenario, "way": arguments.way, **result}))
+        return 0
+    failed = 0
+    for scenario in [arguments.scenario] if arguments.scenario else SCENARIOS:
+        for way in SCENARIOS[scenario]:
+            environment = dict(os.environ)
+            if way == "expandable":
+                environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+            command = [sys.executable, __file__, scenario, way]
+            command += ["--small"] if arguments.small else []
+            failed += subprocess.run(command, env=environment).returncode != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
