@@ -142,14 +142,12 @@ def rebatch_include() -> pathlib.Path:
     )
 
 
-def link_library() -> str:
-    """What to link with: the path of librebatch.so, or its name where the system finds it."""
-    path = _library.library_path()
-    return path if os.path.isabs(path) or os.path.exists(path) else f"-l:{path}"
-
-
 def command_line(output: str) -> list[str]:
-    """The compiler's command."""
+    """The compiler's command.
+
+    It does not name librebatch.so, of which there may be several: the front uses the functions of
+    the one that is loaded.
+    """
     folder = pathlib.Path(torch.__file__).resolve().parent
     return [
         *compiler(),
@@ -169,7 +167,6 @@ def command_line(output: str) -> list[str]:
         f"-L{folder / 'lib'}",
         "-lc10",
         "-lc10_cuda",
-        link_library(),
         "-Wl,-soname,librebatch_torch.so",
     ]
 
@@ -261,6 +258,8 @@ def load() -> ctypes.CDLL:
     """The library with the allocator, loaded. Raises FrontError."""
     path = find_or_compile()
     try:
+        # The front finds the functions of librebatch.so, which is loaded already.
+        ctypes.CDLL(_library.lib._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
         front = ctypes.CDLL(str(path))
     except OSError as error:
         raise FrontError(f"rebatch: {path} cannot be loaded: {error}") from None
