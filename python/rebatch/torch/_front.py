@@ -189,9 +189,11 @@ def cache_folder() -> pathlib.Path:
 def cached() -> pathlib.Path:
     """The compiled library in the cache; it need not exist.
 
-    Its name has the versions of PyTorch and CUDA, and a hash of front.cpp and rebatch's headers.
+    Its name has the versions of PyTorch and CUDA, and a hash of front.cpp, rebatch's headers, and
+    this file, which has the compiler's flags.
     """
     digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(pathlib.Path(__file__).read_bytes())
     for header in sorted((rebatch_include() / "rebatch").glob("*.h")):
         digest.update(header.name.encode() + header.read_bytes())
     digest.update(repr((torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI)).encode())
