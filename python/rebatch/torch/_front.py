@@ -142,14 +142,12 @@ def rebatch_include() -> pathlib.Path:
     )
 
 
-def link_library() -> str:
-    """What to link with: the path of librebatch.so, or its name where the system finds it."""
-    path = _library.library_path()
-    return path if os.path.isabs(path) or os.path.exists(path) else f"-l:{path}"
-
-
 def command_line(output: str) -> list[str]:
-    """The compiler's command."""
+    """The compiler's command.
+
+    It does not name librebatch.so, of which there may be several: the front uses the functions of
+    the one that is loaded.
+    """
     folder = pathlib.Path(torch.__file__).resolve().parent
     return [
         *compiler(),
@@ -169,7 +167,6 @@ def command_line(output: str) -> list[str]:
         f"-L{folder / 'lib'}",
         "-lc10",
         "-lc10_cuda",
-        link_library(),
         "-Wl,-soname,librebatch_torch.so",
     ]
 
@@ -192,9 +189,11 @@ def cache_folder() -> pathlib.Path:
 def cached() -> pathlib.Path:
     """The compiled library in the cache; it need not exist.
 
-    Its name has the versions of PyTorch and CUDA, and a hash of front.cpp and rebatch's headers.
+    Its name has the versions of PyTorch and CUDA, and a hash of front.cpp, rebatch's headers, and
+    this file, which has the compiler's flags.
     """
     digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(pathlib.Path(__file__).read_bytes())
     for header in sorted((rebatch_include() / "rebatch").glob("*.h")):
         digest.update(header.name.encode() + header.read_bytes())
     digest.update(repr((torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI)).encode())
@@ -261,6 +260,8 @@ def load() -> ctypes.CDLL:
     """The library with the allocator, loaded. Raises FrontError."""
     path = find_or_compile()
     try:
+        # The front finds the functions of librebatch.so, which is loaded already.
+        ctypes.CDLL(_library.lib._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
         front = ctypes.CDLL(str(path))
     except OSError as error:
         raise FrontError(f"rebatch: {path} cannot be loaded: {error}") from None
