@@ -1,0 +1,446 @@
+"""Step on CUDA memory: on PyTorch's native allocator, and, in a process of its own, on rebatch's
+pool (REBATCH_TEST_INSTALL=1). On a real GPU results are compared too; on the stand-in, where kernels
+do nothing, it is memory, order and exceptions."""
+
+import contextlib
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rebatch.torch as rebatch
+
+from conftest import STANDIN
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from models import FailAt, fails_above, make, out_of_memory, same_bits, state_of  # noqa: E402
+
+MIB = 1 << 20
+INSTALLED = bool(os.environ.get("REBATCH_TEST_INSTALL"))
+if INSTALLED:
+    rebatch.install()
+
+QUIET = dict(log_level="quiet", growth=False)
+
+
+@pytest.mark.skipif(INSTALLED, reason="is that run")
+def test_all_of_these_on_rebatchs_pool():
+    environment = {**os.environ, "REBATCH_TEST_INSTALL": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(autouse=True)
+def one_thread_of_cublas():
+    """The same bits in each run need a fixed workspace."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_gpu(kind, device="cuda"):
+    model, batch, loss_fn = make(kind)
+    return model.to(device), tuple(t.to(device) for t in batch), loss_fn
+
+
+def live():
+    """Memory in use, when all threads have let go."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def assert_same(a, b):
+    """On a GPU: the same bits."""
+    assert len(a) == len(b)
+    if STANDIN is None:
+        assert same_bits(a, b)
+
+
+class Wide(nn.Module):
+    """Needs 1 MiB for each sample and layer."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def wide_loss(model, samples):
+    return model(samples).square().mean()
+
+
+def wide_step(**options):
+    torch.manual_seed(0)
+    model = Wide().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = rebatch.Step(model, optimizer, wide_loss, **{**QUIET, **options})
+    return step, torch.randn(32, 512, 512, device="cuda")
+
+
+@contextlib.contextmanager
+def little_memory(free_bytes):
+    """So much is left on the device."""
+    torch.cuda.empty_cache()
+    if STANDIN is None:
+        pytest.skip("needs the stand-in, which takes memory away")
+    used = STANDIN.standin_used(0)
+    STANDIN.standin_set_memory(0, used + free_bytes)
+    try:
+        yield
+    finally:
+        STANDIN.standin_set_memory(0, 8 << 30)
+
+
+# ---- OOMs of the allocator itself ----
+
+
+def test_memory_that_is_short_makes_the_micro_batch_smaller(standin):
+    step, batch = wide_step()
+    before = live()
+    with little_memory(160 * MIB):
+        for _ in range(3):
+            loss = step(batch)
+    assert 1 <= step.report.micro < 32 and loss.dim() == 0
+    assert step.report.ooms == 0  # the first step has learned it
+    del loss, batch
+    assert live() - before <= 40 * MIB  # what AdamW keeps, gradients, and workspaces
+
+
+def test_memory_that_goes_away_in_mid_run_is_survived(standin):
+    step, batch = wide_step()
+    step(batch)
+    assert step.report.micro == 32
+    with little_memory(120 * MIB):
+        step(batch)
+        assert step.report.micro < 32 and step.report.ooms > 0
+        step(batch)
+        assert step.report.ooms == 0
+    assert step.report.peak_bytes > 0 or not INSTALLED
+
+
+def test_after_a_size_ran_admission_wastes_nothing(standin):
+    step, batch = wide_step()
+    for _ in range(3):
+        step(batch)
+    with little_memory(120 * MIB):
+        step(batch)
+    assert step.report.redone_samples < 32  # the size that ran before was not started
+    assert step.report.micro < 32
+
+
+def test_learning_finds_a_size_from_small_ones(standin):
+    """PyTorch's sums over many rows take memory that small micro-batches do not show, so the first
+    steps may run out of memory."""
+    step, batch = wide_step(learn=True)
+    with little_memory(200 * MIB):
+        step(batch)
+        assert step.report.learned > 0
+        for _ in range(5):
+            step(batch)
+        assert step.report.ooms == 0
+    assert step.report.micro >= 8
+
+
+def test_the_micro_batch_grows_when_memory_is_back(standin):
+    step, batch = wide_step(growth=True, grow_after=2)
+    with little_memory(160 * MIB):
+        step(batch)
+        small = step.report.micro
+    for _ in range(12):
+        step(batch)
+    assert step.report.micro == 32 > small
+
+
+def test_exhausted_leaves_nothing_behind(standin):
+    step, batch = wide_step()
+    before = live()
+    with little_memory(2 * MIB), pytest.raises(rebatch.Exhausted) as caught:
+        step(batch)
+    assert "of 1 sample" in str(caught.value) and "CUDA out of memory" in str(caught.value)
+    del caught
+    assert live() - before <= 16 * MIB
+
+
+# ---- an OOM at every k-th operation ----
+
+
+def train(kind, fail_at=0, **options):
+    model, batch, loss_fn = on_gpu(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
+    if "scaler" in options:
+        options["scaler"] = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    options = {**QUIET, "micro_start": 4, "micro_smallest": 4, "micro_largest": 4, **options}
+    step = rebatch.Step(model, optimizer, loss_fn, lighten=[lambda on: None], **options)
+    torch.manual_seed(1)
+    for i in range(3):
+        with FailAt(fail_at if i == 1 else 0):
+            step(batch)
+    return state_of(model)
+
+
+def operations(kind, **options):
+    counter = FailAt(1 << 30)
+    model, batch, loss_fn = on_gpu(kind)
+    if "scaler" in options:
+        options["scaler"] = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
+    step = rebatch.Step(model, optimizer, loss_fn, **{**QUIET, "micro_start": 4, **options})
+    step(batch)
+    with counter:
+        step(batch)
+    return counter.seen
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    (
+        ("mlp", {}),
+        ("conv", {}),
+        ("conv", dict(scaler=True, autocast=torch.float16, clip=1.0)),
+        ("gpt", dict(autocast=torch.bfloat16, gradients="inplace")),
+    ),
+    ids=("mlp", "conv", "conv scaled", "gpt inplace"),
+)
+def test_an_oom_at_every_operation(kind, options):
+    expected = train(kind, **options)
+    before = live()
+    survived = 0
+    for n in range(1, operations(kind, **options) + 1, 3 if kind == "mlp" else 11):
+        try:
+            state = train(kind, n, **options)
+        except rebatch.Torn:
+            continue
+        survived += 1
+        assert_same(state, expected)
+        del state
+    assert survived >= 8
+    assert live() - before <= 16 * MIB
+
+
+# ---- where OOMs come from ----
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Runs out of memory in its backward, in autograd's thread, for more than `largest` samples."""
+
+    @staticmethod
+    def forward(context, x, largest):
+        context.too_large = len(x) > largest
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        if context.too_large:
+            out_of_memory(None)
+        return gradient, None
+
+
+def function_loss(model, samples):
+    return FailsInBackward.apply(model(samples), 8).square().mean()
+
+
+def hook_loss(model, samples):
+    out = model(samples)
+    if len(samples) > 8:
+        out.register_hook(out_of_memory)
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", (function_loss, hook_loss))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_an_oom_in_autograds_thread(loss_fn, gradients):
+    step, batch = wide_step(gradients=gradients)
+    before = live()
+    step.loss_fn = loss_fn
+    step(batch)
+    assert step.report.micro == 8
+    assert live() - before <= 24 * MIB
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_checkpointed_models(reentrant):
+    step, batch = wide_step()
+    batch.requires_grad_(reentrant)
+
+    def loss_fn(model, samples):
+        out = checkpoint(model, samples, use_reentrant=reentrant)
+        return fails_above(lambda m, s: out.square().mean(), 8, "backward")(model, (samples,))
+
+    step.loss_fn = loss_fn
+    step(batch)
+    assert step.report.micro == 8
+
+
+def test_several_streams():
+    step, batch = wide_step()
+    side = torch.cuda.Stream()
+
+    def loss_fn(model, samples):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out = model(samples)
+        torch.cuda.current_stream().wait_stream(side)
+        out.record_stream(torch.cuda.current_stream())
+        return fails_above(lambda m, s: out.square().mean(), 8, "backward")(model, (samples,))
+
+    step.loss_fn = loss_fn
+    before = live()
+    for _ in range(3):
+        step(batch)
+    assert step.report.micro == 8
+    assert live() - before <= 24 * MIB
+
+
+def test_an_exception_in_autograds_thread_comes_out():
+    step, batch = wide_step()
+
+    def broken(gradient):
+        raise KeyError("mine")
+
+    def loss_fn(model, samples):
+        out = model(samples)
+        out.register_hook(broken)
+        return out.square().mean()
+
+    step.loss_fn = loss_fn
+    with pytest.raises(KeyError, match="mine"):
+        step(batch)
+
+
+# ---- several of them ----
+
+
+def test_two_steps_take_turns():
+    first, batch = wide_step()
+    second, _ = wide_step()
+    second.loss_fn = hook_loss
+    for _ in range(3):
+        first(batch), second(batch)
+    assert first.report.micro == 32 and second.report.micro == 8
+
+
+@pytest.mark.gpus(2)
+def test_two_devices():
+    reports = []
+    for device in ("cuda:0", "cuda:1"):
+        model = Wide().to(device)
+        step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), hook_loss, **QUIET)
+        with torch.cuda.device(device):
+            step(torch.randn(16, 512, 512, device=device))
+        reports.append(step.report)
+    assert [r.micro for r in reports] == [8, 8]
+
+
+def test_batches_from_a_loader_with_pinned_memory():
+    step, _ = wide_step()
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4, 512))
+    loader = torch.utils.data.DataLoader(data, 8, num_workers=1, pin_memory=True)
+    for (batch,) in loader:
+        step(batch.to("cuda", non_blocking=True))
+    assert step.report.samples == 8
+
+
+def test_a_thread_beside_the_step_keeps_its_memory():
+    step, batch = wide_step()
+    step.loss_fn = hook_loss
+    made, stop = [], threading.Event()
+
+    def work():
+        while not stop.is_set():
+            made.append(torch.zeros(1000, device="cuda"))
+            stop.wait(0.001)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(3):
+        step(batch)
+    stop.set()
+    thread.join()
+    assert made and all(t.shape == (1000,) for t in made)
+    if STANDIN is None:
+        assert all(bool((t == 0).all()) for t in made)
+
+
+def test_map_on_a_gpu(standin):
+    model = Wide().cuda().eval()
+    inputs = torch.randn(64, 512, 512, device="cuda")
+    with little_memory(130 * MIB):
+        assert rebatch.map(model, inputs).shape == inputs.shape
+
+
+# ---- with the pool ----
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs rebatch's pool")
+def test_a_probe_finds_a_size_that_runs(standin, capsys):
+    step, batch = wide_step()
+    with little_memory(200 * MIB):
+        found = step.probe(batch)
+        assert 4 <= found.size < 32
+        assert "largest micro-batch" in capsys.readouterr().out
+        for _ in range(3):
+            step(batch)
+            assert step.report.ooms == 0
+        assert step.report.micro == found.size
+
+
+@pytest.mark.skipif(INSTALLED, reason="is about the native allocator")
+def test_without_install_a_probe_is_refused():
+    step, batch = wide_step()
+    with pytest.raises(rebatch.Error, match="call rebatch.install"):
+        step.probe(batch)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs rebatch's pool")
+def test_an_oom_at_every_request_of_the_pool(monkeypatch):
+    """REBATCH_RUN_OOM fails the n-th request that a callback makes."""
+    expected = train("mlp")
+    survived = torn = 0
+    for n in range(1, 400, 7):
+        monkeypatch.setenv("REBATCH_RUN_OOM", str(n))
+        try:
+            assert_same(train("mlp"), expected)
+            survived += 1
+        except rebatch.Torn:
+            torn += 1
+    assert survived > 20
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs rebatch's pool")
+def test_a_model_on_the_cpu_is_refused():
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    with pytest.raises(ValueError, match="move the model to the GPU first"):
+        step(batch)
+
+
+@pytest.mark.parametrize("order", ("step", "model", "none"))
+def test_the_interpreter_ends_in_any_order(order):
+    program = f"""
+import torch, rebatch.torch as rebatch
+{"rebatch.install()" if INSTALLED else ""}
+model = torch.nn.Linear(8, 8).cuda()
+step = rebatch.Step(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).square().mean())
+step(torch.randn(4, 8, device="cuda"))
+import time; time.sleep(0.1)
+if {order!r} == "step":
+    del step
+elif {order!r} == "model":
+    del model
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr and "terminate" not in done.stderr, done.stderr
