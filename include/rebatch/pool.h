@@ -306,6 +306,15 @@ REBATCH_API rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_byt
  *  @return REBATCH_OK, REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes);
 
+/** Let kernels of another GPU read and write the memory of a pool, what it holds now and what it
+ *  will hold. Copies between GPUs need no such permission. It cannot be taken back. Thread-safe.
+ *  @param pool     a pool on a CUDA device
+ *  @param ordinal  the other GPU, as CUDA counts
+ *  @return REBATCH_OK, also for the pool's own GPU; REBATCH_E_UNSUPPORTED when the pool is on
+ *          another kind of device, or the GPUs cannot reach each other's memory; REBATCH_E_INVALID,
+ *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
+REBATCH_API rebatch_status rebatch_pool_allow_peer(rebatch_pool *pool, int ordinal);
+
 /** How many bytes could still be allocated in total, in blocks of suitable sizes: the free blocks,
  *  and what the device can give within limit and headroom. Thread-safe.
  *  @param[out] bytes  0 on failure

@@ -751,6 +751,7 @@ FUNCTIONS = [
     ("rebatch_pool_trim", c_int, [c_void_p, c_size_t, SIZE_OUT]),
     ("rebatch_pool_set_limit", c_int, [c_void_p, c_size_t]),
     ("rebatch_pool_available", c_int, [SIZE_OUT, c_void_p]),
+    ("rebatch_pool_allow_peer", c_int, [c_void_p, c_int]),
     ("rebatch_pool_add_pressure", c_int, [c_void_p, GiveUp, c_void_p]),
     ("rebatch_pool_tag", c_int, [POINTER(c_uint16), c_void_p, c_char_p]),
     ("rebatch_pool_get_stats", c_int, [POINTER(PoolStats), c_void_p]),

@@ -27,6 +27,8 @@ enum {
 /* Without virtual memory an allocation is the driver's, which rounds small ones to this itself. */
 #define PLAIN_PAGE_BYTES ((size_t)2 << 20)
 
+#define PEERS_MOST 31
+
 struct cuda {
     const struct rbi_cuda_driver *driver;
     rebatch_device *device; /* this one, for the room that ambiguous codes ask about */
@@ -39,6 +41,8 @@ struct cuda {
     struct rbi_device_ops ops; /* without virtual memory where the GPU has none */
     pthread_mutex_t lock;
     size_t used_bytes;
+    int peers[PEERS_MOST]; /* other GPUs whose kernels may use the memory */
+    size_t peer_count;
 };
 
 /* ---- the context ---- */
@@ -223,8 +227,55 @@ static rebatch_status cuda_map(void *self, void *address, size_t bytes, rbi_phys
 static rebatch_status cuda_set_access(void *self, void *address, size_t bytes)
 {
     struct cuda *c = self;
-    const struct cu_access access = {.location = c->kind.location, .flags = ACCESS_READ_WRITE};
-    CALL(set_access((uintptr_t)address, bytes, &access, 1));
+    struct cu_access access[1 + PEERS_MOST];
+    (void)pthread_mutex_lock(&c->lock);
+    const size_t gpus = 1 + c->peer_count;
+    for (size_t i = 0; i < gpus; i++) {
+        access[i] = (struct cu_access){.location = c->kind.location, .flags = ACCESS_READ_WRITE};
+        if (i > 0)
+            access[i].location.id = c->peers[i - 1];
+    }
+    (void)pthread_mutex_unlock(&c->lock);
+    CALL(set_access((uintptr_t)address, bytes, access, gpus));
+}
+
+static rebatch_status check_peer(const struct cuda *cuda, int *peer, int ordinal)
+{
+    int can = 0;
+    int code = cuda->driver->device_get(peer, ordinal);
+    if (!code && *peer != cuda->handle)
+        code = cuda->driver->can_access_peer(&can, *peer, cuda->handle);
+    if (code)
+        return rebatch_from_cuda(cuda->device, code);
+    return can || *peer == cuda->handle
+               ? REBATCH_OK
+               : rbi_error(REBATCH_E_UNSUPPORTED, "GPU %d cannot reach the memory of GPU %d",
+                           ordinal, cuda->ordinal);
+}
+
+static rebatch_status add_peer(struct cuda *cuda, int peer)
+{
+    for (size_t i = 0; i < cuda->peer_count; i++)
+        if (cuda->peers[i] == peer)
+            return REBATCH_OK;
+    if (cuda->peer_count == PEERS_MOST)
+        return rbi_error(REBATCH_E_UNSUPPORTED, "%d other GPUs have access: expected no more",
+                         PEERS_MOST);
+    cuda->peers[cuda->peer_count++] = peer;
+    return REBATCH_OK;
+}
+
+static rebatch_status cuda_allow_peer(void *self, int ordinal)
+{
+    struct cuda *cuda = self;
+    int peer = 0;
+    rebatch_status status = check_peer(cuda, &peer, ordinal);
+    if (status || peer == cuda->handle)
+        return status;
+    (void)pthread_mutex_lock(&cuda->lock);
+    status = add_peer(cuda, peer);
+    (void)pthread_mutex_unlock(&cuda->lock);
+    return status;
 }
 
 static rebatch_status cuda_unmap(void *self, void *address, size_t bytes)
@@ -348,6 +399,7 @@ static const struct rbi_device_ops cuda_ops = {
     .pinned_alloc = cuda_pinned_alloc,
     .pinned_free = cuda_pinned_free,
     .ordinal = cuda_ordinal,
+    .allow_peer = cuda_allow_peer,
     .reserve = cuda_reserve,
     .unreserve = cuda_unreserve,
     .create = cuda_create,

@@ -78,6 +78,7 @@ struct cu_access {
     X(map, cuMemMap,                                                                               \
       (cu_pointer address, size_t bytes, size_t offset, unsigned long long physical,               \
        unsigned long long flags))                                                                  \
+    X(can_access_peer, cuDeviceCanAccessPeer, (int *can, int device, int peer))                    \
     X(set_access, cuMemSetAccess,                                                                  \
       (cu_pointer address, size_t bytes, const struct cu_access *access, size_t count))            \
     X(unmap, cuMemUnmap, (cu_pointer address, size_t bytes))

@@ -285,6 +285,14 @@ rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size
     return device->ops->set_access(device->self, address, bytes);
 }
 
+rebatch_status rbi_device_allow_peer(rebatch_device *device, int ordinal)
+{
+    if (device->ops->allow_peer)
+        return device->ops->allow_peer(device->self, ordinal);
+    return rbi_error(REBATCH_E_UNSUPPORTED, "device %s is no GPU: expected one for peer access",
+                     device->name);
+}
+
 rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t bytes)
 {
     return device->ops->unmap(device->self, address, bytes);

@@ -56,6 +56,8 @@ struct rbi_device_ops {
     rebatch_status (*pinned_free)(void *self, void *memory, size_t bytes);
     /* Which GPU it is, as CUDA counts; NULL: it is none. */
     rebatch_status (*ordinal)(void *self, int *out);
+    /* set_access, from here on, is for that GPU too; NULL: it is no GPU. */
+    rebatch_status (*allow_peer)(void *self, int ordinal);
 
     /* -- virtual memory: all of these, or none and then reserve is NULL --
      * Address space is reserved, physical memory is created, and the one is mapped to the other;
@@ -108,6 +110,8 @@ rebatch_status rbi_device_release_physical(rebatch_device *device, rbi_physical 
 rebatch_status rbi_device_map(rebatch_device *device, void *address, size_t bytes,
                               rbi_physical physical);
 rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size_t bytes);
+/* REBATCH_E_UNSUPPORTED with its text where the device is no GPU. */
+rebatch_status rbi_device_allow_peer(rebatch_device *device, int ordinal);
 rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t bytes);
 
 /* Whether memory can be copied and filled. */

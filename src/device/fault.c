@@ -210,6 +210,11 @@ static rebatch_status fault_pinned_free(void *self, void *memory, size_t bytes)
     return rebatch_pinned_free(inner_of(self), memory, bytes);
 }
 
+static rebatch_status fault_allow_peer(void *self, int ordinal)
+{
+    return rbi_device_allow_peer(inner_of(self), ordinal);
+}
+
 static rebatch_status fault_ordinal(void *self, int *out)
 {
     return rebatch_device_ordinal(out, inner_of(self));
@@ -277,6 +282,7 @@ static const struct rbi_device_ops plain_ops = {
     .pinned_alloc = fault_pinned_alloc,
     .pinned_free = fault_pinned_free,
     .ordinal = fault_ordinal,
+    .allow_peer = fault_allow_peer,
 };
 
 static void add_virtual_memory(struct rbi_device_ops *ops)

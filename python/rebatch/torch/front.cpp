@@ -629,9 +629,11 @@ class Front final : public native::CUDAAllocator
     {
         return inner_->getIpcDevPtr(std::move(handle));
     }
+    // Kernels of `device` will use the memory of `to`.
     void enablePeerAccess(DeviceIndex device, DeviceIndex to) override
     {
         inner_->enablePeerAccess(device, to);
+        (void)rebatch_pool_allow_peer(need_pool(to), device);
     }
     // Mapped memory is copied between GPUs by the Peer call alone.
     cudaError_t memcpyAsync(void *to, int to_device, const void *from, int from_device,

@@ -187,6 +187,19 @@ rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, si
     return status;
 }
 
+rebatch_status rbi_map_set_access(struct rbi_vm *vm, const struct rbi_map *map)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t first = 0, end; first < map->pages && !status; first = end + 1) {
+        for (end = first; end < map->pages && map->chunks[end]; end++)
+            ;
+        if (end > first)
+            status = rbi_device_set_access(vm->device, map->address + first * vm->page_bytes,
+                                           (end - first) * vm->page_bytes);
+    }
+    return status;
+}
+
 /* ---- the end ---- */
 
 /* The chunk that begins with a page, if there is one; its pages. */

@@ -101,6 +101,9 @@ char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char
 /* Counts the chunk at `at`, which the device did not unmap, as lost. Returns its bytes. */
 size_t rbi_map_quarantine(struct rbi_vm *vm, const struct rbi_map *map, const char *at);
 
+/* Sets the device's access again for all that is mapped. */
+rebatch_status rbi_map_set_access(struct rbi_vm *vm, const struct rbi_map *map);
+
 bool rbi_map_is_mapped(const struct rbi_map *map, const char *at);
 /* The pages of the chunk that begins at `at`. */
 size_t rbi_map_chunk_pages(const struct rbi_map *map, const char *at);

@@ -19,6 +19,7 @@ def load_standin():
     library.standin_allocations.argtypes = []
     library.standin_set_memory.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
     library.standin_set_memory.restype = None
+    library.standin_can_access.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
     for function in library.standin_fail_at, library.standin_fail_from:
         function.argtypes = [ctypes.c_size_t]
         function.restype = None

@@ -419,6 +419,21 @@ def test_an_oom_at_every_request_of_the_pool(monkeypatch):
     assert survived > 20
 
 
+@pytest.mark.gpus(2)
+@pytest.mark.skipif(not INSTALLED, reason="needs rebatch's pool")
+def test_kernels_of_another_gpu_may_use_the_pools_memory(standin):
+    """PyTorch asks for it when it first copies a tensor that is not contiguous: a kernel of the
+    source's GPU writes."""
+    old = torch.zeros(4 << 20, device="cuda:1")
+    assert not standin.standin_can_access(0, old.data_ptr())
+    target = torch.zeros(64, 64, device="cuda:1")
+    target.copy_(torch.zeros(64, 64, device="cuda:0").t())
+    new = torch.zeros(16 << 20, device="cuda:1")
+    for tensor in (old, target, new):
+        assert standin.standin_can_access(0, tensor.data_ptr())
+        assert standin.standin_can_access(1, tensor.data_ptr())
+
+
 @pytest.mark.skipif(not INSTALLED, reason="needs rebatch's pool")
 def test_a_model_on_the_cpu_is_refused():
     model, batch, loss_fn = make("mlp")

@@ -209,10 +209,11 @@ STANDIN_API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
 STANDIN_API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *who,
                                     size_t count)
 {
-    bool is_allowed = false;
+    uint32_t gpus = 0;
     for (size_t i = 0; i < count; i++)
-        is_allowed |= who[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    return RESULT(set_access((uintptr_t)address, bytes, is_allowed));
+        if (who[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE)
+            gpus |= UINT32_C(1) << who[i].location.id;
+    return RESULT(set_access((uintptr_t)address, bytes, gpus));
 }
 
 /* ---- streams and events ---- */

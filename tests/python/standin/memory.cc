@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "standin.h"
 
@@ -361,9 +362,21 @@ code unmap(uintptr_t address, size_t bytes)
     return result;
 }
 
-code set_access(uintptr_t address, size_t bytes, bool is_allowed)
+/* Each call, the latest last. */
+struct Access {
+    uintptr_t address;
+    size_t bytes;
+    uint32_t gpus;
+};
+std::vector<Access> accesses;
+
+code set_access(uintptr_t address, size_t bytes, uint32_t gpus)
 {
-    const int protection = is_allowed ? PROT_READ | PROT_WRITE : PROT_NONE;
+    {
+        const std::lock_guard<std::mutex> guard(the_state().lock);
+        accesses.push_back({address, bytes, gpus});
+    }
+    const int protection = gpus ? PROT_READ | PROT_WRITE : PROT_NONE;
     return mprotect((void *)address, bytes, protection) ? INVALID : OK;
 }
 
@@ -373,6 +386,18 @@ code set_access(uintptr_t address, size_t bytes, bool is_allowed)
 
 using standin::is_gpu;
 using standin::the_state;
+
+/* Whether kernels of a GPU may use the mapped memory at an address. */
+STANDIN_API int standin_can_access(size_t gpu, uintptr_t address)
+{
+    const std::lock_guard<std::mutex> guard(the_state().lock);
+    for (size_t i = standin::accesses.size(); i-- > 0;) {
+        const standin::Access &a = standin::accesses[i];
+        if (address >= a.address && address - a.address < a.bytes)
+            return a.gpus >> gpu & 1;
+    }
+    return 0;
+}
 
 /* From now on this process may use so much memory of a GPU; what is used already stays. */
 STANDIN_API void standin_set_memory(size_t gpu, size_t bytes)

@@ -82,7 +82,8 @@ code reserve(uintptr_t *out, size_t bytes, size_t alignment, uintptr_t wish);
 code unreserve(uintptr_t address, size_t bytes);
 code map(uintptr_t address, size_t bytes, size_t offset, unsigned long long physical);
 code unmap(uintptr_t address, size_t bytes);
-code set_access(uintptr_t address, size_t bytes, bool is_allowed);
+/* `gpus`: bit g is whether GPU g may use the memory. */
+code set_access(uintptr_t address, size_t bytes, uint32_t gpus);
 
 /* ---- streams, events and graph capture (streams.cc) ---- */
 
