@@ -106,23 +106,35 @@ static void say(const struct rbi_run *run)
 
 rebatch_status rbi_inject_begin(struct rbi_run *run)
 {
-    rebatch_status status = run->settings.shrink_count ? find_whole_limit(run) : REBATCH_OK;
-    if (!status && (run->settings.oom || run->settings.chance > 0))
-        rbi_pool_set_fault(rebatch_get_pool(run->rb),
-                           &(struct rbi_pool_fault){.strikes = strikes, .user = run});
-    return status;
+    return run->settings.shrink_count ? find_whole_limit(run) : REBATCH_OK;
+}
+
+/* Sessions may share a pool, so requests fail in the session's own steps alone. */
+static void begin_failing(struct rbi_run *run)
+{
+    const struct rbi_pool_fault own = {.strikes = strikes, .user = run};
+    if (run->settings.oom || run->settings.chance > 0)
+        run->outer_fault = rbi_pool_set_fault(rebatch_get_pool(run->rb), &own);
+}
+
+static void end_failing(struct rbi_run *run)
+{
+    if (run->settings.oom || run->settings.chance > 0)
+        (void)rbi_pool_set_fault(rebatch_get_pool(run->rb), &run->outer_fault);
 }
 
 void rbi_inject_step_begins(struct rbi_run *run)
 {
     run->in_step = true;
     run->injected_before = run->injected;
+    begin_failing(run);
     shrink(run);
 }
 
 void rbi_inject_step_ended(struct rbi_run *run, const rebatch_step_report *report)
 {
     run->in_step = false;
+    end_failing(run);
     run->redone_samples += report->redone_samples;
     run->lost_ns += report->lost_ns;
     run->ooms += report->ooms;

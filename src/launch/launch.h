@@ -16,12 +16,13 @@ struct rbi_run {
     bool in_step;
     uint64_t requests; /* of steps' callbacks, without those that a reserve has promised */
     uint64_t injected;
-    uint64_t survived;        /* in steps that succeeded all the same */
-    uint64_t injected_before; /* the step that runs */
-    uint64_t last_struck;     /* the pool's count of failures with the last of them */
-    uint64_t steps;           /* that succeeded */
-    uint64_t samples;         /* in them */
-    uint64_t ooms;            /* in them, injected or not */
+    uint64_t survived;                 /* in steps that succeeded all the same */
+    uint64_t injected_before;          /* the step that runs */
+    struct rbi_pool_fault outer_fault; /* what makes requests fail outside of its steps */
+    uint64_t last_struck;              /* the pool's count of failures with the last of them */
+    uint64_t steps;                    /* that succeeded */
+    uint64_t samples;                  /* in them */
+    uint64_t ooms;                     /* in them, injected or not */
     uint64_t redone_samples, lost_ns;
     uint64_t whole_limit_bytes; /* what a share of --shrink is one of; 0: not known yet */
     size_t next_shrink;

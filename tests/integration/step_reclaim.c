@@ -2,6 +2,7 @@
  * there, and of state that functions guard.
  * Must not know more of the library than its public headers say. */
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <criterion/criterion.h>
@@ -296,6 +297,25 @@ Test(step_reclaim, sessions_share_a_pool)
     rebatch_close(second);
     p.rb = first;
     (void)step(&p, 8, REBATCH_OK);
+    close_program(&p);
+}
+
+/* Else a session that is closed would still be asked which requests fail. */
+Test(step_reclaim, failures_on_purpose_end_with_the_session)
+{
+    struct program p;
+    void *memory;
+    cr_assert_eq(setenv("REBATCH_RUN_OOM", "2", 1), 0);
+    open_program(&p, MIB(16));
+    rebatch *const first = p.rb, *const second = open_on(&p);
+    (void)step(&p, 8, REBATCH_OK);
+    rebatch_close(first);
+    p.rb = second;
+    const rebatch_step_report report = step(&p, 8, REBATCH_OK);
+    cr_expect_eq(report.ooms, 0); /* its second request is in its second step */
+    cr_expect_eq(step(&p, 8, REBATCH_OK).ooms, 1);
+    cr_expect_eq(rebatch_pool_alloc(&memory, p.pool, MIB(1), NULL, 0), REBATCH_OK);
+    cr_expect_eq(rebatch_pool_free(p.pool, memory), REBATCH_OK);
     close_program(&p);
 }
 

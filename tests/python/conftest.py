@@ -1,8 +1,11 @@
 """For all tests of the Python package."""
 
+import os
+
 import pytest
 import torch
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
 

