@@ -56,7 +56,8 @@ TEST_CC_SRC := $(wildcard tests/integration/*.cc)
 TEST_OBJ := $(call objects,$(TEST_SRC)) $(patsubst %.cc,$(BUILD)/%.o,$(TEST_CC_SRC))
 
 STATIC := $(BUILD)/librebatch.a
-SONAME := librebatch.so.$(MAJOR)
+# Before 1.0 a new minor version may change structs, so it is another library.
+SONAME := librebatch.so.$(if $(filter 0,$(MAJOR)),0.$(call version_of,MINOR),$(MAJOR))
 SHARED := $(BUILD)/librebatch.so.$(VERSION)
 # A sanitizer's runtime must be the first library of a program, so there nothing can be preloaded.
 PRELOAD := $(if $(SAN),$(PRELOAD_OBJ),$(BUILD)/librebatch_wrap.so)

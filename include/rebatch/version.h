@@ -1,13 +1,18 @@
 /** @file version.h
  *  The version of headers and library.
  *
- *  The three numbers stand here only: the Makefile and rebatch.pc read them from this file. */
+ *  The three numbers stand here only: the Makefile and rebatch.pc read them from this file.
+ *
+ *  A struct that the library fills changes only with the shared library's soname: with the major
+ *  version, and before 1.0 with the minor version. So a program never runs with a library whose
+ *  structs differ from those that it was compiled with. Structs that the caller fills have a
+ *  struct_size, and may grow with any version. */
 #ifndef REBATCH_VERSION_H
 #define REBATCH_VERSION_H
 
 #include "rebatch/status.h"
 
-/** Major version; the number in the shared library's soname. */
+/** Major version; the number in the shared library's soname, before 1.0 together with the minor. */
 #define REBATCH_VERSION_MAJOR 0
 /** Minor version. */
 #define REBATCH_VERSION_MINOR 1
