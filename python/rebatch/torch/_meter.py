@@ -19,6 +19,7 @@ class UnknownMeter:
 
     def __init__(self) -> None:
         self.asked_bytes = 0
+        self.live_at_begin = 0
         self.struct = c.Meter(begin=c.MeterBegin(lambda _phase, _size, _user: None),
             read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
             available=c.MeterAvailable(self._available),
@@ -44,6 +45,7 @@ class NativeMeter:
         self._measured: Dict[Tuple[int, int], int] = {}
         self._is_measuring = False
         self.asked_bytes = 0
+        self.live_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
         self.struct = c.Meter(begin=c.MeterBegin(self._begin),
             read=c.MeterRead(self._read),
@@ -63,6 +65,7 @@ class NativeMeter:
 
     def _begin(self, phase: int, size: int, _user) -> None:
         self.asked_bytes = 0
+        self.live_at_begin = -1
         times = self._measured.get((phase, size), 0)
         self._is_measuring = times < _MEASUREMENTS
         if self._is_measuring:
@@ -73,6 +76,8 @@ class NativeMeter:
         statistics = self._statistics()
         allocated = statistics["allocated_bytes"]["all"]
         out[0].live_bytes = allocated["current"]
+        if self.live_at_begin < 0:  # C reads the figures at once
+            self.live_at_begin = allocated["current"]
         out[0].peak_bytes = allocated["peak"] if self._is_measuring else 0
         out[0].reserved_bytes = statistics["reserved_bytes"]["all"]["current"]
         out[0].asked_bytes = self.asked_bytes

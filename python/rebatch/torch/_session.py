@@ -178,7 +178,7 @@ class Session:
         """Run a callback's body: the status for C."""
         if self.error is not None:
             return c.Status.E_USER
-        live = self.live_bytes()
+        live = self.meter.live_at_begin if self.meter else self.live_bytes()
         try:
             try:
                 body(*arguments)
