@@ -333,7 +333,10 @@ class Step:
             part.save(c.GuardPoint.STEP)
         try:
             checker = Checker(
-                self._modules, parameters, self._run_cut, self._normalizer is not None,
+                self._modules[0] if len(self._modules) == 1 else self._modules,
+                parameters,
+                self._run_cut,
+                self._normalizer is not None,
                 self._autocast is not None or parameters[0].element_size() == 2,
             )
             return checker.check(lib.rebatch_get_micro(session.rb, self._samples))

@@ -1,0 +1,40 @@
+"""The blocks of docs/pytorch.md run, in order, in one session."""
+
+import pathlib
+import re
+
+import pytest
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "pytorch.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    ran = 0
+    for block in BLOCKS:
+        if block.startswith("# on a GPU"):
+            compile(block, str(PAGE), "exec")
+            continue
+        try:
+            exec(compile(block, str(PAGE), "exec"), names)
+        except Exception as error:
+            pytest.fail(f"{type(error).__name__}: {error}, in:\n{block}")
+        ran += 1
+    assert ran >= 8
+    assert (tmp_path / "train.jsonl").read_text().count("\n") >= 4
+
+
+def test_every_option_of_the_page_is_one():
+    from rebatch.torch import _session
+    import inspect
+
+    known = set(inspect.signature(_session.session_options).parameters)
+    table = PAGE.read_text().split("## Options")[1].split("## Exactness")[0]
+    named = set(re.findall(r"`(\w+)`", table.replace('"', ""))) & {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    assert known - named == set()
+    assert named - known == {"gradients", "generators"}
