@@ -178,7 +178,7 @@ class Step:
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
         self._accumulators.begin_batch(is_whole=micro >= self._samples)
-        self._loss = None
+        self._loss = torch.zeros((), device=self.device)  # so that micro-batches are alike
 
     def _set_level(self, level: int) -> None:
         if self._session.meter:
@@ -219,7 +219,7 @@ class Step:
             self._accumulators.add()
         else:
             self._accumulators.take_exposed()
-        self._loss = detached if self._loss is None else self._loss.add_(detached)
+        self._loss.add_(detached.to(self.device))
 
     def _weighted_loss(self, first: int, count: int) -> torch.Tensor:
         samples = self._part(first, count)
