@@ -9,7 +9,7 @@ are those of its only backward pass."""
 
 from __future__ import annotations
 
-from typing import Dict, Sequence
+from typing import Dict, List, Sequence
 
 import torch
 
@@ -19,16 +19,43 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Accumulators:
-    """Sums of gradients. Between begin_batch() and finish(), .grad of the parameters is None."""
+    """Sums of gradients. From begin_batch() until the sums are exposed, .grad of the parameters is
+    None.
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]):
-        self._parameters = list(parameters)
+    With keep_earlier(), the gradients of before the batch are added to the sums when these are
+    exposed: the sums are then written again if the batch begins again, the earlier gradients stay
+    as they are."""
+
+    def __init__(self) -> None:
+        self._parameters: List[torch.nn.Parameter] = []
         self._sums: Dict[torch.nn.Parameter, torch.Tensor] = {}
         self._has_sum: set = set()  # parameters with a gradient in this batch
+        self._earlier: Dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._has_earlier = False  # the sums contain the earlier gradients
 
-    def begin_batch(self, is_whole: bool) -> None:
+    def keep_earlier(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Before a batch whose gradients are to be added to what is in .grad."""
+        self._earlier = {p: p.grad for p in parameters if p.grad is not None}
+        for p, gradient in self._earlier.items():
+            if self._sums.get(p) is gradient:  # exposed by the batch before: this one needs another
+                del self._sums[p]
+
+    def restore_earlier(self) -> None:
+        """After a batch that failed."""
+        self.clear()
+        for p, gradient in self._earlier.items():
+            p.grad = gradient
+        self._earlier = {}
+
+    def drop_earlier(self) -> None:
+        """After a batch that succeeded."""
+        self._earlier = {}
+
+    def begin_batch(self, parameters: Sequence[torch.nn.Parameter], is_whole: bool) -> None:
         """An effective batch begins, or begins again. As a whole: in one micro-batch, if it fits."""
+        self._parameters = list(parameters)
         self._has_sum.clear()
+        self._has_earlier = False
         if is_whole:
             self._sums.clear()
         self.clear()
@@ -38,10 +65,23 @@ class Accumulators:
         for p in self._parameters:
             p.grad = None
 
-    def expose(self) -> None:
-        """Put the sums into .grad, where autograd or an optimizer finds them."""
+    @torch.no_grad()
+    def expose(self, is_added_to: bool = False) -> None:
+        """Put the sums into .grad, where an optimizer finds them, or autograd, which adds."""
+        if not self._has_earlier:
+            self._add_earlier(is_added_to)
         for p in self._has_sum:
             p.grad = self._sums[p]
+
+    def _add_earlier(self, is_added_to: bool) -> None:
+        for p, earlier in self._earlier.items():
+            if p not in self._has_sum:
+                p.grad = earlier.clone() if is_added_to else earlier
+            elif _is_dense(self._sums[p]):
+                self._sums[p].add_(earlier)
+            else:
+                self._sums[p] = self._sums[p] + earlier
+        self._has_earlier = True
 
     def take_exposed(self) -> None:
         """After a backward pass that has added to the sums itself."""

@@ -58,8 +58,9 @@ class Update:
         if self._scaler is not None:  # it may have unscaled gradients that are gone now
             self._scaler._per_optimizer_states.clear()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self._scaler is None else self._scaler.scale(loss)
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch's loss to .grad."""
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def finish_gradients(self) -> None:
         """When the last micro-batch is accumulated: unscale and clip. This changes gradients, so an

@@ -105,7 +105,7 @@ class Step:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
         self.device = self._update.parameters[0].device
         self._is_fresh = gradients == "fresh"
-        self._accumulators = Accumulators(self._update.parameters)
+        self._accumulators = Accumulators()
         self._session: Optional[Session] = None
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
@@ -177,7 +177,7 @@ class Step:
     def _zero_grad(self) -> None:
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
-        self._accumulators.begin_batch(is_whole=micro >= self._samples)
+        self._accumulators.begin_batch(self._update.parameters, is_whole=micro >= self._samples)
         self._loss = torch.zeros((), device=self.device)  # so that micro-batches are alike
 
     def _set_level(self, level: int) -> None:
@@ -207,8 +207,8 @@ class Step:
             loss = self._weighted_loss(first, count)
             if not is_apart:
                 lib.rebatch_mutating(self._session.rb)
-                self._accumulators.expose()
-            self._update.scale(loss).backward()
+                self._accumulators.expose(is_added_to=True)
+            self._update.backward(loss)
             detached = loss.detach()
             del loss
         except BaseException:

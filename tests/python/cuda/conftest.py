@@ -7,6 +7,11 @@ import pytest
 import torch
 
 
+# The variable of PyTorch's allocator, which 2.9 has renamed.
+IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF" if IS_OLD else "PYTORCH_ALLOC_CONF"
+
+
 def load_standin():
     """The stand-in's own functions; None on a real GPU."""
     try:

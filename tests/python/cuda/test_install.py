@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+from conftest import ALLOC_CONF
+
 from rebatch.torch import _front
 
 GIB = 1 << 30
@@ -165,7 +167,7 @@ def test_another_backend_is_refused_in_one_sentence():
         "except RuntimeError as error: print(error)\n"
         "assert not rebatch.installed()\n"
     )
-    said = child(script, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    said = child(script, **{ALLOC_CONF: "backend:cudaMallocAsync"})
     assert "install() needs the native one" in said
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import ALLOC_CONF
+
 MIB = 1 << 20
 PAGE = 2 * MIB
 
@@ -254,7 +256,7 @@ torch.cuda.Stream().synchronize()
 time.sleep(0.2)  # autograd's thread lets go of backward's objects
 print("end")
 """
-    variables = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    variables = {**os.environ, ALLOC_CONF: "expandable_segments:True"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

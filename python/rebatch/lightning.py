@@ -1,0 +1,333 @@
+"""Micro-batches that fit, for PyTorch Lightning: a callback for its Trainer.
+
+    trainer = Trainer(callbacks=[rebatch.lightning.Rebatch()])
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Dict, List, Optional
+
+import torch
+from torchmetrics import Metric
+
+from rebatch.torch._backward import Backward
+from rebatch.torch._batch import slice_batch
+from rebatch.torch._map import join_results
+from rebatch.torch._report import Report
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+# Arguments of Step that a Trainer has too.
+_OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
+
+
+class Rebatch(Callback):
+    """Runs training_step on micro-batches that fit, and the optimizer once for each batch.
+
+    training_step(batch, batch_idx) returns the mean loss over the samples of its batch, alone or as
+    "loss" of a dict. An OOM leads to smaller micro-batches; the update stays the same. Precision,
+    clipping, schedulers, accumulate_grad_batches and the hooks of the update work as without
+    Rebatch. What is different:
+
+    - training_step, on_before_backward and on_after_backward run for each micro-batch;
+      on_before_zero_grad runs before them
+    - values of self.log() are combined: the mean over the samples, or the sum, minimum or maximum
+      that reduce_fx names. A Metric counts each sample once; its value for the step is that of the
+      last micro-batch
+    - of what training_step returns beside the loss, on_train_batch_end sees tensors and lists
+      joined, scalars averaged, and of other values the last one; tensors are detached
+
+    It refuses manual optimization, and strategies other than one device and DDP. With DDP the
+    gradients are reduced in the last micro-batch; the ranks do not yet agree about an OOM in that
+    one, so there it may end in an error or a hang.
+
+    Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. Fields of
+    `report` go to the Trainer's loggers as rebatch/..., with its other values and after each OOM.
+    Its checkpoints keep the micro-batch size."""
+
+    def __init__(self, **options: Any):
+        for name in _OF_THE_TRAINER:
+            if name in options:
+                raise ValueError(
+                    f"rebatch: {name} is an argument of Rebatch: expected it to be left to the "
+                    "Trainer and the LightningModule"
+                )
+        self._options = options
+        self._step: Optional[_TrainingStep] = None
+        self._state: Dict[str, int] = {}  # of a checkpoint
+
+    @property
+    def report(self) -> Report:
+        """What the last batch needed: rebatch.torch.Step.report."""
+        return self._step.backward.report if self._step else Report()
+
+    # ---- hooks of Lightning ----
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            _refuse_what_cannot_work(trainer, pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._step = _TrainingStep(trainer, self._options)
+        if self._state:
+            self._step.backward.load_state_dict(self._state)
+        self._step.attach()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not (self.report.ooms or trainer._logger_connector.should_update_logs):
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                self.report.numbers(), step=trainer.fit_loop.epoch_loop._batches_that_stepped
+            )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._step.detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._step:
+            self._step.detach()
+
+    def state_dict(self) -> Dict[str, Any]:
+        return self._step.backward.state_dict() if self._step else self._state
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        self._state = dict(state_dict)
+
+
+def _refuse_what_cannot_work(trainer: Any, module: Any) -> None:
+    name, strategy = type(module).__name__, trainer.strategy
+    kinds = [kind.__name__ for kind in type(strategy).__mro__]
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"rebatch: {name} optimizes manually: expected automatic optimization, or a "
+            "rebatch.torch.Step in training_step"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(
+            f"rebatch: training_step of {name} takes dataloader_iter: expected it to take a batch"
+        )
+    is_known = "SingleDeviceStrategy" in kinds or "DDPStrategy" in kinds
+    if not is_known or "DeepSpeedStrategy" in kinds:
+        raise ValueError(
+            f"rebatch: the strategy is a {kinds[0]}: expected a single device, or DDP"
+        )
+    if strategy.root_device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"rebatch: the device is of type {strategy.root_device.type!r}: expected 'cuda' or "
+            "'cpu'"
+        )
+    if not hasattr(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure"):
+        raise ValueError(
+            "rebatch: this version of Lightning has another training loop: expected 2.x"
+        )
+
+
+class _TrainingStep:
+    """Takes the place of what a Trainer runs for one batch: training_step, zero_grad, backward.
+
+    Lightning hands these to optimizer_step as one function, the closure, and does the rest of the
+    update after it. The closure is made by _make_closure() of its loop."""
+
+    def __init__(self, trainer: Any, options: Dict[str, Any]):
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._lightning = sys.modules[type(self._loop).__module__]  # Closure is there
+        self._make_plain_closure = self._loop._make_closure
+        self._records = _Records(self._module)
+        options = dict(options)
+        self._slice = options.pop("slice", None)
+        self._optimizer = trainer.optimizers[0]
+        self.backward = Backward(
+            trainer.strategy.model,
+            self._optimizer,
+            self._loss,
+            backward=lambda loss: self._loop._make_backward_fn(self._optimizer)(loss),
+            slice=self._part,
+            **options,
+        )
+
+    def attach(self) -> None:
+        self._loop._make_closure = self._make_closure
+
+    def detach(self) -> None:
+        vars(self._loop).pop("_make_closure", None)
+
+    def _make_closure(self, kwargs: Dict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        if self._loop._skip_backward:  # weight averaging runs batches for BatchNorm's statistics
+            return self._make_plain_closure(kwargs, optimizer, batch_idx)
+        zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
+        return self._lightning.Closure(step_fn=lambda: self._run(kwargs, zero_grad))
+
+    def _run(self, kwargs: Dict[str, Any], zero_grad: Any) -> Any:
+        self._kwargs, self._hook = kwargs, self._module._current_fx_name
+        if zero_grad:
+            zero_grad()
+        try:
+            with self._records.replacing_log():
+                loss = self.backward(kwargs["batch"])
+            extra = self._records.extra()
+            self._records.log_all()
+        finally:
+            self._records.clear()
+            self._module._current_fx_name = self._hook
+            del self._kwargs
+        return self._loop.output_result_cls(loss, extra=extra)
+
+    def _part(self, batch: Any, first: int, count: int) -> Any:
+        self._module._current_fx_name = self._hook  # an exception leaves another
+        self._records.begin(first, count)
+        if self._slice:
+            return self._slice(batch, first, count)
+        return slice_batch(batch, first, count, self.backward._samples)
+
+    def _loss(self, _model: Any, part: Any) -> Any:
+        result = self._loop._training_step({**self._kwargs, "batch": part})
+        self._records.keep_extra(result.extra)
+        return result.closure_loss
+
+
+class _Record:
+    """Of one micro-batch."""
+
+    def __init__(self, count: int, metrics: List[dict]):
+        self.count, self.metrics = count, metrics
+        self.logged: Dict[tuple, dict] = {}
+        self.extra: Dict[str, Any] = {}
+
+
+class _Records:
+    """What the micro-batches of a batch log and return, and the Metrics before each of them. The
+    record of a micro-batch that failed is dropped when its first sample runs again."""
+
+    def __init__(self, module: Any):
+        self._module, self._log = module, module.log
+        self._signature = inspect.signature(module.log)
+        self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._records: Dict[int, _Record] = {}
+        self._is_done = False
+
+    def begin(self, first: int, count: int) -> None:
+        if first in self._records:
+            self._restore_metrics(first)
+        for later in [f for f in self._records if f >= first]:
+            del self._records[later]
+        self._current = _Record(count, [_copy_of(vars(metric)) for metric in self._metrics])
+        self._records[first] = self._current
+
+    def _restore_metrics(self, first: int) -> None:
+        for metric, state in zip(self._metrics, self._records[first].metrics):
+            vars(metric).update(state)
+
+    def clear(self) -> None:
+        if self._records and not self._is_done:  # the batch failed
+            self._restore_metrics(0)
+        self._records, self._is_done = {}, False
+
+    # ---- self.log() ----
+
+    def replacing_log(self) -> "_ReplacedLog":
+        return _ReplacedLog(self._module, self.keep_logged)
+
+    def keep_logged(self, *arguments: Any, **keywords: Any) -> None:
+        call = dict(self._signature.bind(*arguments, **keywords).arguments)
+        call["value"] = _detached(call["value"])
+        self._current.logged[self._module._current_fx_name, call["name"]] = call
+
+    def log_all(self) -> None:
+        """One call of self.log() for those of the micro-batches."""
+        self._is_done = True
+        keys = dict.fromkeys(key for record in self._records.values() for key in record.logged)
+        for hook, name in keys:
+            records = [r for r in self._records.values() if (hook, name) in r.logged]
+            calls = [r.logged[hook, name] for r in records]
+            call = dict(calls[-1])
+            call["value"] = _combined(
+                [c["value"] for c in calls],
+                [r.count for r in records],
+                _reduction(call.get("reduce_fx", "mean")),
+            )
+            if call.get("batch_size") is not None:
+                call["batch_size"] = sum(c["batch_size"] for c in calls)
+            self._module._current_fx_name = hook
+            self._log(**call)
+
+    # ---- what training_step returns beside the loss ----
+
+    def keep_extra(self, extra: Dict[str, Any]) -> None:
+        self._current.extra = {name: _detached(value) for name, value in extra.items()}
+
+    def extra(self) -> Dict[str, Any]:
+        records = list(self._records.values())
+        if len(records) == 1:
+            return records[0].extra
+        return {name: _joined(name, records) for name in records[-1].extra}
+
+
+class _ReplacedLog:
+    """While it is entered, self.log() of a LightningModule is another function."""
+
+    def __init__(self, module: Any, log: Any):
+        self._module, self._log = module, log
+
+    def __enter__(self) -> None:
+        self._module.log = self._log
+
+    def __exit__(self, *_: Any) -> None:
+        del self._module.log
+
+
+def _copy_of(state: Dict[str, Any]) -> Dict[str, Any]:
+    """What a Metric changes: its tensors in place, its lists by appending."""
+    copies = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone()
+        copies[name] = list(value) if isinstance(value, list) else value
+    return copies
+
+
+def _detached(value: Any) -> Any:
+    """Without what a backward pass has kept."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.dim() == 0 else value.detach()
+    if type(value) is dict:
+        return {name: _detached(v) for name, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_detached(v) for v in value)
+    return value
+
+
+def _reduction(reduce_fx: Any) -> str:
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    return name.lower()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _combined(values: List[Any], counts: List[int], reduction: str = "mean") -> Any:
+    if len(values) == 1 or not all(_is_number(value) for value in values):
+        return values[-1]
+    if reduction in ("min", "max", "sum"):
+        return {"min": min, "max": max, "sum": sum}[reduction](values)
+    return sum(value * (count / sum(counts)) for value, count in zip(values, counts))
+
+
+def _joined(name: str, records: List[_Record]) -> Any:
+    values = [record.extra.get(name) for record in records]
+    counts = [record.count for record in records]
+    if all(isinstance(v, (torch.Tensor, list)) and _is_of(v, n) for v, n in zip(values, counts)):
+        return join_results(values)
+    return _combined(values, counts)
+
+
+def _is_of(value: Any, count: int) -> bool:
+    """Whether it has an entry for each of so many samples."""
+    return (not isinstance(value, torch.Tensor) or value.dim() > 0) and len(value) == count

@@ -1,0 +1,318 @@
+"""rebatch.lightning.Rebatch: training is that of a plain Trainer, and survives OOMs."""
+
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+import lightning.pytorch as pl
+import torchmetrics
+from lightning.pytorch.loggers.logger import Logger
+
+import rebatch.lightning
+from models import FailAt, Mlp, out_of_memory, same_bits, state_of
+
+SAMPLES = 16
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Lines(Logger):
+    """Keeps what is logged."""
+
+    name = version = "lines"
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_):
+        pass
+
+    def values(self, name):
+        return [line[name] for _, line in self.lines if name in line]
+
+
+class Net(pl.LightningModule):
+    """A regression that runs out of memory for more samples than `largest`."""
+
+    def __init__(self, largest=SAMPLES, where="forward", returns="loss"):
+        super().__init__()
+        self.net = Mlp()
+        self.error = torchmetrics.MeanSquaredError()
+        self.largest, self.where, self.returns = largest, where, returns
+        self.hooks, self.ends, self.sizes = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.sizes.append(len(x))
+        if self.where == "forward" and len(x) > self.largest:
+            out_of_memory(None)
+        predicted = self.net(x)
+        loss = ((predicted - y) ** 2).mean()
+        self.error.update(predicted.detach(), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.log("count", float(len(x)), reduce_fx="sum", on_step=True, on_epoch=True)
+        if self.where == "backward" and len(x) > self.largest:
+            loss.register_hook(out_of_memory)
+        if self.returns == "loss":
+            return loss
+        return {"loss": loss, "predicted": predicted, "mean": predicted.mean(), "names": "a"}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_before_optimizer_step(self, optimizer):
+        self.hooks.append("on_before_optimizer_step")
+
+    def on_before_zero_grad(self, optimizer):
+        self.hooks.append("on_before_zero_grad")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ends.append(outputs)
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count * SAMPLES, 8, generator=generator)
+    y = torch.randn(count * SAMPLES, generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=SAMPLES)
+
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
+def fit(module, callback, package=pl, epochs=2, fit_options=None, **options):
+    logger = Lines()
+    options = {**QUIET, "logger": logger, "max_epochs": epochs, **options}
+    trainer = package.Trainer(callbacks=callback and [callback], **options)
+    trainer.fit(module, batches(), **(fit_options or {}))
+    return trainer, logger
+
+
+def train(largest=SAMPLES, where="forward", returns="loss", step_options=None, **options):
+    """(LightningModule, Rebatch, logger); step_options None: without Rebatch."""
+    torch.manual_seed(0)
+    module = Net(largest, where, returns)
+    callback = None
+    if step_options is not None:
+        step_options = {"log_level": "quiet", "growth": False, **step_options}
+        callback = rebatch.lightning.Rebatch(**step_options)
+    trainer, logger = fit(module, callback, **options)
+    module.lr = trainer.optimizers[0].param_groups[0]["lr"]
+    return module, callback, logger
+
+
+TRAINERS = (
+    {},
+    {"precision": "16-mixed"},
+    {"precision": "bf16-mixed"},
+    {"gradient_clip_val": 0.1},
+    {"accumulate_grad_batches": 2},
+    {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1, "precision": "16-mixed"},
+)
+
+
+@pytest.mark.parametrize("options", TRAINERS, ids=str)
+def test_without_an_oom_training_is_that_of_a_plain_trainer(options):
+    module, _, logger = train(step_options={}, **options)
+    plain, _, plain_logger = train(**options)
+    assert same_bits(state_of(module), state_of(plain))
+    assert module.hooks == plain.hooks and module.lr == plain.lr
+    for name in ("loss_step", "loss_epoch", "error", "count_step", "count_epoch"):
+        assert logger.values(name) == plain_logger.values(name)
+    assert [step for step, line in logger.lines if "loss_step" in line] == [
+        step for step, line in plain_logger.lines if "loss_step" in line
+    ]
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("options", TRAINERS, ids=str)
+def test_an_oom_leads_to_the_bits_of_a_run_that_started_smaller(options, where):
+    module, callback, logger = train(5, where, step_options={}, **options)
+    expected, _, expected_logger = train(step_options={"micro_start": 4}, **options)
+    assert same_bits(state_of(module), state_of(expected))
+    assert module.hooks == expected.hooks and module.lr == expected.lr
+    assert callback.report.micro == 4 and 8 in module.sizes
+    for name in ("loss_step", "loss_epoch", "error", "count_step", "count_epoch"):
+        assert logger.values(name) == expected_logger.values(name)
+
+
+def test_every_operation_of_a_batch_may_fail(monkeypatch):
+    class FailsIn(rebatch.lightning.Backward):
+        mode = FailAt(0)
+
+        def __call__(self, batch):
+            with self.mode:
+                return super().__call__(batch)
+
+    def run(n):
+        torch.manual_seed(0)
+        FailsIn.mode = FailAt(n)
+        module = Net()
+        callback = rebatch.lightning.Rebatch(
+            log_level="quiet", lighten=lambda on: None, micro_start=8, micro_smallest=8
+        )
+        _, logger = fit(module, callback, epochs=1, limit_train_batches=1)
+        return state_of(module), logger.values("error"), FailsIn.mode.failed
+
+    monkeypatch.setattr(rebatch.lightning, "Backward", FailsIn)
+    expected, error, _ = run(0)
+    failures = 0
+    for n in range(1, 80, 2):
+        state, its_error, failed = run(n)
+        failures += failed
+        assert same_bits(state, expected) and its_error == error, f"operation {n}"
+    assert failures > 25
+
+
+def test_what_is_logged_does_not_depend_on_the_cut():
+    whole = train(step_options={})[2]
+    for micro in (5, 8):
+        cut = train(step_options={"micro_start": micro})[2]
+        assert cut.values("count_step") == [16.0] * 8 and cut.values("count_epoch") == [64.0] * 2
+        # Dropout draws other numbers for other micro-batches.
+        assert cut.values("loss_epoch") == pytest.approx(whole.values("loss_epoch"), rel=0.2)
+        assert cut.values("loss_epoch") == pytest.approx(cut.values("error"))
+
+
+def test_the_report_is_logged():
+    _, callback, logger = train(4, step_options={})
+    assert logger.values("rebatch/micro") == [4.0] * 8
+    assert logger.values("rebatch/ooms")[0] == 2.0 and callback.report.ooms == 0
+
+
+def test_an_oom_is_logged_at_once():
+    _, _, logger = train(4, step_options={}, log_every_n_steps=100)
+    assert logger.values("rebatch/ooms") == [2.0]
+
+
+def test_outputs_are_joined():
+    module, _, _ = train(5, "backward", "dict", step_options={})
+    for outputs in module.ends:
+        assert outputs["predicted"].shape == (16,) and not outputs["predicted"].requires_grad
+        assert torch.allclose(outputs["mean"], outputs["predicted"].mean(), atol=1e-6)
+        assert outputs["names"] == "a" and outputs["loss"].dim() == 0
+
+
+def test_a_batch_that_does_not_fit_at_all_leaves_the_metrics_as_they_were():
+    torch.manual_seed(0)
+    module = Net(0, "backward")
+    with pytest.raises(rebatch.torch.Exhausted):
+        fit(module, rebatch.lightning.Rebatch(log_level="quiet"))
+    assert module.error.total == 0
+    assert "log" not in vars(module)
+
+
+def test_a_checkpoint_keeps_the_size(tmp_path):
+    torch.manual_seed(0)
+    callback = rebatch.lightning.Rebatch(log_level="quiet", growth=False)
+    trainer, _ = fit(Net(4), callback, epochs=1)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed, module = rebatch.lightning.Rebatch(), Net(4)
+    path = {"ckpt_path": tmp_path / "last.ckpt", "weights_only": False}
+    fit(module, resumed, fit_options=path)
+    assert module.sizes == [4] * 16 and resumed.report.step == 7
+
+
+def test_lighten_and_slices_of_ones_own_are_passed_on():
+    light = []
+
+    class Own(Net):
+        def training_step(self, batch, batch_idx):
+            if not light:
+                out_of_memory(None)
+            return super().training_step(batch, batch_idx)
+
+    def part(batch, first, count):
+        return [t[first : first + count] for t in batch]
+
+    callback = rebatch.lightning.Rebatch(
+        lighten=light.append, slice=part, length=lambda batch: len(batch[0]), log_level="quiet"
+    )
+    fit(Own(), callback)
+    assert light == [True] and callback.report.lighten_level == 1
+
+
+def test_the_trainer_of_the_other_package_works():
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Other(other.LightningModule):
+        training_step = Net.training_step
+        configure_optimizers = Net.configure_optimizers
+
+        def __init__(self):
+            super().__init__()
+            self.net, self.error = Mlp(), torchmetrics.MeanSquaredError()
+            self.largest, self.where, self.returns, self.sizes = 4, "backward", "loss", []
+
+    callback = rebatch.lightning.Rebatch(log_level="quiet", growth=False)
+    fit(Other(), callback, other, logger=False)
+    assert callback.report.micro == 4
+
+
+# ---- what is refused ----
+
+
+class Manual(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Iterates(Net):
+    def training_step(self, dataloader_iter):
+        pass
+
+
+class Skips(Net):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+@pytest.mark.parametrize(
+    "kind, sentence",
+    (
+        (Manual, "rebatch: Manual optimizes manually: expected automatic optimization"),
+        (Iterates, "rebatch: training_step of Iterates takes dataloader_iter"),
+        (Skips, "returned a NoneType: expected a scalar tensor"),
+        (TwoOptimizers, "multiple optimizers is only supported with manual optimization"),
+    ),
+)
+def test_what_cannot_work_is_refused(kind, sentence):
+    with pytest.raises((ValueError, RuntimeError), match=sentence):
+        fit(kind(), rebatch.lightning.Rebatch())
+
+
+def test_strategies_that_shard_are_refused():
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False)
+    trainer.strategy.__class__ = type("DeepSpeedStrategy", (type(trainer.strategy),), {})
+    with pytest.raises(ValueError, match="the strategy is a DeepSpeedStrategy: expected a single"):
+        rebatch.lightning.Rebatch().setup(trainer, Net(), "fit")
+
+
+def test_what_the_trainer_does_is_no_option():
+    with pytest.raises(ValueError, match="clip is an argument of Rebatch: expected it to be left"):
+        rebatch.lightning.Rebatch(clip=1.0)
