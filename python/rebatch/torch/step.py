@@ -178,7 +178,8 @@ class Step:
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
         self._accumulators.begin_batch(self._update.parameters, is_whole=micro >= self._samples)
-        self._loss = torch.zeros((), device=self.device)  # so that micro-batches are alike
+        if self._loss is not None:
+            self._loss.zero_()
 
     def _set_level(self, level: int) -> None:
         if self._session.meter:
@@ -204,6 +205,8 @@ class Step:
 
     def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
         try:
+            if self._loss is None:
+                self._loss = torch.zeros((), device=self.device)
             loss = self._weighted_loss(first, count)
             if not is_apart:
                 lib.rebatch_mutating(self._session.rb)
@@ -272,6 +275,12 @@ class Step:
         if self._samples is None:
             self._samples = batch_length(batch)
         self._batch = batch
+        # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
+        # recovered from.
+        try:
+            self._loss = torch.zeros((), device=self.device)
+        except torch.OutOfMemoryError:
+            self._loss = None
         self._weight = self._normalizer(batch) if self._normalizer else None
 
     def _end(self) -> None:
