@@ -29,16 +29,29 @@ def checkpointing(*modules: torch.nn.Module) -> Callable[[bool], None]:
 
     def switch(on: bool) -> None:
         for module in modules:
-            if hasattr(module, "gradient_checkpointing_enable"):
-                name = "enable" if on else "disable"
-                getattr(module, f"gradient_checkpointing_{name}")()
-            elif on and module not in own:
+            if _switch_its_own(module, on):
+                continue
+            if on and module not in own:
                 own[module] = module.forward
                 module.forward = recompute(module.forward)
             elif not on and module in own:
                 _restore_forward(module, own.pop(module))
 
     return switch
+
+
+def _switch_its_own(module: torch.nn.Module, on: bool) -> bool:
+    """Switch the checkpointing of a Hugging Face model; False: it has none."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the new name first
+        if not hasattr(module, f"{name}_enable"):
+            continue
+        if on:
+            # Reentrant checkpointing loses gradients where the inputs of a block need none.
+            getattr(module, f"{name}_enable")({"use_reentrant": False})
+        else:
+            getattr(module, f"{name}_disable")()
+        return True
+    return False
 
 
 def _restore_forward(module: torch.nn.Module, forward: Callable) -> None:

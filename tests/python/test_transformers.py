@@ -1,0 +1,295 @@
+"""rebatch.transformers.RebatchTrainer: training is that of a plain Trainer, and survives OOMs."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
+transformers = pytest.importorskip("transformers")
+
+import rebatch.transformers
+from models import FailAt, out_of_memory, same_bits, state_of
+from rebatch.transformers import RebatchMixin, RebatchTrainer
+
+SAMPLES = 8
+WORDS, LENGTH = 23, 6
+transformers.logging.set_verbosity_error()
+logging.getLogger("accelerate").setLevel(logging.ERROR)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def gpt(dropout=0.1):
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, use_cache=False,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=LENGTH, num_labels=3,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def sentences(count=4 * SAMPLES):
+    """Sentences of different lengths: labels of the padding are -100."""
+    generator = torch.Generator().manual_seed(0)
+    data = []
+    for i in range(count):
+        tokens = torch.randint(1, WORDS, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        labels[1 + i % (LENGTH - 1) + 1 :] = -100
+        data.append({"input_ids": tokens, "labels": labels})
+    return data
+
+
+def classes():
+    return [{"input_ids": d["input_ids"], "labels": d["input_ids"][0] % 3} for d in sentences()]
+
+
+def fails_above(model, largest, where, light=None):
+    """The model runs out of memory for more samples than `largest`; in `light` mode it does not."""
+
+    def is_too_large(keywords):
+        return len(keywords["input_ids"]) > largest and not (light and light(model))
+
+    def before(_module, _arguments, keywords):
+        if where == "forward" and is_too_large(keywords):
+            out_of_memory(None)
+
+    def after(_module, _arguments, keywords, outputs):
+        if where == "backward" and is_too_large(keywords):
+            # The loss is made from the logits where there are no labels.
+            outputs["loss" if "loss" in outputs else "logits"].register_hook(out_of_memory)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True)
+    return model
+
+
+def train(folder, model, kind=transformers.Trainer, data=None, scaler=False, step=None, **args):
+    """A Trainer that has trained the model for two epochs."""
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=SAMPLES, num_train_epochs=2,
+        use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, learning_rate=0.01,
+        disable_tqdm=True, **args,
+    )
+    extra = {}
+    if issubclass(kind, RebatchMixin):
+        extra["rebatch"] = {"log_level": "quiet", "growth": False, **(step or {})}
+    trainer = kind(model, args, train_dataset=data or sentences(), **extra)
+    trainer.remove_callback(transformers.PrinterCallback)
+    if scaler:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    trainer.train()
+    return trainer
+
+
+def seeded(make, *arguments):
+    torch.manual_seed(0)
+    return make(*arguments)
+
+
+def logged(trainer, name):
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+TRAINERS = (
+    {},
+    {"bf16": True},
+    {"gradient_accumulation_steps": 2},
+    {"gradient_accumulation_steps": 3, "bf16": True, "max_grad_norm": 0.1},
+    {"label_smoothing_factor": 0.1},
+    {"scaler": True, "max_grad_norm": 0.0},
+)
+
+
+@pytest.mark.parametrize("options", TRAINERS, ids=str)
+@pytest.mark.parametrize("make, data", ((gpt, sentences), (bert, classes)))
+def test_without_an_oom_training_is_that_of_a_plain_trainer(tmp_path, make, data, options):
+    trainer = train(tmp_path, seeded(make), RebatchTrainer, data(), **options)
+    plain = train(tmp_path, seeded(make), data=data(), **options)
+    assert same_bits(state_of(trainer.model), state_of(plain.model))
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert logged(trainer, name) == logged(plain, name)
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("options", TRAINERS, ids=str)
+@pytest.mark.parametrize("make, data", ((gpt, sentences), (bert, classes)))
+def test_an_oom_leads_to_the_bits_of_a_run_that_started_smaller(
+    tmp_path, make, data, options, where
+):
+    model = fails_above(seeded(make), 3, where)
+    trainer = train(tmp_path, model, RebatchTrainer, data(), **options)
+    expected = train(
+        tmp_path, seeded(make), RebatchTrainer, data(), step={"micro_start": 2}, **options
+    )
+    assert same_bits(state_of(trainer.model), state_of(expected.model))
+    assert trainer.report.micro == 2 and trainer.report.lighten_level == 0
+    for name in ("loss", "grad_norm", "rebatch/micro"):
+        assert logged(trainer, name) == logged(expected, name)
+
+
+# ---- the update does not depend on the cut ----
+
+
+class OwnLoss(RebatchTrainer):
+    """The mean over the tokens, which knows nothing of num_items_in_batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
+
+
+def mean_over_items(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return total / num_items_in_batch
+
+
+class OwnFunction(RebatchTrainer):
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, compute_loss_func=mean_over_items, **keywords)
+
+
+@pytest.mark.parametrize("kind", (RebatchTrainer, OwnLoss, OwnFunction))
+@pytest.mark.parametrize("accumulated", (1, 2))
+def test_the_update_does_not_depend_on_the_cut(tmp_path, kind, accumulated):
+    """Sentences have different numbers of tokens, so the mean of means is another."""
+    options = {"gradient_accumulation_steps": accumulated, "optim": "sgd", "max_grad_norm": 0.0}
+    states = []
+    for micro in (0, 1, 3):
+        trainer = train(
+            tmp_path, seeded(gpt, 0.0), kind, step={"micro_start": micro}, **options
+        )
+        states.append(state_of(trainer.model) + [torch.tensor(logged(trainer, "loss"))])
+    for state in states[1:]:
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(state, states[0]))
+
+
+def test_micro_batches_without_a_label_weigh_nothing(tmp_path):
+    data = sentences()
+    for sample in data[1::2]:
+        sample["labels"] = torch.full((LENGTH,), -100)
+    states = []
+    for micro in (0, 1):
+        trainer = train(
+            tmp_path, seeded(gpt, 0.0), OwnLoss, data, step={"micro_start": micro}, optim="sgd"
+        )
+        states.append(state_of(trainer.model))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
+
+
+def test_a_loss_that_cannot_be_cut_is_refused(tmp_path):
+    class Added(RebatchTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **keywords):
+            loss = super().compute_loss(model, inputs, **keywords)
+            return loss + 0.1 * model.transformer.wte.weight.square().mean() + 0.1
+
+    with pytest.raises(ValueError, match="expected half of it, or no change"):
+        train(tmp_path, seeded(gpt), Added, step={"micro_start": 2})
+
+
+# ---- failures ----
+
+
+def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
+    class FailsIn(rebatch.transformers.Backward):
+        mode = FailAt(0)
+
+        def __call__(self, batch):
+            with self.mode:
+                return super().__call__(batch)
+
+    def run(n):
+        FailsIn.mode = FailAt(n)
+        step = {"micro_start": 4, "micro_smallest": 4, "lighten": lambda on: None}
+        trainer = train(
+            tmp_path, seeded(gpt), RebatchTrainer, sentences(16), step=step, max_steps=1,
+            gradient_accumulation_steps=2,
+        )
+        return state_of(trainer.model), FailsIn.mode.failed
+
+    monkeypatch.setattr(rebatch.transformers, "Backward", FailsIn)
+    expected, _ = run(0)
+    failures = 0
+    for n in range(1, 380, 16):
+        state, failed = run(n)
+        failures += failed
+        assert same_bits(state, expected), f"operation {n}"
+    assert failures > 20
+
+
+def test_gradient_checkpointing_is_the_last_rung(tmp_path):
+    model = fails_above(seeded(gpt), 0, "forward", lambda m: m.transformer.gradient_checkpointing)
+    trainer = train(tmp_path, model, RebatchTrainer)
+    assert trainer.report.lighten_level == 1 and model.transformer.gradient_checkpointing
+    expected = train(tmp_path, seeded(gpt), RebatchTrainer, step={"micro_start": 1})
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(state_of(model), state_of(expected.model))
+    )
+
+
+def test_a_model_that_does_not_fit_at_all_says_so(tmp_path):
+    with pytest.raises(rebatch.torch.Exhausted):
+        train(tmp_path, fails_above(seeded(gpt), 0, "forward"), RebatchTrainer)
+
+
+def test_train_may_be_called_twice(tmp_path):
+    trainer = train(tmp_path, fails_above(seeded(gpt), 3, "forward"), RebatchTrainer)
+    trainer.train()
+    assert trainer.report.micro == 2
+
+
+# ---- other Trainers ----
+
+
+def test_the_mixin_runs_training_step_of_another_trainer(tmp_path):
+    sizes = []
+
+    class Other(transformers.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            sizes.append(len(inputs["input_ids"]))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    class Mine(RebatchMixin, Other):
+        pass
+
+    trainer = train(tmp_path, fails_above(seeded(gpt), 5, "backward"), Mine)
+    assert sizes[:3] == [8, 4, 4] and trainer.report.micro == 4
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    (
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is on: expected it off"),
+        ({"optim": "galore_adamw_layerwise"}, "updates within the backward pass"),
+        ({"step": {"clip": 1.0}}, "clip is an option of RebatchTrainer: expected it to be left"),
+    ),
+)
+def test_what_cannot_work_is_refused(tmp_path, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        train(tmp_path, gpt(), RebatchTrainer, **options)
+
+
+@pytest.mark.parametrize(
+    "name, what", (("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed"))
+)
+def test_trainers_that_shard_are_refused(tmp_path, name, what):
+    trainer = train(tmp_path, gpt(), max_steps=1)
+    setattr(trainer, name, True)
+    with pytest.raises(ValueError, match=f"the Trainer uses {what}: expected one GPU"):
+        rebatch.transformers._refuse_what_cannot_work(trainer)
