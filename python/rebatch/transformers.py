@@ -59,9 +59,9 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
     for models that have it.
 
     A loss is the sum over the items of the micro-batch, divided by num_items_in_batch, as those of
-    transformers' models are; or it is the mean over the labels that are not -100, or over the samples
-    where labels are no classes. When a batch is first cut, the loss of one sample is computed
-    twice, without gradients, to see which.
+    transformers' models are; or it is the mean over the labels that are not -100, or over the
+    samples where labels are no classes. When a batch is first cut, the loss of one sample is
+    computed twice, without gradients, to see which.
 
     rebatch    arguments of rebatch.torch.Step, except those that TrainingArguments has, for example
                {"micro_start": 4}
