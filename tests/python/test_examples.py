@@ -1,0 +1,111 @@
+"""The programs in examples/python, on the CPU: with memory enough, and with micro-batches that run
+out of memory."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "python"
+
+
+def run(name, *arguments):
+    """(the lines that an example prints, those on standard error)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("LD_PRELOAD", None)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def losses(lines):
+    return [float(found[1]) for line in lines if (found := re.search(r"loss (\d+\.\d+)", line))]
+
+
+def same(a, b):
+    """What is printed of two cuts of the same batches."""
+    return len(a) == len(b) > 0 and all(abs(x - y) < 2e-3 for x, y in zip(a, b))
+
+
+def test_every_example_is_tested():
+    tests = Path(__file__).read_text()
+    assert all(f'"{path.name}"' in tests for path in EXAMPLES.glob("*.py"))
+
+
+def gpt_rows(lines):
+    """(step, loss, micro-batches, micro-batch size, OOMs) of each step."""
+    row = re.compile(r" +(\d+) +([0-9.]+) +(\d+) x (\d+) +(\d+) +[0-9,]+ +-$")
+    found = [row.fullmatch(line) for line in lines[2:]]
+    return [(int(r[1]), float(r[2]), int(r[3]), int(r[4]), int(r[5])) for r in found]
+
+
+def test_gpt():
+    plain, said = run("gpt.py", "--steps", "3")
+    assert plain[0].startswith("GPT-2 tiny on cpu: 0.4 million parameters, 16 sequences of 64")
+    assert [row[2:] for row in gpt_rows(plain)] == [(1, 16, 0)] * 3 and said == []
+    cut, said = run("gpt.py", "--steps", "3", "--oom-above", "5")
+    assert [row[2:] for row in gpt_rows(cut)] == [(4, 4, 2), (4, 4, 0), (4, 4, 0)]
+    assert [re.search(r"micro-batch .*?;", line)[0] for line in said] == [
+        "micro-batch 16 -> 8;", "micro-batch 8 -> 4;"
+    ]
+    assert same([row[1] for row in gpt_rows(plain)], [row[1] for row in gpt_rows(cut)])
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_gpt_in_16_bits(dtype):
+    lines, _ = run("gpt.py", "--steps", "2", "--batch", "4", "--context", "16", "--dtype", dtype,
+                   "--oom-above", "2")
+    assert [row[2:] for row in gpt_rows(lines)] == [(2, 2, 1), (2, 2, 0)]
+
+
+def test_gpt_says_that_a_limit_needs_a_gpu():
+    with pytest.raises(AssertionError, match="--limit needs a GPU"):
+        run("gpt.py", "--limit", "1GiB")
+
+
+@pytest.mark.parametrize("norm", ("group", "ghost"))
+def test_separable_cnn(norm):
+    arguments = ["--steps", "2", "--batch", "32", "--norm", norm]
+    plain, said = run("separable_cnn.py", *arguments)
+    assert re.match(r"separable: 47,844 parameters, .* 0\.73 MiB; activations 0\.41 MiB", plain[0])
+    assert re.match(r"full: 389,892 parameters, .* 5\.95 MiB; activations 0\.36 MiB", plain[3])
+    assert plain[1].endswith("micro-batch 1 x 32") and said == []
+    cut, said = run("separable_cnn.py", *arguments, "--oom-above", "20")
+    assert all(cut[i].endswith("micro-batch 2 x 16") for i in (1, 2, 4, 5)) and len(said) == 2
+    assert same(losses(plain), losses(cut))
+
+
+def test_separable_cnn_says_what_is_wrong_with_batch_norm():
+    lines, _ = run("separable_cnn.py", "--steps", "1", "--batch", "8", "--norm", "batch")
+    assert lines[1].startswith("mistake: batch_norm: 3 modules")
+
+
+def test_variable_length():
+    plain, said = run("variable_length.py", "--steps", "3")
+    assert plain[-1] == "  12,800 padded tokens ran; in one piece they are 12,800" and said == []
+    cut, said = run("variable_length.py", "--steps", "3", "--oom-above", "1000")
+    assert cut[0].endswith("micro-batches: 5, OOMs: 4") and len(said) == 4
+    assert "OOMs: 0" in cut[1] and "OOMs: 0" in cut[2]
+    shown = re.compile(r"  sequences +(\d+)- *(\d+), longest +(\d+), +([0-9,]+) tokens")
+    parts = [shown.fullmatch(line) for line in cut[3:-1]]
+    assert int(parts[0][1]) == 0 and int(parts[-1][2]) == 31
+    assert all(int(part[4].replace(",", "")) <= 1000 for part in parts)
+    assert max(int(part[2]) - int(part[1]) for part in parts) >= 4  # not small for the long one
+    assert same(losses(plain), losses(cut))
+
+
+def test_evaluate():
+    plain, said = run("evaluate.py", "--steps", "20", "--samples", "1000")
+    assert all(line.endswith("1,000 samples in 1 call of at most 1,000") for line in plain[1:])
+    assert said == []
+    cut, said = run("evaluate.py", "--steps", "20", "--samples", "1000", "--oom-above", "300")
+    assert all(line.endswith("1,000 samples in 4 calls of at most 250") for line in cut[1:])
+    assert len(cut) == 4 and len(said) == 2
+    assert same(losses(plain), losses(cut))
+    assert [line.split(";")[0] for line in plain[2:]] == [line.split(";")[0] for line in cut[2:]]
