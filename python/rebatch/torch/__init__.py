@@ -13,7 +13,7 @@ import torch as _torch
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
     raise ImportError(f"rebatch needs PyTorch 2.8 or newer: this is {_torch.__version__}")
 
-from rebatch import Error, __version__
+from rebatch import Error, __version__, plot
 from rebatch.torch._allocator import install, installed, snapshot, stats, summary, tag
 from rebatch.torch._check import Check, Finding
 from rebatch.torch._finder import find_batch_size
@@ -42,6 +42,7 @@ __all__ = [
     "is_oom",
     "map",
     "offload",
+    "plot",
     "snapshot",
     "stats",
     "summary",

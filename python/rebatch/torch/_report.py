@@ -6,6 +6,7 @@ import dataclasses
 from typing import Dict
 
 from rebatch import _library as c
+from rebatch.plot import Point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,4 +56,19 @@ def report_of(filled: c.StepReport, samples: int) -> Report:
         lighten_level=filled.lighten_level,
         learned=filled.learned,
         torn=filled.torn,
+    )
+
+
+def point_of(filled: c.StepReport, samples: int) -> Point:
+    """The same for a picture."""
+    ooms = filled.ooms - filled.ooms_in[c.Phase.ADMISSION]
+    return Point(
+        step=filled.step,
+        size=filled.micro,
+        next_size=filled.micro_after,
+        batch=samples,
+        peak_bytes=filled.peak_bytes,
+        reserved_bytes=filled.reserved_bytes,
+        failed=(filled.micro_before,) if ooms else (),
+        ooms=ooms,
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes as C
-from typing import Any, Callable, List, Optional, Sequence, Union
+import os
+from typing import Any, Callable, Deque, List, Optional, Sequence, Union
 
 import torch
 
 from rebatch import _library as c
+from rebatch import plot as _plot
 from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._batch import batch_length, slice_batch
@@ -16,12 +19,14 @@ from rebatch.torch._check import Check, Checker
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
 from rebatch.torch._probe import Probe, run_probe
-from rebatch.torch._report import Report, report_of
+from rebatch.torch._report import Report, point_of, report_of
 from rebatch.torch._session import Session, session_options
 from rebatch.torch._state import Buffers, Generators, cuda_devices_of
 from rebatch.torch._update import Update
 
 _Lighten = Callable[[bool], None]
+
+_HISTORY = 10000  # steps that are kept for plot()
 
 
 def _list_of(value: Any) -> list:
@@ -111,6 +116,7 @@ class Step:
         self._micro: Optional[int] = None  # where a session that is opened begins
         self._ops = self._make_ops()
         self.report = Report()
+        self._history: Deque[_plot.Point] = collections.deque(maxlen=_HISTORY)
 
     # ---- the session ----
 
@@ -300,6 +306,7 @@ class Step:
             self._end()
         self.report = report_of(filled, self._samples)
         session.raise_failure(status)
+        self._history.append(point_of(filled, self._samples))
         self._number += 1
         self._update.done()
         return self._loss
@@ -391,6 +398,12 @@ class Step:
     def _loss_of(self, samples: Any) -> torch.Tensor:
         with self._autocast_context():
             return self.loss_fn(self.model, samples).detach()
+
+    def plot(self, path: Union[str, os.PathLike]) -> None:
+        """Draw memory and micro-batch over the last 10,000 steps of this process, as an SVG file.
+
+        An OOM is drawn at the size with which its step began. rebatch.plot draws a log."""
+        _plot.write(list(self._history), path)
 
     def state_dict(self) -> dict:
         """What a resumed training needs to go on at the size that was found: plain numbers."""
