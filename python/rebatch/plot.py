@@ -75,6 +75,16 @@ def _point(event: dict, shrinks: List[dict]) -> Point:
     )
 
 
+def _of_the_latest_run(points: Sequence[Point]) -> List[Point]:
+    """Without the steps that were done anew."""
+    result: List[Point] = []
+    for p in points:
+        while result and result[-1].step >= p.step:
+            result.pop()
+        result.append(p)
+    return result
+
+
 def read(path: Union[str, os.PathLike]) -> List[Point]:
     """The steps of a log. Where a run was resumed from a checkpoint, or begun again, what it did
     anew takes the place of what is in the log already. One log is of one Step.
@@ -83,7 +93,7 @@ def read(path: Union[str, os.PathLike]) -> List[Point]:
     with open(path, encoding="utf-8") as file:
         lines = file.readlines()
     name = os.fspath(path)
-    points: Dict[int, Point] = {}
+    points: List[Point] = []
     shrinks: List[dict] = []
     for event in _events(lines, name):
         is_of_training = event["phase"] != "rebatch_map"
@@ -91,12 +101,11 @@ def read(path: Union[str, os.PathLike]) -> List[Point]:
             shrinks.append(event)
         if event["event"] in _ENDS and is_of_training:
             shrinks = [shrink for shrink in shrinks if shrink["step"] == event["step"]]
-            points = {step: p for step, p in points.items() if step < event["step"]}
-            points[event["step"]] = _point(event, shrinks)
+            points.append(_point(event, shrinks))
             shrinks = []
     if not points:
         raise ValueError(f"rebatch: {name} has no steps: expected a log with log_level=\"debug\"")
-    return list(points.values())
+    return _of_the_latest_run(points)
 
 
 # ---- drawing ----
@@ -322,7 +331,8 @@ def _draw_sizes(picture: _Picture, top: float, points: Sequence[Point]) -> None:
 
 
 def svg_of(points: Sequence[Point], title: str = "Memory and micro-batch") -> str:
-    """The picture of some steps, in ascending order, as text."""
+    """The picture of some steps, in the order in which they were done, as text."""
+    points = _of_the_latest_run(points)
     if not points:
         raise ValueError("rebatch: there are no steps to draw")
     is_measured = any(p.peak_bytes for p in points)
@@ -344,7 +354,7 @@ def write(
     picture: Union[str, os.PathLike],
     title: str = "Memory and micro-batch",
 ) -> None:
-    """Draw some steps, in ascending order, into an SVG file."""
+    """Draw some steps, in the order in which they were done, into an SVG file."""
     text = svg_of(points, title)
     with open(picture, "w", encoding="utf-8") as file:
         file.write(text)

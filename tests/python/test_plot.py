@@ -201,6 +201,15 @@ def test_a_resumed_run_takes_the_place_of_what_it_does_anew(tmp_path):
     assert [(p.step, p.size) for p in read(path)] == [(0, 32), (1, 32), (2, 8), (3, 8)]
 
 
+def test_a_step_that_goes_back_draws_what_it_did_last(tmp_path):
+    step = train(tmp_path)
+    step.load_state_dict({**step.state_dict(), "step": 1})
+    step(make("mlp")[1])
+    step.plot(tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    assert "2 steps, 0 OOMs, memory not measured" in words(text)
+
+
 @pytest.mark.parametrize("line", ("step 3: 4 x 8", '{"event": "step"}', "[]", '{"event": "st'))
 def test_a_broken_line_is_said_with_its_number(tmp_path, line):
     path = log_of(tmp_path, event("step", 0, 8))
