@@ -82,8 +82,10 @@ def test_separable_cnn(norm):
 
 
 def test_separable_cnn_says_what_is_wrong_with_batch_norm():
-    lines, _ = run("separable_cnn.py", "--steps", "1", "--batch", "8", "--norm", "batch")
+    arguments = ["--steps", "1", "--batch", "8", "--norm", "batch", "--oom-above", "4"]
+    lines, _ = run("separable_cnn.py", *arguments)
     assert lines[1].startswith("mistake: batch_norm: 3 modules")
+    assert lines[3].endswith("micro-batch 2 x 4")
 
 
 def test_variable_length():
