@@ -110,7 +110,7 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
         rbi_text_add_samples(t, event->first, event->count);
     }
     if (event->cost)
-        rbi_text_add(t, ", cost %" PRIu64 ",", event->cost);
+        rbi_text_add(t, ", cost %" PRIu64 "%s", event->cost, event->needed_bytes ? "," : "");
     if (event->needed_bytes) {
         rbi_text_add(t, event->count > 1 ? " need " : event->count ? " needs " : ": needs ");
         if (event->phase != REBATCH_PHASE_ADMISSION) /* it did not get to the end */

@@ -21,6 +21,9 @@ static bool has_given_up(const rebatch *rb)
     return wasted(rb) >= rb->options.max_attempts || has_too_many_in_row(rb);
 }
 
+/* Steps in a row that needed "once more": the size is just too large for how memory lies. */
+#define MOST_RETRY_ROW 2
+
 /* "Once more" is worth it when what failed would fit now: something was released since, or the
  * memory was there all along, in the wrong place or the wrong hands. */
 static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
@@ -28,7 +31,8 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
     const struct rbi_failure *failure = &rb->failure;
     if (rb->retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
-    if (failure->is_injected && mb && rbi_round_size(&rb->options, mb->count - 1) > 0)
+    const bool can_shrink = mb && rbi_round_size(&rb->options, mb->count - 1) > 0;
+    if (can_shrink && (failure->is_injected || rb->sizes.retry_row >= MOST_RETRY_ROW))
         return false; /* with a full device a smaller micro-batch would be next */
     return failure->need_bytes ? failure->need_bytes <= failure->available_bytes
                                : failure->released_bytes > 0;
@@ -125,7 +129,7 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
     if (can_retry_same(rb, mb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
         (void)rbi_memory_release(rb);
-        rb->retried_same = true;
+        rb->retried_same = rb->retried_in_step = true;
         *kind = REBATCH_EVENT_RETRY;
         return REBATCH_OK;
     }

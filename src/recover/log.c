@@ -119,6 +119,16 @@ static void add_kind(struct rbi_text *t, rebatch_event_kind kind)
     X(cost_before)                                                                                 \
     X(cost_after)
 
+/* A number that is not known is null. */
+static void add_number(struct rbi_text *t, const char *name, uint64_t number)
+{
+    rbi_text_add(t, ",\"%s\":", name);
+    if (number == UINT64_MAX)
+        rbi_text_add(t, "null");
+    else
+        rbi_text_add(t, "%" PRIu64, number);
+}
+
 static void add_json(struct rbi_text *t, const rebatch_event *event, const char *sentence)
 {
     rbi_text_add(t, "{\"time\":\"");
@@ -131,7 +141,7 @@ static void add_json(struct rbi_text *t, const rebatch_event *event, const char 
         rbi_text_add_json(t, rebatch_phase_text(event->phase));
     else
         rbi_text_add(t, "null");
-#define ADD(member) rbi_text_add(t, ",\"" #member "\":%" PRIu64, (uint64_t)event->member);
+#define ADD(member) add_number(t, #member, (uint64_t)event->member);
     NUMBERS(ADD)
 #undef ADD
     rbi_text_add(t, ",\"text\":");

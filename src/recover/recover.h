@@ -312,8 +312,9 @@ struct rbi_sizes {
     bool has_budget; /* there was a step by cost */
     struct rbi_growth growth;
     struct rbi_need known[RBI_KNOWN_SIZES];
-    size_t known_next; /* the entry to give up next */
-    size_t known_last; /* the entry learned last */
+    size_t known_next;  /* the entry to give up next */
+    size_t known_last;  /* the entry learned last */
+    uint32_t retry_row; /* steps in a row that ran something once more at its size */
     struct rbi_thrashing thrashing;
     struct rbi_learning learning;
     struct rbi_memory_model model; /* need is NULL: there is none */
@@ -436,7 +437,8 @@ struct rebatch {
     size_t fitted;        /* the size that a prediction chose; 0: none did */
     bool refitted;        /* which was chosen after one that did not hold */
     uint32_t ooms_in_row; /* since something succeeded */
-    bool retried_same;    /* the stage "once more" is used up until something succeeds */
+    bool retried_in_step;
+    bool retried_same; /* the stage "once more" is used up until something succeeds */
 
     /* of the callback that runs */
     size_t size; /* of the micro-batch */

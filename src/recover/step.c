@@ -319,7 +319,7 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->fitted = 0;
     rb->refitted = false;
     rb->ooms_in_row = 0;
-    rb->retried_same = false;
+    rb->retried_same = rb->retried_in_step = false;
     rb->is_probe = false;
     rb->buffers.is_new = false;
     rb->report = (rebatch_step_report){
@@ -374,6 +374,7 @@ static rebatch_status run(rebatch *rb)
 static void succeed(rebatch *rb)
 {
     rb->sizes.made_count = 0;
+    rb->sizes.retry_row = rb->retried_in_step ? rb->sizes.retry_row + 1 : 0;
     if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))

@@ -17,13 +17,17 @@ struct program {
     size_t calls, updates, releases, most;
     size_t sizes[REBATCH_PHASE_COUNT]; /* with which begin() was called last */
     uint64_t update_bytes;             /* that the update takes and gives back */
-    bool is_blind;                     /* read() measures nothing */
-    bool tells_request;                /* read() says what failed */
+    uint64_t hole;      /* the largest request that is served, but after release(); 0: any */
+    bool is_whole;      /* release() was called, and nothing was served since */
+    bool is_blind;      /* read() measures nothing */
+    bool tells_request; /* read() says what failed */
 };
 
 static rebatch_status take(struct program *p, uint64_t bytes)
 {
-    if (bytes > p->capacity - p->live) {
+    const bool is_cut = p->hole && bytes > p->hole && !p->is_whole;
+    p->is_whole = false;
+    if (is_cut || bytes > p->capacity - p->live) {
         p->asked = bytes;
         return REBATCH_OOM;
     }
@@ -98,6 +102,7 @@ static uint64_t release(void *user)
     const uint64_t cached = p->cached;
     p->releases++;
     p->cached = 0;
+    p->is_whole = true;
     return cached;
 }
 
@@ -265,6 +270,20 @@ Test(step_meter, memory_that_grows_is_noticed)
     cr_expect_eq(rebatch_step(p.rb, &ops, 8, &p, NULL), REBATCH_E_EXHAUSTED);
     cr_expect(strstr(rebatch_last_error(), "left more memory allocated"), "%s",
               rebatch_last_error());
+    close_program(&p);
+}
+
+/* Memory in pieces: the figures say that the size fits, and each step finds that it does not. */
+Test(step_meter, a_size_that_needs_once_more_in_each_step_is_given_up)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    p.hole = MIB(10);
+    rebatch_step_report report = {0};
+    for (int i = 0; i < 4; i++)
+        report = step(&p, 16);
+    cr_expect_eq(report.micro, 8, "%zu", report.micro);
+    cr_expect_eq(step(&p, 16).ooms, 0);
     close_program(&p);
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from models import make, same_bits, state_of
+from models import fails_above, make, same_bits, state_of
 
 
 def check(kind, loss_fn=None, **options):
@@ -74,3 +74,11 @@ def test_a_hidden_generator_is_named():
 
 def test_dropout_is_a_note():
     assert [f.kind for f in check("mlp").findings] == ["dropout"]
+
+
+def test_more_samples_than_fit_are_checked_at_the_size_that_fits():
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 5)
+    )
+    assert step.check(batch)

@@ -504,10 +504,15 @@ def test_a_wrong_loss_is_said(loss_fn, sentence):
 def test_wrong_options_are_said_when_the_step_is_made():
     model, _, loss_fn = make("mlp")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(TypeError, match="micro_strat"):
+    with pytest.raises(TypeError, match="no option micro_strat: did you mean micro_start"):
         rebatch.Step(model, optimizer, loss_fn, micro_strat=4)
     with pytest.raises(ValueError, match="on_oom is 'half': expected one of default, halve"):
         rebatch.Step(model, optimizer, loss_fn, on_oom="half")
+    with pytest.raises(ValueError, match="whose step runs the model again"):
+        rebatch.Step(model, torch.optim.LBFGS(model.parameters()), loss_fn)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="which needs a metric"):
+        rebatch.Step(model, optimizer, loss_fn, lr_scheduler=plateau)
     with pytest.raises(ValueError, match="gradients is 'new'"):
         rebatch.Step(model, optimizer, loss_fn, gradients="new")
     with pytest.raises(rebatch.Error, match="micro_smallest"):

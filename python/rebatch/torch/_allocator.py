@@ -6,6 +6,7 @@ import os
 import pickle
 import tempfile
 import threading
+import warnings
 
 import torch
 
@@ -45,6 +46,8 @@ def install(
     With the environment variable PYTORCH_NO_CUDA_MEMORY_CACHING, every call goes to the device, as
     in PyTorch.
 
+    Without a GPU it warns, and has no effect.
+
     There is no way back. In a second call, None leaves an option as it is; the limit can always
     change, the other options only until the first allocation.
 
@@ -57,6 +60,9 @@ def install(
     with _install_lock:
         if _front_library is not None:
             _change(_front_library, given)
+            return
+        if not torch.cuda.is_available():
+            warnings.warn("rebatch: there is no GPU, so install() has no effect", stacklevel=2)
             return
         front = _front.load()
         options = _library.PoolOptions(**given)

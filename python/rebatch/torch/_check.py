@@ -105,6 +105,7 @@ class Checker:
 
     def check(self, largest: int) -> Check:
         """Compare micro-batches of `largest` samples with smaller ones."""
+        self._findings = []
         self._check_batch_norm()
         dropout = _training_modules(self._root, _DROPOUT)
         if dropout:

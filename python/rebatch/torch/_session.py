@@ -4,7 +4,10 @@ in a callback becomes."""
 from __future__ import annotations
 
 import ctypes as C
+import difflib
 import gc
+import inspect
+import os
 import time
 import weakref
 from typing import Any, Callable, Optional, Sequence
@@ -47,6 +50,16 @@ def _named(name: str, value: Any, known: dict) -> int:
     raise ValueError(f"rebatch: {name} is {value!r}: expected one of {', '.join(known)}")
 
 
+def check_names(options: dict, function: str) -> None:
+    """TypeError for a keyword that is no option of a session."""
+    known = list(inspect.signature(session_options).parameters)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+            raise TypeError(f"rebatch: {function} has no option {name}: {meant}")
+
+
 def session_options(
     *,
     micro_start: int = 0,
@@ -81,7 +94,7 @@ def session_options(
         max_ooms_in_row=max_ooms_in_row,
         log_level=_named("log_level", log_level, _log_levels),
         log_format=_named("log_format", log_format, {"text": 0, "json": 1}),
-        log_file=log_file.encode() if log_file else None,
+        log_file=os.fsencode(log_file) if log_file else None,
         reclaim=c.Toggle.OFF,
     )
     if len(micro_allowed) > len(options.micro_allowed):

@@ -45,6 +45,18 @@ class Update:
         clip: Optional[float],
     ):
         self.optimizers, self._schedulers = list(optimizers), list(schedulers)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(
+                    "rebatch: the optimizer is LBFGS, whose step runs the model again: expected one "
+                    "whose step takes no closure"
+                )
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ValueError(
+                    "rebatch: lr_scheduler is ReduceLROnPlateau, which needs a metric: call its "
+                    "step(metric) yourself after evaluation"
+                )
         self._scaler, self._clip = scaler, clip
 
     @property

@@ -56,7 +56,8 @@ def map(model: Callable[[Any], Any], inputs: Any) -> Any:
 
     The inputs are a batch as for Step, and so is what the model returns: tensors with the samples
     in their first dimension, or dicts, tuples and lists of such. An OOM makes the next calls
-    smaller; the size is kept for the next map() of the same model. Raises Exhausted when one sample
+    smaller; the size is kept for the next map() of the same model. Its mode, training or evaluation,
+    stays as it is. Raises Exhausted when one sample
     does not fit."""
     samples = batch_length(inputs)
     session = _session_of(_device_of(model, inputs))

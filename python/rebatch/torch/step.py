@@ -20,7 +20,8 @@ from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import Report, point_of, report_of
-from rebatch.torch._session import Session, session_options
+from rebatch.torch._oom import is_oom, let_go
+from rebatch.torch._session import Session, check_names, session_options
 from rebatch.torch._state import Buffers, Generators, cuda_devices_of
 from rebatch.torch._update import Update
 
@@ -105,6 +106,7 @@ class Step:
         self._lighten, self._level = _list_of(lighten), 0
         self._slice, self._length, self._on_event = slice, length, on_event
         self._generators, self._options = list(generators), options
+        check_names(options, type(self).__name__)
         session_options(**options)  # a wrong one is said here
         if not self._update.parameters:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
@@ -311,6 +313,9 @@ class Step:
         self._update.done()
         return self._loss
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(step {self._number}, micro {self.micro or 'not known yet'})"
+
     @property
     def micro(self) -> int:
         """The micro-batch size with which the next step begins, in samples; 0: not known yet."""
@@ -355,13 +360,24 @@ class Step:
                 self._normalizer is not None,
                 self._autocast is not None or parameters[0].element_size() == 2,
             )
-            return checker.check(lib.rebatch_get_micro(session.rb, self._samples))
+            return self._check_what_fits(checker, lib.rebatch_get_micro(session.rb, self._samples))
         finally:
             for part in state:
                 part.restore(c.GuardPoint.STEP)
             for p, gradient in zip(parameters, saved):
                 p.grad = gradient
             self._end()
+
+    def _check_what_fits(self, checker: Checker, largest: int) -> Check:
+        """The check at the largest size that fits."""
+        while True:
+            try:
+                return checker.check(largest)
+            except Exception as error:
+                if largest == 1 or not is_oom(error):
+                    raise
+                let_go(error)
+            largest //= 2
 
     def _run_cut(self, cut: int) -> float:
         """The whole batch in micro-batches of `cut` samples, from the same random numbers."""
@@ -414,4 +430,7 @@ class Step:
         if self._session:
             self._session.close()
             self._session = None
+        for name in ("step", "micro"):
+            if name not in state:
+                raise ValueError(f"rebatch: the state has no {name!r}: expected that of a Step")
         self._number, self._micro = int(state["step"]), int(state["micro"])
