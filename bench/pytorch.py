@@ -1,5 +1,6 @@
 """GPT-2 124M in PyTorch: rebatch beside the native allocator, expandable segments, and a loop that
 halves and begins the batch again, as Composer's does. Prints one JSON object a scenario and way.
+The libraries' kernels are loaded before, on the native allocator, which then gives all back.
 
     python3 bench/pytorch.py                      # all, each in a process of its own
     python3 bench/pytorch.py speed install+Step   # one
@@ -7,7 +8,6 @@ halves and begins the batch again, as Composer's does. Prints one JSON object a 
 Needs the package rebatch and a GPU with 40 GiB. docs/benchmarks.md has the results."""
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import json
@@ -73,11 +73,31 @@ def loss_fn(model, samples):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def tokens_of(size, samples, length):
+    tokens = torch.randint(0, size["model"][3], (samples, length + 1), device="cuda")
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def load_kernels(size, cuts, lengths):
+    """Runs each shape once, in micro-batches of these sizes, and a rest of a batch."""
+    model = Gpt(*size["model"]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    for samples in {size["batch"] % cut for cut in cuts} | set(cuts):
+        for length in lengths if samples else []:
+            loss_fn(model, tokens_of(size, samples, length)).backward()
+    optimizer.step()
+    del model, optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
 class Training:
     """A model that trains in one of the ways."""
 
-    def __init__(self, way, size, limit=0, micro=16, **options):
-        self.way, self.size, self.micro = way, size, micro
+    def __init__(self, way, size, limit=0, micro=0, cuts=(16,), lengths=(), **options):
+        self.way, self.size, self.micro = way, size, micro or cuts[0]
+        load_kernels(size, cuts, lengths or [size["model"][2]])
         if way.startswith("install"):
             import rebatch.torch as rebatch
 
@@ -92,14 +112,12 @@ class Training:
             import rebatch.torch as rebatch
 
             if not options.get("learn"):
-                options["micro_start"] = micro
+                options.update(micro_start=self.micro, growth=False)
             self.step = rebatch.Step(self.model, self.optimizer, loss_fn, **options)
         self.redone = self.ooms = 0
 
-    def batch(self, samples, length):
-        words = self.size["model"][3]
-        tokens = torch.randint(0, words, (samples, length + 1), device="cuda")
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    def batch(self, length=0):
+        return tokens_of(self.size, self.size["batch"], length or self.size["model"][2])
 
     def run(self, batch):
         """One update: seconds."""
@@ -142,8 +160,9 @@ class Training:
 
 
 def memory():
-    """Peaks: allocated and reserved, in GiB."""
+    """Peaks since the last call: allocated and reserved, in GiB."""
     peak, held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
     return {"allocated": round(peak / GIB, 2), "reserved": round(held / GIB, 2)}
 
 
@@ -151,50 +170,61 @@ def median_ms(seconds):
     return round(1e3 * statistics.median(seconds), 1)
 
 
+def each_ms(seconds):
+    return [round(1e3 * s) for s in seconds]
+
+
+WARM = 3  # steps
+
+
 def speed(way, size):
     training = Training(way, size)
-    batch = training.batch(size["batch"], size["model"][2])
-    seconds = [training.run(batch) for _ in range(size["steps"])]
-    clean = statistics.median(seconds[3:])
-    held = torch.cuda.memory_stats()
+    batch = training.batch()
+    seconds = [training.run(batch) for _ in range(WARM)]
+    first = memory()
+    clean = [training.run(batch) for _ in range(size["steps"])]
     return {
-        "tokens_per_s": round(batch[0].numel() / clean),
-        "first_ms": round(1e3 * seconds[0], 1),
-        "step_ms": round(1e3 * clean, 1),
-        "allocated": round(held["allocated_bytes.all.peak"] / GIB, 2),
-        "reserved": round(held["reserved_bytes.all.peak"] / GIB, 2),
+        "tokens_per_s": round(batch[0].numel() / statistics.median(clean)),
+        "step_ms": median_ms(clean),
+        "first_ms": each_ms(seconds),
+        "first_reserved": first["reserved"],
+        **memory(),
     }
 
 
 def lengths(way, size):
     """Every batch has another length."""
-    training = Training(way, size)
-    draw = random.Random(1)
-    tokens, seconds = 0, 0.0
-    for i in range(size["steps"] * 2):
-        length = draw.randint(size["model"][2] // 16, size["model"][2])
-        batch = training.batch(size["batch"], length)
-        took = training.run(batch)
-        if i >= 3:
-            tokens, seconds = tokens + batch[0].numel(), seconds + took
-    return {"tokens_per_s": round(tokens / seconds), **memory()}
+    draw, longest = random.Random(1), size["model"][2]
+    every = [draw.randint(longest // 16, longest) for _ in range(size["steps"] * 4)]
+    training = Training(way, size, lengths=every)
+    spent, measured = [], []
+    for half in every[: len(every) // 2], every[len(every) // 2 :]:
+        tokens, seconds = 0, 0.0
+        for length in half:
+            batch = training.batch(length)
+            seconds += training.run(batch)
+            tokens += batch[0].numel()
+        spent.append(round(tokens / seconds))
+        measured.append(memory())
+    return {
+        "tokens_per_s": spent[1],
+        "first_tokens_per_s": spent[0],
+        "first_reserved": measured[0]["reserved"],
+        **measured[1],
+    }
 
 
 def oom(way, size):
     """The first step is cut too large for the cap."""
-    training = Training(way, size, limit=size["cap"], micro=size["batch"])
-    small = training.batch(1, size["model"][2])  # libraries are loaded
-    keep = training.micro
-    training.micro = 1
-    training.run(small)
-    training.micro = keep
-    batch = training.batch(size["batch"], size["model"][2])
+    training = Training(way, size, limit=size["cap"], cuts=(size["batch"], size["batch"] // 2))
+    batch = training.batch()
     first = training.run(batch)
     lost = training.step.report.lost_ms if way.endswith("Step") else None
     redone, ooms = training.redone, training.ooms
     clean = [training.run(batch) for _ in range(size["steps"])]
     return {
         "first_ms": round(1e3 * first, 1),
+        "next_ms": each_ms(clean[:2]),
         "clean_ms": median_ms(clean),
         "ratio": round(first / statistics.median(clean), 2),
         "lost_ms": lost and round(lost, 1),
@@ -205,28 +235,27 @@ def oom(way, size):
 
 
 def taken(way, size):
-    """Somebody else takes memory in mid-run."""
-    training = Training(way, size)
-    batch = training.batch(size["batch"], size["model"][2])
+    """Somebody else takes memory in mid-run: what is free, and then of what was cached."""
+    training = Training(way, size, cuts=(16, 8, 4))
+    batch = training.batch()
     before = [training.run(batch) for _ in range(size["steps"] // 2)]
-    cuda = ctypes.CDLL(None).cudaMalloc if hasattr(ctypes.CDLL(None), "cudaMalloc") else runtime()
-    free, _ = torch.cuda.mem_get_info()
-    hold(cuda, max(0, free - (256 << 20)))
-    torch.cuda.empty_cache()  # what is cached is what another process can take
-    take = min(size["taken"], torch.cuda.mem_get_info()[0])
-    hold(cuda, take)
+    cuda_malloc = runtime()
+    take(cuda_malloc, torch.cuda.mem_get_info()[0] - GIB // 4)
+    torch.cuda.empty_cache()
+    took = take(cuda_malloc, size["taken"])
     struck = training.run(batch)
     redone, ooms = training.redone, training.ooms
     after = [training.run(batch) for _ in range(size["steps"] // 2)]
     return {
         "before_ms": median_ms(before[2:]),
         "struck_ms": round(1e3 * struck, 1),
+        "next_ms": each_ms(after[:2]),
         "after_ms": median_ms(after),
         "ratio": round(struck / statistics.median(after), 2),
         "redone": redone,
         "ooms": ooms,
         "micro": training.micro,
-        "taken_gib": round(take / GIB, 1),
+        "taken_gib": round(took / GIB, 1),
     }
 
 
@@ -236,30 +265,33 @@ def runtime():
     return ctypes.CDLL(path).cudaMalloc
 
 
-def hold(cuda_malloc, size):
-    """Memory outside of every allocator."""
-    pointer = ctypes.c_void_p()
-    code = cuda_malloc(ctypes.byref(pointer), ctypes.c_size_t(size))
-    if code:
-        sys.exit(f"bench: cudaMalloc of {size} bytes gave {code}")
+PIECE = 64 << 20
+
+
+def take(cuda_malloc, wanted):
+    """Takes memory outside of every allocator, in pieces: how much it got."""
+    pointer, took = ctypes.c_void_p(), 0
+    while took + PIECE <= wanted:
+        if cuda_malloc(ctypes.byref(pointer), ctypes.c_size_t(PIECE)):
+            break
+        took += PIECE
+    return took
 
 
 def learn(way, size):
-    """The size is learned under a cap; libraries are loaded before."""
-    training = Training(way, size, limit=size["cap"], micro=0, learn=True)
-    with contextlib.suppress(torch.OutOfMemoryError):
-        loss_fn(training.model, training.batch(1, size["model"][2])).backward()
-    training.optimizer.zero_grad()
-    batch = training.batch(size["batch"], size["model"][2])
+    """The size is learned under a cap."""
+    every = range(1, size["batch"] + 1)
+    training = Training(way, size, limit=size["cap"], cuts=every, learn=True)
+    batch = training.batch()
     ooms, seconds = 0, []
     for _ in range(size["steps"]):
         seconds.append(training.run(batch))
         ooms += training.ooms
-    clean = statistics.median(seconds[3:])
+    clean = statistics.median(seconds[WARM:])
     return {
         "micro": training.micro,
         "ooms": ooms,
-        "first_ms": round(1e3 * seconds[0], 1),
+        "first_ms": each_ms(seconds[:WARM]),
         "clean_ms": round(1e3 * clean, 1),
         "ratio": round(seconds[0] / clean, 2),
     }
@@ -267,17 +299,17 @@ def learn(way, size):
 
 def tensors(way, size):
     """The host's time for a tensor: mixed sizes, a thousand live."""
-    Training(way, {**size, "model": (64, 1, 64, 64)})
+    Training(way, {**size, "model": (64, 1, 64, 64)}, cuts=(1,))
     draw = random.Random(2)
     sizes = [draw.choice((512, 4096, 65536, 1 << 20, 4 << 20)) for _ in range(20000)]
     live = [None] * 1000
-    best = []
+    times = []
     for _ in range(5):
         began = time.perf_counter()
         for i, n in enumerate(sizes):
             live[i % 1000] = torch.empty(n, dtype=torch.uint8, device="cuda")
-        best.append((time.perf_counter() - began) / len(sizes))
-    return {"ns": round(1e9 * statistics.median(best))}
+        times.append((time.perf_counter() - began) / len(sizes))
+    return {"ns": round(1e9 * statistics.median(times))}
 
 
 def main():
