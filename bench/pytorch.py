@@ -235,14 +235,14 @@ def oom(way, size):
 
 
 def taken(way, size):
-    """Somebody else takes memory in mid-run: what is free, and then of what was cached."""
-    training = Training(way, size, cuts=(16, 8, 4))
+    """Somebody else takes memory in mid-run; this process may keep so much."""
+    training = Training(way, size, cuts=(32, 16, 8, 4))
     batch = training.batch()
     before = [training.run(batch) for _ in range(size["steps"] // 2)]
-    cuda_malloc = runtime()
-    take(cuda_malloc, torch.cuda.mem_get_info()[0] - GIB // 4)
+    held = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
-    took = take(cuda_malloc, size["taken"])
+    left = size["left"] - torch.cuda.memory_reserved()
+    take(cuda_malloc_of_process(), torch.cuda.mem_get_info()[0] - left)
     struck = training.run(batch)
     redone, ooms = training.redone, training.ooms
     after = [training.run(batch) for _ in range(size["steps"] // 2)]
@@ -255,11 +255,13 @@ def taken(way, size):
         "redone": redone,
         "ooms": ooms,
         "micro": training.micro,
-        "taken_gib": round(took / GIB, 1),
+        "held_gib": round(held / GIB, 1),
     }
 
 
-def runtime():
+def cuda_malloc_of_process():
+    if hasattr(ctypes.CDLL(None), "cudaMalloc"):
+        return ctypes.CDLL(None).cudaMalloc
     with open("/proc/self/maps") as maps:
         path = next(line.split()[-1] for line in maps if "libcudart" in line)
     return ctypes.CDLL(path).cudaMalloc
@@ -269,13 +271,11 @@ PIECE = 64 << 20
 
 
 def take(cuda_malloc, wanted):
-    """Takes memory outside of every allocator, in pieces: how much it got."""
-    pointer, took = ctypes.c_void_p(), 0
-    while took + PIECE <= wanted:
+    """Takes memory outside of every allocator, in pieces."""
+    pointer = ctypes.c_void_p()
+    for _ in range(wanted // PIECE):
         if cuda_malloc(ctypes.byref(pointer), ctypes.c_size_t(PIECE)):
             break
-        took += PIECE
-    return took
 
 
 def learn(way, size):
@@ -318,9 +318,9 @@ def main():
     parser.add_argument("way", nargs="?", choices=WAYS)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
     arguments = parser.parse_args()
-    size = dict(model=(768, 12, 1024, 50304), batch=32, steps=12, cap=20 * GIB, taken=15 * GIB)
+    size = dict(model=(768, 12, 1024, 50304), batch=32, steps=12, cap=20 * GIB, left=12 * GIB)
     if arguments.small:
-        size = dict(model=(128, 2, 64, 512), batch=8, steps=6, cap=GIB // 2, taken=GIB // 4)
+        size = dict(model=(128, 2, 64, 512), batch=32, steps=6, cap=GIB // 2, left=GIB // 4)
     if arguments.way:
         result = globals()[arguments.scenario](arguments.way, size)
         print(json.dumps({"scenario": arguments.scenario, "way": arguments.way, **result}))

@@ -78,6 +78,7 @@ STANDIN_API CUresult cuDeviceCanAccessPeer(int *can, CUdevice gpu, CUdevice peer
 
 STANDIN_API CUresult cuCtxSynchronize(void)
 {
+    wait_for_gpus();
     return CUDA_SUCCESS;
 }
 
@@ -239,11 +240,12 @@ STANDIN_API CUresult cuStreamDestroy(CUstream stream)
 
 STANDIN_API CUresult cuStreamQuery(CUstream stream)
 {
-    return RESULT(check_stream(stream));
+    return RESULT(query_stream(stream));
 }
 
 STANDIN_API CUresult cuStreamSynchronize(CUstream stream)
 {
+    wait_for_gpus();
     return RESULT(check_stream(stream));
 }
 
@@ -294,11 +296,12 @@ STANDIN_API CUresult cuEventRecord(CUevent event, CUstream stream)
 
 STANDIN_API CUresult cuEventQuery(CUevent event)
 {
-    return RESULT(check_event(event));
+    return RESULT(query_event(event));
 }
 
 STANDIN_API CUresult cuEventSynchronize(CUevent event)
 {
+    wait_for_gpus();
     return RESULT(check_event(event));
 }
 

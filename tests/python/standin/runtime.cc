@@ -113,6 +113,7 @@ STANDIN_API cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highe
 
 STANDIN_API cudaError_t cudaDeviceSynchronize(void)
 {
+    wait_for_gpus();
     return cudaSuccess;
 }
 
@@ -271,11 +272,12 @@ STANDIN_API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority
 
 STANDIN_API cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
-    return result(check_stream(stream));
+    return result(query_stream(stream));
 }
 
 STANDIN_API cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
+    wait_for_gpus();
     return result(check_stream(stream));
 }
 
@@ -328,11 +330,12 @@ STANDIN_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t
 
 STANDIN_API cudaError_t cudaEventQuery(cudaEvent_t event)
 {
-    return result(check_event(event));
+    return result(query_event(event));
 }
 
 STANDIN_API cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
+    wait_for_gpus();
     return result(check_event(event));
 }
 

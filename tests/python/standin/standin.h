@@ -97,9 +97,13 @@ int gpu_of_stream(void *stream);
 
 code create_event(void **out);
 code destroy_event(void *event);
-/* Everything was done when it was called for: so an event is ready as soon as it is recorded. */
 code record_event(void *event, void *stream);
 code check_event(void *event);
+/* Whether all work before is done; NOT_READY: it is not. */
+code query_event(void *event);
+code query_stream(void *stream);
+/* The host has waited: all work so far is done. */
+void wait_for_gpus(void);
 code wait_event(void *stream, void *event);
 code elapsed(float *milliseconds, void *start, void *end);
 

@@ -1,8 +1,10 @@
 /* Owns streams, events and graph capture. Must not know memory.
  *
  * Work is done when it is asked for, by the thread that asks; so a stream has nothing to wait for,
- * and an event is ready as soon as it is recorded. */
+ * and an event is ready as soon as it is recorded. With STANDIN_LATE=1 it is ready only after the
+ * host has waited for the GPU, as if every kernel took very long. */
 #include <chrono>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 
@@ -23,6 +25,7 @@ struct event {
     clock::time_point time;
     bool is_recorded;
     unsigned long long capture; /* in which it was recorded; 0: none */
+    unsigned long long waits;   /* how often the host had waited by then */
 };
 
 struct state {
@@ -32,6 +35,9 @@ struct state {
     std::map<void *, event> events;
     std::map<void *, unsigned long long> captures; /* by stream */
     unsigned long long last_capture = 0;
+    const bool is_late = getenv("STANDIN_LATE") && *getenv("STANDIN_LATE") == '1';
+    unsigned long long waits = 1;
+    unsigned long long last_recorded = 0; /* `waits` then */
 };
 
 /* Never destroyed: libraries use streams while the process ends. */
@@ -127,8 +133,36 @@ code record_event(void *handle, void *stream)
     if (found == s.events.end() || !is_stream(s, stream))
         return BAD_HANDLE;
     const auto capture = s.captures.find(stream);
-    found->second = {clock::now(), true, capture == s.captures.end() ? 0 : capture->second};
+    found->second = {clock::now(), true, capture == s.captures.end() ? 0 : capture->second,
+                     s.waits};
+    s.last_recorded = s.waits;
     return OK;
+}
+
+code query_event(void *handle)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.events.find(handle);
+    if (found == s.events.end())
+        return BAD_HANDLE;
+    return s.is_late && found->second.waits == s.waits ? NOT_READY : OK;
+}
+
+code query_stream(void *stream)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    if (!is_stream(s, stream))
+        return BAD_HANDLE;
+    return s.is_late && s.last_recorded == s.waits ? NOT_READY : OK;
+}
+
+void wait_for_gpus(void)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    s.waits++;
 }
 
 /* A stream that waits for what a captured stream did is captured too. */
