@@ -65,10 +65,10 @@ typedef struct rebatch_pool_options {
                                       share of the memory that it holds or can get stays free.
                                       Remapping costs device calls in every step, new memory costs
                                       them once. 1 to 1000; 0: 20; 1000: always remap */
-    rebatch_toggle replay;       /**< where memory is so short that pages would be remapped in each
-                                      repetition of a phase (rebatch_pool_mark()), place its
-                                      allocations by a plan; needs virtual memory and caching;
-                                      default on */
+    rebatch_toggle replay;       /**< where each repetition of a phase (rebatch_pool_mark()) would
+                                      remap pages, or the pool holds much more than is in use at
+                                      its peak, place the phase's allocations by a plan; needs
+                                      virtual memory and caching; default on */
 } rebatch_pool_options;
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
@@ -342,10 +342,11 @@ REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool
 /** Mark the beginning of a phase of the program, for example of a micro-batch or an update, and the
  *  end of the phase before. A session marks its callbacks itself. Thread-safe.
  *
- *  The pool plans a phase when memory is so short that it had to move pages in three consecutive
- *  phases with the same key, of which the last two made the same calls. It then serves the next
- *  phases with this key from one arena, in which no page is moved. The first call that differs ends
- *  the plan for its phase. That call and those after it are served as without a plan, and so are
+ *  The pool plans a phase when it moved pages, or held over a sixteenth more memory than was ever
+ *  in use, in three consecutive phases with the same key, of which the last two made the same
+ *  calls. It then serves the next phases with this key from one arena, in which no page is moved,
+ *  and returns to the device what it holds beyond its needs. The first call that differs ends the
+ *  plan for its phase. That call and those after it are served as without a plan, and so are
  *  allocations on other streams than that of the phase's first allocation, blocks that are used by
  *  other streams, and blocks that outlive the phase.
  *  @param pool  the pool. A phase has the calls of all threads, except of those that the open scope

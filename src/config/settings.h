@@ -62,8 +62,8 @@ enum rbi_setting_kind {
       .help = "Keep freed memory for later requests. false: every call goes to the device, "       \
               "for memory checkers.")                                                              \
     X(MEMORY_REPLAY, .key = "memory.replay", .kind = RBI_SWITCH, .initial = "true",                \
-      .help = "When memory is so short that pages would be remapped in every repetition of a "     \
-              "phase, place its allocations by a plan. false: never.")                             \
+      .help = "Where pages would be remapped in every repetition of a phase, or memory be held "   \
+              "that is not in use, place its allocations by a plan. false: never.")                \
     X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \
       .most = RBI_NUMBER_MOST,                                                                     \
       .help = "Memory that the pool takes, and releases when the device is out of memory, so "     \

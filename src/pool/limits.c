@@ -90,6 +90,17 @@ static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room,
     return room > kept && bytes <= room - kept;
 }
 
+/* Of what is free this part, or less, lies in parts of pages. */
+#define PARTS_OF_PAGES 32
+
+bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes)
+{
+    size_t room;
+    rebatch_memory_info info;
+    return rbi_pool_room(&room, pool, &info) == REBATCH_OK &&
+           leaves_room(pool, bytes / PARTS_OF_PAGES, room, &info);
+}
+
 /* How much a pool holds rather than move pages: what was in use at its peak, a part more, and a
  * part of what it has moved since. So a program whose calls never repeat pays with memory, in the
  * end, and not with calls of the device for ever. */
@@ -109,6 +120,17 @@ bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
                        const rebatch_memory_info *info)
 {
     return leaves_room(pool, bytes, room, info) && is_within_peak(pool, bytes);
+}
+
+/* Beyond this part of the peak, and so many pages, memory is held for nothing. */
+#define TOO_MUCH_PARTS 16
+#define TOO_MUCH_PAGES 16
+
+bool rbi_pool_holds_too_much(const rebatch_pool *pool)
+{
+    const uint64_t peak = pool->highest_live_bytes;
+    return rbi_vm_bytes(&pool->vm) >
+           peak + peak / TOO_MUCH_PARTS + TOO_MUCH_PAGES * pool->page_bytes;
 }
 
 /* The last micro-batch of a step is often smaller, and its blocks then just miss the zone in which

@@ -138,14 +138,12 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
     return bytes > room ? REBATCH_OOM : rbi_range_alloc(out, pool, bytes, stream);
 }
 
-struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream,
-                                   bool fresh)
+struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
 {
     struct rbi_mapping mapping = {.bytes = bytes,
                                   .stream = stream,
                                   .ahead = true,
-                                  .no_fresh =
-                                      !fresh || !rbi_pool_find_policy(pool, bytes).fresh_first};
+                                  .no_fresh = !rbi_pool_may_replace_parts(pool, bytes)};
     struct rbi_window window;
     struct rbi_block *block;
     if (rbi_nodes_prepare(&pool->heap.range_nodes, 1) &&

@@ -16,10 +16,22 @@ static struct rbi_block *take_arena(rebatch_pool *pool, const struct rbi_phase *
     struct rbi_block *block =
         rbi_lists_find(&stream->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     if (!block && pool->has_space)
-        block = rbi_pool_line_up(pool, bytes, stream, false);
-    if (!block && pool->has_space)
-        block = rbi_pool_line_up(pool, bytes, stream, true);
+        block = rbi_pool_line_up(pool, bytes, stream);
     return block ? rbi_block_take(&pool->heap, block, bytes) : NULL;
+}
+
+/* A plan's memory and this part more stay. */
+#define KEPT_BESIDE_PARTS 64
+
+/* Gives back what the pool holds beyond the needs of a plan, which serves now. */
+static void settle(rebatch_pool *pool, const struct rbi_phase *phase)
+{
+    if (!rbi_pool_holds_too_much(pool))
+        return;
+    const size_t below_peak = (size_t)(pool->highest_live_bytes - pool->stats.live_bytes);
+    const size_t needed = rbi_max(phase->arena_bytes + phase->beside_bytes, below_peak);
+    size_t released;
+    (void)rbi_pool_trim_cache(pool, needed + needed / KEPT_BESIDE_PARTS, NULL, &released);
 }
 
 rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
@@ -31,8 +43,8 @@ rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
     rbi_plan_end(pool);
     const struct rbi_phase *const planned =
         key != 0 && pool->plan.is_on ? rbi_plan_begin(pool, key) : NULL;
-    if (planned)
-        rbi_plan_serve_from(pool, take_arena(pool, planned));
+    if (planned && rbi_plan_serve_from(pool, take_arena(pool, planned)))
+        settle(pool, planned);
     rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }

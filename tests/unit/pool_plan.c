@@ -181,6 +181,23 @@ Test(pool_plan, no_page_is_moved_once_a_phase_repeats, .description = "seeds 1 t
     cr_assert_geq(served, SEEDS / 2, "%u of %d scripts were served", served, SEEDS);
 }
 
+/* Where there is room, fresh pages take the place of free memory in parts of pages, which cannot
+ * move into an arena. */
+Test(pool_plan, with_some_room_no_script_moves_pages_for_long, .description = "seeds 1 to 40")
+{
+    for (uint64_t seed = 1; seed <= SEEDS; seed++) {
+        const struct script script = write_script(seed);
+        struct run run = open_less_tight(&script, 60);
+        for (int i = 0; i < 12; i++)
+            cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        const uint64_t before = moved(&run);
+        for (int i = 0; i < 12; i++)
+            cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+        cr_assert_eq(moved(&run), before, "seed %ju", (uintmax_t)seed);
+        close_run(&run);
+    }
+}
+
 /* The first script from `seed` on that is served. */
 static struct run open_served(struct script *script, uint64_t seed)
 {

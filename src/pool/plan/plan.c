@@ -1,11 +1,11 @@
 /* Owns phases: the recording of their calls, when one is planned, and the serving of planned ones.
  * Must not know how memory is found.
  *
- * A phase is planned only where pages are moved in each of its kind: where memory is plentiful, the
- * pool finds the same places again by itself. Its calls are then recorded, compared with those of
- * the next phase of the same key, planned when they are the same, and served by number from there
- * on. The first call that differs ends that for this phase; when it does so twice in a row, the
- * calls are recorded anew. */
+ * A phase is planned only where pages are moved in each of its kind, or the pool holds much more
+ * than was ever in use: elsewhere the pool finds the same places again by itself. Its calls are
+ * then recorded, compared with those of the next phase of the same key, planned when they are the
+ * same, and served by number from there on. The first call that differs ends that for this phase;
+ * when it does so twice in a row, the calls are recorded anew. */
 #include "pool/plan/plan.h"
 
 #include "pool/plan/layout.h"
@@ -229,6 +229,21 @@ static size_t collect(struct rbi_lifetime *lifetimes, const struct rbi_phase *ph
     return count;
 }
 
+/* The most bytes in use at once of what is served elsewhere. */
+static size_t most_beside(const struct rbi_phase *phase)
+{
+    uint64_t units = 0, most = 0;
+    for (size_t i = 0; i < phase->count; i++) {
+        const struct rbi_phase_call *const call = &phase->calls[i];
+        const struct rbi_phase_call *const of = call->units ? call : &phase->calls[call->of];
+        if (of->offset != RBI_PLAN_ELSEWHERE)
+            continue;
+        units = call->units ? units + call->units : units - of->units;
+        most = most < units ? units : most;
+    }
+    return (size_t)most * REBATCH_POOL_UNIT_BYTES;
+}
+
 static void make_plan(struct rbi_phase *phase, size_t page_bytes)
 {
     const size_t most = phase->allocations;
@@ -243,6 +258,8 @@ static void make_plan(struct rbi_phase *phase, size_t page_bytes)
         set_offsets(phase, lifetimes, count);
         if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, page_bytes, &phase->arena_bytes))
             phase->arena_bytes = 0;
+        phase->beside_bytes = most_beside(phase);
+        phase->is_new = true;
     }
     rbi_heap_free(lifetimes);
     rbi_heap_free(room);
@@ -347,17 +364,17 @@ void rbi_plan_end(rebatch_pool *pool)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
-    const bool has_moved = moved_pages(pool) != plan->moved;
     if (!phase)
         return;
+    const bool is_needed = moved_pages(pool) != plan->moved || rbi_pool_holds_too_much(pool);
     if (plan->mode == RBI_PLAN_SERVES) {
         phase->misses = 0;
         rbi_plan_leave(pool);
     } else {
-        phase->is_needed = has_moved;
+        phase->is_needed = is_needed;
         if (plan->mode == RBI_PLAN_COMPARES && plan->next < phase->count)
             record_from_here(plan);
-        else if (plan->mode == RBI_PLAN_COMPARES && has_moved)
+        else if (plan->mode == RBI_PLAN_COMPARES && is_needed)
             make_plan(phase, pool->page_bytes);
     }
     plan->mode = RBI_PLAN_OFF;
@@ -392,7 +409,7 @@ const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key)
     return mode == RBI_PLAN_SERVES ? phase : NULL;
 }
 
-void rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
+bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
@@ -404,4 +421,7 @@ void rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
     plan->arena = arena;
     plan->arena_live_bytes = 0;
     plan->mode = arena ? RBI_PLAN_SERVES : RBI_PLAN_OFF;
+    const bool is_first = arena && phase->is_new;
+    phase->is_new &= !is_first;
+    return is_first;
 }

@@ -34,11 +34,13 @@ struct rbi_phase {
     struct rbi_phase_call *calls;
     size_t count, capacity;
     size_t allocations;
-    size_t arena_bytes; /* 0: there is no plan */
-    uint32_t moves;     /* plans in a row for whose arena pages were moved */
-    uint32_t rest;      /* so many phases are not looked at */
-    uint32_t misses;    /* phases in a row that the plan did not serve to their end */
-    bool is_needed;     /* pages were moved in the last one */
+    size_t arena_bytes;  /* 0: there is no plan */
+    size_t beside_bytes; /* the most in use at once of what the plan does not serve */
+    uint32_t moves;      /* plans in a row for whose arena pages were moved */
+    uint32_t rest;       /* so many phases are not looked at */
+    uint32_t misses;     /* phases in a row that the plan did not serve to their end */
+    bool is_needed;      /* in the last one pages were moved, or the pool held too much */
+    bool is_new;         /* the plan has not served yet */
 };
 
 enum rbi_plan_mode {
@@ -73,8 +75,8 @@ void rbi_plan_end(rebatch_pool *pool);
  * and rbi_plan_serve_from() called. */
 const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key);
 /* The arena is a block in no list, with `2 * allocations` spare nodes for blocks; NULL: there was
- * no memory. */
-void rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena);
+ * no memory. Returns whether the plan serves for the first time. */
+bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena);
 /* Serves an allocation, or NULL: the pool has to. */
 struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
 /* A block is in use, which rbi_plan_serve() did not serve; another stream is to use it; it is about
