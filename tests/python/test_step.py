@@ -521,6 +521,42 @@ def test_wrong_options_are_said_when_the_step_is_made():
         )
 
 
+@pytest.mark.parametrize(
+    "options, sentence",
+    (
+        ({"micro_start": -1}, "micro_start is -1: expected 0 to 2^63 - 1"),
+        ({"micro_start": "4"}, "micro_start is '4': expected an int"),
+        ({"grow_after": 1 << 32}, "grow_after is 4294967296: expected 0 to 2^32 - 1"),
+        ({"micro_allowed": 4}, "micro_allowed is 4: expected a list of sizes"),
+        ({"micro_allowed": [8, 0]}, "micro_allowed[1] is 0: expected 1 to 2^63 - 1"),
+        ({"autocast": "bf16"}, "autocast is 'bf16': expected a dtype"),
+        ({"normalizer": 64}, "normalizer is 64: expected a function"),
+        ({"lighten": [True]}, "lighten is True: expected a function"),
+        ({"scaler": True}, "scaler is of type bool: expected a torch.amp.GradScaler"),
+        ({"lr_scheduler": 3}, "lr_scheduler is of type int: expected a scheduler"),
+        ({"clip": -1.0}, "clip is -1.0: expected a norm above 0"),
+        ({"loss_fn": None}, "loss_fn is None: expected a function"),
+        ({"model": regression_loss}, "model is of type function: expected a torch.nn.Module"),
+        ({"optimizer": make("mlp")[0]}, "optimizer is of type Mlp: expected a torch.optim"),
+    ),
+)
+def test_a_wrong_argument_is_said_when_the_step_is_made(options, sentence):
+    model, _, loss_fn = make("mlp")
+    given = {"model": model, "loss_fn": loss_fn, **options}
+    given.setdefault("optimizer", torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        rebatch.Step(**given)
+    assert sentence in str(caught.value)
+
+
+def test_a_rung_of_the_wrong_kind_is_said_at_once():
+    model = make("mlp")[0]
+    with pytest.raises(TypeError, match="of checkpointing.. is of type list"):
+        rebatch.checkpointing([model])
+    with pytest.raises(TypeError, match="of offload.. is of type Mlp: expected a torch.optim"):
+        rebatch.offload(model)
+
+
 # ---- gradients without an update ----
 
 
