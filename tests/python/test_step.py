@@ -8,7 +8,16 @@ import torch
 
 import rebatch.torch as rebatch
 from rebatch.torch._backward import Backward
-from models import FailAt, fails_above, make, out_of_memory, regression_loss, same_bits, state_of
+from models import (
+    FailAt,
+    HalfStep,
+    fails_above,
+    make,
+    out_of_memory,
+    regression_loss,
+    same_bits,
+    state_of,
+)
 
 KINDS = ("mlp", "conv", "gpt")
 
@@ -243,15 +252,6 @@ def test_exhausted_says_what_was_tried():
     assert "forward_backward of 1 sample" in str(caught.value)
     assert "Tried to allocate 2.00 GiB" in str(caught.value)
     assert isinstance(caught.value, torch.OutOfMemoryError)
-
-
-class HalfStep(torch.optim.SGD):
-    """Changes one parameter, and then runs out of memory."""
-
-    def step(self, closure=None):
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1)
-        out_of_memory(None)
 
 
 def test_an_oom_within_the_update_is_torn():

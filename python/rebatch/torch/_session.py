@@ -249,6 +249,16 @@ class Session:
             return stats.live_bytes
         return 0
 
+    def available_bytes(self) -> int:
+        """Memory that can be allocated; all of it on a CPU, where it is not known."""
+        if self.meter:
+            out = (C.c_uint64 * 1)()
+            self.meter._available(out, None)
+            return out[0]
+        available = C.c_size_t()
+        c.check(lib.rebatch_pool_available(C.byref(available), lib.rebatch_get_pool(self.rb)))
+        return available.value
+
     def _collect(self, live_before: int) -> None:
         """What the attempt has made is to be gone: first what autograd's threads still hold, then
         what only the garbage collector finds."""
