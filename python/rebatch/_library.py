@@ -929,7 +929,9 @@ def parse_size(size) -> tuple[int, int]:
         check(lib.rebatch_config_parse_size(ctypes.byref(count), ctypes.byref(share), text))
         return count.value, share.value
     if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f'a size is {size!r}: expected bytes as an int, or a text such as "22GiB"')
+        raise TypeError(
+            f'rebatch: a size is {size!r}: expected bytes as an int, or a text such as "22GiB"'
+        )
     if not 0 <= size < 1 << 63:
-        raise ValueError(f"a size is {size}: expected 0 to 2^63 - 1 bytes")
+        raise ValueError(f"rebatch: a size is {size}: expected 0 to 2^63 - 1 bytes")
     return size, 0

@@ -16,6 +16,7 @@ from rebatch.torch._backward import Backward
 from rebatch.torch._batch import slice_batch
 from rebatch.torch._map import join_results
 from rebatch.torch._report import Report
+from rebatch.torch._trainer_update import TrainerUpdate
 
 try:
     from lightning.pytorch import Callback
@@ -24,6 +25,8 @@ except ImportError:
 
 # Arguments of Step that a Trainer has too.
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
+# Methods of a precision plugin that update the parameters.
+_OF_THE_UPDATE = ("optimizer_step", "clip_gradients", "_after_closure")
 
 
 class Rebatch(Callback):
@@ -36,6 +39,9 @@ class Rebatch(Callback):
 
     - training_step, on_before_backward and on_after_backward run for each micro-batch;
       on_before_zero_grad runs before them
+    - clipping that runs out of memory is tried once more where no gradient was changed; the
+      optimizer's step does not begin without the memory that an earlier one needed (Exhausted), and
+      an OOM within it raises Torn
     - values of self.log() are combined: the mean over the samples, or the sum, minimum or maximum
       that reduce_fx names. A Metric counts each sample once; its value for the step is that of the
       last micro-batch
@@ -122,7 +128,8 @@ def _refuse_what_cannot_work(trainer: Any, module: Any) -> None:
             f"rebatch: the device is of type {strategy.root_device.type!r}: expected 'cuda' or "
             "'cpu'"
         )
-    if not hasattr(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure"):
+    loop, plugin = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.precision_plugin
+    if not (hasattr(loop, "_make_closure") and hasattr(plugin, "_after_closure")):
         raise ValueError(
             "rebatch: this version of Lightning has another training loop: expected 2.x"
         )
@@ -151,12 +158,32 @@ class _TrainingStep:
             slice=self._part,
             **options,
         )
+        self._update = TrainerUpdate(self.backward)
 
     def attach(self) -> None:
         self._loop._make_closure = self._make_closure
+        self._precision = self._trainer.precision_plugin
+        self._plain = {name: getattr(self._precision, name) for name in _OF_THE_UPDATE}
+        for name in _OF_THE_UPDATE:
+            setattr(self._precision, name, getattr(self, name))
 
     def detach(self) -> None:
         vars(self._loop).pop("_make_closure", None)
+        for name in _OF_THE_UPDATE:
+            vars(self._precision).pop(name, None)
+
+    # ---- in the place of methods of the precision plugin ----
+
+    def optimizer_step(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._update.run(lambda: self._plain["optimizer_step"](*arguments, **keywords))
+
+    def clip_gradients(self, *arguments: Any, **keywords: Any) -> None:
+        self._update.clip(lambda: self._plain["clip_gradients"](*arguments, **keywords))
+
+    def _after_closure(self, *arguments: Any, **keywords: Any) -> None:
+        """Hooks and clipping. The optimizer's step comes next."""
+        self._plain["_after_closure"](*arguments, **keywords)
+        self._update.begin()
 
     def _make_closure(self, kwargs: Dict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         if self._loop._skip_backward:  # weight averaging runs batches for BatchNorm's statistics

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -16,6 +17,7 @@ from rebatch.torch._backward import Backward
 from rebatch.torch._batch import batch_length, slice_batch
 from rebatch.torch._lighten import checkpointing
 from rebatch.torch._report import Report
+from rebatch.torch._trainer_update import TrainerUpdate
 
 # Arguments of Step that a Trainer has too.
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
@@ -38,6 +40,13 @@ class RebatchMixin:
         """What the last batch needed: rebatch.torch.Step.report."""
         return self._rebatch.backward.report if self._rebatch.backward else Report()
 
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """transformers.Trainer.train()."""
+        try:
+            return super().train(*arguments, **keywords)
+        finally:
+            self._rebatch.put_back()
+
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None, **keywords: Any
     ) -> torch.Tensor:
@@ -57,6 +66,10 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
     the same. Precision, max_grad_norm, gradient_accumulation_steps and num_items_in_batch work as
     in transformers.Trainer. When one sample does not fit, gradient checkpointing is switched on,
     for models that have it.
+
+    Clipping that runs out of memory is tried once more where no gradient was changed. The
+    optimizer's step does not begin without the memory that an earlier one needed (Exhausted), and
+    an OOM within it raises Torn.
 
     A loss is the sum over the items of the micro-batch, divided by num_items_in_batch, as those of
     transformers' models are; or it is the mean over the labels that are not -100, or over the
@@ -118,13 +131,53 @@ class _TrainingStep:
         if "lighten" not in self._options and _can_checkpoint(trainer):
             self._options["lighten"] = checkpointing(trainer.model)
         self.backward: Optional[Backward] = None
+        self._replaced: List[tuple] = []  # methods of the optimizer and of accelerate
 
     def __call__(self, model: Any, inputs: Any, arguments: Dict[str, Any]) -> torch.Tensor:
         if self.backward is None or self.backward.model is not model:  # train() was called again
             self.backward = self._make_backward(model)
+            self._update = TrainerUpdate(self.backward)
             self._is_divided: Optional[bool] = None
+        self._guard_update()
         self._arguments = arguments
         return self.backward(inputs)
+
+    def _guard_update(self) -> None:
+        """The Trainer calls these after the last batch of an update."""
+        if self._replaced:
+            return
+        for owner, name, guarded in (
+            (self._trainer.optimizer, "step", self._guarded_step),
+            (self._trainer.accelerator, "clip_grad_norm_", self._guarded_clip),
+        ):
+            plain = getattr(owner, name)
+            self._replaced.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, functools.wraps(plain)(guarded(plain)))  # schedulers mark step
+
+    def put_back(self) -> None:
+        for owner, name, own in self._replaced:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+        self._replaced = []
+
+    def _guarded_step(self, plain: Callable) -> Callable:
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            def body() -> Any:
+                self._update.begin()
+                return plain(*arguments, **keywords)
+
+            return self._update.run(body)
+
+        return step
+
+    def _guarded_clip(self, plain: Callable) -> Callable:
+        def clip(parameters: Any, *arguments: Any, **keywords: Any) -> Any:
+            parameters = list(parameters)  # for a second attempt
+            return self._update.clip(lambda: plain(parameters, *arguments, **keywords))
+
+        return clip
 
     def _make_backward(self, model: Any) -> Backward:
         optimizer = self._trainer.optimizer

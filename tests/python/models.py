@@ -115,6 +115,20 @@ def out_of_memory(_gradient):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+class HalfStep(torch.optim.SGD):
+    """Changes one parameter, and then runs out of memory."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        if closure:
+            closure()
+        self.calls += 1
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1)
+        out_of_memory(None)
+
+
 def state_of(model):
     """Copies of all parameters and buffers."""
     return [t.detach().clone() for t in list(model.parameters()) + list(model.buffers())]

@@ -61,6 +61,7 @@ def test_parts_are_views():
     (
         ({"x": "text"}, "the batch, a dict, has no tensor with a first dimension"),
         ((X, Y[:4]), "batch[0] has 6 samples and batch[1] has 4"),
+        ("text", "expected tensors, or dicts, lists or tuples of them, or `slice` and `length`"),
         ({"a": X[:0]}, "batch['a'] has 0 samples"),
         (torch.tensor(1.0), "has no tensor with a first dimension"),
     ),

@@ -67,3 +67,12 @@ def test_a_call_with_the_batch_size_is_said():
 
     with pytest.raises(TypeError, match=r"expected a call with \('model'\)"):
         train(16, torch.nn.Linear(1, 1))
+
+
+def test_a_function_without_a_parameter_is_said():
+    @rebatch.find_batch_size
+    def train():
+        pass
+
+    with pytest.raises(TypeError, match=r"train\(\) has no parameter: expected the batch size"):
+        train()

@@ -11,7 +11,7 @@ import torchmetrics
 from lightning.pytorch.loggers.logger import Logger
 
 import rebatch.lightning
-from models import FailAt, Mlp, out_of_memory, same_bits, state_of
+from models import FailAt, HalfStep, Mlp, out_of_memory, same_bits, state_of
 
 SAMPLES = 16
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -181,6 +181,75 @@ def test_every_operation_of_a_batch_may_fail(monkeypatch):
         failures += failed
         assert same_bits(state, expected) and its_error == error, f"operation {n}"
     assert failures > 25
+
+
+def clipped(monkeypatch, clip=None, **options):
+    """A training in which `clip` is called in the place of clip_grad_norm_."""
+    if clip:
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    options = {"gradient_clip_val": 0.1, "epochs": 1, "step_options": {"micro_start": 4}, **options}
+    module, _, _ = train(**options)
+    monkeypatch.undo()
+    return state_of(module)
+
+
+@pytest.mark.parametrize("precision", ("32-true", "16-mixed"))
+def test_every_operation_of_clipping_may_fail(monkeypatch, precision):
+    plain, options = torch.nn.utils.clip_grad_norm_, {"precision": precision}
+    expected, failures = clipped(monkeypatch, **options), 0
+    for n in range(1, 9):
+        mode = FailAt(n)
+
+        def clip(*arguments):
+            with mode:
+                return plain(*arguments)
+
+        state = clipped(monkeypatch, clip, **options)
+        failures += mode.failed
+        assert same_bits(state, expected), f"operation {n}"
+    assert failures > 5
+
+
+@pytest.mark.parametrize("changes, calls", (("in place", 1), ("anew", 1), ("none", 2)))
+def test_clipping_is_tried_once_more_where_no_gradient_was_changed(monkeypatch, changes, calls):
+    tried, before = [], []
+
+    def clip(parameters, _norm):
+        parameters = list(parameters)
+        tried.append(1)
+        before[:] = state_of(module)
+        if changes == "in place":
+            parameters[-1].grad.mul_(0.5)
+        if changes == "anew":
+            parameters[-1].grad = parameters[-1].grad * 0.5
+        out_of_memory(None)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    module = Net()
+    with pytest.raises(rebatch.torch.Exhausted, match="(?s)gradients were clipped.*2.00 GiB"):
+        fit(module, rebatch.lightning.Rebatch(log_level="quiet"), gradient_clip_val=0.1)
+    assert len(tried) == calls and same_bits(state_of(module), before)
+
+
+@pytest.mark.parametrize("precision", ("32-true", "16-mixed"))
+def test_an_oom_within_the_optimizers_step_is_torn(precision):
+    module = Net()
+    module.configure_optimizers = lambda: HalfStep(module.parameters(), 0.1)
+    with pytest.raises(rebatch.torch.Torn, match="restore a checkpoint"):
+        fit(module, rebatch.lightning.Rebatch(log_level="quiet"), precision=precision)
+    assert module._trainer.optimizers[0].calls == 1
+
+
+def test_an_oom_in_a_hook_before_the_update_comes_out_unchanged():
+    module = Net()
+    module.on_before_optimizer_step = out_of_memory
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory"):
+        fit(module, rebatch.lightning.Rebatch(log_level="quiet"))
+
+
+def test_the_precision_plugin_is_put_back():
+    trainer, _ = fit(Net(), rebatch.lightning.Rebatch(log_level="quiet"))
+    assert not set(rebatch.lightning._OF_THE_UPDATE) & set(vars(trainer.precision_plugin))
 
 
 def test_what_is_logged_does_not_depend_on_the_cut():

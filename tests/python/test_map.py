@@ -73,6 +73,13 @@ def test_a_scalar_result_is_said():
         rebatch.map(lambda x: x.sum(), X)
 
 
+def test_no_result_and_no_inputs_are_said():
+    with pytest.raises(ValueError, match="the model returned None: expected tensors"):
+        rebatch.map(lambda x: None, X)
+    with pytest.raises(ValueError, match="lists or tuples of them$"):  # map() has no `slice`
+        rebatch.map(lambda x: x, "text")
+
+
 def test_evaluate_gives_the_loss_and_trains_nothing():
     model, batch, loss_fn = make("conv")
     before = state_of(model)

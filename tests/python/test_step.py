@@ -8,7 +8,16 @@ import torch
 
 import rebatch.torch as rebatch
 from rebatch.torch._backward import Backward
-from models import FailAt, fails_above, make, out_of_memory, regression_loss, same_bits, state_of
+from models import (
+    FailAt,
+    HalfStep,
+    fails_above,
+    make,
+    out_of_memory,
+    regression_loss,
+    same_bits,
+    state_of,
+)
 
 KINDS = ("mlp", "conv", "gpt")
 
@@ -243,15 +252,6 @@ def test_exhausted_says_what_was_tried():
     assert "forward_backward of 1 sample" in str(caught.value)
     assert "Tried to allocate 2.00 GiB" in str(caught.value)
     assert isinstance(caught.value, torch.OutOfMemoryError)
-
-
-class HalfStep(torch.optim.SGD):
-    """Changes one parameter, and then runs out of memory."""
-
-    def step(self, closure=None):
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1)
-        out_of_memory(None)
 
 
 def test_an_oom_within_the_update_is_torn():
@@ -519,6 +519,42 @@ def test_wrong_options_are_said_when_the_step_is_made():
         rebatch.Step(model, optimizer, loss_fn, micro_smallest=8, micro_largest=4)(
             make("mlp")[1]
         )
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    (
+        ({"micro_start": -1}, "micro_start is -1: expected 0 to 2^63 - 1"),
+        ({"micro_start": "4"}, "micro_start is '4': expected an int"),
+        ({"grow_after": 1 << 32}, "grow_after is 4294967296: expected 0 to 2^32 - 1"),
+        ({"micro_allowed": 4}, "micro_allowed is 4: expected a list of sizes"),
+        ({"micro_allowed": [8, 0]}, "micro_allowed[1] is 0: expected 1 to 2^63 - 1"),
+        ({"autocast": "bf16"}, "autocast is 'bf16': expected a dtype"),
+        ({"normalizer": 64}, "normalizer is 64: expected a function"),
+        ({"lighten": [True]}, "lighten is True: expected a function"),
+        ({"scaler": True}, "scaler is of type bool: expected a torch.amp.GradScaler"),
+        ({"lr_scheduler": 3}, "lr_scheduler is of type int: expected a scheduler"),
+        ({"clip": -1.0}, "clip is -1.0: expected a norm above 0"),
+        ({"loss_fn": None}, "loss_fn is None: expected a function"),
+        ({"model": regression_loss}, "model is of type function: expected a torch.nn.Module"),
+        ({"optimizer": make("mlp")[0]}, "optimizer is of type Mlp: expected a torch.optim"),
+    ),
+)
+def test_a_wrong_argument_is_said_when_the_step_is_made(options, sentence):
+    model, _, loss_fn = make("mlp")
+    given = {"model": model, "loss_fn": loss_fn, **options}
+    given.setdefault("optimizer", torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        rebatch.Step(**given)
+    assert sentence in str(caught.value)
+
+
+def test_a_rung_of_the_wrong_kind_is_said_at_once():
+    model = make("mlp")[0]
+    with pytest.raises(TypeError, match="of checkpointing.. is of type list"):
+        rebatch.checkpointing([model])
+    with pytest.raises(TypeError, match="of offload.. is of type Mlp: expected a torch.optim"):
+        rebatch.offload(model)
 
 
 # ---- gradients without an update ----

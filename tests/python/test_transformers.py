@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
 transformers = pytest.importorskip("transformers")
 
 import rebatch.transformers
-from models import FailAt, out_of_memory, same_bits, state_of
+from models import FailAt, HalfStep, out_of_memory, same_bits, state_of
 from rebatch.transformers import RebatchMixin, RebatchTrainer
 
 SAMPLES = 8
@@ -230,6 +231,69 @@ def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
     assert failures > 20
 
 
+@pytest.mark.parametrize("norm", (0.1, 0.0))
+def test_every_operation_of_clipping_may_fail(tmp_path, monkeypatch, norm):
+    plain = torch.nn.utils.clip_grad_norm_
+
+    def run(n):
+        mode = FailAt(n)
+
+        def clip(*arguments, **keywords):
+            with mode:
+                return plain(*arguments, **keywords)
+
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+        trainer = train(
+            tmp_path, seeded(gpt), RebatchTrainer, sentences(16), max_steps=2, max_grad_norm=norm,
+            gradient_accumulation_steps=2,
+        )
+        return state_of(trainer.model), logged(trainer, "grad_norm"), mode.failed
+
+    expected, norms, _ = run(0)
+    failures = 0
+    for n in range(1, 9):
+        state, its_norms, failed = run(n)
+        failures += failed
+        assert same_bits(state, expected) and its_norms == norms, f"operation {n}"
+    assert failures > 5
+
+
+@pytest.mark.parametrize("scaler", (True, False))
+@pytest.mark.parametrize("changes, calls", ((True, 1), (False, 2)))
+def test_clipping_is_tried_once_more_where_no_gradient_was_changed(
+    tmp_path, monkeypatch, changes, calls, scaler
+):
+    tried = []
+
+    def clip(parameters, *_, **__):
+        tried.append(1)
+        if changes:
+            parameters[-1].grad.mul_(0.5)
+        out_of_memory(None)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    model = seeded(gpt)
+    before = state_of(model)
+    with pytest.raises(rebatch.torch.Exhausted, match="(?s)gradients were clipped.*2.00 GiB"):
+        train(tmp_path, model, RebatchTrainer, max_grad_norm=0.1, scaler=scaler)
+    assert len(tried) == calls and same_bits(state_of(model), before)
+
+
+@pytest.mark.parametrize("scaler", (True, False))
+def test_an_oom_within_the_optimizers_step_is_torn(tmp_path, scaler):
+    optimizers = []
+
+    class Halves(RebatchTrainer):
+        def create_optimizer(self, *_):
+            optimizers.append(HalfStep(self.model.parameters(), 0.1))
+            self.optimizer = optimizers[0]
+            return self.optimizer
+
+    with pytest.raises(rebatch.torch.Torn, match="restore a checkpoint"):
+        train(tmp_path, seeded(gpt), Halves, scaler=scaler, max_grad_norm=0.0)
+    assert optimizers[0].calls == 1
+
+
 def test_gradient_checkpointing_is_the_last_rung(tmp_path):
     model = fails_above(seeded(gpt), 0, "forward", lambda m: m.transformer.gradient_checkpointing)
     trainer = train(tmp_path, model, RebatchTrainer)
@@ -247,8 +311,17 @@ def test_a_model_that_does_not_fit_at_all_says_so(tmp_path):
 
 def test_train_may_be_called_twice(tmp_path):
     trainer = train(tmp_path, fails_above(seeded(gpt), 3, "forward"), RebatchTrainer)
+    accelerator = trainer.accelerator
+    assert "clip_grad_norm_" not in vars(accelerator)  # put back
     trainer.train()
-    assert trainer.report.micro == 2
+    assert trainer.report.micro == 2 and "clip_grad_norm_" not in vars(accelerator)
+
+
+def test_schedulers_do_not_warn_of_the_guarded_step(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(tmp_path, seeded(gpt), RebatchTrainer, max_steps=2)
+    assert not [w for w in caught if "optimizer.step" in str(w.message)]
 
 
 # ---- other Trainers ----

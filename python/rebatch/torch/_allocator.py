@@ -104,7 +104,9 @@ def _bytes(name: str, size) -> int:
     """A size that cannot be a share."""
     count, share = _library.parse_size(size)
     if share:
-        raise ValueError(f'{name} is {size!r}: expected bytes, or a text such as "512MiB"')
+        raise ValueError(
+            f'rebatch: {name} is {size!r}: expected bytes, or a text such as "512MiB"'
+        )
     return count
 
 

@@ -58,6 +58,19 @@ class Backward(Step):
         super().__init__(model, optimizer, loss_fn, **options)
         self._update = _NoUpdate(model.parameters, optimizer, backward)
 
+    @property
+    def parameters(self) -> List[torch.nn.Parameter]:
+        """Those with gradients."""
+        return self._update.parameters
+
+    def kind_of_update(self) -> tuple:
+        """Updates of one kind need the same memory."""
+        return self._level, sum(p.numel() for p in self.parameters if p.grad is not None)
+
+    def available_bytes(self) -> int:
+        """The memory that can be allocated now."""
+        return self._open().available_bytes()
+
     def __call__(self, batch: Any) -> torch.Tensor:
         self._accumulators.keep_earlier(self._update.parameters)
         try:

@@ -45,22 +45,23 @@ def _tensors(value: Any, name: str) -> Iterator[Tuple[str, int]]:
             yield from _tensors(part, f"{name}[{i}]")
 
 
-def batch_length(batch: Any) -> int:
-    """The number of samples: the first dimension of the batch's tensors.
+def batch_length(batch: Any, otherwise: str = ", or `slice` and `length` for others") -> int:
+    """The number of samples: the first dimension of the batch's tensors. `otherwise` is what
+    messages offer beside such batches.
 
     Raises ValueError when there is no tensor, or when tensors disagree."""
     found = list(_tensors(batch, "batch"))
     if not found:
         raise ValueError(
             f"rebatch: the batch, a {type(batch).__name__}, has no tensor with a first dimension: "
-            "expected tensors, dicts, lists or tuples of them, or a `slice` for such objects"
+            f"expected tensors, or dicts, lists or tuples of them{otherwise}"
         )
     name, length = found[0]
     for other, its in found[1:]:
         if its != length:
             raise ValueError(
-                f"rebatch: {name} has {length} samples and {other} has {its}: expected the same "
-                "first dimension, or a `slice` for such batches"
+                f"rebatch: {name} has {length} samples and {other} has {its}: expected one "
+                f"first dimension{otherwise}"
             )
     if length == 0:
         raise ValueError(f"rebatch: {name} has 0 samples: expected at least 1")

@@ -63,6 +63,11 @@ def find_batch_size(
 
 
 def _check_arguments(function: Callable, parameters: list, arguments: tuple) -> None:
+    if not parameters:
+        raise TypeError(
+            f"rebatch: {function.__name__}() has no parameter: expected the batch size as the "
+            "first, which find_batch_size passes"
+        )
     if len(parameters) < len(arguments) + 1:
         names = ", ".join(repr(p) for p in parameters[1:])
         raise TypeError(

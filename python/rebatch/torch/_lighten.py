@@ -7,6 +7,8 @@ from typing import Any, Callable, Dict, List
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rebatch.torch._update import check_has, check_optimizer
+
 
 def checkpointing(*modules: torch.nn.Module) -> Callable[[bool], None]:
     """A rung that recomputes the activations of these modules in the backward pass.
@@ -17,6 +19,8 @@ def checkpointing(*modules: torch.nn.Module) -> Callable[[bool], None]:
     A Hugging Face model may be given as a whole: its own gradient checkpointing is used."""
     if not modules:
         raise ValueError("rebatch: checkpointing() has no module: expected the model's blocks")
+    for module in modules:
+        check_has("an argument of checkpointing()", module, "forward", "a torch.nn.Module")
     own: Dict[torch.nn.Module, Callable] = {}
 
     def recompute(forward: Callable) -> Callable:
@@ -66,6 +70,7 @@ def offload(optimizer: torch.optim.Optimizer) -> Callable[[bool], None]:
     """A rung that keeps the optimizer's state in host memory except during its step.
 
     This frees the memory of the state for the forward and backward passes."""
+    check_optimizer("the argument of offload()", optimizer)
     hooks: List[Any] = []
 
     def move(to_host: bool) -> None:

@@ -45,6 +45,10 @@ def run_map(
     return results
 
 
+def _named(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
 def join_results(results: List[Any]) -> Any:
     """One result of several, each with the samples in its first dimension."""
     first = results[0]
@@ -65,6 +69,6 @@ def join_results(results: List[Any]) -> Any:
     if isinstance(first, list):
         return [item for result in results for item in result]
     raise ValueError(
-        f"rebatch: the model returned a {type(first).__name__}: expected tensors, or dicts, tuples "
-        "or lists of them"
+        f"rebatch: the model returned {_named(first)}: expected tensors, or dicts, tuples or "
+        "lists of them"
     )

@@ -33,13 +33,16 @@ class Probe:
     predictions: List[Prediction]
 
     def __str__(self) -> str:
+        largest = max((p.peak_bytes for p in self.predictions), default=0)
+        unit, bytes_each = ("GiB", 1 << 30) if largest >= 1 << 30 else ("MiB", 1 << 20)
         lines = [f"{'micro-batch':>12}  {'peak':>11}"]
         for p in self.predictions:
             remark = "largest" if p.size == self.size else "" if p.fits else "does not fit"
-            lines.append(f"{p.size:>12}  {p.peak_bytes / (1 << 30):>7.2f} GiB  {remark}".rstrip())
+            peak = f"{p.peak_bytes / bytes_each:>7.2f} {unit}"
+            lines.append(f"{p.size:>12}  {peak}  {remark}".rstrip())
         lines.append(
-            f"largest micro-batch: {self.size} ({self.trials} sizes ran, {self.ooms} ran out of "
-            f"memory; {self.confidence})"
+            f"largest micro-batch: {self.size}: {self.confidence} ({self.trials} sizes ran, "
+            f"{self.ooms} ran out of memory)"
         )
         return "\n".join(lines)
 

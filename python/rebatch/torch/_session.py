@@ -7,6 +7,7 @@ import ctypes as C
 import difflib
 import gc
 import inspect
+import operator
 import os
 import time
 import weakref
@@ -50,6 +51,23 @@ def _named(name: str, value: Any, known: dict) -> int:
     raise ValueError(f"rebatch: {name} is {value!r}: expected one of {', '.join(known)}")
 
 
+def _count(name: str, value: Any, least: int = 0, bits: int = 63) -> int:
+    """A number for C, which would take a negative one for a large one."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"rebatch: {name} is {value!r}: expected an int") from None
+    if not least <= number < 1 << bits:
+        raise ValueError(f"rebatch: {name} is {number}: expected {least} to 2^{bits} - 1")
+    return number
+
+
+def _sizes(name: str, values: Any) -> list:
+    if not hasattr(values, "__iter__"):
+        raise TypeError(f"rebatch: {name} is {values!r}: expected a list of sizes")
+    return [_count(f"{name}[{i}]", value, least=1) for i, value in enumerate(values)]
+
+
 def check_names(options: dict, function: str) -> None:
     """TypeError for a keyword that is no option of a session."""
     known = list(inspect.signature(session_options).parameters)
@@ -80,23 +98,25 @@ def session_options(
     log_format: str = "text",
 ) -> c.Options:
     """The C library's options. docs/pytorch.md describes each."""
-    options = c.Options(micro_start=micro_start,
-        micro_smallest=micro_smallest,
-        micro_largest=micro_largest,
-        micro_multiple_of=micro_multiple_of,
+    options = c.Options(
+        micro_start=_count("micro_start", micro_start),
+        micro_smallest=_count("micro_smallest", micro_smallest),
+        micro_largest=_count("micro_largest", micro_largest),
+        micro_multiple_of=_count("micro_multiple_of", micro_multiple_of),
         learn=_toggle(learn),
         on_oom=_named("on_oom", on_oom, _on_oom),
         admission=_toggle(admission),
         growth=_toggle(growth),
-        grow_after=grow_after,
-        grow_wait_max=grow_wait_max,
-        max_attempts=max_attempts,
-        max_ooms_in_row=max_ooms_in_row,
+        grow_after=_count("grow_after", grow_after, bits=32),
+        grow_wait_max=_count("grow_wait_max", grow_wait_max, bits=32),
+        max_attempts=_count("max_attempts", max_attempts, bits=32),
+        max_ooms_in_row=_count("max_ooms_in_row", max_ooms_in_row, bits=32),
         log_level=_named("log_level", log_level, _log_levels),
         log_format=_named("log_format", log_format, {"text": 0, "json": 1}),
         log_file=os.fsencode(log_file) if log_file else None,
         reclaim=c.Toggle.OFF,
     )
+    micro_allowed = _sizes("micro_allowed", micro_allowed)
     if len(micro_allowed) > len(options.micro_allowed):
         raise ValueError(
             f"rebatch: micro_allowed has {len(micro_allowed)} sizes: expected at most "
@@ -228,6 +248,16 @@ class Session:
             )
             return stats.live_bytes
         return 0
+
+    def available_bytes(self) -> int:
+        """Memory that can be allocated; all of it on a CPU, where it is not known."""
+        if self.meter:
+            out = (C.c_uint64 * 1)()
+            self.meter._available(out, None)
+            return out[0]
+        available = C.c_size_t()
+        c.check(lib.rebatch_pool_available(C.byref(available), lib.rebatch_get_pool(self.rb)))
+        return available.value
 
     def _collect(self, live_before: int) -> None:
         """What the attempt has made is to be gone: first what autograd's threads still hold, then

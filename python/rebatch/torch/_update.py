@@ -34,6 +34,16 @@ def first_update_bytes(optimizer: torch.optim.Optimizer) -> int:
     )
 
 
+def check_has(name: str, value: Any, member: str, expected: str) -> None:
+    """TypeError for an argument that does not have a member of what is expected."""
+    if not hasattr(value, member):
+        raise TypeError(f"rebatch: {name} is of type {type(value).__name__}: expected {expected}")
+
+
+def check_optimizer(name: str, value: Any) -> None:
+    check_has(name, value, "param_groups", "a torch.optim.Optimizer")
+
+
 class Update:
     """The optimizers' step, with a GradScaler, clipping and schedulers."""
 
@@ -46,6 +56,7 @@ class Update:
     ):
         self.optimizers, self._schedulers = list(optimizers), list(schedulers)
         for optimizer in self.optimizers:
+            check_optimizer("optimizer", optimizer)
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
                     "rebatch: the optimizer is LBFGS, whose step runs the model again: expected one "
@@ -57,6 +68,11 @@ class Update:
                     "rebatch: lr_scheduler is ReduceLROnPlateau, which needs a metric: call its "
                     "step(metric) yourself after evaluation"
                 )
+            check_has("lr_scheduler", scheduler, "step", "a scheduler of torch.optim")
+        if scaler is not None:
+            check_has("scaler", scaler, "scale", "a torch.amp.GradScaler")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"rebatch: clip is {clip!r}: expected a norm above 0")
         self._scaler, self._clip = scaler, clip
 
     @property

@@ -59,7 +59,7 @@ def map(model: Callable[[Any], Any], inputs: Any) -> Any:
     smaller; the size is kept for the next map() of the same model. Its mode, training or evaluation,
     stays as it is. Raises Exhausted when one sample
     does not fit."""
-    samples = batch_length(inputs)
+    samples = batch_length(inputs, otherwise="")
     session = _session_of(_device_of(model, inputs))
     results = run_map(session, model, inputs, samples, _key_of(model))
     return join_results([result for _, result in results])

@@ -23,7 +23,7 @@ from rebatch.torch._report import Report, point_of, report_of
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._session import Session, check_names, session_options
 from rebatch.torch._state import Buffers, Generators, cuda_devices_of
-from rebatch.torch._update import Update
+from rebatch.torch._update import Update, check_has
 
 _Lighten = Callable[[bool], None]
 
@@ -34,6 +34,23 @@ def _list_of(value: Any) -> list:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _check(model: Any, loss_fn: Any, normalizer: Any, autocast: Any, lighten: Any) -> None:
+    """Arguments that would else fail within a step, or only at an OOM."""
+    for module in _list_of(model):
+        check_has("model", module, "named_buffers", "a torch.nn.Module")
+    given = [("loss_fn", loss_fn), *(("lighten", rung) for rung in _list_of(lighten))]
+    if normalizer is not None:
+        given.append(("normalizer", normalizer))
+    for name, value in given:
+        if not callable(value):
+            raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
+    if not (autocast is None or isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")):
+        raise TypeError(
+            f"rebatch: autocast is {autocast!r}: expected a dtype such as torch.bfloat16, or a "
+            "context manager"
+        )
 
 
 class Step:
@@ -99,6 +116,7 @@ class Step:
             raise ValueError(
                 f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'"
             )
+        _check(model, loss_fn, normalizer, autocast, lighten)
         self.model, self.loss_fn = model, loss_fn
         self._modules = torch.nn.ModuleList(_list_of(model))
         self._update = Update(_list_of(optimizer), _list_of(lr_scheduler), scaler, clip)

@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rebatch.torch as rebatch
+from rebatch.torch._backward import Backward
+from rebatch.torch._trainer_update import TrainerUpdate
 
 from conftest import STANDIN
 
@@ -459,3 +461,63 @@ elif {order!r} == "model":
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr and "terminate" not in done.stderr, done.stderr
+
+
+# ---- the update of a trainer ----
+
+
+def trainer_update(**options):
+    torch.manual_seed(0)
+    model = Wide().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    backward = Backward(model, optimizer, wide_loss, **QUIET)
+    batch = torch.randn(4, 512, 512, device="cuda")
+    update = TrainerUpdate(backward)
+
+    def train():
+        backward(batch)
+        update.run(apply)
+        optimizer.zero_grad()
+
+    def apply():
+        update.begin()
+        optimizer.step()
+
+    return backward, update, train, apply
+
+
+def test_a_trainers_update_does_not_begin_without_the_memory_of_an_earlier_one(standin):
+    backward, update, train, apply = trainer_update()
+    for _ in range(3):
+        train()
+    versions = [p._version for p in backward.parameters]
+    (needed,) = update._needed_bytes.values()
+    assert 4 * MIB <= needed <= 10 * MIB  # temporaries of the parameters' size
+    with little_memory(64 * MIB):
+        train()
+        assert versions != [p._version for p in backward.parameters]
+    backward(torch.randn(4, 512, 512, device="cuda"))
+    versions = [p._version for p in backward.parameters]
+    with little_memory(0):
+        taken = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(MIB // 2, device="cuda"))
+        with pytest.raises(rebatch.Exhausted, match="step needs .* MiB, there is .* MiB"):
+            update.run(apply)
+        assert versions == [p._version for p in backward.parameters]
+        del taken
+    update.run(apply)
+    assert versions != [p._version for p in backward.parameters]
+
+
+def test_a_trainers_update_is_measured_again_when_other_parameters_train():
+    backward, update, train, _ = trainer_update()
+    for _ in range(3):
+        train()
+    (whole,) = update._needed_bytes.values()
+    for p in backward.parameters[2:]:
+        p.requires_grad_(False)
+    for _ in range(3):
+        train()
+    assert len(update._needed_bytes) == 2 and min(update._needed_bytes.values()) < whole
