@@ -230,7 +230,8 @@ def test_without_cudas_headers_there_is_one_sentence(monkeypatch, empty_cache_fo
 
 
 def test_cudas_headers_may_be_in_two_packages(tmp_path):
-    runtime, nvcc = (tmp_path / "nvidia" / name / "include" for name in ("cuda_runtime", "cuda_nvcc"))
+    runtime = tmp_path / "nvidia" / "cuda_runtime" / "include"
+    nvcc = tmp_path / "nvidia" / "cuda_nvcc" / "include"
     runtime.mkdir(parents=True)
     (nvcc / "crt").mkdir(parents=True)
     (runtime / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
