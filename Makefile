@@ -418,9 +418,10 @@ test-python-gpu: ## the same on a GPU, with the PyTorch and pytest of this machi
 	@scripts/install-deps build
 	@PYTHON=$(PYTHON) FLAGS='$(PYTEST_FLAGS)' scripts/test-python --gpu build/python-gpu
 
-wheel: ## the Python package as one file in build/wheel
+FRONTS =
+wheel: ## the Python package as one file in build/wheel (a release: FRONTS=all)
 	@PYTHON=$(PYTHON) scripts/install-deps python
-	@PYTHON=$(PYTHON) scripts/wheel build/wheel
+	@PYTHON=$(PYTHON) scripts/wheel build/wheel $(FRONTS)
 
 test-valgrind: ## every test under valgrind
 	@scripts/install-deps build test valgrind

@@ -1,5 +1,6 @@
 """The parts of the build that pyproject.toml cannot say: the library in C, the wheel's tag."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,9 @@ class BuildWithLibrary(build_py):
             shutil.rmtree(package, ignore_errors=True)
         super().run()
         native.build_into(package)
+        fronts = os.environ.get("REBATCH_FRONTS")  # the folder of scripts/wheel-fronts
+        for front in Path(fronts).glob("front-*.so") if fronts else ():
+            shutil.copy2(front, package / "torch")
 
 
 class WheelForAnyPython(bdist_wheel):

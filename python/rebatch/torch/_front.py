@@ -1,8 +1,7 @@
-"""Compiles, keeps and loads the allocator in front of PyTorch's (front.cpp).
+"""Finds, compiles, keeps and loads the allocator in front of PyTorch's (front.cpp).
 
-The interface of PyTorch's allocator changes from one minor version to the next, so front.cpp is
-compiled for the PyTorch that is installed, at the first install(). A library that a wheel brings
-along for this PyTorch is used instead.
+The interface of PyTorch's allocator changes from one minor version to the next. A wheel may bring
+a library for this one; otherwise the first install() compiles front.cpp (_front_build.py).
 """
 
 import ctypes
@@ -12,21 +11,19 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 
 import torch
 
 from .. import _library
+from . import _front_build
+from ._front_build import FrontError, Torch
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-SOURCE = FOLDER / "front.cpp"
-OLDEST = (2, 8)
 
 # Name, result, arguments of the functions of front.cpp.
 FUNCTIONS = [
-    ("rebatch_torch_version", ctypes.c_char_p, []),
     ("rebatch_torch_install", ctypes.c_int, [ctypes.POINTER(_library.PoolOptions)]),
     ("rebatch_torch_is_installed", ctypes.c_int, []),
     ("rebatch_torch_configure", ctypes.c_int, [ctypes.POINTER(_library.PoolOptions)]),
@@ -40,47 +37,22 @@ FUNCTIONS = [
 ]
 
 
-class FrontError(RuntimeError):
-    """The allocator cannot be compiled or loaded; the message says what to do."""
-
-
-def torch_version() -> tuple[int, int]:
-    """Major and minor version of PyTorch."""
-    major, minor = re.match(r"(\d+)\.(\d+)", torch.__version__).groups()
-    return int(major), int(minor)
-
-
-def check_torch() -> None:
-    """Raise FrontError when this PyTorch cannot have another allocator on its GPUs."""
+def this_torch() -> Torch:
+    """The PyTorch that is installed. Raises FrontError when it cannot have another allocator."""
     if torch.version.cuda is None:
         raise FrontError(
             f"rebatch: PyTorch {torch.__version__} is built without CUDA; install a CUDA build"
         )
-    if torch_version() < OLDEST:
-        raise FrontError(
-            f"rebatch: PyTorch {torch.__version__} is too old; expected {OLDEST[0]}.{OLDEST[1]} "
-            "or later"
-        )
-
-
-def cuda_major() -> str:
-    """The major version of CUDA that PyTorch was built with, for example "13"."""
-    return torch.version.cuda.split(".")[0]
-
-
-# ---- what to compile with ----
-
-
-def compiler() -> list[str]:
-    """The command of the C++ compiler: the variable CXX, or the system's. Raises FrontError."""
-    wanted = os.environ.get("CXX", "").split()
-    for candidate in [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(candidate[0]):
-            return candidate
-    raise FrontError(
-        "rebatch: no C++ compiler was found, which install() needs once; install g++ (Debian and "
-        "Ubuntu: apt-get install g++), or set CXX"
+    _front_build.minor_of(torch.__version__)  # or it is too old
+    return Torch(
+        folder=pathlib.Path(torch.__file__).resolve().parent,
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        cxx11_abi=torch._C._GLIBCXX_USE_CXX11_ABI,
     )
+
+
+# ---- where headers are ----
 
 
 def cuda_folders() -> list[pathlib.Path]:
@@ -96,33 +68,6 @@ def cuda_folders() -> list[pathlib.Path]:
         folders.append(pathlib.Path(nvcc).resolve().parents[1] / "include")
     folders.append(pathlib.Path("/usr/local/cuda/include"))
     return folders
-
-
-def is_cuda_include(folder: pathlib.Path) -> bool:
-    """Whether the headers of the CUDA runtime are there, in PyTorch's major version."""
-    try:
-        text = (folder / "cuda_runtime_api.h").read_text(errors="replace")
-    except OSError:
-        return False
-    version = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
-    is_complete = (folder / "crt" / "host_defines.h").exists()
-    return is_complete and bool(version) and str(int(version.group(1)) // 1000) == cuda_major()
-
-
-def cuda_include() -> pathlib.Path:
-    """The folder of CUDA's headers. Raises FrontError."""
-    for folder in cuda_folders():
-        if is_cuda_include(folder):
-            return folder
-    version = ".".join(torch.version.cuda.split(".")[:2])
-    packages = ["nvidia-cuda-runtime", "nvidia-cuda-crt"]
-    if cuda_major() == "12":
-        packages = ["nvidia-cuda-runtime-cu12"]
-    wanted = " ".join(f"'{package}=={version}.*'" for package in packages)
-    raise FrontError(
-        f"rebatch: the headers of CUDA {cuda_major()} were not found, which install() needs once; "
-        f"run `pip install {wanted}`, or set CUDA_HOME to a CUDA {cuda_major()} toolkit"
-    )
 
 
 def rebatch_include() -> pathlib.Path:
@@ -142,42 +87,7 @@ def rebatch_include() -> pathlib.Path:
     )
 
 
-def command_line(output: str) -> list[str]:
-    """The compiler's command.
-
-    It does not name librebatch.so, of which there may be several: the front uses the functions of
-    the one that is loaded.
-    """
-    folder = pathlib.Path(torch.__file__).resolve().parent
-    return [
-        *compiler(),
-        "-std=c++20",
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-w",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{rebatch_include()}",
-        f"-isystem{folder / 'include'}",
-        f"-isystem{cuda_include()}",
-        str(SOURCE),
-        "-o",
-        output,
-        f"-L{folder / 'lib'}",
-        "-lc10",
-        "-lc10_cuda",
-        "-Wl,-soname,librebatch_torch.so",
-    ]
-
-
-# ---- the compiled library ----
-
-
-def prebuilt() -> pathlib.Path:
-    """The library that a wheel has for this PyTorch; it need not exist."""
-    major, minor = torch_version()
-    return FOLDER / f"front-torch{major}.{minor}-cu{cuda_major()}.so"
+# ---- the library in the cache ----
 
 
 def cache_folder() -> pathlib.Path:
@@ -186,32 +96,23 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(root) / "rebatch"
 
 
-def cached() -> pathlib.Path:
+def cached(wanted: Torch) -> pathlib.Path:
     """The compiled library in the cache; it need not exist.
 
     Its name has the versions of PyTorch and CUDA, and a hash of front.cpp, rebatch's headers, and
-    this file, which has the compiler's flags.
+    _front_build.py, which has the compiler's flags.
     """
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    digest.update(pathlib.Path(__file__).read_bytes())
+    digest = hashlib.sha256(_front_build.SOURCE.read_bytes())
+    digest.update(pathlib.Path(_front_build.__file__).read_bytes())
     for header in sorted((rebatch_include() / "rebatch").glob("*.h")):
         digest.update(header.name.encode() + header.read_bytes())
-    digest.update(repr((torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI)).encode())
-    version = re.sub(r"[^\w.]", "_", torch.__version__)
-    name = f"front-torch{version}-cuda{torch.version.cuda}-{digest.hexdigest()[:16]}.so"
+    digest.update(repr((wanted.version, wanted.cxx11_abi)).encode())
+    version = re.sub(r"[^\w.]", "_", wanted.version)
+    name = f"front-torch{version}-cuda{wanted.cuda}-{digest.hexdigest()[:16]}.so"
     return cache_folder() / name
 
 
-def first_error(log: str) -> str:
-    """The line of a compiler's output that says most."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for line in lines:
-        if "error" in line:
-            return line
-    return lines[0] if lines else "it printed nothing"
-
-
-def compile_front(target: pathlib.Path) -> None:
+def compile_to(target: pathlib.Path, wanted: Torch) -> None:
     """Compile front.cpp to `target`. Several processes may do so at once. Raises FrontError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -223,16 +124,9 @@ def compile_front(target: pathlib.Path) -> None:
         ) from None
     os.close(handle)
     try:
-        command = command_line(temporary)
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if result.returncode != 0:
-            log = target.with_suffix(".log")
-            output = result.stderr + result.stdout
-            log.write_text(" ".join(command) + "\n" + output)
-            raise FrontError(
-                "rebatch: the allocator cannot be compiled for PyTorch "
-                f"{torch.__version__}: {first_error(output)} (all of it: {log})"
-            )
+        includes = [rebatch_include(), *_front_build.cuda_includes(wanted, cuda_folders())]
+        command = _front_build.command_line(wanted, includes, temporary)
+        _front_build.compile_front(wanted, command, target.with_suffix(".log"))
         os.chmod(temporary, 0o755)
         os.replace(temporary, target)
     finally:
@@ -240,39 +134,56 @@ def compile_front(target: pathlib.Path) -> None:
             os.unlink(temporary)
 
 
-def find_or_compile() -> pathlib.Path:
-    """The library for this PyTorch, compiled if need be (about five seconds). Raises FrontError."""
-    check_torch()
-    if prebuilt().exists():
-        return prebuilt()
-    target = cached()
+def find_or_compile(wanted: Torch) -> pathlib.Path:
+    """The library in the cache, compiled if need be (about five seconds). Raises FrontError."""
+    target = cached(wanted)
     if not target.exists():
         print(
-            f"rebatch: compiling the allocator for PyTorch {torch.__version__}, once",
-            file=sys.stderr,
+            f"rebatch: compiling the allocator for PyTorch {wanted.version}, once", file=sys.stderr
         )
-        compile_front(target)
+        compile_to(target, wanted)
     return target
 
 
-@functools.lru_cache(maxsize=None)
-def load() -> ctypes.CDLL:
-    """The library with the allocator, loaded. Raises FrontError."""
-    path = find_or_compile()
+# ---- loading ----
+
+
+def open_front(path: pathlib.Path, wanted: Torch) -> ctypes.CDLL:
+    """The library in a file, loaded. Raises FrontError when it is not one for this PyTorch."""
     try:
         # The front finds the functions of librebatch.so, which is loaded already.
         ctypes.CDLL(_library.lib._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
         front = ctypes.CDLL(str(path))
     except OSError as error:
         raise FrontError(f"rebatch: {path} cannot be loaded: {error}") from None
+    front.rebatch_torch_version.restype = ctypes.c_char_p
+    built_for = front.rebatch_torch_version().decode()
+    if not built_for.startswith("{}.{}.".format(*wanted.minor)):
+        raise FrontError(
+            f"rebatch: {path} is built for PyTorch {built_for}, not for {wanted.version}; delete it"
+        )
     for name, result, arguments in FUNCTIONS:
         function = getattr(front, name)
         function.restype = result
         function.argtypes = arguments
-    built_for = front.rebatch_torch_version().decode()
-    if not built_for.startswith("{}.{}.".format(*torch_version())):
-        raise FrontError(
-            f"rebatch: {path} is built for PyTorch {built_for}, not for {torch.__version__}; "
-            "delete it"
-        )
     return front
+
+
+def open_prebuilt(wanted: Torch) -> ctypes.CDLL | None:
+    """The library that a wheel has for this PyTorch, loaded; None: it has none that fits."""
+    path = FOLDER / wanted.prebuilt_name
+    # Between two releases the interface is that of neither.
+    if not wanted.is_release or not path.exists():
+        return None
+    try:
+        return open_front(path, wanted)
+    except FrontError as error:  # for example, a C library that is older than the wheel's
+        print(error, file=sys.stderr)
+        return None
+
+
+@functools.lru_cache(maxsize=None)
+def load() -> ctypes.CDLL:
+    """The library with the allocator, loaded. Raises FrontError."""
+    wanted = this_torch()
+    return open_prebuilt(wanted) or open_front(find_or_compile(wanted), wanted)

@@ -1,10 +1,12 @@
-"""rebatch's pool as PyTorch's allocator: install() in every order, and compiling it.
+"""rebatch's pool as PyTorch's allocator: install() in every order, compiled or from a wheel.
 
 install() cannot be undone, so it is called in child processes only.
 """
 
+import dataclasses
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -13,13 +15,13 @@ import torch
 
 from conftest import ALLOC_CONF
 
-from rebatch.torch import _front
+from rebatch.torch import _front, _front_build
 
 GIB = 1 << 30
 
 
-def child(script, **variables):
-    """Run a script in a process of its own; returns what it prints. It must not complain."""
+def run(script, **variables):
+    """Run a script in a process of its own."""
     head = (
         "import gc, torch\n"
         "from rebatch.torch import _allocator as rebatch\n"
@@ -28,18 +30,28 @@ def child(script, **variables):
         "MIB = 1 << 20\n"
     )
     environment = {**os.environ, **variables}
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", head + script], capture_output=True, text=True, env=environment
     )
+
+
+def child(script, **variables):
+    """Run a script in a process of its own; returns what it prints. It must not complain."""
+    result = run(script, **variables)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == "", result.stderr
     return result.stdout
 
 
+def find():
+    """The compiled allocator that install() loads."""
+    return _front.find_or_compile(_front.this_torch())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Compiles the allocator, which prints a line, before the tests."""
-    _front.find_or_compile()
+    return find()
 
 
 def test_pytorch_on_rebatchs_pool():
@@ -195,34 +207,48 @@ def empty_cache_folder(monkeypatch, tmp_path):
 def test_a_pytorch_without_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(_front.FrontError, match="is built without CUDA"):
-        _front.find_or_compile()
+        find()
 
 
 def test_an_old_pytorch_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
     with pytest.raises(_front.FrontError, match="too old; expected 2.8 or later"):
-        _front.find_or_compile()
+        find()
 
 
 def test_without_a_compiler_there_is_one_sentence(monkeypatch, empty_cache_folder):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(_front.FrontError, match="no C[+][+] compiler was found"):
-        _front.find_or_compile()
+        find()
 
 
 def test_without_cudas_headers_there_is_one_sentence(monkeypatch, empty_cache_folder):
     monkeypatch.setattr(_front, "cuda_folders", lambda: [empty_cache_folder])
     with pytest.raises(_front.FrontError, match="pip install 'nvidia-cuda-runtime"):
-        _front.find_or_compile()
+        find()
+
+
+def test_cudas_headers_may_be_in_two_packages(tmp_path):
+    runtime = tmp_path / "nvidia" / "cuda_runtime" / "include"
+    nvcc = tmp_path / "nvidia" / "cuda_nvcc" / "include"
+    runtime.mkdir(parents=True)
+    (nvcc / "crt").mkdir(parents=True)
+    (runtime / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
+    (nvcc / "crt" / "host_defines.h").write_text("")
+    cuda_12 = _front_build.Torch(tmp_path, "2.8.0", "12.8", cxx11_abi=True)
+    assert _front_build.cuda_includes(cuda_12, [nvcc, runtime]) == [runtime, nvcc]
+    cuda_13 = dataclasses.replace(cuda_12, cuda="13.0")
+    with pytest.raises(_front.FrontError, match="headers of CUDA 13 were not found"):
+        _front_build.cuda_includes(cuda_13, [nvcc, runtime])
 
 
 def test_a_compilation_that_fails_says_why(monkeypatch, empty_cache_folder):
     broken = empty_cache_folder / "front.cpp"
     broken.write_text("int main() { return apples; }\n")
-    monkeypatch.setattr(_front, "SOURCE", broken)
+    monkeypatch.setattr(_front_build, "SOURCE", broken)
     with pytest.raises(_front.FrontError, match="error: .*apples") as caught:
-        _front.find_or_compile()
+        find()
     log = pathlib.Path(str(caught.value).split("all of it: ")[1].rstrip(")"))
     assert "apples" in log.read_text()
 
@@ -231,4 +257,81 @@ def test_a_cache_folder_that_cannot_be_made_says_so(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(_front.FrontError, match="set XDG_CACHE_HOME"):
-        _front.find_or_compile()
+        find()
+
+
+# ---- a library that the wheel brings ----
+
+INSTALL = "rebatch.install()\nx = tensor(MIB)\nprint(rebatch.stats()['live_bytes'] == MIB)\n"
+
+
+@dataclasses.dataclass
+class Wheel:
+    """A copy of the package, on a machine without a compiler where nothing is compiled yet."""
+
+    folder: pathlib.Path
+
+    @property
+    def prebuilt(self):
+        """Where the library for this PyTorch belongs."""
+        return self.folder / "rebatch" / "torch" / _front.this_torch().prebuilt_name
+
+    def install(self, script=INSTALL, **variables):
+        """Run a script that calls install()."""
+        machine = {"PATH": "", "CXX": "no-compiler", "XDG_CACHE_HOME": str(self.folder / "cache")}
+        return run(script, PYTHONPATH=str(self.folder), **{**machine, **variables})
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    package = _front.FOLDER.parent
+    no_fronts = shutil.ignore_patterns("__pycache__", "front-*.so")
+    shutil.copytree(package, tmp_path / "rebatch", ignore=no_fronts)
+    return Wheel(tmp_path)
+
+
+def is_refused(result):
+    """Whether install() ended as it does without a compiler."""
+    return result.returncode != 0 and "FrontError: rebatch: no C++ compiler" in result.stderr
+
+
+def test_a_prebuilt_library_needs_no_compiler(wheel, compiled):
+    shutil.copy(compiled, wheel.prebuilt)
+    result = wheel.install()
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
+    assert not (wheel.folder / "cache").exists()
+
+
+def test_a_prebuilt_library_for_another_pytorch_is_not_used(wheel, compiled):
+    for name in "front-torch2.7-cu12.so", "front-torch2.7-cu13.so":
+        shutil.copy(compiled, wheel.prebuilt.with_name(name))
+    assert is_refused(wheel.install())
+
+
+def test_a_prebuilt_library_is_not_used_between_two_releases(wheel, compiled):
+    shutil.copy(compiled, wheel.prebuilt)
+    version = "{}.{}.0a0+git1234567".format(*_front.this_torch().minor)
+    assert is_refused(wheel.install(f"torch.__version__ = {version!r}\n" + INSTALL))
+
+
+def build_misnamed(path):
+    """Build a library that says it is for PyTorch 2.7.1."""
+    source = 'extern "C" const char *rebatch_torch_version(void) { return "2.7.1"; }\n'
+    command = [*_front_build.compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+def test_a_prebuilt_library_with_the_wrong_name_is_refused(wheel):
+    build_misnamed(wheel.prebuilt)
+    result = wheel.install()
+    assert is_refused(result)
+    assert f"is built for PyTorch 2.7.1, not for {torch.__version__}" in result.stderr
+
+
+def test_a_prebuilt_library_that_cannot_be_loaded_is_compiled_instead(wheel):
+    wheel.prebuilt.write_bytes(b"cut off")
+    result = wheel.install(PATH=os.environ["PATH"], CXX=os.environ.get("CXX", ""))
+    assert (result.returncode, result.stdout) == (0, "True\n")
+    refused, compiling = result.stderr.splitlines()
+    assert f"{wheel.prebuilt} cannot be loaded" in refused
+    assert "compiling the allocator" in compiling
