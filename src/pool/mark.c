@@ -26,8 +26,6 @@ static struct rbi_block *take_arena(rebatch_pool *pool, const struct rbi_phase *
 /* Gives back what the pool holds beyond the needs of a plan, which serves now. */
 static void settle(rebatch_pool *pool, const struct rbi_phase *phase)
 {
-    if (!rbi_pool_holds_too_much(pool))
-        return;
     const size_t below_peak = (size_t)(pool->highest_live_bytes - pool->stats.live_bytes);
     const size_t needed = rbi_max(phase->arena_bytes + phase->beside_bytes, below_peak);
     size_t released;

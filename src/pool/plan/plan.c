@@ -16,6 +16,11 @@
 #define REST_PHASES 64
 /* So many phases in a row with other calls are planned anew; one may be an exception. */
 #define MISSES_MOST 2
+/* A plan that has served so many phases has proved itself. One that is dropped before was made for
+ * calls that repeat within a step alone, as those of samples of one length do: the key rests, and
+ * twice as long each time. */
+#define SERVED_ENOUGH 8u
+#define DOUBLINGS_MOST 6
 #define CALLS_FIRST 256
 /* A call has a number of 32 bits; a phase with more calls is not planned. */
 #define CALLS_MOST ((size_t)1 << 20)
@@ -99,13 +104,23 @@ static void record_from_here(struct rbi_pool_plan *plan)
     plan->mode = RBI_PLAN_RECORDS;
 }
 
+/* The plan's calls do not come any more. */
+static void give_plan_up(struct rbi_phase *phase, size_t count)
+{
+    const bool has_proved = phase->served >= SERVED_ENOUGH;
+    drop_plan(phase, count);
+    phase->failures = has_proved ? 0 : rbi_min(phase->failures + 1, DOUBLINGS_MOST);
+    if (!has_proved)
+        phase->rest = REST_PHASES << phase->failures;
+}
+
 /* A call is another than the plan has. */
 static void end_serving(rebatch_pool *pool)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     rbi_plan_leave(pool);
     if (++plan->phase->misses == MISSES_MOST)
-        drop_plan(plan->phase, plan->next);
+        give_plan_up(plan->phase, plan->next);
 }
 
 /* A call on the phase's stream; `of` is 0 of an allocation. */
@@ -259,7 +274,7 @@ static void make_plan(struct rbi_phase *phase, size_t page_bytes)
         if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, page_bytes, &phase->arena_bytes))
             phase->arena_bytes = 0;
         phase->beside_bytes = most_beside(phase);
-        phase->is_new = true;
+        phase->served = 0;
     }
     rbi_heap_free(lifetimes);
     rbi_heap_free(room);
@@ -355,7 +370,7 @@ static struct rbi_phase *find_phase(struct rbi_pool_plan *plan, uint64_t key)
     forget(oldest);
     oldest->key = key;
     oldest->moves = oldest->rest = 0;
-    oldest->misses = 0;
+    oldest->misses = oldest->failures = 0;
     oldest->is_needed = false;
     return oldest;
 }
@@ -369,6 +384,7 @@ void rbi_plan_end(rebatch_pool *pool)
     const bool is_needed = moved_pages(pool) != plan->moved || rbi_pool_holds_too_much(pool);
     if (plan->mode == RBI_PLAN_SERVES) {
         phase->misses = 0;
+        phase->served += phase->served < UINT32_MAX;
         rbi_plan_leave(pool);
     } else {
         phase->is_needed = is_needed;
@@ -421,7 +437,8 @@ bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
     plan->arena = arena;
     plan->arena_live_bytes = 0;
     plan->mode = arena ? RBI_PLAN_SERVES : RBI_PLAN_OFF;
-    const bool is_first = arena && phase->is_new;
-    phase->is_new &= !is_first;
-    return is_first;
+    if (!arena || phase->served != SERVED_ENOUGH << plan->settled || !rbi_pool_holds_too_much(pool))
+        return false;
+    plan->settled += plan->settled < DOUBLINGS_MOST;
+    return true;
 }

@@ -40,7 +40,8 @@ struct rbi_phase {
     uint32_t rest;       /* so many phases are not looked at */
     uint32_t misses;     /* phases in a row that the plan did not serve to their end */
     bool is_needed;      /* in the last one pages were moved, or the pool held too much */
-    bool is_new;         /* the plan has not served yet */
+    uint32_t served;     /* phases that the plan has served to their end */
+    uint32_t failures;   /* plans in a row that were dropped after a few phases */
 };
 
 enum rbi_plan_mode {
@@ -56,9 +57,10 @@ struct rbi_pool_plan {
     struct rbi_phase *phase; /* that runs; NULL: none */
     enum rbi_plan_mode mode;
     bool is_on;
-    size_t next;     /* the call that comes next */
-    uint32_t serial; /* of the phase that runs: blocks have it, with the number of their call */
-    uint64_t marks;  /* so far */
+    size_t next;      /* the call that comes next */
+    uint32_t serial;  /* of the phase that runs: blocks have it, with the number of their call */
+    uint64_t marks;   /* so far */
+    uint32_t settled; /* how often the pool has given back what plans do not need */
     uint64_t first_sequence;
     uint64_t moved; /* pages that had been moved when it began */
     struct rbi_block *arena;
@@ -75,7 +77,8 @@ void rbi_plan_end(rebatch_pool *pool);
  * and rbi_plan_serve_from() called. */
 const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key);
 /* The arena is a block in no list, with `2 * allocations` spare nodes for blocks; NULL: there was
- * no memory. Returns whether the plan serves for the first time. */
+ * no memory. Returns whether the plan has proved itself, so that the pool is to give back what it
+ * holds beyond the plan's needs. */
 bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena);
 /* Serves an allocation, or NULL: the pool has to. */
 struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
