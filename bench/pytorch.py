@@ -88,6 +88,8 @@ def load_kernels(size, cuts, lengths):
     optimizer.step()
     del model, optimizer
     gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # which keep the segment that they lie in
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 

@@ -73,6 +73,10 @@ def install(
             )
         _front_library = front
         _options.update(given)
+        # What the native allocator has cached is of use to nobody now. A workspace of cuBLAS would
+        # keep the whole segment that it lies in.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def installed() -> bool:

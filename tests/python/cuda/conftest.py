@@ -7,8 +7,8 @@ import pytest
 import torch
 
 
-# The variable of PyTorch's allocator, which 2.9 has renamed.
-IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+# The variable of PyTorch's allocator, which has another name since 2.10.
+IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF" if IS_OLD else "PYTORCH_ALLOC_CONF"
 
 

@@ -91,11 +91,11 @@ def test_install_after_tensors_exist():
     child(script)
 
 
-def test_the_pool_takes_what_the_native_allocator_cached_before_install():
+def test_the_pool_takes_what_the_native_allocator_caches_after_install():
     script = (
         "x = tensor(256 * MIB)\n"
-        "del x\n"
         "rebatch.install()\n"
+        "del x\n"
         "free, _ = torch.cuda.mem_get_info()\n"
         "y = tensor(free + 100 * MIB)\n"
         "assert torch.cuda.memory_stats()['num_ooms'] == 0\n"
@@ -181,6 +181,18 @@ def test_another_backend_is_refused_in_one_sentence():
     )
     said = child(script, **{ALLOC_CONF: "backend:cudaMallocAsync"})
     assert "install() needs the native one" in said
+
+
+def test_what_the_native_allocator_has_cached_goes_back():
+    script = (
+        "del_me = torch.empty(1 << 30, dtype=torch.uint8, device='cuda')\n"
+        "del del_me\n"
+        "x = torch.ones(64, 64, device='cuda') @ torch.ones(64, 64, device='cuda')\n"
+        "assert torch.cuda.memory_reserved() >= 1 << 30\n"
+        "rebatch.install()\n"
+        "print(torch.cuda.memory_reserved() >> 20)\n"
+    )
+    assert int(child(script)) <= 64
 
 
 # ---- compiling ----
