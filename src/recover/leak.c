@@ -7,6 +7,9 @@
 
 /* The first steps allocate what an optimizer and caches keep. */
 #define ROW_TO_SAY 3
+/* Less than this part of what is allocated may be batches of other lengths, a few times in a row. */
+#define LITTLE_PARTS 256
+#define ROW_OF_LITTLE 16
 
 void rbi_leak_update_begins(rebatch *rb)
 {
@@ -60,6 +63,13 @@ bool rbi_leak_is_likely(const rebatch *rb)
     return rb->leak.row >= ROW_TO_SAY - 1;
 }
 
+static bool is_worth_saying(const struct rbi_leak *leak)
+{
+    const bool is_little = leak->grown_bytes < leak->live_bytes / LITTLE_PARTS;
+    return leak->row >= (is_little ? ROW_OF_LITTLE : ROW_TO_SAY) &&
+           (leak->row == ROW_TO_SAY || rbi_is_power_of_two(leak->row));
+}
+
 static void say(rebatch *rb)
 {
     char text[320];
@@ -84,6 +94,6 @@ void rbi_leak_step_done(rebatch *rb, uint64_t first_sequence, bool is_same_size)
     if (leak->row < ROW_TO_SAY - 1)
         return;
     find_blocks(rb, first_sequence);
-    if (leak->row == ROW_TO_SAY || (leak->row > ROW_TO_SAY && rbi_is_power_of_two(leak->row)))
+    if (is_worth_saying(leak))
         say(rb);
 }
