@@ -24,8 +24,11 @@ from rebatch.torch._state import Buffers, Generators
 
 # A thread of autograd may hold an attempt's last tensors for so long after the exception is out.
 _LET_GO_SECONDS = 0.005
-# So little may stay: libraries keep workspaces from their first use on.
+# So little may stay.
 _LEFT_BYTES = 1 << 20
+# So much may be workspaces, which libraries keep from their first use on. To collect all of a
+# program's garbage takes some 0.2 s.
+_WORKSPACES_BYTES = 64 << 20
 
 _log_levels = {level.name.lower(): level for level in c.LogLevel}
 _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
@@ -265,9 +268,13 @@ class Session:
         until = time.perf_counter() + _LET_GO_SECONDS
         while self.live_bytes() > live_before + _LEFT_BYTES:
             if time.perf_counter() > until:
-                gc.collect()
-                return
+                break
             time.sleep(0.0001)
+        else:
+            return
+        gc.collect(1)  # what is young
+        if self.live_bytes() > live_before + _WORKSPACES_BYTES:
+            gc.collect()
 
     # ---- results ----
 
