@@ -7,7 +7,7 @@
 
 /* The first steps allocate what an optimizer and caches keep. */
 #define ROW_TO_SAY 3
-/* Less than this part of what is allocated may be batches of other lengths, a few times in a row. */
+/* Less than this part of what is allocated may be batches of other lengths, some in a row. */
 #define LITTLE_PARTS 256
 #define ROW_OF_LITTLE 16
 
