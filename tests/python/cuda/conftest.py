@@ -12,6 +12,13 @@ IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF" if IS_OLD else "PYTORCH_ALLOC_CONF"
 
 
+def complaints(stderr):
+    """What a process said, but for PyTorch 2.9, which warns of the one name and does not read the
+    other."""
+    lines = stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if "PYTORCH_CUDA_ALLOC_CONF is deprecated" not in line)
+
+
 def load_standin():
     """The stand-in's own functions; None on a real GPU."""
     try:
