@@ -198,6 +198,21 @@ static bool predict_cost(uint64_t *bytes, const rebatch *rb, size_t size, unsign
 
 /* ---- prediction ---- */
 
+/* Memory is affine in the micro-batch, with a base of its own: so a part of a size that ran needs
+ * that part of its memory at least, beyond what is held for it already. */
+static uint64_t least_of_part(const rebatch *rb, size_t size)
+{
+    uint64_t least = 0;
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        const struct rbi_need *need = &rb->sizes.known[i];
+        if (!is_exact(rb, need, rb->lighten) || need->size <= size)
+            continue;
+        const uint64_t bytes = need->bytes - rbi_min(need->bytes, rbi_need_held(rb, need->size));
+        least = rbi_max(least, rbi_saturate((double)bytes / (double)need->size * (double)size));
+    }
+    return least;
+}
+
 bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
 {
     *bytes = 0;
@@ -212,9 +227,9 @@ bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
         *bytes = known->bytes;
     else if (!known && rbi_need_has_model(rb, rb->lighten))
         *bytes = rb->sizes.model.need(rb->sizes.model.user, size);
-    else
-        return false;
-    return true;
+    else if (!known)
+        *bytes = least_of_part(rb, size);
+    return *bytes > 0;
 }
 
 /* Memory is affine in the micro-batch; from one point alone, in proportion is the safe reading,

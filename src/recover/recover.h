@@ -101,7 +101,7 @@ struct rbi_run_need {
 void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run);
 /* What is held for an attempt of that size already, of what it is known to need. */
 uint64_t rbi_need_held(const rebatch *rb, size_t size);
-/* What a size will need, when that is certain enough to refuse an attempt. False: it is not. */
+/* What a size surely needs, so that an attempt without it can be refused. False: not known. */
 bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size);
 /* What a size will need: known, or the memory model's, or put together from sizes that are known.
  * False, and 0: nothing is known. */

@@ -51,6 +51,66 @@ Test(step_admission, it_refuses_size_after_size_without_a_run)
     rig_close(&rig);
 }
 
+static rebatch_status keep_a_buffer(struct script *s, enum script_callback callback,
+                                    const rebatch_microbatch *mb)
+{
+    (void)mb;
+    void **kept = s->inside_user;
+    if (callback != SCRIPT_FORWARD || *kept)
+        return REBATCH_OK;
+    return rebatch_pool_alloc(kept, rebatch_get_pool(s->rb), MIB(16), s->stream, 0);
+}
+
+/* A rig where steps of 8 samples alone have run, of 1 MiB each and `base_bytes` together. */
+static void open_with_one_size(struct rig *rig, size_t base_bytes, void *kept)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.growth = REBATCH_OFF;
+    rig_open(rig, MIB(64), &options);
+    rig->script.sample_bytes = MIB(1);
+    rig->script.base_bytes = base_bytes;
+    if (kept) {
+        rig->script.inside = keep_a_buffer;
+        rig->script.inside_user = kept;
+    }
+    for (int i = 0; i < 2; i++)
+        cr_assert_eq(rig_step(rig, 8), REBATCH_OK);
+}
+
+Test(step_admission, half_of_a_size_that_ran_needs_half_of_its_memory_at_least)
+{
+    struct rig rig;
+    open_with_one_size(&rig, 0, NULL);
+    rig_set_capacity(&rig, MIB(3));
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+2 f2+2 f4+2 f6+2 u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 2);
+    cr_assert_eq(rig.report.redone_samples, 0);
+    rig_close(&rig);
+}
+
+Test(step_admission, half_of_a_size_that_ran_is_tried_where_half_of_its_memory_is_there)
+{
+    struct rig rig;
+    open_with_one_size(&rig, MIB(2), NULL);
+    rig_set_capacity(&rig, MIB(5) + KIB(512)); /* half of 10 MiB, but 6 are needed */
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4! f0+2~1 f2+2~1 f4+2 f6+2 u");
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 1);
+    rig_close(&rig);
+}
+
+Test(step_admission, half_of_a_size_that_ran_needs_nothing_that_is_kept_for_it)
+{
+    struct rig rig;
+    void *kept = NULL;
+    open_with_one_size(&rig, 0, &kept);
+    rig_set_capacity(&rig, MIB(16) + MIB(5)); /* kept, and the half of 8 */
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK);
+    cr_assert_str_eq(script_trace(&rig.script), "z f0+4 f4+4 u");
+    rig_close(&rig);
+}
+
 Test(step_admission, a_limit_of_the_pool_is_as_good_as_a_capacity)
 {
     struct rig rig;
