@@ -755,6 +755,7 @@ FUNCTIONS = [
     ("rebatch_pool_add_pressure", c_int, [c_void_p, GiveUp, c_void_p]),
     ("rebatch_pool_tag", c_int, [POINTER(c_uint16), c_void_p, c_char_p]),
     ("rebatch_pool_get_stats", c_int, [POINTER(PoolStats), c_void_p]),
+    ("rebatch_pool_mark", c_int, [c_void_p, c_uint64]),
     ("rebatch_pool_reset_peaks", c_int, [c_void_p]),
     ("rebatch_pool_get_tag_usage", c_int, [POINTER(TagUsage), c_void_p, c_uint16]),
     ("rebatch_pool_last_oom", c_int, [POINTER(OomReport), c_void_p]),

@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from .. import _library
-from . import _front
+from . import _front, _phases
 
 _front_library = None  # once installed
 _install_lock = threading.Lock()
@@ -73,6 +73,7 @@ def install(
             )
         _front_library = front
         _options.update(given)
+        _phases.watch_optimizers(pool)
         # What the native allocator has cached is of use to nobody now. A workspace of cuBLAS would
         # keep the whole segment that it lies in.
         torch._C._cuda_clearCublasWorkspaces()

@@ -17,7 +17,7 @@ import torch
 
 from rebatch import _library as c
 from rebatch._library import lib
-from rebatch.torch import _allocator
+from rebatch.torch import _allocator, _phases
 from rebatch.torch._meter import NativeMeter, UnknownMeter
 from rebatch.torch._oom import asked_bytes, is_oom, let_go
 from rebatch.torch._state import Buffers, Generators
@@ -217,7 +217,8 @@ class Session:
         live = self.meter.live_at_begin if self.meter else self.live_bytes()
         try:
             try:
-                body(*arguments)
+                with _phases.marked_by_session():
+                    body(*arguments)
             except BaseException as error:
                 if not is_oom(error):
                     self.error = error

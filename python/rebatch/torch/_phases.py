@@ -1,0 +1,41 @@
+"""Marks the phases of a training loop that Step does not run, so that the pool can plan them. A
+phase ends with an optimizer's step."""
+
+import contextlib
+import itertools
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import _library
+
+_numbers = itertools.count(1 << 63)  # sessions have keys of their own
+_keys = weakref.WeakKeyDictionary()  # a kind of phase for each optimizer
+_others = 0  # who mark phases themselves
+
+
+@contextlib.contextmanager
+def marked_by_session():
+    """Within the block a session marks the phases of its callbacks."""
+    global _others
+    _others += 1
+    try:
+        yield
+    finally:
+        _others -= 1
+
+
+def watch_optimizers(pool_of) -> None:
+    """Mark phases from now on. pool_of: gives the handle of the pool of a torch.device."""
+
+    def mark(optimizer, _args, _kwargs) -> None:
+        if _others or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return
+        if optimizer not in _keys:
+            _keys[optimizer] = next(_numbers)
+        parameters = [p for group in optimizer.param_groups for p in group["params"][:1]]
+        for device in {p.device for p in parameters if p.is_cuda}:
+            _library.lib.rebatch_pool_mark(pool_of(device), _keys[optimizer])
+
+    register_optimizer_step_post_hook(mark)

@@ -1,0 +1,66 @@
+"""A training loop of the user's own, without Step: its phases are marked, so the pool plans them."""
+
+from test_install import child, run
+
+MEMORY = str(32 << 30)  # of the stand-in
+
+TRAINING = (
+    "rebatch.install()\n"
+    "from torch import nn\n"
+    "widths = [256, 4096, 512, 4096, 1024, 4096, 256, 16384]\n"
+    "layers = [m for a, b in zip(widths, widths[1:]) for m in (nn.Linear(a, b), nn.GELU())]\n"
+    "model = nn.Sequential(*layers).cuda()\n"
+    "optimizer = torch.optim.AdamW(model.parameters())\n"
+    "x = torch.zeros(65536, 256, device='cuda')\n"
+    "def train(steps):\n"
+    "    for _ in range(steps):\n"
+    "        optimizer.zero_grad()\n"
+    "        for part in x.split(20000):\n"
+    "            scores = model(part).float()\n"
+    "            torch.nn.functional.cross_entropy(scores, part[:, 0].long()).backward()\n"
+    "        optimizer.step()\n"
+)
+
+
+def test_a_plain_loop_holds_little_more_than_it_uses():
+    """On a GPU that is behind its host, whose memory cannot be moved while it works."""
+    script = TRAINING + (
+        "train(20)\n"
+        "stats = rebatch.stats()\n"
+        "print(stats['reserved_bytes'] / stats['live_peak_bytes'])\n"
+    )
+    assert float(child(script, STANDIN_LATE="1", STANDIN_MEMORY=MEMORY)) < 1.15
+
+
+def test_each_optimizer_ends_phases_of_a_kind_and_a_session_marks_its_own():
+    script = TRAINING + (
+        "from rebatch import _library\n"
+        "keys = []\n"
+        "_library.lib.rebatch_pool_mark = lambda pool, key: keys.append(key)\n"
+        "train(2)\n"
+        "bias = model[0].bias\n"
+        "other = torch.optim.SGD([bias])\n"
+        "on_cpu = torch.optim.SGD([torch.ones(8, requires_grad=True)])\n"
+        "for o in other, on_cpu, other, optimizer: o.step()\n"
+        "a, b = keys[0], keys[2]\n"
+        "assert a != b and keys == [a, a, b, b, a], keys\n"
+        "from rebatch.torch import Step\n"
+        "step = Step(model, optimizer, lambda m, s: m(s[0]).square().mean())\n"
+        "step((x,))\n"
+        "assert len(keys) == 5, keys\n"
+    )
+    child(script, STANDIN_MEMORY=MEMORY)
+
+
+def test_an_optimizer_may_be_compiled_and_captured():
+    script = TRAINING + (
+        "train(3)\n"
+        "torch.compile(optimizer.step, backend='eager')()\n"
+        "sgd = torch.optim.SGD([torch.ones(8, device='cuda', requires_grad=True)])\n"
+        "sgd.param_groups[0]['params'][0].grad = torch.ones(8, device='cuda')\n"
+        "with torch.cuda.graph(torch.cuda.CUDAGraph()):\n"
+        "    sgd.step()\n"
+        "train(3)\n"
+    )
+    result = run(script, STANDIN_MEMORY=MEMORY)  # PyTorch's compiler may complain
+    assert result.returncode == 0, result.stderr
