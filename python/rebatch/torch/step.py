@@ -19,7 +19,7 @@ from rebatch.torch._check import Check, Checker
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
 from rebatch.torch._probe import Probe, run_probe
-from rebatch.torch._report import Report, point_of, report_of
+from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._session import Session, check_names, session_options
 from rebatch.torch._state import Buffers, Generators, cuda_devices_of
@@ -135,7 +135,7 @@ class Step:
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
         self._ops = self._make_ops()
-        self.report = Report()
+        self.report, self.evaluation_report = Report(), MapReport()
         self._history: Deque[_plot.Point] = collections.deque(maxlen=_HISTORY)
 
     # ---- the session ----
@@ -412,14 +412,17 @@ class Step:
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a batch without training, in as many parts as memory asks for, with the
-        modules in evaluation mode: a scalar."""
+        modules in evaluation mode: a scalar. `evaluation_report` says what the call did."""
         session = self._open()
         self._buffers.prepare()
         self._begin(batch)
         training = [(m, m.training) for m in self._modules.modules()]
         self._modules.eval()
         try:
-            losses = run_map(session, self._loss_of, batch, self._samples, id(self), self._slice)
+            losses, self.evaluation_report, status = run_map(
+                session, self._loss_of, batch, self._samples, id(self), self._slice
+            )
+            session.raise_failure(status)
         finally:
             for module, was_training in training:
                 module.training = was_training
