@@ -15,7 +15,7 @@ from rebatch import plot as _plot
 from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._batch import batch_length, slice_batch
-from rebatch.torch._check import Check, Checker
+from rebatch.torch._check import Check, Checker, accepted_kinds, only_size
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
 from rebatch.torch._probe import Probe, run_probe
@@ -357,11 +357,15 @@ class Step:
         print(found)
         return found
 
-    def check(self, batch: Any) -> Check:
+    def check(self, batch: Any, accept: Union[str, Sequence[str]] = ()) -> Check:
         """Look for mistakes that make the result depend on the cut: a loss that is summed instead
         of averaged, BatchNorm, a mean over tokens. Runs micro-batches without an update, and leaves
         buffers, generators and gradients as they were. Print the result, or test it: it is true
-        when there is no mistake."""
+        when there is no mistake.
+
+        `accept` has the kinds of mistakes that are meant to be so, for example "batch_norm": they
+        become notes."""
+        accepted = accepted_kinds(accept)
         session = self._open()
         self._buffers.prepare()
         self._begin(batch)
@@ -377,6 +381,8 @@ class Step:
                 self._run_cut,
                 self._normalizer is not None,
                 self._autocast is not None or parameters[0].element_size() == 2,
+                only_size(self._options),
+                accepted,
             )
             return self._check_what_fits(checker, lib.rebatch_get_micro(session.rb, self._samples))
         finally:
