@@ -2,7 +2,7 @@
 
 step.evaluate(batch) is the loss of a batch without training; rebatch.map(model, inputs) is what a
 model returns for inputs of any number. Both find their own size, which is usually larger than that
-of training, and keep it for the next call.
+of training, and keep it for the next call. rebatch.Map(model) is the same with a report.
 
     python evaluate.py --oom-above 300
 """

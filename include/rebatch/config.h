@@ -87,6 +87,15 @@ REBATCH_API rebatch_status rebatch_config_parse_size(size_t *bytes, uint32_t *pe
  *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable */
 REBATCH_API rebatch_status rebatch_config_check_run(void);
 
+/** The limit that the environment variable REBATCH_MEMORY_LIMIT sets, for a program that makes a
+ *  pool without a session. Sessions have it by themselves (rebatch_open()).
+ *  @param[out] bytes     0 for a share, for no limit, and on failure
+ *  @param[out] permille  the share of the device's memory, 1 to 1000; 0 for bytes, for no limit,
+ *                        and on failure
+ *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable and its value;
+ *          REBATCH_E_INVALID */
+REBATCH_API rebatch_status rebatch_config_run_limit(size_t *bytes, uint32_t *permille);
+
 /** The full name of the n-th key, in the order of docs/config.md. Thread-safe.
  *  @param n  from 0
  *  @return a static string; NULL after the last key */

@@ -836,6 +836,7 @@ FUNCTIONS = [
     # config.h
     ("rebatch_config_parse_size", c_int, [SIZE_OUT, POINTER(c_uint32), c_char_p]),
     ("rebatch_config_check_run", c_int, []),
+    ("rebatch_config_run_limit", c_int, [SIZE_OUT, POINTER(c_uint32)]),
 ]
 
 # ---- loading ----

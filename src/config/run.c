@@ -198,3 +198,20 @@ rebatch_status rebatch_config_check_run(void)
     struct rbi_run_settings run;
     return rbi_run_settings_read(&run);
 }
+
+rebatch_status rebatch_config_run_limit(size_t *bytes, uint32_t *permille)
+{
+    struct rbi_entry limit = {0};
+    if (bytes)
+        *bytes = 0;
+    if (permille)
+        *permille = 0;
+    if (!bytes || !permille)
+        return rbi_error(REBATCH_E_INVALID, "%s is NULL", bytes ? "permille" : "bytes");
+    const rebatch_status status = read_setting(&limit, RBI_MEMORY_LIMIT);
+    if (status)
+        return status;
+    *bytes = (size_t)limit.number;
+    *permille = limit.permille;
+    return REBATCH_OK;
+}

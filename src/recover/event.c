@@ -94,6 +94,26 @@ void rbi_text_add_available(struct rbi_text *t, uint64_t needed, uint64_t availa
     rbi_text_add(t, " less");
 }
 
+void rbi_text_add_need(struct rbi_text *t, const char *verb, uint64_t needed, uint64_t available)
+{
+    if (available >= needed) { /* a later request might not have been served */
+        rbi_text_add(t, " needed ");
+        rbi_text_add_bytes(t, needed);
+        rbi_text_add(t, " so far");
+        return;
+    }
+    rbi_text_add(t, " %s at least ", verb);
+    rbi_text_add_bytes(t, needed);
+}
+
+/* ", there is 1.50 MiB" */
+static void add_room(struct rbi_text *t, uint64_t needed, uint64_t available)
+{
+    rbi_text_add(t, ", there is ");
+    rbi_text_add_available(t, needed, available);
+    rbi_text_add(t, "%s", available >= needed ? " now" : "");
+}
+
 /* An attempt that was not started, as its memory is known not to be there. */
 static bool is_refused(const rebatch_event *event)
 {
@@ -112,12 +132,15 @@ static void add_strike(struct rbi_text *t, const rebatch_event *event)
     if (event->cost)
         rbi_text_add(t, ", cost %" PRIu64 "%s", event->cost, event->needed_bytes ? "," : "");
     if (event->needed_bytes) {
-        rbi_text_add(t, event->count > 1 ? " need " : event->count ? " needs " : ": needs ");
-        if (event->phase != REBATCH_PHASE_ADMISSION) /* it did not get to the end */
-            rbi_text_add(t, "at least ");
-        rbi_text_add_bytes(t, event->needed_bytes);
-        rbi_text_add(t, ", there is ");
-        rbi_text_add_available(t, event->needed_bytes, event->available_bytes);
+        const char *const verb = event->count > 1 ? "need" : "needs";
+        rbi_text_add(t, "%s", event->count ? "" : ":");
+        if (event->phase == REBATCH_PHASE_ADMISSION) {
+            rbi_text_add(t, " %s ", verb);
+            rbi_text_add_bytes(t, event->needed_bytes);
+        } else {
+            rbi_text_add_need(t, verb, event->needed_bytes, event->available_bytes);
+        }
+        add_room(t, event->needed_bytes, event->available_bytes);
     }
     if (event->is_unexplained)
         rbi_text_add(t, "; REBATCH_OOM was returned, but no allocation is known to have failed");
@@ -142,10 +165,9 @@ static void add_trial(struct rbi_text *t, const rebatch_event *event)
     }
     rbi_text_add(t, "ran out of memory");
     if (event->needed_bytes) {
-        rbi_text_add(t, ": it needs at least ");
-        rbi_text_add_bytes(t, event->needed_bytes);
-        rbi_text_add(t, ", there is ");
-        rbi_text_add_available(t, event->needed_bytes, event->available_bytes);
+        rbi_text_add(t, ": it");
+        rbi_text_add_need(t, "needs", event->needed_bytes, event->available_bytes);
+        add_room(t, event->needed_bytes, event->available_bytes);
     }
 }
 
@@ -166,7 +188,7 @@ static void add_swallowed(struct rbi_text *t, const rebatch_event *event)
 static void add_consequence(struct rbi_text *t, const rebatch_event *event)
 {
     if (event->kind == REBATCH_EVENT_RETRY)
-        rbi_text_add(t, "; once more");
+        rbi_text_add(t, "; tried once more");
     if (event->micro_before != event->micro_after)
         rbi_text_add(t, "; micro-batch %zu -> %zu", event->micro_before, event->micro_after);
     if (event->cost_before != event->cost_after)

@@ -191,8 +191,8 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
     rbi_text_add(&t, "step %" PRIu64 ": out of memory in ", rb->step);
     add_phase(&t, rb->failure.phase, mb);
     if (rb->failure.need_bytes) {
-        rbi_text_add(&t, ", which needs at least ");
-        rbi_text_add_bytes(&t, rb->failure.need_bytes);
+        rbi_text_add(&t, ", which");
+        rbi_text_add_need(&t, "needs", rb->failure.need_bytes, rb->failure.available_bytes);
     }
     if (rb->failure.available_bytes != SIZE_MAX) { /* which is not known */
         rbi_text_add(&t, ", with ");

@@ -299,6 +299,9 @@ rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind);
 void rbi_event_end(rebatch_event *event, const rebatch *rb);
 /* "samples 0-7", "sample 3". */
 void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count);
+/* " needs at least 1.50 MiB"; " needed 1.50 MiB so far" where that would fit now: it is the need up
+ * to the request that failed. */
+void rbi_text_add_need(struct rbi_text *t, const char *verb, uint64_t needed, uint64_t available);
 /* "1.50 MiB", for people who read what is needed before it; "2.00 KiB less" where the two would
  * read the same. */
 void rbi_text_add_available(struct rbi_text *t, uint64_t needed, uint64_t available);

@@ -169,6 +169,32 @@ Test(launch, the_smaller_limit_holds)
     expect_limit(0, "50%", 32 * MIB);
 }
 
+static void expect_run_limit(const char *variable, rebatch_status status, size_t bytes,
+                             uint32_t permille)
+{
+    size_t told_bytes = 7;
+    uint32_t told_permille = 7;
+    if (variable)
+        setenv("REBATCH_MEMORY_LIMIT", variable, 1);
+    cr_expect_eq(rebatch_config_run_limit(&told_bytes, &told_permille), status, "%s", variable);
+    cr_expect(told_bytes == bytes && told_permille == permille, "%s: %zu, %u", variable, told_bytes,
+              told_permille);
+}
+
+Test(launch, the_limit_of_the_variable_is_told_to_programs_with_a_pool_of_their_own)
+{
+    expect_run_limit(NULL, REBATCH_OK, 0, 0);
+    expect_run_limit("8MiB", REBATCH_OK, 8 * MIB, 0);
+    expect_run_limit("0x100000", REBATCH_OK, MIB, 0);
+    expect_run_limit("12.5%", REBATCH_OK, 0, 125);
+    expect_run_limit("none", REBATCH_OK, 0, 0);
+    expect_run_limit("much", REBATCH_E_PARSE, 0, 0);
+    cr_expect(strstr(rebatch_last_error(), "REBATCH_MEMORY_LIMIT: memory.limit is \"much\""));
+    size_t bytes;
+    cr_expect_eq(rebatch_config_run_limit(&bytes, NULL), REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_config_run_limit(NULL, &(uint32_t){0}), REBATCH_E_INVALID);
+}
+
 /* ---- a probe ---- */
 
 /* Runs a program's first step in a process of its own, whose output is `text`; gives its status. */

@@ -268,7 +268,30 @@ Test(step_log, sizes_that_read_the_same_are_told_apart)
     event.available_bytes = MIB;
     (void)rebatch_event_format(line, sizeof line, &event);
     cr_expect_not_null(strstr(line, " 1.50 MiB, there is 1.00 MiB;"), "%s", line);
-    event.available_bytes = event.needed_bytes; /* it was in pieces */
+}
+
+/* What is needed is known up to the request that failed. */
+Test(step_log, a_need_that_would_fit_now_is_what_was_needed_so_far)
+{
+    char line[256];
+    rebatch_event event = {.kind = REBATCH_EVENT_RETRY,
+                           .phase = REBATCH_PHASE_FORWARD,
+                           .count = 1,
+                           .needed_bytes = 2 * MIB,
+                           .available_bytes = 2 * MIB};
     (void)rebatch_event_format(line, sizeof line, &event);
-    cr_expect_not_null(strstr(line, " 1.50 MiB, there is 1.50 MiB;"), "%s", line);
+    cr_expect_str_eq(line,
+                     "step 0: out of memory in forward_backward, before accumulating: sample 0 "
+                     "needed 2.00 MiB so far, there is 2.00 MiB now; tried once more");
+    event.phase = REBATCH_PHASE_OPTIMIZER;
+    event.available_bytes = 3 * MIB;
+    event.count = 0;
+    (void)rebatch_event_format(line, sizeof line, &event);
+    cr_expect_str_eq(line, "step 0: out of memory in optimizer_step, before updating: needed "
+                           "2.00 MiB so far, there is 3.00 MiB now; tried once more");
+    event.kind = REBATCH_EVENT_TRIAL;
+    event.count = 4;
+    (void)rebatch_event_format(line, sizeof line, &event);
+    cr_expect_str_eq(line, "step 0: a probe's trial of 4 samples ran out of memory: it needed 2.00 "
+                           "MiB so far, there is 3.00 MiB now");
 }

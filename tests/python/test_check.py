@@ -7,13 +7,13 @@ import rebatch.torch as rebatch
 from models import fails_above, make, same_bits, state_of
 
 
-def check(kind, loss_fn=None, **options):
+def check(kind, loss_fn=None, accept=(), **options):
     model, batch, its_loss = make(kind)
     step = rebatch.Step(
         model, torch.optim.SGD(model.parameters(), 0.1), loss_fn or its_loss, **options
     )
     before = state_of(model), torch.get_rng_state()
-    found = step.check(batch)
+    found = step.check(batch, accept=accept)
     assert same_bits(state_of(model), before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
     assert all(p.grad is None for p in model.parameters())
@@ -60,6 +60,41 @@ def test_a_mean_over_tokens_is_named():
 def test_batch_norm_is_named_with_its_module():
     found = check("conv")
     assert kinds(found) == ["batch_norm"] and "'body.1'" in str(found)
+    for part in ("statistics of a micro-batch", "GroupNorm", "SyncBatchNorm", "micro_allowed=[N]",
+                 'accept="batch_norm"'):
+        assert part in str(found)
+
+
+@pytest.mark.parametrize("accept", ("batch_norm", ["batch_norm"], ("sum", "batch_norm")))
+def test_batch_norm_that_is_accepted_is_a_note(accept):
+    found = check("conv", accept=accept)
+    assert found and [(f.kind, f.is_mistake) for f in found.findings] == [("batch_norm", False)]
+    assert "'body.1'" in str(found) and "accept=" not in str(found)
+
+
+def test_other_mistakes_are_found_beside_an_accepted_one():
+    assert kinds(check("conv", summed, accept="batch_norm")) == ["sum"]
+    assert check("conv", summed, accept=["batch_norm", "sum"])
+
+
+def test_what_is_accepted_is_the_name_of_a_mistake():
+    with pytest.raises(ValueError, match="accept has 'batchnorm': did you mean 'batch_norm'?"):
+        check("mlp", accept="batchnorm")
+    with pytest.raises(ValueError, match="accept has 7: expected some of 'batch_norm', "):
+        check("mlp", accept=[7])
+    with pytest.raises(TypeError, match="accept is 7: expected"):
+        check("mlp", accept=7)
+
+
+@pytest.mark.parametrize(
+    "options", ({"micro_allowed": [4]}, {"micro_largest": 4, "micro_multiple_of": 4},
+                {"micro_largest": 4, "micro_smallest": 4})
+)
+def test_batch_norm_of_one_size_is_a_note(options):
+    found = check("conv", **options)
+    assert found and [f.kind for f in found.findings] == ["batch_norm"]
+    assert "the size is always 4" in str(found)
+    assert kinds(check("conv", micro_multiple_of=4)) == ["batch_norm"]
 
 
 def test_a_hidden_generator_is_named():

@@ -1,6 +1,7 @@
 """map() and evaluate(): every sample once, in order, whatever memory allows."""
 
 import collections
+import re
 
 import pytest
 import torch
@@ -78,6 +79,57 @@ def test_no_result_and_no_inputs_are_said():
         rebatch.map(lambda x: None, X)
     with pytest.raises(ValueError, match="lists or tuples of them$"):  # map() has no `slice`
         rebatch.map(lambda x: x, "text")
+
+
+# ---- the report ----
+
+
+def test_a_map_reports_what_a_call_did():
+    double = rebatch.Map(Limited(5))
+    assert double.report == rebatch.MapReport()
+    assert torch.equal(double(X), 2 * X)
+    report = double.report
+    assert (report.samples, report.micro, report.microbatches) == (10, 5, 2)
+    assert (report.ooms, report.redone_samples) == (1, 10)
+    assert re.fullmatch(r"2 x 5 samples, 1 OOM \(10 samples again, \d+ ms\)", str(report))
+    double(X)
+    assert double.report.ooms == 0 and str(double.report) == "2 x 5 samples"
+    numbers = double.report.numbers("eval/")
+    assert numbers["eval/micro"] == 5.0 and all(type(v) is float for v in numbers.values())
+
+
+def test_a_map_has_the_size_that_map_found():
+    model = Limited(5)
+    rebatch.map(model, X)
+    double = rebatch.Map(model)
+    double(X)
+    assert double.report.ooms == 0 and double.report.micro == 5
+
+
+def test_a_map_that_fails_reports_too():
+    double = rebatch.Map(Limited(0))
+    with pytest.raises(rebatch.Exhausted):
+        double(X)
+    assert double.report.ooms == 4 and double.report.samples == 10 and double.report.micro == 0
+    with pytest.raises(TypeError, match="model is 'net': expected a function"):
+        rebatch.Map("net")
+
+
+def test_an_oom_is_said(capfd):
+    rebatch.map(Limited(5), X)
+    assert "micro-batch 10 -> 5; 10 samples again" in capfd.readouterr().err
+
+
+def test_evaluate_leaves_a_report_of_its_own():
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4), log_level="quiet"
+    )
+    assert step.evaluation_report == rebatch.MapReport()
+    step.evaluate(batch)
+    report = step.evaluation_report
+    assert (report.samples, report.micro, report.microbatches, report.ooms) == (16, 4, 4, 2)
+    assert step.report == rebatch.Report()  # of training
 
 
 def test_evaluate_gives_the_loss_and_trains_nothing():

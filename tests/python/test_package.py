@@ -79,6 +79,15 @@ def test_variables_set_settings(library, load, monkeypatch):
     assert library.rebatch_config_get(config, b"memory.limit", None) == b'"22GiB"'
 
 
+def test_a_wrong_limit_in_the_environment_is_one_sentence(monkeypatch):
+    from rebatch.torch import install
+
+    monkeypatch.setenv("REBATCH_MEMORY_LIMIT", "22G")
+    expected = 'rebatch: REBATCH_MEMORY_LIMIT: memory.limit is "22G", which may mean 22GiB or 22GB'
+    with pytest.raises(rebatch.Error, match=re.escape(expected)):
+        install()
+
+
 def test_importing_loads_no_torch():
     program = "import sys, rebatch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

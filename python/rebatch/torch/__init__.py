@@ -20,9 +20,9 @@ from rebatch.torch._finder import find_batch_size
 from rebatch.torch._lighten import checkpointing, offload
 from rebatch.torch._oom import is_oom
 from rebatch.torch._probe import Probe
-from rebatch.torch._report import Report
+from rebatch.torch._report import MapReport, Report
 from rebatch.torch._session import Exhausted, Torn
-from rebatch.torch.evaluation import map
+from rebatch.torch.evaluation import Map, map
 from rebatch.torch.step import Step
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "Error",
     "Exhausted",
     "Finding",
+    "Map",
+    "MapReport",
     "Probe",
     "Report",
     "Step",

@@ -35,7 +35,7 @@ def install(
     is kept.
 
     limit: the most memory that rebatch may hold on each GPU, in bytes or as "22GiB" or "90%"; 0: no
-        limit.
+        limit. It is never more than the environment variable REBATCH_MEMORY_LIMIT says.
     headroom: memory of each GPU, in bytes or as text, that stays free for libraries; 0: none.
     events: how many of the latest allocations and frees a snapshot has; default 0.
     replay: plan repeated phases when memory is short; default: on.
@@ -52,11 +52,12 @@ def install(
     change, the other options only until the first allocation.
 
     Raises FrontError when the allocator cannot be compiled or loaded, Error, TypeError or
-    ValueError for a wrong option, and RuntimeError when PyTorch uses another allocator than its
-    native one, or when an option cannot change any more.
+    ValueError for a wrong option or variable, and RuntimeError when PyTorch uses another allocator
+    than its native one, or when an option cannot change any more.
     """
     global _front_library
     given = _members(limit, headroom, events, replay, max_split, rounding_divisions)
+    first = _pool_options(given)
     with _install_lock:
         if _front_library is not None:
             _change(_front_library, given)
@@ -65,8 +66,7 @@ def install(
             warnings.warn("rebatch: there is no GPU, so install() has no effect", stacklevel=2)
             return
         front = _front.load()
-        options = _library.PoolOptions(**given)
-        if front.rebatch_torch_install(ctypes.byref(options)) == 2:
+        if front.rebatch_torch_install(ctypes.byref(first)) == 2:
             raise RuntimeError(
                 f"rebatch: PyTorch uses the allocator {torch.cuda.get_allocator_backend()!r}; "
                 "install() needs the native one"
@@ -105,6 +105,35 @@ def _members(limit, headroom, events, replay, max_split, rounding_divisions) -> 
     return members
 
 
+def _environment_limit() -> tuple[int, int]:
+    """Bytes and share (in 1/1000) of the variable REBATCH_MEMORY_LIMIT; 0: none."""
+    count, share = ctypes.c_size_t(), ctypes.c_uint32()
+    _library.check(
+        _library.lib.rebatch_config_run_limit(ctypes.byref(count), ctypes.byref(share))
+    )
+    return count.value, share.value
+
+
+def _pool_options(members: dict[str, int]) -> _library.PoolOptions:
+    """The options of a pool, whose limit is at most that of the environment."""
+    options = _library.PoolOptions(**members)
+    for name, most in zip(("limit_bytes", "limit_permille"), _environment_limit()):
+        if most:
+            setattr(options, name, min(getattr(options, name) or most, most))
+    return options
+
+
+def limit_native(device: torch.device) -> None:
+    """The environment's limit for PyTorch's native allocator, unless it has a lower one."""
+    count, share = _environment_limit()
+    if not (count or share):
+        return
+    total = torch.cuda.mem_get_info(device)[1]
+    fractions = [count / total if count else 1.0, share / 1000 or 1.0]
+    if min(fractions) < torch._C._cuda_getMemoryFraction(device.index):
+        torch.cuda.set_per_process_memory_fraction(min(fractions), device)
+
+
 def _bytes(name: str, size) -> int:
     """A size that cannot be a share."""
     count, share = _library.parse_size(size)
@@ -117,8 +146,7 @@ def _bytes(name: str, size) -> int:
 
 def _change(front, given: dict[str, int]) -> None:
     """A second install()."""
-    wanted = {**_options, **given}
-    options = _library.PoolOptions(**wanted)
+    options = _pool_options({**_options, **given})
     if front.rebatch_torch_configure(ctypes.byref(options)) != _library.Status.OK:
         for name, value in given.items():
             if name not in ("limit_bytes", "limit_permille") and value != _options.get(name, 0):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Iterator, List, Tuple
+import difflib
+from typing import Any, Callable, Collection, FrozenSet, Iterator, List, Tuple
 
 import torch
 
@@ -12,9 +13,13 @@ import torch
 _TOLERANCE, _TOLERANCE_16 = 1e-3, 3e-2
 
 
+# The kinds of mistakes.
+_MISTAKES = ("batch_norm", "sum", "mean_with_normalizer", "cut", "not_repeatable")
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One finding. A note may be as it should be; a mistake is wrong."""
+    """One finding. A note may be as it should be, or was accepted; a mistake is wrong."""
 
     kind: str
     is_mistake: bool
@@ -39,6 +44,29 @@ class Check:
         lines = [str(f) for f in self.findings]
         lines.append(f"{self.runs} runs, {mistakes} mistake{'s' * (mistakes != 1)}")
         return "\n".join(lines)
+
+
+def accepted_kinds(accept: Any) -> FrozenSet[str]:
+    """The kinds of mistakes that an argument `accept` names."""
+    if not isinstance(accept, (str, list, tuple, set, frozenset)):
+        raise TypeError(f"rebatch: accept is {accept!r}: expected kinds of mistakes")
+    kinds = [accept] if isinstance(accept, str) else accept
+    for kind in kinds:
+        if kind not in _MISTAKES:
+            near = difflib.get_close_matches(str(kind), _MISTAKES, 1)
+            known = f"expected some of {', '.join(map(repr, _MISTAKES))}"
+            meant = f"did you mean {near[0]!r}?" if near else known
+            raise ValueError(f"rebatch: accept has {kind!r}: {meant}")
+    return frozenset(kinds)
+
+
+def only_size(options: dict) -> int:
+    """The one micro-batch size that a Step's options allow; 0 where there are several."""
+    largest = options.get("micro_largest", 0)
+    if largest and largest in (options.get("micro_smallest"), options.get("micro_multiple_of")):
+        return largest
+    allowed = set(options.get("micro_allowed", ()))
+    return allowed.pop() if len(allowed) == 1 else 0
 
 
 @dataclasses.dataclass
@@ -87,7 +115,8 @@ class Checker:
     """Runs a step's micro-batches without its update.
 
     run(cut) accumulates a whole batch in micro-batches of `cut` samples, and returns the loss; the
-    gradients are then in .grad of `parameters`."""
+    gradients are then in .grad of `parameters`. `only_size` is the size of all micro-batches, 0:
+    it may change. Mistakes of the kinds `accepted` become notes."""
 
     def __init__(
         self,
@@ -96,9 +125,12 @@ class Checker:
         run: Callable[[int], float],
         has_normalizer: bool,
         is_16_bit: bool,
+        only_size: int,
+        accepted: Collection[str],
     ):
         self._root, self._parameters, self._run = root, parameters, run
-        self._has_normalizer = has_normalizer
+        self._has_normalizer, self._only_size = has_normalizer, only_size
+        self._accepted = accepted
         self._tolerance = _TOLERANCE_16 if is_16_bit else _TOLERANCE
         self._findings: List[Finding] = []
         self._runs = 0
@@ -124,19 +156,28 @@ class Checker:
     def _note(self, kind: str, text: str) -> None:
         self._add(kind, False, text)
 
-    def _mistake(self, kind: str, text: str) -> None:
-        self._add(kind, True, text)
+    def _mistake(self, kind: str, text: str, advice: str) -> None:
+        if kind in self._accepted:
+            self._note(kind, f"accepted: {text}")
+        else:
+            self._add(kind, True, f"{text}: {advice}")
 
     def _check_batch_norm(self) -> None:
         found = _training_modules(self._root, _BATCH_NORM)
-        if found:
-            self._mistake(
-                "batch_norm",
-                f"{len(found)} modules, the first is {_name_of(self._root, found[0])!r}, normalize "
-                "by the statistics of a micro-batch, so results depend on the cut: use GroupNorm, "
-                "put them into evaluation mode, or set micro_multiple_of and micro_largest to one "
-                "size",
-            )
+        if not found:
+            return
+        what = f"{len(found)} modules, the first is {_name_of(self._root, found[0])!r}, "
+        what += "normalize by the statistics of a micro-batch"
+        if self._only_size:
+            self._note("batch_norm", f"{what}, and the size is always {self._only_size}")
+            return
+        self._mistake(
+            "batch_norm",
+            f"{what}, so the result changes when memory makes it smaller",
+            "use GroupNorm, put them into evaluation mode (SyncBatchNorm is no help: it joins "
+            "ranks, not micro-batches), keep one size with micro_allowed=[N], or, if they are "
+            'meant to do so, check(batch, accept="batch_norm")',
+        )
 
     def _outcome(self, cut: int) -> _Outcome:
         self._runs += 1
@@ -162,7 +203,7 @@ class Checker:
         if difference > self._tolerance:
             self._mistake(
                 "not_repeatable",
-                f"the same samples gave other gradients when they ran again, by {difference:.1%}: "
+                f"the same samples gave other gradients when they ran again, by {difference:.1%}",
                 "a random generator or a state that rebatch does not know (pass `generators`), or "
                 "a batch that changes",
             )
@@ -183,20 +224,22 @@ class Checker:
         if self._has_normalizer and abs(ratio * parts - 1) < 0.05:
             self._mistake(
                 "mean_with_normalizer",
-                "loss_fn returns a mean over its samples, although there is a normalizer: return "
-                "the sum",
+                "loss_fn returns a mean over its samples, although there is a normalizer",
+                "return the sum",
             )
         elif not self._has_normalizer and abs(ratio / parts - 1) < 0.05:
             self._mistake(
                 "sum",
                 f"the loss is {parts:g} times as large in micro-batches that are {parts:g} times "
-                "as large: loss_fn sums over its samples; return the mean, or pass a normalizer",
+                "as large",
+                "loss_fn sums over its samples; return the mean, or pass a normalizer",
             )
         else:
             self._mistake(
                 "cut",
                 f"gradients in micro-batches of {cut} differ from those of {largest} by "
-                f"{difference:.1%}: the loss is no mean over samples, for example one over the "
-                "tokens of a micro-batch (return their sum, and pass a normalizer), or what is "
-                "computed of a sample depends on its neighbours",
+                f"{difference:.1%}",
+                "the loss is no mean over samples, for example one over the tokens of a "
+                "micro-batch (return their sum, and pass a normalizer), or what is computed of a "
+                "sample depends on its neighbours",
             )

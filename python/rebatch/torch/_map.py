@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes as C
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Tuple
 
 import torch
 
 from rebatch import _library as c
 from rebatch._library import lib
 from rebatch.torch._batch import slice_batch
+from rebatch.torch._report import MapReport, map_report_of
 from rebatch.torch._session import Session
 
 
@@ -20,9 +21,10 @@ def run_map(
     samples: int,
     key: int,
     slice: Callable = None,
-) -> List[tuple]:
+) -> Tuple[List[tuple], MapReport, int]:
     """Call function(samples) without gradients until all samples are done: a list of (count,
-    result), in ascending order. A call that runs out of memory is repeated with fewer samples."""
+    result), in ascending order; the report; and the status for raise_failure(). A call that runs
+    out of memory is repeated with fewer samples."""
     results: List[tuple] = []
 
     def run(microbatch, _user) -> int:
@@ -41,8 +43,7 @@ def run_map(
     ops = c.MapOps(run=c.ForwardBackward(run), key=key)
     report = c.StepReport()
     status = lib.rebatch_map(session.rb, C.byref(ops), samples, None, C.byref(report))
-    session.raise_failure(status)
-    return results
+    return results, map_report_of(report, samples), status
 
 
 def _named(value: Any) -> str:

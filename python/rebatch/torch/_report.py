@@ -1,37 +1,35 @@
-"""What a step did, as plain numbers."""
+"""What a step or a map did, as plain numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict
+from typing import Any, Dict
 
 from rebatch import _library as c
 from rebatch.plot import Point
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What one call of a Step did. Sizes are in bytes, times in milliseconds."""
+class MapReport:
+    """What one call of a Map or of Step.evaluate() did. Sizes are in bytes, times in
+    milliseconds."""
 
-    step: int = 0  # number of the effective batch
-    samples: int = 0  # in the effective batch
-    micro: int = 0  # samples of a micro-batch in the update
-    microbatches: int = 0  # accumulation steps
+    samples: int = 0  # in the batch
+    micro: int = 0  # samples of a micro-batch; 0: not all samples ran
+    microbatches: int = 0  # that succeeded
     ooms: int = 0
     redone_samples: int = 0  # that ran again because of OOMs
     lost_ms: float = 0.0  # spent on discarded work and on recovery
     peak_bytes: int = 0  # highest memory in use, where it was measured
     reserved_bytes: int = 0  # memory held from the device at the end
     lighten_level: int = 0
-    learned: int = 0  # micro-batches from which the session learned
-    torn: bool = False
 
     def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
         """For TensorBoard, W&B and the like: names and plain numbers."""
         return {prefix + name: float(v) for name, v in dataclasses.asdict(self).items()}
 
     def __str__(self) -> str:
-        text = f"step {self.step}: {self.microbatches} x {self.micro} samples"
+        text = f"{self.microbatches} x {self.micro} samples"
         if self.ooms:
             text += f", {self.ooms} OOM{'s' * (self.ooms > 1)} ({self.redone_samples} samples "
             text += f"again, {self.lost_ms:.0f} ms)"
@@ -42,9 +40,21 @@ class Report:
         return text
 
 
-def report_of(filled: c.StepReport, samples: int) -> Report:
-    return Report(
-        step=filled.step,
+@dataclasses.dataclass(frozen=True)
+class Report(MapReport):
+    """What one call of a Step did. The batch is the effective batch, `micro` and `microbatches` are
+    those of the update."""
+
+    step: int = 0  # number of the effective batch
+    learned: int = 0  # micro-batches from which the session learned
+    torn: bool = False
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {super().__str__()}"
+
+
+def _counts_of(filled: c.StepReport, samples: int) -> Dict[str, Any]:
+    return dict(
         samples=samples,
         micro=filled.micro,
         microbatches=filled.microbatches,
@@ -54,6 +64,17 @@ def report_of(filled: c.StepReport, samples: int) -> Report:
         peak_bytes=filled.peak_bytes,
         reserved_bytes=filled.reserved_bytes,
         lighten_level=filled.lighten_level,
+    )
+
+
+def map_report_of(filled: c.StepReport, samples: int) -> MapReport:
+    return MapReport(**_counts_of(filled, samples))
+
+
+def report_of(filled: c.StepReport, samples: int) -> Report:
+    return Report(
+        **_counts_of(filled, samples),
+        step=filled.step,
         learned=filled.learned,
         torn=filled.torn,
     )

@@ -151,6 +151,8 @@ class Session:
         self.generators, self._buffers, self._on_event = generators, buffers, on_event
         self.meter = None
         if not self.is_pooled:
+            if self.is_cuda:
+                _allocator.limit_native(device)
             self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
         self._open(options)
         if generators or buffers:

@@ -15,11 +15,11 @@ from rebatch import plot as _plot
 from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._batch import batch_length, slice_batch
-from rebatch.torch._check import Check, Checker
+from rebatch.torch._check import Check, Checker, accepted_kinds, only_size
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
 from rebatch.torch._probe import Probe, run_probe
-from rebatch.torch._report import Report, point_of, report_of
+from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._session import Session, check_names, session_options
 from rebatch.torch._state import Buffers, Generators, cuda_devices_of
@@ -135,7 +135,7 @@ class Step:
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
         self._ops = self._make_ops()
-        self.report = Report()
+        self.report, self.evaluation_report = Report(), MapReport()
         self._history: Deque[_plot.Point] = collections.deque(maxlen=_HISTORY)
 
     # ---- the session ----
@@ -357,11 +357,15 @@ class Step:
         print(found)
         return found
 
-    def check(self, batch: Any) -> Check:
+    def check(self, batch: Any, accept: Union[str, Sequence[str]] = ()) -> Check:
         """Look for mistakes that make the result depend on the cut: a loss that is summed instead
         of averaged, BatchNorm, a mean over tokens. Runs micro-batches without an update, and leaves
         buffers, generators and gradients as they were. Print the result, or test it: it is true
-        when there is no mistake."""
+        when there is no mistake.
+
+        `accept` has the kinds of mistakes that are meant to be so, for example "batch_norm": they
+        become notes."""
+        accepted = accepted_kinds(accept)
         session = self._open()
         self._buffers.prepare()
         self._begin(batch)
@@ -377,6 +381,8 @@ class Step:
                 self._run_cut,
                 self._normalizer is not None,
                 self._autocast is not None or parameters[0].element_size() == 2,
+                only_size(self._options),
+                accepted,
             )
             return self._check_what_fits(checker, lib.rebatch_get_micro(session.rb, self._samples))
         finally:
@@ -412,14 +418,17 @@ class Step:
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a batch without training, in as many parts as memory asks for, with the
-        modules in evaluation mode: a scalar."""
+        modules in evaluation mode: a scalar. `evaluation_report` says what the call did."""
         session = self._open()
         self._buffers.prepare()
         self._begin(batch)
         training = [(m, m.training) for m in self._modules.modules()]
         self._modules.eval()
         try:
-            losses = run_map(session, self._loss_of, batch, self._samples, id(self), self._slice)
+            losses, self.evaluation_report, status = run_map(
+                session, self._loss_of, batch, self._samples, id(self), self._slice
+            )
+            session.raise_failure(status)
         finally:
             for module, was_training in training:
                 module.training = was_training

@@ -115,6 +115,61 @@ def test_options_can_change_until_the_first_allocation():
     assert child(script) == "oom\n"
 
 
+# ---- the limit of the environment ----
+
+LARGEST = (
+    "def fits(mib):\n"
+    "    try:\n"
+    "        tensor(mib * MIB)\n"
+    "    except torch.OutOfMemoryError:\n"
+    "        return False\n"
+    "    return True\n"
+)
+
+
+@pytest.mark.parametrize(
+    "variable, arguments, limit",
+    [("64MiB", "", "64"), ("64MiB", "0", "64"), ("64MiB", "'32MiB'", "32"),
+     ("32MiB", "'64MiB'", "32"), ("5%", "", "total // MIB // 20"), ("none", "'32MiB'", "32")],
+)
+def test_the_smaller_limit_of_argument_and_environment_holds(variable, arguments, limit):
+    script = (
+        f"rebatch.install({arguments})\n"
+        "total = torch.cuda.mem_get_info()[1]\n"
+        f"print(fits({limit} - 2), fits({limit} + 2))\n"
+    )
+    said = child(LARGEST + script, REBATCH_MEMORY_LIMIT=variable, STANDIN_MEMORY=str(GIB))
+    assert said == "True False\n"
+
+
+def test_the_environments_limit_holds_when_the_limit_changes():
+    script = (
+        "rebatch.install('16MiB')\nkeep = tensor(MIB)\n"
+        "rebatch.install('128MiB')\nprint(fits(30), fits(64))\n"
+        "rebatch.install(0)\nprint(fits(30), fits(64))\n"
+    )
+    assert child(LARGEST + script, REBATCH_MEMORY_LIMIT="64MiB") == "True False\n" * 2
+
+
+def test_a_step_without_install_has_the_environments_limit():
+    script = (
+        "import rebatch.torch\n"
+        "weight = torch.nn.Linear(8, 1, device='cuda')\n"
+        "optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)\n"
+        "step = rebatch.torch.Step(weight, optimizer, lambda m, x: m(x).mean())\n"
+        "print(fits(300))\n"
+        "torch.cuda.empty_cache()\n"
+        "step(torch.ones(4, 8, device='cuda'))\n"
+        "print(fits(150), fits(300))\n"
+        "lower = torch.cuda.get_per_process_memory_fraction() / 2\n"
+        "torch.cuda.set_per_process_memory_fraction(lower)\n"
+        "rebatch.torch.map(weight, torch.ones(4, 8, device='cuda'))\n"
+        "print(abs(torch.cuda.get_per_process_memory_fraction() / lower - 1) < 1e-3)\n"
+    )
+    said = child(LARGEST + script, REBATCH_MEMORY_LIMIT="256MiB", STANDIN_MEMORY=str(GIB))
+    assert said == "True\nTrue False\nTrue\n"
+
+
 @pytest.mark.parametrize(
     "script",
     [
