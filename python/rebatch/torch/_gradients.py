@@ -9,6 +9,7 @@ are those of its only backward pass."""
 
 from __future__ import annotations
 
+import sys
 from typing import Dict, List, Sequence
 
 import torch
@@ -16,6 +17,15 @@ import torch
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided
+
+
+def _to_keep(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that stays. The next run of a CUDA graph of torch.compile (mode="reduce-overhead")
+    would write into the same memory; PyTorch's own accumulation is refused there."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees and gradient.is_cuda and trees.get_manager(gradient.device.index, False):
+        return gradient.clone()
+    return gradient
 
 
 class Accumulators:
@@ -87,7 +97,7 @@ class Accumulators:
         """After a backward pass that has added to the sums itself."""
         for p in self._parameters:
             if p.grad is not None:
-                self._sums[p] = p.grad
+                self._sums[p] = p.grad if p in self._has_sum else _to_keep(p.grad)
                 self._has_sum.add(p)
         self.clear()
 
@@ -113,4 +123,4 @@ class Accumulators:
 
     def _add_alone(self, p: torch.nn.Parameter) -> None:
         """The first gradient of all, or one that is sparse."""
-        self._sums[p] = self._sums[p] + p.grad if p in self._has_sum else p.grad
+        self._sums[p] = self._sums[p] + p.grad if p in self._has_sum else _to_keep(p.grad)
