@@ -184,9 +184,9 @@ def speed(way, size):
     batch = training.batch()
     seconds = [training.run(batch) for _ in range(WARM)]
     first = memory()
-    clean = [training.run(batch) for _ in range(size["steps"] // 2)]
+    clean = [training.run(batch) for _ in range(size["steps"])]
     memory()
-    clean += [training.run(batch) for _ in range(size["steps"] // 2)]
+    clean += [training.run(batch) for _ in range(size["steps"])]
     return {
         "tokens_per_s": round(batch[0].numel() / statistics.median(clean)),
         "step_ms": median_ms(clean),
