@@ -66,7 +66,9 @@ def bench(mode, micro):
     original = Model().cuda()
     model = torch.compile(original) if mode == "compiled" else original
     parameters = list(original.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     tokens = torch.randint(0, 50257, (BATCH, T + 1), device="cuda")
     for _ in range(WARM):
         train_step(model, parameters, optimizer, tokens, micro).item()

@@ -62,7 +62,7 @@ class Accumulators:
         self._earlier = {}
 
     def begin_batch(self, parameters: Sequence[torch.nn.Parameter], is_whole: bool) -> None:
-        """An effective batch begins, or begins again. As a whole: in one micro-batch, if it fits."""
+        """An effective batch begins, or again. As a whole: in one micro-batch, if it fits."""
         self._parameters = list(parameters)
         self._has_sum.clear()
         self._has_earlier = False

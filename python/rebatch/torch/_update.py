@@ -23,7 +23,8 @@ def _kept_tensors(optimizer: torch.optim.Optimizer, group: dict) -> int:
 
 def first_update_bytes(optimizer: torch.optim.Optimizer) -> int:
     """The memory that the first step of an optimizer of PyTorch needs: what it keeps, and, unless
-    it is fused, one temporary of each parameter. 0 for other optimizers, and after the first step."""
+    it is fused, one temporary of each parameter. 0 for other optimizers, and after the first
+    step."""
     if optimizer.state or type(optimizer).__name__ not in _KEPT:
         return 0
     if not type(optimizer).__module__.startswith("torch.optim"):
@@ -59,8 +60,8 @@ class Update:
             check_optimizer("optimizer", optimizer)
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
-                    "rebatch: the optimizer is LBFGS, whose step runs the model again: expected one "
-                    "whose step takes no closure"
+                    "rebatch: the optimizer is LBFGS, whose step runs the model again: expected "
+                    "one whose step takes no closure"
                 )
         for scheduler in self._schedulers:
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

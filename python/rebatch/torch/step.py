@@ -46,7 +46,8 @@ def _check(model: Any, loss_fn: Any, normalizer: Any, autocast: Any, lighten: An
     for name, value in given:
         if not callable(value):
             raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
-    if not (autocast is None or isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")):
+    is_context = isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
+    if not (autocast is None or is_context):
         raise TypeError(
             f"rebatch: autocast is {autocast!r}: expected a dtype such as torch.bfloat16, or a "
             "context manager"

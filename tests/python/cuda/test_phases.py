@@ -1,4 +1,4 @@
-"""A training loop of the user's own, without Step: its phases are marked, so the pool plans them."""
+"""A training loop of the user's own, without Step: its phases are marked, and planned."""
 
 from test_install import child, run
 

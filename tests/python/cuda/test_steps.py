@@ -1,6 +1,6 @@
 """Step on CUDA memory: on PyTorch's native allocator, and, in a process of its own, on rebatch's
-pool (REBATCH_TEST_INSTALL=1). On a real GPU results are compared too; on the stand-in, where kernels
-do nothing, it is memory, order and exceptions."""
+pool (REBATCH_TEST_INSTALL=1). On a real GPU results are compared too; on the stand-in, where
+kernels do nothing, it is memory, order and exceptions."""
 
 import contextlib
 import gc
