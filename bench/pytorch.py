@@ -12,6 +12,7 @@ import ctypes
 import gc
 import json
 import os
+import pathlib
 import random
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ SCENARIOS = {
     "taken": ("native+Step", "install+Step", "halving"),
     "learn": ("native+Step", "install+Step"),
     "tensors": ("native", "install"),
+    "limits": ("install+Step",),
 }
 GIB = 1 << 30
 
@@ -114,7 +116,7 @@ class Training:
             import rebatch.torch as rebatch
 
             if not options.get("learn"):
-                options.update(micro_start=self.micro, growth=False)
+                options = {"micro_start": self.micro, "growth": False, **options}
             self.step = rebatch.Step(self.model, self.optimizer, loss_fn, **options)
         self.redone = self.ooms = 0
 
@@ -301,6 +303,26 @@ def learn(way, size):
     }
 
 
+PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "pytorch.svg"
+
+
+def limits(way, size):
+    """The limit falls, and comes back: draws docs/pytorch.svg."""
+    import rebatch.torch as rebatch
+
+    options = dict(growth=True, grow_after=6)
+    training = Training(way, size, limit=32 * GIB, cuts=(size["batch"],), **options)
+    batch, micro = training.batch(), []
+    for i in range(40):
+        if i in (10, 22):
+            rebatch.install(limit=(12 if i == 10 else 32) * GIB)
+        training.run(batch)
+        micro.append(training.micro)
+    if size["picture"]:
+        training.step.plot(size["picture"])
+    return {"micro": micro}
+
+
 def tensors(way, size):
     """The host's time for a tensor: mixed sizes, a thousand live."""
     Training(way, {**size, "model": (64, 1, 64, 64)}, cuts=(1,))
@@ -322,9 +344,11 @@ def main():
     parser.add_argument("way", nargs="?", choices=WAYS)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
     arguments = parser.parse_args()
-    size = dict(model=(768, 12, 1024, 50304), batch=32, steps=12, cap=20 * GIB, left=12 * GIB)
+    size = dict(model=(768, 12, 1024, 50304), batch=32, steps=12, picture=PICTURE)
+    size.update(cap=20 * GIB, left=12 * GIB)
     if arguments.small:
-        size = dict(model=(128, 2, 64, 512), batch=32, steps=6, cap=GIB // 2, left=GIB // 4)
+        size = dict(model=(128, 2, 64, 512), batch=32, steps=6, picture=None)
+        size.update(cap=GIB // 2, left=GIB // 4)
     if arguments.way:
         result = globals()[arguments.scenario](arguments.way, size)
         print(json.dumps({"scenario": arguments.scenario, "way": arguments.way, **result}))
