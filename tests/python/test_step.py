@@ -254,6 +254,12 @@ def test_exhausted_says_what_was_tried():
     assert isinstance(caught.value, torch.OutOfMemoryError)
 
 
+def test_exceptions_have_the_names_that_programs_use():
+    public = (rebatch.Error, rebatch.Exhausted, rebatch.Torn)
+    names = [f"{error.__module__}.{error.__name__}" for error in public]
+    assert names == ["rebatch.Error", "rebatch.torch.Exhausted", "rebatch.torch.Torn"]
+
+
 def test_an_oom_within_the_update_is_torn():
     model, batch, loss_fn = make("mlp")
     step = rebatch.Step(model, HalfStep(model.parameters(), 0.1), loss_fn, log_level="quiet")

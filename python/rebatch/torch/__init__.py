@@ -25,6 +25,9 @@ from rebatch.torch._session import Exhausted, Torn
 from rebatch.torch.evaluation import Map, map
 from rebatch.torch.step import Step
 
+# A traceback ends with the name that programs use.
+Exhausted.__module__ = Torn.__module__ = __name__
+
 __all__ = [
     "Check",
     "Error",
