@@ -24,8 +24,8 @@ static const char main_help[] =
     "  rebatch help COMMAND               more about probe, run, replay or config\n"
     "  rebatch --version                  print the version\n"
     "\n"
-    "exit status: 0 success, 1 failure, 2 wrong usage, 3 nothing fits; `run` exits with the\n"
-    "status of the program\n";
+    "exit status: 0 success, 1 failure, 2 wrong usage, 3 nothing fits, 4 mistakes\n"
+    "(`run --check`); otherwise `run` exits with the status of the program\n";
 
 static int run_help(int count, char **arguments)
 {

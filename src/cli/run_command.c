@@ -157,6 +157,7 @@ struct summaries {
     } last[SESSIONS];
     size_t count;
     struct rbi_child_answer answer; /* of a check */
+    bool has_begun;                 /* a step */
 };
 
 /* "KEY SENTENCE" */
@@ -168,6 +169,7 @@ static bool on_message(void *user, const char *kind, const char *text)
         rbi_child_print_answer(&summaries->answer, text);
         return true;
     }
+    summaries->has_begun |= strcmp(kind, "begun") == 0;
     if (strcmp(kind, "run") != 0 || text[length] == '\0' || length >= sizeof summaries->last[0].key)
         return false;
     size_t at = 0;
@@ -202,6 +204,16 @@ static void explain_silence(const char *program, int status, bool has_library)
     if (!has_library)
         fprintf(stderr, "rebatch: there is no librebatch_wrap.so beside this command or in "
                         "../lib: only programs that use rebatch were looked at\n");
+}
+
+/* A program that has begun a step and was not heard of again. */
+static void explain_end(const char *program, int status, const struct summaries *summaries)
+{
+    const char *const check = getenv("REBATCH_CHECK");
+    if (summaries->has_begun && summaries->count == 0 && status != 0)
+        fprintf(stderr, "rebatch: %.200s %s within its first %s\n", program,
+                rbi_child_describe(status).text,
+                check && check[0] == '1' ? "step, which was being checked" : "step");
 }
 
 /* Ends as the program did; its core file is enough. */
@@ -239,6 +251,7 @@ int rbi_run_main(int count, char **arguments)
     if (summaries.answer.is_there)
         return summaries.answer.code;
     print(&summaries);
+    explain_end(program[0], end.status, &summaries);
     if (!end.has_stepped) {
         explain_silence(program[0], end.status, has_library);
         if (end.status == 0)

@@ -29,9 +29,19 @@ static rebatch_status begin(void *user, rebatch *rb)
     return rbi_inject_begin(run);
 }
 
+/* A program that ends from here on has ended within a step. */
+static void say_begun(struct rbi_run *run)
+{
+    static const char text[] = "begun 0";
+    if (!run->has_begun)
+        (void)rbi_report_send(run, text, sizeof text - 1);
+    run->has_begun = true;
+}
+
 static void step_begins(void *user, const rebatch_step_ops *ops, size_t batch, void *step_user)
 {
     struct rbi_run *run = user;
+    say_begun(run);
     if (run->settings.probe)
         rbi_only_probe(run, ops, batch, step_user, NULL);
     if (run->settings.check)

@@ -9,7 +9,8 @@
 
 struct rbi_run {
     struct rbi_run_settings settings;
-    rebatch *rb; /* borrowed; NULL: it is not open yet */
+    rebatch *rb;    /* borrowed; NULL: it is not open yet */
+    bool has_begun; /* a step */
 
     /* Failures on purpose (inject.c).
      *   survived <= injected <= requests; what follows them is of all steps */

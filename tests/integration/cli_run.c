@@ -238,6 +238,27 @@ Test(cli_run, a_program_that_does_not_step)
                                 has_library ? " or allocation of CUDA memory" : absent);
 }
 
+/* It says as the library does that a step begins. */
+Test(cli_run, a_program_that_ends_within_its_first_step)
+{
+    static const char program[] =
+        "-- sh -c 'printf \"begun 0\" >&${REBATCH_REPORT_FD%%:*}; exit 7'";
+    cli_expect_refused("", "run", program, 7,
+                       "rebatch: sh ended with status 7 within its first step\n");
+    char check[160];
+    (void)snprintf(check, sizeof check, "--check %s", program);
+    cli_expect_refused(
+        "", "run", check, 7,
+        "rebatch: sh ended with status 7 within its first step, which was being checked\n");
+}
+
+Test(cli_run, every_exit_status_is_in_the_help)
+{
+    struct run r = cli_run("", "--help", "");
+    cr_assert(strstr(r.out, "3 nothing fits, 4 mistakes\n"), "%s", r.out);
+    done(&r);
+}
+
 Test(cli_run, help)
 {
     struct run r = cli_run("", "run", "--help");
