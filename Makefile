@@ -66,6 +66,8 @@ GPT := $(BUILD)/examples/gpt/gpt
 DEMO := $(BUILD)/examples/gpt/demo
 MINIMAL := $(BUILD)/examples/minimal
 EXAMPLES := $(addprefix $(BUILD)/examples/,mlp evaluate variable_length separable_cnn)
+# As it was before it was wrapped.
+MLP_BEFORE := $(BUILD)/examples/mlp-before
 GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
@@ -97,7 +99,7 @@ GPU_CODE = $(if $(GPU_ARCH),-arch=$(GPU_ARCH:sm_90=sm_90a),\
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(EXAMPLES) $(GUIDE) $(MAN_PAGES)
+all: $(STATIC) $(SHARED) $(PRELOAD) $(COMMAND) $(GPT) $(MINIMAL) $(EXAMPLES) $(MLP_BEFORE) $(GUIDE) $(MAN_PAGES)
 
 # ---- how it is made ----------------------------------------------------------------------------
 $(BUILD)/src/%.o: private FOLDER_CFLAGS := -Isrc
@@ -160,6 +162,9 @@ $(GPT)-cuda $(DEMO)-cuda: $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 	$(Q)$(CC) $(SANITIZE) -o $@ $< -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/..' $(LIBS)
 
+$(BUILD)/examples/mlp.o: private FOLDER_CFLAGS := -O3 -ffp-contract=off -DREBATCH
+$(MLP_BEFORE): examples/mlp.c $(BUILD)/flags
+	$(Q)$(CC) $(ALL_CFLAGS) -O3 -ffp-contract=off -o $@ $< -lm
 $(EXAMPLES) $(GUIDE): %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
@@ -331,7 +336,7 @@ demo: ## train under a cap that shrinks, and without one: the same bits (DEVICE=
 	    $(DEMO)-cuda --device cuda $(DEMO_FLAGS),$(DEMO) $(DEMO_FLAGS))
 
 # Programs that tests run as a user would.
-TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(EXAMPLES) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS))
+TESTED_PROGRAMS := $(COMMAND) $(GPT) $(DEMO) $(MINIMAL) $(EXAMPLES) $(MLP_BEFORE) $(GUIDE) $(PRELOAD) $(if $(SAN),,$(PRELOAD_TESTS))
 TEST_VARIABLES := $(if $(SAN),,REBATCH_PRELOAD=$(BUILD)/tests/preload) REBATCH_COMMAND=$(COMMAND) REBATCH_GPT=$(GPT) REBATCH_EXAMPLES=$(BUILD)/examples \
     REBATCH_LOG_LEVEL=quiet
 

@@ -6,6 +6,7 @@
 #ifndef REBATCH_CURRENT_H
 #define REBATCH_CURRENT_H
 
+#include "rebatch/cuda.h"
 #include "rebatch/status.h"
 #include "rebatch/step.h"
 
@@ -20,6 +21,18 @@ extern "C" {
  *  @param rb  borrowed; NULL: the process has no session from now on
  *  @return REBATCH_OK; REBATCH_E_STATE when the process has another session: nothing changed */
 REBATCH_API rebatch_status rebatch_set_current(rebatch *rb);
+
+/** Open a session on a GPU, as rebatch_open_default() does, and make it the process's. wrap.h calls
+ *  it at the program's first allocation. Thread-safe.
+ *  @param[out] out   the process's session, borrowed; NULL on failure
+ *  @param gpu        copied; NULL: the device of the settings
+ *  @param settings   as for rebatch_open_default(), "" for none. NULL: the process's session is to
+ *                    be there: one is opened without settings only if the process has none and has
+ *                    had none; *out is NULL when it was closed
+ *  @return as rebatch_open_default(); REBATCH_E_STATE when the process has a session and `settings`
+ *          is not NULL */
+REBATCH_API rebatch_status rebatch_open_current(rebatch **out, const rebatch_cuda_options *gpu,
+                                                const char *settings);
 
 /** The process's session. Thread-safe.
  *  @return borrowed; NULL when there is none */
@@ -44,6 +57,14 @@ REBATCH_API void rebatch_escape_on_oom(int code);
  *  @param bytes     size of the block
  *  @return as rebatch_pool_alloc() */
 REBATCH_API_CHECKED rebatch_status rebatch_alloc(void **out, rebatch *rb, size_t bytes);
+
+/** rebatch_alloc() for code that does not look at a status. A failure leaves the running callback,
+ *  as rebatch_escape() does, so what returns within a callback is memory. Thread-safe.
+ *  @param rb     the session
+ *  @param bytes  size of the block
+ *  @return the block; NULL for 0 bytes, and for a failure outside of callbacks, or in a thread that
+ *          cannot leave the callback (rebatch_can_escape()): rebatch_last_error() has the reason */
+REBATCH_API_CHECKED void *rebatch_alloc_or_escape(rebatch *rb, size_t bytes);
 
 /** Wait for the work of all streams, then free a block of the session's pool. Thread-safe.
  *  @param rb       the session

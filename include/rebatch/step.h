@@ -461,9 +461,23 @@ extern "C" {
 REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
                                         const rebatch_options *options);
 
-/** Release a session, its pool, and all memory that is still allocated from it. The call is refused
- *  from within a callback, and while another thread is in a step: the session stays open, and
- *  rebatch_last_error() says so.
+/** Open a session and its device, for programs whose settings say which. Settings are those of
+ *  `settings`; what the file of REBATCH_CONFIG or a REBATCH_* variable sets overrides them. Unless
+ *  they set device.kind, the device is the first GPU, or CPU memory where device.capacity is set or
+ *  there is no GPU: a program that computes on the CPU says "device.kind = host". Thread-safe.
+ *  @code
+ *  rebatch_open_default(&rb, "device.kind = host; device.capacity = 64MiB; batch.smallest = 4");
+ *  @endcode
+ *  @param[out] out   owned by the caller; rebatch_close() releases it and its device; NULL on
+ *                    failure
+ *  @param settings   KEY = VALUE with a semicolon or a newline between two of them, the keys of
+ *                    docs/config.md and values as in variables; NULL: none
+ *  @return as rebatch_open() without options, and as rebatch_config_open_device() */
+REBATCH_API rebatch_status rebatch_open_default(rebatch **out, const char *settings);
+
+/** Release a session, its pool, and all memory that is still allocated from it; with
+ *  rebatch_open_default() also its device. The call is refused from within a callback, and while
+ *  another thread is in a step: the session stays open, and rebatch_last_error() says so.
  *  @param rb  NULL is allowed */
 REBATCH_API void rebatch_close(rebatch *rb);
 
@@ -512,6 +526,25 @@ REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
  *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
                                         void *user, rebatch_step_report *report);
+
+/** rebatch_step() for functions that return nothing, and leave by rebatch_escape() when memory runs
+ *  out: rebatch_alloc_or_escape() does so.
+ *  @param rb         the session
+ *  @param batch      samples in the effective batch
+ *  @param zero_grad  clears the gradients
+ *  @param train      forward and backward of samples [first, first + count), with weight 1/batch
+ *                    for each sample
+ *  @param update     applies the update
+ *  @param user       passed to the functions
+ *  @param flags      bits of rebatch_step_flags. Without REBATCH_DECLARES_MUTATION the functions
+ *                    count as changing state from their first line
+ *  @param report     filled in on success and failure; may be NULL
+ *  @return as rebatch_step() */
+REBATCH_API rebatch_status rebatch_step_plain(rebatch *rb, size_t batch,
+                                              void (*zero_grad)(void *user),
+                                              void (*train)(size_t first, size_t count, void *user),
+                                              void (*update)(void *user), void *user,
+                                              uint32_t flags, rebatch_step_report *report);
 
 /** Run a function over samples outside of training, for example evaluation, and recover from OOMs
  *  as rebatch_step() does: what a call that runs out of memory has allocated is taken back, guarded

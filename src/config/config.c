@@ -36,7 +36,7 @@ static rebatch_status find_file(const char **path)
     return REBATCH_OK;
 }
 
-rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
+rebatch_status rbi_config_load(rebatch_config **out, const char *path, const char *program)
 {
     if (!out)
         return rbi_error(REBATCH_E_INVALID, "out is NULL");
@@ -45,6 +45,8 @@ rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
     if (!config)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for settings");
     rebatch_status status = set_defaults(config);
+    if (!status && program)
+        status = rbi_config_read_program(config, program);
     if (!status && !path)
         status = find_file(&path);
     if (!status && path)
@@ -58,6 +60,11 @@ rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
     else
         *out = config;
     return status;
+}
+
+rebatch_status rebatch_config_load(rebatch_config **out, const char *path)
+{
+    return rbi_config_load(out, path, NULL);
 }
 
 void rebatch_config_free(rebatch_config *config)
@@ -227,15 +234,23 @@ static rebatch_status set_capacity(rebatch_device *device, const struct rbi_entr
 }
 
 /* device.kind's choices, in their order. */
-enum { KIND_HOST, KIND_CUDA };
+enum { KIND_HOST, KIND_CUDA, KIND_AUTO };
 
+/* A GPU that is asked for by its number is asked for. */
 static rebatch_status open_kind(rebatch_device **out, const rebatch_config *config)
 {
-    if (config->entries[RBI_DEVICE_KIND].number == KIND_HOST)
+    const struct rbi_entry *e = config->entries;
+    uint64_t kind = e[RBI_DEVICE_KIND].number;
+    if (kind == KIND_AUTO && !e[RBI_DEVICE_CAPACITY].is_none)
+        kind = KIND_HOST;
+    if (kind == KIND_HOST)
         return rebatch_device_open_host(out, REBATCH_UNLIMITED, NULL);
     rebatch_cuda_options options = REBATCH_CUDA_OPTIONS_INIT;
-    options.ordinal = (int)config->entries[RBI_DEVICE_ORDINAL].number;
-    return rebatch_device_open_cuda(out, &options);
+    options.ordinal = (int)e[RBI_DEVICE_ORDINAL].number;
+    const rebatch_status status = rebatch_device_open_cuda(out, &options);
+    if (status == REBATCH_E_NO_DEVICE && kind == KIND_AUTO && !e[RBI_DEVICE_ORDINAL].origin)
+        return rebatch_device_open_host(out, REBATCH_UNLIMITED, NULL);
+    return status;
 }
 
 rebatch_status rebatch_config_open_device(rebatch_device **out, const rebatch_config *config)

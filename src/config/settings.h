@@ -135,8 +135,9 @@ enum rbi_setting_kind {
       .may_be_none = true,                                                                         \
       .help = "Name of the model in that file. none: the program's own name for it.")              \
     X(DEVICE_KIND, .key = "device.kind", .kind = RBI_CHOICE, .initial = "host",                    \
-      .choices = {"host", "cuda"},                                                                 \
-      .help = "The device: an NVIDIA GPU, or CPU memory under a cap.")                             \
+      .choices = {"host", "cuda", "auto"},                                                         \
+      .help = "The device: an NVIDIA GPU, or CPU memory under a cap. auto: CPU memory where "      \
+              "device.capacity is set or there is no GPU, else a GPU.")                            \
     X(DEVICE_ORDINAL, .key = "device.ordinal", .kind = RBI_COUNT, .initial = "0",                  \
       .most = INT32_MAX, .help = "Number of the GPU, as CUDA counts.")                             \
     X(DEVICE_CAPACITY, .key = "device.capacity", .kind = RBI_SIZE, .initial = "none",              \
@@ -372,12 +373,18 @@ void rbi_source_free(struct rbi_source *source);
 /* Where line `line`, from 1, of the text came from. */
 struct rbi_place rbi_source_place(const struct rbi_source *source, unsigned line);
 
-/* ---- the whole (config.c, settings_file.c, environment.c, together.c) ---- */
+/* ---- the whole (config.c, program.c, settings_file.c, environment.c,
+ * together.c) ---- */
 
 struct rebatch_config {
     struct rbi_entry entries[RBI_SETTING_COUNT];
 };
 
+/* As rebatch_config_load(); file and environment override the settings of `program`, which are text
+ * such as "batch.largest = 64; memory.limit = 2GiB". NULL: there is none; with one, device.kind is
+ * "auto" by default. */
+rebatch_status rbi_config_load(rebatch_config **out, const char *path, const char *program);
+rebatch_status rbi_config_read_program(struct rebatch_config *config, const char *text);
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
 /* The level of a value of log.level. */

@@ -1,7 +1,10 @@
-/* Owns rebatch_open(): puts a session together from what the layers below and beside have.
+/* Owns the ways to open a session: puts it together from what the layers below and beside have.
  * Must not know what the parts do. */
+#include <pthread.h>
+
 #include "launch/launch.h"
 #include "probe/tuner.h"
+#include "rebatch/current.h"
 
 static rebatch_status open_session(rebatch **out, rebatch_device *device,
                                    const rebatch_options *options)
@@ -49,4 +52,70 @@ rebatch_status rebatch_open(rebatch **out, rebatch_device *device, const rebatch
     if (!out || !device)
         return rbi_error(REBATCH_E_INVALID, "%s is NULL", out ? "device" : "out");
     return open_with_environment(out, device, options);
+}
+
+/* ---- a session and its device ---- */
+
+static rebatch_status open_on(rebatch **out, rebatch_device *device, const rebatch_config *config)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_status status = rebatch_config_options(&options, config);
+    if (!status)
+        status = open_session(out, device, &options);
+    if (status)
+        rebatch_device_close(device);
+    else
+        rbi_session_own_device(*out);
+    return status;
+}
+
+/* On the GPU of `gpu`, or for NULL on the device of the settings. */
+static rebatch_status open_with_device(rebatch **out, const rebatch_cuda_options *gpu,
+                                       const char *settings)
+{
+    rebatch_config *config;
+    rebatch_device *device;
+    *out = NULL;
+    rebatch_status status = rbi_config_load(&config, NULL, settings ? settings : "");
+    if (status)
+        return status;
+    status =
+        gpu ? rebatch_device_open_cuda(&device, gpu) : rebatch_config_open_device(&device, config);
+    if (!status)
+        status = open_on(out, device, config);
+    rebatch_config_free(config);
+    return status;
+}
+
+rebatch_status rebatch_open_default(rebatch **out, const char *settings)
+{
+    return out ? open_with_device(out, NULL, settings)
+               : rbi_error(REBATCH_E_INVALID, "out is NULL");
+}
+
+/* Whoever comes second finds the session of the first. */
+rebatch_status rebatch_open_current(rebatch **out, const rebatch_cuda_options *gpu,
+                                    const char *settings)
+{
+    static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+    if (!out)
+        return rbi_error(REBATCH_E_INVALID, "out is NULL");
+    rebatch_status status = REBATCH_OK;
+    (void)pthread_mutex_lock(&opening);
+    *out = rebatch_get_current();
+    if (*out && settings) {
+        *out = NULL;
+        status = rbi_error(REBATCH_E_STATE, "the process has a session already: expected to open "
+                                            "one before the first allocation");
+    } else if (!*out && (settings || !rbi_current_was_set())) {
+        status = open_with_device(out, gpu, settings);
+        if (!status)
+            status = rebatch_set_current(*out);
+        if (status) {
+            rebatch_close(*out);
+            *out = NULL;
+        }
+    }
+    (void)pthread_mutex_unlock(&opening);
+    return status;
 }

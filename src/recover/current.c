@@ -6,6 +6,7 @@
 #include "recover/recover.h"
 
 static _Atomic(rebatch *) current;
+static atomic_bool was_set;
 
 rebatch_status rebatch_set_current(rebatch *rb)
 {
@@ -17,7 +18,13 @@ rebatch_status rebatch_set_current(rebatch *rb)
     if (!atomic_compare_exchange_strong(&current, &none, rb) && none != rb)
         return rbi_error(REBATCH_E_STATE, "the process has a session already");
     rb->any_stream = true;
+    atomic_store(&was_set, true);
     return REBATCH_OK;
+}
+
+bool rbi_current_was_set(void)
+{
+    return atomic_load(&was_set);
 }
 
 rebatch *rebatch_get_current(void)
@@ -66,6 +73,16 @@ rebatch_status rebatch_alloc(void **out, rebatch *rb, size_t bytes)
         *out = NULL;
     }
     return status;
+}
+
+/* Code that does not look at what it gets must not go on without it. */
+void *rebatch_alloc_or_escape(rebatch *rb, size_t bytes)
+{
+    void *memory;
+    const rebatch_status status = rebatch_alloc(&memory, rb, bytes);
+    if (status && rebatch_can_escape(rb))
+        (void)rebatch_escape(rb, status);
+    return memory;
 }
 
 rebatch_status rebatch_free(rebatch *rb, void *pointer)

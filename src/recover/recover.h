@@ -388,6 +388,7 @@ struct rebatch {
     rebatch_device *device;
     rebatch_pool *pool;
     bool borrows_pool;       /* it was there before the session, and stays */
+    bool owns_device;        /* it goes with the session */
     rebatch_meter meter;     /* read is NULL: the pool's figures hold */
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;

@@ -244,6 +244,11 @@ fail:
     return status;
 }
 
+void rbi_session_own_device(rebatch *rb)
+{
+    rb->owns_device = true;
+}
+
 void rebatch_close(rebatch *rb)
 {
     if (!rb || rbi_session_check_idle(rb, "rebatch_close") ||
@@ -258,6 +263,8 @@ void rebatch_close(rebatch *rb)
     rbi_maps_release(rb);
     rbi_watched_release(rb);
     close_pool(rb);
+    if (rb->owns_device)
+        rebatch_device_close(rb->device);
     (void)pthread_mutex_destroy(&rb->changing);
     rbi_heap_free(rb->failed);
     rbi_heap_free(rb);

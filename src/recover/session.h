@@ -299,6 +299,11 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
                                 const rebatch_options *options,
                                 const struct rbi_session_parts *parts);
 
+/* From here on rebatch_close() closes the device as well. */
+void rbi_session_own_device(rebatch *rb);
+/* Whether the process has, or has had, a session (current.c). */
+bool rbi_current_was_set(void);
+
 /* REBATCH_E_UNSUPPORTED, for `function`, which goes by what the pool does, or takes back. */
 rebatch_status rbi_session_check_records(const rebatch *rb, const char *function);
 rebatch_status rbi_session_check_reclaims(const rebatch *rb, const char *function);

@@ -20,7 +20,8 @@ static unsigned open_files(void)
     return count;
 }
 
-/* Opens with the n-th heap call failing; false when there were fewer. */
+/* Opens with the n-th heap call failing, on `device` or for NULL on a device of its own; false when
+ * there were fewer. */
 static bool opens_without(uint64_t nth, rebatch_device *device)
 {
     rebatch *rb;
@@ -28,7 +29,8 @@ static bool opens_without(uint64_t nth, rebatch_device *device)
     const unsigned files = open_files();
     const uint64_t calls = rbi_heap_calls();
     rbi_heap_fail(nth, 1);
-    const rebatch_status status = rebatch_open(&rb, device, NULL);
+    const rebatch_status status = device ? rebatch_open(&rb, device, NULL)
+                                         : rebatch_open_default(&rb, "device.capacity = 64MiB");
     rbi_heap_fail(0, 0);
     const bool failed = rbi_heap_calls() - calls < nth;
     cr_assert_eq(status, failed ? REBATCH_E_HOST_OOM : REBATCH_OK, "call %ju: %s", (uintmax_t)nth,
@@ -54,6 +56,9 @@ Test(open_faults, every_heap_call_fails)
     cr_assert_eq(rebatch_device_open_host(&device, 64 << 20, NULL), REBATCH_OK);
     uint64_t nth = 1;
     while (opens_without(nth, device))
+        nth++;
+    cr_assert_gt(nth, 10, "only %ju calls failed", (uintmax_t)nth - 1);
+    for (nth = 1; opens_without(nth, NULL);)
         nth++;
     cr_assert_gt(nth, 10, "only %ju calls failed", (uintmax_t)nth - 1);
     rebatch_device_close(device);

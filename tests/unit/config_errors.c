@@ -165,7 +165,7 @@ Test(config_errors, wrong_values)
          "t.cfg:1: device.capacity is 65535, too small: " CAPACITY},
         {"device = { capacity = 0; };", "t.cfg:1: device.capacity is 0, a size of zero: " CAPACITY},
         {"device = { kind = \"gpu\"; };",
-         "t.cfg:1: device.kind is \"gpu\": expected text, \"host\" or \"cuda\""},
+         "t.cfg:1: device.kind is \"gpu\": expected text, \"host\", \"cuda\" or \"auto\""},
         {"memory = { gc_threshold = \"22GiB\"; };",
          "t.cfg:1: memory.gc_threshold is \"22GiB\", not a share: " THRESHOLD},
         {"memory = { gc_threshold = \"80\"; };",
