@@ -42,7 +42,7 @@ def run_map(
 
     ops = c.MapOps(run=c.ForwardBackward(run), key=key)
     report = c.StepReport()
-    status = lib.rebatch_map(session.rb, C.byref(ops), samples, None, C.byref(report))
+    status = session.call(lib.rebatch_map, C.byref(ops), samples, None, C.byref(report))
     return results, map_report_of(report, samples), status
 
 

@@ -64,8 +64,8 @@ def run_probe(session: Session, ops: c.StepOps, samples: int, reserve_bytes: int
         )
     options = c.ProbeOptions(reserve_bytes=reserve_bytes)
     report = c.ProbeReport()
-    status = lib.rebatch_probe(
-        session.rb, C.byref(ops), samples, None, C.byref(options), C.byref(report)
+    status = session.call(
+        lib.rebatch_probe, C.byref(ops), samples, None, C.byref(options), C.byref(report)
     )
     session.raise_failure(status)
     sizes = sorted({1, report.size // 2, report.size, report.size + 1, 2 * report.size} - {0})

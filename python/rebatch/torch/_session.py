@@ -17,7 +17,7 @@ import torch
 
 from rebatch import _library as c
 from rebatch._library import lib
-from rebatch.torch import _allocator, _phases
+from rebatch.torch import _allocator, _interrupts, _phases
 from rebatch.torch._meter import NativeMeter, UnknownMeter
 from rebatch.torch._oom import asked_bytes, is_oom, let_go
 from rebatch.torch._state import Buffers, Generators
@@ -173,10 +173,12 @@ class Session:
         else:
             c.check(lib.rebatch_device_open_dry(C.byref(dry), C.c_size_t(-1).value, 0))
             device = dry
-        status = lib.rebatch_open(C.byref(opened), device, C.byref(options))
+        status = _interrupts.call(
+            self.keep_error, lib.rebatch_open, C.byref(opened), device, C.byref(options)
+        )
         self.rb = opened.value
         self._close = weakref.finalize(self, _close, self.rb, dry.value)
-        c.check(status)
+        self.raise_failure(status)
 
     def close(self) -> None:
         self._close()
@@ -193,8 +195,8 @@ class Session:
     def _pass_event(self, event, _user) -> None:
         try:
             self._on_event(c.text_of(lib.rebatch_event_format, event), event[0])
-        except Exception as error:  # its next callback ends the step
-            self.error = self.error or error
+        except BaseException as error:  # its next callback ends the step
+            self.keep_error(error)
 
     def _save(self, point: int, _user) -> int:
         return self._run_guard("save", point)
@@ -208,9 +210,22 @@ class Session:
                 if state:
                     getattr(state, action)(point)
         except BaseException as error:
-            self.error = self.error or error
+            self.keep_error(error)
             return c.Status.E_USER
         return c.Status.OK
+
+    def keep_error(self, error: BaseException) -> None:
+        """Of a callback: it ends the call of C, and comes out of it."""
+        self.error = self.error or error
+
+    def call(self, function: Callable, *arguments) -> int:
+        """Call a function of C that runs callbacks: its status."""
+        self.error = None
+        has_gradients = torch.is_grad_enabled()
+        try:
+            return _interrupts.call(self.keep_error, function, self.rb, *arguments)
+        finally:  # an interrupt may have kept a torch.no_grad() from ending
+            torch.set_grad_enabled(has_gradients)
 
     def run(self, body: Callable, *arguments) -> int:
         """Run a callback's body: the status for C."""

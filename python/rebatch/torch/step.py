@@ -166,7 +166,6 @@ class Step:
             buffers=self._buffers,
             on_event=self._on_event,
         )
-        c.check(lib.rebatch_set_step(self._session.rb, self._number))
         return self._session
 
     def _make_ops(self) -> c.StepOps:
@@ -198,10 +197,11 @@ class Step:
         try:
             return max(0, int(self._cost(self._batch, first, count)))
         except BaseException as error:
-            self._session.error = self._session.error or error
+            self._session.keep_error(error)
             return 0
 
     def _zero_grad(self) -> None:
+        self._accumulated, self._is_applied = 0, False
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
         self._accumulators.begin_batch(self._update.parameters, is_whole=micro >= self._samples)
@@ -229,6 +229,7 @@ class Step:
         if is_last:
             self._accumulators.expose()
             self._update.finish_gradients()
+        self._accumulated += count
 
     def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
         try:
@@ -285,6 +286,11 @@ class Step:
         return slice_batch(self._batch, first, count, self._samples)
 
     def _optimizer_step(self) -> None:
+        if self._accumulated != self._samples:  # a callback was left early, and nobody was told
+            raise RuntimeError(
+                f"rebatch: {self._accumulated} of {self._samples} samples are in the gradients: "
+                "expected all of them; the parameters are as they were"
+            )
         needed = self._update.first_bytes()
         if needed and lib.rebatch_reserve(self._session.rb, needed) == c.Status.OOM:
             raise torch.OutOfMemoryError(
@@ -294,6 +300,7 @@ class Step:
         lib.rebatch_mutating(self._session.rb)
         with _allocator.tag("optimizer"):
             self._update.apply()
+        self._is_applied = True
 
     # ---- what users call ----
 
@@ -302,6 +309,7 @@ class Step:
         if self._samples is None:
             self._samples = batch_length(batch)
         self._batch = batch
+        self._accumulated, self._is_applied = 0, False
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
         try:
@@ -319,17 +327,19 @@ class Step:
         self._buffers.prepare()
         self._begin(batch)
         filled = c.StepReport()
+        c.check(lib.rebatch_set_step(session.rb, self._number))
         try:
-            status = lib.rebatch_step(
-                session.rb, C.byref(self._ops), self._samples, None, C.byref(filled)
+            status = session.call(
+                lib.rebatch_step, C.byref(self._ops), self._samples, None, C.byref(filled)
             )
         finally:
             self._end()
         self.report = report_of(filled, self._samples)
+        if not status and self._is_applied:
+            self._history.append(point_of(filled, self._samples))
+            self._number += 1
+            self._update.done()
         session.raise_failure(status)
-        self._history.append(point_of(filled, self._samples))
-        self._number += 1
-        self._update.done()
         return self._loss
 
     def __repr__(self) -> str:
