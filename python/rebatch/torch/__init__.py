@@ -19,6 +19,7 @@ from rebatch.torch._check import Check, Finding
 from rebatch.torch._finder import find_batch_size
 from rebatch.torch._lighten import checkpointing, offload
 from rebatch.torch._oom import is_oom
+from rebatch.torch._outputs import Sum
 from rebatch.torch._probe import Probe
 from rebatch.torch._report import MapReport, Report
 from rebatch.torch._session import Exhausted, Torn
@@ -38,6 +39,7 @@ __all__ = [
     "Probe",
     "Report",
     "Step",
+    "Sum",
     "Torn",
     "__version__",
     "checkpointing",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, List, Optional
+from typing import Any, Callable, Iterable, List, Optional, Sequence
 
 import torch
 
@@ -28,7 +28,10 @@ class _NoUpdate(Update):
     def parameters(self) -> List[torch.nn.Parameter]:
         return [p for p in self._all_parameters() if p.requires_grad]
 
-    def zero_grad(self) -> None:  # Backward keeps what is there
+    def keeps(self, parameters: Sequence[torch.nn.Parameter]) -> List[torch.nn.Parameter]:
+        return self.parameters
+
+    def zero_grad(self) -> None:
         pass
 
     def apply(self) -> None:
@@ -70,13 +73,3 @@ class Backward(Step):
     def available_bytes(self) -> int:
         """The memory that can be allocated now."""
         return self._open().available_bytes()
-
-    def __call__(self, batch: Any) -> torch.Tensor:
-        self._accumulators.keep_earlier(self._update.parameters)
-        try:
-            loss = super().__call__(batch)
-        except BaseException:
-            self._accumulators.restore_earlier()
-            raise
-        self._accumulators.drop_earlier()
-        return loss

@@ -3,9 +3,10 @@
 An OOM in a backward pass then costs one micro-batch: what was accumulated is untouched. Adding two
 gradients afterwards gives the bits that autograd gives when it adds them itself.
 
-The accumulators stay from one batch to the next, so every micro-batch but the first of all needs
-the same memory, which makes it predictable. A batch that runs as a whole needs none: its gradients
-are those of its only backward pass."""
+The accumulators of a batch become .grad and are the program's from then on: the next batch has
+others, which are made before it begins, so every micro-batch but the first of all needs the same
+memory, which makes it predictable. A batch that runs as a whole needs none: its gradients are those
+of its only backward pass."""
 
 from __future__ import annotations
 
@@ -14,9 +15,15 @@ from typing import Dict, List, Sequence
 
 import torch
 
+from rebatch.torch._oom import is_oom
+
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided
+
+
+def _form(tensor: torch.Tensor) -> tuple:
+    return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _to_keep(gradient: torch.Tensor) -> torch.Tensor:
@@ -32,9 +39,8 @@ class Accumulators:
     """Sums of gradients. From begin_batch() until the sums are exposed, .grad of the parameters is
     None.
 
-    With keep_earlier(), the gradients of before the batch are added to the sums when these are
-    exposed: the sums are then written again if the batch begins again, the earlier gradients stay
-    as they are."""
+    Gradients of before the batch that keep_earlier() names are added to the sums when these are
+    exposed. Until then they stay as they are."""
 
     def __init__(self) -> None:
         self._parameters: List[torch.nn.Parameter] = []
@@ -46,9 +52,6 @@ class Accumulators:
     def keep_earlier(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Before a batch whose gradients are to be added to what is in .grad."""
         self._earlier = {p: p.grad for p in parameters if p.grad is not None}
-        for p, gradient in self._earlier.items():
-            if self._sums.get(p) is gradient:  # exposed by the batch before: this one needs another
-                del self._sums[p]
 
     def restore_earlier(self) -> None:
         """After a batch that failed."""
@@ -61,14 +64,30 @@ class Accumulators:
         """After a batch that succeeded."""
         self._earlier = {}
 
-    def begin_batch(self, parameters: Sequence[torch.nn.Parameter], is_whole: bool) -> None:
-        """An effective batch begins, or again. As a whole: in one micro-batch, if it fits."""
+    def begin_batch(self, parameters: Sequence[torch.nn.Parameter], is_cut: bool) -> None:
+        """An effective batch begins, or again. It is cut: it has several micro-batches whose
+        gradients are kept apart."""
         self._parameters = list(parameters)
         self._has_sum.clear()
         self._has_earlier = False
-        if is_whole:
-            self._sums.clear()
         self.clear()
+        self._make_sums(is_cut)
+
+    def _make_sums(self, is_cut: bool) -> None:
+        """In the place of those that the batch before has handed out. An OOM is for the first
+        micro-batch to meet: its gradients can be the sums too."""
+        mine = set(self._parameters)
+        forms = {p: _form(t) for p, t in self._sums.items() if p in mine and _is_dense(t)}
+        self._sums.clear()
+        if not is_cut:
+            return
+        try:
+            for p, (size, stride, dtype, device) in forms.items():
+                self._sums[p] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            self._sums.clear()
 
     def clear(self) -> None:
         """Drop the gradients of the micro-batch that runs."""

@@ -81,6 +81,12 @@ class Update:
         groups = (g for optimizer in self.optimizers for g in optimizer.param_groups)
         return list(dict.fromkeys(p for g in groups for p in g["params"] if p.requires_grad))
 
+    def keeps(self, parameters: Sequence[torch.nn.Parameter]) -> List[torch.nn.Parameter]:
+        """Those of a model's parameters whose gradients zero_grad() leaves, and to which a batch
+        adds its own."""
+        mine = set(self.parameters)
+        return [p for p in parameters if p.requires_grad and p not in mine]
+
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import ctypes as C
 import os
-from typing import Any, Callable, Deque, List, Optional, Sequence, Union
+from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -18,6 +18,7 @@ from rebatch.torch._batch import batch_length, slice_batch
 from rebatch.torch._check import Check, Checker, accepted_kinds, only_size
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
+from rebatch.torch._outputs import joined, kept, split_result
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._oom import is_oom, let_go
@@ -66,7 +67,10 @@ class Step:
 
     model         a module, or a list of modules
     optimizer     an optimizer, or several: all of them step once for each batch
-    loss_fn       loss_fn(model, samples) -> the mean loss over the samples, a scalar
+    loss_fn       loss_fn(model, samples) -> the mean loss over the samples, a scalar; or a tuple of
+                  it and what you want to see of the samples, which `outputs` then has for the
+                  whole batch: a tensor or a list with an entry for each sample, Sum(value), or a
+                  dict of such
     normalizer    normalizer(batch) -> what the sum of the losses is divided by, for example the
                   tokens of the whole batch that bear a loss. loss_fn then returns a sum
     scaler        a torch.amp.GradScaler
@@ -137,6 +141,11 @@ class Step:
         self._micro: Optional[int] = None  # where a session that is opened begins
         self._ops = self._make_ops()
         self.report, self.evaluation_report = Report(), MapReport()
+        # What loss_fn returned beside the loss, for the last batch: joined or summed.
+        self.outputs: Any = None
+        self.evaluation_outputs: Any = None
+        self._extras: List[Any] = []  # of the micro-batches that are accumulated
+        self._joined: Any = None
         self._history: Deque[_plot.Point] = collections.deque(maxlen=_HISTORY)
 
     # ---- the session ----
@@ -204,7 +213,12 @@ class Step:
         self._accumulated, self._is_applied = 0, False
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
-        self._accumulators.begin_batch(self._update.parameters, is_whole=micro >= self._samples)
+        parameters = self._update.parameters
+        self._accumulators.begin_batch(
+            list(dict.fromkeys(parameters + self._update.keeps(self._modules.parameters()))),
+            is_cut=self._is_fresh and micro < self._samples,
+        )
+        self._extras.clear()
         if self._loss is not None:
             self._loss.zero_()
 
@@ -229,18 +243,19 @@ class Step:
         if is_last:
             self._accumulators.expose()
             self._update.finish_gradients()
+            self._joined = joined(self._extras)  # here, where an OOM is recovered from
         self._accumulated += count
 
     def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
         try:
             if self._loss is None:
                 self._loss = torch.zeros((), device=self.device)
-            loss = self._weighted_loss(first, count)
+            loss, extras = self._weighted_loss(first, count)
             if not is_apart:
                 lib.rebatch_mutating(self._session.rb)
                 self._accumulators.expose(is_added_to=True)
             self._update.backward(loss)
-            detached = loss.detach()
+            detached, extras = loss.detach(), kept(extras)
             del loss
         except BaseException:
             self._accumulators.clear()
@@ -251,11 +266,13 @@ class Step:
         else:
             self._accumulators.take_exposed()
         self._loss.add_(detached.to(self.device))
+        self._extras.append(extras)
 
-    def _weighted_loss(self, first: int, count: int) -> torch.Tensor:
+    def _weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
+        """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""
         samples = self._part(first, count)
         with self._autocast_context(), _allocator.tag("forward"):
-            loss = self.loss_fn(self.model, samples)
+            loss, extras = split_result(self.loss_fn(self.model, samples))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -271,7 +288,8 @@ class Step:
                 "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
                 "parameters, and no torch.no_grad() around it"
             )
-        return loss / self._weight if self._normalizer else loss * (count / self._samples)
+        weighted = loss / self._weight if self._normalizer else loss * (count / self._samples)
+        return weighted, extras
 
     def _autocast_context(self) -> Any:
         if self._autocast is None:
@@ -320,6 +338,7 @@ class Step:
 
     def _end(self) -> None:
         self._batch = self._weight = None
+        self._extras.clear()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
@@ -328,19 +347,30 @@ class Step:
         self._begin(batch)
         filled = c.StepReport()
         c.check(lib.rebatch_set_step(session.rb, self._number))
+        self.outputs = None
+        self._accumulators.keep_earlier(self._update.keeps(self._modules.parameters()))
         try:
             status = session.call(
                 lib.rebatch_step, C.byref(self._ops), self._samples, None, C.byref(filled)
             )
+            self.report = report_of(filled, self._samples)
+            if not status and self._is_applied:
+                self._finish_step(filled)
+            session.raise_failure(status)
+        except BaseException:
+            if not self._is_applied:
+                self._accumulators.restore_earlier()
+            raise
         finally:
             self._end()
-        self.report = report_of(filled, self._samples)
-        if not status and self._is_applied:
-            self._history.append(point_of(filled, self._samples))
-            self._number += 1
-            self._update.done()
-        session.raise_failure(status)
         return self._loss
+
+    def _finish_step(self, filled: c.StepReport) -> None:
+        self._accumulators.drop_earlier()
+        self.outputs = self._joined
+        self._history.append(point_of(filled, self._samples))
+        self._number += 1
+        self._update.done()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step {self._number}, micro {self.micro or 'not known yet'})"
@@ -422,21 +452,22 @@ class Step:
             p.grad = None
         total = 0.0
         for first in range(0, self._samples, cut):
-            loss = self._weighted_loss(first, min(cut, self._samples - first))
+            loss, _ = self._weighted_loss(first, min(cut, self._samples - first))
             loss.backward()
             total += float(loss.detach())
         return total
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a batch without training, in as many parts as memory asks for, with the
-        modules in evaluation mode: a scalar. `evaluation_report` says what the call did."""
+        modules in evaluation mode: a scalar. `evaluation_report` says what the call did, and
+        `evaluation_outputs` has what loss_fn returned beside the loss."""
         session = self._open()
         self._buffers.prepare()
         self._begin(batch)
         training = [(m, m.training) for m in self._modules.modules()]
         self._modules.eval()
         try:
-            losses, self.evaluation_report, status = run_map(
+            results, self.evaluation_report, status = run_map(
                 session, self._loss_of, batch, self._samples, id(self), self._slice
             )
             session.raise_failure(status)
@@ -445,13 +476,15 @@ class Step:
                 module.training = was_training
             weight, samples = self._weight, self._samples
             self._end()
+        self.evaluation_outputs = joined([extras for _, (_, extras) in results])
         if self._normalizer:
-            return sum(loss for _, loss in losses) / weight
-        return sum(loss * (count / samples) for count, loss in losses)
+            return sum(loss for _, (loss, _) in results) / weight
+        return sum(loss * (count / samples) for count, (loss, _) in results)
 
-    def _loss_of(self, samples: Any) -> torch.Tensor:
+    def _loss_of(self, samples: Any) -> Tuple[torch.Tensor, Any]:
         with self._autocast_context():
-            return self.loss_fn(self.model, samples).detach()
+            loss, extras = split_result(self.loss_fn(self.model, samples))
+        return loss.detach(), kept(extras)
 
     def plot(self, path: Union[str, os.PathLike]) -> None:
         """Draw memory and micro-batch over the last 10,000 steps of this process, as an SVG file.

@@ -1,0 +1,145 @@
+"""What loss_fn returns beside the loss: each sample is counted once, whatever happens."""
+
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from rebatch.torch._backward import Backward
+from models import fails_above, make, out_of_memory
+
+
+def with_extras(make_extras):
+    def loss_fn(model, samples):
+        x, y = samples
+        predicted = model(x)
+        return ((predicted - y) ** 2).mean(), make_extras(predicted, y)
+
+    return loss_fn
+
+
+def limited(loss_fn, largest, where):
+    """loss_fn runs out of memory for more samples, in its forward or backward pass."""
+
+    def run(model, samples):
+        if where == "forward" and len(samples[0]) > largest:
+            out_of_memory(None)
+        loss, extras = loss_fn(model, samples)
+        if where == "backward" and len(samples[0]) > largest:
+            loss.register_hook(out_of_memory)
+        return loss, extras
+
+    return run
+
+
+def make_step(loss_fn, kind=rebatch.Step, **options):
+    model, batch, _ = make("mlp")
+    model.eval()
+    step = kind(
+        model, torch.optim.SGD(model.parameters(), 0.0), loss_fn, log_level="quiet", **options
+    )
+    return step, batch
+
+
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+@pytest.mark.parametrize("kind", (rebatch.Step, Backward))
+def test_each_sample_is_in_the_outputs_once(where, gradients, kind):
+    loss_fn = with_extras(
+        lambda predicted, y: {
+            "predicted": predicted,
+            "positive": rebatch.Sum((predicted > 0).sum()),
+            "seen": rebatch.Sum(len(y)),
+            "names": [f"{value:.3f}" for value in y.tolist()],
+        }
+    )
+    step, batch = make_step(limited(loss_fn, 4, where), kind, gradients=gradients, grow_after=2)
+    for _ in range(6):  # sizes that are tried again when it may grow
+        step(batch)
+        predicted = step.model(batch[0]).detach()
+        assert torch.allclose(step.outputs["predicted"], predicted, atol=1e-6)
+        assert not step.outputs["predicted"].requires_grad
+        assert step.outputs["positive"] == (predicted > 0).sum()
+        assert step.outputs["seen"] == 16
+        assert step.outputs["names"] == [f"{value:.3f}" for value in batch[1].tolist()]
+
+
+def test_an_oom_after_the_last_micro_batch_starts_them_again():
+    """Clipping fails once: the batch runs again from zero_grad."""
+    step, batch = make_step(with_extras(lambda p, y: p), micro_start=4)
+    left, finish = [1], step._update.finish_gradients
+
+    def fail_once():
+        if left and left.pop():
+            out_of_memory(None)
+        finish()
+
+    step._update.finish_gradients = fail_once
+    step(batch)
+    assert step.report.redone_samples == 16 and step.outputs.shape == (16,)
+
+
+def test_a_loss_alone_leaves_no_outputs():
+    model, batch, loss_fn = make("mlp")
+    step, _ = make_step(loss_fn)
+    step(batch)
+    assert step.outputs is None
+
+
+def test_a_step_that_fails_has_no_outputs():
+    step, batch = make_step(with_extras(lambda p, y: p))
+    step(batch)
+    step.loss_fn = fails_above(step.loss_fn, 0)
+    with pytest.raises(rebatch.Exhausted):
+        step(batch)
+    assert step.outputs is None
+
+
+def test_evaluation_has_outputs_of_its_own():
+    step, batch = make_step(with_extras(lambda p, y: p))
+    step(batch)
+    trained = step.outputs
+    step.loss_fn = limited(step.loss_fn, 4, "forward")
+    loss = step.evaluate(batch)
+    assert step.evaluation_report.micro == 4
+    assert torch.allclose(step.evaluation_outputs, step.model(batch[0]))
+    assert loss.dim() == 0 and step.outputs is trained
+
+
+def test_outputs_stay_when_the_program_writes_over_what_they_were_made_of():
+    shown = torch.zeros(16)
+
+    def loss_fn(model, samples):
+        predicted = model(samples[0])
+        shown[: len(predicted)] = predicted.detach()
+        return predicted.mean(), {"shown": shown[: len(predicted)]}
+
+    step, batch = make_step(loss_fn, micro_start=4)
+    step(batch)
+    assert torch.allclose(step.outputs["shown"], step.model(batch[0]))
+
+
+@pytest.mark.parametrize(
+    "extras, sentence",
+    (
+        (lambda p, y: p.mean(), "the value beside the loss that loss_fn returned is a scalar"),
+        (lambda p, y: {"acc": 0.5}, "'acc' that loss_fn returned is a scalar: expected a tensor"),
+        (lambda p, y: {"acc": p.sum()}, "rebatch.Sum(value), which is summed"),
+        (lambda p, y: {"what": object()}, "'what' that loss_fn returned is a object"),
+        (lambda p, y: {str(len(y)): p} if len(y) == 1 else {}, "for another: expected the same"),
+    ),
+)
+def test_what_cannot_be_joined_is_said_with_its_name(extras, sentence):
+    step, batch = make_step(with_extras(extras), micro_start=5)
+    with pytest.raises(ValueError) as caught:
+        step(batch)
+    assert sentence in str(caught.value)
+
+
+def test_a_tuple_of_three_is_no_result():
+    step, batch = make_step(lambda model, samples: (model(samples[0]).mean(), 1, 2))
+    with pytest.raises(ValueError, match="returned 3 values: expected a loss, or a loss and one"):
+        step(batch)
+    with pytest.raises(TypeError, match="Sum was given a str: expected a number or a tensor"):
+        rebatch.Sum("much")
