@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List
+import functools
+import operator
+from typing import Any, Callable, List
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -21,27 +23,44 @@ def checkpointing(*modules: torch.nn.Module) -> Callable[[bool], None]:
         raise ValueError("rebatch: checkpointing() has no module: expected the model's blocks")
     for module in modules:
         check_has("an argument of checkpointing()", module, "forward", "a torch.nn.Module")
-    own: Dict[torch.nn.Module, Callable] = {}
-
-    def recompute(forward: Callable) -> Callable:
-        def run(*arguments: Any, **keywords: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*arguments, **keywords)
-            return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
-
-        return run
 
     def switch(on: bool) -> None:
         for module in modules:
-            if _switch_its_own(module, on):
-                continue
-            if on and module not in own:
-                own[module] = module.forward
-                module.forward = recompute(module.forward)
-            elif not on and module in own:
-                _restore_forward(module, own.pop(module))
+            if not _switch_its_own(module, on):
+                _switch_forward(module, on)
 
     return switch
+
+
+class _Recompute:
+    """The forward of a module while its activations are recomputed. A copy of the module, or a
+    saved one, has the forward that the module had before, and no trace of this class."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module, self.own = module, vars(module).get("forward")
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        forward = self.own or functools.partial(type(self.module).forward, self.module)
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **keywords)
+        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+
+    def __reduce__(self) -> tuple:
+        if self.own is None:
+            return getattr, (self.module, "forward")  # of the copy, whose class has it
+        return operator.getitem, ([self.own], 0)  # as it would be copied without rebatch
+
+
+def _switch_forward(module: torch.nn.Module, on: bool) -> None:
+    now = vars(module).get("forward")
+    if on == isinstance(now, _Recompute):
+        return
+    if on:
+        module.forward = _Recompute(module)
+    elif now.own is None:  # the class's is no attribute of the instance
+        del module.forward
+    else:
+        module.forward = now.own
 
 
 def _switch_its_own(module: torch.nn.Module, on: bool) -> bool:
@@ -56,14 +75,6 @@ def _switch_its_own(module: torch.nn.Module, on: bool) -> bool:
             getattr(module, f"{name}_disable")()
         return True
     return False
-
-
-def _restore_forward(module: torch.nn.Module, forward: Callable) -> None:
-    """An attribute of the instance shadows the class's forward only if it was there before."""
-    if getattr(forward, "__func__", None) is type(module).forward:
-        del module.forward
-    else:
-        module.forward = forward
 
 
 def offload(optimizer: torch.optim.Optimizer) -> Callable[[bool], None]:
