@@ -499,6 +499,14 @@ REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
  *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE from within a callback */
 REBATCH_API rebatch_status rebatch_set_step(rebatch *rb, uint64_t step);
 
+/** Set the level of rebatch_step_ops.lighten that is in effect, which is 0 in a new session. A
+ *  resumed training that saved its level enters it itself, and then calls this function, which does
+ *  not call lighten. Later steps go on from this level, up and down.
+ *  @param rb     the session
+ *  @param level  rebatch_step_report.lighten_level of the step after which the training was saved
+ *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE from within a callback */
+REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
+
 /** Run one effective batch and its update, and recover from OOMs.
  *
  *  With REBATCH_PROBE_ONLY set, this function does not return: it probes, prints the result, and

@@ -775,6 +775,7 @@ FUNCTIONS = [
     ("rebatch_get_pool", c_void_p, [c_void_p]),
     ("rebatch_get_micro", c_size_t, [c_void_p, c_size_t]),
     ("rebatch_set_step", c_int, [c_void_p, c_uint64]),
+    ("rebatch_set_lighten", c_int, [c_void_p, c_uint]),
     (
         "rebatch_step",
         c_int,

@@ -311,3 +311,14 @@ rebatch_status rebatch_set_step(rebatch *rb, uint64_t step)
     rb->step = step;
     return REBATCH_OK;
 }
+
+rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level)
+{
+    if (!rb)
+        return rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    const rebatch_status status = rbi_session_check_idle(rb, "rebatch_set_lighten");
+    if (status)
+        return status;
+    rb->lighten = level;
+    return REBATCH_OK;
+}

@@ -230,3 +230,21 @@ Test(step_regrow, a_rest_that_ran_lighter_does_not_lift_the_limits)
     cr_assert_eq(rig.report.microbatches, 8);
     rig_close(&rig);
 }
+
+Test(step_regrow, a_level_that_a_resumed_training_entered_is_left_when_there_is_room)
+{
+    struct rig rig;
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.grow_after = 1;
+    cr_assert_eq(rebatch_set_lighten(NULL, 1), REBATCH_E_INVALID);
+    rig_open(&rig, MIB(16), &o);
+    rig.script.lighten_levels = 2;
+    rig.script.level = 2; /* the program's own doing */
+    cr_assert_eq(rebatch_set_lighten(rig.rb, 2), REBATCH_OK);
+    for (unsigned step = 0; step < 3; step++) {
+        cr_assert_eq(rig_step(&rig, 2), REBATCH_OK);
+        cr_assert_eq(rig.script.level, step < 2 ? 1 - step : 0);
+    }
+    cr_assert_eq(rig.report.lighten_level, 0);
+    rig_close(&rig);
+}

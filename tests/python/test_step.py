@@ -442,6 +442,58 @@ def test_training_goes_on_at_the_size_that_was_found():
     assert resumed.report.micro == 4 and resumed.report.step == 3
 
 
+def test_training_goes_on_with_the_rungs_that_were_in_use():
+    model, batch, loss_fn = make("mlp")
+    switched = []
+
+    def make_step(loss_fn, rungs=2):
+        return rebatch.Step(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            loss_fn,
+            lighten=[lambda on, i=i: switched.append((i, on)) for i in range(rungs)],
+            log_level="quiet",
+            grow_after=2,
+        )
+
+    step = make_step(lambda m, s: (loss_fn if switched else fails_above(loss_fn, 0))(m, s))
+    step(batch)
+    state = step.state_dict()
+    assert state["lighten_level"] == 1 == step.report.lighten_level
+    switched.clear()
+    resumed = make_step(loss_fn)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state and switched == []
+    resumed(batch)
+    assert switched == [(0, True)] and resumed.report.lighten_level == 1
+    for _ in range(4):
+        resumed(batch)
+    assert switched == [(0, True), (0, False)] and resumed.report.lighten_level == 0
+    switched.clear()
+    without = make_step(loss_fn, rungs=0)
+    without.load_state_dict(state)
+    without(batch)
+    assert without.report.lighten_level == 0
+    step.load_state_dict({**state, "lighten_level": 0})  # into a Step that is at a level
+    step(batch)
+    assert switched == [(0, False)] and step.report.lighten_level == 0
+
+
+def test_a_loss_in_float64_stays_so():
+    model, batch, loss_fn = make("mlp")
+    batch = tuple(t.double() for t in batch)
+    model = model.double().eval()
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.0), loss_fn, micro_start=5)
+    for _ in range(2):
+        loss = step(batch)
+        assert loss.dtype == torch.float64
+        assert abs(loss - loss_fn(model, batch)) < 1e-14
+    assert step.evaluate(batch).dtype == torch.float64
+    half = model.bfloat16()
+    step = rebatch.Step(half, torch.optim.SGD(half.parameters(), 0.0), loss_fn)
+    assert step(tuple(t.bfloat16() for t in batch)).dtype == torch.float32
+
+
 def test_it_grows_again():
     model, batch, loss_fn = make("mlp")
     step = rebatch.Step(

@@ -89,6 +89,11 @@ class Accumulators:
                 raise
             self._sums.clear()
 
+    def forget(self) -> None:
+        """Make new accumulators in the next batch, where the parameters then are."""
+        self._sums.clear()
+        self._has_sum.clear()
+
     def clear(self) -> None:
         """Drop the gradients of the micro-batch that runs."""
         for p in self._parameters:

@@ -87,6 +87,12 @@ class Update:
         mine = set(self.parameters)
         return [p for p in parameters if p.requires_grad and p not in mine]
 
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter: a module may be moved at any time."""
+        groups = (g for optimizer in self.optimizers for g in optimizer.param_groups)
+        return next(p for g in groups for p in g["params"] if p.requires_grad).device
+
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)

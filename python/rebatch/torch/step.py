@@ -127,15 +127,16 @@ class Step:
         self._update = Update(_list_of(optimizer), _list_of(lr_scheduler), scaler, clip)
         self._normalizer, self._autocast, self._cost = normalizer, autocast, cost
         self._lighten, self._level = _list_of(lighten), 0
+        self._saved_level = 0  # with which a session that is opened begins
         self._slice, self._length, self._on_event = slice, length, on_event
         self._generators, self._options = list(generators), options
         check_names(options, type(self).__name__)
         session_options(**options)  # a wrong one is said here
         if not self._update.parameters:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
-        self.device = self._update.parameters[0].device
         self._is_fresh = gradients == "fresh"
         self._accumulators = Accumulators()
+        self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._session: Optional[Session] = None
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
@@ -150,31 +151,43 @@ class Step:
 
     # ---- the session ----
 
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter, now."""
+        return self._update.device
+
     def _open(self) -> Session:
-        """The session, opened when a step first runs, and again when the allocator is another."""
-        is_pooled = self.device.type == "cuda" and _allocator.installed()
-        if _allocator.installed() and self.device.type == "cpu":
+        """The session, opened when a step first runs, and again when the allocator or the device is
+        another."""
+        device = self.device
+        is_pooled = device.type == "cuda" and _allocator.installed()
+        if _allocator.installed() and device.type == "cpu":
             raise ValueError(
                 "rebatch: the model is on the CPU, and install() manages the GPU's memory: move "
                 "the model to the GPU first"
             )
-        if self._session and self._session.is_pooled == is_pooled:
-            return self._session
+        now = self._session
+        if now and now.is_pooled == is_pooled and now.device == device:
+            return now
         if self._session:
             self._micro = self.micro
             self._session.close()
+            self._session = None
+            self._accumulators.forget()
+        self._set_level(min(self._saved_level, len(self._lighten)))
         options = dict(self._options)
         if self._micro:
             options.update(micro_start=self._micro, learn=False)
         tensors = self._update.parameters + [b for b in self._modules.buffers()]
         self._buffers = Buffers(self._modules)
         self._session = Session(
-            self.device,
+            device,
             session_options(**options),
             generators=Generators(cuda_devices_of(tensors), self._generators),
             buffers=self._buffers,
             on_event=self._on_event,
         )
+        c.check(lib.rebatch_set_lighten(self._session.rb, self._level))
         return self._session
 
     def _make_ops(self) -> c.StepOps:
@@ -223,7 +236,7 @@ class Step:
             self._loss.zero_()
 
     def _set_level(self, level: int) -> None:
-        if self._session.meter:
+        if self._session and self._session.meter:
             self._session.meter.measure_again()
         while self._level < level:
             self._lighten[self._level](True)
@@ -231,6 +244,7 @@ class Step:
         while self._level > level:
             self._level -= 1
             self._lighten[self._level](False)
+        self._saved_level = level
 
     def _forward_backward(self, first: int, count: int) -> None:
         is_last = first + count == self._samples
@@ -249,8 +263,10 @@ class Step:
     def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
         try:
             if self._loss is None:
-                self._loss = torch.zeros((), device=self.device)
+                self._loss = self._zero_loss()
             loss, extras = self._weighted_loss(first, count)
+            if loss.dtype == torch.float64 != self._loss.dtype:
+                self._loss_dtype, self._loss = loss.dtype, self._loss.double()
             if not is_apart:
                 lib.rebatch_mutating(self._session.rb)
                 self._accumulators.expose(is_added_to=True)
@@ -265,7 +281,7 @@ class Step:
             self._accumulators.add()
         else:
             self._accumulators.take_exposed()
-        self._loss.add_(detached.to(self.device))
+        self._loss.add_(detached.to(self._loss.device))
         self._extras.append(extras)
 
     def _weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
@@ -331,10 +347,13 @@ class Step:
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
         try:
-            self._loss = torch.zeros((), device=self.device)
+            self._loss = self._zero_loss()
         except torch.OutOfMemoryError:
             self._loss = None
         self._weight = self._normalizer(batch) if self._normalizer else None
+
+    def _zero_loss(self) -> torch.Tensor:
+        return torch.zeros((), device=self._session.device, dtype=self._loss_dtype)
 
     def _end(self) -> None:
         self._batch = self._weight = None
@@ -494,10 +513,11 @@ class Step:
 
     def state_dict(self) -> dict:
         """What a resumed training needs to go on at the size that was found: plain numbers."""
-        return {"step": self._number, "micro": self.micro, "lighten_level": self._level}
+        return {"step": self._number, "micro": self.micro, "lighten_level": self._saved_level}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where state_dict() was taken, at its micro-batch size."""
+        """Go on where state_dict() was taken, at its micro-batch size, and with the rungs of
+        `lighten` that were in use, as far as this Step has them."""
         if self._session:
             self._session.close()
             self._session = None
@@ -505,3 +525,4 @@ class Step:
             if name not in state:
                 raise ValueError(f"rebatch: the state has no {name!r}: expected that of a Step")
         self._number, self._micro = int(state["step"]), int(state["micro"])
+        self._saved_level = int(state.get("lighten_level", 0))

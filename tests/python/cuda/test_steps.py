@@ -521,3 +521,25 @@ def test_a_trainers_update_is_measured_again_when_other_parameters_train():
     for _ in range(3):
         train()
     assert len(update._needed_bytes) == 2 and min(update._needed_bytes.values()) < whole
+
+
+# ---- a model that moves ----
+
+
+@pytest.mark.parametrize("micro", (16, 4))
+def test_a_step_may_be_made_before_the_model_is_on_the_gpu(micro):
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, micro_start=micro, **QUIET
+    )
+    if not INSTALLED:  # on the CPU first
+        assert step(batch).device.type == "cpu"
+    model.cuda()
+    on_gpu = tuple(t.cuda() for t in batch)
+    for _ in range(3):
+        assert step(on_gpu).device.type == "cuda" == step.device.type
+    assert step.report.peak_bytes > 0 or not INSTALLED
+    assert all(p.grad.is_cuda for p in model.parameters())
+    if not INSTALLED:
+        model.cpu()
+        assert step(batch).device.type == "cpu" and step.report.step == 4
