@@ -41,7 +41,15 @@ typedef enum rebatch_number {
  *  ROUNDING: bits depend on the size of the micro-batches, within the tolerance.
  *  COPED: a callback returned REBATCH_OK although an allocation had failed, with the right result.
  *  WEIGHT: it doubles when the batch does: samples are not weighted by 1/batch.
- *  UNWATCHED: the program watches nothing, so no result was compared. */
+ *  UNWATCHED: the program names nothing; what zero_grad clears in the pool was compared by itself.
+ *  SWALLOWED: a callback returned REBATCH_OK although an allocation had failed, and the result is
+ *  wrong.
+ *  NOT_A_NUMBER: it is infinite or no number, in every run or where micro-batches are small.
+ *  CHANGED: each run changes it, though it is older than the step, and zero_grad does not clear it.
+ *  OUTGROWN: memory beyond an allocation was written when a large micro-batch followed a small one.
+ *  LEAK: each micro-batch leaves memory allocated.
+ *  THREAD: a thread that did not call rebatch_join() works for the callback.
+ *  UNCOMPARED: nothing that forward_backward changes was there to compare. */
 #define REBATCH_FINDINGS(X)                                                                        \
     X(NOT_REPEATABLE, true)                                                                        \
     X(NOT_CLEARED, true)                                                                           \
@@ -55,7 +63,14 @@ typedef enum rebatch_number {
     X(ROUNDING, false)                                                                             \
     X(COPED, false)                                                                                \
     X(WEIGHT, false)                                                                               \
-    X(UNWATCHED, false)
+    X(UNWATCHED, false)                                                                            \
+    X(SWALLOWED, true)                                                                             \
+    X(NOT_A_NUMBER, true)                                                                          \
+    X(CHANGED, true)                                                                               \
+    X(OUTGROWN, true)                                                                              \
+    X(LEAK, true)                                                                                  \
+    X(THREAD, true)                                                                                \
+    X(UNCOMPARED, true)
 
 /** What a check finds. */
 typedef enum rebatch_finding_kind {
@@ -72,7 +87,9 @@ typedef enum rebatch_finding_kind {
 typedef struct rebatch_finding {
     rebatch_finding_kind kind; /**< what was found */
     bool is_mistake;           /**< false: a note, which may be as it should be */
-    char name[64];             /**< of what is watched; "" when it is not about one */
+    char name[64];             /**< of what is watched, the first where it is about several;
+                                    "block 12" for memory of the pool without a name; "" when it
+                                    is not about one */
     char text[512];            /**< one sentence, with callback, allocation and name */
 } rebatch_finding;
 
@@ -84,7 +101,8 @@ typedef struct rebatch_check_options {
     uint32_t max_seconds; /**< no run begins after that many seconds; 0: 300 */
     double tolerance; /**< the largest difference that counts as rounding, as a part of the largest
                                value of what is watched; 0: 1e-4 for float and double, 0.01 for F16
-                               and BF16. Differences beyond it are mistakes */
+                               and BF16, and beyond them what the check measures of the program's
+                               own rounding (docs/check.md). Differences beyond it are mistakes */
     rebatch_toggle exact; /**< on: any bit that differs is a mistake; default off */
 } rebatch_check_options;
 /** Default options of a check. */
@@ -107,6 +125,10 @@ typedef struct rebatch_check_report {
     size_t micro_smallest; /**< the smallest that ran */
     double seconds;        /**< time that the check took */
     bool is_cut_short;     /**< max_seconds had passed before the last run */
+    uint32_t blocks;       /**< number of blocks without a name that were compared: those of the
+                                pool that are older than the step, or made by zero_grad, and that
+                                zero_grad clears */
+    uint64_t block_bytes;  /**< their size */
 } rebatch_check_report;
 
 #ifdef __cplusplus
@@ -142,10 +164,12 @@ REBATCH_API rebatch_status rebatch_watch_at(rebatch *rb, const char *name, const
 /** Run a step without its update in many ways, and say what is wrong with it. The session, guarded
  *  state and what is watched are as before afterwards. What else the callbacks change is not.
  *
- *  The step runs uncut, twice; again from zero_grad; with freed memory and new memory overwritten;
- *  in micro-batches of other sizes; with the same samples twice; and once for each allocation, with
- *  an OOM there. After each run what is watched is compared with the first run, bit by bit. Where
- *  the batch does not fit as a whole, the largest size that fits takes the place of uncut.
+ *  The step runs uncut, three times; again from zero_grad; with freed memory and new memory
+ *  overwritten; in micro-batches of other sizes; with the same samples twice; and once for each
+ *  allocation, with an OOM there. After each run what is watched is compared with a run that must
+ *  give the same, bit by bit, and so is memory of the pool that zero_grad clears, with or without a
+ *  name. Where the batch does not fit as a whole, the largest size that fits takes the place of
+ *  uncut.
  *  @param rb       the session
  *  @param ops      borrowed during the call; lighten and optimizer_step are not called
  *  @param batch    as for rebatch_step()

@@ -145,15 +145,19 @@ template <class T> static inline cudaError_t rebatch_wrap_guard(T *state, size_t
 }
 
 /** @cond internal */
+struct __half; /* of cuda_fp16.h and cuda_bf16.h, which need not be included */
+struct __nv_bfloat16;
 template <class T> struct rebatch_wrap_number {
-    static const rebatch_number value = std::is_same<T, float>::value    ? REBATCH_F32
-                                        : std::is_same<T, double>::value ? REBATCH_F64
-                                                                         : REBATCH_BYTES;
+    static const rebatch_number value = std::is_same<T, float>::value           ? REBATCH_F32
+                                        : std::is_same<T, double>::value        ? REBATCH_F64
+                                        : std::is_same<T, __half>::value        ? REBATCH_F16
+                                        : std::is_same<T, __nv_bfloat16>::value ? REBATCH_BF16
+                                                                                : REBATCH_BYTES;
 };
 /** @endcond */
 
 /** rebatch_watch() for the process's session: names a result of the step for a check. Numbers of
- *  another type than float and double are compared by their bits.
+ *  another type than float, double, __half and __nv_bfloat16 are compared by their bits.
  *  @param name   for sentences
  *  @param first  the first object, in host or in device memory; borrowed until rebatch_wrap_close()
  *  @param count  number of objects

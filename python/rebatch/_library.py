@@ -203,7 +203,14 @@ class FindingKind(IntEnum):
     COPED = 10
     WEIGHT = 11
     UNWATCHED = 12
-    COUNT = 13
+    SWALLOWED = 13
+    NOT_A_NUMBER = 14
+    CHANGED = 15
+    OUTGROWN = 16
+    LEAK = 17
+    THREAD = 18
+    UNCOMPARED = 19
+    COUNT = 20
 
 
 class ProbeChoice(IntEnum):
@@ -635,6 +642,8 @@ class CheckReport(Struct):
         ("micro_smallest", c_size_t),
         ("seconds", c_double),
         ("is_cut_short", c_bool),
+        ("blocks", c_uint32),
+        ("block_bytes", c_uint64),
     ]
 
 

@@ -1,38 +1,14 @@
-/* What the files of this folder give each other: the values of what is watched, where the drill's
- * requests fail, and what is found.
+/* What the files of this folder give each other: what is compared, how it differs, where the
+ * drill's requests fail, and what is found.
  * Must not know the session's struct. */
 #ifndef RBI_CHECK_H
 #define RBI_CHECK_H
 
+#include <pthread.h>
+
 #include "base/base.h"
 #include "rebatch/check.h"
 #include "recover/session.h"
-
-/* ---- values (values.c) ---- */
-
-/* Copies of what is watched, at one time. */
-struct rbi_values {
-    char **copies; /* one for each name */
-};
-
-/* Host memory for the values of all names. */
-rebatch_status rbi_values_open(struct rbi_values *values, const rebatch *rb);
-void rbi_values_close(struct rbi_values *values, const rebatch *rb);
-/* Reads them, and puts them back. The device is idle. */
-rebatch_status rbi_values_read(struct rbi_values *values, const rebatch *rb);
-rebatch_status rbi_values_write(const struct rbi_values *values, const rebatch *rb);
-
-/* How two values of one name differ. */
-struct rbi_difference {
-    bool differs;
-    size_t at;      /* the first number that does; for bytes, the first byte */
-    double was, is; /* there */
-    double largest; /* difference, as a part of the largest value; infinite for what is no number */
-};
-struct rbi_difference rbi_values_compare(const struct rbi_watched *watched, const char *was,
-                                         const char *is);
-/* Whether they are about twice what they were, by least squares, as dropout changes them too. */
-bool rbi_values_doubled(const struct rbi_watched *watched, const char *was, const char *is);
 
 /* ---- requests that fail (strike.c) ---- */
 
@@ -42,27 +18,49 @@ struct rbi_place {
     size_t first, count; /* of forward_backward */
     uint64_t serial;     /* of the callback's run */
     uint64_t number;     /* of the request in it, from 1 */
+    bool is_helpers;     /* another thread than the callback's, which joined, made it */
 };
+
+/* Micro-batches in the order in which they ran. */
+struct rbi_parts {
+    struct rbi_part *list;
+    size_t count, room;
+};
+/* False: there is no host memory for one more. */
+bool rbi_parts_add(struct rbi_parts *parts, size_t first, size_t count);
+bool rbi_parts_copy(struct rbi_parts *to, const struct rbi_parts *from);
+bool rbi_parts_equal(const struct rbi_parts *a, const struct rbi_parts *b);
+void rbi_parts_release(struct rbi_parts *parts);
 
 /* The requests of a run, in order, and which of them fails. */
 struct rbi_strike_plan {
     rebatch *rb;
     struct rbi_place place; /* the last request; number 0: the callback has made none */
+    pthread_t thread;       /* the callback's */
+    bool is_running;        /* it */
+    struct rbi_parts done;  /* what is in the accumulators */
+    bool is_short;          /* of host memory for that */
     uint64_t requests;      /* of the run so far */
     uint64_t fails_at;      /* the number of the one that fails, from 1; 0: none */
+    uint64_t ooms;          /* the pool's count when the callback began */
     bool has_failed;        /* the last callback */
 
-    /* the request that failed */
+    /* the request that failed on purpose */
     bool has_struck;
     struct rbi_place struck;
     uint64_t struck_bytes;
     uint64_t ooms_at_strike;
-    bool was_swallowed; /* the callback returned REBATCH_OK */
 
-    /* Told before forward_backward runs, and before any callback that follows one that failed, when
-     * that was taken back; plan->place is that one's then. */
+    /* the first OOM for which a callback returned REBATCH_OK */
+    bool was_swallowed;
+    struct rbi_place swallowed;
+    uint64_t swallowed_bytes;
+
+    /* Told before forward_backward runs, before any callback that follows one that failed, when
+     * that was taken back (plan->place is that one's then), and after zero_grad. */
     void (*attempt_begins)(void *user);
     void (*was_taken_back)(void *user);
+    void (*was_cleared)(void *user);
     void *user;
 };
 
@@ -74,14 +72,15 @@ bool rbi_strike_asked(void *user);
 /* "allocation 3 (1.50 MiB) of forward_backward of samples 0-15" */
 void rbi_place_add(struct rbi_text *t, const struct rbi_place *place, uint64_t bytes);
 
-/* ---- memory that was taken back (stale.c) ---- */
+/* ---- what runs allocate (stale.c) ---- */
 
 struct rbi_stale_block {
     const char *address;
     size_t bytes;
     struct rbi_place place; /* where it was allocated */
-    bool is_cached;         /* when it was taken back, the pool kept its memory */
-    uint64_t digest;        /* of its contents then */
+    bool is_padded;
+    bool is_cached;  /* when it was taken back, the pool kept its memory */
+    uint64_t digest; /* of its contents then */
 };
 
 struct rbi_stale_list {
@@ -92,9 +91,13 @@ struct rbi_stale_list {
 struct rbi_stale {
     bool is_on;
     const struct rbi_strike_plan *plan;
-    struct rbi_stale_list live; /* allocated, and neither freed nor taken back */
-    struct rbi_stale_list gone; /* taken back, and not allocated again */
-    uint64_t moves;             /* calls that have moved the pool's memory */
+    struct rbi_stale_list live;   /* allocated, and neither freed nor taken back */
+    struct rbi_stale_list gone;   /* taken back, and not allocated again */
+    struct rbi_stale_list beside; /* the same of threads that have not joined, in a callback */
+    bool pads;                    /* the pool does (struct rbi_pool_fill) */
+    uint64_t moves;               /* calls that have moved the pool's memory */
+    bool has_helper;              /* one of these was freed before its callback ended */
+    struct rbi_stale_block helpers;
 };
 
 /* Records the pool's calls until rbi_stale_end(). */
@@ -105,24 +108,224 @@ void rbi_stale_end(struct rbi_stale *stale);
 void rbi_stale_take_back(struct rbi_stale *stale, bool is_all);
 /* A block that was taken back and written since. The device is idle. */
 bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale);
+/* Of how many micro-batches of the run a block is in use, and the last of these blocks. */
+size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale);
+/* A block in use that is written beyond its end, where its memory was filled with `fill` and padded
+ * (struct rbi_pool_fill). The device is idle. */
+bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale *stale,
+                            uint8_t fill);
+
+/* ---- what is compared (items.c) ---- */
+
+/* How far two runs differ by rounding, as a part of the largest value. */
+struct rbi_noise {
+    bool is_measured;
+    double largest, rms;
+};
+
+/* What the program names, or a block without a name. */
+struct rbi_item {
+    char name[64];
+    bool has_name;     /* by the program */
+    void *pointer;     /* NULL: */
+    const void *where; /* the variable that holds the pointer, else */
+    uint64_t made_nth; /* the allocation of zero_grad that makes it, from 1 */
+    size_t bytes;
+    rebatch_guard_kind kind;
+    rebatch_number number;
+    bool is_compared; /* else only what changes from run to run is said */
+    bool is_settled;  /* there is a finding about it */
+    double size;      /* the largest value after the first run */
+    struct rbi_noise noise;
+    struct rbi_noise noise_uncut; /* of the first run's micro-batches alone */
+};
+
+struct rbi_items {
+    const rebatch *rb;
+    const struct rbi_stale *stale;
+    struct rbi_item *list;
+    size_t count, room;
+};
+
+/* What the program names. Each of these: REBATCH_OK, REBATCH_E_HOST_OOM. */
+rebatch_status rbi_items_add_names(struct rbi_items *items);
+rebatch_status rbi_items_add(struct rbi_items *items, const struct rbi_item *item);
+/* Adds the blocks that zero_grad has made in the run, and that are in use. */
+rebatch_status rbi_items_add_made(struct rbi_items *items);
+void rbi_items_release(struct rbi_items *items);
+/* Where it is now; NULL: nowhere. */
+void *rbi_item_place(const struct rbi_items *items, const struct rbi_item *item);
+/* "\"gradient\"", "block 12 (1.50 MiB)" */
+void rbi_item_add(struct rbi_text *t, const struct rbi_item *item);
+
+/* Copies of all items, at one time. */
+struct rbi_values {
+    char **copies; /* one for each */
+    size_t count;  /* of them */
+};
+/* Host memory for the items that it has none for. */
+rebatch_status rbi_values_open(struct rbi_values *values, const struct rbi_items *items);
+void rbi_values_close(struct rbi_values *values);
+/* Reads them, and puts them back. The device is idle. */
+rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items);
+rebatch_status rbi_values_write(const struct rbi_values *values, const struct rbi_items *items);
+
+/* ---- blocks that are older than the step (older.c) ---- */
+
+struct rbi_old_block {
+    const char *address;
+    size_t bytes;
+    uint64_t allocation; /* its number */
+    uint64_t digest;
+    bool is_gone; /* freed since */
+    bool has_changed;
+};
+
+struct rbi_old_blocks {
+    rebatch *rb;
+    struct rbi_old_block *list;
+    size_t count, room;
+    char *chunk; /* through which contents are read */
+};
+
+/* Those in use, but for what is named, and the session's own. REBATCH_OK, REBATCH_E_HOST_OOM. */
+rebatch_status rbi_older_open(struct rbi_old_blocks *blocks, const struct rbi_items *named);
+void rbi_older_close(struct rbi_old_blocks *blocks);
+/* Notes the contents, and which have changed since they were noted last. The device is idle. */
+rebatch_status rbi_older_note(struct rbi_old_blocks *blocks);
+/* Adds those that have changed to what is compared. *left_out is the size of those that are too
+ * large for that. */
+rebatch_status rbi_older_add_changed(struct rbi_items *items, const struct rbi_old_blocks *blocks,
+                                     uint64_t *left_out);
+
+/* ---- how two values differ (values.c) ---- */
+
+struct rbi_difference {
+    bool differs;
+    size_t at;           /* the number that differs most; for bytes, the first byte */
+    double was, is;      /* there */
+    double largest, rms; /* as parts of the largest value; infinite for what is no number */
+};
+/* `factor` times what it was is expected. */
+struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char *was,
+                                         const char *is, double factor);
+double rbi_values_largest(const struct rbi_item *item, const char *values);
+/* The root of the mean square, as a part of the largest value. */
+double rbi_values_rms(const struct rbi_item *item, const char *values);
+/* By which factor they have grown, by least squares, as dropout changes them too; 0: not known. */
+double rbi_values_growth(const struct rbi_item *item, const char *was, const char *is);
+/* Whether one of them is no number. */
+bool rbi_values_find_no_number(size_t *at, const struct rbi_item *item, const char *values);
+/* What contents without a name look like. */
+rebatch_number rbi_values_guess(const char *values, size_t bytes);
 
 /* ---- what is found (findings.c) ---- */
 
-struct rbi_findings {
+/* Adds one; the text as for printf. */
+void rbi_finding_add(rebatch_check_report *report, rebatch_finding_kind kind, const char *name,
+                     const char *format, ...) __attribute__((format(printf, 4, 5)));
+bool rbi_finding_has(const rebatch_check_report *report, rebatch_finding_kind kind);
+
+/* ---- a check (check.c) ---- */
+
+struct rbi_check {
+    rebatch *rb;
+    rebatch_pool *pool;
+    rebatch_check_options options;
     rebatch_check_report *report;
-    const rebatch_check_options *options;
+    struct rbi_strike_plan plan;
+    struct rbi_stale stale;
+    struct rbi_old_blocks blocks;
+    struct rbi_items items;
+    struct rbi_values before;    /* the check */
+    struct rbi_values reference; /* after the first run */
+    struct rbi_values now;       /* after the run that ended last */
+    struct rbi_values other;     /* before the attempt that failed; after a run without an OOM */
+    struct rbi_values replayed;
+    struct rbi_parts whole; /* the micro-batches of the first run */
+    struct rbi_parts replayed_parts;
+    bool is_first;             /* run, which shows what zero_grad clears */
+    bool is_rounding_measured; /* of the first run's micro-batches */
+    double typical_size;       /* of half of the items at most */
+    bool is_cut_wrong;         /* there is a finding about it */
+    size_t base;               /* the largest size that fits */
+    size_t swallowing;         /* a larger one, at which an OOM is swallowed; 0: none */
+    double rounding;           /* the largest difference by rounding */
+    char rounding_of[192];
+    bool is_rounding_unsure;
+    uint64_t deadline_ns;
 };
 
-/* Adds one; the text as for printf. */
-void rbi_finding_add(struct rbi_findings *f, rebatch_finding_kind kind, const char *name,
-                     const char *format, ...) __attribute__((format(printf, 4, 5)));
-/* Whether there is one of the kind about that name; NULL: about any. */
-bool rbi_finding_has(const struct rbi_findings *f, rebatch_finding_kind kind, const char *name);
-/* Whether the difference is beyond rounding. */
-bool rbi_finding_is_wrong(const struct rbi_findings *f, const struct rbi_watched *watched,
-                          const struct rbi_difference *difference);
-/* "element 3 is 0.5 and was 0.25" */
-void rbi_finding_add_values(struct rbi_text *t, const struct rbi_watched *watched,
-                            const struct rbi_difference *difference);
+/* ---- runs (runs.c) ---- */
+
+/* All samples in micro-batches of at most `size`; reads the items into `into`. */
+rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at, size_t *ran);
+/* These micro-batches, as of a batch of that size. */
+rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *parts, size_t batch,
+                                   struct rbi_values *into);
+/* Takes back what the run did: with or without what is watched. */
+rebatch_status rbi_check_take_back(struct rbi_check *c);
+rebatch_status rbi_check_undo(struct rbi_check *c);
+bool rbi_check_has_time(struct rbi_check *c);
+/* The step ends where it should not. */
+rebatch_status rbi_check_fail(struct rbi_check *c, const char *when, rebatch_status status);
+
+/* ---- differences that are findings (compare.c) ---- */
+
+/* What was to be the same. */
+struct rbi_comparison {
+    rebatch_finding_kind kind;
+    const char *when, *advice;
+    const struct rbi_values *was, *is;
+    const struct rbi_parts *parts; /* of other micro-batches than the first run's; else NULL */
+    const char *verb;              /* NULL: "differs" */
+};
+/* Adds one finding about all that differs. Runs more where rounding is to be measured; no run is
+ * there to be undone. */
+rebatch_status rbi_compare(struct rbi_check *c, const struct rbi_comparison *what);
+/* The notes about rounding. */
+void rbi_compare_end(struct rbi_check *c);
+/* Adds what no run is needed for: about items that `is_wrong`. */
+void rbi_compare_each(struct rbi_check *c, const struct rbi_comparison *what,
+                      bool (*is_wrong)(const struct rbi_item *item,
+                                       const struct rbi_difference *difference));
+
+/* ---- rounding (rounding.c) ---- */
+
+enum rbi_verdict { RBI_EQUAL, RBI_ROUNDING, RBI_UNSURE, RBI_WRONG };
+/* `is_recut`: of other micro-batches. */
+enum rbi_verdict rbi_rounding_judge(const struct rbi_check *c, const struct rbi_item *item,
+                                    const struct rbi_difference *difference, bool is_recut);
+/* After the first run: how large values are. */
+void rbi_rounding_note_sizes(struct rbi_check *c);
+/* Whether it is so small that it is nothing but rounding. */
+bool rbi_rounding_is_all(const struct rbi_check *c, const struct rbi_item *item,
+                         const struct rbi_difference *difference);
+/* Whether measuring could tell. */
+bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi_item *item,
+                                     const struct rbi_difference *difference);
+/* Runs these micro-batches as parts of larger batches, and compares with `was`. */
+rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts *parts,
+                                    const struct rbi_values *was);
+
+/* ---- the parts of a check ---- */
+
+/* The first runs (first.c): *is_there stays false where there is none to compare with. */
+rebatch_status rbi_first_run(struct rbi_check *c, size_t batch, bool *is_there);
+rebatch_status rbi_first_again(struct rbi_check *c);
+/* Freed and new memory (fill.c). Fills with 0 from the beginning on. */
+void rbi_fill_set(struct rbi_check *c, uint8_t freed, uint8_t allocated);
+/* New blocks are padded: rbi_stale_find_overrun(). */
+void rbi_fill_pad(struct rbi_check *c, uint8_t allocated);
+rebatch_status rbi_fill_run(struct rbi_check *c);
+/* NaN as float, double and bfloat16. */
+#define RBI_NO_NUMBER 0xff
+/* Other micro-batches (cuts.c). */
+rebatch_status rbi_cuts_run(struct rbi_check *c);
+rebatch_status rbi_cuts_run_twice(struct rbi_check *c, const rebatch_step_ops *ops);
+/* An OOM at each allocation (ooms.c). */
+rebatch_status rbi_ooms_run(struct rbi_check *c);
+void rbi_ooms_save_attempt(void *user);
+void rbi_ooms_was_taken_back(void *user);
 
 #endif

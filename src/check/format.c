@@ -48,6 +48,32 @@ static const char *ending(uint64_t count)
     return count == 1 ? "" : "s";
 }
 
+static void add_compared(struct rbi_text *t, const rebatch_check_report *report)
+{
+    rbi_text_add(t, report->watched || report->blocks ? "compared " : "compared nothing");
+    if (report->watched)
+        rbi_text_add(t, "%u name%s", report->watched, ending(report->watched));
+    if (report->blocks) {
+        rbi_text_add(t, "%s%u block%s without a name, ", report->watched ? " and " : "",
+                     report->blocks, ending(report->blocks));
+        rbi_text_add_bytes(t, report->block_bytes);
+    }
+}
+
+/* ": 13 runs, micro-batches of 3 to 24, an OOM at 3 of 3 allocations, compared 2 names, 0.1 s" */
+static void add_summary(struct rbi_text *t, const rebatch_check_report *report)
+{
+    rbi_text_add(t, ": %u run%s, ", report->runs, ending(report->runs));
+    if (report->micro)
+        rbi_text_add(t, "micro-batches of %zu to %zu, ", report->micro_smallest, report->micro);
+    if (report->allocations)
+        rbi_text_add(t, "an OOM at %" PRIu64 " of %" PRIu64 " allocation%s, ", report->ooms,
+                     report->allocations, ending(report->allocations));
+    add_compared(t, report);
+    rbi_text_add(t, ", %.1f s%s\n", report->seconds,
+                 report->is_cut_short ? ", cut short by max_seconds" : "");
+}
+
 size_t rebatch_check_format(char *text, size_t size, const rebatch_check_report *report)
 {
     struct rbi_text t = {text, size, 0};
@@ -61,12 +87,6 @@ size_t rebatch_check_format(char *text, size_t size, const rebatch_check_report 
         rbi_text_add(&t, "%u mistake%s", report->mistakes, ending(report->mistakes));
     else
         rbi_text_add(&t, "no mistakes");
-    rbi_text_add(&t, ": %u run%s, micro-batches of %zu to %zu, ", report->runs,
-                 ending(report->runs), report->micro_smallest, report->micro);
-    rbi_text_add(&t,
-                 "an OOM at %" PRIu64 " of %" PRIu64 " allocation%s, %u name%s compared, %.1f s",
-                 report->ooms, report->allocations, ending(report->allocations), report->watched,
-                 ending(report->watched), report->seconds);
-    rbi_text_add(&t, "%s\n", report->is_cut_short ? ", cut short by max_seconds" : "");
+    add_summary(&t, report);
     return t.length;
 }

@@ -1,5 +1,5 @@
-/* Owns what becomes of memory that was taken back: who writes there keeps a pointer across
- * attempts. Must not know what else is compared. */
+/* Owns what runs allocate, and what becomes of it: who writes to memory that was taken back keeps a
+ * pointer across attempts. Must not know what else is compared. */
 #include "check/check.h"
 #include "device/device.h"
 #include "pool/view.h"
@@ -32,6 +32,37 @@ static bool overlap(const struct rbi_stale_block *block, const char *address, si
     return block->address < address + bytes && address < block->address + block->bytes;
 }
 
+static void forget(struct rbi_stale_list *list, const void *address)
+{
+    for (size_t i = list->count; i-- > 0;)
+        if (list->blocks[i].address == address)
+            remove_at(list, i);
+}
+
+/* A thread beside the callback's, which has not joined, does not allocate for the callback as far
+ * as is known, and its memory is not taken back. */
+static bool is_beside(const struct rbi_stale *stale)
+{
+    return stale->plan->is_running && !pthread_equal(stale->plan->thread, pthread_self()) &&
+           !rbi_pool_thread_has_joined(rebatch_get_pool(stale->plan->rb));
+}
+
+/* What it frees before the callback ends was allocated for the callback. */
+static void free_beside(struct rbi_stale *stale, const void *address)
+{
+    for (size_t i = stale->beside.count; i-- > 0;) {
+        const struct rbi_stale_block *const block = &stale->beside.blocks[i];
+        if (block->address != address)
+            continue;
+        if (!stale->has_helper && stale->plan->is_running &&
+            block->place.serial == stale->plan->place.serial) {
+            stale->has_helper = true;
+            stale->helpers = *block;
+        }
+        remove_at(&stale->beside, i);
+    }
+}
+
 /* Runs with the pool's lock held. */
 static void on_call(void *user, enum rbi_pool_call call, const void *address, size_t bytes,
                     rebatch_stream stream)
@@ -40,16 +71,18 @@ static void on_call(void *user, enum rbi_pool_call call, const void *address, si
     (void)stream;
     if (call == RBI_POOL_ALLOC && bytes) {
         size_t whole = bytes; /* of which all is filled */
-        (void)rbi_pool_check_size(&whole, rebatch_get_pool(stale->plan->rb), bytes);
+        (void)rbi_pool_check_size(&whole, rebatch_get_pool(stale->plan->rb), bytes + 1);
         for (size_t i = stale->gone.count; i-- > 0;)
             if (overlap(&stale->gone.blocks[i], address, whole))
                 remove_at(&stale->gone, i);
-        add(&stale->live, &(struct rbi_stale_block){
-                              .address = address, .bytes = bytes, .place = stale->plan->place});
+        add(is_beside(stale) ? &stale->beside : &stale->live,
+            &(struct rbi_stale_block){.address = address,
+                                      .bytes = bytes,
+                                      .place = stale->plan->place,
+                                      .is_padded = stale->pads});
     } else if (call == RBI_POOL_FREE) {
-        for (size_t i = stale->live.count; i-- > 0;)
-            if (stale->live.blocks[i].address == address)
-                remove_at(&stale->live, i);
+        forget(&stale->live, address);
+        free_beside(stale, address);
     }
 }
 
@@ -144,6 +177,51 @@ bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale)
     return false;
 }
 
+/* ---- what is in use ---- */
+
+size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale)
+{
+    size_t count = 0;
+    uint64_t last = 0;
+    for (size_t i = 0; i < stale->live.count; i++) {
+        const struct rbi_stale_block *const block = &stale->live.blocks[i];
+        bool is_first = block->place.which == RBI_FORWARD_BACKWARD;
+        for (size_t k = 0; k < i && is_first; k++)
+            is_first = stale->live.blocks[k].place.serial != block->place.serial;
+        count += is_first;
+        if (is_first && block->place.serial > last) {
+            last = block->place.serial;
+            *out = *block;
+        }
+    }
+    return count;
+}
+
+bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale *stale,
+                            uint8_t fill)
+{
+    unsigned char beyond[LOOKED_AT_BYTES];
+    rebatch_pool *pool = rebatch_get_pool(stale->plan->rb);
+    rebatch_device *device = rbi_session_device(stale->plan->rb);
+    const rebatch_stream stream = rbi_session_options(stale->plan->rb)->stream;
+    for (size_t i = 0; i < stale->live.count && stale->is_on; i++) {
+        const struct rbi_stale_block *const block = &stale->live.blocks[i];
+        size_t whole = 0;
+        if (!block->is_padded || rebatch_pool_block_bytes(&whole, pool, block->address) ||
+            whole <= block->bytes)
+            continue;
+        const size_t count = rbi_min(whole - block->bytes, sizeof beyond);
+        if (rebatch_copy(device, beyond, block->address + block->bytes, count, stream) ||
+            rebatch_stream_synchronize(device, stream))
+            continue;
+        *out = *block;
+        for (size_t k = 0; k < count; k++)
+            if (beyond[k] != fill)
+                return true;
+    }
+    return false;
+}
+
 /* ---- beginning and end ---- */
 
 void rbi_stale_begin(struct rbi_stale *stale, const struct rbi_strike_plan *plan)
@@ -163,5 +241,6 @@ void rbi_stale_end(struct rbi_stale *stale)
         rbi_pool_set_recorder(rebatch_get_pool(stale->plan->rb), NULL);
     rbi_heap_free(stale->live.blocks);
     rbi_heap_free(stale->gone.blocks);
+    rbi_heap_free(stale->beside.blocks);
     *stale = (struct rbi_stale){.is_on = false};
 }

@@ -1,87 +1,9 @@
-/* Owns copies of what is watched, and how two of them differ.
+/* Owns numbers: how two copies of what is compared differ.
  * Must not know why they were made. */
 #include <math.h>
 #include <string.h>
 
 #include "check/check.h"
-
-/* ---- copies ---- */
-
-rebatch_status rbi_values_open(struct rbi_values *values, const rebatch *rb)
-{
-    const struct rbi_watched *watched;
-    const size_t count = rbi_watched_get(&watched, rb);
-    values->copies = rbi_heap_calloc(rbi_max(count, 1), sizeof *values->copies);
-    bool is_whole = values->copies != NULL;
-    for (size_t i = 0; i < count && is_whole; i++)
-        is_whole = (values->copies[i] = rbi_heap_calloc(1, watched[i].bytes)) != NULL;
-    return is_whole ? REBATCH_OK
-                    : rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy what is watched");
-}
-
-void rbi_values_close(struct rbi_values *values, const rebatch *rb)
-{
-    const struct rbi_watched *watched;
-    const size_t count = rbi_watched_get(&watched, rb);
-    for (size_t i = 0; i < count && values->copies; i++)
-        rbi_heap_free(values->copies[i]);
-    rbi_heap_free(values->copies);
-    values->copies = NULL;
-}
-
-/* NULL where there is nothing now. A pointer that nobody has restored is none. */
-static void *place_of(const rebatch *rb, const struct rbi_watched *watched)
-{
-    if (!watched->where)
-        return watched->pointer;
-    size_t bytes = 0;
-    void *pointer;
-    memcpy(&pointer, watched->where, sizeof pointer);
-    const rebatch_status status =
-        pointer ? rebatch_pool_block_bytes(&bytes, rebatch_get_pool(rb), pointer) : REBATCH_OK;
-    return !status && bytes >= watched->bytes ? pointer : NULL;
-}
-
-static rebatch_status copy(const rebatch *rb, const struct rbi_watched *watched, void *to,
-                           const void *from)
-{
-    if (watched->kind == REBATCH_GUARD_HOST) {
-        memcpy(to, from, watched->bytes);
-        return REBATCH_OK;
-    }
-    rebatch_device *device = rbi_session_device(rb);
-    const rebatch_stream stream = rbi_session_options(rb)->stream;
-    const rebatch_status status = rebatch_copy(device, to, from, watched->bytes, stream);
-    return status ? status : rebatch_stream_synchronize(device, stream);
-}
-
-rebatch_status rbi_values_read(struct rbi_values *values, const rebatch *rb)
-{
-    const struct rbi_watched *watched;
-    const size_t count = rbi_watched_get(&watched, rb);
-    rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < count && !status; i++) {
-        const void *const place = place_of(rb, &watched[i]);
-        if (place)
-            status = copy(rb, &watched[i], values->copies[i], place);
-        else
-            memset(values->copies[i], 0, watched[i].bytes);
-    }
-    return status;
-}
-
-rebatch_status rbi_values_write(const struct rbi_values *values, const rebatch *rb)
-{
-    const struct rbi_watched *watched;
-    const size_t count = rbi_watched_get(&watched, rb);
-    rebatch_status status = REBATCH_OK;
-    for (size_t i = 0; i < count && !status; i++) {
-        void *const place = place_of(rb, &watched[i]);
-        if (place)
-            status = copy(rb, &watched[i], place, values->copies[i]);
-    }
-    return status;
-}
 
 /* ---- numbers ---- */
 
@@ -110,14 +32,14 @@ static double half_value(uint16_t bits)
     return sign * (exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24));
 }
 
-static double value_at(const struct rbi_watched *watched, const char *values, size_t at)
+static double value_at(const struct rbi_item *item, const char *values, size_t at)
 {
-    const char *from = values + at * bytes_of(watched->number);
+    const char *from = values + at * bytes_of(item->number);
     double f64;
     float f32;
     uint32_t wide;
     uint16_t bits;
-    switch (watched->number) {
+    switch (item->number) {
     case REBATCH_F64:
         memcpy(&f64, from, sizeof f64);
         return f64;
@@ -139,59 +61,117 @@ static double value_at(const struct rbi_watched *watched, const char *values, si
 
 /* ---- differences ---- */
 
-static double largest_value(const struct rbi_watched *watched, const char *values, size_t count)
+double rbi_values_largest(const struct rbi_item *item, const char *values)
 {
+    const size_t count = item->bytes / bytes_of(item->number);
     double largest = 0;
     for (size_t i = 0; i < count; i++) {
-        const double value = fabs(value_at(watched, values, i));
+        const double value = fabs(value_at(item, values, i));
         if (isfinite(value) && value > largest)
             largest = value;
     }
     return largest;
 }
 
-struct rbi_difference rbi_values_compare(const struct rbi_watched *watched, const char *was,
-                                         const char *is)
+static double part_of(double difference, double scale)
 {
-    struct rbi_difference found = {.differs = memcmp(was, is, watched->bytes) != 0};
+    const double part = difference == 0 ? 0 : fabs(difference) / scale;
+    return isnan(part) ? INFINITY : part;
+}
+
+struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char *was,
+                                         const char *is, double factor)
+{
+    struct rbi_difference found = {.differs = memcmp(was, is, item->bytes) != 0};
     if (!found.differs)
         return found;
-    const size_t unit = bytes_of(watched->number);
-    const size_t count = watched->bytes / unit;
-    const double scale = largest_value(watched, was, count);
+    const size_t unit = bytes_of(item->number);
+    const size_t count = item->bytes / unit;
+    const double scale = fabs(factor) * rbi_values_largest(item, was);
+    double squares = 0;
     bool has_first = false;
     for (size_t i = 0; i < count; i++) {
-        if (memcmp(was + i * unit, is + i * unit, unit) == 0)
+        if (memcmp(was + i * unit, is + i * unit, unit) == 0 && factor == 1.0)
             continue;
-        const double a = value_at(watched, was, i), b = value_at(watched, is, i);
-        const double part = a == b ? 0 : fabs(b - a) / scale;
-        if (!has_first || !(part <= found.largest)) { /* the largest is shown */
+        const double a = factor * value_at(item, was, i), b = value_at(item, is, i);
+        const double part = a == b ? 0 : part_of(b - a, scale);
+        if (!has_first || part > found.largest) { /* the largest is shown */
             found.at = i;
             found.was = a;
             found.is = b;
+            found.largest = part;
         }
         has_first = true;
-        found.largest =
-            isnan(part) || part > found.largest ? (isnan(part) ? INFINITY : part) : found.largest;
-        if (isinf(found.largest))
-            break;
+        squares += part * part;
+        if (item->number == REBATCH_BYTES || isinf(part)) {
+            found.largest = found.rms = INFINITY;
+            return found;
+        }
     }
-    if (watched->number == REBATCH_BYTES)
-        found.largest = INFINITY;
+    found.rms = sqrt(squares / (double)count);
     return found;
 }
 
-bool rbi_values_doubled(const struct rbi_watched *watched, const char *was, const char *is)
+double rbi_values_rms(const struct rbi_item *item, const char *values)
 {
-    const size_t count = watched->bytes / bytes_of(watched->number);
-    const double largest = largest_value(watched, was, count);
-    if (watched->number == REBATCH_BYTES || largest <= 0)
-        return false;
+    const size_t count = item->bytes / bytes_of(item->number);
+    const double largest = rbi_values_largest(item, values);
+    double squares = 0;
+    for (size_t i = 0; i < count && largest > 0; i++) {
+        const double part = value_at(item, values, i) / largest;
+        squares += part * part;
+    }
+    return sqrt(squares / (double)count);
+}
+
+double rbi_values_growth(const struct rbi_item *item, const char *was, const char *is)
+{
+    const size_t count = item->bytes / bytes_of(item->number);
+    const double largest = rbi_values_largest(item, was);
+    if (item->number == REBATCH_BYTES || largest <= 0)
+        return 0;
     double both = 0, square = 0;
     for (size_t i = 0; i < count; i++) {
-        const double a = value_at(watched, was, i) / largest;
-        both += a * value_at(watched, is, i) / largest;
+        const double a = value_at(item, was, i) / largest;
+        both += a * value_at(item, is, i) / largest;
         square += a * a;
     }
-    return fabs(both / square - 2) < 0.2;
+    return isfinite(both / square) ? both / square : 0;
+}
+
+bool rbi_values_find_no_number(size_t *at, const struct rbi_item *item, const char *values)
+{
+    const size_t count = item->number == REBATCH_BYTES ? 0 : item->bytes / bytes_of(item->number);
+    for (*at = 0; *at < count; ++*at)
+        if (!isfinite(value_at(item, values, *at)))
+            return true;
+    return false;
+}
+
+/* ---- contents without a name ---- */
+
+/* How many numbers are not 0, where all are of sizes that a model has: other bits, read as such
+ * numbers, hardly ever are. 0: they are not. */
+static size_t count_likely(rebatch_number number, const char *values, size_t bytes)
+{
+    const struct rbi_item item = {.bytes = bytes, .number = number};
+    size_t count = 0;
+    for (size_t i = 0; i < bytes / bytes_of(number); i++) {
+        const double value = fabs(value_at(&item, values, i));
+        if (!(value <= 1e15 && (value >= 1e-30 || value <= 0)))
+            return 0;
+        count += value > 0;
+    }
+    return bytes % bytes_of(number) ? 0 : count;
+}
+
+/* Half of a float is an arbitrary bfloat16, and half of a double an arbitrary float, so the
+ * narrowest type that fits is the one; for bfloat16 a few numbers prove nothing. */
+rebatch_number rbi_values_guess(const char *values, size_t bytes)
+{
+    if (count_likely(REBATCH_BF16, values, bytes) >= 64)
+        return REBATCH_BF16;
+    if (count_likely(REBATCH_F32, values, bytes))
+        return REBATCH_F32;
+    return count_likely(REBATCH_F64, values, bytes) ? REBATCH_F64 : REBATCH_BYTES;
 }

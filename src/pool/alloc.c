@@ -85,8 +85,10 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
                          pool->tag_count - 1);
     struct rbi_block *block;
     rebatch_status status = REBATCH_OK;
-    if (RBI_UNLIKELY(pool->fault.strikes != NULL))
+    if (RBI_UNLIKELY(pool->fault.strikes != NULL)) {
+        rounded = rbi_pool_pad(pool, bytes, rounded);
         status = rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name);
+    }
     if (status == REBATCH_OK)
         status = find_block(&block, pool, bytes, rounded, stream, tag);
     if (RBI_UNLIKELY(status != REBATCH_OK))

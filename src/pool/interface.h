@@ -143,6 +143,7 @@ struct rbi_pool_fill {
     bool is_on;
     uint8_t freed;     /* what is freed, or taken back by a rollback */
     uint8_t allocated; /* what is new */
+    bool pads; /* requests that may be made to fail get a block of more bytes than they ask for */
 };
 /* Devices without contents are left alone. */
 void rbi_pool_set_fill(rebatch_pool *pool, const struct rbi_pool_fill *fill);

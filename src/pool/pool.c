@@ -206,6 +206,15 @@ void rbi_pool_set_fill(rebatch_pool *pool, const struct rbi_pool_fill *fill)
     rbi_pool_give_lock(pool);
 }
 
+size_t rbi_pool_pad(const rebatch_pool *pool, size_t bytes, size_t rounded)
+{
+    size_t padded;
+    const bool is_padded = pool->fill.is_on && pool->fill.pads &&
+                           rbi_pool_round_size(&padded, pool, bytes + 1) &&
+                           padded <= SIZE_MAX - (pool->page_bytes - 1);
+    return is_padded ? padded : rounded;
+}
+
 uint64_t rbi_pool_live_between(rebatch_pool *pool, uint64_t from, uint64_t to)
 {
     uint64_t bytes = 0;

@@ -497,6 +497,8 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
 
 /* ---- failures on purpose (pool.c), and what must hold (valid.c) ---- */
 
+/* The size of a block for `bytes`: `rounded`, or more where blocks are padded. */
+size_t rbi_pool_pad(const rebatch_pool *pool, size_t bytes, size_t rounded);
 /* REBATCH_OOM, with its report, when a request is to fail; with the lock held. */
 rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
                                rebatch_stream stream, const char *tag);

@@ -37,6 +37,7 @@ rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebat
     rb->log.level = REBATCH_LOG_QUIET;
     rb->drill = &drill->watch;
     rbi_step_begin(rb, ops, batch, user);
+    rbi_resize_release(rb); /* its runs make their own */
     return REBATCH_OK;
 }
 
@@ -58,7 +59,6 @@ static rebatch_status wait_for_it(const rebatch *rb, rebatch_status status)
 
 rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran)
 {
-
     *ran = 0;
     rebatch_status status = begin_run(rb, size);
     if (!status)
@@ -70,21 +70,29 @@ rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran)
     return wait_for_it(rb, status);
 }
 
-rebatch_status rbi_drill_run_twice(rebatch *rb, size_t size)
+/* Buffers grow with the micro-batches. */
+static rebatch_status run_part(rebatch *rb, const rebatch_microbatch *mb)
 {
+    rb->most = rb->sizes.micro = rbi_max(rb->sizes.micro, mb->count);
+    rb->size = rbi_size_of(rb, mb->first, mb->count);
+    rebatch_status status = rbi_resize_ready(rb);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+    return status ? status : rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb);
+}
 
+rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
+                                   size_t batch)
+{
     rebatch_microbatch mb = {
-        .step = rb->step, .batch = 2 * rb->batch, .pool = rb->pool, .stream = rb->options.stream};
-    rebatch_status status = begin_run(rb, size);
+        .step = rb->step, .batch = batch, .pool = rb->pool, .stream = rb->options.stream};
+    rebatch_status status = begin_run(rb, count ? parts[0].count : 1);
     if (!status)
         status = rbi_zero_grad_run(rb);
-    for (size_t at = 0; at < 2 * rb->batch && !status; at += mb.count) {
-        mb.first = at % rb->batch;
-        mb.count = rbi_min(rbi_cut(rb, mb.first), rb->batch - mb.first);
-        rb->size = rbi_size_of(rb, mb.first, mb.count);
-        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
-        if (!status)
-            status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
+    for (size_t i = 0; i < count && !status; i++) {
+        mb.first = parts[i].first;
+        mb.count = parts[i].count;
+        status = run_part(rb, &mb);
     }
     return wait_for_it(rb, status);
 }

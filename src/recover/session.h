@@ -30,6 +30,8 @@ bool rbi_session_is_by_cost(const rebatch *rb);
 unsigned rbi_session_level(const rebatch *rb);
 /* Whether an attempt begins only when the memory that it is known to need is there. */
 bool rbi_session_admits(const rebatch *rb);
+/* Of the blocks that hold its copies of guarded state. */
+rebatch_tag rbi_session_guard_tag(const rebatch *rb);
 /* Whether an update may have run, which makes what an optimizer keeps. */
 bool rbi_session_has_updated(const rebatch *rb);
 
@@ -234,8 +236,12 @@ rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebat
 /* zero_grad, and all samples in micro-batches of at most `size`. What it did stays until
  * rbi_drill_undo(). *ran is the size of the largest; less than `size` after an OOM. */
 rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran);
-/* The same with the samples of the batch twice, in a batch of twice the size, without recovery. */
-rebatch_status rbi_drill_run_twice(rebatch *rb, size_t size);
+/* zero_grad, and these micro-batches as parts of a batch of that size, without recovery. */
+struct rbi_part {
+    size_t first, count;
+};
+rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
+                                   size_t batch);
 /* Takes back what the last run allocated and freed, and puts guarded state back. */
 rebatch_status rbi_drill_undo(rebatch *rb);
 void rbi_drill_end(struct rbi_drill *drill, rebatch *rb);

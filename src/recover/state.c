@@ -64,6 +64,11 @@ bool rbi_session_admits(const rebatch *rb)
            rbi_pool_is_caching(rb->pool);
 }
 
+rebatch_tag rbi_session_guard_tag(const rebatch *rb)
+{
+    return rb->guard_tag;
+}
+
 bool rbi_session_has_updated(const rebatch *rb)
 {
     return rb->step > 0 || rb->has_updated;

@@ -1,0 +1,259 @@
+/* Owns the runs with other micro-batches than the first run's, and with the samples twice.
+ * Must not know how a run is made. */
+#include "check/check.h"
+
+/* ---- smaller ones ---- */
+
+static const char *const cut_advice =
+    "a sample's weight is 1/batch, its place is first + i, and neither depends on count";
+
+static void add_samples(struct rbi_text *t, size_t count)
+{
+    rbi_text_add(t, "%zu sample%s", count, count == 1 ? "" : "s");
+}
+
+/* The micro-batches that have just run are measured on their own. What depends on one cut depends
+ * on others. */
+static rebatch_status compare_cut(struct rbi_check *c, rebatch_finding_kind kind, const char *when,
+                                  const char *advice, const struct rbi_parts *parts)
+{
+    if (c->is_cut_wrong)
+        return REBATCH_OK;
+    const uint32_t mistakes = c->report->mistakes;
+    const rebatch_status status = rbi_compare(
+        c, &(struct rbi_comparison){kind, when, advice, &c->reference, &c->now, parts, NULL});
+    c->is_cut_wrong = c->report->mistakes != mistakes;
+    return status;
+}
+
+static rebatch_status run_size(struct rbi_check *c, size_t size, struct rbi_parts *parts)
+{
+    char when[96];
+    size_t ran;
+    struct rbi_text t = {when, sizeof when, 0};
+    rbi_text_add(&t, "with micro-batches of ");
+    add_samples(&t, size);
+    rbi_text_add(&t, " instead of %zu", c->base);
+    rebatch_status status = rbi_check_run(c, size, 0, &ran);
+    const bool is_copied = rbi_parts_copy(parts, &c->plan.done);
+    const bool is_there = !status;
+    if (is_there)
+        c->report->micro_smallest = rbi_min(c->report->micro_smallest, ran);
+    else
+        status = rbi_check_fail(c, when, status);
+    const rebatch_status undone = rbi_check_undo(c);
+    if (!is_copied && !status)
+        status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    if (status || undone || !is_there)
+        return status ? status : undone;
+    return compare_cut(c, REBATCH_FINDING_CUT, when, cut_advice, parts);
+}
+
+static rebatch_status run_sizes(struct rbi_check *c, struct rbi_parts *parts)
+{
+    const size_t sizes[] = {c->base / 2 + c->base % 2, c->base / 3 + 1, c->base / 8};
+    size_t before = c->base;
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes && !status && rbi_check_has_time(c); i++) {
+        const size_t size = rbi_round_size(rbi_session_options(c->rb), sizes[i]);
+        if (size == 0 || size >= before)
+            continue;
+        before = size;
+        status = run_size(c, size, parts);
+    }
+    return status;
+}
+
+/* ---- one that is followed by a larger one, or by a smaller one ---- */
+
+/* The batch in micro-batches of at most `most`, the last of which may be a rest; from `first` on.
+ * False: there is no host memory. */
+static bool add_rest(const struct rbi_check *c, struct rbi_parts *parts, size_t first, size_t most)
+{
+    const size_t batch = rbi_session_batch(c->rb);
+    bool is_whole = true;
+    while (first < batch && is_whole) {
+        const size_t left = rbi_min(most, batch - first);
+        const size_t allowed = rbi_round_size(rbi_session_options(c->rb), left);
+        const size_t count = allowed ? allowed : left;
+        is_whole = rbi_parts_add(parts, first, count);
+        first += count;
+    }
+    return is_whole;
+}
+
+static bool make_growing(const struct rbi_check *c, struct rbi_parts *parts, size_t least)
+{
+    parts->count = 0;
+    return rbi_parts_add(parts, 0, least) && add_rest(c, parts, least, c->base);
+}
+
+/* The same number at the end; of the largest ones before it, the first may have to be smaller. */
+static bool make_shrinking(const struct rbi_check *c, struct rbi_parts *parts, size_t least)
+{
+    const size_t batch = rbi_session_batch(c->rb);
+    const size_t large =
+        rbi_round_size(rbi_session_options(c->rb), rbi_min(c->base, batch - least));
+    parts->count = 0;
+    return rbi_parts_add(parts, 0, large) && add_rest(c, parts, large, c->base);
+}
+
+static void add_followed(struct rbi_text *t, const struct rbi_parts *parts, size_t at)
+{
+    rbi_text_add(t, "when a micro-batch of ");
+    add_samples(t, parts->list[at].count);
+    rbi_text_add(t, " is followed by one of ");
+    add_samples(t, parts->list[at + 1].count);
+}
+
+/* What the large one finds in new memory. */
+static uint8_t fill_of(const struct rbi_check *c)
+{
+    return rbi_finding_has(c->report, REBATCH_FINDING_UNINITIALIZED) ? 0 : RBI_NO_NUMBER;
+}
+
+/* An allocation of the small micro-batch, which the large one uses. */
+static void find_overrun(struct rbi_check *c, const char *when, uint8_t fill)
+{
+    struct rbi_stale_block block;
+    char which[160];
+    struct rbi_text t = {which, sizeof which, 0};
+    if (!rbi_stale_find_overrun(&block, &c->stale, fill))
+        return;
+    rbi_place_add(&t, &block.place, block.bytes);
+    rbi_finding_add(c->report, REBATCH_FINDING_OUTGROWN, "",
+                    "memory beyond %s is written %s: make it anew when a micro-batch needs more, "
+                    "or with the callback resize",
+                    which, when);
+}
+
+/* The micro-batches from `at` on make the difference. */
+static rebatch_status run_parts(struct rbi_check *c, const struct rbi_parts *parts, size_t at,
+                                bool is_growing)
+{
+    char when[128];
+    struct rbi_text t = {when, sizeof when, 0};
+    add_followed(&t, parts, at);
+    rebatch_status status = rbi_check_run_parts(c, parts, rbi_session_batch(c->rb), &c->now);
+    const bool is_there = !status;
+    if (status)
+        status = status == REBATCH_OOM ? REBATCH_OK : rbi_check_fail(c, when, status);
+    else if (is_growing)
+        find_overrun(c, when, fill_of(c));
+    const rebatch_status undone = rbi_check_undo(c);
+    if (status || undone || !is_there || rbi_finding_has(c->report, REBATCH_FINDING_OUTGROWN))
+        return status ? status : undone;
+    return compare_cut(c, REBATCH_FINDING_CUT, when,
+                       is_growing ? "neither weight nor place of a sample depends on count, and a "
+                                    "buffer that is made for one micro-batch may be too small for "
+                                    "the next"
+                                  : cut_advice,
+                       parts);
+}
+
+/* What shows in both orders is not about the order. */
+static rebatch_status run_changes(struct rbi_check *c, struct rbi_parts *parts)
+{
+    const size_t batch = rbi_session_batch(c->rb);
+    const size_t least = rbi_round_size_up(rbi_session_options(c->rb), 1);
+    if (2 * least > c->base || batch < 3 * least || !rbi_check_has_time(c))
+        return REBATCH_OK;
+    bool is_made = make_shrinking(c, parts, least);
+    rebatch_status status = REBATCH_OK;
+    if (is_made && parts->count > 1)
+        status = run_parts(c, parts, parts->count - 2, false);
+    if (status)
+        return status;
+    is_made = is_made && make_growing(c, parts, least);
+    if (!is_made)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    rbi_fill_pad(c, fill_of(c));
+    if (rbi_check_has_time(c))
+        status = run_parts(c, parts, 0, true);
+    rbi_fill_set(c, 0, 0);
+    return status;
+}
+
+/* ---- a size at which an OOM is swallowed ---- */
+
+static rebatch_status run_swallowing(struct rbi_check *c, struct rbi_parts *parts)
+{
+    char when[224];
+    size_t ran;
+    if (!c->swallowing || !rbi_check_has_time(c))
+        return REBATCH_OK;
+    rebatch_status status = rbi_check_run(c, c->swallowing, 0, &ran);
+    const bool is_there = !status && c->plan.was_swallowed;
+    struct rbi_text t = {when, sizeof when, 0};
+    rbi_text_add(&t, "where ");
+    rbi_place_add(&t, &c->plan.swallowed, c->plan.swallowed_bytes);
+    rbi_text_add(&t, " fails for want of memory and the callback returns REBATCH_OK");
+    const bool is_copied = rbi_parts_copy(parts, &c->plan.done);
+    const rebatch_status undone = rbi_check_undo(c);
+    if (!is_copied)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    if (undone || !is_there)
+        return undone;
+    const uint32_t mistakes = c->report->mistakes;
+    status = compare_cut(c, REBATCH_FINDING_SWALLOWED, when, "return the status of the allocation",
+                         parts);
+    if (!status && c->report->mistakes == mistakes)
+        rbi_finding_add(c->report, REBATCH_FINDING_COPED, "",
+                        "the result is right %s: no mistake if it copes with less memory", when);
+    return status;
+}
+
+rebatch_status rbi_cuts_run(struct rbi_check *c)
+{
+    struct rbi_parts parts = {NULL, 0, 0};
+    rebatch_status status = run_sizes(c, &parts);
+    if (!status)
+        status = run_changes(c, &parts);
+    if (!status)
+        status = run_swallowing(c, &parts);
+    rbi_parts_release(&parts);
+    return status;
+}
+
+/* ---- the samples twice ---- */
+
+/* One note for all names. What is guarded is a state, not a sum over the batch. */
+static void note_weights(struct rbi_check *c)
+{
+    char names[160];
+    struct rbi_text t = {names, sizeof names, 0};
+    for (size_t i = 0; i < c->items.count; i++) {
+        const struct rbi_item *item = &c->items.list[i];
+        const double growth = rbi_values_growth(item, c->reference.copies[i], c->now.copies[i]);
+        if (!item->is_compared || item->is_settled || growth < 1.8 || growth > 2.2 ||
+            (item->pointer && rbi_guards_hold(c->rb, item->pointer)))
+            continue;
+        rbi_text_add(&t, "%s", t.length ? ", " : "");
+        rbi_item_add(&t, item);
+    }
+    if (t.length)
+        rbi_finding_add(c->report, REBATCH_FINDING_WEIGHT, "",
+                        "twice as large when the samples come twice, in a batch of twice the size: "
+                        "%s; weight a sample by 1/batch, or set REBATCH_OWN_WEIGHTS if its weight "
+                        "is of the whole effective batch already, such as 1/tokens",
+                        names);
+}
+
+rebatch_status rbi_cuts_run_twice(struct rbi_check *c, const rebatch_step_ops *ops)
+{
+    struct rbi_parts twice = {NULL, 0, 0};
+    if ((ops->flags & REBATCH_OWN_WEIGHTS) || !rbi_check_has_time(c))
+        return REBATCH_OK;
+    bool is_made = rbi_parts_copy(&twice, &c->whole);
+    for (size_t i = 0; i < c->whole.count && is_made; i++)
+        is_made = rbi_parts_add(&twice, c->whole.list[i].first, c->whole.list[i].count);
+    rebatch_status status =
+        is_made ? rbi_check_run_parts(c, &twice, 2 * rbi_session_batch(c->rb), &c->now)
+                : rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    rbi_parts_release(&twice);
+    if (status == REBATCH_E_DEVICE_LOST || !is_made)
+        return status;
+    if (!status)
+        note_weights(c);
+    return rbi_check_undo(c);
+}

@@ -1,0 +1,181 @@
+/* Owns the list of what is compared, where each of it is, and copies of it.
+ * Must not know why they were made. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "check/check.h"
+
+/* ---- the list ---- */
+
+rebatch_status rbi_items_add(struct rbi_items *items, const struct rbi_item *item)
+{
+    if (items->count == items->room) {
+        const size_t room = items->room ? 2 * items->room : 16;
+        void *list = rbi_heap_resize(items->list, room, sizeof *items->list);
+        if (!list)
+            return rbi_error(REBATCH_E_HOST_OOM, "no host memory to list what is compared");
+        items->list = list;
+        items->room = room;
+    }
+    items->list[items->count++] = *item;
+    return REBATCH_OK;
+}
+
+rebatch_status rbi_items_add_names(struct rbi_items *items)
+{
+    const struct rbi_watched *watched;
+    const size_t count = rbi_watched_get(&watched, items->rb);
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < count && !status; i++) {
+        struct rbi_item item = {.has_name = true,
+                                .pointer = watched[i].pointer,
+                                .where = watched[i].where,
+                                .bytes = watched[i].bytes,
+                                .kind = watched[i].kind,
+                                .number = watched[i].number,
+                                .is_compared = true};
+        struct rbi_text t = {item.name, sizeof item.name, 0};
+        rbi_text_add(&t, "%s", watched[i].name);
+        status = rbi_items_add(items, &item);
+    }
+    return status;
+}
+
+static bool is_named(const struct rbi_items *items, const char *address, size_t bytes)
+{
+    for (size_t i = 0; i < items->count; i++) {
+        const char *const place = rbi_item_place(items, &items->list[i]);
+        if (place >= address && place < address + bytes)
+            return true;
+    }
+    return false;
+}
+
+rebatch_status rbi_items_add_made(struct rbi_items *items)
+{
+    const struct rbi_stale_list *live = &items->stale->live;
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < live->count && !status; i++) {
+        const struct rbi_stale_block *const block = &live->blocks[i];
+        struct rbi_item item = {.made_nth = block->place.number,
+                                .bytes = block->bytes,
+                                .kind = REBATCH_GUARD_DEVICE,
+                                .is_compared = true};
+        if (block->place.which != RBI_ZERO_GRAD || is_named(items, block->address, block->bytes))
+            continue;
+        struct rbi_text t = {item.name, sizeof item.name, 0};
+        rbi_text_add(&t, "allocation %" PRIu64 " of zero_grad", item.made_nth);
+        status = rbi_items_add(items, &item);
+    }
+    return status;
+}
+
+void rbi_items_release(struct rbi_items *items)
+{
+    rbi_heap_free(items->list);
+    items->list = NULL;
+    items->count = items->room = 0;
+}
+
+void rbi_item_add(struct rbi_text *t, const struct rbi_item *item)
+{
+    rbi_text_add(t, item->has_name ? "\"%s\"" : "%s", item->name);
+    if (item->has_name)
+        return;
+    rbi_text_add(t, " (");
+    rbi_text_add_bytes(t, item->bytes);
+    rbi_text_add(t, ")");
+}
+
+/* ---- where it is ---- */
+
+/* What zero_grad allocated in the run. */
+static void *made(const struct rbi_items *items, const struct rbi_item *item)
+{
+    const struct rbi_stale_list *live = &items->stale->live;
+    for (size_t i = 0; i < live->count; i++) {
+        const struct rbi_stale_block *const block = &live->blocks[i];
+        if (block->place.which == RBI_ZERO_GRAD && block->place.number == item->made_nth &&
+            block->bytes == item->bytes)
+            return (void *)(uintptr_t)block->address;
+    }
+    return NULL;
+}
+
+/* A pointer that nobody has restored is none. */
+void *rbi_item_place(const struct rbi_items *items, const struct rbi_item *item)
+{
+    if (item->made_nth)
+        return made(items, item);
+    if (!item->where)
+        return item->pointer;
+    size_t bytes = 0;
+    void *pointer;
+    memcpy(&pointer, item->where, sizeof pointer);
+    const rebatch_status status =
+        pointer ? rebatch_pool_block_bytes(&bytes, rebatch_get_pool(items->rb), pointer)
+                : REBATCH_OK;
+    return !status && bytes >= item->bytes ? pointer : NULL;
+}
+
+/* ---- copies ---- */
+
+rebatch_status rbi_values_open(struct rbi_values *values, const struct rbi_items *items)
+{
+    void *copies =
+        rbi_heap_resize(values->copies, rbi_max(items->count, 1), sizeof *values->copies);
+    values->copies = copies ? copies : values->copies;
+    for (size_t i = values->count; i < items->count && copies; i++) {
+        if (!(values->copies[i] = rbi_heap_calloc(1, items->list[i].bytes)))
+            break;
+        values->count++;
+    }
+    return copies && values->count == items->count
+               ? REBATCH_OK
+               : rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy what is compared");
+}
+
+void rbi_values_close(struct rbi_values *values)
+{
+    for (size_t i = 0; i < values->count; i++)
+        rbi_heap_free(values->copies[i]);
+    rbi_heap_free(values->copies);
+    *values = (struct rbi_values){NULL, 0};
+}
+
+static rebatch_status copy(const struct rbi_items *items, const struct rbi_item *item, void *to,
+                           const void *from)
+{
+    if (item->kind == REBATCH_GUARD_HOST) {
+        memcpy(to, from, item->bytes);
+        return REBATCH_OK;
+    }
+    rebatch_device *device = rbi_session_device(items->rb);
+    const rebatch_stream stream = rbi_session_options(items->rb)->stream;
+    const rebatch_status status = rebatch_copy(device, to, from, item->bytes, stream);
+    return status ? status : rebatch_stream_synchronize(device, stream);
+}
+
+rebatch_status rbi_values_read(struct rbi_values *values, const struct rbi_items *items)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < items->count && !status; i++) {
+        const void *const place = rbi_item_place(items, &items->list[i]);
+        if (place)
+            status = copy(items, &items->list[i], values->copies[i], place);
+        else
+            memset(values->copies[i], 0, items->list[i].bytes);
+    }
+    return status;
+}
+
+rebatch_status rbi_values_write(const struct rbi_values *values, const struct rbi_items *items)
+{
+    rebatch_status status = REBATCH_OK;
+    for (size_t i = 0; i < items->count && !status; i++) {
+        void *const place = rbi_item_place(items, &items->list[i]);
+        if (place && !items->list[i].made_nth)
+            status = copy(items, &items->list[i], place, values->copies[i]);
+    }
+    return status;
+}

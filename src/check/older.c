@@ -1,0 +1,181 @@
+/* Owns the blocks of the pool that are older than the step: which of them a run changes.
+ * Must not know what that means. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "check/check.h"
+#include "device/device.h"
+#include "pool/view.h"
+
+/* So much is read at a time. */
+#define CHUNK_BYTES ((size_t)1 << 20)
+/* So much of what has no name is compared: it is copied to host memory. */
+#define MOST_BYTES ((uint64_t)1 << 30)
+
+/* ---- the list ---- */
+
+struct walk {
+    struct rbi_old_blocks *blocks;
+    size_t count;
+    rebatch_tag guards;
+};
+
+/* Runs with the pool's lock held. */
+static void show(void *user, const struct rbi_view_piece *piece)
+{
+    struct walk *walk = user;
+    if (piece->state != RBI_VIEW_LIVE || piece->tag == walk->guards || !piece->requested_bytes)
+        return;
+    if (walk->count < walk->blocks->room)
+        walk->blocks->list[walk->count] = (struct rbi_old_block){.address = piece->address,
+                                                                 .bytes = piece->requested_bytes,
+                                                                 .allocation = piece->allocation};
+    walk->count++;
+}
+
+static size_t look(struct rbi_old_blocks *blocks)
+{
+    rebatch_pool *pool = rebatch_get_pool(blocks->rb);
+    struct walk walk = {blocks, 0, rbi_session_guard_tag(blocks->rb)};
+    rbi_view_open(pool);
+    rbi_view_each_live(pool, &(struct rbi_extent){0, false}, show, &walk);
+    rbi_view_close(pool);
+    return walk.count;
+}
+
+/* A part that has a name stands for its block. */
+static bool has_name(const struct rbi_items *named, const struct rbi_old_block *block)
+{
+    for (size_t i = 0; i < named->count; i++) {
+        const char *const place = rbi_item_place(named, &named->list[i]);
+        if (place >= block->address && place < block->address + block->bytes)
+            return true;
+    }
+    return false;
+}
+
+static void leave_out_names(struct rbi_old_blocks *blocks, const struct rbi_items *named)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < blocks->count; i++)
+        if (!has_name(named, &blocks->list[i]))
+            blocks->list[kept++] = blocks->list[i];
+    blocks->count = kept;
+}
+
+rebatch_status rbi_older_open(struct rbi_old_blocks *blocks, const struct rbi_items *named)
+{
+    if (!rbi_device_has_contents(rbi_session_device(blocks->rb)))
+        return REBATCH_OK;
+    blocks->room = look(blocks);
+    if (blocks->room == 0)
+        return REBATCH_OK;
+    blocks->list = rbi_heap_calloc(blocks->room, sizeof *blocks->list);
+    blocks->chunk = rbi_heap_calloc(1, CHUNK_BYTES);
+    if (!blocks->list || !blocks->chunk)
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to list what is compared");
+    blocks->count = rbi_min(look(blocks), blocks->room); /* other threads may allocate */
+    leave_out_names(blocks, named);
+    return REBATCH_OK;
+}
+
+void rbi_older_close(struct rbi_old_blocks *blocks)
+{
+    rbi_heap_free(blocks->list);
+    rbi_heap_free(blocks->chunk);
+    blocks->list = NULL;
+    blocks->chunk = NULL;
+    blocks->count = blocks->room = 0;
+}
+
+/* ---- contents ---- */
+
+/* FNV-1a over words of eight bytes. */
+static uint64_t add_digest(uint64_t digest, const char *bytes, size_t count)
+{
+    for (size_t i = 0; i < count; i += sizeof(uint64_t)) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, rbi_min(sizeof word, count - i));
+        digest = (digest ^ word) * UINT64_C(0x100000001b3);
+        digest ^= digest >> 29;
+    }
+    return digest;
+}
+
+static rebatch_status read_digest(uint64_t *out, const struct rbi_old_blocks *blocks,
+                                  const struct rbi_old_block *block)
+{
+    rebatch_device *device = rbi_session_device(blocks->rb);
+    const rebatch_stream stream = rbi_session_options(blocks->rb)->stream;
+    rebatch_status status = REBATCH_OK;
+    *out = UINT64_C(0xcbf29ce484222325);
+    for (size_t at = 0; at < block->bytes && !status; at += CHUNK_BYTES) {
+        const size_t count = rbi_min(block->bytes - at, CHUNK_BYTES);
+        status = rebatch_copy(device, blocks->chunk, block->address + at, count, stream);
+        if (!status)
+            status = rebatch_stream_synchronize(device, stream);
+        if (!status)
+            *out = add_digest(*out, blocks->chunk, count);
+    }
+    return status;
+}
+
+/* Runs with the pool's lock held. */
+static void mark_there(void *user, const struct rbi_view_piece *piece)
+{
+    struct rbi_old_blocks *blocks = user;
+    for (size_t i = 0; i < blocks->count; i++)
+        if (blocks->list[i].allocation == piece->allocation && piece->state == RBI_VIEW_LIVE)
+            blocks->list[i].is_gone = false;
+}
+
+static void find_gone(struct rbi_old_blocks *blocks)
+{
+    rebatch_pool *pool = rebatch_get_pool(blocks->rb);
+    for (size_t i = 0; i < blocks->count; i++)
+        blocks->list[i].is_gone = true;
+    rbi_view_open(pool);
+    rbi_view_each_live(pool, &(struct rbi_extent){0, false}, mark_there, blocks);
+    rbi_view_close(pool);
+}
+
+rebatch_status rbi_older_note(struct rbi_old_blocks *blocks)
+{
+    rebatch_status status = REBATCH_OK;
+    find_gone(blocks);
+    for (size_t i = 0; i < blocks->count && !status; i++) {
+        struct rbi_old_block *const block = &blocks->list[i];
+        uint64_t digest;
+        if (block->is_gone)
+            continue;
+        status = read_digest(&digest, blocks, block);
+        block->has_changed = !status && digest != block->digest;
+        block->digest = digest;
+    }
+    return status;
+}
+
+rebatch_status rbi_older_add_changed(struct rbi_items *items, const struct rbi_old_blocks *blocks,
+                                     uint64_t *left_out)
+{
+    uint64_t bytes = 0;
+    rebatch_status status = REBATCH_OK;
+    *left_out = 0;
+    for (size_t i = 0; i < blocks->count && !status; i++) {
+        const struct rbi_old_block *const block = &blocks->list[i];
+        struct rbi_item item = {.pointer = (void *)(uintptr_t)block->address,
+                                .bytes = block->bytes,
+                                .kind = REBATCH_GUARD_DEVICE};
+        if (block->is_gone || !block->has_changed)
+            continue;
+        if (bytes + block->bytes > MOST_BYTES) {
+            *left_out += block->bytes;
+            continue;
+        }
+        bytes += block->bytes;
+        struct rbi_text t = {item.name, sizeof item.name, 0};
+        rbi_text_add(&t, "block %" PRIu64, block->allocation);
+        status = rbi_items_add(items, &item);
+    }
+    return status;
+}

@@ -1,0 +1,189 @@
+/* Owns the runs with an OOM at one allocation: what the failed attempt has left behind.
+ * Must not know how a run is made. */
+#include <math.h>
+
+#include "check/check.h"
+
+/* ---- what an attempt changed before it failed ---- */
+
+void rbi_ooms_save_attempt(void *user)
+{
+    struct rbi_check *c = user;
+    if (c->plan.fails_at)
+        (void)rbi_values_read(&c->other, &c->items);
+}
+
+static bool differs(const struct rbi_item *item, const struct rbi_difference *difference)
+{
+    (void)item;
+    return difference->differs;
+}
+
+/* Guards have restored what they know. */
+static void compare_attempt(struct rbi_check *c)
+{
+    char when[192];
+    struct rbi_text t = {when, sizeof when, 0};
+    if (rbi_values_read(&c->now, &c->items))
+        return;
+    rbi_text_add(&t, "when ");
+    rbi_place_add(&t, &c->plan.struck, c->plan.struck_bytes);
+    rbi_text_add(&t, " failed, before rebatch_mutating()");
+    rbi_compare_each(c,
+                     &(struct rbi_comparison){REBATCH_FINDING_EARLY, when,
+                                              "call it before the change, or guard it", &c->other,
+                                              &c->now, NULL, "had changed"},
+                     differs);
+}
+
+void rbi_ooms_was_taken_back(void *user)
+{
+    struct rbi_check *c = user;
+    const rebatch_phase phase = rbi_session_failure(c->rb)->phase;
+    const bool is_clean = phase == REBATCH_PHASE_FORWARD;
+    rbi_stale_take_back(&c->stale, phase == REBATCH_PHASE_BACKWARD);
+    if (is_clean && c->plan.has_struck && c->plan.struck.serial == c->plan.place.serial)
+        compare_attempt(c);
+}
+
+/* ---- what came out ---- */
+
+static bool holds_no_number(const struct rbi_check *c, const struct rbi_values *was)
+{
+    for (size_t i = 0; i < c->items.count; i++) {
+        const struct rbi_difference difference =
+            rbi_values_compare(&c->items.list[i], was->copies[i], c->now.copies[i], 1);
+        if (difference.differs && isnan(difference.is) && !isnan(difference.was))
+            return true;
+    }
+    return false;
+}
+
+/* The same micro-batches without an OOM: *was are their values. Any difference is the failed
+ * attempt's doing then, and neither the cut's nor rounding. *was is NULL when it cannot run. */
+static rebatch_status replay(struct rbi_check *c, const struct rbi_parts *parts,
+                             const struct rbi_values **was)
+{
+    *was = &c->reference;
+    if (rbi_parts_equal(parts, &c->whole))
+        return REBATCH_OK;
+    *was = &c->replayed;
+    if (c->replayed_parts.count && rbi_parts_equal(parts, &c->replayed_parts))
+        return REBATCH_OK;
+    rebatch_status status = rbi_check_run_parts(c, parts, rbi_session_batch(c->rb), &c->replayed);
+    const bool is_there = !status && rbi_parts_copy(&c->replayed_parts, parts);
+    if (!is_there) {
+        *was = NULL;
+        c->replayed_parts.count = 0;
+    }
+    const rebatch_status undone = rbi_check_undo(c);
+    if (status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM)
+        return status;
+    return undone;
+}
+
+/* What a run with an OOM shows, whose results are in c->now. */
+static rebatch_status judge(struct rbi_check *c, const struct rbi_parts *parts, const char *when,
+                            bool was_swallowed)
+{
+    const struct rbi_values *was;
+    rebatch_status status = replay(c, parts, &was);
+    if (status || !was || rbi_finding_has(c->report, REBATCH_FINDING_STALE))
+        return status; /* who writes to memory that was taken back has these results */
+    const uint32_t mistakes = c->report->mistakes;
+    const char *const advice =
+        was_swallowed ? "return the status of the allocation"
+        : holds_no_number(c, was)
+            ? "memory that was taken back is used: assign the pointer again in each attempt, or "
+              "guard it"
+            : "the failed attempt has changed what is not guarded, or a pointer to memory that was "
+              "taken back is used, or samples that run again are treated differently";
+    status = rbi_compare(c, &(struct rbi_comparison){was_swallowed ? REBATCH_FINDING_SWALLOWED
+                                                                   : REBATCH_FINDING_AFTER_OOM,
+                                                     when, advice, was, &c->now, NULL, NULL});
+    if (was_swallowed && c->report->mistakes == mistakes &&
+        !rbi_finding_has(c->report, REBATCH_FINDING_SWALLOWED) &&
+        !rbi_finding_has(c->report, REBATCH_FINDING_COPED))
+        rbi_finding_add(c->report, REBATCH_FINDING_COPED, "",
+                        "the result is right %s: no mistake if it copes with less memory", when);
+    return status;
+}
+
+static void add_when(struct rbi_text *t, const struct rbi_strike_plan *plan)
+{
+    if (!plan->has_struck) {
+        rbi_text_add(t, "when nothing was made to fail");
+        return;
+    }
+    rbi_text_add(t, "after ");
+    rbi_place_add(t, &plan->struck, plan->struck_bytes);
+    rbi_text_add(t, " failed%s",
+                 plan->was_swallowed ? ", for which the callback returned REBATCH_OK" : "");
+}
+
+static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fails_at,
+                                   struct rbi_parts *parts)
+{
+    char when[256];
+    size_t ran;
+    struct rbi_text t = {when, sizeof when, 0};
+    rebatch_status status = rbi_check_run(c, size, fails_at, &ran);
+    const bool is_there = !status && c->plan.has_struck, was_swallowed = c->plan.was_swallowed;
+    add_when(&t, &c->plan);
+    c->report->ooms += size == c->base && c->plan.has_struck;
+    if (is_there)
+        c->report->micro_smallest = rbi_min(c->report->micro_smallest, ran);
+    const bool is_copied = rbi_parts_copy(parts, &c->plan.done);
+    if (status)
+        status = rbi_check_fail(c, when, status);
+    const rebatch_status undone = rbi_check_undo(c);
+    if (!status && !is_copied)
+        status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    if (status || undone || !is_there)
+        return status ? status : undone;
+    return judge(c, parts, when, was_swallowed);
+}
+
+/* Requests from number `from` to number `to`, `most` of them, evenly spread. */
+static rebatch_status run_range(struct rbi_check *c, size_t size, uint64_t from, uint64_t to,
+                                uint64_t most, struct rbi_parts *parts)
+{
+    rebatch_status status = REBATCH_OK;
+    const uint64_t all = to - from + 1;
+    most = most < all ? most : all;
+    for (uint64_t i = 0; i < most && !status && rbi_check_has_time(c); i++)
+        status = run_with_oom(c, size, from + (most > 1 ? i * (all - 1) / (most - 1) : 0), parts);
+    return status;
+}
+
+/* In the last of several micro-batches, when the accumulators hold something. */
+static rebatch_status run_last(struct rbi_check *c, struct rbi_parts *parts)
+{
+    size_t ran;
+    const size_t size = rbi_round_size(rbi_session_options(c->rb), c->base / 2);
+    if (size == 0 || !rbi_check_has_time(c))
+        return REBATCH_OK;
+    rebatch_status status = rbi_check_run(c, size, 0, &ran);
+    const uint64_t all = c->plan.requests, last = c->plan.place.number;
+    const rebatch_status undone = rbi_check_undo(c);
+    if (status || undone) /* it is said already */
+        return status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM ? status : undone;
+    return last ? run_range(c, size, all - last + 1, all, c->options.most_ooms / 4 + 1, parts)
+                : REBATCH_OK;
+}
+
+rebatch_status rbi_ooms_run(struct rbi_check *c)
+{
+    const uint64_t all = c->report->allocations;
+    struct rbi_parts parts = {NULL, 0, 0};
+    rebatch_status status = REBATCH_OK;
+    rbi_fill_set(c, RBI_NO_NUMBER,
+                 rbi_finding_has(c->report, REBATCH_FINDING_UNINITIALIZED) ? 0 : RBI_NO_NUMBER);
+    if (all)
+        status = run_range(c, c->base, 1, all, c->options.most_ooms, &parts);
+    if (!status)
+        status = run_last(c, &parts);
+    rbi_fill_set(c, 0, 0);
+    rbi_parts_release(&parts);
+    return status;
+}

@@ -1,0 +1,218 @@
+/* Owns what counts as rounding: how far a program's own results move when its numbers are rounded
+ * differently, which is measured.
+ * Must not know what is said of it. */
+#include <math.h>
+
+#include "check/check.h"
+
+/* A mistake is that many times as large as rounding. */
+#define FAR 8
+/* The most that may be rounding where it could not be measured. */
+#define MOST_UNMEASURED 0.02
+
+/* So much smaller than most results, a result is nothing but rounding. */
+#define TINY 1e-4
+
+/* So small a difference is of no account, whatever made it. */
+static double floor_of(rebatch_number number)
+{
+    return number == REBATCH_F16 || number == REBATCH_BF16 ? 0.01 : 1e-4;
+}
+
+static bool is_of_bits(const struct rbi_check *c, const struct rbi_item *item)
+{
+    return c->options.exact == REBATCH_ON || item->number == REBATCH_BYTES;
+}
+
+bool rbi_rounding_is_all(const struct rbi_check *c, const struct rbi_item *item,
+                         const struct rbi_difference *difference)
+{
+    return fmax(item->size, fabs(difference->is)) <= TINY * c->typical_size;
+}
+
+static bool is_small(const struct rbi_item *item, const struct rbi_difference *difference)
+{
+    return difference->largest <= floor_of(item->number);
+}
+
+enum rbi_verdict rbi_rounding_judge(const struct rbi_check *c, const struct rbi_item *item,
+                                    const struct rbi_difference *difference, bool is_recut)
+{
+    const struct rbi_noise *noise = &item->noise;
+    if (!difference->differs)
+        return RBI_EQUAL;
+    if (is_of_bits(c, item))
+        return RBI_WRONG;
+    if (c->options.tolerance > 0)
+        return difference->largest <= c->options.tolerance ? RBI_ROUNDING : RBI_WRONG;
+    if (is_small(item, difference))
+        return RBI_ROUNDING;
+    if (!is_recut) /* the same sums are rounded in the same way */
+        return RBI_WRONG;
+    if (rbi_rounding_is_all(c, item, difference))
+        return RBI_ROUNDING;
+    if (!noise->is_measured)
+        return difference->largest <= MOST_UNMEASURED ? RBI_UNSURE : RBI_WRONG;
+    return difference->largest <= FAR * noise->largest && difference->rms <= FAR * noise->rms
+               ? RBI_ROUNDING
+               : RBI_WRONG;
+}
+
+bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi_item *item,
+                                     const struct rbi_difference *difference)
+{
+    return difference->differs && !is_of_bits(c, item) && c->options.tolerance <= 0 &&
+           isfinite(difference->largest) && !is_small(item, difference) &&
+           !rbi_rounding_is_all(c, item, difference);
+}
+
+void rbi_rounding_note_sizes(struct rbi_check *c)
+{
+    size_t all = 0;
+    for (size_t i = 0; i < c->items.count; i++) {
+        struct rbi_item *const item = &c->items.list[i];
+        const bool is_number = item->is_compared && item->number != REBATCH_BYTES;
+        item->size = is_number ? rbi_values_largest(item, c->reference.copies[i]) : 0;
+        all += item->size > 0;
+    }
+    for (size_t i = 0; i < c->items.count; i++) {
+        const double size = c->items.list[i].size;
+        size_t above = 0;
+        for (size_t k = 0; k < c->items.count; k++)
+            above += c->items.list[k].size >= size;
+        if (size > c->typical_size && above * 2 >= all + 1)
+            c->typical_size = size;
+    }
+}
+
+/* ---- measuring ---- */
+
+/* A batch that is 3, 5 or 7 times as large divides each sample's weight by that number. All that
+ * follows from the weight is then rounded at other places, and the sum is a 3rd, 5th or 7th but for
+ * that: whatever the mistakes are that depend on the cut, since the cut is the same. */
+static const size_t factors[] = {3, 5, 7};
+
+/* What does not go by the batch stays as it was; what is nothing but rounding has no factor. */
+#define MOST_GROWTH 1.35
+/* The gradient of a bias before a normalization is small, and nothing but rounding: it is as far
+ * off as this. What is not, is known better than MOST_NOISE. */
+#define SMALL 0.03
+#define NOTHING_BUT 0.5
+#define MOST_NOISE 0.0125
+/* In more micro-batches rounding is more, but not by far. */
+#define MOST_BY_CUTTING 16
+
+static bool is_nothing_but(const struct rbi_check *c, const struct rbi_item *item,
+                           const struct rbi_noise *noise, const char *was)
+{
+    return item->size <= SMALL * c->typical_size &&
+           noise->rms >= NOTHING_BUT * rbi_values_rms(item, was);
+}
+
+static void learn(const struct rbi_check *c, struct rbi_item *item, const char *was, const char *is,
+                  size_t factor)
+{
+    const struct rbi_noise *const most = &item->noise_uncut;
+    const double whole = rbi_values_growth(item, was, is) * (double)factor;
+    const bool is_little = item->size <= SMALL * c->typical_size;
+    if ((!is_little && !(fabs(whole) < MOST_GROWTH)) || fabs(whole - (double)factor) < 0.1)
+        return;
+    const double expected = is_little ? 1 : whole; /* of few numbers that are noise, any factor */
+    const struct rbi_difference difference =
+        rbi_values_compare(item, was, is, expected / (double)factor);
+    struct rbi_noise noise = {true, difference.largest * fabs(expected),
+                              difference.rms * fabs(expected)};
+    if (!isfinite(noise.largest))
+        return;
+    if (!is_nothing_but(c, item, &noise, was)) {
+        noise.largest = fmin(noise.largest, MOST_NOISE);
+        noise.rms = fmin(noise.rms, MOST_NOISE);
+    }
+    if (most->is_measured) {
+        noise.largest = fmin(noise.largest, most->largest * MOST_BY_CUTTING);
+        noise.rms = fmin(noise.rms, most->rms * MOST_BY_CUTTING);
+    }
+    item->noise.is_measured = true;
+    item->noise.largest = fmax(item->noise.largest, noise.largest);
+    item->noise.rms = fmax(item->noise.rms, noise.rms);
+}
+
+/* What is nothing but rounding tells nothing of others. */
+static bool is_shared(const struct rbi_noise *noise)
+{
+    return noise->is_measured && noise->largest <= MOST_NOISE;
+}
+
+/* The value that half of what was measured is not above, by one of the two measures. */
+static double median(const struct rbi_items *items, double (*measure)(const struct rbi_noise *))
+{
+    double found = 0;
+    size_t all = 0;
+    for (size_t i = 0; i < items->count; i++)
+        all += is_shared(&items->list[i].noise);
+    for (size_t i = 0; i < items->count; i++) {
+        const struct rbi_noise *noise = &items->list[i].noise;
+        size_t below = 0;
+        for (size_t k = 0; k < items->count; k++)
+            below += is_shared(&items->list[k].noise) &&
+                     measure(&items->list[k].noise) <= measure(noise);
+        if (is_shared(noise) && below * 2 >= all + 1 && (found <= 0 || measure(noise) < found))
+            found = measure(noise);
+    }
+    return found;
+}
+
+static double largest_of(const struct rbi_noise *noise)
+{
+    return noise->largest;
+}
+
+static double rms_of(const struct rbi_noise *noise)
+{
+    return noise->rms;
+}
+
+/* What has few numbers, or is of the forward pass alone, such as a loss, shows too little. */
+static void share(struct rbi_items *items)
+{
+    bool is_any = false;
+    for (size_t i = 0; i < items->count; i++)
+        is_any |= items->list[i].noise.is_measured;
+    const double largest = median(items, largest_of), rms = median(items, rms_of);
+    for (size_t i = 0; i < items->count && is_any; i++) {
+        struct rbi_noise *const noise = &items->list[i].noise;
+        noise->is_measured = true;
+        noise->largest = fmax(noise->largest, largest);
+        noise->rms = fmax(noise->rms, rms);
+    }
+}
+
+static void learn_all(struct rbi_check *c, const struct rbi_values *was, size_t factor)
+{
+    for (size_t i = 0; i < c->items.count; i++) {
+        struct rbi_item *const item = &c->items.list[i];
+        if (item->is_compared)
+            learn(c, item, was->copies[i], c->other.copies[i], factor);
+    }
+}
+
+rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts *parts,
+                                    const struct rbi_values *was)
+{
+    rebatch_status status = REBATCH_OK;
+    const size_t batch = rbi_session_batch(c->rb);
+    for (size_t k = 0; k < sizeof factors / sizeof *factors && rbi_check_has_time(c); k++) {
+        status = rbi_check_run_parts(c, parts, factors[k] * batch, &c->other);
+        if (!status)
+            learn_all(c, was, factors[k]);
+        const rebatch_status undone = rbi_check_undo(c);
+        if (status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM || undone)
+            return undone ? undone : status;
+        if (status)
+            break; /* it cannot be measured so */
+    }
+    share(&c->items);
+    for (size_t i = 0; i < c->items.count && parts == &c->whole; i++)
+        c->items.list[i].noise_uncut = c->items.list[i].noise;
+    return REBATCH_OK;
+}

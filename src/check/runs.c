@@ -1,0 +1,91 @@
+/* Owns single runs: how one is made, read, and undone, and what each of them may show.
+ * Must not know which are made. */
+#include "check/check.h"
+
+static rebatch_status end_run(struct rbi_check *c, rebatch_status status, struct rbi_values *into)
+{
+    if (!status && c->plan.is_short)
+        status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
+    return status ? status : rbi_values_read(into, &c->items);
+}
+
+rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at, size_t *ran)
+{
+    c->report->runs++;
+    rbi_strike_begin(&c->plan, fails_at);
+    return end_run(c, rbi_drill_run(c->rb, size, ran), &c->now);
+}
+
+rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *parts, size_t batch,
+                                   struct rbi_values *into)
+{
+    c->report->runs++;
+    rbi_strike_begin(&c->plan, 0);
+    return end_run(c, rbi_drill_run_parts(c->rb, parts->list, parts->count, batch), into);
+}
+
+/* Who writes to memory that was taken back. */
+static void find_stale(struct rbi_check *c)
+{
+    struct rbi_stale_block block;
+    if (rbi_finding_has(c->report, REBATCH_FINDING_STALE) || !rbi_stale_find(&block, &c->stale))
+        return;
+    char which[160];
+    struct rbi_text t = {which, sizeof which, 0};
+    rbi_place_add(&t, &block.place, block.bytes);
+    rbi_finding_add(c->report, REBATCH_FINDING_STALE, "",
+                    "the memory of %s is written after it was taken back: its pointer is kept "
+                    "across attempts; assign it again in each attempt, or guard it",
+                    which);
+}
+
+/* What micro-batches leave in use. The first one may make what all of them need. */
+static void find_leak(struct rbi_check *c)
+{
+    struct rbi_stale_block block;
+    const size_t ran = c->plan.done.count;
+    if (ran < 3 || c->plan.has_struck || rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
+        return;
+    const size_t left = rbi_stale_count_left(&block, &c->stale);
+    if (left + 1 < ran)
+        return;
+    char which[160];
+    struct rbi_text t = {which, sizeof which, 0};
+    rbi_place_add(&t, &block.place, block.bytes);
+    rbi_finding_add(c->report, REBATCH_FINDING_LEAK, "",
+                    "%zu of %zu micro-batches leave memory allocated, such as %s: free it in "
+                    "forward_backward, or make it once, in zero_grad",
+                    left, ran, which);
+}
+
+rebatch_status rbi_check_take_back(struct rbi_check *c)
+{
+    find_stale(c);
+    find_leak(c);
+    const rebatch_status status = rbi_drill_undo(c->rb);
+    rbi_stale_take_back(&c->stale, true);
+    return status;
+}
+
+rebatch_status rbi_check_undo(struct rbi_check *c)
+{
+    const rebatch_status status = rbi_check_take_back(c);
+    const rebatch_status written = rbi_values_write(&c->before, &c->items);
+    return status ? status : written;
+}
+
+bool rbi_check_has_time(struct rbi_check *c)
+{
+    c->report->is_cut_short |= rbi_now_ns() > c->deadline_ns;
+    return !c->report->is_cut_short;
+}
+
+rebatch_status rbi_check_fail(struct rbi_check *c, const char *when, rebatch_status status)
+{
+    if (status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM)
+        return status;
+    if (!rbi_finding_has(c->report, REBATCH_FINDING_FAILED)) /* others have the same cause */
+        rbi_finding_add(c->report, REBATCH_FINDING_FAILED, "", "the step returned %s %s: %s",
+                        rebatch_status_name(status), when, rebatch_last_error());
+    return REBATCH_OK;
+}

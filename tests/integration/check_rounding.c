@@ -1,0 +1,332 @@
+/* Owns the tests of what a check says of rounding: a network whose sums depend on the cut, in
+ * float, TF32 and bfloat16, right and with a mistake. Must not know more of the library than its
+ * public headers say. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "rebatch/rebatch.h"
+
+#define MIB(n) ((size_t)(n) << 20)
+#define BATCH 32
+#define INPUTS 24
+#define HIDDEN 32
+#define OUTPUTS 8
+
+/* With what operands of products are rounded; with bfloat16, gradients are too. */
+enum precision { FLOAT, TF32, MIXED, BFLOAT16 };
+
+enum mistake {
+    NONE,
+    OWN_WEIGHTS, /* which is none: samples are weighted by a constant */
+    WEIGHT_OF_THE_COUNT,
+    LEAVES_OUT_A_SAMPLE,
+    MEAN_OF_THE_MICRO_BATCH
+};
+
+struct net {
+    enum precision precision;
+    enum mistake mistake;
+    rebatch *rb;
+    rebatch_device *device;
+    uint64_t rng;
+    float w1[HIDDEN][INPUTS], w2[OUTPUTS][HIDDEN], shift;
+    float x[BATCH][INPUTS], y[BATCH][OUTPUTS];
+    /* results */
+    float d1[HIDDEN][INPUTS], d2[OUTPUTS][HIDDEN], dshift;
+    uint16_t b1[HIDDEN][INPUTS], b2[OUTPUTS][HIDDEN];
+    float loss;
+};
+
+/* ---- numbers ---- */
+
+static float uniform(struct net *n)
+{
+    n->rng = n->rng * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (float)(n->rng >> 40) / (float)(1 << 23) - 1;
+}
+
+/* To nearest, ties to even, with so many bits of the fraction left. */
+static float round_bits(float value, unsigned left)
+{
+    uint32_t bits;
+    const unsigned drop = 23 - left;
+    memcpy(&bits, &value, sizeof bits);
+    bits += ((uint32_t)1 << (drop - 1)) - 1 + (bits >> drop & 1);
+    bits &= ~(((uint32_t)1 << drop) - 1);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* An operand. */
+static float operand(const struct net *n, float value)
+{
+    return n->precision == FLOAT ? value : round_bits(value, n->precision == TF32 ? 10 : 7);
+}
+
+/* Libraries choose an algorithm by the shape: here, how many products are summed at a time. */
+struct sum {
+    float whole, part;
+    size_t count, most;
+};
+
+static struct sum sum_for(size_t shape)
+{
+    return (struct sum){0, 0, 0, 1 + shape * 5 % 7};
+}
+
+static void sum_add(struct sum *sum, float value)
+{
+    sum->part += value;
+    if (++sum->count == sum->most) {
+        sum->whole += sum->part;
+        sum->part = 0;
+        sum->count = 0;
+    }
+}
+
+static float sum_end(const struct sum *sum)
+{
+    return sum->whole + sum->part;
+}
+
+/* ---- the network ---- */
+
+struct activations {
+    float hidden[BATCH][HIDDEN], centered[BATCH][HIDDEN], dout[BATCH][OUTPUTS],
+        dhidden[BATCH][HIDDEN];
+};
+
+static float weight_of(const struct net *n, const rebatch_microbatch *mb)
+{
+    return n->mistake == WEIGHT_OF_THE_COUNT ? 1 / (float)mb->count
+           : n->mistake == OWN_WEIGHTS       ? 1 / (float)BATCH
+                                             : 1 / (float)mb->batch;
+}
+
+/* The mean of a sample is taken away, or, by mistake, that of the micro-batch; so a shift of all
+ * has no gradient but rounding. */
+static void center(const struct net *n, const rebatch_microbatch *mb, struct activations *a)
+{
+    struct sum all = sum_for(mb->count);
+    for (size_t i = 0; i < mb->count; i++)
+        for (size_t h = 0; h < HIDDEN; h++)
+            sum_add(&all, a->hidden[i][h]);
+    for (size_t i = 0; i < mb->count; i++) {
+        struct sum own = sum_for(mb->count);
+        for (size_t h = 0; h < HIDDEN; h++)
+            sum_add(&own, a->hidden[i][h]);
+        const float mean = n->mistake == MEAN_OF_THE_MICRO_BATCH
+                               ? sum_end(&all) / (float)(mb->count * HIDDEN)
+                               : sum_end(&own) / HIDDEN;
+        for (size_t h = 0; h < HIDDEN; h++)
+            a->centered[i][h] = operand(n, a->hidden[i][h] - mean);
+    }
+}
+
+static void forward(struct net *n, const rebatch_microbatch *mb, struct activations *a)
+{
+    for (size_t i = 0; i < mb->count; i++)
+        for (size_t h = 0; h < HIDDEN; h++) {
+            struct sum sum = sum_for(mb->count);
+            for (size_t k = 0; k < INPUTS; k++)
+                sum_add(&sum, operand(n, n->w1[h][k]) * operand(n, n->x[mb->first + i][k]));
+            a->hidden[i][h] = n->shift + tanhf(sum_end(&sum));
+        }
+    center(n, mb, a);
+    for (size_t i = 0; i < mb->count; i++)
+        for (size_t o = 0; o < OUTPUTS; o++) {
+            struct sum sum = sum_for(mb->count + 1);
+            for (size_t h = 0; h < HIDDEN; h++)
+                sum_add(&sum, operand(n, n->w2[o][h]) * a->centered[i][h]);
+            a->dout[i][o] = sum_end(&sum) - n->y[mb->first + i][o];
+        }
+}
+
+static void backward(struct net *n, const rebatch_microbatch *mb, struct activations *a)
+{
+    const float weight = weight_of(n, mb);
+    struct sum loss = sum_for(mb->count), shift = sum_for(mb->count);
+    for (size_t i = 0; i < mb->count; i++) {
+        const bool is_left_out = n->mistake == LEAVES_OUT_A_SAMPLE && mb->first > 0 && i == 0;
+        for (size_t o = 0; o < OUTPUTS; o++) {
+            sum_add(&loss, weight * a->dout[i][o] * a->dout[i][o]);
+            a->dout[i][o] = is_left_out ? 0 : operand(n, 2 * weight * a->dout[i][o]);
+        }
+        float all = 0;
+        for (size_t h = 0; h < HIDDEN; h++) {
+            struct sum sum = sum_for(mb->count);
+            for (size_t o = 0; o < OUTPUTS; o++)
+                sum_add(&sum, a->dout[i][o] * operand(n, n->w2[o][h]));
+            a->dhidden[i][h] = sum_end(&sum);
+            all += a->dhidden[i][h];
+        }
+        for (size_t h = 0; h < HIDDEN; h++) {
+            const float before = a->hidden[i][h] - n->shift;
+            const float centered = a->dhidden[i][h] - all / HIDDEN;
+            sum_add(&shift, centered);
+            a->dhidden[i][h] = operand(n, centered * (1 - before * before));
+        }
+    }
+    n->loss += sum_end(&loss);
+    n->dshift += sum_end(&shift);
+}
+
+/* Into float, or into bfloat16. */
+static void add(const struct net *n, float *gradient, uint16_t *narrow, float value)
+{
+    uint32_t bits;
+    if (n->precision != BFLOAT16) {
+        *gradient += value;
+        return;
+    }
+    bits = (uint32_t)*narrow << 16;
+    memcpy(gradient, &bits, sizeof bits);
+    *gradient = round_bits(*gradient + value, 7);
+    memcpy(&bits, gradient, sizeof bits);
+    *narrow = (uint16_t)(bits >> 16);
+}
+
+static void accumulate(struct net *n, const rebatch_microbatch *mb, const struct activations *a)
+{
+    for (size_t h = 0; h < HIDDEN; h++)
+        for (size_t k = 0; k < INPUTS; k++) {
+            struct sum sum = sum_for(mb->count);
+            for (size_t i = 0; i < mb->count; i++)
+                sum_add(&sum, a->dhidden[i][h] * operand(n, n->x[mb->first + i][k]));
+            add(n, &n->d1[h][k], &n->b1[h][k], sum_end(&sum));
+        }
+    for (size_t o = 0; o < OUTPUTS; o++)
+        for (size_t h = 0; h < HIDDEN; h++) {
+            struct sum sum = sum_for(mb->count);
+            for (size_t i = 0; i < mb->count; i++)
+                sum_add(&sum, a->dout[i][o] * a->centered[i][h]);
+            add(n, &n->d2[o][h], &n->b2[o][h], sum_end(&sum));
+        }
+}
+
+/* ---- the step ---- */
+
+static rebatch_status zero_grad(void *user)
+{
+    struct net *n = user;
+    memset(n->d1, 0, sizeof n->d1);
+    memset(n->d2, 0, sizeof n->d2);
+    memset(n->b1, 0, sizeof n->b1);
+    memset(n->b2, 0, sizeof n->b2);
+    n->loss = n->dshift = 0;
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct net *n = user;
+    static struct activations a;
+    void *memory;
+    const rebatch_status status =
+        rebatch_pool_alloc(&memory, mb->pool, mb->count << 12, mb->stream, 0);
+    if (status)
+        return status;
+    forward(n, mb, &a);
+    rebatch_mutating(n->rb);
+    backward(n, mb, &a);
+    accumulate(n, mb, &a);
+    return rebatch_pool_free(mb->pool, memory);
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    rebatch_mutating(((struct net *)user)->rb);
+    return REBATCH_OK;
+}
+
+static void watch(struct net *n, const char *name, void *what, size_t bytes, rebatch_number number)
+{
+    cr_assert_eq(rebatch_watch(n->rb, name, what, bytes, REBATCH_GUARD_HOST, number), REBATCH_OK);
+}
+
+static void fill(struct net *n, uint64_t seed)
+{
+    n->rng = seed * UINT64_C(0x9e3779b97f4a7c15);
+    for (size_t i = 0; i < sizeof n->w1 / sizeof(float); i++)
+        n->w1[i / INPUTS][i % INPUTS] = 0.3f * uniform(n);
+    for (size_t i = 0; i < sizeof n->w2 / sizeof(float); i++)
+        n->w2[i / HIDDEN][i % HIDDEN] = 0.3f * uniform(n);
+    for (size_t i = 0; i < sizeof n->x / sizeof(float); i++)
+        n->x[i / INPUTS][i % INPUTS] = uniform(n);
+    for (size_t i = 0; i < sizeof n->y / sizeof(float); i++)
+        n->y[i / OUTPUTS][i % OUTPUTS] = uniform(n);
+    n->shift = 0.1f * uniform(n);
+}
+
+static rebatch_status check(rebatch_check_report *report, enum precision precision,
+                            enum mistake mistake, uint64_t seed)
+{
+    static struct net n;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.log_level = REBATCH_LOG_QUIET;
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = zero_grad;
+    ops.forward_backward = forward_backward;
+    ops.optimizer_step = optimizer_step;
+    ops.flags = REBATCH_DECLARES_MUTATION | (mistake == OWN_WEIGHTS ? REBATCH_OWN_WEIGHTS : 0);
+    n = (struct net){.precision = precision, .mistake = mistake};
+    fill(&n, seed);
+    cr_assert_eq(rebatch_device_open_host(&n.device, MIB(8), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&n.rb, n.device, &options), REBATCH_OK);
+    if (precision == BFLOAT16) {
+        watch(&n, "w1", n.b1, sizeof n.b1, REBATCH_BF16);
+        watch(&n, "w2", n.b2, sizeof n.b2, REBATCH_BF16);
+    } else {
+        watch(&n, "w1", n.d1, sizeof n.d1, REBATCH_F32);
+        watch(&n, "w2", n.d2, sizeof n.d2, REBATCH_F32);
+    }
+    watch(&n, "shift", &n.dshift, sizeof n.dshift, REBATCH_F32);
+    watch(&n, "loss", &n.loss, sizeof n.loss, REBATCH_F32);
+    const rebatch_status status = rebatch_check(n.rb, &ops, BATCH, &n, NULL, report);
+    rebatch_close(n.rb);
+    rebatch_device_close(n.device);
+    return status;
+}
+
+static const char *text_of(const rebatch_check_report *report)
+{
+    static char text[16384];
+    (void)rebatch_check_format(text, sizeof text, report);
+    return text;
+}
+
+static const char *const precisions[] = {"float", "TF32", "bfloat16 with float gradients",
+                                         "bfloat16"};
+
+/* Seeds 1 to 40. */
+Test(check_rounding, a_network_without_a_mistake_has_none_in_any_precision)
+{
+    static const enum mistake none[] = {NONE, OWN_WEIGHTS};
+    rebatch_check_report report;
+    for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
+        for (size_t i = 0; i < sizeof none / sizeof *none; i++)
+            for (uint64_t seed = 1; seed <= 40; seed++)
+                cr_expect_eq(check(&report, precision, none[i], seed), REBATCH_OK,
+                             "%s, %d, seed %ju:\n%s", precisions[precision], (int)none[i],
+                             (uintmax_t)seed, text_of(&report));
+}
+
+/* Seeds 1 to 10. */
+Test(check_rounding, a_mistake_is_told_from_rounding_in_any_precision)
+{
+    static const enum mistake mistakes[] = {WEIGHT_OF_THE_COUNT, LEAVES_OUT_A_SAMPLE,
+                                            MEAN_OF_THE_MICRO_BATCH};
+    rebatch_check_report report;
+    for (enum precision precision = FLOAT; precision <= BFLOAT16; precision++)
+        for (size_t i = 0; i < sizeof mistakes / sizeof *mistakes; i++)
+            for (uint64_t seed = 1; seed <= 10; seed++) {
+                cr_expect_eq(check(&report, precision, mistakes[i], seed), REBATCH_E_STATE,
+                             "%s, %d, seed %ju:\n%s", precisions[precision], (int)mistakes[i],
+                             (uintmax_t)seed, text_of(&report));
+                cr_expect_eq(report.findings[0].kind, REBATCH_FINDING_CUT, "%s", text_of(&report));
+                cr_expect_eq(report.mistakes, 1, "%s", text_of(&report));
+            }
+}
