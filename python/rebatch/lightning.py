@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 from torchmetrics import Metric
@@ -51,6 +52,10 @@ class Rebatch(Callback):
     It refuses manual optimization, and strategies other than one device and DDP. With DDP the
     gradients are reduced in the last micro-batch; the ranks do not yet agree about an OOM in that
     one, so there it may end in an error or a hang.
+
+    With check=True the first batch is checked before it trains, as by rebatch.torch.Step.check:
+    what was found is printed, and a mistake raises ValueError. check=["batch_norm"] accepts
+    mistakes of that kind.
 
     Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. Fields of
     `report` go to the Trainer's loggers as rebatch/..., with its other values and after each OOM.
@@ -158,6 +163,7 @@ class _TrainingStep:
             slice=self._part,
             **options,
         )
+        self.backward._loss_name, self.backward._aside = "training_step", self._records.aside
         self._update = TrainerUpdate(self.backward)
 
     def attach(self) -> None:
@@ -248,8 +254,23 @@ class _Records:
         self._records[first] = self._current
 
     def _restore_metrics(self, first: int) -> None:
-        for metric, state in zip(self._metrics, self._records[first].metrics):
+        self._put_metrics(self._records[first].metrics)
+
+    def _put_metrics(self, states: List[dict]) -> None:
+        for metric, state in zip(self._metrics, states):
             vars(metric).update(state)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Runs of training_step that are no part of the batch's leave nothing here."""
+        kept = dict(vars(self))
+        states = [_copy_of(vars(metric)) for metric in self._metrics]
+        self._records, self._is_done = {}, False
+        try:
+            yield
+        finally:
+            self._put_metrics(states)
+            vars(self).update(kept)
 
     def clear(self) -> None:
         if self._records and not self._is_done:  # the batch failed

@@ -77,7 +77,9 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
     computed twice, without gradients, to see which.
 
     rebatch    arguments of rebatch.torch.Step, except those that TrainingArguments has, for example
-               {"micro_start": 4}
+               {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
+               Step.check does: what was found is printed, and a mistake raises ValueError;
+               {"check": ["batch_norm"]} accepts mistakes of that kind
 
     The other arguments are those of transformers.Trainer. The fields of `report` are logged with
     the loss. It refuses DataParallel, FSDP, DeepSpeed, tensor and context parallelism,
@@ -181,7 +183,7 @@ class _TrainingStep:
 
     def _make_backward(self, model: Any) -> Backward:
         optimizer = self._trainer.optimizer
-        return Backward(
+        backward = Backward(
             model,
             getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
             self._loss,
@@ -191,6 +193,8 @@ class _TrainingStep:
             length=self._length,
             **self._options,
         )
+        backward._loss_name, backward._owners = "compute_loss", [self._trainer]
+        return backward
 
     # ---- a micro-batch ----
 

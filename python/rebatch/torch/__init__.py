@@ -15,8 +15,9 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 8):
 
 from rebatch import Error, __version__, plot
 from rebatch.torch._allocator import install, installed, snapshot, stats, summary, tag
-from rebatch.torch._check import Check, Finding
 from rebatch.torch._finder import find_batch_size
+from rebatch.torch._findings import Check, Finding
+from rebatch.torch._first_cut import CutWarning
 from rebatch.torch._lighten import checkpointing, offload
 from rebatch.torch._oom import is_oom
 from rebatch.torch._outputs import Sum
@@ -27,10 +28,11 @@ from rebatch.torch.evaluation import Map, map
 from rebatch.torch.step import Step
 
 # A traceback ends with the name that programs use.
-Exhausted.__module__ = Torn.__module__ = __name__
+Exhausted.__module__ = Torn.__module__ = CutWarning.__module__ = __name__
 
 __all__ = [
     "Check",
+    "CutWarning",
     "Error",
     "Exhausted",
     "Finding",

@@ -6,6 +6,7 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence
 
 import torch
 
+from rebatch.torch._findings import accepted_kinds
 from rebatch.torch._update import Update
 from rebatch.torch.step import Step
 
@@ -46,6 +47,8 @@ class Backward(Step):
     optimizer's first step is made free. After an exception .grad is as it was before.
 
     backward      backward(loss), instead of loss.backward(), for example to scale the loss
+    check         check the first batch, and print what was found; a mistake raises ValueError.
+                  True, or the kinds of mistakes that are meant to be so, as Step.check's accept
 
     The other arguments are those of Step."""
 
@@ -56,9 +59,12 @@ class Backward(Step):
         loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
         backward: Optional[Callable[[torch.Tensor], Any]] = None,
+        check: Any = False,
         **options: Any,
     ):
         super().__init__(model, optimizer, loss_fn, **options)
+        self._accepted = accepted_kinds(() if isinstance(check, bool) else check)
+        self._is_to_check = check is not False
         self._update = _NoUpdate(model.parameters, optimizer, backward)
 
     @property
@@ -73,3 +79,19 @@ class Backward(Step):
     def available_bytes(self) -> int:
         """The memory that can be allocated now."""
         return self._open().available_bytes()
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        if self._is_to_check:
+            self._check_first(batch)
+        return super().__call__(batch)
+
+    def _check_first(self, batch: Any) -> None:
+        self._is_to_check = False
+        found = self.check(batch, accept=self._accepted)
+        print(found)
+        if not found:
+            raise ValueError(
+                f"rebatch: the check of the first batch found {len(found.mistakes)} mistakes: "
+                "expected none; check=[kind, ...] accepts those that are meant to be so\n"
+                f"{found}"
+            )

@@ -1,175 +1,133 @@
-"""Finding mistakes in a training step before it trains: what depends on how the batch is cut."""
+"""Finding mistakes in a training step before it trains: what depends on how the batch is cut, and
+what a failed attempt leaves behind. Must not know how a run is made."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import difflib
-from typing import Any, Callable, Collection, FrozenSet, Iterator, List, Tuple
+import math
+import time
+from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-# Relative differences of gradients above these are no rounding: of float32, and of 16 bits.
-_TOLERANCE, _TOLERANCE_16 = 1e-3, 3e-2
+from rebatch.torch._findings import Check, Finding, explain
+from rebatch.torch._first_cut import allowed_sizes
+from rebatch.torch._modules_off import BATCH_NORM, DROPOUT, name_of, training_modules
+from rebatch.torch._oom import is_oom, let_go
+from rebatch.torch._rehearsal import Outcome, Rehearsal, restored
+from rebatch.torch._rounding import SEEDS, floors, tolerance
+
+# So much may stay in use after a run.
+_LEAK_BYTES = 1 << 20
 
 
-# The kinds of mistakes.
-_MISTAKES = ("batch_norm", "sum", "mean_with_normalizer", "cut", "not_repeatable")
+def _difference(a: Outcome, b: Outcome) -> float:
+    """Norm of the difference of all gradients, relative to that of the gradients, or to the norms
+    of their parts where these cancel."""
+    squares = norm = 0.0
+    for x, y in zip(a.gradients, b.gradients):
+        if x is None and y is None:
+            continue
+        x = torch.zeros_like(y) if x is None else x
+        y = torch.zeros_like(x) if y is None else y
+        squares += float((x.double() - y.double()).square().sum())
+        norm += float(x.double().square().sum())
+    norm = max(norm**0.5, b.part_norms)
+    return squares**0.5 / norm if norm else squares**0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One finding. A note may be as it should be, or was accepted; a mistake is wrong."""
-
-    kind: str
-    is_mistake: bool
-    text: str
-
-    def __str__(self) -> str:
-        return f"{'mistake' if self.is_mistake else 'note'}: {self.kind}: {self.text}"
+def _loss_difference(a: Outcome, b: Outcome) -> float:
+    largest = max(abs(a.loss), abs(b.loss), sum(abs(loss) for _, _, loss in b.losses))
+    return abs(a.loss - b.loss) / largest if largest else 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """What a check has found. True when there is no mistake."""
-
-    findings: List[Finding]
-    runs: int
-
-    def __bool__(self) -> bool:
-        return not any(f.is_mistake for f in self.findings)
-
-    def __str__(self) -> str:
-        mistakes = sum(f.is_mistake for f in self.findings)
-        lines = [str(f) for f in self.findings]
-        lines.append(f"{self.runs} runs, {mistakes} mistake{'s' * (mistakes != 1)}")
-        return "\n".join(lines)
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def accepted_kinds(accept: Any) -> FrozenSet[str]:
-    """The kinds of mistakes that an argument `accept` names."""
-    if not isinstance(accept, (str, list, tuple, set, frozenset)):
-        raise TypeError(f"rebatch: accept is {accept!r}: expected kinds of mistakes")
-    kinds = [accept] if isinstance(accept, str) else accept
-    for kind in kinds:
-        if kind not in _MISTAKES:
-            near = difflib.get_close_matches(str(kind), _MISTAKES, 1)
-            known = f"expected some of {', '.join(map(repr, _MISTAKES))}"
-            meant = f"did you mean {near[0]!r}?" if near else known
-            raise ValueError(f"rebatch: accept has {kind!r}: {meant}")
-    return frozenset(kinds)
+def _names(changes: Dict[Tuple[str, str], Any], *kinds: str) -> List[str]:
+    return [name for kind, name in changes if kind in kinds]
 
 
-def only_size(options: dict) -> int:
-    """The one micro-batch size that a Step's options allow; 0 where there are several."""
-    largest = options.get("micro_largest", 0)
-    if largest and largest in (options.get("micro_smallest"), options.get("micro_multiple_of")):
-        return largest
-    allowed = set(options.get("micro_allowed", ()))
-    return allowed.pop() if len(allowed) == 1 else 0
+def _with_kinds(places: Sequence[Tuple[str, str]]) -> str:
+    return ", ".join(f"{kind} {name!r}" for kind, name in places[:4]) + (
+        f" and {len(places) - 4} more" if len(places) > 4 else ""
+    )
 
 
-@dataclasses.dataclass
-class _Outcome:
-    loss: float
-    gradients: List[torch.Tensor]
+def check_step(step: Any, accepted: Collection[str]) -> Check:
+    """Check a Step whose batch has begun, at the largest size that fits; the state of the training
+    is then as it was."""
+    sizes = allowed_sizes({} if step._cost else step._options, step._samples)
+    began = time.perf_counter()
+    while True:
+        try:
+            rehearsal = Rehearsal(step)
+            with restored(rehearsal):
+                return _Checker(step, rehearsal, accepted, began).check(sizes)
+        except Exception as error:
+            if len(sizes) == 1 or not is_oom(error):
+                raise
+            let_go(error)
+        sizes = [size for size in sizes if size <= sizes[0] // 2] or sizes[-1:]
 
 
-def _difference(a: _Outcome, b: _Outcome) -> float:
-    """Norm of the difference of all gradients, relative to their norm."""
-    squares = sum(float((x.double() - y.double()).square().sum()) for x, y in _pairs(a, b))
-    norm = sum(float(x.double().square().sum()) for x in a.gradients)
-    return (squares / norm) ** 0.5 if norm else squares**0.5
+class _Checker:
+    """The runs of a check, and what they show. Mistakes of the kinds `accepted` become notes."""
 
-
-def _pairs(a: _Outcome, b: _Outcome) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-    return zip(a.gradients, b.gradients)
-
-
-@contextlib.contextmanager
-def _switched_off(modules: List[torch.nn.Module]) -> Iterator[None]:
-    """Some modules in evaluation mode."""
-    was_training = [m.training for m in modules]
-    for m in modules:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m, training in zip(modules, was_training):
-            m.training = training
-
-
-def _training_modules(root: torch.nn.Module, kinds: tuple) -> List[torch.nn.Module]:
-    return [m for m in root.modules() if isinstance(m, kinds) and m.training]
-
-
-_BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
-_DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
-
-
-def _name_of(root: torch.nn.Module, module: torch.nn.Module) -> str:
-    return next(name for name, m in root.named_modules() if m is module)
-
-
-class Checker:
-    """Runs a step's micro-batches without its update.
-
-    run(cut) accumulates a whole batch in micro-batches of `cut` samples, and returns the loss; the
-    gradients are then in .grad of `parameters`. `only_size` is the size of all micro-batches, 0:
-    it may change. Mistakes of the kinds `accepted` become notes."""
-
-    def __init__(
-        self,
-        root: torch.nn.Module,
-        parameters: List[torch.nn.Parameter],
-        run: Callable[[int], float],
-        has_normalizer: bool,
-        is_16_bit: bool,
-        only_size: int,
-        accepted: Collection[str],
-    ):
-        self._root, self._parameters, self._run = root, parameters, run
-        self._has_normalizer, self._only_size = has_normalizer, only_size
-        self._accepted = accepted
-        self._tolerance = _TOLERANCE_16 if is_16_bit else _TOLERANCE
+    def __init__(self, step: Any, rehearsal: Rehearsal, accepted: Collection[str], began: float):
+        self._step, self._runs, self._accepted = step, rehearsal, accepted
+        self._root = rehearsal._named
+        self._began = began
         self._findings: List[Finding] = []
-        self._runs = 0
+        self._compared: List[int] = []
+        self._noise = 0.0  # of the same run, made twice
 
-    def check(self, largest: int) -> Check:
-        """Compare micro-batches of `largest` samples with smaller ones."""
-        self._findings = []
-        self._check_batch_norm()
-        dropout = _training_modules(self._root, _DROPOUT)
-        if dropout:
-            self._note(
-                "dropout",
-                f"{len(dropout)} dropout modules draw other numbers at another cut, as PyTorch "
-                "does without rebatch; they were off in this check",
-            )
-        with _switched_off(dropout + _training_modules(self._root, _BATCH_NORM)):
-            self._compare(largest)
-        return Check(self._findings, self._runs)
+    def check(self, sizes: List[int]) -> Check:
+        whole = self._runs.run(sizes[0])
+        self._check_batch_norm(sizes)
+        self._note_dropout()
+        if self._check_finite(whole, sizes[0]):
+            self._check_changes(whole)
+            again = self._runs.run(sizes[0])
+            self._check_leak(again)
+            if self._check_repeats(whole, again):
+                self._check_cuts(whole, sizes)
+                self._check_ooms(whole, again, sizes)
+        return Check(
+            self._findings,
+            self._runs.runs,
+            self._compared,
+            sum(g is not None for g in whole.gradients),
+            sum(1 for _ in self._root.buffers()),
+            self._runs.ooms,
+            time.perf_counter() - self._began,
+        )
 
-    def _add(self, kind: str, is_mistake: bool, text: str) -> None:
-        self._findings.append(Finding(kind, is_mistake, text))
+    # ---- findings ----
 
     def _note(self, kind: str, text: str) -> None:
-        self._add(kind, False, text)
+        self._findings.append(Finding(kind, False, text))
 
     def _mistake(self, kind: str, text: str, advice: str) -> None:
         if kind in self._accepted:
             self._note(kind, f"accepted: {text}")
         else:
-            self._add(kind, True, f"{text}: {advice}")
+            self._findings.append(Finding(kind, True, f"{text}: {advice}"))
 
-    def _check_batch_norm(self) -> None:
-        found = _training_modules(self._root, _BATCH_NORM)
+    def _has(self, *kinds: str) -> bool:
+        return any(f.kind in kinds for f in self._findings)
+
+    # ---- one run ----
+
+    def _check_batch_norm(self, sizes: List[int]) -> None:
+        found = training_modules(self._root, BATCH_NORM)
         if not found:
             return
-        what = f"{len(found)} modules, the first is {_name_of(self._root, found[0])!r}, "
+        what = f"{len(found)} modules, the first is {name_of(self._root, found[0])!r}, "
         what += "normalize by the statistics of a micro-batch"
-        if self._only_size:
-            self._note("batch_norm", f"{what}, and the size is always {self._only_size}")
+        if len(sizes) == 1:
+            self._note("batch_norm", f"{what}, and the size is always {sizes[0]}")
             return
         self._mistake(
             "batch_norm",
@@ -179,67 +137,304 @@ class Checker:
             'meant to do so, check(batch, accept="batch_norm")',
         )
 
-    def _outcome(self, cut: int) -> _Outcome:
-        self._runs += 1
-        loss = self._run(cut)
-        gradients = [
-            torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for p in self._parameters
+    def _note_dropout(self) -> None:
+        dropout = training_modules(self._root, DROPOUT)
+        if dropout:
+            self._note(
+                "dropout",
+                f"{len(dropout)} dropout modules draw other numbers at another cut, as PyTorch "
+                "does without rebatch; they were off where cuts were compared",
+            )
+
+    def _check_finite(self, outcome: Outcome, cut: int) -> bool:
+        bad = [
+            name
+            for name, g in zip(self._names_of_parameters(), outcome.gradients)
+            if g is not None and not bool(g.isfinite().all())
         ]
-        return _Outcome(loss, gradients)
+        where = [
+            f"{first}-{first + count - 1}" if count > 1 else f"{first}"
+            for first, count, loss in outcome.losses
+            if not math.isfinite(loss)
+        ]
+        if not (bad or where):
+            return True
+        text = f"in micro-batches of {cut}, "
+        if where:
+            text += f"the loss of samples {', '.join(where[:3])} is no finite number"
+        if where and bad:
+            text += ", and "
+        if bad:
+            text += f"{len(bad)} gradients are not, the first that of {bad[0]!r}"
+        self._mistake(
+            "nan",
+            text,
+            "look for a division by 0 (a mean over no items), a log or square root of 0, or data "
+            "that has NaN; torch.autograd.set_detect_anomaly(True) finds the operation",
+        )
+        return False
 
-    def _compare(self, largest: int) -> None:
-        whole = self._outcome(largest)
-        if not self._check_repeats(whole, self._outcome(largest)) or largest < 2:
-            return
-        for cut in sorted({largest // 2, 1}, reverse=True):
-            difference = _difference(whole, smaller := self._outcome(cut))
-            if difference > self._tolerance:
-                self._explain(whole, smaller, largest, cut, difference)
-                return
+    def _names_of_parameters(self) -> List[str]:
+        names = {p: name for name, p in self._root.named_parameters()}
+        return [names.get(p, "a parameter") for p in self._runs.parameters]
 
-    def _check_repeats(self, first: _Outcome, second: _Outcome) -> bool:
-        difference = _difference(first, second)
-        if difference > self._tolerance:
+    def _check_changes(self, outcome: Outcome) -> None:
+        parameters = _names(outcome.changes, "parameter")
+        if parameters:
+            self._mistake(
+                "parameter",
+                f"loss_fn changes {_listed(parameters)}: that happens once a micro-batch, so the "
+                "result depends on the cut",
+                "change parameters after step(batch), as an average of the weights for example",
+            )
+        batch = _names(outcome.changes, "batch")
+        if batch:
+            self._mistake(
+                "batch",
+                f"loss_fn changes {_listed(batch)} in place, so samples that run again are changed "
+                "twice",
+                "make a new tensor, as x = x - mean instead of x.sub_(mean)",
+            )
+        modes = _names(outcome.changes, "mode")
+        if modes:
+            self._mistake(
+                "mode",
+                f"loss_fn leaves {_listed(modes)} in another mode (training or evaluation)",
+                "set the mode before the step, or put it back within loss_fn",
+            )
+
+    def _check_leak(self, outcome: Outcome) -> None:
+        if outcome.left_bytes > _LEAK_BYTES:
+            self._mistake(
+                "leak",
+                f"{outcome.left_bytes / (1 << 20):.1f} MiB more are in use after a run than before "
+                "it",
+                "something keeps tensors of a micro-batch, for example a list of losses: keep "
+                "loss.detach(), or float(loss)",
+            )
+
+    def _check_repeats(self, first: Outcome, second: Outcome) -> bool:
+        self._noise = max(_difference(first, second), _loss_difference(first, second))
+        if self._noise > floors(self._runs.is_16_bit, self._step.device)[0]:
             self._mistake(
                 "not_repeatable",
-                f"the same samples gave other gradients when they ran again, by {difference:.1%}",
+                "the same samples gave other gradients when they ran again, by "
+                f"{self._noise:.1%}",
                 "a random generator or a state that rebatch does not know (pass `generators`), or "
                 "a batch that changes",
             )
             return False
-        if difference > 0:
+        if self._noise > 0:
             self._note(
                 "not_deterministic",
-                f"the same samples gave other bits when they ran again, by {difference:.1e} of the "
-                "gradients: see torch.use_deterministic_algorithms()",
+                "the same samples gave other bits when they ran again, by "
+                f"{self._noise:.1e} of the gradients: see torch.use_deterministic_algorithms()",
             )
         return True
 
+    # ---- runs at several cuts ----
+
+    def _check_cuts(self, whole: Outcome, sizes: List[int]) -> None:
+        largest = sizes[0]
+        self._compared = [largest]
+        if self._step._samples == 1:
+            self._mistake(
+                "nothing_compared",
+                "the batch has one sample, which cannot be cut",
+                "check a batch of the size that the training has",
+            )
+            return
+        if len(sizes) == 1:
+            if not self._has("batch_norm"):
+                self._note(
+                    "one_size",
+                    f"the options allow micro-batches of {largest} alone, so nothing depends on "
+                    "the cut",
+                )
+            return
+        is_fixed = self._runs.draws
+        if is_fixed:
+            whole = self._runs.run(largest, is_fixed=True)
+            self._note(
+                "random",
+                "loss_fn draws random numbers, which are others at another cut, as in PyTorch "
+                "without rebatch; where cuts were compared they were the same for every sample",
+            )
+        limit = self._measure(whole, largest, is_fixed)
+        half = next(size for size in sizes[1:] if size <= max(largest // 2, sizes[-1]))
+        for cut in sorted({half, sizes[-1]}, reverse=True):
+            smaller = self._run_smaller(cut, is_fixed)
+            if smaller is None or not self._compare(whole, smaller, largest, cut, limit):
+                return
+
+    def _measure(self, whole: Outcome, cut: int, is_fixed: bool) -> Tuple[float, float]:
+        """How far gradients, and losses, may lie apart: what random numbers that are not fixed
+        change, and what another order of the samples does."""
+        other = self._runs.run(cut, is_fixed, is_reversed=True)
+        floor = floors(self._runs.is_16_bit, self._step.device)
+        gradients = tolerance(floor[0], max(_difference(whole, other), self._noise))
+        losses = tolerance(floor[1], max(_loss_difference(whole, other), self._noise))
+        if not is_fixed:
+            return gradients, losses
+        reseeded = [self._runs.run(cut, is_fixed, seed=seed) for seed in SEEDS]
+        drawn = max(_difference(whole, other) for other in reseeded)
+        if drawn > floor[0]:
+            self._note(
+                "random_left",
+                f"other random numbers change the gradients by {drawn:.1%}, and this check cannot "
+                "fix them (NumPy's, Python's, or those of a kernel of your own): smaller "
+                "differences between cuts were not looked at",
+            )
+        of_losses = max(_loss_difference(whole, other) for other in reseeded)
+        return gradients + 3 * drawn, losses + 3 * of_losses
+
+    def _run_smaller(self, cut: int, is_fixed: bool) -> Optional[Outcome]:
+        try:
+            return self._runs.run(cut, is_fixed)
+        except Exception as error:
+            if is_oom(error):
+                raise
+            said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            let_go(error)
+        self._mistake(
+            "failed",
+            f"micro-batches of {cut} raise {said}",
+            f"let loss_fn take {cut} sample{'s' * (cut != 1)}, or set micro_smallest above",
+        )
+        return None
+
+    def _compare(
+        self, whole: Outcome, smaller: Outcome, largest: int, cut: int, limit: Tuple[float, float]
+    ) -> bool:
+        """Whether two cuts have the same result; else one mistake."""
+        self._compared.append(cut)
+        if not self._check_finite(smaller, cut):
+            return False
+        difference, of_loss = _difference(whole, smaller), _loss_difference(whole, smaller)
+        buffers = self._other_buffers(whole, smaller)
+        if difference > limit[0] or of_loss > limit[1]:
+            self._explain(whole, smaller, largest, cut, max(difference, of_loss), buffers)
+            return False
+        if buffers:
+            self._mistake(
+                "buffer",
+                f"{_listed(buffers)} {'is' if len(buffers) == 1 else 'are'} not the same after "
+                f"micro-batches of {cut} as after those of {largest}: loss_fn changes "
+                f"{'it' if len(buffers) == 1 else 'them'} once a micro-batch",
+                "change buffers after step(batch), as an average of the weights for example",
+            )
+            return False
+        return True
+
+    def _other_buffers(self, whole: Outcome, smaller: Outcome) -> List[str]:
+        places = {place: None for o in (whole, smaller) for place in o.changes}
+        return [
+            name
+            for kind, name in places
+            if kind == "buffer"
+            and not _is_close(whole.changes.get((kind, name)), smaller.changes.get((kind, name)))
+        ]
+
     def _explain(
-        self, whole: _Outcome, smaller: _Outcome, largest: int, cut: int, difference: float
+        self,
+        whole: Outcome,
+        smaller: Outcome,
+        largest: int,
+        cut: int,
+        difference: float,
+        buffers: List[str],
     ) -> None:
-        parts = largest / cut
-        ratio = whole.loss / smaller.loss if smaller.loss else 0.0
-        if self._has_normalizer and abs(ratio * parts - 1) < 0.05:
-            self._mistake(
-                "mean_with_normalizer",
-                "loss_fn returns a mean over its samples, although there is a normalizer",
-                "return the sum",
-            )
-        elif not self._has_normalizer and abs(ratio / parts - 1) < 0.05:
-            self._mistake(
-                "sum",
-                f"the loss is {parts:g} times as large in micro-batches that are {parts:g} times "
-                "as large",
-                "loss_fn sums over its samples; return the mean, or pass a normalizer",
-            )
-        else:
-            self._mistake(
-                "cut",
+        kind, text, advice = explain(
+            whole.loss, smaller.loss, largest, cut, self._step._normalizer is not None,
+            self._step._loss_name,
+        )
+        if kind == "cut" and self._is_explained():
+            return
+        if kind == "cut":
+            text = (
                 f"gradients in micro-batches of {cut} differ from those of {largest} by "
-                f"{difference:.1%}",
-                "the loss is no mean over samples, for example one over the tokens of a "
-                "micro-batch (return their sum, and pass a normalizer), or what is computed of a "
-                "sample depends on its neighbours",
+                f"{difference:.1%}"
             )
+            text += f", and {_listed(buffers)} is another" if buffers else ""
+        self._mistake(kind, text, advice)
+
+    def _is_explained(self) -> bool:
+        """Whether an earlier finding is why gradients depend on the cut."""
+        found = training_modules(self._root, BATCH_NORM)
+        return self._has("parameter") or any(m.running_mean is None for m in found)
+
+    # ---- runs with an OOM on purpose ----
+
+    def _check_ooms(self, whole: Outcome, again: Outcome, sizes: List[int]) -> None:
+        """An OOM in the middle of the forward pass, and of the backward pass, against a run that
+        began at the size at which the batch then ran."""
+        if len(sizes) == 1 or self._has("nan", "failed"):
+            return
+        changed = set(whole.changes) | set(again.changes)
+        unstable = {
+            p for p in changed if not _is_close(whole.changes.get(p), again.changes.get(p), 0)
+        }
+        forward, every = self._runs.count_operations(sizes[0])
+        clean: Dict[int, Outcome] = {}
+        for where, at in (("forward", forward // 2), ("backward", (forward + every) // 2)):
+            try:
+                failed = self._runs.run_step(sizes[0], max(at, 1))
+            except Exception as error:
+                if is_oom(error) and not isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._say_what_it_raises(where, error)
+                return
+            size = failed.sizes[0]
+            if size not in clean:
+                clean[size] = self._runs.run_step(size)
+            if not self._compare_after_oom(clean[size], failed, where, unstable):
+                return
+
+    def _say_what_it_raises(self, where: str, error: Exception) -> None:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        let_go(error)
+        self._mistake("after_oom", f"an OOM in the {where} pass ends the step", text)
+
+    def _compare_after_oom(
+        self, clean: Outcome, failed: Outcome, where: str, unstable: set
+    ) -> bool:
+        places = {p: None for o in (clean, failed) for p in o.changes if p not in unstable}
+        left = [
+            p
+            for p in places
+            if not _is_close(clean.changes.get(p), failed.changes.get(p), 0)
+            and p not in {("gradient", n) for n in self._names_of_parameters()}
+        ]
+        if left and all(self._has(kind) for kind, _ in left):
+            return False  # named already: loss_fn changes it
+        floor = floors(self._runs.is_16_bit, self._step.device)[0]
+        difference = max(_difference(clean, failed), _loss_difference(clean, failed))
+        if not left and difference <= max(floor, 4 * self._noise):
+            return True
+        what = f"an attempt that runs out of memory in the {where} pass leaves behind "
+        what += _with_kinds(left) if left else "something that is not known"
+        if difference > floor:
+            what += f"; the gradients then differ by {difference:.1%}"
+        self._mistake(
+            "after_oom",
+            what,
+            "return what you count beside the loss, as (loss, extras); give generators of your own "
+            "as generators=[...]",
+        )
+        return False
+
+
+def _is_close(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if not a.is_floating_point() or not tolerance:
+            return torch.equal(a, b)
+        return float((a - b).norm()) <= tolerance * max(float(a.norm()), float(b.norm()))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_is_close(x, y, tolerance) for x, y in zip(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(_is_close(a[k], b[k], tolerance) for k in a)
+    if type(a) is not type(b):
+        return False
+    return a is b or a == b

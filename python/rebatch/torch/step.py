@@ -15,13 +15,15 @@ from rebatch import plot as _plot
 from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._batch import batch_length, slice_batch
-from rebatch.torch._check import Check, Checker, accepted_kinds, only_size
+from rebatch.torch._check import check_step
+from rebatch.torch._findings import Check, accepted_kinds
+from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._map import run_map
+from rebatch.torch._only_check import check_if_asked
 from rebatch.torch._outputs import joined, kept, split_result
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report, point_of, report_of
-from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._session import Session, check_names, session_options
 from rebatch.torch._state import Buffers, Generators, cuda_devices_of
 from rebatch.torch._update import Update, check_has
@@ -148,6 +150,10 @@ class Step:
         self._extras: List[Any] = []  # of the micro-batches that are accumulated
         self._joined: Any = None
         self._history: Deque[_plot.Point] = collections.deque(maxlen=_HISTORY)
+        self._cuts = FirstCut()
+        self._loss_name = "loss_fn"  # what users call it
+        self._owners: List[Any] = []  # objects beside the model that loss_fn may change
+        self._aside = contextlib.nullcontext  # around runs of loss_fn that are no part of a step
 
     # ---- the session ----
 
@@ -361,9 +367,14 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
+        check_if_asked(self, batch)
+        return self._run_batch(batch)
+
+    def _run_batch(self, batch: Any) -> torch.Tensor:
         session = self._open()
         self._buffers.prepare()
         self._begin(batch)
+        self._cuts.begin(self)
         filled = c.StepReport()
         c.check(lib.rebatch_set_step(session.rb, self._number))
         self.outputs = None
@@ -376,6 +387,7 @@ class Step:
             if not status and self._is_applied:
                 self._finish_step(filled)
             session.raise_failure(status)
+            self._cuts.compare(self, filled.microbatches)
         except BaseException:
             if not self._is_applied:
                 self._accumulators.restore_earlier()
@@ -419,62 +431,21 @@ class Step:
 
     def check(self, batch: Any, accept: Union[str, Sequence[str]] = ()) -> Check:
         """Look for mistakes that make the result depend on the cut: a loss that is summed instead
-        of averaged, BatchNorm, a mean over tokens. Runs micro-batches without an update, and leaves
-        buffers, generators and gradients as they were. Print the result, or test it: it is true
-        when there is no mistake.
+        of averaged, BatchNorm, a mean over tokens; for what a failed attempt leaves behind; for
+        NaN. Runs the batch several times without an update, at two sizes or more and with OOMs on
+        purpose, and leaves everything as it was. Print the result, or test it: it is true when
+        there is no mistake.
 
         `accept` has the kinds of mistakes that are meant to be so, for example "batch_norm": they
         become notes."""
         accepted = accepted_kinds(accept)
-        session = self._open()
-        self._buffers.prepare()
+        self._open()
         self._begin(batch)
-        parameters = self._update.parameters
-        saved = [p.grad for p in parameters]
-        state = (self._buffers, session.generators)
-        for part in state:
-            part.save(c.GuardPoint.STEP)
         try:
-            checker = Checker(
-                self._modules[0] if len(self._modules) == 1 else self._modules,
-                parameters,
-                self._run_cut,
-                self._normalizer is not None,
-                self._autocast is not None or parameters[0].element_size() == 2,
-                only_size(self._options),
-                accepted,
-            )
-            return self._check_what_fits(checker, lib.rebatch_get_micro(session.rb, self._samples))
+            with self._aside():
+                return check_step(self, accepted)
         finally:
-            for part in state:
-                part.restore(c.GuardPoint.STEP)
-            for p, gradient in zip(parameters, saved):
-                p.grad = gradient
             self._end()
-
-    def _check_what_fits(self, checker: Checker, largest: int) -> Check:
-        """The check at the largest size that fits."""
-        while True:
-            try:
-                return checker.check(largest)
-            except Exception as error:
-                if largest == 1 or not is_oom(error):
-                    raise
-                let_go(error)
-            largest //= 2
-
-    def _run_cut(self, cut: int) -> float:
-        """The whole batch in micro-batches of `cut` samples, from the same random numbers."""
-        for part in (self._buffers, self._session.generators):
-            part.restore(c.GuardPoint.STEP)
-        for p in self._update.parameters:
-            p.grad = None
-        total = 0.0
-        for first in range(0, self._samples, cut):
-            loss, _ = self._weighted_loss(first, min(cut, self._samples - first))
-            loss.backward()
-            total += float(loss.detach())
-        return total
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a batch without training, in as many parts as memory asks for, with the

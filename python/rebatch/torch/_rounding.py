@@ -1,0 +1,49 @@
+"""How far two results may lie apart that differ by rounding alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# Relative differences of gradients, and of losses, that are no more than rounding, by what is
+# computed in: the floors of what is measured. TF32 has 11 bits, bfloat16 has 8.
+_FLOORS = {"fp32": (1e-3, 1e-4), "tf32": (1e-2, 2e-3), "16 bits": (3e-2, 4e-3)}
+# What is measured raises them by no more than this.
+_MOST = 10
+# With these other random numbers are drawn, where draws could not be fixed.
+SEEDS = (7, 8)
+
+
+def floors(is_16_bit: bool, device: torch.device) -> tuple:
+    """(of gradients, of losses)"""
+    if is_16_bit:
+        return _FLOORS["16 bits"]
+    if device.type == "cuda" and _uses_tf32():
+        return _FLOORS["tf32"]
+    return _FLOORS["fp32"]
+
+
+def _uses_tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+
+
+def tolerance(floor: float, measured: float) -> float:
+    """From the difference between two orders of the same samples."""
+    return min(max(floor, 4 * measured), _MOST * floor)
+
+
+def in_reverse(value: Any, count: int) -> Any:
+    """A batch's samples in the opposite order."""
+    if isinstance(value, torch.Tensor):
+        return value.flip(0) if value.dim() and len(value) == count else value
+    if isinstance(value, Mapping):
+        return type(value)({k: in_reverse(v, count) for k, v in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(in_reverse(v, count) for v in value))
+    if isinstance(value, (list, tuple)):
+        if any(isinstance(v, torch.Tensor) for v in value):
+            return type(value)(in_reverse(v, count) for v in value)
+        return value[::-1] if len(value) == count else value
+    return value
