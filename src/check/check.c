@@ -16,9 +16,10 @@ static void was_cleared(void *user)
         (void)rbi_values_read(&c->other, &c->items);
 }
 
+/* One that works in every callback works for it; what comes and goes beside them does not. */
 static void find_helper(struct rbi_check *c)
 {
-    if (!c->stale.has_helper)
+    if (c->stale.helped == 0 || c->stale.helped * 10 < c->plan.succeeded * 9)
         return;
     char which[160];
     struct rbi_text t = {which, sizeof which, 0};
@@ -29,7 +30,7 @@ static void find_helper(struct rbi_check *c)
                     which);
 }
 
-static rebatch_status run_all(struct rbi_check *c, const rebatch_step_ops *ops, size_t batch)
+static rebatch_status run_all(struct rbi_check *c, size_t batch)
 {
     bool is_there = false;
     rebatch_status status = rbi_first_run(c, batch, &is_there);
@@ -42,7 +43,7 @@ static rebatch_status run_all(struct rbi_check *c, const rebatch_step_ops *ops, 
         status = rbi_cuts_run(c);
     if (!status)
         status = rbi_ooms_run(c);
-    return status ? status : rbi_cuts_run_twice(c, ops);
+    return status ? status : rbi_cuts_run_twice(c);
 }
 
 /* ---- beginning and end ---- */
@@ -82,7 +83,7 @@ static rebatch_status run_drill(struct rbi_check *c, const rebatch_step_ops *ops
     rbi_stale_begin(&c->stale, &c->plan);
     status = rbi_older_open(&c->blocks, &c->items);
     if (!status)
-        status = run_all(c, ops, batch);
+        status = run_all(c, batch);
     find_helper(c);
     rbi_compare_end(c);
     rbi_stale_end(&c->stale);
@@ -159,6 +160,7 @@ rebatch_status rebatch_check(rebatch *rb, const rebatch_step_ops *ops, size_t ba
         status = read_options(&c->options, options);
     if (!status) {
         table.lighten = NULL;
+        c->has_own_weights = (table.flags & REBATCH_OWN_WEIGHTS) != 0;
         c->rb = rb;
         c->report = own;
         status = check(c, &table, batch, user);

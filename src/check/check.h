@@ -43,6 +43,7 @@ struct rbi_strike_plan {
     uint64_t requests;      /* of the run so far */
     uint64_t fails_at;      /* the number of the one that fails, from 1; 0: none */
     uint64_t ooms;          /* the pool's count when the callback began */
+    uint64_t succeeded;     /* micro-batches, in all runs */
     bool has_failed;        /* the last callback */
 
     /* the request that failed on purpose */
@@ -96,7 +97,8 @@ struct rbi_stale {
     struct rbi_stale_list beside; /* the same of threads that have not joined, in a callback */
     bool pads;                    /* the pool does (struct rbi_pool_fill) */
     uint64_t moves;               /* calls that have moved the pool's memory */
-    bool has_helper;              /* one of these was freed before its callback ended */
+    /* Callbacks in which one of these was allocated and freed, and the last such block. */
+    uint64_t helped;
     struct rbi_stale_block helpers;
 };
 
@@ -108,7 +110,8 @@ void rbi_stale_end(struct rbi_stale *stale);
 void rbi_stale_take_back(struct rbi_stale *stale, bool is_all);
 /* A block that was taken back and written since. The device is idle. */
 bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale);
-/* Of how many micro-batches of the run a block is in use, and the last of these blocks. */
+/* Of how many micro-batches of the run the same allocation is in use, and the last of these blocks:
+ * what each one leaves. */
 size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale);
 /* A block in use that is written beyond its end, where its memory was filled with `fill` and padded
  * (struct rbi_pool_fill). The device is idle. */
@@ -127,6 +130,7 @@ struct rbi_noise {
 struct rbi_item {
     char name[64];
     bool has_name;     /* by the program */
+    bool is_old;       /* a block that is older than the step */
     void *pointer;     /* NULL: */
     const void *where; /* the variable that holds the pointer, else */
     uint64_t made_nth; /* the allocation of zero_grad that makes it, from 1 */
@@ -152,6 +156,8 @@ rebatch_status rbi_items_add_names(struct rbi_items *items);
 rebatch_status rbi_items_add(struct rbi_items *items, const struct rbi_item *item);
 /* Adds the blocks that zero_grad has made in the run, and that are in use. */
 rebatch_status rbi_items_add_made(struct rbi_items *items);
+/* The run has ended: settles what zero_grad makes in some runs only. */
+void rbi_items_drop_missing(struct rbi_items *items);
 void rbi_items_release(struct rbi_items *items);
 /* Where it is now; NULL: nowhere. */
 void *rbi_item_place(const struct rbi_items *items, const struct rbi_item *item);
@@ -193,6 +199,8 @@ rebatch_status rbi_older_open(struct rbi_old_blocks *blocks, const struct rbi_it
 void rbi_older_close(struct rbi_old_blocks *blocks);
 /* Notes the contents, and which have changed since they were noted last. The device is idle. */
 rebatch_status rbi_older_note(struct rbi_old_blocks *blocks);
+/* Settles what was freed for good: what comes and goes is no result. */
+void rbi_older_drop_gone(struct rbi_items *items, struct rbi_old_blocks *blocks);
 /* Adds those that have changed to what is compared. *left_out is the size of those that are too
  * large for that. */
 rebatch_status rbi_older_add_changed(struct rbi_items *items, const struct rbi_old_blocks *blocks,
@@ -244,6 +252,7 @@ struct rbi_check {
     struct rbi_values replayed;
     struct rbi_parts whole; /* the micro-batches of the first run */
     struct rbi_parts replayed_parts;
+    bool has_own_weights;      /* they do not go by the batch */
     bool is_first;             /* run, which shows what zero_grad clears */
     bool is_rounding_measured; /* of the first run's micro-batches */
     double typical_size;       /* of half of the items at most */
@@ -322,7 +331,7 @@ rebatch_status rbi_fill_run(struct rbi_check *c);
 #define RBI_NO_NUMBER 0xff
 /* Other micro-batches (cuts.c). */
 rebatch_status rbi_cuts_run(struct rbi_check *c);
-rebatch_status rbi_cuts_run_twice(struct rbi_check *c, const rebatch_step_ops *ops);
+rebatch_status rbi_cuts_run_twice(struct rbi_check *c);
 /* An OOM at each allocation (ooms.c). */
 rebatch_status rbi_ooms_run(struct rbi_check *c);
 void rbi_ooms_save_attempt(void *user);

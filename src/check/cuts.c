@@ -239,10 +239,10 @@ static void note_weights(struct rbi_check *c)
                         names);
 }
 
-rebatch_status rbi_cuts_run_twice(struct rbi_check *c, const rebatch_step_ops *ops)
+rebatch_status rbi_cuts_run_twice(struct rbi_check *c)
 {
     struct rbi_parts twice = {NULL, 0, 0};
-    if ((ops->flags & REBATCH_OWN_WEIGHTS) || !rbi_check_has_time(c))
+    if (c->has_own_weights || !rbi_check_has_time(c))
         return REBATCH_OK;
     bool is_made = rbi_parts_copy(&twice, &c->whole);
     for (size_t i = 0; i < c->whole.count && is_made; i++)

@@ -5,6 +5,38 @@
 
 #include "check/check.h"
 
+/* ---- where it is ---- */
+
+/* What zero_grad allocated in the run. */
+static void *made(const struct rbi_items *items, const struct rbi_item *item)
+{
+    const struct rbi_stale_list *live = &items->stale->live;
+    for (size_t i = 0; i < live->count; i++) {
+        const struct rbi_stale_block *const block = &live->blocks[i];
+        if (block->place.which == RBI_ZERO_GRAD && block->place.number == item->made_nth &&
+            block->bytes == item->bytes)
+            return (void *)(uintptr_t)block->address;
+    }
+    return NULL;
+}
+
+/* A pointer that nobody has restored is none, nor is one to a block that was freed for good. */
+void *rbi_item_place(const struct rbi_items *items, const struct rbi_item *item)
+{
+    if (item->made_nth)
+        return made(items, item);
+    if (!item->where && !item->is_old)
+        return item->pointer;
+    size_t bytes = 0;
+    void *pointer = item->pointer;
+    if (item->where)
+        memcpy(&pointer, item->where, sizeof pointer);
+    const rebatch_status status =
+        pointer ? rebatch_pool_block_bytes(&bytes, rebatch_get_pool(items->rb), pointer)
+                : REBATCH_OK;
+    return !status && bytes >= item->bytes ? pointer : NULL;
+}
+
 /* ---- the list ---- */
 
 rebatch_status rbi_items_add(struct rbi_items *items, const struct rbi_item *item)
@@ -70,6 +102,12 @@ rebatch_status rbi_items_add_made(struct rbi_items *items)
     return status;
 }
 
+void rbi_items_drop_missing(struct rbi_items *items)
+{
+    for (size_t i = 0; i < items->count; i++)
+        items->list[i].is_settled |= items->list[i].made_nth && !made(items, &items->list[i]);
+}
+
 void rbi_items_release(struct rbi_items *items)
 {
     rbi_heap_free(items->list);
@@ -85,37 +123,6 @@ void rbi_item_add(struct rbi_text *t, const struct rbi_item *item)
     rbi_text_add(t, " (");
     rbi_text_add_bytes(t, item->bytes);
     rbi_text_add(t, ")");
-}
-
-/* ---- where it is ---- */
-
-/* What zero_grad allocated in the run. */
-static void *made(const struct rbi_items *items, const struct rbi_item *item)
-{
-    const struct rbi_stale_list *live = &items->stale->live;
-    for (size_t i = 0; i < live->count; i++) {
-        const struct rbi_stale_block *const block = &live->blocks[i];
-        if (block->place.which == RBI_ZERO_GRAD && block->place.number == item->made_nth &&
-            block->bytes == item->bytes)
-            return (void *)(uintptr_t)block->address;
-    }
-    return NULL;
-}
-
-/* A pointer that nobody has restored is none. */
-void *rbi_item_place(const struct rbi_items *items, const struct rbi_item *item)
-{
-    if (item->made_nth)
-        return made(items, item);
-    if (!item->where)
-        return item->pointer;
-    size_t bytes = 0;
-    void *pointer;
-    memcpy(&pointer, item->where, sizeof pointer);
-    const rebatch_status status =
-        pointer ? rebatch_pool_block_bytes(&bytes, rebatch_get_pool(items->rb), pointer)
-                : REBATCH_OK;
-    return !status && bytes >= item->bytes ? pointer : NULL;
 }
 
 /* ---- copies ---- */

@@ -120,23 +120,52 @@ static rebatch_status read_digest(uint64_t *out, const struct rbi_old_blocks *bl
     return status;
 }
 
-/* Runs with the pool's lock held. */
+struct look {
+    struct rbi_old_blocks *blocks;
+    size_t at;
+};
+
+/* Both go by the number of the allocation. Runs with the pool's lock held. */
 static void mark_there(void *user, const struct rbi_view_piece *piece)
 {
-    struct rbi_old_blocks *blocks = user;
-    for (size_t i = 0; i < blocks->count; i++)
-        if (blocks->list[i].allocation == piece->allocation && piece->state == RBI_VIEW_LIVE)
-            blocks->list[i].is_gone = false;
+    struct look *look = user;
+    struct rbi_old_blocks *blocks = look->blocks;
+    while (look->at < blocks->count && blocks->list[look->at].allocation < piece->allocation)
+        look->at++;
+    if (look->at < blocks->count && blocks->list[look->at].allocation == piece->allocation)
+        blocks->list[look->at].is_gone = piece->state != RBI_VIEW_LIVE;
 }
 
 static void find_gone(struct rbi_old_blocks *blocks)
 {
+    struct look look = {blocks, 0};
     rebatch_pool *pool = rebatch_get_pool(blocks->rb);
     for (size_t i = 0; i < blocks->count; i++)
         blocks->list[i].is_gone = true;
     rbi_view_open(pool);
-    rbi_view_each_live(pool, &(struct rbi_extent){0, false}, mark_there, blocks);
+    rbi_view_each_live(pool, &(struct rbi_extent){0, false}, mark_there, &look);
     rbi_view_close(pool);
+}
+
+static bool is_gone(const struct rbi_old_blocks *blocks, const void *address)
+{
+    for (size_t i = 0; i < blocks->count; i++)
+        if (blocks->list[i].address == address)
+            return blocks->list[i].is_gone;
+    return true;
+}
+
+void rbi_older_drop_gone(struct rbi_items *items, struct rbi_old_blocks *blocks)
+{
+    if (blocks->count)
+        find_gone(blocks);
+    for (size_t i = 0; i < items->count; i++) {
+        struct rbi_item *const item = &items->list[i];
+        if (!item->is_old || !item->pointer || !is_gone(blocks, item->pointer))
+            continue;
+        item->pointer = NULL;
+        item->is_settled = true;
+    }
 }
 
 rebatch_status rbi_older_note(struct rbi_old_blocks *blocks)
@@ -163,7 +192,8 @@ rebatch_status rbi_older_add_changed(struct rbi_items *items, const struct rbi_o
     *left_out = 0;
     for (size_t i = 0; i < blocks->count && !status; i++) {
         const struct rbi_old_block *const block = &blocks->list[i];
-        struct rbi_item item = {.pointer = (void *)(uintptr_t)block->address,
+        struct rbi_item item = {.is_old = true,
+                                .pointer = (void *)(uintptr_t)block->address,
                                 .bytes = block->bytes,
                                 .kind = REBATCH_GUARD_DEVICE};
         if (block->is_gone || !block->has_changed)

@@ -201,6 +201,8 @@ rebatch_status rbi_rounding_measure(struct rbi_check *c, const struct rbi_parts 
 {
     rebatch_status status = REBATCH_OK;
     const size_t batch = rbi_session_batch(c->rb);
+    if (c->has_own_weights)
+        return REBATCH_OK;
     for (size_t k = 0; k < sizeof factors / sizeof *factors && rbi_check_has_time(c); k++) {
         status = rbi_check_run_parts(c, parts, factors[k] * batch, &c->other);
         if (!status)

@@ -6,7 +6,11 @@ static rebatch_status end_run(struct rbi_check *c, rebatch_status status, struct
 {
     if (!status && c->plan.is_short)
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
-    return status ? status : rbi_values_read(into, &c->items);
+    if (status)
+        return status;
+    rbi_older_drop_gone(&c->items, &c->blocks);
+    rbi_items_drop_missing(&c->items);
+    return rbi_values_read(into, &c->items);
 }
 
 rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at, size_t *ran)
@@ -44,7 +48,7 @@ static void find_leak(struct rbi_check *c)
 {
     struct rbi_stale_block block;
     const size_t ran = c->plan.done.count;
-    if (ran < 3 || c->plan.has_struck || rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
+    if (ran < 4 || c->plan.has_struck || rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
         return;
     const size_t left = rbi_stale_count_left(&block, &c->stale);
     if (left + 1 < ran)
@@ -70,6 +74,7 @@ rebatch_status rbi_check_take_back(struct rbi_check *c)
 rebatch_status rbi_check_undo(struct rbi_check *c)
 {
     const rebatch_status status = rbi_check_take_back(c);
+    rbi_older_drop_gone(&c->items, &c->blocks);
     const rebatch_status written = rbi_values_write(&c->before, &c->items);
     return status ? status : written;
 }

@@ -54,9 +54,8 @@ static void free_beside(struct rbi_stale *stale, const void *address)
         const struct rbi_stale_block *const block = &stale->beside.blocks[i];
         if (block->address != address)
             continue;
-        if (!stale->has_helper && stale->plan->is_running &&
-            block->place.serial == stale->plan->place.serial) {
-            stale->has_helper = true;
+        if (stale->plan->is_running && block->place.serial == stale->plan->place.serial) {
+            stale->helped += block->place.serial != stale->helpers.place.serial;
             stale->helpers = *block;
         }
         remove_at(&stale->beside, i);
@@ -179,22 +178,36 @@ bool rbi_stale_find(struct rbi_stale_block *out, struct rbi_stale *stale)
 
 /* ---- what is in use ---- */
 
-size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale)
+/* Of how many micro-batches the allocation of that number is in use. */
+static size_t count_left(const struct rbi_stale *stale, uint64_t number)
 {
     size_t count = 0;
-    uint64_t last = 0;
     for (size_t i = 0; i < stale->live.count; i++) {
-        const struct rbi_stale_block *const block = &stale->live.blocks[i];
-        bool is_first = block->place.which == RBI_FORWARD_BACKWARD;
-        for (size_t k = 0; k < i && is_first; k++)
-            is_first = stale->live.blocks[k].place.serial != block->place.serial;
-        count += is_first;
-        if (is_first && block->place.serial > last) {
-            last = block->place.serial;
-            *out = *block;
-        }
+        const struct rbi_place *const place = &stale->live.blocks[i].place;
+        count += place->which == RBI_FORWARD_BACKWARD && place->number == number;
     }
     return count;
+}
+
+size_t rbi_stale_count_left(struct rbi_stale_block *out, const struct rbi_stale *stale)
+{
+    uint64_t last = 0;
+    size_t most = 0;
+    for (size_t i = 0; i < stale->live.count; i++) {
+        const struct rbi_place *const place = &stale->live.blocks[i].place;
+        if (place->which == RBI_FORWARD_BACKWARD && place->serial > last)
+            last = place->serial;
+    }
+    for (size_t i = 0; i < stale->live.count; i++) {
+        const struct rbi_stale_block *const block = &stale->live.blocks[i];
+        if (block->place.serial != last)
+            continue;
+        const size_t count = count_left(stale, block->place.number);
+        if (count > most)
+            *out = *block;
+        most = rbi_max(most, count);
+    }
+    return most;
 }
 
 bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale *stale,

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "check/check.h"
+#include "pool/view.h"
 
 /* ---- micro-batches ---- */
 
@@ -69,23 +70,33 @@ static bool has_injected(const void *user)
            rbi_pool_oom_count(rebatch_get_pool(plan->rb)) == plan->ooms_at_strike;
 }
 
+/* Other threads that allocate look at this, with the pool's lock. NULL: no callback runs. */
+static void set_running(struct rbi_strike_plan *plan, const struct rbi_place *place)
+{
+    rebatch_pool *pool = rebatch_get_pool(plan->rb);
+    rbi_view_open(pool);
+    plan->is_running = place != NULL;
+    plan->thread = pthread_self();
+    if (place)
+        plan->place = *place;
+    rbi_view_close(pool);
+}
+
 static void callback_begins(void *user, enum rbi_callback which, const rebatch_microbatch *mb)
 {
     struct rbi_strike_plan *plan = user;
     if (plan->has_failed)
         plan->was_taken_back(plan->user);
     plan->has_failed = false;
-    plan->place = (struct rbi_place){.which = which,
-                                     .first = mb ? mb->first : 0,
-                                     .count = mb ? mb->count : 0,
-                                     .serial = plan->place.serial + 1};
     if (which == RBI_ZERO_GRAD)
         plan->done.count = 0;
     if (which == RBI_FORWARD_BACKWARD && !plan->has_struck)
         plan->attempt_begins(plan->user);
-    plan->thread = pthread_self();
     plan->ooms = rbi_pool_oom_count(rebatch_get_pool(plan->rb));
-    plan->is_running = true;
+    set_running(plan, &(struct rbi_place){.which = which,
+                                          .first = mb ? mb->first : 0,
+                                          .count = mb ? mb->count : 0,
+                                          .serial = plan->place.serial + 1});
 }
 
 /* An OOM for which the callback has returned REBATCH_OK. */
@@ -97,11 +108,17 @@ static void note_swallowed(struct rbi_strike_plan *plan, uint64_t bytes)
     plan->swallowed_bytes = bytes;
 }
 
+static void note_succeeded(struct rbi_strike_plan *plan)
+{
+    plan->is_short |= !rbi_parts_add(&plan->done, plan->place.first, plan->place.count);
+    plan->succeeded++;
+}
+
 static void callback_ended(void *user, rebatch_status result)
 {
     struct rbi_strike_plan *plan = user;
     rebatch_pool *pool = rebatch_get_pool(plan->rb);
-    plan->is_running = false;
+    set_running(plan, NULL);
     plan->has_failed = result != REBATCH_OK;
     if (rbi_pool_oom_count(pool) != plan->ooms) {
         rebatch_oom_report oom = {0};
@@ -113,7 +130,7 @@ static void callback_ended(void *user, rebatch_status result)
             note_swallowed(plan, bytes);
     }
     if (result == REBATCH_OK && plan->place.which == RBI_FORWARD_BACKWARD)
-        plan->is_short |= !rbi_parts_add(&plan->done, plan->place.first, plan->place.count);
+        note_succeeded(plan);
     if (result == REBATCH_OK && plan->place.which == RBI_ZERO_GRAD)
         plan->was_cleared(plan->user);
 }

@@ -11,11 +11,14 @@ struct trainer {
     rebatch_device *host, *device;
     rebatch *rb;
     double gradient, sum;
+    float *pooled; /* a gradient without a name */
 };
 
 static rebatch_status zero_grad(void *user)
 {
-    ((struct trainer *)user)->gradient = 0;
+    struct trainer *t = user;
+    t->gradient = 0;
+    t->pooled[0] = 0;
     return REBATCH_OK;
 }
 
@@ -30,6 +33,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     rebatch_mutating(t->rb);
     for (size_t i = 0; i < mb->count; i++)
         t->gradient += (double)(mb->first + i) / (double)mb->batch;
+    t->pooled[0] += (float)mb->count / (float)mb->batch;
     return rebatch_pool_free(mb->pool, memory);
 }
 
@@ -60,6 +64,11 @@ static void open_trainer(struct trainer *t)
     cr_assert_eq(rebatch_device_open_host(&t->host, KIB(1024), NULL), REBATCH_OK);
     cr_assert_eq(rebatch_device_open_fault(&t->device, t->host, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
+    void *pooled;
+    cr_assert_eq(rebatch_pool_alloc(&pooled, rebatch_get_pool(t->rb), sizeof *t->pooled, NULL, 0),
+                 REBATCH_OK);
+    t->pooled = pooled;
+    t->pooled[0] = 0;
     cr_assert_eq(rebatch_guard(t->rb, &t->sum, sizeof t->sum, REBATCH_GUARD_HOST), REBATCH_OK);
     cr_assert_eq(rebatch_watch(t->rb, "gradient", &t->gradient, sizeof t->gradient,
                                REBATCH_GUARD_HOST, REBATCH_F64),
