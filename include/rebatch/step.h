@@ -319,8 +319,9 @@ typedef struct rebatch_options {
                                    available; default on */
     rebatch_toggle lighten;   /**< call the step's lighten when the smallest micro-batch does not
                                    fit; default on */
-    uint32_t max_attempts;    /**< most failed callbacks in one step before it ends with
-                                   REBATCH_E_EXHAUSTED; at most 65536; 0: 64 */
+    uint32_t max_attempts;    /**< most failed attempts in one step, those that admission refuses
+                                   included, before it ends with REBATCH_E_EXHAUSTED; at most
+                                   65536; 0: 64 */
 
     rebatch_toggle growth; /**< grow the micro-batch again after steps without an OOM; default on */
     uint32_t grow_after;   /**< steps without an OOM before the micro-batch grows; at most

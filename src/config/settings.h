@@ -104,7 +104,8 @@ enum rbi_setting_kind {
               "each sample, if it can.")                                                           \
     X(RECOVERY_MAX_ATTEMPTS, .key = "recovery.max_attempts", .kind = RBI_COUNT, .initial = "64",   \
       .least = 1, .most = 65536,                                                                   \
-      .help = "Most failed callbacks in one step before it ends with an error.")                   \
+      .help = "Most failed attempts in one step, those that are not started included, before "     \
+              "it ends with an error.")                                                            \
     X(RECOVERY_MAX_OOMS_IN_ROW, .key = "recovery.max_ooms_in_row", .kind = RBI_COUNT,              \
       .initial = "0", .most = 65536,                                                               \
       .help = "Most OOMs in one step, without a micro-batch that succeeds between them, "          \

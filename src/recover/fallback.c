@@ -5,12 +5,6 @@
 
 #include "recover/recover.h"
 
-/* Callbacks of this step whose work was lost; a refused admission ran nothing. */
-static uint32_t wasted(const rebatch *rb)
-{
-    return rb->report.ooms - rb->report.ooms_in[REBATCH_PHASE_ADMISSION];
-}
-
 static bool has_too_many_in_row(const rebatch *rb)
 {
     return rb->options.max_ooms_in_row && rb->ooms_in_row >= rb->options.max_ooms_in_row;
@@ -18,7 +12,8 @@ static bool has_too_many_in_row(const rebatch *rb)
 
 static bool has_given_up(const rebatch *rb)
 {
-    return wasted(rb) >= rb->options.max_attempts || has_too_many_in_row(rb);
+    return rb->report.ooms >= rb->options.max_attempts || has_too_many_in_row(rb) ||
+           rb->is_refused_again;
 }
 
 /* Steps in a row that needed "once more": the size is just too large for how memory lies. */
@@ -73,11 +68,13 @@ static size_t predicted_size(rebatch *rb, size_t failed)
 }
 
 /* The samples that are to become fewer; 0: no matter how few, it does not help. Smaller buffers
- * leave more to a micro-batch that does not fill them, and outside of forward_backward. */
+ * leave more to a micro-batch that does not fill them, and outside of forward_backward. Admission
+ * has counted their memory as free. */
 static size_t samples_of(const rebatch *rb, const rebatch_microbatch *mb)
 {
-    const size_t buffers = rb->ops->resize ? rb->resized_to : 0;
-    return rbi_max(mb ? mb->count : 0, buffers);
+    if (rb->failure.phase == REBATCH_PHASE_ADMISSION)
+        return mb->count;
+    return rbi_max(mb ? mb->count : 0, rbi_resize_size(rb));
 }
 
 static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
@@ -150,9 +147,15 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
 static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
 {
     const size_t smallest = rbi_round_size_up(&rb->options, 1);
-    if (wasted(rb) >= rb->options.max_attempts) {
-        rbi_text_add(t, "gave up after %u wasted attempts in one step: raise max_attempts",
-                     wasted(rb));
+    const uint32_t refused = rb->report.ooms_in[REBATCH_PHASE_ADMISSION];
+    if (rb->report.ooms >= rb->options.max_attempts) {
+        rbi_text_add(t, "gave up after %u failed attempts in one step", rb->report.ooms);
+        if (refused)
+            rbi_text_add(t, " (%u of them not started)", refused);
+        rbi_text_add(t, ": raise max_attempts");
+    } else if (rb->is_refused_again) {
+        rbi_text_add(t, "the same size was refused twice in a row with the same memory: free "
+                        "memory, or raise the limit");
     } else if (has_too_many_in_row(rb)) {
         rbi_text_add(t, "gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
     } else if (rb->options.on_oom == REBATCH_ON_OOM_STOP) {
@@ -216,8 +219,21 @@ static rebatch_status say_torn(const rebatch *rb)
                                    "(REBATCH_DECLARES_MUTATION)");
 }
 
+/* Whether an attempt was refused like the one before it: what was chosen after that changed
+ * nothing, so it would go on for ever. */
+static void note_refusal(rebatch *rb)
+{
+    const struct rbi_refusal now = {rb->failure.phase == REBATCH_PHASE_ADMISSION ? rb->size : 0,
+                                    rb->lighten, rb->failure.available_bytes};
+    const struct rbi_refusal *last = &rb->refusal;
+    rb->is_refused_again = now.size && now.size == last->size && now.lighten == last->lighten &&
+                           now.available_bytes == last->available_bytes;
+    rb->refusal = now;
+}
+
 static void count(rebatch *rb, const struct rbi_strike *strike)
 {
+    note_refusal(rb);
     rb->report.ooms++;
     rb->report.ooms_in[rb->failure.phase]++;
     rb->report.lost_ns += strike->lost_ns;

@@ -1,5 +1,7 @@
 /* Owns what was learned about the memory that attempts of each size need.
  * Must not know what is done about it. */
+#include <string.h>
+
 #include "recover/recover.h"
 
 static bool is_of(const rebatch *rb, const struct rbi_need *need, size_t size, unsigned lighten)
@@ -320,6 +322,12 @@ void rbi_need_refute_model(rebatch *rb)
 {
     if (rbi_need_has_model(rb, rb->lighten))
         rb->sizes.model_is_refuted = true;
+}
+
+void rbi_need_forget(rebatch *rb)
+{
+    memset(rb->sizes.known, 0, sizeof rb->sizes.known);
+    rb->sizes.known_next = rb->sizes.known_last = 0;
 }
 
 /* Of more blocks than there is space for the last ones count as one. */

@@ -114,6 +114,8 @@ bool rbi_need_can_choose(const rebatch *rb);
  * `available_bytes`; 0 when none is, or nothing is known. */
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes);
 
+/* Nothing is known any more of sizes that ran. */
+void rbi_need_forget(rebatch *rb);
 /* The memory model was wrong about its level: it is not asked any longer. */
 void rbi_need_refute_model(rebatch *rb);
 
@@ -203,7 +205,8 @@ struct rbi_buffers {
     unsigned lighten; /* the level they were made at */
     rebatch_status (*resize)(size_t micro_batch, void *user);
     void *user;
-    bool is_new; /* made in the step that runs */
+    bool is_new;    /* made in the step that runs */
+    bool is_of_map; /* a map has made them, and no step has used them */
 };
 
 /* Takes them back where resize is to be called next, or is to be recorded: so that admission finds
@@ -214,6 +217,9 @@ void rbi_resize_prepare(rebatch *rb, bool is_recorded);
 void rbi_resize_begin_map(rebatch *rb);
 /* Takes back those that are there, and calls resize. */
 rebatch_status rbi_resize_to(rebatch *rb, size_t size);
+/* The samples that the buffers in force are for: those that are there, or that resize is to be
+ * called for next; 0: the function has none that another size would change. */
+size_t rbi_resize_size(const rebatch *rb);
 uint64_t rbi_resize_bytes(const rebatch *rb);
 /* As rebatch_pool_available(), with what another size would free. */
 rebatch_status rbi_available(size_t *out, const rebatch *rb);
@@ -323,6 +329,7 @@ struct rbi_sizes {
     struct rbi_memory_model model; /* need is NULL: there is none */
     double model_factor;   /* the most that was needed, as a multiple of its prediction, by cost */
     bool model_is_refuted; /* a size ran in steps for which it said there was no room */
+    bool shares_buffers;   /* a map's: what is known leaves out the buffers, which are the step's */
     size_t made[RBI_MADE_MOST]; /* what the next step will make before its first micro-batch */
     size_t made_count;
 };
@@ -380,6 +387,13 @@ void rbi_step_report(rebatch *rb, rebatch_status status);
 void rbi_session_watch_pressure(rebatch *rb);
 void rbi_session_unwatch_pressure(rebatch *rb);
 
+/* An attempt that was not started. */
+struct rbi_refusal {
+    size_t size; /* 0: the last attempt was started */
+    unsigned lighten;
+    uint64_t available_bytes;
+};
+
 struct rbi_failed_range {
     size_t first, end;
 };
@@ -426,7 +440,6 @@ struct rebatch {
     bool by_cost;
     bool is_probe;
     bool buffers_are_fixed; /* a map's: no size of its own makes other buffers */
-    size_t resized_to;      /* the size for which resize was called last */
     bool cut_by_budget;     /* a micro-batch was */
     rebatch_step_report report;
     struct rbi_pool_pressure_watch outer_watch; /* of the session within whose step this one runs */
@@ -441,6 +454,8 @@ struct rebatch {
     size_t fitted;        /* the size that a prediction chose; 0: none did */
     bool refitted;        /* which was chosen after one that did not hold */
     uint32_t ooms_in_row; /* since something succeeded */
+    struct rbi_refusal refusal;
+    bool is_refused_again; /* at the same size, with the same memory */
     bool retried_in_step;
     bool retried_same; /* the stage "once more" is used up until something succeeds */
 

@@ -21,18 +21,35 @@ static bool is_due(const rebatch *rb)
 {
     if (!rb->ops->resize || rb->buffers_are_fixed)
         return false;
-    if (!is_there(rb) || !is_of_step(rb))
+    if (!is_there(rb) || !is_of_step(rb) || rb->sizes.micro < rb->buffers.size)
         return true;
-    return !rb->is_probe &&
-           (rb->sizes.micro < rb->buffers.size || rbi_micro_size(rb, rb->batch) > rb->buffers.size);
+    return !rb->is_probe && rbi_micro_size(rb, rb->batch) > rb->buffers.size;
+}
+
+/* The size that resize is called for when it is due. */
+static size_t due_size(const rebatch *rb)
+{
+    return rb->is_probe ? rbi_min(rbi_round_size_up(&rb->options, 1), rb->batch)
+                        : rbi_micro_size(rb, rb->batch);
+}
+
+size_t rbi_resize_size(const rebatch *rb)
+{
+    if (!rb->ops->resize || rb->buffers_are_fixed)
+        return 0;
+    return is_due(rb) ? due_size(rb) : rb->buffers.size;
 }
 
 void rbi_resize_begin_map(rebatch *rb)
 {
-    const bool is_shared = rb->ops->resize && is_there(rb) && is_of_step(rb);
+    const bool is_shared =
+        rb->ops->resize && !rb->buffers.is_of_map && is_there(rb) && is_of_step(rb);
     rb->buffers_are_fixed = !rb->ops->resize || is_shared;
     if (is_shared)
         rb->most = rbi_min(rb->most, rb->buffers.size);
+    if (is_shared != rb->sizes.shares_buffers) /* what was learned counted them, or did not */
+        rbi_need_forget(rb);
+    rb->sizes.shares_buffers = is_shared;
 }
 
 void rbi_resize_release(rebatch *rb)
@@ -50,7 +67,6 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
     if (!rb->ops->resize)
         return REBATCH_OK;
     rbi_resize_release(rb);
-    rb->resized_to = size; /* that many are too many if it fails */
     const rebatch_status status = rbi_callback_resize(rb, size);
     if (status)
         return status;
@@ -59,7 +75,8 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
                                        .lighten = rb->lighten,
                                        .resize = rb->ops->resize,
                                        .user = rb->user,
-                                       .is_new = true};
+                                       .is_new = true,
+                                       .is_of_map = rb->samples_callback == RBI_MAP};
     return REBATCH_OK;
 }
 
@@ -71,10 +88,11 @@ void rbi_resize_prepare(rebatch *rb, bool is_recorded)
 
 rebatch_status rbi_resize_ready(rebatch *rb)
 {
-    if (!is_due(rb))
-        return REBATCH_OK;
-    const size_t least = rbi_min(rbi_round_size_up(&rb->options, 1), rb->batch);
-    return rbi_resize_to(rb, rb->is_probe ? least : rbi_micro_size(rb, rb->batch));
+    if (is_due(rb))
+        return rbi_resize_to(rb, due_size(rb));
+    if (rb->samples_callback != RBI_MAP)
+        rb->buffers.is_of_map = false; /* a step has taken them over */
+    return REBATCH_OK;
 }
 
 uint64_t rbi_resize_bytes(const rebatch *rb)

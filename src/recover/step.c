@@ -104,6 +104,7 @@ static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
     if (status)
         return status;
     rb->report.attempts++;
+    rb->refusal = (struct rbi_refusal){0};
     return rbi_callback_run(rb, rb->samples_callback, mb);
 }
 
@@ -319,6 +320,8 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->fitted = 0;
     rb->refitted = false;
     rb->ooms_in_row = 0;
+    rb->refusal = (struct rbi_refusal){0};
+    rb->is_refused_again = false;
     rb->retried_same = rb->retried_in_step = false;
     rb->is_probe = false;
     rb->buffers.is_new = false;

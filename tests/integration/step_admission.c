@@ -135,14 +135,24 @@ Test(step_admission, memory_that_somebody_took_from_the_pool_is_gone_too)
     rig_close(&rig);
 }
 
-Test(step_admission, refusals_run_nothing_and_do_not_count_as_attempts_in_vain)
+/* 8, 4 and 2 samples are refused, and the fourth try would be of 1. */
+Test(step_admission, max_attempts_counts_attempts_that_are_not_started)
 {
     struct rig rig;
+    open_known(&rig, REBATCH_ON, 4);
+    rig_set_capacity(&rig, MIB(1) + KIB(512));
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rig.report.ooms_in[REBATCH_PHASE_ADMISSION], 3);
+    cr_assert_eq(rig.report.attempts, 8, "a refusal runs nothing");
+    rig_close(&rig);
     open_known(&rig, REBATCH_ON, 2);
     rig_set_capacity(&rig, MIB(1) + KIB(512));
-    cr_assert_eq(rig_step(&rig, 8), REBATCH_OK, "max_attempts bounds callbacks run in vain: %s",
-                 rebatch_last_error());
-    cr_assert_eq(rig.report.attempts, 8);
+    cr_assert_eq(rig_step(&rig, 8), REBATCH_E_EXHAUSTED);
+    cr_assert_eq(rig.report.ooms, 2);
+    cr_assert_eq(rig.report.attempts, 0);
+    cr_assert(strstr(rebatch_last_error(), "gave up after 2 failed attempts in one step (2 of them "
+                                           "not started): raise max_attempts"),
+              "%s", rebatch_last_error());
     rig_close(&rig);
 }
 

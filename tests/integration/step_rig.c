@@ -215,7 +215,7 @@ static void check_exhausted(const struct rig *rig, const struct order *order)
     const struct script *s = &rig->script;
     const rebatch_options *o = &rig->options;
     const uint32_t most = o->max_attempts ? o->max_attempts : 64;
-    if (o->on_oom == REBATCH_ON_OOM_STOP || order->vain == most ||
+    if (o->on_oom == REBATCH_ON_OOM_STOP || rig->report.ooms == most ||
         (o->max_ooms_in_row && order->in_row == o->max_ooms_in_row))
         return;
     const struct script_call *last = last_call(s, false);
