@@ -216,6 +216,13 @@ static rebatch_status set_words(struct rbi_entry *entry, const struct rbi_settin
 
 /* ---- lists ---- */
 
+/* What a source before this one has set is gone. */
+static void clear_list(struct rbi_entry *entry)
+{
+    set_number(entry, 0);
+    memset(entry->list, 0, sizeof entry->list);
+}
+
 /* Puts a number where it belongs, unless it is there. */
 static void add_number(struct rbi_entry *entry, uint64_t number)
 {
@@ -255,7 +262,7 @@ rebatch_status rbi_entry_set_list(struct rbi_entry *entry, const struct rbi_sett
         rbi_text_add(&t, "a list with %" PRId64 "%s", numbers[i], wrong);
         return rbi_entry_refuse(setting, place, shown);
     }
-    set_number(entry, 0);
+    clear_list(entry);
     for (size_t i = 0; i < count; i++)
         add_number(entry, (uint64_t)numbers[i]);
     set_list_text(entry);
@@ -267,7 +274,7 @@ static rebatch_status set_list(struct rbi_entry *entry, const struct rbi_setting
                                const char *text, const struct rbi_place *place)
 {
     if (strcmp(text, "any") == 0) {
-        set_number(entry, 0);
+        clear_list(entry);
         set_text(entry, "\"any\"");
         return REBATCH_OK;
     }

@@ -200,6 +200,8 @@ static size_t choose_timed(struct timed *timed, const struct rbi_search *s)
     for (size_t i = 0; i < RBI_TIMED_SIZES; i++) {
         size_t size = s->fits / 4 * quarters[i] + s->fits % 4 * quarters[i] / 4;
         size = s->round(s->user, rbi_max(size, s->least));
+        if (size == 0) /* the batch is smaller than every allowed size, and is not cut */
+            size = s->fits;
         if (count == 0 || size < timed[count - 1].count)
             timed[count++] = (struct timed){.count = size};
     }

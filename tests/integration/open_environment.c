@@ -59,6 +59,22 @@ static void expect_failure(rebatch_status status, const char *text)
 
 /* ---- without options ---- */
 
+/* The list of the variable takes the place of the file's as a whole. */
+Test(open_environment, a_list_of_the_variable_replaces_the_files)
+{
+    write_settings("batch: { allowed = [4, 8, 16, 32]; };");
+    expect_micro(NULL, 32);
+    setenv("REBATCH_BATCH_ALLOWED", "8,16", 1);
+    expect_micro(NULL, 16);
+    setenv("REBATCH_BATCH_ALLOWED", "4", 1);
+    expect_micro(NULL, 4);
+    setenv("REBATCH_BATCH_ALLOWED", "any", 1);
+    expect_micro(NULL, BATCH);
+    write_settings("batch: { allowed = \"any\"; };");
+    setenv("REBATCH_BATCH_ALLOWED", "[16, 8]", 1);
+    expect_micro(NULL, 16);
+}
+
 Test(open_environment, without_options_file_and_variables_are_read)
 {
     expect_micro(NULL, BATCH);

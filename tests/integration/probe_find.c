@@ -221,3 +221,19 @@ Test(probe_find, the_same_session_gives_the_same_report)
         bed_close(&bed);
     }
 }
+
+/* Of a batch that is smaller than every allowed size there is one size, the batch. */
+Test(probe_find, the_fastest_of_a_batch_below_the_smallest_size_is_the_batch)
+{
+    for (size_t batch = 1; batch <= 7; batch++) {
+        struct bed bed;
+        rebatch_options options = REBATCH_OPTIONS_INIT;
+        rebatch_probe_options probe = REBATCH_PROBE_OPTIONS_INIT;
+        options.micro_smallest = 8;
+        probe.choose = REBATCH_PROBE_FASTEST;
+        bed_open_typical(&bed, MIB(16), &options);
+        cr_assert_eq(bed_probe(&bed, batch, &probe), REBATCH_OK, "%s", rebatch_last_error());
+        cr_assert_eq(bed.report.size, batch);
+        bed_close(&bed);
+    }
+}
