@@ -52,6 +52,28 @@ rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
 /* As rebatch_scope_begin(), for a scope that only counts: frees within it do not wait for its end,
  * and a rollback takes nothing back. */
 rebatch_status rbi_scope_begin_observing(rebatch_scope *out, rebatch_pool *pool);
+/* As rbi_scope_begin_own(), or where it `observes` as rbi_scope_begin_observing(), and then as
+ * rebatch_pool_mark(), with one turn of the lock. */
+rebatch_status rbi_scope_begin_phase(rebatch_scope *out, rebatch_pool *pool, bool observes,
+                                     uint64_t key);
+/* What went between pool and device since create, but for what rebatch_pool_trim() was asked to
+ * give. */
+struct rbi_pool_traffic {
+    uint64_t taken_bytes, given_bytes;
+};
+struct rbi_scope_use {
+    uint64_t live_before;    /* in use when it began */
+    uint64_t peak_bytes;     /* that it added to that, at the most */
+    bool keeps_blocks;       /* more is in use than when it began */
+    uint64_t first_sequence; /* from which on blocks are inside it */
+    struct rbi_pool_traffic traffic;
+};
+/* Ends the phase, as rebatch_pool_mark() of 0 does, and says what an open scope has used, with one
+ * turn of the lock. Where the scope is not open, it has used nothing. */
+void rbi_scope_end_phase(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope);
+/* The same, and then as rebatch_scope_commit(). */
+rebatch_status rbi_scope_commit_phase(struct rbi_scope_use *out, rebatch_pool *pool,
+                                      rebatch_scope scope);
 /* The sequence from which on blocks are inside an open scope. */
 uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope);
 /* Commits an open scope and those that are open within it. */
@@ -92,11 +114,6 @@ rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 /* The most bytes live since the mark; the public peaks are left alone. */
 void rbi_pool_mark_peak(rebatch_pool *pool);
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
-/* What went between pool and device since create, but for what rebatch_pool_trim() was asked to
- * give. */
-struct rbi_pool_traffic {
-    uint64_t taken_bytes, given_bytes;
-};
 void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool);
 /* How often a request failed, but for those of threads that a scope left out. Without the lock: it
  * may be read while other threads allocate. */

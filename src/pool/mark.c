@@ -32,17 +32,22 @@ static void settle(rebatch_pool *pool, const struct rbi_phase *phase)
     (void)rbi_pool_trim_cache(pool, needed + needed / KEPT_BESIDE_PARTS, NULL, &released);
 }
 
+void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
+{
+    rbi_plan_end(pool);
+    const struct rbi_phase *const planned =
+        key != 0 && pool->plan.is_on ? rbi_plan_begin(pool, key) : NULL;
+    if (planned && rbi_plan_serve_from(pool, take_arena(pool, planned)))
+        settle(pool, planned);
+}
+
 rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
 {
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    rbi_plan_end(pool);
-    const struct rbi_phase *const planned =
-        key != 0 && pool->plan.is_on ? rbi_plan_begin(pool, key) : NULL;
-    if (planned && rbi_plan_serve_from(pool, take_arena(pool, planned)))
-        settle(pool, planned);
+    rbi_pool_begin_phase(pool, key);
     rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }

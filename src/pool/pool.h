@@ -480,6 +480,9 @@ struct rbi_scope *rbi_scope_of_all(rebatch_pool *pool);
 void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block);
 /* Adds what `from` has seen to `to`, the scope around it. */
 void rbi_scope_fold(struct rbi_scope *to, const struct rbi_scope *from);
+struct rbi_pool_traffic rbi_pool_traffic(const rebatch_pool *pool);
+/* As rebatch_pool_mark() (mark.c). */
+void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key);
 void rbi_tags_init(rebatch_pool *pool);
 /* Fills in the last OOM report, counts, and sets the thread's error text. Gives REBATCH_OOM. */
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,

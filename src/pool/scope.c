@@ -84,6 +84,19 @@ rebatch_status rbi_scope_begin_observing(rebatch_scope *out, rebatch_pool *pool)
     return status;
 }
 
+rebatch_status rbi_scope_begin_phase(rebatch_scope *out, rebatch_pool *pool, bool observes,
+                                     uint64_t key)
+{
+    *out = 0;
+    const uint64_t owner = observes ? 0 : rbi_thread_number();
+    rbi_lock_take(&pool->lock);
+    const rebatch_status status = begin_locked(out, pool, owner, observes);
+    if (status == REBATCH_OK)
+        rbi_pool_begin_phase(pool, key);
+    rbi_pool_give_lock(pool);
+    return status;
+}
+
 /* Takes the next of the frees that wait in a scope; NULL when none is left. */
 static struct rbi_block *pop_deferred(struct rbi_scope *scope)
 {
@@ -122,20 +135,25 @@ static void commit_innermost(rebatch_pool *pool)
     }
 }
 
+static rebatch_status commit_locked(rebatch_pool *pool, rebatch_scope scope)
+{
+    const struct rbi_scope *open = find_open(pool, scope);
+    if (!open)
+        return refuse_scope(scope);
+    if (open != innermost(pool))
+        return rbi_error(REBATCH_E_INVALID, "scope is %u: expected the innermost open one, %u",
+                         (unsigned)scope, (unsigned)innermost(pool)->handle);
+    commit_innermost(pool);
+    return REBATCH_OK;
+}
+
 rebatch_status rebatch_scope_commit(rebatch_pool *pool, rebatch_scope scope)
 {
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    const struct rbi_scope *open = find_open(pool, scope);
-    if (!open)
-        status = refuse_scope(scope);
-    else if (open != innermost(pool))
-        status = rbi_error(REBATCH_E_INVALID, "scope is %u: expected the innermost open one, %u",
-                           (unsigned)scope, (unsigned)innermost(pool)->handle);
-    else
-        commit_innermost(pool);
+    status = commit_locked(pool, scope);
     rbi_pool_give_lock(pool);
     return status;
 }
@@ -410,6 +428,38 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
         get_stats_locked(out, pool, open);
     else
         status = refuse_scope(scope);
+    rbi_pool_give_lock(pool);
+    return status;
+}
+
+static void end_phase_locked(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope)
+{
+    rebatch_scope_stats stats = {0};
+    rbi_plan_end(pool);
+    const struct rbi_scope *const open = find_open(pool, scope);
+    if (open)
+        get_stats_locked(&stats, pool, open);
+    *out =
+        (struct rbi_scope_use){.live_before = pool->stats.live_bytes - (uint64_t)stats.live_bytes,
+                               .peak_bytes = stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0,
+                               .keeps_blocks = stats.live_bytes > 0,
+                               .first_sequence = open ? open->first_sequence : pool->sequence,
+                               .traffic = rbi_pool_traffic(pool)};
+}
+
+void rbi_scope_end_phase(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope)
+{
+    rbi_lock_take(&pool->lock);
+    end_phase_locked(out, pool, scope);
+    rbi_pool_give_lock(pool);
+}
+
+rebatch_status rbi_scope_commit_phase(struct rbi_scope_use *out, rebatch_pool *pool,
+                                      rebatch_scope scope)
+{
+    rbi_lock_take(&pool->lock);
+    end_phase_locked(out, pool, scope);
+    const rebatch_status status = commit_locked(pool, scope);
     rbi_pool_give_lock(pool);
     return status;
 }

@@ -142,11 +142,16 @@ uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)
     return peak;
 }
 
+struct rbi_pool_traffic rbi_pool_traffic(const rebatch_pool *pool)
+{
+    return (struct rbi_pool_traffic){pool->vm.taken_bytes,
+                                     pool->vm.given_bytes - pool->asked_back_bytes};
+}
+
 void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    out->taken_bytes = pool->vm.taken_bytes;
-    out->given_bytes = pool->vm.given_bytes - pool->asked_back_bytes;
+    *out = rbi_pool_traffic(pool);
     rbi_pool_give_lock(pool);
 }
 

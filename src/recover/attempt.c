@@ -229,26 +229,26 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
 /* What a micro-batch needed, with the buffers of its size, and which blocks it leaves in use. Those
  * for a larger size tell nothing of its own. By cost sizes hardly ever repeat, and nothing is held
  * for one. */
-static void learn_need(rebatch *rb, rebatch_scope scope)
+static void learn_need(rebatch *rb)
 {
     if (rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed)
         return;
     struct rbi_used used;
-    if (!rbi_meter_end(&used, rb, scope))
+    if (!rbi_meter_end(&used, rb))
         return;
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
     if (used.keeps_blocks && !rb->by_cost && !rbi_meter_is_set(rb)) {
-        run.kept_from = rbi_scope_first_sequence(rb->pool, scope);
+        run.kept_from = rb->use.first_sequence;
         run.kept_to = rbi_pool_allocations(rb->pool);
     }
     rbi_need_learn_run(rb, rb->size, &run);
 }
 
 /* What an update needs that makes nothing to keep is what the next one will need too. */
-static void learn_update(rebatch *rb, rebatch_scope scope)
+static void learn_update(rebatch *rb)
 {
     struct rbi_used used;
-    if (rbi_meter_end(&used, rb, scope) && !used.keeps_blocks)
+    if (rbi_meter_end(&used, rb) && !used.keeps_blocks)
         rb->update_bytes = used.peak_bytes;
 }
 
@@ -257,12 +257,12 @@ static void learn_update(rebatch *rb, rebatch_scope scope)
 static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
                              const rebatch_microbatch *mb)
 {
-    if (mb)
-        learn_need(rb, scope);
-    if (which == RBI_OPTIMIZER)
-        learn_update(rb, scope);
-    if (rebatch_scope_commit(rb->pool, scope))
+    if (rbi_scope_commit_phase(&rb->use, rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
+    if (mb)
+        learn_need(rb);
+    if (which == RBI_OPTIMIZER)
+        learn_update(rb);
     if (rb->mutated)
         rb->declares[which] = address_of(rb, which);
     return REBATCH_OK;
@@ -274,6 +274,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
                               rebatch_status status, uint64_t ooms_before)
 {
     const rebatch_phase phase = phase_of(rb, call->which);
+    rbi_scope_end_phase(&rb->use, rb->pool, scope);
     const bool is_told =
         rbi_error_changes() != call->error_changes && rebatch_last_status() == REBATCH_OOM;
     if (status == REBATCH_OOM) {
@@ -289,7 +290,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     rbi_pool_last_own_oom(&oom, rb->pool);
     rb->report.torn = phase == REBATCH_PHASE_UPDATE;
     struct rbi_used used;
-    const bool is_measured = rbi_meter_end(&used, rb, scope);
+    const bool is_measured = rbi_meter_end(&used, rb);
     if (rb->report.torn)
         rbi_scope_commit_all(rb->pool, scope);
     else
@@ -355,13 +356,11 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 {
     const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_open(rb, &scope);
+    rebatch_status status = rbi_scope_open_phase(rb, &scope, key_of(rb, which));
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    (void)rebatch_pool_mark(rb->pool, key_of(rb, which));
     status = run(rb, &call);
-    (void)rebatch_pool_mark(rb->pool, 0);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
     if (status == REBATCH_OK)

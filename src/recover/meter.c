@@ -46,17 +46,13 @@ void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
     rb->meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
 }
 
-bool rbi_meter_end(struct rbi_used *out, rebatch *rb, rebatch_scope scope)
+bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
 {
     *out = (struct rbi_used){0};
     if (!rbi_meter_is_set(rb)) {
-        rebatch_scope_stats stats = {0};
-        rebatch_pool_stats pool = {0};
-        (void)rebatch_scope_get_stats(&stats, rb->pool, scope);
-        (void)rebatch_pool_get_stats(&pool, rb->pool);
-        out->live_before = pool.live_bytes - (uint64_t)stats.live_bytes;
-        out->peak_bytes = stats.peak_bytes > 0 ? (uint64_t)stats.peak_bytes : 0;
-        out->keeps_blocks = stats.live_bytes > 0;
+        *out = (struct rbi_used){.live_before = rb->use.live_before,
+                                 .peak_bytes = rb->use.peak_bytes,
+                                 .keeps_blocks = rb->use.keeps_blocks};
         return true;
     }
     rebatch_meter_reading reading;

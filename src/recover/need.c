@@ -73,8 +73,17 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
     correct_model(rb, size, bytes);
 }
 
+/* Whether this was learned last, so that it says nothing new. */
+static bool is_known(const rebatch *rb, size_t size, uint64_t bytes)
+{
+    const struct rbi_need *last = &rb->sizes.known[rb->sizes.known_last];
+    return is_of(rb, last, size, rb->lighten) && last->is_exact && last->bytes == bytes;
+}
+
 void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes)
 {
+    if (is_known(rb, size, bytes))
+        return;
     forget_failures(rb, size, bytes);
     learn(rb, size, bytes, true);
 }

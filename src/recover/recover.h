@@ -27,9 +27,9 @@ struct rbi_memory {
 rebatch_status rbi_meter_check(const rebatch_options *o);
 /* Whether the session goes by a meter instead of its pool. */
 bool rbi_meter_is_set(const rebatch *rb);
-/* Around a callback, whose scope is still open at its end. False: nothing was measured. */
+/* Before a callback, and what one that has run used (rb->use). False: nothing was measured. */
 void rbi_meter_begin(rebatch *rb, rebatch_phase phase);
-bool rbi_meter_end(struct rbi_used *out, rebatch *rb, rebatch_scope scope);
+bool rbi_meter_end(struct rbi_used *out, rebatch *rb);
 void rbi_memory_get(struct rbi_memory *out, const rebatch *rb);
 uint64_t rbi_memory_step_peak(const rebatch *rb);
 rebatch_status rbi_memory_available(size_t *out, const rebatch *rb);
@@ -128,7 +128,7 @@ struct rbi_thrashing {
     size_t most_samples;            /* of them */
 };
 
-/* After an attempt that failed, and after one of `count` samples that succeeded. */
+/* After an attempt that failed, and after one of `count` samples that succeeded, by rb->use. */
 void rbi_thrashing_begin(rebatch *rb);
 void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes);
 /* The effective batch begins, or begins again. */
@@ -443,6 +443,7 @@ struct rebatch {
     bool cut_by_budget;     /* a micro-batch was */
     rebatch_step_report report;
     struct rbi_pool_pressure_watch outer_watch; /* of the session within whose step this one runs */
+    struct rbi_scope_use use;                   /* of the pool, by the last callback */
     uint64_t meter_live;                        /* when the callback began */
     uint64_t meter_peak;                        /* of the step */
     uint64_t pool_ooms;                         /* of the pool, when the step began */

@@ -155,6 +155,8 @@ void rbi_learn_stop(rebatch *rb);
 
 /* Opens a scope of what the session runs; one that only counts, where reclaim is off. */
 rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out);
+/* The same, and the pool is told of the phase `key`; the callback's end ends it. */
+rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key);
 
 /* ---- callbacks (attempt.c) ---- */
 

@@ -6,8 +6,12 @@
 
 rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out)
 {
-    return rbi_is_on(rb->options.reclaim) ? rbi_scope_begin_own(out, rb->pool)
-                                          : rbi_scope_begin_observing(out, rb->pool);
+    return rbi_scope_open_phase(rb, out, 0);
+}
+
+rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key)
+{
+    return rbi_scope_begin_phase(out, rb->pool, !rbi_is_on(rb->options.reclaim), key);
 }
 
 rebatch_status rbi_step_open_scope(rebatch *rb)

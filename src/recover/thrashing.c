@@ -17,8 +17,7 @@ void rbi_thrashing_begin(rebatch *rb)
 void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
 {
     struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
-    struct rbi_pool_traffic now;
-    rbi_pool_read_traffic(&now, rb->pool);
+    const struct rbi_pool_traffic now = rb->use.traffic;
     const uint64_t taken = now.taken_bytes - thrashing->before.taken_bytes;
     const uint64_t given = now.given_bytes - thrashing->before.given_bytes;
     const uint64_t again = rbi_min(taken, given);
