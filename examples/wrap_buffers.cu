@@ -38,17 +38,28 @@ struct parameters {
 static parameters weights, gradients;
 static float *samples, *targets; /* BATCH x INPUTS, BATCH */
 static float *loss;
-static float *hidden, *slope, *error; /* buffers of a batch, or of a micro-batch */
+static unsigned dropout = 1; /* the state of its random numbers */
+/* buffers of a batch, or of a micro-batch */
+static float *hidden, *slope, *error;
+static unsigned *seeds;
 
-/* hidden[s][j] = tanh(sum over k of x[s][k] in[k][j]) */
-static __global__ void forward(float *hidden, const float *x, parameters w)
+/* Drops one of eight, by the sample's seed. */
+static __device__ bool is_dropped(unsigned seed, unsigned j)
+{
+    unsigned bits = (seed ^ j) * 0x9e3779b1u;
+    bits = (bits ^ bits >> 15) * 0x85ebca77u;
+    return bits >> 29 == 0;
+}
+
+/* hidden[s][j] = tanh(sum over k of x[s][k] in[k][j]), or 0 where it is dropped */
+static __global__ void forward(float *hidden, const float *x, const unsigned *seeds, parameters w)
 {
     const int j = blockIdx.x * THREADS + threadIdx.x;
     const size_t s = blockIdx.y;
     float sum = 0;
     for (int k = 0; k < INPUTS; k++)
         sum += x[s * INPUTS + k] * w.in[(size_t)k * HIDDEN + j];
-    hidden[s * HIDDEN + j] = tanhf(sum);
+    hidden[s * HIDDEN + j] = is_dropped(seeds[s], j) ? 0 : tanhf(sum);
 }
 
 /* error[s] = (sum over j of hidden[s][j] out[j]) - target[s], always added in the same order */
@@ -75,7 +86,7 @@ static __global__ void backward(float *slope, const float *hidden, const float *
     const int j = blockIdx.x * THREADS + threadIdx.x;
     const size_t s = blockIdx.y;
     const float h = hidden[s * HIDDEN + j];
-    slope[s * HIDDEN + j] = 2 * error[s] * w.out[j] * (1 - h * h) / BATCH;
+    slope[s * HIDDEN + j] = h == 0 ? 0 : 2 * error[s] * w.out[j] * (1 - h * h) / BATCH;
 }
 
 /* Adds the samples' shares, one after the other, to what the gradients hold. */
@@ -114,17 +125,28 @@ static void allocate_buffers(size_t count)
     CHECK(cudaMalloc(&hidden, sizeof(float) * HIDDEN * count));
     CHECK(cudaMalloc(&slope, sizeof(float) * HIDDEN * count));
     CHECK(cudaMalloc(&error, sizeof(float) * count));
+    CHECK(cudaMalloc(&seeds, sizeof(unsigned) * count));
+}
+
+/* The seeds of the samples that come next. */
+static void draw(unsigned *seeds, int count)
+{
+    static unsigned host[BATCH];
+    for (int i = 0; i < count; i++)
+        host[i] = dropout = dropout * 1664525u + 1013904223u;
+    CHECK(cudaMemcpy(seeds, host, sizeof(unsigned) * (size_t)count, cudaMemcpyHostToDevice));
 }
 
 static void train_on(int first, int count)
 {
     const float *x = samples + (size_t)first * INPUTS;
     const dim3 grid(HIDDEN / THREADS, (unsigned)count);
-    forward<<<grid, THREADS>>>(hidden, x, weights);
+    draw(seeds, count);
+    forward<<<grid, THREADS>>>(hidden, x, seeds, weights);
     predict<<<(unsigned)count, THREADS>>>(error, hidden, targets + first, weights);
     backward<<<grid, THREADS>>>(slope, hidden, error, weights);
 #ifdef REBATCH
-    rebatch_wrap_mutating(); /* nothing was changed until here */
+    rebatch_wrap_mutating(); /* no gradient was changed until here */
 #endif
     accumulate<<<HIDDEN / THREADS, THREADS>>>(gradients, loss, hidden, slope, error, x, count);
     CHECK(cudaGetLastError());
@@ -168,14 +190,14 @@ static void make_all(void)
     loss = filled(1, 0);
 }
 
-/* Somebody else: takes all but `free_mib` of what is free on the card. */
+/* Somebody else: takes all but `free_mib` of what is free on the card, by CUDA's own function. */
 static void crowd(size_t free_mib)
 {
     size_t left, total;
     void *theirs;
     CHECK(cudaMemGetInfo(&left, &total));
     if (left > free_mib << 20)
-        CHECK(cudaMalloc(&theirs, left - (free_mib << 20)));
+        CHECK((cudaMalloc)(&theirs, left - (free_mib << 20)));
 }
 
 /* A number that differs when any bit of the output weights does (FNV-1a). */
@@ -194,7 +216,7 @@ int main(int argc, char **argv)
     if (argc > 1)
         crowd((size_t)strtoull(argv[1], NULL, 10));
 #ifdef REBATCH
-    CHECK(rebatch_wrap_open(NULL));
+    CHECK(rebatch_wrap_guard(&dropout)); /* samples that run again see the same numbers */
 #endif
     make_all();
 #ifndef REBATCH

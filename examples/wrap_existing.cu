@@ -1,9 +1,9 @@
 /* A CUDA trainer of the usual kind, and what changes when rebatch wraps it.
  *
- * It learns a function of 8 numbers with one wide hidden layer. Its CHECK macro exits on any error,
- * and it allocates what a micro-batch needs as it goes. The lines under `#ifdef REBATCH` are all
- * that is new (scripts/show-wrap prints them as a patch); without them this is the program as it
- * was, which ends where memory does.
+ * It learns a function of 8 numbers with one wide hidden layer and dropout. Its CHECK macro exits
+ * on any error, and it allocates what a micro-batch needs as it goes. The lines under
+ * `#ifdef REBATCH` are all that is new (scripts/show-wrap prints them as a patch); without them
+ * this is the program as it was, which ends where memory does.
  *
  *   wrap_existing [FREE_MIB]   with so much memory left free on the card; default: all there is
  *
@@ -41,16 +41,25 @@ struct parameters {
 static parameters weights, gradients;
 static float *samples, *targets; /* BATCH x INPUTS, BATCH */
 static float *loss;
+static unsigned dropout = 1; /* the state of its random numbers */
 
-/* hidden[s][j] = tanh(sum over k of x[s][k] in[k][j]) */
-static __global__ void forward(float *hidden, const float *x, parameters w)
+/* Drops one of eight, by the sample's seed. */
+static __device__ bool is_dropped(unsigned seed, unsigned j)
+{
+    unsigned bits = (seed ^ j) * 0x9e3779b1u;
+    bits = (bits ^ bits >> 15) * 0x85ebca77u;
+    return bits >> 29 == 0;
+}
+
+/* hidden[s][j] = tanh(sum over k of x[s][k] in[k][j]), or 0 where it is dropped */
+static __global__ void forward(float *hidden, const float *x, const unsigned *seeds, parameters w)
 {
     const int j = blockIdx.x * THREADS + threadIdx.x;
     const size_t s = blockIdx.y;
     float sum = 0;
     for (int k = 0; k < INPUTS; k++)
         sum += x[s * INPUTS + k] * w.in[(size_t)k * HIDDEN + j];
-    hidden[s * HIDDEN + j] = tanhf(sum);
+    hidden[s * HIDDEN + j] = is_dropped(seeds[s], j) ? 0 : tanhf(sum);
 }
 
 /* error[s] = (sum over j of hidden[s][j] out[j]) - target[s], always added in the same order */
@@ -77,7 +86,7 @@ static __global__ void backward(float *slope, const float *hidden, const float *
     const int j = blockIdx.x * THREADS + threadIdx.x;
     const size_t s = blockIdx.y;
     const float h = hidden[s * HIDDEN + j];
-    slope[s * HIDDEN + j] = 2 * error[s] * w.out[j] * (1 - h * h) / BATCH;
+    slope[s * HIDDEN + j] = h == 0 ? 0 : 2 * error[s] * w.out[j] * (1 - h * h) / BATCH;
 }
 
 /* Adds the samples' shares, one after the other, to what the gradients hold. */
@@ -111,23 +120,36 @@ static void zero_gradients(void)
     CHECK(cudaMemset(loss, 0, sizeof(float)));
 }
 
+/* The seeds of the samples that come next. */
+static void draw(unsigned *seeds, int count)
+{
+    static unsigned host[BATCH];
+    for (int i = 0; i < count; i++)
+        host[i] = dropout = dropout * 1664525u + 1013904223u;
+    CHECK(cudaMemcpy(seeds, host, sizeof(unsigned) * (size_t)count, cudaMemcpyHostToDevice));
+}
+
 static void train_on(int first, int count)
 {
     float *hidden, *slope, *error;
+    unsigned *seeds;
     const float *x = samples + (size_t)first * INPUTS;
     const dim3 grid(HIDDEN / THREADS, (unsigned)count);
     CHECK(cudaMalloc(&hidden, sizeof(float) * HIDDEN * (size_t)count));
     CHECK(cudaMalloc(&error, sizeof(float) * (size_t)count));
-    forward<<<grid, THREADS>>>(hidden, x, weights);
+    CHECK(cudaMalloc(&seeds, sizeof(unsigned) * (size_t)count));
+    draw(seeds, count);
+    forward<<<grid, THREADS>>>(hidden, x, seeds, weights);
     predict<<<(unsigned)count, THREADS>>>(error, hidden, targets + first, weights);
     CHECK(cudaMalloc(&slope, sizeof(float) * HIDDEN * (size_t)count));
     backward<<<grid, THREADS>>>(slope, hidden, error, weights);
 #ifdef REBATCH
-    rebatch_wrap_mutating(); /* nothing was changed until here */
+    rebatch_wrap_mutating(); /* no gradient was changed until here */
 #endif
     accumulate<<<HIDDEN / THREADS, THREADS>>>(gradients, loss, hidden, slope, error, x, count);
     CHECK(cudaGetLastError());
     CHECK(cudaFree(slope));
+    CHECK(cudaFree(seeds));
     CHECK(cudaFree(error));
     CHECK(cudaFree(hidden));
 }
@@ -170,14 +192,14 @@ static void make_all(void)
     loss = filled(1, 0);
 }
 
-/* Somebody else: takes all but `free_mib` of what is free on the card. */
+/* Somebody else: takes all but `free_mib` of what is free on the card, by CUDA's own function. */
 static void crowd(size_t free_mib)
 {
     size_t left, total;
     void *theirs;
     CHECK(cudaMemGetInfo(&left, &total));
     if (left > free_mib << 20)
-        CHECK(cudaMalloc(&theirs, left - (free_mib << 20)));
+        CHECK((cudaMalloc)(&theirs, left - (free_mib << 20)));
 }
 
 /* A number that differs when any bit of the output weights does (FNV-1a). */
@@ -196,7 +218,7 @@ int main(int argc, char **argv)
     if (argc > 1)
         crowd((size_t)strtoull(argv[1], NULL, 10));
 #ifdef REBATCH
-    CHECK(rebatch_wrap_open(NULL));
+    CHECK(rebatch_wrap_guard(&dropout)); /* samples that run again see the same numbers */
 #endif
     make_all();
     for (int i = 0; i < STEPS; i++) {

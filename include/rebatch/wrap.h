@@ -21,12 +21,14 @@
  *      rebatch_escape_on_oom(code);      // within a step, does not return from an OOM
  *      exit(1);                          // as before
  *  }
- *  check(rebatch_wrap_open(NULL));       // once, before the first allocation
  *  check(rebatch_wrap_guard(&rng));      // what training changes beside gradients and parameters
  *  check(rebatch_wrap_step(batch, zero_gradients, train_on, update,
  *                          REBATCH_DECLARES_MUTATION));
  *  check(rebatch_wrap_map(test_samples, evaluate));
  *  @endcode
+ *
+ *  The first call that needs a session opens it, on the GPU that is current then. A program with
+ *  settings of its own, or with options, opens it before that (rebatch_wrap_open()).
  *
  *  rebatch_wrap_check() is such a check. The functions for C++ are in wrap_step.h, which this
  *  header includes. In C, call rebatch_step(), rebatch_map() and rebatch_guard() with
@@ -43,10 +45,12 @@
  *    attempt, or be guarded (rebatch_guard()). Freeing memory that was taken back is no error.
  *  - Any stream may use memory of cudaMalloc immediately. cudaFree waits for the whole device, as
  *    CUDA's own does; cudaFreeAsync does not wait.
- *  - CUDA's own functions are called when there is no session (before rebatch_wrap_open() and after
- *    rebatch_wrap_close()), when another GPU is current, and for `(cudaMalloc)(...)` in
- *    parentheses. Not redirected at all are function pointers, files that do not include this
- *    header, and other allocation functions such as cudaMallocManaged and cudaMallocPitch.
+ *  - An allocation opens the session if the process has had none. If that fails, so does the
+ *    allocation, and the message is on standard error.
+ *  - CUDA's own functions are called after rebatch_wrap_close(), when another GPU is current, and
+ *    for `(cudaMalloc)(...)` in parentheses. Not redirected at all are function pointers, files
+ *    that do not include this header, and other allocation functions such as cudaMallocManaged and
+ *    cudaMallocPitch.
  *  - cudaFree passes a pointer that is not from the pool to CUDA. CUDA's own cudaFree, called in
  *    code without this header, cannot free memory of the pool, unless the process has
  *    librebatch_wrap.so.
@@ -120,6 +124,19 @@ static inline int rebatch_wrap_last_error(void)
 {
     return (int)cudaGetLastError();
 }
+
+/* The process's session, opened on the current GPU. Without settings, and when it was closed, there
+ * may be none: *out is NULL. */
+static inline rebatch_status rebatch_wrap_open_here(rebatch **out, const char *settings)
+{
+    rebatch_cuda_options gpu = REBATCH_CUDA_OPTIONS_INIT;
+    const cudaError_t code = cudaGetDevice(&gpu.ordinal);
+    *out = NULL;
+    if (code != cudaSuccess)
+        return rebatch_from_cuda(NULL, (int)code);
+    gpu.take_last_error = rebatch_wrap_last_error;
+    return rebatch_open_current(out, &gpu, settings);
+}
 /** @endcond */
 
 /** @cond internal */
@@ -133,46 +150,28 @@ static inline cudaError_t rebatch_wrap_told(rebatch_status status)
 }
 /** @endcond */
 
-/** Open a session on the current GPU and make it the process's session. To open it in
- *  another way, call rebatch_open() and rebatch_set_current() instead.
- *  @param options  as for rebatch_open(): NULL means settings from REBATCH_CONFIG and REBATCH_*
- *                  variables, and events on standard error. With `learn` the first steps find the
- *                  micro-batch size
+/** Open a session on the current GPU and make it the process's. A program that has no settings of
+ *  its own need not call it: the first allocation, guard, step or map does so. To open a session
+ *  with rebatch_options, call rebatch_open() and rebatch_set_current() instead.
+ *  @param settings  such as "batch.smallest = 4; memory.headroom = 1GiB" (rebatch_open_default());
+ *                   NULL: none. What the file of REBATCH_CONFIG or a REBATCH_* variable sets
+ *                   overrides them. Events are on standard error
  *  @return cudaSuccess; cudaErrorUnknown when the process has a session already; otherwise the code
  *          of the status with which opening the device or the session failed. After a failure
  *          nothing is open, and the message is on standard error */
-static inline cudaError_t rebatch_wrap_open(const rebatch_options *options)
+static inline cudaError_t rebatch_wrap_open(const char *settings)
 {
-    rebatch_cuda_options cuda = REBATCH_CUDA_OPTIONS_INIT;
-    rebatch_device *device = NULL;
-    rebatch *rb = NULL;
-    const cudaError_t code = cudaGetDevice(&cuda.ordinal);
-    if (code != cudaSuccess)
-        return code;
-    cuda.take_last_error = rebatch_wrap_last_error;
-    rebatch_status status = rebatch_device_open_cuda(&device, &cuda);
-    if (!status)
-        status = rebatch_open(&rb, device, options);
-    if (!status)
-        status = rebatch_set_current(rb);
-    if (status) {
-        rebatch_close(rb);
-        rebatch_device_close(device);
-    }
-    return rebatch_wrap_told(status);
+    rebatch *rb;
+    return rebatch_wrap_told(rebatch_wrap_open_here(&rb, settings ? settings : ""));
 }
 
-/** Close the process's session and its device, and release all memory of the pool. Freeing such
- *  memory afterwards is an error of CUDA's cudaFree. Without a session nothing happens. The call is
- *  refused from within a step: rebatch_last_error() says so. No other thread may be allocating. */
+/** Close the process's session, and the device that was opened with it, and release all memory of
+ *  the pool. Freeing such memory afterwards is an error of CUDA's cudaFree. Without a session
+ *  nothing happens, and the next allocation opens none. The call is refused from within a step:
+ *  rebatch_last_error() says so. No other thread may be allocating. */
 static inline void rebatch_wrap_close(void)
 {
-    rebatch *const rb = rebatch_get_current();
-    rebatch_device *const device = rb ? rebatch_pool_device(rebatch_get_pool(rb)) : NULL;
-    rebatch_close(rb);
-    if (rb && rebatch_get_current() == rb)
-        return; /* refused, and still in use */
-    rebatch_device_close(device);
+    rebatch_close(rebatch_get_current());
 }
 
 /** rebatch_mutating() for the process's session. */
@@ -184,15 +183,24 @@ static inline void rebatch_wrap_mutating(void)
 /** @cond internal */
 /* ---- the redirected calls ---- */
 
-/* The session, if it is on the GPU that is current in this thread. */
-static inline rebatch *rebatch_wrap_here(void)
+/* The process's session, which is opened if there was none; NULL in *out: it was closed. */
+static inline cudaError_t rebatch_wrap_session(rebatch **out)
 {
-    rebatch *const rb = rebatch_get_current();
+    *out = rebatch_get_current();
+    return *out ? cudaSuccess : rebatch_wrap_told(rebatch_wrap_open_here(out, NULL));
+}
+
+/* The session, if it is on the GPU that is current in this thread. */
+static inline cudaError_t rebatch_wrap_here(rebatch **out)
+{
     int ours, here;
-    if (!rb)
-        return NULL;
-    (void)rebatch_device_ordinal(&ours, rebatch_pool_device(rebatch_get_pool(rb)));
-    return cudaGetDevice(&here) == cudaSuccess && here == ours ? rb : NULL;
+    const cudaError_t code = rebatch_wrap_session(out);
+    if (!*out)
+        return code;
+    (void)rebatch_device_ordinal(&ours, rebatch_pool_device(rebatch_get_pool(*out)));
+    if (cudaGetDevice(&here) != cudaSuccess || here != ours)
+        *out = NULL;
+    return cudaSuccess;
 }
 
 static inline bool rebatch_wrap_is_per_thread(cudaStream_t stream)
@@ -206,13 +214,19 @@ static inline bool rebatch_wrap_is_per_thread(cudaStream_t stream)
 
 static inline cudaError_t rebatch_wrap_malloc(void **out, size_t bytes)
 {
-    rebatch *const rb = rebatch_wrap_here();
+    rebatch *rb;
+    const cudaError_t code = rebatch_wrap_here(&rb);
+    if (code != cudaSuccess)
+        return code;
     return rb ? rebatch_wrap_code(rebatch_alloc(out, rb, bytes)) : cudaMalloc(out, bytes);
 }
 
 static inline cudaError_t rebatch_wrap_malloc_async(void **out, size_t bytes, cudaStream_t stream)
 {
-    rebatch *const rb = rebatch_wrap_here();
+    rebatch *rb;
+    const cudaError_t code = rebatch_wrap_here(&rb);
+    if (code != cudaSuccess)
+        return code;
     if (!rb)
         return cudaMallocAsync(out, bytes, stream);
     return rebatch_wrap_code(

@@ -126,6 +126,21 @@ static inline void rebatch_wrap_throw_on_oom(int code)
 
 /* ---- guarded state ---- */
 
+/** @cond internal */
+/* The session, and where the state is. */
+static inline cudaError_t rebatch_wrap_find(rebatch **rb, rebatch_guard_kind *kind,
+                                            const void *state)
+{
+    cudaPointerAttributes where;
+    cudaError_t code = rebatch_wrap_session(rb);
+    if (code == cudaSuccess)
+        code = cudaPointerGetAttributes(&where, state);
+    if (code == cudaSuccess)
+        *kind = where.type == cudaMemoryTypeDevice ? REBATCH_GUARD_DEVICE : REBATCH_GUARD_HOST;
+    return code;
+}
+/** @endcond */
+
 /** rebatch_guard() for the process's session: these objects are restored when samples run again.
  *  They may be in host or in device memory.
  *  @param state  the first object; borrowed until rebatch_wrap_close()
@@ -134,14 +149,12 @@ static inline void rebatch_wrap_throw_on_oom(int code)
  *          standard error */
 template <class T> static inline cudaError_t rebatch_wrap_guard(T *state, size_t count = 1)
 {
-    cudaPointerAttributes where;
-    const cudaError_t code = cudaPointerGetAttributes(&where, state);
-    if (code != cudaSuccess)
-        return code;
-    const rebatch_guard_kind kind =
-        where.type == cudaMemoryTypeDevice ? REBATCH_GUARD_DEVICE : REBATCH_GUARD_HOST;
-    return rebatch_wrap_told(
-        rebatch_guard(rebatch_get_current(), (void *)state, count * sizeof(T), kind));
+    rebatch *rb;
+    rebatch_guard_kind kind;
+    const cudaError_t code = rebatch_wrap_find(&rb, &kind, state);
+    return code != cudaSuccess
+               ? code
+               : rebatch_wrap_told(rebatch_guard(rb, (void *)state, count * sizeof(T), kind));
 }
 
 /** @cond internal */
@@ -165,15 +178,13 @@ template <class T> struct rebatch_wrap_number {
 template <class T>
 static inline cudaError_t rebatch_wrap_watch(const char *name, T *first, size_t count = 1)
 {
-    cudaPointerAttributes where;
-    const cudaError_t code = cudaPointerGetAttributes(&where, first);
-    if (code != cudaSuccess)
-        return code;
-    const rebatch_guard_kind kind =
-        where.type == cudaMemoryTypeDevice ? REBATCH_GUARD_DEVICE : REBATCH_GUARD_HOST;
+    rebatch *rb;
+    rebatch_guard_kind kind;
     const rebatch_number number = rebatch_wrap_number<T>::value;
-    return rebatch_wrap_told(
-        rebatch_watch(rebatch_get_current(), name, (void *)first, count * sizeof(T), kind, number));
+    const cudaError_t code = rebatch_wrap_find(&rb, &kind, first);
+    return code != cudaSuccess ? code
+                               : rebatch_wrap_told(rebatch_watch(rb, name, (void *)first,
+                                                                 count * sizeof(T), kind, number));
 }
 
 /* ---- steps and maps of functions ---- */
@@ -319,6 +330,10 @@ static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train 
                       std::is_void<decltype(update())>::value &&
                       std::is_void<decltype(resize(batch))>::value,
                   "the functions must return nothing: use rebatch_step() for others");
+    rebatch *rb;
+    const cudaError_t code = rebatch_wrap_session(&rb);
+    if (code != cudaSuccess)
+        return code;
     typedef rebatch_wrap_functions<Zero, Train, Update, Resize> functions;
     functions f = {zero_grad, train, update, (flags & REBATCH_DECLARES_MUTATION) != 0};
     rebatch_wrap_frame<Resize> *const frame = rebatch_wrap_frame<Resize>::of(resize, &f);
@@ -326,9 +341,9 @@ static inline cudaError_t rebatch_wrap_run(size_t batch, Zero &zero_grad, Train 
     ops.zero_grad = functions::call_zero_grad;
     ops.forward_backward = functions::call_train;
     ops.optimizer_step = functions::call_update;
-    ops.flags = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
+    ops.flags = flags | REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
     ops.resize = resizes ? rebatch_wrap_frame<Resize>::call_resize : NULL;
-    return frame->end(rebatch_step(rebatch_get_current(), &ops, batch, frame, report));
+    return frame->end(rebatch_step(rb, &ops, batch, frame, report));
 }
 
 template <class Run, class Resize>
@@ -347,6 +362,10 @@ static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &r
     static_assert(std::is_void<decltype(run(count, count))>::value &&
                       std::is_void<decltype(resize(count))>::value,
                   "the functions must return nothing: use rebatch_map() for others");
+    rebatch *rb;
+    const cudaError_t code = rebatch_wrap_session(&rb);
+    if (code != cudaSuccess)
+        return code;
     rebatch_wrap_frame<Resize> *const frame = rebatch_wrap_frame<Resize>::of(resize, (void *)&run);
     rebatch_map_ops ops = REBATCH_MAP_OPS_INIT;
     ops.run = rebatch_wrap_call_run<Run, Resize>;
@@ -354,7 +373,7 @@ static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &r
     ops.largest = largest;
     if (std::is_function<Run>::value) /* a lambda is known by its type */
         ops.key = (const void *)&run;
-    return frame->end(rebatch_map(rebatch_get_current(), &ops, count, frame, report));
+    return frame->end(rebatch_map(rb, &ops, count, frame, report));
 }
 /** @endcond */
 

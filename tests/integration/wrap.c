@@ -182,8 +182,8 @@ Test(wrap, without_a_session_they_are_cudas_own)
 {
     struct rig rig;
     void *a, *b;
-    cr_assert_eq(cudaMalloc(&a, 100), cudaSuccess);
-    cr_assert_eq(cudaMallocAsync(&b, 100, NULL), cudaSuccess);
+    cr_assert_eq((cudaMalloc)(&a, 100), cudaSuccess);
+    cr_assert_eq((cudaMallocAsync)(&b, 100, NULL), cudaSuccess);
     rig_open(&rig);
     cr_assert_eq(cudaFree(a), cudaSuccess); /* what came before is freed there, too */
     cr_assert_eq(cudaFreeAsync(b, NULL), cudaSuccess);
@@ -513,11 +513,22 @@ Test(wrap, what_cannot_be_opened_leaves_nothing_open)
 {
     cr_assert_eq(rebatch_wrap_open(NULL), cudaErrorNoDevice); /* no GPU has the ordinal -1 */
     cr_assert_null(rebatch_get_current());
+    cr_assert_eq(rebatch_wrap_open("batch.smalest = 4"), cudaErrorUnknown);
+    cr_assert_not_null(strstr(rebatch_last_error(), "batch.smallest"));
+    cr_assert_null(rebatch_get_current());
     rebatch_wrap_close();
-    void *a;
-    cr_assert_eq(cudaMalloc(&a, 100), cudaSuccess);
-    cr_assert_eq(runtime.mallocs, 1);
-    cr_assert_eq(cudaFree(a), cudaSuccess);
+}
+
+/* An allocation that would open the session is not CUDA's own where that fails. */
+Test(wrap, an_allocation_opens_the_session_or_fails)
+{
+    void *a = &runtime, *b = &runtime;
+    cr_assert_eq(cudaMalloc(&a, 100), cudaErrorNoDevice);
+    cr_assert_eq(cudaMallocAsync(&b, 100, NULL), cudaErrorNoDevice);
+    cr_assert_eq(runtime.mallocs, 0);
+    cr_assert_null(rebatch_get_current());
+    cr_assert_eq(cudaFree(NULL), cudaSuccess); /* opens none */
+    cr_assert_eq(runtime.frees, 1);
 }
 
 Test(wrap, wrong_arguments_are_refused)
@@ -646,6 +657,11 @@ Test(wrap, an_update_that_had_begun_is_torn_and_a_step_that_never_fits_exhausted
 Test(wrap, a_step_without_a_session_is_refused)
 {
     struct wrap_trainer trainer = {.sample_bytes = 1};
+    struct rig rig;
+    cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaErrorNoDevice);
+    cr_assert_eq(wrap_trainer_guard(&trainer), cudaErrorNoDevice);
+    rig_open(&rig);
+    rig_close(&rig);
     cr_assert_eq(wrap_trainer_step(&trainer, BATCH, 0, NULL), cudaErrorInvalidValue);
     cr_assert_eq(trainer.zeros + trainer.trains + trainer.updates, 0);
 }
