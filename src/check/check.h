@@ -217,6 +217,10 @@ struct rbi_difference {
 /* `factor` times what it was is expected. */
 struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char *was,
                                          const char *is, double factor);
+/* The share of the numbers that differ by more than that part of the largest value, of those that
+ * are not 0. */
+double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
+                               double part);
 double rbi_values_largest(const struct rbi_item *item, const char *values);
 /* The root of the mean square, as a part of the largest value. */
 double rbi_values_rms(const struct rbi_item *item, const char *values);
@@ -302,9 +306,13 @@ void rbi_compare_each(struct rbi_check *c, const struct rbi_comparison *what,
 /* ---- rounding (rounding.c) ---- */
 
 enum rbi_verdict { RBI_EQUAL, RBI_ROUNDING, RBI_UNSURE, RBI_WRONG };
-/* `is_recut`: of other micro-batches. */
+/* The same micro-batches round in the same way. */
 enum rbi_verdict rbi_rounding_judge(const struct rbi_check *c, const struct rbi_item *item,
-                                    const struct rbi_difference *difference, bool is_recut);
+                                    const struct rbi_difference *difference);
+/* Other micro-batches do not; `was` and `is` are the values. */
+enum rbi_verdict rbi_rounding_judge_cut(const struct rbi_check *c, const struct rbi_item *item,
+                                        const struct rbi_difference *difference, const char *was,
+                                        const char *is);
 /* After the first run: how large values are. */
 void rbi_rounding_note_sizes(struct rbi_check *c);
 /* Whether it is so small that it is nothing but rounding. */

@@ -128,7 +128,9 @@ rebatch_status rbi_compare(struct rbi_check *c, const struct rbi_comparison *wha
             continue;
         const struct rbi_difference difference = difference_of(what, item, i);
         const enum rbi_verdict verdict =
-            rbi_rounding_judge(c, item, &difference, what->parts != NULL);
+            what->parts ? rbi_rounding_judge_cut(c, item, &difference, what->was->copies[i],
+                                                 what->is->copies[i])
+                        : rbi_rounding_judge(c, item, &difference);
         if (verdict == RBI_WRONG) {
             add_name(&about, item, &difference);
             item->is_settled = true;

@@ -10,6 +10,14 @@
 /* The most that may be rounding where it could not be measured. */
 #define MOST_UNMEASURED 0.02
 
+/* So large a difference is not that of a few samples, of which so large a share of the numbers may
+ * be: with float, and with less than float. */
+#define GROSS 0.1
+#define FEW 0.02
+#define FEW_NARROW 0.5
+/* Of a difference that is spread over all numbers, 0.53 and more are larger than half of the root
+ * of its mean square; of that of a few activations, 0.39 and less. */
+#define SPREAD 0.46
 /* So much smaller than most results, a result is nothing but rounding. */
 #define TINY 1e-4
 
@@ -36,26 +44,50 @@ static bool is_small(const struct rbi_item *item, const struct rbi_difference *d
 }
 
 enum rbi_verdict rbi_rounding_judge(const struct rbi_check *c, const struct rbi_item *item,
-                                    const struct rbi_difference *difference, bool is_recut)
+                                    const struct rbi_difference *difference)
 {
-    const struct rbi_noise *noise = &item->noise;
     if (!difference->differs)
         return RBI_EQUAL;
     if (is_of_bits(c, item))
         return RBI_WRONG;
     if (c->options.tolerance > 0)
         return difference->largest <= c->options.tolerance ? RBI_ROUNDING : RBI_WRONG;
-    if (is_small(item, difference))
-        return RBI_ROUNDING;
-    if (!is_recut) /* the same sums are rounded in the same way */
-        return RBI_WRONG;
+    return is_small(item, difference) ? RBI_ROUNDING : RBI_WRONG;
+}
+
+/* Whether so few numbers differ by more than rounding that it may be that of a few activations: one
+ * that is close to 0 is on the one side of a ReLU or on the other, and a sample's part of some
+ * gradients is there or not. A mistake changes many numbers, or some by more than that. */
+static bool are_few(const struct rbi_check *c, const struct rbi_item *item,
+                    const struct rbi_difference *difference, const char *was, const char *is)
+{
+    const struct rbi_noise *noise = &item->noise;
+    const double least = floor_of(item->number);
+    const double limit = !noise->is_measured ? MOST_UNMEASURED : fmax(least, FAR * noise->rms);
+    const double most = FAR * noise->largest > least || !noise->is_measured ? FEW_NARROW : FEW;
+    const double gross = fmax(GROSS, 4.0 / (double)rbi_session_batch(c->rb));
+    return difference->largest <= gross && rbi_values_share_beyond(item, was, is, limit) <= most &&
+           rbi_values_share_beyond(item, was, is, difference->rms / 2) <= SPREAD;
+}
+
+enum rbi_verdict rbi_rounding_judge_cut(const struct rbi_check *c, const struct rbi_item *item,
+                                        const struct rbi_difference *difference, const char *was,
+                                        const char *is)
+{
+    const struct rbi_noise *noise = &item->noise;
+    const enum rbi_verdict verdict = rbi_rounding_judge(c, item, difference);
+    if (verdict != RBI_WRONG || is_of_bits(c, item) || c->options.tolerance > 0)
+        return verdict;
     if (rbi_rounding_is_all(c, item, difference))
         return RBI_ROUNDING;
-    if (!noise->is_measured)
-        return difference->largest <= MOST_UNMEASURED ? RBI_UNSURE : RBI_WRONG;
-    return difference->largest <= FAR * noise->largest && difference->rms <= FAR * noise->rms
-               ? RBI_ROUNDING
-               : RBI_WRONG;
+    if (!noise->is_measured && difference->largest <= MOST_UNMEASURED)
+        return RBI_UNSURE;
+    if (noise->is_measured && difference->largest <= FAR * noise->largest &&
+        difference->rms <= FAR * noise->rms)
+        return RBI_ROUNDING;
+    if (are_few(c, item, difference, was, is))
+        return noise->is_measured ? RBI_ROUNDING : RBI_UNSURE;
+    return RBI_WRONG;
 }
 
 bool rbi_rounding_is_worth_measuring(const struct rbi_check *c, const struct rbi_item *item,

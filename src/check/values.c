@@ -112,6 +112,22 @@ struct rbi_difference rbi_values_compare(const struct rbi_item *item, const char
     return found;
 }
 
+double rbi_values_share_beyond(const struct rbi_item *item, const char *was, const char *is,
+                               double part)
+{
+    const size_t count = item->bytes / bytes_of(item->number);
+    const double scale = rbi_values_largest(item, was);
+    size_t all = 0, beyond = 0;
+    for (size_t i = 0; i < count; i++) {
+        const double a = value_at(item, was, i), b = value_at(item, is, i);
+        if (a == 0 && b == 0) /* of a sparse gradient */
+            continue;
+        all++;
+        beyond += !(fabs(b - a) <= part * scale);
+    }
+    return all ? (double)beyond / (double)all : 0;
+}
+
 double rbi_values_rms(const struct rbi_item *item, const char *values)
 {
     const size_t count = item->bytes / bytes_of(item->number);

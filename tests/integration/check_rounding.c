@@ -95,9 +95,15 @@ static float sum_end(const struct sum *sum)
 /* ---- the network ---- */
 
 struct activations {
-    float hidden[BATCH][HIDDEN], centered[BATCH][HIDDEN], dout[BATCH][OUTPUTS],
-        dhidden[BATCH][HIDDEN];
+    float before[BATCH][HIDDEN], hidden[BATCH][HIDDEN], centered[BATCH][HIDDEN],
+        dout[BATCH][OUTPUTS], dhidden[BATCH][HIDDEN];
 };
+
+/* By rounding, what is close to 0 has one slope or the other. */
+static bool is_relu(size_t h)
+{
+    return h % 2;
+}
 
 static float weight_of(const struct net *n, const rebatch_microbatch *mb)
 {
@@ -133,7 +139,9 @@ static void forward(struct net *n, const rebatch_microbatch *mb, struct activati
             struct sum sum = sum_for(mb->count);
             for (size_t k = 0; k < INPUTS; k++)
                 sum_add(&sum, operand(n, n->w1[h][k]) * operand(n, n->x[mb->first + i][k]));
-            a->hidden[i][h] = n->shift + tanhf(sum_end(&sum));
+            const float before = sum_end(&sum);
+            a->before[i][h] = before;
+            a->hidden[i][h] = n->shift + (is_relu(h) ? fmaxf(before, 0) : tanhf(before));
         }
     center(n, mb, a);
     for (size_t i = 0; i < mb->count; i++)
@@ -164,10 +172,11 @@ static void backward(struct net *n, const rebatch_microbatch *mb, struct activat
             all += a->dhidden[i][h];
         }
         for (size_t h = 0; h < HIDDEN; h++) {
-            const float before = a->hidden[i][h] - n->shift;
+            const float slope = tanhf(a->before[i][h]);
             const float centered = a->dhidden[i][h] - all / HIDDEN;
             sum_add(&shift, centered);
-            a->dhidden[i][h] = operand(n, centered * (1 - before * before));
+            a->dhidden[i][h] =
+                operand(n, centered * (is_relu(h) ? a->before[i][h] > 0 : 1 - slope * slope));
         }
     }
     n->loss += sum_end(&loss);
