@@ -1,18 +1,21 @@
 """Step.check(): each mistake is found and named; correct steps have none."""
 
+import gc
+import itertools
 import os
 import random
 import re
 import socket
 import subprocess
 import sys
+import warnings
 
 import numpy
 import pytest
 import torch
 
 import rebatch.torch as rebatch
-from models import fails_above, make, same_bits, state_of
+from models import fails_above, make, regression_loss, same_bits, state_of
 
 
 def check(kind, loss_fn=None, accept=(), **options):
@@ -329,3 +332,58 @@ def test_a_command_that_waits_hears_the_answer():
         head, _, text = ours.recv(1 << 16).decode().partition("\n")
     assert ended.returncode == 4 and ended.stdout == "before\n"
     assert head == "answer 4 0" and text.startswith("sum             ")
+
+
+# ---- memory that stays ----
+
+
+def test_memory_that_stays_in_use_after_a_run_is_a_mistake(monkeypatch):
+    from rebatch.torch._rehearsal import Rehearsal
+
+    def bytes_of_all_tensors(_):
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        return 1 + sum(t.numel() * t.element_size() for t in tensors)
+
+    monkeypatch.setattr(Rehearsal, "_live_bytes", bytes_of_all_tensors)
+    model = torch.nn.Linear(4096, 8)
+    batch = (torch.randn(64, 4096), torch.randn(64, 8))
+    kept = itertools.repeat([])
+
+    def keeps_inputs(model, samples):
+        next(kept).append(samples[0] * 2)
+        return regression_loss(model, samples)
+
+    for loss_fn, expected in ((regression_loss, []), (keeps_inputs, ["leak"])):
+        step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+        found = step.check(batch)
+        assert kinds(found) == expected, str(found)
+
+
+def test_spectral_norm_is_a_note():
+    torch.manual_seed(0)
+    for wrap in (torch.nn.utils.parametrizations.spectral_norm, torch.nn.utils.spectral_norm):
+        model = torch.nn.Sequential(wrap(torch.nn.Linear(8, 4)), torch.nn.Flatten(0))
+        batch = (torch.randn(16, 8), torch.randn(64))
+        loss_fn = lambda model, samples: (model(samples[0]) ** 2).mean()
+        step = rebatch.Step(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, length=lambda batch: 16,
+            slice=lambda batch, first, count: (batch[0][first : first + count], None),
+        )
+        found = step.check(batch)
+        assert found and [f.kind for f in found.findings] == ["spectral_norm"], str(found)
+
+
+def test_the_rounding_of_a_difference_in_16_bits_is_no_mistake():
+    """A critic's loss is a difference of means, each of which is rounded to 8 bits."""
+    for seed in range(3):
+        model, (x, _), _ = make("mlp", 24, seed)
+        critic = lambda model, s: model(s[0]).mean() - model(s[0].flip(1)).mean()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"autocast": torch.bfloat16, "micro_start": 8, "growth": False}
+        step = rebatch.Step(model, optimizer, critic, **options)
+        found = step.check((x, x))
+        assert found, str(found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                step((x, x))

@@ -84,8 +84,25 @@ def test_separable_cnn(norm):
 def test_separable_cnn_says_what_is_wrong_with_batch_norm():
     arguments = ["--steps", "1", "--batch", "8", "--norm", "batch", "--oom-above", "4"]
     lines, _ = run("separable_cnn.py", *arguments)
-    assert lines[1].startswith("mistake: batch_norm: 3 modules")
-    assert lines[3].endswith("micro-batch 2 x 4")
+    assert lines[1].startswith("batch_norm      3 modules")
+    assert lines[-1].endswith("micro-batch 2 x 4")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ["gpt.py", "--batch", "4"],
+        ["separable_cnn.py", "--batch", "16", "--norm", "ghost"],
+        ["variable_length.py", "--steps", "1"],
+    ),
+    ids=" ".join,
+)
+def test_a_check_of_an_example_finds_nothing(arguments):
+    program = [sys.executable, str(EXAMPLES / arguments[0]), *arguments[1:]]
+    environment = {**os.environ, "REBATCH_CHECK": "1"}
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "no mistakes: " in ended.stdout
 
 
 def test_variable_length():

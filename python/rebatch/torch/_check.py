@@ -11,7 +11,13 @@ import torch
 
 from rebatch.torch._findings import Check, Finding, explain
 from rebatch.torch._first_cut import allowed_sizes
-from rebatch.torch._modules_off import BATCH_NORM, DROPOUT, name_of, training_modules
+from rebatch.torch._modules_off import (
+    BATCH_NORM,
+    DROPOUT,
+    name_of,
+    power_iterations,
+    training_modules,
+)
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._rehearsal import Outcome, Rehearsal, restored
 from rebatch.torch._rounding import SEEDS, floors, tolerance
@@ -37,7 +43,8 @@ def _difference(a: Outcome, b: Outcome) -> float:
 
 def _loss_difference(a: Outcome, b: Outcome) -> float:
     largest = max(abs(a.loss), abs(b.loss), sum(abs(loss) for _, _, loss in b.losses))
-    return abs(a.loss - b.loss) / largest if largest else 0.0
+    difference = max(abs(a.loss - b.loss) - max(a.rounding, b.rounding), 0.0)
+    return difference / largest if largest else 0.0
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
@@ -53,6 +60,11 @@ def _with_kinds(places: Sequence[Tuple[str, str]]) -> str:
     return ", ".join(f"{kind} {name!r}" for kind, name in places[:4]) + (
         f" and {len(places) - 4} more" if len(places) > 4 else ""
     )
+
+
+def _half(sizes: List[int]) -> int:
+    """The largest size that is at most half of the largest, or the smallest."""
+    return next((size for size in sizes if size <= sizes[0] // 2), sizes[-1])
 
 
 def check_step(step: Any, accepted: Collection[str]) -> Check:
@@ -87,6 +99,7 @@ class _Checker:
         whole = self._runs.run(sizes[0])
         self._check_batch_norm(sizes)
         self._note_dropout()
+        self._note_power_iterations()
         if self._check_finite(whole, sizes[0]):
             self._check_changes(whole)
             again = self._runs.run(sizes[0])
@@ -129,6 +142,8 @@ class _Checker:
         if len(sizes) == 1:
             self._note("batch_norm", f"{what}, and the size is always {sizes[0]}")
             return
+        if self._is_same_with_batch_norm(sizes):  # it normalizes groups of its own
+            return
         self._mistake(
             "batch_norm",
             f"{what}, so the result changes when memory makes it smaller",
@@ -137,6 +152,16 @@ class _Checker:
             'meant to do so, check(batch, accept="batch_norm")',
         )
 
+    def _is_same_with_batch_norm(self, sizes: List[int]) -> bool:
+        try:
+            large, small = (
+                self._runs.run(cut, is_fixed=True, has_batch_norm=True)
+                for cut in (sizes[0], _half(sizes))
+            )
+        except ValueError:  # of one sample
+            return False
+        return _difference(large, small) <= floors(self._runs.is_16_bit, self._step.device)[0]
+
     def _note_dropout(self) -> None:
         dropout = training_modules(self._root, DROPOUT)
         if dropout:
@@ -144,6 +169,15 @@ class _Checker:
                 "dropout",
                 f"{len(dropout)} dropout modules draw other numbers at another cut, as PyTorch "
                 "does without rebatch; they were off where cuts were compared",
+            )
+
+    def _note_power_iterations(self) -> None:
+        found = power_iterations(self._root)
+        if found:
+            self._note(
+                "spectral_norm",
+                f"{len(found)} modules improve their estimate of a norm once a micro-batch, so "
+                "more often at another cut; they did not where cuts were compared",
             )
 
     def _check_finite(self, outcome: Outcome, cut: int) -> bool:
@@ -261,8 +295,7 @@ class _Checker:
                 "without rebatch; where cuts were compared they were the same for every sample",
             )
         limit = self._measure(whole, largest, is_fixed)
-        half = next(size for size in sizes[1:] if size <= max(largest // 2, sizes[-1]))
-        for cut in sorted({half, sizes[-1]}, reverse=True):
+        for cut in sorted({_half(sizes), sizes[-1]}, reverse=True):
             smaller = self._run_smaller(cut, is_fixed)
             if smaller is None or not self._compare(whole, smaller, largest, cut, limit):
                 return

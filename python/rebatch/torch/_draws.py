@@ -4,11 +4,12 @@ another."""
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, List
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_MOST_SCALARS = 256
 _16_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -101,11 +102,26 @@ class FixedDraws(TorchDispatchMode):
     """PyTorch's random functions give the same numbers for every sample, and no dropout; unless
     is_fixed is False.
 
-    `is_16_bit` is whether some operation computed in 16 bits."""
+    `is_16_bit` is whether some operation computed in 16 bits; rounding() is that of the largest
+    scalar, such as a mean that is one of the terms of a loss."""
 
     def __init__(self, is_fixed: bool = True):
         super().__init__()
         self._is_fixed, self.is_16_bit = is_fixed, False
+        self._scalars: List[torch.Tensor] = []
+
+    def rounding(self) -> float:
+        """An upper bound for a sum of a few such scalars."""
+        finfo = torch.finfo
+        found = [float(t.detach().abs()) * finfo(t.dtype).eps for t in self._scalars]
+        return 4 * max((r for r in found if math.isfinite(r)), default=0.0)
+
+    def _note(self, out: Any) -> None:
+        if not isinstance(out, torch.Tensor):
+            return
+        self.is_16_bit |= out.dtype in _16_BIT
+        if out.dim() == 0 and out.is_floating_point() and len(self._scalars) < _MOST_SCALARS:
+            self._scalars.append(out)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple = (), keywords: Any = None
@@ -115,7 +131,7 @@ class FixedDraws(TorchDispatchMode):
             arguments, keywords = _without_dropout(function, arguments, keywords)
         if not self._is_fixed or torch.Tag.nondeterministic_seeded not in function.tags:
             out = function(*arguments, **keywords)
-            self.is_16_bit |= isinstance(out, torch.Tensor) and out.dtype in _16_BIT
+            self._note(out)
             return out
         return self._draw(function, arguments, keywords)
 

@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._findings import explain
-from rebatch.torch._modules_off import BATCH_NORM, DROPOUT, name_of, switched_off, training_modules
+from rebatch.torch._modules_off import (
+    BATCH_NORM,
+    DROPOUT,
+    name_of,
+    power_iterations,
+    switched_off,
+    training_modules,
+)
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._outputs import split_result
 from rebatch.torch._rounding import SEEDS, floors, in_reverse, tolerance
@@ -133,18 +140,18 @@ class _Comparison:
         places += [parameter_place(name, p) for name, p in changed]
         self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
         self._snapshot = Snapshot(places, self._generators)
-        self._dropout = training_modules(self._root, DROPOUT)
+        self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)
         self._has_gradients = False
 
     def run(self) -> str:
         """What is wrong; "": nothing."""
         try:
-            whole, parts, is_same = self._compare(self._dropout)
+            whole, parts, is_same = self._compare(self._off)
             if is_same:
                 return ""
             if self._batch_norm:
-                plain = self._compare(self._dropout + self._batch_norm)
+                plain = self._compare(self._off + self._batch_norm)
                 if plain[2]:
                     return self._say(whole, parts, *self._blame_batch_norm())
                 whole, parts = plain[:2]
@@ -184,12 +191,17 @@ class _Comparison:
         return whole, parts, self._is_rounding(whole, parts, off, mode)
 
     def _is_rounding(self, whole: float, parts: float, off: list, mode: FixedDraws) -> bool:
+        step = self._step
         if not math.isfinite(whole):
             return True  # it says nothing, and the Step's loss tells
         if not math.isfinite(parts):
             return False
-        difference = _relative(whole, parts)
-        floor = floors(mode.is_16_bit, self._step.device)[1]
+        floor = floors(mode.is_16_bit, step.device)[1]
+        if _relative(whole, parts) <= floor:
+            return True
+        share = 1 / float(step._weight) if step._normalizer else self._large / step._samples
+        difference = abs(whole - parts) - mode.rounding() * share
+        difference /= max(abs(whole), abs(parts))
         if difference <= floor:
             return True
         whole_again = [(0, self._large)]

@@ -22,6 +22,19 @@ def training_modules(root: torch.nn.Module, kinds: tuple) -> List[torch.nn.Modul
     ]
 
 
+def power_iterations(root: torch.nn.Module) -> List[torch.nn.Module]:
+    """Modules of spectral_norm, of both kinds that PyTorch has, that improve their estimate in each
+    forward pass."""
+    own = torch.nn.utils.parametrizations._SpectralNorm
+    hook = torch.nn.utils.spectral_norm.__globals__["SpectralNorm"]
+    return [
+        m
+        for m in root.modules()
+        if m.training
+        and (isinstance(m, own) or any(isinstance(h, hook) for h in m._forward_pre_hooks.values()))
+    ]
+
+
 def name_of(root: torch.nn.Module, module: torch.nn.Module) -> str:
     return next(name for name, m in root.named_modules() if m is module)
 

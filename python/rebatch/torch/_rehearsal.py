@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
-from rebatch.torch._modules_off import BATCH_NORM, DROPOUT, switched_off, training_modules
+from rebatch.torch._modules_off import (
+    BATCH_NORM,
+    DROPOUT,
+    power_iterations,
+    switched_off,
+    training_modules,
+)
 from rebatch.torch._rounding import in_reverse
 from rebatch.torch._snapshot import AllGenerators, Snapshot, all_places
 from rebatch.torch._state import cuda_devices_of
@@ -32,6 +38,7 @@ class Outcome:
     gradients: List[Optional[torch.Tensor]]
     part_norms: float  # sum of the norms of the micro-batches' gradients
     changes: Changes
+    rounding: float = 0.0  # of the largest scalar that led to a loss
     left_bytes: int = 0  # in use after the run, and not before it
     sizes: Tuple[int, ...] = ()
 
@@ -108,6 +115,7 @@ class Rehearsal:
         places = all_places(self._named, step._batch, step.loss_fn, step._owners)
         self._snapshot = Snapshot(places, self._generators)
         self._off = training_modules(self._root, BATCH_NORM + DROPOUT)
+        self._off += power_iterations(self._root)
         self.runs = self.ooms = 0
         self.is_16_bit = False
         self.draws = True  # unless the first run has drawn no random number
@@ -118,10 +126,16 @@ class Rehearsal:
     # ---- a run at a cut ----
 
     def run(
-        self, cut: int, is_fixed: bool = False, is_reversed: bool = False, seed: int = 0
+        self,
+        cut: int,
+        is_fixed: bool = False,
+        is_reversed: bool = False,
+        seed: int = 0,
+        has_batch_norm: bool = False,
     ) -> Outcome:
         """The batch in micro-batches of `cut` samples. Fixed: with the same random numbers for
-        every sample. Reversed: the samples in the opposite order. With a seed: other numbers."""
+        every sample. Reversed: the samples in the opposite order. With a seed: other numbers.
+        BatchNorm is in evaluation mode, unless has_batch_norm is set."""
         self.restore()
         self.runs += 1
         if seed:
@@ -131,9 +145,12 @@ class Rehearsal:
             self._step._batch = in_reverse(batch, self._step._samples)
         mode = FixedDraws(is_fixed)
         try:
-            with switched_off(self._off), mode:
+            off = [m for m in self._off if not (has_batch_norm and isinstance(m, BATCH_NORM))]
+            with switched_off(off), mode:
                 outcome = self._accumulate(cut)
             self.is_16_bit |= mode.is_16_bit
+            weight = float(self._step._weight) if self._step._normalizer else 1.0
+            outcome.rounding = mode.rounding() / abs(weight)
         finally:
             self._step._batch = batch
             for p in self.parameters:
@@ -163,7 +180,7 @@ class Rehearsal:
             del gradients, gradient
         loss = sum(loss for _, _, loss in losses)
         left = self._live_bytes() - live - kept if live else 0
-        return Outcome(loss, losses, sums, norms, {}, left)
+        return Outcome(loss, losses, sums, norms, {}, left_bytes=left)
 
     def _run_part(self, first: int, count: int) -> float:
         module = self._root[0] if len(self._root) == 1 else None
