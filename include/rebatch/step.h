@@ -58,7 +58,12 @@ enum rebatch_step_flags {
     REBATCH_DECLARES_MUTATION = 1,
     /** The weight of a sample does not depend on rebatch_microbatch.batch, for example 1/tokens of
      *  the whole effective batch. rebatch_check() then does not look at weights. */
-    REBATCH_OWN_WEIGHTS = 2
+    REBATCH_OWN_WEIGHTS = 2,
+    /** What forward_backward, or a map's `run`, has allocated from the pool and not freed is freed
+     *  when it returns REBATCH_OK: for code that allocates all its memory in its first call and
+     *  keeps it. That code sets its pointers to NULL, or whatever makes it allocate, when it
+     *  begins. Memory that is to stay is allocated elsewhere. Not with reclaim off. */
+    REBATCH_SCOPED_MEMORY = 4
 };
 
 /** The callbacks of a training step. Each receives as `user` the pointer passed to rebatch_step().
@@ -146,11 +151,12 @@ typedef struct rebatch_map_ops {
     rebatch_status (*resize)(size_t samples, void *user);
     size_t largest;  /**< most samples in one call; 0: all */
     const void *key; /**< the session learns a size for each key; NULL: for each `run` */
+    uint32_t flags;  /**< 0, or REBATCH_SCOPED_MEMORY */
 } rebatch_map_ops;
 /** Map operations without functions: set run. */
 #define REBATCH_MAP_OPS_INIT                                                                       \
     {                                                                                              \
-        sizeof(rebatch_map_ops), NULL, NULL, 0, NULL                                               \
+        sizeof(rebatch_map_ops), NULL, NULL, 0, NULL, 0                                            \
     }
 
 /** Where an OOM occurs: X(name, in words). */
@@ -486,6 +492,13 @@ REBATCH_API void rebatch_close(rebatch *rb);
  *  @param rb  the session
  *  @return borrowed; valid until rebatch_close() */
 REBATCH_API rebatch_pool *rebatch_get_pool(const rebatch *rb);
+
+/** The samples of the effective batch that runs, for code in a callback that needs the weight of a
+ *  sample and is not given the micro-batch. Thread-safe only in the threads of the callback.
+ *  @param rb         the session, or NULL
+ *  @param otherwise  what is returned outside of callbacks
+ *  @return rebatch_microbatch.batch */
+REBATCH_API size_t rebatch_get_batch(const rebatch *rb, size_t otherwise);
 
 /** The micro-batch size with which the next step of `batch` samples starts, if it has no cost.
  *  @param rb     the session

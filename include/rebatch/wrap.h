@@ -180,6 +180,15 @@ static inline void rebatch_wrap_mutating(void)
     rebatch_mutating(rebatch_get_current());
 }
 
+/** rebatch_get_batch() for the process's session: what a trainer that divides by the samples of its
+ *  batch divides by.
+ *  @param otherwise  what is returned outside of a step or map
+ *  @return samples of the effective batch */
+static inline size_t rebatch_wrap_batch(size_t otherwise)
+{
+    return rebatch_get_batch(rebatch_get_current(), otherwise);
+}
+
 /** @cond internal */
 /* ---- the redirected calls ---- */
 

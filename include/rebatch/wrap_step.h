@@ -357,7 +357,8 @@ static inline rebatch_status rebatch_wrap_call_run(const rebatch_microbatch *mb,
 
 template <class Run, class Resize>
 static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &resize, bool resizes,
-                                               size_t largest, rebatch_step_report *report)
+                                               size_t largest, rebatch_step_report *report,
+                                               uint32_t flags)
 {
     static_assert(std::is_void<decltype(run(count, count))>::value &&
                       std::is_void<decltype(resize(count))>::value,
@@ -371,6 +372,7 @@ static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &r
     ops.run = rebatch_wrap_call_run<Run, Resize>;
     ops.resize = resizes ? rebatch_wrap_frame<Resize>::call_resize : NULL;
     ops.largest = largest;
+    ops.flags = flags;
     if (std::is_function<Run>::value) /* a lambda is known by its type */
         ops.key = (const void *)&run;
     return frame->end(rebatch_map(rb, &ops, count, frame, report));
@@ -385,7 +387,8 @@ static inline cudaError_t rebatch_wrap_run_map(size_t count, Run &run, Resize &r
  *                    each sample
  *  @param update     called as update(): applies the update
  *  @param flags      REBATCH_DECLARES_MUTATION: train and update call rebatch_wrap_mutating() each
- *                    time. Without it, they count as changing state from their first line
+ *                    time. Without it, they count as changing state from their first line.
+ *                    REBATCH_SCOPED_MEMORY: what train has not freed is freed when it returns
  *  @param report     may be NULL
  *  @return cudaSuccess; cudaErrorMemoryAllocation for REBATCH_E_EXHAUSTED and REBATCH_E_TORN, which
  *          are events; otherwise the code of rebatch_step()'s status, whose message is on standard
@@ -428,13 +431,14 @@ static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Trai
  *                  a sum that is guarded
  *  @param largest  most samples in one call; 0: all
  *  @param report   may be NULL
+ *  @param flags    0, or REBATCH_SCOPED_MEMORY
  *  @return as rebatch_wrap_step() */
 template <class Run>
 static inline cudaError_t rebatch_wrap_map(size_t count, Run &&run, size_t largest = 0,
-                                           rebatch_step_report *report = NULL)
+                                           rebatch_step_report *report = NULL, uint32_t flags = 0)
 {
     const rebatch_wrap_no_resize nothing = {};
-    return rebatch_wrap_run_map(count, run, nothing, false, largest, report);
+    return rebatch_wrap_run_map(count, run, nothing, false, largest, report, flags);
 }
 
 /** The same in the buffers of the step.
@@ -443,12 +447,14 @@ static inline cudaError_t rebatch_wrap_map(size_t count, Run &&run, size_t large
  *  @param resize   the function that rebatch_wrap_step() has, or an object of the same type
  *  @param largest  as above
  *  @param report   may be NULL
+ *  @param flags    as above
  *  @return as above */
 template <class Run, class Resize, class = decltype(std::declval<Resize &>()((size_t)1))>
 static inline cudaError_t rebatch_wrap_map(size_t count, Run &&run, Resize &&resize,
-                                           size_t largest = 0, rebatch_step_report *report = NULL)
+                                           size_t largest = 0, rebatch_step_report *report = NULL,
+                                           uint32_t flags = 0)
 {
-    return rebatch_wrap_run_map(count, run, resize, true, largest, report);
+    return rebatch_wrap_run_map(count, run, resize, true, largest, report, flags);
 }
 
 #endif

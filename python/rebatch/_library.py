@@ -100,6 +100,7 @@ class StepFlag(IntEnum):
 
     DECLARES_MUTATION = 1
     OWN_WEIGHTS = 2
+    SCOPED_MEMORY = 4
 
 
 class Phase(IntEnum):
@@ -480,6 +481,7 @@ class MapOps(Struct):
         ("resize", Resize),
         ("largest", c_size_t),
         ("key", c_void_p),
+        ("flags", c_uint32),
     ]
 
 

@@ -86,6 +86,8 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope)
  * ignored. */
 rebatch_status rbi_scope_commit_resident(rebatch_pool *pool, rebatch_scope scope);
 void rbi_pool_free_resident(rebatch_pool *pool);
+/* Frees what was allocated in the innermost scope and is in use; a free of it comes late then. */
+void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope);
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool);
 /* As rebatch_pool_available(), with what is resident. */
 rebatch_status rbi_pool_available_resident(size_t *out, rebatch_pool *pool);

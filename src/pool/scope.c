@@ -334,6 +334,33 @@ rebatch_status rbi_pool_available_resident(size_t *out, rebatch_pool *pool)
     return status;
 }
 
+/* Those that were allocated in the innermost scope, and are in use. */
+static void drop_blocks(rebatch_pool *pool, const struct rbi_scope *scope, bool is_told)
+{
+    const struct rbi_block *const ring = &pool->by_sequence;
+    for (struct rbi_block *b = ring->previous, *previous; b != ring; b = previous) {
+        if (b->sequence < scope->first_sequence)
+            break;
+        previous = b->previous;
+        if (b->outside && scope->owner_thread != 0)
+            continue;
+        if (is_told)
+            rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
+        rbi_pool_drop_block(pool, b, true);
+    }
+}
+
+void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope)
+{
+    rbi_pool_take_lock(pool);
+    const struct rbi_scope *const open = find_open(pool, scope);
+    if (open && open == innermost(pool)) {
+        pool->heap.late.rollback++; /* as whose late frees are known */
+        drop_blocks(pool, open, true);
+    }
+    rbi_pool_give_lock(pool);
+}
+
 static void rollback_innermost(rebatch_pool *pool)
 {
     struct rbi_scope *scope = innermost(pool);
@@ -343,14 +370,7 @@ static void rollback_innermost(rebatch_pool *pool)
         block->state = RBI_BLOCK_LIVE;
     }
     const uint64_t before = pool->stats.rolled_back_blocks;
-    const struct rbi_block *const ring = &pool->by_sequence;
-    for (struct rbi_block *b = ring->previous, *previous; b != ring; b = previous) {
-        if (b->sequence < scope->first_sequence)
-            break;
-        previous = b->previous;
-        if (!b->outside || scope->owner_thread == 0)
-            rbi_pool_drop_block(pool, b, true);
-    }
+    drop_blocks(pool, scope, false);
     RBI_RECORD(pool, ROLLBACK, NULL, pool->stats.rolled_back_blocks - before, NULL, 0);
     close_innermost(pool);
     pool->stats.rollbacks++;

@@ -257,6 +257,12 @@ static void learn_update(rebatch *rb)
 static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
                              const rebatch_microbatch *mb)
 {
+    if (mb && (rb->ops->flags & REBATCH_SCOPED_MEMORY)) {
+        const rebatch_status status = rb->any_stream ? rbi_callback_wait(rb) : REBATCH_OK;
+        if (status)
+            return status;
+        rbi_scope_free_blocks(rb->pool, scope);
+    }
     if (rbi_scope_commit_phase(&rb->use, rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
     if (mb)

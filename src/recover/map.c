@@ -58,8 +58,15 @@ static rebatch_status read_ops(rebatch_map_ops *out, const rebatch *rb,
         out, sizeof *out, RBI_SIZE_TO(rebatch_map_ops, largest), given, "rebatch_map_ops");
     if (read)
         return read;
-    return out->run ? REBATCH_OK
-                    : rbi_error(REBATCH_E_INVALID, "ops.run is NULL: expected a function");
+    if (!out->run)
+        return rbi_error(REBATCH_E_INVALID, "ops.run is NULL: expected a function");
+    if (out->flags & ~(uint32_t)REBATCH_SCOPED_MEMORY)
+        return rbi_error(REBATCH_E_INVALID,
+                         "ops.flags is 0x%x: expected 0 or REBATCH_SCOPED_MEMORY", out->flags);
+    if (out->flags && !rbi_is_on(rb->options.reclaim))
+        return rbi_error(REBATCH_E_INVALID, "ops.flags has REBATCH_SCOPED_MEMORY and reclaim is "
+                                            "off: expected one without the other");
+    return REBATCH_OK;
 }
 
 static rebatch_status run(rebatch *rb)
@@ -95,7 +102,7 @@ rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops, size_t count
     }
     const rebatch_step_ops table = {.struct_size = sizeof table,
                                     .forward_backward = own.run,
-                                    .flags = REBATCH_DECLARES_MUTATION,
+                                    .flags = REBATCH_DECLARES_MUTATION | own.flags,
                                     .resize = own.resize};
     swap_sizes(rb, map);
     rb->most = own.largest ? own.largest : SIZE_MAX;

@@ -296,6 +296,11 @@ rebatch_status rebatch_leave(rebatch *rb)
     return status;
 }
 
+size_t rebatch_get_batch(const rebatch *rb, size_t otherwise)
+{
+    return rb && rb->running ? rb->batch : otherwise;
+}
+
 size_t rebatch_get_micro(const rebatch *rb, size_t batch)
 {
     return rb ? rbi_micro_size(rb, batch) : 0;

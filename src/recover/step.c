@@ -286,7 +286,7 @@ static rebatch_status read_ops(rebatch_step_ops *out, const rebatch_step_ops *gi
                                                    : NULL;
     if (missing)
         return rbi_error(REBATCH_E_INVALID, "ops.%s is NULL: expected a callback", missing);
-    const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS;
+    const uint32_t known = REBATCH_DECLARES_MUTATION | REBATCH_OWN_WEIGHTS | REBATCH_SCOPED_MEMORY;
     if (out->flags & ~known)
         return rbi_error(REBATCH_E_INVALID, "ops.flags is 0x%x: expected bits of 0x%x", out->flags,
                          known);
@@ -311,6 +311,9 @@ rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
     if (!status && out->resize && !rbi_is_on(rb->options.reclaim))
         return rbi_error(REBATCH_E_INVALID, "ops.resize is set and reclaim is off: expected one "
                                             "without the other");
+    if (!status && (out->flags & REBATCH_SCOPED_MEMORY) && !rbi_is_on(rb->options.reclaim))
+        return rbi_error(REBATCH_E_INVALID, "ops.flags has REBATCH_SCOPED_MEMORY and reclaim is "
+                                            "off: expected one without the other");
     return status;
 }
 

@@ -33,6 +33,13 @@ struct cudaPointerAttributes {
     void *hostPointer;
 };
 
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost = 0,
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost = 2,
+    cudaMemcpyDeviceToDevice = 3
+};
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -47,7 +54,21 @@ cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream);
 cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t pool,
                                     cudaStream_t stream);
 
+/* What trainers call besides. */
+const char *cudaGetErrorString(cudaError_t code);
+cudaError_t cudaMallocHost(void **out, size_t bytes);
+cudaError_t cudaMemset(void *to, int value, size_t bytes);
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind);
+
 #ifdef __cplusplus
+}
+template <class T> static inline cudaError_t cudaMalloc(T **out, size_t bytes)
+{
+    return cudaMalloc((void **)(void *)out, bytes);
+}
+template <class T> static inline cudaError_t cudaMallocHost(T **out, size_t bytes)
+{
+    return cudaMallocHost((void **)(void *)out, bytes);
 }
 #endif
 #endif

@@ -1,7 +1,7 @@
-/* A stand-in for CUDA's driver, with calls.c: a GPU that has addresses and no memory. Every call
- * that allocates or frees is written into the file that DRIVER_LOG names; with DRIVER_LOG_WAITS,
- * waits are there too. DRIVER_BYTES is how much memory there is, 64 MiB unless it is set. Must not
- * know the tests. */
+/* A stand-in for CUDA's driver, with calls.c: a GPU that has addresses and no memory; with
+ * DRIVER_MEMORY, memory that the process can use is behind them. Every call that allocates or frees
+ * is written into the file that DRIVER_LOG names; with DRIVER_LOG_WAITS, waits are there too.
+ * DRIVER_BYTES is how much memory there is, 64 MiB unless it is set. Must not know the tests. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 typedef unsigned long long pointer;
@@ -58,6 +59,16 @@ static int note(const char *symbol, unsigned long long what, int code)
 
 /* ---- memory ---- */
 
+/* What is behind the addresses: zeros at first, and later what was left there. */
+static bool has_memory(void)
+{
+    static void *memory;
+    if (!memory && getenv("DRIVER_MEMORY"))
+        memory = mmap((void *)(uintptr_t)FIRST_ADDRESS, capacity(), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE | MAP_NORESERVE, -1, 0);
+    return memory != MAP_FAILED;
+}
+
 /* The lowest address with room. */
 static int take(const char *symbol, pointer *out, size_t bytes)
 {
@@ -67,6 +78,8 @@ static int take(const char *symbol, pointer *out, size_t bytes)
     if (!out || bytes == 0)
         return note(symbol, bytes, INVALID_VALUE);
     (void)pthread_mutex_lock(&lock);
+    if (!has_memory())
+        abort();
     while (i < block_count && blocks[i].address - at < whole) {
         at = blocks[i].address + blocks[i].bytes;
         i++;
@@ -179,6 +192,18 @@ CALL(cuMemGetInfo_v3, (size_t * free_bytes, size_t *total_bytes, int device), {
 CALL(cuDeviceTotalMem_v2, (size_t * bytes, int device), {
     (void)device;
     *bytes = capacity();
+    return OK;
+})
+
+/* On one stream, in order and at once. */
+CALL(cuMemcpyAsync, (pointer to, pointer from, size_t bytes, void *stream), {
+    (void)stream;
+    memcpy((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);
+    return OK;
+})
+CALL(cuMemsetD8Async, (pointer to, unsigned char value, size_t bytes, void *stream), {
+    (void)stream;
+    memset((void *)(uintptr_t)to, value, bytes);
     return OK;
 })
 
