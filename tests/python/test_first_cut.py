@@ -249,3 +249,50 @@ def test_multiples_hold_in_a_comparison():
     step = rebatch.Step(model, sgd(model), loss_fn, **options)
     assert warned(lambda: step(batch)) == []
     assert set(seen) == {8}  # what a comparison has appended is taken back
+
+
+def test_with_other_ranks_nothing_is_compared(monkeypatch):
+    """DistributedDataParallel broadcasts buffers in forward passes: one rank alone would hang."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
+    model, batch, _ = make("mlp")
+    counts = itertools.count()
+
+    def loss_fn(model, samples):
+        next(counts)
+        return summed(model, samples)
+
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
+    assert warned(lambda: step(batch)) == [] and next(counts) == 4
+
+
+def test_a_comparison_costs_less_than_a_micro_batch():
+    """Each of its samples runs forward twice, and none backward; later comparisons are rare."""
+    model, batch, its_loss = make("mlp")
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            counted[torch.is_grad_enabled()].append(len(x))
+            return self.inner(x)
+
+    class Counted:
+        """No variable that a comparison puts back."""
+
+        __slots__ = ("lengths",)
+
+        def __init__(self):
+            self.lengths = []
+
+        def append(self, n):
+            self.lengths.append(n)
+
+    counted = {True: Counted(), False: Counted()}
+    counting = Counting()
+    step = rebatch.Step(counting, sgd(counting), its_loss, micro_start=4, growth=False)
+    assert warned(lambda: [step(batch) for _ in range(8)]) == []
+    assert counted[True].lengths == [4] * 32
+    assert counted[False].lengths == [4, 2, 2] * 4  # after batches 1, 2, 4 and 8
