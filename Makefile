@@ -358,6 +358,11 @@ test: ## every test (SAN=address,undefined for sanitizers, CHECK=1 for the pool'
 	@$(TEST_VARIABLES) REBATCH_TEST_STRIDE=$(STRIDE) scripts/show-tests $(BUILD)/tests.log \
 	    $(if $(SAN),scripts/run-checked sanitizers) $(TESTS) $(TEST_FLAGS)
 
+# What the tests run, and with which variables, for scripts/mutants.
+test-programs: $(TESTS) $(TESTED_PROGRAMS)
+test-variables:
+	@echo $(TEST_VARIABLES)
+
 # Without ASan, whose heap aligns more than is asked for, and by clang, which knows of casts.
 test-undefined: ## every test under clang's UBSan
 	@scripts/install-deps clang
@@ -560,7 +565,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
+.PHONY: all demo test test-programs test-variables test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
     test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE
