@@ -249,6 +249,7 @@ typedef struct rebatch_event {
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */
     bool is_unexplained; /**< of an OOM event: a callback returned REBATCH_OOM, but no allocation
                                    is known to have failed */
+    bool is_injected;    /**< of an OOM event: the request failed on purpose (`rebatch run`) */
 } rebatch_event;
 
 /** What to do about an OOM that would occur again at the same micro-batch size. */

@@ -510,6 +510,7 @@ class Event(Struct):
         ("cost_before", c_uint64),
         ("cost_after", c_uint64),
         ("is_unexplained", c_bool),
+        ("is_injected", c_bool),
     ]
 
 

@@ -124,7 +124,8 @@ static bool is_refused(const rebatch_event *event)
 static void add_strike(struct rbi_text *t, const rebatch_event *event)
 {
     if (!is_refused(event))
-        rbi_text_add(t, " in %s", rebatch_phase_text(event->phase));
+        rbi_text_add(t, " in %s%s", rebatch_phase_text(event->phase),
+                     event->is_injected ? " (injected)" : "");
     if (event->count) {
         rbi_text_add(t, ": ");
         rbi_text_add_samples(t, event->first, event->count);

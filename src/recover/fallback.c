@@ -258,7 +258,8 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
                            .asked_bytes = rb->failure.asked_bytes,
                            .needed_bytes = rb->failure.need_bytes,
                            .available_bytes = rb->failure.available_bytes,
-                           .is_unexplained = rb->failure.is_unexplained};
+                           .is_unexplained = rb->failure.is_unexplained,
+                           .is_injected = rb->failure.is_injected};
     count(rb, strike);
     rbi_growth_set_back(rb, rb->failure.available_bytes);
     const rebatch_status status = choose_stage(rb, mb, &event.kind);
