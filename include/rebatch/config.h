@@ -83,7 +83,8 @@ REBATCH_API rebatch_status rebatch_config_parse_size(size_t *bytes, uint32_t *pe
                                                      const char *text);
 
 /** Check the environment variables that apply to one run of a program and that rebatch_open()
- *  reads: REBATCH_PROBE_ONLY, REBATCH_MEMORY_LIMIT, REBATCH_RUN_OOM and others (docs/run.md).
+ *  reads: REBATCH_PROBE_ONLY, REBATCH_MEMORY_LIMIT, REBATCH_RUN_OOM and others (docs/run.md); and
+ *  whether there is one whose name is nearly a setting's, REBATCH_MEM_LIMIT for example.
  *  @return REBATCH_OK; REBATCH_E_PARSE: rebatch_last_error() names the variable */
 REBATCH_API rebatch_status rebatch_config_check_run(void);
 

@@ -15,6 +15,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "rebatch/rebatch.h"
+
 extern char **environ;
 
 #define MESSAGE_BYTES (128 * 1024)
@@ -33,29 +35,32 @@ struct child {
 
 /* A terminal's signals reach the program by themselves; others are handed on. */
 static volatile sig_atomic_t child_pid;
+static volatile sig_atomic_t early_signal; /* came before there was a program */
 
-static void hand_on(int number)
+static void hand_on(int number, siginfo_t *info, void *context)
 {
+    (void)context;
+    if (info->si_code == SI_KERNEL && (number == SIGINT || number == SIGQUIT))
+        return;
     if (child_pid > 0)
         (void)kill((pid_t)child_pid, number);
+    else
+        early_signal = number;
 }
 
 /* What is ignored already, by nohup for example, stays so, in the program too. Those that the
  * program has at their default again are put into `defaults`. */
 static void catch_signals(sigset_t *defaults)
 {
-    static const struct {
-        int number;
-        void (*handler)(int);
-    } caught[] = {{SIGINT, SIG_IGN}, {SIGQUIT, SIG_IGN}, {SIGTERM, hand_on}, {SIGHUP, hand_on}};
+    static const int caught[] = {SIGINT, SIGQUIT, SIGTERM, SIGHUP};
     (void)sigemptyset(defaults);
     (void)signal(SIGCHLD, SIG_DFL); /* or there would be no status to wait for */
     for (size_t i = 0; i < sizeof caught / sizeof *caught; i++) {
-        struct sigaction ours = {.sa_handler = caught[i].handler}, before;
-        if (sigaction(caught[i].number, NULL, &before) || before.sa_handler == SIG_IGN)
+        struct sigaction ours = {.sa_sigaction = hand_on, .sa_flags = SA_SIGINFO}, before;
+        if (sigaction(caught[i], NULL, &before) || before.sa_handler == SIG_IGN)
             continue;
-        (void)sigaction(caught[i].number, &ours, NULL);
-        (void)sigaddset(defaults, caught[i].number);
+        (void)sigaction(caught[i], &ours, NULL);
+        (void)sigaddset(defaults, caught[i]);
     }
 }
 
@@ -170,6 +175,8 @@ bool rbi_child_run(struct rbi_child_end *end, char **arguments, bool quiet,
     (void)close(sockets[1]);
     if (end->exec_error == 0) {
         child_pid = child.pid;
+        if (early_signal)
+            (void)kill(child.pid, early_signal);
         watch(&child);
     }
     (void)close(sockets[0]);
@@ -237,5 +244,50 @@ bool rbi_child_set(const char *variable, const char *value)
     if (setenv(variable, value, 1) == 0)
         return true;
     fprintf(stderr, "rebatch: %s cannot be set: %s\n", variable, strerror(errno));
+    return false;
+}
+
+/* Which option set which variable. */
+#define OPTIONS_MOST 8
+static struct {
+    const char *option, *variable;
+} given[OPTIONS_MOST];
+static size_t given_count;
+
+bool rbi_child_set_option(const char *option, const char *variable, const char *value)
+{
+    size_t at = 0;
+    while (at < given_count && strcmp(given[at].variable, variable) != 0)
+        at++;
+    if (at < OPTIONS_MOST) {
+        given[at].option = option;
+        given[at].variable = variable;
+        given_count += at == given_count;
+    }
+    return rbi_child_set(variable, value);
+}
+
+/* The option that set the variable whose name `text` begins with; NULL: none did. */
+static const char *option_at(const char *text, size_t length)
+{
+    for (size_t i = 0; i < given_count; i++)
+        if (strlen(given[i].variable) == length && memcmp(given[i].variable, text, length) == 0)
+            return given[i].option;
+    return NULL;
+}
+
+bool rbi_child_check(void)
+{
+    if (rebatch_config_check_run() == REBATCH_OK)
+        return true;
+    fputs("rebatch: ", stderr);
+    for (const char *at = rebatch_last_error(); *at;) {
+        const size_t name = strspn(at, "ABCDEFGHIJKLMNOPQRSTUVWXYZ_");
+        const char *const option = name ? option_at(at, name) : NULL;
+        const size_t length = name ? name : 1;
+        fprintf(stderr, "%.*s", option ? (int)strlen(option) : (int)length, option ? option : at);
+        at += length;
+    }
+    fputs("\n", stderr);
     return false;
 }

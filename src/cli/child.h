@@ -56,5 +56,10 @@ void rbi_child_print_answer(struct rbi_child_answer *answer, const char *text);
 char **rbi_child_find(const char *command, int at, int count, char **arguments);
 /* Sets a variable for the program. */
 bool rbi_child_set(const char *variable, const char *value);
+/* The same, for an option: "--limit". It is borrowed. */
+bool rbi_child_set_option(const char *option, const char *variable, const char *value);
+/* Looks at all variables of a run; false, with a sentence on stderr, when one is wrong. It names
+ * the option that set it, where one did. */
+bool rbi_child_check(void);
 
 #endif

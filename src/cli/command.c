@@ -61,7 +61,11 @@ int rbi_command_refuse(const char *usage)
 void rbi_command_refuse_option(const char *command, int found, const char *given)
 {
     const char letter[] = {'-', (char)optopt, '\0'};
-    if (found == ':')
+    const bool exists = found == '?' && optopt > 0 && optopt <= ' ';
+    if (exists)
+        fprintf(stderr, "rebatch: %.60s has a value: expected none; see 'rebatch help %s'\n", given,
+                command);
+    else if (found == ':')
         fprintf(stderr, "rebatch: %.60s has no value; see 'rebatch help %s'\n", given, command);
     else
         fprintf(stderr, "rebatch: there is no option '%.60s'; see 'rebatch help %s'\n",

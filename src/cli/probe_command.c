@@ -74,13 +74,9 @@ static bool read_request(struct request *request, int count, char **arguments, i
 /* The variables by which the library knows. */
 static bool ask(const struct request *request)
 {
-    if ((request->limit && !rbi_child_set("REBATCH_MEMORY_LIMIT", request->limit)) ||
-        !rbi_child_set("REBATCH_PROBE_ONLY", request->json ? "json" : "1"))
+    if (request->limit && !rbi_child_set_option("--limit", "REBATCH_MEMORY_LIMIT", request->limit))
         return false;
-    if (rebatch_config_check_run() == REBATCH_OK)
-        return true;
-    fprintf(stderr, "rebatch: %s\n", rebatch_last_error());
-    return false;
+    return rbi_child_set("REBATCH_PROBE_ONLY", request->json ? "json" : "1") && rbi_child_check();
 }
 
 /* ---- progress ---- */

@@ -62,8 +62,12 @@ int rbi_run_help(int count, char **arguments)
 
 /* ---- options ---- */
 
-static const char *const variables[] = {"REBATCH_MEMORY_LIMIT", "REBATCH_RUN_OOM",
-                                        "REBATCH_RUN_OOM_CHANCE", "REBATCH_RUN_SEED"};
+static const struct {
+    const char *option, *variable;
+} simple[] = {{"--limit", "REBATCH_MEMORY_LIMIT"},
+              {"--oom", "REBATCH_RUN_OOM"},
+              {"--oom-chance", "REBATCH_RUN_OOM_CHANCE"},
+              {"--seed", "REBATCH_RUN_SEED"}};
 enum { SHRINK = 4, RECORD, CHECK, HELP };
 
 /* Adds a share to those that were given before. */
@@ -74,7 +78,7 @@ static bool add_shrink(const char *share)
     const int length =
         snprintf(text, sizeof text, "%s%s%s", before ? before : "", before ? "," : "", share);
     if (length >= 0 && (size_t)length < sizeof text)
-        return rbi_child_set("REBATCH_RUN_SHRINK", text);
+        return rbi_child_set_option("--shrink", "REBATCH_RUN_SHRINK", text);
     fprintf(stderr, "rebatch: --shrink is given too often: expected at most 32 shares\n");
     return false;
 }
@@ -109,7 +113,7 @@ static bool set_option(int option, const char *value)
     case CHECK:
         return rbi_child_set("REBATCH_CHECK", "1");
     default:
-        return rbi_child_set(variables[option], value);
+        return rbi_child_set_option(simple[option].option, simple[option].variable, value);
     }
 }
 
@@ -139,11 +143,7 @@ static bool read_request(char ***program, int count, char **arguments, int *code
             return false;
     }
     *program = rbi_child_find("run", optind - 1, count, arguments);
-    if (*program && rebatch_config_check_run() != REBATCH_OK) {
-        fprintf(stderr, "rebatch: %s\n", rebatch_last_error());
-        return false;
-    }
-    return *program != NULL;
+    return *program && rbi_child_check();
 }
 
 /* ---- what came of it ---- */
@@ -216,6 +216,18 @@ static void explain_end(const char *program, int status, const struct summaries 
                 check && check[0] == '1' ? "step, which was being checked" : "step");
 }
 
+/* A trace is made with the first allocation. */
+static void explain_record(void)
+{
+    const char *const path = getenv("REBATCH_RUN_RECORD");
+    struct stat there;
+    if (path && stat(path, &there) != 0)
+        fprintf(stderr,
+                "rebatch: --record wrote no trace to %.1000s: the program called none of "
+                "CUDA's functions for memory; those of rebatch are not recorded\n",
+                path);
+}
+
 /* Ends as the program did; its core file is enough. */
 static int end_as(int status)
 {
@@ -252,6 +264,7 @@ int rbi_run_main(int count, char **arguments)
         return summaries.answer.code;
     print(&summaries);
     explain_end(program[0], end.status, &summaries);
+    explain_record();
     if (!end.has_stepped) {
         explain_silence(program[0], end.status, has_library);
         if (end.status == 0)

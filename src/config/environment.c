@@ -44,7 +44,8 @@ static const struct rbi_group *group_of(const char *name, size_t length)
 }
 
 /* A variable that no setting has, though it looks like one, would otherwise do nothing and say
- * nothing. One that is neither in a group nor one slip away from a setting's is someone else's. */
+ * nothing. One that is neither in a group nor one slip away from a setting's nor a shorter form of
+ * one, such as REBATCH_MEM_LIMIT, is someone else's. */
 static rebatch_status check_name(const char *name, size_t length)
 {
     if (is_known_variable(name, length))
@@ -54,14 +55,18 @@ static rebatch_status check_name(const char *name, size_t length)
         rbi_nearest_offer(&nearest, rbi_setting_variable(&rbi_settings[i]).name, &rbi_settings[i]);
     rbi_nearest_offer(&nearest, file_variable, file_variable);
     const struct rbi_group *group = group_of(name, length);
-    if (!group && nearest.distance > 1)
+    struct rbi_variable near = {""};
+    if (nearest.found == file_variable)
+        memcpy(near.name, file_variable, sizeof file_variable);
+    else if (nearest.found)
+        near = rbi_setting_variable(nearest.found);
+    const bool is_shortened = near.name[0] && strlen(near.name) == length + nearest.distance;
+    if (!group && nearest.distance > 1 && !is_shortened)
         return REBATCH_OK;
     const struct rbi_shown shown = rbi_shown_text(name, length);
-    if (nearest.found)
+    if (near.name[0])
         return rbi_error(REBATCH_E_PARSE, "%s is not a setting's variable; did you mean %s?",
-                         shown.text,
-                         nearest.found == file_variable ? file_variable
-                                                        : rbi_setting_variable(nearest.found).name);
+                         shown.text, near.name);
     char list[128];
     struct rbi_text t = {list, sizeof list, 0};
     rbi_setting_list(&t, group->name);
@@ -69,7 +74,7 @@ static rebatch_status check_name(const char *name, size_t length)
                      shown.text, list, group->name);
 }
 
-static rebatch_status check_names(void)
+rebatch_status rbi_config_check_names(void)
 {
     const size_t prefix = sizeof RBI_VARIABLE_PREFIX - 1;
     for (char *const *at = environ; at && *at; at++) {
@@ -97,5 +102,5 @@ rebatch_status rbi_config_read_environment(struct rebatch_config *config)
         if (status)
             return status;
     }
-    return check_names();
+    return rbi_config_check_names();
 }

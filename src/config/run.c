@@ -196,7 +196,8 @@ rebatch_status rbi_run_settings_read(struct rbi_run_settings *run)
 rebatch_status rebatch_config_check_run(void)
 {
     struct rbi_run_settings run;
-    return rbi_run_settings_read(&run);
+    const rebatch_status status = rbi_run_settings_read(&run);
+    return status ? status : rbi_config_check_names();
 }
 
 rebatch_status rebatch_config_run_limit(size_t *bytes, uint32_t *permille)

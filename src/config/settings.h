@@ -388,6 +388,8 @@ rebatch_status rbi_config_load(rebatch_config **out, const char *path, const cha
 rebatch_status rbi_config_read_program(struct rebatch_config *config, const char *text);
 rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *path);
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
+/* REBATCH_E_PARSE with its text for a variable that is nearly a setting's. */
+rebatch_status rbi_config_check_names(void);
 /* The level of a value of log.level. */
 rebatch_log_level rbi_config_log_level(const struct rbi_entry *entry);
 /* Overrides `options` with what a file or a variable has set, and leaves the rest. */

@@ -404,10 +404,10 @@ Test(cli_probe, wrong_usage)
                    "rebatch: there is no program after \"--\"; see 'rebatch help probe'\n");
     expect_refused("--limit", 2, "rebatch: --limit has no value; see 'rebatch help probe'\n");
     expect_refused("--json=1 -- true", 2,
-                   "rebatch: there is no option '--json=1'; see 'rebatch help probe'\n");
+                   "rebatch: --json=1 has a value: expected none; see 'rebatch help probe'\n");
     expect_refused(
         "--limit much -- true", 2,
-        "rebatch: REBATCH_MEMORY_LIMIT: memory.limit is \"much\", not a size: expected bytes such "
+        "rebatch: --limit: memory.limit is \"much\", not a size: expected bytes such "
         "as 1048576 or \"22GiB\", a share such as \"90%\" of the device's memory, or \"none\"\n");
 }
 

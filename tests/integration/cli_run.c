@@ -1,10 +1,13 @@
 /* Owns the tests of `rebatch run`: the cap, failures on purpose, what is passed on, and bad input.
  * Must not know the library's inside: the examples are the user's programs here. */
 #include <criterion/criterion.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "cli_common.h"
 #include "unit/config_files.h"
@@ -195,37 +198,140 @@ Test(cli_run, wrong_usage)
                    "'rebatch help run'\n");
     expect_refused("--", 2, "rebatch: there is no program after \"--\"; see 'rebatch help run'\n");
     expect_refused("--oom 0 -- true", 2,
-                   "rebatch: REBATCH_RUN_OOM is \"0\": expected a whole number, 1 or more\n");
+                   "rebatch: --oom is \"0\": expected a whole number, 1 or more\n");
     static const char *const chances[] = {"0", "1.5", "101%", "-1", "x", "%", ".", "1e-2", ""};
     for (size_t i = 0; i < sizeof chances / sizeof *chances; i++) {
         char arguments[64], words[160];
         (void)snprintf(arguments, sizeof arguments, "--oom-chance '%s' -- true", chances[i]);
         (void)snprintf(words, sizeof words,
-                       "rebatch: REBATCH_RUN_OOM_CHANCE is \"%s\": expected a chance above 0 and "
-                       "at most 1, 0.05 or 5%%\n",
+                       "rebatch: --oom-chance is \"%s\": expected a chance above 0 and at most 1, "
+                       "0.05 or 5%%\n",
                        chances[i]);
         expect_refused(arguments, 2, words);
     }
     expect_refused("--oom 1 --oom-chance 1% -- true", 2,
-                   "rebatch: REBATCH_RUN_OOM and REBATCH_RUN_OOM_CHANCE are both set: expected one "
-                   "of them\n");
+                   "rebatch: --oom and --oom-chance are both set: expected one of them\n");
+    cli_expect_refused("unset REBATCH_RUN_SHRINK; export REBATCH_RUN_OOM=1;", "run",
+                       "--oom-chance 1% -- true", 2,
+                       "rebatch: REBATCH_RUN_OOM and --oom-chance are both set: expected one of "
+                       "them\n");
     expect_refused("--seed -1 -- true", 2,
-                   "rebatch: REBATCH_RUN_SEED is \"-1\": expected a whole number, 0 or more\n");
+                   "rebatch: --seed is \"-1\": expected a whole number, 0 or more\n");
     static const char *const shares[] = {
         "50%",       "50%@20",      "50@step:2",   "0%@step:1", "101%@step:1",
         "50%@step:", "50%@step:-1", "1MiB@step:3", ""};
     for (size_t i = 0; i < sizeof shares / sizeof *shares; i++) {
         char arguments[64], words[160];
         (void)snprintf(arguments, sizeof arguments, "--shrink '%s' -- true", shares[i]);
-        (void)snprintf(words, sizeof words,
-                       "rebatch: REBATCH_RUN_SHRINK is \"%s\": expected a share of the memory and "
-                       "a step, for example 50%%@step:20\n",
-                       shares[i]);
+        (void)snprintf(
+            words, sizeof words,
+            "rebatch: --shrink is \"%s\": expected a share of the memory and a step, for "
+            "example 50%%@step:20\n",
+            shares[i]);
         expect_refused(arguments, 2, words);
     }
-    expect_refused("--shrink 50%@step:3 --shrink 60%@step:3 -- true", 2,
-                   "rebatch: REBATCH_RUN_SHRINK is \"50%@step:3,60%@step:3\": expected steps in "
-                   "ascending order\n");
+    expect_refused(
+        "--shrink 50%@step:3 --shrink 60%@step:3 -- true", 2,
+        "rebatch: --shrink is \"50%@step:3,60%@step:3\": expected steps in ascending order\n");
+}
+
+Test(cli_run, a_wrong_limit_names_the_option_and_a_value_too_many_is_said)
+{
+    static const char *const verbs[] = {"run", "probe"};
+    for (size_t i = 0; i < sizeof verbs / sizeof *verbs; i++) {
+        struct run r = cli_run("", verbs[i], "--limit 12GB3 -- true");
+        cr_expect_eq(r.code, 2);
+        cr_expect(strncmp(r.error, "rebatch: --limit: memory.limit is \"12GB3\", ", 43) == 0, "%s",
+                  r.error);
+        done(&r);
+        r = cli_run("export REBATCH_MEMORY_LIMIT=12GB3;", verbs[i], "-- true");
+        cr_expect_eq(r.code, 2);
+        cr_expect(
+            strncmp(r.error, "rebatch: REBATCH_MEMORY_LIMIT: memory.limit is \"12GB3\"", 54) == 0,
+            "%s", r.error);
+        done(&r);
+    }
+    expect_refused("--check=1 -- true", 2,
+                   "rebatch: --check=1 has a value: expected none; see 'rebatch help run'\n");
+}
+
+/* A variable that nothing reads would leave the run without its limit. */
+Test(cli_run, a_variable_that_is_nearly_one_is_named)
+{
+    for (int is_probe = 0; is_probe < 2; is_probe++)
+        cli_expect_refused("export REBATCH_MEM_LIMIT=1GiB;", is_probe ? "probe" : "run", "-- true",
+                           2,
+                           "rebatch: REBATCH_MEM_LIMIT is not a setting's variable; did you mean "
+                           "REBATCH_MEMORY_LIMIT?\n");
+    struct run r = cli_run("", "run", "--oom 3 -- true");
+    cr_expect(!strstr(r.error, "variable"), "those of other programs are theirs: %s", r.error);
+    done(&r);
+}
+
+Test(cli_run, what_is_injected_says_so_in_its_line)
+{
+    struct run r = run("--oom 3", cli_minimal, "");
+    cr_assert_eq(r.code, 0, "%s", r.error);
+    cr_expect(strstr(r.error, " (injected)"), "%s", r.error);
+    done(&r);
+    r = run("--limit 4MiB", cli_minimal, "");
+    cr_expect(strstr(r.error, "out of memory") && !strstr(r.error, "injected)"), "%s", r.error);
+    done(&r);
+}
+
+Test(cli_run, a_record_without_a_trace_says_why)
+{
+    if (!getenv("REBATCH_PRELOAD"))
+        cr_skip_test("nothing can be preloaded in this build");
+    struct run r = run("--record none.trace", cli_minimal, "");
+    cr_expect_eq(r.code, 0);
+    cr_expect(strstr(r.error, "rebatch: --record wrote no trace to /") &&
+                  strstr(r.error, "/none.trace: the program called none of CUDA's functions for "
+                                  "memory; those of rebatch are not recorded\n"),
+              "%s", r.error);
+    done(&r);
+}
+
+/* The program writes its process id into a file. */
+static pid_t start_sleeper(void)
+{
+    static const char program[] = "echo $$ > started; exec sleep 30";
+    const pid_t command = fork();
+    if (command == 0) {
+        const struct rlimit none = {0, 0};
+        (void)setrlimit(RLIMIT_CORE, &none);
+        (void)signal(SIGINT, SIG_DFL); /* what runs in the background ignores both */
+        (void)signal(SIGQUIT, SIG_DFL);
+        (void)freopen("error", "w", stderr);
+        (void)execl(cli_command, "rebatch", "run", "--", "sh", "-c", program, (char *)NULL);
+        _exit(1);
+    }
+    return command;
+}
+
+/* `kill` reaches the command alone, a key of the terminal both. */
+Test(cli_run, a_signal_to_the_command_ends_the_program_too)
+{
+    static const int numbers[] = {SIGINT, SIGQUIT, SIGTERM, SIGHUP};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        int status = 0;
+        long program = 0;
+        (void)remove("started");
+        const pid_t command = start_sleeper();
+        while (program == 0) {
+            FILE *file = fopen("started", "r");
+            if (file && fscanf(file, "%ld", &program) != 1)
+                program = 0;
+            if (file)
+                (void)fclose(file);
+            (void)usleep(10000);
+        }
+        cr_assert_eq(kill(command, numbers[i]), 0);
+        cr_assert_eq(waitpid(command, &status, 0), command);
+        cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == numbers[i], "signal %d: status %d",
+                  numbers[i], status);
+        cr_expect_eq(kill((pid_t)program, 0), -1, "signal %d: the program lives on", numbers[i]);
+    }
 }
 
 Test(cli_run, a_program_that_does_not_step)
