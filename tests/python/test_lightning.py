@@ -1,5 +1,6 @@
 """rebatch.lightning.Rebatch: training is that of a plain Trainer, and survives OOMs."""
 
+import collections
 import logging
 
 import pytest
@@ -45,7 +46,8 @@ class Net(pl.LightningModule):
         self.net = Mlp()
         self.error = torchmetrics.MeanSquaredError()
         self.largest, self.where, self.returns = largest, where, returns
-        self.hooks, self.ends, self.sizes = [], [], []
+        self.hooks, self.ends = [], []
+        self.sizes = collections.UserList()  # a list would be put back with the attempt
 
     def training_step(self, batch, batch_idx):
         x, y = batch

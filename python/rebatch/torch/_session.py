@@ -10,6 +10,7 @@ import inspect
 import operator
 import os
 import time
+import warnings
 import weakref
 from typing import Any, Callable, Optional, Sequence
 
@@ -20,7 +21,6 @@ from rebatch._library import lib
 from rebatch.torch import _allocator, _interrupts, _phases
 from rebatch.torch._meter import NativeMeter, UnknownMeter
 from rebatch.torch._oom import asked_bytes, is_oom, let_go
-from rebatch.torch._state import Buffers, Generators
 
 # A thread of autograd may hold an attempt's last tensors for so long after the exception is out.
 _LET_GO_SECONDS = 0.005
@@ -35,8 +35,8 @@ _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
 
 
 class Exhausted(torch.OutOfMemoryError):
-    """Memory has run out, and nothing smaller or lighter is left to try. The parameters are those
-    before the step."""
+    """Memory has run out, and nothing smaller or lighter is left to try. Parameters, and what else
+    a failed attempt changed, are as before the step."""
 
 
 class Torn(RuntimeError):
@@ -131,7 +131,8 @@ def session_options(
 
 
 class Session:
-    """A session on one device. Callbacks are Python functions without a status: they return None,
+    """A session on one device, with guards: objects whose save(point) and restore(point) save and
+    restore state. Callbacks are Python functions without a status: they return None,
     and what they raise becomes a status here. Nothing leaves a callback of C."""
 
     def __init__(
@@ -139,8 +140,7 @@ class Session:
         device: torch.device,
         options: c.Options,
         *,
-        generators: Optional[Generators] = None,
-        buffers: Optional[Buffers] = None,
+        guards: Sequence[Any] = (),
         on_event: Optional[Callable[[str, c.Event], None]] = None,
     ):
         self.device = device
@@ -148,14 +148,15 @@ class Session:
         self.is_pooled = self.is_cuda and _allocator.installed()
         self.error: Optional[BaseException] = None  # of a callback, and no OOM
         self.oom_text = ""  # of the last OOM
-        self.generators, self._buffers, self._on_event = generators, buffers, on_event
+        self._said = ""  # by the C library, before the guards ran last
+        self._guards, self._on_event = list(guards), on_event
         self.meter = None
         if not self.is_pooled:
             if self.is_cuda:
                 _allocator.limit_native(device)
             self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
         self._open(options)
-        if generators or buffers:
+        if guards:
             self._guard()
 
     # ---- opening and closing ----
@@ -205,14 +206,16 @@ class Session:
         return self._run_guard("restore", point)
 
     def _run_guard(self, action: str, point: int) -> int:
-        try:
-            for state in (self._buffers, self.generators):
-                if state:
-                    getattr(state, action)(point)
-        except BaseException as error:
-            self.keep_error(error)
-            return c.Status.E_USER
-        return c.Status.OK
+        status, self._said = c.Status.OK, c.last_error()  # a guard may fail to allocate
+        for guard in self._guards:  # each gets its try
+            try:
+                getattr(guard, action)(point)
+            except BaseException as error:
+                if self.error is not None and isinstance(error, c.Error):
+                    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+                self.keep_error(error)
+                status = c.Status.E_USER
+        return status
 
     def keep_error(self, error: BaseException) -> None:
         """Of a callback: it ends the call of C, and comes out of it."""
@@ -220,7 +223,7 @@ class Session:
 
     def call(self, function: Callable, *arguments) -> int:
         """Call a function of C that runs callbacks: its status."""
-        self.error = None
+        self.error, self._said = None, ""
         has_gradients = torch.is_grad_enabled()
         try:
             return _interrupts.call(self.keep_error, function, self.rb, *arguments)
@@ -231,6 +234,7 @@ class Session:
         """Run a callback's body: the status for C."""
         if self.error is not None:
             return c.Status.E_USER
+        self._said = ""
         live = self.meter.live_at_begin if self.meter else self.live_bytes()
         try:
             try:
@@ -303,7 +307,7 @@ class Session:
             raise error
         if not status:
             return
-        text = c.last_error()
+        text = self._said or c.last_error()
         if status in (c.Status.E_EXHAUSTED, c.Status.E_TORN):
             said = f"{text}\n{self.oom_text}" if self.oom_text else text
             raise (Exhausted if status == c.Status.E_EXHAUSTED else Torn)(said)

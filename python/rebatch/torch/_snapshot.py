@@ -15,6 +15,8 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 
+from rebatch.torch._state import functions_of, seed_generator
+
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, collections.deque)
 # Longer containers are data sets rather than counters.
@@ -233,13 +235,14 @@ def _all_of_modules(prefix: str, root: torch.nn.Module, kind: str = "") -> Itera
 class AllGenerators:
     """The states of PyTorch's generators, of some others, and of Python's and NumPy's."""
 
-    def __init__(self, devices: Sequence[torch.device], others: Sequence[torch.Generator]):
+    def __init__(self, devices: Sequence[torch.device], others: Sequence[Any]):
         self._devices, self._others = list(devices), list(others)
+        self._functions = [functions_of(generator) for generator in others]
 
     def states(self) -> list:
         states: list = [torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(device) for device in self._devices]
-        states += [generator.get_state() for generator in self._others]
+        states += [get() for get, _ in self._functions]
         states.append(random.getstate())
         if "numpy" in sys.modules:
             states.append(sys.modules["numpy"].random.get_state())
@@ -250,8 +253,8 @@ class AllGenerators:
         torch.set_rng_state(next(left))
         for device in self._devices:
             torch.cuda.set_rng_state(next(left), device)
-        for generator in self._others:
-            generator.set_state(next(left))
+        for _, put in self._functions:
+            put(next(left))
         random.setstate(next(left))
         for state in left:
             sys.modules["numpy"].random.set_state(state)
@@ -260,7 +263,7 @@ class AllGenerators:
         """Other numbers from here on."""
         torch.manual_seed(seed)
         for generator in self._others:
-            generator.manual_seed(seed)
+            seed_generator(generator, seed)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
@@ -272,6 +275,8 @@ class AllGenerators:
 def _is_same_state(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
+    if isinstance(a, dict):
+        return repr(a) == repr(b)
     return len(a) == len(b) and all(
         (x == y) if isinstance(x, (tuple, str, int, float, type(None))) else bool((x == y).all())
         for x, y in zip(a, b)

@@ -1,12 +1,12 @@
-"""What a retry must find as it was: random number generators, and buffers of modules."""
+"""The random number generators, which a retry must find as they were."""
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence
+import random
+import sys
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import torch
-
-from rebatch._library import GuardPoint
 
 
 def cuda_devices_of(tensors: Sequence[torch.Tensor]) -> List[torch.device]:
@@ -14,57 +14,52 @@ def cuda_devices_of(tensors: Sequence[torch.Tensor]) -> List[torch.device]:
     return list(dict.fromkeys(t.device for t in tensors if t.device.type == "cuda"))
 
 
-class Generators:
-    """The states of PyTorch's CPU generator, of those of some CUDA devices, and of others."""
+def functions_of(generator: Any) -> Tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How to get and set the state of a generator of PyTorch, NumPy or Python."""
+    if hasattr(generator, "bit_generator"):  # numpy.random.Generator
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if hasattr(generator, "getstate"):  # random.Random
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):  # torch.Generator, numpy.random.RandomState
+        return generator.get_state, generator.set_state
+    raise TypeError(
+        f"rebatch: generators has a {type(generator).__name__}: expected generators of PyTorch, "
+        "NumPy or Python"
+    )
 
-    def __init__(self, devices: Sequence[torch.device], others: Sequence[torch.Generator] = ()):
-        self._devices, self._others = list(devices), list(others)
+
+def seed_generator(generator: Any, seed: int) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        getattr(generator, "manual_seed" if hasattr(generator, "manual_seed") else "seed")(seed)
+
+
+class Generators:
+    """The states of the global generators of PyTorch, Python, and NumPy if the program has it, of
+    those of some CUDA devices, and of others."""
+
+    def __init__(self, devices: Sequence[torch.device], others: Sequence[Any] = ()):
+        self._devices = list(devices)
+        self._others = [functions_of(generator) for generator in others]
         self._states: Dict[int, list] = {}
 
-    def save(self, point: int) -> None:
-        states = [torch.get_rng_state()]
-        states += [torch.cuda.get_rng_state(device) for device in self._devices]
-        states += [generator.get_state() for generator in self._others]
-        self._states[point] = states
-
-    def restore(self, point: int) -> None:
-        states = iter(self._states[point])
-        torch.set_rng_state(next(states))
-        for device in self._devices:
-            torch.cuda.set_rng_state(next(states), device)
-        for generator in self._others:
-            generator.set_state(next(states))
-
-
-class Buffers:
-    """The buffers of a module, such as BatchNorm's running statistics. Their copies are made when
-    the session is opened, and again when the module has other buffers."""
-
-    def __init__(self, module: torch.nn.Module):
-        self._module = module
-        self._buffers: List[torch.Tensor] = []
-        self._copies: Dict[int, List[torch.Tensor]] = {point: [] for point in GuardPoint}
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Make copies for the module's present buffers. May run out of memory."""
-        buffers = [b for b in self._module.buffers() if b is not None]
-        if len(buffers) == len(self._buffers) and all(
-            a is b for a, b in zip(buffers, self._buffers)
-        ):
-            return
-        with torch.no_grad():
-            self._copies = {p: [b.detach().clone() for b in buffers] for p in GuardPoint}
-        self._buffers = buffers
+    def _each(self) -> List[Tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        each = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
+        numpy = sys.modules.get("numpy.random")
+        if numpy:
+            each.append((lambda: numpy.get_state(legacy=False), numpy.set_state))
+        return each + self._others
 
     def save(self, point: int) -> None:
-        _copy(self._copies[point], self._buffers)
+        states = [(put, get()) for get, put in self._each()]
+        devices = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
+        self._states[point] = [states, devices]
 
     def restore(self, point: int) -> None:
-        _copy(self._buffers, self._copies[point])
-
-
-def _copy(to: List[torch.Tensor], source: List[torch.Tensor]) -> None:
-    if to:
-        with torch.no_grad():
-            torch._foreach_copy_(to, source)
+        states, devices = self._states[point]
+        for put, state in states:
+            put(state)
+        for device, state in devices:
+            torch.cuda.set_rng_state(state, device)

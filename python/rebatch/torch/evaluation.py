@@ -36,7 +36,7 @@ def _session_of(device: torch.device) -> Session:
     key = (device, _allocator.installed())
     if key not in _sessions:
         devices = [device] if device.type == "cuda" else []
-        _sessions[key] = Session(device, session_options(), generators=Generators(devices))
+        _sessions[key] = Session(device, session_options(), guards=[Generators(devices)])
     return _sessions[key]
 
 

@@ -14,6 +14,7 @@ from rebatch import _library as c
 from rebatch import plot as _plot
 from rebatch._library import lib
 from rebatch.torch import _allocator
+from rebatch.torch._audit import Audit
 from rebatch.torch._batch import batch_length, slice_batch
 from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
@@ -25,7 +26,7 @@ from rebatch.torch._outputs import joined, kept, split_result
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._session import Session, check_names, session_options
-from rebatch.torch._state import Buffers, Generators, cuda_devices_of
+from rebatch.torch._state import Generators, cuda_devices_of
 from rebatch.torch._update import Update, check_has
 
 _Lighten = Callable[[bool], None]
@@ -57,6 +58,29 @@ def _check(model: Any, loss_fn: Any, normalizer: Any, autocast: Any, lighten: An
         )
 
 
+def _named_modules(model: Any) -> List[Tuple[str, torch.nn.Module]]:
+    """A single model's parameters have the names that it gives them."""
+    modules = _list_of(model)
+    return [(f"model[{i}]" if len(modules) > 1 else "", m) for i, m in enumerate(modules)]
+
+
+def _named_state(state: Any) -> List[Tuple[str, Any]]:
+    parts = _list_of(state)
+    for i, part in enumerate(parts):
+        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        if not (isinstance(part, torch.Tensor) or has_state):
+            raise TypeError(
+                f"rebatch: state[{i}] is of type {type(part).__name__}: expected a tensor, a "
+                "module, or an object with state_dict() and load_state_dict()"
+            )
+    return [(f"state[{i}]", part) for i, part in enumerate(parts)]
+
+
+def _set_modes(modes: List[Tuple[torch.nn.Module, bool]]) -> None:
+    for module, is_training in modes:
+        module.training = is_training
+
+
 class Step:
     """Trains on one effective batch a call, and survives running out of memory.
 
@@ -86,7 +110,10 @@ class Step:
                   rebatch.offload())
     slice         slice(batch, first, count) -> those samples, for batches of your own types;
                   with `length`, length(batch) -> how many there are
-    generators    torch.Generators of your own that loss_fn uses: a retry draws the same numbers
+    generators    generators of your own that loss_fn uses, of PyTorch, NumPy or Python: a retry
+                  draws the same numbers
+    state         what loss_fn changes outside of the model, and what is to be put back with it:
+                  tensors, modules, and objects with state_dict() and load_state_dict()
     gradients     "fresh": a micro-batch's gradients are kept apart until all of them are there, so
                   an OOM costs one micro-batch. "inplace": autograd adds to .grad: an OOM in a
                   backward pass runs the batch again, and no copy of the gradients is needed
@@ -114,7 +141,8 @@ class Step:
         lighten: Union[_Lighten, Sequence[_Lighten]] = (),
         slice: Optional[Callable[[Any, int, int], Any]] = None,
         length: Optional[Callable[[Any], int]] = None,
-        generators: Sequence[torch.Generator] = (),
+        generators: Sequence[Any] = (),
+        state: Any = (),
         gradients: str = "fresh",
         on_event: Optional[Callable[[str, Any], None]] = None,
         **options: Any,
@@ -132,11 +160,13 @@ class Step:
         self._saved_level = 0  # with which a session that is opened begins
         self._slice, self._length, self._on_event = slice, length, on_event
         self._generators, self._options = list(generators), options
+        Generators((), self._generators)  # a wrong one is said here
         check_names(options, type(self).__name__)
         session_options(**options)  # a wrong one is said here
         if not self._update.parameters:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
         self._is_fresh = gradients == "fresh"
+        self._audit = Audit(_named_modules(model), _named_state(state))
         self._accumulators = Accumulators()
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._session: Optional[Session] = None
@@ -185,16 +215,19 @@ class Step:
         if self._micro:
             options.update(micro_start=self._micro, learn=False)
         tensors = self._update.parameters + [b for b in self._modules.buffers()]
-        self._buffers = Buffers(self._modules)
+        self._generators_saved = Generators(cuda_devices_of(tensors), self._generators)
         self._session = Session(
             device,
             session_options(**options),
-            generators=Generators(cuda_devices_of(tensors), self._generators),
-            buffers=self._buffers,
+            guards=self._guards(),
             on_event=self._on_event,
         )
         c.check(lib.rebatch_set_lighten(self._session.rb, self._level))
         return self._session
+
+    def _guards(self) -> list:
+        """What saves and restores the state that an attempt changes."""
+        return [self._generators_saved, self._audit]
 
     def _make_ops(self) -> c.StepOps:
         ops = c.StepOps(flags=c.StepFlag.DECLARES_MUTATION)
@@ -234,7 +267,7 @@ class Step:
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
         parameters = self._update.parameters
         self._accumulators.begin_batch(
-            list(dict.fromkeys(parameters + self._update.keeps(self._modules.parameters()))),
+            list(dict.fromkeys(parameters + self._update.keeps(self._audit.tree.parameters()))),
             is_cut=self._is_fresh and micro < self._samples,
         )
         self._extras.clear()
@@ -244,12 +277,13 @@ class Step:
     def _set_level(self, level: int) -> None:
         if self._session and self._session.meter:
             self._session.meter.measure_again()
-        while self._level < level:
-            self._lighten[self._level](True)
-            self._level += 1
-        while self._level > level:
-            self._level -= 1
-            self._lighten[self._level](False)
+        with self._audit.accepting():
+            while self._level < level:
+                self._lighten[self._level](True)
+                self._level += 1
+            while self._level > level:
+                self._level -= 1
+                self._lighten[self._level](False)
         self._saved_level = level
 
     def _forward_backward(self, first: int, count: int) -> None:
@@ -281,6 +315,7 @@ class Step:
             del loss
         except BaseException:
             self._accumulators.clear()
+            self._audit.put_back(c.GuardPoint.ATTEMPT)
             raise
         lib.rebatch_mutating(self._session.rb)
         if is_apart:
@@ -344,7 +379,7 @@ class Step:
 
     # ---- what users call ----
 
-    def _begin(self, batch: Any) -> None:
+    def _begin(self, batch: Any, is_training: bool = True) -> None:
         self._samples = self._length(batch) if self._length else None
         if self._samples is None:
             self._samples = batch_length(batch)
@@ -357,11 +392,13 @@ class Step:
         except torch.OutOfMemoryError:
             self._loss = None
         self._weight = self._normalizer(batch) if self._normalizer else None
+        self._audit.begin(batch, is_training)
 
     def _zero_loss(self) -> torch.Tensor:
         return torch.zeros((), device=self._session.device, dtype=self._loss_dtype)
 
     def _end(self) -> None:
+        self._audit.end()
         self._batch = self._weight = None
         self._extras.clear()
 
@@ -372,13 +409,12 @@ class Step:
 
     def _run_batch(self, batch: Any) -> torch.Tensor:
         session = self._open()
-        self._buffers.prepare()
         self._begin(batch)
         self._cuts.begin(self)
         filled = c.StepReport()
         c.check(lib.rebatch_set_step(session.rb, self._number))
         self.outputs = None
-        self._accumulators.keep_earlier(self._update.keeps(self._modules.parameters()))
+        self._accumulators.keep_earlier(self._update.keeps(self._audit.tree.parameters()))
         try:
             status = session.call(
                 lib.rebatch_step, C.byref(self._ops), self._samples, None, C.byref(filled)
@@ -419,7 +455,6 @@ class Step:
         Needs install(). The next step starts with the size that was found. `reserve_bytes` is what
         is allocated later; what the optimizer keeps from its first step on is counted already."""
         session = self._open()
-        self._buffers.prepare()
         self._begin(batch)
         try:
             reserve = reserve_bytes + self._update.first_bytes()
@@ -452,9 +487,8 @@ class Step:
         modules in evaluation mode: a scalar. `evaluation_report` says what the call did, and
         `evaluation_outputs` has what loss_fn returned beside the loss."""
         session = self._open()
-        self._buffers.prepare()
-        self._begin(batch)
-        training = [(m, m.training) for m in self._modules.modules()]
+        self._begin(batch, is_training=False)
+        modes = self._modes()
         self._modules.eval()
         try:
             results, self.evaluation_report, status = run_map(
@@ -462,14 +496,16 @@ class Step:
             )
             session.raise_failure(status)
         finally:
-            for module, was_training in training:
-                module.training = was_training
+            _set_modes(modes)
             weight, samples = self._weight, self._samples
             self._end()
         self.evaluation_outputs = joined([extras for _, (_, extras) in results])
         if self._normalizer:
             return sum(loss for _, (loss, _) in results) / weight
         return sum(loss * (count / samples) for count, (loss, _) in results)
+
+    def _modes(self) -> List[Tuple[torch.nn.Module, bool]]:
+        return [(module, module.training) for module in self._modules.modules()]
 
     def _loss_of(self, samples: Any) -> Tuple[torch.Tensor, Any]:
         with self._autocast_context():

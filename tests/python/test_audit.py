@@ -1,0 +1,402 @@
+"""What an attempt changed is put back, whatever it was, or named before an update uses it."""
+
+import random
+import weakref
+
+import numpy
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+import trainings
+from models import same_bits
+from trainings import TRAININGS, in_little_room, room
+
+
+@pytest.fixture(autouse=True)
+def roomy():
+    yield
+    room.update(samples=99, where="end")
+
+
+def seed_all():
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+
+
+def batch_of(i):
+    generator = torch.Generator().manual_seed(i)
+    return (
+        torch.rand(16, 8, generator=generator),
+        torch.randint(0, 4, (16,), generator=generator),
+    )
+
+
+def flat(value):
+    """All tensors and numbers that a module's attributes hold."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().clone()]
+    if isinstance(value, (int, float, bool)):
+        return [torch.tensor(value)]
+    if isinstance(value, dict):
+        return [part for v in value.values() for part in flat(v)]
+    if isinstance(value, (list, tuple)):
+        return [part for v in value for part in flat(v)]
+    return []
+
+
+def all_state(modules):
+    """Parameters, buffers, attributes, modes, and which parameters have gradients."""
+    modules = torch.nn.ModuleList(modules if isinstance(modules, list) else [modules])
+    state = [torch.tensor(p.requires_grad) for p in modules.parameters()]
+    for module in modules.modules():
+        for name in ("_parameters", "_buffers"):
+            state += flat(vars(module)[name])
+        state += flat({k: v for k, v in vars(module).items() if not k.startswith("_")})
+    return state
+
+
+def make(name, **options):
+    seed_all()
+    modules, loss_fn, own = TRAININGS[name]()
+    model = own.pop("model", modules)
+    parameters = (model if isinstance(model, list) else [model])
+    parameters = [p for m in parameters for p in m.parameters() if p.requires_grad]
+    step = rebatch.Step(
+        model, torch.optim.AdamW(parameters, lr=0.01), in_little_room(loss_fn),
+        log_level="quiet", growth=False, **own, **options,
+    )
+    return modules, step
+
+
+def train(name, ooms_in=(), where="end", steps=4, **options):
+    """(state after each step, losses) with OOMs at more than 4 samples in some of the steps."""
+    modules, step = make(name, **options)
+    states, losses = [], []
+    for i in range(steps):
+        room.update(samples=4 if i in ooms_in else 99, where=where)
+        losses.append(step(batch_of(i)).item())
+        states.append(all_state(modules))
+    return states, losses, step
+
+
+def run_plainly(name, micro, steps=4):
+    """The same without rebatch."""
+    seed_all()
+    modules, loss_fn, own = TRAININGS[name]()
+    model = own.pop("model", modules)
+    parameters = (model if isinstance(model, list) else [model])
+    optimizer = torch.optim.AdamW(
+        [p for m in parameters for p in m.parameters() if p.requires_grad], lr=0.01
+    )
+    states = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        batch = batch_of(i)
+        for first in range(0, 16, micro):
+            part = tuple(t[first : first + micro] for t in batch)
+            (loss_fn(model, part) * (micro / 16)).backward()
+        optimizer.step()
+        states.append(all_state(modules))
+    return states
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("micro", (16, 4))
+def test_without_an_oom_it_is_a_plain_loop(name, micro):
+    states, _, _ = train(name, micro_start=micro)
+    for state, expected in zip(states, run_plainly(name, micro)):
+        assert same_bits(state, expected)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("where", ("middle", "end", "backward"))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_ooms_in_the_first_step_lead_to_the_bits_of_a_run_that_began_smaller(
+    name, where, gradients
+):
+    states, losses, step = train(name, (0, 1, 2, 3), where, gradients=gradients)
+    room.update(samples=99)
+    expected, expected_losses, _ = train(name, micro_start=4, gradients=gradients)
+    assert step.report.micro == 4 or where == "middle"
+    if step.report.micro == 4:
+        assert losses == expected_losses
+        assert all(same_bits(a, b) for a, b in zip(states, expected))
+
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+@pytest.mark.parametrize("call", (2, 5, 6, 8))
+def test_an_oom_in_a_later_micro_batch_changes_no_bit(name, where, gradients, call):
+    """Micro-batches of 4, and the size stays: the n-th call fails, in the first or second step."""
+    options = dict(micro_start=4, micro_smallest=4, gradients=gradients)
+    expected, expected_losses, _ = train(name, steps=3, **options)
+    # The failed attempt is tried again at its size, since a rung seems to help.
+    modules, step = make(name, lighten=[lambda on: None], **options)
+    loss_fn, calls = step.loss_fn, [0]
+
+    def fails_once(model, samples):
+        calls[0] += 1
+        loss = loss_fn(model, samples)
+        if calls[0] == call:
+            if where == "forward":
+                trainings._strike(None)
+            loss.register_hook(trainings._strike)
+        return loss
+
+    step.loss_fn = fails_once
+    for i in range(3):
+        loss = step(batch_of(i)).item()
+        assert loss == expected_losses[i]
+        assert same_bits(all_state(modules), expected[i]), f"step {i}"
+    assert calls[0] > 12
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("where", ("end", "backward"))
+@pytest.mark.parametrize("steps_before", (0, 2))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_exhausted_leaves_everything_as_before_the_step(name, where, steps_before, gradients):
+    modules, step = make(name, micro_start=8, micro_smallest=2, gradients=gradients)
+    for i in range(steps_before):
+        step(batch_of(i))
+    before, random_state = all_state(modules), torch.get_rng_state()
+    python, batch = random.getstate(), batch_of(7)
+    copies = [t.clone() for t in batch]
+    loss_fn, calls = step.loss_fn, [0]
+
+    def fails_from_the_second_on(model, samples):
+        calls[0] += 1
+        loss = loss_fn(model, samples)
+        if calls[0] > 1:
+            if where == "end":
+                trainings._strike(None)
+            loss.register_hook(trainings._strike)
+        return loss
+
+    step.loss_fn = fails_from_the_second_on
+    with pytest.raises(rebatch.Exhausted):
+        step(batch)
+    assert same_bits(all_state(modules), before)
+    assert same_bits(batch, copies)
+    assert torch.equal(torch.get_rng_state(), random_state) and random.getstate() == python
+
+
+# ---- what cannot be put back, and what the user names ----
+
+
+def large(make_change):
+    """A model whose frozen parameter is larger than what is copied in the first step."""
+    model = torch.nn.ModuleDict({"net": torch.nn.Linear(8, 4), "target": torch.nn.Linear(8, 4)})
+    model["target"].requires_grad_(False)
+
+    def loss_fn(model, samples):
+        make_change(model)
+        if len(samples[0]) > 4:
+            trainings._strike(None)
+        return (model["net"](samples[0]) - model["target"](samples[0])).square().mean()
+
+    return model, loss_fn
+
+
+def make_large(make_change, **options):
+    model, loss_fn = large(make_change)
+    return model, rebatch.Step(
+        model, torch.optim.SGD(model["net"].parameters(), 0.1), loss_fn, log_level="quiet",
+        **options,
+    )
+
+
+def halve(name):
+    @torch.no_grad()
+    def change(model):
+        for p in model[name].parameters():
+            p.mul_(0.5)
+
+    return change
+
+
+def test_what_has_no_copy_is_named_before_an_update_uses_it(monkeypatch):
+    monkeypatch.setattr("rebatch.torch._audit._FIRST_BYTES", 20)  # the bias, not the weight
+    model, step = make_large(halve("target"))
+    bias, weights = model["target"].bias.clone(), model["net"].weight.clone()
+    with pytest.raises(rebatch.Error) as caught:
+        step(batch_of(0))
+    assert "rebatch: 'target.weight' changed in place in an attempt that failed" in str(
+        caught.value
+    )
+    assert "state=[...]" in str(caught.value) and "target.bias" not in str(caught.value)
+    assert torch.equal(bias, model["target"].bias) and torch.equal(weights, model["net"].weight)
+    step(batch_of(0))  # it is known now
+    assert step.report.micro == 4
+
+
+def test_with_state_it_is_put_back(monkeypatch):
+    monkeypatch.setattr("rebatch.torch._audit._FIRST_BYTES", 0)
+    for state in (lambda m: list(m["target"].parameters()), lambda m: m["target"], lambda m: m):
+        states = []
+        for start in (16, 4):
+            torch.manual_seed(0)
+            model, loss_fn = large(halve("target"))
+            step = rebatch.Step(
+                model, torch.optim.SGD(model["net"].parameters(), 0.1), loss_fn,
+                log_level="quiet", growth=False, micro_start=start, state=state(model),
+            )
+            step(batch_of(0))
+            states.append(all_state(model))
+        assert same_bits(*states)
+
+
+def test_a_trained_parameter_that_loss_fn_changes_is_named():
+    model, step = make_large(halve("net"))
+    with pytest.raises(rebatch.Error, match="'net.weight', 'net.bias' changed in place"):
+        step(batch_of(0))
+
+
+def test_an_exception_of_your_own_comes_out_and_a_warning_names_what_is_left(monkeypatch):
+    monkeypatch.setattr("rebatch.torch._audit._FIRST_BYTES", 0)
+
+    def change(model):
+        halve("target")(model)
+        raise KeyError("mine")
+
+    model, step = make_large(change)
+    with pytest.warns(RuntimeWarning, match="'target.weight', 'target.bias' changed in place"):
+        with pytest.raises(KeyError, match="mine"):
+            step(batch_of(0))
+
+
+def test_a_batch_without_a_copy_is_named(monkeypatch):
+    monkeypatch.setattr("rebatch.torch._audit._FIRST_BYTES", 0)
+    model, step = make_large(lambda model: None)
+    plain = step.loss_fn
+
+    def loss_fn(model, samples):
+        samples[0].mul_(2)
+        return plain(model, samples)
+
+    step.loss_fn = loss_fn
+    with pytest.raises(rebatch.Error, match=r"'batch\[0\]' changed in place .* or change a copy"):
+        step(batch_of(0))
+
+
+@pytest.mark.parametrize("part", (3, "model", object()))
+def test_state_of_the_wrong_kind_is_said_at_once(part):
+    model = torch.nn.Linear(8, 4)
+    with pytest.raises(TypeError, match=r"state\[1\] is of type .*: expected a tensor, a module"):
+        rebatch.Step(
+            model, torch.optim.SGD(model.parameters(), 0.1), len,
+            state=[torch.zeros(1), part],
+        )
+    with pytest.raises(TypeError, match="generators has a int: expected generators of PyTorch"):
+        rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), len, generators=[3])
+
+
+# ---- rungs, other modules, several Steps ----
+
+
+def test_what_a_rung_changes_stays_when_the_step_is_undone():
+    """As Hugging Face's models do, a rung sets a number of a module and wraps its forward."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    model[0].level = 0
+
+    def rung(on):
+        model[0].level = int(on)
+        model[0].forward = torch.nn.Linear.forward.__get__(model[0])
+        model[1].register_buffer("note", torch.ones(1))
+
+    left = [1]
+
+    def loss_fn(model, samples):
+        loss = model(samples[0]).square().mean()
+        if left and left.pop():  # no smaller size is allowed, so the rung is next
+            loss.register_hook(trainings._strike)
+        if len(left) == 0 and len(seen) < 3:
+            seen.append(model[0].level)
+        return loss
+
+    seen = []
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, micro_smallest=16,
+        gradients="inplace", lighten=rung, log_level="quiet", growth=False,
+    )
+    step(batch_of(0))
+    assert model[0].level == 1 and "forward" in vars(model[0]) and "note" in model[1]._buffers
+    step.loss_fn = lambda m, s: trainings._strike(None)
+    with pytest.raises(rebatch.Exhausted):
+        step(batch_of(1))
+    assert model[0].level == 1 and "forward" in vars(model[0]) and "note" in model[1]._buffers
+
+
+def test_modules_that_are_added_later_are_seen():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = rebatch.Step(
+        model, optimizer, in_little_room(trainings._classify), log_level="quiet",
+        micro_smallest=4, growth=False,
+    )
+    step(batch_of(0))
+    model.append(torch.nn.BatchNorm1d(4))
+    before = all_state(model)
+    room.update(samples=2)
+    with pytest.raises(rebatch.Exhausted):
+        step(batch_of(1))
+    assert same_bits(all_state(model), before)
+
+
+def train_a_gan(ooms, where="end", **options):
+    """Two optimizers and two Steps that share both networks."""
+    seed_all()
+    generator = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    critic = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(8, 1))
+    models = torch.nn.ModuleList([generator, critic])
+
+    def critic_loss(models, samples):
+        generator, critic = models
+        made = generator(torch.randn_like(samples[0])).detach()
+        return critic(made).mean() - critic(samples[0]).mean()
+
+    def generator_loss(models, samples):
+        generator, critic = models
+        return -critic(generator(torch.randn_like(samples[0]))).mean()
+
+    options = dict(log_level="quiet", growth=False, **options)
+    steps = [
+        rebatch.Step(
+            models, torch.optim.Adam(part.parameters(), 0.01), in_little_room(loss_fn), **options
+        )
+        for part, loss_fn in ((critic, critic_loss), (generator, generator_loss))
+    ]
+    room.update(samples=4 if ooms else 99, where=where)
+    losses = [step(batch_of(i)).item() for i in range(4) for step in steps]
+    return all_state(models), losses
+
+
+@pytest.mark.parametrize("where", ("end", "backward"))
+def test_a_gan_with_two_steps(where):
+    state, losses = train_a_gan(True, where)
+    expected, expected_losses = train_a_gan(False, micro_start=4)
+    assert losses == expected_losses and same_bits(state, expected)
+
+
+def test_nothing_of_a_failed_attempt_is_held_by_modules():
+    """A module keeps its activations in an attribute: the failed attempt's are let go."""
+    alive = []
+
+    class Keeps(torch.nn.Linear):
+        def forward(self, x):
+            self.kept = super().forward(x)
+            alive.append(weakref.ref(self.kept))
+            return self.kept
+
+    model = torch.nn.Sequential(Keeps(8, 4))
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), in_little_room(trainings._classify),
+        log_level="quiet",
+    )
+    room.update(samples=4)
+    step(batch_of(0))
+    assert [part() is None for part in alive] == [True] * (len(alive) - 1) + [False]
