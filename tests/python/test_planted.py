@@ -297,15 +297,6 @@ CORRECT = {
 }
 
 
-# An attempt leaves these behind still, and a check says so: expected to pass once they are undone.
-WAITING = ("buffer assigned", "Python's random", "NumPy's random", "a scale drawn once a call")
-
-
-def waits(name):
-    if name in WAITING:
-        pytest.xfail("not undone yet")
-
-
 def step_of(model, loss_fn, **options):
     optimizer = torch.optim.SGD(model.body.parameters(), 0.1)
     return rebatch.Step(model, optimizer, loss_fn, log_level="quiet", **options)
@@ -328,8 +319,6 @@ def test_a_check_names_the_mistake(name):
     loss_fn, kind, _ = PLANTED[name]
     model, batch = prepare()
     found, kinds = found_by_check(model, loss_fn, batch)
-    if kinds == [kind, "after_oom"]:
-        waits(name)
     assert kinds == kind.split(), str(found)
 
 
@@ -345,8 +334,6 @@ def test_a_check_names_the_mistake_of_a_model(name):
 def test_a_check_of_what_is_correct_names_nothing(name):
     model, batch = prepare()
     found, kinds = found_by_check(model, CORRECT[name], batch)
-    if kinds == ["after_oom"]:
-        waits(name)
     assert kinds == [], str(found)
 
 
@@ -394,6 +381,10 @@ ALL = {
 }
 
 
+# There is no copy of a trained parameter that the first micro-batch of all changes.
+NAMED_BY_A_STEP = {"weights clamped": "'body.0.weight' changed in place in an attempt that failed"}
+
+
 @pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("name", ALL)
 def test_an_oom_is_undone_or_the_mistake_is_named(name, where):
@@ -401,6 +392,10 @@ def test_an_oom_is_undone_or_the_mistake_is_named(name, where):
     make_model, loss_fn, _ = ALL[name]
     if name == "own generator":
         loss_fn = own_generator(torch.Generator().manual_seed(0))
+    if name in NAMED_BY_A_STEP:
+        with pytest.raises(rebatch.Error, match=NAMED_BY_A_STEP[name]):
+            run(make_model, loss_fn, where)
+        return
     failed, _ = run(make_model, loss_fn, where)
     if name == "own generator":
         loss_fn = own_generator(torch.Generator().manual_seed(0))
@@ -415,6 +410,8 @@ def test_an_oom_is_undone_or_the_mistake_is_named(name, where):
 @pytest.mark.parametrize("name", ALL)
 def test_the_first_cut_warns_where_the_loss_depends_on_it(name):
     make_model, loss_fn, depends = ALL[name]
+    if name in NAMED_BY_A_STEP:
+        return
     _, warned = run(make_model, loss_fn, "backward")
     assert len(warned) == depends, warned
     for text in warned:

@@ -24,6 +24,10 @@ from rebatch.torch._tree import Held, Place, Tree
 _FIRST_BYTES = 512 << 20
 
 
+class NotPutBackError(c.Error):
+    """A failed attempt changed something, and there is no copy of what it was."""
+
+
 def _batch_tensors(value: Any, name: str = "batch") -> Iterator[Tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -251,7 +255,7 @@ class Audit:
         advice = "give the Step state=[...] with them, and they are put back"
         if all(name.startswith("batch") for name in mine):
             advice = "change a copy"
-        raise c.Error(
+        raise NotPutBackError(
             f"rebatch: {what} changed in place in an attempt that failed, and there is no copy of "
             f"what was there before: loss_fn must not change them, or {advice}",
             c.Status.E_STATE,

@@ -9,6 +9,7 @@ from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from rebatch.torch._audit import NotPutBackError
 from rebatch.torch._findings import Check, Finding, explain
 from rebatch.torch._first_cut import allowed_sizes
 from rebatch.torch._modules_off import (
@@ -415,7 +416,8 @@ class _Checker:
             except Exception as error:
                 if is_oom(error) and not isinstance(error, torch.OutOfMemoryError):
                     raise
-                self._say_what_it_raises(where, error)
+                if not (isinstance(error, NotPutBackError) and self._has("parameter", "batch")):
+                    self._say_what_it_raises(where, error)
                 return
             size = failed.sizes[0]
             if size not in clean:
