@@ -1,6 +1,5 @@
 """rebatch.lightning.Rebatch: training is that of a plain Trainer, and survives OOMs."""
 
-import collections
 import logging
 
 import pytest
@@ -46,8 +45,7 @@ class Net(pl.LightningModule):
         self.net = Mlp()
         self.error = torchmetrics.MeanSquaredError()
         self.largest, self.where, self.returns = largest, where, returns
-        self.hooks, self.ends = [], []
-        self.sizes = collections.UserList()  # a list would be put back with the attempt
+        self.hooks, self.ends, self.sizes = [], [], []  # of attempts that succeeded
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -152,7 +150,7 @@ def test_an_oom_leads_to_the_bits_of_a_run_that_started_smaller(options, where):
     expected, _, expected_logger = train(step_options={"micro_start": 4}, **options)
     assert same_bits(state_of(module), state_of(expected))
     assert module.hooks == expected.hooks and module.lr == expected.lr
-    assert callback.report.micro == 4 and 8 in module.sizes
+    assert callback.report.micro == 4 and set(module.sizes) == {4}
     for name in ("loss_step", "loss_epoch", "error", "count_step", "count_epoch"):
         assert logger.values(name) == expected_logger.values(name)
 

@@ -12,6 +12,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch.utils._pytree import tree_map_only
 
+from rebatch._library import GuardPoint
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._findings import explain
 from rebatch.torch._modules_off import (
@@ -25,12 +26,7 @@ from rebatch.torch._modules_off import (
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._outputs import split_result
 from rebatch.torch._rounding import SEEDS, floors, in_reverse, tolerance
-from rebatch.torch._snapshot import (
-    AllGenerators,
-    Snapshot,
-    parameter_place,
-    places_beside_parameters,
-)
+from rebatch.torch._snapshot import AllGenerators, Snapshot, places_beside_parameters
 from rebatch.torch._state import cuda_devices_of
 
 # One comparison may see samples in which nothing depends on the cut, as those of one class, so
@@ -60,16 +56,6 @@ class FirstCut:
     def __init__(self, is_done: bool = False):
         self.is_done = is_done
         self._cuts = self._comparisons = self._ooms = 0
-        self._named: Optional[List[tuple]] = None  # parameters that are frozen
-        self._versions: List[int] = []
-
-    def begin(self, step: Any) -> None:
-        """Before a batch: what loss_fn changes of frozen parameters is seen by their versions."""
-        if self.is_done:
-            return
-        if self._named is None:
-            self._named = [n for n in step._modules.named_parameters() if not n[1].requires_grad]
-        self._versions = [p._version for _, p in self._named]
 
     def compare(self, step: Any, microbatches: int) -> None:
         """After a batch that succeeded, while the Step has it still. Warns; raises nothing that
@@ -96,7 +82,7 @@ class FirstCut:
         first = self._comparisons % (step._samples // large) * large
         try:
             with step._aside():
-                return _Comparison(step, self._changed(), first, large, small).run()
+                return _Comparison(step, first, large, small).run()
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             was_oom = is_oom(error)
@@ -106,10 +92,6 @@ class FirstCut:
             return (
                 f"the loss could not be compared at two cuts ({said}): step.check(batch) says more"
             )
-
-    def _changed(self) -> List[tuple]:
-        named = zip(self._named or (), self._versions)
-        return [(name, p) for (name, p), version in named if p._version != version]
 
 
 def _has_other_ranks() -> bool:
@@ -140,16 +122,16 @@ def _level_of_the_caller() -> int:
 class _Comparison:
     """The loss of samples `first` to `first` + `large` - 1, at two cuts."""
 
-    def __init__(self, step: Any, changed: List[tuple], first: int, large: int, small: int):
+    def __init__(self, step: Any, first: int, large: int, small: int):
         self._step, self._first, self._large, self._small = step, first, large, small
         self._root = step._modules
         tensors = [*step._update.parameters, *self._root.buffers()]
         named = self._root[0] if len(self._root) == 1 else self._root
         self._named = named
         places = places_beside_parameters(named, step.loss_fn, step._owners)
-        places += [parameter_place(name, p) for name, p in changed]
         self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
         self._snapshot = Snapshot(places, self._generators)
+        step._audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)
         self._has_gradients = False
@@ -166,7 +148,7 @@ class _Comparison:
                     return self._say(whole, parts, *self._blame_batch_norm())
                 whole, parts = plain[:2]
         finally:
-            self._snapshot.restore()
+            self._restore()
         _, text, advice = explain(
             whole,
             parts,
@@ -176,6 +158,10 @@ class _Comparison:
             self._step._loss_name,
         )
         return self._say(whole, parts, text, advice)
+
+    def _restore(self) -> None:
+        self._step._audit.restore(GuardPoint.STEP)
+        self._snapshot.restore()
 
     def _blame_batch_norm(self) -> Tuple[str, str]:
         name = name_of(self._named, self._batch_norm[0])
@@ -228,7 +214,7 @@ class _Comparison:
         is_reversed: bool = False,
         seed: int = 0,
     ) -> float:
-        self._snapshot.restore()
+        self._restore()
         if seed:
             self._generators.seed(seed)
         try:

@@ -344,7 +344,3 @@ def places_beside_parameters(
     """Those that are small: without parameters, gradients and the batch."""
     places = [*_all_of_modules("", root), *_outside(root, loss_fn, owners)]
     return [place for place in places if place.kind not in ("parameter", "gradient")]
-
-
-def parameter_place(name: str, p: torch.nn.Parameter) -> Place:
-    return _of_parameter(name, p)

@@ -410,7 +410,6 @@ class Step:
     def _run_batch(self, batch: Any) -> torch.Tensor:
         session = self._open()
         self._begin(batch)
-        self._cuts.begin(self)
         filled = c.StepReport()
         c.check(lib.rebatch_set_step(session.rb, self._number))
         self.outputs = None
