@@ -282,7 +282,7 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
  *
  *  The call only checks whether the device has the memory now, and guarantees nothing, when caching
  *  is off, and in a thread that runs concurrently with a session's callback without having joined
- *  it (rebatch_join()). With guard on it does nothing.
+ *  it (rebatch_join()). With guard on it does nothing. rebatch_pool_mark() ends what was reserved.
  *  @param pool    the pool
  *  @param bytes   sum of the rounded sizes
  *  @param stream  the stream of the allocations

@@ -82,6 +82,13 @@ static bool is_next(const struct rbi_pool_plan *plan, uint32_t units, uint32_t o
     return call->units == units && (units != 0 || call->of == of);
 }
 
+/* A reserve is an allocation that is followed by a free, which names itself. */
+static bool is_reserve(const struct rbi_phase *phase, size_t call)
+{
+    return call + 1 < phase->count && phase->calls[call + 1].units == 0 &&
+           phase->calls[call + 1].of == call + 1;
+}
+
 /* Of the calls noted the first `count` stay, without a plan. */
 static void drop_plan(struct rbi_phase *phase, size_t count)
 {
@@ -200,48 +207,125 @@ size_t rbi_plan_idle_bytes(const rebatch_pool *pool)
 
 /* ---- planning ---- */
 
-/* Offsets by call; the rest is served elsewhere. */
-static void set_offsets(struct rbi_phase *phase, const struct rbi_lifetime *lifetimes, size_t count)
+/* What is noted of a call while its phase is planned.
+ *
+ * What is reserved stays in one piece until allocations have used it up, so that it is there
+ * wherever the plan ends. The piece is a lifetime. The blocks that use it up lie in it one behind
+ * the other, so that what is left of it is one piece at any time:
+ *   units of the piece - units of the blocks in it >= units of the piece - units allocated since */
+struct place {
+    uint32_t piece;       /* of a block: 1 + the call that reserved its piece; 0: it is in none */
+    uint32_t at;          /* of such a block: in the piece; of a piece: the call at which it ends */
+    uint32_t begins_with; /* units of the lifetime that begins */
+    uint64_t ends_with;   /* units of those that end */
+};
+
+/* The reserved piece that is being used up; left is 0: there is none. */
+struct piece {
+    uint32_t call, left, taken;
+};
+
+static void allocate(struct place *places, struct piece *piece, uint32_t i,
+                     const struct rbi_phase_call *call)
 {
-    for (size_t i = 0; i < phase->count; i++)
-        if (phase->calls[i].units != 0)
-            phase->calls[i].offset = RBI_PLAN_ELSEWHERE;
-    for (size_t i = 0; i < count; i++)
-        phase->calls[lifetimes[i].from].offset = lifetimes[i].offset;
+    if (call->units > piece->left) {
+        places[piece->call].at = i;
+        piece->left = 0;
+        return;
+    }
+    piece->left -= call->units;
+    if (call->offset != RBI_PLAN_ELSEWHERE) {
+        places[i].piece = piece->call + 1;
+        places[i].at = piece->taken;
+        piece->taken += call->units;
+    }
+    if (piece->left == 0)
+        places[piece->call].at = i + 1;
 }
 
-/* The most units that lifetimes have in use at once. Sets the offsets of their calls to something
- * else than that of the others, which is RBI_PLAN_ELSEWHERE. */
-static uint64_t most_in_use(struct rbi_phase *phase, const struct rbi_lifetime *lifetimes,
-                            size_t count)
+/* Finds the pieces, and the blocks that lie in them. A reserve of no more than is left of the one
+ * before needs no piece of its own. */
+static void find_pieces(struct place *places, const struct rbi_phase *phase)
 {
-    uint64_t units = 0, most = 0;
-    set_offsets(phase, lifetimes, count);
-    for (size_t i = 0; i < phase->count; i++) {
+    struct piece piece = {0};
+    for (uint32_t i = 0; i < phase->count; i++) {
         const struct rbi_phase_call *const call = &phase->calls[i];
         if (call->units == 0)
-            units -= phase->calls[call->of].offset == RBI_PLAN_ELSEWHERE
-                         ? 0
-                         : phase->calls[call->of].units;
-        else if (call->offset != RBI_PLAN_ELSEWHERE)
-            units += call->units;
+            continue;
+        if (!is_reserve(phase, i)) {
+            if (piece.left)
+                allocate(places, &piece, i, call);
+        } else if (call->units > piece.left) {
+            if (piece.left)
+                places[piece.call].at = i;
+            piece = (struct piece){i, call->units, 0};
+        }
+    }
+    if (piece.left)
+        places[piece.call].at = (uint32_t)phase->count;
+}
+
+static void add_lifetime(struct rbi_lifetime *lifetimes, size_t *count, struct place *places,
+                         struct rbi_lifetime lifetime)
+{
+    lifetimes[(*count)++] = lifetime;
+    places[lifetime.from].begins_with = lifetime.units;
+    places[lifetime.to].ends_with += lifetime.units;
+}
+
+/* Allocations that are freed within the phase, and used by its stream alone; and pieces, which stay
+ * as long as blocks lie in them. */
+static size_t collect(struct rbi_lifetime *lifetimes, struct place *places,
+                      const struct rbi_phase *phase)
+{
+    size_t count = 0;
+    find_pieces(places, phase);
+    for (uint32_t i = 0; i < phase->count; i++) {
+        const struct rbi_phase_call *const call = &phase->calls[i];
+        if (call->units != 0 || call->of == i ||
+            phase->calls[call->of].offset == RBI_PLAN_ELSEWHERE)
+            continue;
+        const uint32_t piece = places[call->of].piece;
+        if (piece)
+            places[piece - 1].at = rbi_max(places[piece - 1].at, i);
+        else
+            add_lifetime(lifetimes, &count, places,
+                         (struct rbi_lifetime){phase->calls[call->of].units, call->of, i, 0});
+    }
+    for (uint32_t i = 0; i < phase->count; i++)
+        if (phase->calls[i].units && is_reserve(phase, i) && places[i].at)
+            add_lifetime(lifetimes, &count, places,
+                         (struct rbi_lifetime){phase->calls[i].units, i, places[i].at, 0});
+    return count;
+}
+
+/* The most units in use at once. */
+static uint64_t most_in_use(const struct place *places, size_t calls)
+{
+    uint64_t units = 0, most = 0;
+    for (size_t i = 0; i < calls; i++) {
+        units += places[i].begins_with - places[i].ends_with;
         most = most < units ? units : most;
     }
     return most;
 }
 
-/* Allocations that are freed within the phase, and used by its stream alone. */
-static size_t collect(struct rbi_lifetime *lifetimes, const struct rbi_phase *phase)
+/* Offsets by call; the rest is served elsewhere. */
+static void set_offsets(struct rbi_phase *phase, const struct place *places,
+                        const struct rbi_lifetime *lifetimes, size_t count)
 {
-    size_t count = 0;
-    for (uint32_t i = 0; i < phase->count; i++) {
-        const struct rbi_phase_call *const call = &phase->calls[i];
-        if (call->units != 0 || phase->calls[call->of].offset == RBI_PLAN_ELSEWHERE)
+    struct rbi_phase_call *const calls = phase->calls;
+    for (size_t i = 0; i < phase->count; i++)
+        if (calls[i].units != 0)
+            calls[i].offset = RBI_PLAN_ELSEWHERE;
+    for (size_t i = 0; i < count; i++)
+        calls[lifetimes[i].from].offset = lifetimes[i].offset;
+    for (size_t i = 0; i < phase->count; i++) {
+        if (calls[i].units != 0 || !places[calls[i].of].piece)
             continue;
-        lifetimes[count++] =
-            (struct rbi_lifetime){.units = phase->calls[call->of].units, .from = call->of, .to = i};
+        const struct place *const block = &places[calls[i].of];
+        calls[calls[i].of].offset = calls[block->piece - 1].offset + block->at;
     }
-    return count;
 }
 
 /* The most bytes in use at once of what is served elsewhere. */
@@ -250,6 +334,8 @@ static size_t most_beside(const struct rbi_phase *phase)
     uint64_t units = 0, most = 0;
     for (size_t i = 0; i < phase->count; i++) {
         const struct rbi_phase_call *const call = &phase->calls[i];
+        if (call->units ? is_reserve(phase, i) : call->of == i)
+            continue;
         const struct rbi_phase_call *const of = call->units ? call : &phase->calls[call->of];
         if (of->offset != RBI_PLAN_ELSEWHERE)
             continue;
@@ -266,11 +352,12 @@ static void make_plan(struct rbi_phase *phase, size_t page_bytes)
         return;
     struct rbi_lifetime *lifetimes = rbi_heap_calloc(most, sizeof *lifetimes);
     const struct rbi_lifetime **room = rbi_heap_calloc(most, sizeof *room);
-    if (lifetimes && room) {
-        const size_t count = collect(lifetimes, phase);
+    struct place *places = rbi_heap_calloc(phase->count + 1, sizeof *places);
+    if (lifetimes && room && places) {
+        const size_t count = collect(lifetimes, places, phase);
         const uint64_t units =
-            rbi_layout_pack(lifetimes, room, count, most_in_use(phase, lifetimes, count));
-        set_offsets(phase, lifetimes, count);
+            rbi_layout_pack(lifetimes, room, count, most_in_use(places, phase->count));
+        set_offsets(phase, places, lifetimes, count);
         if (!rbi_round_up((size_t)units * REBATCH_POOL_UNIT_BYTES, page_bytes, &phase->arena_bytes))
             phase->arena_bytes = 0;
         phase->beside_bytes = most_beside(phase);
@@ -278,6 +365,7 @@ static void make_plan(struct rbi_phase *phase, size_t page_bytes)
     }
     rbi_heap_free(lifetimes);
     rbi_heap_free(room);
+    rbi_heap_free(places);
 }
 
 /* ---- serving ---- */
@@ -320,7 +408,7 @@ bool rbi_plan_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
     const uint32_t call = (uint32_t)plan->next;
     if (is_next(plan, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES), 0)) {
         plan->next++;
-        if (is_next(plan, 0, call)) {
+        if (is_next(plan, 0, call + 1)) {
             plan->next++;
             return true;
         }
@@ -341,7 +429,7 @@ void rbi_plan_note_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stre
     const uint32_t call = (uint32_t)plan->next;
     note(pool, (uint32_t)(bytes / REBATCH_POOL_UNIT_BYTES), 0);
     if (plan->mode != RBI_PLAN_OFF)
-        note(pool, 0, call);
+        note(pool, 0, call + 1);
 }
 
 void rbi_plan_leave(rebatch_pool *pool)

@@ -19,9 +19,9 @@ struct rbi_pool_stream;
 
 /* A call of a phase on its stream. */
 struct rbi_phase_call {
-    uint32_t units; /* of an allocation; 0: a free */
+    uint32_t units; /* of an allocation, or a reserve; 0: a free, or what follows a reserve */
     union {
-        uint32_t of;     /* of a free: the call that allocated */
+        uint32_t of;     /* of a free: the call that allocated; behind a reserve: this call */
         uint32_t offset; /* of an allocation, in units: in the arena, or RBI_PLAN_ELSEWHERE */
     };
 };
@@ -89,7 +89,8 @@ void rbi_plan_note_use(rebatch_pool *pool, const struct rbi_block *block);
 void rbi_plan_note_free(rebatch_pool *pool, const struct rbi_block *block);
 /* A block of the arena is free, and in no list any more. */
 void rbi_plan_discard(rebatch_pool *pool, struct rbi_block *block);
-/* Memory that is reserved is a block that is freed at once: the arena has a place for it.
+/* The arena has a piece for memory that is reserved, of which what is not used up yet is one piece
+ * wherever serving ends.
  * rbi_plan_reserve() says whether it has; rbi_plan_note_reserve() notes what the pool served. */
 bool rbi_plan_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
 void rbi_plan_note_reserve(rebatch_pool *pool, size_t bytes, rebatch_stream stream);
