@@ -50,14 +50,43 @@ size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
     return allowed && cost_of(rb, first, allowed) <= budget ? allowed : 0;
 }
 
+/* Whether the samples from `first` on are cut evenly holds until the size changes. What learning has
+ * chosen runs as it is, unless too few samples would be left. */
+static size_t cut_by_size(rebatch *rb, size_t first)
+{
+    const size_t size = rbi_micro_size(rb, rb->batch);
+    const size_t left = rb->batch - first;
+    if (left <= size)
+        return left;
+    if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest)
+        return size;
+    if (first == 0 || rb->cut_size != size) {
+        rb->cut_size = size;
+        rb->is_cut_even = rbi_ends_short(&rb->options, size, left);
+    }
+    return rb->is_cut_even ? rbi_even_size(&rb->options, size, left) : size;
+}
+
+/* A micro-batch after which too few samples would be left leaves the smallest size, where it can. */
+static size_t leave_smallest(const rebatch *rb, size_t count, size_t left)
+{
+    const size_t smallest = rb->options.micro_smallest;
+    if (count == left || left - count >= smallest || left < smallest)
+        return count;
+    const size_t less = rbi_round_size(&rb->options, left - smallest);
+    return less ? less : count;
+}
+
 size_t rbi_cut(rebatch *rb, size_t first)
 {
     if (!rb->by_cost)
-        return rbi_min(rbi_micro_size(rb, rb->batch), rb->batch - first);
-    const size_t most = rbi_min(rbi_micro_upper(rb, rb->batch), rb->batch - first);
+        return cut_by_size(rb, first);
+    const size_t left = rb->batch - first;
+    const size_t most = rbi_min(rbi_micro_upper(rb, rb->batch), left);
     const size_t count = rbi_cut_to(rb, first, rb->sizes.budget);
     rb->cut_by_budget |= count < most;
-    return count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most);
+    return leave_smallest(rb, count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most),
+                          left);
 }
 
 void rbi_size_set(rebatch *rb, size_t size)

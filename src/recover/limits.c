@@ -53,6 +53,46 @@ size_t rbi_round_size_up(const rebatch_options *o, size_t size)
     return 0;
 }
 
+/* A size for all of `left` samples, in as few micro-batches as there can be, and as even, so that
+ * the last one has an allowed size, or at least the smallest; 0: there is none. */
+static size_t find_even(const rebatch_options *o, size_t size, size_t left, bool is_allowed)
+{
+    const size_t least = rbi_round_size_up(o, 1);
+    for (size_t n = left / size + 1;; n++) {
+        const size_t share = left / n + (left % n != 0);
+        for (size_t even = rbi_round_size_up(o, share);
+             even && even <= size && even * (n - 1) < left; even = rbi_round_size_up(o, even + 1)) {
+            const size_t last = left - even * (n - 1);
+            if (is_allowed ? rbi_round_size(o, last) == last : last >= o->micro_smallest)
+                return even;
+        }
+        if (share <= least)
+            return 0;
+    }
+}
+
+bool rbi_ends_short(const rebatch_options *o, size_t size, size_t left)
+{
+    const size_t last = left % size;
+    return left > size && last && rbi_round_size(o, last) != last;
+}
+
+size_t rbi_even_size(const rebatch_options *o, size_t size, size_t left)
+{
+    const size_t n = left / size + (left % size != 0);
+    const size_t share = rbi_round_size_up(o, left / n + (left % n != 0));
+    if (share == 0 || share > size)
+        return size; /* which is none of the limits': a map's bound is below them */
+    if (o->micro_allowed[0] == 0 && o->micro_multiple_of == 1)
+        return share; /* any two sizes may differ by one */
+    size_t even = find_even(o, size, left, true);
+    if (!even && left % size >= o->micro_smallest)
+        return size;
+    if (!even)
+        even = find_even(o, size, left, false);
+    return even ? even : share;
+}
+
 size_t rbi_micro_upper(const rebatch *rb, size_t batch)
 {
     const size_t most = rbi_min(batch, rb->most);

@@ -13,6 +13,11 @@ size_t rbi_round_size(const rebatch_options *limits, size_t size);
 /* The smallest of at least `size`; 0: none. */
 size_t rbi_round_size_up(const rebatch_options *limits, size_t size);
 
+/* Whether `left` samples in micro-batches of `size` end with one that is not allowed; and the size
+ * of the first one of a cut that avoids it: `size` where there is none. */
+bool rbi_ends_short(const rebatch_options *limits, size_t size, size_t left);
+size_t rbi_even_size(const rebatch_options *limits, size_t size, size_t left);
+
 /* REBATCH_E_INVALID, with the two that cannot hold together. */
 rebatch_status rbi_limits_check(const rebatch_options *limits);
 rebatch_status rbi_limits_check_batch(const rebatch_options *limits, size_t batch);

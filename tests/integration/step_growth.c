@@ -266,7 +266,7 @@ static void fall_back(enum script_manner manner, const char *calls)
     build_wall(&rig);
     rig.script.faults[0].more_than = 12;
     rig.script.faults[0].manner = manner;
-    cr_assert_eq(rig_step(&rig, 64), REBATCH_OK);
+    cr_assert_eq(rig_step(&rig, 60), REBATCH_OK);
     cr_assert_str_eq(script_trace(&rig.script), calls);
     cr_assert_eq(rebatch_get_micro(rig.rb, 64), 12);
     rig_close(&rig);
@@ -274,9 +274,9 @@ static void fall_back(enum script_manner manner, const char *calls)
 
 Test(step_growth, a_failed_growth_returns_to_the_size_before_it)
 {
-    fall_back(SCRIPT_POOL, "z f0+16! f0+12~1 f12+12~1 f24+12 f36+12 f48+12 f60+4 u");
+    fall_back(SCRIPT_POOL, "z f0+16! f0+12~1 f12+12~1 f24+12 f36+12 f48+12 u");
     /* once more at first, for something was released */
-    fall_back(SCRIPT_RETURN, "z f0+16! f0+16~1! f0+12~2 f12+12~2 f24+12 f36+12 f48+12 f60+4 u");
+    fall_back(SCRIPT_RETURN, "z f0+16! f0+16~1! f0+12~2 f12+12~2 f24+12 f36+12 f48+12 u");
 }
 
 Test(step_growth, when_that_size_fails_too_the_next_is_half_of_it)

@@ -352,3 +352,68 @@ Test(step_limits, limits_that_cannot_hold_together_are_refused)
     refuse(&o, "micro_multiple_of is 18446744073709551615: expected a multiple of it from "
                "micro_smallest, 2, to micro_largest, 18446744073709551614");
 }
+
+/* ---- the last micro-batch ---- */
+
+/* The cut of a batch whose micro-batches have at most `size` samples. */
+static void expect_cut(const rebatch_options *limits, size_t size, size_t batch, const char *trace)
+{
+    rebatch_options options = *limits;
+    struct rig rig;
+    options.micro_largest = size;
+    options.growth = REBATCH_OFF;
+    rig_open(&rig, MIB(64), &options);
+    cr_assert_eq(rig_step(&rig, batch), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_str_eq(script_trace(&rig.script), trace);
+    rig_close(&rig);
+}
+
+Test(step_limits, a_rest_below_the_smallest_size_makes_all_micro_batches_smaller)
+{
+    rebatch_options limits = REBATCH_OPTIONS_INIT;
+    expect_cut(&limits, 16, 33, "z f0+16 f16+16 f32+1 u");
+    limits.micro_smallest = 2;
+    expect_cut(&limits, 16, 33, "z f0+11 f11+11 f22+11 u");
+    expect_cut(&limits, 16, 34, "z f0+16 f16+16 f32+2 u");
+    expect_cut(&limits, 2, 3, "z f0+2 f2+1 u"); /* no other cut exists */
+    expect_cut(&limits, 2, 1, "z f0+1 u");
+    limits.micro_smallest = 8;
+    expect_cut(&limits, 16, 35, "z f0+12 f12+12 f24+11 u");
+    limits.micro_multiple_of = 4;
+    expect_cut(&limits, 16, 36, "z f0+12 f12+12 f24+12 u");
+    expect_cut(&limits, 16, 33, "z f0+12 f12+12 f24+9 u"); /* 33 is no multiple of 4 */
+}
+
+Test(step_limits, a_rest_that_is_not_in_the_list_makes_all_micro_batches_smaller)
+{
+    rebatch_options limits = REBATCH_OPTIONS_INIT;
+    limits.micro_allowed[0] = 33;
+    limits.micro_allowed[1] = 11;
+    expect_cut(&limits, 32, 33, "z f0+11 f11+11 f22+11 u");
+    limits.micro_allowed[0] = 16;
+    limits.micro_allowed[1] = 12;
+    expect_cut(&limits, 16, 36, "z f0+12 f12+12 f24+12 u");
+    expect_cut(&limits, 16, 33, "z f0+16 f16+16 f32+1 u"); /* no cut is of these sizes */
+}
+
+/* After an OOM what is left is cut anew. */
+Test(step_limits, no_last_micro_batch_is_below_the_smallest_size_after_an_oom)
+{
+    for (size_t smallest = 2; smallest <= 5; smallest++) {
+        for (size_t batch = 40; batch <= 80; batch++) {
+            rebatch_options options = REBATCH_OPTIONS_INIT;
+            struct rig rig;
+            options.micro_smallest = smallest;
+            options.micro_start = 16;
+            rig_open(&rig, MIB(64), &options);
+            script_fail(&rig.script, SCRIPT_FORWARD, 2, SCRIPT_BEFORE, SCRIPT_POOL);
+            cr_assert_eq(rig_step(&rig, batch), REBATCH_OK);
+            cr_assert_eq(rig.report.ooms, 1);
+            for (size_t i = 0; i < rig.script.call_count; i++)
+                cr_assert(rig.script.calls[i].callback != SCRIPT_FORWARD ||
+                              rig.script.calls[i].count >= smallest,
+                          "smallest %zu: %s", smallest, script_trace(&rig.script));
+            rig_close(&rig);
+        }
+    }
+}
