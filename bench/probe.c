@@ -260,7 +260,8 @@ static void tell_model(const struct rbi_model *model, const struct setup *setup,
     }
     if (rebatch_step(bed.rb, &ops, 1, &bed.model, NULL) == REBATCH_OK) {
         rbi_trace_begin(&trace, rebatch_get_pool(bed.rb), truth);
-        (void)rebatch_step(bed.rb, &ops, truth, &bed.model, NULL);
+        if (rebatch_step(bed.rb, &ops, truth, &bed.model, NULL))
+            printf("  step: %s\n", rebatch_last_error());
         (void)rbi_trace_end(&trace, rebatch_get_pool(bed.rb), NULL);
         tell_difference(model, &trace);
         rbi_trace_release(&trace);

@@ -181,9 +181,10 @@ REBATCH_API rebatch_status rebatch_watch_at(rebatch *rb, const char *name, const
  *          rebatch_last_error() has the first; REBATCH_E_EXHAUSTED when not even the smallest
  *          micro-batch fits; REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE,
  *          REBATCH_E_DEVICE_LOST */
-REBATCH_API rebatch_status rebatch_check(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
-                                         void *user, const rebatch_check_options *options,
-                                         rebatch_check_report *report);
+REBATCH_API_CHECKED rebatch_status rebatch_check(rebatch *rb, const rebatch_step_ops *ops,
+                                                 size_t batch, void *user,
+                                                 const rebatch_check_options *options,
+                                                 rebatch_check_report *report);
 
 /** Write a report as lines of text: each mistake, each note, and a summary. Thread-safe.
  *  @param[out] text  zero-terminated, truncated to `size` bytes; may be NULL when `size` is 0

@@ -146,9 +146,10 @@ extern "C" {
  *          REBATCH_E_STATE from within a callback; REBATCH_E_INVALID, REBATCH_E_HOST_OOM,
  *          REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST. After a failure the micro-batch size is
  *          unchanged, and nothing of the failed trial is still allocated */
-REBATCH_API rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
-                                         void *user, const rebatch_probe_options *options,
-                                         rebatch_probe_report *report);
+REBATCH_API_CHECKED rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops,
+                                                 size_t batch, void *user,
+                                                 const rebatch_probe_options *options,
+                                                 rebatch_probe_report *report);
 
 /** Predict the memory that steps with micro-batches of `size` need in the pool as it is now. Uses
  *  the memory model of the session's last rebatch_probe(), or what rebatch_options.learn learned.

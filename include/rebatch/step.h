@@ -468,8 +468,8 @@ extern "C" {
  *          be read: rebatch_last_error() has file and line; REBATCH_E_UNSUPPORTED when
  *          options->pool.guard is on, and options->pool.caching is off or the device has no virtual
  *          memory */
-REBATCH_API rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
-                                        const rebatch_options *options);
+REBATCH_API_CHECKED rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
+                                                const rebatch_options *options);
 
 /** Open a session and its device, for programs whose settings say which. Settings are those of
  *  `settings`; what the file of REBATCH_CONFIG or a REBATCH_* variable sets overrides them. Unless
@@ -549,8 +549,9 @@ REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
  *          callback returned; REBATCH_E_STATE when called from within a callback, while another
  *          thread is in a step, or when a callback broke a rule of rebatch_step_ops;
  *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
-REBATCH_API rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch,
-                                        void *user, rebatch_step_report *report);
+REBATCH_API_CHECKED rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops,
+                                                size_t batch, void *user,
+                                                rebatch_step_report *report);
 
 /** rebatch_step() for functions that return nothing, and leave by rebatch_escape() when memory runs
  *  out: rebatch_alloc_or_escape() does so.
@@ -592,8 +593,9 @@ REBATCH_API rebatch_status rebatch_step_plain(rebatch *rb, size_t batch,
  *  @param report  filled in on success and failure; may be NULL. `microbatches` is the number of
  *                 calls that succeeded
  *  @return as for rebatch_step(), but never REBATCH_E_TORN; REBATCH_E_HOST_OOM */
-REBATCH_API rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops, size_t count,
-                                       void *user, rebatch_step_report *report);
+REBATCH_API_CHECKED rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops,
+                                               size_t count, void *user,
+                                               rebatch_step_report *report);
 
 /** Reserve the memory that the rest of a callback needs. After REBATCH_OK the callback can allocate
  *  `bytes` bytes without an OOM, in one block or in several. With caching off, the call only checks
@@ -636,8 +638,8 @@ REBATCH_API void rebatch_mutating(rebatch *rb);
  *  @return REBATCH_OK; REBATCH_OOM (copies of device state are allocated from the pool);
  *          REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 64 states are
  *          guarded, and for device memory of a dry device; REBATCH_E_INVALID, REBATCH_E_HOST_OOM */
-REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
-                                         rebatch_guard_kind kind);
+REBATCH_API_CHECKED rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
+                                                 rebatch_guard_kind kind);
 
 /** The same as rebatch_guard() for state that functions save and restore.
  *  @param rb    the session
@@ -645,8 +647,8 @@ REBATCH_API rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes,
  *  @param user  passed to the functions; borrowed until rebatch_close()
  *  @return REBATCH_OK; REBATCH_E_STATE from within a callback; REBATCH_E_UNSUPPORTED when 16 such
  *          states are guarded; REBATCH_E_INVALID */
-REBATCH_API rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops,
-                                              void *user);
+REBATCH_API_CHECKED rebatch_status rebatch_guard_with(rebatch *rb, const rebatch_guard_ops *ops,
+                                                      void *user);
 
 /** Attribute this thread's use of the session's pool to the running callback, as if the callback's
  *  own thread made the calls. A thread that works for callbacks must call this, for example a

@@ -367,8 +367,7 @@ static int check_as_it_is(enum mistake mistake, char *text, size_t size)
         (void)dup2(ends[1], STDOUT_FILENO);
         (void)setenv("REBATCH_CHECK", "1", 1);
         open_trainer(&t, mistake, NULL);
-        (void)rebatch_step(t.rb, &ops, BATCH, &t, NULL);
-        _exit(99);
+        _exit(rebatch_step(t.rb, &ops, BATCH, &t, NULL) ? 98 : 99);
     }
     (void)close(ends[1]);
     size_t length = 0;

@@ -207,8 +207,7 @@ static int run_probe(char *text, size_t room, const rebatch_step_ops *step)
         struct rig rig;
         (void)dup2(out[1], STDOUT_FILENO);
         rig_open(&rig, NULL);
-        (void)rebatch_step(rig.rb, step, BATCH, &rig, NULL);
-        _exit(99); /* it does not come back */
+        _exit(rebatch_step(rig.rb, step, BATCH, &rig, NULL) == REBATCH_OK ? 98 : 99); /* refused */
     }
     close(out[1]);
     size_t length = 0;

@@ -1,5 +1,5 @@
-/* Owns the tests of what is reserved in a phase that a plan serves: wherever the plan ends, what was
- * not used up yet is there. */
+/* Owns the tests of what is reserved in a phase that a plan serves: wherever the plan ends, what
+ * was not used up yet is there. */
 #include "unit/pool_help.h"
 
 #define CALLS 90
