@@ -14,8 +14,8 @@
 #define REBATCH_API
 #endif
 
-/** The same for a function whose status must not be ignored: its result is not there, a step did not
- *  happen, or a state is not guarded. The compiler warns. */
+/** The same for a function whose status must not be ignored: its result is not there, a step did
+ *  not happen, or a state is not guarded. The compiler warns. */
 #if defined(__GNUC__)
 #define REBATCH_API_CHECKED REBATCH_API __attribute__((warn_unused_result))
 #else

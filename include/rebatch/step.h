@@ -308,9 +308,9 @@ typedef struct rebatch_meter {
  *  Every micro-batch size is at least micro_smallest, at most micro_largest, a multiple of
  *  micro_multiple_of, and in the list micro_allowed. This applies to every size that rebatch
  *  chooses: at the start, after an OOM, by prediction, growth or probe. The last micro-batch of an
- *  effective batch has the remaining samples. Where the limits do not allow so few, the micro-batches
- *  before it become smaller, so that it is allowed: with micro_smallest 2, 33 samples of which 16 fit
- *  are 11 + 11 + 11. It may be smaller than the limits allow only where no such cut exists. */
+ *  effective batch has the remaining samples. Where the limits do not allow so few, the
+ *  micro-batches before it become smaller, so that it is allowed: with micro_smallest 2, 33 samples
+ *  of which 16 fit are 11 + 11 + 11. Only where no such cut exists may it be smaller. */
 typedef struct rebatch_options {
     size_t struct_size;        /**< sizeof(rebatch_options) */
     rebatch_pool_options pool; /**< options of the session's pool; with struct_size 0: defaults */

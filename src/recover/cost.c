@@ -50,8 +50,8 @@ size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
     return allowed && cost_of(rb, first, allowed) <= budget ? allowed : 0;
 }
 
-/* Whether the samples from `first` on are cut evenly holds until the size changes. What learning has
- * chosen runs as it is, unless too few samples would be left. */
+/* Whether the samples from `first` on are cut evenly holds until the size changes. What learning
+ * has chosen runs as it is, unless too few samples would be left. */
 static size_t cut_by_size(rebatch *rb, size_t first)
 {
     const size_t size = rbi_micro_size(rb, rb->batch);
@@ -67,7 +67,7 @@ static size_t cut_by_size(rebatch *rb, size_t first)
     return rb->is_cut_even ? rbi_even_size(&rb->options, size, left) : size;
 }
 
-/* A micro-batch after which too few samples would be left leaves the smallest size, where it can. */
+/* A micro-batch after which too few samples would be left leaves the smallest size, if it can. */
 static size_t leave_smallest(const rebatch *rb, size_t count, size_t left)
 {
     const size_t smallest = rb->options.micro_smallest;
