@@ -42,10 +42,12 @@ int main(void)
     const rebatch_step_ops ops = {sizeof ops, zero_grad, forward_backward, optimizer_step,
                                   .flags = REBATCH_DECLARES_MUTATION};
     struct model model = {0};
-    rebatch_device *device = NULL;
     rebatch_step_report report;
-    rebatch_status status = rebatch_device_open_host(&device, 24 << 20, NULL);
-    status = status ? status : rebatch_open(&model.rb, device, NULL);
+    rebatch_status status =
+        rebatch_open_default(&model.rb, "device.kind = host; device.capacity = 24MiB");
+    if (!status) /* what `rebatch run --check` compares */
+        status = rebatch_watch(model.rb, "gradient", &model.gradient, sizeof model.gradient,
+                               REBATCH_GUARD_HOST, REBATCH_F64);
     for (int step = 0; step < 8 && !status; step++) {
         status = rebatch_step(model.rb, &ops, 64, &model, &report);
         printf("step %d: w = %.4f, micro-batch %zu x %u, %u out of memory\n", step, model.w,
@@ -54,6 +56,5 @@ int main(void)
     if (status)
         fprintf(stderr, "%s\n", rebatch_last_error());
     rebatch_close(model.rb);
-    rebatch_device_close(device);
     return status ? 1 : 0;
 }
