@@ -14,8 +14,8 @@ import torch
 from torchmetrics import Metric
 
 from rebatch.torch._backward import Backward
-from rebatch.torch._batch import slice_batch
-from rebatch.torch._map import join_results
+from rebatch.torch._batch import cut_of
+from rebatch.torch._join import join_results
 from rebatch.torch._report import Report
 from rebatch.torch._trainer_update import TrainerUpdate
 
@@ -153,7 +153,7 @@ class _TrainingStep:
         self._make_plain_closure = self._loop._make_closure
         self._records = _Records(self._module)
         options = dict(options)
-        self._slice = options.pop("slice", None)
+        self._cut = cut_of(options)
         self._optimizer = trainer.optimizers[0]
         self.backward = Backward(
             trainer.strategy.model,
@@ -161,6 +161,7 @@ class _TrainingStep:
             self._loss,
             backward=lambda loss: self._loop._make_backward_fn(self._optimizer)(loss),
             slice=self._part,
+            length=self._cut.length,
             **options,
         )
         self.backward._loss_name, self.backward._aside = "training_step", self._records.aside
@@ -215,9 +216,7 @@ class _TrainingStep:
     def _part(self, batch: Any, first: int, count: int) -> Any:
         self._module._current_fx_name = self._hook  # an exception leaves another
         self._records.begin(first, count)
-        if self._slice:
-            return self._slice(batch, first, count)
-        return slice_batch(batch, first, count, self.backward._samples)
+        return self._cut.part(batch, first, count, self.backward._samples)
 
     def _loss(self, _model: Any, part: Any) -> Any:
         result = self._loop._training_step({**self._kwargs, "batch": part})
@@ -372,7 +371,7 @@ def _joined(name: str, records: List[_Record]) -> Any:
     values = [record.extra.get(name) for record in records]
     counts = [record.count for record in records]
     if all(isinstance(v, (torch.Tensor, list)) and _is_of(v, n) for v, n in zip(values, counts)):
-        return join_results(values)
+        return join_results(list(zip(counts, values)), dim=0)
     return _combined(values, counts)
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from rebatch.torch._backward import Backward
-from rebatch.torch._batch import batch_length, slice_batch
+from rebatch.torch._batch import cut_of
 from rebatch.torch._lighten import checkpointing
 from rebatch.torch._report import Report
 from rebatch.torch._trainer_update import TrainerUpdate
@@ -128,8 +128,7 @@ class _TrainingStep:
                     "TrainingArguments"
                 )
         self._trainer, self._plain, self._options = trainer, plain, dict(options)
-        self._slice = self._options.pop("slice", None)
-        self._length = self._options.pop("length", batch_length)
+        self._cut = cut_of(self._options)
         if "lighten" not in self._options and _can_checkpoint(trainer):
             self._options["lighten"] = checkpointing(trainer.model)
         self.backward: Optional[Backward] = None
@@ -190,7 +189,7 @@ class _TrainingStep:
             backward=lambda loss: self._trainer.accelerator.backward(loss, **self._keywords),
             normalizer=lambda inputs: 1,  # losses are weighted here
             slice=self._part,
-            length=self._length,
+            length=self._cut.length,
             **self._options,
         )
         backward._loss_name, backward._owners = "compute_loss", [self._trainer]
@@ -199,17 +198,12 @@ class _TrainingStep:
     # ---- a micro-batch ----
 
     def _part(self, inputs: Any, first: int, count: int) -> Any:
-        samples = self._length(inputs)
-        part = self._cut(inputs, first, count, samples)
+        samples = self._cut.length(inputs)
+        part = self._cut.part(inputs, first, count, samples)
         self._weight: Optional[torch.Tensor] = None
         if count < samples and not self._divides(inputs, samples):
             self._weight = self._items(part, count) / self._items(inputs, samples)
         return part
-
-    def _cut(self, inputs: Any, first: int, count: int, samples: int) -> Any:
-        if self._slice:
-            return self._slice(inputs, first, count)
-        return slice_batch(inputs, first, count, samples)
 
     def _loss(self, model: Any, part: Any) -> torch.Tensor:
         given: List[tuple] = []
@@ -261,7 +255,7 @@ class _TrainingStep:
         losses = []
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for n in items:
-                sample = trainer._prepare_inputs(self._cut(inputs, best, 1, samples))
+                sample = trainer._prepare_inputs(self._cut.part(inputs, best, 1, samples))
                 losses.append(float(trainer.compute_loss(model, sample, num_items_in_batch=n)))
         return losses
 

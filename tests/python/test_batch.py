@@ -7,7 +7,8 @@ import numpy
 import pytest
 import torch
 
-from rebatch.torch._batch import batch_length, slice_batch
+import rebatch.torch as rebatch
+from rebatch.torch._batch import Cut
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -41,36 +42,147 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_parts_are_of_the_same_type(name):
     batch, get = BATCHES[name]
-    assert batch_length(batch) == 6
-    part = slice_batch(batch, 2, 3, 6)
+    cut = Cut()
+    assert cut.length(batch) == 6
+    part = cut.part(batch, 2, 3, 6)
     assert type(part) is type(batch)
     assert torch.equal(get(part), X[2:5])
 
 
 def test_entries_of_samples_are_cut_and_others_are_whole():
-    part = slice_batch((X, list("abcdef"), ["once"], "name", None), 2, 3, 6)
+    part = Cut().part((X, list("abcdef"), ["once"], "name", None), 2, 3, 6)
     assert part[1:] == (["c", "d", "e"], ["once"], "name", None)
 
 
 def test_parts_are_views():
-    assert slice_batch(X, 2, 3, 6).data_ptr() == X[2:].data_ptr()
+    assert Cut().part(X, 2, 3, 6).data_ptr() == X[2:].data_ptr()
 
 
 @pytest.mark.parametrize(
     "batch, sentence",
     (
-        ({"x": "text"}, "the batch, a dict, has no tensor with a first dimension"),
+        ({"x": "text"}, "the batch, a dict, has no tensor with a dimension of samples"),
         ((X, Y[:4]), "batch[0] has 6 samples and batch[1] has 4"),
         ("text", "expected tensors, or dicts, lists or tuples of them, or `slice` and `length`"),
         ({"a": X[:0]}, "batch['a'] has 0 samples"),
-        (torch.tensor(1.0), "has no tensor with a first dimension"),
+        (torch.tensor(1.0), "has no tensor with a dimension of samples"),
     ),
 )
 def test_a_wrong_batch_is_said(batch, sentence):
     with pytest.raises(ValueError) as caught:
-        batch_length(batch)
+        Cut().length(batch)
     assert sentence in str(caught.value)
 
 
 def test_numpy_is_not_needed_for_tensors():
-    assert numpy.asarray(slice_batch(X, 0, 1, 6)).shape == (1, 2)
+    assert numpy.asarray(Cut().part(X, 0, 1, 6)).shape == (1, 2)
+
+
+# ---- lists with one tensor a sample ----
+
+
+def pieces(*lengths):
+    return [torch.full((n, 2), float(i)) for i, n in enumerate(lengths)]
+
+
+LISTS = {
+    "sequences of different lengths": (pieces(3, 5, 4, 3), 4, lambda p: p),
+    "and in a dict": ({"x": pieces(3, 5, 4)}, 3, lambda p: p["x"]),
+    "images and labels": ((pieces(3, 3, 3, 3), torch.arange(4)), 4, lambda p: p[0]),
+    "images and targets of a detector": (
+        (tuple(pieces(3, 3)), tuple({"boxes": b} for b in pieces(1, 2))), 2, lambda p: p[0]
+    ),
+    "a list of such": ([pieces(3, 3), torch.arange(2)], 2, lambda p: p[0]),
+    "dicts": ([{"x": x} for x in pieces(2, 3, 4)], 3, lambda p: [e["x"] for e in p]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_with_a_tensor_for_each_sample_is_seen(name):
+    batch, samples, get = LISTS[name]
+    cut = Cut()
+    assert cut.length(batch) == samples
+    part = cut.part(batch, 1, 1, samples)
+    assert len(get(part)) == 1 and torch.equal(get(part)[0], get(batch)[1])
+    assert type(part) is type(batch)
+
+
+@pytest.mark.parametrize(
+    "batch", ([X, X + 1], [X, X, X, X], [X], [[X, X], Y], {"views": [X, X], "y": Y}, (X,) * 9)
+)
+def test_a_list_of_fields_is_seen(batch):
+    cut = Cut()
+    assert cut.length(batch) == 6
+    first = cut.part(batch, 2, 3, 6)
+    while not isinstance(first, torch.Tensor):
+        first = first["views"] if isinstance(first, dict) else first[0]
+    assert torch.equal(first, X[2:5])
+
+
+@pytest.mark.parametrize("batch", (pieces(*[20] * 32), {"x": pieces(*[20] * 5)}, [{"x": X}] * 5))
+def test_a_list_that_may_be_either_is_refused(batch):
+    with pytest.raises(ValueError, match="may be fields of the batch or samples: expected a tuple"):
+        Cut().length(batch)
+
+
+def test_what_the_refusal_says_helps():
+    as_fields = Cut()
+    assert as_fields.length(tuple(pieces(*[20] * 32))) == 20
+    as_samples = Cut(slice=lambda batch, first, count: batch[first : first + count], length=len)
+    batch = pieces(*[20] * 32)
+    assert as_samples.length(batch) == 32 and as_samples.part(batch, 5, 2, 32)[0][0, 0] == 5
+
+
+def test_after_lists_of_samples_a_small_one_is_one():
+    cut = Cut()
+    cut.length(pieces(3, 5, 4))
+    assert cut.length(pieces(7)) == 1 and cut.length(pieces(7, 7)) == 2
+    assert len(cut.part(pieces(7, 7), 1, 1, 2)) == 1
+
+
+# ---- samples in another dimension ----
+
+
+def test_the_dimension_of_the_samples_can_be_said():
+    cut = Cut(dim=1)
+    batch = {"x": torch.arange(24).reshape(2, 4, 3), "y": torch.arange(4), "scale": 2.0}
+    assert cut.length(batch) == 4
+    part = cut.part(batch, 1, 2, 4)
+    assert torch.equal(part["x"], batch["x"][:, 1:3]) and part["y"].tolist() == [1, 2]
+    array = numpy.arange(8).reshape(2, 4)
+    assert cut.length(array) == 4 and cut.part(array, 3, 1, 4).tolist() == [[3], [7]]
+    with pytest.raises(ValueError, match="batch has 4 samples|or batch_dim where"):
+        Cut().length((batch["x"], batch["y"]))
+    with pytest.raises(ValueError, match="batch_dim is -1: expected the number of a dimension"):
+        Cut(dim=-1)
+
+
+@pytest.mark.parametrize("micro", (32, 6))
+@pytest.mark.parametrize("kind", ("list", "sequence first"))
+def test_a_step_cuts_between_samples(kind, micro):
+    """Whatever the cut, the loss is that of the whole batch."""
+    torch.manual_seed(0)
+    gru = torch.nn.GRU(8, 8)
+    x = torch.randn(20, 32, 8)
+    if kind == "list":
+        batch = list(x.transpose(0, 1))
+        options = dict(slice=lambda batch, first, n: batch[first : first + n], length=len)
+    else:
+        batch, options = x, dict(batch_dim=1)
+
+    def loss_fn(m, part):
+        v = torch.stack(part, dim=1) if kind == "list" else part
+        assert v.shape[0] == 20
+        return ((m(v)[0] - v) ** 2).mean()
+
+    step = rebatch.Step(
+        gru, torch.optim.SGD(gru.parameters(), 0.0), loss_fn, micro_start=micro, **options
+    )
+    assert torch.allclose(step(batch), plain(gru, x))
+    assert step.report.samples == 32 and step.report.micro == micro
+    if kind == "sequence first":
+        assert torch.allclose(step.evaluate(batch), plain(gru, x))
+
+
+def plain(gru, x):
+    return ((gru(x)[0] - x) ** 2).mean().detach()

@@ -39,4 +39,4 @@ def test_every_option_of_the_page_is_one():
         for name in re.findall(r"`(\w+)`", row)
     }
     assert known - named == set()
-    assert named - known == {"gradients", "generators", "state"}
+    assert named - known == {"gradients", "generators", "state", "batch_dim"}

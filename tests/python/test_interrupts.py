@@ -77,13 +77,14 @@ def test_an_interrupt_at_any_call_or_return_comes_out(options, capfd):
     after, _, counter = outcome(0, **options)
     assert counter.seen > 200 and not same_bits(before, after)
     updated = 0
-    for n in range(1, counter.seen + 1, 3):
+    runs = range(1, counter.seen + 1, counter.seen // 300)
+    for n in runs:
         state, was_interrupted, interrupt = outcome(n, **options)
         assert was_interrupted == bool(interrupt.where), f"lost at {interrupt.where}"
         is_updated = same_bits(state[:6], after[:6])
         assert is_updated or same_bits(state[:6], before[:6]), f"wrong at {interrupt.where}"
         updated += is_updated
-    assert 0 < updated < counter.seen / 6  # those after the update
+    assert 0 < updated < len(runs)  # those after the update
     said = capfd.readouterr().err
     assert "Exception ignored" not in said
 
@@ -186,12 +187,14 @@ def test_what_is_dropped_elsewhere_is_passed_on():
     try:
         step.loss_fn = lambda model, samples: (Broken(), loss_fn(model, samples))[1]
         step(batch)
+        dropped = len(seen)
+        assert dropped >= 6
         broken()
-        assert len(seen) == 7
+        assert len(seen) == dropped + 1
         step.loss_fn = lambda model, samples: (broken(), loss_fn(model, samples))[1]
         with pytest.raises(KeyError, match="theirs"):
             step(batch)
-        assert len(seen) == 7
+        assert len(seen) == dropped + 1
     finally:
         sys.unraisablehook = hook
 

@@ -81,6 +81,84 @@ def test_no_result_and_no_inputs_are_said():
         rebatch.map(lambda x: x, "text")
 
 
+# ---- the dimension of the samples ----
+
+
+class Recurrent(torch.nn.Module):
+    """Returns (batch x time x hidden, layers x batch x hidden), as nn.GRU does."""
+
+    def __init__(self, largest, batch_first=True, hidden=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gru = torch.nn.GRU(8, hidden, batch_first=batch_first)
+        self.dim, self.largest, self.calls = 0 if batch_first else 1, largest, []
+
+    def forward(self, x):
+        self.calls.append(x.shape[self.dim])
+        if x.shape[self.dim] > self.largest:
+            out_of_memory(None)
+        return self.gru(x)
+
+
+@pytest.mark.parametrize("largest", (12, 8, 5, 3))
+def test_each_result_is_joined_along_its_samples(largest):
+    model, x = Recurrent(largest), torch.randn(12, 5, 8)
+    expected = model.gru(x)
+    for got, right in zip(rebatch.map(model, x), expected):
+        assert got.shape == right.shape and torch.allclose(got, right, atol=1e-6)
+
+
+def test_a_dimension_that_is_as_long_by_chance_is_told_apart():
+    """Micro-batches of 8 of 16 samples, and 8 hidden units: one sample runs once more."""
+    model, x = Recurrent(8), torch.randn(16, 8, 8)
+    expected = model.gru(x)
+    for got, right in zip(rebatch.map(model, x), expected):
+        assert got.shape == right.shape and torch.allclose(got, right, atol=1e-6)
+    assert model.calls == [16, 8, 8, 1]
+
+
+def test_samples_of_one_need_to_be_told():
+    model, x = Recurrent(1), torch.randn(3, 5, 8)
+    with pytest.raises(ValueError, match=r"result\[1\] for 1 samples, whose dimensions 0 and 1"):
+        rebatch.map(model, x)
+    column = Limited(1, lambda y: y[:, None])
+    with pytest.raises(ValueError, match="expected batch_dim, which says it"):
+        rebatch.map(column, X)
+    assert torch.equal(rebatch.map(column, X, batch_dim=0), 2 * X[:, None])
+
+
+@pytest.mark.parametrize("largest", (12, 5, 1))
+def test_batch_dim_cuts_and_joins(largest):
+    model, x = Recurrent(largest, batch_first=False), torch.randn(5, 12, 8)
+    expected = model.gru(x)
+    for got, right in zip(rebatch.Map(model, batch_dim=1)(x), expected):
+        assert got.shape == right.shape and torch.allclose(got, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("largest", (10, 5))
+def test_a_result_without_a_dimension_of_the_samples_is_refused_at_once(largest):
+    with pytest.raises(ValueError, match=r"of shape \(3,\) for \d+ samples: expected a dimension"):
+        rebatch.map(Limited(largest, lambda y: y.mean()[None].expand(3)), X)
+    with pytest.raises(ValueError, match=r"list of 3 in its result\['a'\] for \d+ samples"):
+        rebatch.map(Limited(largest, lambda y: {"a": [1, 2, 3]}), X)
+
+
+def test_a_matrix_over_pairs_of_samples_is_refused_once_it_is_cut():
+    pairs = Limited(10, lambda y: y[:, None] * y)
+    assert rebatch.map(pairs, X).shape == (10, 10)
+    pairs.largest = 5
+    with pytest.raises(ValueError, match=r"shape \(5, 5\).* dimensions 0 and 1 may both"):
+        rebatch.map(pairs, X)
+
+
+def test_lists_of_results_and_what_is_none():
+    two = rebatch.map(Limited(3, lambda y: [y, y + 1]), X)
+    assert len(two) == 2 and torch.equal(two[1], 2 * X + 1)
+    assert rebatch.map(Limited(3, lambda y: (y, None)), X)[1] is None
+    rows = rebatch.map(Limited(3, lambda y: [v[None] for v in y]), X)
+    assert len(rows) == 10 and rows[3] == 6
+
+
 # ---- the report ----
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Iterator, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
+
+# So many tensors of one form in a list are taken for fields, as torch's DataLoader makes them.
+_FIELDS = 4
+_ONE_A_SAMPLE = "slice=lambda batch, first, count: batch[first : first + count] and length=len"
 
 
 def _is_array(value: Any) -> bool:
@@ -14,58 +18,101 @@ def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "shape")
 
 
-def _is_fields(value: Any) -> bool:
-    """A tuple or list of tensors, or of what holds tensors: its members are fields of the batch."""
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or _is_array(value)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a list or tuple with tensors, or with what holds tensors."""
     return isinstance(value, (list, tuple)) and any(_has_tensor(v) for v in value)
 
 
 def _has_tensor(value: Any) -> bool:
-    if isinstance(value, torch.Tensor) or _is_array(value):
+    if _is_tensor(value):
         return True
     if isinstance(value, Mapping):
         return any(_has_tensor(v) for v in value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_record(value):
         return any(_has_tensor(getattr(value, f.name)) for f in dataclasses.fields(value))
-    return _is_fields(value)
+    return _has_tensors(value)
 
 
-def _tensors(value: Any, name: str) -> Iterator[Tuple[str, int]]:
-    """The name and the first dimension of each tensor in a batch."""
-    if isinstance(value, torch.Tensor) or _is_array(value):
+def _form(value: Any) -> Any:
+    """Samples in a list are of one form, and fields mostly not."""
+    if _is_tensor(value):
+        return type(value), value.dtype, len(value.shape)
+    if isinstance(value, Mapping):
+        return type(value), tuple(value)
+    return type(value)
+
+
+def _is_of_samples(values: Any) -> bool:
+    """Whether a list could have one entry for each sample."""
+    is_plain = not hasattr(values, "_fields")
+    return is_plain and len(values) > 0 and len({_form(v) for v in values}) == 1
+
+
+# How the lists of tensors in a batch are read: each has a field of the batch in an entry, or a
+# sample; or the batch is such a list, and those in it have samples.
+_FIELD, _SAMPLE, _FIELD_OF_SAMPLES = "field", "sample", "field of samples"
+
+
+def _inner(reading: str) -> str:
+    return _SAMPLE if reading == _FIELD_OF_SAMPLES else reading
+
+
+def _reads_samples(value: Any, reading: str) -> bool:
+    return reading == _SAMPLE and _is_of_samples(value)
+
+
+def _dim_of(tensor: Any, dim: int) -> int:
+    """The dimension of the samples: the last one where there are not so many."""
+    return min(dim, len(tensor.shape) - 1)
+
+
+def _counts(value: Any, name: str, reading: str, dim: int) -> Iterator[Tuple[str, int]]:
+    """The name of each tensor in a batch, or list of samples, and how many samples it has."""
+    if _is_tensor(value):
         if len(value.shape):
-            yield name, int(value.shape[0])
+            yield name, int(value.shape[_dim_of(value, dim)])
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _tensors(part, f"{name}[{key!r}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _counts(part, f"{name}[{key!r}]", reading, dim)
+    elif _is_record(value):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name), f"{name}.{field.name}")
-    elif _is_fields(value):
+            yield from _counts(getattr(value, field.name), f"{name}.{field.name}", reading, dim)
+    elif _has_tensors(value):
+        if _reads_samples(value, reading):
+            yield name, len(value)
+            return
         for i, part in enumerate(value):
-            yield from _tensors(part, f"{name}[{i}]")
+            yield from _counts(part, f"{name}[{i}]", _inner(reading), dim)
 
 
-def batch_length(batch: Any, otherwise: str = ", or `slice` and `length` for others") -> int:
-    """The number of samples: the first dimension of the batch's tensors. `otherwise` is what
-    messages offer beside such batches.
+def _lists(value: Any) -> Iterator[Any]:
+    """The outermost lists that could have an entry for each sample."""
+    if isinstance(value, Mapping):
+        for part in value.values():
+            yield from _lists(part)
+    elif _is_record(value):
+        for field in dataclasses.fields(value):
+            yield from _lists(getattr(value, field.name))
+    elif _has_tensors(value):
+        if _is_of_samples(value):
+            yield value
+        else:
+            for part in value:
+                yield from _lists(part)
 
-    Raises ValueError when there is no tensor, or when tensors disagree."""
-    found = list(_tensors(batch, "batch"))
-    if not found:
-        raise ValueError(
-            f"rebatch: the batch, a {type(batch).__name__}, has no tensor with a first dimension: "
-            f"expected tensors, or dicts, lists or tuples of them{otherwise}"
-        )
-    name, length = found[0]
-    for other, its in found[1:]:
-        if its != length:
-            raise ValueError(
-                f"rebatch: {name} has {length} samples and {other} has {its}: expected one "
-                f"first dimension{otherwise}"
-            )
-    if length == 0:
-        raise ValueError(f"rebatch: {name} has 0 samples: expected at least 1")
-    return length
+
+def _lists_of(batch: Any, reading: str) -> List[Any]:
+    """The lists of a batch that have samples by a reading."""
+    members = batch if reading == _FIELD_OF_SAMPLES else [batch]
+    return [values for member in members for values in _lists(member)]
 
 
 def _slice_list(values: Any, first: int, count: int, length: int) -> Any:
@@ -73,25 +120,121 @@ def _slice_list(values: Any, first: int, count: int, length: int) -> Any:
     return values[first : first + count] if len(values) == length else values
 
 
-def slice_batch(batch: Any, first: int, count: int, length: int) -> Any:
-    """Samples [first, first + count) of a batch of `length` samples, of the same type. Tensors are
-    views."""
-    if isinstance(batch, torch.Tensor) or _is_array(batch):
-        return batch[first : first + count] if len(batch.shape) else batch
-    if isinstance(batch, Mapping):
-        parts = {k: slice_batch(v, first, count, length) for k, v in batch.items()}
-        return parts if type(batch) is dict else type(batch)(parts)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        parts = {
-            f.name: slice_batch(getattr(batch, f.name), first, count, length)
-            for f in dataclasses.fields(batch)
-            if f.init
-        }
-        return dataclasses.replace(batch, **parts)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(slice_batch(v, first, count, length) for v in batch))
-    if isinstance(batch, (list, tuple)):
-        if _is_fields(batch):
-            return type(batch)(slice_batch(v, first, count, length) for v in batch)
-        return _slice_list(batch, first, count, length)
-    return batch
+class Cut:
+    """How batches are cut: `dim` is the dimension of the samples. A tuple has the batch's fields;
+    so has a list, unless only one tensor a sample makes sense, in it or in a list within.
+
+    slice, length    functions for batches of other types
+    otherwise        what messages offer beside batches that are known"""
+
+    def __init__(
+        self,
+        dim: int = 0,
+        slice: Optional[Callable[[Any, int, int], Any]] = None,
+        length: Optional[Callable[[Any], int]] = None,
+        otherwise: str = ", or `slice` and `length` for others",
+    ):
+        if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
+            raise ValueError(
+                f"rebatch: batch_dim is {dim!r}: expected the number of a dimension, from 0"
+            )
+        self._dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
+        self._reading = _FIELD  # of the batch whose length was asked for last
+        self._has_samples = False  # a batch before had lists with one tensor a sample
+
+    def length(self, batch: Any) -> int:
+        """The number of samples.
+
+        Raises ValueError when there is no tensor, when tensors disagree, or when a list may have
+        either fields or samples."""
+        if self._length:
+            return self._length(batch)
+        counts = {r: list(_counts(batch, "batch", r, self._dim)) for r in self._readings(batch)}
+        if not counts[_FIELD]:
+            raise ValueError(
+                f"rebatch: the batch, a {type(batch).__name__}, has no tensor with a dimension of "
+                "samples: expected tensors, or dicts, lists or tuples of them"
+                f"{self._otherwise}"
+            )
+        agreeing = [r for r in counts if len({n for _, n in counts[r]}) == 1]
+        self._reading = self._choose(batch, agreeing)
+        found = counts[self._reading]
+        _check_counts(found, self._otherwise)
+        return found[0][1]
+
+    def _readings(self, batch: Any) -> List[str]:
+        """Those that are possible, the preferred one first."""
+        if self._dim or not any(True for _ in _lists(batch)):
+            return [_FIELD]
+        if type(batch) is list:
+            return [_FIELD, _FIELD_OF_SAMPLES, _SAMPLE]
+        return [_FIELD, _FIELD_OF_SAMPLES if isinstance(batch, tuple) else _SAMPLE]
+
+    def _choose(self, batch: Any, agreeing: List[str]) -> str:
+        if not agreeing:
+            return _FIELD
+        of_samples = [r for r in agreeing if r != _FIELD and _lists_of(batch, r)]
+        if not of_samples:
+            return agreeing[0]
+        reading = of_samples[0]
+        if agreeing[0] != _FIELD or self._has_samples:
+            self._has_samples = True
+            return reading
+        longest = max(map(len, _lists_of(batch, reading)))
+        if longest > _FIELDS:
+            raise ValueError(
+                f"rebatch: the batch has a list of {longest} tensors with equal first dimensions, "
+                "which may be fields of the batch or samples: expected a tuple for fields, or "
+                f"{_ONE_A_SAMPLE} for samples"
+            )
+        return _FIELD
+
+    def part(self, batch: Any, first: int, count: int, length: int) -> Any:
+        """Samples [first, first + count) of a batch of `length` samples, of the same type. Tensors
+        are views."""
+        if self._slice:
+            return self._slice(batch, first, count)
+        return self._part(batch, first, count, length, self._reading)
+
+    def _part(self, batch: Any, first: int, count: int, length: int, reading: str) -> Any:
+        def cut(value: Any) -> Any:
+            return self._part(value, first, count, length, _inner(reading))
+
+        if _is_tensor(batch):
+            if not len(batch.shape):
+                return batch
+            leading = (slice(None),) * _dim_of(batch, self._dim)
+            return batch[leading + (slice(first, first + count),)]
+        if isinstance(batch, Mapping):
+            parts = {k: cut(v) for k, v in batch.items()}
+            return parts if type(batch) is dict else type(batch)(parts)
+        if _is_record(batch):
+            fields = (f.name for f in dataclasses.fields(batch) if f.init)
+            parts = {name: cut(getattr(batch, name)) for name in fields}
+            return dataclasses.replace(batch, **parts)
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*(cut(v) for v in batch))
+        if isinstance(batch, (list, tuple)):
+            if _has_tensors(batch) and not _reads_samples(batch, reading):
+                return type(batch)(cut(v) for v in batch)
+            return _slice_list(batch, first, count, length)
+        return batch
+
+
+def cut_of(options: dict) -> Cut:
+    """How batches are cut by some arguments of a Step, which are taken out."""
+    defaults = {"batch_dim": 0, "slice": None, "length": None}
+    return Cut(*(options.pop(name, default) for name, default in defaults.items()))
+
+
+def _check_counts(found: List[Tuple[str, int]], otherwise: str) -> None:
+    name, length = found[0]
+    for other, its in found[1:]:
+        if its != length:
+            raise ValueError(
+                f"rebatch: {name} has {length} samples and {other} has {its}: expected one "
+                f"number{otherwise}, or batch_dim where it is not the first dimension that counts "
+                "the samples"
+            )
+    if length == 0:
+        raise ValueError(f"rebatch: {name} has 0 samples: expected at least 1")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
 from rebatch.torch import _allocator
-from rebatch.torch._batch import batch_length
-from rebatch.torch._map import join_results, run_map
+from rebatch.torch._batch import Cut
+from rebatch.torch._join import join_results
+from rebatch.torch._map import run_map
 from rebatch.torch._report import MapReport
 from rebatch.torch._session import Session, session_options
 from rebatch.torch._state import Generators
@@ -57,31 +58,44 @@ class Map:
         outputs = predict(inputs)
         print(predict.report)
 
-    A call is map(model, inputs). `report` says what the last call did, also when it failed: a
-    MapReport, whose numbers have the names of Step.report's."""
+    A call is map(model, inputs, batch_dim). `report` says what the last call did, also when it
+    failed: a MapReport, whose numbers have the names of Step.report's."""
 
-    def __init__(self, model: Callable[[Any], Any]):
+    def __init__(self, model: Callable[[Any], Any], batch_dim: Optional[int] = None):
         if not callable(model):
             raise TypeError(f"rebatch: model is {model!r}: expected a function")
         self.model = model
         self.report = MapReport()
+        self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 
     def __call__(self, inputs: Any) -> Any:
-        samples = batch_length(inputs, otherwise="")
+        samples = self._cut.length(inputs)
         session = _session_of(_device_of(self.model, inputs))
         results, self.report, status = run_map(
-            session, self.model, inputs, samples, _key_of(self.model)
+            session, self.model, inputs, samples, _key_of(self.model), self._cut
         )
         session.raise_failure(status)
-        return join_results([result for _, result in results])
+        return join_results(results, self._dim, lambda: self._one(inputs, samples))
+
+    def _one(self, inputs: Any, samples: int) -> Tuple[int, Any]:
+        """The result for one sample, where one for several is not enough to tell its dimensions
+        apart."""
+        with torch.no_grad():
+            return 1, self.model(self._cut.part(inputs, 0, 1, samples))
 
 
-def map(model: Callable[[Any], Any], inputs: Any) -> Any:
+def map(
+    model: Callable[[Any], Any], inputs: Any, batch_dim: Optional[int] = None
+) -> Any:
     """model(inputs) without gradients, in as many calls as memory asks for.
 
-    The inputs are a batch as for Step, and so is what the model returns: tensors with the samples
-    in their first dimension, or dicts, tuples and lists of such. An OOM makes the next calls
-    smaller, and a line on standard error says so; the size is kept for the next map() of the same
-    model. Its mode, training or evaluation, stays as it is. A Map also has a report. Raises
-    Exhausted when one sample does not fit."""
-    return Map(model)(inputs)
+    The inputs are a batch as for Step; `batch_dim` is the dimension of the samples, by default the
+    first. The model returns tensors, or dicts, tuples and lists of such. Each is joined along the
+    dimension that has an entry for each sample, which need not be `batch_dim`; where several have,
+    the model runs once more with one sample, or `batch_dim` tells.
+
+    An OOM makes the next calls smaller, and a line on standard error says so; the size is kept for
+    the next map() of the same model. Its mode, training or evaluation, stays as it is. A Map also
+    has a report. Raises Exhausted when one sample does not fit, and ValueError for a result without
+    a dimension of the samples."""
+    return Map(model, batch_dim)(inputs)

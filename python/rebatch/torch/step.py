@@ -15,7 +15,7 @@ from rebatch import plot as _plot
 from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._audit import Audit
-from rebatch.torch._batch import batch_length, slice_batch
+from rebatch.torch._batch import Cut
 from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
 from rebatch.torch._first_cut import FirstCut
@@ -110,6 +110,8 @@ class Step:
                   rebatch.offload())
     slice         slice(batch, first, count) -> those samples, for batches of your own types;
                   with `length`, length(batch) -> how many there are
+    batch_dim     the dimension of the samples in the batch's tensors, for example 1 for sequences
+                  of shape (time, samples, features)
     generators    generators of your own that loss_fn uses, of PyTorch, NumPy or Python: a retry
                   draws the same numbers
     state         what loss_fn changes outside of the model, and what is to be put back with it:
@@ -141,6 +143,7 @@ class Step:
         lighten: Union[_Lighten, Sequence[_Lighten]] = (),
         slice: Optional[Callable[[Any, int, int], Any]] = None,
         length: Optional[Callable[[Any], int]] = None,
+        batch_dim: int = 0,
         generators: Sequence[Any] = (),
         state: Any = (),
         gradients: str = "fresh",
@@ -158,7 +161,7 @@ class Step:
         self._normalizer, self._autocast, self._cost = normalizer, autocast, cost
         self._lighten, self._level = _list_of(lighten), 0
         self._saved_level = 0  # with which a session that is opened begins
-        self._slice, self._length, self._on_event = slice, length, on_event
+        self._cut, self._on_event = Cut(batch_dim, slice, length), on_event
         self._generators, self._options = list(generators), options
         Generators((), self._generators)  # a wrong one is said here
         check_names(options, type(self).__name__)
@@ -356,9 +359,7 @@ class Step:
         return self._autocast
 
     def _part(self, first: int, count: int) -> Any:
-        if self._slice:
-            return self._slice(self._batch, first, count)
-        return slice_batch(self._batch, first, count, self._samples)
+        return self._cut.part(self._batch, first, count, self._samples)
 
     def _optimizer_step(self) -> None:
         if self._accumulated != self._samples:  # a callback was left early, and nobody was told
@@ -380,9 +381,7 @@ class Step:
     # ---- what users call ----
 
     def _begin(self, batch: Any, is_training: bool = True) -> None:
-        self._samples = self._length(batch) if self._length else None
-        if self._samples is None:
-            self._samples = batch_length(batch)
+        self._samples = self._cut.length(batch)
         self._batch = batch
         self._accumulated, self._is_applied = 0, False
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
@@ -491,7 +490,7 @@ class Step:
         self._modules.eval()
         try:
             results, self.evaluation_report, status = run_map(
-                session, self._loss_of, batch, self._samples, id(self), self._slice
+                session, self._loss_of, batch, self._samples, id(self), self._cut
             )
             session.raise_failure(status)
         finally:
