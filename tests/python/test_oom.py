@@ -78,6 +78,12 @@ def test_ambiguous_texts_are_ooms_where_the_gpu_is_full(monkeypatch):
     assert not is_oom(OTHERS[1])
 
 
+def test_ambiguous_texts_are_ooms_where_an_allocation_has_failed():
+    engine = RuntimeError("GET was unable to find an engine to execute this computation")
+    assert not is_oom(engine) and is_oom(engine, allocation_failed=True)
+    assert not is_oom(OTHERS[3], allocation_failed=True)
+
+
 @pytest.mark.parametrize(
     "text, expected",
     (

@@ -19,7 +19,7 @@ class UnknownMeter:
 
     def __init__(self) -> None:
         self.asked_bytes = 0
-        self.live_at_begin = 0
+        self.live_at_begin = self.ooms_at_begin = 0
         self.struct = c.Meter(begin=c.MeterBegin(lambda _phase, _size, _user: None),
             read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
             available=c.MeterAvailable(self._available),
@@ -30,6 +30,9 @@ class UnknownMeter:
         pass
 
     def live_bytes(self) -> int:
+        return 0
+
+    def oom_count(self) -> int:
         return 0
 
     def _available(self, out, _user) -> int:
@@ -45,7 +48,7 @@ class NativeMeter:
         self._measured: Dict[Tuple[int, int], int] = {}
         self._is_measuring = False
         self.asked_bytes = 0
-        self.live_at_begin = 0  # of the callback that runs
+        self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
         self.struct = c.Meter(begin=c.MeterBegin(self._begin),
             read=c.MeterRead(self._read),
@@ -63,6 +66,9 @@ class NativeMeter:
     def live_bytes(self) -> int:
         return self._statistics()["allocated_bytes"]["all"]["current"]
 
+    def oom_count(self) -> int:
+        return self._statistics()["num_ooms"]
+
     def _begin(self, phase: int, size: int, _user) -> None:
         self.asked_bytes = 0
         self.live_at_begin = -1
@@ -78,6 +84,7 @@ class NativeMeter:
         out[0].live_bytes = allocated["current"]
         if self.live_at_begin < 0:  # C reads the figures at once
             self.live_at_begin = allocated["current"]
+            self.ooms_at_begin = statistics["num_ooms"]
         out[0].peak_bytes = allocated["peak"] if self._is_measuring else 0
         out[0].reserved_bytes = statistics["reserved_bytes"]["all"]["current"]
         out[0].asked_bytes = self.asked_bytes

@@ -29,7 +29,7 @@ _TEXTS = (
 _NCCL = re.compile(r"Cuda failure (\d+ )?'out of memory'")
 
 # What libraries say when memory runs out, and when something else is wrong too: an OOM only where
-# the device has no memory left.
+# an allocation has failed, or the device has no memory left.
 _AMBIGUOUS = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_NOT_INITIALIZED",
@@ -65,7 +65,7 @@ def _memory_is_short() -> bool:
     return free < _SHORT_BYTES
 
 
-def _is_oom_itself(error: BaseException) -> bool:
+def _is_oom_itself(error: BaseException, allocation_failed: bool) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -73,15 +73,18 @@ def _is_oom_itself(error: BaseException) -> bool:
     text = str(error)
     if any(known in text for known in _TEXTS) or _NCCL.search(text):
         return True
-    return any(known in text for known in _AMBIGUOUS) and _memory_is_short()
+    is_ambiguous = any(known in text for known in _AMBIGUOUS)
+    return is_ambiguous and (allocation_failed or _memory_is_short())
 
 
-def is_oom(error: BaseException) -> bool:
+def is_oom(error: BaseException, allocation_failed: bool = False) -> bool:
     """Whether an exception, or one that it was raised from, says that memory has run out.
 
     Texts of CUDA, cuBLAS, cuDNN, cuSOLVER, NCCL and the CPU allocator count. Those that may have
-    another reason count only while the GPU has no free memory."""
-    return any(_is_oom_itself(e) for e in _chain(error))
+    another reason, such as that of a convolution without a workspace, count only while the GPU has
+    no free memory, or where an allocation has failed under a limit (`allocation_failed`): a Step
+    and a map look at torch.cuda.memory_stats()["num_ooms"] before and after."""
+    return any(_is_oom_itself(e, allocation_failed) for e in _chain(error))
 
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -235,13 +235,16 @@ class Session:
         if self.error is not None:
             return c.Status.E_USER
         self._said = ""
-        live = self.meter.live_at_begin if self.meter else self.live_bytes()
+        if self.meter:
+            live, ooms = self.meter.live_at_begin, self.meter.ooms_at_begin
+        else:
+            live, ooms = self.live_bytes(), self._oom_count()
         try:
             try:
                 with _phases.marked_by_session():
                     body(*arguments)
             except BaseException as error:
-                if not is_oom(error):
+                if not is_oom(error, self._oom_count() > ooms):
                     self.error = error
                     return c.Status.E_USER
                 self._note_oom(error)
@@ -266,13 +269,18 @@ class Session:
         """Memory in use on the device, in bytes; 0 on a CPU, where it is not known."""
         if self.meter:
             return self.meter.live_bytes()
-        if self.is_pooled:
-            stats = c.PoolStats()
-            lib.rebatch_pool_get_stats(
-                C.byref(stats), lib.rebatch_get_pool(self.rb)
-            )
-            return stats.live_bytes
-        return 0
+        return self._pool_stats().live_bytes if self.is_pooled else 0
+
+    def _pool_stats(self) -> c.PoolStats:
+        stats = c.PoolStats()
+        lib.rebatch_pool_get_stats(C.byref(stats), lib.rebatch_get_pool(self.rb))
+        return stats
+
+    def _oom_count(self) -> int:
+        """Allocations on the device that have failed, whoever coped with it."""
+        if self.meter:
+            return self.meter.oom_count()
+        return self._pool_stats().ooms if self.is_pooled else 0
 
     def available_bytes(self) -> int:
         """Memory that can be allocated; all of it on a CPU, where it is not known."""

@@ -21,18 +21,60 @@ def _kept_tensors(optimizer: torch.optim.Optimizer, group: dict) -> int:
     return kept + (name in ("SGD", "RMSprop") and group.get("momentum", 0) != 0)
 
 
-def first_update_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The memory that the first step of an optimizer of PyTorch needs: what it keeps, and, unless
-    it is fused, one temporary of each parameter. 0 for other optimizers, and after the first
-    step."""
-    if optimizer.state or type(optimizer).__name__ not in _KEPT:
+# Temporary tensors at the most within a step, beside what is kept: of all parameters at once where
+# the implementation is "foreach", of the largest one where it is a loop.
+_ALL = {"SGD": 1, "Adam": 1, "AdamW": 1, "NAdam": 1, "RAdam": 1, "Adamax": 1, "RMSprop": 1}
+_LARGEST = {"SGD": 2, "Adam": 3, "AdamW": 3, "NAdam": 3, "RAdam": 5, "Adamax": 2, "RMSprop": 2}
+
+
+def _temporary_bytes(optimizer: torch.optim.Optimizer, group: dict) -> int:
+    name = type(optimizer).__name__
+    if group.get("fused") or not group["params"]:
         return 0
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if group.get("foreach") is False:
+        return _LARGEST[name] * max(_parameter_bytes({"params": [p]}) for p in group["params"])
+    more = name in ("NAdam", "RMSprop") and bool(group.get("weight_decay") or group.get("maximize"))
+    more += name in ("NAdam", "Adamax") and bool(group.get("capturable"))
+    return (_ALL[name] + more) * _parameter_bytes(group)
+
+
+def _is_before_first_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of PyTorch whose needs are known, and has not stepped yet."""
+    is_known = type(optimizer).__name__ in _KEPT
+    return is_known and type(optimizer).__module__.startswith("torch.optim") and not optimizer.state
+
+
+def first_update_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The memory that the first step of an optimizer of PyTorch needs at the most: what it keeps,
+    and its temporary tensors. 0 for other optimizers, and after the first step."""
+    if not _is_before_first_step(optimizer):
         return 0
     return sum(
-        _parameter_bytes(group) * (_kept_tensors(optimizer, group) + (not group.get("fused")))
+        _parameter_bytes(group) * _kept_tensors(optimizer, group)
+        + _temporary_bytes(optimizer, group)
         for group in optimizer.param_groups
     )
+
+
+def rehearse_first_update(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate and free what the first step needs, tensor by tensor, so that PyTorch's allocator
+    has blocks of these sizes. Its free bytes alone tell nothing of pieces that are too small."""
+    if not _is_before_first_step(optimizer):
+        return
+    held = []
+    for group in optimizer.param_groups:
+        parameters = [p for p in group["params"] if p.is_cuda]
+        kept = _kept_tensors(optimizer, group)
+        held += [torch.empty_like(p) for p in parameters for _ in range(kept)]
+    for group in optimizer.param_groups:
+        parameters = [p for p in group["params"] if p.is_cuda]
+        left = _temporary_bytes(optimizer, group)
+        while parameters and left > 0:
+            for p in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+                size = _parameter_bytes({"params": [p]})
+                if size <= left:
+                    held.append(torch.empty_like(p))
+                left -= size
 
 
 def check_has(name: str, value: Any, member: str, expected: str) -> None:
@@ -115,6 +157,10 @@ class Update:
 
     def first_bytes(self) -> int:
         return sum(first_update_bytes(optimizer) for optimizer in self.optimizers)
+
+    def rehearse(self) -> None:
+        for optimizer in self.optimizers:
+            rehearse_first_update(optimizer)
 
     def apply(self) -> None:
         """Change the parameters."""

@@ -373,6 +373,8 @@ class Step:
                 f"CUDA out of memory. Tried to allocate {needed / (1 << 20):.2f} MiB for the "
                 "optimizer's first step."
             )
+        if needed and self._session.meter:
+            self._update.rehearse()
         lib.rebatch_mutating(self._session.rb)
         with _allocator.tag("optimizer"):
             self._update.apply()

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import rebatch.torch as rebatch
 from rebatch.torch._backward import Backward
 from rebatch.torch._trainer_update import TrainerUpdate
+from rebatch.torch._update import first_update_bytes
 
 from conftest import STANDIN
 
@@ -543,3 +544,102 @@ def test_a_step_may_be_made_before_the_model_is_on_the_gpu(micro):
     if not INSTALLED:
         model.cpu()
         assert step(batch).device.type == "cpu" and step.report.step == 4
+
+
+# ---- libraries that cope with a failed allocation, and then fail for want of it ----
+
+
+def no_engine(x, largest):
+    """As a convolution that gets no workspace: the allocation fails within the library."""
+    if len(x) > largest:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+
+def test_a_library_without_a_workspace_is_an_oom():
+    model, batch, loss_fn = on_gpu("mlp")
+
+    def limited(m, samples):
+        no_engine(samples[0], 4)
+        return loss_fn(m, samples)
+
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), limited, **QUIET)
+    step(batch)
+    assert step.report.micro == 4 and step.report.ooms == 2
+    assert rebatch.map(lambda x: (no_engine(x, 4), model(x))[1], batch[0]).shape == (16,)
+
+
+def test_a_library_that_fails_for_another_reason_is_an_error():
+    model, batch, loss_fn = on_gpu("mlp")
+
+    def broken(m, samples):
+        raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), broken, **QUIET)
+    with pytest.raises(RuntimeError, match="unable to find an engine"):
+        step(batch)
+
+
+# ---- an optimizer's first step ----
+
+UPDATES = [
+    (name, flags, how)
+    for name, flags in (
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("Adam", {"weight_decay": 0.1, "amsgrad": True}),
+        ("AdamW", {}),
+        ("AdamW", {"maximize": True}),
+        ("NAdam", {"weight_decay": 0.1}),
+        ("RAdam", {"weight_decay": 0.1}),
+        ("Adamax", {"weight_decay": 0.1}),
+        ("RMSprop", {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    )
+    for how in ({}, {"foreach": False}, {"fused": True}, {"capturable": True})
+    if name in ("SGD", "Adam", "AdamW") or "fused" not in how
+    if name != "SGD" or "capturable" not in how
+]
+
+
+@pytest.mark.skipif(INSTALLED, reason="is measured by PyTorch's allocator")
+@pytest.mark.parametrize("name, flags, how", UPDATES, ids=str)
+def test_the_first_update_needs_no_more_than_is_promised(name, flags, how):
+    sizes = (1 << 20, 1 << 19, 1 << 18, 1 << 18)
+    parameters = [nn.Parameter(torch.zeros(size, device="cuda")) for size in sizes]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.01, **flags, **how)
+    promised = first_update_bytes(optimizer)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    needed = torch.cuda.max_memory_allocated() - before
+    assert needed <= promised + (1 << 14)  # steps, and other numbers
+    assert promised <= needed + 2 * sum(4 * size for size in sizes)
+    assert first_update_bytes(optimizer) == (promised if not optimizer.state else 0)
+
+
+@pytest.mark.skipif(INSTALLED or STANDIN is None, reason="sets the limit of PyTorch's allocator")
+def test_a_first_update_under_a_tight_limit_is_never_torn():
+    """Free bytes in pieces that are too small are none: the optimizer is not begun with them."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    outcomes = set()
+    for limit in range(40, 160, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = rebatch.Step(model, optimizer, lambda m, x: m(x).mean(), **QUIET)
+        torch.cuda.set_per_process_memory_fraction(limit * MIB / total)
+        try:
+            step(torch.randn(64, 256).cuda())
+            outcomes.add("done")
+        except torch.OutOfMemoryError as error:
+            outcomes.add(type(error).__name__)
+            assert not optimizer.state
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            del model, optimizer, step
+            gc.collect()
+            torch.cuda.empty_cache()
+    assert {"done", "Exhausted"} <= outcomes
