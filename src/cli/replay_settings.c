@@ -35,9 +35,13 @@ static bool set_capacity(struct rbi_replay_settings *settings, const char *text)
     return set_bytes(&settings->capacity_bytes, text);
 }
 
+/* As of a dry device. */
+#define PAGE_LEAST 4096
+
 static bool set_page(struct rbi_replay_settings *settings, const char *text)
 {
-    return set_bytes(&settings->page_bytes, text);
+    return set_bytes(&settings->page_bytes, text) && settings->page_bytes >= PAGE_LEAST &&
+           (settings->page_bytes & (settings->page_bytes - 1)) == 0;
 }
 
 static bool set_headroom(struct rbi_replay_settings *settings, const char *text)
@@ -178,7 +182,7 @@ static const struct option options[] = {
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--guard", set_guard, "on or off"},
-    {"--page", set_page, A_SIZE},
+    {"--page", set_page, "a power of two from 4KiB"},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
     {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},
     {"--events", set_events, "a number from 1 to 100000000"},

@@ -83,6 +83,20 @@ static bool add_shrink(const char *share)
     return false;
 }
 
+/* Whether the folder of a file is there. */
+static bool has_folder(const char *path)
+{
+    struct stat there;
+    char *const folder = strdup(path);
+    bool is_there = folder != NULL;
+    if (is_there) {
+        *(strrchr(folder, '/') + 1) = '\0'; /* a whole path has one */
+        is_there = stat(folder, &there) == 0 && S_ISDIR(there.st_mode);
+    }
+    free(folder);
+    return is_there;
+}
+
 /* The trace's path is whole, since the program may change its folder. One of an earlier run goes:
  * each process of the program makes a file of its own. */
 static bool set_record(const char *file)
@@ -91,8 +105,12 @@ static bool set_record(const char *file)
     char *folder = file[0] == '/' ? strdup("") : getcwd(NULL, 0);
     char *path = NULL;
     bool is_set = folder && asprintf(&path, "%s%s%s", folder, file[0] == '/' ? "" : "/", file) >= 0;
-    if (file[0] == '\0' || !is_set || (lstat(path, &there) == 0 && !S_ISREG(there.st_mode))) {
-        fprintf(stderr, "rebatch: --record is '%.200s': expected the path of a file\n", file);
+    if (file[0] == '\0' || !is_set || !has_folder(path) ||
+        (lstat(path, &there) == 0 && !S_ISREG(there.st_mode))) {
+        fprintf(
+            stderr,
+            "rebatch: --record is '%.200s': expected the path of a file in a folder that exists\n",
+            file);
         is_set = false;
     } else {
         (void)unlink(path);

@@ -279,6 +279,13 @@ Test(cli_run, what_is_injected_says_so_in_its_line)
     done(&r);
 }
 
+Test(cli_run, a_record_in_no_folder_is_refused)
+{
+    expect_refused("--record none/x.trace -- true", 2,
+                   "rebatch: --record is 'none/x.trace': expected the path of a file in a folder "
+                   "that exists\n");
+}
+
 Test(cli_run, a_record_without_a_trace_says_why)
 {
     if (!getenv("REBATCH_PRELOAD"))

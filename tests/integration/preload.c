@@ -461,8 +461,10 @@ Test(preload, a_shrink_needs_steps)
 
 Test(preload, wrong_paths_of_a_trace)
 {
-    cli_expect_refused("", "run", "--record '' -- true", 2,
-                       "rebatch: --record is '': expected the path of a file\n");
-    cli_expect_refused("", "run", "--record . -- true", 2,
-                       "rebatch: --record is '.': expected the path of a file\n");
+    cli_expect_refused(
+        "", "run", "--record '' -- true", 2,
+        "rebatch: --record is '': expected the path of a file in a folder that exists\n");
+    cli_expect_refused(
+        "", "run", "--record . -- true", 2,
+        "rebatch: --record is '.': expected the path of a file in a folder that exists\n");
 }
