@@ -1,4 +1,4 @@
-/* The smallest training loop that survives running out of memory: it fits w in y = w x.
+/* The smallest training loop that survives running out of memory: it fits w in y = w x + noise.
  * A sample takes 1 MiB and the device has 24 MiB, so the batch of 64 cannot run as one. */
 #include <rebatch/rebatch.h>
 #include <stdio.h>
@@ -6,7 +6,14 @@
 struct model {
     rebatch *rb;
     double w, gradient;
+    unsigned random;
 };
+
+static double noise(struct model *model) /* in [-0.5, 0.5) */
+{
+    model->random = model->random * 1664525u + 1013904223u;
+    return (model->random >> 8) / 16777216.0 - 0.5;
+}
 
 static rebatch_status zero_grad(void *user)
 {
@@ -22,7 +29,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
         return REBATCH_OOM; /* the same samples come again, fewer at a time */
     double *error = memory;
     for (size_t i = 0; i < mb->count; i++)
-        error[i] = (model->w - 3) * (double)(mb->first + i);
+        error[i] = (model->w - 3) * (double)(mb->first + i) + noise(model);
     rebatch_mutating(model->rb); /* from here on the gradient changes */
     for (size_t i = 0; i < mb->count; i++)
         model->gradient += error[i] * (double)(mb->first + i) / (double)mb->batch;
@@ -45,6 +52,8 @@ int main(void)
     rebatch_step_report report;
     rebatch_status status =
         rebatch_open_default(&model.rb, "device.kind = host; device.capacity = 24MiB");
+    if (!status) /* samples that run again get the same noise */
+        status = rebatch_guard(model.rb, &model.random, sizeof model.random, REBATCH_GUARD_HOST);
     if (!status) /* what `rebatch run --check` compares */
         status = rebatch_watch(model.rb, "gradient", &model.gradient, sizeof model.gradient,
                                REBATCH_GUARD_HOST, REBATCH_F64);

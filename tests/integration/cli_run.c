@@ -117,7 +117,7 @@ Test(cli_run, a_cap_holds_for_a_session_without_options)
 {
     struct run r = run("--limit 4MiB", cli_minimal, "");
     cr_assert_eq(r.code, 0, "%s", r.error);
-    cr_expect(strstr(r.out, "step 7: w = 2.9995, micro-batch 4 x 16, 0 out of memory"), "%s",
+    cr_expect(strstr(r.out, "step 7: w = 3.0004, micro-batch 4 x 16, 0 out of memory"), "%s",
               r.out);
     done(&r);
 }
@@ -126,8 +126,8 @@ Test(cli_run, a_limit_that_shrinks_and_comes_back)
 {
     struct run r = run("--shrink 25%@step:2 --shrink 100%@step:5", cli_minimal, "");
     cr_assert_eq(r.code, 0, "%s", r.error);
-    cr_expect(strstr(r.out, "step 1: w = 2.6668, micro-batch 16 x 4"), "%s", r.out);
-    cr_expect(strstr(r.out, "step 2: w = 2.8890, micro-batch 4 x 16"), "%s", r.out);
+    cr_expect(strstr(r.out, "step 1: w = 2.6666, micro-batch 16 x 4"), "%s", r.out);
+    cr_expect(strstr(r.out, "step 2: w = 2.8884, micro-batch 4 x 16"), "%s", r.out);
     cr_expect_eq(count(&r, " failures injected"), 0);
     cr_expect_eq(count(&r, " OOMs in all"), 4);
     done(&r);
