@@ -110,6 +110,16 @@ Test(preload_session, a_rollback_takes_back_what_code_without_the_header_took)
     done(&r);
 }
 
+/* Its step changes nothing that rebatch sees. */
+Test(preload_session, a_check_of_a_program_that_watches_nothing_says_so)
+{
+    struct run r = preload_run_plain("REBATCH_CHECK=1", "session", "asked o1024");
+    cr_assert_eq(r.code, 4, "%s", r.error);
+    cr_assert(strncmp(r.out, "uncompared      ", 16) == 0, "%s", r.out);
+    cr_assert(strstr(r.out, "1 mistake: ") && strstr(r.out, ", compared nothing, "), "%s", r.out);
+    done(&r);
+}
+
 /* ---- a program that has the library inside ---- */
 
 Test(preload_session, a_static_session_is_not_shared)
