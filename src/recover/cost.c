@@ -58,8 +58,10 @@ static size_t cut_by_size(rebatch *rb, size_t first)
     const size_t left = rb->batch - first;
     if (left <= size)
         return left;
-    if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest)
+    if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest) {
+        rb->cut_size = 0; /* what it leaves is cut anew */
         return size;
+    }
     if (first == 0 || rb->cut_size != size) {
         rb->cut_size = size;
         rb->is_cut_even = rbi_ends_short(&rb->options, size, left);

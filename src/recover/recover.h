@@ -441,7 +441,7 @@ struct rebatch {
     bool is_probe;
     bool buffers_are_fixed; /* a map's: no size of its own makes other buffers */
     bool cut_by_budget;     /* a micro-batch was */
-    size_t cut_size;        /* of the micro-batches */
+    size_t cut_size;        /* for which is_cut_even was decided; 0: none */
     bool is_cut_even;       /* into fewer samples, lest the last one has too few */
     rebatch_step_report report;
     struct rbi_pool_pressure_watch outer_watch; /* of the session within whose step this one runs */

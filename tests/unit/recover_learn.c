@@ -1,5 +1,5 @@
-/* Owns the tests that what was learned stays about the level that it was learned at, and that only
- * the first micro-batch takes memory eagerly. Must not know how memory is modelled. */
+/* Owns the tests that what was learned stays about the level that it was learned at, how long
+ * learning takes, and how its samples are cut. Must not know how memory is modelled. */
 #include <criterion/criterion.h>
 
 #include "pool/pool.h"
@@ -111,5 +111,116 @@ Test(recover_learn, it_learns_from_eight_microbatches_at_the_most)
     cr_assert_eq(tuner->next(&size, tuner->user, UPPER, UPPER, 0), REBATCH_OK);
     cr_assert_eq(size, 0, "it goes on after %d", LESSONS);
     rebatch_close(t.rb);
+    rebatch_device_close(device);
+}
+
+/* ---- what is left after it ---- */
+
+/* A tuner that has found a size, and wants the first micro-batch of the second step to be of it. */
+struct found {
+    size_t size;
+    uint32_t asked;  /* how often next() was called */
+    uint32_t answer; /* the call that is answered with the size */
+};
+
+static rebatch_status next_size(size_t *out, void *user, size_t upper, size_t batch, size_t left)
+{
+    struct found *found = user;
+    (void)upper;
+    (void)batch;
+    (void)left;
+    *out = ++found->asked == found->answer ? found->size : 0;
+    return REBATCH_OK;
+}
+
+static rebatch_status prepare_nothing(void *user, size_t size)
+{
+    (void)user;
+    (void)size;
+    return REBATCH_OK;
+}
+
+static void begin_nothing(void *user, size_t count)
+{
+    (void)user;
+    (void)count;
+}
+
+static rebatch_status end_nothing(void *user, size_t count, rebatch_status status)
+{
+    (void)user;
+    (void)count;
+    (void)status;
+    return REBATCH_OK;
+}
+
+static size_t size_found(const void *user)
+{
+    return ((const struct found *)user)->size;
+}
+
+static bool is_never_done(const void *user, size_t upper)
+{
+    (void)user;
+    (void)upper;
+    return false;
+}
+
+static void destroy_nothing(void *user)
+{
+    (void)user;
+}
+
+struct cuts {
+    rebatch *rb;
+    size_t counts[8];
+    size_t count;
+};
+
+static rebatch_status mutate(void *user)
+{
+    const struct cuts *cuts = user;
+    rebatch_mutating(cuts->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status note_cut(const rebatch_microbatch *mb, void *user)
+{
+    struct cuts *cuts = user;
+    cr_assert_lt(cuts->count, sizeof cuts->counts / sizeof *cuts->counts);
+    cuts->counts[cuts->count++] = mb->count;
+    rebatch_mutating(cuts->rb);
+    return REBATCH_OK;
+}
+
+/* 32 samples end with a whole micro-batch of 16, so nothing of them is cut evenly. The next step
+ * learns from a micro-batch of 16, and leaves 33 samples. */
+Test(recover_learn, what_is_left_after_learning_is_cut_anew)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = mutate,
+                                  .forward_backward = note_cut,
+                                  .optimizer_step = mutate,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    struct found found = {.size = 16, .answer = 3};
+    const struct rbi_tuner tuner = {next_size,     prepare_nothing, begin_nothing,
+                                    end_nothing,   begin_nothing,   size_found,
+                                    is_never_done, destroy_nothing, &found};
+    struct cuts cuts = {.count = 0};
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_device *device;
+    options.micro_smallest = 2;
+    options.growth = REBATCH_OFF;
+    cr_assert_eq(rebatch_device_open_host(&device, KIB(4096), NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&cuts.rb, device, &options), REBATCH_OK);
+    rbi_learn_start(cuts.rb, &tuner);
+    cr_assert_eq(rebatch_step(cuts.rb, &ops, 32, &cuts, NULL), REBATCH_OK);
+    cr_assert_eq(cuts.count, 2);
+    cuts.count = 0;
+    cr_assert_eq(rebatch_step(cuts.rb, &ops, 16 + 33, &cuts, NULL), REBATCH_OK);
+    cr_assert_eq(cuts.count, 4, "%zu", cuts.count);
+    for (size_t i = 0; i < cuts.count; i++)
+        cr_expect_eq(cuts.counts[i], i == 0 ? 16 : 11, "[%zu] is %zu", i, cuts.counts[i]);
+    rebatch_close(cuts.rb);
     rebatch_device_close(device);
 }
