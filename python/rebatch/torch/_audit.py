@@ -172,10 +172,12 @@ class Audit:
     # ---- the points ----
 
     def save(self, point: int) -> None:
+        noted = None
         if self._running and point == GuardPoint.ATTEMPT:
-            self._learn()
+            noted = self._learn()
         is_first = self._is_training in self._unknown
-        noted = _Noted(self.tree.take(), self._batch, compares=is_first)
+        if noted is None or (is_first and noted.sums is None):
+            noted = _Noted(self.tree.take(), self._batch, compares=is_first)
         if point == GuardPoint.STEP and is_first:
             self._copy_first(noted.held)
         self._noted[point] = noted
@@ -219,8 +221,9 @@ class Audit:
 
     # ---- what is known ----
 
-    def _learn(self) -> None:
-        """An attempt has succeeded. What it changed in place is copied from now on."""
+    def _learn(self) -> _Noted:
+        """An attempt has succeeded. What it changed in place is copied from now on. Returns what
+        there is now."""
         before = self._running
         now = _Noted(self.tree.take(), self._batch, compares=before.sums is not None)
         if now.sums is not None or now.marks != before.marks:
@@ -229,6 +232,8 @@ class Audit:
             if any(id(t) not in known for t in changed):
                 self._know_all(before, changed)
         self._unknown.discard(self._is_training)
+        now.sums = None
+        return now
 
     def _know_all(self, noted: _Noted, changed: List[torch.Tensor]) -> Dict[str, int]:
         """Their names, and the ids of the tensors."""
