@@ -35,3 +35,39 @@ Test(recover_guard, a_pointer_is_known_in_every_guarded_word_and_in_no_other)
     }
     rebatch_device_close(device);
 }
+
+static rebatch_status nothing(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static rebatch_status no_samples(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    (void)user;
+    return REBATCH_OK;
+}
+
+/* A pool outlives the sessions that use it: no pressure after a step must reach a session that has
+ * gone. */
+Test(recover_guard, after_a_step_the_pool_tells_the_session_of_no_pressure)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = nothing,
+                                  .forward_backward = no_samples,
+                                  .optimizer_step = nothing};
+    rebatch_device *device;
+    rebatch *rb;
+    cr_assert_eq(rebatch_device_open_host(&device, (size_t)1 << 20, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
+    for (int i = 0; i < 2; i++) {
+        cr_assert_eq(rebatch_step(rb, &ops, 2, NULL, NULL), REBATCH_OK);
+        const struct rbi_pool_pressure_watch none = {0};
+        const struct rbi_pool_pressure_watch left =
+            rbi_pool_watch_pressure(rebatch_get_pool(rb), &none);
+        cr_expect(!left.on_pressure && !left.user, "after step %d", i);
+    }
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
