@@ -432,6 +432,48 @@ def test_limits_hold():
     assert step.report.micro == 2
 
 
+@pytest.mark.parametrize(
+    "options, cut",
+    (
+        ({}, [16, 16, 1]),
+        ({"micro_smallest": 2}, [11, 11, 11]),
+        ({"micro_allowed": [33, 11]}, [11, 11, 11]),
+    ),
+)
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.filterwarnings("ignore::rebatch.torch.CutWarning")
+def test_batch_norm_is_not_given_one_sample_that_is_left_over(options, cut, where):
+    """BatchNorm refuses a single value per channel. 33 samples, of which 16 fit."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    )
+    batch = (torch.randn(33, 8), torch.randn(33, 1))
+    limited, counts = fails_above(regression_loss, 16, where), []
+
+    def loss_fn(model, samples):
+        loss = limited(model, samples)
+        counts.append(len(samples[0]))
+        return loss
+
+    before = state_of(model)
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet",
+        growth=False, **options,
+    )
+    if cut[-1] == 1:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            step(batch)
+        assert same_bits(state_of(model), before)
+        return
+    for _ in range(3):
+        counts.clear()
+        assert torch.isfinite(step(batch))
+        assert counts[-len(cut):] == cut
+    assert counts == cut and step.report.ooms == 0
+    assert not any(torch.equal(a, b) for a, b in zip(state_of(model), before))
+
+
 def test_training_goes_on_at_the_size_that_was_found():
     _, _, step = train("mlp", limited=4)
     state = step.state_dict()
