@@ -111,10 +111,18 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
  * headroom is left, or a cap was lowered below what is held. */
 rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 
+/* What bounds the pool now: its limit, or the device, where that has less left to give. */
+struct rbi_pool_bound {
+    bool is_limit;
+    uint64_t bytes;         /* the limit, or the device's memory */
+    uint64_t outside_bytes; /* of the device's memory: in use, and not held by the pool */
+};
+rebatch_status rbi_pool_get_bound(struct rbi_pool_bound *out, rebatch_pool *pool);
+
 /* ---- what it counts ---- */
 
-/* The most bytes live since the mark; the public peaks are left alone. */
-void rbi_pool_mark_peak(rebatch_pool *pool);
+/* The most bytes live since the mark; the public peaks are left alone. Gives what is live now. */
+uint64_t rbi_pool_mark_peak(rebatch_pool *pool);
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool);
 void rbi_pool_read_traffic(struct rbi_pool_traffic *out, rebatch_pool *pool);
 /* How often a request failed, but for those of threads that a scope left out. Without the lock: it

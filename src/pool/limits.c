@@ -53,6 +53,29 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     return REBATCH_OK;
 }
 
+static size_t less(size_t bytes, size_t taken)
+{
+    return bytes > taken ? bytes - taken : 0;
+}
+
+rebatch_status rbi_pool_get_bound(struct rbi_pool_bound *out, rebatch_pool *pool)
+{
+    rebatch_memory_info info;
+    *out = (struct rbi_pool_bound){.is_limit = false};
+    const rebatch_status status = rebatch_device_memory(pool->device, &info);
+    if (status)
+        return status;
+    rbi_lock_take(&pool->lock);
+    const size_t limit = rbi_pool_limit(pool, info.total_bytes);
+    const size_t reserved = rbi_vm_bytes(&pool->vm);
+    out->is_limit =
+        limit != SIZE_MAX && less(limit, reserved) <= less(info.free_bytes, pool->headroom_bytes);
+    out->bytes = out->is_limit ? limit : info.total_bytes;
+    out->outside_bytes = less(less(info.total_bytes, info.free_bytes), reserved);
+    rbi_pool_give_lock(pool);
+    return REBATCH_OK;
+}
+
 /* A pool that has made so many times the allocations in which live memory last reached a new peak,
  * and some steps' worth, knows what it needs. */
 #define WARM_TIMES 8

@@ -126,12 +126,13 @@ rebatch_status rebatch_pool_get_tag_usage(rebatch_tag_usage *out, rebatch_pool *
 
 /* ---- the mark ---- */
 
-void rbi_pool_mark_peak(rebatch_pool *pool)
+uint64_t rbi_pool_mark_peak(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    pool->mark_peak_bytes = pool->stats.live_bytes;
+    const uint64_t live = pool->mark_peak_bytes = pool->stats.live_bytes;
     rbi_pool_set_quiet(pool);
     rbi_pool_give_lock(pool);
+    return live;
 }
 
 uint64_t rbi_pool_peak_since_mark(rebatch_pool *pool)

@@ -179,7 +179,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     if (status)
         return status;
     const uint64_t sequence = rbi_pool_allocations(pool);
-    rbi_pool_mark_peak(pool);
+    (void)rbi_pool_mark_peak(pool);
     rbi_trace_begin(trace, pool, size);
     status = run_callback(rb, count, size);
     const rebatch_status ended = rbi_trace_end(trace, pool, before);

@@ -149,31 +149,59 @@ static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_micr
     const size_t smallest = rbi_round_size_up(&rb->options, 1);
     const uint32_t refused = rb->report.ooms_in[REBATCH_PHASE_ADMISSION];
     if (rb->report.ooms >= rb->options.max_attempts) {
-        rbi_text_add(t, "gave up after %u failed attempts in one step", rb->report.ooms);
+        rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->report.ooms);
         if (refused)
             rbi_text_add(t, " (%u of them not started)", refused);
         rbi_text_add(t, ": raise max_attempts");
     } else if (rb->is_refused_again) {
-        rbi_text_add(t, "the same size was refused twice in a row with the same memory: free "
+        rbi_text_add(t, "; the same size was refused twice in a row with the same memory: free "
                         "memory, or raise the limit");
     } else if (has_too_many_in_row(rb)) {
-        rbi_text_add(t, "gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
+        rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
     } else if (rb->options.on_oom == REBATCH_ON_OOM_STOP) {
-        rbi_text_add(t, "on_oom says stop");
+        rbi_text_add(t, "; on_oom says stop");
     } else if (mb && smallest > 1) {
-        rbi_text_add(t, "the smallest micro-batch allowed is %zu: lower it", smallest);
+        rbi_text_add(t, "; the smallest micro-batch allowed is %zu: lower it", smallest);
     } else if (rb->failure.is_unexplained) {
         rbi_text_add(t,
-                     "REBATCH_OOM, which is %d, was returned, but no allocation is known to have "
+                     "; REBATCH_OOM, which is %d, was returned, but no allocation is known to have "
                      "failed: return another status for another failure",
                      (int)REBATCH_OOM);
-    } else if (rbi_leak_is_likely(rb)) {
-        rbi_leak_add(t, rb);
-        rbi_text_add(t, ": free what is not needed");
-    } else {
-        rbi_text_add(t, "there is nothing smaller or lighter to try: free memory, or raise the "
+    } else if (!rbi_leak_is_likely(rb)) {
+        rbi_text_add(t, "; there is nothing smaller or lighter to try: free memory, or raise the "
                         "limit");
     }
+}
+
+/* What memory there is for the pool, and how much of it the step found in use. */
+static void add_bound(struct rbi_text *t, const rebatch *rb)
+{
+    const char *const what = rb->samples_callback == RBI_MAP ? "map" : "step";
+    struct rbi_pool_bound bound = {.is_limit = false};
+    if (rbi_meter_is_set(rb) && !rb->meter_has_begun)
+        return; /* no callback has run, so nothing was measured */
+    rbi_text_add(t, "; ");
+    if (!rbi_meter_is_set(rb) && rbi_pool_get_bound(&bound, rb->pool) == REBATCH_OK) {
+        rbi_text_add(t, "%s", bound.is_limit ? "limit " : "the device has ");
+        rbi_text_add_bytes(t, bound.bytes);
+        rbi_text_add(t, ", of which ");
+    }
+    rbi_text_add_bytes(t, rb->live_before);
+    rbi_text_add(t, " were in use before the %s", what);
+    if (bound.is_limit || !bound.outside_bytes)
+        return;
+    rbi_text_add(t, " and ");
+    rbi_text_add_bytes(t, bound.outside_bytes);
+    rbi_text_add(t, " are outside the pool");
+}
+
+static void add_growth(struct rbi_text *t, const rebatch *rb)
+{
+    if (!rbi_leak_is_likely(rb))
+        return;
+    rbi_text_add(t, "; ");
+    rbi_leak_add(t, rb);
+    rbi_text_add(t, ": free what is not needed");
 }
 
 /* "forward_backward of 2 samples, before accumulating" */
@@ -203,8 +231,9 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
         rbi_text_add(&t, " available");
     }
     rbi_text_add(&t, "%s", rb->failure.is_injected ? " (the failure is injected)" : "");
-    rbi_text_add(&t, "; ");
+    add_bound(&t, rb);
     add_reason(&t, rb, mb);
+    add_growth(&t, rb);
     return rbi_error(REBATCH_E_EXHAUSTED, "%s", text);
 }
 

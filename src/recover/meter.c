@@ -44,6 +44,9 @@ void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
     const bool has_size = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_MAP;
     rb->meter.begin(phase, has_size ? rb->size : 0, rb->meter.user);
     rb->meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
+    if (!rb->meter_has_begun)
+        rb->live_before = rb->meter_live;
+    rb->meter_has_begun = true;
 }
 
 bool rbi_meter_end(struct rbi_used *out, rebatch *rb)

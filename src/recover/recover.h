@@ -446,6 +446,8 @@ struct rebatch {
     rebatch_step_report report;
     struct rbi_pool_pressure_watch outer_watch; /* of the session within whose step this one runs */
     struct rbi_scope_use use;                   /* of the pool, by the last callback */
+    uint64_t live_before;                       /* when the step began */
+    bool meter_has_begun;                       /* in the step */
     uint64_t meter_live;                        /* when the callback began */
     uint64_t meter_peak;                        /* of the step */
     uint64_t pool_ooms;                         /* of the pool, when the step began */

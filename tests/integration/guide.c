@@ -92,6 +92,7 @@ Test(guide, too_little_memory_is_said)
     struct run r = train("--limit 850KiB");
     cr_expect_eq(r.code, 1);
     cr_expect(strstr(r.error, "train: REBATCH_E_EXHAUSTED: step 0: "), "%s", r.error);
+    cr_expect(strstr(r.error, "; limit 850 KiB, of which "), "%s", r.error);
     done(&r);
 }
 

@@ -67,17 +67,24 @@ static rebatch_status optimizer_step(void *user)
     return REBATCH_OK;
 }
 
-static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_bytes)
+static void open_trainer_with(struct trainer *t, enum mistake mistake, size_t limit_bytes,
+                              size_t smallest)
 {
     rebatch_options options = REBATCH_OPTIONS_INIT;
     memset(t, 0, sizeof *t);
     t->mistake = mistake;
     options.pool.limit_bytes = limit_bytes;
+    options.micro_smallest = smallest;
     options.on_event = collect;
     options.on_event_user = t;
     cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
     cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK);
     cr_assert_eq(rebatch_pool_tag(&t->tag, rebatch_get_pool(t->rb), "attention"), REBATCH_OK);
+}
+
+static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_bytes)
+{
+    open_trainer_with(t, mistake, limit_bytes, 0);
 }
 
 static void close_trainer(struct trainer *t)
@@ -153,6 +160,70 @@ Test(step_hints, memory_that_is_never_freed_is_named)
     for (int i = 0; i < 4; i++)
         cr_assert_eq(step(&t), REBATCH_OK);
     cr_assert(strstr(find(&t, REBATCH_EVENT_LEAK, 0), "of optimizer_step"));
+    close_trainer(&t);
+}
+
+static void expect_said(const char *part)
+{
+    cr_expect(strstr(rebatch_last_error(), part), "%s", rebatch_last_error());
+}
+
+/* Trains until a step is exhausted. */
+static void exhaust(struct trainer *t)
+{
+    rebatch_status status = REBATCH_OK;
+    for (int i = 0; i < 100 && status == REBATCH_OK; i++)
+        status = step(t);
+    cr_assert_eq(status, REBATCH_E_EXHAUSTED, "%s", rebatch_last_error());
+}
+
+Test(step_hints, exhausted_names_the_limit_and_what_was_in_use_before_the_step)
+{
+    static struct trainer t;
+    void *held;
+    open_trainer(&t, NONE, MIB(4));
+    cr_assert_eq(rebatch_pool_alloc(&held, rebatch_get_pool(t.rb), MIB(4), NULL, t.tag), 0);
+    exhaust(&t);
+    expect_said("; limit 4.00 MiB, of which 4.00 MiB were in use before the step; there is "
+                "nothing smaller or lighter to try: free memory, or raise the limit");
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = forward_backward;
+    cr_expect_eq(rebatch_map(t.rb, &map, 8, &t, NULL), REBATCH_E_EXHAUSTED);
+    expect_said("; limit 4.00 MiB, of which 4.00 MiB were in use before the map; ");
+    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(t.rb), held), REBATCH_OK);
+    cr_expect_eq(step(&t), REBATCH_OK);
+    close_trainer(&t);
+}
+
+/* Without a limit, and with one that is more than the device has left. */
+Test(step_hints, exhausted_names_the_device_where_that_is_the_bound)
+{
+    for (size_t limit_bytes = 0; limit_bytes <= MIB(48); limit_bytes += MIB(48)) {
+        static struct trainer t;
+        rebatch_pool *other;
+        void *held, *others;
+        open_trainer(&t, NONE, limit_bytes);
+        cr_assert_eq(rebatch_pool_create(&other, t.device, NULL), REBATCH_OK);
+        cr_assert_eq(rebatch_pool_alloc(&others, other, MIB(24), NULL, 0), REBATCH_OK);
+        cr_assert_eq(rebatch_pool_alloc(&held, rebatch_get_pool(t.rb), MIB(40), NULL, 0), 0);
+        exhaust(&t);
+        expect_said("; the device has 64.0 MiB, of which 40.0 MiB were in use before the step and "
+                    "24.0 MiB are outside the pool; there is nothing smaller");
+        rebatch_pool_destroy(other);
+        close_trainer(&t);
+    }
+}
+
+/* Whatever else ended the step. */
+Test(step_hints, exhausted_names_who_holds_what_grew)
+{
+    static struct trainer t;
+    open_trainer_with(&t, NEVER_FREES, MIB(3), 2);
+    exhaust(&t);
+    expect_said("; limit 3.00 MiB, of which ");
+    expect_said("; the smallest micro-batch allowed is 2: lower it; each of the last ");
+    expect_said("the last one left 1 block of up to 256 KiB (attention)");
+    expect_said(": free what is not needed");
     close_trainer(&t);
 }
 

@@ -273,6 +273,20 @@ Test(step_meter, memory_that_grows_is_noticed)
     close_program(&p);
 }
 
+/* The limit is the other allocator's to name. */
+Test(step_meter, exhausted_says_what_was_in_use_before_the_step)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    p.live = MIB(30);
+    rebatch_step_ops greedy = ops;
+    greedy.optimizer_step = reserve_too_much;
+    cr_expect_eq(rebatch_step(p.rb, &greedy, 8, &p, NULL), REBATCH_E_EXHAUSTED);
+    cr_expect(strstr(rebatch_last_error(), " available; 30.0 MiB were in use before the step; "),
+              "%s", rebatch_last_error());
+    close_program(&p);
+}
+
 /* Memory in pieces: the figures say that the size fits, and each step finds that it does not. */
 Test(step_meter, a_size_that_needs_once_more_in_each_step_is_given_up)
 {
