@@ -412,13 +412,20 @@ void rbi_request_close(struct rbi_request *request)
     request->stream->pins--;
 }
 
+/* Whether the thread that runs is one whose doings the innermost open scope has in it. */
+static bool is_in_scope(const rebatch_pool *pool)
+{
+    if (pool->owner_thread == 0)
+        return pool->depth > pool->undoing; /* a scope that only observes is every thread's */
+    return !rbi_pool_is_other_thread(pool, pool->owner_thread);
+}
+
 /* Has one callback give up memory; true when it did. It runs without the lock, so that it can
  * free. */
 static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_t wanted_bytes)
 {
     const uint64_t freed = pool->stats.freed_total_bytes;
-    const bool is_watched = pool->pressure_watch.on_pressure && pool->owner_thread != 0 &&
-                            !rbi_pool_is_other_thread(pool, pool->owner_thread);
+    const bool is_watched = pool->pressure_watch.on_pressure && is_in_scope(pool);
     const struct rbi_pool_pressure_watch watch = pool->pressure_watch;
     pool->stats.pressure_calls++;
     pool->pressing++;

@@ -164,6 +164,12 @@ static rebatch_status run_callback(rebatch *rb, size_t count, size_t size)
                                                rbi_session_options(rb)->stream);
 }
 
+/* The least may be a batch that is smaller than every allowed size. */
+static size_t trial_count(const rebatch *rb, size_t size)
+{
+    return rbi_session_is_by_cost(rb) ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
+}
+
 static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, void *user,
                                 size_t size, const struct rbi_trace *before)
 {
@@ -171,7 +177,7 @@ static rebatch_status run_trial(struct rbi_trace *trace, uint64_t *peak_bytes, v
     rebatch *rb = trials->rb;
     rebatch_pool *pool = trials->pool;
     const struct rbi_failure *failure = rbi_session_failure(rb);
-    const size_t count = rbi_session_is_by_cost(rb) ? rbi_max(rbi_cut_to(rb, 0, size), 1) : size;
+    const size_t count = trial_count(rb, size);
     free_forgotten(trials);
     rbi_resize_release(rb); /* so that the trial's record has buffers of its own alone */
     rebatch_scope scope;
@@ -262,8 +268,7 @@ static rebatch_status warm_up(const struct rbi_search *search, rebatch *rb)
 {
     if (rbi_is_on(rbi_session_options(rb)->reclaim))
         return REBATCH_OK;
-    const size_t count = rbi_max(samples_of(rb, search->least), 1);
-    const rebatch_status status = run_callback(rb, count, search->least);
+    const rebatch_status status = run_callback(rb, trial_count(rb, search->least), search->least);
     return judge(rb, status, "forward_backward of the smallest micro-batch", 0);
 }
 

@@ -100,6 +100,25 @@ void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_ke
 
 /* ---- saving and restoring ---- */
 
+/* Pressure of another thread waits until all copies are made, and is waited for. */
+static rebatch_status copy_all(rebatch *rb, enum rbi_guard_point point, bool restores)
+{
+    rebatch_status first = REBATCH_OK; /* each gets its try */
+    if (rb->guard_count == 0)
+        return REBATCH_OK;
+    (void)pthread_mutex_lock(&rb->changing);
+    for (size_t i = 0; i < rb->guard_count; i++) {
+        const struct rbi_guard *guard = &rb->guards[i];
+        void *const kept = copy_at(guard, point);
+        const rebatch_status status =
+            restores ? copy(rb, guard, guard->state, kept) : copy(rb, guard, kept, guard->state);
+        if (!first)
+            first = status;
+    }
+    (void)pthread_mutex_unlock(&rb->changing);
+    return first;
+}
+
 bool rbi_guards_exist(const rebatch *rb)
 {
     return rb->guard_count > 0;
@@ -148,24 +167,15 @@ static rebatch_status call_restores(rebatch *rb, rebatch_guard_point point)
 
 rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
 {
-    rebatch_status status = call_saves(rb, (rebatch_guard_point)point);
-    for (size_t i = 0; i < rb->guard_count && !status; i++) {
-        const struct rbi_guard *guard = &rb->guards[i];
-        status = copy(rb, guard, copy_at(guard, point), guard->state);
-    }
-    return status;
+    const rebatch_status status = call_saves(rb, (rebatch_guard_point)point);
+    return status ? status : copy_all(rb, point, false);
 }
 
 rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point)
 {
-    rebatch_status first = call_restores(rb, (rebatch_guard_point)point); /* each gets its try */
-    for (size_t i = 0; i < rb->guard_count; i++) {
-        const struct rbi_guard *guard = &rb->guards[i];
-        const rebatch_status status = copy(rb, guard, guard->state, copy_at(guard, point));
-        if (!first)
-            first = status;
-    }
-    return first;
+    const rebatch_status called = call_restores(rb, (rebatch_guard_point)point);
+    const rebatch_status copied = copy_all(rb, point, true);
+    return called ? called : copied;
 }
 
 bool rbi_guards_know(const rebatch *rb, const void *address)

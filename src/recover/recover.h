@@ -424,7 +424,7 @@ struct rebatch {
     rebatch_tag guard_tag;
     struct rbi_saver savers[RBI_MAX_SAVERS];
     size_t saver_count;
-    pthread_mutex_t changing; /* held during a pressure callback of the step */
+    pthread_mutex_t changing; /* held during pressure callbacks, and while guards copy */
 
     /* frees_waited <= frees */
     bool any_stream; /* what the pool gave may be in use on streams that it was not told of */

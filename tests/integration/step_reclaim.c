@@ -246,6 +246,92 @@ Test(step_reclaim, admission_knows_what_other_threads_allocated)
     close_program(&p);
 }
 
+/* Its memory is needed in zero_grad, or in all sizes, and there is too little even so. */
+struct pressed {
+    rebatch *rb;
+    rebatch_pool *pool;
+    void *cache; /* guarded; freed by pressure */
+    size_t zero_bytes, sample_bytes;
+    bool is_in_thread;
+};
+
+static void *ask(void *user)
+{
+    struct pressed *p = user;
+    void *memory;
+    cr_assert_eq(rebatch_pool_alloc(&memory, p->pool, p->sample_bytes, NULL, 0), REBATCH_OOM);
+    return NULL;
+}
+
+static rebatch_status zero_pressed(void *user)
+{
+    struct pressed *p = user;
+    void *memory;
+    const rebatch_status status = rebatch_pool_alloc(&memory, p->pool, p->zero_bytes, NULL, 0);
+    return status ? status : rebatch_pool_free(p->pool, memory);
+}
+
+static rebatch_status forward_pressed(const rebatch_microbatch *mb, void *user)
+{
+    struct pressed *p = user;
+    pthread_t thread;
+    (void)mb;
+    if (p->is_in_thread) {
+        cr_assert_eq(pthread_create(&thread, NULL, ask, p), 0);
+        cr_assert_eq(pthread_join(thread, NULL), 0);
+    } else {
+        (void)ask(p);
+    }
+    return REBATCH_OOM;
+}
+
+static rebatch_status update_pressed(void *user)
+{
+    (void)user;
+    return REBATCH_OK;
+}
+
+static size_t give_up(size_t wanted_bytes, void *user)
+{
+    struct pressed *p = user;
+    (void)wanted_bytes;
+    if (!p->cache)
+        return 0;
+    cr_assert_eq(rebatch_pool_free(p->pool, p->cache), REBATCH_OK);
+    p->cache = NULL;
+    return MIB(1);
+}
+
+static void expect_cache_given_up(size_t zero_bytes, size_t sample_bytes, bool is_in_thread)
+{
+    struct program program;
+    open_program(&program, MIB(16));
+    struct pressed p = {.rb = program.rb,
+                        .pool = program.pool,
+                        .zero_bytes = zero_bytes,
+                        .sample_bytes = sample_bytes,
+                        .is_in_thread = is_in_thread};
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = zero_pressed;
+    ops.forward_backward = forward_pressed;
+    ops.optimizer_step = update_pressed;
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    cr_assert_eq(rebatch_pool_alloc(&p.cache, p.pool, MIB(1), NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(p.rb, &p.cache, sizeof p.cache, REBATCH_GUARD_HOST), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_add_pressure(p.pool, give_up, &p), REBATCH_OK);
+    cr_expect_eq(rebatch_step(p.rb, &ops, 4, &p, NULL), REBATCH_E_EXHAUSTED);
+    cr_expect_null(p.cache, "the guard has put back a pointer to a block that is gone");
+    cr_expect_eq(live_bytes(&program), 0);
+    close_program(&program);
+}
+
+Test(step_reclaim, what_pressure_frees_is_not_put_back_by_a_guard)
+{
+    expect_cache_given_up(MIB(64), MIB(1), false);
+    expect_cache_given_up(MIB(1), MIB(64), false);
+    expect_cache_given_up(MIB(1), MIB(64), true);
+}
+
 static rebatch_status resize(size_t micro_batch, void *user)
 {
     (void)micro_batch, (void)user;
@@ -278,6 +364,27 @@ Test(step_reclaim, a_probe_finds_the_largest_size)
                  rebatch_last_error());
     cr_expect_eq(report.size, 17);
     cr_expect_eq(report.ooms, 0);
+    close_program(&p);
+}
+
+/* So is the micro-batch that runs before the trials. */
+Test(step_reclaim, a_probe_of_a_small_batch_runs_all_of_it)
+{
+    struct program p;
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch_probe_report report;
+    open_program(&p, MIB(20));
+    rebatch_close(p.rb);
+    options.reclaim = REBATCH_OFF;
+    options.existing_pool = p.pool;
+    options.micro_smallest = 4;
+    options.log_level = REBATCH_LOG_QUIET;
+    cr_assert_eq(rebatch_open(&p.rb, p.device, &options), REBATCH_OK);
+    const rebatch_step_ops ops = program_ops();
+    cr_assert_eq(rebatch_probe(p.rb, &ops, 3, &p, NULL, &report), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_expect_eq(report.size, 3);
+    cr_expect_eq(p.sum, 6.0 * (double)p.calls, "%zu calls, not each of all samples", p.calls);
     close_program(&p);
 }
 
