@@ -57,7 +57,7 @@ static size_t cut_by_size(rebatch *rb, size_t first)
     const size_t size = rbi_micro_size(rb, rb->batch);
     const size_t left = rb->batch - first;
     if (left <= size)
-        return left;
+        return first ? rbi_rest_size(&rb->options, left) : left;
     if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest) {
         rb->cut_size = 0; /* what it leaves is cut anew */
         return size;

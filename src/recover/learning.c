@@ -222,6 +222,10 @@ bool rbi_learn_step_done(rebatch *rb)
         rbi_learn_stop(rb); /* what was found when there was less memory is growth's to better */
         return false;
     }
+    if (learning->chosen && !rb->report.learned && !learning->has_failed) {
+        rbi_learn_stop(rb); /* the cut of this batch has no micro-batch of the size it asks for */
+        return false;
+    }
     learning->upper = 0;
     learning->has_stepped = true;
     const size_t next = choose(rb, 0);

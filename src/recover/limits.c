@@ -93,6 +93,15 @@ size_t rbi_even_size(const rebatch_options *o, size_t size, size_t left)
     return even ? even : share;
 }
 
+size_t rbi_rest_size(const rebatch_options *o, size_t left)
+{
+    const size_t size = rbi_round_size(o, left);
+    if (size == 0 || size == left)
+        return left;
+    const size_t even = rbi_ends_short(o, size, left) ? find_even(o, size, left, true) : size;
+    return even ? even : left;
+}
+
 size_t rbi_micro_upper(const rebatch *rb, size_t batch)
 {
     const size_t most = rbi_min(batch, rb->most);

@@ -17,6 +17,9 @@ size_t rbi_round_size_up(const rebatch_options *limits, size_t size);
  * of the first one of a cut that avoids it: `size` where there is none. */
 bool rbi_ends_short(const rebatch_options *limits, size_t size, size_t left);
 size_t rbi_even_size(const rebatch_options *limits, size_t size, size_t left);
+/* The first part of the last samples, cut where they have no allowed size and each part can have
+ * one; else all of them. */
+size_t rbi_rest_size(const rebatch_options *limits, size_t left);
 
 /* REBATCH_E_INVALID, with the two that cannot hold together. */
 rebatch_status rbi_limits_check(const rebatch_options *limits);
