@@ -396,6 +396,18 @@ Test(step_limits, a_rest_that_is_not_in_the_list_makes_all_micro_batches_smaller
     expect_cut(&limits, 16, 33, "z f0+16 f16+16 f32+1 u"); /* no cut is of these sizes */
 }
 
+/* Where one size does not do, the last samples are cut again. */
+Test(step_limits, a_rest_that_is_not_in_the_list_is_cut_into_sizes_of_it)
+{
+    rebatch_options limits = REBATCH_OPTIONS_INIT;
+    limits.micro_allowed[0] = 2;
+    limits.micro_allowed[1] = 7;
+    expect_cut(&limits, 7, 17, "z f0+7 f7+2 f9+2 f11+2 f13+2 f15+2 u");
+    limits.micro_allowed[0] = 4;
+    limits.micro_allowed[1] = 15;
+    expect_cut(&limits, 15, 39, "z f0+15 f15+4 f19+4 f23+4 f27+4 f31+4 f35+4 u");
+}
+
 /* After an OOM what is left is cut anew. */
 Test(step_limits, no_last_micro_batch_is_below_the_smallest_size_after_an_oom)
 {

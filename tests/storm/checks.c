@@ -114,6 +114,8 @@ void storm_check_memory(struct storm *s, const char *where)
 void storm_check_waiting(struct storm *s, const char *where)
 {
     const struct storm_keep *const then = &s->at_step;
+    if (!s->plan.reclaims) /* what is freed is free at once */
+        return;
     for (size_t i = 0; i < STORM_CACHES && !s->has_failed; i++)
         if (then->caches[i].table != s->keep.caches[i].table)
             look_at_table(s, &then->caches[i], i, where);
@@ -128,6 +130,11 @@ void storm_check_keep(struct storm *s, const struct storm_keep *should, double r
                       const char *where)
 {
     const struct storm_keep *const is = &s->keep;
+    struct storm_keep own = *is; /* what is not guarded is as the program has left it */
+    own.rng = should->rng;
+    memcpy(own.spares, should->spares, sizeof own.spares);
+    if (!s->plan.reclaims)
+        should = &own;
     if (is->rng != should->rng)
         storm_fail(s, "%s: the random state is not what it should be", where);
     if (memcmp(s->running, &running, sizeof running) != 0)
@@ -170,7 +177,13 @@ void storm_check_cut(struct storm *s, const rebatch_microbatch *mb)
     const bool is_last = mb->first + mb->count == s->batch;
     if (!storm_is_allowed(o, mb->count) &&
         !(is_last && (o->micro_largest == 0 || mb->count <= o->micro_largest)))
-        storm_fail(s, "a micro-batch of %zu samples, which is not allowed", mb->count);
+        storm_fail(s, "a micro-batch of %zu samples of %zu, which is not allowed", mb->count,
+                   s->batch);
+    if (s->is_calm && !s->is_probing && !s->plan.has_cost && o->learn != REBATCH_ON && is_last &&
+        !storm_is_allowed(o, mb->count) &&
+        storm_can_cut(o, s->batch, rebatch_get_micro(s->rb, s->batch)))
+        storm_fail(s, "the last micro-batch of %zu samples has %zu, and need not", s->batch,
+                   mb->count);
     if (!s->is_probing && mb->first != s->next)
         storm_fail(s, "a micro-batch begins with sample %zu: expected %zu", mb->first, s->next);
 }

@@ -77,6 +77,16 @@ void storm_temps_free(struct storm *s)
     }
 }
 
+void storm_memory_leave(struct storm *s)
+{
+    if (s->plan.reclaims)
+        return;
+    storm_temps_free(s);
+    if (s->samples)
+        storm_free(s, s->samples);
+    s->samples = NULL;
+}
+
 bool storm_temps_hold(const struct storm *s)
 {
     for (size_t i = 0; i < s->temp_count; i++)

@@ -42,7 +42,9 @@ static rebatch_status conclude(struct storm *s, enum storm_callback callback, bo
                                size_t count, rebatch_status answer)
 {
     storm_say(s, "    -> %s%s", rebatch_status_name(answer), has_mutated ? ", mutated" : "");
-    if (answer == REBATCH_OK)
+    if (answer)
+        storm_memory_leave(s);
+    else
         s->learned[callback] |= has_mutated; /* in a trial too */
     if (s->is_probing)
         return answer;
@@ -96,7 +98,9 @@ static rebatch_status fail_as(struct storm *s, const struct storm_fault *fault,
     const rebatch_status status = own ? STORM_STATUS : REBATCH_OOM;
     if (fault->manner == STORM_POOL && storm_alloc(s, STORM_IMPOSSIBLE_BYTES))
         storm_fail(s, "the pool gave what there is not");
-    if (callback != STORM_LIGHTEN)
+    if (callback == STORM_LIGHTEN)
+        storm_memory_leave(s);
+    else
         (void)conclude(s, callback, has_mutated, 0, status);
     if (fault->manner == STORM_ESCAPE || fault->manner == STORM_OWN_ESCAPE) {
         escape_from(s, 3, status);
@@ -120,6 +124,7 @@ static void begin(struct storm *s, enum storm_callback callback, const rebatch_m
                                         "lighten"};
     s->calls[callback]++;
     s->temp_count = 0;
+    s->samples = NULL;
     memset(s->is_pinned, 0, sizeof s->is_pinned);
     if (mb)
         storm_say(s, "  %s of [%zu, %zu)%s", names[callback], mb->first, mb->first + mb->count,
@@ -143,7 +148,7 @@ static void meddle(struct storm *s)
     if (s->is_calm)
         return;
     const size_t i = storm_below(&s->dice, STORM_SPARES);
-    if (storm_one_in(&s->dice, 12) && s->keep.spares[i].block) {
+    if (s->plan.reclaims && storm_one_in(&s->dice, 12) && s->keep.spares[i].block) {
         storm_free(s, s->keep.spares[i].block);
         s->keep.spares[i] = (struct storm_spare){NULL, 0};
     }
@@ -274,7 +279,7 @@ static rebatch_status forward_memory(struct storm *s, const rebatch_microbatch *
 static rebatch_status run_forward(struct storm *s, const rebatch_microbatch *mb,
                                   struct storm_sample **samples)
 {
-    *samples = storm_alloc(s, mb->count * sizeof **samples);
+    *samples = s->samples = storm_alloc(s, mb->count * sizeof **samples);
     if (!*samples)
         return REBATCH_OOM;
     for (size_t i = 0; i < mb->count; i++) {
@@ -315,6 +320,7 @@ static rebatch_status run_backward(struct storm *s, const rebatch_microbatch *mb
     if (!storm_temps_hold(s))
         storm_fail(s, "a block of forward_backward was overwritten");
     storm_free(s, samples);
+    s->samples = NULL;
     storm_temps_free(s);
     return conclude(s, STORM_FORWARD, has_mutated, mb->count, REBATCH_OK);
 }
@@ -452,6 +458,7 @@ static rebatch_status lighten(unsigned level, void *user)
     const struct storm_keep was = s->keep;
     s->calls[STORM_LIGHTEN]++;
     s->temp_count = 0;
+    s->samples = NULL;
     memset(s->is_pinned, 0, sizeof s->is_pinned);
     storm_say(s, "  lighten from %u to %u", (unsigned)s->keep.level, level);
     if (level != s->keep.level + 1 && level + 1 != s->keep.level)
@@ -464,8 +471,10 @@ static rebatch_status lighten(unsigned level, void *user)
         s->has_answered_own |= !s->is_updated;
     if (fails && !s->plan.is_sloppy)
         return fail_as(s, fault, STORM_LIGHTEN, false);
-    if (!storm_temp(s, 600) || move_to(s, level))
+    if (!storm_temp(s, 600) || move_to(s, level)) {
+        storm_memory_leave(s);
         return REBATCH_OOM;
+    }
     if (fails)
         return fail_as(s, fault, STORM_LIGHTEN, false);
     storm_temps_free(s);

@@ -27,6 +27,22 @@ size_t storm_upper(const rebatch_options *o, size_t batch)
     return batch; /* all of it is a rest */
 }
 
+bool storm_can_cut(const rebatch_options *o, size_t batch, size_t upper)
+{
+    for (size_t size = 1; size <= upper; size++)
+        if (storm_is_allowed(o, size) && (batch % size == 0 || storm_is_allowed(o, batch % size)))
+            return true;
+    return false;
+}
+
+size_t storm_most(const rebatch_options *o, size_t batch)
+{
+    size_t least = 1;
+    while (least < batch && !storm_is_allowed(o, least))
+        least++;
+    return (batch + least - 1) / least;
+}
+
 static size_t any_allowed(const rebatch_options *o, uint64_t *dice)
 {
     size_t sizes[2 * STORM_BATCH_MOST], count = 0;
@@ -94,6 +110,7 @@ static void draw_options(rebatch_options *o, uint64_t *dice)
         o->pool.ballast_bytes = storm_between(dice, 1, 4) * 4096;
     if (storm_one_in(dice, 10))
         o->pool.gc_threshold_permille = (uint32_t)storm_between(dice, 1, 1000);
+    o->reclaim = toggle(dice, 6);
     o->log_level = REBATCH_LOG_DEBUG;
 }
 
@@ -111,7 +128,8 @@ static void draw_model(struct storm_plan *p, uint64_t *dice)
     p->frees_first = storm_one_in(dice, 3);
     p->unpins = storm_one_in(dice, 2);
     p->pressures = storm_one_in(dice, 2) ? storm_between(dice, 1, 2) : 0;
-    p->is_sloppy = storm_one_in(dice, 2);
+    p->reclaims = p->options.reclaim != REBATCH_OFF;
+    p->is_sloppy = p->reclaims && storm_one_in(dice, 2);
     p->base_bytes = storm_one_in(dice, 2) ? storm_below(dice, 8192) : 0;
     p->unit_bytes = storm_between(dice, 16, 768);
     p->late_bytes = storm_one_in(dice, 2) ? storm_below(dice, 16384) : 0;
@@ -132,7 +150,7 @@ void storm_plan_draw(struct storm_plan *p, uint64_t *dice)
     p->steps = (uint32_t)storm_between(dice, 2, 10);
     p->trouble = (unsigned)storm_below(dice, 3);
     p->probes = storm_one_in(dice, 6) ? (unsigned)storm_between(dice, 1, 5) : 0;
-    p->checks = storm_one_in(dice, 12) ? (unsigned)storm_between(dice, 2, 5) : 0;
+    p->checks = p->reclaims && storm_one_in(dice, 12) ? (unsigned)storm_between(dice, 2, 5) : 0;
     p->maps = storm_one_in(dice, 4) ? (unsigned)storm_between(dice, 1, 5) : 0;
 }
 

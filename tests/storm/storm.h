@@ -98,6 +98,7 @@ struct storm_plan {
     bool frees_first;     /* a cache that is replaced: before the larger one is there */
     bool unpins;          /* a cache may be given up once it was used in a callback */
     bool is_sloppy;       /* a lighten that fails has changed guarded state */
+    bool reclaims;        /* off: the program frees what a failed callback has allocated */
     size_t pressures;     /* callbacks */
     size_t base_bytes, unit_bytes, late_bytes, zero_bytes, update_bytes, spare_bytes;
     unsigned trouble; /* 0: memory is short; 1: faults; 2: both */
@@ -113,6 +114,10 @@ void storm_plan_step(struct storm *s);
 /* Whether a micro-batch that is not the last may have that size, and the largest for a batch. */
 bool storm_is_allowed(const rebatch_options *o, size_t size);
 size_t storm_upper(const rebatch_options *o, size_t batch);
+/* Whether one size of at most `upper` cuts it so that the last one is allowed too, and the most
+ * micro-batches of any cut. */
+bool storm_can_cut(const rebatch_options *o, size_t batch, size_t upper);
+size_t storm_most(const rebatch_options *o, size_t batch);
 
 /* ---- the program under test (model.c) ---- */
 
@@ -158,6 +163,7 @@ struct storm {
     void *temps[STORM_TEMPS]; /* of the callback that runs */
     size_t temp_bytes[STORM_TEMPS];
     size_t temp_count;
+    struct storm_sample *samples; /* of the micro-batch that runs; NULL: none */
 
     /* the step */
     uint64_t step, lengths;
@@ -199,6 +205,8 @@ uint64_t storm_spare_marker(const struct storm *s, size_t i);
 /* A block of the callback that runs; NULL: there is no memory. */
 void *storm_temp(struct storm *s, size_t bytes);
 void storm_temps_free(struct storm *s);
+/* What a callback that fails frees itself where rebatch takes nothing back. */
+void storm_memory_leave(struct storm *s);
 /* Whether nobody has written into them. */
 bool storm_temps_hold(const struct storm *s);
 /* Sees to it that a cache has so many entries, and stays until the callback is done with it. */

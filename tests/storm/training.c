@@ -32,6 +32,11 @@ static void set_guards(struct storm *s)
 {
     struct storm_keep *const keep = &s->keep;
     guard(s, s->running, sizeof *s->running, REBATCH_GUARD_DEVICE);
+    if (!s->plan.reclaims) { /* what points to blocks is the program's own affair */
+        guard(s, &keep->rng, sizeof keep->rng, REBATCH_GUARD_HOST);
+        guard(s, keep->spares, sizeof keep->spares, REBATCH_GUARD_HOST);
+        return;
+    }
     if (s->plan.is_one_guard) {
         guard(s, keep, sizeof *keep, REBATCH_GUARD_HOST);
         return;
@@ -228,7 +233,10 @@ static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
     if (mb->first != e->next || mb->count == 0 || mb->first + mb->count > mb->batch)
         storm_fail(s, "samples [%zu, +%zu) of a map come after %zu", mb->first, mb->count, e->next);
     char *const memory = storm_alloc(s, mb->count * s->plan.unit_bytes * 8);
-    if (!memory || (!s->is_calm && storm_one_in(&s->dice, 9)))
+    const bool fails = !memory || (!s->is_calm && storm_one_in(&s->dice, 9));
+    if (fails && memory && !s->plan.reclaims)
+        storm_free(s, memory);
+    if (fails)
         return REBATCH_OOM;
     memory[0] = 1;
     e->next += mb->count;
@@ -377,7 +385,11 @@ static bool is_back(const struct storm *s, const rebatch_step_report *report)
     const size_t upper = storm_upper(&s->plan.options, s->batch);
     const size_t least = (s->batch + upper - 1) / upper;
     const bool is_large = s->plan.has_cost || rebatch_get_micro(s->rb, s->batch) == upper;
-    return report->microbatches == least && is_large && s->keep.level == 0;
+    const bool is_even = !s->plan.has_cost && s->batch % upper != 0 &&
+                         !storm_is_allowed(&s->plan.options, s->batch % upper);
+    const size_t most = is_even ? storm_most(&s->plan.options, s->batch) : least;
+    return report->microbatches >= least && report->microbatches <= most && is_large &&
+           s->keep.level == 0;
 }
 
 static void come_back(struct storm *s)
@@ -415,10 +427,12 @@ static void say_plan(const struct storm *s)
     const struct storm_plan *const p = &s->plan;
     const rebatch_options *const o = &p->options;
     storm_say(s,
-              "start %zu smallest %zu largest %zu multiple %zu allowed %zu.. learn %d fit %d "
+              "start %zu smallest %zu largest %zu multiple %zu allowed %zu %zu %zu %zu %zu learn "
+              "%d fit %d "
               "admission %d caching %d growth %d after %u most %u attempts %u in row %u",
               o->micro_start, o->micro_smallest, o->micro_largest, o->micro_multiple_of,
-              o->micro_allowed[0], o->learn == REBATCH_ON, o->on_oom == REBATCH_ON_OOM_FIT,
+              o->micro_allowed[0], o->micro_allowed[1], o->micro_allowed[2], o->micro_allowed[3],
+              o->micro_allowed[4], o->learn == REBATCH_ON, o->on_oom == REBATCH_ON_OOM_FIT,
               o->admission != REBATCH_OFF, o->pool.caching != REBATCH_OFF, o->growth != REBATCH_OFF,
               o->grow_after, o->grow_wait_max, o->max_attempts, o->max_ooms_in_row);
     storm_say(s, "batch %zu-%zu levels %u flag %d declares %d cost %d trouble %u unit %zu late %zu",
