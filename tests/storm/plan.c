@@ -152,6 +152,7 @@ void storm_plan_draw(struct storm_plan *p, uint64_t *dice)
     p->probes = storm_one_in(dice, 6) ? (unsigned)storm_between(dice, 1, 5) : 0;
     p->checks = p->reclaims && storm_one_in(dice, 12) ? (unsigned)storm_between(dice, 2, 5) : 0;
     p->maps = storm_one_in(dice, 4) ? (unsigned)storm_between(dice, 1, 5) : 0;
+    p->limits = storm_one_in(dice, 4) ? (unsigned)storm_between(dice, 1, 5) : 0;
 }
 
 /* ---- a step ---- */

@@ -105,6 +105,7 @@ struct storm_plan {
     unsigned probes;  /* one step in so many has a probe before it; 0: none */
     unsigned checks;  /* the same of a check */
     unsigned maps;    /* the same of rebatch_map() */
+    unsigned limits;  /* the same of another limit on the pool */
 };
 
 struct storm;

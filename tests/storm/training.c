@@ -117,6 +117,13 @@ static void set_room(struct storm *s, size_t bytes)
     storm_say(s, "  room: %zu bytes", bytes);
 }
 
+static void set_limit(struct storm *s, size_t bytes)
+{
+    if (rebatch_pool_set_limit(s->pool, bytes) != REBATCH_OK)
+        storm_fail(s, "a limit was refused: %s", rebatch_last_error());
+    storm_say(s, "  limit: %zu bytes", bytes);
+}
+
 /* A co-tenant leaves so much beyond what is in use. */
 static void move_tenant(struct storm *s)
 {
@@ -133,6 +140,17 @@ static void move_tenant(struct storm *s)
     const size_t most =
         s->plan.unit_bytes * STORM_BATCH_MOST * (size_t)(1 << storm_below(&s->dice, 4));
     set_room(s, info.used_bytes + storm_below(&s->dice, most) + s->plan.page_bytes);
+}
+
+/* Somebody lowers the pool's limit, below what is reserved too, or lifts it. */
+static void move_limit(struct storm *s)
+{
+    rebatch_pool_stats stats;
+    if (s->plan.limits == 0 || !storm_one_in(&s->dice, s->plan.limits))
+        return;
+    (void)rebatch_pool_get_stats(&stats, s->pool);
+    const size_t most = 1 + 2 * (size_t)stats.reserved_bytes;
+    set_limit(s, storm_one_in(&s->dice, 3) ? 0 : s->plan.page_bytes + storm_below(&s->dice, most));
 }
 
 static void change_spares(struct storm *s)
@@ -200,6 +218,7 @@ static void check(struct storm *s)
     s->is_probing = s->is_checked = s->is_calm = true;
     storm_plan_step(s); /* which is no trouble then */
     set_room(s, STORM_PLENTY_BYTES);
+    set_limit(s, 0);
     mark(s);
     if (rebatch_watch_at(s->rb, "gradients", &s->keep.gradients, STORM_PARAMETERS * sizeof(double),
                          REBATCH_F64) ||
@@ -351,6 +370,7 @@ static void stormy_step(struct storm *s, uint32_t number)
     if (s->plan.checks && storm_one_in(&s->dice, s->plan.checks))
         check(s);
     move_tenant(s);
+    move_limit(s);
     storm_plan_step(s);
     if (s->plan.probes && storm_one_in(&s->dice, s->plan.probes))
         probe(s);
@@ -400,6 +420,7 @@ static void come_back(struct storm *s)
     s->lengths = storm_hash(s->seed, 9999);
     storm_plan_step(s);
     set_room(s, STORM_PLENTY_BYTES);
+    set_limit(s, 0);
     const bool grows = s->plan.options.growth != REBATCH_OFF;
     const uint32_t most = grows ? most_steps_back(s) : 2;
     for (uint32_t i = 0; i < most && !s->has_failed; i++) {
