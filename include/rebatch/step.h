@@ -123,7 +123,8 @@ typedef struct rebatch_step_ops {
      *
      *  What it allocates from the pool, or with cudaMalloc under wrap.h, belongs to the size.
      *  rebatch takes it back before it calls resize for another size, so resize need not free it;
-     *  a free of the old buffers before it allocates is ignored. rebatch also takes back what a
+     *  a free of the old buffers before it allocates is ignored. After it has allocated, an old
+     *  address may be that of a new buffer: do not free it then. rebatch also takes back what a
      *  call that fails has allocated; then resize is called for a smaller size. Buffers keep their
      *  contents from one callback to the next, but not across a call of resize. What resize
      *  changes in guarded host state stays changed. It may run again for the same size, in a probe
