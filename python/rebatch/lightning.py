@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 from torchmetrics import Metric
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 from rebatch.torch._backward import Backward
 from rebatch.torch._batch import cut_of
 from rebatch.torch._join import join_results
+from rebatch.torch._parts import Parts
 from rebatch.torch._report import Report
 from rebatch.torch._trainer_update import TrainerUpdate
 
@@ -28,6 +30,8 @@ except ImportError:
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
 # Methods of a precision plugin that update the parameters.
 _OF_THE_UPDATE = ("optimizer_step", "clip_gradients", "_after_closure")
+# Methods of a strategy that run a batch without training.
+_OF_EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
 class Rebatch(Callback):
@@ -57,6 +61,10 @@ class Rebatch(Callback):
     what was found is printed, and a mistake raises ValueError. check=["batch_norm"] accepts
     mistakes of that kind.
 
+    validation_step, test_step and predict_step run on parts of their batch after an OOM, in one
+    process. What they log and return is combined as above, and what predict_step returns is joined
+    along the samples; a batch that cannot be cut, and a batch of several processes, stays whole.
+
     Rebatch takes the arguments of rebatch.torch.Step except those that the Trainer has. Fields of
     `report` go to the Trainer's loggers as rebatch/..., with its other values and after each OOM.
     Its checkpoints keep the micro-batch size."""
@@ -70,6 +78,7 @@ class Rebatch(Callback):
                 )
         self._options = options
         self._step: Optional[_TrainingStep] = None
+        self._evaluation: Optional[_Evaluation] = None
         self._state: Dict[str, int] = {}  # of a checkpoint
 
     @property
@@ -82,6 +91,17 @@ class Rebatch(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
             _refuse_what_cannot_work(trainer, pl_module)
+        if trainer.world_size == 1 and trainer.strategy.root_device.type in ("cpu", "cuda"):
+            self._evaluation = _Evaluation(trainer, self._options)
+            self._evaluation.attach()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation:
+            self._evaluation.detach()
+        self._evaluation = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step = _TrainingStep(trainer, self._options)
@@ -103,6 +123,7 @@ class Rebatch(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._step:
             self._step.detach()
+        self._end_evaluation()
 
     def state_dict(self) -> Dict[str, Any]:
         return self._step.backward.state_dict() if self._step else self._state
@@ -224,6 +245,65 @@ class _TrainingStep:
         return result.closure_loss
 
 
+class _Evaluation:
+    """Takes the place of what a Trainer runs for a batch without training."""
+
+    def __init__(self, trainer: Any, options: Dict[str, Any]):
+        self._strategy, self._module = trainer.strategy, trainer.lightning_module
+        self._cut = cut_of(dict(options))
+        self._parts, self.length = Parts(self, options), self._cut.length
+        self._records: Optional[_Records] = None
+
+    def attach(self) -> None:
+        for key, name in enumerate(_OF_EVALUATION, 1):
+            plain = getattr(self._strategy, name)
+            setattr(self._strategy, name, functools.partial(self._run, plain, name, key))
+
+    def detach(self) -> None:
+        for name in _OF_EVALUATION:
+            vars(self._strategy).pop(name, None)
+
+    def _run(self, plain: Callable, name: str, key: int, batch: Any, *arguments: Any) -> Any:
+        if self._records is None:
+            self._records = _Records(self._module)
+        self._hook = self._module._current_fx_name
+
+        def run(part: Any) -> Any:
+            return plain(part, *arguments)
+
+        try:
+            self._records.begin(0, 1)  # for a batch that cannot be cut
+            with self._records.replacing_log():
+                results = self._parts(self._strategy.root_device, run, batch, key)
+            self._records.log_all()
+        finally:
+            self._records.clear()
+            self._module._current_fx_name = self._hook
+        if name == "predict_step" and len(results) > 1:
+            return join_results(results, other=lambda: self._one(run, batch))
+        return _result_of(results)
+
+    def part(self, batch: Any, first: int, count: int, samples: int) -> Any:
+        """Begins a part: as a Cut's, for Parts."""
+        self._module._current_fx_name = self._hook  # an exception leaves another
+        self._records.begin(first, count)
+        return self._cut.part(batch, first, count, samples)
+
+    def _one(self, run: Callable, batch: Any) -> Any:
+        with self._records.aside(), self._records.replacing_log():
+            return self._parts.one(run, batch)
+
+
+def _result_of(results: List[tuple]) -> Any:
+    """What the parts of a batch return, combined."""
+    values, counts = [value for _, value in results], [count for count, _ in results]
+    if len(values) > 1 and all(isinstance(value, dict) for value in values):
+        return {
+            name: _joined([value.get(name) for value in values], counts) for name in values[-1]
+        }
+    return _joined(values, counts)
+
+
 class _Record:
     """Of one micro-batch."""
 
@@ -313,7 +393,7 @@ class _Records:
         records = list(self._records.values())
         if len(records) == 1:
             return records[0].extra
-        return {name: _joined(name, records) for name in records[-1].extra}
+        return _result_of([(record.count, record.extra) for record in records])
 
 
 class _ReplacedLog:
@@ -367,9 +447,9 @@ def _combined(values: List[Any], counts: List[int], reduction: str = "mean") -> 
     return sum(value * (count / sum(counts)) for value, count in zip(values, counts))
 
 
-def _joined(name: str, records: List[_Record]) -> Any:
-    values = [record.extra.get(name) for record in records]
-    counts = [record.count for record in records]
+def _joined(values: List[Any], counts: List[int]) -> Any:
+    if len(values) == 1:
+        return values[0]
     if all(isinstance(v, (torch.Tensor, list)) and _is_of(v, n) for v, n in zip(values, counts)):
         return join_results(list(zip(counts, values)), dim=0)
     return _combined(values, counts)

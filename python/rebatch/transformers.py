@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import transformers
 
 from rebatch.torch._backward import Backward
-from rebatch.torch._batch import cut_of
+from rebatch.torch._batch import Cut, cut_of
+from rebatch.torch._join import join_results
 from rebatch.torch._lighten import checkpointing
+from rebatch.torch._parts import Parts
 from rebatch.torch._report import Report
 from rebatch.torch._trainer_update import TrainerUpdate
 
@@ -34,6 +36,9 @@ class RebatchMixin:
         super().__init__(*arguments, **keywords)
         _refuse_what_cannot_work(self)
         self._rebatch = _TrainingStep(self, super().training_step, rebatch or {})
+        self._rebatch_prediction = _PredictionStep(
+            self, super().prediction_step, self._rebatch, cut_of(dict(rebatch or {}))
+        )
 
     @property
     def report(self) -> Report:
@@ -52,6 +57,12 @@ class RebatchMixin:
     ) -> torch.Tensor:
         """Forward and backward of one batch, in micro-batches that fit."""
         return self._rebatch(model, inputs, {"num_items_in_batch": num_items_in_batch, **keywords})
+
+    def prediction_step(
+        self, model: Any, inputs: Any, *arguments: Any, **keywords: Any
+    ) -> Tuple[Any, Any, Any]:
+        """Loss, logits and labels of one batch, in parts that fit."""
+        return self._rebatch_prediction(model, inputs, arguments, keywords)
 
     def log(self, logs: Dict[str, float], *arguments: Any, **keywords: Any) -> None:
         if "loss" in logs:
@@ -75,6 +86,9 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
     transformers' models are; or it is the mean over the labels that are not -100, or over the
     samples where labels are no classes. When a batch is first cut, the loss of one sample is
     computed twice, without gradients, to see which.
+
+    evaluate() and predict() go on after an OOM too: prediction_step runs on parts of its batch. The
+    losses are weighted as in training, and the logits and labels are joined.
 
     rebatch    arguments of rebatch.torch.Step, except those that TrainingArguments has, for example
                {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
@@ -129,6 +143,7 @@ class _TrainingStep:
                 )
         self._trainer, self._plain, self._options = trainer, plain, dict(options)
         self._cut = cut_of(self._options)
+        self.weigher = _Weigher(trainer, self._cut)
         if "lighten" not in self._options and _can_checkpoint(trainer):
             self._options["lighten"] = checkpointing(trainer.model)
         self.backward: Optional[Backward] = None
@@ -138,7 +153,7 @@ class _TrainingStep:
         if self.backward is None or self.backward.model is not model:  # train() was called again
             self.backward = self._make_backward(model)
             self._update = TrainerUpdate(self.backward)
-            self._is_divided: Optional[bool] = None
+            self.weigher.is_divided = None
         self._guard_update()
         self._arguments = arguments
         return self.backward(inputs)
@@ -201,8 +216,10 @@ class _TrainingStep:
         samples = self._cut.length(inputs)
         part = self._cut.part(inputs, first, count, samples)
         self._weight: Optional[torch.Tensor] = None
-        if count < samples and not self._divides(inputs, samples):
-            self._weight = self._items(part, count) / self._items(inputs, samples)
+        if count < samples:
+            items = self._arguments["num_items_in_batch"]
+            if not self.weigher.divides(self.backward.model, inputs, samples, items):
+                self._weight = self.weigher.weight(inputs, samples, part, count)
         return part
 
     def _loss(self, model: Any, part: Any) -> torch.Tensor:
@@ -217,9 +234,26 @@ class _TrainingStep:
         loss, self._keywords = given[0]
         if self._weight is None:
             return loss
-        weight = self._weight.to(loss.device)
-        # The mean of no items is a NaN.
-        return torch.where(weight > 0, loss * weight, 0.0)
+        return _weighted(loss, self._weight)
+
+
+def _weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The mean of no items is a NaN, and counts nothing."""
+    weight = weight.to(loss.device)
+    return torch.where(weight > 0, loss * weight, 0.0)
+
+
+class _Weigher:
+    """What the loss of a part is multiplied by, so that the losses of the parts add up to that of
+    the batch."""
+
+    def __init__(self, trainer: Any, cut: Cut):
+        self._trainer, self._cut = trainer, cut
+        self.is_divided: Optional[bool] = None  # by num_items_in_batch; not known yet
+
+    def weight(self, inputs: Any, samples: int, part: Any, count: int) -> torch.Tensor:
+        """Of a loss that is a mean: the items of the part in those of the batch."""
+        return self._items(part, count) / self._items(inputs, samples)
 
     def _items(self, inputs: Any, samples: int) -> torch.Tensor:
         """How many items a mean is over: labels that are not -100, or samples."""
@@ -232,25 +266,24 @@ class _TrainingStep:
 
     # ---- which kind of loss it is ----
 
-    def _divides(self, inputs: Any, samples: int) -> bool:
+    def divides(self, model: Any, inputs: Any, samples: int, items: Any) -> bool:
         """Whether the loss is divided by num_items_in_batch, and is no mean over the samples."""
-        items = self._arguments["num_items_in_batch"]
         if items is None:
             return False
-        if self._is_divided is None:
-            once, twice = self._losses_of_one(inputs, samples, (items, 2 * items))
+        if self.is_divided is None:
+            once, twice = self._losses_of_one(model, inputs, samples, (items, 2 * items))
             if once == 0 or not math.isfinite(once):  # it says nothing: ask the next batch
                 return self._trainer.model_accepts_loss_kwargs
-            self._is_divided = _is_divided(once, twice)
-        return self._is_divided
+            self.is_divided = _is_divided(once, twice)
+        return self.is_divided
 
-    def _losses_of_one(self, inputs: Any, samples: int, items: tuple) -> List[float]:
+    def _losses_of_one(self, model: Any, inputs: Any, samples: int, items: tuple) -> List[float]:
         """The losses of the sample with the most labels, for several numbers of items."""
         labels, best = _labels(inputs), 0
         if labels is not None:
             best = int(labels.ne(-100).flatten(1).sum(1).argmax()) if labels.dim() > 1 else 0
         trainer = self._trainer
-        model = trainer.accelerator.unwrap_model(self.backward.model)
+        model = trainer.accelerator.unwrap_model(model)
         model.eval()  # no dropout; each training_step begins with train()
         losses = []
         with torch.no_grad(), trainer.compute_loss_context_manager():
@@ -301,3 +334,96 @@ def _replaced_backward(accelerator: Any, given: List[tuple]) -> Iterator[None]:
         yield
     finally:
         del accelerator.backward
+
+
+class _PredictionStep:
+    """prediction_step of a Trainer, once for each part of a batch."""
+
+    def __init__(self, trainer: Any, plain: Callable, training: _TrainingStep, cut: Cut):
+        self._trainer, self._plain, self._training = trainer, plain, training
+        self._cut, self._parts = cut, Parts(cut, training._options)
+
+    def __call__(
+        self, model: Any, inputs: Any, arguments: tuple, keywords: Dict[str, Any]
+    ) -> Tuple[Any, Any, Any]:
+        items: List[Any] = []
+
+        def run(part: Any) -> Tuple[Any, Any, Any]:
+            with _items_of_batch(self._trainer, inputs, items):
+                return self._plain(model, part, *arguments, **keywords)
+
+        results = self._parts(self._trainer.args.device, run, inputs, key=1)
+        if len(results) == 1:
+            return results[0][1]
+        losses = [(count, result[0]) for count, result in results]
+        loss = self._loss(model, inputs, losses, items[0] if items else None)
+        return (loss, *(self._joined(run, inputs, results, member) for member in (1, 2)))
+
+    def _loss(self, model: Any, inputs: Any, losses: List[tuple], items: Any) -> Any:
+        if losses[0][1] is None:
+            return None
+        weigher, samples = self._training.weigher, self._cut.length(inputs)
+        if weigher.divides(model, inputs, samples, items):
+            return sum(loss for _, loss in losses)
+        first, weighted = 0, []
+        for count, loss in losses:
+            part = self._cut.part(inputs, first, count, samples)
+            weighted.append((loss, weigher.weight(inputs, samples, part, count)))
+            first += count
+        if not any(weight > 0 for _, weight in weighted):  # no labels: the mean of nothing
+            return weighted[0][0]
+        return sum(_weighted(loss, weight) for loss, weight in weighted)
+
+    def _joined(self, run: Callable, inputs: Any, results: List[tuple], member: int) -> Any:
+        """Logits or labels."""
+
+        def other() -> Tuple[int, Any]:
+            count, result = self._parts.one(run, inputs)
+            return count, result[member]
+
+        counts, values = [n for n, _ in results], [result[member] for _, result in results]
+        if values[0] is None:
+            return None
+        return join_results(list(zip(counts, _padded(counts, values))), other=other)
+
+
+@contextlib.contextmanager
+def _items_of_batch(trainer: Any, inputs: Any, items: List[Any]) -> Iterator[None]:
+    """The num_items_in_batch of a part is that of its batch. It is counted once, because processes
+    exchange it, and kept in `items`."""
+    plain = getattr(trainer, "_get_num_items_in_batch", None)
+    if plain is None:  # an older Trainer does not count them
+        yield
+        return
+
+    def count(_part: Any, device: torch.device) -> Any:
+        if not items:
+            found = plain([inputs], device)
+            items.append(found.to(device) if isinstance(found, torch.Tensor) else found)
+        return items[0]
+
+    trainer._get_num_items_in_batch = count
+    try:
+        yield
+    finally:
+        del trainer._get_num_items_in_batch
+
+
+def _padded(counts: List[int], values: List[Any]) -> List[Any]:
+    """Sequences of different lengths, as those of generated tokens, are padded with -100, as a
+    Trainer does between batches."""
+    if isinstance(values[0], (tuple, list)):
+        members = zip(*(_padded(counts, list(member)) for member in zip(*values)))
+        return [type(values[0])(member) for member in members]
+    if not all(isinstance(v, torch.Tensor) and v.dim() > 1 for v in values):
+        return values
+    lengths = [v.shape[1] for v in values]
+    if len(set(lengths)) == 1 or lengths == counts:  # one entry for each pair of samples
+        return values
+    return [_with_length(value, max(lengths)) for value in values]
+
+
+def _with_length(value: torch.Tensor, length: int) -> torch.Tensor:
+    padded = value.new_full((value.shape[0], length, *value.shape[2:]), -100)
+    padded[:, : value.shape[1]] = value
+    return padded

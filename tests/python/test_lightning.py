@@ -385,3 +385,136 @@ def test_strategies_that_shard_are_refused():
 def test_what_the_trainer_does_is_no_option():
     with pytest.raises(ValueError, match="clip is an argument of Rebatch: expected it to be left"):
         rebatch.lightning.Rebatch(clip=1.0)
+
+
+# ---- evaluation ----
+
+
+class Evaluated(Net):
+    """Batches of validation and test do not fit above `largest` samples."""
+
+    def __init__(self, largest=SAMPLES):
+        super().__init__(largest)
+        self.failures, self.validation_ends = 0, []
+
+    def _evaluate(self, batch, name):
+        x, y = batch
+        predicted = self.net(x)
+        loss = ((predicted - y) ** 2).mean()
+        self.error(predicted, y)
+        self.log(f"{name}_loss", loss)
+        self.log_dict({f"{name}_sum": y.sum()}, reduce_fx="sum")
+        self.log(f"{name}_sized", loss, batch_size=len(x))
+        self.log(f"{name}_error", self.error)
+        if len(x) > self.largest:  # what was logged and counted before counts nothing
+            self.failures += 1
+            out_of_memory(None)
+        return {"loss": loss, "predicted": predicted}
+
+    def validation_step(self, batch, batch_idx):
+        return self._evaluate(batch, "validation")
+
+    def test_step(self, batch, batch_idx):
+        return self._evaluate(batch, "test")["loss"]
+
+    def predict_step(self, batch):
+        return self._evaluate_alone(batch)
+
+    def _evaluate_alone(self, batch):
+        if len(batch[0]) > self.largest:
+            out_of_memory(None)
+        return self.net(batch[0])
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.validation_ends.append(outputs)
+
+
+def uneven(samples=3 * SAMPLES + 5):
+    """The last batch has fewer samples."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(samples, 8, generator=generator), torch.randn(samples, generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), SAMPLES)
+
+
+def evaluator(callback):
+    return pl.Trainer(callbacks=callback and [callback], logger=Lines(), **QUIET)
+
+
+def quiet(**options):
+    return rebatch.lightning.Rebatch(log_level="quiet", **options)
+
+
+@pytest.mark.parametrize("name", ("validate", "test"))
+@pytest.mark.parametrize("largest", (SAMPLES, 5, 1))
+def test_an_evaluation_survives_an_oom_with_the_results_of_a_plain_trainer(name, largest):
+    torch.manual_seed(0)
+    plain, module = Evaluated(), Evaluated(largest)
+    module.load_state_dict(plain.state_dict())
+    expected = getattr(evaluator(None), name)(plain, uneven(), verbose=False)[0]
+    trainer = evaluator(quiet())
+    found = getattr(trainer, name)(module, uneven(), verbose=False)[0]
+    assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5)
+    assert (module.failures > 0) == (largest < SAMPLES)
+    assert found == expected or largest < SAMPLES
+    for outputs, its in zip(module.validation_ends, plain.validation_ends, strict=True):
+        assert torch.allclose(outputs["loss"], its["loss"])
+        assert torch.allclose(outputs["predicted"], its["predicted"], atol=1e-6)
+    assert not set(vars(trainer.strategy)) & set(rebatch.lightning._OF_EVALUATION)
+    assert "log" not in vars(module)
+
+
+def test_the_evaluation_within_a_training_survives_an_oom():
+    torch.manual_seed(0)
+    plain, module = Evaluated(), Evaluated(5)
+    module.load_state_dict(plain.state_dict())
+    for net in (plain, module):
+        net.net.eval()  # no dropout
+        net.configure_optimizers = lambda net=net: torch.optim.SGD(net.parameters(), lr=0.0)
+    expected = fit(plain, None, fit_options={"val_dataloaders": uneven()})[1]
+    found = fit(module, quiet(), fit_options={"val_dataloaders": uneven()})[1]
+    assert module.failures > 0
+    for name in ("loss", "sum", "sized", "error"):
+        values = expected.values(f"validation_{name}")
+        assert len(values) == 2
+        assert found.values(f"validation_{name}") == pytest.approx(values, rel=1e-5)
+
+
+def test_predictions_are_joined():
+    torch.manual_seed(0)
+    plain, module = Evaluated(), Evaluated(5)
+    module.load_state_dict(plain.state_dict())
+    expected = evaluator(None).predict(plain, uneven())
+    found = evaluator(quiet()).predict(module, uneven())
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and torch.allclose(a, b, atol=1e-6)
+
+
+def test_predictions_that_cannot_be_joined_are_refused():
+    class Mean(Evaluated):
+        def predict_step(self, batch):
+            return super().predict_step(batch).mean()
+
+    assert len(evaluator(quiet()).predict(Mean(), uneven())) == 4
+    with pytest.raises(ValueError, match="returned a scalar"):
+        evaluator(quiet()).predict(Mean(5), uneven())
+
+
+def test_an_evaluation_of_batches_that_cannot_be_cut_is_that_of_a_plain_trainer():
+    class Named(Evaluated):
+        def validation_step(self, batch, batch_idx):
+            self.log("length", float(len(batch["name"])), batch_size=1)
+            if self.largest == 0:
+                out_of_memory(None)
+
+    loader = torch.utils.data.DataLoader([{"name": "a" * n} for n in (1, 2, 6)], batch_size=None)
+    assert evaluator(quiet()).validate(Named(), loader, verbose=False)[0] == {"length": 3.0}
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        evaluator(quiet()).validate(Named(0), loader, verbose=False)
+    assert "no tensor with a dimension of samples" in str(raised.value.__context__)
+
+
+def test_an_evaluation_that_does_not_fit_at_all_leaves_the_metrics_as_they_were():
+    module = Evaluated(0)
+    with pytest.raises(rebatch.torch.Exhausted):
+        evaluator(quiet()).validate(module, uneven(), verbose=False)
+    assert module.error.total == 0 and "log" not in vars(module)

@@ -366,3 +366,124 @@ def test_trainers_that_shard_are_refused(tmp_path, name, what):
     setattr(trainer, name, True)
     with pytest.raises(ValueError, match=f"the Trainer uses {what}: expected one GPU"):
         rebatch.transformers._refuse_what_cannot_work(trainer)
+
+
+# ---- evaluation ----
+
+
+def evaluate(folder, model, kind=transformers.Trainer, data=None, step=None, **args):
+    """(metrics, predictions) of a Trainer that has not trained."""
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_eval_batch_size=SAMPLES, use_cpu=True, report_to=[],
+        disable_tqdm=True, **args,
+    )
+    extra = {}
+    if issubclass(kind, RebatchMixin):
+        extra["rebatch"] = {"log_level": "quiet", **(step or {})}
+    trainer = kind(model, args, **extra)
+    data = data or sentences(3 * SAMPLES + 3)
+    return trainer.evaluate(data)["eval_loss"], trainer.predict(data)
+
+
+class PlainOwnLoss(transformers.Trainer):
+    compute_loss = OwnLoss.compute_loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss = self.compute_loss(model, dict(inputs))
+            return loss, model(input_ids=inputs["input_ids"]).logits, inputs["labels"]
+
+
+class RebatchOwnLoss(RebatchMixin, PlainOwnLoss):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make, data, kind, plain",
+    (
+        (gpt, sentences, RebatchTrainer, transformers.Trainer),
+        (bert, classes, RebatchTrainer, transformers.Trainer),
+        (gpt, sentences, RebatchOwnLoss, PlainOwnLoss),
+    ),
+)
+@pytest.mark.parametrize("options", ({}, {"label_smoothing_factor": 0.1}), ids=str)
+def test_an_evaluation_survives_an_oom_with_the_results_of_a_plain_trainer(
+    tmp_path, make, data, kind, plain, options
+):
+    """Sentences have different numbers of tokens, so the mean of means is another."""
+    loss, expected = evaluate(tmp_path, seeded(make), plain, data(), **options)
+    for largest in (SAMPLES, 3, 1):
+        model = fails_above(seeded(make), largest, "forward")
+        its_loss, found = evaluate(tmp_path, model, kind, data(), **options)
+        rel = 0.0 if largest == SAMPLES else 1e-5
+        assert its_loss == pytest.approx(loss, rel=rel, abs=0.0)
+        assert found.metrics["test_loss"] == pytest.approx(loss, rel=rel, abs=0.0)
+        assert (found.label_ids == expected.label_ids).all()
+        assert found.predictions.shape == expected.predictions.shape
+        assert abs(found.predictions - expected.predictions).max() <= 10 * rel
+
+
+def test_an_evaluation_within_training_survives_an_oom(tmp_path):
+    losses = []
+    for kind, largest in ((transformers.Trainer, SAMPLES), (RebatchTrainer, 3)):
+        args = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2 * SAMPLES}
+        model = seeded(gpt, 0.0)
+
+        class Own(kind):
+            def __init__(self, *arguments, **keywords):
+                super().__init__(*arguments, eval_dataset=sentences(), **keywords)
+
+        trainer = train(tmp_path, fails_above(model, 2 * largest, "forward"), Own, **args)
+        losses.append(logged(trainer, "eval_loss"))
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_prediction_of_sequences_of_other_lengths_is_padded_as_between_batches(tmp_path):
+    class Generates(transformers.Trainer):
+        """As many tokens for all samples as the longest sentence has."""
+
+        def prediction_step(self, model, inputs, *_arguments, **_keywords):
+            if len(inputs["input_ids"]) > 3:
+                out_of_memory(None)
+            length = int(inputs["labels"].ne(-100).sum(1).max())
+            return None, inputs["input_ids"][:, :length], inputs["labels"]
+
+    class Mine(RebatchMixin, Generates):
+        pass
+
+    trainer = Mine(
+        seeded(gpt), transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        rebatch={"log_level": "quiet"},
+    )
+    inputs = trainer.data_collator(sentences(SAMPLES))
+    _, found, labels = trainer.prediction_step(trainer.model, inputs, False)
+    assert labels.equal(inputs["labels"]) and found.shape == inputs["input_ids"].shape
+    kept = found != -100
+    assert found[kept].equal(inputs["input_ids"][kept]) and kept[:, :3].all() and not kept.all()
+
+
+def test_logits_for_pairs_of_samples_are_refused(tmp_path):
+    class Pairs(transformers.Trainer):
+        def prediction_step(self, model, inputs, *_arguments, **_keywords):
+            if len(inputs["input_ids"]) > 4:
+                out_of_memory(None)
+            x = inputs["input_ids"].float()
+            return None, x @ x.T, None
+
+    class Mine(RebatchMixin, Pairs):
+        pass
+
+    trainer = Mine(
+        seeded(gpt), transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        rebatch={"log_level": "quiet"},
+    )
+    for samples in (7, 8):
+        with pytest.raises(ValueError, match="may both be that of the samples"):
+            trainer.prediction_step(
+                trainer.model, trainer.data_collator(sentences(samples)), False
+            )
+
+
+def test_an_evaluation_that_does_not_fit_at_all_says_so(tmp_path):
+    with pytest.raises(rebatch.torch.Exhausted):
+        evaluate(tmp_path, fails_above(seeded(gpt), 0, "forward"), RebatchTrainer)
