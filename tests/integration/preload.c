@@ -423,10 +423,10 @@ Test(preload, each_process_has_a_trace_and_a_report)
 
 Test(preload, a_trace_that_cannot_be_written_stops_nothing)
 {
-    struct run r = preload_run("--record none/x.trace", "program", "asked a1000 a2000");
+    struct run r = preload_run("--record /proc/x.trace", "program", "asked a1000 a2000");
     cr_assert_eq(r.code, 0, "%s", r.error);
     cr_expect_str_eq(r.out, "a1000 = 0 0x40000000\na2000 = 0 0x40000400\n");
-    cr_expect(strstr(r.error, "/none/x.trace cannot be made: No such file or directory\n"), "%s",
+    cr_expect(strstr(r.error, "/proc/x.trace cannot be made: No such file or directory\n"), "%s",
               r.error);
     done(&r);
 }
