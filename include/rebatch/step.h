@@ -405,7 +405,8 @@ typedef struct rebatch_step_report {
     unsigned lighten_level;                /**< lighten level at the end */
     size_t redone_samples;   /**< samples that ran again, counted once for each repetition */
     uint64_t lost_ns;        /**< time spent on discarded work and on recovery, in nanoseconds */
-    uint64_t peak_bytes;     /**< highest live memory of the pool during the step */
+    uint64_t peak_bytes;     /**< highest live memory of the pool during the step; with a meter 0
+                                  where it did not measure every forward-backward and update */
     uint64_t reserved_bytes; /**< memory held from the device at the end */
     rebatch_oom_report oom;  /**< the pool's last OOM in this step; asked_bytes is 0 without one */
     uint64_t cost_before; /**< cost budget of a micro-batch at the start; 0: the step has no cost,

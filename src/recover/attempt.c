@@ -231,10 +231,11 @@ static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_rep
  * for one. */
 static void learn_need(rebatch *rb)
 {
-    if (rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed)
-        return;
     struct rbi_used used;
-    if (!rbi_meter_end(&used, rb))
+    const bool is_measured = rbi_meter_end(&used, rb);
+    const bool has_larger =
+        rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed;
+    if (!is_measured || has_larger)
         return;
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
     if (used.keeps_blocks && !rb->by_cost && !rbi_meter_is_set(rb)) {

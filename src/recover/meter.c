@@ -59,8 +59,10 @@ bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
         return true;
     }
     rebatch_meter_reading reading;
-    if (!read_meter(&reading, rb) || !reading.peak_bytes)
+    if (!read_meter(&reading, rb) || !reading.peak_bytes) {
+        rb->meter_peak_is_unknown = true;
         return false;
+    }
     out->live_before = rb->meter_live;
     out->peak_bytes = reading.peak_bytes - rbi_min(reading.peak_bytes, rb->meter_live);
     out->asked_bytes = reading.asked_bytes;
@@ -77,7 +79,8 @@ void rbi_memory_get(struct rbi_memory *out, const rebatch *rb)
     if (rbi_meter_is_set(rb)) {
         rebatch_meter_reading reading;
         (void)read_meter(&reading, rb);
-        *out = (struct rbi_memory){reading.live_bytes, rb->meter_peak, reading.reserved_bytes};
+        *out = (struct rbi_memory){reading.live_bytes, rbi_memory_step_peak(rb),
+                                   reading.reserved_bytes};
         return;
     }
     rebatch_pool_stats stats = {0};
@@ -88,7 +91,9 @@ void rbi_memory_get(struct rbi_memory *out, const rebatch *rb)
 
 uint64_t rbi_memory_step_peak(const rebatch *rb)
 {
-    return rbi_meter_is_set(rb) ? rb->meter_peak : rbi_pool_peak_since_mark(rb->pool);
+    if (!rbi_meter_is_set(rb))
+        return rbi_pool_peak_since_mark(rb->pool);
+    return rb->meter_peak_is_unknown ? 0 : rb->meter_peak;
 }
 
 rebatch_status rbi_memory_available(size_t *out, const rebatch *rb)

@@ -450,6 +450,7 @@ struct rebatch {
     bool meter_has_begun;                       /* in the step */
     uint64_t meter_live;                        /* when the callback began */
     uint64_t meter_peak;                        /* of the step */
+    bool meter_peak_is_unknown;                 /* a callback of the step was not measured */
     uint64_t pool_ooms;                         /* of the pool, when the step began */
     rebatch_scope scope; /* what the step has allocated, and the frees that wait for its end */
     struct rbi_failure failure;

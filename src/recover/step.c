@@ -336,6 +336,7 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
         .step = rb->step, .micro_before = rbi_micro_size(rb, batch), .cost_before = rbi_budget(rb)};
     rb->pool_ooms = rbi_pool_oom_count(rb->pool);
     rb->meter_peak = 0;
+    rb->meter_peak_is_unknown = false;
     rb->live_before = rbi_pool_mark_peak(rb->pool);
     rb->meter_has_begun = false;
     rbi_session_watch_pressure(rb);

@@ -240,6 +240,32 @@ Test(step_meter, what_is_not_measured_is_not_learned)
     close_program(&p);
 }
 
+/* Measures all callbacks but the first of the step. */
+static rebatch_status forward_then_measured(const rebatch_microbatch *mb, void *user)
+{
+    struct program *p = user;
+    p->is_blind = mb->first == 0;
+    return forward_backward(mb, user);
+}
+
+Test(step_meter, a_step_that_is_measured_in_part_has_no_peak)
+{
+    struct program p;
+    open_program(&p, MIB(16), false);
+    p.live = MIB(1);
+    cr_expect_eq(step(&p, 8).peak_bytes, MIB(11));
+    rebatch_step_ops in_part = ops;
+    in_part.forward_backward = forward_then_measured;
+    for (size_t batch = 8; batch <= 24; batch += 16) { /* one micro-batch, and several */
+        rebatch_step_report report;
+        cr_assert_eq(rebatch_step(p.rb, &in_part, batch, &p, &report), REBATCH_OK);
+        cr_expect_eq(report.peak_bytes, 0, "%zu samples", batch);
+    }
+    p.is_blind = false;
+    cr_expect_gt(step(&p, 8).peak_bytes, MIB(3));
+    close_program(&p);
+}
+
 static rebatch_status reserve_too_much(void *user)
 {
     struct program *p = user;

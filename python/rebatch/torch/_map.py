@@ -39,5 +39,7 @@ def run_map(
 
     ops = c.MapOps(run=c.ForwardBackward(run), key=key)
     report = c.StepReport()
+    if session.meter:
+        session.meter.begin_step(("map", key, samples))
     status = session.call(lib.rebatch_map, C.byref(ops), samples, None, C.byref(report))
     return results, map_report_of(report, samples), status

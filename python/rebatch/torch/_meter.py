@@ -9,8 +9,9 @@ import torch
 
 from rebatch import _library as c
 
-# The peak of a callback is measured so many times at each size. A measurement resets PyTorch's peak
-# statistics, which programs read, so there are few of them; the first may count what is made once.
+# The peak of a callback is measured so many times at each size, and in so many whole steps. A
+# measurement resets PyTorch's peak statistics, which programs read, so there are few of them; the
+# first may count what is made once.
 _MEASUREMENTS = 2
 
 
@@ -27,6 +28,9 @@ class UnknownMeter:
         )
 
     def measure_again(self) -> None:
+        pass
+
+    def begin_step(self, kind: tuple) -> None:
         pass
 
     def live_bytes(self) -> int:
@@ -46,7 +50,8 @@ class NativeMeter:
     def __init__(self, device: torch.device):
         self._device = device
         self._measured: Dict[Tuple[int, int], int] = {}
-        self._is_measuring = False
+        self._steps: Dict[tuple, int] = {}  # that were measured, by their kinds
+        self._is_measuring = self._is_measuring_step = False
         self.asked_bytes = 0
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
@@ -59,6 +64,15 @@ class NativeMeter:
     def measure_again(self) -> None:
         """Sizes may need other memory than was measured: after an OOM, or at another level."""
         self._measured.clear()
+        self._steps.clear()
+
+    def begin_step(self, kind: tuple) -> None:
+        """The first steps of a kind are measured whole: each of their callbacks. Another step has
+        no peak, because a part of it is not measured."""
+        times = self._steps.get(kind, 0)
+        self._is_measuring_step = times < _MEASUREMENTS
+        if self._is_measuring_step:
+            self._steps[kind] = times + 1
 
     def _statistics(self) -> dict:
         return torch._C._cuda_memoryStats(self._device.index)
@@ -73,7 +87,7 @@ class NativeMeter:
         self.asked_bytes = 0
         self.live_at_begin = -1
         times = self._measured.get((phase, size), 0)
-        self._is_measuring = times < _MEASUREMENTS
+        self._is_measuring = self._is_measuring_step or times < _MEASUREMENTS
         if self._is_measuring:
             self._measured[phase, size] = times + 1
             torch._C._cuda_resetPeakMemoryStats(self._device.index)

@@ -415,6 +415,9 @@ class Step:
         c.check(lib.rebatch_set_step(session.rb, self._number))
         self.outputs = None
         self._accumulators.keep_earlier(self._update.keeps(self._audit.tree.parameters()))
+        if session.meter:
+            micro = lib.rebatch_get_micro(session.rb, self._samples)
+            session.meter.begin_step(("step", self._samples, micro))
         try:
             status = session.call(
                 lib.rebatch_step, C.byref(self._ops), self._samples, None, C.byref(filled)

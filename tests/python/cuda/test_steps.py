@@ -643,3 +643,26 @@ def test_a_first_update_under_a_tight_limit_is_never_torn():
             gc.collect()
             torch.cuda.empty_cache()
     assert {"done", "Exhausted"} <= outcomes
+
+
+@pytest.mark.skipif(INSTALLED, reason="the pool knows each peak")
+@pytest.mark.parametrize("micro", (32, 8))
+def test_a_peak_is_right_or_not_measured(standin, micro):
+    step, batch = wide_step(micro_start=micro)
+    highest = 0
+
+    def loss_fn(model, samples):
+        nonlocal highest
+        loss = wide_loss(model, samples)
+        highest = max(highest, torch.cuda.memory_allocated())
+        return loss
+
+    step.loss_fn, measured = loss_fn, []
+    for _ in range(5):
+        highest = 0
+        step(batch)
+        measured.append(step.report.peak_bytes)
+        assert measured[-1] == 0 or measured[-1] >= highest
+    assert min(measured[:2]) > 0 and measured[2:] == [0, 0, 0]
+    step(batch[:24])  # a size of its own
+    assert step.report.peak_bytes > 0
