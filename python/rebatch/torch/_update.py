@@ -6,6 +6,8 @@ from typing import Any, List, Optional, Sequence
 
 import torch
 
+from rebatch.torch._outside import own_step, step_scheduler, warn_of_scheduler
+
 # Tensors of a parameter's size that an optimizer of PyTorch keeps from its first step on.
 _KEPT = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}
 
@@ -165,14 +167,15 @@ class Update:
     def apply(self) -> None:
         """Change the parameters."""
         for optimizer in self.optimizers:
-            if self._scaler is None:
-                optimizer.step()
-            else:
-                self._scaler.step(optimizer)
+            with own_step(optimizer):
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    self._scaler.step(optimizer)
 
     def done(self) -> None:
         """The update was applied."""
         if self._scaler is not None:
             self._scaler.update()
-        for scheduler in self._schedulers:
-            scheduler.step()
+        for scheduler in [s for s in self._schedulers if step_scheduler(s)]:
+            warn_of_scheduler(scheduler)  # here, where all of them have stepped

@@ -76,6 +76,27 @@ def _named_state(state: Any) -> List[Tuple[str, Any]]:
     return [(f"state[{i}]", part) for i, part in enumerate(parts)]
 
 
+def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
+    """ValueError for a model and an optimizer that do not go together."""
+    for module in modules.modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and module.static_graph:
+            raise ValueError(
+                "rebatch: the model is DistributedDataParallel(static_graph=True), which expects "
+                "all backward passes to be alike, and those of the micro-batches before the last "
+                "run without communication: expected static_graph=False"
+            )
+    parts = [part for part in _list_of(state) if isinstance(part, torch.nn.Module)]
+    known = {p for module in (modules, *parts) for p in module.parameters()}
+    known.update(part for part in _list_of(state) if isinstance(part, torch.Tensor))
+    for optimizer in update.optimizers:
+        if known.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"rebatch: no parameter of the optimizer {type(optimizer).__name__} is in the "
+                "model: expected an optimizer of the model's parameters, or a list of all the "
+                "modules that it updates as the model"
+            )
+
+
 def _set_modes(modes: List[Tuple[torch.nn.Module, bool]]) -> None:
     for module, is_training in modes:
         module.training = is_training
@@ -168,6 +189,7 @@ class Step:
         session_options(**options)  # a wrong one is said here
         if not self._update.parameters:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
+        _check_match(self._modules, self._update, state)
         self._is_fresh = gradients == "fresh"
         self._audit = Audit(_named_modules(model), _named_state(state))
         self._accumulators = Accumulators()
@@ -187,6 +209,20 @@ class Step:
         self._loss_name = "loss_fn"  # what users call it
         self._owners: List[Any] = []  # objects beside the model that loss_fn may change
         self._aside = contextlib.nullcontext  # around runs of loss_fn that are no part of a step
+        self._is_made = True
+
+    _is_made = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a Step is made with stays; loss_fn and what it reports may be assigned."""
+        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if self._is_made and (name == "model" or not is_own):
+            raise AttributeError(
+                f"rebatch: {type(self).__name__}.{name} cannot be assigned: make a new "
+                f"{type(self).__name__} with the {name} that it shall have, and give it "
+                "state_dict() of this one to go on at its size"
+            )
+        super().__setattr__(name, value)
 
     # ---- the session ----
 
