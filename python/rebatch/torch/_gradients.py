@@ -76,8 +76,8 @@ class Accumulators:
     def _make_sums(self, is_cut: bool) -> None:
         """In the place of those that the batch before has handed out. An OOM is for the first
         micro-batch to meet: its gradients can be the sums too."""
-        mine = set(self._parameters)
-        forms = {p: _form(t) for p, t in self._sums.items() if p in mine and _is_dense(t)}
+        mine = {id(p) for p in self._parameters}
+        forms = {p: _form(t) for p, t in self._sums.items() if id(p) in mine and _is_dense(t)}
         self._sums.clear()
         if not is_cut:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -41,6 +41,11 @@ class Place(NamedTuple):
             except (TypeError, LookupError):
                 return None
         return value if isinstance(value, torch.Tensor) else None
+
+
+def unique(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
+    """Each once, in order. A tensor's own hash is a function in Python; its id is not."""
+    return list({id(t): t for t in tensors}.values())
 
 
 def entries_of(value: Any) -> Iterator[Tuple[Any, Any]]:
@@ -230,7 +235,7 @@ class Tree:
     def parameters(self) -> List[torch.nn.Parameter]:
         """All of them, each once."""
         tables = self.tables[0 :: len(_TABLES)]
-        return list(dict.fromkeys(p for t in tables for p in t.values() if p is not None))
+        return unique(p for t in tables for p in t.values() if p is not None)
 
     def prefixes(self) -> Dict[int, str]:
         """The beginning of the names of what each module holds."""

@@ -7,6 +7,7 @@ from typing import Any, List, Optional, Sequence
 import torch
 
 from rebatch.torch._outside import own_step, step_scheduler, warn_of_scheduler
+from rebatch.torch._tree import unique
 
 # Tensors of a parameter's size that an optimizer of PyTorch keeps from its first step on.
 _KEPT = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}
@@ -123,13 +124,13 @@ class Update:
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
         groups = (g for optimizer in self.optimizers for g in optimizer.param_groups)
-        return list(dict.fromkeys(p for g in groups for p in g["params"] if p.requires_grad))
+        return unique(p for g in groups for p in g["params"] if p.requires_grad)
 
     def keeps(self, parameters: Sequence[torch.nn.Parameter]) -> List[torch.nn.Parameter]:
         """Those of a model's parameters whose gradients zero_grad() leaves, and to which a batch
         adds its own."""
-        mine = set(self.parameters)
-        return [p for p in parameters if p.requires_grad and p not in mine]
+        mine = {id(p) for p in self.parameters}
+        return [p for p in parameters if p.requires_grad and id(p) not in mine]
 
     @property
     def device(self) -> torch.device:

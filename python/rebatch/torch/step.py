@@ -27,6 +27,7 @@ from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._session import Session, check_names, session_options
 from rebatch.torch._state import Generators, cuda_devices_of
+from rebatch.torch._tree import unique
 from rebatch.torch._update import Update, check_has
 
 _Lighten = Callable[[bool], None]
@@ -306,7 +307,7 @@ class Step:
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
         parameters = self._update.parameters
         self._accumulators.begin_batch(
-            list(dict.fromkeys(parameters + self._update.keeps(self._audit.tree.parameters()))),
+            unique(parameters + self._update.keeps(self._audit.tree.parameters())),
             is_cut=self._is_fresh and micro < self._samples,
         )
         self._extras.clear()
