@@ -309,6 +309,7 @@ static pid_t start_sleeper(void)
         (void)setrlimit(RLIMIT_CORE, &none);
         (void)signal(SIGINT, SIG_DFL); /* what runs in the background ignores both */
         (void)signal(SIGQUIT, SIG_DFL);
+        (void)signal(SIGHUP, SIG_DFL); /* and what nohup runs this one */
         (void)freopen("error", "w", stderr);
         (void)execl(cli_command, "rebatch", "run", "--", "sh", "-c", program, (char *)NULL);
         _exit(1);
