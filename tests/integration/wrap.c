@@ -632,6 +632,7 @@ Test(wrap, events_are_printed_for_people)
     fclose(file);
     rebatch_wrap_close();
     cr_assert_null(rebatch_get_current());
+    rebatch_device_close(device);
 }
 
 Test(wrap, an_update_that_had_begun_is_torn_and_a_step_that_never_fits_exhausted)
