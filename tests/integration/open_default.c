@@ -123,7 +123,7 @@ Test(open_default, a_mistake_opens_nothing_and_is_said)
         {"log.file = /nowhere/at/all", NULL},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        rebatch *rb = (rebatch *)&wrong;
+        rebatch *rb = (rebatch *)(uintptr_t)16; // anything but NULL
         cr_expect_neq(rebatch_open_default(&rb, wrong[i][0]), REBATCH_OK, "%s", wrong[i][0]);
         cr_expect_null(rb);
         if (wrong[i][1])
