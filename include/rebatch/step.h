@@ -122,13 +122,14 @@ typedef struct rebatch_step_ops {
      *  buffers that are there: the last one of an effective batch, and those of a smaller batch.
      *
      *  What it allocates from the pool, or with cudaMalloc under wrap.h, belongs to the size.
-     *  rebatch takes it back before it calls resize for another size, so resize need not free it;
-     *  a free of the old buffers before it allocates is ignored. After it has allocated, an old
-     *  address may be that of a new buffer: do not free it then. rebatch also takes back what a
-     *  call that fails has allocated; then resize is called for a smaller size. Buffers keep their
-     *  contents from one callback to the next, but not across a call of resize. What resize
-     *  changes in guarded host state stays changed. It may run again for the same size, in a probe
-     *  and while `learn` is on, and must not call rebatch_mutating().
+     *  rebatch takes it back before it calls resize for another size, so resize need not free it.
+     *  It may: the first free of each old buffer's address within a call is ignored, also when a
+     *  new block has that address. The new block then stays until the next size, and the event
+     *  REBATCH_EVENT_LATE_FREE names it. rebatch also takes back what a call that fails has
+     *  allocated; then resize is called for a smaller size. Buffers keep their contents from one
+     *  callback to the next, but not across a call of resize. What resize changes in guarded host
+     *  state stays changed. It may run again for the same size, in a probe and while `learn` is on,
+     *  and must not call rebatch_mutating().
      *
      *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
      *  memory. Not together with `cost`. */
@@ -197,7 +198,8 @@ typedef enum rebatch_phase {
     X(LEAK, WARN, "memory grows:")                                                                 \
     X(UNDECLARED, WARN,                                                                            \
       "optimizer_step returned without calling rebatch_mutating(), which "                         \
-      "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")
+      "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")                    \
+    X(LATE_FREE, WARN, "resize has freed the address of an old buffer, where a new block is:")
 
 /** The importance of an event. */
 typedef enum rebatch_log_level {
@@ -244,7 +246,7 @@ typedef struct rebatch_event {
     uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
                                    trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of LEAK: what
-                                   grows; else NULL */
+                                   grows; of LATE_FREE: the address; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */

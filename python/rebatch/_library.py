@@ -153,6 +153,7 @@ class EventKind(IntEnum):
     SWALLOWED = 12
     LEAK = 13
     UNDECLARED = 14
+    LATE_FREE = 15
 
 
 class OnOom(IntEnum):

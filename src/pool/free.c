@@ -32,6 +32,8 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     if (RBI_UNLIKELY(block->resident)) {
         pool->resident_bytes -= block->bytes;
         block->resident = false;
+        if (rolled_back)
+            rbi_former_add(&pool->former, block->address);
     }
     rbi_pool_leave_use(block);
     block->late = rolled_back;
@@ -97,15 +99,32 @@ static rebatch_status find_live(struct rbi_block **out, rebatch_pool *pool, cons
     return refuse_pointer(pool, pointer);
 }
 
+/* A resize frees what was taken back of it before. Another thread, and pressure, do not. */
+static bool is_of_former(rebatch_pool *pool, const void *pointer, bool is_live)
+{
+    struct rbi_former *const former = &pool->former;
+    if (rbi_pool_is_other_thread(pool, pool->owner_thread) || rbi_pool_is_pressing(pool) ||
+        !rbi_former_take(pool, pointer))
+        return false;
+    if (is_live && !former->doubtful)
+        former->doubtful = pointer;
+    pool->stats.late_frees++;
+    return true;
+}
+
 static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
     struct rbi_block *const block = rbi_table_find(&pool->heap.table, pointer);
     const bool is_live = block && block->state == RBI_BLOCK_LIVE;
     const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
+    if (RBI_UNLIKELY(pool->former.is_open) && is_of_former(pool, pointer, is_live))
+        return REBATCH_OK;
     if (!is_live) {
         if (!is_late(pool, block, pointer))
             return refuse_pointer(pool, pointer);
         pool->stats.late_frees++;
+        if (!pool->former.is_open)
+            rbi_former_forget(&pool->former, pointer);
     } else if (is_not_of_scope && !rbi_pool_is_other_thread(pool, pool->owner_thread) &&
                !rbi_pool_is_pressing(pool)) {
         defer(pool, block);

@@ -86,6 +86,15 @@ rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope)
  * ignored. */
 rebatch_status rbi_scope_commit_resident(rebatch_pool *pool, rebatch_scope scope);
 void rbi_pool_free_resident(rebatch_pool *pool);
+/* Around a call that makes what will be resident. Of what was taken back of its `owner` it may free
+ * each address once: that is ignored, whoever has the address by then. */
+void rbi_former_begin(rebatch_pool *pool, uint64_t owner);
+/* The call is over: its blocks are those from a sequence on that its scope takes in.
+ * REBATCH_E_HOST_OOM: they cannot be made resident. */
+rebatch_status rbi_former_prepare(rebatch_pool *pool, uint64_t first_sequence);
+/* Its blocks are resident; or it has failed, and they are yet to be taken back. Gives the first
+ * block in use whose free was ignored; NULL: none. */
+const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed);
 /* Frees what was allocated in the innermost scope and is in use; a free of it comes late then. */
 void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope);
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool);

@@ -91,6 +91,21 @@ struct rbi_tag {
     uint64_t peak_number;
 };
 
+/* What was taken back of resize callbacks, and may be freed late (former.c).
+ *   entries beyond count: as many as there are resident blocks */
+struct rbi_former_entry {
+    const void *address;
+    uint64_t owner;
+    bool is_taken; /* freed late in the call that runs */
+};
+struct rbi_former {
+    struct rbi_former_entry *entries;
+    size_t count, capacity;
+    uint64_t owner;       /* of what is resident, and of the call that runs */
+    bool is_open;         /* a call runs */
+    const void *doubtful; /* the first address in it that was freed late and is a block in use */
+};
+
 struct rbi_pressure {
     size_t (*give_up)(size_t wanted_bytes, void *user);
     void *user;
@@ -144,6 +159,7 @@ struct rebatch_pool {
     uint32_t scope_serial;
     uint64_t resident_bytes; /* sum of bytes over the blocks that are resident */
     uint64_t owner_thread;   /* the innermost scope's; 0 without one */
+    struct rbi_former former;
 
     struct rbi_tag tags[RBI_POOL_TAGS];
     size_t tag_count;
@@ -230,6 +246,16 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
 #endif
     rbi_lock_give(&pool->lock);
 }
+
+/* ---- addresses of former buffers (former.c); all with the lock held ---- */
+
+/* There is room for what is resident. */
+void rbi_former_add(struct rbi_former *former, const void *address);
+/* Whether an address is one that the call that runs may free late: it does so once. */
+bool rbi_former_take(rebatch_pool *pool, const void *address);
+/* It was freed late outside of such a call. */
+void rbi_former_forget(struct rbi_former *former, const void *address);
+void rbi_former_destroy(struct rbi_former *former);
 
 /* ---- where free blocks are cut; all with the lock held ---- */
 

@@ -279,6 +279,7 @@ void rbi_pool_free_resident(rebatch_pool *pool)
             continue;
         pool->resident_bytes -= b->bytes;
         b->resident = false;
+        rbi_former_add(&pool->former, b->address);
         rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
         finish_free(pool, b, true);
     }

@@ -404,6 +404,45 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
 
 /* ---- resize ---- */
 
+/* Whose buffers they are. */
+static uint64_t owner_of(const rebatch *rb)
+{
+    const uint64_t factor = UINT64_C(0x9e3779b97f4a7c15);
+    return ((uint64_t)(uintptr_t)rb->ops->resize * factor ^ (uint64_t)(uintptr_t)rb->user) * factor;
+}
+
+/* resize has freed the address of an old buffer, which may be a mistake where a new block is. */
+static void warn_of_late_free(rebatch *rb, const void *address)
+{
+    char text[160];
+    struct rbi_text t = {text, sizeof text, 0};
+    if (rb->has_warned_of_late_free)
+        return;
+    rb->has_warned_of_late_free = true;
+    rbi_text_add(&t,
+                 "%p; it counts as the old buffer's, and the new block stays: expected old buffers "
+                 "to be freed before new ones are allocated, or not at all",
+                 address);
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_LATE_FREE);
+    rbi_event_end(&event, rb);
+    event.text = text;
+    rbi_event_emit(rb, &event);
+}
+
+/* Also where it failed there must be a note of what it made. */
+static rebatch_status commit_resize(rebatch *rb, rebatch_scope scope, rebatch_status status,
+                                    uint64_t first_sequence)
+{
+    const rebatch_status noted = rbi_former_prepare(rb->pool, first_sequence);
+    if (status && status != REBATCH_OOM)
+        return status;
+    if (noted || status)
+        return noted ? noted : status;
+    return rbi_scope_commit_resident(rb->pool, scope)
+               ? rbi_error(REBATCH_E_STATE, "resize returned with a scope of its own still open")
+               : REBATCH_OK;
+}
+
 rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 {
     const struct rbi_call call = {RBI_RESIZE, NULL, size, rbi_error_changes()};
@@ -413,14 +452,18 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
     rbi_guards_begin_change(rb, RBI_CHANGE_LIGHTEN);
+    rbi_former_begin(rb->pool, owner_of(rb));
     status = run(rb, &call);
     if (status == REBATCH_OK)
         status = find_swallowed(rb, &call);
-    if (status == REBATCH_OK && rbi_scope_commit_resident(rb->pool, scope))
-        status = rbi_error(REBATCH_E_STATE, "resize returned with a scope of its own still open");
+    const uint64_t first_sequence = rbi_scope_first_sequence(rb->pool, scope);
+    status = commit_resize(rb, scope, status, first_sequence);
+    const void *const doubtful = rbi_former_end(rb->pool, first_sequence, status != REBATCH_OK);
     if (status)
         status = give_up(rb, &call, scope, status, ooms);
     rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, status == REBATCH_OK);
+    if (doubtful && !status)
+        warn_of_late_free(rb, doubtful);
     return status;
 }
 

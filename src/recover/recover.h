@@ -477,6 +477,7 @@ struct rebatch {
     void (*declares[RBI_CALLBACKS])(void);
     bool has_declared[RBI_CALLBACKS]; /* one of these has called rebatch_mutating(), once */
     bool warned;                      /* of an update that did not */
+    bool has_warned_of_late_free;     /* of resize */
 };
 
 #endif

@@ -1,0 +1,131 @@
+/* Owns the addresses of former buffers: those that were taken back of a resize, which may free them
+ * late, each once, whoever has the address by then. Must not know what a resize is for. */
+#include <string.h>
+
+#include "pool/pool.h"
+
+/* More than that are forgotten, the oldest first. */
+#define FORMER_MOST 65536
+
+static void forget_oldest(struct rbi_former *former, size_t count)
+{
+    former->count -= count;
+    memmove(former->entries, former->entries + count, former->count * sizeof *former->entries);
+}
+
+static bool prepare(struct rbi_former *former, size_t more)
+{
+    if (former->count + more > FORMER_MOST)
+        forget_oldest(former, rbi_min(former->count, former->count + more - FORMER_MOST));
+    if (former->count + more <= former->capacity)
+        return true;
+    const size_t capacity = 2 * (former->count + more);
+    struct rbi_former_entry *const entries = rbi_heap_calloc(capacity, sizeof *entries);
+    if (!entries)
+        return false;
+    if (former->count)
+        memcpy(entries, former->entries, former->count * sizeof *entries);
+    rbi_heap_free(former->entries);
+    former->entries = entries;
+    former->capacity = capacity;
+    return true;
+}
+
+void rbi_former_add(struct rbi_former *former, const void *address)
+{
+    if (former->count < former->capacity)
+        former->entries[former->count++] = (struct rbi_former_entry){address, former->owner, false};
+}
+
+bool rbi_former_take(rebatch_pool *pool, const void *address)
+{
+    struct rbi_former *const former = &pool->former;
+    for (size_t i = former->count; i-- > 0;) {
+        struct rbi_former_entry *const entry = &former->entries[i];
+        if (entry->address == address && entry->owner == former->owner && !entry->is_taken) {
+            entry->is_taken = true;
+            return true;
+        }
+    }
+    return false;
+}
+
+void rbi_former_forget(struct rbi_former *former, const void *address)
+{
+    for (size_t i = former->count; i-- > 0;)
+        if (former->entries[i].address == address) {
+            former->entries[i] = former->entries[--former->count];
+            return;
+        }
+}
+
+void rbi_former_begin(rebatch_pool *pool, uint64_t owner)
+{
+    rbi_lock_take(&pool->lock);
+    pool->former.owner = owner;
+    pool->former.is_open = true;
+    pool->former.doubtful = NULL;
+    rbi_pool_give_lock(pool);
+}
+
+/* The blocks in use that the call has made. */
+static size_t count_blocks(const rebatch_pool *pool, uint64_t first_sequence)
+{
+    size_t count = 0;
+    const struct rbi_block *const ring = &pool->by_sequence;
+    for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
+         b = b->previous)
+        count += !b->outside;
+    return count;
+}
+
+rebatch_status rbi_former_prepare(rebatch_pool *pool, uint64_t first_sequence)
+{
+    rbi_lock_take(&pool->lock);
+    pool->former.is_open = false;
+    const bool has_room = prepare(&pool->former, count_blocks(pool, first_sequence));
+    rbi_pool_give_lock(pool);
+    return has_room ? REBATCH_OK
+                    : rbi_error(REBATCH_E_HOST_OOM, "no host memory to note the buffers of a size");
+}
+
+/* A later call of the same resize has what this one made. */
+static void forget_owner(struct rbi_former *former)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < former->count; i++)
+        if (former->entries[i].owner != former->owner)
+            former->entries[kept++] = former->entries[i];
+    former->count = kept;
+}
+
+/* The next call may find the pointers of before this one, and those of this one. */
+static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
+{
+    struct rbi_former *const former = &pool->former;
+    for (size_t i = 0; i < former->count; i++)
+        if (former->entries[i].owner == former->owner)
+            former->entries[i].is_taken = false;
+    const struct rbi_block *const ring = &pool->by_sequence;
+    for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
+         b = b->previous)
+        if (!b->outside)
+            rbi_former_add(former, b->address);
+}
+
+const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed)
+{
+    rbi_lock_take(&pool->lock);
+    if (has_failed)
+        keep_all(pool, first_sequence);
+    else
+        forget_owner(&pool->former);
+    const void *const doubtful = pool->former.doubtful;
+    rbi_pool_give_lock(pool);
+    return doubtful;
+}
+
+void rbi_former_destroy(struct rbi_former *former)
+{
+    rbi_heap_free(former->entries);
+}

@@ -1,0 +1,349 @@
+/* Owns the tests of a resize that frees its old buffers itself, at a moment of its choice: a free
+ * of an address that was taken back never frees the block that has it by then, and is told.
+ * Must not know the library's inside. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "rebatch/rebatch.h"
+
+#define MIB ((size_t)1 << 20)
+#define BUFFERS 3
+
+/* When resize frees what it made before. */
+enum manner {
+    FREES_NOTHING,
+    FREES_FIRST,
+    FREES_EACH_BEFORE, /* each before the new one is made */
+    FREES_EACH_AFTER   /* each after the new one is made, as realloc() does */
+};
+
+struct trainer {
+    rebatch *rb;
+    rebatch_pool *pool;
+    enum manner manner;
+    bool backwards;         /* the last buffer first */
+    bool has_scratch;       /* resize allocates a block, and frees it */
+    void *buffers[BUFFERS]; /* may be guarded */
+    size_t room;            /* their samples */
+    unsigned id;
+    size_t fails_at; /* what the next resize fails with after so many buffers; 0: it does not */
+    rebatch_status answer; /* of the next forward_backward */
+    void *other;           /* a block of the program's */
+};
+
+static rebatch_device *device;
+static rebatch *rb;
+static char told[1024];
+
+static void on_event(const rebatch_event *event, void *user)
+{
+    (void)user;
+    if (event->kind == REBATCH_EVENT_LATE_FREE)
+        (void)rebatch_event_format(told + strlen(told), sizeof told - strlen(told), event);
+}
+
+static void open_session(size_t capacity)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.on_event = on_event;
+    options.grow_after = 100;
+    told[0] = '\0';
+    cr_assert_eq(rebatch_device_open_host(&device, capacity, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+static void close_session(void)
+{
+    rebatch_close(rb);
+    rebatch_device_close(device);
+}
+
+static void *allocate(size_t bytes, unsigned char value)
+{
+    void *block = NULL;
+    if (rebatch_pool_alloc(&block, rebatch_get_pool(rb), bytes, NULL, 0) == REBATCH_OK)
+        memset(block, value, bytes);
+    return block;
+}
+
+static void give_back(void *block)
+{
+    cr_assert_eq(rebatch_pool_free(rebatch_get_pool(rb), block), REBATCH_OK, "%s",
+                 rebatch_last_error());
+}
+
+static unsigned char mark_of(const struct trainer *t, size_t i)
+{
+    return (unsigned char)(16 * t->id + i + 1);
+}
+
+static size_t bytes_of(size_t samples, size_t i)
+{
+    return samples * (i + 1) * MIB / 4;
+}
+
+static void check_block(void *block, size_t bytes, unsigned char value)
+{
+    size_t has = 0;
+    cr_assert_eq(rebatch_pool_block_bytes(&has, rebatch_get_pool(rb), block), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    cr_assert_geq(has, bytes);
+    for (size_t k = 0; k < bytes; k += 4096)
+        cr_assert_eq(((unsigned char *)block)[k], value, "a block was overwritten");
+}
+
+static void check_buffers(const struct trainer *t)
+{
+    for (size_t i = 0; i < BUFFERS; i++)
+        check_block(t->buffers[i], bytes_of(t->room, i), mark_of(t, i));
+}
+
+static rebatch_status make(struct trainer *t, size_t samples, size_t i)
+{
+    void *const old = t->buffers[i];
+    if (t->manner == FREES_EACH_BEFORE)
+        give_back(old);
+    void *const block = allocate(bytes_of(samples, i), mark_of(t, i));
+    if (!block)
+        return REBATCH_OOM;
+    if (t->manner == FREES_EACH_AFTER)
+        give_back(old);
+    t->buffers[i] = block;
+    return REBATCH_OK;
+}
+
+static rebatch_status resize(size_t samples, void *user)
+{
+    struct trainer *const t = user;
+    t->room = 0;
+    for (size_t i = 0; i < BUFFERS && t->manner == FREES_FIRST; i++)
+        give_back(t->buffers[i]);
+    if (t->has_scratch) {
+        void *const scratch = allocate(MIB, 0);
+        if (!scratch)
+            return REBATCH_OOM;
+        give_back(scratch);
+    }
+    for (size_t k = 0; k < BUFFERS; k++) {
+        if (t->fails_at && t->fails_at == k) {
+            t->fails_at = 0;
+            return REBATCH_OOM;
+        }
+        const rebatch_status status = make(t, samples, t->backwards ? BUFFERS - 1 - k : k);
+        if (status)
+            return status;
+    }
+    t->room = samples;
+    return REBATCH_OK;
+}
+
+static rebatch_status zero_grad(void *user)
+{
+    check_buffers(user);
+    return REBATCH_OK;
+}
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *const t = user;
+    check_buffers(t);
+    cr_assert_leq(mb->count, t->room);
+    const rebatch_status answer = t->answer;
+    t->answer = REBATCH_OK;
+    if (!answer)
+        rebatch_mutating(rb);
+    return answer;
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    check_buffers(user);
+    rebatch_mutating(rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status step(struct trainer *t, size_t batch)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = optimizer_step,
+                                  .flags = REBATCH_DECLARES_MUTATION,
+                                  .resize = resize};
+    return rebatch_step(rb, &ops, batch, t, NULL);
+}
+
+static void expect_step(struct trainer *t, size_t batch)
+{
+    cr_assert_eq(step(t, batch), REBATCH_OK, "%s", rebatch_last_error());
+}
+
+static uint64_t live_bytes(void)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, rebatch_get_pool(rb)), REBATCH_OK);
+    return stats.live_bytes;
+}
+
+static uint64_t buffer_bytes(size_t samples)
+{
+    return bytes_of(samples, 0) + bytes_of(samples, 1) + bytes_of(samples, 2);
+}
+
+/* ---- buffers are whole whenever they are freed ---- */
+
+/* The size falls after an OOM and rises with the batch, back and forth. */
+static void resize_often(struct trainer *t)
+{
+    static const size_t batches[] = {4, 16, 8, 32, 32, 16, 64};
+    for (size_t i = 0; i < sizeof batches / sizeof *batches; i++) {
+        t->answer = i % 2 ? REBATCH_OOM : REBATCH_OK;
+        t->fails_at = i % 3;
+        expect_step(t, batches[i]);
+        cr_expect_eq(live_bytes(), buffer_bytes(t->room), "%zu bytes for %zu samples",
+                     (size_t)live_bytes(), t->room);
+    }
+}
+
+static void resize_in_all_manners(bool is_guarded)
+{
+    for (int backwards = 0; backwards < 2; backwards++)
+        for (int manner = FREES_NOTHING; manner <= FREES_EACH_AFTER; manner++) {
+            struct trainer t = {.manner = (enum manner)manner, .backwards = backwards};
+            open_session(400 * MIB);
+            if (is_guarded)
+                cr_assert_eq(rebatch_guard(rb, t.buffers, sizeof t.buffers, REBATCH_GUARD_HOST),
+                             REBATCH_OK);
+            resize_often(&t);
+            close_session();
+        }
+}
+
+Test(step_late_frees, old_buffers_may_be_freed_at_any_moment_of_resize)
+{
+    resize_in_all_manners(false);
+}
+
+Test(step_late_frees, so_they_may_where_their_pointers_are_guarded)
+{
+    resize_in_all_manners(true);
+}
+
+/* ---- blocks of others that have the address of an old buffer ---- */
+
+/* A step that fails takes the buffers back that it made; the program then has their memory. */
+Test(step_late_frees, a_block_of_the_program_with_an_old_address_is_left_alone)
+{
+    struct trainer t = {.manner = FREES_FIRST};
+    open_session(400 * MIB);
+    t.answer = REBATCH_E_USER;
+    cr_assert_eq(step(&t, 8), REBATCH_E_USER);
+    cr_assert_eq(live_bytes(), 0);
+    t.other = allocate(MIB, 200);
+    cr_assert(t.other == t.buffers[0] || t.other == t.buffers[1] || t.other == t.buffers[2],
+              "the test needs an address that is given out again");
+    expect_step(&t, 8);
+    check_block(t.other, MIB, 200);
+    cr_expect_neq(told[0], '\0', "the program may have meant its own block");
+    close_session();
+}
+
+/* Each has its buffers taken back for the other's. */
+Test(step_late_frees, two_trainers_leave_each_others_buffers_and_blocks_alone)
+{
+    static struct trainer t[2];
+    memset(t, 0, sizeof t);
+    open_session(400 * MIB);
+    for (unsigned i = 0; i < 2; i++)
+        t[i] = (struct trainer){.id = i, .manner = FREES_EACH_AFTER};
+    for (unsigned i = 0; i < 8; i++) {
+        struct trainer *const mine = &t[i % 2];
+        expect_step(mine, 4 << i % 3);
+        if (i == 3) /* at an address that the other one still holds */
+            mine->other = allocate(MIB, 200);
+    }
+    check_block(t[1].other, MIB, 200);
+    cr_expect_eq(live_bytes(), MIB + buffer_bytes(t[1].room));
+    close_session();
+}
+
+/* ---- what stays is told, and goes with the buffers ---- */
+
+Test(step_late_frees, scratch_with_an_old_address_stays_until_the_next_size_and_is_told)
+{
+    struct trainer t = {.has_scratch = true};
+    open_session(400 * MIB);
+    expect_step(&t, 4);
+    cr_expect_eq(live_bytes(), buffer_bytes(4));
+    cr_expect_str_eq(told, "");
+    expect_step(&t, 8);
+    cr_expect_eq(live_bytes(), buffer_bytes(8) + MIB, "%zu bytes", (size_t)live_bytes());
+    cr_expect(strstr(told, "where a new block is: 0x") && strstr(told, "stays"), "%s", told);
+    told[0] = '\0';
+    expect_step(&t, 16);
+    cr_expect_str_eq(told, "", "once a session");
+    t.has_scratch = false;
+    expect_step(&t, 32);
+    cr_expect_eq(live_bytes(), buffer_bytes(32), "%zu bytes", (size_t)live_bytes());
+    close_session();
+}
+
+/* Nothing is doubtful where old buffers are freed first. */
+Test(step_late_frees, old_buffers_that_are_freed_first_are_no_event)
+{
+    struct trainer t = {.manner = FREES_FIRST, .has_scratch = true};
+    open_session(400 * MIB);
+    for (size_t batch = 4; batch <= 64; batch *= 2) {
+        t.answer = batch > 16 ? REBATCH_OOM : REBATCH_OK;
+        expect_step(&t, batch);
+        cr_expect_eq(live_bytes(), buffer_bytes(t.room), "%zu bytes", (size_t)live_bytes());
+    }
+    cr_expect_str_eq(told, "");
+    close_session();
+}
+
+/* The second free of an address in a call is that of the new block. */
+static rebatch_status resize_twice(size_t samples, void *user)
+{
+    struct trainer *const t = user;
+    void *const old = t->buffers[0];
+    give_back(old);
+    void *const block = allocate(samples * MIB, 1);
+    if (!block)
+        return REBATCH_OOM;
+    give_back(block);
+    t->buffers[0] = allocate(samples * MIB, 1);
+    return t->buffers[0] ? REBATCH_OK : REBATCH_OOM;
+}
+
+static rebatch_status do_nothing(void *user)
+{
+    (void)user;
+    rebatch_mutating(rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status run_nothing(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    return do_nothing(user);
+}
+
+Test(step_late_frees, a_new_block_is_freed_once_the_old_one_was)
+{
+    struct trainer t = {0};
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = do_nothing,
+                                  .forward_backward = run_nothing,
+                                  .optimizer_step = do_nothing,
+                                  .flags = REBATCH_DECLARES_MUTATION,
+                                  .resize = resize_twice};
+    open_session(400 * MIB);
+    for (size_t batch = 4; batch <= 32; batch *= 2) {
+        cr_assert_eq(rebatch_step(rb, &ops, batch, &t, NULL), REBATCH_OK);
+        cr_expect_eq(live_bytes(), batch * MIB, "%zu bytes", (size_t)live_bytes());
+    }
+    cr_expect_str_eq(told, "");
+    close_session();
+}
