@@ -15,6 +15,7 @@ import transformers
 
 from rebatch.torch._backward import Backward
 from rebatch.torch._batch import Cut, cut_of
+from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._join import join_results
 from rebatch.torch._lighten import checkpointing
 from rebatch.torch._parts import Parts
@@ -384,7 +385,8 @@ class _PredictionStep:
         counts, values = [n for n, _ in results], [result[member] for _, result in results]
         if values[0] is None:
             return None
-        return join_results(list(zip(counts, _padded(counts, values))), other=other)
+        values = joined_where_it_fits(lambda: _padded(counts, values), values)
+        return join_results(list(zip(counts, values)), other=other)
 
 
 @contextlib.contextmanager

@@ -231,3 +231,65 @@ def test_evaluate_divides_by_the_normalizer():
     )
     expected = ((model(batch[0]) - batch[1]) ** 2).sum() / 8
     assert torch.allclose(step.evaluate(batch), expected.detach())
+
+
+# ---- joining what the parts have returned ----
+
+
+class FailsToJoin:
+    """torch.cat runs out of memory so many times."""
+
+    def __init__(self, monkeypatch, times):
+        self.left, self.plain, self.calls = times, torch.cat, 0
+        monkeypatch.setattr(torch, "cat", self)
+
+    def __call__(self, tensors, dim=0):
+        self.calls += 1
+        if self.left:
+            self.left -= 1
+            out_of_memory(None)
+        return self.plain(tensors, dim)
+
+
+@pytest.mark.parametrize("times", (1, 2))
+def test_an_oom_while_results_are_joined_loses_nothing(monkeypatch, times):
+    Both = collections.namedtuple("Both", "a b")
+    model = Limited(3, lambda y: {"x": y, "both": Both(y + 1, [y + 2, None, None])})
+    expected = rebatch.map(Limited(10, model.form), X)
+    cat, calls = FailsToJoin(monkeypatch, times), model.calls
+    got = rebatch.map(model, X)
+    assert cat.calls == times + 3 and calls == [10, 5, 2, 2, 2, 2, 2]
+    assert torch.equal(got["x"], expected["x"]) and type(got["both"]) is Both
+    assert torch.equal(got["both"].a, expected["both"].a)
+    assert torch.equal(got["both"].b[0], expected["both"].b[0]) and got["both"].b[1] is None
+
+
+def test_no_memory_for_the_joined_results_anywhere_is_one_sentence(monkeypatch):
+    FailsToJoin(monkeypatch, -1)
+    with pytest.raises(rebatch.Exhausted, match="where the results of 5 parts are joined"):
+        rebatch.map(Limited(3), X)
+
+
+@pytest.mark.parametrize("times", (1, 2))
+@pytest.mark.parametrize("normalizer", (None, lambda batch: 3.0))
+def test_an_oom_while_outputs_are_joined_loses_nothing(monkeypatch, times, normalizer):
+    model, batch, _ = make("mlp")
+    model.eval()
+
+    def loss_fn(model, samples):
+        out = model(samples[0])
+        loss = ((out - samples[1]) ** 2).sum() if normalizer else ((out - samples[1]) ** 2).mean()
+        return loss, {"out": out, "sum": rebatch.Sum(out.sum())}
+
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.0), fails_above(loss_fn, 4),
+        log_level="quiet", normalizer=normalizer,
+    )
+    expected = step.evaluate(batch), step.evaluation_outputs
+    for run, outputs in ((step, "outputs"), (step.evaluate, "evaluation_outputs")):
+        cat = FailsToJoin(monkeypatch, times)
+        assert torch.allclose(run(batch), expected[0])
+        assert torch.equal(getattr(step, outputs)["out"], expected[1]["out"])
+        assert torch.allclose(getattr(step, outputs)["sum"], expected[1]["sum"])
+        assert cat.left == 0
+    assert step.report.redone_samples == 24  # 16 and 8, and none because of the outputs

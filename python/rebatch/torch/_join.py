@@ -3,9 +3,11 @@ not be the first."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
+
+from rebatch.torch._host import joined_where_it_fits
 
 _Part = Tuple[int, Any]  # samples, and the result for them
 
@@ -15,11 +17,12 @@ class _Ambiguous(Exception):
 
 
 def join_results(
-    parts: Sequence[_Part],
+    parts: List[_Part],
     dim: Optional[int] = None,
     other: Optional[Callable[[], _Part]] = None,
 ) -> Any:
-    """The result for all samples, of those for its parts in ascending order.
+    """The result for all samples, of those for its parts in ascending order, in a list that is
+    emptied: where memory is short, each goes to host memory.
 
     dim      the dimension of the samples, where it is known
     other    gives a result for another number of samples, to tell dimensions apart
@@ -27,6 +30,13 @@ def join_results(
     Raises ValueError for a result without a dimension of the samples, also if it is the only
     part."""
     counts, results = [count for count, _ in parts], [result for _, result in parts]
+    parts.clear()
+    return joined_where_it_fits(lambda: _join(counts, results, dim, other), results)
+
+
+def _join(
+    counts: List[int], results: List[Any], dim: Optional[int], other: Optional[Callable[[], _Part]]
+) -> Any:
     try:
         return _Joiner(counts, dim).join(results, results, "")
     except _Ambiguous as error:

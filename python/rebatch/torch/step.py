@@ -20,6 +20,7 @@ from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
+from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._map import run_map
 from rebatch.torch._only_check import check_if_asked
 from rebatch.torch._outputs import joined, kept, split_result
@@ -337,7 +338,7 @@ class Step:
         if is_last:
             self._accumulators.expose()
             self._update.finish_gradients()
-            self._joined = joined(self._extras)  # here, where an OOM is recovered from
+            self._joined = self._join(self._extras)  # here, where an OOM is recovered from
         self._accumulated += count
 
     def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
@@ -539,10 +540,21 @@ class Step:
             _set_modes(modes)
             weight, samples = self._weight, self._samples
             self._end()
-        self.evaluation_outputs = joined([extras for _, (_, extras) in results])
-        if self._normalizer:
-            return sum(loss for _, (loss, _) in results) / weight
-        return sum(loss * (count / samples) for count, (loss, _) in results)
+        counts, losses, extras = zip(*((count, *result) for count, result in results))
+        losses, extras = list(losses), list(extras)
+        results.clear()
+
+        def mean() -> torch.Tensor:
+            if self._normalizer:
+                return sum(losses) / weight
+            return sum(loss * (count / samples) for count, loss in zip(counts, losses))
+
+        self.evaluation_outputs = self._join(extras)
+        return joined_where_it_fits(mean, losses)
+
+    @staticmethod
+    def _join(extras: List[Any]) -> Any:
+        return joined_where_it_fits(lambda: joined(extras), extras)
 
     def _modes(self) -> List[Tuple[torch.nn.Module, bool]]:
         return [(module, module.training) for module in self._modules.modules()]

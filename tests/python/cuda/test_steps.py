@@ -384,6 +384,29 @@ def test_map_on_a_gpu(standin):
         assert rebatch.map(model, inputs).shape == inputs.shape
 
 
+@pytest.mark.parametrize("is_held", (False, True))
+def test_results_that_do_not_fit_twice_are_joined_in_host_memory(standin, is_held):
+    """Eight parts of 4 MiB, and no room for 32 MiB more beside them. They go back to the device
+    where nobody else holds them."""
+    held = []
+
+    def model(x):
+        if len(x) > 1:
+            out_of_memory(None)
+        made = x.new_empty(1, MIB)
+        held.extend([made] * is_held)
+        return made
+
+    x, predict = torch.zeros(8, 1, device="cuda"), rebatch.Map(model)
+    with little_memory(44 * MIB):
+        if is_held:
+            with pytest.warns(RuntimeWarning, match="32.0 MiB in all do not fit"):
+                joined = predict(x)
+        else:
+            joined = predict(x)
+    assert joined.shape == (8, MIB) and joined.is_cuda is not is_held
+
+
 # ---- with the pool ----
 
 
