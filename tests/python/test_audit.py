@@ -404,3 +404,29 @@ def test_nothing_of_a_failed_attempt_is_held_by_modules():
     room.update(samples=4)
     step(batch_of(0))
     assert sum(part() is not None for part in alive) == 1  # what the last one has left
+
+
+def test_arrays_of_numpy_in_a_batch_are_as_before_when_samples_run_again():
+    def loss_fn(model, samples):
+        array, labels = samples
+        array -= 0.5
+        array /= 0.25
+        x = torch.from_numpy(array)
+        loss = torch.nn.functional.cross_entropy(model(x), labels)
+        trainings.out_of_room(loss, samples, room["where"])
+        return loss
+
+    states = []
+    for start, most in ((16, 4), (4, 99)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        step = rebatch.Step(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet",
+            growth=False, micro_start=start,
+        )
+        room.update(samples=most, where="end")
+        x, labels = batch_of(0)
+        step((x.numpy(), labels))
+        assert torch.equal(x, batch_of(0)[0])
+        states.append(all_state(model))
+    assert same_bits(*states)

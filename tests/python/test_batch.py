@@ -58,6 +58,33 @@ def test_parts_are_views():
     assert Cut().part(X, 2, 3, 6).data_ptr() == X[2:].data_ptr()
 
 
+ARRAYS = {
+    "alone": (lambda a: a, lambda p: p),
+    "dict": (lambda a: {"x": a, "y": Y}, lambda p: p["x"]),
+    "one a sample": (
+        lambda a: {"x": [{"a": row[: 1 + i % 2]} for i, row in enumerate(a)], "y": Y},
+        lambda p: p["x"][0]["a"],
+    ),
+    "named tuple": (lambda a: Pair(a, Y), lambda p: p.x),
+    "dataclass": (lambda a: Record(a, "a"), lambda p: p.x),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("own", (False, True))
+def test_arrays_of_numpy_are_copies(name, own):
+    """Nothing tells that an array was changed in place, so nothing may reach the batch."""
+    form, get = ARRAYS[name]
+    array = X.numpy().copy()
+    batch = form(array)
+    slices = {"slice": lambda b, first, count: b, "length": lambda b: 6} if own else {}
+    cut = Cut(**slices)
+    part = cut.part(batch, 0, 6, cut.length(batch))
+    assert type(part) is type(batch)
+    get(part)[:] = -1
+    assert numpy.array_equal(array, X.numpy())
+
+
 @pytest.mark.parametrize(
     "batch, sentence",
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
@@ -120,6 +121,34 @@ def _slice_list(values: Any, first: int, count: int, length: int) -> Any:
     return values[first : first + count] if len(values) == length else values
 
 
+def _own_arrays(value: Any) -> Any:
+    """A part with copies of its NumPy arrays: nothing tells that an array was changed in place, so
+    a function that changes one must not reach the batch."""
+    if _is_array(value):
+        return value.copy()
+    if not _has_array(value):
+        return value
+    if isinstance(value, Mapping):
+        parts = {k: _own_arrays(v) for k, v in value.items()}
+        return parts if type(value) is dict else type(value)(parts)
+    if _is_record(value):
+        names = (f.name for f in dataclasses.fields(value) if f.init)
+        return dataclasses.replace(value, **{n: _own_arrays(getattr(value, n)) for n in names})
+    if hasattr(value, "_fields"):
+        return type(value)(*map(_own_arrays, value))
+    return type(value)(map(_own_arrays, value))
+
+
+def _has_array(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, Mapping):
+        return any(map(_has_array, value.values()))
+    if _is_record(value):
+        return any(_has_array(getattr(value, f.name)) for f in dataclasses.fields(value))
+    return _is_array(value) or isinstance(value, (list, tuple)) and any(map(_has_array, value))
+
+
 class Cut:
     """How batches are cut: `dim` is the dimension of the samples. A tuple has the batch's fields;
     so has a list, unless only one tensor a sample makes sense, in it or in a list within.
@@ -191,10 +220,12 @@ class Cut:
 
     def part(self, batch: Any, first: int, count: int, length: int) -> Any:
         """Samples [first, first + count) of a batch of `length` samples, of the same type. Tensors
-        are views."""
+        are views, NumPy arrays are copies."""
         if self._slice:
-            return self._slice(batch, first, count)
-        return self._part(batch, first, count, length, self._reading)
+            part = self._slice(batch, first, count)
+        else:
+            part = self._part(batch, first, count, length, self._reading)
+        return _own_arrays(part) if "numpy" in sys.modules else part
 
     def _part(self, batch: Any, first: int, count: int, length: int, reading: str) -> Any:
         def cut(value: Any) -> Any:
