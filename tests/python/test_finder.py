@@ -76,3 +76,18 @@ def test_a_function_without_a_parameter_is_said():
 
     with pytest.raises(TypeError, match=r"train\(\) has no parameter: expected the batch size"):
         train()
+
+
+def test_a_library_without_memory_is_an_oom(monkeypatch):
+    """As a convolution that finds no engine, after an allocation has failed within the library."""
+    failed = [0]
+    monkeypatch.setattr("rebatch.torch._finder.failed_allocations", lambda: failed[0])
+
+    @rebatch.find_batch_size(starting_batch_size=8)
+    def train(size):
+        if size > 2:
+            failed[0] += 1
+            raise RuntimeError("GET was unable to find an engine to execute this computation")
+        return size
+
+    assert train() == 2

@@ -13,6 +13,8 @@ OOMS = (
     torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of memory)"),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
@@ -78,8 +80,27 @@ def test_ambiguous_texts_are_ooms_where_the_gpu_is_full(monkeypatch):
     assert not is_oom(OTHERS[1])
 
 
-def test_ambiguous_texts_are_ooms_where_an_allocation_has_failed():
-    engine = RuntimeError("GET was unable to find an engine to execute this computation")
+@pytest.mark.parametrize(
+    "text",
+    (
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "Unable to find an engine to execute this computation",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+        "non-contiguous input.",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasLtMatmul(...)`",
+        "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSgetrf(...)`",
+        "cuFFT error: CUFFT_INTERNAL_ERROR",
+        "!handles_.at(i) INTERNAL ASSERT FAILED",
+        "CUDA error: shared object initialization failed",
+        "CUDA error: operation failed due to a previous error during capture",
+    ),
+)
+def test_ambiguous_texts_are_ooms_where_an_allocation_has_failed(text):
+    engine = RuntimeError(text)
     assert not is_oom(engine) and is_oom(engine, allocation_failed=True)
     assert not is_oom(OTHERS[3], allocation_failed=True)
 

@@ -9,7 +9,7 @@ from typing import Callable, Optional
 
 import torch
 
-from rebatch.torch._oom import is_oom, let_go
+from rebatch.torch._oom import failed_allocations, is_oom, let_go
 
 
 def _release_memory() -> None:
@@ -50,10 +50,11 @@ def find_batch_size(
         while True:
             if size == 0:
                 raise RuntimeError("rebatch: out of memory at every batch size, down to 1")
+            failed = failed_allocations()
             try:
                 return function(size, *arguments, **keywords)
             except Exception as error:
-                if not is_oom(error):
+                if not is_oom(error, failed_allocations() > failed):
                     raise
                 let_go(error)
             _release_memory()

@@ -14,10 +14,12 @@ _TEXTS = (
     "CUDA out of memory.",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "cudaErrorMemoryAllocation",
     "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
     "CUFFT_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -32,9 +34,14 @@ _NCCL = re.compile(r"Cuda failure (\d+ )?'out of memory'")
 # an allocation has failed, or the device has no memory left.
 _AMBIGUOUS = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUBLAS_STATUS_INTERNAL_ERROR",
     "CUDNN_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_INTERNAL_ERROR",
+    "CUDNN_STATUS_EXECUTION_FAILED",
     "CUSOLVER_STATUS_INTERNAL_ERROR",
+    "CUFFT_INTERNAL_ERROR",
+    "CUDA error: shared object initialization failed",  # a kernel that is loaded when it first runs
+    "CUDA error: operation failed due to a previous error during capture",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
     "non-contiguous input",
     "Unable to find an engine to execute this computation",
@@ -77,13 +84,23 @@ def _is_oom_itself(error: BaseException, allocation_failed: bool) -> bool:
     return is_ambiguous and (allocation_failed or _memory_is_short())
 
 
+def failed_allocations() -> int:
+    """Allocations on all GPUs that have failed until now, whoever coped with it."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return 0
+    return sum(
+        torch._C._cuda_memoryStats(device)["num_ooms"]
+        for device in range(torch.cuda.device_count())
+    )
+
+
 def is_oom(error: BaseException, allocation_failed: bool = False) -> bool:
     """Whether an exception, or one that it was raised from, says that memory has run out.
 
     Texts of CUDA, cuBLAS, cuDNN, cuSOLVER, NCCL and the CPU allocator count. Those that may have
     another reason, such as that of a convolution without a workspace, count only while the GPU has
-    no free memory, or where an allocation has failed under a limit (`allocation_failed`): a Step
-    and a map look at torch.cuda.memory_stats()["num_ooms"] before and after."""
+    no free memory, or where an allocation has failed under a limit (`allocation_failed`): a Step,
+    a map and find_batch_size() look at torch.cuda.memory_stats()["num_ooms"] before and after."""
     return any(_is_oom_itself(e, allocation_failed) for e in _chain(error))
 
 
