@@ -206,6 +206,19 @@ static bool is_doubtful(const struct rbi_model_event *event)
             (event->points.tile && event->points.count > 1 && event->line.rise == 0));
 }
 
+/* Whether the last turn may be smaller: of its own allocations, or of those that it frees. */
+static bool is_ragged(const struct rbi_form *form, const struct rbi_form_loop *loop)
+{
+    for (size_t j = loop->first; j < loop->first + loop->period; j++) {
+        const bool is_free = form->base->events[j].kind == RBI_TRACE_FREE;
+        const struct rbi_form_loop *source =
+            rbi_form_loop_around(form, is_free ? source_of(form, j) : j);
+        if (source && source->sort != RBI_EVEN)
+            return true;
+    }
+    return false;
+}
+
 /* False when no size function explains what is done in turns. */
 static bool emit(struct rbi_model *model, struct rbi_form *form)
 {
@@ -219,7 +232,7 @@ static bool emit(struct rbi_model *model, struct rbi_form *form)
             if (!rbi_form_turns(&turns, form, loop))
                 return false;
             model->loops[model->loop_count++] = (struct rbi_model_loop){
-                model->event_count, loop->period, turns, loop->sort != RBI_EVEN};
+                model->event_count, loop->period, turns, is_ragged(form, loop)};
             for (size_t x = 0; x < loop->period; x++)
                 add_event(model, form, loop, &turns, j + x);
             j += loop->period * loop->turns[form->base_at];
