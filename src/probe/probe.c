@@ -293,8 +293,9 @@ static rebatch_status search_sizes(struct rbi_search *search, rebatch *rb, size_
     return status;
 }
 
-/* The search between two zero_grads leaves guarded state as it was before the first. What they made
- * and a guarded pointer no longer knows is given back, and the next step makes it again. */
+/* The search between two zero_grads leaves guarded state as it was before the first. What they and
+ * the last trial made and a guarded pointer no longer knows is given back, and the next step makes
+ * it again. */
 static rebatch_status search_and_undo(struct rbi_search *search, struct trials *trials,
                                       size_t reserve_bytes)
 {
@@ -307,7 +308,6 @@ static rebatch_status search_and_undo(struct rbi_search *search, struct trials *
         return status;
     const uint64_t sequence = rbi_pool_allocations(trials->pool);
     status = search_sizes(search, rb, reserve_bytes);
-    free_forgotten(trials);
     trials->point = RBI_GUARD_STEP;
     const rebatch_status restored = end_trial(trials, scope, sequence);
     rbi_need_set_made(rb, trials->bytes, trials->count);
