@@ -380,8 +380,10 @@ typedef struct rebatch_options {
                                  rebatch_join(). Not with resize or rebatch_check(). Default on */
     rebatch_pool *existing_pool; /**< use this pool instead of a pool of the session's own; `pool`
                                       must be its default. Borrowed until rebatch_close(), which
-                                      keeps the pool. Several sessions may use one pool; their steps
-                                      run in one thread at a time. NULL: the session has its own */
+                                      keeps the pool, and takes back what resize has allocated.
+                                      Several sessions may use one pool, 127 with reclaim on; their
+                                      steps run in one thread at a time. NULL: the session has its
+                                      own */
     const rebatch_meter *meter;  /**< copied; go by the figures of another allocator. reclaim must
                                       be off. Not with rebatch_probe(). NULL: go by the pool's */
 } rebatch_options;

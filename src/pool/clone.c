@@ -151,7 +151,7 @@ static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_bl
     block->tag = from->tag;
     block->outside = from->outside;
     block->resident = from->resident;
-    to->resident_bytes += from->resident ? from->bytes : 0;
+    to->residents[from->resident].bytes += from->resident ? from->bytes : 0;
     block->before = last;
     if (last)
         last->after = block;
@@ -319,6 +319,7 @@ static rebatch_status fill(rebatch_pool **out, rebatch_pool *pool, rebatch_devic
         rebatch_pool_destroy(copy.to);
         return status;
     }
+    copy.to->resident_of = pool->resident_of;
     rbi_pool_free_resident(copy.to); /* which goes before anything that a copy is asked about */
     *out = copy.to;
     return REBATCH_OK;

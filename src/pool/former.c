@@ -1,5 +1,6 @@
-/* Owns the addresses of former buffers: those that were taken back of a resize, which may free them
- * late, each once, whoever has the address by then. Must not know what a resize is for. */
+/* Owns whose blocks are resident, and the addresses of former buffers: those that were taken back
+ * of a resize, which may free them late, each once, whoever has the address by then.
+ * Must not know what a resize is for. */
 #include <string.h>
 
 #include "pool/pool.h"
@@ -31,10 +32,15 @@ static bool prepare(struct rbi_former *former, size_t more)
     return true;
 }
 
-void rbi_former_add(struct rbi_former *former, const void *address)
+static void add(struct rbi_former *former, const void *address, uint64_t owner)
 {
     if (former->count < former->capacity)
-        former->entries[former->count++] = (struct rbi_former_entry){address, former->owner, false};
+        former->entries[former->count++] = (struct rbi_former_entry){address, owner, false};
+}
+
+void rbi_former_add(rebatch_pool *pool, const struct rbi_block *block)
+{
+    add(&pool->former, block->address, pool->residents[block->resident].owner);
 }
 
 bool rbi_former_take(rebatch_pool *pool, const void *address)
@@ -68,14 +74,13 @@ void rbi_former_begin(rebatch_pool *pool, uint64_t owner)
     rbi_pool_give_lock(pool);
 }
 
-/* The blocks in use that the call has made. */
+/* The blocks in use that the call has made, and those that are resident. */
 static size_t count_blocks(const rebatch_pool *pool, uint64_t first_sequence)
 {
     size_t count = 0;
     const struct rbi_block *const ring = &pool->by_sequence;
-    for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
-         b = b->previous)
-        count += !b->outside;
+    for (const struct rbi_block *b = ring->previous; b != ring; b = b->previous)
+        count += b->resident || (b->sequence >= first_sequence && !b->outside);
     return count;
 }
 
@@ -99,6 +104,12 @@ static void forget_owner(struct rbi_former *former)
     former->count = kept;
 }
 
+static void keep_resident(rebatch_pool *pool)
+{
+    pool->residents[pool->resident_of].owner = pool->former.owner;
+    forget_owner(&pool->former);
+}
+
 /* The next call may find the pointers of before this one, and those of this one. */
 static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
 {
@@ -110,7 +121,7 @@ static void keep_all(rebatch_pool *pool, uint64_t first_sequence)
     for (const struct rbi_block *b = ring->previous; b != ring && b->sequence >= first_sequence;
          b = b->previous)
         if (!b->outside)
-            rbi_former_add(former, b->address);
+            add(former, b->address, former->owner);
 }
 
 const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has_failed)
@@ -119,10 +130,40 @@ const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has
     if (has_failed)
         keep_all(pool, first_sequence);
     else
-        forget_owner(&pool->former);
+        keep_resident(pool);
     const void *const doubtful = pool->former.doubtful;
     rbi_pool_give_lock(pool);
     return doubtful;
+}
+
+/* ---- whose they are ---- */
+
+unsigned rbi_residents_open(rebatch_pool *pool)
+{
+    unsigned number = 1;
+    rbi_lock_take(&pool->lock);
+    while (number < RBI_POOL_RESIDENTS && pool->residents[number].is_open)
+        number++;
+    if (number < RBI_POOL_RESIDENTS)
+        pool->residents[number] = (struct rbi_residents){.is_open = true};
+    rbi_pool_give_lock(pool);
+    return number < RBI_POOL_RESIDENTS ? number : 0;
+}
+
+void rbi_residents_close(rebatch_pool *pool, unsigned number)
+{
+    rbi_lock_take(&pool->lock);
+    pool->residents[number].is_open = pool->residents[number].bytes != 0;
+    rbi_pool_give_lock(pool);
+}
+
+unsigned rbi_residents_enter(rebatch_pool *pool, unsigned number)
+{
+    rbi_lock_take(&pool->lock);
+    const unsigned before = pool->resident_of;
+    pool->resident_of = number;
+    rbi_pool_give_lock(pool);
+    return before;
 }
 
 void rbi_former_destroy(struct rbi_former *former)

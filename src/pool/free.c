@@ -30,10 +30,10 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     rbi_pool_count_free(pool, block);
     pool->stats.rolled_back_blocks += rolled_back;
     if (RBI_UNLIKELY(block->resident)) {
-        pool->resident_bytes -= block->bytes;
-        block->resident = false;
         if (rolled_back)
-            rbi_former_add(&pool->former, block->address);
+            rbi_former_add(pool, block);
+        pool->residents[block->resident].bytes -= block->bytes;
+        block->resident = 0;
     }
     rbi_pool_leave_use(block);
     block->late = rolled_back;

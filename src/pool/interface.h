@@ -7,6 +7,7 @@
 #include "rebatch/pool.h"
 
 #define RBI_POOL_TAGS 256 /* "untagged" included */
+#define RBI_POOL_RESIDENTS 128
 
 /* REBATCH_E_INVALID with its text when `pool` is NULL. */
 rebatch_status rbi_pool_check(const rebatch_pool *pool);
@@ -98,6 +99,13 @@ const void *rbi_former_end(rebatch_pool *pool, uint64_t first_sequence, bool has
 /* Frees what was allocated in the innermost scope and is in use; a free of it comes late then. */
 void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope);
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool);
+/* Several sessions may have a pool. Each that makes blocks resident has a number of its own; 0:
+ * there are no more. It is closed when nothing of it is resident. */
+unsigned rbi_residents_open(rebatch_pool *pool);
+void rbi_residents_close(rebatch_pool *pool, unsigned number);
+/* Whose blocks the functions above are about from here on.
+ * @return whose they were about before */
+unsigned rbi_residents_enter(rebatch_pool *pool, unsigned number);
 /* As rebatch_pool_available(), with what is resident. */
 rebatch_status rbi_pool_available_resident(size_t *out, rebatch_pool *pool);
 /* Where the free of the block at an address waits for such scopes, it waits for them no longer: it
@@ -199,7 +207,8 @@ struct rbi_pool_fault rbi_pool_set_fault(rebatch_pool *pool, const struct rbi_po
  * options, blocks, holes, pages and what others hold of the device, each where and as it is, so
  * that the same calls find the same addresses. It waits for that work only where blocks that
  * several streams use were freed. Pressure callbacks, the recorder, the last events and what is
- * resident are not in the copy; streams are known by the same handles.
+ * resident of the session whose turn it is are not in the copy; streams are known by the same
+ * handles.
  *  @return REBATCH_OK; REBATCH_E_HOST_OOM, or what the device says: both are NULL then */
 rebatch_status rbi_pool_clone(rebatch_pool **out, rebatch_device **dry, rebatch_pool *pool);
 

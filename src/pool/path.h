@@ -125,7 +125,7 @@ static inline bool rbi_pool_use_block_of(rebatch_pool *pool, struct rbi_block *b
     block->state = RBI_BLOCK_LIVE;
     block->late = false;
     block->outside = outside;
-    block->resident = false;
+    block->resident = 0;
     block->requested_bytes = bytes;
     block->tag = tag;
     block->sequence = pool->sequence++;

@@ -101,9 +101,16 @@ struct rbi_former_entry {
 struct rbi_former {
     struct rbi_former_entry *entries;
     size_t count, capacity;
-    uint64_t owner;       /* of what is resident, and of the call that runs */
+    uint64_t owner;       /* of the call that runs, or ran last */
     bool is_open;         /* a call runs */
     const void *doubtful; /* the first address in it that was freed late and is a block in use */
+};
+
+/* What of a session is resident. */
+struct rbi_residents {
+    uint64_t bytes; /* sum over the blocks with its number */
+    uint64_t owner; /* of the call that made them */
+    bool is_open;
 };
 
 struct rbi_pressure {
@@ -157,8 +164,9 @@ struct rebatch_pool {
     size_t depth;
     size_t undoing; /* of them, those that do not observe */
     uint32_t scope_serial;
-    uint64_t resident_bytes; /* sum of bytes over the blocks that are resident */
-    uint64_t owner_thread;   /* the innermost scope's; 0 without one */
+    struct rbi_residents residents[RBI_POOL_RESIDENTS]; /* by number; the first is nobody's */
+    unsigned resident_of;                               /* whose turn it is */
+    uint64_t owner_thread;                              /* the innermost scope's; 0 without one */
     struct rbi_former former;
 
     struct rbi_tag tags[RBI_POOL_TAGS];
@@ -249,8 +257,8 @@ static inline void rbi_pool_give_lock(rebatch_pool *pool)
 
 /* ---- addresses of former buffers (former.c); all with the lock held ---- */
 
-/* There is room for what is resident. */
-void rbi_former_add(struct rbi_former *former, const void *address);
+/* A resident block is taken back. There is room for it. */
+void rbi_former_add(rebatch_pool *pool, const struct rbi_block *block);
 /* Whether an address is one that the call that runs may free late: it does so once. */
 bool rbi_former_take(rebatch_pool *pool, const void *address);
 /* It was freed late outside of such a call. */

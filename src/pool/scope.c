@@ -219,8 +219,8 @@ static void commit_past(rebatch_pool *pool, struct rbi_scope *scope, bool is_res
          b = b->previous) {
         if (b->outside)
             continue;
-        b->resident = is_resident;
-        pool->resident_bytes += is_resident ? b->bytes : 0;
+        b->resident = (is_resident ? pool->resident_of : 0) % RBI_POOL_RESIDENTS;
+        pool->residents[b->resident].bytes += is_resident ? b->bytes : 0;
         if (!has_owner)
             continue;
         b->outside = true;
@@ -272,14 +272,15 @@ void rbi_pool_free_resident(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);
     const struct rbi_block *const ring = &pool->by_sequence;
-    pool->heap.late.rollback += pool->resident_bytes > 0; /* as whose late frees are known */
-    for (struct rbi_block *b = ring->next, *next; pool->resident_bytes && b != ring; b = next) {
+    uint64_t *const left = &pool->residents[pool->resident_of].bytes;
+    pool->heap.late.rollback += *left > 0; /* as whose late frees are known */
+    for (struct rbi_block *b = ring->next, *next; *left && b != ring; b = next) {
         next = b->next;
-        if (!b->resident || !take_out_of_use(pool, b))
+        if (b->resident != pool->resident_of || !take_out_of_use(pool, b))
             continue;
-        pool->resident_bytes -= b->bytes;
-        b->resident = false;
-        rbi_former_add(&pool->former, b->address);
+        rbi_former_add(pool, b);
+        *left -= b->bytes;
+        b->resident = 0;
         rbi_pool_tell(pool, RBI_POOL_FREE, b->address, 0, NULL);
         finish_free(pool, b, true);
     }
@@ -289,7 +290,7 @@ void rbi_pool_free_resident(rebatch_pool *pool)
 uint64_t rbi_pool_resident_bytes(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
-    const uint64_t bytes = pool->resident_bytes;
+    const uint64_t bytes = pool->residents[pool->resident_of].bytes;
     rbi_pool_give_lock(pool);
     return bytes;
 }

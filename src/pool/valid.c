@@ -6,7 +6,8 @@
 
 /* What a walk over all blocks adds up to. */
 struct tally {
-    uint64_t live_bytes, resident_bytes, deferred_bytes, plain_bytes, requested_bytes, live_blocks;
+    uint64_t live_bytes, resident_bytes[RBI_POOL_RESIDENTS], deferred_bytes, plain_bytes,
+        requested_bytes, live_blocks;
     uint64_t blocks, free_blocks, quick_blocks, pending_blocks, lost_bytes;
     uint64_t chunks[RBI_CHUNK_SIZES]; /* mapped, by their size */
     uint64_t tag_bytes[RBI_POOL_TAGS];
@@ -65,7 +66,7 @@ static bool is_used_block_valid(const rebatch_pool *pool, const struct rbi_block
     CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
     tally->live_blocks++;
     tally->live_bytes += b->bytes;
-    tally->resident_bytes += b->resident ? b->bytes : 0;
+    tally->resident_bytes[b->resident] += b->resident ? b->bytes : 0;
     tally->requested_bytes += b->requested_bytes;
     tally->tag_bytes[b->tag] += b->bytes;
     tally->deferred_bytes += b->state == RBI_BLOCK_DEFERRED ? b->bytes : 0;
@@ -326,7 +327,8 @@ static bool are_sums_valid(const rebatch_pool *pool, const struct tally *tally)
         }
     CHECK(pool->quiet_bytes == quiet_bytes && s->live_bytes <= quiet_bytes);
     CHECK(s->deferred_bytes == tally->deferred_bytes);
-    CHECK(pool->resident_bytes == tally->resident_bytes);
+    for (size_t i = 0; i < RBI_POOL_RESIDENTS; i++)
+        CHECK(pool->residents[i].bytes == tally->resident_bytes[i]);
     CHECK(s->blocks == tally->live_blocks && s->blocks <= s->blocks_peak);
     CHECK(pool->sequence >= s->blocks + s->rolled_back_blocks);
     CHECK(pool->vm.quarantined_bytes == tally->lost_bytes);

@@ -478,6 +478,8 @@ struct rebatch {
     bool has_declared[RBI_CALLBACKS]; /* one of these has called rebatch_mutating(), once */
     bool warned;                      /* of an update that did not */
     bool has_warned_of_late_free;     /* of resize */
+    unsigned residents;               /* its number in the pool; 0: it takes nothing back */
+    unsigned residents_before;        /* whose turn it was when the step began */
 };
 
 #endif

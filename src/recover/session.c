@@ -145,6 +145,18 @@ static rebatch_status check_pool(const rebatch_options *o, rebatch_device *devic
     return REBATCH_OK;
 }
 
+static rebatch_status open_residents(rebatch *rb)
+{
+    if (!rbi_is_on(rb->options.reclaim))
+        return REBATCH_OK;
+    rb->residents = rbi_residents_open(rb->pool);
+    return rb->residents ? REBATCH_OK
+                         : rbi_error(REBATCH_E_UNSUPPORTED,
+                                     "%d sessions use existing_pool already: the most there are "
+                                     "with reclaim on",
+                                     RBI_POOL_RESIDENTS - 1);
+}
+
 /* Of a pool that is there, the environment's limit holds from here on. */
 static rebatch_status open_pool(rebatch *rb)
 {
@@ -152,14 +164,25 @@ static rebatch_status open_pool(rebatch *rb)
     rb->borrows_pool = o->existing_pool != NULL;
     if (!rb->borrows_pool) {
         const rebatch_status status = rebatch_pool_create(&rb->pool, rb->device, &o->pool);
-        if (!status)
-            rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
-        return status;
+        if (status)
+            return status;
+        rbi_pool_set_destroyed_by(rb->pool, "rebatch_close()");
+        return open_residents(rb);
     }
     rb->pool = o->existing_pool;
     rbi_pool_hold(rb->pool);
     rbi_pool_lower_limit(rb->pool, o->pool.limit_bytes, o->pool.limit_permille);
-    return REBATCH_OK;
+    return open_residents(rb);
+}
+
+/* The pool goes on: it must not keep buffers that nobody takes back. */
+static void close_residents(rebatch *rb)
+{
+    rb->residents_before = rbi_residents_enter(rb->pool, rb->residents);
+    rbi_resize_release(rb);
+    (void)rbi_residents_enter(rb->pool, rb->residents_before);
+    if (rb->residents)
+        rbi_residents_close(rb->pool, rb->residents);
 }
 
 static void close_pool(rebatch *rb)
@@ -167,6 +190,7 @@ static void close_pool(rebatch *rb)
     if (!rb->pool)
         return;
     if (rb->borrows_pool) {
+        close_residents(rb);
         rbi_pool_let_go(rb->pool);
         return;
     }

@@ -340,6 +340,9 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->live_before = rbi_pool_mark_peak(rb->pool);
     rb->meter_has_begun = false;
     rbi_session_watch_pressure(rb);
+    const unsigned turn = rbi_residents_enter(rb->pool, rb->residents);
+    if (turn != rb->residents || !rb->residents) /* else it has begun already */
+        rb->residents_before = turn;
 }
 
 void rbi_step_is_probe(rebatch *rb)
@@ -350,6 +353,7 @@ void rbi_step_is_probe(rebatch *rb)
 void rbi_step_end(rebatch *rb)
 {
     rb->ops = NULL;
+    (void)rbi_residents_enter(rb->pool, rb->residents_before);
     rbi_session_unwatch_pressure(rb);
 }
 

@@ -76,11 +76,11 @@ struct rbi_block {
     };
     uint16_t bin; /* free, hole: its place among the bins */
     rebatch_tag tag;
-    uint8_t state;     /* enum rbi_block_state */
-    bool late;         /* quick, pending: a rollback took it back, nobody has had it since */
-    bool used;         /* other streams use it */
-    bool outside : 1;  /* live, deferred: of no scope */
-    bool resident : 1; /* live, deferred: see rbi_scope_commit_resident() */
+    uint8_t state;        /* enum rbi_block_state */
+    bool late;            /* quick, pending: a rollback took it back, nobody has had it since */
+    bool used;            /* other streams use it */
+    uint8_t outside : 1;  /* live, deferred: of no scope */
+    uint8_t resident : 7; /* live, deferred: whose; 0: see rbi_scope_commit_resident() */
 
     uint64_t sequence; /* number of the allocation; scopes compare it with their own beginning. When
                        not in use: pool->sequence when it was freed last */

@@ -1,0 +1,171 @@
+/* Owns the tests of several sessions with resize on one pool: each has buffers of its own.
+ * Must not know the library's inside. */
+#include <criterion/criterion.h>
+#include <string.h>
+
+#include "rebatch/rebatch.h"
+
+#define MIB ((size_t)1 << 20)
+
+struct trainer {
+    rebatch *rb;
+    char *buffer;
+    size_t room;
+    char mark;
+    unsigned made;         /* calls of resize */
+    rebatch_status answer; /* of the next forward_backward */
+    struct trainer *inner; /* forward_backward runs a step of it */
+};
+
+static rebatch_device *device;
+static rebatch_pool *pool;
+static struct trainer trainers[2];
+
+static void open_sessions(void)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.log_level = REBATCH_LOG_QUIET;
+    options.grow_after = 2;
+    cr_assert_eq(rebatch_device_open_host(&device, 400 * MIB, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    options.existing_pool = pool;
+    for (size_t i = 0; i < 2; i++) {
+        trainers[i] = (struct trainer){.mark = (char)('a' + i)};
+        cr_assert_eq(rebatch_open(&trainers[i].rb, device, &options), REBATCH_OK, "%s",
+                     rebatch_last_error());
+    }
+}
+
+static size_t live_mib(void)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
+    return (size_t)stats.live_bytes / MIB;
+}
+
+static void close_sessions(void)
+{
+    rebatch_close(trainers[0].rb);
+    cr_expect_eq(live_mib(), trainers[1].room, "its buffers are taken back, and no others");
+    rebatch_close(trainers[1].rb);
+    cr_expect_eq(live_mib(), 0);
+    rebatch_pool_destroy(pool);
+    rebatch_device_close(device);
+}
+
+static void check_buffer(const struct trainer *t)
+{
+    size_t bytes = 0;
+    cr_assert_eq(rebatch_pool_block_bytes(&bytes, pool, t->buffer), REBATCH_OK, "%c: %s", t->mark,
+                 rebatch_last_error());
+    cr_assert_geq(bytes, t->room * MIB);
+    for (size_t i = 0; i < t->room * MIB; i += 4096)
+        cr_assert_eq(t->buffer[i], t->mark, "%c's buffer was overwritten", t->mark);
+}
+
+static rebatch_status resize(size_t samples, void *user)
+{
+    struct trainer *const t = user;
+    t->made++;
+    void *block;
+    if (rebatch_pool_alloc(&block, pool, samples * MIB, NULL, 0))
+        return REBATCH_OOM;
+    t->buffer = memset(block, t->mark, samples * MIB);
+    t->room = samples;
+    return REBATCH_OK;
+}
+
+static rebatch_status zero_grad(void *user)
+{
+    check_buffer(user);
+    return REBATCH_OK;
+}
+
+static rebatch_status step(struct trainer *t, size_t batch);
+
+static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
+{
+    struct trainer *const t = user;
+    check_buffer(t);
+    cr_assert_leq(mb->count, t->room);
+    if (t->inner)
+        cr_assert_eq(step(t->inner, 8), REBATCH_OK, "%s", rebatch_last_error());
+    check_buffer(t);
+    const rebatch_status answer = t->answer;
+    t->answer = REBATCH_OK;
+    if (!answer)
+        rebatch_mutating(t->rb);
+    return answer;
+}
+
+static rebatch_status optimizer_step(void *user)
+{
+    struct trainer *const t = user;
+    check_buffer(t);
+    rebatch_mutating(t->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status step(struct trainer *t, size_t batch)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = zero_grad,
+                                  .forward_backward = forward_backward,
+                                  .optimizer_step = optimizer_step,
+                                  .flags = REBATCH_DECLARES_MUTATION,
+                                  .resize = resize};
+    return rebatch_step(t->rb, &ops, batch, t, NULL);
+}
+
+Test(step_shared, sessions_on_one_pool_have_buffers_of_their_own)
+{
+    open_sessions();
+    for (size_t i = 0; i < 8; i++)
+        cr_assert_eq(step(&trainers[i % 2], 8), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_eq(trainers[0].made + trainers[1].made, 2, "nothing has changed");
+    cr_expect_eq(live_mib(), 16);
+    for (size_t i = 0; i < 8; i++) {
+        trainers[i % 2].answer = i < 2 ? REBATCH_OOM : REBATCH_OK;
+        cr_assert_eq(step(&trainers[i % 2], 8), REBATCH_OK, "%s", rebatch_last_error());
+        cr_expect_eq(live_mib(), trainers[0].room + trainers[1].room);
+    }
+    close_sessions();
+}
+
+/* The inner step's buffers stay when the attempt that ran it is undone. */
+Test(step_shared, a_step_within_a_callback_of_another_session_has_its_own)
+{
+    open_sessions();
+    trainers[0].inner = &trainers[1];
+    cr_assert_eq(step(&trainers[0], 8), REBATCH_OK, "%s", rebatch_last_error());
+    trainers[0].answer = REBATCH_OOM;
+    cr_assert_eq(step(&trainers[0], 8), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_eq(trainers[1].made, 1);
+    trainers[0].inner = NULL;
+    cr_assert_eq(step(&trainers[1], 8), REBATCH_OK, "%s", rebatch_last_error());
+    cr_expect_eq(trainers[1].made, 1);
+    cr_expect_eq(live_mib(), trainers[0].room + trainers[1].room);
+    close_sessions();
+}
+
+Test(step_shared, a_session_that_ends_makes_room_for_another)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    rebatch *more[200];
+    size_t count = 0;
+    open_sessions();
+    options.existing_pool = pool;
+    while (count < 200 && rebatch_open(&more[count], device, &options) == REBATCH_OK)
+        count++;
+    cr_expect_eq(count, 125);
+    cr_expect_str_eq(rebatch_last_error(), "127 sessions use existing_pool already: the most there "
+                                           "are with reclaim on");
+    rebatch_close(more[0]);
+    cr_assert_eq(rebatch_open(&more[0], device, &options), REBATCH_OK);
+    options.reclaim = REBATCH_OFF;
+    cr_assert_eq(rebatch_open(&more[count], device, &options), REBATCH_OK, "%s",
+                 rebatch_last_error());
+    for (size_t i = 0; i <= count; i++)
+        rebatch_close(more[i]);
+    close_sessions();
+}
