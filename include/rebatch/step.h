@@ -199,7 +199,8 @@ typedef enum rebatch_phase {
     X(UNDECLARED, WARN,                                                                            \
       "optimizer_step returned without calling rebatch_mutating(), which "                         \
       "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")                    \
-    X(LATE_FREE, WARN, "resize has freed the address of an old buffer, where a new block is:")
+    X(LATE_FREE, WARN, "resize has freed the address of an old buffer, where a new block is:")     \
+    X(CUT, WARN, "the loss depends on how memory cuts the batch:")
 
 /** The importance of an event. */
 typedef enum rebatch_log_level {

@@ -154,6 +154,7 @@ class EventKind(IntEnum):
     LEAK = 13
     UNDECLARED = 14
     LATE_FREE = 15
+    CUT = 16
 
 
 class OnOom(IntEnum):

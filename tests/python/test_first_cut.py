@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import rebatch.torch as rebatch
+from rebatch._library import EventKind, LogLevel
 from models import fails_above, make, same_bits, state_of
 
 
@@ -42,10 +43,19 @@ def summed(model, samples):
 
 def test_a_sum_is_named_with_both_losses_once():
     (text,) = warnings_of("mlp", summed)
-    assert text.startswith("rebatch: step 0: the loss of samples 0-7 is ")
+    assert text.startswith("rebatch: step 1: the loss of samples 0-7 is ")
     whole, parts = (float(text.split(word)[1].split()[0]) for word in (" 0-7 is ", "batch and "))
-    assert whole == pytest.approx(2 * parts, rel=2e-3)
-    assert "2 times as large" in text and "return the mean, or pass a normalizer" in text
+    assert whole == pytest.approx(4 * parts, rel=2e-3)
+    assert "4 times as large" in text and "return the mean, or pass a normalizer" in text
+
+
+def test_a_step_with_on_event_is_told_there():
+    told = []
+    assert warnings_of("mlp", summed, on_event=lambda *said: told.append(said)) == []
+    ((text, event),) = [(t, e) for t, e in told if e.kind == EventKind.CUT]
+    assert text.startswith("rebatch: step 1: the loss of samples 0-7 is ")
+    assert (event.level, event.step, event.batch, event.micro_after) == (LogLevel.WARN, 1, 16, 8)
+    assert event.text.decode() == text
 
 
 def test_nothing_is_said_where_nothing_is_cut():
@@ -156,19 +166,115 @@ def test_a_loss_over_pairs_kept_whole_is_exact():
     assert plain[0] == light[0] and same_bits(plain[1], light[1])
 
 
-def test_a_window_of_one_class_does_not_hide_class_weights():
-    """All of the first samples are of one class; a later comparison sees others."""
+def class_weights(model, samples):
+    weight = torch.tensor([1.0, 20.0])
+    return F.cross_entropy(model(samples[0]), samples[1], weight=weight)
+
+
+def count_without_gradients(loss_fn, lengths):
+    """`lengths` gets the samples of each run of a comparison. It is a list in a tuple, which a
+    comparison does not put back."""
+
+    def counted(model, samples):
+        if not torch.is_grad_enabled():
+            lengths[0].append(len(samples[0]))
+        return loss_fn(model, samples)
+
+    return counted
+
+
+def run_after_an_oom_in_backward(loss_fn, steps=3):
+    """(what was said, how often loss_fn ran) with a batch whose last samples alone differ."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    y = torch.tensor([0] * 12 + [1, 0, 0, 0])
+    model, calls = torch.nn.Linear(4, 2), ([],)
+    batch = torch.randn(16, 4), torch.tensor([0] * 12 + [1, 0, 0, 0])
+
+    def counted(model, samples):
+        calls[0].append(len(samples[0]))
+        return loss_fn(model, samples)
+
+    limited = fails_above(counted, 4, "backward")
+    step = rebatch.Step(model, sgd(model), limited, growth=False, log_level="quiet")
+    return warned(lambda: [step(batch) for _ in range(steps)]), calls[0]
+
+
+def test_the_loss_of_a_failed_attempt_is_compared_and_nothing_runs_for_it():
+    plain = lambda model, samples: F.cross_entropy(model(samples[0]), samples[1])
+    assert run_after_an_oom_in_backward(plain) == ([], [16, 8] + [4] * 12)
+
+
+def test_where_the_loss_of_a_failed_attempt_is_another_the_whole_batch_is_compared():
+    """All of the first samples are of one class."""
+    (text,), _ = run_after_an_oom_in_backward(class_weights, steps=1)
+    assert text.startswith("rebatch: step 0: the loss of samples 0-15 is ")
+    assert "in micro-batches of 4" in text and "class weights" in text
+
+
+def test_a_failed_attempt_that_drew_random_numbers_tells_nothing():
+    """Its loss differs from that of the micro-batches, as they draw others."""
+
+    def drops(model, samples):
+        return F.cross_entropy(model(F.dropout(samples[0], 0.9)), samples[1])
+
+    texts, calls = run_after_an_oom_in_backward(drops)
+    assert texts == [] and len(calls) > 14
+
+
+def test_a_step_in_which_memory_ran_out_does_not_wait_for_a_comparison():
+    model, batch, _ = make("mlp")
+    lengths = ([],)
+    limited = fails_above(count_without_gradients(summed, lengths), 8)
+    step = rebatch.Step(model, sgd(model), limited, growth=False, log_level="quiet")
+    assert warned(lambda: step(batch)) == [] and step.report.ooms and lengths == ([],)
+    assert len(warned(lambda: step(batch))) == 1 and lengths[0][:5] == [2, 2, 2, 2, 8]
+
+
+def test_where_memory_runs_out_in_each_step_they_are_compared_all_the_same():
+    model, batch, _ = make("mlp")
+    left = [0]
 
     def loss_fn(model, samples):
-        weight = torch.tensor([1.0, 20.0])
-        return F.cross_entropy(model(samples[0]), samples[1], weight=weight)
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return summed(model, samples)
 
-    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
-    texts = warned(lambda: [step((torch.randn(16, 4), y)) for _ in range(10)])
-    assert len(texts) == 1 and "samples 12-15" in texts[0]
+    step = rebatch.Step(
+        model, sgd(model), loss_fn, micro_start=8, growth=False, log_level="quiet",
+        micro_smallest=2, lighten=[lambda on: None] * 2,
+    )
+
+    def run():
+        left[0] = 1
+        step(batch)
+        return step.report.ooms
+
+    said = [warned(lambda: ooms.append(run())) for ooms in [[]] for _ in range(3)]
+    assert [len(texts) for texts in said] == [0, 0, 1]
+
+
+def test_a_much_smaller_size_is_compared_again():
+    model, batch, its_loss = make("mlp")
+    lengths, largest = ([],), [8]
+
+    def limited(model, samples):
+        return fails_above(its_loss, largest[0])(model, samples)
+
+    step = rebatch.Step(
+        model, sgd(model), count_without_gradients(limited, lengths), growth=False,
+        log_level="quiet",
+    )
+    for largest[0] in (8, 8, 8, 4, 4, 4):
+        step(batch)
+    assert lengths[0] == [2, 2, 2, 2, 8] + [1, 1, 1, 1, 4]
+
+
+def test_where_no_numbers_are_drawn_operations_are_not_watched(monkeypatch):
+    def watched():
+        raise AssertionError("FixedDraws was made")
+
+    monkeypatch.setattr("rebatch.torch._first_cut.FixedDraws", watched)
+    assert warnings_of("mlp") == []  # its dropout is off
 
 
 def test_the_training_goes_on_as_if_nothing_had_been_compared():
@@ -216,13 +322,13 @@ def test_what_cannot_be_compared_is_said():
     model, batch, its_loss = make("mlp")
 
     def loss_fn(model, samples):
-        if len(samples[1]) == 2:
-            raise KeyError("two samples")
+        if len(samples[1]) == 1:
+            raise KeyError("one sample")
         return its_loss(model, samples)
 
     step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
     (text,) = warned(lambda: step(batch))
-    assert "could not be compared at two cuts (KeyError: 'two samples')" in text
+    assert "could not be compared at two cuts (KeyError: 'one sample')" in text
 
 
 def test_a_gradient_penalty_is_compared():
@@ -266,33 +372,14 @@ def test_with_other_ranks_nothing_is_compared(monkeypatch):
     assert warned(lambda: step(batch)) == [] and next(counts) == 4
 
 
-def test_a_comparison_costs_less_than_a_micro_batch():
-    """Each of its samples runs forward twice, and none backward; later comparisons are rare."""
-    model, batch, its_loss = make("mlp")
-
-    class Counting(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            counted[torch.is_grad_enabled()].append(len(x))
-            return self.inner(x)
-
-    class Counted:
-        """No variable that a comparison puts back."""
-
-        __slots__ = ("lengths",)
-
-        def __init__(self):
-            self.lengths = []
-
-        def append(self, n):
-            self.lengths.append(n)
-
-    counted = {True: Counted(), False: Counted()}
-    counting = Counting()
-    step = rebatch.Step(counting, sgd(counting), its_loss, micro_start=4, growth=False)
-    assert warned(lambda: [step(batch) for _ in range(8)]) == []
-    assert counted[True].lengths == [4] * 32
-    assert counted[False].lengths == [4, 2, 2] * 4  # after batches 1, 2, 4 and 8
+@pytest.mark.parametrize("micro", (2, 4, 8, 16))
+def test_a_comparison_runs_few_samples_once_and_none_backward(micro):
+    """From 16 samples on no more than one micro-batch runs forward."""
+    model, batch, its_loss = make("mlp", samples=32)
+    lengths = ([],)
+    counted = count_without_gradients(its_loss, lengths)
+    step = rebatch.Step(model, sgd(model), counted, micro_start=micro, growth=False)
+    assert warned(lambda: [step(batch) for _ in range(16)]) == []
+    size = min(micro, 8)
+    part = -(-size // 4)
+    assert lengths[0] == [part] * (size // part) + [size]

@@ -12,7 +12,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from rebatch._library import GuardPoint
+from rebatch._library import Event, EventKind, GuardPoint, LogLevel, StepReport
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._findings import explain
 from rebatch.torch._modules_off import (
@@ -29,9 +29,12 @@ from rebatch.torch._rounding import SEEDS, floors, in_reverse, tolerance
 from rebatch.torch._snapshot import AllGenerators, Snapshot, places_beside_parameters
 from rebatch.torch._state import cuda_devices_of
 
-# One comparison may see samples in which nothing depends on the cut, as those of one class, so
-# there are eight: after 1, 2, 4, ... batches that were cut.
-_COMPARISONS = 8
+# So many batches that were cut may pass by before the comparison, where memory ran out in each.
+_MOST_WAITS = 3
+# Fewer samples than these may well be of one class.
+_FEWEST = 8
+# So many comparisons may run out of memory.
+_MOST_OOMS = 8
 
 
 class CutWarning(UserWarning):
@@ -49,40 +52,73 @@ def allowed_sizes(options: dict, samples: int) -> List[int]:
 
 
 class FirstCut:
-    """Compares after the first batch of a Step that ran in more than one micro-batch, and after
-    some later ones: samples in a micro-batch of the size that ran, and in smaller ones, without
-    gradients. The first difference is the last comparison."""
+    """Compares once for each size: when a batch has run in more than one micro-batch, and again
+    when micro-batches are at most half as large as those before. Some samples run in a micro-batch
+    and in smaller ones, without gradients, after a batch in which memory did not run out. Where an
+    attempt at the whole batch has given the loss that the micro-batches have, nothing runs; where
+    it has given another, the whole batch does. The first difference is the last comparison."""
 
     def __init__(self, is_done: bool = False):
         self.is_done = is_done
-        self._cuts = self._comparisons = self._ooms = 0
+        self._compared = 0  # the size of the micro-batches that were compared last; 0: none
+        self._waits = self._ooms = 0
+        self._whole: Optional[float] = None  # the loss of this batch as a whole
 
-    def compare(self, step: Any, microbatches: int) -> None:
+    def begin(self) -> None:
+        self._whole = None
+
+    def note_failed(self, step: Any, loss: torch.Tensor) -> None:
+        """An attempt at the whole batch has failed, after its forward pass. Its loss can be
+        compared if it depends on no random numbers."""
+        if self.is_done or self._compared:
+            return
+        with contextlib.suppress(RuntimeError):
+            if not step._generators_saved.have_moved(GuardPoint.ATTEMPT):
+                self._whole = float(loss.detach())
+
+    def compare(self, step: Any, filled: StepReport) -> None:
         """After a batch that succeeded, while the Step has it still. Warns; raises nothing that
         the comparison itself may run into."""
-        if self.is_done or microbatches < 2:
+        if self.is_done or filled.microbatches < 2:
             return
-        if _has_other_ranks():  # a forward pass that this rank makes alone may wait for them
-            self.is_done = True
+        ran = -(-step._samples // filled.microbatches)
+        if self._compared and 2 * ran > self._compared:
             return
         sizes = allowed_sizes({} if step._cost else step._options, step._samples)
-        self._cuts += 1
-        self.is_done = len(sizes) == 1
-        if self.is_done or self._cuts < 1 << self._comparisons:
+        # A forward pass that this rank makes alone may wait for others.
+        self.is_done = len(sizes) == 1 or _has_other_ranks()
+        if self.is_done:
             return
-        text = self._text(step, *_pair(sizes, step, microbatches))
-        self._ooms += text is None
-        self._comparisons += text is not None
-        self.is_done = bool(text) or _COMPARISONS in (self._comparisons, self._ooms)
+        if self._whole is not None:
+            is_same = _is_same(self._whole, float(step._loss), step.device)
+            if is_same:
+                self._compared = ran
+                return
+            if is_same is False:  # not by rounding, but it may be by numbers that are drawn
+                self._run(step, (step._samples, ran), ran)
+                return
+        self._waits += 1
+        if filled.ooms and self._waits < _MOST_WAITS:
+            return  # the time that an OOM costs is enough
+        least = 2 if training_modules(step._modules, BATCH_NORM) else 1
+        self._run(step, _pair(sizes, step._samples, ran, least), ran)
+
+    def _run(self, step: Any, pair: Tuple[int, int], ran: int) -> None:
+        text = self._text(step, *pair)
+        if text is None:
+            self._ooms += 1
+            self.is_done = self._ooms == _MOST_OOMS
+            return
+        self._compared, self._waits = ran, 0
+        self.is_done = bool(text)
         if text:
-            warnings.warn(f"rebatch: {text}", CutWarning, stacklevel=_level_of_the_caller())
+            _tell(step, f"rebatch: {text}", ran)
 
     def _text(self, step: Any, large: int, small: int) -> Optional[str]:
         """What is wrong; "": nothing; None: memory ran out."""
-        first = self._comparisons % (step._samples // large) * large
         try:
             with step._aside():
-                return _Comparison(step, first, large, small).run()
+                return _Comparison(step, large, small).run()
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             was_oom = is_oom(error)
@@ -94,6 +130,22 @@ class FirstCut:
             )
 
 
+def _tell(step: Any, text: str, ran: int) -> None:
+    if step._on_event is None:
+        warnings.warn(text, CutWarning, stacklevel=_level_of_the_caller())
+        return
+    event = Event(
+        kind=EventKind.CUT,
+        level=LogLevel.WARN,
+        step=step.report.step,
+        batch=step._samples,
+        micro_before=ran,
+        micro_after=ran,
+        text=text.encode(),
+    )
+    step._on_event(text, event)
+
+
 def _has_other_ranks() -> bool:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -101,13 +153,25 @@ def _has_other_ranks() -> bool:
     return distributed.get_world_size() > 1
 
 
-def _pair(sizes: List[int], step: Any, microbatches: int) -> Tuple[int, int]:
-    """The size that ran, and a smaller one; where there is none, its double and the size."""
-    ran = -(-step._samples // microbatches)
+def _pair(sizes: List[int], samples: int, ran: int, least: int) -> Tuple[int, int]:
+    """Two sizes, the larger one at most half of that which ran: the samples run forward twice, and
+    that is no more than one micro-batch then. Where those would be too few samples to tell
+    something, or are not allowed, the size that ran and a smaller one; and where there is none, its
+    double and the size."""
+    for large in (size for size in sizes if _FEWEST <= size <= ran // 2):
+        smaller = [size for size in sizes if least <= size < large]
+        if smaller:
+            return large, _quarter_of(large, smaller)
     smaller = [size for size in sizes if size < ran]
     if not smaller:
-        return min(2 * ran, step._samples), ran
-    return ran, next((size for size in smaller if size <= (ran + 1) // 2), smaller[-1])
+        return min(2 * ran, samples), ran
+    return ran, _quarter_of(ran, smaller)
+
+
+def _quarter_of(size: int, smaller: List[int]) -> int:
+    """Of smaller sizes, the largest first, the one that is a quarter or less, if there is: in two
+    halves alone, what differs between samples may well be equal."""
+    return next((s for s in smaller if s <= (size + 3) // 4), smaller[-1])
 
 
 def _level_of_the_caller() -> int:
@@ -120,10 +184,10 @@ def _level_of_the_caller() -> int:
 
 
 class _Comparison:
-    """The loss of samples `first` to `first` + `large` - 1, at two cuts."""
+    """The loss of the first `large` samples, at two cuts."""
 
-    def __init__(self, step: Any, first: int, large: int, small: int):
-        self._step, self._first, self._large, self._small = step, first, large, small
+    def __init__(self, step: Any, large: int, small: int):
+        self._step, self._large, self._small = step, large, small
         self._root = step._modules
         tensors = [*step._update.parameters, *self._root.buffers()]
         named = self._root[0] if len(self._root) == 1 else self._root
@@ -131,6 +195,8 @@ class _Comparison:
         places = places_beside_parameters(named, step.loss_fn, step._owners)
         self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
         self._snapshot = Snapshot(places, self._generators)
+        self._whole = [(0, large)]
+        self._parts = [(at, min(small, large - at)) for at in range(0, large, small)]
         step._audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)
@@ -173,23 +239,32 @@ class _Comparison:
     def _say(self, whole: float, parts: float, why: str, advice: str) -> str:
         scale = 1 if self._step._normalizer else self._step._samples / self._large
         return (
-            f"step {self._step.report.step}: the loss of samples {self._first}-"
-            f"{self._first + self._large - 1} is {whole * scale:.4g} in one micro-batch and "
-            f"{parts * scale:.4g} in micro-batches of {self._small}, so the update depends on how "
-            f"memory cuts the batch: {why}: {advice}; step.check(batch) says more"
+            f"step {self._step.report.step}: the loss of samples 0-{self._large - 1} is "
+            f"{whole * scale:.4g} in one micro-batch and {parts * scale:.4g} in micro-batches of "
+            f"{self._small}, so the update depends on how memory cuts the batch: {why}: {advice}; "
+            "step.check(batch) says more"
         )
 
     def _compare(self, off: List[torch.nn.Module]) -> Tuple[float, float, bool]:
+        found = self._compare_plainly(off)
+        if found:
+            return found
         mode = FixedDraws()
-        whole = self._loss([(0, self._large)], off, mode)
-        cuts = range(0, self._large, self._small)
-        parts = self._loss([(i, min(self._small, self._large - i)) for i in cuts], off, mode)
+        whole = self._loss(self._whole, off, mode)
+        parts = self._loss(self._parts, off, mode)
         return whole, parts, self._is_rounding(whole, parts, off, mode)
+
+    def _compare_plainly(self, off: List[torch.nn.Module]) -> Optional[Tuple[float, float, bool]]:
+        """None where that tells nothing: random numbers are drawn, or the losses differ, which may
+        be rounding, or by numbers of a generator that the Step does not know."""
+        parts = self._loss(self._parts, off)  # the first of these tells whether some are
+        whole = None if parts is None else self._loss(self._whole, off)
+        if whole is None:
+            return None
+        return (whole, parts, True) if _is_same(whole, parts, self._step.device) else None
 
     def _is_rounding(self, whole: float, parts: float, off: list, mode: FixedDraws) -> bool:
         step = self._step
-        if not math.isfinite(whole):
-            return True  # it says nothing, and the Step's loss tells
         if not math.isfinite(parts):
             return False
         floor = floors(mode.is_16_bit, step.device)[1]
@@ -200,9 +275,8 @@ class _Comparison:
         difference /= max(abs(whole), abs(parts))
         if difference <= floor:
             return True
-        whole_again = [(0, self._large)]
-        backwards = self._loss(whole_again, off, mode, is_reversed=True)
-        seeds = [self._loss(whole_again, off, mode, seed=seed) for seed in SEEDS]
+        backwards = self._loss(self._whole, off, mode, is_reversed=True)
+        seeds = [self._loss(self._whole, off, mode, seed=seed) for seed in SEEDS]
         drawn = max(_relative(whole, other) for other in seeds)
         return difference <= tolerance(floor, _relative(whole, backwards)) + 3 * drawn
 
@@ -210,17 +284,18 @@ class _Comparison:
         self,
         parts: List[tuple],
         off: list,
-        mode: FixedDraws,
+        mode: Optional[FixedDraws] = None,
         is_reversed: bool = False,
         seed: int = 0,
-    ) -> float:
+    ) -> Optional[float]:
+        """The sum over parts. None: without a mode random numbers were drawn."""
         self._restore()
         if seed:
             self._generators.seed(seed)
         try:
             gradients = contextlib.nullcontext() if self._has_gradients else torch.no_grad()
-            with switched_off(off), mode, gradients:
-                return sum(self._share(at, count, is_reversed) for at, count in parts)
+            with switched_off(off), mode or contextlib.nullcontext(), gradients:
+                return self._sum_of(parts, mode is not None, is_reversed)
         except RuntimeError as error:
             if self._has_gradients or is_oom(error):
                 raise
@@ -228,9 +303,19 @@ class _Comparison:
         self._has_gradients = True  # a loss with a gradient penalty needs them
         return self._loss(parts, off, mode, is_reversed, seed)
 
+    def _sum_of(
+        self, parts: List[tuple], may_draw: bool, is_reversed: bool
+    ) -> Optional[float]:
+        total = 0.0
+        for at, count in parts:
+            total += self._share(at, count, is_reversed)
+            if not may_draw and self._snapshot.draws():
+                return None
+        return total
+
     def _share(self, at: int, count: int, is_reversed: bool) -> float:
         step = self._step
-        samples = step._part(self._first + at, count)
+        samples = step._part(at, count)
         samples = tree_map_only(torch.Tensor, torch.Tensor.clone, samples)
         if is_reversed:
             samples = in_reverse(samples, count)
@@ -244,3 +329,13 @@ class _Comparison:
 def _relative(a: float, b: float) -> float:
     largest = max(abs(a), abs(b))
     return abs(a - b) / largest if largest else 0.0
+
+
+def _is_same(whole: float, parts: float, device: torch.device) -> Optional[bool]:
+    """None: they differ by what may be rounding."""
+    if not math.isfinite(whole):
+        return True  # it says nothing, and the Step's loss tells
+    difference = _relative(whole, parts)
+    if difference <= floors(False, device)[1]:
+        return True
+    return False if difference > tolerance(floors(True, device)[1], math.inf) else None

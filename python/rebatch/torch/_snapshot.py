@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 
-from rebatch.torch._state import functions_of, seed_generator
+from rebatch.torch._state import functions_of, is_same_state, seed_generator
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -269,18 +269,7 @@ class AllGenerators:
             sys.modules["numpy"].random.seed(seed)
 
     def is_at(self, states: list) -> bool:
-        return all(_is_same_state(a, b) for a, b in zip(self.states(), states))
-
-
-def _is_same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return repr(a) == repr(b)
-    return len(a) == len(b) and all(
-        (x == y) if isinstance(x, (tuple, str, int, float, type(None))) else bool((x == y).all())
-        for x, y in zip(a, b)
-    )
+        return all(is_same_state(a, b) for a, b in zip(self.states(), states))
 
 
 # ---- the snapshot ----

@@ -36,6 +36,18 @@ def seed_generator(generator: Any, seed: int) -> None:
         getattr(generator, "manual_seed" if hasattr(generator, "manual_seed") else "seed")(seed)
 
 
+def is_same_state(a: Any, b: Any) -> bool:
+    """Of two states of one generator."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return repr(a) == repr(b)
+    return len(a) == len(b) and all(
+        (x == y) if isinstance(x, (tuple, str, int, float, type(None))) else bool((x == y).all())
+        for x, y in zip(a, b)
+    )
+
+
 class Generators:
     """The states of the global generators of PyTorch, Python, and NumPy if the program has it, of
     those of some CUDA devices, and of others."""
@@ -56,6 +68,13 @@ class Generators:
         states = [(put, get()) for get, put in self._each()]
         devices = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
         self._states[point] = [states, devices]
+
+    def have_moved(self, point: int) -> bool:
+        """Whether numbers were drawn since save()."""
+        states, devices = self._states[point]
+        now = [get() for get, _ in self._each()]
+        now += [torch.cuda.get_rng_state(device) for device, _ in devices]
+        return not all(map(is_same_state, now, [s for _, s in states] + [s for _, s in devices]))
 
     def restore(self, point: int) -> None:
         states, devices = self._states[point]

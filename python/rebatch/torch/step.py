@@ -342,6 +342,7 @@ class Step:
         self._accumulated += count
 
     def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
+        loss = None
         try:
             if self._loss is None:
                 self._loss = self._zero_loss()
@@ -352,9 +353,11 @@ class Step:
                 lib.rebatch_mutating(self._session.rb)
                 self._accumulators.expose(is_added_to=True)
             self._update.backward(loss)
-            detached, extras = loss.detach(), kept(extras)
-            del loss
+            detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException:
+            if loss is not None and count == self._samples:
+                self._cuts.note_failed(self, loss)
+                loss = None
             self._accumulators.clear()
             self._audit.put_back(c.GuardPoint.ATTEMPT)
             raise
@@ -424,6 +427,7 @@ class Step:
         self._samples = self._cut.length(batch)
         self._batch = batch
         self._accumulated, self._is_applied = 0, False
+        self._cuts.begin()
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
         try:
@@ -464,7 +468,7 @@ class Step:
             if not status and self._is_applied:
                 self._finish_step(filled)
             session.raise_failure(status)
-            self._cuts.compare(self, filled.microbatches)
+            self._cuts.compare(self, filled)
         except BaseException:
             if not self._is_applied:
                 self._accumulators.restore_earlier()
