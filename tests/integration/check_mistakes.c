@@ -6,7 +6,7 @@
 
 #include <criterion/criterion.h>
 
-#include "rebatch/rebatch.h"
+#include "check_common.h"
 
 #define KIB(n) ((size_t)(n) << 10)
 #define MIB(n) ((size_t)(n) << 20)
@@ -84,17 +84,6 @@ static bool is(const struct trainer *t, enum mistake mistake)
     return t->mistake == mistake;
 }
 
-static float input(size_t sample, size_t parameter)
-{
-    return (float)((sample * 37 + parameter * 11) % 101) / 101;
-}
-
-static float random_of(uint64_t *state)
-{
-    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (float)(*state >> 40) / (float)(1 << 24);
-}
-
 static rebatch_status zero_grad(void *user)
 {
     struct trainer *t = user;
@@ -119,14 +108,6 @@ static rebatch_status zero_grad(void *user)
 
 /* ---- forward_backward ---- */
 
-static rebatch_status alloc(float **out, const rebatch_microbatch *mb, size_t bytes)
-{
-    void *memory = NULL;
-    const rebatch_status status = rebatch_pool_alloc(&memory, mb->pool, bytes, mb->stream, 0);
-    *out = memory;
-    return status;
-}
-
 static size_t sample_of(struct trainer *t, const rebatch_microbatch *mb, size_t i)
 {
     if (is(t, READS_WITH_A_CURSOR) || is(t, READS_WITH_A_CURSOR_THAT_IS_NEVER_SET_BACK))
@@ -141,9 +122,9 @@ static void forward(struct trainer *t, const rebatch_microbatch *mb, float *hidd
     uint64_t counted = ++t->calls;
     for (size_t i = 0; i < mb->count; i++) {
         const size_t sample = sample_of(t, mb, i);
-        float sum = random_of(is_counted ? &counted : &t->rng);
+        float sum = check_random(is_counted ? &counted : &t->rng);
         for (size_t p = 0; p < PARAMETERS; p++)
-            sum += t->weights[p] * input(sample, p);
+            sum += t->weights[p] * check_input(sample, p);
         hidden[i] = sum;
         t->running += 0.1 * ((double)sum - t->running);
         t->pool_running[0] += 0.1f * (sum - t->pool_running[0]);
@@ -179,7 +160,7 @@ static float labelled(const struct trainer *t, const rebatch_microbatch *mb)
     float sum = 0;
     for (size_t i = 0; i < mb->count; i++)
         if ((mb->first + i) % 4 == 0) {
-            sum += input(mb->first + i, 3);
+            sum += check_input(mb->first + i, 3);
             count++;
         }
     if (is(t, NONE_LABELLED_IS_NO_NUMBER) || count > 0)
@@ -199,7 +180,8 @@ static void accumulate(struct trainer *t, const rebatch_microbatch *mb, const fl
         memset(t->gradient, 0, FEATURE_BYTES);
     for (size_t i = from; i < to; i++) {
         for (size_t p = 0; p < PARAMETERS; p++)
-            t->gradient[p] += weight * (hidden[i] - mean) * input(mb->first + i, p) * scale[p];
+            t->gradient[p] +=
+                weight * (hidden[i] - mean) * check_input(mb->first + i, p) * scale[p];
         t->loss += (double)(weight * hidden[i]);
     }
     t->gradient[0] += labelled(t, mb);
@@ -240,22 +222,22 @@ static rebatch_status make_kept(struct trainer *t, const rebatch_microbatch *mb)
     float *left;
     const bool is_new = !t->kept;
     if (is_new)
-        status = alloc(&t->kept, mb, FEATURE_BYTES);
+        status = check_alloc(&t->kept, mb, FEATURE_BYTES);
     for (size_t p = 0; p < PARAMETERS && !status; p++)
         if (is_new || !is(t, READS_WHAT_WAS_TAKEN_BACK))
             t->kept[p] = 1;
     if (!status && is(t, BUFFER_OF_THE_FIRST_MICRO_BATCH) && !t->buffer)
-        status = alloc(&t->buffer, mb, mb->count * KIB(4));
+        status = check_alloc(&t->buffer, mb, mb->count * KIB(4));
     if (!status && is(t, LEAKS_A_BLOCK_A_MICRO_BATCH))
-        status = alloc(&left, mb, KIB(1));
+        status = check_alloc(&left, mb, KIB(1));
     return status;
 }
 
 static rebatch_status make_scale(struct trainer *t, const rebatch_microbatch *mb, float **scale)
 {
-    rebatch_status status = alloc(scale, mb, KIB(16));
+    rebatch_status status = check_alloc(scale, mb, KIB(16));
     if (status && is(t, COPES_WITH_AN_OOM))
-        status = alloc(scale, mb, FEATURE_BYTES);
+        status = check_alloc(scale, mb, FEATURE_BYTES);
     if (status)
         return status;
     for (size_t p = 0; p < PARAMETERS && !is(t, READS_NEW_MEMORY); p++)
@@ -282,7 +264,7 @@ static rebatch_status run(struct trainer *t, const rebatch_microbatch *mb)
     if (!status)
         status = run_helper(t);
     if (!status)
-        status = alloc(&memory, mb, mb->count * KIB(4));
+        status = check_alloc(&memory, mb, mb->count * KIB(4));
     if (status)
         return status;
     hidden = is(t, BUFFER_OF_THE_FIRST_MICRO_BATCH) ? t->buffer : memory;
@@ -406,7 +388,7 @@ static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_b
     t->gradient = is_host ? t->own_gradient : make(t, FEATURE_BYTES);
     t->pool_running = make(t, 64);
     for (size_t p = 0; p < PARAMETERS; p++)
-        t->weights[p] = input(5, p);
+        t->weights[p] = check_input(5, p);
     guard_all(t);
     watch_all(t);
 }
@@ -415,22 +397,6 @@ static void close_trainer(struct trainer *t)
 {
     rebatch_close(t->rb);
     rebatch_device_close(t->device);
-}
-
-static const rebatch_finding *find(const rebatch_check_report *report, rebatch_finding_kind kind,
-                                   const char *name)
-{
-    for (size_t i = 0; i < report->finding_count; i++)
-        if (report->findings[i].kind == kind && strcmp(report->findings[i].name, name) == 0)
-            return &report->findings[i];
-    return NULL;
-}
-
-static const char *all_texts(const rebatch_check_report *report)
-{
-    static char text[16384];
-    (void)rebatch_check_format(text, sizeof text, report);
-    return text;
 }
 
 /* ---- what is said ---- */
@@ -528,14 +494,14 @@ Test(check_mistakes, each_is_found_and_named_once)
         rebatch_check_report report;
         open_trainer(&t, cases[i].mistake, 0);
         const rebatch_status status = rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report);
-        const rebatch_finding *finding = find(&report, cases[i].kind, cases[i].name);
+        const rebatch_finding *finding = check_find(&report, cases[i].kind, cases[i].name);
         cr_expect(finding && strstr(finding->text, cases[i].says), "of mistake %d it says:\n%s",
-                  (int)cases[i].mistake, all_texts(&report));
+                  (int)cases[i].mistake, check_texts(&report));
         const bool is_mistake = finding && finding->is_mistake;
         cr_expect_eq(status, is_mistake ? REBATCH_E_STATE : REBATCH_OK, "mistake %d:\n%s",
-                     (int)cases[i].mistake, all_texts(&report));
+                     (int)cases[i].mistake, check_texts(&report));
         cr_expect_eq(report.mistakes, is_mistake, "of mistake %d it says more:\n%s",
-                     (int)cases[i].mistake, all_texts(&report));
+                     (int)cases[i].mistake, check_texts(&report));
         cr_expect_eq(status, report.status);
         cr_expect_eq(t.updates, 0);
         close_trainer(&t);
@@ -550,11 +516,11 @@ Test(check_mistakes, an_oom_that_is_swallowed_under_a_cap_is_found)
     rebatch_check_report report;
     open_trainer(&t, SWALLOWS_AN_OOM, KIB(112));
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE, "%s",
-                 all_texts(&report));
-    const rebatch_finding *finding = find(&report, REBATCH_FINDING_SWALLOWED, "gradient");
+                 check_texts(&report));
+    const rebatch_finding *finding = check_find(&report, REBATCH_FINDING_SWALLOWED, "gradient");
     cr_expect(finding && strstr(finding->text, "fails for want of memory"), "%s",
-              all_texts(&report));
-    cr_expect_eq(report.mistakes, 1, "%s", all_texts(&report));
+              check_texts(&report));
+    cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
     close_trainer(&t);
 }
 
@@ -586,7 +552,7 @@ static rebatch_status sum_up(const rebatch_microbatch *mb, void *user)
     if (status)
         return status;
     for (size_t i = 0; i < mb->count; i++)
-        s->batch[i] = input(mb->first + i, 0);
+        s->batch[i] = check_input(mb->first + i, 0);
     rebatch_mutating(s->rb);
     for (size_t i = 0; i < mb->count; i++)
         s->sum += (double)s->batch[i] / (double)mb->batch;
@@ -618,8 +584,8 @@ Test(check_mistakes, what_comes_and_goes_and_what_is_scratch_is_no_result)
     cr_assert_eq(rebatch_watch(t.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64),
                  REBATCH_OK);
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &s, NULL, &report), REBATCH_OK, "%s",
-                 all_texts(&report));
-    cr_expect_eq(report.mistakes, 0, "%s", all_texts(&report));
+                 check_texts(&report));
+    cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
     close_trainer(&t);
 }
 
@@ -633,11 +599,11 @@ Test(check_mistakes, a_trainer_without_one_has_none)
         rebatch_check_report report;
         open_trainer(&t, NONE, limits[i]);
         cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
-                     all_texts(&report));
-        cr_expect_eq(report.mistakes, 0, "%s", all_texts(&report));
+                     check_texts(&report));
+        cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
         for (size_t k = 0; k < report.finding_count; k++)
             cr_expect_eq(report.findings[k].kind, REBATCH_FINDING_ROUNDING, "%s",
-                         all_texts(&report));
+                         check_texts(&report));
         cr_expect_eq(report.micro == BATCH, limits[i] == 0);
         close_trainer(&t);
     }

@@ -7,7 +7,7 @@
 
 #include <criterion/criterion.h>
 
-#include "rebatch/rebatch.h"
+#include "check_common.h"
 
 #define MIB(n) ((size_t)(n) << 20)
 #define BATCH 32
@@ -300,13 +300,6 @@ static rebatch_status check(rebatch_check_report *report, enum precision precisi
     return status;
 }
 
-static const char *text_of(const rebatch_check_report *report)
-{
-    static char text[16384];
-    (void)rebatch_check_format(text, sizeof text, report);
-    return text;
-}
-
 static const char *const precisions[] = {"float", "TF32", "bfloat16 with float gradients",
                                          "bfloat16"};
 
@@ -320,7 +313,7 @@ Test(check_rounding, a_network_without_a_mistake_has_none_in_any_precision)
             for (uint64_t seed = 1; seed <= 40; seed++)
                 cr_expect_eq(check(&report, precision, none[i], seed), REBATCH_OK,
                              "%s, %d, seed %ju:\n%s", precisions[precision], (int)none[i],
-                             (uintmax_t)seed, text_of(&report));
+                             (uintmax_t)seed, check_texts(&report));
 }
 
 /* Seeds 1 to 10. */
@@ -334,8 +327,9 @@ Test(check_rounding, a_mistake_is_told_from_rounding_in_any_precision)
             for (uint64_t seed = 1; seed <= 10; seed++) {
                 cr_expect_eq(check(&report, precision, mistakes[i], seed), REBATCH_E_STATE,
                              "%s, %d, seed %ju:\n%s", precisions[precision], (int)mistakes[i],
-                             (uintmax_t)seed, text_of(&report));
-                cr_expect_eq(report.findings[0].kind, REBATCH_FINDING_CUT, "%s", text_of(&report));
-                cr_expect_eq(report.mistakes, 1, "%s", text_of(&report));
+                             (uintmax_t)seed, check_texts(&report));
+                cr_expect_eq(report.findings[0].kind, REBATCH_FINDING_CUT, "%s",
+                             check_texts(&report));
+                cr_expect_eq(report.mistakes, 1, "%s", check_texts(&report));
             }
 }

@@ -8,7 +8,7 @@
 
 #include <criterion/criterion.h>
 
-#include "rebatch/rebatch.h"
+#include "check_common.h"
 
 #define KIB(n) ((size_t)(n) << 10)
 #define MIB(n) ((size_t)(n) << 20)
@@ -31,17 +31,6 @@ struct trainer {
     size_t retries;
 };
 
-static float input(size_t sample, size_t parameter)
-{
-    return (float)((sample * 37 + parameter * 11) % 101) / 101;
-}
-
-static float noise(struct trainer *t)
-{
-    t->rng = t->rng * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (float)(t->rng >> 40) / (float)(1 << 24);
-}
-
 static rebatch_status zero_grad(void *user)
 {
     struct trainer *t = user;
@@ -53,14 +42,14 @@ static rebatch_status zero_grad(void *user)
 static void update_running(struct trainer *t, const rebatch_microbatch *mb)
 {
     for (size_t i = 0; i < mb->count; i++)
-        t->running += 0.1f * (input(mb->first + i, 0) - t->running);
+        t->running += 0.1f * (check_input(mb->first + i, 0) - t->running);
 }
 
 /* Activations of a micro-batch. */
 static void forward(struct trainer *t, const rebatch_microbatch *mb, float *hidden)
 {
     for (size_t i = 0; i < mb->count; i++)
-        hidden[i] = input(mb->first + i, 1) + noise(t);
+        hidden[i] = check_input(mb->first + i, 1) + check_random(&t->rng);
 }
 
 static void accumulate(struct trainer *t, const rebatch_microbatch *mb, const float *hidden,
@@ -69,17 +58,9 @@ static void accumulate(struct trainer *t, const rebatch_microbatch *mb, const fl
     const float weight = t->mistake == NO_WEIGHT ? 1 : 1 / (float)mb->batch;
     for (size_t i = 0; i < mb->count; i++)
         for (size_t p = 0; p < PARAMETERS; p++) {
-            t->gradient[p] += weight * hidden[i] * input(mb->first + i, p) * scale[p];
+            t->gradient[p] += weight * hidden[i] * check_input(mb->first + i, p) * scale[p];
             t->loss += (double)(weight * hidden[i]);
         }
-}
-
-static rebatch_status alloc(float **out, const rebatch_microbatch *mb, size_t bytes)
-{
-    void *memory = NULL;
-    const rebatch_status status = rebatch_pool_alloc(&memory, mb->pool, bytes, mb->stream, 0);
-    *out = memory;
-    return status;
 }
 
 /* Three allocations: what is kept, activations, scales. */
@@ -89,19 +70,19 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     float *hidden, *scale;
     rebatch_status status = REBATCH_OK;
     if (!t->kept)
-        status = alloc(&t->kept, mb, PARAMETERS * sizeof(float));
+        status = check_alloc(&t->kept, mb, PARAMETERS * sizeof(float));
     if (!status)
-        status = alloc(&hidden, mb, mb->count * KIB(4));
+        status = check_alloc(&hidden, mb, mb->count * KIB(4));
     if (status)
         return status;
     for (size_t p = 0; p < PARAMETERS; p++)
         t->kept[p] = 1;
     update_running(t, mb);
     forward(t, mb, hidden);
-    status = alloc(&scale, mb, KIB(16));
+    status = check_alloc(&scale, mb, KIB(16));
     if (status && t->mistake == COPES_WITH_AN_OOM) {
         t->retries++;
-        status = alloc(&scale, mb, PARAMETERS * sizeof *scale);
+        status = check_alloc(&scale, mb, PARAMETERS * sizeof *scale);
     }
     if (status)
         return status;
@@ -166,28 +147,6 @@ static void close_trainer(struct trainer *t)
     rebatch_device_close(t->device);
 }
 
-static const rebatch_finding *find(const rebatch_check_report *report, rebatch_finding_kind kind,
-                                   const char *name)
-{
-    for (size_t i = 0; i < report->finding_count; i++)
-        if (report->findings[i].kind == kind && strcmp(report->findings[i].name, name) == 0)
-            return &report->findings[i];
-    return NULL;
-}
-
-static const char *all_texts(const rebatch_check_report *report)
-{
-    static char text[8192];
-    text[0] = '\0';
-    for (size_t i = 0; i < report->finding_count; i++) {
-        (void)strcat(text, rebatch_finding_name(report->findings[i].kind));
-        (void)strcat(text, ": ");
-        (void)strcat(text, report->findings[i].text);
-        (void)strcat(text, "\n");
-    }
-    return text;
-}
-
 Test(check_step, what_may_be_as_it_should_be_is_a_note)
 {
     const rebatch_step_ops ops = step_ops();
@@ -195,13 +154,13 @@ Test(check_step, what_may_be_as_it_should_be_is_a_note)
     rebatch_check_report report;
     open_trainer(&t, NO_WEIGHT, NULL);
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
-    const rebatch_finding *finding = find(&report, REBATCH_FINDING_WEIGHT, "");
-    cr_expect(finding && !finding->is_mistake, "%s", all_texts(&report));
+    const rebatch_finding *finding = check_find(&report, REBATCH_FINDING_WEIGHT, "");
+    cr_expect(finding && !finding->is_mistake, "%s", check_texts(&report));
     close_trainer(&t);
     open_trainer(&t, COPES_WITH_AN_OOM, NULL);
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
-    finding = find(&report, REBATCH_FINDING_COPED, "");
-    cr_expect(finding && !finding->is_mistake, "%s", all_texts(&report));
+    finding = check_find(&report, REBATCH_FINDING_COPED, "");
+    cr_expect(finding && !finding->is_mistake, "%s", check_texts(&report));
     cr_expect_gt(t.retries, 0);
     close_trainer(&t);
 }
@@ -214,8 +173,8 @@ static void check_is_clean(const rebatch_options *options, const rebatch_step_op
     rebatch_check_report report;
     open_trainer(&t, NONE, options);
     cr_expect_eq(rebatch_check(t.rb, ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
-                 all_texts(&report));
-    cr_expect_eq(report.finding_count, 0, "%s", all_texts(&report));
+                 check_texts(&report));
+    cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
     cr_expect_eq(report.watched, 3);
     cr_expect_eq(report.micro, rebatch_get_micro(t.rb, BATCH));
     cr_expect_eq(report.ooms, report.allocations);
@@ -258,8 +217,8 @@ Test(check_step, more_samples_than_fit_are_checked_at_the_size_that_fits)
     options.pool.limit_bytes = KIB(64);
     open_trainer(&t, NONE, &options);
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
-                 all_texts(&report));
-    cr_expect_eq(report.finding_count, 0, "%s", all_texts(&report));
+                 check_texts(&report));
+    cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
     cr_expect_lt(report.micro, BATCH);
     cr_expect_gt(report.ooms, 0);
     close_trainer(&t);
@@ -276,7 +235,7 @@ Test(check_step, where_nothing_fits_it_says_so)
     open_trainer(&t, NONE, &options);
     cr_assert_eq(rebatch_pool_alloc(&rest, rebatch_get_pool(t.rb), KIB(60), NULL, 0), REBATCH_OK);
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_EXHAUSTED, "%s",
-                 all_texts(&report));
+                 check_texts(&report));
     close_trainer(&t);
 }
 
@@ -328,7 +287,8 @@ Test(check_step, bounds_hold_and_nothing_watched_is_said)
     float own[PARAMETERS];
     t.gradient = own;
     cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE);
-    cr_expect_not_null(find(&report, REBATCH_FINDING_UNCOMPARED, ""), "%s", all_texts(&report));
+    cr_expect_not_null(check_find(&report, REBATCH_FINDING_UNCOMPARED, ""), "%s",
+                       check_texts(&report));
     close_trainer(&t);
 }
 
