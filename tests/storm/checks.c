@@ -101,7 +101,10 @@ void storm_check_memory(struct storm *s, const char *where)
     rebatch_pool_stats stats;
     if (s->has_failed)
         return;
-    const uint64_t held = storm_held(s, where) + s->other_bytes;
+    const uint64_t buffers = storm_buffers_held(s, &s->buffers) +
+                             storm_buffers_held(s, &s->map_buffers) +
+                             storm_buffers_held(s, &s->neighbour.buffers);
+    const uint64_t held = storm_held(s, where) + buffers + s->other_bytes;
     (void)rebatch_pool_get_stats(&stats, s->pool);
     if (!s->has_failed && !s->is_probing && stats.live_bytes - stats.deferred_bytes != held)
         storm_fail(s,

@@ -98,7 +98,7 @@ static rebatch_status fail_as(struct storm *s, const struct storm_fault *fault,
     const rebatch_status status = own ? STORM_STATUS : REBATCH_OOM;
     if (fault->manner == STORM_POOL && storm_alloc(s, STORM_IMPOSSIBLE_BYTES))
         storm_fail(s, "the pool gave what there is not");
-    if (callback == STORM_LIGHTEN)
+    if (callback == STORM_LIGHTEN || callback == STORM_RESIZE)
         storm_memory_leave(s);
     else
         (void)conclude(s, callback, has_mutated, 0, status);
@@ -137,6 +137,8 @@ static void begin(struct storm *s, enum storm_callback callback, const rebatch_m
                          is_zero ? s->running_at_step : s->running_at_callback, names[callback]);
         storm_check_waiting(s, names[callback]);
     }
+    if (s->plan.has_resize)
+        storm_buffers_check(s, &s->buffers, mb ? mb->count : 0, names[callback]);
     storm_check_memory(s, names[callback]);
     move_room(s);
 }
@@ -390,11 +392,18 @@ static rebatch_status optimizer_step(void *user)
     const size_t index = storm_update_index(s->step);
     const double entry =
         needs_cache(s, 2) ? storm_cache_look_up(s, 2, index) : storm_entry(2, index);
+    const size_t late = s->plan.update_bytes / 2;
+    const bool is_reserved = s->plan.reserves && late;
+    if (is_reserved && rebatch_reserve(s->rb, storm_rounded(late)))
+        return conclude(s, STORM_UPDATE, false, 0, REBATCH_OOM);
     const bool has_mutated = mutate(s);
     change(s, entry, 0, STORM_PARAMETERS / 2);
-    const size_t late = s->plan.update_bytes / 2;
-    if (late && !s->plan.reserves && !storm_temp(s, late))
+    if (late && !storm_temp(s, late)) {
+        if (is_reserved && s->plan.options.pool.caching != REBATCH_OFF &&
+            s->plan.options.pool.rounding_divisions == 0)
+            storm_fail(s, "an update was torn that had reserved its memory");
         return conclude(s, STORM_UPDATE, has_mutated, 0, REBATCH_OOM);
+    }
     if (fault)
         return fail_as(s, fault, STORM_UPDATE, has_mutated);
     change(s, entry, STORM_PARAMETERS / 2, STORM_PARAMETERS);
@@ -485,6 +494,45 @@ static rebatch_status lighten(unsigned level, void *user)
     return REBATCH_OK;
 }
 
+/* ---- resize ---- */
+
+static rebatch_status resize(size_t samples, void *user)
+{
+    struct storm *const s = user;
+    s->map_buffers.are_there = false; /* those of a map give way */
+    s->calls[STORM_RESIZE]++;
+    s->counts->resized++;
+    s->temp_count = 0;
+    s->samples = NULL;
+    s->buffers.are_there = false; /* taken back */
+    memset(s->is_pinned, 0, sizeof s->is_pinned);
+    storm_say(s, "  resize to %zu", samples);
+    if (samples == 0 || samples > 2 * STORM_BATCH_MOST)
+        storm_fail(s, "resize is to make buffers for %zu samples", samples);
+    storm_check_memory(s, "resize");
+    move_room(s);
+    const struct storm_fault *const fault = due(s, STORM_RESIZE, samples);
+    const bool fails = fault && fault->manner != STORM_SWALLOW;
+    if (fails && (fault->manner == STORM_OWN || fault->manner == STORM_OWN_ESCAPE))
+        s->has_answered_own |= !s->is_updated;
+    if (fails && !fault->is_late)
+        return fail_as(s, fault, STORM_RESIZE, false);
+    const bool is_made = storm_buffers_make(s, &s->buffers, samples);
+    s->buffers.are_there = is_made && !fault;
+    if (!is_made)
+        return REBATCH_OOM;
+    return fails ? fail_as(s, fault, STORM_RESIZE, false) : fault ? swallow(s) : REBATCH_OK;
+}
+
+rebatch_status storm_map_resize(size_t samples, void *user)
+{
+    struct storm *const s = user;
+    s->buffers.are_there = s->map_buffers.are_there = false; /* those of the step give way */
+    storm_say(s, "  resize of a map to %zu", samples);
+    storm_check_memory(s, "resize of a map");
+    return storm_buffers_make(s, &s->map_buffers, samples) ? REBATCH_OK : REBATCH_OOM;
+}
+
 /* ---- the table ---- */
 
 /* Right, or a wrong one that only costs OOMs; never falling with the samples. */
@@ -521,5 +569,6 @@ rebatch_step_ops storm_model_ops(const struct storm_plan *plan)
                               .optimizer_step = optimizer_step,
                               .lighten = plan->levels ? lighten : NULL,
                               .flags = plan->has_flag ? REBATCH_DECLARES_MUTATION : 0,
-                              .cost = plan->has_cost ? cost : NULL};
+                              .cost = plan->has_cost ? cost : NULL,
+                              .resize = plan->has_resize ? resize : NULL};
 }

@@ -153,16 +153,22 @@ void storm_plan_draw(struct storm_plan *p, uint64_t *dice)
     p->checks = p->reclaims && storm_one_in(dice, 12) ? (unsigned)storm_between(dice, 2, 5) : 0;
     p->maps = storm_one_in(dice, 4) ? (unsigned)storm_between(dice, 1, 5) : 0;
     p->limits = storm_one_in(dice, 4) ? (unsigned)storm_between(dice, 1, 5) : 0;
+    p->has_resize = p->reclaims && !p->has_cost && storm_one_in(dice, 2);
+    p->guards_buffers = storm_one_in(dice, 2);
+    p->has_neighbour = storm_one_in(dice, 4);
+    p->source = storm_one_in(dice, 3) ? (enum storm_source)storm_below(dice, STORM_SOURCES)
+                                      : STORM_FROM_OPTIONS;
 }
 
 /* ---- a step ---- */
 
-static void draw_fault(struct storm_fault *f, uint64_t *dice)
+static void draw_fault(struct storm_fault *f, bool has_resize, uint64_t *dice)
 {
     static const enum storm_callback callbacks[] = {STORM_FORWARD, STORM_FORWARD, STORM_FORWARD,
-                                                    STORM_ZERO,    STORM_UPDATE,  STORM_LIGHTEN};
+                                                    STORM_ZERO,    STORM_UPDATE,  STORM_LIGHTEN,
+                                                    STORM_RESIZE,  STORM_RESIZE};
     memset(f, 0, sizeof *f);
-    f->callback = callbacks[storm_below(dice, 6)];
+    f->callback = callbacks[storm_below(dice, has_resize ? 8 : 6)];
     f->nth = (uint32_t)storm_between(dice, 1, f->callback == STORM_FORWARD ? 10 : 2);
     f->times = storm_one_in(dice, 12) ? UINT32_MAX : (uint32_t)storm_between(dice, 1, 3);
     f->more_than = storm_one_in(dice, 3) ? storm_below(dice, 20) : 0;
@@ -199,7 +205,7 @@ void storm_plan_step(struct storm *s)
     if (has_faults && !storm_one_in(dice, 3)) {
         s->fault_count = storm_between(dice, 1, 3);
         for (size_t i = 0; i < s->fault_count; i++)
-            draw_fault(&s->faults[i], dice);
+            draw_fault(&s->faults[i], s->plan.has_resize, dice);
     }
     if (has_faults && storm_one_in(dice, 4))
         arm_device(s);

@@ -13,6 +13,7 @@
 #define STORM_SPARES 3
 #define STORM_TEMPS 64
 #define STORM_FAULTS 4
+#define STORM_BUFFERS 2
 #define STORM_LEVELS 3
 /* More than the device has ever: no rung of the pool's ladder can serve it. */
 #define STORM_IMPOSSIBLE_BYTES ((size_t)1 << 30)
@@ -63,7 +64,33 @@ void storm_reference_step(struct storm_numbers *numbers, uint64_t step, size_t b
 
 /* ---- what is drawn (plan.c) ---- */
 
-enum storm_callback { STORM_ZERO, STORM_FORWARD, STORM_UPDATE, STORM_LIGHTEN, STORM_CALLBACKS };
+enum storm_callback {
+    STORM_ZERO,
+    STORM_FORWARD,
+    STORM_UPDATE,
+    STORM_LIGHTEN,
+    STORM_RESIZE,
+    STORM_CALLBACKS
+};
+
+/* When a resize frees its old buffers: not at all, all of them first, each before or after the new
+ * one is made. */
+enum storm_frees {
+    STORM_FREES_NOTHING,
+    STORM_FREES_FIRST,
+    STORM_FREES_BEFORE,
+    STORM_FREES_AFTER,
+    STORM_FREES
+};
+
+/* Where the limits on the size are. */
+enum storm_source {
+    STORM_FROM_OPTIONS,
+    STORM_FROM_FILE,
+    STORM_FROM_VARIABLES,
+    STORM_FROM_BOTH, /* the variables hold */
+    STORM_SOURCES
+};
 
 enum storm_manner {
     STORM_RETURN,  /* answers REBATCH_OOM */
@@ -106,6 +133,8 @@ struct storm_plan {
     unsigned checks;  /* the same of a check */
     unsigned maps;    /* the same of rebatch_map() */
     unsigned limits;  /* the same of another limit on the pool */
+    bool has_resize, guards_buffers, has_neighbour;
+    enum storm_source source;
 };
 
 struct storm;
@@ -143,6 +172,25 @@ struct storm_keep {
     uint64_t level;
 };
 
+/* What a resize has made. */
+struct storm_buffers {
+    void *blocks[STORM_BUFFERS]; /* may be guarded */
+    size_t bytes[STORM_BUFFERS];
+    size_t samples;
+    uint64_t salt, made; /* of what is written into them; calls */
+    enum storm_frees manner;
+    bool is_backwards; /* the last one is made first */
+    bool are_there;
+};
+
+/* Another session on the pool (neighbour.c). */
+struct storm_neighbour {
+    rebatch *rb; /* NULL: there is none */
+    struct storm_buffers buffers;
+    uint64_t dice;
+    size_t batch, next;
+};
+
 /* The program, and what is known of how it should be. */
 struct storm {
     uint64_t seed, dice;
@@ -154,6 +202,8 @@ struct storm {
     rebatch *rb;
     rebatch_pool *pool;
     rebatch_step_ops ops;
+    struct storm_neighbour neighbour;
+    char settings[32]; /* name of a file */
 
     /* the program's state */
     struct storm_keep keep;
@@ -165,6 +215,9 @@ struct storm {
     size_t temp_bytes[STORM_TEMPS];
     size_t temp_count;
     struct storm_sample *samples; /* of the micro-batch that runs; NULL: none */
+    struct storm_buffers buffers, map_buffers;
+    struct storm_buffers *of_map; /* that the map which runs has; NULL: none */
+    size_t map_next;              /* its next sample */
 
     /* the step */
     uint64_t step, lengths;
@@ -218,6 +271,32 @@ double storm_cache_look_up(struct storm *s, size_t cache, size_t index);
 /* The pressure callback. */
 size_t storm_give_up(size_t wanted_bytes, void *user);
 
+/* ---- buffers of a size (buffers.c) ---- */
+
+/* What a resize does. False: there is no memory. */
+bool storm_buffers_make(struct storm *s, struct storm_buffers *b, size_t samples);
+/* They are there, with their contents, for so many samples. */
+void storm_buffers_check(struct storm *s, const struct storm_buffers *b, size_t samples,
+                         const char *where);
+/* Bytes of those that are there. */
+uint64_t storm_buffers_held(struct storm *s, const struct storm_buffers *b);
+/* After a call that may have taken them back. */
+void storm_buffers_find(struct storm *s, struct storm_buffers *b);
+/* The resize of a map that has buffers of its own. */
+rebatch_status storm_map_resize(size_t samples, void *user);
+
+/* ---- another session on the pool (neighbour.c) ---- */
+
+void storm_neighbour_open(struct storm *s);
+void storm_neighbour_step(struct storm *s);
+void storm_neighbour_close(struct storm *s);
+
+/* ---- where limits come from (settings.c) ---- */
+
+/* Gives the options to open the session with, so that those of the plan hold. */
+rebatch_options storm_settings_set(struct storm *s);
+void storm_settings_clear(struct storm *s);
+
 /* ---- what must hold (checks.c) ---- */
 
 /* Notes the first thing that is wrong. */
@@ -260,6 +339,8 @@ bool storm_same_bits(const double *a, const double *b, size_t count);
     X(probes)                                                                                      \
     X(checks)                                                                                      \
     X(maps)                                                                                        \
+    X(resized)                                                                                     \
+    X(beside)                                                                                      \
     X(recovery_steps)
 
 struct storm_counts {

@@ -32,6 +32,8 @@ static void set_guards(struct storm *s)
 {
     struct storm_keep *const keep = &s->keep;
     guard(s, s->running, sizeof *s->running, REBATCH_GUARD_DEVICE);
+    if (s->plan.guards_buffers)
+        guard(s, s->buffers.blocks, sizeof s->buffers.blocks, REBATCH_GUARD_HOST);
     if (!s->plan.reclaims) { /* what points to blocks is the program's own affair */
         guard(s, &keep->rng, sizeof keep->rng, REBATCH_GUARD_HOST);
         guard(s, keep->spares, sizeof keep->spares, REBATCH_GUARD_HOST);
@@ -54,6 +56,21 @@ static void set_guards(struct storm *s)
     guard(s, &keep->level, sizeof keep->level, REBATCH_GUARD_HOST);
 }
 
+/* Two sessions on one pool have one that is there. */
+static bool open_on_pool(struct storm *s)
+{
+    rebatch_options given = storm_settings_set(s);
+    bool is_open = true;
+    if (s->plan.has_neighbour) {
+        given.pool = (rebatch_pool_options){0};
+        is_open = rebatch_pool_create(&s->pool, s->device, &s->plan.options.pool) == REBATCH_OK;
+        given.existing_pool = s->pool;
+    }
+    is_open = is_open && rebatch_open(&s->rb, s->device, &given) == REBATCH_OK;
+    storm_settings_clear(s);
+    return is_open;
+}
+
 static bool open_session(struct storm *s)
 {
     rebatch_options *const o = &s->plan.options;
@@ -61,14 +78,19 @@ static bool open_session(struct storm *s)
     o->on_event = on_event;
     o->on_event_user = s;
     if (rebatch_device_open_host(&s->host, STORM_PLENTY_BYTES, &host) != REBATCH_OK ||
-        rebatch_device_open_fault(&s->device, s->host, NULL) != REBATCH_OK ||
-        rebatch_open(&s->rb, s->device, o) != REBATCH_OK) {
+        rebatch_device_open_fault(&s->device, s->host, NULL) != REBATCH_OK || !open_on_pool(s)) {
         storm_fail(s, "cannot open: %s", rebatch_last_error());
         return false;
     }
     s->pool = rebatch_get_pool(s->rb);
     s->ops = storm_model_ops(&s->plan);
-    return true;
+    s->buffers.salt = storm_hash(s->seed, 6000);
+    s->map_buffers.salt = storm_hash(s->seed, 6001);
+    s->buffers.manner = (enum storm_frees)storm_below(&s->dice, STORM_FREES);
+    s->map_buffers.manner = (enum storm_frees)storm_below(&s->dice, STORM_FREES);
+    s->buffers.is_backwards = storm_one_in(&s->dice, 2);
+    storm_neighbour_open(s);
+    return !s->has_failed;
 }
 
 static bool make_model(struct storm *s)
@@ -97,10 +119,29 @@ static bool make_model(struct storm *s)
     return !s->has_failed;
 }
 
+/* What the program still holds goes with the pool; guards and buffers of the session are gone. */
+static void check_closed(struct storm *s)
+{
+    rebatch_pool_stats stats;
+    (void)rebatch_pool_get_stats(&stats, s->pool);
+    const uint64_t held =
+        storm_held(s, "after closing") + storm_buffers_held(s, &s->neighbour.buffers);
+    if (!s->has_failed && stats.live_bytes > held + s->other_bytes)
+        storm_fail(s, "after closing: %" PRIu64 " bytes live, of them %" PRIu64 " the program's",
+                   stats.live_bytes, held + s->other_bytes);
+}
+
 static void close_session(struct storm *s)
 {
     rebatch_memory_info info = {0};
     rebatch_close(s->rb);
+    s->buffers.are_there = s->map_buffers.are_there = false;
+    if (s->plan.has_neighbour) {
+        storm_buffers_find(s, &s->neighbour.buffers);
+        check_closed(s);
+        storm_neighbour_close(s);
+        rebatch_pool_destroy(s->pool);
+    }
     (void)rebatch_device_memory(s->host, &info);
     if (info.used_bytes)
         storm_fail(s, "%zu bytes were not given back to the device", info.used_bytes);
@@ -185,6 +226,13 @@ static void disarm(struct storm *s)
     (void)rebatch_fault_arm(s->device, NULL);
 }
 
+/* After a call of the session. */
+static void find_buffers(struct storm *s)
+{
+    storm_buffers_find(s, &s->buffers);
+    storm_buffers_find(s, &s->map_buffers);
+}
+
 static void probe(struct storm *s)
 {
     rebatch_probe_options options = REBATCH_PROBE_OPTIONS_INIT;
@@ -198,6 +246,7 @@ static void probe(struct storm *s)
     const rebatch_status status = rebatch_probe(s->rb, &s->ops, s->batch, s, &options, &report);
     s->is_probing = false;
     disarm(s);
+    find_buffers(s);
     s->counts->probes++;
     storm_say(s, "  probe: %s, %zu", rebatch_status_name(status), report.size);
     if (status != REBATCH_OK && status != REBATCH_E_EXHAUSTED && status != STORM_STATUS)
@@ -227,6 +276,7 @@ static void check(struct storm *s)
         storm_fail(s, "a watch was refused: %s", rebatch_last_error());
     const rebatch_status status = rebatch_check(s->rb, &s->ops, s->batch, s, &options, &report);
     s->is_probing = s->is_checked = s->is_calm = false;
+    find_buffers(s);
     s->counts->checks++;
     if (status != REBATCH_OK)
         storm_fail(s, "the check answered %s: %s", rebatch_status_name(status),
@@ -239,18 +289,15 @@ static void check(struct storm *s)
     storm_check_memory(s, "after a check");
 }
 
-/* Sums up sample numbers, in memory of its own. */
-struct evaluation {
-    struct storm *storm;
-    size_t next; /* sample */
-};
-
 static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
 {
-    struct evaluation *const e = user;
-    struct storm *const s = e->storm;
-    if (mb->first != e->next || mb->count == 0 || mb->first + mb->count > mb->batch)
-        storm_fail(s, "samples [%zu, +%zu) of a map come after %zu", mb->first, mb->count, e->next);
+    struct storm *const s = user;
+    if (mb->first != s->map_next || mb->count == 0 || mb->first + mb->count > mb->batch)
+        storm_fail(s, "samples [%zu, +%zu) of a map come after %zu", mb->first, mb->count,
+                   s->map_next);
+    if (s->of_map)
+        storm_buffers_check(s, s->of_map, mb->count, "a map");
+    storm_check_memory(s, "a map");
     char *const memory = storm_alloc(s, mb->count * s->plan.unit_bytes * 8);
     const bool fails = !memory || (!s->is_calm && storm_one_in(&s->dice, 9));
     if (fails && memory && !s->plan.reclaims)
@@ -258,26 +305,34 @@ static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
     if (fails)
         return REBATCH_OOM;
     memory[0] = 1;
-    e->next += mb->count;
+    s->map_next += mb->count;
     storm_free(s, memory);
     return REBATCH_OK;
 }
 
 static void map(struct storm *s)
 {
-    struct evaluation e = {.storm = s};
-    const rebatch_map_ops ops = {
+    rebatch_map_ops ops = {
         .struct_size = sizeof ops, .run = evaluate, .largest = storm_below(&s->dice, 9)};
+    s->map_next = 0;
+    s->of_map = NULL;
+    if (s->plan.reclaims && storm_one_in(&s->dice, 2)) {
+        const bool is_shared = s->plan.has_resize && storm_one_in(&s->dice, 2);
+        ops.resize = is_shared ? s->ops.resize : storm_map_resize;
+        s->of_map = is_shared ? &s->buffers : &s->map_buffers;
+    }
     const size_t count = storm_below(&s->dice, 100), micro = rebatch_get_micro(s->rb, s->batch);
     mark(s);
-    const rebatch_status status = rebatch_map(s->rb, &ops, count, &e, NULL);
+    const rebatch_status status = rebatch_map(s->rb, &ops, count, s, NULL);
     disarm(s);
+    find_buffers(s);
     s->counts->maps++;
     storm_say(s, "  map of %zu: %s", count, rebatch_status_name(status));
-    if (status != REBATCH_OK && status != REBATCH_E_EXHAUSTED)
+    if (status != REBATCH_OK && status != REBATCH_E_EXHAUSTED &&
+        !(status == STORM_STATUS && s->of_map == &s->buffers))
         storm_fail(s, "the map answered %s: %s", rebatch_status_name(status), rebatch_last_error());
-    if (status == REBATCH_OK && e.next != count)
-        storm_fail(s, "the map ran %zu samples of %zu", e.next, count);
+    if (status == REBATCH_OK && s->map_next != count)
+        storm_fail(s, "the map ran %zu samples of %zu", s->map_next, count);
     if (rebatch_get_micro(s->rb, s->batch) != micro)
         storm_fail(s, "a map has changed the size of steps");
     storm_check_keep(s, &s->at_step, s->running_at_step, "after a map");
@@ -357,6 +412,7 @@ static rebatch_status run_step(struct storm *s, rebatch_step_report *report)
     begin_step(s);
     const rebatch_status status = rebatch_step(s->rb, &s->ops, s->batch, s, report);
     disarm(s);
+    find_buffers(s);
     judge(s, report, status);
     return status;
 }
@@ -371,6 +427,7 @@ static void stormy_step(struct storm *s, uint32_t number)
         check(s);
     move_tenant(s);
     move_limit(s);
+    storm_neighbour_step(s);
     storm_plan_step(s);
     if (s->plan.probes && storm_one_in(&s->dice, s->plan.probes))
         probe(s);
