@@ -77,6 +77,8 @@ rebatch_status rbi_scope_commit_phase(struct rbi_scope_use *out, rebatch_pool *p
                                       rebatch_scope scope);
 /* The sequence from which on blocks are inside an open scope. */
 uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope);
+/* As rebatch_scope_rollback(), for who knows of it by itself: the recorder is not told. */
+rebatch_status rbi_scope_undo(rebatch_pool *pool, rebatch_scope scope);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
 /* Commits the innermost scope past the scopes of rbi_scope_begin_own() around it: what was freed in

@@ -363,7 +363,7 @@ void rbi_scope_free_blocks(rebatch_pool *pool, rebatch_scope scope)
     rbi_pool_give_lock(pool);
 }
 
-static void rollback_innermost(rebatch_pool *pool)
+static void rollback_innermost(rebatch_pool *pool, bool is_told)
 {
     struct rbi_scope *scope = innermost(pool);
     struct rbi_block *block;
@@ -372,13 +372,13 @@ static void rollback_innermost(rebatch_pool *pool)
         block->state = RBI_BLOCK_LIVE;
     }
     const uint64_t before = pool->stats.rolled_back_blocks;
-    drop_blocks(pool, scope, false);
+    drop_blocks(pool, scope, is_told);
     RBI_RECORD(pool, ROLLBACK, NULL, pool->stats.rolled_back_blocks - before, NULL, 0);
     close_innermost(pool);
     pool->stats.rollbacks++;
 }
 
-rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
+static rebatch_status roll_back(rebatch_pool *pool, rebatch_scope scope, bool is_told)
 {
     rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
@@ -393,12 +393,22 @@ rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
             if (observes && innermost(pool)->observes)
                 commit_innermost(pool);
             else
-                rollback_innermost(pool);
+                rollback_innermost(pool, is_told);
     } else {
         status = refuse_scope(scope);
     }
     rbi_pool_give_lock(pool);
     return status;
+}
+
+rebatch_status rebatch_scope_rollback(rebatch_pool *pool, rebatch_scope scope)
+{
+    return roll_back(pool, scope, true);
+}
+
+rebatch_status rbi_scope_undo(rebatch_pool *pool, rebatch_scope scope)
+{
+    return roll_back(pool, scope, false);
 }
 
 rebatch_status rbi_scope_get_extent(struct rbi_extent *out, rebatch_pool *pool, rebatch_scope scope)

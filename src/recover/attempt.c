@@ -301,7 +301,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     if (rb->report.torn)
         rbi_scope_commit_all(rb->pool, scope);
     else
-        (void)rebatch_scope_rollback(rb->pool, scope);
+        (void)rbi_scope_undo(rb->pool, scope);
     if (status == REBATCH_OOM) {
         note_failure(rb, phase, pool_failed ? &oom : NULL, is_measured ? &used : NULL);
         rb->failure.is_unexplained = !pool_failed && !is_told && rbi_is_on(rb->options.reclaim);

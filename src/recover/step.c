@@ -27,7 +27,7 @@ rebatch_status rbi_step_undo(rebatch *rb)
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
     if (rb->scope) /* else it was taken back before the failure that ends the step */
-        (void)rebatch_scope_rollback(rb->pool, rb->scope);
+        (void)rbi_scope_undo(rb->pool, rb->scope);
     rb->scope = 0;
     return rbi_guards_restore(rb, RBI_GUARD_STEP);
 }

@@ -32,6 +32,41 @@ Test(pool_scopes, a_rollback_takes_back_what_was_allocated_inside)
     rig_close(&rig);
 }
 
+struct told {
+    size_t allocations, frees;
+};
+
+static void note_call(void *user, enum rbi_pool_call call, const void *address, size_t bytes,
+                      rebatch_stream stream)
+{
+    struct told *const told = user;
+    (void)stream;
+    told->allocations += call == RBI_POOL_ALLOC && bytes;
+    told->frees += call == RBI_POOL_FREE && address;
+}
+
+/* Whoever counts what lives by the calls, as probes and checks do, is told of a program's rollback:
+ * that is within a callback, and not rebatch's doing. */
+Test(pool_scopes, the_recorder_is_told_of_what_a_rollback_takes_back)
+{
+    struct rig rig = rig_open(64, NULL);
+    struct told told = {0};
+    rbi_pool_set_recorder(rig.pool, &(struct rbi_pool_recorder){note_call, &told});
+    rebatch_scope scope = begin(rig.pool);
+    (void)take(rig.pool, PAGE);
+    give(rig.pool, take(rig.pool, 2 * KIB));
+    (void)take(rig.pool, 3 * KIB);
+    rollback(rig.pool, scope);
+    cr_assert_eq(told.allocations, 3);
+    cr_assert_eq(told.frees, 3, "%zu frees", told.frees);
+    scope = begin(rig.pool);
+    (void)take(rig.pool, PAGE);
+    cr_assert_eq(rbi_scope_undo(rig.pool, scope), REBATCH_OK);
+    cr_assert_eq(told.frees, 3);
+    rbi_pool_set_recorder(rig.pool, NULL);
+    rig_close(&rig);
+}
+
 /* The free of an older block waits for the commit: until then nobody else gets the memory. */
 Test(pool_scopes, the_free_of_an_older_block_waits_for_the_commit)
 {
