@@ -246,12 +246,12 @@ static void probe(struct storm *s)
     const rebatch_status status = rebatch_probe(s->rb, &s->ops, s->batch, s, &options, &report);
     s->is_probing = false;
     disarm(s);
-    find_buffers(s);
     s->counts->probes++;
     storm_say(s, "  probe: %s, %zu", rebatch_status_name(status), report.size);
     if (status != REBATCH_OK && status != REBATCH_E_EXHAUSTED && status != STORM_STATUS)
         storm_fail(s, "the probe answered %s: %s", rebatch_status_name(status),
                    rebatch_last_error());
+    find_buffers(s);
     storm_check_keep(s, &s->at_step, s->running_at_step, "after a probe");
     storm_check_memory(s, "after a probe");
 }
@@ -276,11 +276,11 @@ static void check(struct storm *s)
         storm_fail(s, "a watch was refused: %s", rebatch_last_error());
     const rebatch_status status = rebatch_check(s->rb, &s->ops, s->batch, s, &options, &report);
     s->is_probing = s->is_checked = s->is_calm = false;
-    find_buffers(s);
     s->counts->checks++;
     if (status != REBATCH_OK)
         storm_fail(s, "the check answered %s: %s", rebatch_status_name(status),
                    rebatch_last_error());
+    find_buffers(s);
     for (size_t i = 0; i < report.finding_count; i++)
         if (report.findings[i].kind != REBATCH_FINDING_COPED &&
             report.findings[i].kind != REBATCH_FINDING_WEIGHT) /* of few samples, by chance */
