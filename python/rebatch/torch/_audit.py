@@ -3,8 +3,8 @@
 Before each attempt the audit takes note of what the modules hold, by reference, and of the version
 of each tensor, which PyTorch increases when it is changed in place. Tensors that are known to
 change in place are copied: buffers, and whatever was seen to change in an attempt before. In the
-first step, where nothing is known, small tensors are copied too, and contents are compared, because
-a change through .data has no version."""
+first step, where nothing is known, small tensors are copied too, and contents are compared, but for
+those of trained parameters, because a change through .data has no version."""
 
 from __future__ import annotations
 

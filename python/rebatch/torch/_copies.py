@@ -125,24 +125,20 @@ def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
 
 
 def sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[int]]:
-    """What the bits of each tensor add up to, as integers, and the norms of parameters that have a
-    gradient: changes through .data increase no version. None where that cannot be known."""
-    by_kind: Dict[tuple, Dict[int, torch.Tensor]] = {}
+    """What the bits of each tensor add up to, as integers: changes through .data increase no
+    version. None where that cannot be known, and for trained parameters, which have versions
+    alone."""
+    by_device: Dict[torch.device, Dict[int, torch.Tensor]] = {}
     found: List[Optional[int]] = [None] * len(tensors)
     try:
-        strided = {i: t for i, t in enumerate(tensors) if t.layout == torch.strided}
-        trained = [i for i, t in strided.items() if t.requires_grad and t.is_leaf and t.numel()]
-        with torch.no_grad():  # of all at once, in some microseconds
-            norms = torch._foreach_norm([strided.pop(i) for i in trained]) if trained else ()
-        totals: Dict[int, Optional[torch.Tensor]] = dict(zip(trained, norms))
-        totals.update((i, _sum_of(t)) for i, t in strided.items())
-        for i, total in totals.items():
+        for i, tensor in enumerate(tensors):
+            if tensor.layout != torch.strided or (tensor.requires_grad and tensor.is_leaf):
+                continue
+            total = _sum_of(tensor)
             if total is not None:
-                by_kind.setdefault((total.device, total.dtype), {})[i] = total
-        for mine in by_kind.values():
-            stacked = torch.stack(list(mine.values()))
-            bits = stacked.view(_INTEGERS[stacked.itemsize]).tolist()
-            for i, total in zip(mine, bits):
+                by_device.setdefault(total.device, {})[i] = total
+        for totals in by_device.values():
+            for i, total in zip(totals, torch.stack(list(totals.values())).tolist()):
                 found[i] = total
     except Exception as error:  # of tensors that are none of PyTorch's own, or out of memory
         if not (is_oom(error) or isinstance(error, (RuntimeError, TypeError, KeyError))):

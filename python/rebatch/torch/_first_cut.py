@@ -294,7 +294,7 @@ class _Comparison:
             self._generators.seed(seed)
         try:
             gradients = contextlib.nullcontext() if self._has_gradients else torch.no_grad()
-            with switched_off(off), mode or contextlib.nullcontext(), gradients:
+            with switched_off(off), mode or _eagerly(), gradients:
                 return self._sum_of(parts, mode is not None, is_reversed)
         except RuntimeError as error:
             if self._has_gradients or is_oom(error):
@@ -324,6 +324,12 @@ class _Comparison:
         loss = float(loss.detach())
         weight = float(step._weight) if step._normalizer else step._samples / count
         return loss / weight
+
+
+def _eagerly() -> Any:
+    """Nothing is compiled for a comparison."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # of PyTorch 2.6
+    return set_stance("force_eager") if set_stance else contextlib.nullcontext()
 
 
 def _relative(a: float, b: float) -> float:
