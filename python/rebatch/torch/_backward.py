@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, List, Optional, Sequence
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -29,8 +29,11 @@ class _NoUpdate(Update):
     def parameters(self) -> List[torch.nn.Parameter]:
         return [p for p in self._all_parameters() if p.requires_grad]
 
-    def keeps(self, parameters: Sequence[torch.nn.Parameter]) -> List[torch.nn.Parameter]:
-        return self.parameters
+    def with_gradients(
+        self, parameters: Sequence[torch.nn.Parameter]
+    ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
+        mine = self.parameters
+        return mine, mine
 
     def zero_grad(self) -> None:
         pass

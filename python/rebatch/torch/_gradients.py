@@ -4,14 +4,15 @@ An OOM in a backward pass then costs one micro-batch: what was accumulated is un
 gradients afterwards gives the bits that autograd gives when it adds them itself.
 
 The accumulators of a batch become .grad and are the program's from then on: the next batch has
-others, which are made before it begins, so every micro-batch but the first of all needs the same
-memory, which makes it predictable. A batch that runs as a whole needs none: its gradients are those
-of its only backward pass."""
+others. They are the gradients of the first micro-batch. With a pool that plans they are made before
+the batch begins, so every micro-batch but the first of all needs the same memory, which makes it
+predictable. A batch that runs as a whole needs none: its gradients are those of its only backward
+pass."""
 
 from __future__ import annotations
 
 import sys
-from typing import Dict, List, Sequence
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -22,17 +23,14 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided
 
 
-def _form(tensor: torch.Tensor) -> tuple:
-    return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
-
-
-def _to_keep(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that stays. The next run of a CUDA graph of torch.compile (mode="reduce-overhead")
-    would write into the same memory; PyTorch's own accumulation is refused there."""
+def _taking(device: Optional[torch.device]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a gradient one that stays. The next run of a CUDA graph of torch.compile
+    (mode="reduce-overhead") would write into the same memory; PyTorch's own accumulation is refused
+    there."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees and gradient.is_cuda and trees.get_manager(gradient.device.index, False):
-        return gradient.clone()
-    return gradient
+    if trees and device and device.type == "cuda" and trees.get_manager(device.index, False):
+        return torch.clone
+    return lambda gradient: gradient
 
 
 class Accumulators:
@@ -44,55 +42,58 @@ class Accumulators:
 
     def __init__(self) -> None:
         self._parameters: List[torch.nn.Parameter] = []
-        self._sums: Dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._has_sum: set = set()  # parameters with a gradient in this batch
-        self._earlier: Dict[torch.nn.Parameter, torch.Tensor] = {}
+        # In their order. A tensor's own hash is a function in Python, so there is no dict of them.
+        self._sums: List[Optional[torch.Tensor]] = []
+        self._has_sum: List[bool] = []  # there is a gradient in this batch
+        self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._has_earlier = False  # the sums contain the earlier gradients
 
     def keep_earlier(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Before a batch whose gradients are to be added to what is in .grad."""
-        self._earlier = {p: p.grad for p in parameters if p.grad is not None}
+        self._earlier = [(p, p.grad) for p in parameters if p.grad is not None]
 
     def restore_earlier(self) -> None:
         """After a batch that failed."""
         self.clear()
-        for p, gradient in self._earlier.items():
+        for p, gradient in self._earlier:
             p.grad = gradient
-        self._earlier = {}
+        self._earlier = []
 
     def drop_earlier(self) -> None:
         """After a batch that succeeded."""
-        self._earlier = {}
+        self._earlier = []
 
-    def begin_batch(self, parameters: Sequence[torch.nn.Parameter], is_cut: bool) -> None:
-        """An effective batch begins, or again. It is cut: it has several micro-batches whose
-        gradients are kept apart."""
+    def begin_batch(
+        self, parameters: Sequence[torch.nn.Parameter], makes_sums: bool = False
+    ) -> None:
+        """An effective batch begins, or again. With makes_sums, it has several micro-batches whose
+        gradients are kept apart, and the sums of those that had a gradient in the batch before are
+        made now."""
+        wanted = {id(p) for p, t in zip(self._parameters, self._sums) if _is_like(t, p)} if (
+            makes_sums
+        ) else ()
         self._parameters = list(parameters)
-        self._has_sum.clear()
+        self._sums = [None] * len(self._parameters)  # the program has those of before
+        self._has_sum = [False] * len(self._parameters)
         self._has_earlier = False
         self.clear()
-        self._make_sums(is_cut)
+        if wanted:
+            self._make_sums(wanted)
 
-    def _make_sums(self, is_cut: bool) -> None:
-        """In the place of those that the batch before has handed out. An OOM is for the first
-        micro-batch to meet: its gradients can be the sums too."""
-        mine = {id(p) for p in self._parameters}
-        forms = {p: _form(t) for p, t in self._sums.items() if id(p) in mine and _is_dense(t)}
-        self._sums.clear()
-        if not is_cut:
-            return
+    def _make_sums(self, wanted: set) -> None:
+        """An OOM is for the first micro-batch to meet: its gradients can be the sums too."""
         try:
-            for p, (size, stride, dtype, device) in forms.items():
-                self._sums[p] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            self._sums = [
+                torch.empty_like(p, requires_grad=False) if id(p) in wanted else None
+                for p in self._parameters
+            ]
         except Exception as error:
             if not is_oom(error):
                 raise
-            self._sums.clear()
 
     def forget(self) -> None:
         """Make new accumulators in the next batch, where the parameters then are."""
-        self._sums.clear()
-        self._has_sum.clear()
+        self._parameters, self._sums, self._has_sum = [], [], []
 
     def clear(self) -> None:
         """Drop the gradients of the micro-batch that runs."""
@@ -104,47 +105,62 @@ class Accumulators:
         """Put the sums into .grad, where an optimizer finds them, or autograd, which adds."""
         if not self._has_earlier:
             self._add_earlier(is_added_to)
-        for p in self._has_sum:
-            p.grad = self._sums[p]
+        for p, total, has_sum in zip(self._parameters, self._sums, self._has_sum):
+            if has_sum:
+                p.grad = total
 
     def _add_earlier(self, is_added_to: bool) -> None:
-        for p, earlier in self._earlier.items():
-            if p not in self._has_sum:
+        places = {id(p): i for i, p in enumerate(self._parameters)} if self._earlier else {}
+        for p, earlier in self._earlier:
+            i = places.get(id(p))
+            if i is None or not self._has_sum[i]:
                 p.grad = earlier.clone() if is_added_to else earlier
-            elif _is_dense(self._sums[p]):
-                self._sums[p].add_(earlier)
+            elif _is_dense(self._sums[i]):
+                self._sums[i].add_(earlier)
             else:
-                self._sums[p] = self._sums[p] + earlier
+                self._sums[i] = self._sums[i] + earlier
         self._has_earlier = True
 
     def take_exposed(self) -> None:
         """After a backward pass that has added to the sums itself."""
-        for p in self._parameters:
-            if p.grad is not None:
-                self._sums[p] = p.grad if p in self._has_sum else _to_keep(p.grad)
-                self._has_sum.add(p)
-        self.clear()
+        take = self._taking()
+        for i, p in enumerate(self._parameters):
+            gradient = p.grad
+            if gradient is not None:
+                self._sums[i] = gradient if self._has_sum[i] else take(gradient)
+                self._has_sum[i] = True
+                p.grad = None
 
     @torch.no_grad()
     def add(self) -> None:
         """Add the gradients in .grad. Allocates nothing where they are dense."""
-        new = [p for p in self._parameters if p.grad is not None]
-        added, copied = [], []
-        for p in new:
-            total = self._sums.get(p)
-            if total is None or not (_is_dense(total) and _is_dense(p.grad)):
-                self._add_alone(p)
-            elif p in self._has_sum:
-                added.append((total, p.grad))
+        sums, has_sum, take = self._sums, self._has_sum, self._taking()
+        totals, added, places, copied = [], [], [], []
+        for i, p in enumerate(self._parameters):
+            gradient = p.grad
+            if gradient is None:
+                continue
+            total = sums[i]
+            if total is None:
+                sums[i] = take(gradient)
+            elif not (_is_dense(total) and _is_dense(gradient)):
+                sums[i] = total + gradient if has_sum[i] else take(gradient)
+            elif has_sum[i]:
+                totals.append(total)
+                added.append(gradient)
             else:
-                copied.append((total, p.grad))
+                places.append(total)
+                copied.append(gradient)
+            has_sum[i] = True
+            p.grad = None
         if added:
-            torch._foreach_add_(*map(list, zip(*added)))
+            torch._foreach_add_(totals, added)
         if copied:
-            torch._foreach_copy_(*map(list, zip(*copied)))
-        self._has_sum.update(new)
-        self.clear()
+            torch._foreach_copy_(places, copied)
 
-    def _add_alone(self, p: torch.nn.Parameter) -> None:
-        """The first gradient of all, or one that is sparse."""
-        self._sums[p] = self._sums[p] + p.grad if p in self._has_sum else _to_keep(p.grad)
+    def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return _taking(self._parameters[0].device if self._parameters else None)
+
+
+def _is_like(total: Optional[torch.Tensor], p: torch.nn.Parameter) -> bool:
+    return total is not None and _is_dense(total) and total.dtype is p.dtype

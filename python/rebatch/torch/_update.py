@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -126,11 +126,14 @@ class Update:
         groups = (g for optimizer in self.optimizers for g in optimizer.param_groups)
         return unique(p for g in groups for p in g["params"] if p.requires_grad)
 
-    def keeps(self, parameters: Sequence[torch.nn.Parameter]) -> List[torch.nn.Parameter]:
-        """Those of a model's parameters whose gradients zero_grad() leaves, and to which a batch
-        adds its own."""
-        mine = {id(p) for p in self.parameters}
-        return [p for p in parameters if p.requires_grad and id(p) not in mine]
+    def with_gradients(
+        self, parameters: Sequence[torch.nn.Parameter]
+    ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
+        """Of the optimizers' parameters and a model's: all that get gradients, and those of them
+        whose gradients zero_grad() leaves, and to which a batch adds its own."""
+        mine = {id(p): p for p in self.parameters}
+        kept = [p for p in parameters if id(p) not in mine and p.requires_grad]
+        return [*mine.values(), *kept], kept
 
     @property
     def device(self) -> torch.device:

@@ -28,7 +28,6 @@ from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._session import Session, check_names, session_options
 from rebatch.torch._state import Generators, cuda_devices_of
-from rebatch.torch._tree import unique
 from rebatch.torch._update import Update, check_has
 
 _Lighten = Callable[[bool], None]
@@ -195,6 +194,8 @@ class Step:
         self._is_fresh = gradients == "fresh"
         self._audit = Audit(_named_modules(model), _named_state(state))
         self._accumulators = Accumulators()
+        self._trained: List[torch.nn.Parameter] = []  # in this batch
+        self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._session: Optional[Session] = None
         self._number = 0  # of the next step
@@ -306,11 +307,8 @@ class Step:
         self._accumulated, self._is_applied = 0, False
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
-        parameters = self._update.parameters
-        self._accumulators.begin_batch(
-            unique(parameters + self._update.keeps(self._audit.tree.parameters())),
-            is_cut=self._is_fresh and micro < self._samples,
-        )
+        is_cut = self._is_fresh and micro < self._samples
+        self._accumulators.begin_batch(self._trained, is_cut and self._session.is_pooled)
         self._extras.clear()
         if self._loss is not None:
             self._loss.zero_()
@@ -436,6 +434,7 @@ class Step:
             self._loss = None
         self._weight = self._normalizer(batch) if self._normalizer else None
         self._audit.begin(batch, is_training)
+        self._trained, self._kept = self._update.with_gradients(self._audit.tree.parameters())
 
     def _zero_loss(self) -> torch.Tensor:
         return torch.zeros((), device=self._session.device, dtype=self._loss_dtype)
@@ -443,6 +442,7 @@ class Step:
     def _end(self) -> None:
         self._audit.end()
         self._batch = self._weight = None
+        self._trained = self._kept = []
         self._extras.clear()
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -456,7 +456,7 @@ class Step:
         filled = c.StepReport()
         c.check(lib.rebatch_set_step(session.rb, self._number))
         self.outputs = None
-        self._accumulators.keep_earlier(self._update.keeps(self._audit.tree.parameters()))
+        self._accumulators.keep_earlier(self._kept)
         if session.meter:
             micro = lib.rebatch_get_micro(session.rb, self._samples)
             session.meter.begin_step(("step", self._samples, micro))
