@@ -1,5 +1,6 @@
 """What an attempt changed is put back, whatever it was, or named before an update uses it."""
 
+import gc
 import random
 import weakref
 
@@ -37,16 +38,17 @@ def batch_of(i):
     )
 
 
-def flat(value):
+def flat(value, seen=()):
     """All tensors and numbers that a module's attributes hold."""
     if isinstance(value, torch.Tensor):
         return [value.detach().clone()]
     if isinstance(value, (int, float, bool)):
         return [torch.tensor(value)]
-    if isinstance(value, dict):
-        return [part for v in value.values() for part in flat(v)]
-    if isinstance(value, (list, tuple)):
-        return [part for v in value for part in flat(v)]
+    if isinstance(value, torch.nn.Module):
+        return all_state(value)
+    if isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
+        parts = value.values() if isinstance(value, dict) else value
+        return [part for v in parts for part in flat(v, (*seen, id(value)))]
     return []
 
 
@@ -299,6 +301,98 @@ def test_state_of_the_wrong_kind_is_said_at_once(part):
         rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), len, generators=[3])
 
 
+def late(change_of, begins=3):
+    """Changes through .data begin after some steps, in which they would have been learned."""
+    model, calls = torch.nn.ModuleDict(
+        {"net": torch.nn.Linear(8, 4), "target": torch.nn.Linear(8, 4).requires_grad_(False)}
+    ), [0]
+    model.mean = torch.zeros(4)
+
+    def loss_fn(model, samples):
+        calls[0] += 1
+        if calls[0] > begins:
+            change_of(model).data.mul_(0.5).add_(0.1)
+        out = model["net"](samples[0]) - model["target"](samples[0]) - model.mean
+        loss = out.square().mean()
+        trainings.out_of_room(loss, samples, "end")
+        return loss
+
+    step = rebatch.Step(
+        model, torch.optim.SGD(model["net"].parameters(), 0.1), loss_fn, log_level="quiet",
+        growth=False,
+    )
+    for i in range(begins):
+        step(batch_of(i))
+    return model, step
+
+
+@pytest.mark.parametrize(
+    "name, change_of",
+    (
+        ("target.weight", lambda m: m["target"].weight),
+        ("net.bias", lambda m: m["net"].bias),
+        ("mean", lambda m: m.mean),
+    ),
+)
+def test_a_change_through_data_that_begins_later_is_named_before_an_update(name, change_of):
+    model, step = late(change_of)
+    room.update(samples=4, where="end")
+    net = [p.detach().clone() for p in model["net"].parameters() if p is not change_of(model)]
+    with pytest.raises(rebatch.Error, match=f"'{name}' changed in place in an attempt that failed"):
+        step(batch_of(7))
+    after = [p for p in model["net"].parameters() if p is not change_of(model)]
+    assert same_bits(net, after)
+    states = []
+    for micro in (2, 2):  # it is known now: an OOM changes nothing
+        before = change_of(model).clone()
+        room.update(samples=2, where="end")
+        step.loss_fn = trainings.in_little_room(step.loss_fn)
+        step(batch_of(8))
+        states.append((before, change_of(model).clone()))
+    assert step.report.micro == 2 and not torch.equal(*states[0])
+
+
+def test_without_changes_nothing_is_named_after_an_oom():
+    model, step = late(lambda m: torch.zeros(4))
+    room.update(samples=4, where="end")
+    for i in range(3):
+        step(batch_of(i))
+    assert step.report.micro == 4
+
+
+def test_an_attribute_that_is_too_large_is_named_once():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    model[0].rows, model[0].few = [0] * ((1 << 16) + 1), [0] * (1 << 16)
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), in_little_room(trainings._classify),
+        log_level="quiet", growth=False,
+    )
+    room.update(samples=8)
+    with pytest.warns(RuntimeWarning, match="'0.rows' of the model has more than 65536") as w:
+        step(batch_of(0))
+        room.update(samples=4)
+        step(batch_of(0))
+    said = [str(each.message) for each in w if "entries" in str(each.message)]
+    assert len(said) == 1 and "0.few" not in said[0]
+
+
+def test_no_hidden_module_that_is_gone_is_kept():
+    class Making(torch.nn.Linear):
+        def forward(self, x):
+            self.kept = [torch.nn.BatchNorm1d(8)]
+            alive.append(weakref.ref(self.kept[0]))
+            return super().forward(self.kept[0](x))
+
+    alive, model = [], torch.nn.Sequential(Making(8, 4))
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), trainings._classify, log_level="quiet",
+    )
+    for i in range(9):
+        step(batch_of(i))
+    gc.collect()
+    assert sum(module() is not None for module in alive) <= 2
+
+
 # ---- rungs, other modules, several Steps ----
 
 
@@ -430,3 +524,57 @@ def test_arrays_of_numpy_in_a_batch_are_as_before_when_samples_run_again():
         assert torch.equal(x, batch_of(0)[0])
         states.append(all_state(model))
     assert same_bits(*states)
+
+
+# ---- optimizers that step within a backward pass ----
+
+
+def steps_in_backward(**options):
+    """(model, Step) whose parameters have a hook that steps an optimizer of their own."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def hook(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    step = rebatch.Step(
+        model, list(optimizers.values()), in_little_room(trainings._classify), log_level="quiet",
+        growth=False, **options,
+    )
+    return model, step
+
+
+def test_an_optimizer_in_the_backward_pass_is_named_where_a_batch_is_cut():
+    model, step = steps_in_backward(micro_start=8)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(rebatch.Error, match="'weight', 'bias' changed within a backward pass, and"):
+        step(batch_of(0))
+    assert same_bits(list(model.parameters()), before)
+
+
+def test_an_optimizer_in_the_backward_pass_steps_as_without_rebatch_where_nothing_is_cut():
+    model, step = steps_in_backward()
+    step(batch_of(0))
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(8, 4)
+    trainings._classify(plain, batch_of(0)).backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    assert same_bits(list(model.parameters()), list(plain.parameters()))
+
+
+def test_a_hook_that_only_looks_is_no_such_optimizer():
+    model = torch.nn.Linear(8, 4)
+    norms = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))
+    step = rebatch.Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), in_little_room(trainings._classify),
+        log_level="quiet", growth=False,
+    )
+    room.update(samples=4, where="end")
+    step(batch_of(0))
+    assert step.report.micro == 4 and len(norms) >= 8

@@ -383,3 +383,24 @@ def test_a_comparison_runs_few_samples_once_and_none_backward(micro):
     size = min(micro, 8)
     part = -(-size // 4)
     assert lengths[0] == [part] * (size // part) + [size]
+
+
+def test_a_comparison_leaves_what_lies_deep_in_containers():
+    """Sets stay sets, and tensors at any depth, in variables of the program too, as they were."""
+    model, batch, its_loss = make("mlp")
+    model.deep = {"a": [{"b": ({"sum": torch.zeros(())}, {1})}]}
+    outside = {"rows": [[{"sum": torch.zeros(())}]], "seen": [{0}]}
+
+    def loss_fn(model, samples):
+        sums, seen = model.deep["a"][0]["b"]
+        sums["sum"] += 1
+        seen.add(len(seen) + 1)
+        outside["rows"][0][0]["sum"] += 1
+        outside["seen"][0].add(len(outside["seen"][0]))
+        return its_loss(model, samples)
+
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, log_level="quiet")
+    step(batch)
+    sums, seen = model.deep["a"][0]["b"]
+    assert sums["sum"] == 4 and seen == {1, 2, 3, 4, 5}
+    assert outside["rows"][0][0]["sum"] == 4 and outside["seen"][0] == {0, 1, 2, 3, 4}

@@ -148,6 +148,55 @@ def plain_tensors_in_place():
     return _InPlace(), _classify, {}
 
 
+class _Nested(nn.Module):
+    """Tensors and numbers deep in containers, written in place, assigned and added."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = _head()
+        self.layers = [{"mean": torch.zeros(8), "seen": [0]} for _ in range(2)]
+        self.cache = {"kv": ([torch.zeros(8)], {"at": torch.zeros(())}), "free": set()}
+        self.cache["itself"] = self.cache
+        self.history = [0.0] * 2000
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer["mean"].lerp_(x.mean(0), 0.1)
+            layer["seen"][0] += len(x)
+        keys, values = self.cache["kv"]
+        keys.append(x[-1].clone())
+        values["at"] += 1
+        self.cache["free"].add(len(keys))
+        self.history.append(x[0, 0].item())
+        scale = 1 + values["at"] / 10 + len(self.cache["free"]) / 7 + self.layers[1]["seen"][0] / 99
+        return self.head(x * scale + self.layers[0]["mean"] + sum(keys) + sum(self.history[-3:]))
+
+
+def tensors_deep_in_containers():
+    return _Nested(), _classify, {}
+
+
+class _Teacher(nn.Module):
+    """A teacher that is hidden from parameters() and state_dict(), in a list and in a __dict__."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = _head()
+        self.hidden = [nn.Sequential(nn.BatchNorm1d(8), copy.deepcopy(self.head))]
+        self.__dict__["other"] = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for old, new in zip(self.hidden[0][1].parameters(), self.head.parameters()):
+                old.lerp_(new, 0.1)
+            target = self.hidden[0](x).softmax(1)
+        return self.head(self.other(x)) - target
+
+
+def modules_that_are_hidden():
+    return _Teacher(), _classify, {}
+
+
 class _Counting(nn.Module):
     """Numbers, lists, lazy buffers and lazy attributes."""
 
@@ -296,7 +345,8 @@ TRAININGS = {
     f.__name__: f
     for f in (
         byol, byol_through_data, moco_replaces_data, byol_replaces_parameters, moco_queue, vq_vae,
-        rnn_carries_its_state, plain_tensors_in_place, counters_and_lazy_buffers,
+        rnn_carries_its_state, plain_tensors_in_place, tensors_deep_in_containers,
+        modules_that_are_hidden, counters_and_lazy_buffers,
         weight_and_spectral_norm, old_weight_and_spectral_norm, batch_norm,
         samples_normalized_in_place, augmented_by_python_and_numpy, modes_and_gradients_switched,
         lora_on_a_frozen_base, embedding_with_a_largest_norm, complex_and_half,

@@ -4,21 +4,22 @@ Before each attempt the audit takes note of what the modules hold, by reference,
 of each tensor, which PyTorch increases when it is changed in place. Tensors that are known to
 change in place are copied: buffers, and whatever was seen to change in an attempt before. In the
 first step, where nothing is known, small tensors are copied too, and contents are compared, but for
-those of trained parameters, because a change through .data has no version."""
+those of trained parameters, because a change through .data has no version. All are compared where
+samples run again after a failure: what then changes without a version has changed in the attempt that failed too."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 
 from rebatch import _library as c
 from rebatch._library import GuardPoint
+from rebatch.torch._batch import batch_tensors
 from rebatch.torch._copies import Copies, copied, copies_on_host, sums_of
-from rebatch.torch._tree import Held, Place, Tree
+from rebatch.torch._tree import MOST_ENTRIES, Held, Place, Tree, unique
 
 # So much of what might change is copied to the host in the first step.
 _FIRST_BYTES = 512 << 20
@@ -26,20 +27,6 @@ _FIRST_BYTES = 512 << 20
 
 class NotPutBackError(c.Error):
     """A failed attempt changed something, and there is no copy of what it was."""
-
-
-def _batch_tensors(value: Any, name: str = "batch") -> Iterator[Tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _batch_tensors(part, f"{name}[{key!r}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _batch_tensors(getattr(value, field.name), f"{name}.{field.name}")
-    elif isinstance(value, (list, tuple)):
-        for i, part in enumerate(value):
-            yield from _batch_tensors(part, f"{name}[{i}]")
 
 
 def _mark(tensor: torch.Tensor) -> tuple:
@@ -60,20 +47,37 @@ def _marks(tensors: Sequence[torch.Tensor]) -> List[tuple]:
 class _Noted:
     """What was at one point."""
 
-    def __init__(self, held: Held, batch: Sequence[Tuple[str, torch.Tensor]], compares: bool):
+    def __init__(
+        self,
+        held: Held,
+        batch: Sequence[Tuple[str, torch.Tensor]],
+        compares: bool,
+        compares_all: bool = False,
+    ):
+        self.compares_all = compares_all  # trained parameters too
         self.held, self.batch = held, batch
         self.tensors = held.tensors + [tensor for _, tensor in batch]
         self.marks = _marks(self.tensors)
-        self.sums = sums_of(self.tensors) if compares else None
+        self.sums = sums_of(self.tensors, compares_all) if compares or compares_all else None
 
     def changed(self, later: Optional["_Noted"] = None) -> List[torch.Tensor]:
         """The tensors that have changed in place, until `later`, or until now."""
         marks = _marks(self.tensors) if later is None else later.of(self.tensors)
-        different = [i for i, (a, b) in enumerate(zip(self.marks, marks)) if a != b]
-        if self.sums is not None and not (later and later.sums is None):
-            now = later.sums_of(self.tensors) if later else sums_of(self.tensors)
-            different += [i for i, (a, b) in enumerate(zip(self.sums, now)) if _differ(a, b)]
-        return [self.tensors[i] for i in dict.fromkeys(different)]
+        found = [t for t, a, b in zip(self.tensors, self.marks, marks) if a != b]
+        return unique(found + self.changed_contents(later))
+
+    def changed_contents(self, later: Optional["_Noted"] = None) -> List[torch.Tensor]:
+        """Those of which that is known by their contents."""
+        if self.sums is None or (later and later.sums is None):
+            return []
+        now = (later or self).sums_of(self.tensors, is_now=not later)
+        return [t for t, a, b in zip(self.tensors, self.sums, now) if _differ(a, b)]
+
+    def unmarked(self, later: "_Noted") -> List[torch.Tensor]:
+        """Those that have changed without a mark."""
+        marks = later.of(self.tensors)
+        marked = {id(t) for t, a, b in zip(self.tensors, self.marks, marks) if a != b}
+        return [t for t in self.changed_contents(later) if id(t) not in marked]
 
     def of(self, tensors: Sequence[torch.Tensor]) -> List[tuple]:
         """The marks of these, now for those that were not noted."""
@@ -82,9 +86,21 @@ class _Noted:
         known = {id(t): mark for t, mark in zip(self.tensors, self.marks)}
         return [known.get(id(t)) or _mark(t) for t in tensors]
 
-    def sums_of(self, tensors: Sequence[torch.Tensor]) -> List[Optional[int]]:
+    def sums_of(self, tensors: Sequence[torch.Tensor], is_now: bool) -> List[Optional[int]]:
+        if is_now:
+            return sums_of(tensors, self.compares_all)
         known = {id(t): total for t, total in zip(self.tensors, self.sums)}
         return [known.get(id(t)) for t in tensors]
+
+
+def _has_hook(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter with a hook that may step an optimizer within a backward pass."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _differ(a: Optional[int], b: Optional[int]) -> bool:
@@ -94,11 +110,15 @@ def _differ(a: Optional[int], b: Optional[int]) -> bool:
 class Audit:
     """Saves and restores, at the points of a session's guards, what a step's modules hold, the
     tensors of its batch, and `state`: tensors, modules, and objects with a state_dict(), by
-    name."""
+    name. trained() gives the parameters that an update changes."""
 
     def __init__(
-        self, modules: Sequence[Tuple[str, torch.nn.Module]], state: Sequence[Tuple[str, Any]] = ()
+        self,
+        modules: Sequence[Tuple[str, torch.nn.Module]],
+        state: Sequence[Tuple[str, Any]] = (),
+        trained: Callable[[], Sequence[torch.Tensor]] = tuple,
     ):
+        self._trained = trained
         own = [(name, part) for name, part in state if isinstance(part, torch.nn.Module)]
         self.tree = Tree([*modules, *own])
         self._own_modules = [module for _, module in own]
@@ -118,14 +138,17 @@ class Audit:
         self._unknown = {True, False}  # modes, training or not, in which no attempt has succeeded
         self._is_training = True
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
+        self._is_suspect = False  # an attempt has failed, and not all contents were compared
         self._told: Set[str] = set()
+        self._told_large: Set[str] = set()
+        self.is_cut = False  # the micro-batch that runs is not the whole batch
 
     # ---- a step ----
 
     def begin(self, batch: Any, is_training: bool = True) -> None:
         """Before a step or an evaluation. May run out of memory."""
         self.tree.refresh()
-        self._batch = list(_batch_tensors(batch))
+        self._batch = list(batch_tensors(batch))
         self._is_training = is_training
         self._told.clear()
         self._know_own()
@@ -153,7 +176,7 @@ class Audit:
     # ---- what is copied ----
 
     def _know(self, place: Place) -> None:
-        self._known[id(place.table), place.key, place.entry] = place
+        self._known[id(place.table), place.key, place.path] = place
 
     def _copied_tensors(self) -> Dict[Any, torch.Tensor]:
         tensors: Dict[Any, Any] = {
@@ -165,8 +188,10 @@ class Audit:
         return {key: t for key, t in tensors.items() if t is not None}
 
     def _copy_first(self, held: Held) -> None:
-        """Nothing is known yet: copy what has no gradient, since that is what changes in place."""
-        small = [t for t in held.tensors if not (t.requires_grad and t.is_leaf)]
+        """Nothing is known yet: copy what no optimizer trains, since that is what changes in place,
+        and what a hook may change."""
+        trained = {id(t) for t in self._trained()}
+        small = [t for t in held.tensors if id(t) not in trained or _has_hook(t)]
         self._first = copies_on_host(small + [t for _, t in self._batch], _FIRST_BYTES)
 
     # ---- the points ----
@@ -176,8 +201,9 @@ class Audit:
         if self._running and point == GuardPoint.ATTEMPT:
             noted = self._learn()
         is_first = self._is_training in self._unknown
-        if noted is None or (is_first and noted.sums is None):
-            noted = _Noted(self.tree.take(), self._batch, compares=is_first)
+        lacks_sums = noted is None or (is_first and noted.sums is None)
+        if lacks_sums or (self._is_suspect and not noted.compares_all):
+            noted = _Noted(self.tree.take(), self._batch, is_first, self._is_suspect)
         if point == GuardPoint.STEP and is_first:
             self._copy_first(noted.held)
         self._noted[point] = noted
@@ -188,6 +214,7 @@ class Audit:
     def restore(self, point: int) -> None:
         """Raises Error where something cannot be put back."""
         noted, self._running = self._noted[point], None
+        self._is_suspect = self._is_suspect or not noted.compares_all
         changed = noted.changed()
         copies = self._copies[point]
         first = [] if point == GuardPoint.STEP else self._known_tensors()
@@ -206,8 +233,11 @@ class Audit:
                     lost.append(tensor)
         for part, state in zip(self._objects, self._states[point]):
             part.load_state_dict(copied(state))
+        self._warn_of_large(noted.held)
         if changed:
-            self._tell(self._know_all(noted, changed), {id(t) for t in lost})
+            names = self._know_all(noted, changed)
+            self._refuse_hooks(names, changed)
+            self._tell(names, {id(t) for t in lost})
 
     def put_back(self, point: int) -> None:
         """Only what modules hold, not yet what is in it: a failed attempt's tensors are let go."""
@@ -225,14 +255,21 @@ class Audit:
         """An attempt has succeeded. What it changed in place is copied from now on. Returns what
         there is now."""
         before = self._running
-        now = _Noted(self.tree.take(), self._batch, compares=before.sums is not None)
+        now = _Noted(
+            self.tree.take(), self._batch, before.sums is not None, before.compares_all
+        )
+        was_suspect, self._is_suspect = self._is_suspect, False
+        self._unknown.discard(self._is_training)
         if now.sums is not None or now.marks != before.marks:
             changed = before.changed(now)
             known = self._copies[GuardPoint.ATTEMPT].has()
             if any(id(t) not in known for t in changed):
-                self._know_all(before, changed)
-        self._unknown.discard(self._is_training)
-        now.sums = None
+                names = self._know_all(before, changed)
+                if self.is_cut:
+                    self._refuse_hooks(names, changed)
+                if was_suspect:
+                    self._tell(names, {id(t) for t in before.unmarked(now)} - known)
+        now.sums, now.compares_all = None, False
         return now
 
     def _know_all(self, noted: _Noted, changed: List[torch.Tensor]) -> Dict[str, int]:
@@ -254,17 +291,41 @@ class Audit:
         if not mine:
             return
         self._told.update(mine)
-        what = ", ".join(repr(name) for name in mine[:3])
-        if len(mine) > 3:
-            what += f" and {len(mine) - 3} others"
         advice = "give the Step state=[...] with them, and they are put back"
         if all(name.startswith("batch") for name in mine):
             advice = "change a copy"
         raise NotPutBackError(
-            f"rebatch: {what} changed in place in an attempt that failed, and there is no copy of "
-            f"what was there before: loss_fn must not change them, or {advice}",
+            f"rebatch: {_listed(mine)} changed in place in an attempt that failed, and there is no "
+            f"copy of what was there before: loss_fn must not change them, or {advice}",
             c.Status.E_STATE,
         )
+
+    def _refuse_hooks(self, names: Dict[str, int], changed: List[torch.Tensor]) -> None:
+        hooked = {id(t) for t in changed if _has_hook(t)}
+        mine = [name for name, of in names.items() if of in hooked and name not in self._told]
+        if mine:
+            self._told.update(mine)
+            raise NotPutBackError(
+                f"rebatch: {_listed(mine)} changed within a backward pass, and each has a hook of "
+                "register_post_accumulate_grad_hook(): an optimizer that steps there steps once a "
+                "micro-batch, and its state cannot be put back: expected the optimizer to be given "
+                "to the Step, which steps it once a batch",
+                c.Status.E_STATE,
+            )
+
+    def _warn_of_large(self, held: Held) -> None:
+        if not held.has_large:
+            return
+        mine = [n for n in held.large(self.tree.prefixes()) if n not in self._told_large]
+        if mine:
+            self._told_large.update(mine)
+            warnings.warn(
+                f"rebatch: {_listed(mine)} of the model has more than {MOST_ENTRIES} entries, so "
+                "what an attempt that failed changed in it stays: expected fewer, or loss_fn to "
+                "leave it as it is",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @contextlib.contextmanager
     def accepting(self) -> Iterator[None]:

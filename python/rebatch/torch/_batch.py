@@ -57,6 +57,21 @@ def _is_of_samples(values: Any) -> bool:
     return is_plain and len(values) > 0 and len({_form(v) for v in values}) == 1
 
 
+def batch_tensors(value: Any, name: str = "batch") -> Iterator[Tuple[str, torch.Tensor]]:
+    """The tensors of a batch, by name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from batch_tensors(part, f"{name}[{key!r}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from batch_tensors(getattr(value, field.name), f"{name}.{field.name}")
+    elif isinstance(value, (list, tuple)):
+        for i, part in enumerate(value):
+            yield from batch_tensors(part, f"{name}[{i}]")
+
+
 # How the lists of tensors in a batch are read: each has a field of the batch in an entry, or a
 # sample; or the batch is such a list, and those in it have samples.
 _FIELD, _SAMPLE, _FIELD_OF_SAMPLES = "field", "sample", "field of samples"

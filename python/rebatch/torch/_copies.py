@@ -124,15 +124,18 @@ def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
     return total if whole == span else total + flat[whole:].view(_INTEGERS[size]).sum()
 
 
-def sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[int]]:
+def sums_of(
+    tensors: Sequence[torch.Tensor], has_trained: bool = False
+) -> List[Optional[int]]:
     """What the bits of each tensor add up to, as integers: changes through .data increase no
-    version. None where that cannot be known, and for trained parameters, which have versions
-    alone."""
+    version. None where that cannot be known, and for trained parameters unless has_trained is
+    set."""
     by_device: Dict[torch.device, Dict[int, torch.Tensor]] = {}
     found: List[Optional[int]] = [None] * len(tensors)
     try:
         for i, tensor in enumerate(tensors):
-            if tensor.layout != torch.strided or (tensor.requires_grad and tensor.is_leaf):
+            is_trained = tensor.requires_grad and tensor.is_leaf
+            if tensor.layout != torch.strided or (is_trained and not has_trained):
                 continue
             total = _sum_of(tensor)
             if total is not None:

@@ -15,13 +15,14 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 
+from rebatch.torch._batch import batch_tensors
 from rebatch.torch._state import functions_of, is_same_state, seed_generator
+from rebatch.torch._tree import Tree, is_data, names_of, put_back_contents, walk
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, collections.deque)
 # Longer containers are data sets rather than counters.
 _LONGEST = 1000
-_OF_ALL_MODULES = frozenset(vars(torch.nn.Module())) | {"training"}
 _MISSING = object()
 
 
@@ -42,67 +43,73 @@ def _is_state(value: Any) -> bool:
     )
 
 
-def _copy(value: Any, depth: int = 2) -> Any:
+def _copy(value: Any, depth: int = 4) -> Any:
+    """To be compared; deep enough for what is told by it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if depth and isinstance(value, dict):
         return {k: _copy(v, depth - 1) for k, v in value.items()}
-    if depth and isinstance(value, _CONTAINERS):
+    if depth and isinstance(value, (list, tuple, collections.deque)):
         return [_copy(v, depth - 1) for v in value]
-    return value
+    return set(value) if isinstance(value, set) else value
 
 
-def _is_same(value: Any, copy: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        if not isinstance(copy, torch.Tensor) or value.shape != copy.shape:
-            return False
-        if value.dtype != copy.dtype or value.layout != copy.layout:
-            return False
-        if value.layout != torch.strided:
-            return torch.equal(value.detach().to_dense(), copy.to_dense())
-        return bool(torch.equal(value, copy) or torch.allclose(value, copy, 0, 0, equal_nan=True))
-    if isinstance(value, dict):
-        return isinstance(copy, dict) and list(value) == list(copy) and all(
-            map(_is_same, value.values(), copy.values())
-        )
-    if isinstance(value, _CONTAINERS):
-        return isinstance(copy, list) and len(value) == len(copy) and all(
-            map(_is_same, value, copy)
-        )
+def _is_same_tensor(value: torch.Tensor, copy: Any) -> bool:
+    if not isinstance(copy, torch.Tensor) or value.shape != copy.shape:
+        return False
+    if value.dtype != copy.dtype or value.layout != copy.layout:
+        return False
+    if value.layout != torch.strided:
+        return torch.equal(value.detach().to_dense(), copy.to_dense())
+    return bool(torch.equal(value, copy) or torch.allclose(value, copy, 0, 0, equal_nan=True))
+
+
+def _is_same_number(value: Any, other: Any) -> bool:
     if isinstance(value, float) and value != value:
-        return isinstance(copy, float) and copy != copy
-    return value is copy or (isinstance(value, _NUMBERS) and value == copy)
+        return isinstance(other, float) and other != other
+    return value is other or (isinstance(value, _NUMBERS) and value == other)
 
 
-@torch.no_grad()
-def _put_contents(value: Any, copy: Any) -> None:
-    """Write the copy of an object into it."""
-    if isinstance(value, torch.Tensor):
-        value.copy_(copy)
-    elif isinstance(value, dict):
-        contents = {k: _put_back_item(value.get(k), v) for k, v in copy.items()}
-        value.clear()
-        value.update(contents)
-    elif isinstance(value, (list, collections.deque)):
-        items = [_put_back_item(v, c) for v, c in zip(_padded(value, len(copy)), copy)]
-        value.clear()
-        value.extend(items)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(copy)
+class _Kept:
+    """A value and what it holds: containers with their entries, and copies of tensors."""
 
+    def __init__(self, value: Any):
+        self.value, self._contents, tensors = value, {}, []
+        self.is_whole = walk(value, self._contents, tensors, [])
+        self._copies = {id(t): (t, t.detach().clone()) for t in tensors}
 
-def _padded(values: Any, length: int) -> list:
-    return (list(values) + [None] * length)[:length]
+    @torch.no_grad()
+    def restore(self) -> None:
+        put_back_contents(self._contents)
+        for tensor, copy in self._copies.values():
+            # By the contents: BatchNorm and kernels of one's own leave a tensor's version.
+            if tensor.shape != copy.shape:
+                tensor.data = copy.clone()
+            elif not _is_same_tensor(tensor, copy):
+                tensor.copy_(copy)
 
+    def is_same(self, now: Any) -> bool:
+        """Whether a value is what this one was."""
+        return self._is_same(now, self.value, set())
 
-def _put_back_item(value: Any, copy: Any) -> Any:
-    if isinstance(value, torch.Tensor) and isinstance(copy, torch.Tensor):
-        if value.shape == copy.shape and value.dtype == copy.dtype:
-            if not _is_same(value, copy):
-                _put_contents(value, copy)
-            return value
-    return _copy(copy)
+    def _is_same(self, now: Any, then: Any, seen: set) -> bool:
+        if isinstance(then, torch.Tensor):
+            return isinstance(now, torch.Tensor) and _is_same_tensor(now, self._copies[id(then)][1])
+        if id(then) not in self._contents:
+            return _is_same_number(now, then)
+        if id(then) in seen:
+            return True
+        seen.add(id(then))
+        entries = self._contents[id(then)][1]
+        if type(now) is not type(then) or len(now) != len(entries):
+            return False
+        if isinstance(then, dict):
+            return list(now) == list(entries) and all(
+                self._is_same(v, entries[k], seen) for k, v in now.items()
+            )
+        if isinstance(then, set):
+            return now == entries
+        return all(self._is_same(a, b, seen) for a, b in zip(now, entries))
 
 
 # ---- the places of a training ----
@@ -122,8 +129,8 @@ def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[Place]:
     """Buffers and plain attributes of one module."""
     for key in module._buffers:
         yield _in_dict("buffer", prefix + key, module._buffers, key)
-    for key, value in vars(module).items():
-        if key not in _OF_ALL_MODULES and _is_state(value):
+    for key in names_of(module):
+        if key != "training" and is_data(vars(module)[key]):
             yield _in_dict("attribute", prefix + key, vars(module), key)
     yield _in_dict("mode", prefix.rstrip(".") or type(module).__name__, vars(module), "training")
 
@@ -136,18 +143,9 @@ def _of_parameter(name: str, p: torch.nn.Parameter) -> Place:
     return Place("parameter", name, lambda: p, lambda _: None)
 
 
-def _batch_tensors(value: Any, name: str) -> Iterator[Place]:
-    if isinstance(value, torch.Tensor):
-        yield Place("batch", name, lambda: value, lambda _: None)
-    elif isinstance(value, collections.abc.Mapping):
-        for key, part in value.items():
-            yield from _batch_tensors(part, f"{name}[{key!r}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _batch_tensors(getattr(value, field.name), f"{name}.{field.name}")
-    elif isinstance(value, (list, tuple)):
-        for i, part in enumerate(value):
-            yield from _batch_tensors(part, f"{name}[{i}]")
+def _of_batch(batch: Any) -> Iterator[Place]:
+    for name, tensor in batch_tensors(batch):
+        yield Place("batch", name, lambda value=tensor: value, lambda _: None)
 
 
 def _cell_place(name: str, cell: Any) -> Place:
@@ -221,11 +219,12 @@ def _outside(
 
 
 def _all_of_modules(prefix: str, root: torch.nn.Module, kind: str = "") -> Iterator[Place]:
-    for name, p in root.named_parameters():
-        yield _of_parameter(prefix + name, p)
-        yield _of_gradient(prefix + name, p)
-    for name, module in root.named_modules():
-        for place in _of_module(f"{prefix}{name}." if name else prefix, module):
+    for inner, module in Tree([("", root)]).named_modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                yield _of_parameter(prefix + inner + key, p)
+                yield _of_gradient(prefix + inner + key, p)
+        for place in _of_module(prefix + inner, module):
             yield dataclasses.replace(place, kind=kind) if kind else place
 
 
@@ -281,8 +280,7 @@ class Snapshot:
     def __init__(self, places: Sequence[Place], generators: AllGenerators):
         self._places, self._generators = self._distinct(places), generators
         self._states = generators.states()
-        self._values = [place.get() for place in self._places]
-        self._copies = [_copy(value) for value in self._values]
+        self._kept = [_Kept(place.get()) for place in self._places]
 
     @staticmethod
     def _distinct(places: Sequence[Place]) -> List[Place]:
@@ -290,27 +288,18 @@ class Snapshot:
 
     def restore(self) -> None:
         self._generators.put(self._states)
-        for i, place in enumerate(self._places):
-            value, copy = self._values[i], self._copies[i]
-            if place.get() is not value:
-                place.put(value)
-            if self._has_other_contents(i, value):
-                _put_contents(value, copy)
-
-    def _has_other_contents(self, i: int, value: Any) -> bool:
-        """By the contents: BatchNorm and kernels of one's own leave a tensor's version as it is."""
-        return value is not _MISSING and not _is_same(value, self._copies[i])
+        for place, kept in zip(self._places, self._kept):
+            if place.get() is not kept.value:
+                place.put(kept.value)
+            kept.restore()
 
     def changes(self) -> Dict[Tuple[str, str], Any]:
         """What is not as it was, by kind and name, with a copy of what it is now."""
-        found = {}
-        for i, place in enumerate(self._places):
-            now = place.get()
-            if now is self._values[i] and not self._has_other_contents(i, now):
-                continue
-            if not _is_same(now, self._copies[i]):
-                found[place.kind, place.name] = _copy(now)
-        return found
+        return {
+            (place.kind, place.name): _copy(now)
+            for place, kept in zip(self._places, self._kept)
+            if not kept.is_same(now := place.get())
+        }
 
     def draws(self) -> bool:
         """Whether random numbers were drawn since."""
@@ -322,7 +311,7 @@ def all_places(
 ) -> List[Place]:
     return [
         *_all_of_modules("", root),
-        *_batch_tensors(batch, "batch"),
+        *_of_batch(batch),
         *_outside(root, loss_fn, owners),
     ]
 

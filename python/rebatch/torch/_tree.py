@@ -20,27 +20,32 @@ _ATOMS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 )
 _CONTAINERS = (list, dict, tuple, set, collections.deque)
-_MOST_ENTRIES = 1024  # of a list that is looked at: longer ones hold no state of a step
+MOST_ENTRIES = 1 << 16  # of an attribute, with those of the containers in it
+_FEW_ENTRIES = 64  # that are looked at one by one, rather than by a set of their types
 _MISSING, _NO_DATA = object(), object()
 
 
 class Place(NamedTuple):
-    """Where a tensor is held: in a table of a module, or in a list or dict of an attribute."""
+    """Where a value is held: in a table of a module, or in containers of an attribute, at these
+    keys."""
 
     name: str
     table: dict
     key: Any
-    entry: Any = None
+    path: tuple = ()
 
     def tensor(self) -> Any:
         """What is there now; None where it is no tensor."""
         value = self.table.get(self.key)
-        if self.entry is not None:
+        for key in self.path:
             try:
-                value = value[self.entry]
+                value = value[key]
             except (TypeError, LookupError):
                 return None
         return value if isinstance(value, torch.Tensor) else None
+
+    def inner(self, key: Any) -> "Place":
+        return Place(f"{self.name}[{key!r}]", self.table, self.key, (*self.path, key))
 
 
 def unique(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
@@ -59,6 +64,57 @@ def _is_same(a: dict, b: dict) -> bool:
 
 def _is_same_list(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+
+
+def _copy_of(container: Any) -> Any:
+    """The same entries, in a container of Python's own."""
+    for kind in (dict, set, tuple):
+        if isinstance(container, kind):
+            return container if kind is tuple else kind(container)
+    return list(container)
+
+
+def _parts_of(container: Any) -> Iterable[Any]:
+    """The entries that are more than numbers and texts."""
+    parts = container.values() if isinstance(container, dict) else container
+    if len(container) > _FEW_ENTRIES and _ATOMS.issuperset(map(type, parts)):
+        return ()
+    return [part for part in parts if type(part) not in _ATOMS]
+
+
+Contents = Dict[int, Tuple[Any, Any]]  # containers and their entries, by id
+
+
+def walk(
+    value: Any,
+    contents: Contents,
+    tensors: List[torch.Tensor],
+    modules: List[torch.nn.Module],
+    most: int = MOST_ENTRIES,
+) -> bool:
+    """Collect the containers, tensors and modules that a value is, or has at any depth. False:
+    those are more entries than `most`, and some were not looked at."""
+    found = [value]
+    while found:
+        part = found.pop()
+        if isinstance(part, torch.Tensor):
+            tensors.append(part)
+        elif isinstance(part, _CONTAINERS) and id(part) not in contents:
+            most -= len(part)
+            if most < 0:
+                return False
+            entries = _copy_of(part)
+            contents[id(part)] = part, entries
+            found.extend(_parts_of(entries))
+        elif isinstance(part, torch.nn.Module):
+            modules.append(part)
+    return True
+
+
+def put_back_contents(contents: Contents) -> None:
+    """Containers have again the entries that they had."""
+    for container, entries in contents.values():
+        _put_back_entries(container, entries)
 
 
 def _put_back_entries(container: Any, entries: Any) -> None:
@@ -89,20 +145,23 @@ class Held:
         self._parameters = self.tensors.copy()
         self._attributes = tree.attributes
         self._values = [attributes[name] for _, attributes, name in tree.attributes]
-        self._contents: List[Tuple[int, Any]] = []  # the entries of a container, by its number
+        self._contents: Contents = {}
+        self.hidden: List[torch.nn.Module] = []  # modules that no table of modules has
+        self._large: List[int] = []  # attributes with more entries than are looked at
         for i, value in enumerate(self._values):
-            if type(value) not in _ATOMS:
-                self._add(i, value)
+            if type(value) not in _ATOMS and id(value) not in tree.plain:
+                self._add(i, value, tree)
 
-    def _add(self, i: int, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ENTRIES:
-            self._contents.append((i, value if isinstance(value, tuple) else value.copy()))
-            parts = value.values() if isinstance(value, dict) else value
-            self.tensors += [part for part in parts if isinstance(part, torch.Tensor)]
-        else:
+    def _add(self, i: int, value: Any, tree: "Tree") -> None:
+        if type(value) is tuple and not _parts_of(value):
+            tree.plain[id(value)] = value
+            return
+        if not is_data(value):
             self._values[i] = _NO_DATA
+        modules: List[torch.nn.Module] = []
+        if not walk(value, self._contents, self.tensors, modules):
+            self._large.append(i)
+        self.hidden += [module for module in modules if module not in tree.known]
 
     def put_back(self) -> None:
         """Modules hold again what they held."""
@@ -115,33 +174,56 @@ class Held:
                 attributes[name] = value
         known = {(id(attributes), name) for _, attributes, name in self._attributes}
         for module in self.modules:
-            for name in _names_of(module):
+            for name in names_of(module):
                 if (id(vars(module)), name) not in known and is_data(vars(module)[name]):
                     del vars(module)[name]
-        for i, entries in self._contents:
-            _put_back_entries(self._values[i], entries)
+        put_back_contents(self._contents)
         for parameter, needs_gradient in zip(self._parameters, self._needs_gradient):
             if parameter.requires_grad is not needs_gradient:
                 parameter.requires_grad_(needs_gradient)
 
     def places(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, torch.Tensor]]:
         """Parameters and tensors of attributes, by name."""
+        for place, value in self._parameter_places(prefixes):
+            yield place, value
+        for place, value in self.values(prefixes):
+            if isinstance(value, torch.Tensor):
+                yield place, value
+
+    def _parameter_places(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, torch.Tensor]]:
         for i, module in enumerate(self.modules):
             live, prefix = self._live[i * len(_TABLES)], prefixes.get(id(module), "")
             for key, p in self._tables[i * len(_TABLES)].items():
                 if p is not None:
                     yield Place(prefix + key, live, key), p
-        names = [
-            prefixes.get(id(self.modules[i]), "") + name for i, _, name in self._attributes
-        ]
-        for name, (_, attributes, key), value in zip(names, self._attributes, self._values):
-            if isinstance(value, torch.Tensor):
-                yield Place(name, attributes, key), value
-        for i, entries in self._contents:
-            _, attributes, key = self._attributes[i]
-            for entry, value in entries_of(entries):
-                if isinstance(value, torch.Tensor):
-                    yield Place(f"{names[i]}[{entry!r}]", attributes, key, entry), value
+
+    def values(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, Any]]:
+        """What attributes hold that is more than numbers and texts, each once, by name."""
+        seen: set = set()
+        for (i, attributes, key), value in zip(self._attributes, self._values):
+            value = attributes.get(key) if value is _NO_DATA else value
+            found = [(Place(prefixes.get(id(self.modules[i]), "") + key, attributes, key), value)]
+            while found:
+                place, value = found.pop()
+                if type(value) in _ATOMS or id(value) in seen:
+                    continue
+                seen.add(id(value))
+                yield place, value
+                _, entries = self._contents.get(id(value), (None, ()))
+                if _parts_of(entries):
+                    found += [(place.inner(k), part) for k, part in entries_of(entries)]
+
+    @property
+    def has_large(self) -> bool:
+        return bool(self._large)
+
+    def large(self, prefixes: Dict[int, str]) -> List[str]:
+        """The names of attributes with more entries than were looked at."""
+        names = []
+        for i in self._large:
+            module, _, name = self._attributes[i]
+            names.append(prefixes.get(id(self.modules[module]), "") + name)
+        return names
 
     def _dicts(self) -> Dict[int, Tuple[dict, dict]]:
         """Tables and attributes that are data: (live, what was held)."""
@@ -169,19 +251,15 @@ class Held:
             for i, module in enumerate(self.modules)
             for name in mine[id(vars(module))][1]
         ]
-        contents = {id(self._values[i]): entries for i, entries in self._contents}
-        self._attributes = held
+        self._attributes, self._large = held, []
         self._values = [mine[id(attributes)][1][name] for _, attributes, name in held]
-        self._contents = [
-            (i, contents[id(v)]) for i, v in enumerate(self._values) if id(v) in contents
-        ]
 
 
 def is_data(value: Any) -> bool:
     return type(value) in _ATOMS or isinstance(value, (torch.Tensor, *_CONTAINERS))
 
 
-def _names_of(module: torch.nn.Module) -> List[str]:
+def names_of(module: torch.nn.Module) -> List[str]:
     """The module's own attributes."""
     if type(module).__module__.startswith(_WRAPPERS):
         return []
@@ -198,17 +276,23 @@ class Tree:
 
     def __init__(self, roots: Sequence[Tuple[str, torch.nn.Module]]):
         self._roots = list(roots)
-        self._children: List[Any] = []
+        self._hidden: Dict[torch.nn.Module, str] = {}  # roots that no table has, and their names
         self.modules: List[torch.nn.Module] = []
-        self.refresh()
+        self.plain: Dict[int, tuple] = {}  # tuples of numbers and texts, by id
+        self._look()
 
     def refresh(self) -> None:
         """Look for modules that were added or removed."""
         children = [c for m in self.modules for c in m._modules.values()]
-        if self.modules and children == self._children:
-            return
-        found = dict.fromkeys(m for _, root in self._roots for m in root.modules())
-        self.modules = list(found)
+        if children != self._children:
+            self._look()
+
+    def _named_roots(self) -> List[Tuple[str, torch.nn.Module]]:
+        return self._roots + [(name, module) for module, name in self._hidden.items()]
+
+    def _look(self) -> None:
+        found = dict.fromkeys(m for _, root in self._named_roots() for m in root.modules())
+        self.modules, self.known = list(found), set(found)
         self._children = [c for m in self.modules for c in m._modules.values()]
         self.tables = [_table(m, name) for m in self.modules for name in _TABLES]
         self.buffers = self.tables[_TABLES.index("_buffers") :: len(_TABLES)]
@@ -216,31 +300,53 @@ class Tree:
         self._look_at_attributes()
 
     def _look_at_attributes(self) -> None:
+        self.plain.clear()
         self._lengths = [len(attributes) for attributes in self._dicts]
         self.attributes = [  # the modules' own: module, all attributes, name
             (i, attributes, name)
             for i, (module, attributes) in enumerate(zip(self.modules, self._dicts))
-            for name in _names_of(module)
+            for name in names_of(module)
         ]
 
     def take(self) -> Held:
         if [len(attributes) for attributes in self._dicts] != self._lengths:
             self._look_at_attributes()
         try:
-            return Held(self)
+            held = Held(self)
         except KeyError:  # an attribute took the place of another
             self._look_at_attributes()
-            return Held(self)
+            held = Held(self)
+        if len(self.plain) > len(self.attributes):  # some tuples are others each time
+            self.plain.clear()
+        return self._with_hidden(held) if held.hidden else held
+
+    def _with_hidden(self, held: Held) -> Held:
+        """Modules in a list, or in an attribute that hides them from their owner, are roots too."""
+        self._hidden.clear()  # some of those that were found before may be gone
+        while True:
+            self._look()
+            held = Held(self)
+            if not held.hidden:
+                return held
+            names = {id(value): place.name for place, value in held.values(self.prefixes())}
+            self._hidden.update((module, names[id(module)]) for module in held.hidden)
 
     def parameters(self) -> List[torch.nn.Parameter]:
         """All of them, each once."""
         tables = self.tables[0 :: len(_TABLES)]
         return unique(p for t in tables for p in t.values() if p is not None)
 
+    def named_modules(self) -> List[Tuple[str, torch.nn.Module]]:
+        """(the beginning of the names of what it holds, module), with those that are hidden."""
+        self.refresh()
+        self.take()  # finds them
+        prefixes = self.prefixes()
+        return [(prefixes.get(id(module), ""), module) for module in self.modules]
+
     def prefixes(self) -> Dict[int, str]:
         """The beginning of the names of what each module holds."""
         found: Dict[int, str] = {}
-        for root_name, root in self._roots:
+        for root_name, root in self._named_roots():
             for name, module in root.named_modules(prefix=root_name):
                 found.setdefault(id(module), f"{name}." if name else "")
         return found

@@ -192,7 +192,9 @@ class Step:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
         _check_match(self._modules, self._update, state)
         self._is_fresh = gradients == "fresh"
-        self._audit = Audit(_named_modules(model), _named_state(state))
+        self._audit = Audit(
+            _named_modules(model), _named_state(state), lambda: self._update.parameters
+        )
         self._accumulators = Accumulators()
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
@@ -327,6 +329,7 @@ class Step:
 
     def _forward_backward(self, first: int, count: int) -> None:
         is_last = first + count == self._samples
+        self._audit.is_cut = count < self._samples
         module = self._modules[0] if len(self._modules) == 1 else None
         is_distributed = hasattr(module, "no_sync")
         # DDP reduces what is in .grad, so the last backward pass adds to it.
