@@ -17,7 +17,8 @@ class Limited(torch.nn.Module):
 
     def __init__(self, largest, form=lambda y: y):
         super().__init__()
-        self.largest, self.form, self.calls = largest, form, []
+        self.largest, self.form = largest, form
+        self.calls = collections.UserList()  # no state that is put back
 
     def forward(self, x):
         self.calls.append(len(x))
@@ -91,7 +92,8 @@ class Recurrent(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.gru = torch.nn.GRU(8, hidden, batch_first=batch_first)
-        self.dim, self.largest, self.calls = 0 if batch_first else 1, largest, []
+        self.dim, self.largest = 0 if batch_first else 1, largest
+        self.calls = collections.UserList()
 
     def forward(self, x):
         self.calls.append(x.shape[self.dim])
@@ -293,3 +295,56 @@ def test_an_oom_while_outputs_are_joined_loses_nothing(monkeypatch, times, norma
         assert torch.allclose(getattr(step, outputs)["sum"], expected[1]["sum"])
         assert cat.left == 0
     assert step.report.redone_samples == 24  # 16 and 8, and none because of the outputs
+
+
+# ---- what a failed call has changed ----
+
+
+class Moving(torch.nn.Module):
+    """In training mode: BatchNorm, a counter and a list move in each call, before memory is out."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls, self.seen = torch.nn.BatchNorm1d(2), 0, [[]]
+        self.largest = 8
+
+    def forward(self, x):
+        y = self.norm(x)
+        self.calls += 1
+        self.seen[0].append(len(x))
+        if len(x) > self.largest:
+            out_of_memory(None)
+        return y
+
+
+@pytest.mark.parametrize(
+    "use",
+    (lambda m: m, lambda m: lambda x: m(x), lambda m: m.forward),
+    ids=("module", "function", "method"),
+)
+def test_what_a_model_in_training_mode_holds_is_as_without_ooms(use):
+    x, model, plain = torch.randn(16, 2), Moving(), Moving()
+    for part in x.split(8):
+        plain(part)
+    rebatch.map(use(model), x)
+    assert same_bits(state_of(model), state_of(plain))
+    assert model.calls == 2 and model.seen == [[8, 8]]
+
+
+def test_a_map_that_fails_leaves_the_model_as_it_was():
+    model = Moving()
+    before, model.largest = state_of(model), 0
+    with pytest.raises(rebatch.Exhausted):
+        rebatch.map(model, torch.randn(4, 2, 3))
+    assert same_bits(state_of(model), before) and model.calls == 0 and model.seen == [[]]
+
+
+def test_inputs_that_a_failed_call_has_changed_are_named():
+    def double(x):
+        x.mul_(2)
+        if len(x) > 4:
+            out_of_memory(None)
+        return x.clone()
+
+    with pytest.raises(rebatch.Error, match="'batch' changed in place in an attempt that failed"):
+        rebatch.map(double, torch.ones(8))

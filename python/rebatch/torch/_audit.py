@@ -5,7 +5,8 @@ of each tensor, which PyTorch increases when it is changed in place. Tensors tha
 change in place are copied: buffers, and whatever was seen to change in an attempt before. In the
 first step, where nothing is known, small tensors are copied too, and contents are compared, but for
 those of trained parameters, because a change through .data has no version. All are compared where
-samples run again after a failure: what then changes without a version has changed in the attempt that failed too."""
+samples run again after a failure: what then changes without a version has changed in the attempt
+that failed too."""
 
 from __future__ import annotations
 
@@ -110,13 +111,15 @@ def _differ(a: Optional[int], b: Optional[int]) -> bool:
 class Audit:
     """Saves and restores, at the points of a session's guards, what a step's modules hold, the
     tensors of its batch, and `state`: tensors, modules, and objects with a state_dict(), by
-    name. trained() gives the parameters that an update changes."""
+    name. trained() gives the parameters that an update changes. Without copies_first, what changes
+    in place in the first attempt of all has no copy, buffers excepted."""
 
     def __init__(
         self,
         modules: Sequence[Tuple[str, torch.nn.Module]],
         state: Sequence[Tuple[str, Any]] = (),
         trained: Callable[[], Sequence[torch.Tensor]] = tuple,
+        copies_first: bool = True,
     ):
         self._trained = trained
         own = [(name, part) for name, part in state if isinstance(part, torch.nn.Module)]
@@ -135,7 +138,8 @@ class Audit:
         self._copies = {point: Copies() for point in GuardPoint}
         self._noted: Dict[int, _Noted] = {}
         self._running: Optional[_Noted] = None  # what an attempt began with
-        self._unknown = {True, False}  # modes, training or not, in which no attempt has succeeded
+        # Modes, training or not, in which no attempt has succeeded.
+        self._unknown = {True, False} if copies_first else set()
         self._is_training = True
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
         self._is_suspect = False  # an attempt has failed, and not all contents were compared

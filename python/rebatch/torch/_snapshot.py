@@ -182,6 +182,13 @@ def _variables_of(function: Any) -> Iterator[Place]:
         yield _in_dict("variable", name, function.__globals__, name)
 
 
+def modules_used_by(function: Any) -> List[Tuple[str, torch.nn.Module]]:
+    """A module, or those that a function is a method of or names, by name."""
+    own = [("", function), ("", getattr(function, "__self__", None))]
+    own += [(place.name, place.get()) for place in _variables_of(function)]
+    return [(name, value) for name, value in own if isinstance(value, torch.nn.Module)]
+
+
 def _attributes_of(name: str, value: Any) -> Iterator[Place]:
     """Of an object of the program's own class, as a meter that averages."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType, torch.Tensor)):

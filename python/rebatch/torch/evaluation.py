@@ -9,13 +9,31 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 
 from rebatch.torch import _allocator
+from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
 from rebatch.torch._join import join_results
 from rebatch.torch._map import run_map
 from rebatch.torch._report import MapReport
 from rebatch.torch._session import Session, session_options
+from rebatch.torch._snapshot import modules_used_by
 from rebatch.torch._state import Generators
 
+
+class _Running:
+    """A guard of what the model holds that runs."""
+
+    audit: Optional[Audit] = None
+
+    def save(self, point: int) -> None:
+        if self.audit:
+            self.audit.save(point)
+
+    def restore(self, point: int) -> None:
+        if self.audit:
+            self.audit.restore(point)
+
+
+_running = _Running()
 # One session a device and allocator; sizes are learned for each function within it.
 _sessions: Dict[Tuple[torch.device, bool], Session] = {}
 _numbers = itertools.count(1)
@@ -37,7 +55,7 @@ def _session_of(device: torch.device) -> Session:
     key = (device, _allocator.installed())
     if key not in _sessions:
         devices = [device] if device.type == "cuda" else []
-        _sessions[key] = Session(device, session_options(), guards=[Generators(devices)])
+        _sessions[key] = Session(device, session_options(), guards=[Generators(devices), _running])
     return _sessions[key]
 
 
@@ -59,22 +77,32 @@ class Map:
         print(predict.report)
 
     A call is map(model, inputs, batch_dim). `report` says what the last call did, also when it
-    failed: a MapReport, whose numbers have the names of Step.report's."""
+    failed: a MapReport, whose numbers have the names of Step.report's.
+
+    What a call that runs out of memory has changed in the model is put back: a module's, or that of
+    modules that a function names. What cannot be put back is an Error that names it."""
 
     def __init__(self, model: Callable[[Any], Any], batch_dim: Optional[int] = None):
         if not callable(model):
             raise TypeError(f"rebatch: model is {model!r}: expected a function")
         self.model = model
         self.report = MapReport()
+        self._audit = Audit(modules_used_by(model), copies_first=False)
         self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 
     def __call__(self, inputs: Any) -> Any:
         samples = self._cut.length(inputs)
         session = _session_of(_device_of(self.model, inputs))
-        results, self.report, status = run_map(
-            session, self.model, inputs, samples, _key_of(self.model), self._cut
-        )
-        session.raise_failure(status)
+        before, _running.audit = _running.audit, self._audit
+        try:
+            self._audit.begin(inputs)
+            results, self.report, status = run_map(
+                session, self.model, inputs, samples, _key_of(self.model), self._cut
+            )
+            session.raise_failure(status)
+        finally:
+            self._audit.end()
+            _running.audit = before
         return join_results(results, self._dim, lambda: self._one(inputs, samples))
 
     def _one(self, inputs: Any, samples: int) -> Tuple[int, Any]:
