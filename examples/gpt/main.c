@@ -272,6 +272,10 @@ static bool read_request(struct request *request, int count, char **arguments, i
         fprintf(stderr, "gpt: --save-every is given without --save: expected a file\n");
         return false;
     }
+    if (request->save && !accept(gpt_save_check_path(request->save))) {
+        *code = EXIT_FAILED;
+        return false;
+    }
     if (resume)
         return true;
     train->total_steps = request->steps;

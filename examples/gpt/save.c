@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "gpt/error.h"
@@ -147,8 +148,19 @@ static void sync_folder(const char *path)
     }
 }
 
+rebatch_status gpt_save_check_path(const char *path)
+{
+    struct stat about;
+    if (stat(path, &about) == 0 && !S_ISREG(about.st_mode))
+        return gpt_error(REBATCH_E_IO, "%s is no regular file, and a save would replace it", path);
+    return REBATCH_OK;
+}
+
 rebatch_status gpt_trainer_save(struct gpt_trainer *trainer, const char *path)
 {
+    rebatch_status status = gpt_save_check_path(path);
+    if (status)
+        return status;
     char beside[PATH_MAX];
     const int length = snprintf(beside, sizeof beside, "%s.new", path);
     if (length < 0 || (size_t)length >= sizeof beside)
@@ -157,7 +169,7 @@ rebatch_status gpt_trainer_save(struct gpt_trainer *trainer, const char *path)
     writer.file = open(beside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (writer.file < 0)
         return say(beside, "made");
-    rebatch_status status = put_all(&writer, trainer);
+    status = put_all(&writer, trainer);
     if (close(writer.file) != 0 && !status)
         status = say(beside, "written");
     if (!status && rename(beside, path) != 0)

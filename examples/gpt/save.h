@@ -12,6 +12,11 @@
  *  @return REBATCH_OK; REBATCH_E_IO: the old file is as it was; REBATCH_E_HOST_OOM; a device's */
 rebatch_status gpt_trainer_save(struct gpt_trainer *trainer, const char *path);
 
+/* Whether a training may be saved under that name: it is free, or that of a regular file. A save
+ * would replace a device such as /dev/null by a file.
+ *  @return REBATCH_OK, REBATCH_E_IO */
+rebatch_status gpt_save_check_path(const char *path);
+
 /* Puts a run in the state that was saved, the number of its session's step included. The trainer
  * must have been created with the settings that gpt_saved_options() gives, on the same text.
  *  @return REBATCH_OK; REBATCH_E_IO when the file cannot be read; REBATCH_E_PARSE when it is

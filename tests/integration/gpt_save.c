@@ -327,6 +327,22 @@ Test(gpt_save, what_is_no_saved_training_is_refused)
     run_close(&run);
 }
 
+Test(gpt_save, only_a_regular_file_is_replaced)
+{
+    struct run_options options = tiny_run();
+    struct run run;
+    struct stat about;
+    run_open(&run, &options);
+    run_steps(&run, 1);
+    cr_assert_eq(mkfifo(file, 0600), 0);
+    ASSERT_ERROR(gpt_save_check_path(file), REBATCH_E_IO, "is no regular file");
+    ASSERT_ERROR(gpt_trainer_save(run.trainer, file), REBATCH_E_IO, "is no regular file");
+    cr_assert_eq(stat(file, &about), 0);
+    cr_assert(S_ISFIFO(about.st_mode));
+    ASSERT_ERROR(gpt_trainer_save(run.trainer, folder), REBATCH_E_IO, "is no regular file");
+    run_close(&run);
+}
+
 /* ---- damage ---- */
 
 static uint8_t *read_whole(size_t *count, const char *path)
