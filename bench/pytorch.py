@@ -123,10 +123,16 @@ class Training:
     def batch(self, length=0):
         return tokens_of(self.size, self.size["batch"], length or self.size["model"][2])
 
-    def run(self, batch):
-        """One update: seconds."""
+    def run(self, batch, updates=1):
+        """Seconds of an update; of several, the GPU may be behind from one to the next."""
         torch.cuda.synchronize()
         began = time.perf_counter()
+        for _ in range(updates):
+            self._update(batch)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / updates
+
+    def _update(self, batch):
         if self.way.endswith("Step"):
             self.step(batch)
             self.redone = self.step.report.redone_samples
@@ -137,8 +143,6 @@ class Training:
         else:
             self._accumulate(batch)
             self.optimizer.step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
 
     def _accumulate(self, batch):
         self.optimizer.zero_grad(set_to_none=True)
@@ -189,8 +193,10 @@ def speed(way, size):
     clean = [training.run(batch) for _ in range(size["steps"])]
     memory()
     clean += [training.run(batch) for _ in range(size["steps"])]
+    behind = [training.run(batch, size["steps"]) for _ in range(3)]
     return {
         "tokens_per_s": round(batch[0].numel() / statistics.median(clean)),
+        "tokens_per_s_behind": round(batch[0].numel() / statistics.median(behind)),
         "step_ms": median_ms(clean),
         "first_ms": each_ms(seconds),
         "first_reserved": first["reserved"],
