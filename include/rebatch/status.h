@@ -36,7 +36,8 @@
     X(E_NO_DEVICE, 9, "there is no such device")                                                   \
     X(E_UNSUPPORTED, 10, "not supported here")                                                     \
     X(E_IO, 11, "a file could not be read or written")                                             \
-    X(E_PARSE, 12, "a file or a variable of the environment has a mistake in it")
+    X(E_PARSE, 12, "a file or a variable of the environment has a mistake in it")                  \
+    X(E_PEER, 13, "another rank failed or is missing")
 
 /** The result of a call that can fail. A callback may also return a number of its own, from
  *  REBATCH_E_USER to INT_MAX: rebatch_step() passes it through unchanged. Any other number,

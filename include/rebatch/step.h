@@ -19,6 +19,7 @@
 #define REBATCH_STEP_H
 
 #include "rebatch/device.h"
+#include "rebatch/group.h"
 #include "rebatch/pool.h"
 #include "rebatch/status.h"
 
@@ -32,13 +33,16 @@ typedef struct rebatch_microbatch {
     uint64_t step;         /**< number of the effective batch, from 0 */
     size_t first;          /**< first sample: the samples are [first, first + count) */
     size_t count;          /**< number of samples, at least 1 */
-    size_t batch;          /**< samples in the effective batch; the weight of a sample is 1/batch */
+    size_t batch;          /**< samples in the effective batch, on all ranks together; the weight of
+                                a sample is 1/batch */
     uint32_t attempt;      /**< how many attempts at these samples were made before */
     bool probing;          /**< a trial of a probe: its results are discarded */
     rebatch_pool *pool;    /**< allocate from this pool: what the callback's thread allocates, or a
                                 thread that joined (rebatch_join()), is taken back when the attempt
                                 fails. What other threads allocate stays */
     rebatch_stream stream; /**< the session's stream */
+    size_t rank_batch;     /**< samples of this rank in the effective batch; without a group the
+                                same as `batch` */
 } rebatch_microbatch;
 
 /** Bits of rebatch_step_ops.flags. */
@@ -134,11 +138,25 @@ typedef struct rebatch_step_ops {
      *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
      *  memory. Not together with `cost`. */
     rebatch_status (*resize)(size_t micro_batch, void *user);
+    /** Required with rebatch_options.group, otherwise not called. Sum the accumulators over all
+     *  ranks: the only callback that may call collectives of the program. It runs when this rank
+     *  has accumulated all its samples, so that the ranks' micro-batches may differ in size and
+     *  number, and a rank that runs out of memory repeats its samples while the others wait here.
+     *
+     *  Allocate first: an OOM before the first collective frees memory and calls reduce again.
+     *  Return no REBATCH_OOM after it.
+     *
+     *  With `is_abandoned` this rank has failed, and its accumulators are undefined. It takes part
+     *  in the same collectives, with any values, so that no rank waits for it; no rank will use the
+     *  result. Then reduce must need no memory that it has not allocated in the step, or return
+     *  REBATCH_OOM before its first collective; the other ranks' collectives then end by their own
+     *  timeout. */
+    rebatch_status (*reduce)(bool is_abandoned, void *user);
 } rebatch_step_ops;
 /** Step operations without callbacks: set the first three, and the optional ones as needed. */
 #define REBATCH_STEP_OPS_INIT                                                                      \
     {                                                                                              \
-        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL                            \
+        sizeof(rebatch_step_ops), NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL                      \
     }
 
 /** What rebatch_map() runs. The rules for results of callbacks apply (rebatch_step_ops). */
@@ -387,6 +405,11 @@ typedef struct rebatch_options {
                                       own */
     const rebatch_meter *meter;  /**< copied; go by the figures of another allocator. reclaim must
                                       be off. Not with rebatch_probe(). NULL: go by the pool's */
+    const rebatch_group *group;  /**< copied; the ranks that train one model together, each with its
+                                      own session. NULL: this process alone */
+    uint32_t group_timeout_ms; /**< longest wait for another rank in a vote. A step in which a rank
+                                      repeats samples makes the others wait, so it is longer than the
+                                      slowest step. 0: 300,000 */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
@@ -394,7 +417,7 @@ typedef struct rebatch_options {
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
             NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_LOG_TEXT, NULL,             \
-            REBATCH_DEFAULT, NULL, NULL                                                            \
+            REBATCH_DEFAULT, NULL, NULL, NULL, 0                                                   \
     }
 
 /** What one call of rebatch_step() did. */
@@ -536,6 +559,15 @@ REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
  *  With REBATCH_PROBE_ONLY set, this function does not return: it probes, prints the result, and
  *  ends the process (docs/probe.md).
  *
+ *  With rebatch_options.group every rank calls it with its own samples, and the effective batch is
+ *  all of them. Memory, micro-batch sizes and OOMs are each rank's own. The ranks vote twice: when
+ *  the step begins, on the number of samples and on whether they agree (step number, flags, version
+ *  of rebatch); and before the update, on whether each rank has accumulated all its samples and has
+ *  the memory that the update is known to need. If a rank fails before that vote ends, no rank
+ *  updates: it returns its own status, the others REBATCH_E_PEER with its number and sentence, and
+ *  all may call rebatch_step() again. A rank that dies, or does not come within group_timeout_ms,
+ *  ends the group: every later step returns REBATCH_E_PEER.
+ *
  *  After REBATCH_OK, every sample counted exactly once and the update was applied once. After any
  *  failure, the next call has the same step number, and:
  *  - If optimizer_step failed after rebatch_mutating(), with any status, parameters are partly
@@ -552,13 +584,30 @@ REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
  *  @param user    passed to the callbacks
  *  @param report  filled in on success and failure; may be NULL
  *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when the micro-batch does not fit and nothing is left to
- *          try; REBATCH_E_TORN when an OOM occurred within the update; any other status that a
+ *          try; REBATCH_E_PEER when another rank failed or is missing; REBATCH_E_TORN when an OOM occurred within the update; any other status that a
  *          callback returned; REBATCH_E_STATE when called from within a callback, while another
  *          thread is in a step, or when a callback broke a rule of rebatch_step_ops;
  *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API_CHECKED rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops,
                                                 size_t batch, void *user,
                                                 rebatch_step_report *report);
+
+/** Take part in the next step as a rank that has failed: for a program that cannot call
+ *  rebatch_step(), for example because its data cannot be read. The other ranks' rebatch_step()
+ *  returns REBATCH_E_PEER with `why`, instead of waiting until group_timeout_ms. Without a group
+ *  nothing happens.
+ *  @param rb   the session
+ *  @param why  one sentence for the other ranks; the first 200 bytes are sent
+ *  @return REBATCH_OK; REBATCH_E_PEER when a rank is missing; REBATCH_E_STATE from within a
+ *          callback; REBATCH_E_INVALID */
+REBATCH_API rebatch_status rebatch_abandon_step(rebatch *rb, const char *why);
+
+/** Say why the running callback is about to fail, for callbacks whose errors have their text
+ *  elsewhere, for example exceptions. The other ranks' messages contain it. A callback that fails
+ *  without saying so sends rebatch_last_error().
+ *  @param rb   the session
+ *  @param why  one sentence; the first 200 bytes are sent */
+REBATCH_API void rebatch_explain(rebatch *rb, const char *why);
 
 /** rebatch_step() for functions that return nothing, and leave by rebatch_escape() when memory runs
  *  out: rebatch_alloc_or_escape() does so.
