@@ -27,10 +27,10 @@ typedef enum rebatch_reduction {
 typedef struct rebatch_group {
     size_t struct_size; /**< sizeof(rebatch_group) */
     uint32_t rank;      /**< of this process, from 0 */
-    uint32_t size;      /**< number of ranks, at least 1 */
+    uint32_t size;      /**< number of ranks, 1 to 131072 */
     /** Replace each of `count` words by its reduction over all ranks. `count` is from 1 to
      *  REBATCH_GROUP_WORDS. The call returns within `timeout_ms` milliseconds, also when another
-     *  rank never calls. It needs no device memory.
+     *  rank never calls. It needs no device memory, and must not call the session.
      *  @return REBATCH_OK; REBATCH_E_PEER when a rank did not come or the connection is lost. After
      *          any failure rebatch does not call it again. The message may name the rank
      *          (rebatch_group.missing does so too) */

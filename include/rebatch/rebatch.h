@@ -91,6 +91,7 @@
 #include "rebatch/cuda.h"
 #include "rebatch/current.h"
 #include "rebatch/device.h"
+#include "rebatch/group.h"
 #include "rebatch/pool.h"
 #include "rebatch/probe.h"
 #include "rebatch/status.h"

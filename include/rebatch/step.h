@@ -146,11 +146,12 @@ typedef struct rebatch_step_ops {
      *  Allocate first: an OOM before the first collective frees memory and calls reduce again.
      *  Return no REBATCH_OOM after it.
      *
-     *  With `is_abandoned` this rank has failed, and its accumulators are undefined. It takes part
-     *  in the same collectives, with any values, so that no rank waits for it; no rank will use the
-     *  result. Then reduce must need no memory that it has not allocated in the step, or return
-     *  REBATCH_OOM before its first collective; the other ranks' collectives then end by their own
-     *  timeout. */
+     *  With `is_abandoned` this rank has failed, and its accumulators are undefined; zero_grad may
+     *  not have run, and what the step has allocated may be taken back. It takes part in the same
+     *  collectives, with any values, so that no rank waits for it; no rank will use the result. So
+     *  reduce keeps what it needs from before the step, or returns REBATCH_OOM before its first
+     *  collective; the other ranks' collectives then end by their own timeout. So they do when
+     *  reduce itself fails with another status: it is not called again. */
     rebatch_status (*reduce)(bool is_abandoned, void *user);
 } rebatch_step_ops;
 /** Step operations without callbacks: set the first three, and the optional ones as needed. */
@@ -188,7 +189,8 @@ typedef struct rebatch_map_ops {
     X(OPTIMIZER, "optimizer_step, before updating")                                                \
     X(UPDATE, "optimizer_step, while updating")                                                    \
     X(RESIZE, "resize")                                                                            \
-    X(MAP, "rebatch_map")
+    X(MAP, "rebatch_map")                                                                          \
+    X(REDUCE, "reduce")
 
 /** Where an OOM occurs. */
 typedef enum rebatch_phase {
@@ -407,9 +409,9 @@ typedef struct rebatch_options {
                                       be off. Not with rebatch_probe(). NULL: go by the pool's */
     const rebatch_group *group;  /**< copied; the ranks that train one model together, each with its
                                       own session. NULL: this process alone */
-    uint32_t group_timeout_ms; /**< longest wait for another rank in a vote. A step in which a rank
-                                      repeats samples makes the others wait, so it is longer than the
-                                      slowest step. 0: 300,000 */
+    uint32_t group_timeout_ms;   /**< longest wait for another rank in a vote, in milliseconds. A
+                                      rank that repeats samples makes the others wait, so it is
+                                      longer than the slowest step. 0: 300,000 */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
@@ -540,7 +542,8 @@ REBATCH_API size_t rebatch_get_batch(const rebatch *rb, size_t otherwise);
 REBATCH_API size_t rebatch_get_micro(const rebatch *rb, size_t batch);
 
 /** Set the number of the next effective batch, which is 0 in a new session. A resumed training sets
- *  the number at which it stopped, because data and dropout depend on it.
+ *  the number at which it stopped, because data and dropout depend on it. With a group, all ranks
+ *  set the same.
  *  @param rb    the session
  *  @param step  rebatch_microbatch.step of the next step
  *  @return REBATCH_OK, REBATCH_E_INVALID; REBATCH_E_STATE from within a callback */
@@ -562,11 +565,16 @@ REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
  *  With rebatch_options.group every rank calls it with its own samples, and the effective batch is
  *  all of them. Memory, micro-batch sizes and OOMs are each rank's own. The ranks vote twice: when
  *  the step begins, on the number of samples and on whether they agree (step number, flags, version
- *  of rebatch); and before the update, on whether each rank has accumulated all its samples and has
- *  the memory that the update is known to need. If a rank fails before that vote ends, no rank
- *  updates: it returns its own status, the others REBATCH_E_PEER with its number and sentence, and
- *  all may call rebatch_step() again. A rank that dies, or does not come within group_timeout_ms,
- *  ends the group: every later step returns REBATCH_E_PEER.
+ *  of rebatch, size of the group); and before the update, on whether each rank has accumulated all
+ *  its samples and has the memory that the update is known to need. If a rank fails before that
+ *  vote ends, or its arguments are refused, no rank updates: it returns its own status, the others
+ *  REBATCH_E_PEER with its number and sentence, and all may call rebatch_step() again. A rank that
+ *  dies, or does not come within group_timeout_ms, ends the group: every later step returns
+ *  REBATCH_E_PEER.
+ *
+ *  If optimizer_step fails after that vote, other ranks have updated and this one has not, or in
+ *  part. The error message says so. The next step ends on all ranks: here with REBATCH_E_STATE, on
+ *  the others with REBATCH_E_PEER. Restore a checkpoint on all ranks, and call rebatch_set_step().
  *
  *  After REBATCH_OK, every sample counted exactly once and the update was applied once. After any
  *  failure, the next call has the same step number, and:
@@ -584,9 +592,10 @@ REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
  *  @param user    passed to the callbacks
  *  @param report  filled in on success and failure; may be NULL
  *  @return REBATCH_OK; REBATCH_E_EXHAUSTED when the micro-batch does not fit and nothing is left to
- *          try; REBATCH_E_PEER when another rank failed or is missing; REBATCH_E_TORN when an OOM occurred within the update; any other status that a
+ *          try; REBATCH_E_TORN when an OOM occurred within the update; any other status that a
  *          callback returned; REBATCH_E_STATE when called from within a callback, while another
  *          thread is in a step, or when a callback broke a rule of rebatch_step_ops;
+ *          REBATCH_E_PEER when another rank failed or is missing, or the ranks disagree;
  *          REBATCH_E_INVALID, REBATCH_E_DEVICE, REBATCH_E_DEVICE_LOST */
 REBATCH_API_CHECKED rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops,
                                                 size_t batch, void *user,
@@ -597,16 +606,17 @@ REBATCH_API_CHECKED rebatch_status rebatch_step(rebatch *rb, const rebatch_step_
  *  returns REBATCH_E_PEER with `why`, instead of waiting until group_timeout_ms. Without a group
  *  nothing happens.
  *  @param rb   the session
- *  @param why  one sentence for the other ranks; the first 200 bytes are sent
+ *  @param why  one sentence for the other ranks, in UTF-8; the first 200 bytes are sent
  *  @return REBATCH_OK; REBATCH_E_PEER when a rank is missing; REBATCH_E_STATE from within a
  *          callback; REBATCH_E_INVALID */
 REBATCH_API rebatch_status rebatch_abandon_step(rebatch *rb, const char *why);
 
 /** Say why the running callback is about to fail, for callbacks whose errors have their text
  *  elsewhere, for example exceptions. The other ranks' messages contain it. A callback that fails
- *  without saying so sends rebatch_last_error().
- *  @param rb   the session
- *  @param why  one sentence; the first 200 bytes are sent */
+ *  without saying so sends rebatch_last_error(). It has no effect when the callback returns
+ *  REBATCH_OK or REBATCH_OOM. Outside a callback it only sets rebatch_last_error().
+ *  @param rb   the session; NULL only sets rebatch_last_error()
+ *  @param why  one sentence, in UTF-8; the first 200 bytes are sent */
 REBATCH_API void rebatch_explain(rebatch *rb, const char *why);
 
 /** rebatch_step() for functions that return nothing, and leave by rebatch_escape() when memory runs

@@ -45,6 +45,7 @@ class Status(IntEnum):
     E_UNSUPPORTED = 10
     E_IO = 11
     E_PARSE = 12
+    E_PEER = 13
     E_USER = 1000
 
 
@@ -103,6 +104,14 @@ class StepFlag(IntEnum):
     SCOPED_MEMORY = 4
 
 
+class Reduction(IntEnum):
+    """What Group.all_reduce computes of each word."""
+
+    SUM = 0
+    MIN = 1
+    MAX = 2
+
+
 class Phase(IntEnum):
     """Where an OOM occurs."""
 
@@ -114,7 +123,8 @@ class Phase(IntEnum):
     UPDATE = 5
     RESIZE = 6
     MAP = 7
-    COUNT = 8
+    REDUCE = 8
+    COUNT = 9
 
 
 class LogLevel(IntEnum):
@@ -255,6 +265,7 @@ ENUMS = [
     (LogFormat, "rebatch_log_format", "REBATCH_LOG_"),
     (EventKind, "rebatch_event_kind", "REBATCH_EVENT_"),
     (OnOom, "rebatch_on_oom", "REBATCH_ON_OOM_"),
+    (Reduction, "rebatch_reduction", "REBATCH_"),
     (GuardKind, "rebatch_guard_kind", "REBATCH_GUARD_"),
     (GuardPoint, "rebatch_guard_point", "REBATCH_GUARD_"),
     (Number, "rebatch_number", "REBATCH_"),
@@ -452,6 +463,7 @@ class Microbatch(Struct):
         ("probing", c_bool),
         ("pool", c_void_p),
         ("stream", c_void_p),
+        ("rank_batch", c_size_t),
     ]
 
 
@@ -461,6 +473,7 @@ OptimizerStep = CFUNCTYPE(c_int, c_void_p)
 Lighten = CFUNCTYPE(c_int, c_uint, c_void_p)
 Cost = CFUNCTYPE(c_uint64, c_size_t, c_size_t, c_void_p)
 Resize = CFUNCTYPE(c_int, c_size_t, c_void_p)
+Reduce = CFUNCTYPE(c_int, c_bool, c_void_p)
 
 
 class StepOps(Struct):
@@ -473,6 +486,7 @@ class StepOps(Struct):
         ("flags", c_uint32),
         ("cost", Cost),
         ("resize", Resize),
+        ("reduce", Reduce),
     ]
 
 
@@ -548,6 +562,23 @@ class Meter(Struct):
 Guard = CFUNCTYPE(c_int, c_int, c_void_p)
 
 
+AllReduce = CFUNCTYPE(c_int, POINTER(c_uint64), c_size_t, c_int, c_uint64, c_void_p)
+Missing = CFUNCTYPE(c_uint32, c_void_p)
+Abort = CFUNCTYPE(None, c_void_p)
+
+
+class Group(Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("rank", c_uint32),
+        ("size", c_uint32),
+        ("all_reduce", AllReduce),
+        ("missing", Missing),
+        ("abort", Abort),
+        ("user", c_void_p),
+    ]
+
+
 class GuardOps(Struct):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -586,6 +617,8 @@ class Options(Struct):
         ("reclaim", c_int),
         ("existing_pool", c_void_p),
         ("meter", POINTER(Meter)),
+        ("group", POINTER(Group)),
+        ("group_timeout_ms", c_uint32),
     ]
 
 
@@ -717,6 +750,7 @@ STRUCTS = [
     (Event, "rebatch_event"),
     (MeterReading, "rebatch_meter_reading"),
     (Meter, "rebatch_meter"),
+    (Group, "rebatch_group"),
     (GuardOps, "rebatch_guard_ops"),
     (Options, "rebatch_options"),
     (StepReport, "rebatch_step_report"),
@@ -795,6 +829,8 @@ FUNCTIONS = [
         c_int,
         [c_void_p, POINTER(StepOps), c_size_t, c_void_p, POINTER(StepReport)],
     ),
+    ("rebatch_abandon_step", c_int, [c_void_p, c_char_p]),
+    ("rebatch_explain", None, [c_void_p, c_char_p]),
     (
         "rebatch_map",
         c_int,

@@ -1,5 +1,7 @@
 /* Owns the running of one callback: its scope, the way out of it, and what an OOM in it was.
  * Must not know what is done about it. */
+#include <inttypes.h>
+
 #include "recover/recover.h"
 
 /* ---- what callbacks call ---- */
@@ -76,6 +78,8 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
         return (void (*)(void))rb->ops->resize;
     case RBI_MAP:
         return (void (*)(void))rb->ops->forward_backward;
+    case RBI_REDUCE:
+        return (void (*)(void))rb->ops->reduce;
     default:
         return (void (*)(void))rb->ops->lighten;
     }
@@ -126,6 +130,8 @@ static rebatch_phase first_phase_of(enum rbi_callback which)
         return REBATCH_PHASE_RESIZE;
     case RBI_MAP:
         return REBATCH_PHASE_MAP;
+    case RBI_REDUCE:
+        return REBATCH_PHASE_REDUCE;
     default:
         return REBATCH_PHASE_ZERO_GRAD;
     }
@@ -155,6 +161,8 @@ static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
         return rb->ops->optimizer_step(rb->user);
     case RBI_RESIZE:
         return rb->ops->resize(call->level, rb->user);
+    case RBI_REDUCE:
+        return rb->ops->reduce(rb->is_abandoned, rb->user);
     default:
         return rb->ops->lighten((unsigned)call->level, rb->user);
     }
@@ -319,9 +327,12 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
     rb->pool_callbacks = rbi_pool_callback_depth();
     if (rb->drill)
         rb->drill->callback_begins(rb->drill->user, which->which, which->mb);
+    rb->group.explained[0] = '\0';
     rb->running = true;
     const rebatch_status result = call_with_way_out(rb, which);
     rb->running = false;
+    if (!is_fatal(result))
+        rb->group.explained[0] = '\0';
     rb->has_declared[which->which] |= rb->mutated;
     if (rb->drill)
         rb->drill->callback_ended(rb->drill->user, result);
@@ -334,6 +345,11 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
     const rebatch_status status = rbi_device_take_last_error(rb->device);
     if (is_fatal(status))
         rbi_result_say_late(rb, which, status);
+    if (status == REBATCH_OOM && which->which == RBI_REDUCE)
+        return rbi_error(REBATCH_E_STATE,
+                         "step %" PRIu64 ": reduce returned REBATCH_OK and left an OOM in the "
+                         "device's last error: expected REBATCH_OOM before its first collective",
+                         rb->step);
     return status;
 }
 
@@ -392,7 +408,8 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
                                    .batch = rb->batch,
                                    .probing = true,
                                    .pool = rb->pool,
-                                   .stream = rb->options.stream};
+                                   .stream = rb->options.stream,
+                                   .rank_batch = rb->batch};
     rb->size = size;
     rebatch_status status = rbi_resize_to(rb, count);
     if (!status)

@@ -84,8 +84,11 @@ static rebatch_status run_part(rebatch *rb, const rebatch_microbatch *mb)
 rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, size_t count,
                                    size_t batch)
 {
-    rebatch_microbatch mb = {
-        .step = rb->step, .batch = batch, .pool = rb->pool, .stream = rb->options.stream};
+    rebatch_microbatch mb = {.step = rb->step,
+                             .batch = batch,
+                             .pool = rb->pool,
+                             .stream = rb->options.stream,
+                             .rank_batch = batch};
     rebatch_status status = begin_run(rb, count ? parts[0].count : 1);
     if (!status)
         status = rbi_zero_grad_run(rb);

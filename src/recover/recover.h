@@ -381,6 +381,66 @@ rebatch_status rbi_step_undo(rebatch *rb);
 /* Fills in what is known at the end of rb->report. */
 void rbi_step_report(rebatch *rb, rebatch_status status);
 
+/* ---- what follows the samples (update.c) ---- */
+
+/* optimizer_step, and what is done about an OOM in it. */
+rebatch_status rbi_update_run(rebatch *rb);
+/* With a group: reduce, the update's memory, and the vote on whether all ranks update. `own` is how
+ * the samples have ended here. Without a group: `own`. */
+rebatch_status rbi_update_settle(rebatch *rb, rebatch_status own);
+
+/* ---- several ranks (group.c, vote.c) ---- */
+
+#define RBI_RANKS_MOST (UINT32_C(1) << 17)
+#define RBI_WHY_BYTES 200
+
+struct rbi_group {
+    rebatch_group table; /* size is 0: there is none */
+    uint64_t timeout_ms;
+    bool has_ended;
+    char ended[400];                   /* why: what every later step says */
+    char explained[RBI_WHY_BYTES + 1]; /* by the callback that runs, or failed */
+    bool has_failed_in_reduce;         /* this rank, in this step */
+    bool owes;                         /* an update failed here alone, and no rank knows yet */
+    uint64_t owed_step;
+};
+
+/* REBATCH_E_INVALID with its text for a group that is not whole. */
+rebatch_status rbi_group_check(const rebatch_options *o);
+void rbi_group_open(rebatch *rb, const rebatch_options *o);
+bool rbi_group_is_set(const rebatch *rb);
+/* REBATCH_E_PEER once a rank is missing, from then on with the same sentence. */
+rebatch_status rbi_group_all_reduce(rebatch *rb, uint64_t *words, size_t count,
+                                    rebatch_reduction reduction);
+
+#define RBI_KEY_PIECES 4
+
+/* Sums over all ranks that show whether their keys are equal. */
+struct rbi_agreement {
+    uint64_t sum[RBI_KEY_PIECES], sum_of_squares[RBI_KEY_PIECES];
+};
+/* The share of one rank. */
+void rbi_agreement_set(struct rbi_agreement *words, uint64_t key);
+bool rbi_agreement_holds(const struct rbi_agreement *words, uint32_t ranks);
+
+/* What was said of a failure: here, and to the other ranks. */
+struct rbi_said {
+    rebatch_status status;
+    char text[512];
+    char why[RBI_WHY_BYTES + 1];
+};
+/* Of a failure with `status`, before anything else is said. REBATCH_OK: nothing. */
+struct rbi_said rbi_said_take(rebatch *rb, rebatch_status status);
+
+/* The vote when a step begins: sets rb->total. `own` is REBATCH_OK, or why this rank takes no part,
+ * which is then the result. Without a group nothing happens. */
+rebatch_status rbi_vote_begin(rebatch *rb, rebatch_status own);
+/* The vote before the update. REBATCH_OK: all ranks update. `own` is how this rank has fared, which
+ * is the result where it has failed. */
+rebatch_status rbi_vote_end(rebatch *rb, rebatch_status own, const struct rbi_said *said);
+/* The update has failed here after that vote: the other ranks hear of it in the next one. */
+rebatch_status rbi_vote_owe(rebatch *rb, rebatch_status status);
+
 /* ---- the session (session.c) ---- */
 
 /* While callbacks can run, what pressure callbacks change in guarded state is kept. */
@@ -411,6 +471,7 @@ struct rebatch {
     struct rbi_watched *watched; /* what the program names (watch.c) */
     size_t watched_count;
     const struct rbi_drill_watch *drill; /* NULL: no drill runs */
+    struct rbi_group group;
 
     uint64_t step;
     bool has_updated;       /* an update has run */
@@ -435,7 +496,10 @@ struct rebatch {
     const rebatch_step_ops *ops;
     void *user;
     size_t batch;
-    size_t most; /* samples in a micro-batch, whatever the limits allow; SIZE_MAX: any */
+    size_t total;      /* samples of all ranks */
+    bool has_reduced;  /* reduce has run in the step, and may have called collectives */
+    bool is_abandoned; /* reduce runs for a rank that has failed */
+    size_t most;       /* samples in a micro-batch, whatever the limits allow; SIZE_MAX: any */
     enum rbi_callback samples_callback; /* RBI_FORWARD_BACKWARD, or RBI_MAP */
     bool by_cost;
     bool is_probe;

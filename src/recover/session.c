@@ -24,6 +24,8 @@ static rebatch_status check_options(const rebatch_options *o)
         status = rbi_check_toggle(o->reclaim, "reclaim");
     if (!status)
         status = rbi_meter_check(o);
+    if (!status)
+        status = rbi_group_check(o);
     if (status)
         return status;
     if (o->on_oom > REBATCH_ON_OOM_FIT)
@@ -238,6 +240,8 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     if (o.meter)
         rb->meter = *o.meter;
     rb->options.meter = NULL;
+    rbi_group_open(rb, &o);
+    rb->options.group = NULL;
     rb->log.file = -1;
     rbi_sizes_init(&rb->sizes, &o);
     rb->most = SIZE_MAX;
@@ -322,7 +326,7 @@ rebatch_status rebatch_leave(rebatch *rb)
 
 size_t rebatch_get_batch(const rebatch *rb, size_t otherwise)
 {
-    return rb && rb->running ? rb->batch : otherwise;
+    return rb && rb->running ? rb->total : otherwise;
 }
 
 size_t rebatch_get_micro(const rebatch *rb, size_t batch)
@@ -338,6 +342,7 @@ rebatch_status rebatch_set_step(rebatch *rb, uint64_t step)
     if (status)
         return status;
     rb->step = step;
+    rb->group.owes = false; /* a checkpoint is restored: the ranks compare where they stand */
     return REBATCH_OK;
 }
 

@@ -167,6 +167,7 @@ enum rbi_callback {
     RBI_LIGHTEN,
     RBI_RESIZE,
     RBI_MAP,
+    RBI_REDUCE,
     RBI_CALLBACKS
 };
 

@@ -197,8 +197,11 @@ rebatch_status rbi_samples_run(rebatch *rb)
     const uint64_t now = rbi_now_ns();
     rbi_thrashing_restart(rb);
     struct progress progress = {.began_ns = now, .attempt_ns = now};
-    rebatch_microbatch mb = {
-        .step = rb->step, .batch = rb->batch, .pool = rb->pool, .stream = rb->options.stream};
+    rebatch_microbatch mb = {.step = rb->step,
+                             .batch = rb->total,
+                             .pool = rb->pool,
+                             .stream = rb->options.stream,
+                             .rank_batch = rb->batch};
     rbi_learn_begin_step(rb);
     while (progress.next < rb->batch) {
         rbi_learn_choose(rb, rb->batch - progress.next);
@@ -226,49 +229,6 @@ rebatch_status rbi_samples_run(rebatch *rb)
     }
     rb->report.microbatches = progress.microbatches;
     return REBATCH_OK;
-}
-
-/* ---- optimizer_step ---- */
-
-/* An OOM within an update tears it, so the memory of the one before is there when it begins. */
-static rebatch_status admit_update(rebatch *rb)
-{
-    if (rb->update_bytes == 0 || !rbi_session_admits(rb))
-        return REBATCH_OK;
-    const rebatch_status status = rbi_memory_admit(rb, rb->update_bytes);
-    if (status != REBATCH_OOM)
-        return status;
-    size_t available;
-    (void)rbi_memory_available(&available, rb);
-    rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
-                                       .need_bytes = rb->update_bytes,
-                                       .available_bytes = available};
-    return REBATCH_OOM;
-}
-
-static rebatch_status update(rebatch *rb)
-{
-    for (;;) {
-        const uint64_t began = rbi_now_ns();
-        rebatch_status status = rbi_resize_ready(rb);
-        if (!status)
-            status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
-        rbi_leak_update_begins(rb);
-        if (!status)
-            status = admit_update(rb);
-        if (!status)
-            status = rbi_callback_run(rb, RBI_OPTIMIZER, NULL);
-        if (status != REBATCH_OOM)
-            return status;
-        if (rb->failure.phase == REBATCH_PHASE_OPTIMIZER)
-            status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
-        else
-            status = REBATCH_OK; /* torn: nothing can be undone; resize: nothing has to be */
-        if (!status)
-            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
-        if (status)
-            return status;
-    }
 }
 
 /* ---- the step ---- */
@@ -321,7 +281,8 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
 {
     rb->ops = ops;
     rb->user = user;
-    rb->batch = batch;
+    rb->batch = rb->total = batch;
+    rb->group.explained[0] = '\0';
     rbi_budget_begin(rb);
     rb->failed_count = 0;
     rb->fitted = 0;
@@ -366,14 +327,18 @@ void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
 /* A step that failed is a step that did not happen, as far as that is in our hands. */
 static rebatch_status run(rebatch *rb)
 {
-    rebatch_status status = rbi_step_open_scope(rb);
+    rebatch_status status = rbi_vote_begin(rb, REBATCH_OK);
     if (status)
         return status;
+    status = rbi_step_open_scope(rb);
+    if (status)
+        return rbi_update_settle(rb, status);
     status = rbi_zero_grad_run(rb);
     if (!status)
         status = rbi_samples_run(rb);
+    status = rbi_update_settle(rb, status);
     if (!status)
-        status = update(rb);
+        status = rbi_update_run(rb);
     const uint64_t first_sequence = rb->scope ? rbi_scope_first_sequence(rb->pool, rb->scope) : 0;
     if (status && !rb->report.torn)
         (void)rbi_step_undo(rb);
@@ -430,6 +395,11 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
         *report = (rebatch_step_report){0};
     rebatch_step_ops own;
     rebatch_status status = rbi_step_check(&own, rb, ops, batch, "rebatch_step");
+    if (!status && rbi_group_is_set(rb) && !own.reduce)
+        status = rbi_error(REBATCH_E_INVALID, "ops.reduce is NULL: expected a callback with "
+                                              "rebatch_options.group");
+    if (status && rb && !rb->ops)
+        status = rbi_vote_begin(rb, status); /* the other ranks wait for this one */
     if (status) {
         if (report)
             report->status = status;

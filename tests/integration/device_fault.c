@@ -391,8 +391,8 @@ Test(device_fault, plans_that_are_wrong_are_refused_and_change_nothing)
     plan.nth = 1;
     plan.status = (rebatch_status)12345;
     refuse_plan(&plan, "plan.status is 12345");
-    plan.status = (rebatch_status)13;
-    refuse_plan(&plan, "plan.status is 13");
+    plan.status = (rebatch_status)14;
+    refuse_plan(&plan, "plan.status is 14");
     plan = (rebatch_fault_plan)REBATCH_FAULT_PLAN_INIT;
     plan.struct_size = 0;
     refuse_plan(&plan, "struct_size");

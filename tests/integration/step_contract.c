@@ -381,7 +381,7 @@ static void expect_text(struct rig *rig, int number, rebatch_status expected, co
 
 Test(step_contract, what_no_callback_may_answer_is_a_state_error)
 {
-    static const int numbers[] = {13, 500, 999, -1, -2147483647};
+    static const int numbers[] = {14, 500, 999, -1, -2147483647};
     struct rig rig;
     rig_open(&rig, MIB(64), NULL);
     expect_text(

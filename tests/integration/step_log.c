@@ -56,7 +56,7 @@ static void train(const rebatch_options *options, unsigned steps)
 {
     const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward,
                                   nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL};
+                                  NULL,       NULL,    NULL};
     rebatch_device *device;
     rebatch *rb;
     cr_assert_eq(rebatch_device_open_host(&device, 40 * MIB, NULL), REBATCH_OK);
@@ -166,7 +166,7 @@ Test(step_log, nobody_who_reads_is_no_reason_to_end)
     const int before = dup(STDERR_FILENO);
     rebatch_device *device;
     rebatch *rb;
-    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward, nothing, NULL, 0,
+    const rebatch_step_ops ops = {sizeof ops, nothing, forward_backward, nothing, NULL, 0, NULL,
                                   NULL,       NULL};
     cr_assert_eq(rebatch_device_open_host(&device, 70 * MIB, NULL), REBATCH_OK);
     cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);

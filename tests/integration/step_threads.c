@@ -281,7 +281,8 @@ Test(step_threads, a_probe_leaves_others_their_blocks)
 {
     struct rig rig;
     struct beside beside;
-    const rebatch_step_ops ops = {sizeof ops, nothing, keep_pointer, nothing, NULL, 0, NULL, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, keep_pointer, nothing, NULL,
+                                  0,          NULL,    NULL,         NULL};
     open_beside(&rig, &beside, false);
     const uint64_t live_bytes = rig_live_bytes(&rig);
     cr_assert_eq(rebatch_guard(rig.rb, &beside.kept, sizeof beside.kept, REBATCH_GUARD_HOST),

@@ -359,7 +359,7 @@ Test(wrap, an_attempt_is_taken_back_when_no_stream_is_at_work)
     struct lagging lagging = {.rig = &rig};
     const rebatch_step_ops ops = {sizeof ops, nothing, lag_and_fail_once,
                                   nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL};
+                                  NULL,       NULL,    NULL};
     rebatch_step_report report;
     cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &lagging, &report), REBATCH_OK, "%s",
                  rebatch_last_error());
@@ -385,8 +385,9 @@ Test(wrap, so_is_one_that_fails_for_another_reason)
     struct rig rig;
     rig_open(&rig);
     struct lagging lagging = {.rig = &rig};
-    const rebatch_step_ops ops = {
-        sizeof ops, nothing, lag_and_give_up, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, lag_and_give_up,
+                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
+                                  NULL,       NULL,    NULL};
     cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &lagging, NULL), REBATCH_E_USER);
     check_waited(&lagging.work);
     cr_assert_eq(live_bytes(&rig), 0);
@@ -424,7 +425,7 @@ Test(wrap, what_other_threads_allocate_beside_a_step_stays)
     unsigned char *batch = NULL;
     const rebatch_step_ops ops = {sizeof ops, nothing, prepare_and_fail_once,
                                   nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL};
+                                  NULL,       NULL,    NULL};
     rebatch_step_report report;
     cr_assert_eq(rebatch_step(rig.rb, &ops, 2, &batch, &report), REBATCH_OK, "%s",
                  rebatch_last_error());
@@ -469,7 +470,7 @@ Test(wrap, what_is_no_oom_of_a_step_comes_back)
     unsigned came_back = 0;
     const rebatch_step_ops ops = {sizeof ops, nothing, escape_for_nothing,
                                   nothing,    NULL,    REBATCH_DECLARES_MUTATION,
-                                  NULL,       NULL};
+                                  NULL,       NULL,    NULL};
     cr_assert_eq(rebatch_step(rig.rb, &ops, 1, &came_back, NULL), REBATCH_OK);
     cr_assert_eq(came_back, 1);
     rig_close(&rig);
@@ -487,8 +488,9 @@ static rebatch_status close_within(const rebatch_microbatch *mb, void *user)
 Test(wrap, close_within_a_step_is_refused)
 {
     struct rig rig;
-    const rebatch_step_ops ops = {
-        sizeof ops, nothing, close_within, nothing, NULL, REBATCH_DECLARES_MUTATION, NULL, NULL};
+    const rebatch_step_ops ops = {sizeof ops, nothing, close_within,
+                                  nothing,    NULL,    REBATCH_DECLARES_MUTATION,
+                                  NULL,       NULL,    NULL};
     rig_open(&rig);
     cr_assert_eq(rebatch_step(rig.rb, &ops, 2, NULL, NULL), REBATCH_OK, "%s", rebatch_last_error());
     cr_assert_eq(rebatch_get_current(), rig.rb);

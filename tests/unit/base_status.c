@@ -27,6 +27,7 @@ static const struct {
     {REBATCH_E_UNSUPPORTED, 10, "REBATCH_E_UNSUPPORTED"},
     {REBATCH_E_IO, 11, "REBATCH_E_IO"},
     {REBATCH_E_PARSE, 12, "REBATCH_E_PARSE"},
+    {REBATCH_E_PEER, 13, "REBATCH_E_PEER"},
 };
 #define KNOWN (sizeof known / sizeof known[0])
 
@@ -65,7 +66,7 @@ Test(base_status, a_callbacks_number_and_no_number_have_names_too)
     cr_assert_str_eq(rebatch_status_name(REBATCH_STATUS_MAX_), "REBATCH_E_USER");
     cr_assert_str_eq(rebatch_status_name((rebatch_status)-1), "REBATCH_E_UNKNOWN");
     cr_assert_str_eq(rebatch_status_text((rebatch_status)-1), "no such status");
-    cr_assert_str_eq(rebatch_status_name((rebatch_status)13), "REBATCH_E_UNKNOWN");
+    cr_assert_str_eq(rebatch_status_name((rebatch_status)14), "REBATCH_E_UNKNOWN");
     cr_assert_str_eq(rebatch_status_name((rebatch_status)999), "REBATCH_E_UNKNOWN");
     cr_assert_gt(strlen(rebatch_status_text(REBATCH_E_USER)), 0);
     cr_assert_gt(strlen(rebatch_status_text((rebatch_status)999)), 0);

@@ -1,0 +1,111 @@
+/* Owns what follows the samples of a step: the reduction over the ranks, and the update.
+ * Must not know how samples are cut. */
+#include "recover/recover.h"
+
+/* An OOM within an update tears it, so the memory of the one before is there when it begins. */
+static rebatch_status admit(rebatch *rb)
+{
+    if (rb->update_bytes == 0 || !rbi_session_admits(rb))
+        return REBATCH_OK;
+    const rebatch_status status = rbi_memory_admit(rb, rb->update_bytes);
+    if (status != REBATCH_OOM)
+        return status;
+    size_t available;
+    (void)rbi_memory_available(&available, rb);
+    rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
+                                       .need_bytes = rb->update_bytes,
+                                       .available_bytes = available};
+    return REBATCH_OOM;
+}
+
+static rebatch_status try_once(rebatch *rb, enum rbi_callback which)
+{
+    rebatch_status status = rbi_resize_ready(rb);
+    if (!status)
+        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+    if (which == RBI_OPTIMIZER) {
+        rbi_leak_update_begins(rb);
+        if (!status)
+            status = admit(rb);
+    }
+    if (status)
+        return status;
+    status = rbi_callback_run(rb, which, NULL);
+    rb->has_reduced = which == RBI_REDUCE && status != REBATCH_OOM;
+    return status;
+}
+
+/* Runs optimizer_step or reduce, and again after each OOM that comes before it has begun. */
+static rebatch_status run(rebatch *rb, enum rbi_callback which)
+{
+    for (;;) {
+        const uint64_t began = rbi_now_ns();
+        rebatch_status status = try_once(rb, which);
+        if (status != REBATCH_OOM)
+            return status;
+        const rebatch_phase phase = rb->failure.phase;
+        if (phase == REBATCH_PHASE_OPTIMIZER || phase == REBATCH_PHASE_REDUCE)
+            status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
+        else
+            status = REBATCH_OK; /* torn: nothing can be undone; resize: nothing has to be */
+        if (!status)
+            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+        if (status)
+            return status;
+    }
+}
+
+rebatch_status rbi_update_run(rebatch *rb)
+{
+    const rebatch_status status = run(rb, RBI_OPTIMIZER);
+    return status ? rbi_vote_owe(rb, status) : REBATCH_OK;
+}
+
+/* ---- the reduction ---- */
+
+/* The update's memory is there before the ranks vote: after it nobody can go back. */
+static rebatch_status settle(rebatch *rb)
+{
+    for (;;) {
+        const uint64_t began = rbi_now_ns();
+        rebatch_status status = rbi_resize_ready(rb);
+        if (!status)
+            status = admit(rb);
+        if (status != REBATCH_OOM)
+            return status;
+        status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+        if (status)
+            return status;
+    }
+}
+
+/* This rank has failed, and takes part in the collectives all the same. What it allocates there is
+ * taken back with the step; here where that has happened already. */
+static void reduce_abandoned(rebatch *rb)
+{
+    rebatch_scope own = 0;
+    if (!rb->scope && rbi_scope_open(rb, &own))
+        return;
+    rb->is_abandoned = true;
+    (void)rbi_callback_run(rb, RBI_REDUCE, NULL);
+    rb->is_abandoned = false;
+    if (own)
+        (void)rbi_scope_undo(rb->pool, own);
+}
+
+rebatch_status rbi_update_settle(rebatch *rb, rebatch_status own)
+{
+    if (!rbi_group_is_set(rb))
+        return own;
+    rb->has_reduced = false;
+    if (!own) {
+        own = run(rb, RBI_REDUCE);
+        rb->group.has_failed_in_reduce = own && rb->has_reduced;
+        if (!own)
+            own = settle(rb);
+    }
+    const struct rbi_said said = rbi_said_take(rb, own);
+    if (own && !rb->has_reduced)
+        reduce_abandoned(rb);
+    return rbi_vote_end(rb, own, &said);
+}

@@ -1,0 +1,159 @@
+/* Owns the tests of a step of several ranks that all live: what they sum, and what an OOM on some
+ * of them changes. Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "rank_threads.h"
+
+static rebatch_options small_microbatches(void)
+{
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.micro_start = 4;
+    o.max_attempts = 4096;
+    return o;
+}
+
+static void open(struct ranks *ranks, uint32_t size)
+{
+    const rebatch_options o = small_microbatches();
+    cr_assert(ranks_open(ranks, size, &o, 0), "%s", rebatch_last_error());
+}
+
+static void assert_all(const struct ranks *ranks, rebatch_status status)
+{
+    for (uint32_t i = 0; i < ranks->size; i++)
+        cr_assert_eq(ranks->rank[i].status, status, "rank %u: %s", i, ranks->rank[i].error);
+}
+
+Test(ranks_step, the_effective_batch_is_the_samples_of_all_ranks)
+{
+    for (uint32_t size = 1; size <= 4; size++) {
+        struct ranks ranks;
+        open(&ranks, size);
+        for (uint64_t step = 0; step < 3; step++) {
+            ranks_step(&ranks);
+            assert_all(&ranks, REBATCH_OK);
+        }
+        cr_assert(ranks_have_stepped(&ranks, 3));
+        ranks_close(&ranks);
+    }
+}
+
+Test(ranks_step, a_step_that_succeeds_votes_twice_and_reduces_once)
+{
+    struct ranks ranks;
+    open(&ranks, 3);
+    for (int step = 0; step < 5; step++)
+        ranks_step(&ranks);
+    cr_assert_eq(ranks.meeting.votes, 10);
+    cr_assert_eq(ranks.meeting.programs, 5);
+    ranks_close(&ranks);
+}
+
+/* Steps whose n-th request of `ranks_that_fail` finds no memory, for every n. */
+static uint64_t fail_every_request(struct ranks *ranks, uint32_t only, bool is_of_all)
+{
+    uint64_t steps = 0, requests = 1;
+    for (uint64_t nth = 1; nth <= requests; nth++) {
+        requests = 0;
+        for (uint32_t i = 0; i < ranks->size; i++)
+            ranks->rank[i].fail_request = is_of_all || i == only ? nth : 0;
+        ranks_step(ranks);
+        assert_all(ranks, REBATCH_OK);
+        cr_assert(ranks_have_stepped(ranks, ++steps), "request %lu", (unsigned long)nth);
+        for (uint32_t i = 0; i < ranks->size; i++) {
+            const struct rank *const r = &ranks->rank[i];
+            if (is_of_all || i == only)
+                requests = r->requests > requests ? r->requests : requests;
+            cr_assert_eq(r->report.ooms, r->fail_request && nth <= r->requests, "rank %u", i);
+            cr_assert_eq(r->reduces, 1);
+        }
+    }
+    return steps;
+}
+
+Test(ranks_step, an_oom_at_any_request_of_one_rank_is_its_own_matter)
+{
+    for (uint32_t only = 0; only < 3; only++) {
+        struct ranks ranks;
+        open(&ranks, 3);
+        cr_assert_gt(fail_every_request(&ranks, only, false), 6);
+        ranks_close(&ranks);
+    }
+}
+
+Test(ranks_step, an_oom_at_any_request_of_all_ranks_changes_no_result)
+{
+    struct ranks ranks;
+    open(&ranks, 3);
+    cr_assert_gt(fail_every_request(&ranks, 0, true), 6);
+    ranks_close(&ranks);
+}
+
+Test(ranks_step, an_oom_in_reduce_before_its_first_collective_runs_reduce_again)
+{
+    struct ranks ranks;
+    open(&ranks, 2);
+    for (uint64_t nth = 1; ranks.rank[1].report.ooms_in[REBATCH_PHASE_REDUCE] == 0; nth++) {
+        ranks.rank[1].fail_request = nth;
+        ranks_step(&ranks);
+        assert_all(&ranks, REBATCH_OK);
+        cr_assert_lt(nth, 100);
+    }
+    cr_assert_eq(ranks.rank[1].report.ooms, 1);
+    cr_assert_eq(ranks.rank[1].report.redone_samples, 0);
+    cr_assert_eq(ranks.rank[0].report.ooms, 0);
+    ranks_close(&ranks);
+}
+
+Test(ranks_step, each_rank_has_its_own_sizes_and_report)
+{
+    struct ranks ranks;
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.growth = REBATCH_OFF;
+    cr_assert(ranks_open(&ranks, 2, &o, 0));
+    ranks.rank[1].batch = 200; /* which need 200 KiB at once */
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(ranks.rank[1].rb), (size_t)128 << 10),
+                 REBATCH_OK);
+    ranks_step(&ranks);
+    cr_assert_gt(ranks.rank[1].report.ooms, 0);
+    ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert(ranks_have_stepped(&ranks, 2));
+    cr_assert_eq(ranks.rank[0].report.microbatches, 1);
+    cr_assert_eq(ranks.rank[1].report.microbatches, 2); /* 100 + 100 */
+    ranks_close(&ranks);
+}
+
+static rebatch_status count_call(void *user, rebatch_status status)
+{
+    ++*(uint64_t *)user;
+    return status;
+}
+static rebatch_status run_samples(const rebatch_microbatch *mb, void *user)
+{
+    return count_call(user, mb->batch == 5 && mb->rank_batch == 5 ? REBATCH_OK : RANK_STATUS);
+}
+
+Test(ranks_step, functions_outside_of_training_do_not_vote)
+{
+    struct ranks ranks;
+    uint64_t calls = 0;
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = run_samples;
+    open(&ranks, 2);
+    cr_assert_eq(rebatch_map(ranks.rank[1].rb, &map, 5, &calls, NULL), REBATCH_OK);
+    cr_assert_gt(calls, 0);
+    ranks.rank[0].batch = 4;
+    rebatch_check_report found = {0};
+    cr_assert_eq(rebatch_watch(ranks.rank[0].rb, "sums", ranks.rank[0].sums,
+                               sizeof ranks.rank[0].sums, REBATCH_GUARD_HOST, REBATCH_BYTES),
+                 REBATCH_OK);
+    cr_assert_eq(
+        rebatch_check(ranks.rank[0].rb, &ranks.rank[0].ops, 4, &ranks.rank[0], NULL, &found),
+        REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(ranks.meeting.arrived, 0);
+    cr_assert_eq(ranks.meeting.votes + ranks.meeting.programs, 0);
+    ranks_close(&ranks);
+}
