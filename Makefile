@@ -72,6 +72,8 @@ GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
 STORM_OBJ := $(call objects,$(wildcard tests/storm/*.c))
+RANKS := $(BUILD)/tests/ranks/ranks
+RANKS_OBJ := $(BUILD)/tests/ranks/main.o $(BUILD)/tests/integration/rank_threads.o
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
 KERNELS := $(BUILD)/libgpt_kernels.a
 GPU_TESTS := $(BUILD)/tests/gpu/run
@@ -172,6 +174,9 @@ $(EXAMPLES) $(GUIDE): %: %.o $(STATIC)
 $(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/src/preload/,holdings.o record.o summary.o) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(LIBS) -lmd -lstdc++
+
+$(RANKS): $(RANKS_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
 $(STORM): $(STORM_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
@@ -319,7 +324,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
--include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ))
+-include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ) $(RANKS_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
          $(addsuffix .d,$(EXAMPLES) $(GUIDE))
 
@@ -375,6 +380,12 @@ test-storm: ## random trainings under every kind of trouble (SEEDS, STORM_FLAGS=
 	@scripts/install-deps build
 	$(SUBMAKE) $(STORM)
 	@$(STORM) --seeds $(SEEDS) $(STORM_FLAGS)
+
+SEED = 1
+test-ranks: ## a training of 1,024 ranks, as threads, with OOMs, failures and deaths (SEED)
+	@scripts/install-deps build
+	$(SUBMAKE) $(RANKS)
+	@$(RANKS) $(SEED)
 
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
@@ -565,7 +576,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-programs test-variables test-storm test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
+.PHONY: all demo test test-programs test-variables test-storm test-ranks test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
     test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

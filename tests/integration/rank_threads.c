@@ -51,6 +51,14 @@ static void wait_for_others(struct meeting *m, uint64_t timeout_ms)
         }
 }
 
+void meeting_leave(struct meeting *m)
+{
+    (void)pthread_mutex_lock(&m->mutex);
+    m->is_over = true;
+    (void)pthread_cond_broadcast(&m->changed);
+    (void)pthread_mutex_unlock(&m->mutex);
+}
+
 rebatch_status meeting_reduce(struct meeting *m, uint32_t rank, uint64_t *words, size_t count,
                               int kind, uint64_t timeout_ms)
 {
@@ -145,7 +153,7 @@ static rebatch_status request(struct rank *r, size_t bytes, void **out)
     (void)rebatch_pool_trim(pool, 0, NULL);
     (void)rebatch_pool_set_limit(pool, 1);
     const rebatch_status status = rebatch_pool_alloc(out, pool, bytes, NULL, 0);
-    (void)rebatch_pool_set_limit(pool, 0);
+    (void)rebatch_pool_set_limit(pool, r->limit_bytes);
     return status;
 }
 
@@ -177,7 +185,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     struct rank *r = user;
     rebatch_status status = enter(r, RANK_FORWARD);
     if (!status)
-        status = touch(r, 1024 * mb->count);
+        status = touch(r, r->unit_bytes * mb->count);
     rebatch_mutating(r->rb);
     for (size_t s = mb->first; s < mb->first + mb->count && !status; s++) {
         for (size_t i = 0; i < RANK_SUMS; i++)
@@ -226,11 +234,13 @@ static rebatch_status optimizer_step(void *user)
 void rank_step(struct rank *r)
 {
     r->requests = 0;
+    r->report = (rebatch_step_report){0};
     r->updates = r->reduces = r->abandons = 0;
     rebatch_clear_error();
     r->status = r->act ? r->act(r) : rebatch_step(r->rb, &r->ops, r->batch, r, &r->report);
-    const char *error = rebatch_last_error();
-    strncpy(r->error, r->status ? error : "", sizeof r->error - 1);
+    r->ooms += r->report.ooms;
+    memset(r->error, 0, sizeof r->error);
+    strncpy(r->error, r->status ? rebatch_last_error() : "", sizeof r->error - 1);
 }
 
 static void *run(void *argument)
@@ -291,6 +301,7 @@ bool ranks_open(struct ranks *ranks, uint32_t size, const rebatch_options *optio
         struct rank *const r = &ranks->rank[i];
         r->ranks = ranks;
         r->number = i;
+        r->unit_bytes = 1024;
         r->batch = 6 + 3 * (i % 4);
         r->first = first;
         first += r->batch;

@@ -30,6 +30,8 @@ struct meeting {
 };
 #define MEETING_PROGRAM 3 /* a sum of the program's own */
 
+/* It ends for all, as when the connections of a rank are closed. */
+void meeting_leave(struct meeting *m);
 rebatch_status meeting_reduce(struct meeting *m, uint32_t rank, uint64_t *words, size_t count,
                               int kind, uint64_t timeout_ms);
 
@@ -51,11 +53,15 @@ struct rank {
     void *inside_user;
     uint64_t fail_request; /* the request of the step that finds no memory, from 1; 0: none */
     bool fails_for_ever;   /* so do all after it */
+    size_t unit_bytes;     /* that a sample needs */
+    size_t limit_bytes;    /* of the pool, when no request fails; 0: none */
 
     uint64_t first;           /* of its samples in the whole batch */
     uint64_t sums[RANK_SUMS]; /* the accumulators */
     uint64_t parameters[RANK_SUMS];
     uint64_t weights; /* samples by mb->batch != the whole batch, or rank_batch != the rank's */
+
+    uint64_t ooms; /* of all steps */
 
     /* of the last step */
     uint64_t requests;

@@ -376,12 +376,8 @@ Test(ranks_fail, a_rank_that_does_not_come_ends_the_group_with_its_number)
 
 static rebatch_status leave(struct rank *r, enum rank_place place)
 {
-    if (place == RANK_FORWARD) {
-        (void)pthread_mutex_lock(&r->ranks->meeting.mutex);
-        r->ranks->meeting.is_over = true; /* as when its connections are closed */
-        (void)pthread_cond_broadcast(&r->ranks->meeting.changed);
-        (void)pthread_mutex_unlock(&r->ranks->meeting.mutex);
-    }
+    if (place == RANK_FORWARD)
+        meeting_leave(&r->ranks->meeting);
     return REBATCH_OK;
 }
 
