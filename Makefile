@@ -474,6 +474,11 @@ bench-step: ## what the wrap costs a micro-batch when nothing goes wrong
 	$(SUBMAKE) $(BUILD)/bench/step
 	@$(BUILD)/bench/step
 
+bench-vote: ## what the votes of several ranks cost a step beyond their all-reduces
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/vote
+	@$(BUILD)/bench/vote
+
 bench-pool: ## what an allocation costs, beside glibc's and mimalloc's
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/pool
@@ -577,6 +582,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-programs test-variables test-storm test-ranks test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
-    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-pool bench-events bench-probe bench-cost \
+    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE
