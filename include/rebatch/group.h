@@ -1,11 +1,11 @@
 /** @file group.h
- *  Several ranks: processes that train one model together, each with a device and a session.
+ *  Several ranks that train one model together.
  *
  *  The program supplies the communication as a table of functions, so the library links none:
  *  rebatch/mpi.h and rebatch/nccl.h have ready ones. docs/distributed.md has the patterns.
  *
- *  Words: a rank is one process of the training, or one thread that has a session; a vote is a sum
- *  of a few words over all ranks. */
+ *  Words: a rank is one process of the training, or one thread, with a device and a session of its
+ *  own; a vote is a sum of a few words over all ranks. */
 #ifndef REBATCH_GROUP_H
 #define REBATCH_GROUP_H
 

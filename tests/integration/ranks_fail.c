@@ -397,6 +397,73 @@ Test(ranks_fail, a_connection_that_is_lost_within_a_step_undoes_it)
     ranks_close(&ranks);
 }
 
+/* The n-th all-reduce of the rank fails, with a status and a sentence of its own. */
+struct breaking {
+    struct rank *rank;
+    uint64_t calls, fails;
+};
+
+static rebatch_status all_reduce_until(uint64_t *words, size_t count, rebatch_reduction reduction,
+                                       uint64_t timeout_ms, void *user)
+{
+    struct breaking *const b = user;
+    if (++b->calls == b->fails) {
+        meeting_leave(&b->rank->ranks->meeting);
+        rebatch_device *none;
+        return rebatch_device_open_host(&none, 0, NULL); /* whose sentence is kept */
+    }
+    return meeting_reduce(&b->rank->ranks->meeting, b->rank->number, words, count, (int)reduction,
+                          timeout_ms);
+}
+
+static void open_breaking(struct ranks *ranks, struct breaking *b)
+{
+    open(ranks, 2);
+    struct rank *const r = &ranks->rank[1];
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    rebatch_group group = rank_group(r);
+    b->rank = r;
+    group.all_reduce = all_reduce_until;
+    group.missing = NULL;
+    group.abort = NULL;
+    group.user = b;
+    o.group = &group;
+    o.log_level = REBATCH_LOG_QUIET;
+    rebatch_close(r->rb);
+    cr_assert_eq(rebatch_open(&r->rb, r->device, &o), REBATCH_OK);
+}
+
+/* Of a step that succeeds, of one that rank 0 fails in, and of one that this rank fails in. */
+Test(ranks_fail, an_all_reduce_that_fails_at_any_call_ends_the_group)
+{
+    enum rank_place place = RANK_FORWARD;
+    for (uint32_t failing = 0; failing < 3; failing++)
+        for (uint64_t nth = 1; nth <= (failing < 2 ? 4 : 2); nth++) {
+            struct ranks ranks;
+            struct breaking b = {.fails = nth};
+            open_breaking(&ranks, &b);
+            if (failing < 2) {
+                ranks.rank[failing].inside = fail_at;
+                ranks.rank[failing].inside_user = &place;
+            }
+            ranks_step(&ranks);
+            for (uint32_t i = 0; i < 2; i++) {
+                const struct rank *const r = &ranks.rank[i];
+                const bool has_failed = nth > 1 && i == failing;
+                cr_assert_eq(r->status, has_failed ? RANK_STATUS : REBATCH_E_PEER, "%s", r->error);
+                cr_assert_eq(r->updates, 0);
+            }
+            cr_assert_eq(b.calls, nth);
+            ranks_step(&ranks);
+            assert_ends(&ranks.rank[0], REBATCH_E_PEER, "did not vote");
+            assert_ends(&ranks.rank[1], REBATCH_E_PEER,
+                        "step 0: another rank did not vote: capacity_bytes is 0");
+            cr_assert_eq(b.calls, nth, "it is not called again");
+            cr_assert(ranks_have_stepped(&ranks, 0));
+            ranks_close(&ranks);
+        }
+}
+
 /* ---- what is refused ---- */
 
 static rebatch_status all_reduce_nothing(uint64_t *words, size_t count, rebatch_reduction reduction,
