@@ -126,6 +126,46 @@ Test(ranks_step, each_rank_has_its_own_sizes_and_report)
     ranks_close(&ranks);
 }
 
+static rebatch_status make_buffers(size_t micro_batch, void *user)
+{
+    const struct rank *const r = user;
+    void *buffers;
+    return rebatch_pool_alloc(&buffers, rebatch_get_pool(r->rb), micro_batch << 16, NULL, 0);
+}
+
+/* A reduction that needs half of the memory. */
+static rebatch_status take_half(struct rank *r, enum rank_place place)
+{
+    rebatch_pool *const pool = rebatch_get_pool(r->rb);
+    void *block;
+    if (place != RANK_REDUCE)
+        return REBATCH_OK;
+    const rebatch_status status = rebatch_pool_alloc(&block, pool, (size_t)512 << 10, NULL, 0);
+    return status ? status : rebatch_pool_free(pool, block);
+}
+
+Test(ranks_step, a_reduction_that_finds_no_memory_beside_the_buffers_makes_them_smaller)
+{
+    struct ranks ranks;
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.growth = REBATCH_OFF;
+    cr_assert(ranks_open(&ranks, 2, &o, 0));
+    struct rank *const r = &ranks.rank[1];
+    r->ops.resize = make_buffers; /* for 9 samples, 576 KiB */
+    r->inside = take_half;
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(r->rb), (size_t)1 << 20), REBATCH_OK);
+    ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert_eq(r->report.ooms_in[REBATCH_PHASE_REDUCE], 1);
+    cr_assert_eq(r->report.attempts, 1);
+    cr_assert_eq(r->report.micro_after, 4);
+    ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert_eq(r->report.ooms, 0);
+    cr_assert(ranks_have_stepped(&ranks, 2));
+    ranks_close(&ranks);
+}
+
 static rebatch_status count_call(void *user, rebatch_status status)
 {
     ++*(uint64_t *)user;

@@ -60,8 +60,7 @@ static struct drawn draw_trouble(uint64_t life, uint64_t step)
 
 static rebatch_status fail(struct rank *r, enum rank_place place)
 {
-    (void)r;
-    return place == RANK_FORWARD ? RANK_STATUS : REBATCH_OK;
+    return place == *(const enum rank_place *)r->inside_user ? RANK_STATUS : REBATCH_OK;
 }
 
 static rebatch_status tear(struct rank *r, enum rank_place place)
@@ -80,7 +79,7 @@ static rebatch_status abandon(struct rank *r)
 /* Its connections are closed: whoever meets it from now on is told. */
 static rebatch_status die(struct rank *r, enum rank_place place)
 {
-    if (place != RANK_FORWARD)
+    if (place != *(const enum rank_place *)r->inside_user)
         return REBATCH_OK;
     meeting_leave(&r->ranks->meeting);
     return RANK_STATUS;
@@ -99,6 +98,13 @@ static void set_needs(struct rank *r, uint64_t life, uint64_t step)
     (void)rebatch_pool_set_limit(rebatch_get_pool(r->rb), r->limit_bytes);
     const bool fails = draw(life, step, r->number, 4) % 16 == 0;
     r->fail_request = fails ? 1 + draw(life, step, r->number, 5) % 12 : 0;
+}
+
+/* A failure in reduce would leave the others to the timeout of their collective. */
+static void set_place(struct rank *r, const struct drawn *drawn, uint64_t number)
+{
+    static enum rank_place places[] = {RANK_ZERO, RANK_FORWARD, RANK_REDUCE};
+    r->inside_user = &places[number % (drawn->trouble == DIES ? 3 : 2)];
 }
 
 static void set_trouble(struct rank *r, const struct drawn *drawn)
@@ -199,6 +205,7 @@ static void *walk(void *argument)
         uint64_t checkpoint[RANK_SUMS];
         memcpy(checkpoint, r->parameters, sizeof checkpoint);
         set_needs(r, life, step);
+        set_place(r, &drawn, draw(life, step, r->number, 6));
         set_trouble(r, &drawn);
         rank_step(r);
         bool is_right = ends_as_drawn(r, &drawn);
