@@ -102,7 +102,14 @@ typedef struct rebatch_pool_options {
     X(remaps, "pages", "of free blocks mapped to another address")                                 \
     X(quarantined_bytes, "bytes", "that the device did not unmap; never used again")               \
     X(collected_bytes, "bytes", "returned to the device above gc_threshold_permille")              \
-    X(ballast_drops, "times", "the ballast was released")
+    X(ballast_drops, "times", "the ballast was released")                                          \
+    X(driver_creates, "calls", "that made physical memory")                                        \
+    X(driver_maps, "calls", "that mapped a piece of physical memory")                              \
+    X(driver_accesses, "calls", "that made mapped memory accessible")                              \
+    X(driver_unmaps, "calls", "that unmapped a piece")                                             \
+    X(driver_releases, "calls", "that returned a piece of physical memory")                        \
+    X(driver_pieces, "pieces", "made accessible by driver_accesses")                               \
+    X(driver_ns, "ns", "in these calls; priced on a dry device")
 
 /** Statistics of a pool. */
 typedef struct rebatch_pool_stats {

@@ -384,6 +384,13 @@ class PoolStats(Struct):
         ("quarantined_bytes", c_uint64),
         ("collected_bytes", c_uint64),
         ("ballast_drops", c_uint64),
+        ("driver_creates", c_uint64),
+        ("driver_maps", c_uint64),
+        ("driver_accesses", c_uint64),
+        ("driver_unmaps", c_uint64),
+        ("driver_releases", c_uint64),
+        ("driver_pieces", c_uint64),
+        ("driver_ns", c_uint64),
     ]
 
 

@@ -102,7 +102,9 @@ void rbi_replay_ids_free(struct rbi_replay_ids *ids);
 struct rbi_replay_result {
     uint64_t pool_live_bytes; /* the pool's own peak of live bytes */
     uint64_t peak_reserved_bytes;
-    uint64_t device_calls; /* for memory, from the pool's creation to the end of the trace */
+    uint64_t device_calls;    /* for memory, from the pool's creation to the end of the trace */
+    rebatch_pool_stats first; /* of the pool when the trace ended for the first time */
+    uint64_t warm_driver_ns;  /* in the driver's calls of a pass on a warm pool */
     uint64_t largest_hole_bytes;
     uint64_t smallest_capacity_bytes; /* 0: not looked for */
     double ns_per_pair;

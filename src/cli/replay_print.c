@@ -16,9 +16,9 @@ static const struct column {
     const char *heading;
     int width;
 } columns[] = {
-    {"requested", 10}, {"peak live", 10},     {"reserved", 10},     {"utilisation", 11},
-    {"PyTorch", 8},    {"ns/pair", 8},        {"device calls", 12}, {"largest hole", 12},
-    {"smallest", 10},  {"smallest/live", 13},
+    {"requested", 10}, {"peak live", 10},    {"reserved", 10},     {"utilisation", 11},
+    {"PyTorch", 8},    {"ns/pair", 8},       {"device calls", 12}, {"first ms", 8},
+    {"warm ms", 8},    {"largest hole", 12}, {"smallest", 10},     {"smallest/live", 13},
 };
 enum {
     COLUMNS = sizeof columns / sizeof *columns,
@@ -106,6 +106,8 @@ static void print_row(const struct rbi_trace *trace, const struct rbi_replay_res
         show_percent(trace->torch_allocated_bytes, trace->torch_reserved_bytes),
         show_number(1, result->ns_per_pair),
         show_count(result->device_calls),
+        show_number(2, (double)result->first.driver_ns / 1e6),
+        show_number(2, (double)result->warm_driver_ns / 1e6),
         show_bytes(result->largest_hole_bytes),
         show_bytes(result->smallest_capacity_bytes),
         show_ratio(result->smallest_capacity_bytes, trace->peak_live_bytes),
@@ -165,6 +167,14 @@ static void print_object(const struct rbi_trace *trace, const struct rbi_replay_
     print_ratio("pytorch_utilisation", trace->torch_allocated_bytes, trace->torch_reserved_bytes);
     printf(", \"ns_per_pair\": %.2f", result->ns_per_pair);
     print_count("device_calls", result->device_calls);
+    print_count("driver_creates", result->first.driver_creates);
+    print_count("driver_maps", result->first.driver_maps);
+    print_count("driver_accesses", result->first.driver_accesses);
+    print_count("driver_unmaps", result->first.driver_unmaps);
+    print_count("driver_releases", result->first.driver_releases);
+    print_count("driver_pieces", result->first.driver_pieces);
+    print_count("driver_ns", result->first.driver_ns);
+    print_count("warm_driver_ns", result->warm_driver_ns);
     print_count("largest_hole_bytes", result->largest_hole_bytes);
     if (settings->smallest) {
         print_count("smallest_capacity_bytes", result->smallest_capacity_bytes);

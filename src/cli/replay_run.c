@@ -149,19 +149,19 @@ static void say_failure(const struct rbi_trace *trace, struct rig *rig, size_t a
 
 static rebatch_status read_figures(struct rbi_replay_result *result, struct rig *rig)
 {
-    rebatch_pool_stats stats;
+    const rebatch_pool_stats *const stats = &result->first;
     uint64_t mappings = 0;
     uint64_t allocs = 0;
-    rebatch_status status = rebatch_pool_get_stats(&stats, rig->pool);
+    rebatch_status status = rebatch_pool_get_stats(&result->first, rig->pool);
     if (!status)
         status = rebatch_fault_counts(rig->mappings, &mappings, NULL);
     if (!status)
         status = rebatch_fault_counts(rig->allocs, &allocs, NULL);
     /* Every plain allocation that was given back was one call more; with mapped memory there are
      * none, and the counters have seen all. */
-    const uint64_t frees = stats.device_frees < allocs ? stats.device_frees : allocs;
-    result->pool_live_bytes = stats.live_peak_bytes;
-    result->peak_reserved_bytes = stats.reserved_peak_bytes;
+    const uint64_t frees = stats->device_frees < allocs ? stats->device_frees : allocs;
+    result->pool_live_bytes = stats->live_peak_bytes;
+    result->peak_reserved_bytes = stats->reserved_peak_bytes;
     result->device_calls = mappings + allocs + frees;
     return status;
 }
@@ -335,9 +335,17 @@ static rebatch_status warm_up(struct rig *rig, const struct rbi_trace *trace)
     return status;
 }
 
+/* In the driver's calls since the pool was made; 0 where that cannot be known. */
+static uint64_t driver_ns(const struct rig *rig)
+{
+    rebatch_pool_stats stats;
+    return rebatch_pool_get_stats(&stats, rig->pool) == REBATCH_OK ? stats.driver_ns : 0;
+}
+
 /* All samples on one pool, which has run the trace before, as a training runs its steps; *taken is
  * how many. */
-static rebatch_status sample_warm(double *samples, unsigned *taken, const struct rbi_trace *trace,
+static rebatch_status sample_warm(double *samples, unsigned *taken, uint64_t *warm_driver_ns,
+                                  const struct rbi_trace *trace,
                                   const struct rbi_replay_settings *settings)
 {
     *taken = 0;
@@ -347,6 +355,10 @@ static rebatch_status sample_warm(double *samples, unsigned *taken, const struct
         return status;
     const size_t times = 2 * SAMPLE_PAIRS / trace->closed_count + 1;
     status = warm_up(&rig, trace);
+    const uint64_t before = driver_ns(&rig);
+    if (!status)
+        status = sample(&samples[0], &rig, trace, 1);
+    *warm_driver_ns = driver_ns(&rig) - before;
     const double began = now_ns();
     while (*taken < settings->repeat && !status && now_ns() - began < SAMPLES_MOST_NS)
         status = sample(&samples[(*taken)++], &rig, trace, times);
@@ -383,7 +395,7 @@ static bool measure_time(struct rbi_replay_result *result, const struct rbi_trac
         return false;
     }
     unsigned taken;
-    rebatch_status status = sample_warm(samples, &taken, trace, settings);
+    rebatch_status status = sample_warm(samples, &taken, &result->warm_driver_ns, trace, settings);
     if (status == REBATCH_OOM) {
         fprintf(stderr,
                 "%s: runs once, but not again on the same pool in this capacity: timed on new "

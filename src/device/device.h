@@ -72,6 +72,14 @@ struct rbi_device_ops {
     rebatch_status (*map)(void *self, void *address, size_t bytes, rbi_physical physical);
     rebatch_status (*set_access)(void *self, void *address, size_t bytes);
     rebatch_status (*unmap)(void *self, void *address, size_t bytes);
+    /* What these calls would take; NULL: they take what they take. */
+    const struct rbi_device_prices *prices;
+};
+
+/* Of one call, in nanoseconds. */
+struct rbi_device_prices {
+    uint32_t create, release, map, unmap;
+    uint32_t access; /* for each piece in the range */
 };
 
 struct rebatch_device {
@@ -110,6 +118,11 @@ rebatch_status rbi_device_release_physical(rebatch_device *device, rbi_physical 
 rebatch_status rbi_device_map(rebatch_device *device, void *address, size_t bytes,
                               rbi_physical physical);
 rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size_t bytes);
+/* NULL where its calls are not modelled. */
+static inline const struct rbi_device_prices *rbi_device_prices_of(const rebatch_device *device)
+{
+    return device->ops->prices;
+}
 /* REBATCH_E_UNSUPPORTED with its text where the device is no GPU. */
 rebatch_status rbi_device_allow_peer(rebatch_device *device, int ordinal);
 rebatch_status rbi_device_unmap(rebatch_device *device, void *address, size_t bytes);

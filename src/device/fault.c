@@ -285,8 +285,9 @@ static const struct rbi_device_ops plain_ops = {
     .allow_peer = fault_allow_peer,
 };
 
-static void add_virtual_memory(struct rbi_device_ops *ops)
+static void add_virtual_memory(struct rbi_device_ops *ops, const struct rbi_device_ops *inner)
 {
+    ops->prices = inner->prices;
     ops->reserve = fault_reserve;
     ops->unreserve = fault_unreserve;
     ops->create = fault_create;
@@ -418,7 +419,7 @@ rebatch_status rebatch_device_open_fault(rebatch_device **out, rebatch_device *i
     rbi_device_hold(inner);
     fault->ops = plain_ops;
     if (rbi_device_has_virtual_memory(inner))
-        add_virtual_memory(&fault->ops);
+        add_virtual_memory(&fault->ops, inner->ops);
     if (!rbi_device_has_contents(inner)) {
         fault->ops.copy = NULL;
         fault->ops.fill = NULL;

@@ -21,6 +21,13 @@ void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
     out->device_frees = vm->frees;
     out->ballast_drops = vm->ballast_drops;
     out->quarantined_bytes = vm->quarantined_bytes;
+    out->driver_creates = vm->calls.creates;
+    out->driver_maps = vm->calls.maps;
+    out->driver_accesses = vm->calls.accesses;
+    out->driver_unmaps = vm->calls.unmaps;
+    out->driver_releases = vm->calls.releases;
+    out->driver_pieces = vm->calls.pieces;
+    out->driver_ns = vm->calls.ns;
     out->allocations = pool->sequence;
     out->frees = pool->sequence - out->blocks - out->rolled_back_blocks;
     out->allocated_total_bytes = out->freed_total_bytes + out->live_bytes;

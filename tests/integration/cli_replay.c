@@ -187,6 +187,10 @@ static void check_tiny(const struct object *o)
     cr_expect(number(o, "largest_hole_bytes") == 0);
     cr_expect(number(o, "ns_per_pair") > 0);
     cr_expect(number(o, "device_calls") >= 2, "two pieces of memory came from the device");
+    cr_expect(number(o, "driver_creates") >= 1 &&
+              number(o, "driver_creates") == number(o, "driver_maps"));
+    cr_expect(number(o, "driver_ns") > 0, "each call of a device without memory has a price");
+    cr_expect(number(o, "warm_driver_ns") == 0, "the memory is there when the trace runs again");
 }
 
 Test(cli_replay, figures_of_a_known_trace)
@@ -515,9 +519,9 @@ Test(cli_replay, the_table)
     cr_assert(second != NULL && strtok_r(NULL, "\n", &rest) == NULL, "a head and two rows");
     cr_expect(strncmp(head, "trace ", 6) == 0);
     cr_expect(strlen(head) == strlen(first) && strlen(first) == strlen(second), "columns");
-    static const char *const headings[] = {"requested",    "peak live",    "reserved",
-                                           "utilisation",  "PyTorch",      "ns/pair",
-                                           "device calls", "largest hole", "smallest/live"};
+    static const char *const headings[] = {
+        "requested",    "peak live", "reserved", "utilisation",  "PyTorch",      "ns/pair",
+        "device calls", "first ms",  "warm ms",  "largest hole", "smallest/live"};
     for (size_t i = 0; i < sizeof headings / sizeof *headings; i++)
         cr_expect(strstr(head, headings[i]) != NULL, "%s", headings[i]);
     static const char *const cells[] = {"tiny.trace ", "6.000 MiB", "100.00 %",

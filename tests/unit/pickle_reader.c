@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { STACK = 64, MEMO = 1024 };
+enum { STACK = 128, MEMO = 1024 };
 
 struct reader {
     const unsigned char *at, *end;

@@ -53,6 +53,61 @@ static void admit(rebatch_pool *pool, size_t pages)
     assert_valid(pool);
 }
 
+/* ---- the driver's calls ---- */
+
+static rebatch_pool_stats stats_of_pool(rebatch_pool *pool)
+{
+    rebatch_pool_stats stats;
+    cr_assert_eq(rebatch_pool_get_stats(&stats, pool), REBATCH_OK);
+    return stats;
+}
+
+/* A block, its free, and the return of its memory, beside what a device counts of it. */
+Test(pool_chunks, the_drivers_calls_are_counted_and_on_a_dry_device_priced)
+{
+    rebatch_device *dry, *device;
+    rebatch_pool *pool;
+    void *block;
+    size_t released;
+    cr_assert_eq(rebatch_device_open_dry(&dry, (size_t)1 << 34, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_device_open_fault(&device, dry, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_create(&pool, device, NULL), REBATCH_OK);
+    struct counted c = {dry, device, pool};
+    (void)calls_of(&c, REBATCH_FAULT_CREATE);
+    cr_assert_eq(rebatch_pool_alloc(&block, pool, (size_t)33 << 20, NULL, 0), REBATCH_OK);
+    const rebatch_pool_stats taken = stats_of_pool(pool);
+    const uint64_t chunks = calls_of(&c, REBATCH_FAULT_UNMAP);
+    cr_assert_gt(chunks, 1);
+    cr_expect_eq(taken.driver_creates, chunks);
+    cr_expect_eq(taken.driver_maps, chunks);
+    cr_expect_eq(taken.driver_pieces, chunks);
+    cr_expect_geq(taken.driver_accesses, 1);
+    cr_expect_eq(taken.driver_unmaps + taken.driver_releases, 0);
+    const struct rbi_device_prices *price = rbi_device_prices_of(device);
+    cr_assert_not_null(price);
+    cr_expect_eq(taken.driver_ns, chunks * (price->create + price->map + price->access));
+    cr_assert_eq(rebatch_pool_free(pool, block), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_trim(pool, 0, &released), REBATCH_OK);
+    const rebatch_pool_stats given = stats_of_pool(pool);
+    cr_expect_eq(given.driver_unmaps, calls_of(&c, REBATCH_FAULT_CREATE));
+    cr_expect_eq(given.driver_releases, chunks);
+    cr_expect_eq(given.driver_ns - taken.driver_ns,
+                 given.driver_unmaps * price->unmap + chunks * price->release);
+    close_counted(&c);
+}
+
+Test(pool_chunks, the_drivers_calls_take_the_time_that_they_take_on_another_device)
+{
+    struct counted c;
+    void *block;
+    open_counted(&c, MUCH, NULL);
+    cr_assert_null(rbi_device_prices_of(c.device));
+    cr_assert_eq(rebatch_pool_alloc(&block, c.pool, PAGE, NULL, 0), REBATCH_OK);
+    cr_expect_gt(stats_of_pool(c.pool).driver_ns, 0);
+    cr_assert_eq(rebatch_pool_free(c.pool, block), REBATCH_OK);
+    close_counted(&c);
+}
+
 /* A sixteenth of the request or a 128th of what is held, and at most a 1,024th of the room and 32;
  * or a 256th of a very large request. */
 Test(pool_chunks, are_in_proportion_to_the_request_what_is_held_and_the_room)

@@ -1,8 +1,8 @@
 /* Owns the memory that is held from the device: making chunks, keeping the spare ones, giving them
  * back. Must not know where they are mapped, nor what memory is asked for. */
-#include "pool/vm/spare.h"
-
 #include "base/base.h"
+#include "pool/vm/calls.h"
+#include "pool/vm/spare.h"
 
 /* ---- counting ---- */
 
@@ -135,8 +135,7 @@ bool rbi_vm_has_large(const struct rbi_vm *vm)
 static rebatch_status release(struct rbi_vm *vm, unsigned size)
 {
     const size_t bytes = vm->page_bytes << size;
-    const rebatch_status status =
-        rbi_device_release_physical(vm->device, rbi_spare_newest(vm, size), bytes);
+    const rebatch_status status = rbi_call_release(vm, rbi_spare_newest(vm, size), bytes);
     if (status != REBATCH_OK)
         return status; /* it stays spare */
     rbi_spare_drop(vm, size);
@@ -167,9 +166,9 @@ static rebatch_status create(struct rbi_vm *vm, unsigned size)
     const size_t bytes = vm->page_bytes << size;
     if (!prepare_spare(&vm->spare[size]))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
-    rebatch_status status = rbi_device_create_physical(vm->device, &chunk, bytes);
+    rebatch_status status = rbi_call_create(vm, &chunk, bytes);
     if (status == REBATCH_OOM && size == 0 && drop_ballast(vm))
-        status = rbi_device_create_physical(vm->device, &chunk, bytes);
+        status = rbi_call_create(vm, &chunk, bytes);
     if (status != REBATCH_OK)
         return status;
     rbi_spare_put(vm, chunk, size);

@@ -33,6 +33,7 @@ rebatch_status rbi_vm_copy(rbi_physical *handle, struct rbi_vm *to, const struct
     to->allocations = from->allocations;
     to->frees = from->frees;
     to->ballast_drops = from->ballast_drops;
+    to->calls = from->calls;
     *handle = 0;
     if (from->held_pages)
         status =

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/base.h"
+#include "pool/vm/calls.h"
 #include "pool/vm/spare.h"
 
 static size_t index_of(const struct rbi_map *map, const char *at)
@@ -108,7 +109,7 @@ rebatch_status rbi_map_reserve(struct rbi_map **out, struct rbi_vm *vm, size_t b
 static rebatch_status map_chunk(struct rbi_vm *vm, struct rbi_map *map, char *at, unsigned size)
 {
     const rbi_physical chunk = rbi_spare_newest(vm, size);
-    const rebatch_status status = rbi_device_map(vm->device, at, vm->page_bytes << size, chunk);
+    const rebatch_status status = rbi_call_map(vm, at, vm->page_bytes << size, chunk);
     if (status != REBATCH_OK)
         return status;
     rbi_physical *const slot = &map->chunks[index_of(map, at)];
@@ -139,7 +140,7 @@ char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char
     while (at < to) {
         const size_t index = index_of(map, at);
         const size_t pages = chunk_pages(map, index);
-        if (rbi_device_unmap(vm->device, at, pages * vm->page_bytes) != REBATCH_OK)
+        if (rbi_call_unmap(vm, at, pages * vm->page_bytes) != REBATCH_OK)
             break;
         rbi_spare_put(vm, map->chunks[index], size_of(pages));
         memset(&map->chunks[index], 0, pages * sizeof *map->chunks);
@@ -174,7 +175,8 @@ rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, si
     char *const begin = at;
     const char *const end = at + bytes;
     rebatch_status status = REBATCH_OK;
-    while (at < end) {
+    size_t pieces = 0;
+    for (; at < end; pieces++) {
         size_t pages = 0;
         status = map_next(&pages, vm, map, at, (size_t)(end - at) >> map->page_shift);
         if (status != REBATCH_OK)
@@ -182,7 +184,7 @@ rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, si
         at += pages * vm->page_bytes;
     }
     if (status == REBATCH_OK)
-        status = rbi_device_set_access(vm->device, begin, bytes);
+        status = rbi_call_set_access(vm, begin, bytes, pieces);
     *quarantined = status != REBATCH_OK && unwind(vm, map, begin, at);
     return status;
 }

@@ -30,6 +30,14 @@ struct rbi_map {
 };
 #define RBI_CHUNK_GOES_ON UINT64_MAX
 
+/* The driver's calls for virtual memory since the vm was opened. A price is what a call takes on a
+ * GPU; see rbi_device_prices. */
+struct rbi_vm_calls {
+    uint64_t creates, maps, accesses, unmaps, releases;
+    uint64_t pieces; /* that were made accessible */
+    uint64_t ns;     /* that all took */
+};
+
 /* All memory that is held from a device. spare[i] has the chunks of 2^i pages.
  *   spare_pages == sum of spare[i].count << i
  *   held_pages == sum of spare[i].held << i
@@ -44,6 +52,7 @@ struct rbi_vm {
     uint64_t quarantined_bytes;        /* in chunks that the device did not unmap */
     uint64_t allocations, frees;       /* calls that took or gave back memory */
     uint64_t ballast_drops;
+    struct rbi_vm_calls calls;
     size_t ballast_bytes; /* 0: none is wanted */
     void *ballast;        /* memory that is given up when the device has no more */
 };
