@@ -382,6 +382,10 @@ test-storm: ## random trainings under every kind of trouble (SEEDS, STORM_FLAGS=
 	@$(STORM) --seeds $(SEEDS) $(STORM_FLAGS)
 
 SEED = 1
+test-model: ## the votes of several ranks, model-checked by Spin
+	@scripts/install-deps model
+	@scripts/test-model
+
 test-ranks: ## a training of 1,024 ranks, as threads, with OOMs, failures and deaths (SEED)
 	@scripts/install-deps build
 	$(SUBMAKE) $(RANKS)
@@ -581,7 +585,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-programs test-variables test-storm test-ranks test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
+.PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
     test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE
