@@ -53,9 +53,9 @@ class Rebatch(Callback):
     - of what training_step returns beside the loss, on_train_batch_end sees tensors and lists
       joined, scalars averaged, and of other values the last one; tensors are detached
 
-    It refuses manual optimization, and strategies other than one device and DDP. With DDP the
-    gradients are reduced in the last micro-batch; the ranks do not yet agree about an OOM in that
-    one, so there it may end in an error or a hang.
+    It refuses manual optimization, and strategies other than one device and DDP. With DDP each rank
+    has its own micro-batches, and the gradients of each batch are reduced once, also where
+    accumulate_grad_batches is more than 1.
 
     With check=True the first batch is checked before it trains, as by rebatch.torch.Step.check:
     what was found is printed, and a mistake raises ValueError. check=["batch_norm"] accepts

@@ -98,9 +98,9 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
 
     The other arguments are those of transformers.Trainer. The fields of `report` are logged with
     the loss. It refuses DataParallel, FSDP, DeepSpeed, tensor and context parallelism,
-    auto_find_batch_size, and optimizers that update within the backward pass. With DDP the
-    gradients are reduced in the last micro-batch; the ranks do not yet agree about an OOM in that
-    one, so there it may end in an error or a hang."""
+    auto_find_batch_size, and optimizers that update within the backward pass. With DDP
+    each rank has its own micro-batches, and the gradients of each batch are reduced once, also
+    where gradient_accumulation_steps is more than 1."""
 
 
 def _refuse_what_cannot_work(trainer: Any) -> None:

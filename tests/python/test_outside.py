@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
-from models import make, regression_loss
+from models import make, regression_loss, same_bits, state_of
 
 
 def made(optimizer=None, **options):
@@ -138,19 +138,22 @@ def test_an_optimizer_of_another_model_is_refused():
     rebatch.Step(model, [right, wrong], loss_fn, state=[other])
 
 
-def test_ddp_with_a_static_graph_is_refused(tmp_path):
+def test_ddp_of_one_rank_trains_with_and_without_a_static_graph(tmp_path):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
-        model, batch, loss_fn = make("mlp")
-        for is_static in (False, True):
-            wrapped = torch.nn.parallel.DistributedDataParallel(model, static_graph=is_static)
-            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-            if not is_static:
-                rebatch.Step(wrapped, optimizer, loss_fn, log_level="quiet")(batch)
-                continue
-            with pytest.raises(ValueError, match="expected static_graph=False"):
-                rebatch.Step(wrapped, optimizer, loss_fn)
+        states = []
+        for options in ({}, {"static_graph": False}, {"static_graph": True}):
+            model, batch, loss_fn = make("mlp")
+            if options:
+                model = torch.nn.parallel.DistributedDataParallel(model, **options)
+            step = rebatch.Step(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, log_level="quiet",
+                micro_start=4,
+            )
+            step(batch)
+            states.append(state_of(model))
+        assert same_bits(states[0], states[1]) and same_bits(states[0], states[2])
     finally:
         torch.distributed.destroy_process_group()

@@ -23,12 +23,12 @@ from rebatch.torch._oom import is_oom
 from rebatch.torch._outputs import Sum
 from rebatch.torch._probe import Probe
 from rebatch.torch._report import MapReport, Report
-from rebatch.torch._session import Exhausted, Torn
+from rebatch.torch._session import Exhausted, PeerFailed, Torn
 from rebatch.torch.evaluation import Map, map
 from rebatch.torch.step import Step
 
 # A traceback ends with the name that programs use.
-Exhausted.__module__ = Torn.__module__ = CutWarning.__module__ = __name__
+Exhausted.__module__ = PeerFailed.__module__ = Torn.__module__ = CutWarning.__module__ = __name__
 
 __all__ = [
     "Check",
@@ -38,6 +38,7 @@ __all__ = [
     "Finding",
     "Map",
     "MapReport",
+    "PeerFailed",
     "Probe",
     "Report",
     "Step",

@@ -11,8 +11,9 @@ pass."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -47,6 +48,13 @@ class Accumulators:
         self._has_sum: List[bool] = []  # there is a gradient in this batch
         self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._has_earlier = False  # the sums contain the earlier gradients
+
+    def launching(self, loss: torch.Tensor) -> ContextManager:
+        """Around the backward pass of the last micro-batch of a batch whose loss is given."""
+        return contextlib.nullcontext()
+
+    def put_buffers(self) -> None:
+        """The update begins."""
 
     def keep_earlier(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Before a batch whose gradients are to be added to what is in .grad."""

@@ -183,12 +183,10 @@ class Rehearsal:
         return Outcome(loss, losses, sums, norms, {}, left_bytes=left)
 
     def _run_part(self, first: int, count: int) -> float:
-        module = self._root[0] if len(self._root) == 1 else None
         for p in self.parameters:
             p.grad = None
-        with module.no_sync() if hasattr(module, "no_sync") else contextlib.nullcontext():
-            loss, _ = self._step._weighted_loss(first, count)
-            loss.backward()
+        loss, _ = self._step._weighted_loss(first, count)
+        loss.backward()
         return float(loss.detach())
 
     def _live_bytes(self) -> int:
@@ -241,7 +239,7 @@ class Rehearsal:
         double._update = _NoUpdate(self._step._update, mode)
         if mode:
             double.loss_fn = _under(mode, self._step.loss_fn)
-        double._accumulators = Accumulators()
+        double._accumulators, double._ranks = Accumulators(), None
         double._cost, double._lighten, double._extras = None, [], []
         double._session = double._micro = double._on_event = None
         double._history = collections.deque(maxlen=1)

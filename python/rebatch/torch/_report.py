@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
 from rebatch import _library as c
 from rebatch.plot import Point
@@ -26,7 +26,8 @@ class MapReport:
 
     def numbers(self, prefix: str = "rebatch/") -> Dict[str, float]:
         """For TensorBoard, W&B and the like: names and plain numbers."""
-        return {prefix + name: float(v) for name, v in dataclasses.asdict(self).items()}
+        values = dataclasses.asdict(self).items()
+        return {prefix + name: float(v) for name, v in values if not isinstance(v, tuple)}
 
     def __str__(self) -> str:
         text = f"{self.microbatches} x {self.micro} samples"
@@ -48,6 +49,7 @@ class Report(MapReport):
     step: int = 0  # number of the effective batch
     learned: int = 0  # micro-batches from which the session learned
     torn: bool = False
+    ranks: Tuple[int, ...] = ()  # with several ranks, the `micro` of each
 
     def __str__(self) -> str:
         return f"step {self.step}: {super().__str__()}"
@@ -71,12 +73,13 @@ def map_report_of(filled: c.StepReport, samples: int) -> MapReport:
     return MapReport(**_counts_of(filled, samples))
 
 
-def report_of(filled: c.StepReport, samples: int) -> Report:
+def report_of(filled: c.StepReport, samples: int, ranks: Tuple[int, ...]) -> Report:
     return Report(
         **_counts_of(filled, samples),
         step=filled.step,
         learned=filled.learned,
         torn=filled.torn,
+        ranks=ranks,
     )
 
 

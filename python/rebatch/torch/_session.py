@@ -9,6 +9,7 @@ import gc
 import inspect
 import operator
 import os
+import re
 import time
 import warnings
 import weakref
@@ -42,6 +43,29 @@ class Exhausted(torch.OutOfMemoryError):
 class Torn(RuntimeError):
     """Memory ran out while the optimizer was changing parameters: some are new, some are old.
     Restore a checkpoint."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed or is missing, so no rank has updated its parameters. `rank` is its
+    number in the group, or None where that is not known."""
+
+    def __init__(self, message: str, rank: Optional[int] = None):
+        super().__init__(message)
+        self.rank = rank
+
+
+class Lost(RuntimeError):
+    """A collective has failed: another rank is gone, or late. `rank` is the one, where that is
+    known."""
+
+    rank: Optional[int] = None
+
+
+def why_of(error: BaseException) -> bytes:
+    """An exception as one sentence for the other ranks."""
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    return (f"{name}: {lines[0]}" if lines else name).encode(errors="replace")
 
 
 def _toggle(value: Optional[bool]) -> int:
@@ -148,6 +172,7 @@ class Session:
         self.is_pooled = self.is_cuda and _allocator.installed()
         self.error: Optional[BaseException] = None  # of a callback, and no OOM
         self.oom_text = ""  # of the last OOM
+        self._lost: Optional[Lost] = None  # in the call of C
         self._said = ""  # by the C library, before the guards ran last
         self._guards, self._on_event = list(guards), on_event
         self.meter = None
@@ -223,7 +248,7 @@ class Session:
 
     def call(self, function: Callable, *arguments) -> int:
         """Call a function of C that runs callbacks: its status."""
-        self.error, self._said = None, ""
+        self.error, self._lost, self._said = None, None, ""
         has_gradients = torch.is_grad_enabled()
         try:
             return _interrupts.call(self.keep_error, function, self.rb, *arguments)
@@ -244,8 +269,12 @@ class Session:
                 with _phases.marked_by_session():
                     body(*arguments)
             except BaseException as error:
+                if isinstance(error, Lost):
+                    self._lost = error
+                    return c.Status.E_PEER
                 if not is_oom(error, self._oom_count() > ooms):
                     self.error = error
+                    lib.rebatch_explain(self.rb, why_of(error))
                     return c.Status.E_USER
                 self._note_oom(error)
             else:
@@ -319,6 +348,14 @@ class Session:
         if status in (c.Status.E_EXHAUSTED, c.Status.E_TORN):
             said = f"{text}\n{self.oom_text}" if self.oom_text else text
             raise (Exhausted if status == c.Status.E_EXHAUSTED else Torn)(said)
+        if self._lost:
+            who = "another rank" if self._lost.rank is None else f"rank {self._lost.rank}"
+            raise PeerFailed(
+                f"rebatch: {who} did not take part in the reduction: {self._lost}", self._lost.rank
+            )
+        if status == c.Status.E_PEER:
+            found = re.search(r"\brank (\d+) (?:ended|did not)", text)
+            raise PeerFailed(f"rebatch: {text}", int(found[1]) if found else None)
         raise c.Error(text, status)
 
 

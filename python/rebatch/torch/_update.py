@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from rebatch.torch._outside import own_step, step_scheduler, warn_of_scheduler
 from rebatch.torch._tree import unique
@@ -157,8 +158,10 @@ class Update:
         if self._clip is None:
             return
         if self._scaler is not None:
+            states = self._scaler._per_optimizer_states
             for optimizer in self.optimizers:
-                self._scaler.unscale_(optimizer)
+                if states[id(optimizer)]["stage"] is not OptState.UNSCALED:  # by an earlier try
+                    self._scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(self.parameters, self._clip)
 
     def first_bytes(self) -> int:

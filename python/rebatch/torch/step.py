@@ -6,7 +6,7 @@ import collections
 import contextlib
 import ctypes as C
 import os
-from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, ContextManager, Deque, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -26,13 +26,14 @@ from rebatch.torch._only_check import check_if_asked
 from rebatch.torch._outputs import joined, kept, split_result
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report, point_of, report_of
-from rebatch.torch._session import Session, check_names, session_options
+from rebatch.torch._session import Session, check_names, session_options, why_of
 from rebatch.torch._state import Generators, cuda_devices_of
 from rebatch.torch._update import Update, check_has
 
 _Lighten = Callable[[bool], None]
 
 _HISTORY = 10000  # steps that are kept for plot()
+_nothing: ContextManager = contextlib.nullcontext()
 
 
 def _list_of(value: Any) -> list:
@@ -79,13 +80,6 @@ def _named_state(state: Any) -> List[Tuple[str, Any]]:
 
 def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
     """ValueError for a model and an optimizer that do not go together."""
-    for module in modules.modules():
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and module.static_graph:
-            raise ValueError(
-                "rebatch: the model is DistributedDataParallel(static_graph=True), which expects "
-                "all backward passes to be alike, and those of the micro-batches before the last "
-                "run without communication: expected static_graph=False"
-            )
     parts = [part for part in _list_of(state) if isinstance(part, torch.nn.Module)]
     known = {p for module in (modules, *parts) for p in module.parameters()}
     known.update(part for part in _list_of(state) if isinstance(part, torch.Tensor))
@@ -96,6 +90,15 @@ def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
                 "model: expected an optimizer of the model's parameters, or a list of all the "
                 "modules that it updates as the model"
             )
+
+
+def _ranks_of(modules: torch.nn.Module, group: Any, timeout_seconds: float) -> Any:
+    """None where there is no other rank."""
+    if group is None and not torch.distributed.is_available():
+        return None
+    from rebatch.torch._ranks import ranks_of  # needs a PyTorch with torch.distributed
+
+    return ranks_of(modules, group, timeout_seconds)
 
 
 def _set_modes(modes: List[Tuple[torch.nn.Module, bool]]) -> None:
@@ -142,13 +145,17 @@ class Step:
                   an OOM costs one micro-batch. "inplace": autograd adds to .grad: an OOM in a
                   backward pass runs the batch again, and no copy of the gradients is needed
     on_event      on_event(text, event): called instead of writing to standard error
+    group         the ranks that train the model together: True for all of torch.distributed, or a
+                  ProcessGroup; False for this rank alone. DistributedDataParallel needs none
+    group_timeout seconds, the longest wait for another rank; longer than the slowest step
 
     Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
     micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, growth,
     grow_after, max_attempts, log_level, log_file, log_format.
 
     Raises Exhausted when not even the smallest micro-batch fits, Torn when memory ran out within
-    the update, and any exception of loss_fn or the optimizer unchanged."""
+    the update, PeerFailed when another rank failed or is missing, and any exception of loss_fn or
+    the optimizer unchanged. With several ranks, all of them make the Step and call it together."""
 
     def __init__(
         self,
@@ -170,6 +177,8 @@ class Step:
         state: Any = (),
         gradients: str = "fresh",
         on_event: Optional[Callable[[str, Any], None]] = None,
+        group: Any = None,
+        group_timeout: float = 300.0,
         **options: Any,
     ):
         if gradients not in ("fresh", "inplace"):
@@ -195,14 +204,15 @@ class Step:
         self._audit = Audit(
             _named_modules(model), _named_state(state), lambda: self._update.parameters
         )
-        self._accumulators = Accumulators()
+        self._ranks = _ranks_of(self._modules, group, group_timeout)
+        self._ops = self._make_ops()
+        self._accumulators = self._ranks.accumulators if self._ranks else Accumulators()
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._session: Optional[Session] = None
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
-        self._ops = self._make_ops()
         self.report, self.evaluation_report = Report(), MapReport()
         # What loss_fn returned beside the loss, for the last batch: joined or summed.
         self.outputs: Any = None
@@ -258,15 +268,19 @@ class Step:
         options = dict(self._options)
         if self._micro:
             options.update(micro_start=self._micro, learn=False)
+        options = session_options(**options)
+        if self._ranks:
+            self._ranks.join(options, device)
         tensors = self._update.parameters + [b for b in self._modules.buffers()]
         self._generators_saved = Generators(cuda_devices_of(tensors), self._generators)
         self._session = Session(
             device,
-            session_options(**options),
+            options,
             guards=self._guards(),
             on_event=self._on_event,
         )
         c.check(lib.rebatch_set_lighten(self._session.rb, self._level))
+        c.check(lib.rebatch_set_step(self._session.rb, self._number))
         return self._session
 
     def _guards(self) -> list:
@@ -282,6 +296,8 @@ class Step:
             ops.lighten = c.Lighten(self._call_lighten)
         if self._cost:
             ops.cost = c.Cost(self._call_cost)
+        if self._ranks:
+            ops.reduce = c.Reduce(self._call_reduce)
         return ops
 
     # ---- callbacks ----
@@ -291,7 +307,14 @@ class Step:
 
     def _call_forward_backward(self, microbatch, _user) -> int:
         mb = microbatch[0]
-        return self._run(self._forward_backward, mb.first, mb.count)
+        if self._ranks and not mb.probing:
+            self._total, self._divisor = mb.batch, self._ranks.weight()
+        return self._run(self._forward_backward, mb.first, mb.count, mb.probing)
+
+    def _call_reduce(self, is_abandoned: bool, _user) -> int:
+        if is_abandoned:
+            return self._ranks.abandon(self._trained)
+        return self._run(self._reduce)
 
     def _call_lighten(self, level: int, _user) -> int:
         if level > len(self._lighten):
@@ -307,6 +330,8 @@ class Step:
 
     def _zero_grad(self) -> None:
         self._accumulated, self._is_applied = 0, False
+        if self._ranks:
+            self._ranks.restart()
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
         is_cut = self._is_fresh and micro < self._samples
@@ -327,23 +352,30 @@ class Step:
                 self._lighten[self._level](False)
         self._saved_level = level
 
-    def _forward_backward(self, first: int, count: int) -> None:
+    def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         is_last = first + count == self._samples
         self._audit.is_cut = count < self._samples
-        module = self._modules[0] if len(self._modules) == 1 else None
-        is_distributed = hasattr(module, "no_sync")
-        # DDP reduces what is in .grad, so the last backward pass adds to it.
-        is_apart = self._is_fresh and not (is_distributed and is_last)
-        with module.no_sync() if is_distributed and not is_last else contextlib.nullcontext():
-            self._accumulate(first, count, is_apart)
+        self._accumulate(first, count, is_last and self._is_fresh and not is_trial)
         if is_last:
-            self._accumulators.expose()
-            self._update.finish_gradients()
+            if not self._ranks:
+                self._finish_gradients()
             self._joined = self._join(self._extras)  # here, where an OOM is recovered from
         self._accumulated += count
+        if self._ranks:
+            self._ranks.note_micro(count)
 
-    def _accumulate(self, first: int, count: int, is_apart: bool) -> None:
-        loss = None
+    def _finish_gradients(self) -> None:
+        self._accumulators.expose()
+        self._update.finish_gradients()
+
+    def _reduce(self) -> None:
+        """Of all ranks. May run out of memory after its collectives: it then runs again."""
+        self._ranks.finish(self._loss)
+        self._finish_gradients()
+        self._reserve_update()
+
+    def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
+        loss, is_apart = None, self._is_fresh
         try:
             if self._loss is None:
                 self._loss = self._zero_loss()
@@ -353,7 +385,9 @@ class Step:
             if not is_apart:
                 lib.rebatch_mutating(self._session.rb)
                 self._accumulators.expose(is_added_to=True)
-            self._update.backward(loss)
+            total = self._loss + loss.detach().to(self._loss.device) if is_launching else None
+            with self._accumulators.launching(total) if is_launching else _nothing:
+                self._update.backward(loss)
             detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException:
             if loss is not None and count == self._samples:
@@ -390,7 +424,7 @@ class Step:
                 "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
                 "parameters, and no torch.no_grad() around it"
             )
-        weighted = loss / self._weight if self._normalizer else loss * (count / self._samples)
+        weighted = loss / self._divisor if self._normalizer else loss * (count / self._total)
         return weighted, extras
 
     def _autocast_context(self) -> Any:
@@ -409,6 +443,14 @@ class Step:
                 f"rebatch: {self._accumulated} of {self._samples} samples are in the gradients: "
                 "expected all of them; the parameters are as they were"
             )
+        self._reserve_update()
+        lib.rebatch_mutating(self._session.rb)
+        self._accumulators.put_buffers()
+        with _allocator.tag("optimizer"):
+            self._update.apply()
+        self._is_applied = True
+
+    def _reserve_update(self) -> None:
         needed = self._update.first_bytes()
         if needed and lib.rebatch_reserve(self._session.rb, needed) == c.Status.OOM:
             raise torch.OutOfMemoryError(
@@ -417,10 +459,6 @@ class Step:
             )
         if needed and self._session.meter:
             self._update.rehearse()
-        lib.rebatch_mutating(self._session.rb)
-        with _allocator.tag("optimizer"):
-            self._update.apply()
-        self._is_applied = True
 
     # ---- what users call ----
 
@@ -436,6 +474,7 @@ class Step:
         except torch.OutOfMemoryError:
             self._loss = None
         self._weight = self._normalizer(batch) if self._normalizer else None
+        self._divisor, self._total = self._weight, self._samples  # of all ranks, in a step
         self._audit.begin(batch, is_training)
         self._trained, self._kept = self._update.with_gradients(self._audit.tree.parameters())
 
@@ -444,7 +483,7 @@ class Step:
 
     def _end(self) -> None:
         self._audit.end()
-        self._batch = self._weight = None
+        self._batch = self._weight = self._divisor = None
         self._trained = self._kept = []
         self._extras.clear()
 
@@ -455,19 +494,20 @@ class Step:
 
     def _run_batch(self, batch: Any) -> torch.Tensor:
         session = self._open()
-        self._begin(batch)
+        self._begin_together(batch)
         filled = c.StepReport()
-        c.check(lib.rebatch_set_step(session.rb, self._number))
         self.outputs = None
         self._accumulators.keep_earlier(self._kept)
         if session.meter:
             micro = lib.rebatch_get_micro(session.rb, self._samples)
             session.meter.begin_step(("step", self._samples, micro))
         try:
-            status = session.call(
-                lib.rebatch_step, C.byref(self._ops), self._samples, None, C.byref(filled)
-            )
-            self.report = report_of(filled, self._samples)
+            with self._quiet():
+                status = session.call(
+                    lib.rebatch_step, C.byref(self._ops), self._samples, None, C.byref(filled)
+                )
+            ranks = self._ranks.micros() if self._ranks else ()
+            self.report = report_of(filled, self._samples, ranks)
             if not status and self._is_applied:
                 self._finish_step(filled)
             session.raise_failure(status)
@@ -479,6 +519,21 @@ class Step:
         finally:
             self._end()
         return self._loss
+
+    def _begin_together(self, batch: Any) -> None:
+        """The other ranks hear of a failure, instead of waiting."""
+        try:
+            self._begin(batch)
+            if self._ranks:
+                self._ranks.begin(self._weight)
+        except BaseException as error:
+            if self._ranks:
+                lib.rebatch_abandon_step(self._session.rb, why_of(error))
+            raise
+
+    def _quiet(self) -> ContextManager:
+        """Around what runs the model: it makes no collectives of its own."""
+        return self._ranks.quiet() if self._ranks else _nothing
 
     def _finish_step(self, filled: c.StepReport) -> None:
         self._accumulators.drop_earlier()
@@ -506,7 +561,8 @@ class Step:
         self._begin(batch)
         try:
             reserve = reserve_bytes + self._update.first_bytes()
-            found = run_probe(session, self._ops, self._samples, reserve)
+            with self._quiet():
+                found = run_probe(session, self._ops, self._samples, reserve)
         finally:
             self._end()
         print(found)
@@ -525,7 +581,7 @@ class Step:
         self._open()
         self._begin(batch)
         try:
-            with self._aside():
+            with self._aside(), self._quiet():
                 return check_step(self, accepted)
         finally:
             self._end()
@@ -539,9 +595,10 @@ class Step:
         modes = self._modes()
         self._modules.eval()
         try:
-            results, self.evaluation_report, status = run_map(
-                session, self._loss_of, batch, self._samples, id(self), self._cut
-            )
+            with self._quiet():
+                results, self.evaluation_report, status = run_map(
+                    session, self._loss_of, batch, self._samples, id(self), self._cut
+                )
             session.raise_failure(status)
         finally:
             _set_modes(modes)

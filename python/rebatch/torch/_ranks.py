@@ -1,0 +1,164 @@
+"""The ranks that train one model together with a Step: how they vote, how their gradients are
+summed, and what each tells the others."""
+
+from __future__ import annotations
+
+import ctypes as C
+import hashlib
+from typing import Any, ContextManager, List, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.utils import _sync_module_states
+
+from rebatch import __version__
+from rebatch import _library as c
+from rebatch.torch._oom import is_oom
+from rebatch.torch._reducer import ReducedAccumulators
+from rebatch.torch._session import Lost
+from rebatch.torch._votes import Votes
+from rebatch.torch._wrappers import (
+    Quiet,
+    buffers_of,
+    caps_of,
+    check_modules,
+    compression_of,
+    group_of,
+    warn_if_alone,
+    wrappers_in,
+)
+
+_WEIGHT, _MICRO = range(2)  # what each rank's votes say beside the C library's words
+_SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParallel has it
+
+
+def ranks_of(modules: torch.nn.Module, group: Any, timeout_seconds: float) -> Optional["Ranks"]:
+    """None where a Step trains on this rank alone. All ranks call this together."""
+    if not timeout_seconds > 0:
+        raise ValueError(
+            f"rebatch: group_timeout is {timeout_seconds!r}: expected seconds above 0"
+        )
+    wrappers = wrappers_in(modules)
+    process_group = group_of(wrappers, group)
+    if process_group is None:
+        if group is None:
+            warn_if_alone(modules)
+        return None
+    return Ranks(modules, wrappers, process_group, timeout_seconds)
+
+
+class Ranks:
+    """Those of a process group."""
+
+    def __init__(
+        self, modules: torch.nn.Module, wrappers: List[Any], group: Any, timeout_seconds: float
+    ):
+        check_modules(modules)
+        self._modules, self._wrappers, self._group = modules, wrappers, group
+        self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
+        sent = compression_of(wrappers)
+        self._votes = Votes(group, timeout_seconds, values=2)
+        self._votes.on_abort = self._abort
+        self._agree()
+        self.accumulators = ReducedAccumulators(
+            group, timeout_seconds, caps_of(wrappers), sent, self._buffers
+        )
+
+    @property
+    def size(self) -> int:
+        return self._votes.size
+
+    def _agree(self) -> None:
+        """Raises ValueError on all ranks where their models differ. A plain model's parameters
+        become those of rank 0, as DistributedDataParallel's do."""
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in
+                  self._modules.named_parameters()]
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
+        mine = f"{len(shapes)} parameters ({digest}), rebatch {__version__}"
+        said: List[Any] = [None] * self.size
+        dist.all_gather_object(said, mine, group=self._votes.group)
+        for rank, its in enumerate(said):
+            if its != said[0]:
+                raise ValueError(
+                    f"rebatch: rank 0 has {said[0]}, and rank {rank} has {its}: expected the same "
+                    "model and version on all ranks"
+                )
+        plain = [m for m in self._modules if not any(w in self._wrappers for w in m.modules())]
+        for module in plain:
+            devices = {t.device.type for t in module.state_dict(keep_vars=True).values()
+                       if isinstance(t, torch.Tensor)}
+            sync_group = self._votes.group if devices <= {"cpu"} else self._group
+            root = dist.get_process_group_ranks(self._group)[0]
+            _sync_module_states(module, sync_group, _SYNC_BYTES, root, ())
+
+    def _buffers(self) -> List[dict]:
+        wanted = {id(b) for b in buffers_of(self._modules, self._wrappers)}
+        tables = [module._buffers for module in self._modules.modules()]
+        return [t for t in tables if any(id(b) in wanted for b in t.values())]
+
+    def _abort(self) -> None:
+        """End NCCL's collectives: their kernels would wait for the other rank for ever."""
+        if dist.get_backend(self._group) == "nccl":
+            dist.distributed_c10d._abort_process_group(self._group)
+
+    # ---- for a Step ----
+
+    def join(self, options: c.Options, device: torch.device) -> None:
+        """Make a session one of this group. Raises ValueError where the process group cannot reduce
+        gradients on a device."""
+        try:
+            self._group._get_backend(device)
+        except RuntimeError:
+            raise ValueError(
+                f"rebatch: the model is on {device}, and the process group, of the backend "
+                f"{dist.get_backend(self._group)!r}, has none for it: expected the model on the "
+                "backend's device, or init_process_group('cpu:gloo,cuda:nccl')"
+            ) from None
+        options.group = C.pointer(self._votes.table)
+        options.group_timeout_ms = max(1, int(1000 * self._timeout_seconds))
+
+    def quiet(self) -> ContextManager:
+        """Within it DistributedDataParallel runs without collectives."""
+        return self._quiet.quiet()
+
+    def begin(self, weight: Any) -> None:
+        """A step begins. `weight` is what this rank's losses are divided by, if it is not the
+        number of samples."""
+        compression_of(self._wrappers)  # a hook may be registered at any time
+        self.accumulators.begin_step()
+        self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0]
+
+    def weight(self) -> float:
+        """The sum of all ranks' weights, in the order of the ranks."""
+        return sum(self._votes.received(_WEIGHT))
+
+    def note_micro(self, count: int) -> None:
+        """A micro-batch of `count` samples has run."""
+        self._votes.values[_MICRO] = max(self._votes.values[_MICRO], count)
+
+    def restart(self) -> None:
+        self._votes.values[_MICRO] = 0.0
+
+    def micros(self) -> Tuple[int, ...]:
+        """The size of each rank's micro-batches in the last step."""
+        return tuple(int(count) for count in self._votes.received(_MICRO))
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """Sum the gradients and the loss over the ranks. Raises Lost."""
+        try:
+            self.accumulators.finish(loss)
+        except Lost as error:
+            self._votes.note_lost(error)
+            error.rank = self._votes.missing
+            raise
+
+    def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Take part in the reduction as a rank that has failed: the status for C."""
+        try:
+            self.accumulators.abandon(parameters)
+        except Lost as error:
+            self._votes.note_lost(error)
+            return c.Status.E_PEER
+        except BaseException as error:  # the step has its error already
+            return c.Status.OOM if is_oom(error) else c.Status.E_USER
+        return c.Status.OK

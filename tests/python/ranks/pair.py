@@ -1,0 +1,86 @@
+"""Runs a function of a module in this folder in several processes with gloo, and ends them all when
+they take too long: a hang is a failure.
+
+    python pair.py MODULE FUNCTION ARGUMENTS_IN_JSON STORE RANK SIZE ANSWER"""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+FOLDER = pathlib.Path(__file__).parent
+_SECONDS = 120  # a pair takes a few
+
+
+def run(module, function, *arguments, size=2, killed=()):
+    """What the function returned on each rank: plain values; None for ranks in `killed`, which end
+    themselves."""
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [os.path.join(folder, str(rank)) for rank in range(size)]
+        logs = [open(answer + ".log", "w+") for answer in answers]
+        given = [sys.executable, __file__, module, function, json.dumps(arguments), folder]
+        processes = [
+            subprocess.Popen([*given, str(rank), str(size), answers[rank]], stdout=logs[rank],
+                             stderr=subprocess.STDOUT)
+            for rank in range(size)
+        ]
+        try:
+            codes = _wait(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        texts = [_text_of(log) for log in logs]
+        for rank, code in enumerate(codes):
+            if rank not in killed:
+                assert code == 0, f"rank {rank} of {function}: {code}\n" + "\n".join(texts)
+        return [_answer(path) for path in answers]
+
+
+def _wait(processes):
+    """Their exit statuses. Ranks wait for one that failed, so the first failure ends the wait."""
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(code not in (None, 0, -9) for code in codes):
+            return codes
+        time.sleep(0.02)
+    return ["a hang" if process.poll() is None else process.poll() for process in processes]
+
+
+def _text_of(log):
+    log.seek(0)
+    text = log.read()[-4000:]
+    log.close()
+    return text
+
+
+def _answer(path):
+    if not os.path.exists(path):
+        return None
+    with open(path) as file:
+        return json.load(file)
+
+
+def _main(module, function, arguments, folder, rank, size, answer):
+    sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size)
+    )
+    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    with open(answer, "w") as file:
+        json.dump(result, file)
+    sys.stdout.flush()
+    os._exit(0)  # nothing waits for a rank that is gone
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,125 @@
+"""A Step on several ranks: DistributedDataParallel, and plain modules with group=True."""
+
+import pytest
+
+import pair
+
+
+def run(function, *arguments, **options):
+    return pair.run("trained", function, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "kind, options, step_options",
+    [
+        ("conv", {}, {}),
+        ("gpt", {"gradient_as_bucket_view": True}, {"gradients": "inplace"}),
+        ("mlp", {"static_graph": True}, {}),
+        ("conv", {"find_unused_parameters": True}, {}),
+    ],
+)
+def test_a_step_is_that_of_ddp(kind, options, step_options):
+    for found in run("as_ddp", kind, options, step_options):
+        assert found == {"bits": True, "near": True, "same": True, "loss": True, "ranks": [16, 16]}
+
+
+@pytest.mark.parametrize("is_on_all", (False, True))
+@pytest.mark.parametrize("kind, gradients, stride", [
+    ("mlp", "fresh", 1), ("mlp", "inplace", 3), ("conv", "fresh", 5), ("gpt", "fresh", 7),
+])
+def test_an_oom_at_every_operation_changes_no_bit(kind, is_on_all, gradients, stride):
+    for found in run("ooms_everywhere", kind, is_on_all, gradients, stride):
+        assert found["wrong"] == []
+        assert found["count"] > 50
+        assert 0 < found["torn"] < found["count"] / stride / 2
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+def test_a_rank_with_less_memory_has_smaller_micro_batches(where, gradients):
+    for found in run("less_memory", "conv", where, gradients):
+        assert found == {"near": True, "same": True, "ranks": [16, 4]}
+
+
+def test_what_a_failed_backward_pass_has_launched_is_not_launched_again():
+    found = run("struck_in_backward")
+    for its in found:
+        assert its["near"] and its["same"]
+        assert its["launched"] == its["buckets"] > 5
+        assert its["within"] == its["buckets"]  # in the backward pass that succeeded, at the latest
+    assert [its["ooms"] for its in found] == [0, 1]
+
+
+@pytest.mark.parametrize("is_plain", (False, True))
+@pytest.mark.parametrize("has_normalizer", (False, True))
+def test_weights_are_over_the_samples_of_all_ranks(has_normalizer, is_plain):
+    for found in run("uneven", has_normalizer, is_plain):
+        assert found == {"near": True, "loss": True, "same": True, "ranks": [4, 4]}
+
+
+@pytest.mark.parametrize("is_find_unused", (False, True))
+def test_parameters_that_are_unused_on_a_rank_or_on_all(is_find_unused):
+    for found in run("unused", is_find_unused):
+        assert found == {"grads": [True] * 4 + [False] * 2, "same": True}
+
+
+def test_all_ranks_skip_an_update_for_the_inf_of_one():
+    for found in run("scaled"):
+        assert found == {"skipped": True, "scale": 8.0, "moved": True, "same": True}
+
+
+def test_an_exception_on_one_rank_ends_the_step_on_all():
+    zero, one = run("exceptions")
+    for name, its, why in (
+        ("loss_fn", "ValueError", "ValueError: the sample is bad"),
+        ("Exhausted", "OutOfMemoryError", "out of memory"),
+        ("batch", "ValueError", "ValueError: rebatch: the batch, a dict, has no tensor"),
+    ):
+        kind, text, rank, is_as_before = zero[name]
+        assert (kind, rank, is_as_before) == ("PeerFailed", 1, True)
+        assert "rank 1 ended step 1" in text and why in text
+        kind, _, _, is_as_before = one[name]
+        assert kind in (its, "Exhausted") and is_as_before
+    for found in (zero, one):
+        assert found["same"] and found["moved"] and found["step"] == 2
+
+
+def test_a_torn_update_is_heard_of_in_the_next_step():
+    (first, second), (its_first, its_second) = run("torn")
+    assert first is None and its_first[0] == "Torn"
+    assert second[0] == "PeerFailed" and second[2] == 1 and "restore a checkpoint" in second[1]
+    assert "restore a checkpoint" in its_second[1]
+
+
+def test_one_rank_evaluates_and_checks_alone():
+    assert run("alone") == [True, True]
+
+
+@pytest.mark.parametrize("where", ("between", "forward", "backward", "reduce", "update"))
+def test_a_rank_that_is_killed_is_named(where):
+    (errors, _), _ = run("killed", where, False, killed=(1,))
+    assert len(errors) >= 2  # a rank that dies in its update has voted for it
+    for kind, text, rank in errors:
+        assert kind == "PeerFailed" and rank == 1, text
+
+
+def test_a_rank_that_stands_still_is_named():
+    (errors, seconds), answer = run("killed", "forward", True, killed=(1,))
+    assert answer is None and seconds < 60
+    for kind, text, rank in errors:
+        assert kind == "PeerFailed" and rank == 1, text
+
+
+def test_what_cannot_be_trained_is_refused_by_name():
+    for found in run("refused"):
+        assert "FullyShardedDataParallel (FSDP1): expected DistributedData" in found["FSDP1"]
+        assert "DeepSpeed's DeepSpeedEngine" in found["DeepSpeed"]
+        assert "'0.1' is a SyncBatchNorm" in found["SyncBatchNorm"]
+        assert "the communication hook '<lambda>': expected fp16_compress_hook" in found["hook"]
+        assert "expected the plain model, or no group" in found["group=False"]
+        assert "group is 3: expected True or a ProcessGroup" in found["group=3"]
+        assert "group_timeout is 0: expected seconds above 0" in found["group_timeout"]
+        assert "expected the same model and version" in found["sizes"]
+        assert len(found["alone"]) == 1 and "pass group=True" in found["alone"][0]
+        assert "sparse gradient" in found["sparse"]
+        assert "3 on one rank, 4 on another" in found["key"]

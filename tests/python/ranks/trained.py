@@ -1,0 +1,457 @@
+"""What the ranks of a pair run. Each function returns plain values for the test."""
+
+import contextlib
+import copy
+import os
+import signal
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rebatch.torch as rebatch
+from models import FailAt, fails_above, make, same_bits, state_of
+
+RANK_OF_FAILURES = 1
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def everyones(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def is_same_everywhere(model):
+    """Bit for bit, parameters and buffers."""
+    return all(same_bits(state, state_of(model)) for state in everyones(state_of(model)))
+
+
+def batch_of_rank(batch, samples=None):
+    """Each rank's own: a batch of make() has 16 samples."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    each = samples or len(batch[0]) // size
+    return tuple(t[rank * each : (rank + 1) * each] for t in batch)
+
+
+def wrapped(kind, samples=32, **options):
+    """(DistributedDataParallel, this rank's batch of half the samples, loss_fn)."""
+    model, batch, loss_fn = make(kind, samples=samples)
+    options.setdefault("bucket_cap_mb", 0.0005)  # several buckets
+    return DistributedDataParallel(model, **options), batch_of_rank(batch), loss_fn
+
+
+def step_of(model, optimizer, loss_fn, **options):
+    options.setdefault("growth", False)
+    options.setdefault("log_level", "quiet")
+    options.setdefault("group_timeout", 60.0)
+    return rebatch.Step(model, optimizer, loss_fn, **options)
+
+
+# ---- the same as DistributedDataParallel ----
+
+
+def as_ddp(kind, options, step_options):
+    """Whether the parameters after three steps have the bits of DistributedDataParallel's, on rank
+    0, and are the same on all ranks."""
+    model, batch, loss_fn = wrapped(kind, **options)
+    other = DistributedDataParallel(copy.deepcopy(model.module), find_unused_parameters=True)
+    mine, theirs = sgd(model), sgd(other)
+    step, losses = step_of(model, mine, loss_fn, **step_options), []
+    for number in range(3):
+        torch.manual_seed(10 * number + dist.get_rank())
+        losses.append(float(step(batch)))
+        torch.manual_seed(10 * number + dist.get_rank())
+        theirs.zero_grad()
+        loss = loss_fn(other, batch)
+        loss.backward()
+        theirs.step()
+    return {
+        "bits": dist.get_rank() > 0 or same_bits(state_of(model), state_of(other)),
+        "near": all(torch.allclose(a, b, atol=0.01) for a, b in zip(
+            model.parameters(), other.parameters())),
+        "same": is_same_everywhere(model),
+        "loss": abs(losses[-1] - sum(everyones(float(loss.detach()))) / 2) < 1e-6,
+        "ranks": step.report.ranks,
+    }
+
+
+# ---- an OOM at every operation ----
+
+
+def _train(kind, fails_at, is_failing, times=1, **options):
+    """(state, error, number of operations of the step that may fail)."""
+    model, batch, loss_fn = wrapped(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options.update(micro_start=4, micro_smallest=4, micro_largest=4)
+    step, error, mode = step_of(model, optimizer, loss_fn, **options), None, FailAt()
+    torch.manual_seed(dist.get_rank())
+    for number in range(3):
+        if number == 1:
+            mode = FailAt(fails_at if is_failing else 0, times)
+        try:
+            with mode if number == 1 and fails_at else contextlib.nullcontext():
+                step(batch)
+        except (rebatch.Torn, rebatch.PeerFailed, rebatch.Error) as caught:
+            error = error or type(caught).__name__
+    return state_of(model), error, mode
+
+
+def _operations(kind, **options):
+    model, batch, loss_fn = wrapped(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options.update(micro_start=4, micro_smallest=4, micro_largest=4)
+    step = step_of(model, optimizer, loss_fn, **options)
+    step(batch)
+    counter = FailAt(1 << 30)
+    with counter:
+        step(batch)
+    return counter.seen
+
+
+def ooms_everywhere(kind, is_on_all, gradients, stride):
+    """An OOM at each operation of the second of three steps."""
+    options = {"gradients": gradients, "lighten": [lambda on: None], "clip": 0.5}
+    expected, _, _ = _train(kind, 0, False, **options)
+    found = {"wrong": [], "torn": 0, "recovered": 0, "errors": []}
+    count = min(everyones(_operations(kind, **options)))
+    is_failing = is_on_all or dist.get_rank() == RANK_OF_FAILURES
+    for at in range(1, count + 1, stride):
+        state, error, mode = _train(kind, at, is_failing, **options)
+        errors = everyones(error)
+        if any(errors):  # within the update: the others hear of it in the next step
+            found["torn"] += 1
+            found["errors"].append(errors)
+            continue
+        found["recovered"] += mode.failed
+        states = everyones(state)
+        if not same_bits(state, expected) or not same_bits(states[0], states[1]):
+            found["wrong"].append(at)
+    found["count"] = count
+    return found
+
+
+# ---- less memory on one rank ----
+
+
+def less_memory(kind, where, gradients):
+    """Rank 1 has memory for 4 samples. Returns whether the result is that of a run with room."""
+    results = []
+    for largest in (99, 4):
+        model, batch, loss_fn = wrapped(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if dist.get_rank() == RANK_OF_FAILURES:
+            loss_fn = fails_above(loss_fn, largest, where)
+        step = step_of(model, optimizer, loss_fn, gradients=gradients, clip=1.0)
+        for number in range(3):
+            torch.manual_seed(number)
+            model.eval()  # no dropout: it draws other numbers at other cuts
+            step(batch)
+        results.append((state_of(model), step.report.ranks))
+    (whole, _), (cut, ranks) = results
+    return {
+        "near": all(torch.allclose(a, b, atol=1e-4) for a, b in zip(whole, cut)),
+        "same": is_same_everywhere(model),
+        "ranks": ranks,
+    }
+
+
+def struck_in_backward():
+    """The backward pass of rank 1 fails in its middle, when some buckets are launched. Returns the
+    number of buckets, of all-reduces, and of those launched before a backward pass had ended."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(16, 1))
+    model = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    reference = copy.deepcopy(model.module)
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(3))
+    own, launched, within = batch_of_rank((x,))[0], [], []
+    plain = dist.all_reduce
+    state = {"is_struck": False, "is_within": False}
+
+    def strike(_gradient):
+        if dist.get_rank() == RANK_OF_FAILURES and not state["is_struck"]:
+            state["is_struck"] = True
+            time.sleep(0.2)  # the other rank waits in a bucket that comes later
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def loss_fn(model, samples):
+        state["is_within"] = True
+        middle = model.module[:6](samples)
+        middle.register_hook(strike)
+        return model.module[6:](middle).square().mean()
+
+    def counted(*arguments, **keywords):
+        launched.append(state["is_within"])
+        return plain(*arguments, **keywords)
+
+    step = step_of(model, sgd(model), loss_fn)
+    dist.all_reduce = counted
+    try:
+        plain_reduce = step._reduce
+        step._reduce = lambda: (state.update(is_within=False), plain_reduce())
+        step(own)
+    finally:
+        dist.all_reduce = plain
+    (reference(x).square().mean()).backward()
+    near = all(
+        torch.allclose(a.grad, b.grad, atol=1e-6)
+        for a, b in zip(model.parameters(), reference.parameters())
+    )
+    return {
+        "buckets": len(step._accumulators._buckets),
+        "launched": len(launched),
+        "within": sum(launched),
+        "near": near,
+        "same": is_same_everywhere(model),
+        "ooms": step.report.ooms,
+    }
+
+
+# ---- samples and weights ----
+
+
+def uneven(has_normalizer, is_plain):
+    """16 samples on rank 0 and 5 on rank 1: the gradient of all 21 in one process."""
+    torch.manual_seed(0 if dist.get_rank() == 0 or not is_plain else 1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    trained = model if is_plain else DistributedDataParallel(model)
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(21, 8, generator=generator), torch.randn(21, 1, generator=generator)
+    own = (x[:16], y[:16]) if dist.get_rank() == 0 else (x[16:], y[16:])
+
+    def total(model, samples):
+        return ((model(samples[0]) - samples[1]) ** 2).sum()
+
+    def mean(model, samples):
+        return total(model, samples) / len(samples[0])
+
+    options = {"group": True} if is_plain else {}
+    if has_normalizer:
+        options["normalizer"] = lambda batch: torch.tensor(len(batch[0]))
+    step = step_of(trained, sgd(trained), total if has_normalizer else mean, micro_start=4,
+                   **options)
+    reference = copy.deepcopy(model)
+    loss = float(step(own))
+    whole = mean(reference, (x, y))
+    whole.backward()
+    return {
+        "near": all(
+            torch.allclose(a.grad, b.grad, atol=1e-6)
+            for a, b in zip(model.parameters(), reference.parameters())
+        ),
+        "loss": abs(loss - float(whole.detach())) < 1e-6,
+        "same": is_same_everywhere(model),
+        "ranks": step.report.ranks,
+    }
+
+
+def unused(is_find_unused):
+    """One layer is used on rank 0 only, and one nowhere."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(4, 1) for name in ("all", "some", "none")})
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x):
+            y = self.layers["all"](x)
+            return y + self.layers["some"](x) if dist.get_rank() == 0 else y
+
+    trained = DistributedDataParallel(Model(), find_unused_parameters=is_find_unused)
+    step = step_of(trained, sgd(trained), lambda m, x: m(x).square().mean(), micro_start=2)
+    for _ in range(2):
+        step(torch.ones(4, 4) * (1 + dist.get_rank()))
+    return {
+        "grads": [p.grad is not None for p in trained.parameters()],
+        "same": is_same_everywhere(trained),
+    }
+
+
+def scaled():
+    """fp16's GradScaler: an inf on rank 1 alone is one on all ranks."""
+    model, batch, loss_fn = wrapped("mlp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    state = {"factor": 1.0}
+
+    def loss(model, samples):
+        return loss_fn(model, samples) * state["factor"]
+
+    step = step_of(model, sgd(model), loss, scaler=scaler, clip=1.0, micro_start=4)
+    before = state_of(model)
+    if dist.get_rank() == RANK_OF_FAILURES:
+        state["factor"] = float("inf")
+    step(batch)
+    skipped, scale = same_bits(before, state_of(model)), scaler.get_scale()
+    state["factor"] = 1.0
+    step(batch)
+    return {
+        "skipped": skipped,
+        "scale": scale,
+        "moved": not same_bits(before, state_of(model)),
+        "same": is_same_everywhere(model),
+    }
+
+
+# ---- failures ----
+
+
+def _error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error), getattr(error, "rank", None)]
+    return None
+
+
+def exceptions():
+    """What each rank gets when rank 1 fails in some way, and whether training goes on."""
+    model, batch, its_loss = wrapped("conv")
+    state = {"error": None}
+
+    def loss_fn(model, samples):
+        if state["error"] and dist.get_rank() == RANK_OF_FAILURES:
+            raise state["error"]
+        return its_loss(model, samples)
+
+    step = step_of(model, sgd(model), loss_fn, micro_start=4)
+    step(batch)
+    before, found = state_of(model), {}
+    for name, error in (
+        ("loss_fn", ValueError("the sample is bad")),
+        ("Exhausted", torch.OutOfMemoryError("CUDA out of memory.")),
+    ):
+        state["error"] = error
+        found[name] = _error_of(lambda: step(batch))
+        state["error"] = None
+        found[name].append(same_bits(before, state_of(model)))
+    bad = batch if dist.get_rank() == 0 else {}
+    found["batch"] = [*_error_of(lambda: step(bad)), same_bits(before, state_of(model))]
+    step(batch)
+    found["same"] = is_same_everywhere(model)
+    found["moved"] = not same_bits(before, state_of(model))
+    found["step"] = step._number
+    return found
+
+
+def torn():
+    """The update of rank 1 is torn: rank 0 hears of it in the next step."""
+    model, batch, loss_fn = wrapped("mlp")
+    from models import HalfStep
+
+    optimizer = sgd(model) if dist.get_rank() == 0 else HalfStep(model.parameters(), lr=0.1)
+    step = step_of(model, optimizer, loss_fn)
+    return [_error_of(lambda: step(batch)) for _ in range(2)]
+
+
+def alone():
+    """What one rank may call without the others."""
+    model, batch, loss_fn = wrapped("conv")
+    step = step_of(model, sgd(model), loss_fn, micro_start=4)
+    step(batch)
+    if dist.get_rank() == 0:
+        assert float(step.evaluate(batch)) > 0
+        step.check(batch)
+        step.evaluate(batch)
+    step(batch)
+    return is_same_everywhere(model)
+
+
+def killed(where, is_timeout):
+    """Rank 1 is killed, or stands still, in a step: what rank 0 gets, and how long it takes."""
+    model, batch, its_loss = wrapped("mlp")
+
+    def end():
+        if is_timeout:
+            time.sleep(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss_fn(model, samples):
+        loss = its_loss(model, samples)
+        if state["ends"] == "forward":
+            end()
+        if state["ends"] == "backward":
+            loss.register_hook(lambda _: end())
+        return loss
+
+    class Ending(torch.optim.SGD):
+        def step(self, closure=None):
+            if state["ends"] == "update":
+                end()
+            return super().step(closure)
+
+    state = {"ends": None}
+    optimizer = Ending(model.parameters(), lr=0.1)
+    step = step_of(model, optimizer, loss_fn, micro_start=8, group_timeout=5.0)
+    step(batch)
+    if dist.get_rank() == RANK_OF_FAILURES:
+        state["ends"] = where
+        if where == "between":
+            end()
+        if where == "reduce":
+            plain = step._ranks.accumulators._launch_rest
+            step._ranks.accumulators._launch_rest = lambda loss: (end(), plain(loss))
+    began = time.monotonic()
+    errors = [_error_of(lambda: step(batch)) for _ in range(3)]
+    return [error for error in errors if error], time.monotonic() - began
+
+
+# ---- what is refused, or said ----
+
+
+class FullyShardedDataParallel(nn.Linear):
+    """Named as FSDP1 is."""
+
+
+class DeepSpeedEngine(nn.Linear):
+    """Named as DeepSpeed's is."""
+
+
+def refused():
+    """The message of each model that cannot be trained so, and of what is only said."""
+    FullyShardedDataParallel.__module__ = (
+        "torch.distributed.fsdp.fully_sharded_data_parallel")
+    DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+    found = {}
+
+    def make_step(model, **options):
+        step_of(model, sgd(model), lambda m, x: m(x).mean(), **options)
+
+    def note(name, model, **options):
+        found[name] = (_error_of(lambda: make_step(model, **options)) or [None, ""])[1]
+
+    plain = nn.Linear(2, 2)
+    note("FSDP1", FullyShardedDataParallel(2, 2))
+    note("DeepSpeed", DeepSpeedEngine(2, 2))
+    note("SyncBatchNorm", nn.Sequential(plain, nn.SyncBatchNorm(2)), group=True)
+    hooked = DistributedDataParallel(nn.Linear(2, 2))
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    note("hook", hooked)
+    note("group=False", DistributedDataParallel(nn.Linear(2, 2)), group=False)
+    note("group=3", plain, group=3)
+    note("group_timeout", plain, group=True, group_timeout=0)
+    note("sizes", nn.Linear(2, 2 + dist.get_rank()), group=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_step(plain)
+        make_step(plain, group=False)
+    found["alone"] = [str(w.message) for w in caught]
+    sparse = nn.Embedding(4, 2, sparse=True)
+    step = step_of(sparse, sgd(sparse), lambda m, x: m(x).mean(), group=True)
+    found["sparse"] = _error_of(lambda: step(torch.arange(4)))[1]
+    found["key"] = _disagreeing(plain)
+    return found
+
+
+def _disagreeing(plain):
+    step = step_of(plain, sgd(plain), lambda m, x: m(x).mean(), group=True)
+    step.load_state_dict({"step": 3 + dist.get_rank(), "micro": 2})
+    return _error_of(lambda: step(torch.ones(4, 2)))[1]
