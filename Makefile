@@ -72,6 +72,7 @@ GUIDE := $(BUILD)/examples/guide/before $(BUILD)/examples/guide/train
 TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
 STORM_OBJ := $(call objects,$(wildcard tests/storm/*.c))
+MPI_TEST := $(BUILD)/tests/mpi/ranks
 RANKS := $(BUILD)/tests/ranks/ranks
 RANKS_OBJ := $(BUILD)/tests/ranks/main.o $(BUILD)/tests/integration/rank_threads.o
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
@@ -177,6 +178,10 @@ $(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/src/preload/,holdings.o record.o summ
 
 $(RANKS): $(RANKS_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+
+$(BUILD)/tests/mpi/ranks.o: private FOLDER_CFLAGS = $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
+$(MPI_TEST): $(BUILD)/tests/mpi/ranks.o $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) $(shell mpicc -showme:link)
 
 $(STORM): $(STORM_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
@@ -324,6 +329,7 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
+-include $(BUILD)/tests/mpi/ranks.d
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ) $(RANKS_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
          $(addsuffix .d,$(EXAMPLES) $(GUIDE))
@@ -385,6 +391,11 @@ SEED = 1
 test-model: ## the votes of several ranks, model-checked by Spin
 	@scripts/install-deps model
 	@scripts/test-model
+
+test-mpi: ## trainings of two and four processes that vote through MPI
+	@scripts/install-deps build mpi
+	$(SUBMAKE) $(MPI_TEST)
+	@scripts/test-mpi $(MPI_TEST)
 
 test-ranks: ## a training of 1,024 ranks, as threads, with OOMs, failures and deaths (SEED)
 	@scripts/install-deps build
@@ -585,7 +596,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
+.PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
     test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE
