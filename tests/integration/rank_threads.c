@@ -90,6 +90,8 @@ static rebatch_status all_reduce(uint64_t *words, size_t count, rebatch_reductio
                                  uint64_t timeout_ms, void *user)
 {
     struct rank *r = user;
+    if (r->vote)
+        return r->vote(r, words, count, reduction, timeout_ms);
     return meeting_reduce(&r->ranks->meeting, r->number, words, count, (int)reduction, timeout_ms);
 }
 

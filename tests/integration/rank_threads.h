@@ -48,6 +48,9 @@ struct rank {
     size_t batch; /* of this rank */
     /* Instead of rebatch_step(); NULL: that. */
     rebatch_status (*act)(struct rank *r);
+    /* Instead of the group's all-reduce, which is meeting_reduce(); NULL: that. */
+    rebatch_status (*vote)(struct rank *r, uint64_t *words, size_t count,
+                           rebatch_reduction reduction, uint64_t timeout_ms);
     /* Called in every callback, before it changes anything. */
     rebatch_status (*inside)(struct rank *r, enum rank_place place);
     void *inside_user;

@@ -1,5 +1,6 @@
 /* One rank's calls of rebatch_step() and rebatch_abandon_step(), as the program sees them: an
- * automaton, written once, for the model in ranks.pml and for C. */
+ * automaton, written once. The model (ranks.pml) takes each transition and no other, and so does
+ * the library (tests/integration/ranks_model.c). */
 #ifndef TESTS_MODEL_RANK_H
 #define TESTS_MODEL_RANK_H
 
@@ -87,6 +88,7 @@
     X(BROKEN, FAIL, LOST)                                                                          \
     X(LOST, STEP, REFUSED)                                                                         \
     X(LOST, ABANDON, REFUSED)                                                                      \
-    X(REFUSED, PEER, LOST)
+    X(REFUSED, PEER, LOST)                                                                         \
+    X(REFUSED, FAIL, LOST)
 
 #endif

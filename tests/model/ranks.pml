@@ -355,7 +355,7 @@ stay:
 end:
         if
         :: at == TOLD && is_abandon -> happens(DONE)
-        :: at != TOLD && (is_abandon || at == REFUSED || at == COMPARED) -> happens(PEER)
+        :: at != TOLD && is_abandon -> happens(PEER)
         :: else ->
             if
             :: own -> happens(FAIL)
