@@ -66,6 +66,11 @@ class Backward(Step):
         **options: Any,
     ):
         super().__init__(model, optimizer, loss_fn, **options)
+        if self._window:
+            raise ValueError(
+                "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "
+                "by collectives: expected a loop with a Step, or DistributedDataParallel"
+            )
         self._accepted = accepted_kinds(() if isinstance(check, bool) else check)
         self._is_to_check = check is not False
         self._update = _NoUpdate(model.parameters, optimizer, backward)

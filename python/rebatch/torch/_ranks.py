@@ -3,9 +3,11 @@ summed, and what each tells the others."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as C
+import gc
 import hashlib
-from typing import Any, ContextManager, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,12 @@ from torch.distributed.utils import _sync_module_states
 
 from rebatch import __version__
 from rebatch import _library as c
-from rebatch.torch._oom import is_oom
+from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._reducer import ReducedAccumulators
-from rebatch.torch._session import Lost
+from rebatch.torch._session import Exhausted, Lost, PeerFailed
 from rebatch.torch._votes import Votes
+from rebatch.torch._window import Window, window_of
+from rebatch.torch._window_gradients import WindowAccumulators
 from rebatch.torch._wrappers import (
     Quiet,
     buffers_of,
@@ -29,6 +33,7 @@ from rebatch.torch._wrappers import (
 )
 
 _WEIGHT, _MICRO = range(2)  # what each rank's votes say beside the C library's words
+_MOST = 1 << 32  # calls have smaller numbers
 _SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParallel has it
 
 
@@ -39,28 +44,35 @@ def ranks_of(modules: torch.nn.Module, group: Any, timeout_seconds: float) -> Op
             f"rebatch: group_timeout is {timeout_seconds!r}: expected seconds above 0"
         )
     wrappers = wrappers_in(modules)
-    process_group = group_of(wrappers, group)
+    window = window_of(modules, group)
+    process_group = window.group if window else group_of(wrappers, group)
     if process_group is None:
         if group is None:
             warn_if_alone(modules)
         return None
-    return Ranks(modules, wrappers, process_group, timeout_seconds)
+    return Ranks(modules, wrappers, process_group, timeout_seconds, window)
 
 
 class Ranks:
     """Those of a process group."""
 
     def __init__(
-        self, modules: torch.nn.Module, wrappers: List[Any], group: Any, timeout_seconds: float
+        self,
+        modules: torch.nn.Module,
+        wrappers: List[Any],
+        group: Any,
+        timeout_seconds: float,
+        window: Optional[Window] = None,
     ):
         check_modules(modules)
         self._modules, self._wrappers, self._group = modules, wrappers, group
         self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
+        self.window = window  # of a model of fully_shard()
         sent = compression_of(wrappers)
         self._votes = Votes(group, timeout_seconds, values=2)
         self._votes.on_abort = self._abort
         self._agree()
-        self.accumulators = ReducedAccumulators(
+        self.accumulators = WindowAccumulators(window) if window else ReducedAccumulators(
             group, timeout_seconds, caps_of(wrappers), sent, self._buffers
         )
 
@@ -83,6 +95,8 @@ class Ranks:
                     f"rebatch: rank 0 has {said[0]}, and rank {rank} has {its}: expected the same "
                     "model and version on all ranks"
                 )
+        if self.window:
+            return
         plain = [m for m in self._modules if not any(w in self._wrappers for w in m.modules())]
         for module in plain:
             devices = {t.device.type for t in module.state_dict(keep_vars=True).values()
@@ -120,6 +134,80 @@ class Ranks:
     def quiet(self) -> ContextManager:
         """Within it DistributedDataParallel runs without collectives."""
         return self._quiet.quiet()
+
+    @contextlib.contextmanager
+    def gathered(self, call: int) -> Iterator[None]:
+        """Within it the parameters of fully_shard() are whole. All ranks enter it together, with
+        the same `call`. Raises Exhausted where this rank has no memory for them, and PeerFailed
+        where another one has none."""
+        if not self.window:
+            yield
+            return
+        self._check_connection()
+        why = self._prepare()
+        self._vote_to_gather(call, why)
+        try:
+            self._gather()
+            yield
+        finally:
+            self.window.close()
+
+    def _check_connection(self) -> None:
+        if self._votes.lost:
+            raise PeerFailed(
+                f"rebatch: another rank is missing: {self._votes.lost}", self._votes.missing
+            )
+
+    def _prepare(self) -> str:
+        """Why there is no memory for the whole parameters, or nothing."""
+        why = ""
+        for _ in range(2):
+            try:
+                self.window.prepare()
+                return ""
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                why = str(error)
+                let_go(error)
+            _release()
+        return why
+
+    def _vote_to_gather(self, call: int, why: str) -> None:
+        words = (C.c_uint64 * 3)(call, _MOST - call, self._votes.rank if why else self.size)
+        if self._votes.smallest(words) != c.Status.OK:
+            self._check_connection()
+        least, most, failed = words[0], _MOST - words[1], words[2]
+        if why:
+            raise Exhausted(
+                "out of memory when the parameters of fully_shard() were gathered; they are as "
+                f"they were: free memory, raise the limit, or use more ranks\n{why}"
+            )
+        if failed < self.size:
+            raise PeerFailed(
+                f"rebatch: rank {failed} has no memory for the whole parameters of fully_shard()",
+                failed,
+            )
+        if least != most:
+            raise ValueError(
+                "rebatch: one rank trains and another evaluates: expected the same call of the "
+                "Step on all ranks, since fully_shard() gathers parameters from all of them"
+            )
+
+    def _gather(self) -> None:
+        """The memory was there a moment ago."""
+        for left in reversed(range(3)):
+            try:
+                self.window.open()
+                return
+            except Lost as error:
+                self._votes.note_lost(error)
+                self._check_connection()
+            except Exception as error:
+                if not is_oom(error) or not left:
+                    raise
+                let_go(error)
+            _release()
 
     def begin(self, weight: Any) -> None:
         """A step begins. `weight` is what this rank's losses are divided by, if it is not the
@@ -162,3 +250,9 @@ class Ranks:
         except BaseException as error:  # the step has its error already
             return c.Status.OOM if is_oom(error) else c.Status.E_USER
         return c.Status.OK
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

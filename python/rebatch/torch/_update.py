@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -15,7 +15,9 @@ _KEPT = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "
 
 
 def _parameter_bytes(group: dict) -> int:
-    return sum(-(-p.numel() * p.element_size() // 512) * 512 for p in group["params"])
+    """On this rank."""
+    parts = [getattr(p, "_local_tensor", p) for p in group["params"]]
+    return sum(-(-p.numel() * p.element_size() // 512) * 512 for p in parts)
 
 
 def _kept_tensors(optimizer: torch.optim.Optimizer, group: dict) -> int:
@@ -121,6 +123,9 @@ class Update:
         if clip is not None and not clip > 0:
             raise ValueError(f"rebatch: clip is {clip!r}: expected a norm above 0")
         self._scaler, self._clip = scaler, clip
+        self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
+            torch.nn.utils.clip_grad_norm_
+        )
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -162,7 +167,7 @@ class Update:
             for optimizer in self.optimizers:
                 if states[id(optimizer)]["stage"] is not OptState.UNSCALED:  # by an earlier try
                     self._scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(self.parameters, self._clip)
+        self.clip_gradients(self.parameters, self._clip)
 
     def first_bytes(self) -> int:
         return sum(first_update_bytes(optimizer) for optimizer in self.optimizers)

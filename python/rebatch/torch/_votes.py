@@ -18,6 +18,7 @@ from rebatch import _library as c
 _TELL_SECONDS = 2.0
 _SIGN = 1 << 63
 _NO_VALUE = {0: 0, 1: -1, 2: 0}  # by reduction: what changes no word, as a signed number
+_MIN = 1
 _OPS = {0: "SUM", 1: "MIN", 2: "MAX"}
 
 
@@ -54,6 +55,10 @@ class Votes:
     def received(self, which: int) -> List[float]:
         """That of the values of each rank, in the last vote."""
         return self._received[which :: len(self.values)]
+
+    def smallest(self, words: Any) -> int:
+        """Make each of these words the smallest of all ranks: a status."""
+        return self._all_reduce(words, len(words), _MIN, 0, None)
 
     # ---- what C calls ----
 

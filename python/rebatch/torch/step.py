@@ -34,6 +34,7 @@ _Lighten = Callable[[bool], None]
 
 _HISTORY = 10000  # steps that are kept for plot()
 _nothing: ContextManager = contextlib.nullcontext()
+_TRAINS, _EVALUATES, _PROBES = range(3)  # calls that all ranks of fully_shard() make together
 
 
 def _list_of(value: Any) -> list:
@@ -146,7 +147,8 @@ class Step:
                   backward pass runs the batch again, and no copy of the gradients is needed
     on_event      on_event(text, event): called instead of writing to standard error
     group         the ranks that train the model together: True for all of torch.distributed, or a
-                  ProcessGroup; False for this rank alone. DistributedDataParallel needs none
+                  ProcessGroup; False for this rank alone. DistributedDataParallel and
+                  fully_shard() need none
     group_timeout seconds, the longest wait for another rank; longer than the slowest step
 
     Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
@@ -202,9 +204,14 @@ class Step:
         _check_match(self._modules, self._update, state)
         self._is_fresh = gradients == "fresh"
         self._audit = Audit(
-            _named_modules(model), _named_state(state), lambda: self._update.parameters
+            _named_modules(model), _named_state(state), self._changed_by_updates
         )
         self._ranks = _ranks_of(self._modules, group, group_timeout)
+        self._window = self._ranks.window if self._ranks else None  # of fully_shard()
+        if self._window:
+            self._window.check_match(self._update, scaler)
+            self._ranks.accumulators.has_norm = clip is not None
+            self._update.clip_gradients = self._ranks.accumulators.clip
         self._ops = self._make_ops()
         self._accumulators = self._ranks.accumulators if self._ranks else Accumulators()
         self._trained: List[torch.nn.Parameter] = []  # in this batch
@@ -282,6 +289,9 @@ class Step:
         c.check(lib.rebatch_set_lighten(self._session.rb, self._level))
         c.check(lib.rebatch_set_step(self._session.rb, self._number))
         return self._session
+
+    def _changed_by_updates(self) -> List[torch.nn.Parameter]:
+        return self._window.trained() if self._window else self._update.parameters
 
     def _guards(self) -> list:
         """What saves and restores the state that an attempt changes."""
@@ -477,6 +487,8 @@ class Step:
         self._divisor, self._total = self._weight, self._samples  # of all ranks, in a step
         self._audit.begin(batch, is_training)
         self._trained, self._kept = self._update.with_gradients(self._audit.tree.parameters())
+        if self._window:
+            self._trained, self._kept = self._window.trained(), []
 
     def _zero_loss(self) -> torch.Tensor:
         return torch.zeros((), device=self._session.device, dtype=self._loss_dtype)
@@ -494,6 +506,14 @@ class Step:
 
     def _run_batch(self, batch: Any) -> torch.Tensor:
         session = self._open()
+        with self._gathered(_TRAINS):
+            return self._run_gathered(session, batch)
+
+    def _gathered(self, call: int) -> ContextManager:
+        """Around calls that run the model: parameters of fully_shard() are whole."""
+        return self._ranks.gathered(call) if self._window else _nothing
+
+    def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
         self._begin_together(batch)
         filled = c.StepReport()
         self.outputs = None
@@ -558,6 +578,10 @@ class Step:
         Needs install(). The next step starts with the size that was found. `reserve_bytes` is what
         is allocated later; what the optimizer keeps from its first step on is counted already."""
         session = self._open()
+        with self._gathered(_PROBES):
+            return self._probe_gathered(session, batch, reserve_bytes)
+
+    def _probe_gathered(self, session: Session, batch: Any, reserve_bytes: int) -> Probe:
         self._begin(batch)
         try:
             reserve = reserve_bytes + self._update.first_bytes()
@@ -578,6 +602,11 @@ class Step:
         `accept` has the kinds of mistakes that are meant to be so, for example "batch_norm": they
         become notes."""
         accepted = accepted_kinds(accept)
+        if self._window:
+            raise ValueError(
+                "rebatch: the model is one of fully_shard(): expected a check of the model before "
+                "fully_shard(), on one rank"
+            )
         self._open()
         self._begin(batch)
         try:
@@ -591,6 +620,10 @@ class Step:
         modules in evaluation mode: a scalar. `evaluation_report` says what the call did, and
         `evaluation_outputs` has what loss_fn returned beside the loss."""
         session = self._open()
+        with self._gathered(_EVALUATES):
+            return self._evaluate_gathered(session, batch)
+
+    def _evaluate_gathered(self, session: Session, batch: Any) -> torch.Tensor:
         self._begin(batch, is_training=False)
         modes = self._modes()
         self._modules.eval()

@@ -1,0 +1,122 @@
+"""The gradients of an effective batch of a model of fully_shard(): sums over the micro-batches, of
+whole parameters, and then over the ranks, of which each keeps its part."""
+
+from __future__ import annotations
+
+from typing import List, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rebatch.torch._gradients import Accumulators
+from rebatch.torch._window import Window, lost_if_failed
+
+_SQUARES, _LOSS, _USED = range(3)  # of what the ranks sum beside the gradients
+
+
+class WindowAccumulators(Accumulators):
+    """Between begin_batch() and finish() the parameters are the window's whole ones; after it, the
+    parts have their gradients."""
+
+    def __init__(self, window: Window):
+        super().__init__()
+        self._window = window
+        self.has_norm = False  # finish() finds the norm of all gradients
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Nothing is reduced yet."""
+        self._is_summed = self._is_done = False
+        self._numbers: Optional[torch.Tensor] = None
+        self._norm: Optional[torch.Tensor] = None
+
+    def clear(self) -> None:
+        super().clear()
+        if self._window.is_open:
+            self._window.attempt_failed()
+
+    def expose(self, is_added_to: bool = False) -> None:
+        """After finish() the gradients are where they belong."""
+        if not self._is_done:
+            super().expose(is_added_to)
+
+    # ---- the end ----
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """Sum the gradients and the loss over the ranks. After an OOM it may be called again.
+        Raises Lost."""
+        if self._is_done:
+            return
+        if self._numbers is None:
+            self._numbers = self._zeros()
+        self._window.begin_reduction()
+        self._put_sums()
+        while self._window.reduce_next():
+            self._drop_reduced()
+        gradients = self._window.reduced()
+        if not self._is_summed:
+            self._note(loss, gradients)
+            self._sum_numbers()
+        used = self._numbers[_USED:].tolist()
+        loss.copy_(self._numbers[_LOSS])
+        self._norm = self._numbers[_SQUARES].sqrt()
+        for p, gradient, count in zip(self._window.shards(), gradients, used):
+            p.grad = gradient if count else None
+        self._is_done = True
+
+    def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take part in the collectives that are left, with zeros. May run out of memory. Raises
+        Lost."""
+        self._parameters = list(parameters)
+        self._sums, self._has_sum = [None] * len(parameters), [False] * len(parameters)
+        self.clear()
+        if self._is_done:
+            return
+        if self._numbers is None:
+            self._numbers = self._zeros()
+        self._window.begin_reduction()
+        while self._window.reduce_next():
+            pass
+        if not self._is_summed:
+            self._sum_numbers()
+
+    def _zeros(self) -> torch.Tensor:
+        device = self._parameters[0].device
+        return torch.zeros(_USED + len(self._parameters), dtype=torch.float64, device=device)
+
+    def _put_sums(self) -> None:
+        """Where the window finds them."""
+        is_reduced = self._window.is_reduced()
+        for i, p in enumerate(self._parameters):
+            p.grad = self._sums[i] if self._has_sum[i] and not is_reduced[i] else None
+
+    def _drop_reduced(self) -> None:
+        for i, is_reduced in enumerate(self._window.is_reduced()):
+            if is_reduced:
+                self._sums[i] = self._parameters[i].grad = None
+
+    @torch.no_grad()
+    def _note(self, loss: torch.Tensor, gradients: List[Optional[torch.Tensor]]) -> None:
+        parts = [g.to_local() for g in gradients if g is not None]
+        if self.has_norm and parts:
+            norms = torch._foreach_norm(parts)
+            self._numbers[_SQUARES].copy_(torch.stack(norms).double().square().sum())
+        self._numbers[_LOSS].copy_(loss)
+        self._numbers[_USED:].copy_(torch.tensor(self._has_sum))
+
+    def _sum_numbers(self) -> None:
+        with lost_if_failed():
+            dist.all_reduce(self._numbers, group=self._window.group)
+        self._is_summed = True
+
+    @torch.no_grad()
+    def clip(self, _parameters: Sequence[torch.Tensor], largest: float) -> None:
+        """Scale the gradients so that their norm over all ranks is at most `largest`. Makes no
+        collective; a second call changes nothing."""
+        if self._norm is None:
+            return
+        scale = (largest / (self._norm + 1e-6)).clamp(max=1.0)
+        parts = [p.grad.to_local() for p in self._window.shards() if p.grad is not None]
+        scales = [scale.to(part.dtype) for part in parts]
+        torch._foreach_mul_(parts, scales)  # allocates nothing
+        self._norm = None

@@ -1,0 +1,321 @@
+"""What the ranks of a pair run with a model of fully_shard(). Each function returns plain
+values."""
+
+import contextlib
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from rebatch.torch._backward import Backward
+from models import FailAt, fails_above, same_bits
+from trained import RANK_OF_FAILURES, everyones, step_of
+
+_LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.mean = nn.Linear(8, 8), nn.LayerNorm(8), nn.Buffer(
+            torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.float().mean(), 0.1)
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(Part(), Part(), nn.Linear(8, 3))
+
+
+def sharded(model, is_low=False):
+    policy = MixedPrecisionPolicy(**_LOW) if is_low else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in list(model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def loss_fn(model, samples):
+    return (model(samples[0]).float() - samples[1]).square().mean()
+
+
+def batch_of(rank, samples=8):
+    generator = torch.Generator().manual_seed(100 + rank)
+    return (torch.randn(samples, 8, generator=generator),
+            torch.randn(samples, 3, generator=generator))
+
+
+def own_batch():
+    return batch_of(dist.get_rank())
+
+
+def whole(model):
+    """Copies of all parameters and buffers, whole."""
+    return [p.detach().full_tensor() for p in model.parameters()] + [
+        b.clone() for b in model.buffers()]
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@contextlib.contextmanager
+def counting():
+    """Collectives of torch.distributed that the model's process group runs, by name."""
+    counts, names = {}, ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    plain_ones = {name: getattr(dist, name) for name in names}
+
+    def counted(name):
+        def call(*arguments, **keywords):
+            counts[name] = counts.get(name, 0) + 1
+            return plain_ones[name](*arguments, **keywords)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        yield counts
+    finally:
+        for name, function in plain_ones.items():
+            setattr(dist, name, function)
+
+
+def collectives():
+    """Of a step with eight micro-batches on rank 0 and one on rank 1: all, and those that were
+    issued before the last loss_fn had returned."""
+    model, seen = sharded(plain()), []
+
+    def watched(model, samples):
+        loss = loss_fn(model, samples)
+        seen.append(dict(counts))
+        return loss
+
+    micro = 8 if dist.get_rank() else 1
+    step = step_of(model, adam(model), watched, micro_start=micro, micro_largest=micro, clip=1.0)
+    for _ in range(2):
+        seen.clear()
+        with counting() as counts:
+            step(own_batch())
+    return {"all": dict(counts), "first": seen[0], "last": seen[-1], "runs": len(seen)}
+
+
+def as_one_process(is_low):
+    """What _as_one_process() finds for each way to train."""
+    return [
+        _as_one_process(is_low, gradients, clip, sizes)
+        for gradients in ("fresh", "inplace") for clip, sizes in ((None, (8, 8)), (0.1, (2, 8)))
+    ]
+
+
+def _as_one_process(is_low, gradients, clip, sizes):
+    """Whether training equals that of the whole batch by one process, and what fully_shard() does
+    by itself before and after."""
+    reference, model = plain(), sharded(plain(), is_low)
+    theirs, mine = adam(reference), adam(model)
+    step = step_of(model, mine, loss_fn, gradients=gradients, clip=clip,
+                   micro_start=sizes[dist.get_rank()], micro_largest=sizes[dist.get_rank()])
+    both = [torch.cat(parts) for parts in zip(batch_of(0), batch_of(1))]
+    near = True
+    for _ in range(3):
+        loss = float(step(own_batch()))
+        theirs.zero_grad()
+        its = loss_fn(reference, both)
+        its.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(reference.parameters(), clip)
+        near = near and abs(loss - float(its.detach())) < (2e-2 if is_low else 1e-5)
+        if not is_low:
+            near = near and all(torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6)
+                                for a, b in zip(model.parameters(), reference.parameters()))
+        theirs.step()
+    count = len(list(model.parameters()))
+    near = near and all(torch.allclose(a, b, atol=2e-2 if is_low else 1e-4) for a, b in zip(
+        whole(model)[:count], reference.parameters()))
+    loss_fn(model, own_batch()).backward()  # the model is as fully_shard() made it
+    return {"near": near, "ranks": step.report.ranks,
+            "is_sharded": all(hasattr(p, "device_mesh") for p in model.parameters())}
+
+
+def _train(fails_at, is_failing, is_low, gradients, times=1):
+    """(state, error, the mode of the second step)."""
+    model = sharded(plain(), is_low)
+    step = step_of(model, adam(model), loss_fn, micro_start=4, micro_largest=4, micro_smallest=4,
+                   gradients=gradients, clip=0.5, lighten=[lambda on: None])
+    mode, error, batch = FailAt(fails_at if is_failing else 0, times), None, own_batch()
+    for number in range(3):
+        try:
+            with mode if number == 1 and fails_at else contextlib.nullcontext():
+                step(batch)
+        except Exception as caught:  # the other ranks hear of a torn update in the next step
+            error = error or type(caught).__name__
+    return whole(model), error, mode
+
+
+def ooms_everywhere(is_on_all, is_low, gradients, stride):
+    """An OOM at each operation of the second of three steps."""
+    expected, _, _ = _train(0, False, is_low, gradients)
+    _, _, counter = _train(1 << 30, True, is_low, gradients)
+    count = min(everyones(counter.seen))
+    found = {"wrong": [], "torn": 0, "errors": [], "recovered": 0, "count": count}
+    is_failing = is_on_all or dist.get_rank() == RANK_OF_FAILURES
+    for at in range(1, count + 1, stride):
+        state, error, mode = _train(at, is_failing, is_low, gradients)
+        errors = everyones(error)
+        if any(errors):
+            found["torn"] += "Torn" in errors
+            found["errors"] += [(at, errors)] if "Torn" not in errors else []
+            continue
+        found["recovered"] += mode.failed
+        if not same_bits(state, expected):
+            found["wrong"].append(at)
+    return found
+
+
+def less_memory():
+    """What _less_memory() finds for each place where memory runs out."""
+    return [_less_memory(where, gradients)
+            for where in ("forward", "backward") for gradients in ("fresh", "inplace")]
+
+
+def _less_memory(where, gradients):
+    """Rank 1 has memory for two samples: the bits of a run that began at these sizes."""
+    states = []
+    for has_room in (True, False):
+        model, limited = sharded(plain()), loss_fn
+        micro = 2 if dist.get_rank() == RANK_OF_FAILURES else 8
+        if not has_room and dist.get_rank() == RANK_OF_FAILURES:
+            limited, micro = fails_above(loss_fn, 2, where), 8
+        step = step_of(model, adam(model), limited, gradients=gradients, micro_start=micro)
+        for _ in range(2):
+            step(own_batch())
+        states.append(whole(model))
+    return {"same": same_bits(*states), "ranks": step.report.ranks}
+
+
+def unused():
+    """A parameter that is used on rank 0 only, and one that is used nowhere."""
+    class Model(nn.ModuleDict):
+        def forward(self, x):
+            y = self["all"](x)
+            return y + self["some"](x) if dist.get_rank() == 0 else y
+
+    torch.manual_seed(0)
+    model = Model({name: nn.Linear(4, 2) for name in ("all", "some", "none")})
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in model.values():
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    step = step_of(model, adam(model), lambda m, x: m(x).square().mean(), micro_start=2)
+    for _ in range(2):
+        step(torch.ones(4, 4) * (1 + dist.get_rank()))
+    return [p.grad is not None for p in model.parameters()]
+
+
+def _error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error), getattr(error, "rank", None)]
+    return None
+
+
+def failures():
+    """What each rank gets when rank 1 fails in some way, and whether training goes on."""
+    model, state = sharded(plain()), {"error": None}
+    is_failing = dist.get_rank() == RANK_OF_FAILURES
+
+    def failing(model, samples):
+        if state["error"] and is_failing:
+            raise state["error"]
+        return loss_fn(model, samples)
+
+    step = step_of(model, adam(model), failing, micro_start=4)
+    step(own_batch())
+    before, found = whole(model), {}
+    for name, error in (("loss_fn", ValueError("the sample is bad")),
+                        ("Exhausted", torch.OutOfMemoryError("CUDA out of memory."))):
+        state["error"] = error
+        found[name] = _error_of(lambda: step(own_batch()))
+        state["error"] = None
+        found[name].append(same_bits(before, whole(model)))
+    found["batch"] = _error_of(lambda: step({} if is_failing else own_batch()))
+    plain_prepare = step._window.prepare
+
+    def prepare():
+        if is_failing:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    step._window.prepare = prepare
+    found["gather"] = _error_of(lambda: step(own_batch()))
+    step._window.prepare = plain_prepare
+    found["mixed"] = _error_of(lambda: (step.evaluate if is_failing else step)(own_batch()))
+    loss = float(step.evaluate(own_batch()))
+    step(own_batch())
+    found["moved"] = not same_bits(before, whole(model)) and loss > 0
+    return found
+
+
+def killed(where):
+    """Rank 1 is killed in a step: what rank 0 gets."""
+    model, state = sharded(plain()), {"ends": False}
+
+    def end():
+        if state["ends"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ending(model, samples):
+        loss = loss_fn(model, samples)
+        if where == "backward":
+            loss.register_hook(lambda _: end())
+        return loss
+
+    step = step_of(model, adam(model), ending, micro_start=4, group_timeout=5.0)
+    step(own_batch())
+    state["ends"] = dist.get_rank() == RANK_OF_FAILURES
+    if where == "between":
+        end()
+    if where == "reduce":
+        plain_next = step._window.reduce_next
+        step._window.reduce_next = lambda: (end(), plain_next())[1]
+    return [_error_of(lambda: step(own_batch())) for _ in range(2)]
+
+
+def refused():
+    """The message of each model that cannot be trained so."""
+    found = {}
+
+    def note(name, make):
+        found[name] = (_error_of(make) or [None, ""])[1]
+
+    def make_step(model, optimizer=None, **options):
+        return step_of(model, optimizer or adam(model), loss_fn, **options)
+
+    mesh = init_device_mesh("cpu", (2,))
+    parts = plain()
+    fully_shard(parts[0], mesh=mesh)
+    note("parts", lambda: make_step(parts))
+    some = fully_shard(plain(), mesh=mesh)
+    note("optimizer", lambda: make_step(some, adam(some[0])))
+    hybrid = fully_shard(plain(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+    note("hybrid", lambda: make_step(hybrid))
+    factor = fully_shard(plain(), mesh=mesh)
+    factor.set_gradient_divide_factor(3.0)
+    note("factor", lambda: make_step(factor))
+    fine = fully_shard(plain(), mesh=mesh)
+    note("scaler", lambda: make_step(fine, scaler=torch.amp.GradScaler("cpu")))
+    note("group", lambda: make_step(fine, group=False))
+    note("check", lambda: make_step(fine).check(own_batch()))
+    note("backward", lambda: Backward(fine, adam(fine), loss_fn, group_timeout=60.0))
+    ignoring = plain()
+    fully_shard(ignoring, mesh=mesh, ignored_params={ignoring[2].bias})
+    note("ignored", lambda: make_step(ignoring))
+    return found

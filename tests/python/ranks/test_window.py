@@ -1,0 +1,86 @@
+"""A Step with a model of fully_shard() (FSDP2), on two ranks."""
+
+import pytest
+
+import pair
+
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(fsdp.FSDPModule, "finalize_backward"):
+    pytest.skip("a Step needs PyTorch 2.15 for fully_shard()", allow_module_level=True)
+
+
+def run(function, *arguments, **options):
+    return pair.run("sharded", function, *arguments, **options)
+
+
+def test_micro_batches_make_no_collectives():
+    found = run("collectives")
+    assert [its["runs"] for its in found] == [8, 1]
+    for its in found:
+        assert its["first"] == its["last"] == {"all_gather_single": 3}
+        assert its["all"] == {
+            "all_gather_single": 3, "reduce_scatter_single": 3, "all_reduce": 1}
+
+
+@pytest.mark.parametrize("is_low", (False, True))
+def test_a_step_is_that_of_one_process(is_low):
+    for found in run("as_one_process", is_low):
+        assert [its["ranks"] for its in found] == [[8, 8], [2, 8]] * 2
+        assert all(its["near"] and its["is_sharded"] for its in found), found
+
+
+@pytest.mark.parametrize("is_on_all", (False, True))
+@pytest.mark.parametrize(
+    "is_low, gradients", [(False, "fresh"), (True, "fresh"), (False, "inplace")]
+)
+def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, gradients):
+    for found in run("ooms_everywhere", is_on_all, is_low, gradients, 2):
+        assert found["wrong"] == found["errors"] == []
+        assert found["count"] > 50
+        assert 0 < found["torn"] < found["count"] / 4
+
+
+def test_a_rank_with_less_memory_has_smaller_micro_batches():
+    for found in run("less_memory"):
+        assert found == [{"same": True, "ranks": [8, 2]}] * 4
+
+
+def test_parameters_that_are_unused_on_a_rank_or_on_all():
+    assert run("unused") == [[True] * 4 + [False] * 2] * 2
+
+
+def test_a_failure_on_one_rank_ends_the_step_on_all():
+    zero, one = run("failures")
+    for name, its, why in (
+        ("loss_fn", "ValueError", "the sample is bad"),
+        ("Exhausted", "Exhausted", "out of memory"),
+        ("batch", "ValueError", "has no tensor"),
+        ("gather", "Exhausted", "rank 1 has no memory for the whole parameters"),
+    ):
+        assert zero[name][0] == "PeerFailed" and zero[name][2] == 1 and why in zero[name][1]
+        assert one[name][0] == its
+    for found in (zero, one):
+        assert found["loss_fn"][3] and found["Exhausted"][3] and found["moved"]
+        kind, text, _ = found["mixed"]
+        assert kind == "ValueError" and "the same call of the Step" in text
+
+
+@pytest.mark.parametrize("where", ("between", "backward", "reduce"))
+def test_a_rank_that_is_killed_is_named(where):
+    errors, _ = run("killed", where, killed=(1,))
+    for kind, text, rank in errors:
+        assert kind == "PeerFailed" and rank == 1, text
+
+
+def test_what_cannot_be_trained_is_refused_by_name():
+    for found in run("refused"):
+        assert "fully_shard() was called for parts of the model" in found["parts"]
+        assert "has 10 parameters that require a gradient, and the optimizer has 4 of them" in (
+            found["optimizer"])
+        assert "expected a mesh of one dimension" in found["hybrid"]
+        assert "has gradient_divide_factor: expected none" in found["factor"]
+        assert "which needs no scaler" in found["scaler"]
+        assert "expected no group" in found["group"]
+        assert "before fully_shard()" in found["check"]
+        assert "expected a loop with a Step" in found["backward"]
+        assert "'2.bias' requires a gradient, and no fully_shard()" in found["ignored"]
