@@ -144,7 +144,8 @@ typedef struct rebatch_step_ops {
      *  number, and a rank that runs out of memory repeats its samples while the others wait here.
      *
      *  Allocate first: an OOM before the first collective frees memory and calls reduce again.
-     *  Return no REBATCH_OOM after it.
+     *  Return no REBATCH_OOM after it, and no other status before it: after that reduce is not
+     *  called again in the step, and the other ranks wait in the collectives of this one.
      *
      *  With `is_abandoned` this rank has failed, and its accumulators are undefined; zero_grad may
      *  not have run, and what the step has allocated may be taken back. It takes part in the same

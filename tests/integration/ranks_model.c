@@ -132,7 +132,7 @@ static void draw_step(struct ranks *ranks, uint64_t *seed)
         w->votes = 0;
         w->action = draw(seed, 2) ? (enum action)draw(seed, ACTIONS) : GO;
         w->place = (enum rank_place)draw(seed, RANK_UPDATE + 1);
-        w->break_vote = draw(seed, 24) ? 0 : 1 + (unsigned)draw(seed, 4);
+        w->break_vote = draw(seed, 12) ? 0 : 1 + (unsigned)draw(seed, 4);
         r->fails_for_ever = w->action == NEVER_MEMORY;
         r->fail_request = w->action == NO_MEMORY || r->fails_for_ever ? 1 + draw(seed, 12) : 0;
     }
@@ -176,7 +176,7 @@ static void train(uint64_t seed)
 
 Test(ranks_model, a_rank_takes_each_transition_of_the_model_and_no_other)
 {
-    for (uint64_t seed = 1; seed <= 400; seed++)
+    for (uint64_t seed = 1; seed <= 1000; seed++)
         train(seed * 1000);
     for (size_t i = 0; i < TRANSITIONS; i++) {
         bool is_taken = false;
