@@ -113,17 +113,6 @@ static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room,
     return room > kept && bytes <= room - kept;
 }
 
-/* Of what is free this part, or less, lies in parts of pages. */
-#define PARTS_OF_PAGES 32
-
-bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes)
-{
-    size_t room;
-    rebatch_memory_info info;
-    return rbi_pool_room(&room, pool, &info) == REBATCH_OK &&
-           leaves_room(pool, bytes / PARTS_OF_PAGES, room, &info);
-}
-
 /* How much a pool holds rather than move pages: what was in use at its peak, a part more, and a
  * part of what it has moved since. So a program whose calls never repeat pays with memory, in the
  * end, and not with calls of the device for ever. */
@@ -137,6 +126,21 @@ static bool is_within_peak(const rebatch_pool *pool, size_t bytes)
         peak + peak / HELD_BEYOND_PEAK_PARTS + pool->moved_bytes / HELD_FOR_MOVED_PARTS;
     const uint64_t reserved = rbi_vm_bytes(&pool->vm);
     return reserved <= most && bytes <= most - reserved;
+}
+
+/* Of what is free this part, or less, lies in parts of pages. */
+#define PARTS_OF_PAGES 32
+
+bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes)
+{
+    size_t room;
+    rebatch_memory_info info;
+    if (rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+        return false;
+    const size_t cached = (size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes);
+    const size_t lacking = bytes - rbi_min(bytes, cached);
+    return leaves_room(pool, bytes / PARTS_OF_PAGES, room, &info) ||
+           (lacking <= room && is_within_peak(pool, lacking));
 }
 
 bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,

@@ -490,6 +490,23 @@ Test(cli_replay, replay_changes_no_figure_of_the_first_run)
     }
 }
 
+/* Where memory is short the plan's layout decides: its memory must fit, and be had. */
+Test(cli_replay, in_a_fiftieth_more_than_the_peak_a_warm_pass_maps_nothing)
+{
+    static const char *const names[] = {"gpt2", "resnet50", "vit-checkpointed", "serving"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        char arguments[200];
+        (void)snprintf(arguments, sizeof arguments, "--repeat 1 $B/%s.trace.gz", names[i]);
+        const struct object plenty = run_json(arguments);
+        const double capacity = number(&plenty, "peak_live_bytes") * 1.02;
+        (void)snprintf(arguments, sizeof arguments, "--repeat 3 --capacity %.0f $B/%s.trace.gz",
+                       capacity, names[i]);
+        const struct object is_short = run_json(arguments);
+        cr_expect(number(&is_short, "warm_driver_ns") == 0, "%s: %.1f ms", names[i],
+                  number(&is_short, "warm_driver_ns") / 1e6);
+    }
+}
+
 Test(cli_replay, out_of_memory_says_where_and_why)
 {
     struct run r = run("--json --capacity 4MiB $T/tiny.trace");

@@ -4,14 +4,21 @@
  * It is known who is in use when, so blocks can be placed in any order, each where nobody is who is
  * in use at the same time: the largest first (greedy by size; Pisarchyk and Lee, "Efficient Memory
  * Management for Deep Neural Net Inference", 2020), and where that is not good enough in two orders
- * more. */
+ * more. Where that is not enough either, the block that ends highest is placed first, and all are
+ * placed again, some times over. */
 #include "pool/plan/layout.h"
 
 #include <stdbool.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* A layout is good enough when it takes less than this part more than the most in use at once. */
 #define LOST_PARTS 256
+/* How often the highest block is placed first: with it a pass over vit-checkpointed takes 1.011 of
+ * its peak instead of 1.022, and with 16 no trace of bench/traces gains more. A layout of many
+ * blocks has fewer tries, since the time of each grows with their square. */
+#define TRIES_MOST 16
+#define TRIES_OF_BLOCKS 5000
 
 static int compare(uint32_t a, uint32_t b)
 {
@@ -43,8 +50,9 @@ struct order {
     int (*compare)(const void *a, const void *b);
     bool smallest_gap;
 };
-static const struct order orders[] = {
-    {by_size, false}, {by_time_in_use, true}, {by_sequence, true}};
+static const struct order largest_first = {by_size, false};
+static const struct order longest_first = {by_time_in_use, true};
+static const struct order latest_first = {by_sequence, true};
 
 static bool meet(const struct rbi_lifetime *a, const struct rbi_lifetime *b)
 {
@@ -83,32 +91,75 @@ static void insert(const struct rbi_lifetime **placed, size_t count,
     placed[count] = lifetime;
 }
 
-static uint64_t pack_in_order(struct rbi_lifetime *lifetimes, const struct rbi_lifetime **placed,
-                              size_t count, const struct order *order)
+/* In the order in which they stand; *highest is the one that ends highest. */
+static uint64_t pack(struct rbi_lifetime *lifetimes, const struct rbi_lifetime **placed,
+                     size_t count, bool smallest_gap, size_t *highest)
 {
     uint64_t most = 0;
-    qsort(lifetimes, count, sizeof *lifetimes, order->compare);
+    *highest = 0;
     for (size_t i = 0; i < count; i++) {
-        lifetimes[i].offset = find_offset(placed, i, &lifetimes[i], order->smallest_gap);
+        lifetimes[i].offset = find_offset(placed, i, &lifetimes[i], smallest_gap);
         insert(placed, i, &lifetimes[i]);
         const uint64_t end = (uint64_t)lifetimes[i].offset + lifetimes[i].units;
-        most = most < end ? end : most;
+        if (most < end) {
+            most = end;
+            *highest = i;
+        }
     }
     return most;
+}
+
+static void place_first(struct rbi_lifetime *lifetimes, size_t at)
+{
+    const struct rbi_lifetime first = lifetimes[at];
+    memmove(&lifetimes[1], &lifetimes[0], at * sizeof *lifetimes);
+    lifetimes[0] = first;
+}
+
+/* An order, and how often the highest block is placed first then. */
+struct attempt {
+    const struct order *order;
+    size_t tries;
+};
+
+/* The layout of an attempt. Where a layout on the way takes less, *best and *least are that one. */
+static uint64_t pack_attempt(struct rbi_lifetime *lifetimes, const struct rbi_lifetime **room,
+                             size_t count, struct attempt attempt, struct attempt *best,
+                             uint64_t *least)
+{
+    uint64_t units = 0;
+    size_t highest = 0;
+    qsort(lifetimes, count, sizeof *lifetimes, attempt.order->compare);
+    for (size_t i = 0; i <= attempt.tries; i++) {
+        if (i > 0)
+            place_first(lifetimes, highest);
+        units = pack(lifetimes, room, count, attempt.order->smallest_gap, &highest);
+        if (units >= *least)
+            continue;
+        *least = units;
+        *best = (struct attempt){attempt.order, i};
+    }
+    return units;
+}
+
+static size_t tries_for(size_t count)
+{
+    const uint64_t most = (uint64_t)TRIES_OF_BLOCKS * TRIES_OF_BLOCKS * TRIES_MOST;
+    const uint64_t tries = most / ((uint64_t)count * count + 1);
+    return tries < TRIES_MOST ? (size_t)tries : TRIES_MOST;
 }
 
 uint64_t rbi_layout_pack(struct rbi_lifetime *lifetimes, const struct rbi_lifetime **room,
                          size_t count, uint64_t in_use)
 {
-    const size_t all = sizeof orders / sizeof *orders;
+    const struct attempt attempts[] = {{&largest_first, 0},
+                                       {&longest_first, 0},
+                                       {&latest_first, 0},
+                                       {&longest_first, tries_for(count)}};
+    const size_t all = sizeof attempts / sizeof *attempts;
     uint64_t least = UINT64_MAX, units = 0;
-    size_t best = 0;
-    for (size_t i = 0; i < all && least > in_use + in_use / LOST_PARTS; i++) {
-        units = pack_in_order(lifetimes, room, count, &orders[i]);
-        if (units < least) {
-            least = units;
-            best = i;
-        }
-    }
-    return units == least ? least : pack_in_order(lifetimes, room, count, &orders[best]);
+    struct attempt best = attempts[0];
+    for (size_t i = 0; i < all && least > in_use + in_use / LOST_PARTS; i++)
+        units = pack_attempt(lifetimes, room, count, attempts[i], &best, &least);
+    return units == least ? least : pack_attempt(lifetimes, room, count, best, &best, &least);
 }
