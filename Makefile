@@ -179,8 +179,9 @@ $(TESTS): $(TEST_OBJ) $(addprefix $(BUILD)/src/preload/,holdings.o record.o summ
 $(RANKS): $(RANKS_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
-$(BUILD)/tests/mpi/ranks.o: private FOLDER_CFLAGS = $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
-$(MPI_TEST): $(BUILD)/tests/mpi/ranks.o $(STATIC)
+# MPI is looked for where it is asked for, and nowhere else.
+$(BUILD)/tests/mpi/ranks.o $(BUILD)/bench/vote_mpi.o: private FOLDER_CFLAGS = $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
+$(MPI_TEST) $(BUILD)/bench/vote_mpi: %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) $(shell mpicc -showme:link)
 
 $(STORM): $(STORM_OBJ) $(STATIC)
@@ -392,10 +393,11 @@ test-model: ## the votes of several ranks, model-checked by Spin
 	@scripts/install-deps model
 	@scripts/test-model
 
-test-mpi: ## trainings of two and four processes that vote through MPI
+MPI_SEEDS = 300
+test-mpi: ## trainings of several processes through MPI, with OOMs, failures and deaths (MPI_SEEDS)
 	@scripts/install-deps build mpi
 	$(SUBMAKE) $(MPI_TEST)
-	@scripts/test-mpi $(MPI_TEST)
+	@scripts/test-mpi $(MPI_TEST) $(MPI_SEEDS)
 
 test-ranks: ## a training of 1,024 ranks, as threads, with OOMs, failures and deaths (SEED)
 	@scripts/install-deps build
@@ -493,6 +495,11 @@ bench-vote: ## what the votes of several ranks cost a step beyond their all-redu
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/vote
 	@$(BUILD)/bench/vote
+
+bench-vote-mpi: ## what a vote of two processes costs beyond MPI_Allreduce
+	@scripts/install-deps build mpi
+	$(SUBMAKE) $(BUILD)/bench/vote_mpi
+	@mpirun --allow-run-as-root --oversubscribe -n 2 $(BUILD)/bench/vote_mpi
 
 bench-pool: ## what an allocation costs, beside glibc's and mimalloc's
 	@scripts/install-deps build
@@ -597,6 +604,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
-    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-pool bench-events bench-probe bench-cost \
+    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-vote-mpi bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

@@ -31,8 +31,34 @@ typedef struct rebatch_mpi {
 } rebatch_mpi;
 
 /** @cond internal */
-#define REBATCH_MPI_POLL_S 0.01 /* how long a vote keeps the processor busy: then it sleeps */
+#define REBATCH_MPI_POLL_S 0.01 /* how long a wait keeps the processor busy: then it sleeps */
+/** @endcond */
 
+/** Wait for a request, but not for ever: MPI_Wait() with a timeout, for the collectives that the
+ *  program begins in `reduce`, such as MPI_Iallreduce().
+ *  @param request     as for MPI_Test()
+ *  @param timeout_ms  longest wait in milliseconds
+ *  @return REBATCH_OK; REBATCH_E_PEER when the request is not complete by then, or when MPI reports
+ *          an error. The request may still be active: its buffers must stay until the process ends.
+ *          rebatch_last_error() has no text */
+static inline rebatch_status rebatch_mpi_wait(MPI_Request *request, uint64_t timeout_ms)
+{
+    const double began = MPI_Wtime();
+    for (;;) {
+        int is_complete = 0;
+        if (MPI_Test(request, &is_complete, MPI_STATUS_IGNORE) != MPI_SUCCESS)
+            return REBATCH_E_PEER;
+        if (is_complete)
+            return REBATCH_OK;
+        const double waited = MPI_Wtime() - began;
+        if (waited * 1e3 > (double)timeout_ms)
+            return REBATCH_E_PEER;
+        if (waited > REBATCH_MPI_POLL_S)
+            (void)poll(NULL, 0, 1);
+    }
+}
+
+/** @cond internal */
 static inline rebatch_status rebatch_mpi_all_reduce(uint64_t *words, size_t count,
                                                     rebatch_reduction reduction,
                                                     uint64_t timeout_ms, void *user)
@@ -41,22 +67,11 @@ static inline rebatch_status rebatch_mpi_all_reduce(uint64_t *words, size_t coun
     const MPI_Op op = reduction == REBATCH_MIN   ? MPI_MIN
                       : reduction == REBATCH_MAX ? MPI_MAX
                                                  : MPI_SUM;
-    const double began = MPI_Wtime();
     MPI_Request request;
-    int is_done = 0;
     memcpy(mpi->words, words, count * sizeof *words);
     mpi->has_failed = MPI_Iallreduce(MPI_IN_PLACE, mpi->words, (int)count, MPI_UINT64_T, op,
-                                     mpi->comm, &request) != MPI_SUCCESS;
-    while (!mpi->has_failed) {
-        mpi->has_failed = MPI_Test(&request, &is_done, MPI_STATUS_IGNORE) != MPI_SUCCESS;
-        if (is_done || mpi->has_failed)
-            break;
-        const double waited = MPI_Wtime() - began;
-        if (waited * 1e3 > (double)timeout_ms)
-            mpi->has_failed = 1;
-        else if (waited > REBATCH_MPI_POLL_S)
-            (void)poll(NULL, 0, 1);
-    }
+                                     mpi->comm, &request) != MPI_SUCCESS ||
+                      rebatch_mpi_wait(&request, timeout_ms) != REBATCH_OK;
     if (mpi->has_failed)
         return REBATCH_E_PEER;
     memcpy(words, mpi->words, count * sizeof *words);

@@ -17,9 +17,7 @@ typedef enum cudaError {
 } cudaError_t;
 
 typedef struct CUstream_st *cudaStream_t;
-typedef struct CUevent_st *cudaEvent_t;
 #define cudaStreamNonBlocking 0x01
-#define cudaEventDisableTiming 0x02
 typedef struct CUmemPoolHandle_st *cudaMemPool_t;
 #define cudaStreamPerThread ((cudaStream_t)0x2)
 
@@ -58,15 +56,12 @@ cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream);
 cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t pool,
                                     cudaStream_t stream);
 
-/* What rebatch/nccl.h calls besides; nothing is linked with it. */
+/* What rebatch/nccl.h calls besides. */
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags);
-cudaError_t cudaEventDestroy(cudaEvent_t event);
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
-cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaFreeHost(void *pointer);
 
 /* What trainers call besides. */
