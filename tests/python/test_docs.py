@@ -39,4 +39,5 @@ def test_every_option_of_the_page_is_one():
         for name in re.findall(r"`(\w+)`", row)
     }
     assert known - named == set()
-    assert named - known == {"gradients", "generators", "state", "batch_dim"}
+    of_step = {"gradients", "generators", "state", "batch_dim", "group", "group_timeout"}
+    assert named - known == of_step

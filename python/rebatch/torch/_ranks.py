@@ -16,7 +16,7 @@ from torch.distributed.utils import _sync_module_states
 from rebatch import __version__
 from rebatch import _library as c
 from rebatch.torch._oom import is_oom, let_go
-from rebatch.torch._reducer import ReducedAccumulators
+from rebatch.torch._reducer import ReducedAccumulators, backend_of
 from rebatch.torch._session import Exhausted, Lost, PeerFailed
 from rebatch.torch._votes import Votes
 from rebatch.torch._window import Window, window_of
@@ -112,8 +112,9 @@ class Ranks:
 
     def _abort(self) -> None:
         """End NCCL's collectives: their kernels would wait for the other rank for ever."""
-        if dist.get_backend(self._group) == "nccl":
-            dist.distributed_c10d._abort_process_group(self._group)
+        backend = backend_of(self._group, self._device)
+        if backend.name() == "nccl":
+            getattr(backend, "abort", getattr(backend, "_abort", None))()
 
     # ---- for a Step ----
 
@@ -121,13 +122,14 @@ class Ranks:
         """Make a session one of this group. Raises ValueError where the process group cannot reduce
         gradients on a device."""
         try:
-            self._group._get_backend(device)
+            backend_of(self._group, device)
         except RuntimeError:
             raise ValueError(
                 f"rebatch: the model is on {device}, and the process group, of the backend "
                 f"{dist.get_backend(self._group)!r}, has none for it: expected the model on the "
                 "backend's device, or init_process_group('cpu:gloo,cuda:nccl')"
             ) from None
+        self._device = device
         options.group = C.pointer(self._votes.table)
         options.group_timeout_ms = max(1, int(1000 * self._timeout_seconds))
 

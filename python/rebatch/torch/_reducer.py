@@ -234,6 +234,8 @@ class ReducedAccumulators(Accumulators):
         ]
 
     def _wait(self) -> None:
+        device = self._buckets[0].flat.device if self._buckets else torch.device("cpu")
+        self._is_on_host = backend_of(self._group, device).name() == "gloo"
         for work in [bucket.work for bucket in self._buckets] + self._works:
             if work is None or self._error is not None:
                 continue
@@ -250,13 +252,20 @@ class ReducedAccumulators(Accumulators):
 
     def _wait_for(self, work: Any) -> None:
         """On the host, where the collective runs there: NCCL's ones only order streams."""
-        is_on_host = dist.get_backend(self._group) == "gloo"
-        work.wait(self._timeout) if is_on_host else work.wait()
+        if self._is_on_host:
+            work.wait(self._timeout)
+        else:
+            work.wait()
 
     def put_buffers(self) -> None:
         """Those of rank 0 become this rank's."""
         if self._buffers and not self._is_root:
             self._buffers.unpack()
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """What runs a group's collectives on a device. The group itself may have several."""
+    return group._get_backend(device)
 
 
 def _dense(p: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Runs a function of a module in this folder in several processes with gloo, and ends them all when
 they take too long: a hang is a failure.
 
-    python pair.py MODULE FUNCTION ARGUMENTS_IN_JSON STORE RANK SIZE ANSWER"""
+    python pair.py MODULE FUNCTION ARGUMENTS_IN_JSON FOLDER BACKEND RANK SIZE ANSWER"""
 
 import importlib
 import json
@@ -16,20 +16,20 @@ FOLDER = pathlib.Path(__file__).parent
 _SECONDS = 120  # a pair takes a few
 
 
-def run(module, function, *arguments, size=2, killed=()):
+def run(module, function, *arguments, size=2, killed=(), backend="gloo"):
     """What the function returned on each rank: plain values; None for ranks in `killed`, which end
-    themselves."""
+    themselves. The backend "" is PyTorch's choice for each device."""
     with tempfile.TemporaryDirectory() as folder:
         answers = [os.path.join(folder, str(rank)) for rank in range(size)]
         logs = [open(answer + ".log", "w+") for answer in answers]
-        given = [sys.executable, __file__, module, function, json.dumps(arguments), folder]
+        given = [sys.executable, __file__, module, function, json.dumps(arguments), folder, backend]
         processes = [
             subprocess.Popen([*given, str(rank), str(size), answers[rank]], stdout=logs[rank],
                              stderr=subprocess.STDOUT)
             for rank in range(size)
         ]
         try:
-            codes = _wait(processes)
+            codes = _wait(processes, killed)
         finally:
             for process in processes:
                 process.kill()
@@ -41,12 +41,13 @@ def run(module, function, *arguments, size=2, killed=()):
         return [_answer(path) for path in answers]
 
 
-def _wait(processes):
+def _wait(processes, killed):
     """Their exit statuses. Ranks wait for one that failed, so the first failure ends the wait."""
     until = time.monotonic() + _SECONDS
     while time.monotonic() < until:
         codes = [process.poll() for process in processes]
-        if None not in codes or any(code not in (None, 0, -9) for code in codes):
+        waited_for = [code for rank, code in enumerate(codes) if rank not in killed]
+        if None not in waited_for or any(code not in (None, 0, -9) for code in codes):
             return codes
         time.sleep(0.02)
     return ["a hang" if process.poll() is None else process.poll() for process in processes]
@@ -66,14 +67,14 @@ def _answer(path):
         return json.load(file)
 
 
-def _main(module, function, arguments, folder, rank, size, answer):
+def _main(module, function, arguments, folder, backend, rank, size, answer):
     sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
     import torch
 
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size)
+        backend or None, init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size)
     )
     result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
     with open(answer, "w") as file:

@@ -103,8 +103,9 @@ def test_a_rank_that_is_killed_is_named(where):
         assert kind == "PeerFailed" and rank == 1, text
 
 
-def test_a_rank_that_stands_still_is_named():
-    (errors, seconds), answer = run("killed", "forward", True, killed=(1,))
+@pytest.mark.parametrize("backend", ("gloo", ""))
+def test_a_rank_that_stands_still_is_named(backend):
+    (errors, seconds), answer = run("killed", "forward", True, killed=(1,), backend=backend)
     assert answer is None and seconds < 60
     for kind, text, rank in errors:
         assert kind == "PeerFailed" and rank == 1, text
