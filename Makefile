@@ -39,7 +39,10 @@ GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
 # The model's operations on a GPU; a build without CUDA has the stand-in that says so.
 GPT_CUDA_SRC := $(wildcard examples/gpt/*_cuda.c)
 GPT_NO_CUDA_SRC := $(wildcard examples/gpt/cuda_absent.c)
-GPT_SRC := $(filter-out $(GPT_MAINS) $(GPT_CUDA_SRC) $(GPT_NO_CUDA_SRC),$(wildcard examples/gpt/*.c))
+# Those of several processes; a build without MPI has the stand-in for one.
+GPT_MPI_SRC := examples/gpt/ranks_mpi.c
+GPT_NO_MPI_SRC := examples/gpt/ranks_absent.c
+GPT_SRC := $(filter-out $(GPT_MAINS) $(GPT_CUDA_SRC) $(GPT_NO_CUDA_SRC) $(GPT_MPI_SRC) $(GPT_NO_MPI_SRC),$(wildcard examples/gpt/*.c))
 TEST_SRC := $(wildcard tests/unit/*.c tests/integration/*.c tests/fault/*.c tests/fuzz/*.c)
 
 KERNEL_SRC := $(wildcard kernels/*.cu)
@@ -152,6 +155,7 @@ $(BUILD)/librebatch_wrap.so: $(PRELOAD_OBJ) $(SHARED) $(STATIC)
 $(COMMAND): $(CLI_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz
 
+$(GPT) $(GPT)-cuda: $(call objects,$(GPT_NO_MPI_SRC))
 $(GPT): $(BUILD)/examples/gpt/main.o
 $(DEMO): $(BUILD)/examples/gpt/demo.o
 $(GPT) $(DEMO): $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
@@ -161,6 +165,9 @@ $(GPT)-cuda: $(BUILD)/examples/gpt/main.o
 $(DEMO)-cuda: $(BUILD)/examples/gpt/demo.o
 $(GPT)-cuda $(DEMO)-cuda: $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(CUDA_LIBS) $(LIBS) -lmd
+
+$(GPT)-mpi: $(BUILD)/examples/gpt/main.o $(call objects,$(GPT_MPI_SRC)) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lmd $(shell mpicc -showme:link)
 
 $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 	$(Q)$(CC) $(SANITIZE) -o $@ $< -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/..' $(LIBS)
@@ -180,7 +187,8 @@ $(RANKS): $(RANKS_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
 
 # MPI is looked for where it is asked for, and nowhere else.
-$(BUILD)/tests/mpi/ranks.o $(BUILD)/bench/vote_mpi.o: private FOLDER_CFLAGS = $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
+$(BUILD)/tests/mpi/ranks.o $(BUILD)/bench/vote_mpi.o $(call objects,$(GPT_MPI_SRC)): private FOLDER_CFLAGS = \
+    -Iexamples $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
 $(MPI_TEST) $(BUILD)/bench/vote_mpi: %: %.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) $(shell mpicc -showme:link)
 
@@ -396,13 +404,18 @@ test-model: ## the votes of several ranks, model-checked by Spin
 MPI_SEEDS = 300
 test-mpi: ## trainings of several processes through MPI, with OOMs, failures and deaths (MPI_SEEDS)
 	@scripts/install-deps build mpi
-	$(SUBMAKE) $(MPI_TEST)
-	@scripts/test-mpi $(MPI_TEST) $(MPI_SEEDS)
+	$(SUBMAKE) $(MPI_TEST) $(GPT) $(GPT)-mpi
+	@scripts/test-mpi $(MPI_TEST) $(MPI_SEEDS) $(GPT)
 
 test-ranks: ## a training of 1,024 ranks, as threads, with OOMs, failures and deaths (SEED)
 	@scripts/install-deps build
 	$(SUBMAKE) $(RANKS)
 	@$(RANKS) $(SEED)
+
+gpt-mpi: ## the reference model on the ranks that mpirun starts
+	@scripts/install-deps build mpi
+	$(SUBMAKE) $(GPT)-mpi
+	@echo "built $(GPT)-mpi"
 
 test-threads: ## the pool in several threads, under ThreadSanitizer
 	@scripts/install-deps build
@@ -603,7 +616,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
+.PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi gpt-mpi test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
     test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-vote-mpi bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

@@ -51,7 +51,7 @@ static rebatch_status fill(struct gpt_feed *feed, uint64_t step)
     slot->is_full = false;
     for (size_t i = 0; i < feed->batch; i++)
         gpt_data_sample(slot->staging + i * (feed->length + 1), feed->data, GPT_TRAINING,
-                        feed->seed, step, i, feed->length);
+                        feed->seed, step, feed->first + i, feed->length);
     const rebatch_status status = rebatch_copy(rebatch_pool_device(feed->pool), slot->tokens,
                                                slot->staging, slot_bytes(feed), feed->copies);
     if (status)

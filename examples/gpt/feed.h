@@ -20,7 +20,7 @@ struct gpt_feed {
     rebatch_stream copies; /* beside it */
     const struct gpt_data *data;
     uint64_t seed;
-    size_t batch, length;
+    size_t first, batch, length;   /* samples [first, first + batch) of each effective batch */
     struct gpt_feed_slot slots[2]; /* steps with an even number, and with an odd one */
 };
 

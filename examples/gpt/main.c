@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "gpt/error.h"
+#include "gpt/parse.h"
 #include "gpt/probe.h"
 #include "gpt/save.h"
 #include "gpt/train.h"
@@ -30,6 +31,7 @@ enum { EXIT_OK, EXIT_FAILED, EXIT_USAGE };
     X(exact, "on|off", "the same bits however the batch is cut, at some speed (default on)")       \
     X(dropout, "P", "0 to less than 1 (default: the preset's)")                                    \
     X(rate, "R", "highest learning rate (default 0.001)")                                          \
+    X(shards, "K", "sum gradients in K shards: the same bits on 1 to K ranks (see below)")         \
     X(lighten, "N", "begin at this level: 1 and 2 compute again, 3 also puts moments on the host") \
     X(save, "FILE", "write the training's state there at the end")                                 \
     X(save_every, "N", "and after every N steps")                                                  \
@@ -69,6 +71,8 @@ static void print_help(void)
     printf("  --%-10s %-7s %s\n", spell(#name).letters, argument ? argument : "", text);
     OPTIONS(OPTION)
 #undef OPTION
+    printf("\nWith --shards, gpt-mpi (make gpt-mpi) trains on the processes that mpirun starts:\n"
+           "    mpirun -n 2 gpt-mpi --shards 8\n");
     printf("\nWhere the settings have a probe.file, it probes as with --probe.\n"
            "GPT_THREADS in the environment is the number of threads that compute, and the\n"
            "variables of `rebatch config reference` override the settings.\n"
@@ -88,37 +92,10 @@ struct request {
     struct gpt_source saved; /* of the text of the training that goes on */
 };
 
-static bool parse_count(size_t *out, const char *name, const char *text, size_t least)
-{
-    char *end;
-    errno = 0;
-    const unsigned long long value = strtoull(text, &end, 10);
-    if (text[0] >= '0' && text[0] <= '9' && *end == '\0' && errno == 0 && value >= least &&
-        value <= SIZE_MAX) {
-        *out = (size_t)value;
-        return true;
-    }
-    fprintf(stderr, "gpt: --%s is \"%s\": expected a number from %zu\n", name, text, least);
-    return false;
-}
-
-static bool parse_float(float *out, const char *name, const char *text)
-{
-    char *end;
-    errno = 0;
-    const float value = strtof(text, &end);
-    if (end != text && *end == '\0' && errno == 0) {
-        *out = value;
-        return true;
-    }
-    fprintf(stderr, "gpt: --%s is \"%s\": expected a number\n", name, text);
-    return false;
-}
-
 static bool parse_level(unsigned *out, const char *text)
 {
     size_t level;
-    if (!parse_count(&level, "lighten", text, 0))
+    if (!gpt_parse_count(&level, "lighten", text, 0))
         return false;
     *out = (unsigned)level;
     if (level <= GPT_LIGHTEN_MOST)
@@ -164,11 +141,11 @@ static bool apply(struct request *request, enum request_option option, const cha
         request->data = argument;
         return true;
     case OPTION_steps:
-        return parse_count(&request->steps, "steps", argument, 1);
+        return gpt_parse_count(&request->steps, "steps", argument, 1);
     case OPTION_batch:
-        return parse_count(&train->batch, "batch", argument, 1);
+        return gpt_parse_count(&train->batch, "batch", argument, 1);
     case OPTION_seed:
-        if (!parse_count(&seed, "seed", argument, 0))
+        if (!gpt_parse_count(&seed, "seed", argument, 0))
             return false;
         train->seed = seed;
         return true;
@@ -177,16 +154,18 @@ static bool apply(struct request *request, enum request_option option, const cha
     case OPTION_exact:
         return parse_exact(&train->config.inexact, argument);
     case OPTION_dropout:
-        return parse_float(&train->config.dropout, "dropout", argument);
+        return gpt_parse_float(&train->config.dropout, "dropout", argument);
     case OPTION_rate:
-        return parse_float(&train->learning_rate, "rate", argument);
+        return gpt_parse_float(&train->learning_rate, "rate", argument);
+    case OPTION_shards:
+        return gpt_parse_count(&train->shards, "shards", argument, 1);
     case OPTION_lighten:
         return parse_level(&request->lighten, argument);
     case OPTION_save:
         request->save = argument;
         return true;
     case OPTION_save_every:
-        return parse_count(&request->save_every, "save-every", argument, 1);
+        return gpt_parse_count(&request->save_every, "save-every", argument, 1);
     case OPTION_resume:
         request->resume = argument;
         return true;
@@ -194,7 +173,7 @@ static bool apply(struct request *request, enum request_option option, const cha
         request->probe = true;
         return true;
     case OPTION_eval:
-        return parse_count(&request->evaluation_samples, "eval", argument, 1);
+        return gpt_parse_count(&request->evaluation_samples, "eval", argument, 1);
     case OPTION_config:
         request->config = argument;
         return true;
@@ -272,6 +251,10 @@ static bool read_request(struct request *request, int count, char **arguments, i
         fprintf(stderr, "gpt: --save-every is given without --save: expected a file\n");
         return false;
     }
+    if (train->shards && (request->save || resume)) {
+        fprintf(stderr, "gpt: --shards is given: expected no --save and no --resume\n");
+        return false;
+    }
     if (request->save && !accept(gpt_save_check_path(request->save))) {
         *code = EXIT_FAILED;
         return false;
@@ -287,6 +270,7 @@ static bool read_request(struct request *request, int count, char **arguments, i
 /* ---- the run ---- */
 
 struct run {
+    struct gpt_ranks ranks;
     rebatch_config *config;
     rebatch_device *device;
     rebatch *rb;
@@ -326,14 +310,20 @@ static rebatch_status open_data(struct run *run, const struct request *request)
     return gpt_data_open_default(&run->data, root, length);
 }
 
-static rebatch_status open_run(struct run *run, const struct request *request)
+static rebatch_status open_run(struct run *run, struct request *request)
 {
     const struct gpt_ops *ops = NULL;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     options.on_event = print_event;
-    rebatch_status status = rebatch_config_load(&run->config, request->config);
+    rebatch_status status = request->train.shards ? gpt_ranks_open(&run->ranks) : REBATCH_OK;
+    if (!status)
+        status = rebatch_config_load(&run->config, request->config);
     if (!status)
         status = rebatch_config_options(&options, run->config);
+    if (request->train.shards) {
+        options.group = &run->ranks.group;
+        request->train.ranks = &run->ranks;
+    }
     if (!status)
         status = open_data(run, request);
     if (!status)
@@ -349,13 +339,14 @@ static rebatch_status open_run(struct run *run, const struct request *request)
     return status;
 }
 
-static void close_run(struct run *run)
+static void close_run(struct run *run, rebatch_status status)
 {
     gpt_trainer_destroy(run->trainer);
     rebatch_close(run->rb);
     rebatch_device_close(run->device);
     gpt_data_close(run->data);
     rebatch_config_free(run->config);
+    gpt_ranks_close(&run->ranks, status);
 }
 
 static double now_seconds(void)
@@ -393,6 +384,9 @@ static rebatch_status run_step(struct run *run, rebatch_step_report *out)
     }
     if (status)
         return status;
+    *out = report;
+    if (run->ranks.group.rank > 0)
+        return REBATCH_OK;
     const double tokens = (double)(train->batch * train->config.length);
     if (result.skipped)
         printf("step %4llu  gradients overflow with a loss scale of %g: no update\n",
@@ -403,7 +397,6 @@ static rebatch_status run_step(struct run *run, rebatch_step_report *out)
            (double)result.learning_rate, report.micro_after, report.microbatches,
            (double)report.peak_bytes / 1048576.0, tokens / (now_seconds() - began));
     fflush(stdout);
-    *out = report;
     return REBATCH_OK;
 }
 
@@ -463,7 +456,7 @@ static rebatch_status train(struct run *run, const struct request *request)
         if (!status)
             status = save_if_due(run, request);
     }
-    if (!status && report.step > 0 && report.ooms == 0)
+    if (!status && report.step > 0 && report.ooms == 0 && !request->train.shards)
         print_memory(run, &report, report.lighten_level ? report.lighten_level : request->lighten);
     if (!status)
         status = evaluate(run, request);
@@ -487,7 +480,7 @@ static int run_gpt(int count, char **arguments)
         status = train(&run, &request);
     if (status)
         fprintf(stderr, "gpt: %s: %s\n", rebatch_status_text(status), gpt_last_error());
-    close_run(&run);
+    close_run(&run, status);
     return status ? EXIT_FAILED : EXIT_OK;
 }
 

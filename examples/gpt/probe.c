@@ -4,6 +4,7 @@
 
 #include <stdio.h>
 
+#include "gpt/error.h"
 #include "gpt/update.h"
 
 void gpt_trainer_key(char key[GPT_KEY_BYTES], const struct gpt_trainer *trainer)
@@ -32,6 +33,9 @@ rebatch_status gpt_trainer_probe(struct gpt_trainer *trainer, const rebatch_prob
 {
     char key[GPT_KEY_BYTES];
     rebatch_probe_options filled = *options;
+    if (trainer->options.shards)
+        return gpt_error(REBATCH_E_UNSUPPORTED, "shards is %zu: expected 0 where there is a probe",
+                         trainer->options.shards);
     filled.reserve_bytes = gpt_trainer_reserve_bytes(trainer);
     gpt_trainer_key(key, trainer);
     if (!filled.key)

@@ -84,7 +84,7 @@ static rebatch_status zero_grad(void *user)
                               sizeof trainer->scalars->loss_sum, model->queue.stream);
     if (!status)
         trainer->gradients = gradients;
-    return status;
+    return status ? status : gpt_shards_zero(trainer);
 }
 
 /* ---- forward_backward ---- */
@@ -98,13 +98,34 @@ static float row_weight(const struct gpt_trainer *trainer, size_t batch)
     return fmaxf((float)(scale / rows), FLT_MIN);
 }
 
+/* Samples of one shard: `samples->first` counts from this rank's first, as do the tokens. */
+static rebatch_status run_samples(struct gpt_trainer *trainer, struct gpt_samples samples,
+                                  size_t batch)
+{
+    struct gpt_model *model = trainer->model;
+    struct gpt_activations activations;
+    const size_t shard = samples.first / trainer->shards.samples;
+    samples.tokens += samples.first * (model->config.length + 1);
+    samples.first += gpt_rank_first(trainer);
+    rebatch_status status = gpt_forward(&activations, model, &samples, row_weight(trainer, batch));
+    if (!status)
+        status = rebatch_reserve(trainer->rb, gpt_backward_bytes(model, samples.count));
+    if (status)
+        return status;
+    rebatch_mutating(trainer->rb);
+    status = model->ops->sum_losses(&model->queue, gpt_shard_loss(trainer, shard),
+                                    activations.losses, samples.count * model->config.length);
+    return status
+               ? status
+               : gpt_backward(&activations, model, &samples, gpt_shard_gradients(trainer, shard));
+}
+
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
     struct gpt_trainer *trainer = user;
     struct gpt_model *model = trainer->model;
-    struct gpt_samples samples = {
-        .first = mb->first, .count = mb->count, .step = mb->step, .training = true};
-    struct gpt_activations activations;
+    const size_t shard_samples = trainer->shards.samples, end = mb->first + mb->count;
+    struct gpt_samples samples = {.first = mb->first, .step = mb->step, .training = true};
     if (mb->stream != model->queue.stream)
         return gpt_error(REBATCH_E_INVALID, "the trainer's stream is not the session's");
     if (mb->batch != trainer->options.batch)
@@ -115,17 +136,11 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     rebatch_status status = gpt_feed_take(&samples.tokens, &trainer->feed, mb->step);
     if (status)
         return status;
-    samples.tokens += mb->first * (model->config.length + 1);
-    status = gpt_forward(&activations, model, &samples, row_weight(trainer, mb->batch));
-    if (!status)
-        status = rebatch_reserve(trainer->rb, gpt_backward_bytes(model, mb->count));
-    if (status)
-        return status;
-    rebatch_mutating(trainer->rb);
-    status = model->ops->sum_losses(&model->queue, &trainer->scalars->loss_sum, activations.losses,
-                                    mb->count * model->config.length);
-    if (!status)
-        status = gpt_backward(&activations, model, &samples, &trainer->gradients);
+    for (; samples.first < end && !status; samples.first += samples.count) {
+        const size_t left = shard_samples - samples.first % shard_samples;
+        samples.count = left < end - samples.first ? left : end - samples.first;
+        status = run_samples(trainer, samples, mb->batch);
+    }
     if (!status)
         status = gpt_feed_ahead(&trainer->feed, mb->step);
     return status;
@@ -152,6 +167,7 @@ const rebatch_step_ops *gpt_trainer_ops(void)
                                          .zero_grad = zero_grad,
                                          .forward_backward = forward_backward,
                                          .optimizer_step = gpt_update_run,
+                                         .reduce = gpt_shards_reduce,
                                          .lighten = lighten,
                                          .flags = REBATCH_DECLARES_MUTATION};
     return &ops;
@@ -183,7 +199,7 @@ rebatch_status gpt_trainer_step(struct gpt_trainer *trainer, rebatch_step_report
     const float rate = gpt_learning_rate(options, trainer->updates);
     const float scale = trainer->has_scaler ? trainer->scaler.scale : 0.0f;
     const uint64_t skipped = trainer->skipped;
-    status = rebatch_step(trainer->rb, gpt_trainer_ops(), options->batch, trainer, report);
+    status = rebatch_step(trainer->rb, gpt_trainer_ops(), gpt_rank_batch(trainer), trainer, report);
     if (status)
         return status;
     struct gpt_scalars scalars;
@@ -360,7 +376,8 @@ static rebatch_status open_feed(struct gpt_trainer *trainer)
                                       .work = model->queue.stream,
                                       .data = trainer->data,
                                       .seed = trainer->options.seed,
-                                      .batch = trainer->options.batch,
+                                      .first = gpt_rank_first(trainer),
+                                      .batch = gpt_rank_batch(trainer),
                                       .length = model->config.length};
     return gpt_feed_open(&trainer->feed, model->tags[GPT_TAG_DATA]);
 }
@@ -417,6 +434,8 @@ rebatch_status gpt_trainer_create(struct gpt_trainer **out, rebatch *rb, const s
     if (!status)
         status = take_scalars(trainer);
     if (!status)
+        status = gpt_shards_open(trainer);
+    if (!status)
         status = open_feed(trainer);
     if (!status)
         status = guard_state(trainer);
@@ -437,6 +456,7 @@ void gpt_trainer_destroy(struct gpt_trainer *trainer)
     if (trainer->model) {
         gpt_set_destroy(&trainer->gradients, trainer->model);
         gpt_moments_destroy(trainer);
+        gpt_shards_close(trainer);
         if (trainer->feed.pool)
             gpt_feed_close(&trainer->feed);
         (void)rebatch_pool_free(trainer->model->pool, trainer->scalars);

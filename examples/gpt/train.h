@@ -8,22 +8,25 @@
 #include "gpt/hash.h"
 #include "gpt/model.h"
 #include "gpt/scaler.h"
+#include "gpt/shards.h"
 #include "rebatch/check.h"
 #include "rebatch/step.h"
 
 /* What a training run is a function of, besides the text. */
 struct gpt_train_options {
     struct gpt_config config;
-    size_t batch;        /* samples of an update; at least 1 */
+    size_t batch;        /* samples of an update, on all ranks; at least 1 */
     uint64_t seed;       /* of weights, dropout and samples */
     float learning_rate; /* at its highest */
     float least_learning_rate;
     size_t warmup_steps; /* the rate rises over these */
     size_t total_steps;  /* and falls as a cosine until here, then stays at its least */
     float beta1, beta2, epsilon;
-    float weight_decay; /* of matrices */
-    float clip;         /* most that the gradients' norm may be; 0: no clipping */
-    float loss_scale;   /* at first; 0: GPT_SCALER_FIRST in fp16, and no scaling else */
+    float weight_decay;            /* of matrices */
+    float clip;                    /* most that the gradients' norm may be; 0: no clipping */
+    float loss_scale;              /* at first; 0: GPT_SCALER_FIRST in fp16, and no scaling else */
+    size_t shards;                 /* of the gradients' sums; 0: one chain over the batch */
+    const struct gpt_ranks *ranks; /* borrowed; the session's group. With shards alone */
 };
 
 /* Defaults for a preset's sizes: a batch of 64, 40 steps.
@@ -49,7 +52,8 @@ struct gpt_trainer {
     double *losses;           /* of each step so far */
     size_t loss_count, loss_room;
     struct gpt_feed feed; /* samples to train on */
-    int32_t *staging;     /* held-out samples on their way to the device */
+    struct gpt_shards shards;
+    int32_t *staging; /* held-out samples on their way to the device */
     size_t staging_room;
 };
 
@@ -76,9 +80,9 @@ void gpt_trainer_destroy(struct gpt_trainer *trainer);
  * batch has to be. */
 const rebatch_step_ops *gpt_trainer_ops(void);
 
-/* What a step holds at most, from the second on: persistent_bytes + micro-batch * sample_bytes, and
- * less than REBATCH_POOL_UNIT_BYTES more for each block of a micro-batch. It is the pool's: a GPU's
- * libraries and code take more. */
+/* Without shards, what a step holds at most, from the second on: persistent_bytes + micro-batch *
+ * sample_bytes, and less than REBATCH_POOL_UNIT_BYTES more for each block of a micro-batch. It is
+ * the pool's: a GPU's libraries and code take more. */
 struct gpt_memory {
     uint64_t persistent_bytes; /* weights, gradients, moments, tokens */
     uint64_t sample_bytes;     /* activations and their gradients */

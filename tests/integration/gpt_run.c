@@ -55,6 +55,8 @@ void run_open(struct run *run, const struct run_options *options)
     if (options->own_stream)
         ASSERT_OK(rebatch_stream_create(&run->stream, run->device));
     rebatch_options session = REBATCH_OPTIONS_INIT;
+    if (options->train.ranks)
+        session.group = &options->train.ranks->group;
     session.micro_start = options->micro;
     session.learn = options->learns ? REBATCH_ON : REBATCH_OFF;
     session.growth = REBATCH_OFF;
