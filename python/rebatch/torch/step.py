@@ -209,6 +209,11 @@ class Step:
         self._ranks = _ranks_of(self._modules, group, group_timeout)
         self._window = self._ranks.window if self._ranks else None  # of fully_shard()
         if self._window:
+            if gradients == "inplace":
+                raise ValueError(
+                    "rebatch: gradients is 'inplace', and the model is one of fully_shard(): "
+                    "expected 'fresh'"
+                )
             self._window.check_match(self._update, scaler)
             self._ranks.accumulators.has_norm = clip is not None
             self._update.clip_gradients = self._ranks.accumulators.clip

@@ -25,13 +25,13 @@ def test_micro_batches_make_no_collectives():
 @pytest.mark.parametrize("is_low", (False, True))
 def test_a_step_is_that_of_one_process(is_low):
     for found in run("as_one_process", is_low):
-        assert [its["ranks"] for its in found] == [[8, 8], [2, 8]] * 2
+        assert [its["ranks"] for its in found] == [[8, 8], [2, 8]]
         assert all(its["near"] and its["is_sharded"] for its in found), found
 
 
 @pytest.mark.parametrize("is_on_all", (False, True))
 @pytest.mark.parametrize(
-    "is_low, gradients", [(False, "fresh"), (True, "fresh"), (False, "inplace")]
+    "is_low, gradients", [(False, "fresh"), (True, "fresh")]
 )
 def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, gradients):
     for found in run("ooms_everywhere", is_on_all, is_low, gradients, 2):
@@ -42,7 +42,7 @@ def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, gradients):
 
 def test_a_rank_with_less_memory_has_smaller_micro_batches():
     for found in run("less_memory"):
-        assert found == [{"same": True, "ranks": [8, 2]}] * 4
+        assert found == [{"same": True, "ranks": [8, 2]}] * 2
 
 
 def test_parameters_that_are_unused_on_a_rank_or_on_all():
@@ -80,6 +80,7 @@ def test_what_cannot_be_trained_is_refused_by_name():
         assert "expected a mesh of one dimension" in found["hybrid"]
         assert "has gradient_divide_factor: expected none" in found["factor"]
         assert "which needs no scaler" in found["scaler"]
+        assert "expected 'fresh'" in found["inplace"]
         assert "expected no group" in found["group"]
         assert "before fully_shard()" in found["check"]
         assert "expected a loop with a Step" in found["backward"]
