@@ -74,8 +74,17 @@ def main():
     ratio = statistics.median(b / a for a, b in zip(times["ddp_ms"], times["step_ms"]))
     if dist.get_rank() == 0:
         found = {name: round(statistics.median(values), 3) for name, values in times.items()}
-        print(json.dumps({"ranks": dist.get_world_size(), "device": device.type, **vars(given),
-                          **found, "ratio": round(ratio, 4)}))
+        print(
+            json.dumps(
+                {
+                    "ranks": dist.get_world_size(),
+                    "device": device.type,
+                    **vars(given),
+                    **found,
+                    "ratio": round(ratio, 4),
+                }
+            )
+        )
     dist.destroy_process_group()
 
 

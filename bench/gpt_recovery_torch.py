@@ -7,6 +7,7 @@ modes, or the loop that halves the micro-batch and runs the batch again, as Comp
 TRUE_SIZE is the largest with which whole steps run, found by trying.
     gpt_recovery_torch.py TENANT_PROGRAM
 """
+
 import gc
 import logging
 import statistics
@@ -128,8 +129,15 @@ def lightning_size(mode):
             return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
     trainer = lightning.Trainer(
-        accelerator="gpu", devices=1, precision="bf16-mixed", logger=False, max_epochs=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        logger=False,
+        max_epochs=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     tuner = lightning.pytorch.tuner.Tuner(trainer)
     return tuner.scale_batch_size(Module(), mode=mode, init_val=2, max_trials=10), len(trials), -1
 
@@ -165,7 +173,8 @@ def bench_caps():
 class Tenant:
     def __init__(self, program):
         self.process = subprocess.Popen(
-            [program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            [program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
 
     def tell(self, line):
         self.process.stdin.write(line + "\n")

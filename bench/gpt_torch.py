@@ -2,6 +2,7 @@
 autocast over fp32 weights, fused attention and AdamW. Lines:
     result pytorch MODE MICRO TOKENS_A_SECOND PEAK_MIB
 """
+
 import statistics
 import sys
 import time

@@ -21,8 +21,12 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.body = torch.nn.Sequential(
-            torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1),
-            torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, CLASSES),
+            torch.nn.Linear(2, 64),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.1),
+            torch.nn.Linear(64, 64),
+            torch.nn.ReLU(),
+            torch.nn.Linear(64, CLASSES),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,8 +65,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains, and evaluates with rebatch.")
     parser.add_argument("--samples", type=int, default=5000, help="to evaluate")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--oom-above", type=int, default=0,
-                        help="more samples at a time run out of memory")
+    parser.add_argument(
+        "--oom-above", type=int, default=0, help="more samples at a time run out of memory"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

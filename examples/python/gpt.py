@@ -103,8 +103,10 @@ def main() -> None:
         scaler=torch.amp.GradScaler(device.type) if args.dtype == "float16" else None,
     )
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"GPT-2 {args.preset} on {device.type}: {parameters / 1e6:.1f} million parameters, "
-          f"{args.batch} sequences of {args.context} tokens in an update")
+    print(
+        f"GPT-2 {args.preset} on {device.type}: {parameters / 1e6:.1f} million parameters, "
+        f"{args.batch} sequences of {args.context} tokens in an update"
+    )
     print(" step     loss  micro-batch  OOMs  tokens/s      peak")
     peak = 0
     for batch in batches(args, device):
@@ -114,8 +116,10 @@ def main() -> None:
         r = step.report
         peak = r.peak_bytes or peak  # without install() only a size's first steps are measured
         memory = f"{peak / (1 << 30):.2f} GiB" if peak else "-"
-        print(f"{r.step:5}  {loss:7.4f}  {f'{r.microbatches} x {r.micro}':>11}  {r.ooms:4}  "
-              f"{rate:8,.0f}  {memory:>8}")
+        print(
+            f"{r.step:5}  {loss:7.4f}  {f'{r.microbatches} x {r.micro}':>11}  {r.ooms:4}  "
+            f"{rate:8,.0f}  {memory:>8}"
+        )
 
 
 if __name__ == "__main__":

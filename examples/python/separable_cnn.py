@@ -97,9 +97,11 @@ def train(kind: str, args: argparse.Namespace, device: torch.device) -> None:
     ghost = {"micro_multiple_of": GROUP} if args.norm == "ghost" else {}
     step = rebatch.Step(model, optimizer, loss_fn, **ghost)
     activations = saved_bytes(network(kind, args.norm).to(device), images(GROUP, device)) / GROUP
-    print(f"{kind}: {parameters:,} parameters, with gradients and AdamW "
-          f"{16 * parameters / (1 << 20):.2f} MiB; activations {activations / (1 << 20):.2f} MiB "
-          "a sample")
+    print(
+        f"{kind}: {parameters:,} parameters, with gradients and AdamW "
+        f"{16 * parameters / (1 << 20):.2f} MiB; activations {activations / (1 << 20):.2f} MiB "
+        "a sample"
+    )
     if args.norm == "batch":
         print(step.check(images(4, device)))  # a few samples show it
     for i in range(args.steps):

@@ -106,8 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains on sequences of different lengths.")
     parser.add_argument("--batch", type=int, default=32, help="sequences in an update")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--oom-above", type=int, default=0,
-                        help="more padded tokens at a time run out of memory")
+    parser.add_argument(
+        "--oom-above", type=int, default=0, help="more padded tokens at a time run out of memory"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,8 +125,10 @@ def main() -> None:
     for batch in batches(args, device):
         loss_fn.ran.clear()
         loss = step(batch).item()
-        print(f"step {step.report.step}: loss {loss:.4f} a token, "
-              f"micro-batches: {step.report.microbatches}, OOMs: {step.report.ooms}")
+        print(
+            f"step {step.report.step}: loss {loss:.4f} a token, "
+            f"micro-batches: {step.report.microbatches}, OOMs: {step.report.ooms}"
+        )
     show(loss_fn.ran, batch)
 
 

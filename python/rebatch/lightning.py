@@ -1,6 +1,6 @@
 """Micro-batches that fit, for PyTorch Lightning: a callback for its Trainer.
 
-    trainer = Trainer(callbacks=[rebatch.lightning.Rebatch()])
+trainer = Trainer(callbacks=[rebatch.lightning.Rebatch()])
 """
 
 from __future__ import annotations
@@ -146,9 +146,7 @@ def _refuse_what_cannot_work(trainer: Any, module: Any) -> None:
         )
     is_known = "SingleDeviceStrategy" in kinds or "DDPStrategy" in kinds
     if not is_known or "DeepSpeedStrategy" in kinds:
-        raise ValueError(
-            f"rebatch: the strategy is a {kinds[0]}: expected a single device, or DDP"
-        )
+        raise ValueError(f"rebatch: the strategy is a {kinds[0]}: expected a single device, or DDP")
     if strategy.root_device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"rebatch: the device is of type {strategy.root_device.type!r}: expected 'cuda' or "
@@ -298,9 +296,7 @@ def _result_of(results: List[tuple]) -> Any:
     """What the parts of a batch return, combined."""
     values, counts = [value for _, value in results], [count for count, _ in results]
     if len(values) > 1 and all(isinstance(value, dict) for value in values):
-        return {
-            name: _joined([value.get(name) for value in values], counts) for name in values[-1]
-        }
+        return {name: _joined([value.get(name) for value in values], counts) for name in values[-1]}
     return _joined(values, counts)
 
 

@@ -38,7 +38,14 @@ class Point(NamedTuple):
 _SHRINKS = ("retry", "shrink", "lighten", "exhausted", "torn")
 _ENDS = ("step", "exhausted", "torn")
 _NUMBERS = (
-    "step", "batch", "count", "cost", "micro_before", "micro_after", "cost_before", "cost_after",
+    "step",
+    "batch",
+    "count",
+    "cost",
+    "micro_before",
+    "micro_after",
+    "cost_before",
+    "cost_after",
     "peak_bytes",
 )
 
@@ -55,7 +62,7 @@ def _events(lines: Sequence[str], name: str) -> Iterator[dict]:
             wrong = True
         if wrong:
             raise ValueError(
-                f"rebatch: {name}:{number}: expected an event of a log with log_format=\"json\", "
+                f'rebatch: {name}:{number}: expected an event of a log with log_format="json", '
                 f"found {line.strip()[:60]!r}"
             )
         yield event
@@ -70,8 +77,14 @@ def _point(event: dict, shrinks: List[dict]) -> Point:
     failed = [oom["cost"] if is_cost else oom["count"] for oom in ooms]
     size = shrinks[-1][f"{kind}_after"] if shrinks else event[f"{kind}_before"]
     return Point(
-        event["step"], size, event[f"{kind}_after"], event["batch"], event["peak_bytes"],
-        failed=tuple(size for size in failed if size), ooms=len(ooms), is_cost=is_cost,
+        event["step"],
+        size,
+        event[f"{kind}_after"],
+        event["batch"],
+        event["peak_bytes"],
+        failed=tuple(size for size in failed if size),
+        ooms=len(ooms),
+        is_cost=is_cost,
     )
 
 
@@ -104,7 +117,7 @@ def read(path: Union[str, os.PathLike]) -> List[Point]:
             points.append(_point(event, shrinks))
             shrinks = []
     if not points:
-        raise ValueError(f"rebatch: {name} has no steps: expected a log with log_level=\"debug\"")
+        raise ValueError(f'rebatch: {name} has no steps: expected a log with log_level="debug"')
     return _of_the_latest_run(points)
 
 

@@ -1,6 +1,6 @@
 """Micro-batches that fit, for the Trainer of Hugging Face transformers.
 
-    trainer = rebatch.transformers.RebatchTrainer(model, args, train_dataset=data)
+trainer = rebatch.transformers.RebatchTrainer(model, args, train_dataset=data)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOLERANCE = 0.02
 class RebatchMixin:
     """What makes a Trainer a RebatchTrainer, for other Trainers:
 
-        class MyTrainer(rebatch.transformers.RebatchMixin, SFTTrainer): ..."""
+    class MyTrainer(rebatch.transformers.RebatchMixin, SFTTrainer): ..."""
 
     def __init__(self, *arguments: Any, rebatch: Optional[Dict[str, Any]] = None, **keywords: Any):
         super().__init__(*arguments, **keywords)

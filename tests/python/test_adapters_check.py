@@ -73,8 +73,13 @@ def fit(loss, limited=True, compares=True, **options):
     net, callback = Net(loss), rebatch.lightning.Rebatch(log_level="quiet", **options)
     callback.limited = limited
     trainer = pl.Trainer(
-        max_epochs=1, callbacks=[callback], accelerator="cpu", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=1,
+        callbacks=[callback],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     if not compares:
         net.on_train_start = lambda: setattr(callback._step.backward._cuts, "is_done", True)
@@ -120,8 +125,13 @@ transformers.logging.set_verbosity_error()
 
 def bert(dropout=0.1):
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, num_labels=2, hidden_dropout_prob=dropout,
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=2,
+        hidden_dropout_prob=dropout,
     )
     return transformers.BertForSequenceClassification(config)
 
@@ -139,8 +149,14 @@ def sentences():
 def train(folder, kind, **options):
     transformers.set_seed(0)
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=16, max_steps=6, use_cpu=True, report_to=[],
-        disable_tqdm=True, save_strategy="no", logging_strategy="no",
+        str(folder),
+        per_device_train_batch_size=16,
+        max_steps=6,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
     )
     trainer = kind(bert(), args, train_dataset=sentences(), rebatch=options)
     return cut_warnings(trainer.train)[1]

@@ -67,11 +67,16 @@ def make(name, **options):
     seed_all()
     modules, loss_fn, own = TRAININGS[name]()
     model = own.pop("model", modules)
-    parameters = (model if isinstance(model, list) else [model])
+    parameters = model if isinstance(model, list) else [model]
     parameters = [p for m in parameters for p in m.parameters() if p.requires_grad]
     step = rebatch.Step(
-        model, torch.optim.AdamW(parameters, lr=0.01), in_little_room(loss_fn),
-        log_level="quiet", growth=False, **own, **options,
+        model,
+        torch.optim.AdamW(parameters, lr=0.01),
+        in_little_room(loss_fn),
+        log_level="quiet",
+        growth=False,
+        **own,
+        **options,
     )
     return modules, step
 
@@ -92,7 +97,7 @@ def run_plainly(name, micro, steps=4):
     seed_all()
     modules, loss_fn, own = TRAININGS[name]()
     model = own.pop("model", modules)
-    parameters = (model if isinstance(model, list) else [model])
+    parameters = model if isinstance(model, list) else [model]
     optimizer = torch.optim.AdamW(
         [p for m in parameters for p in m.parameters() if p.requires_grad], lr=0.01
     )
@@ -129,7 +134,6 @@ def test_ooms_in_the_first_step_lead_to_the_bits_of_a_run_that_began_smaller(
     if step.report.micro == 4:
         assert losses == expected_losses
         assert all(same_bits(a, b) for a, b in zip(states, expected))
-
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -211,7 +215,10 @@ def large(make_change):
 def make_large(make_change, **options):
     model, loss_fn = large(make_change)
     return model, rebatch.Step(
-        model, torch.optim.SGD(model["net"].parameters(), 0.1), loss_fn, log_level="quiet",
+        model,
+        torch.optim.SGD(model["net"].parameters(), 0.1),
+        loss_fn,
+        log_level="quiet",
         **options,
     )
 
@@ -248,8 +255,13 @@ def test_with_state_it_is_put_back(monkeypatch):
             torch.manual_seed(0)
             model, loss_fn = large(halve("target"))
             step = rebatch.Step(
-                model, torch.optim.SGD(model["net"].parameters(), 0.1), loss_fn,
-                log_level="quiet", growth=False, micro_start=start, state=state(model),
+                model,
+                torch.optim.SGD(model["net"].parameters(), 0.1),
+                loss_fn,
+                log_level="quiet",
+                growth=False,
+                micro_start=start,
+                state=state(model),
             )
             step(batch_of(0))
             states.append(all_state(model))
@@ -294,7 +306,9 @@ def test_state_of_the_wrong_kind_is_said_at_once(part):
     model = torch.nn.Linear(8, 4)
     with pytest.raises(TypeError, match=r"state\[1\] is of type .*: expected a tensor, a module"):
         rebatch.Step(
-            model, torch.optim.SGD(model.parameters(), 0.1), len,
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            len,
             state=[torch.zeros(1), part],
         )
     with pytest.raises(TypeError, match="generators has a int: expected generators of PyTorch"):
@@ -303,9 +317,12 @@ def test_state_of_the_wrong_kind_is_said_at_once(part):
 
 def late(change_of, begins=3):
     """Changes through .data begin after some steps, in which they would have been learned."""
-    model, calls = torch.nn.ModuleDict(
-        {"net": torch.nn.Linear(8, 4), "target": torch.nn.Linear(8, 4).requires_grad_(False)}
-    ), [0]
+    model, calls = (
+        torch.nn.ModuleDict(
+            {"net": torch.nn.Linear(8, 4), "target": torch.nn.Linear(8, 4).requires_grad_(False)}
+        ),
+        [0],
+    )
     model.mean = torch.zeros(4)
 
     def loss_fn(model, samples):
@@ -318,7 +335,10 @@ def late(change_of, begins=3):
         return loss
 
     step = rebatch.Step(
-        model, torch.optim.SGD(model["net"].parameters(), 0.1), loss_fn, log_level="quiet",
+        model,
+        torch.optim.SGD(model["net"].parameters(), 0.1),
+        loss_fn,
+        log_level="quiet",
         growth=False,
     )
     for i in range(begins):
@@ -364,8 +384,11 @@ def test_an_attribute_that_is_too_large_is_named_once():
     model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     model[0].rows, model[0].few = [0] * ((1 << 16) + 1), [0] * (1 << 16)
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), in_little_room(trainings._classify),
-        log_level="quiet", growth=False,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        in_little_room(trainings._classify),
+        log_level="quiet",
+        growth=False,
     )
     room.update(samples=8)
     with pytest.warns(RuntimeWarning, match="'0.rows' of the model has more than 65536") as w:
@@ -385,7 +408,10 @@ def test_no_hidden_module_that_is_gone_is_kept():
 
     alive, model = [], torch.nn.Sequential(Making(8, 4))
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), trainings._classify, log_level="quiet",
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        trainings._classify,
+        log_level="quiet",
     )
     for i in range(9):
         step(batch_of(i))
@@ -418,8 +444,14 @@ def test_what_a_rung_changes_stays_when_the_step_is_undone():
 
     seen = []
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, micro_smallest=16,
-        gradients="inplace", lighten=rung, log_level="quiet", growth=False,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss_fn,
+        micro_smallest=16,
+        gradients="inplace",
+        lighten=rung,
+        log_level="quiet",
+        growth=False,
     )
     step(batch_of(0))
     assert model[0].level == 1 and "forward" in vars(model[0]) and "note" in model[1]._buffers
@@ -433,8 +465,12 @@ def test_modules_that_are_added_later_are_seen():
     model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = rebatch.Step(
-        model, optimizer, in_little_room(trainings._classify), log_level="quiet",
-        micro_smallest=4, growth=False,
+        model,
+        optimizer,
+        in_little_room(trainings._classify),
+        log_level="quiet",
+        micro_smallest=4,
+        growth=False,
     )
     step(batch_of(0))
     model.append(torch.nn.BatchNorm1d(4))
@@ -492,7 +528,9 @@ def test_nothing_of_a_failed_attempt_is_held_by_modules():
 
     model = torch.nn.Sequential(Keeps(8, 4))
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), in_little_room(trainings._classify),
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        in_little_room(trainings._classify),
         log_level="quiet",
     )
     room.update(samples=4)
@@ -515,8 +553,12 @@ def test_arrays_of_numpy_in_a_batch_are_as_before_when_samples_run_again():
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 4)
         step = rebatch.Step(
-            model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet",
-            growth=False, micro_start=start,
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            loss_fn,
+            log_level="quiet",
+            growth=False,
+            micro_start=start,
         )
         room.update(samples=most, where="end")
         x, labels = batch_of(0)
@@ -542,8 +584,12 @@ def steps_in_backward(**options):
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)
     step = rebatch.Step(
-        model, list(optimizers.values()), in_little_room(trainings._classify), log_level="quiet",
-        growth=False, **options,
+        model,
+        list(optimizers.values()),
+        in_little_room(trainings._classify),
+        log_level="quiet",
+        growth=False,
+        **options,
     )
     return model, step
 
@@ -572,8 +618,11 @@ def test_a_hook_that_only_looks_is_no_such_optimizer():
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), in_little_room(trainings._classify),
-        log_level="quiet", growth=False,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        in_little_room(trainings._classify),
+        log_level="quiet",
+        growth=False,
     )
     room.update(samples=4, where="end")
     step(batch_of(0))

@@ -117,7 +117,9 @@ LISTS = {
     "and in a dict": ({"x": pieces(3, 5, 4)}, 3, lambda p: p["x"]),
     "images and labels": ((pieces(3, 3, 3, 3), torch.arange(4)), 4, lambda p: p[0]),
     "images and targets of a detector": (
-        (tuple(pieces(3, 3)), tuple({"boxes": b} for b in pieces(1, 2))), 2, lambda p: p[0]
+        (tuple(pieces(3, 3)), tuple({"boxes": b} for b in pieces(1, 2))),
+        2,
+        lambda p: p[0],
     ),
     "a list of such": ([pieces(3, 3), torch.arange(2)], 2, lambda p: p[0]),
     "dicts": ([{"x": x} for x in pieces(2, 3, 4)], 3, lambda p: [e["x"] for e in p]),

@@ -80,8 +80,13 @@ def test_a_mean_over_tokens_is_named():
 def test_batch_norm_is_named_with_its_module():
     found = check("conv")
     assert kinds(found) == ["batch_norm"] and "'body.1'" in said(found)
-    for part in ("statistics of a micro-batch", "GroupNorm", "SyncBatchNorm", "micro_allowed=[N]",
-                 'accept="batch_norm"'):
+    for part in (
+        "statistics of a micro-batch",
+        "GroupNorm",
+        "SyncBatchNorm",
+        "micro_allowed=[N]",
+        'accept="batch_norm"',
+    ):
         assert part in said(found)
 
 
@@ -107,8 +112,12 @@ def test_what_is_accepted_is_the_name_of_a_mistake():
 
 
 @pytest.mark.parametrize(
-    "options", ({"micro_allowed": [4]}, {"micro_largest": 4, "micro_multiple_of": 4},
-                {"micro_largest": 4, "micro_smallest": 4})
+    "options",
+    (
+        {"micro_allowed": [4]},
+        {"micro_largest": 4, "micro_multiple_of": 4},
+        {"micro_largest": 4, "micro_smallest": 4},
+    ),
 )
 def test_batch_norm_of_one_size_is_a_note(options):
     found = check("conv", **options)
@@ -133,9 +142,7 @@ def test_dropout_is_a_note():
 
 def test_more_samples_than_fit_are_checked_at_the_size_that_fits():
     model, batch, loss_fn = make("mlp")
-    step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 5)
-    )
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 5))
     assert step.check(batch)
 
 
@@ -301,8 +308,12 @@ print("trained")
 def run_program(kind, variable="1", **more):
     environment = {**os.environ, "REBATCH_CHECK": variable, **more.pop("env", {})}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind], env=environment, capture_output=True, text=True,
-        check=False, **more
+        [sys.executable, "-c", PROGRAM, kind],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        **more,
     )
 
 
@@ -326,9 +337,7 @@ def test_a_command_that_waits_hears_the_answer():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         name = f"{theirs.fileno()}:{os.fstat(theirs.fileno()).st_ino}"
-        ended = run_program(
-            "sum", env={"REBATCH_REPORT_FD": name}, pass_fds=[theirs.fileno()]
-        )
+        ended = run_program("sum", env={"REBATCH_REPORT_FD": name}, pass_fds=[theirs.fileno()])
         head, _, text = ours.recv(1 << 16).decode().partition("\n")
     assert ended.returncode == 4 and ended.stdout == "before\n"
     assert head == "answer 4 0" and text.startswith("sum             ")
@@ -366,7 +375,10 @@ def test_spectral_norm_is_a_note():
         batch = (torch.randn(16, 8), torch.randn(64))
         loss_fn = lambda model, samples: (model(samples[0]) ** 2).mean()
         step = rebatch.Step(
-            model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, length=lambda batch: 16,
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            loss_fn,
+            length=lambda batch: 16,
             slice=lambda batch, first, count: (batch[0][first : first + count], None),
         )
         found = step.check(batch)

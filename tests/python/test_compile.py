@@ -154,8 +154,9 @@ def test_with_inductor():
     expected, _ = train(micro_start=4, backend=backend)
     count = requests.seen
     for n in (1, count // 2, count - 1):
-        state, step = train(fail_at=n, micro_start=4, micro_smallest=4, backend=backend,
-                            lighten=[lambda on: None])
+        state, step = train(
+            fail_at=n, micro_start=4, micro_smallest=4, backend=backend, lighten=[lambda on: None]
+        )
         assert same_bits(state, expected), n
     state, step = train(limited=4, backend=backend)
     assert same_bits(state, expected)

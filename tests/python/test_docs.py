@@ -35,7 +35,8 @@ def test_every_option_of_the_page_is_one():
     known = set(inspect.signature(_session.session_options).parameters)
     table = PAGE.read_text().split("## Options")[1].split("## Exactness")[0]
     named = set(re.findall(r"`(\w+)`", table.replace('"', ""))) & {
-        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        name
+        for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
     assert known - named == set()

@@ -18,7 +18,10 @@ def run(name, *arguments):
     environment.pop("LD_PRELOAD", None)
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
-        env=environment, capture_output=True, text=True, timeout=300,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()
@@ -52,15 +55,27 @@ def test_gpt():
     cut, said = run("gpt.py", "--steps", "3", "--oom-above", "5")
     assert [row[2:] for row in gpt_rows(cut)] == [(4, 4, 2), (4, 4, 0), (4, 4, 0)]
     assert [re.search(r"micro-batch .*?;", line)[0] for line in said] == [
-        "micro-batch 16 -> 8;", "micro-batch 8 -> 4;"
+        "micro-batch 16 -> 8;",
+        "micro-batch 8 -> 4;",
     ]
     assert same([row[1] for row in gpt_rows(plain)], [row[1] for row in gpt_rows(cut)])
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_gpt_in_16_bits(dtype):
-    lines, _ = run("gpt.py", "--steps", "2", "--batch", "4", "--context", "16", "--dtype", dtype,
-                   "--oom-above", "2")
+    lines, _ = run(
+        "gpt.py",
+        "--steps",
+        "2",
+        "--batch",
+        "4",
+        "--context",
+        "16",
+        "--dtype",
+        dtype,
+        "--oom-above",
+        "2",
+    )
     assert [row[2:] for row in gpt_rows(lines)] == [(2, 2, 1), (2, 2, 0)]
 
 

@@ -240,8 +240,14 @@ def test_where_memory_runs_out_in_each_step_they_are_compared_all_the_same():
         return summed(model, samples)
 
     step = rebatch.Step(
-        model, sgd(model), loss_fn, micro_start=8, growth=False, log_level="quiet",
-        micro_smallest=2, lighten=[lambda on: None] * 2,
+        model,
+        sgd(model),
+        loss_fn,
+        micro_start=8,
+        growth=False,
+        log_level="quiet",
+        micro_smallest=2,
+        lighten=[lambda on: None] * 2,
     )
 
     def run():
@@ -261,7 +267,10 @@ def test_a_much_smaller_size_is_compared_again():
         return fails_above(its_loss, largest[0])(model, samples)
 
     step = rebatch.Step(
-        model, sgd(model), count_without_gradients(limited, lengths), growth=False,
+        model,
+        sgd(model),
+        count_without_gradients(limited, lengths),
+        growth=False,
         log_level="quiet",
     )
     for largest[0] in (8, 8, 8, 4, 4, 4):

@@ -15,8 +15,12 @@ def test_a_gradient_that_is_kept_is_not_written_by_the_next_step(kind, gradients
     model, batch, loss_fn = make("mlp")
     make_step = rebatch.Step if kind == "step" else Backward
     step = make_step(
-        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4),
-        gradients=gradients, log_level="quiet", growth=False,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        fails_above(loss_fn, 4),
+        gradients=gradients,
+        log_level="quiet",
+        growth=False,
     )
     for _ in range(3):
         model.zero_grad()
@@ -43,8 +47,12 @@ def train_with_a_head_of_its_own(fail=0, **options):
     body.weight.register_hook(strike)
     optimizer = torch.optim.SGD(head.parameters(), 0.1)
     step = rebatch.Step(
-        model, torch.optim.SGD(body.parameters(), 0.1), loss_fn, log_level="quiet",
-        growth=False, **options,
+        model,
+        torch.optim.SGD(body.parameters(), 0.1),
+        loss_fn,
+        log_level="quiet",
+        growth=False,
+        **options,
     )
     for i in range(4):
         step(batch)

@@ -228,8 +228,10 @@ def test_evaluate_divides_by_the_normalizer():
     model, batch, _ = make("mlp")
     model.eval()
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1),
-        lambda m, s: ((m(s[0]) - s[1]) ** 2).sum(), normalizer=lambda b: 8.0,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        lambda m, s: ((m(s[0]) - s[1]) ** 2).sum(),
+        normalizer=lambda b: 8.0,
     )
     expected = ((model(batch[0]) - batch[1]) ** 2).sum() / 8
     assert torch.allclose(step.evaluate(batch), expected.detach())
@@ -284,8 +286,11 @@ def test_an_oom_while_outputs_are_joined_loses_nothing(monkeypatch, times, norma
         return loss, {"out": out, "sum": rebatch.Sum(out.sum())}
 
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.0), fails_above(loss_fn, 4),
-        log_level="quiet", normalizer=normalizer,
+        model,
+        torch.optim.SGD(model.parameters(), 0.0),
+        fails_above(loss_fn, 4),
+        log_level="quiet",
+        normalizer=normalizer,
     )
     expected = step.evaluate(batch), step.evaluation_outputs
     for run, outputs in ((step, "outputs"), (step.evaluate, "evaluation_outputs")):

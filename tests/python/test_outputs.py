@@ -40,8 +40,6 @@ def make_step(loss_fn, kind=rebatch.Step, **options):
     return step, batch
 
 
-
-
 @pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("gradients", ("fresh", "inplace"))
 @pytest.mark.parametrize("kind", (rebatch.Step, Backward))

@@ -149,7 +149,10 @@ def test_ddp_of_one_rank_trains_with_and_without_a_static_graph(tmp_path):
             if options:
                 model = torch.nn.parallel.DistributedDataParallel(model, **options)
             step = rebatch.Step(
-                model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, log_level="quiet",
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                loss_fn,
+                log_level="quiet",
                 micro_start=4,
             )
             step(batch)

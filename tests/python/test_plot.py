@@ -15,7 +15,14 @@ from models import fails_above, make
 from rebatch.plot import Point, read, svg_of
 
 NUMBERS = (
-    "step", "batch", "count", "cost", "micro_before", "micro_after", "cost_before", "cost_after",
+    "step",
+    "batch",
+    "count",
+    "cost",
+    "micro_before",
+    "micro_after",
+    "cost_before",
+    "cost_after",
     "peak_bytes",
 )
 MIB = 1 << 20
@@ -54,8 +61,13 @@ def train(tmp_path):
     """A Step that wrote a log: two OOMs in step 2, growth after steps 4 and 6."""
     model, batch, loss_fn = make("mlp")
     step = rebatch_torch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, grow_after=2,
-        log_file=str(tmp_path / "log.jsonl"), log_format="json", log_level="debug",
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss_fn,
+        grow_after=2,
+        log_file=str(tmp_path / "log.jsonl"),
+        log_format="json",
+        log_level="debug",
     )
     for i in range(10):
         step.loss_fn = fails_above(loss_fn, 4) if i in (2, 3) else loss_fn
@@ -187,7 +199,9 @@ def test_a_step_with_a_cost_is_drawn_by_cost(tmp_path):
 
 def test_a_step_that_failed_is_the_last(tmp_path):
     path = log_of(
-        tmp_path, event("step", 0, 2), shrink(1, 2, 1),
+        tmp_path,
+        event("step", 0, 2),
+        shrink(1, 2, 1),
         event("exhausted", 1, 1, phase="optimizer_step, before updating"),
     )
     assert read(path)[-1] == Point(1, 1, 1, 32, failed=(2,), ooms=2)

@@ -147,8 +147,13 @@ def test_buffers_and_generators_are_put_back():
             return fails_above(loss_fn, limited)(m, (part[0], part[1] + noise))
 
         step = rebatch.Step(
-            model, torch.optim.SGD(model.parameters(), 0.1), noisy, generators=[own],
-            log_level="quiet", growth=False, micro_start=0 if limited == 4 else 4,
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            noisy,
+            generators=[own],
+            log_level="quiet",
+            growth=False,
+            micro_start=0 if limited == 4 else 4,
         )
         torch.manual_seed(2)
         for _ in range(2):
@@ -162,9 +167,7 @@ def test_buffers_and_generators_are_put_back():
 
 def test_a_failed_step_leaves_parameters_buffers_and_generators_as_they_were():
     model, batch, loss_fn = make("conv")
-    step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet"
-    )
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet")
     before, random = state_of(model), torch.get_rng_state()
     step.loss_fn = fails_above(loss_fn, 0, "backward")
     with pytest.raises(rebatch.Exhausted):
@@ -186,9 +189,7 @@ def test_nothing_of_a_failed_attempt_is_kept_alive():
             out_of_memory(None)
         return ((activations - part[1]) ** 2).mean()
 
-    step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), watched, log_level="quiet"
-    )
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), watched, log_level="quiet")
     gc.disable()
     try:
         step(batch)
@@ -283,8 +284,11 @@ def test_with_a_normalizer_the_gradient_does_not_depend_on_the_cut():
         model.eval()
         mask = (torch.arange(16) % 3 == 0).float()
         step = rebatch.Step(
-            model, torch.optim.SGD(model.parameters(), 0.0), masked_sum,
-            normalizer=lambda batch: batch[1].sum(), micro_start=micro,
+            model,
+            torch.optim.SGD(model.parameters(), 0.0),
+            masked_sum,
+            normalizer=lambda batch: batch[1].sum(),
+            micro_start=micro,
         )
         step((x, mask))
         gradients.append([p.grad.clone() for p in model.parameters()])
@@ -296,8 +300,14 @@ def train_scaled(limited, clip=None, fail_at=0):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = rebatch.Step(
-        model, optimizer, fails_above(loss_fn, limited) if limited else loss_fn, scaler=scaler,
-        clip=clip, autocast=torch.bfloat16, log_level="quiet", growth=False,
+        model,
+        optimizer,
+        fails_above(loss_fn, limited) if limited else loss_fn,
+        scaler=scaler,
+        clip=clip,
+        autocast=torch.bfloat16,
+        log_level="quiet",
+        growth=False,
         micro_start=0 if limited else 4,
     )
     torch.manual_seed(1)
@@ -381,8 +391,12 @@ def test_lighten_is_the_last_rung_and_is_left_again():
         return loss_fn(m, part)
 
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), limited, lighten=switch,
-        log_level="quiet", grow_after=2,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        limited,
+        lighten=switch,
+        log_level="quiet",
+        grow_after=2,
     )
     step(batch)
     assert log == [True] and step.report.lighten_level == 1
@@ -458,8 +472,12 @@ def test_batch_norm_is_not_given_one_sample_that_is_left_over(options, cut, wher
 
     before = state_of(model)
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet",
-        growth=False, **options,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss_fn,
+        log_level="quiet",
+        growth=False,
+        **options,
     )
     if cut[-1] == 1:
         with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -469,7 +487,7 @@ def test_batch_norm_is_not_given_one_sample_that_is_left_over(options, cut, wher
     for _ in range(3):
         counts.clear()
         assert torch.isfinite(step(batch))
-        assert counts[-len(cut):] == cut
+        assert counts[-len(cut) :] == cut
     assert counts == cut and step.report.ooms == 0
     assert not any(torch.equal(a, b) for a, b in zip(state_of(model), before))
 
@@ -539,8 +557,11 @@ def test_a_loss_in_float64_stays_so():
 def test_it_grows_again():
     model, batch, loss_fn = make("mlp")
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4),
-        log_level="quiet", grow_after=2,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        fails_above(loss_fn, 4),
+        log_level="quiet",
+        grow_after=2,
     )
     step(batch)
     step.loss_fn = loss_fn
@@ -564,7 +585,9 @@ def test_events_go_to_a_function():
     model, batch, loss_fn = make("mlp")
     said = []
     step = rebatch.Step(
-        model, torch.optim.SGD(model.parameters(), 0.1), fails_above(loss_fn, 4),
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        fails_above(loss_fn, 4),
         on_event=lambda text, event: said.append(text),
     )
     step(batch)
@@ -616,9 +639,7 @@ def test_wrong_options_are_said_when_the_step_is_made():
     with pytest.raises(ValueError, match="gradients is 'new'"):
         rebatch.Step(model, optimizer, loss_fn, gradients="new")
     with pytest.raises(rebatch.Error, match="micro_smallest"):
-        rebatch.Step(model, optimizer, loss_fn, micro_smallest=8, micro_largest=4)(
-            make("mlp")[1]
-        )
+        rebatch.Step(model, optimizer, loss_fn, micro_smallest=8, micro_largest=4)(make("mlp")[1])
 
 
 @pytest.mark.parametrize(

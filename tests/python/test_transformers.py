@@ -24,16 +24,30 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 def gpt(dropout=0.1):
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, use_cache=False,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        use_cache=False,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return transformers.GPT2LMHeadModel(config)
 
 
 def bert():
     config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=LENGTH, num_labels=3,
+        vocab_size=WORDS,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=LENGTH,
+        num_labels=3,
     )
     return transformers.BertForSequenceClassification(config)
 
@@ -77,9 +91,16 @@ def fails_above(model, largest, where, light=None):
 def train(folder, model, kind=transformers.Trainer, data=None, scaler=False, step=None, **args):
     """A Trainer that has trained the model for two epochs."""
     args = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=SAMPLES, num_train_epochs=2,
-        use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, learning_rate=0.01,
-        disable_tqdm=True, **args,
+        output_dir=str(folder),
+        per_device_train_batch_size=SAMPLES,
+        num_train_epochs=2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        learning_rate=0.01,
+        disable_tqdm=True,
+        **args,
     )
     extra = {}
     if issubclass(kind, RebatchMixin):
@@ -170,9 +191,7 @@ def test_the_update_does_not_depend_on_the_cut(tmp_path, kind, accumulated):
     options = {"gradient_accumulation_steps": accumulated, "optim": "sgd", "max_grad_norm": 0.0}
     states = []
     for micro in (0, 1, 3):
-        trainer = train(
-            tmp_path, seeded(gpt, 0.0), kind, step={"micro_start": micro}, **options
-        )
+        trainer = train(tmp_path, seeded(gpt, 0.0), kind, step={"micro_start": micro}, **options)
         states.append(state_of(trainer.model) + [torch.tensor(logged(trainer, "loss"))])
     for state in states[1:]:
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(state, states[0]))
@@ -216,7 +235,12 @@ def test_every_operation_of_a_batch_may_fail(tmp_path, monkeypatch):
         FailsIn.mode = FailAt(n)
         step = {"micro_start": 4, "micro_smallest": 4, "lighten": lambda on: None}
         trainer = train(
-            tmp_path, seeded(gpt), RebatchTrainer, sentences(16), step=step, max_steps=1,
+            tmp_path,
+            seeded(gpt),
+            RebatchTrainer,
+            sentences(16),
+            step=step,
+            max_steps=1,
             gradient_accumulation_steps=2,
         )
         return state_of(trainer.model), FailsIn.mode.failed
@@ -244,7 +268,12 @@ def test_every_operation_of_clipping_may_fail(tmp_path, monkeypatch, norm):
 
         monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
         trainer = train(
-            tmp_path, seeded(gpt), RebatchTrainer, sentences(16), max_steps=2, max_grad_norm=norm,
+            tmp_path,
+            seeded(gpt),
+            RebatchTrainer,
+            sentences(16),
+            max_steps=2,
+            max_grad_norm=norm,
             gradient_accumulation_steps=2,
         )
         return state_of(trainer.model), logged(trainer, "grad_norm"), mode.failed
@@ -374,8 +403,12 @@ def test_trainers_that_shard_are_refused(tmp_path, name, what):
 def evaluate(folder, model, kind=transformers.Trainer, data=None, step=None, **args):
     """(metrics, predictions) of a Trainer that has not trained."""
     args = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_eval_batch_size=SAMPLES, use_cpu=True, report_to=[],
-        disable_tqdm=True, **args,
+        output_dir=str(folder),
+        per_device_eval_batch_size=SAMPLES,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **args,
     )
     extra = {}
     if issubclass(kind, RebatchMixin):
@@ -452,7 +485,8 @@ def test_a_prediction_of_sequences_of_other_lengths_is_padded_as_between_batches
         pass
 
     trainer = Mine(
-        seeded(gpt), transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        seeded(gpt),
+        transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
         rebatch={"log_level": "quiet"},
     )
     inputs = trainer.data_collator(sentences(SAMPLES))
@@ -474,14 +508,13 @@ def test_logits_for_pairs_of_samples_are_refused(tmp_path):
         pass
 
     trainer = Mine(
-        seeded(gpt), transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        seeded(gpt),
+        transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
         rebatch={"log_level": "quiet"},
     )
     for samples in (7, 8):
         with pytest.raises(ValueError, match="may both be that of the samples"):
-            trainer.prediction_step(
-                trainer.model, trainer.data_collator(sentences(samples)), False
-            )
+            trainer.prediction_step(trainer.model, trainer.data_collator(sentences(samples)), False)
 
 
 def test_an_evaluation_that_does_not_fit_at_all_says_so(tmp_path):

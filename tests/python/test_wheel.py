@@ -17,9 +17,7 @@ def link(output, *arguments):
     source = output.with_suffix(".c")
     source.write_text("int nothing;\n")
     soname = f"-Wl,-soname,{output.name}"
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", soname, "-o", output, source, *arguments], check=True
-    )
+    subprocess.run(["cc", "-shared", "-fPIC", soname, "-o", output, source, *arguments], check=True)
 
 
 @pytest.fixture(scope="module")

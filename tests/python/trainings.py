@@ -344,13 +344,29 @@ def two_modules():
 TRAININGS = {
     f.__name__: f
     for f in (
-        byol, byol_through_data, moco_replaces_data, byol_replaces_parameters, moco_queue, vq_vae,
-        rnn_carries_its_state, plain_tensors_in_place, tensors_deep_in_containers,
-        modules_that_are_hidden, counters_and_lazy_buffers,
-        weight_and_spectral_norm, old_weight_and_spectral_norm, batch_norm,
-        samples_normalized_in_place, augmented_by_python_and_numpy, modes_and_gradients_switched,
-        lora_on_a_frozen_base, embedding_with_a_largest_norm, complex_and_half,
-        average_outside_of_the_model, tensors_and_objects_outside_of_the_model, two_modules,
+        byol,
+        byol_through_data,
+        moco_replaces_data,
+        byol_replaces_parameters,
+        moco_queue,
+        vq_vae,
+        rnn_carries_its_state,
+        plain_tensors_in_place,
+        tensors_deep_in_containers,
+        modules_that_are_hidden,
+        counters_and_lazy_buffers,
+        weight_and_spectral_norm,
+        old_weight_and_spectral_norm,
+        batch_norm,
+        samples_normalized_in_place,
+        augmented_by_python_and_numpy,
+        modes_and_gradients_switched,
+        lora_on_a_frozen_base,
+        embedding_with_a_largest_norm,
+        complex_and_half,
+        average_outside_of_the_model,
+        tensors_and_objects_outside_of_the_model,
+        two_modules,
     )
 }
 

@@ -108,9 +108,7 @@ def _members(limit, headroom, events, replay, max_split, rounding_divisions) -> 
 def _environment_limit() -> tuple[int, int]:
     """Bytes and share (in 1/1000) of the variable REBATCH_MEMORY_LIMIT; 0: none."""
     count, share = ctypes.c_size_t(), ctypes.c_uint32()
-    _library.check(
-        _library.lib.rebatch_config_run_limit(ctypes.byref(count), ctypes.byref(share))
-    )
+    _library.check(_library.lib.rebatch_config_run_limit(ctypes.byref(count), ctypes.byref(share)))
     return count.value, share.value
 
 
@@ -138,9 +136,7 @@ def _bytes(name: str, size) -> int:
     """A size that cannot be a share."""
     count, share = _library.parse_size(size)
     if share:
-        raise ValueError(
-            f'rebatch: {name} is {size!r}: expected bytes, or a text such as "512MiB"'
-        )
+        raise ValueError(f'rebatch: {name} is {size!r}: expected bytes, or a text such as "512MiB"')
     return count
 
 
@@ -221,8 +217,6 @@ def snapshot(device=None) -> dict:
     with tempfile.TemporaryDirectory(prefix="rebatch-") as folder:
         path = os.path.join(folder, "snapshot.pickle")
         pickled = _library.SnapshotFormat.PICKLE
-        _library.check(
-            _library.lib.rebatch_pool_save_snapshot(handle, pickled, os.fsencode(path))
-        )
+        _library.check(_library.lib.rebatch_pool_save_snapshot(handle, pickled, os.fsencode(path)))
         with open(path, "rb") as file:
             return pickle.load(file)

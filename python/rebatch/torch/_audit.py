@@ -125,9 +125,7 @@ class Audit:
         own = [(name, part) for name, part in state if isinstance(part, torch.nn.Module)]
         self.tree = Tree([*modules, *own])
         self._own_modules = [module for _, module in own]
-        self._own_tensors = {
-            name: part for name, part in state if isinstance(part, torch.Tensor)
-        }
+        self._own_tensors = {name: part for name, part in state if isinstance(part, torch.Tensor)}
         self._objects = [
             part for _, part in state if not isinstance(part, (torch.Tensor, torch.nn.Module))
         ]
@@ -170,9 +168,12 @@ class Audit:
         """Modules of `state` change in place, whatever was seen."""
         if not self._own_modules:
             return
-        mine = {id(table) for m in self._own_modules for sub in m.modules() for table in (
-            vars(sub), sub._parameters
-        )}
+        mine = {
+            id(table)
+            for m in self._own_modules
+            for sub in m.modules()
+            for table in (vars(sub), sub._parameters)
+        }
         for place, _ in self.tree.take().places(self.tree.prefixes()):
             if id(place.table) in mine:
                 self._know(place)
@@ -259,9 +260,7 @@ class Audit:
         """An attempt has succeeded. What it changed in place is copied from now on. Returns what
         there is now."""
         before = self._running
-        now = _Noted(
-            self.tree.take(), self._batch, before.sums is not None, before.compares_all
-        )
+        now = _Noted(self.tree.take(), self._batch, before.sums is not None, before.compares_all)
         was_suspect, self._is_suspect = self._is_suspect, False
         self._unknown.discard(self._is_training)
         if now.sums is not None or now.marks != before.marks:

@@ -33,9 +33,7 @@ class Bucket:
     the batch, and for each parameter of the model whether there is a gradient. `sent` is what goes
     to the other ranks: `flat`, or a tensor of another dtype."""
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], tail: int, sent: Optional[torch.dtype]
-    ):
+    def __init__(self, parameters: Sequence[torch.Tensor], tail: int, sent: Optional[torch.dtype]):
         dtype = parameters[0].dtype
         step = max(1, _ALIGNMENT // dtype.itemsize)
         offsets, length = [], 0
@@ -96,7 +94,8 @@ class Buffers:
         self.flats, self._views = [], [None] * len(self._like)
         for dtype, device in keys:
             mine = [
-                i for i, b in enumerate(self._like)
+                i
+                for i, b in enumerate(self._like)
                 if b is not None and (b.dtype, b.device) == (dtype, device)
             ]
             sizes = [self._like[i].numel() for i in mine]
@@ -110,7 +109,8 @@ class Buffers:
         every rank's own stays."""
         now = [table.get(name) for table, name in self._places]
         pairs = [
-            (b, view) for b, view in zip(now, self._views)
+            (b, view)
+            for b, view in zip(now, self._views)
             if b is not None and view is not None and b.shape == view.shape
         ]
         return [b for b, _ in pairs], [view for _, view in pairs]

@@ -253,8 +253,7 @@ class _Checker:
         if self._noise > floors(self._runs.is_16_bit, self._step.device)[0]:
             self._mistake(
                 "not_repeatable",
-                "the same samples gave other gradients when they ran again, by "
-                f"{self._noise:.1%}",
+                f"the same samples gave other gradients when they ran again, by {self._noise:.1%}",
                 "a random generator or a state that rebatch does not know (pass `generators`), or "
                 "a batch that changes",
             )
@@ -379,7 +378,11 @@ class _Checker:
         buffers: List[str],
     ) -> None:
         kind, text, advice = explain(
-            whole.loss, smaller.loss, largest, cut, self._step._normalizer is not None,
+            whole.loss,
+            smaller.loss,
+            largest,
+            cut,
+            self._step._normalizer is not None,
             self._step._loss_name,
         )
         if kind == "cut" and self._is_explained():

@@ -23,16 +23,16 @@ def memory_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_for(memory: Optional[torch.Tensor], tensor: torch.Tensor) -> bool:
-    return (
-        memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
-    )
+    return memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
     """An expanded tensor cannot, and an inference tensor cannot outside of inference mode."""
-    is_expanded = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride())) if (
-        tensor.layout == torch.strided
-    ) else False
+    is_expanded = (
+        any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride()))
+        if (tensor.layout == torch.strided)
+        else False
+    )
     return not (is_expanded or tensor.is_inference())
 
 
@@ -124,9 +124,7 @@ def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
     return total if whole == span else total + flat[whole:].view(_INTEGERS[size]).sum()
 
 
-def sums_of(
-    tensors: Sequence[torch.Tensor], has_trained: bool = False
-) -> List[Optional[int]]:
+def sums_of(tensors: Sequence[torch.Tensor], has_trained: bool = False) -> List[Optional[int]]:
     """What the bits of each tensor add up to, as integers: changes through .data increase no
     version. None where that cannot be known, and for trained parameters unless has_trained is
     set."""

@@ -303,9 +303,7 @@ class _Comparison:
         self._has_gradients = True  # a loss with a gradient penalty needs them
         return self._loss(parts, off, mode, is_reversed, seed)
 
-    def _sum_of(
-        self, parts: List[tuple], may_draw: bool, is_reversed: bool
-    ) -> Optional[float]:
+    def _sum_of(self, parts: List[tuple], may_draw: bool, is_reversed: bool) -> Optional[float]:
         total = 0.0
         for at, count in parts:
             total += self._share(at, count, is_reversed)

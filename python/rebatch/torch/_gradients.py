@@ -77,9 +77,11 @@ class Accumulators:
         """An effective batch begins, or again. With makes_sums, it has several micro-batches whose
         gradients are kept apart, and the sums of those that had a gradient in the batch before are
         made now."""
-        wanted = {id(p) for p, t in zip(self._parameters, self._sums) if _is_like(t, p)} if (
-            makes_sums
-        ) else ()
+        wanted = (
+            {id(p) for p, t in zip(self._parameters, self._sums) if _is_like(t, p)}
+            if (makes_sums)
+            else ()
+        )
         self._parameters = list(parameters)
         self._sums = [None] * len(self._parameters)  # the program has those of before
         self._has_sum = [False] * len(self._parameters)

@@ -64,9 +64,7 @@ class _Joiner:
         first = results[0]
 
         def members(key: Any) -> Any:
-            return self.join(
-                [r[key] for r in results], [r[key] for r in seen], f"{where}[{key!r}]"
-            )
+            return self.join([r[key] for r in results], [r[key] for r in seen], f"{where}[{key!r}]")
 
         if isinstance(first, torch.Tensor):
             return self._join_tensors(results, seen, where)

@@ -21,7 +21,8 @@ class UnknownMeter:
     def __init__(self) -> None:
         self.asked_bytes = 0
         self.live_at_begin = self.ooms_at_begin = 0
-        self.struct = c.Meter(begin=c.MeterBegin(lambda _phase, _size, _user: None),
+        self.struct = c.Meter(
+            begin=c.MeterBegin(lambda _phase, _size, _user: None),
             read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
             available=c.MeterAvailable(self._available),
             release=c.MeterRelease(lambda _user: 0),
@@ -55,7 +56,8 @@ class NativeMeter:
         self.asked_bytes = 0
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
-        self.struct = c.Meter(begin=c.MeterBegin(self._begin),
+        self.struct = c.Meter(
+            begin=c.MeterBegin(self._begin),
             read=c.MeterRead(self._read),
             available=c.MeterAvailable(self._available),
             release=c.MeterRelease(self._release),

@@ -17,8 +17,7 @@ def training_modules(root: torch.nn.Module, kinds: tuple) -> List[torch.nn.Modul
     return [
         m
         for m in root.modules()
-        if isinstance(m, kinds)
-        and (m.training or (kinds is BATCH_NORM and m.running_mean is None))
+        if isinstance(m, kinds) and (m.training or (kinds is BATCH_NORM and m.running_mean is None))
     ]
 
 

@@ -49,8 +49,10 @@ def kept(value: Any, name: str = "the value beside the loss") -> Any:
         return {key: kept(part, repr(key)) for key, part in value.items()}
     if isinstance(value, list):
         return list(value)
-    what = "a scalar" if isinstance(value, (torch.Tensor, int, float)) else (
-        f"a {type(value).__name__}"
+    what = (
+        "a scalar"
+        if isinstance(value, (torch.Tensor, int, float))
+        else (f"a {type(value).__name__}")
     )
     raise ValueError(
         f"rebatch: {name} that loss_fn returned is {what}: expected a tensor or list with the "

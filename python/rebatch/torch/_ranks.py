@@ -40,9 +40,7 @@ _SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParal
 def ranks_of(modules: torch.nn.Module, group: Any, timeout_seconds: float) -> Optional["Ranks"]:
     """None where a Step trains on this rank alone. All ranks call this together."""
     if not timeout_seconds > 0:
-        raise ValueError(
-            f"rebatch: group_timeout is {timeout_seconds!r}: expected seconds above 0"
-        )
+        raise ValueError(f"rebatch: group_timeout is {timeout_seconds!r}: expected seconds above 0")
     wrappers = wrappers_in(modules)
     window = window_of(modules, group)
     process_group = window.group if window else group_of(wrappers, group)
@@ -72,8 +70,10 @@ class Ranks:
         self._votes = Votes(group, timeout_seconds, values=2)
         self._votes.on_abort = self._abort
         self._agree()
-        self.accumulators = WindowAccumulators(window) if window else ReducedAccumulators(
-            group, timeout_seconds, caps_of(wrappers), sent, self._buffers
+        self.accumulators = (
+            WindowAccumulators(window)
+            if window
+            else ReducedAccumulators(group, timeout_seconds, caps_of(wrappers), sent, self._buffers)
         )
 
     @property
@@ -83,8 +83,9 @@ class Ranks:
     def _agree(self) -> None:
         """Raises ValueError on all ranks where their models differ. A plain model's parameters
         become those of rank 0, as DistributedDataParallel's do."""
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in
-                  self._modules.named_parameters()]
+        shapes = [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in self._modules.named_parameters()
+        ]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
         mine = f"{len(shapes)} parameters ({digest}), rebatch {__version__}"
         said: List[Any] = [None] * self.size
@@ -99,8 +100,11 @@ class Ranks:
             return
         plain = [m for m in self._modules if not any(w in self._wrappers for w in m.modules())]
         for module in plain:
-            devices = {t.device.type for t in module.state_dict(keep_vars=True).values()
-                       if isinstance(t, torch.Tensor)}
+            devices = {
+                t.device.type
+                for t in module.state_dict(keep_vars=True).values()
+                if isinstance(t, torch.Tensor)
+            }
             sync_group = self._votes.group if devices <= {"cpu"} else self._group
             root = dist.get_process_group_ranks(self._group)[0]
             _sync_module_states(module, sync_group, _SYNC_BYTES, root, ())

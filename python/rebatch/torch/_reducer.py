@@ -70,9 +70,7 @@ class ReducedAccumulators(Accumulators):
     def _make_buckets(self) -> None:
         if self._buckets:
             return
-        buckets = make_buckets(
-            self._parameters, self._caps, 1 + len(self._parameters), self._sent
-        )
+        buckets = make_buckets(self._parameters, self._caps, 1 + len(self._parameters), self._sent)
         self._buffers = Buffers(self._tables())
         self._buckets = buckets
         self._places = {
@@ -129,7 +127,8 @@ class ReducedAccumulators(Accumulators):
         self._ready, self._loss = set(), loss.detach()
         hooks = [
             self._parameters[i].register_post_accumulate_grad_hook(self._note_ready)
-            for bucket in rest for i in bucket.indices
+            for bucket in rest
+            for i in bucket.indices
         ]
         try:
             yield

@@ -210,11 +210,8 @@ class Session:
         self._close()
 
     def _guard(self) -> None:
-        self._guard_ops = c.GuardOps(save=c.Guard(self._save), restore=c.Guard(self._restore)
-        )
-        c.check(
-            lib.rebatch_guard_with(self.rb, C.byref(self._guard_ops), None)
-        )
+        self._guard_ops = c.GuardOps(save=c.Guard(self._save), restore=c.Guard(self._restore))
+        c.check(lib.rebatch_guard_with(self.rb, C.byref(self._guard_ops), None))
 
     # ---- what C calls ----
 

@@ -204,9 +204,7 @@ def _attributes(name: str, value: Any) -> Iterator[Place]:
         yield _in_dict("variable", f"{name}.{key}", vars(value), key)
 
 
-def _outside(
-    root: torch.nn.Module, function: Any, owners: Sequence[Any]
-) -> Iterator[Place]:
+def _outside(root: torch.nn.Module, function: Any, owners: Sequence[Any]) -> Iterator[Place]:
     places = list(_variables_of(function))
     for owner in owners:
         places += _attributes(type(owner).__name__, owner)

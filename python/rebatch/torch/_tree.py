@@ -9,8 +9,13 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tu
 import torch
 
 _TABLES = (
-    "_parameters", "_buffers", "_modules",
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
 # Attributes that every module has; these are no data of the model.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -121,9 +126,9 @@ def _put_back_entries(container: Any, entries: Any) -> None:
     if isinstance(container, tuple):
         return
     if isinstance(container, (dict, set)):
-        if not (_is_same(container, entries) if isinstance(container, dict) else (
-            container == entries
-        )):
+        if not (
+            _is_same(container, entries) if isinstance(container, dict) else (container == entries)
+        ):
             container.clear()
             container.update(entries)
     elif not _is_same_list(container, entries):

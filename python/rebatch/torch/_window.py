@@ -171,9 +171,7 @@ class Window:
                 total += count * dtype.itemsize
             largest = max(largest, total)
         # A group's parts, and all ranks' parts of it, each in one tensor.
-        held += [
-            torch.empty(2 * largest, dtype=torch.uint8, device=self._groups[0].device)
-        ]
+        held += [torch.empty(2 * largest, dtype=torch.uint8, device=self._groups[0].device)]
 
     def open(self) -> None:
         """Gather the whole parameters. After an OOM it may be called again. Raises Lost."""

@@ -46,8 +46,10 @@ def _device_of(model: Callable, inputs: Any) -> torch.device:
             return tensor.device
     if isinstance(inputs, torch.Tensor):
         return inputs.device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else (
-        torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_initialized()
+        else (torch.device("cpu"))
     )
 
 
@@ -112,9 +114,7 @@ class Map:
             return 1, self.model(self._cut.part(inputs, 0, 1, samples))
 
 
-def map(
-    model: Callable[[Any], Any], inputs: Any, batch_dim: Optional[int] = None
-) -> Any:
+def map(model: Callable[[Any], Any], inputs: Any, batch_dim: Optional[int] = None) -> Any:
     """model(inputs) without gradients, in as many calls as memory asks for.
 
     The inputs are a batch as for Step; `batch_dim` is the dimension of the samples, by default the

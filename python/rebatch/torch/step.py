@@ -184,9 +184,7 @@ class Step:
         **options: Any,
     ):
         if gradients not in ("fresh", "inplace"):
-            raise ValueError(
-                f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'"
-            )
+            raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
         _check(model, loss_fn, normalizer, autocast, lighten)
         self.model, self.loss_fn = model, loss_fn
         self._modules = torch.nn.ModuleList(_list_of(model))
@@ -203,9 +201,7 @@ class Step:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
         _check_match(self._modules, self._update, state)
         self._is_fresh = gradients == "fresh"
-        self._audit = Audit(
-            _named_modules(model), _named_state(state), self._changed_by_updates
-        )
+        self._audit = Audit(_named_modules(model), _named_state(state), self._changed_by_updates)
         self._ranks = _ranks_of(self._modules, group, group_timeout)
         self._window = self._ranks.window if self._ranks else None  # of fully_shard()
         if self._window:

@@ -129,8 +129,14 @@ LARGEST = (
 
 @pytest.mark.parametrize(
     "variable, arguments, limit",
-    [("64MiB", "", "64"), ("64MiB", "0", "64"), ("64MiB", "'32MiB'", "32"),
-     ("32MiB", "'64MiB'", "32"), ("5%", "", "total // MIB // 20"), ("none", "'32MiB'", "32")],
+    [
+        ("64MiB", "", "64"),
+        ("64MiB", "0", "64"),
+        ("64MiB", "'32MiB'", "32"),
+        ("32MiB", "'64MiB'", "32"),
+        ("5%", "", "total // MIB // 20"),
+        ("none", "'32MiB'", "32"),
+    ],
 )
 def test_the_smaller_limit_of_argument_and_environment_holds(variable, arguments, limit):
     script = (
@@ -196,10 +202,7 @@ def test_the_process_ends_quietly(script):
 
 def test_pytorchs_variable_turns_caching_off():
     script = (
-        "rebatch.install()\n"
-        "x = tensor(8 * MIB)\n"
-        "del x\n"
-        "assert torch.cuda.memory_reserved() == 0\n"
+        "rebatch.install()\nx = tensor(8 * MIB)\ndel x\nassert torch.cuda.memory_reserved() == 0\n"
     )
     child(script, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 

@@ -15,8 +15,15 @@ from trained import RANK_OF_FAILURES, is_same_everywhere
 def as_launched():
     """The environment of torchrun."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
-                      TORCHELASTIC_RUN_ID="here", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        TORCHELASTIC_RUN_ID="here",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="29500",
+    )
 
 
 def network():
@@ -72,10 +79,18 @@ def with_lightning(accumulated):
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), 16)
         with tempfile.TemporaryDirectory() as folder:
             pl.Trainer(
-                accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False,
-                enable_checkpointing=False, enable_progress_bar=False, default_root_dir=folder,
-                enable_model_summary=False, callbacks=callbacks,
-                accumulate_grad_batches=accumulated, gradient_clip_val=1.0,
+                accelerator="cpu",
+                devices=2,
+                strategy="ddp",
+                max_epochs=2,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                default_root_dir=folder,
+                enable_model_summary=False,
+                callbacks=callbacks,
+                accumulate_grad_batches=accumulated,
+                gradient_clip_val=1.0,
             ).fit(module, loader)
         return module
 
@@ -110,9 +125,17 @@ def with_transformers(accumulated):
         model = Model(largest)
         with tempfile.TemporaryDirectory() as folder:
             args = transformers.TrainingArguments(
-                folder, use_cpu=True, per_device_train_batch_size=16, num_train_epochs=2,
-                report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
-                gradient_accumulation_steps=accumulated, remove_unused_columns=False, seed=1,
+                folder,
+                use_cpu=True,
+                per_device_train_batch_size=16,
+                num_train_epochs=2,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                logging_strategy="no",
+                gradient_accumulation_steps=accumulated,
+                remove_unused_columns=False,
+                seed=1,
             )
             trainer = kind(model=model, args=args, train_dataset=samples, **options)
             trainer.train()

@@ -24,8 +24,11 @@ def run(module, function, *arguments, size=2, killed=(), backend="gloo"):
         logs = [open(answer + ".log", "w+") for answer in answers]
         given = [sys.executable, __file__, module, function, json.dumps(arguments), folder, backend]
         processes = [
-            subprocess.Popen([*given, str(rank), str(size), answers[rank]], stdout=logs[rank],
-                             stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [*given, str(rank), str(size), answers[rank]],
+                stdout=logs[rank],
+                stderr=subprocess.STDOUT,
+            )
             for rank in range(size)
         ]
         try:

@@ -21,8 +21,11 @@ _LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 class Part(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.norm, self.mean = nn.Linear(8, 8), nn.LayerNorm(8), nn.Buffer(
-            torch.zeros(()))
+        self.linear, self.norm, self.mean = (
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Buffer(torch.zeros(())),
+        )
 
     def forward(self, x):
         with torch.no_grad():
@@ -49,8 +52,10 @@ def loss_fn(model, samples):
 
 def batch_of(rank, samples=8):
     generator = torch.Generator().manual_seed(100 + rank)
-    return (torch.randn(samples, 8, generator=generator),
-            torch.randn(samples, 3, generator=generator))
+    return (
+        torch.randn(samples, 8, generator=generator),
+        torch.randn(samples, 3, generator=generator),
+    )
 
 
 def own_batch():
@@ -60,7 +65,8 @@ def own_batch():
 def whole(model):
     """Copies of all parameters and buffers, whole."""
     return [p.detach().full_tensor() for p in model.parameters()] + [
-        b.clone() for b in model.buffers()]
+        b.clone() for b in model.buffers()
+    ]
 
 
 def adam(model):
@@ -112,7 +118,8 @@ def as_one_process(is_low):
     """What _as_one_process() finds for each way to train."""
     return [
         _as_one_process(is_low, gradients, clip, sizes)
-        for gradients in ("fresh",) for clip, sizes in ((None, (8, 8)), (0.1, (2, 8)))
+        for gradients in ("fresh",)
+        for clip, sizes in ((None, (8, 8)), (0.1, (2, 8)))
     ]
 
 
@@ -121,8 +128,15 @@ def _as_one_process(is_low, gradients, clip, sizes):
     by itself before and after."""
     reference, model = plain(), sharded(plain(), is_low)
     theirs, mine = adam(reference), adam(model)
-    step = step_of(model, mine, loss_fn, gradients=gradients, clip=clip,
-                   micro_start=sizes[dist.get_rank()], micro_largest=sizes[dist.get_rank()])
+    step = step_of(
+        model,
+        mine,
+        loss_fn,
+        gradients=gradients,
+        clip=clip,
+        micro_start=sizes[dist.get_rank()],
+        micro_largest=sizes[dist.get_rank()],
+    )
     both = [torch.cat(parts) for parts in zip(batch_of(0), batch_of(1))]
     near = True
     for _ in range(3):
@@ -134,22 +148,38 @@ def _as_one_process(is_low, gradients, clip, sizes):
             nn.utils.clip_grad_norm_(reference.parameters(), clip)
         near = near and abs(loss - float(its.detach())) < (2e-2 if is_low else 1e-5)
         if not is_low:
-            near = near and all(torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6)
-                                for a, b in zip(model.parameters(), reference.parameters()))
+            near = near and all(
+                torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6)
+                for a, b in zip(model.parameters(), reference.parameters())
+            )
         theirs.step()
     count = len(list(model.parameters()))
-    near = near and all(torch.allclose(a, b, atol=2e-2 if is_low else 1e-4) for a, b in zip(
-        whole(model)[:count], reference.parameters()))
+    near = near and all(
+        torch.allclose(a, b, atol=2e-2 if is_low else 1e-4)
+        for a, b in zip(whole(model)[:count], reference.parameters())
+    )
     loss_fn(model, own_batch()).backward()  # the model is as fully_shard() made it
-    return {"near": near, "ranks": step.report.ranks,
-            "is_sharded": all(hasattr(p, "device_mesh") for p in model.parameters())}
+    return {
+        "near": near,
+        "ranks": step.report.ranks,
+        "is_sharded": all(hasattr(p, "device_mesh") for p in model.parameters()),
+    }
 
 
 def _train(fails_at, is_failing, is_low, gradients, times=1):
     """(state, error, the mode of the second step)."""
     model = sharded(plain(), is_low)
-    step = step_of(model, adam(model), loss_fn, micro_start=4, micro_largest=4, micro_smallest=4,
-                   gradients=gradients, clip=0.5, lighten=[lambda on: None])
+    step = step_of(
+        model,
+        adam(model),
+        loss_fn,
+        micro_start=4,
+        micro_largest=4,
+        micro_smallest=4,
+        gradients=gradients,
+        clip=0.5,
+        lighten=[lambda on: None],
+    )
     mode, error, batch = FailAt(fails_at if is_failing else 0, times), None, own_batch()
     for number in range(3):
         try:
@@ -182,8 +212,11 @@ def ooms_everywhere(is_on_all, is_low, gradients, stride):
 
 def less_memory():
     """What _less_memory() finds for each place where memory runs out."""
-    return [_less_memory(where, gradients)
-            for where in ("forward", "backward") for gradients in ("fresh",)]
+    return [
+        _less_memory(where, gradients)
+        for where in ("forward", "backward")
+        for gradients in ("fresh",)
+    ]
 
 
 def _less_memory(where, gradients):
@@ -203,6 +236,7 @@ def _less_memory(where, gradients):
 
 def unused():
     """A parameter that is used on rank 0 only, and one that is used nowhere."""
+
     class Model(nn.ModuleDict):
         def forward(self, x):
             y = self["all"](x)
@@ -241,8 +275,10 @@ def failures():
     step = step_of(model, adam(model), failing, micro_start=4)
     step(own_batch())
     before, found = whole(model), {}
-    for name, error in (("loss_fn", ValueError("the sample is bad")),
-                        ("Exhausted", torch.OutOfMemoryError("CUDA out of memory."))):
+    for name, error in (
+        ("loss_fn", ValueError("the sample is bad")),
+        ("Exhausted", torch.OutOfMemoryError("CUDA out of memory.")),
+    ):
         state["error"] = error
         found[name] = _error_of(lambda: step(own_batch()))
         state["error"] = None

@@ -24,9 +24,15 @@ def test_a_step_is_that_of_ddp(kind, options, step_options):
 
 
 @pytest.mark.parametrize("is_on_all", (False, True))
-@pytest.mark.parametrize("kind, gradients, stride", [
-    ("mlp", "fresh", 1), ("mlp", "inplace", 3), ("conv", "fresh", 5), ("gpt", "fresh", 7),
-])
+@pytest.mark.parametrize(
+    "kind, gradients, stride",
+    [
+        ("mlp", "fresh", 1),
+        ("mlp", "inplace", 3),
+        ("conv", "fresh", 5),
+        ("gpt", "fresh", 7),
+    ],
+)
 def test_an_oom_at_every_operation_changes_no_bit(kind, is_on_all, gradients, stride):
     for found in run("ooms_everywhere", kind, is_on_all, gradients, stride):
         assert found["wrong"] == []

@@ -18,8 +18,7 @@ def test_micro_batches_make_no_collectives():
     assert [its["runs"] for its in found] == [8, 1]
     for its in found:
         assert its["first"] == its["last"] == {"all_gather_single": 3}
-        assert its["all"] == {
-            "all_gather_single": 3, "reduce_scatter_single": 3, "all_reduce": 1}
+        assert its["all"] == {"all_gather_single": 3, "reduce_scatter_single": 3, "all_reduce": 1}
 
 
 @pytest.mark.parametrize("is_low", (False, True))
@@ -30,9 +29,7 @@ def test_a_step_is_that_of_one_process(is_low):
 
 
 @pytest.mark.parametrize("is_on_all", (False, True))
-@pytest.mark.parametrize(
-    "is_low, gradients", [(False, "fresh"), (True, "fresh")]
-)
+@pytest.mark.parametrize("is_low, gradients", [(False, "fresh"), (True, "fresh")])
 def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, gradients):
     for found in run("ooms_everywhere", is_on_all, is_low, gradients, 2):
         assert found["wrong"] == found["errors"] == []
@@ -75,8 +72,10 @@ def test_a_rank_that_is_killed_is_named(where):
 def test_what_cannot_be_trained_is_refused_by_name():
     for found in run("refused"):
         assert "fully_shard() was called for parts of the model" in found["parts"]
-        assert "has 10 parameters that require a gradient, and the optimizer has 4 of them" in (
-            found["optimizer"])
+        assert (
+            "has 10 parameters that require a gradient, and the optimizer has 4 of them"
+            in (found["optimizer"])
+        )
         assert "expected a mesh of one dimension" in found["hybrid"]
         assert "has gradient_divide_factor: expected none" in found["factor"]
         assert "which needs no scaler" in found["scaler"]

@@ -74,8 +74,9 @@ def as_ddp(kind, options, step_options):
         theirs.step()
     return {
         "bits": dist.get_rank() > 0 or same_bits(state_of(model), state_of(other)),
-        "near": all(torch.allclose(a, b, atol=0.01) for a, b in zip(
-            model.parameters(), other.parameters())),
+        "near": all(
+            torch.allclose(a, b, atol=0.01) for a, b in zip(model.parameters(), other.parameters())
+        ),
         "same": is_same_everywhere(model),
         "loss": abs(losses[-1] - sum(everyones(float(loss.detach()))) / 2) < 1e-6,
         "ranks": step.report.ranks,
@@ -235,8 +236,9 @@ def uneven(has_normalizer, is_plain):
     options = {"group": True} if is_plain else {}
     if has_normalizer:
         options["normalizer"] = lambda batch: torch.tensor(len(batch[0]))
-    step = step_of(trained, sgd(trained), total if has_normalizer else mean, micro_start=4,
-                   **options)
+    step = step_of(
+        trained, sgd(trained), total if has_normalizer else mean, micro_start=4, **options
+    )
     reference = copy.deepcopy(model)
     loss = float(step(own))
     whole = mean(reference, (x, y))
@@ -417,8 +419,7 @@ class DeepSpeedEngine(nn.Linear):
 
 def refused():
     """The message of each model that cannot be trained so, and of what is only said."""
-    FullyShardedDataParallel.__module__ = (
-        "torch.distributed.fsdp.fully_sharded_data_parallel")
+    FullyShardedDataParallel.__module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
     DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
     found = {}
 
