@@ -63,6 +63,18 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
     longjmp(rb->escape, 1);
 }
 
+/* ---- scopes ---- */
+
+rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out)
+{
+    return rbi_scope_open_phase(rb, out, 0);
+}
+
+rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key)
+{
+    return rbi_scope_begin_phase(out, rb->pool, !rbi_is_on(rb->options.reclaim), key);
+}
+
 /* ---- who declares that it mutates ---- */
 
 static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
@@ -399,24 +411,6 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
         warn_of_promise(rb);
     }
     return REBATCH_OK;
-}
-
-rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
-{
-    const rebatch_microbatch mb = {.step = rb->step,
-                                   .count = count,
-                                   .batch = rb->batch,
-                                   .probing = true,
-                                   .pool = rb->pool,
-                                   .stream = rb->options.stream,
-                                   .rank_batch = rb->batch};
-    rb->size = size;
-    rebatch_status status = rbi_resize_to(rb, count);
-    if (!status)
-        status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
-    if (rb->ops->resize)
-        rbi_resize_release(rb);
-    return status;
 }
 
 /* ---- resize ---- */

@@ -1,39 +1,15 @@
-/* Owns how what happened is said: events to the callback, and as one line of text.
- * Must not know why it happened. */
+/* Owns what an event says: its members, and one line of text.
+ * Must not know where events go, nor why something happened. */
 #include <inttypes.h>
 #include <string.h>
 
 #include "recover/recover.h"
 
-static const struct {
-    rebatch_log_level level;
-    const char *text;
-} kinds[] = {
-#define KIND(name, event_level, event_text) {REBATCH_LOG_##event_level, event_text},
-    REBATCH_EVENTS(KIND)
-#undef KIND
+static const char *const texts[] = {
+#define TEXT(name, level, text) text,
+    REBATCH_EVENTS(TEXT)
+#undef TEXT
 };
-
-void rbi_event_emit(const rebatch *rb, rebatch_event *event)
-{
-    event->level = kinds[event->kind].level;
-    event->step = rb->step;
-    const rebatch_log_level level =
-        rb->options.log_level ? rb->options.log_level : REBATCH_LOG_INFO;
-    if (rb->options.on_event && event->level <= level)
-        rb->options.on_event(event, rb->options.on_event_user);
-    rbi_log_write(&rb->log, event);
-}
-
-void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
-                        void *user)
-{
-    rb->options.on_event = on_event;
-    rb->options.on_event_user = user;
-    rb->log.to_stderr = false;
-    if (rb->options.log_level && rb->options.log_level < REBATCH_LOG_INFO)
-        rb->options.log_level = REBATCH_LOG_INFO;
-}
 
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
 {
@@ -211,7 +187,7 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
     if (!event)
         return 0;
     rbi_text_add(&t, "step %" PRIu64 ": %s", event->step,
-                 is_refused(event) ? "not started" : kinds[event->kind].text);
+                 is_refused(event) ? "not started" : texts[event->kind]);
     if (rbi_event_is_oom(event->kind))
         add_strike(&t, event);
     else if (event->phase == REBATCH_PHASE_MAP)

@@ -98,6 +98,33 @@ void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_ke
     }
 }
 
+/* What pressure callbacks free is free at once and for good, so what they do to guarded state is
+ * too. */
+static void on_pressure(void *user, bool begins)
+{
+    rebatch *rb = user;
+    if (begins) {
+        (void)pthread_mutex_lock(&rb->changing);
+        rbi_guards_begin_change(rb, RBI_CHANGE_PRESSURE);
+    } else {
+        rbi_guards_end_change(rb, RBI_CHANGE_PRESSURE, true);
+        (void)pthread_mutex_unlock(&rb->changing);
+    }
+}
+
+void rbi_guards_watch_pressure(rebatch *rb)
+{
+    const struct rbi_pool_pressure_watch own = {.on_pressure = on_pressure, .user = rb};
+    const struct rbi_pool_pressure_watch before = rbi_pool_watch_pressure(rb->pool, &own);
+    if (before.user != rb)
+        rb->outer_watch = before;
+}
+
+void rbi_guards_unwatch_pressure(rebatch *rb)
+{
+    (void)rbi_pool_watch_pressure(rb->pool, &rb->outer_watch);
+}
+
 /* ---- saving and restoring ---- */
 
 /* Pressure of another thread waits until all copies are made, and is waited for. */

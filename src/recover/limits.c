@@ -102,6 +102,13 @@ size_t rbi_rest_size(const rebatch_options *o, size_t left)
     return even ? even : left;
 }
 
+void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options)
+{
+    sizes->micro = options->micro_start ? options->micro_start : SIZE_MAX;
+    sizes->growth.wait = options->grow_after;
+    sizes->model_factor = 1;
+}
+
 size_t rbi_micro_upper(const rebatch *rb, size_t batch)
 {
     const size_t most = rbi_min(batch, rb->most);

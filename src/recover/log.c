@@ -1,5 +1,5 @@
-/* Owns where events are written when nobody else takes them, and as what: lines of text or of JSON
- * on standard error or in a file. Must not know why something happened. */
+/* Owns where events go: to the callback, and as lines of text or of JSON to standard error or into
+ * a file. Must not know why something happened. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -161,7 +161,7 @@ static void add_text(struct rbi_text *t, const struct rbi_log *log, const rebatc
 }
 
 /* In one piece, so that lines of several processes do not mix. */
-void rbi_log_write(const struct rbi_log *log, const rebatch_event *event)
+static void write_event(const struct rbi_log *log, const rebatch_event *event)
 {
     char line[LINE_BYTES], sentence[SENTENCE_BYTES];
     struct rbi_text t = {line, sizeof line, 0};
@@ -174,4 +174,32 @@ void rbi_log_write(const struct rbi_log *log, const rebatch_event *event)
         add_text(&t, log, event, sentence);
     rbi_assert(t.length < sizeof line);
     write_quietly(log->to_stderr ? STDERR_FILENO : log->file, line, t.length);
+}
+
+/* ---- to whom ---- */
+
+void rbi_event_emit(const rebatch *rb, rebatch_event *event)
+{
+    static const rebatch_log_level levels[] = {
+#define LEVEL(name, level, text) REBATCH_LOG_##level,
+        REBATCH_EVENTS(LEVEL)
+#undef LEVEL
+    };
+    event->level = levels[event->kind];
+    event->step = rb->step;
+    const rebatch_log_level level =
+        rb->options.log_level ? rb->options.log_level : REBATCH_LOG_INFO;
+    if (rb->options.on_event && event->level <= level)
+        rb->options.on_event(event, rb->options.on_event_user);
+    write_event(&rb->log, event);
+}
+
+void rbi_event_redirect(rebatch *rb, void (*on_event)(const rebatch_event *event, void *user),
+                        void *user)
+{
+    rb->options.on_event = on_event;
+    rb->options.on_event_user = user;
+    rb->log.to_stderr = false;
+    if (rb->options.log_level && rb->options.log_level < REBATCH_LOG_INFO)
+        rb->options.log_level = REBATCH_LOG_INFO;
 }

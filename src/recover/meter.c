@@ -106,6 +106,18 @@ rebatch_status rbi_memory_available(size_t *out, const rebatch *rb)
     return status;
 }
 
+uint64_t rbi_resize_bytes(const rebatch *rb)
+{
+    return rb->buffers.size && !rb->buffers_are_fixed ? rbi_pool_resident_bytes(rb->pool) : 0;
+}
+
+rebatch_status rbi_available(size_t *out, const rebatch *rb)
+{
+    if (rbi_meter_is_set(rb) || rb->buffers_are_fixed)
+        return rbi_memory_available(out, rb);
+    return rbi_pool_available_resident(out, rb->pool);
+}
+
 rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes)
 {
     if (!rbi_meter_is_set(rb))

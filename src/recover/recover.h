@@ -33,6 +33,10 @@ bool rbi_meter_end(struct rbi_used *out, rebatch *rb);
 void rbi_memory_get(struct rbi_memory *out, const rebatch *rb);
 uint64_t rbi_memory_step_peak(const rebatch *rb);
 rebatch_status rbi_memory_available(size_t *out, const rebatch *rb);
+/* The same, with what another size would free: the buffers that resize has made. */
+rebatch_status rbi_available(size_t *out, const rebatch *rb);
+/* What those buffers hold; 0: none that another size would change. */
+uint64_t rbi_resize_bytes(const rebatch *rb);
 /* As rbi_pool_admit(). */
 rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes);
 /* Returns cached memory to the device: how much. */
@@ -76,6 +80,9 @@ enum rbi_guard_change { RBI_CHANGE_LIGHTEN, RBI_CHANGE_PRESSURE };
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
 void rbi_guards_release(rebatch *rb);
+/* While callbacks can run, what pressure callbacks change in guarded state is kept. */
+void rbi_guards_watch_pressure(rebatch *rb);
+void rbi_guards_unwatch_pressure(rebatch *rb);
 
 #define RBI_MAX_SAVERS 16
 
@@ -220,9 +227,6 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size);
 /* The samples that the buffers in force are for: those that are there, or that resize is to be
  * called for next; 0: the function has none that another size would change. */
 size_t rbi_resize_size(const rebatch *rb);
-uint64_t rbi_resize_bytes(const rebatch *rb);
-/* As rebatch_pool_available(), with what another size would free. */
-rebatch_status rbi_available(size_t *out, const rebatch *rb);
 
 /* ---- callbacks (attempt.c) ---- */
 
@@ -294,8 +298,6 @@ struct rbi_log {
 /* REBATCH_E_IO when the file cannot be opened. */
 rebatch_status rbi_log_open(struct rbi_log *log, const rebatch_options *options);
 void rbi_log_close(struct rbi_log *log);
-/* Writes an event that is important enough as one line. Uses no heap. */
-void rbi_log_write(const struct rbi_log *log, const rebatch_event *event);
 
 /* ---- events (event.c) ---- */
 
@@ -442,10 +444,6 @@ rebatch_status rbi_vote_end(rebatch *rb, rebatch_status own, const struct rbi_sa
 rebatch_status rbi_vote_owe(rebatch *rb, rebatch_status status);
 
 /* ---- the session (session.c) ---- */
-
-/* While callbacks can run, what pressure callbacks change in guarded state is kept. */
-void rbi_session_watch_pressure(rebatch *rb);
-void rbi_session_unwatch_pressure(rebatch *rb);
 
 /* An attempt that was not started. */
 struct rbi_refusal {

@@ -1,5 +1,5 @@
 /* Owns the buffers of the micro-batch's size: when resize is called, and when what it allocated is
- * taken back. Must not know what is done about an OOM. */
+ * taken back; a trial with buffers of its own. Must not know what is done about an OOM. */
 #include "recover/recover.h"
 
 /* Whether what resize allocated is all there still: the program may have freed some, and a scope of
@@ -95,14 +95,20 @@ rebatch_status rbi_resize_ready(rebatch *rb)
     return REBATCH_OK;
 }
 
-uint64_t rbi_resize_bytes(const rebatch *rb)
+rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
 {
-    return rb->buffers.size && !rb->buffers_are_fixed ? rbi_pool_resident_bytes(rb->pool) : 0;
-}
-
-rebatch_status rbi_available(size_t *out, const rebatch *rb)
-{
-    if (rbi_meter_is_set(rb) || rb->buffers_are_fixed)
-        return rbi_memory_available(out, rb);
-    return rbi_pool_available_resident(out, rb->pool);
+    const rebatch_microbatch mb = {.step = rb->step,
+                                   .count = count,
+                                   .batch = rb->batch,
+                                   .probing = true,
+                                   .pool = rb->pool,
+                                   .stream = rb->options.stream,
+                                   .rank_batch = rb->batch};
+    rb->size = size;
+    rebatch_status status = rbi_resize_to(rb, count);
+    if (!status)
+        status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
+    if (rb->ops->resize)
+        rbi_resize_release(rb);
+    return status;
 }

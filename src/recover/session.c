@@ -72,33 +72,6 @@ static void set_defaults(rebatch_options *o)
         o->pool = (rebatch_pool_options)REBATCH_POOL_OPTIONS_INIT;
 }
 
-/* What pressure callbacks free is free at once and for good, so what they do to guarded state is
- * too. */
-static void on_pressure(void *user, bool begins)
-{
-    rebatch *rb = user;
-    if (begins) {
-        (void)pthread_mutex_lock(&rb->changing);
-        rbi_guards_begin_change(rb, RBI_CHANGE_PRESSURE);
-    } else {
-        rbi_guards_end_change(rb, RBI_CHANGE_PRESSURE, true);
-        (void)pthread_mutex_unlock(&rb->changing);
-    }
-}
-
-void rbi_session_watch_pressure(rebatch *rb)
-{
-    const struct rbi_pool_pressure_watch own = {.on_pressure = on_pressure, .user = rb};
-    const struct rbi_pool_pressure_watch before = rbi_pool_watch_pressure(rb->pool, &own);
-    if (before.user != rb)
-        rb->outer_watch = before;
-}
-
-void rbi_session_unwatch_pressure(rebatch *rb)
-{
-    (void)rbi_pool_watch_pressure(rb->pool, &rb->outer_watch);
-}
-
 void rbi_session_probe_begins(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
                               const struct rebatch_probe_options *options)
 {
@@ -121,13 +94,6 @@ static rebatch_status start_learning(rebatch *rb, const struct rbi_session_parts
     if (!status)
         rbi_learn_start(rb, &tuner);
     return status;
-}
-
-void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options)
-{
-    sizes->micro = options->micro_start ? options->micro_start : SIZE_MAX;
-    sizes->growth.wait = options->grow_after;
-    sizes->model_factor = 1;
 }
 
 static rebatch_status check_pool(const rebatch_options *o, rebatch_device *device)

@@ -153,11 +153,6 @@ struct rbi_tuner {
 /* The size is known, or not to be known. */
 void rbi_learn_stop(rebatch *rb);
 
-/* Opens a scope of what the session runs; one that only counts, where reclaim is off. */
-rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out);
-/* The same, and the pool is told of the phase `key`; the callback's end ends it. */
-rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key);
-
 /* ---- callbacks (attempt.c) ---- */
 
 enum rbi_callback {
@@ -171,6 +166,11 @@ enum rbi_callback {
     RBI_CALLBACKS
 };
 
+/* Opens a scope of what the session runs; one that only counts, where reclaim is off. */
+rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out);
+/* The same, and the pool is told of the phase `key`; the callback's end ends it. */
+rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key);
+
 /* As users know it: "forward_backward". */
 const char *rbi_callback_name(enum rbi_callback which);
 /* Runs one callback in a scope of its own. REBATCH_OK: the scope is committed. Else it was rolled
@@ -178,9 +178,6 @@ const char *rbi_callback_name(enum rbi_callback which);
  * A REBATCH_OOM has left no stale error behind, the stream is idle, and rbi_session_failure() is
  * about it. */
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb);
-/* Runs forward_backward of the batch's first `count` samples, which have that size, as a trial,
- * with buffers of its own: resize before it, and what that allocated is taken back after it. */
-rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size);
 /* Whether a callback of `rb`, which may be NULL, is running in this thread. */
 bool rbi_callback_is_running(const rebatch *rb);
 /* Whether what this thread does is the running callback's: also in a thread that has joined. */
@@ -195,6 +192,9 @@ bool rbi_callback_is_retry(const rebatch *rb);
 rebatch_status rbi_resize_ready(rebatch *rb);
 /* Takes back what resize has allocated. */
 void rbi_resize_release(rebatch *rb);
+/* Runs forward_backward of the batch's first `count` samples, which have that size, as a trial,
+ * with buffers of its own: resize before it, and what that allocated is taken back after it. */
+rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size);
 /* From here on, till the step's end, callbacks are a probe's. */
 void rbi_step_is_probe(rebatch *rb);
 
@@ -265,7 +265,7 @@ struct rbi_watched {
 /* How many there are; *out are the session's. */
 size_t rbi_watched_get(const struct rbi_watched **out, const rebatch *rb);
 
-/* ---- events (event.c) ---- */
+/* ---- events (log.c) ---- */
 
 void rbi_event_emit(const rebatch *rb, rebatch_event *event);
 /* From now on events of REBATCH_LOG_INFO, and what is logged already, go there, and none to

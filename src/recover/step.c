@@ -4,16 +4,6 @@
 
 /* ---- what the step takes back ---- */
 
-rebatch_status rbi_scope_open(rebatch *rb, rebatch_scope *out)
-{
-    return rbi_scope_open_phase(rb, out, 0);
-}
-
-rebatch_status rbi_scope_open_phase(rebatch *rb, rebatch_scope *out, uint64_t key)
-{
-    return rbi_scope_begin_phase(out, rb->pool, !rbi_is_on(rb->options.reclaim), key);
-}
-
 rebatch_status rbi_step_open_scope(rebatch *rb)
 {
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
@@ -300,7 +290,7 @@ void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void
     rb->meter_peak_is_unknown = false;
     rb->live_before = rbi_pool_mark_peak(rb->pool);
     rb->meter_has_begun = false;
-    rbi_session_watch_pressure(rb);
+    rbi_guards_watch_pressure(rb);
     const unsigned turn = rbi_residents_enter(rb->pool, rb->residents);
     if (turn != rb->residents || !rb->residents) /* else it has begun already */
         rb->residents_before = turn;
@@ -315,7 +305,7 @@ void rbi_step_end(rebatch *rb)
 {
     rb->ops = NULL;
     (void)rbi_residents_enter(rb->pool, rb->residents_before);
-    rbi_session_unwatch_pressure(rb);
+    rbi_guards_unwatch_pressure(rb);
 }
 
 void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
