@@ -54,7 +54,7 @@ rebatch_status rbi_config_load(rebatch_config **out, const char *path, const cha
     if (!status)
         status = rbi_config_read_environment(config);
     if (!status)
-        status = rbi_config_check_together(config);
+        status = rbi_config_check_conflicts(config);
     if (status)
         rebatch_config_free(config);
     else
@@ -138,14 +138,6 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     SET(MEMORY_EVENTS, pool->events, (uint32_t)entry->number);
 }
 
-rebatch_log_level rbi_config_log_level(const struct rbi_entry *entry)
-{
-    static const rebatch_log_level levels[] = {REBATCH_LOG_DEFAULT, REBATCH_LOG_QUIET,
-                                               REBATCH_LOG_ERROR,   REBATCH_LOG_WARN,
-                                               REBATCH_LOG_INFO,    REBATCH_LOG_DEBUG};
-    return levels[entry->number];
-}
-
 static void fill(rebatch_options *o, const struct rebatch_config *config, bool is_override)
 {
     static const rebatch_on_oom on_oom[] = {REBATCH_ON_OOM_DEFAULT, REBATCH_ON_OOM_HALVE,
@@ -169,7 +161,7 @@ static void fill(rebatch_options *o, const struct rebatch_config *config, bool i
     SET(GROWTH_ENABLED, o->growth, toggle_of(entry));
     SET(GROWTH_AFTER, o->grow_after, (uint32_t)entry->number);
     SET(GROWTH_WAIT_MAX, o->grow_wait_max, (uint32_t)entry->number);
-    SET(LOG_LEVEL, o->log_level, rbi_config_log_level(entry));
+    SET(LOG_LEVEL, o->log_level, rbi_entry_log_level(entry));
     SET(LOG_FILE, o->log_file, entry->is_none ? NULL : entry->words);
     SET(LOG_FORMAT, o->log_format, formats[entry->number]);
 }

@@ -105,7 +105,7 @@ static rebatch_status check_memory(const struct rebatch_config *config)
 }
 
 /* 0 samples: the effective batch, whatever it will be. */
-rebatch_status rbi_config_check_together(const struct rebatch_config *config)
+rebatch_status rbi_config_check_conflicts(const struct rebatch_config *config)
 {
     const uint64_t start = config->entries[RBI_BATCH_START].number;
     const uint64_t largest = config->entries[RBI_BATCH_LARGEST].number;

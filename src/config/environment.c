@@ -8,6 +8,12 @@
 
 static const char file_variable[] = RBI_FILE_VARIABLE;
 
+const char *const rbi_run_variables[RBI_RUN_VARIABLE_COUNT] = {
+#define NAME_(id, name) name,
+    RBI_RUN_VARIABLES(NAME_)
+#undef NAME_
+};
+
 static bool is_known_variable(const char *name, size_t length)
 {
     for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {

@@ -6,12 +6,6 @@
 
 #include "config/settings.h"
 
-const char *const rbi_run_variables[RBI_RUN_VARIABLE_COUNT] = {
-#define NAME_(id, name) name,
-    RBI_RUN_VARIABLES(NAME_)
-#undef NAME_
-};
-
 static rebatch_status refuse(enum rbi_run_variable id, const char *text, const char *expected)
 {
     return rbi_error(REBATCH_E_PARSE, "%s is \"%s\": expected %s", rbi_run_variables[id],
@@ -89,7 +83,7 @@ static rebatch_status read_settings(struct rbi_run_settings *run)
         status = read_setting(&level, RBI_LOG_LEVEL);
     run->limit_bytes = limit.number;
     run->limit_permille = limit.permille;
-    run->log_level = rbi_config_log_level(&level);
+    run->log_level = rbi_entry_log_level(&level);
     return status;
 }
 

@@ -280,6 +280,8 @@ rebatch_status rbi_entry_set_list(struct rbi_entry *entry, const struct rbi_sett
 /* From a variable, or the table: text whose type is the setting's. */
 rebatch_status rbi_entry_set_bare(struct rbi_entry *entry, const struct rbi_setting *setting,
                                   const char *text, const struct rbi_place *place);
+/* The level of a value of log.level. */
+rebatch_log_level rbi_entry_log_level(const struct rbi_entry *entry);
 /* The error for a value of a type that no setting has: `shown` is '1.5, a number with a
  * fraction'. */
 rebatch_status rbi_entry_refuse(const struct rbi_setting *setting, const struct rbi_place *place,
@@ -390,11 +392,9 @@ rebatch_status rbi_config_read_file(struct rebatch_config *config, const char *p
 rebatch_status rbi_config_read_environment(struct rebatch_config *config);
 /* REBATCH_E_PARSE with its text for a variable that is nearly a setting's. */
 rebatch_status rbi_config_check_names(void);
-/* The level of a value of log.level. */
-rebatch_log_level rbi_config_log_level(const struct rbi_entry *entry);
 /* Overrides `options` with what a file or a variable has set, and leaves the rest. */
 void rbi_config_override(rebatch_options *options, const struct rebatch_config *config);
 /* What no value can be blamed for alone. REBATCH_E_PARSE. */
-rebatch_status rbi_config_check_together(const struct rebatch_config *config);
+rebatch_status rbi_config_check_conflicts(const struct rebatch_config *config);
 
 #endif

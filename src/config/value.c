@@ -391,3 +391,11 @@ rebatch_status rbi_entry_set_origin(struct rbi_entry *entry, const struct rbi_pl
     entry->origin = origin;
     return REBATCH_OK;
 }
+
+rebatch_log_level rbi_entry_log_level(const struct rbi_entry *entry)
+{
+    static const rebatch_log_level levels[] = {REBATCH_LOG_DEFAULT, REBATCH_LOG_QUIET,
+                                               REBATCH_LOG_ERROR,   REBATCH_LOG_WARN,
+                                               REBATCH_LOG_INFO,    REBATCH_LOG_DEBUG};
+    return levels[entry->number];
+}
