@@ -10,7 +10,6 @@
 #include "preload/preload.h"
 
 #if defined(__x86_64__)
-#define BASE_VERSION "GLIBC_2.2.5"
 __asm__(".text\n"
         ".p2align 4\n"
         ".globl dlsym\n"
@@ -36,7 +35,6 @@ __asm__(".text\n"
         "    .cfi_endproc\n"
         ".size dlsym, .-dlsym\n");
 #elif defined(__aarch64__)
-#define BASE_VERSION "GLIBC_2.17"
 __asm__(".text\n"
         ".p2align 4\n"
         ".globl dlsym\n"
@@ -65,30 +63,7 @@ __asm__(".text\n"
 #error "librebatch_wrap.so is for x86-64 and aarch64"
 #endif
 
-static _Atomic(rbi_dlsym *) real;
 static atomic_bool has_rebatch;
-
-/* ---- the C library's own ---- */
-
-static void *find_none(void *handle, const char *symbol)
-{
-    (void)handle;
-    (void)symbol;
-    return NULL;
-}
-
-/* By version: our own symbol has none, so it is never what is found. */
-rbi_dlsym *rbi_dlsym_real(void)
-{
-    static const char *const versions[] = {BASE_VERSION, "GLIBC_2.34"};
-    rbi_dlsym *known = atomic_load_explicit(&real, memory_order_relaxed);
-    for (size_t i = 0; i < sizeof versions / sizeof *versions && !known; i++) {
-        void *const found = dlvsym(RTLD_NEXT, "dlsym", versions[i]);
-        memcpy(&known, &found, sizeof known);
-    }
-    atomic_store_explicit(&real, known, memory_order_relaxed);
-    return known ? known : find_none;
-}
 
 /* ---- who answers ---- */
 

@@ -89,10 +89,10 @@ void *rbi_hook_replace_symbol(const char *symbol, void *found);
 /* The same for what cuGetProcAddress() has put into *out. */
 void rbi_hook_replace_asked(void **out, const char *name, int version, unsigned long long flags);
 
-/* ---- dlsym (dlsym.c) ---- */
+/* ---- dlsym (real.c, dlsym.c) ---- */
 
 typedef void *rbi_dlsym(void *handle, const char *symbol);
-/* The C library's own; NULL where there is none. */
+/* The C library's own; where there is none, one that finds nothing. */
 rbi_dlsym *rbi_dlsym_real(void);
 /* Whether a CUDA device of this library was opened in the process: whoever opened it takes memory
  * for a pool by the driver's own functions, and applies limits and failures itself. */
