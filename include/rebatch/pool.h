@@ -55,7 +55,7 @@ typedef struct rebatch_pool_options {
     uint32_t rounding_divisions; /**< block sizes are rounded up to one of this many steps between
                                       two powers of two; a power of two up to 256; 0: rounding to
                                       REBATCH_POOL_UNIT_BYTES only */
-    rebatch_toggle guard; /**< REBATCH_ON: each block ends where mapped memory ends, so that an
+    rebatch_toggle fence; /**< REBATCH_ON: each block ends where mapped memory ends, so that an
                                overrun faults; costs a page and device calls for each block; default
                                off */
     uint32_t events;      /**< how many of the latest allocations, frees, mappings, OOMs and
@@ -222,7 +222,7 @@ extern "C" {
  *  @param device    borrowed; must outlive the pool
  *  @param options   copied; NULL: defaults
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE;
- *          REBATCH_E_UNSUPPORTED when guard is on, and caching is off or the device has no virtual
+ *          REBATCH_E_UNSUPPORTED when fence is on, and caching is off or the device has no virtual
  *          memory */
 REBATCH_API rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
                                                const rebatch_pool_options *options);
@@ -289,7 +289,7 @@ REBATCH_API rebatch_status rebatch_pool_block_bytes(size_t *bytes, rebatch_pool 
  *
  *  The call only checks whether the device has the memory now, and guarantees nothing, when caching
  *  is off, and in a thread that runs concurrently with a session's callback without having joined
- *  it (rebatch_join()). With guard on it does nothing. rebatch_pool_mark() ends what was reserved.
+ *  it (rebatch_join()). With fence on it does nothing. rebatch_pool_mark() ends what was reserved.
  *  @param pool    the pool
  *  @param bytes   sum of the rounded sizes
  *  @param stream  the stream of the allocations

@@ -499,7 +499,7 @@ extern "C" {
  *  @return REBATCH_OK, REBATCH_E_INVALID, REBATCH_E_HOST_OOM, REBATCH_E_DEVICE; REBATCH_E_PARSE
  *          for a wrong value in the file or in a variable, and REBATCH_E_IO for a file that cannot
  *          be read: rebatch_last_error() has file and line; REBATCH_E_UNSUPPORTED when
- *          options->pool.guard is on, and options->pool.caching is off or the device has no virtual
+ *          options->pool.fence is on, and options->pool.caching is off or the device has no virtual
  *          memory */
 REBATCH_API_CHECKED rebatch_status rebatch_open(rebatch **out, rebatch_device *device,
                                                 const rebatch_options *options);

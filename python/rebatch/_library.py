@@ -351,7 +351,7 @@ class PoolOptions(Struct):
         ("max_split_bytes", c_size_t),
         ("gc_threshold_permille", c_uint32),
         ("rounding_divisions", c_uint32),
-        ("guard", c_int),
+        ("fence", c_int),
         ("events", c_uint32),
         ("keep_room_permille", c_uint32),
         ("replay", c_int),

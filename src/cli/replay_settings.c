@@ -98,9 +98,9 @@ static bool set_replay(struct rbi_replay_settings *settings, const char *text)
     return set_toggle(&settings->pool.replay, text);
 }
 
-static bool set_guard(struct rbi_replay_settings *settings, const char *text)
+static bool set_fence(struct rbi_replay_settings *settings, const char *text)
 {
-    return set_toggle(&settings->pool.guard, text);
+    return set_toggle(&settings->pool.fence, text);
 }
 
 /* A whole number from 1 to `most`. */
@@ -181,7 +181,7 @@ static const struct option options[] = {
     {"--gc-threshold", set_gc_threshold, "a share from 0.1% to 100%"},
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
-    {"--guard", set_guard, "on or off"},
+    {"--fence", set_fence, "on or off"},
     {"--page", set_page, "a power of two from 4KiB"},
     {"--repeat", set_repeat, "a number from 1 to 1000"},
     {"--snapshot", set_snapshot, "a file's name that ends in .pickle or .csv"},
@@ -207,8 +207,9 @@ static bool read_option(struct rbi_replay_settings *settings, int *at, int count
     const char *value;
     const struct option *option = find_option(arguments[*at], &value);
     if (!option) {
-        fprintf(stderr, "rebatch replay: there is no option '%.60s'; see 'rebatch help replay'\n",
-                arguments[*at]);
+        const bool is_fence = strncmp(arguments[*at], "--guard", 7) == 0;
+        fprintf(stderr, "rebatch replay: there is no option '%.60s'; %s\n", arguments[*at],
+                is_fence ? "it is --fence" : "see 'rebatch help replay'");
         return false;
     }
     if (!option->expected && value) {

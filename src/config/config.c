@@ -134,7 +134,7 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     SET(MEMORY_GC_THRESHOLD, pool->gc_threshold_permille, entry->permille);
     SET(MEMORY_KEEP_ROOM, pool->keep_room_permille, entry->permille);
     SET(MEMORY_ROUNDING, pool->rounding_divisions, (uint32_t)entry->number);
-    SET(MEMORY_GUARD, pool->guard, toggle_of(entry));
+    SET(MEMORY_FENCE, pool->fence, toggle_of(entry));
     SET(MEMORY_EVENTS, pool->events, (uint32_t)entry->number);
 }
 

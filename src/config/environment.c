@@ -57,8 +57,14 @@ static rebatch_status check_name(const char *name, size_t length)
     if (is_known_variable(name, length))
         return REBATCH_OK;
     struct rbi_nearest nearest = rbi_nearest_to(name, length);
-    for (size_t i = 0; i < RBI_SETTING_COUNT; i++)
-        rbi_nearest_offer(&nearest, rbi_setting_variable(&rbi_settings[i]).name, &rbi_settings[i]);
+    for (size_t i = 0; i < RBI_SETTING_COUNT; i++) {
+        const struct rbi_setting *const setting = &rbi_settings[i];
+        rbi_nearest_offer(&nearest, rbi_setting_variable(setting).name, setting);
+        if (setting->was)
+            rbi_nearest_offer(&nearest,
+                              rbi_setting_variable(&(struct rbi_setting){.key = setting->was}).name,
+                              setting);
+    }
     rbi_nearest_offer(&nearest, file_variable, file_variable);
     const struct rbi_group *group = group_of(name, length);
     struct rbi_variable near = {""};

@@ -47,7 +47,7 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->promised_bytes = from->promised_bytes;
     to->rounding_divisions = from->rounding_divisions;
     to->caching = from->caching;
-    to->guard = from->guard;
+    to->fence = from->fence;
     to->plain = from->plain;
     to->has_space = from->has_space;
     to->medium_bytes = from->medium_bytes;

@@ -26,7 +26,7 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
 rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *pool,
                                      const struct rbi_mapping *mapping)
 {
-    const size_t bytes = mapping->bytes + mapping->guard_bytes;
+    const size_t bytes = mapping->bytes + mapping->fence_bytes;
     struct rbi_block *hole =
         rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
     rebatch_status status = REBATCH_OK;
@@ -79,7 +79,7 @@ rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mappin
     return create_lacking(pool, mapping, count, room);
 }
 
-/* Fills a window with memory; with a guard the last page of it stays a gap. */
+/* Fills a window with memory; with a fence the last page of it stays a gap. */
 rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_mapping *mapping, struct rbi_window *window)
 {

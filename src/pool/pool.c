@@ -23,15 +23,15 @@ static rebatch_status check_options(const rebatch_pool_options *options,
                          "rebatch_pool_options.rounding_divisions is %u: expected 0 or a power of "
                          "two up to 256",
                          (unsigned)divisions);
-    rebatch_status status = rbi_check_toggle(options->guard, "rebatch_pool_options.guard");
+    rebatch_status status = rbi_check_toggle(options->fence, "rebatch_pool_options.fence");
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->caching, "rebatch_pool_options.caching");
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->replay, "rebatch_pool_options.replay");
-    if (status == REBATCH_OK && options->guard == REBATCH_ON &&
+    if (status == REBATCH_OK && options->fence == REBATCH_ON &&
         (!rbi_device_has_virtual_memory(device) || !rbi_is_on(options->caching)))
         return rbi_error(REBATCH_E_UNSUPPORTED,
-                         "rebatch_pool_options.guard is on: expected caching to be on too, and a "
+                         "rebatch_pool_options.fence is on: expected caching to be on too, and a "
                          "device with virtual memory, which %s has%s",
                          rebatch_device_name(device),
                          rbi_device_has_virtual_memory(device) ? "" : " not");
@@ -50,8 +50,8 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->max_split_bytes = options->max_split_bytes ? options->max_split_bytes : SIZE_MAX;
     pool->rounding_divisions = options->rounding_divisions;
     pool->caching = rbi_is_on(options->caching);
-    pool->guard = options->guard == REBATCH_ON;
-    pool->plain = pool->caching && !pool->guard;
+    pool->fence = options->fence == REBATCH_ON;
+    pool->plain = pool->caching && !pool->fence;
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
     pool->medium_bytes = pool->has_space ? pool->page_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
     pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;

@@ -137,8 +137,8 @@ struct rebatch_pool {
     size_t promised_bytes;  /* of the last reserve, less what was allocated since */
     uint32_t rounding_divisions;
     bool caching;
-    bool guard;
-    bool plain;     /* caching && !guard */
+    bool fence;
+    bool plain;     /* caching && !fence */
     bool has_space; /* pages are mapped into reserved addresses */
 
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
@@ -285,7 +285,7 @@ static inline size_t rbi_pool_split_most(const rebatch_pool *pool)
 }
 /* Whether free blocks are cut without a look at other places. Requests of less than half a page
  * always do so: they are many, go into parts of pages anyway, and keep one only. With max_split
- * or a guard, where blocks lie is settled otherwise. */
+ * or a fence, where blocks lie is settled otherwise. */
 static inline void rbi_pool_set_care(rebatch_pool *pool, bool care)
 {
     const bool may = pool->has_space && pool->plain && pool->max_split_bytes == SIZE_MAX;
@@ -394,7 +394,7 @@ struct rbi_mapping {
     size_t bytes;
     struct rbi_pool_stream *stream;
     const struct rbi_pool_stream *spared; /* keeps its free pages; may be NULL */
-    size_t guard_bytes;                   /* to stay without memory behind it */
+    size_t fence_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free pages only */
     bool no_remap;                        /* fresh ones before free ones */
     bool ahead;                           /* it will be used as a whole */
@@ -412,7 +412,7 @@ rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *po
                                      const struct rbi_mapping *mapping);
 /* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
 rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count);
-/* Fills a window with memory; with a guard its last page stays a gap. */
+/* Fills a window with memory; with a fence its last page stays a gap. */
 rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_mapping *mapping, struct rbi_window *window);
 /* `bytes` more for the stream, in one free block: free pages first, not those of `spared`, then
@@ -465,7 +465,7 @@ struct rbi_request {
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
 /* The block nodes that must stay spare for searches under way. One needs them for a new range, a
- * window's rest, the block's rest, and a guard. */
+ * window's rest, the block's rest, and a fence. */
 #define RBI_POOL_SEARCH_NODES 4
 static inline size_t rbi_pool_search_nodes(const rebatch_pool *pool)
 {

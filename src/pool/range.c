@@ -348,7 +348,7 @@ void rbi_pool_collect(rebatch_pool *pool)
  * up to their last point. */
 static bool may_be_used(const struct rbi_block *block)
 {
-    if (block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_GUARD ||
+    if (block->state == RBI_BLOCK_HOLE || block->state == RBI_BLOCK_FENCE ||
         block->state == RBI_BLOCK_LOST)
         return false;
     const bool live = block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED;

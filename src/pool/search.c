@@ -95,7 +95,7 @@ static struct rbi_block *take_isolated(rebatch_pool *pool, const struct rbi_requ
 
 static bool may_leave_zone(const rebatch_pool *pool, const struct rbi_request *request)
 {
-    return pool->caching && !pool->guard && rbi_pool_zone(pool, request->bytes) != RBI_ZONE_ANY;
+    return pool->caching && !pool->fence && rbi_pool_zone(pool, request->bytes) != RBI_ZONE_ANY;
 }
 
 /* A block of any zone, rather than wait for work or fail. */
@@ -143,8 +143,8 @@ static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request 
 }
 
 /* A block whose end is that of its last page, and a gap behind: both out of one window. */
-static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
-                                   struct rbi_mapping *mapping)
+static rebatch_status take_fenced(struct rbi_block **out, rebatch_pool *pool,
+                                  struct rbi_mapping *mapping)
 {
     const size_t step = pool->page_bytes;
     size_t whole;
@@ -153,13 +153,13 @@ static rebatch_status take_guarded(struct rbi_block **out, rebatch_pool *pool,
     struct rbi_mapping with_gap = *mapping;
     struct rbi_window window;
     with_gap.bytes = whole;
-    with_gap.guard_bytes = step;
+    with_gap.fence_bytes = step;
     rebatch_status status = rbi_mapping_find_hole(&window, pool, &with_gap);
     if (status != REBATCH_OK)
         return status;
     rbi_window_hold(pool, &window);
     struct rbi_block *gap = rbi_block_split(&pool->heap, window.first, whole);
-    gap->state = RBI_BLOCK_GUARD;
+    gap->state = RBI_BLOCK_FENCE;
     window.bytes = whole;
     window.pages--;
     status = rbi_mapping_gather(pool, mapping, window.pages);
@@ -212,7 +212,7 @@ static struct rbi_block *take_row(rebatch_pool *pool, const struct rbi_request *
  * need not be asked what it has left, which takes it microseconds. */
 static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rbi_request *request)
 {
-    if (pool->guard || pool->care_bytes != SIZE_MAX || !rbi_pool_knows_needs(pool))
+    if (pool->fence || pool->care_bytes != SIZE_MAX || !rbi_pool_knows_needs(pool))
         return NULL;
     struct rbi_block *block = take_isolated(pool, request);
     if (!block)
@@ -238,7 +238,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
     const uint64_t remaps = pool->stages[REBATCH_STAGE_REMAP];
     reach(pool, request, REBATCH_STAGE_REMAP);
     const rebatch_status status =
-        pool->guard ? take_guarded(out, pool, &mapping)
+        pool->fence ? take_fenced(out, pool, &mapping)
                     : take_pages(out, pool, request, &mapping, policy.fresh_first);
     if (mapping.from_cache && *out) {
         pool->stages[REBATCH_STAGE_REMAP] = remaps;
@@ -273,13 +273,13 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     struct rbi_block *block = rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX,
                                              rbi_pool_split_most(pool), RBI_ZONE_ANY);
     struct rbi_window window = {NULL, NULL, 0, 0, false};
-    if (!block && !pool->guard &&
+    if (!block && !pool->fence &&
         rbi_window_find_best(&window, pool, request->bytes, room / pool->page_bytes)) {
         struct rbi_mapping mapping = {.bytes = request->bytes, .stream = request->stream};
         reach(pool, request, REBATCH_STAGE_REMAP);
         status = rbi_mapping_fill(&block, pool, &mapping, &window);
     }
-    *out = pool->guard ? NULL : take_part(pool, request, block, window.at_end);
+    *out = pool->fence ? NULL : take_part(pool, request, block, window.at_end);
     return *out || status != REBATCH_OK ? status : REBATCH_OOM;
 }
 
@@ -311,14 +311,14 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
         reach(pool, request, REBATCH_STAGE_OTHER_STREAMS);
     bool any;
     rebatch_status status = rbi_pool_poll_pending(&any, pool, request->stream, request->bytes);
-    if (status != REBATCH_OK || (any && !pool->guard && (*out = take_own(pool, request))))
+    if (status != REBATCH_OK || (any && !pool->fence && (*out = take_own(pool, request))))
         return status;
     if ((status = rbi_pool_poll_rest(pool)) != REBATCH_OK)
         return status;
     rbi_pool_flush_lists(pool);
     if (!others)
         return REBATCH_OK;
-    if (!pool->guard)
+    if (!pool->fence)
         *out = take_any(pool, request);
     if (!*out)
         rbi_pool_mark_soon(pool);
@@ -330,7 +330,7 @@ static rebatch_status run_stages(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
 {
     rebatch_status status;
-    if (pool->caching && !pool->guard) {
+    if (pool->caching && !pool->fence) {
         reach(pool, request, REBATCH_STAGE_CACHE);
         if ((*out = take_own(pool, request)))
             return REBATCH_OK;
@@ -348,7 +348,7 @@ static rebatch_status run_stages(struct rbi_block **out, rebatch_pool *pool,
         reach(pool, request, REBATCH_STAGE_WAIT);
         if ((status = rbi_pool_await_streams(pool)) != REBATCH_OK)
             return status;
-        if (pool->caching && !pool->guard && (*out = take_any(pool, request)))
+        if (pool->caching && !pool->fence && (*out = take_any(pool, request)))
             return REBATCH_OK;
         if (pool->has_space && (status = take_fresh(out, pool, request)) != REBATCH_OOM)
             return status;

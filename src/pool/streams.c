@@ -247,12 +247,12 @@ static bool is_ready(const struct rbi_block *block)
     return true;
 }
 
-/* The gap behind a guarded block is a hole again with it. */
+/* The gap behind a fenced block is a hole again with it. */
 static void put_away(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_block *const gap = block->after;
     rbi_block_merge(&pool->heap, block);
-    if (pool->guard)
+    if (pool->fence)
         (void)rbi_block_put(&pool->heap, gap);
 }
 
@@ -261,7 +261,7 @@ void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
     block->freed_at = note_free(pool, rbi_stream_of(block));
     block->sequence = pool->sequence;
     if (!block->used) {
-        if (pool->guard)
+        if (pool->fence)
             put_away(pool, block);
         else
             rbi_block_cache(&pool->heap, block);

@@ -35,7 +35,7 @@
     X("gc_threshold_permille", p->gc_threshold_permille)                                           \
     X("keep_room_permille", p->keep_room_permille)                                                 \
     X("rounding_divisions", p->rounding_divisions)                                                 \
-    X("guard", p->guard == REBATCH_ON)
+    X("guard", p->fence == REBATCH_ON) /* as files have it */
 
 static void describe_settings(char *text, size_t size, const rebatch *rb,
                               const rebatch_probe_options *o, size_t batch)

@@ -27,7 +27,7 @@ static void build(struct world *w, enum device_kind kind)
     memset(w, 0, sizeof *w);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = kind == NO_CACHE ? REBATCH_OFF : REBATCH_ON;
-    options.guard = kind == GUARD ? REBATCH_ON : REBATCH_OFF;
+    options.fence = kind == GUARD ? REBATCH_ON : REBATCH_OFF;
     cr_assert_eq(rebatch_device_open_host(&w->host, PAGES * PAGE, NULL), REBATCH_OK);
     if (kind == PLAIN) {
         plain = *w->host->ops;

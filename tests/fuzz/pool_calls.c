@@ -22,7 +22,7 @@ struct session {
 static void configure(rebatch_pool_options *options, uint8_t byte)
 {
     options->caching = byte % 16 == 1 ? REBATCH_OFF : REBATCH_DEFAULT;
-    options->guard = byte % 16 == 2 ? REBATCH_ON : REBATCH_DEFAULT;
+    options->fence = byte % 16 == 2 ? REBATCH_ON : REBATCH_DEFAULT;
     options->ballast_bytes = byte & 16 ? PAGE : 0;
     options->max_split_bytes = byte & 32 ? 2 * PAGE : 0;
     options->gc_threshold_permille = byte & 64 ? 600 : 0;
@@ -49,7 +49,7 @@ static void open_session(struct session *s, uint8_t byte, uint8_t more)
     memset(s, 0, sizeof *s);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     configure(&options, byte);
-    const bool plain = more % 4 == 1 && options.guard != REBATCH_ON;
+    const bool plain = more % 4 == 1 && options.fence != REBATCH_ON;
     options.headroom_bytes = more & 4 ? 3 * PAGE + 1 : 0;
     if (rbi_device_open_dry(&s->device, PAGES * PAGE, PAGE, !plain) != REBATCH_OK ||
         rebatch_device_open_fault(&s->fault, s->device, NULL) != REBATCH_OK ||

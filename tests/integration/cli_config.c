@@ -102,7 +102,7 @@ Test(cli_config, show)
            "    gc_threshold    = \"none\";     # default\n"
            "    keep_room       = \"2%\";       # default\n"
            "    rounding        = 0;          # default\n"
-           "    guard           = false;      # default\n"
+           "    fence           = false;      # default\n"
            "    events          = 0;          # default\n"
            "};\n"
            "\n"

@@ -461,8 +461,8 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--replay off --capacity 6MiB", true},
         {"--page 1MiB --capacity 6MiB", true},
         {"--ballast 2MiB --capacity 8MiB", true},
-        {"--guard on --capacity 6MiB", true},
-        {"--guard on --capacity 4MiB", false},
+        {"--fence on --capacity 6MiB", true},
+        {"--fence on --capacity 4MiB", false},
         {"--max-split 3MiB --gc-threshold 80% --keep-room 100% --rounding 4", true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -799,7 +799,8 @@ Test(cli_replay, wrong_usage)
          "rebatch replay: --gc-threshold is '8MiB': expected a share from 0.1% to 100%\n"},
         {"--rounding 300 t",
          "rebatch replay: --rounding is '300': expected a power of two up to 256\n"},
-        {"--guard yes t", "rebatch replay: --guard is 'yes': expected on or off\n"},
+        {"--fence yes t", "rebatch replay: --fence is 'yes': expected on or off\n"},
+        {"--guard on t", "rebatch replay: there is no option '--guard'; it is --fence\n"},
         {"--events 0 t",
          "rebatch replay: --events is '0': expected a number from 1 to 100000000\n"},
     };
@@ -815,7 +816,7 @@ Test(cli_replay, settings_that_no_device_takes)
 {
     static const char *const cases[] = {"--page 3000 t",     "--page 512 t",
                                         "--capacity 1MiB t", "--page 1GiB --capacity 1MiB t",
-                                        "--rounding 12 t",   "--guard on --caching off t"};
+                                        "--rounding 12 t",   "--fence on --caching off t"};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct run r = run(cases[i]);
         cr_expect(r.code == 2, "'%s' ends with %d", cases[i], r.code);

@@ -18,7 +18,7 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
     "limit, headroom, caching, replay, ballast, max_split, gc_threshold, keep_room, "              \
-    "rounding, guard or events"
+    "rounding, fence or events"
 #define THRESHOLD                                                                                  \
     "expected text, a share such as \"90%\" of the limit, or of the device's memory, or \"none\""
 #define ROUNDING "expected 0 or a power of two up to 256"
@@ -193,6 +193,8 @@ Test(config_errors, unknown_names)
          "t.cfg:1: recovery.max_attepmts is not a setting; did you mean recovery.max_attempts?"},
         {"memory = { start = 3; };",
          "t.cfg:1: memory.start is not a setting; did you mean batch.start?"},
+        {"memory = { guard = true; };",
+         "t.cfg:1: memory.guard is not a setting; did you mean memory.fence?"},
         {"memory = { colour = 3; };",
          "t.cfg:1: memory.colour is not a setting: expected " MEMORY_KEYS},
         {"log = { x = 3; };", "t.cfg:1: log.x is not a setting: expected level, file or format"},
@@ -292,8 +294,8 @@ Test(config_errors, values_that_do_not_go_together)
         {"memory = { limit = 1000; ballast = 1001; };",
          "memory.ballast is 1001 (t.cfg:1) and memory.limit is 1000 (t.cfg:1): expected "
          "memory.ballast <= memory.limit"},
-        {"memory = { guard = true;\n caching = false; };",
-         "memory.guard is true (t.cfg:1) and memory.caching is false (t.cfg:2): expected "
+        {"memory = { fence = true;\n caching = false; };",
+         "memory.fence is true (t.cfg:1) and memory.caching is false (t.cfg:2): expected "
          "memory.caching to be true with it"},
     };
     EXPECT_MISTAKES(list);
@@ -339,7 +341,7 @@ Test(config_errors, values_that_do_not_go_together)
     static const char *const fine[] = {"memory = { limit = \"50%\"; headroom = \"2GiB\"; };",
                                        "memory = { headroom = \"2GiB\"; ballast = \"3GiB\"; };",
                                        "memory = { limit = \"2GiB\"; headroom = \"2048MiB\"; };",
-                                       "memory = { guard = false; caching = false; };"};
+                                       "memory = { fence = false; caching = false; };"};
     for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) {
         config_write("t.cfg", fine[i]);
         unsetenv("REBATCH_BATCH_START");

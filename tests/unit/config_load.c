@@ -33,7 +33,7 @@ static const struct value {
     {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
     {"memory.keep_room", "\"40%\"", "40%", "\"2%\""},
     {"memory.rounding", "16", "16", "0"},
-    {"memory.guard", "true", "true", "false"},
+    {"memory.fence", "true", "true", "false"},
     {"memory.events", "1000", "1000", "0"},
     {"recovery.on_oom", "\"stop\"", "stop", "\"auto\""},
     {"recovery.admission", "false", "false", "true"},
@@ -268,7 +268,7 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.gc_threshold_permille == e->pool.gc_threshold_permille);
     cr_expect(o->pool.keep_room_permille == e->pool.keep_room_permille);
     cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
-    cr_expect(o->pool.guard == e->pool.guard);
+    cr_expect(o->pool.fence == e->pool.fence);
     cr_expect(o->pool.events == e->pool.events);
     cr_expect(o->pool.replay == e->pool.replay);
     cr_expect(o->micro_start == e->micro_start);
@@ -302,7 +302,7 @@ Test(config_load, options_at_the_defaults)
 {
     const rebatch_options expected = {
         .pool = {.caching = REBATCH_ON,
-                 .guard = REBATCH_OFF,
+                 .fence = REBATCH_OFF,
                  .keep_room_permille = 20,
                  .replay = REBATCH_ON},
         .micro_smallest = 1,
@@ -335,7 +335,7 @@ Test(config_load, options_of_every_setting)
                  .gc_threshold_permille = 800,
                  .keep_room_permille = 400,
                  .rounding_divisions = 16,
-                 .guard = REBATCH_ON,
+                 .fence = REBATCH_ON,
                  .events = 1000,
                  .replay = REBATCH_OFF},
         .micro_start = 96,
@@ -358,7 +358,7 @@ Test(config_load, options_of_every_setting)
     };
     for (size_t i = 0; i < VALUES; i++)
         setenv(rbi_setting_variable(&rbi_settings[i]).name, values[i].variable, 1);
-    unsetenv("REBATCH_MEMORY_CACHING"); /* off does not go with a guard */
+    unsetenv("REBATCH_MEMORY_CACHING"); /* off does not go with a fence */
     unsetenv("REBATCH_BATCH_LEARN");    /* nor does it with a size to start with */
     rebatch_config *config = load(NULL);
     int user = 0;
@@ -426,7 +426,7 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.gc_threshold", pool.gc_threshold_permille),
         MEMBER("memory.keep_room", pool.keep_room_permille),
         MEMBER("memory.rounding", pool.rounding_divisions),
-        MEMBER("memory.guard", pool.guard),
+        MEMBER("memory.fence", pool.fence),
         MEMBER("memory.events", pool.events),
         MEMBER("recovery.on_oom", on_oom),
         MEMBER("recovery.admission", admission),

@@ -143,9 +143,9 @@ static void check_oom(struct model *m, const struct block *b)
     cr_assert_eq(rebatch_pool_last_oom(&report, m->pool), REBATCH_OK);
     cr_assert_eq(report.asked_bytes, b->is.bytes);
     /* Beyond max_split a larger request may be served where a smaller one is not. */
-    if (o->guard != REBATCH_ON && !(m->kind->plain && o->max_split_bytes))
+    if (o->fence != REBATCH_ON && !(m->kind->plain && o->max_split_bytes))
         cr_assert_lt(report.would_fit_bytes, b->is.rounded);
-    if (!m->kind->plain && o->caching != REBATCH_OFF && o->guard != REBATCH_ON &&
+    if (!m->kind->plain && o->caching != REBATCH_OFF && o->fence != REBATCH_ON &&
         !o->ballast_bytes && !o->max_split_bytes && !o->headroom_bytes)
         cr_assert_lt(count_free_pages(m), (b->is.rounded + PAGE - 1) / PAGE,
                      "%zu bytes are refused, and %zu pages are free", b->is.bytes,
@@ -479,7 +479,7 @@ Test(pool_random, many_calls_without_caching)
 Test(pool_random, many_calls_with_a_guard)
 {
     struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
-    kind.options.guard = REBATCH_ON;
+    kind.options.fence = REBATCH_ON;
     run_kind(109, &kind);
 }
 

@@ -235,11 +235,11 @@ Test(pool_space, a_mapping_that_fails_is_unwound)
     }
 }
 
-/* With a guard each block ends where memory ends, and what is behind it is not mapped. */
-Test(pool_space, a_guarded_block_ends_where_memory_ends)
+/* With a fence each block ends where memory ends, and what is behind it is not mapped. */
+Test(pool_space, a_fenced_block_ends_where_memory_ends)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.guard = REBATCH_ON;
+    options.fence = REBATCH_ON;
     struct rig rig = rig_open(32, &options);
     static const size_t sizes[] = {1, 512, PAGE, PAGE + 1, 3 * PAGE - UNIT};
     for (int round = 0; round < 4; round++) {
@@ -250,7 +250,7 @@ Test(pool_space, a_guarded_block_ends_where_memory_ends)
             size_t bytes;
             cr_assert_eq(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_OK);
             const struct rbi_block *gap = rbi_block_around(&rig.pool->heap, block + bytes);
-            cr_assert_eq(gap->state, RBI_BLOCK_GUARD);
+            cr_assert_eq(gap->state, RBI_BLOCK_FENCE);
             cr_assert_not(rbi_map_is_mapped(gap->range->map, gap->address));
             assert_valid(rig.pool);
         }
@@ -263,7 +263,7 @@ Test(pool_space, a_guarded_block_ends_where_memory_ends)
     rig = rig_open_plain(8, NULL);
     rebatch_pool *pool;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_UNSUPPORTED,
-                   "guard");
+                   "fence");
     rig_close(&rig);
 }
 
@@ -279,10 +279,10 @@ static bool can_touch(const char *byte)
     return can;
 }
 
-Test(pool_space, an_overrun_of_a_guarded_block_faults)
+Test(pool_space, an_overrun_of_a_fenced_block_faults)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.guard = REBATCH_ON;
+    options.fence = REBATCH_ON;
     struct rig rig = rig_open(8, &options);
     const char *block = take(rig.pool, UNIT);
     cr_assert(can_touch(block + UNIT - 1));
