@@ -407,10 +407,11 @@ test-mpi: ## trainings of several processes through MPI, with OOMs, failures and
 	$(SUBMAKE) $(MPI_TEST) $(GPT) $(GPT)-mpi
 	@scripts/test-mpi $(MPI_TEST) $(MPI_SEEDS) $(GPT)
 
-test-ranks: ## a training of 1,024 ranks, as threads, with OOMs, failures and deaths (SEED)
+test-ranks: ## trainings of 1,024 ranks, and of 64 in lockstep, as threads, with OOMs, failures and deaths (SEED)
 	@scripts/install-deps build
 	$(SUBMAKE) $(RANKS)
 	@$(RANKS) $(SEED)
+	@$(RANKS) $(SEED) 64 lockstep
 
 gpt-mpi: ## the reference model on the ranks that mpirun starts
 	@scripts/install-deps build mpi

@@ -23,7 +23,8 @@ typedef enum rebatch_reduction {
 
 /** The ranks that train one model, and how they vote. All ranks call all_reduce in the same order,
  *  with the same arguments but for the words. rebatch calls it in the thread of the step, and only
- *  from rebatch_step() and rebatch_abandon_step(): two times in a step that succeeds. */
+ *  from rebatch_step(), rebatch_abandon_step() and rebatch_mutating_together(): two times in a step
+ *  that succeeds; in lockstep four times, and once for each micro-batch. */
 typedef struct rebatch_group {
     size_t struct_size; /**< sizeof(rebatch_group) */
     uint32_t rank;      /**< of this process, from 0 */

@@ -43,6 +43,8 @@ typedef struct rebatch_microbatch {
     rebatch_stream stream; /**< the session's stream */
     size_t rank_batch;     /**< samples of this rank in the effective batch; without a group the
                                 same as `batch` */
+    bool is_abandoned;     /**< with rebatch_options.lockstep: this rank has failed, and only takes
+                                part in the collectives (rebatch_step_ops.forward_backward) */
 } rebatch_microbatch;
 
 /** Bits of rebatch_step_ops.flags. */
@@ -86,7 +88,14 @@ typedef struct rebatch_step_ops {
     rebatch_status (*zero_grad)(void *user);
     /** Run samples [first, first + count) forward and backward, and add their contributions, each
      *  weighted by 1/batch. Recommended order: allocate, rebatch_reserve() what the rest needs,
-     *  call rebatch_mutating(), accumulate. Then an OOM costs this micro-batch at most. */
+     *  call rebatch_mutating(), accumulate. Then an OOM costs this micro-batch at most.
+     *
+     *  With rebatch_options.lockstep it may call collectives. It calls rebatch_mutating_together()
+     *  after the last of them, in place of rebatch_mutating(). If it fails before that, what it has
+     *  allocated is taken back, and it is called again with `is_abandoned`: it then takes part,
+     *  with any values, in the collectives of the micro-batch that it has not called yet, and
+     *  returns; its results are not used. So it counts its collectives. This also happens where the
+     *  micro-batch could not begin on this rank: then it has called none of them yet. */
     rebatch_status (*forward_backward)(const rebatch_microbatch *microbatch, void *user);
     /** Apply the update. Recommended order: allocate and reserve, call rebatch_mutating(), change
      *  parameters. A failure after rebatch_mutating(), OOM or not, leaves the parameters partly
@@ -138,8 +147,9 @@ typedef struct rebatch_step_ops {
      *  An OOM in zero_grad or optimizer_step, too, can make the size smaller, since that frees
      *  memory. Not together with `cost`. */
     rebatch_status (*resize)(size_t micro_batch, void *user);
-    /** Required with rebatch_options.group, otherwise not called. Sum the accumulators over all
-     *  ranks: the only callback that may call collectives of the program. It runs when this rank
+    /** Required with rebatch_options.group, unless lockstep is on; otherwise not called. Sum the
+     *  accumulators over all ranks. Without lockstep it is the only callback that may call
+     *  collectives of the program. It runs when this rank
      *  has accumulated all its samples, so that the ranks' micro-batches may differ in size and
      *  number, and a rank that runs out of memory repeats its samples while the others wait here.
      *
@@ -413,6 +423,13 @@ typedef struct rebatch_options {
     uint32_t group_timeout_ms;   /**< longest wait for another rank in a vote, in milliseconds. A
                                       rank that repeats samples makes the others wait, so it is
                                       longer than the slowest step. 0: 300,000 */
+    rebatch_toggle lockstep;     /**< on: forward_backward may call collectives, so all ranks run
+                                      the same number of micro-batches of the same sizes, as large
+                                      as the rank with the least memory can run. All ranks have the
+                                      same number of samples, and the same limits on sizes but for
+                                      micro_start and micro_largest. A micro-batch that fails on one
+                                      rank runs again on all. Needs `group`. Not with `learn`, cost,
+                                      rebatch_probe() or rebatch_check(). Default off */
 } rebatch_options;
 /** Default options of a session. */
 #define REBATCH_OPTIONS_INIT                                                                       \
@@ -420,7 +437,7 @@ typedef struct rebatch_options {
         sizeof(rebatch_options), REBATCH_POOL_OPTIONS_INIT, NULL, 0, 0, 0, REBATCH_ON_OOM_DEFAULT, \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0, REBATCH_LOG_DEFAULT, NULL, \
             NULL, 0, {0}, 0, REBATCH_DEFAULT, REBATCH_DEFAULT, REBATCH_LOG_TEXT, NULL,             \
-            REBATCH_DEFAULT, NULL, NULL, NULL, 0                                                   \
+            REBATCH_DEFAULT, NULL, NULL, NULL, 0, REBATCH_DEFAULT                                  \
     }
 
 /** What one call of rebatch_step() did. */
@@ -573,6 +590,10 @@ REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
  *  dies, or does not come within group_timeout_ms, ends the group: every later step returns
  *  REBATCH_E_PEER.
  *
+ *  With rebatch_options.lockstep the ranks also vote on the size of the micro-batches, before the
+ *  first one and after each that failed; at the end of each micro-batch, on whether it has
+ *  succeeded everywhere (rebatch_mutating_together()); and after the last one.
+ *
  *  If optimizer_step fails after that vote, other ranks have updated and this one has not, or in
  *  part. The error message says so. The next step ends on all ranks: here with REBATCH_E_STATE, on
  *  the others with REBATCH_E_PEER. Restore a checkpoint on all ranks, and call rebatch_set_step().
@@ -684,6 +705,19 @@ REBATCH_API_CHECKED rebatch_status rebatch_reserve(rebatch *rb, size_t bytes);
  *  works for the callback may call it. Outside a callback it only sets rebatch_last_error().
  *  @param rb  the session; NULL only sets rebatch_last_error() */
 REBATCH_API void rebatch_mutating(rebatch *rb);
+
+/** rebatch_mutating() for a forward_backward that calls collectives (rebatch_options.lockstep).
+ *  Wait until the micro-batch has run, or failed, on all ranks, and declare that this one changes
+ *  accumulators from now on, if it has failed on none. Call it from the callback's own thread, once
+ *  in a micro-batch, after the last collective. Reserve before it what accumulating needs: an OOM
+ *  after it runs the effective batch again on all ranks. Without lockstep, and in a trial, it is
+ *  rebatch_mutating().
+ *  @param rb  the session
+ *  @return REBATCH_OK; any other status must be returned at once, with the accumulators as they
+ *          were: REBATCH_OOM, memory ran out on a rank, and the samples come again on all;
+ *          REBATCH_E_PEER, another rank failed or is missing; REBATCH_E_STATE outside a callback,
+ *          or when it is called again; REBATCH_E_INVALID */
+REBATCH_API_CHECKED rebatch_status rebatch_mutating_together(rebatch *rb);
 
 /** Restore `bytes` bytes at `state` whenever rebatch discards work that may have changed them: RNG
  *  state, running statistics, cursors, and pointers to memory that callbacks allocate and keep.

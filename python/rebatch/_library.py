@@ -471,6 +471,7 @@ class Microbatch(Struct):
         ("pool", c_void_p),
         ("stream", c_void_p),
         ("rank_batch", c_size_t),
+        ("is_abandoned", c_bool),
     ]
 
 
@@ -626,6 +627,7 @@ class Options(Struct):
         ("meter", POINTER(Meter)),
         ("group", POINTER(Group)),
         ("group_timeout_ms", c_uint32),
+        ("lockstep", c_int),
     ]
 
 
@@ -845,6 +847,7 @@ FUNCTIONS = [
     ),
     ("rebatch_reserve", c_int, [c_void_p, c_size_t]),
     ("rebatch_mutating", None, [c_void_p]),
+    ("rebatch_mutating_together", c_int, [c_void_p]),
     ("rebatch_guard", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
     ("rebatch_guard_with", c_int, [c_void_p, POINTER(GuardOps), c_void_p]),
     ("rebatch_join", c_int, [c_void_p]),

@@ -157,6 +157,8 @@ rebatch_status rebatch_check(rebatch *rb, const rebatch_step_ops *ops, size_t ba
     if (!status)
         status = rbi_session_check_reclaims(rb, "rebatch_check");
     if (!status)
+        status = rbi_session_check_alone(rb, "rebatch_check");
+    if (!status)
         status = read_options(&c->options, options);
     if (!status) {
         table.lighten = NULL;

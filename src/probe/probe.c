@@ -394,6 +394,8 @@ rebatch_status rebatch_probe(rebatch *rb, const rebatch_step_ops *ops, size_t ba
     if (!status)
         status = rbi_session_check_records(rb, "rebatch_probe");
     if (!status)
+        status = rbi_session_check_alone(rb, "rebatch_probe");
+    if (!status)
         status = read_options(&o, options);
     if (!status) {
         rbi_session_probe_begins(rb, &table, batch, user, &o);

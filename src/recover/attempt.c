@@ -101,6 +101,7 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
 static bool declares(const rebatch *rb, enum rbi_callback which)
 {
     return (rb->ops->flags & REBATCH_DECLARES_MUTATION) ||
+           (which == RBI_FORWARD_BACKWARD && rbi_group_is_in_lockstep(rb)) ||
            rb->declares[which] == address_of(rb, which);
 }
 
@@ -115,7 +116,7 @@ static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
 static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 {
     if (call->which == RBI_FORWARD_BACKWARD && !call->mb->probing &&
-        breaks_promise(rb, call->which))
+        !rbi_group_is_in_lockstep(rb) && breaks_promise(rb, call->which))
         return rbi_result_say_undeclared(rb, call);
     return REBATCH_OK;
 }
@@ -286,7 +287,7 @@ static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope
     }
     if (rbi_scope_commit_phase(&rb->use, rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
-    if (mb)
+    if (mb && !mb->is_abandoned)
         learn_need(rb);
     if (which == RBI_OPTIMIZER)
         learn_update(rb);
@@ -322,7 +323,9 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
         rbi_scope_commit_all(rb->pool, scope);
     else
         (void)rbi_scope_undo(rb->pool, scope);
-    if (status == REBATCH_OOM) {
+    if (status == REBATCH_OOM && rb->lockstep.is_peers) {
+        rb->failure.available_bytes = 0; /* whatever there is here, it was not enough there */
+    } else if (status == REBATCH_OOM) {
         note_failure(rb, phase, pool_failed ? &oom : NULL, is_measured ? &used : NULL);
         rb->failure.is_unexplained = !pool_failed && !is_told && rbi_is_on(rb->options.reclaim);
     } else if (rb->report.torn) {

@@ -271,8 +271,19 @@ static void count(rebatch *rb, const struct rbi_strike *strike)
         rbi_need_learn_least(rb, rb->size, rb->failure.need_bytes);
 }
 
+/* Another rank's OOM: that one chooses what is next. */
+static rebatch_status follow(rebatch *rb, const struct rbi_strike *strike)
+{
+    rb->lockstep.is_peers = false;
+    rb->report.redone_samples += strike->redone_samples;
+    rb->report.lost_ns += strike->lost_ns;
+    return REBATCH_OK;
+}
+
 rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
 {
+    if (rb->lockstep.is_peers)
+        return follow(rb, strike);
     const rebatch_microbatch *mb = strike->mb;
     rebatch_event event = {.phase = rb->failure.phase,
                            .attempt = mb ? mb->attempt : 0,

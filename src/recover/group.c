@@ -9,6 +9,12 @@
 rebatch_status rbi_group_check(const rebatch_options *o)
 {
     const rebatch_group *group = o->group;
+    if (o->lockstep == REBATCH_ON && !group)
+        return rbi_error(REBATCH_E_INVALID, "lockstep is on and group is NULL: expected a group");
+    if (o->lockstep == REBATCH_ON && o->learn == REBATCH_ON)
+        return rbi_error(REBATCH_E_INVALID,
+                         "lockstep and learn are both on: expected one, since in lockstep no rank "
+                         "chooses the size of a micro-batch alone");
     if (!group)
         return REBATCH_OK;
     if (group->struct_size < sizeof *group)
@@ -36,6 +42,11 @@ void rbi_group_open(rebatch *rb, const rebatch_options *o)
 bool rbi_group_is_set(const rebatch *rb)
 {
     return rb->group.table.size > 0;
+}
+
+bool rbi_group_is_in_lockstep(const rebatch *rb)
+{
+    return rb->options.lockstep == REBATCH_ON && rb->samples_callback == RBI_FORWARD_BACKWARD;
 }
 
 /* "step 12: rank 1 did not vote: the connection was closed" */

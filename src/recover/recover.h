@@ -411,6 +411,8 @@ struct rbi_group {
 rebatch_status rbi_group_check(const rebatch_options *o);
 void rbi_group_open(rebatch *rb, const rebatch_options *o);
 bool rbi_group_is_set(const rebatch *rb);
+/* Whether all ranks run the same micro-batches in the step that runs. */
+bool rbi_group_is_in_lockstep(const rebatch *rb);
 /* REBATCH_E_PEER once a rank is missing, from then on with the same sentence. */
 rebatch_status rbi_group_all_reduce(rebatch *rb, uint64_t *words, size_t count,
                                     rebatch_reduction reduction);
@@ -443,6 +445,42 @@ rebatch_status rbi_vote_end(rebatch *rb, rebatch_status own, const struct rbi_sa
 /* The update has failed here after that vote: the other ranks hear of it in the next one. */
 rebatch_status rbi_vote_owe(rebatch *rb, rebatch_status status);
 
+/* The rounds after a vote in which a rank has failed: the lowest of them says why. `own` is how
+ * this rank has fared, which is the result where it has failed; else REBATCH_E_PEER. */
+rebatch_status rbi_vote_hear(rebatch *rb, rebatch_status own, const struct rbi_said *said);
+/* Says again what was said of a failure, and gives its status. */
+rebatch_status rbi_said_again(const struct rbi_said *said, rebatch_status status);
+
+/* ---- the same micro-batches on all ranks (lockstep.c) ---- */
+
+enum rbi_lockstep_stage { RBI_LOCKSTEP_IDLE, RBI_LOCKSTEP_RUNS, RBI_LOCKSTEP_VOTED };
+
+struct rbi_lockstep {
+    enum rbi_lockstep_stage stage; /* of the attempt: RUNS until the ranks have voted on it */
+    rebatch_status verdict;        /* of that vote */
+    bool is_over;                  /* all ranks know that the step has failed, or one is missing */
+    bool is_peers;                 /* the OOM that is handled is another rank's */
+    rebatch_status owed; /* after an attempt's vote it failed here: the next vote hears of it */
+    struct rbi_failure owed_failure; /* of an OOM */
+    struct rbi_said owed_said;       /* of any other status */
+};
+
+void rbi_lockstep_begin(rebatch *rb);
+/* The vote on the size: no micro-batch of any rank has more samples than the least of all asks for.
+ * `own` is REBATCH_OK, or why this rank cannot go on, which is then the result and ends the step
+ * on all. */
+rebatch_status rbi_lockstep_choose(rebatch *rb, rebatch_status own);
+/* Whether the next attempt does not run here, since it would be of no use. */
+bool rbi_lockstep_is_doomed(const rebatch *rb);
+void rbi_lockstep_begin_attempt(rebatch *rb);
+/* After an attempt that ended with `status`: the collectives that it has not called, and the vote
+ * on it, where it has not voted. REBATCH_OK: the samples are accumulated everywhere. REBATCH_OOM:
+ * it runs again, on all ranks, by rb->failure. Any other status is fatal here. */
+rebatch_status rbi_lockstep_end_attempt(rebatch *rb, const rebatch_microbatch *mb,
+                                        rebatch_status status);
+/* The vote after the last micro-batch, with the same results. */
+rebatch_status rbi_lockstep_finish(rebatch *rb);
+
 /* ---- the session (session.c) ---- */
 
 /* An attempt that was not started. */
@@ -470,6 +508,7 @@ struct rebatch {
     size_t watched_count;
     const struct rbi_drill_watch *drill; /* NULL: no drill runs */
     struct rbi_group group;
+    struct rbi_lockstep lockstep;
 
     uint64_t step;
     bool has_updated;       /* an update has run */
@@ -497,7 +536,8 @@ struct rebatch {
     size_t total;      /* samples of all ranks */
     bool has_reduced;  /* reduce has run in the step, and may have called collectives */
     bool is_abandoned; /* reduce runs for a rank that has failed */
-    size_t most;       /* samples in a micro-batch, whatever the limits allow; SIZE_MAX: any */
+    size_t most;       /* samples in a micro-batch, by what is not this rank's memory or limits;
+                          SIZE_MAX: any */
     enum rbi_callback samples_callback; /* RBI_FORWARD_BACKWARD, or RBI_MAP */
     bool by_cost;
     bool is_probe;

@@ -23,6 +23,8 @@ static rebatch_status check_options(const rebatch_options *o)
     if (!status)
         status = rbi_check_toggle(o->reclaim, "reclaim");
     if (!status)
+        status = rbi_check_toggle(o->lockstep, "lockstep");
+    if (!status)
         status = rbi_meter_check(o);
     if (!status)
         status = rbi_group_check(o);

@@ -313,8 +313,10 @@ void rbi_session_own_device(rebatch *rb);
 /* Whether the process has, or has had, a session (current.c). */
 bool rbi_current_was_set(void);
 
-/* REBATCH_E_UNSUPPORTED, for `function`, which goes by what the pool does, or takes back. */
+/* REBATCH_E_UNSUPPORTED, for `function`, which goes by what the pool does, runs forward_backward
+ * without the other ranks, or takes back. */
 rebatch_status rbi_session_check_records(const rebatch *rb, const char *function);
+rebatch_status rbi_session_check_alone(const rebatch *rb, const char *function);
 rebatch_status rbi_session_check_reclaims(const rebatch *rb, const char *function);
 /* A probe that the program makes is about to begin: tells the launch. */
 void rbi_session_probe_begins(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,

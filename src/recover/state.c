@@ -20,6 +20,16 @@ rebatch_status rbi_session_check_records(const rebatch *rb, const char *function
                      function);
 }
 
+rebatch_status rbi_session_check_alone(const rebatch *rb, const char *function)
+{
+    if (rb->options.lockstep != REBATCH_ON)
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_UNSUPPORTED,
+                     "%s() runs forward_backward on this rank alone, and lockstep is on: its "
+                     "collectives would wait for the other ranks",
+                     function);
+}
+
 rebatch_status rbi_session_check_reclaims(const rebatch *rb, const char *function)
 {
     if (rbi_is_on(rb->options.reclaim))

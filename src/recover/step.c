@@ -182,8 +182,62 @@ static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
     }
 }
 
+static void succeeded(rebatch *rb, struct progress *progress, const rebatch_microbatch *mb)
+{
+    progress->next += mb->count;
+    progress->microbatches++;
+    rb->ooms_in_row = 0;
+    rbi_thrashing_end(rb, mb->count, rb->sizes.known[rb->sizes.known_last].bytes);
+    rb->retried_same = false;
+    if (rb->samples_callback == RBI_MAP)
+        rbi_growth_step_done(rb, rb->batch);
+}
+
+static void cut(rebatch *rb, rebatch_microbatch *mb, size_t first)
+{
+    mb->first = first;
+    mb->count = rbi_cut(rb, first);
+    rbi_assert(mb->count > 0 && mb->count <= rb->batch - first);
+    rb->size = rbi_size_of(rb, first, mb->count);
+    mb->attempt = attempts_of(rb, first);
+}
+
+/* In lockstep: the size that this rank can run, then the one that all can. `own` is how it has
+ * fared until now. */
+static rebatch_status choose_together(rebatch *rb, struct progress *progress,
+                                      rebatch_microbatch *mb, rebatch_status own)
+{
+    if (rb->lockstep.is_over)
+        return own;
+    rb->most = SIZE_MAX;
+    while (!own) {
+        cut(rb, mb, progress->next);
+        rbi_resize_prepare(rb, false);
+        own = admit(rb, mb->count);
+        if (own != REBATCH_OOM)
+            break;
+        own = refused(rb, progress, mb);
+    }
+    return rbi_lockstep_choose(rb, own);
+}
+
+/* One micro-batch, or in lockstep, where none is left, the vote on whether all have accumulated. */
+static rebatch_status try_next(rebatch *rb, struct progress *progress, rebatch_microbatch *mb)
+{
+    const bool is_in_lockstep = rbi_group_is_in_lockstep(rb);
+    if (progress->next == rb->batch)
+        return rbi_lockstep_finish(rb);
+    cut(rb, mb, progress->next);
+    if (!is_in_lockstep)
+        return try_samples(rb, mb);
+    rbi_lockstep_begin_attempt(rb);
+    const rebatch_status status = rbi_lockstep_is_doomed(rb) ? REBATCH_OK : try_samples(rb, mb);
+    return rbi_lockstep_end_attempt(rb, mb, status);
+}
+
 rebatch_status rbi_samples_run(rebatch *rb)
 {
+    const bool is_in_lockstep = rbi_group_is_in_lockstep(rb);
     const uint64_t now = rbi_now_ns();
     rbi_thrashing_restart(rb);
     struct progress progress = {.began_ns = now, .attempt_ns = now};
@@ -193,32 +247,29 @@ rebatch_status rbi_samples_run(rebatch *rb)
                              .stream = rb->options.stream,
                              .rank_batch = rb->batch};
     rbi_learn_begin_step(rb);
-    while (progress.next < rb->batch) {
-        rbi_learn_choose(rb, rb->batch - progress.next);
-        mb.first = progress.next;
-        mb.count = rbi_cut(rb, progress.next);
-        rbi_assert(mb.count > 0 && mb.count <= rb->batch - progress.next);
-        rb->size = rbi_size_of(rb, mb.first, mb.count);
-        mb.attempt = attempts_of(rb, mb.first);
-        rebatch_status status = try_samples(rb, &mb);
+    rebatch_status status =
+        is_in_lockstep ? choose_together(rb, &progress, &mb, REBATCH_OK) : REBATCH_OK;
+    for (bool is_done = false; !status && !is_done;) {
+        const size_t left = rb->batch - progress.next;
+        if (left)
+            rbi_learn_choose(rb, left);
+        status = try_next(rb, &progress, &mb);
         if (status == REBATCH_OOM) {
             status = handle_oom(rb, &progress, &mb);
             rbi_thrashing_begin(rb);
+            if (is_in_lockstep)
+                status = choose_together(rb, &progress, &mb, status);
         } else if (status == REBATCH_OK) {
-            progress.next += mb.count;
-            progress.microbatches++;
-            rb->ooms_in_row = 0;
-            rbi_thrashing_end(rb, mb.count, rb->sizes.known[rb->sizes.known_last].bytes);
-            rb->retried_same = false;
-            if (rb->samples_callback == RBI_MAP)
-                rbi_growth_step_done(rb, rb->batch);
+            if (left)
+                succeeded(rb, &progress, &mb);
+            is_done = progress.next == rb->batch && !(is_in_lockstep && left);
+        } else if (is_in_lockstep) {
+            status = choose_together(rb, &progress, &mb, status);
         }
-        if (status)
-            return status;
         progress.attempt_ns = rbi_now_ns();
     }
     rb->report.microbatches = progress.microbatches;
-    return REBATCH_OK;
+    return status;
 }
 
 /* ---- the step ---- */
@@ -304,6 +355,7 @@ void rbi_step_is_probe(rebatch *rb)
 void rbi_step_end(rebatch *rb)
 {
     rb->ops = NULL;
+    rb->most = SIZE_MAX;
     (void)rbi_residents_enter(rb->pool, rb->residents_before);
     rbi_guards_unwatch_pressure(rb);
 }
@@ -320,10 +372,15 @@ static rebatch_status run(rebatch *rb)
     rebatch_status status = rbi_vote_begin(rb, REBATCH_OK);
     if (status)
         return status;
+    rbi_lockstep_begin(rb);
     status = rbi_step_open_scope(rb);
-    if (status)
+    const bool is_open = !status;
+    if (is_open)
+        status = rbi_zero_grad_run(rb);
+    if (status && rbi_group_is_in_lockstep(rb))
+        status = rbi_lockstep_choose(rb, status); /* the others are about to */
+    if (!is_open)
         return rbi_update_settle(rb, status);
-    status = rbi_zero_grad_run(rb);
     if (!status)
         status = rbi_samples_run(rb);
     status = rbi_update_settle(rb, status);
@@ -342,6 +399,14 @@ static rebatch_status run(rebatch *rb)
     return status;
 }
 
+/* In lockstep a rank grows by its own memory, and all run what the least of them can. */
+static void grow(rebatch *rb)
+{
+    if (rbi_group_is_in_lockstep(rb))
+        rb->most = SIZE_MAX;
+    rbi_growth_step_done(rb, rb->batch);
+}
+
 static void succeed(rebatch *rb)
 {
     rb->sizes.made_count = 0;
@@ -349,7 +414,7 @@ static void succeed(rebatch *rb)
     if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))
-        rbi_growth_step_done(rb, rb->batch);
+        grow(rb);
     rebatch_event event = {.kind = REBATCH_EVENT_STEP,
                            .batch = rb->batch,
                            .micro_before = rb->report.micro_before,
@@ -378,6 +443,18 @@ void rbi_step_report(rebatch *rb, rebatch_status status)
     rbi_step_get_oom(&report->oom, rb);
 }
 
+static rebatch_status check_group(const rebatch *rb, const rebatch_step_ops *ops)
+{
+    const bool is_in_lockstep = rbi_group_is_in_lockstep(rb);
+    if (rbi_group_is_set(rb) && !ops->reduce && !is_in_lockstep)
+        return rbi_error(REBATCH_E_INVALID, "ops.reduce is NULL: expected a callback with "
+                                            "rebatch_options.group");
+    if (is_in_lockstep && ops->cost)
+        return rbi_error(REBATCH_E_INVALID, "ops.cost is set and lockstep is on: expected one, "
+                                            "since the cost of the same samples differs by rank");
+    return REBATCH_OK;
+}
+
 rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user,
                             rebatch_step_report *report)
 {
@@ -385,9 +462,8 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
         *report = (rebatch_step_report){0};
     rebatch_step_ops own;
     rebatch_status status = rbi_step_check(&own, rb, ops, batch, "rebatch_step");
-    if (!status && rbi_group_is_set(rb) && !own.reduce)
-        status = rbi_error(REBATCH_E_INVALID, "ops.reduce is NULL: expected a callback with "
-                                              "rebatch_options.group");
+    if (!status)
+        status = check_group(rb, &own);
     if (status && rb && !rb->ops)
         status = rbi_vote_begin(rb, status); /* the other ranks wait for this one */
     if (status) {

@@ -95,17 +95,17 @@ static void reduce_abandoned(rebatch *rb)
 
 rebatch_status rbi_update_settle(rebatch *rb, rebatch_status own)
 {
-    if (!rbi_group_is_set(rb))
+    if (!rbi_group_is_set(rb) || rb->lockstep.is_over)
         return own;
     rb->has_reduced = false;
     if (!own) {
-        own = run(rb, RBI_REDUCE);
+        own = rb->ops->reduce ? run(rb, RBI_REDUCE) : REBATCH_OK;
         rb->group.has_failed_in_reduce = own && rb->has_reduced;
         if (!own)
             own = settle(rb);
     }
     const struct rbi_said said = rbi_said_take(rb, own);
-    if (own && !rb->has_reduced)
+    if (own && !rb->has_reduced && rb->ops->reduce)
         reduce_abandoned(rb);
     return rbi_vote_end(rb, own, &said);
 }

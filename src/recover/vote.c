@@ -30,15 +30,24 @@ bool rbi_agreement_holds(const struct rbi_agreement *words, uint32_t ranks)
 }
 
 /* What must be the same on all ranks. */
-enum { STEP, FLAGS, VERSION, SIZE, VALUES };
+enum { STEP, FLAGS, VERSION, SIZE, LOCKSTEP, BATCH, SMALLEST, MULTIPLE, ALLOWED, VALUES };
+_Static_assert(2 * VALUES <= REBATCH_GROUP_WORDS, "all of them are compared in one all-reduce");
 
 static void get_values(uint64_t values[VALUES], const rebatch *rb)
 {
+    memset(values, 0, VALUES * sizeof *values);
     values[STEP] = rb->step;
     values[FLAGS] = rb->ops ? rb->ops->flags : 0;
     values[VERSION] = (uint64_t)REBATCH_VERSION_MAJOR << 32 |
                       (uint64_t)REBATCH_VERSION_MINOR << 16 | REBATCH_VERSION_PATCH;
     values[SIZE] = rb->group.table.size;
+    values[LOCKSTEP] = rbi_group_is_in_lockstep(rb);
+    if (!values[LOCKSTEP])
+        return;
+    values[BATCH] = rb->batch; /* with these, equal sizes are cut equally */
+    values[SMALLEST] = rb->options.micro_smallest;
+    values[MULTIPLE] = rb->options.micro_multiple_of;
+    values[ALLOWED] = rbi_limits_digest(&rb->options);
 }
 
 /* splitmix64 (Steele, Lea, Flood 2014) over the values. */
@@ -70,7 +79,12 @@ static rebatch_status say_disagreement(rebatch *rb)
         [STEP] = "the number of the step (rebatch_set_step() sets it)",
         [FLAGS] = "ops.flags",
         [VERSION] = "the version of rebatch (major * 2^32 + minor * 2^16 + patch)",
-        [SIZE] = "group->size"};
+        [SIZE] = "group->size",
+        [LOCKSTEP] = "whether lockstep is on",
+        [BATCH] = "the number of samples of a rank, which are in lockstep",
+        [SMALLEST] = "micro_smallest, and are in lockstep",
+        [MULTIPLE] = "micro_multiple_of, and are in lockstep",
+        [ALLOWED] = "micro_allowed (a digest of the list), and are in lockstep"};
     uint64_t values[VALUES], words[2 * VALUES];
     get_values(values, rb);
     for (unsigned i = 0; i < VALUES; i++) {
@@ -131,7 +145,7 @@ struct rbi_said rbi_said_take(rebatch *rb, rebatch_status status)
     return said;
 }
 
-static rebatch_status say_again(const struct rbi_said *said, rebatch_status status)
+rebatch_status rbi_said_again(const struct rbi_said *said, rebatch_status status)
 {
     if (said->text[0] == '\0')
         rebatch_clear_error();
@@ -149,7 +163,7 @@ _Static_assert(WHY_WORDS * 8 == RBI_WHY_BYTES && WHY_WORDS <= REBATCH_GROUP_WORD
 #define IN_REDUCE (UINT64_C(1) << 32)
 
 /* The lowest rank that has failed says why. The status of this rank: `own` where it has failed. */
-static rebatch_status hear(rebatch *rb, rebatch_status own, const struct rbi_said *said)
+rebatch_status rbi_vote_hear(rebatch *rb, rebatch_status own, const struct rbi_said *said)
 {
     const uint64_t mine = rb->group.table.rank | (rb->group.has_failed_in_reduce ? IN_REDUCE : 0);
     uint64_t first = own ? mine : UINT64_MAX;
@@ -192,7 +206,7 @@ static rebatch_status vote_to_begin(rebatch *rb, rebatch_status own, const struc
         return own ? own : status;
     rb->group.owes = false;
     if (sum.of.failed)
-        return hear(rb, own, said);
+        return rbi_vote_hear(rb, own, said);
     if (!rbi_agreement_holds(&sum.of.agreement, rb->group.table.size))
         return say_disagreement(rb);
     rb->total = sum.of.samples;
@@ -219,7 +233,7 @@ rebatch_status rbi_vote_begin(rebatch *rb, rebatch_status own)
     rb->group.has_failed_in_reduce = false;
     const struct rbi_said said = rbi_said_take(rb, own);
     const rebatch_status status = vote_to_begin(rb, own, &said);
-    return own ? say_again(&said, own) : status;
+    return own ? rbi_said_again(&said, own) : status;
 }
 
 rebatch_status rbi_vote_end(rebatch *rb, rebatch_status own, const struct rbi_said *said)
@@ -227,8 +241,8 @@ rebatch_status rbi_vote_end(rebatch *rb, rebatch_status own, const struct rbi_sa
     uint64_t failed = own != REBATCH_OK;
     rebatch_status status = rbi_group_all_reduce(rb, &failed, 1, REBATCH_SUM);
     if (!status && failed)
-        status = hear(rb, own, said);
-    return own ? say_again(said, own) : status;
+        status = rbi_vote_hear(rb, own, said);
+    return own ? rbi_said_again(said, own) : status;
 }
 
 rebatch_status rbi_vote_owe(rebatch *rb, rebatch_status status)

@@ -200,6 +200,82 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     return status;
 }
 
+/* ---- lockstep: collectives within a micro-batch ---- */
+
+/* Which samples the ranks run, and the sums of these: in each micro-batch, in this order. What an
+ * abandoned rank adds is nothing. */
+static rebatch_status gather(struct rank *r, const rebatch_microbatch *mb)
+{
+    uint64_t words[] = {mb->first, mb->count, 1};
+    if (mb->is_abandoned)
+        memset(words, 0, sizeof words);
+    const rebatch_status status =
+        meeting_reduce(&r->ranks->meeting, r->number, words, 3, MEETING_PROGRAM, 20000);
+    r->calls++;
+    if (!status && !mb->is_abandoned)
+        r->others += words[0] != mb->first * words[2] || words[1] != mb->count * words[2];
+    return status;
+}
+
+static rebatch_status scatter(struct rank *r, uint64_t sums[RANK_SUMS])
+{
+    r->calls++;
+    return meeting_reduce(&r->ranks->meeting, r->number, sums, RANK_SUMS, MEETING_PROGRAM, 20000);
+}
+
+/* It calls what it has not called yet. */
+static rebatch_status abandon_collectives(struct rank *r, const rebatch_microbatch *mb)
+{
+    uint64_t zeros[RANK_SUMS] = {0};
+    rebatch_status status = enter(r, RANK_ABANDONED);
+    if (!status && r->calls == 0)
+        status = gather(r, mb);
+    if (!status && r->calls == 1)
+        status = scatter(r, zeros);
+    r->calls = 0;
+    r->abandons++;
+    return status;
+}
+
+static rebatch_status run_collectives(struct rank *r, const rebatch_microbatch *mb,
+                                      uint64_t sums[RANK_SUMS])
+{
+    rebatch_status status = touch(r, r->unit_bytes * mb->count);
+    if (!status)
+        status = gather(r, mb);
+    if (!status)
+        status = touch(r, 2048);
+    for (size_t s = mb->first; s < mb->first + mb->count; s++)
+        for (size_t i = 0; i < RANK_SUMS; i++)
+            sums[i] += contribution(mb->step, r->first + s, i);
+    if (!status)
+        status = scatter(r, sums);
+    return status ? status : touch(r, 1024);
+}
+
+static rebatch_status forward_backward_together(const rebatch_microbatch *mb, void *user)
+{
+    struct rank *r = user;
+    uint64_t sums[RANK_SUMS] = {0};
+    if (mb->is_abandoned)
+        return abandon_collectives(r, mb);
+    rebatch_status status = enter(r, RANK_FORWARD);
+    if (!status)
+        status = run_collectives(r, mb, sums);
+    if (!status) {
+        r->calls = 0;
+        status = rebatch_mutating_together(r->rb);
+    }
+    if (!status)
+        status = touch(r, 512);
+    for (size_t i = 0; i < RANK_SUMS && !status; i++)
+        r->sums[i] += sums[i];
+    if (!status)
+        status = enter(r, RANK_ACCUMULATED);
+    r->weights += mb->batch != samples_of_all(r->ranks) || mb->rank_batch != r->batch;
+    return status;
+}
+
 static rebatch_status reduce(bool is_abandoned, void *user)
 {
     struct rank *r = user;
@@ -236,6 +312,7 @@ static rebatch_status optimizer_step(void *user)
 void rank_step(struct rank *r)
 {
     r->requests = 0;
+    r->calls = 0;
     r->report = (rebatch_step_report){0};
     r->updates = r->reduces = r->abandons = 0;
     rebatch_clear_error();
@@ -284,6 +361,10 @@ static rebatch_status open_rank(struct rank *r, const rebatch_options *options, 
     r->ops.optimizer_step = optimizer_step;
     r->ops.reduce = reduce;
     r->ops.flags = REBATCH_DECLARES_MUTATION;
+    if (o.lockstep == REBATCH_ON) {
+        r->ops.forward_backward = forward_backward_together;
+        r->ops.reduce = NULL;
+    }
     const rebatch_status status = capacity
                                       ? rebatch_device_open_dry(&r->device, capacity, 65536)
                                       : rebatch_device_open_host(&r->device, (size_t)4 << 20, NULL);
@@ -304,7 +385,7 @@ bool ranks_open(struct ranks *ranks, uint32_t size, const rebatch_options *optio
         r->ranks = ranks;
         r->number = i;
         r->unit_bytes = 1024;
-        r->batch = 6 + 3 * (i % 4);
+        r->batch = options && options->lockstep == REBATCH_ON ? 12 : 6 + 3 * (i % 4);
         r->first = first;
         first += r->batch;
         ranks->status = open_rank(r, options, capacity_bytes);
@@ -341,6 +422,6 @@ bool ranks_have_stepped(const struct ranks *ranks, uint64_t steps)
     bool is_right = !ranks->meeting.was_mismatched;
     for (uint32_t i = 0; i < ranks->size; i++)
         is_right &= memcmp(ranks->rank[i].parameters, expected, sizeof expected) == 0 &&
-                    ranks->rank[i].weights == 0;
+                    ranks->rank[i].weights + ranks->rank[i].others == 0;
     return is_right;
 }

@@ -35,7 +35,14 @@ void meeting_leave(struct meeting *m);
 rebatch_status meeting_reduce(struct meeting *m, uint32_t rank, uint64_t *words, size_t count,
                               int kind, uint64_t timeout_ms);
 
-enum rank_place { RANK_ZERO, RANK_FORWARD, RANK_REDUCE, RANK_ABANDONED, RANK_UPDATE };
+enum rank_place {
+    RANK_ZERO,
+    RANK_FORWARD,
+    RANK_ACCUMULATED, /* in lockstep */
+    RANK_REDUCE,
+    RANK_ABANDONED,
+    RANK_UPDATE
+};
 
 struct ranks;
 
@@ -62,6 +69,8 @@ struct rank {
     uint64_t first;           /* of its samples in the whole batch */
     uint64_t sums[RANK_SUMS]; /* the accumulators */
     uint64_t parameters[RANK_SUMS];
+    uint64_t others;  /* micro-batches in lockstep in which a rank ran other samples */
+    uint32_t calls;   /* collectives of the micro-batch in lockstep, so far */
     uint64_t weights; /* samples by mb->batch != the whole batch, or rank_batch != the rank's */
 
     uint64_t ooms; /* of all steps */
@@ -81,7 +90,8 @@ struct ranks {
     rebatch_status status; /* of ranks_open() */
 };
 
-/* `size` sessions, with batches of 6, 9, 12, ... samples; on dry devices where `capacity_bytes` is
+/* `size` sessions, with batches of 6, 9, 12, ... samples; in lockstep of 12, with two collectives
+ * in each micro-batch and none after them; on dry devices where `capacity_bytes` is
  * given, else on host devices of 4 MiB. Options may be NULL. False: one did not open. */
 bool ranks_open(struct ranks *ranks, uint32_t size, const rebatch_options *options,
                 size_t capacity_bytes);

@@ -30,6 +30,7 @@ struct drawn {
 
 static uint64_t seed = 1;
 static uint32_t size = 1024;
+static bool is_in_lockstep;
 
 static uint64_t draw(uint64_t life, uint64_t step, uint64_t rank, uint64_t what)
 {
@@ -104,7 +105,11 @@ static void set_needs(struct rank *r, uint64_t life, uint64_t step)
 static void set_place(struct rank *r, const struct drawn *drawn, uint64_t number)
 {
     static enum rank_place places[] = {RANK_ZERO, RANK_FORWARD, RANK_REDUCE};
-    r->inside_user = &places[number % (drawn->trouble == DIES ? 3 : 2)];
+    static enum rank_place in_lockstep[] = {RANK_ZERO, RANK_FORWARD, RANK_ACCUMULATED};
+    if (is_in_lockstep)
+        r->inside_user = &in_lockstep[number % 3];
+    else
+        r->inside_user = &places[number % (drawn->trouble == DIES ? 3 : 2)];
 }
 
 static void set_trouble(struct rank *r, const struct drawn *drawn)
@@ -205,7 +210,8 @@ static void *walk(void *argument)
         uint64_t checkpoint[RANK_SUMS];
         memcpy(checkpoint, r->parameters, sizeof checkpoint);
         set_needs(r, life, step);
-        set_place(r, &drawn, draw(life, step, r->number, 6));
+        /* In lockstep the first of two failures ends the step, so both are at one place. */
+        set_place(r, &drawn, draw(life, step, is_in_lockstep ? size : r->number, 6));
         set_trouble(r, &drawn);
         rank_step(r);
         bool is_right = ends_as_drawn(r, &drawn);
@@ -258,6 +264,7 @@ static void live(struct totals *totals, uint64_t number)
     struct life life = {.number = number};
     rebatch_options options = REBATCH_OPTIONS_INIT;
     options.group_timeout_ms = SECONDS_MOST * 1000;
+    options.lockstep = is_in_lockstep ? REBATCH_ON : REBATCH_OFF;
     if (!ranks_open(&life.ranks, size, &options, CAPACITY_BYTES)) {
         fprintf(stderr, "test-ranks: %s\n", rebatch_last_error());
         exit(1);
@@ -296,8 +303,9 @@ int main(int count, char **arguments)
         seed = strtoull(arguments[1], NULL, 10);
     if (count > 2)
         size = (uint32_t)strtoul(arguments[2], NULL, 10);
-    if (size < 2 || size > 4096) {
-        fprintf(stderr, "usage: ranks [SEED [RANKS]]: expected 2 to 4096 ranks\n");
+    is_in_lockstep = count > 3 && strcmp(arguments[3], "lockstep") == 0;
+    if (size < 2 || size > 4096 || (count > 3 && !is_in_lockstep)) {
+        fprintf(stderr, "usage: ranks [SEED [RANKS [lockstep]]]: expected 2 to 4096 ranks\n");
         return 2;
     }
     (void)signal(SIGALRM, hang);
@@ -308,12 +316,13 @@ int main(int count, char **arguments)
     unsigned depth = 0;
     while ((UINT64_C(1) << depth) < size)
         depth++;
-    printf("test-ranks: seed %" PRIu64 ", %u ranks, %" PRIu64 " steps, %" PRIu64
+    printf("test-ranks: seed %" PRIu64 ", %u ranks%s, %" PRIu64 " steps, %" PRIu64
            " of them done, %" PRIu64 " OOMs, %d deaths, %" PRIu64 " faults\n"
-           "test-ranks: %.2f votes a step, %.1f words a vote, %.2f reductions a step; a tree of "
+           "test-ranks: %.2f votes a step, %.1f words a vote, %.2f collectives a step; a tree of "
            "the ranks is %u deep\n",
-           seed, size, totals.steps, totals.done, totals.ooms, LIVES, faults,
-           (double)totals.votes / (double)totals.steps, (double)totals.words / (double)totals.votes,
+           seed, size, is_in_lockstep ? " in lockstep" : "", totals.steps, totals.done, totals.ooms,
+           LIVES, faults, (double)totals.votes / (double)totals.steps,
+           (double)totals.words / (double)totals.votes,
            (double)totals.programs / (double)totals.steps, depth);
     return faults != 0;
 }

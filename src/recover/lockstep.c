@@ -1,0 +1,223 @@
+/* Owns lockstep: the votes by which all ranks run the same micro-batches, and undo the same ones.
+ * Must not know how samples are cut. */
+#include <inttypes.h>
+
+#include "recover/recover.h"
+
+/* Of each word the least of all ranks holds. */
+enum {
+    SIZE,    /* samples of a micro-batch that a rank can run */
+    OUTCOME, /* of an attempt */
+    LEVEL,   /* of lighten, complemented: the lightest holds */
+    FAILED,  /* a rank that cannot go on */
+    WORDS
+};
+enum outcome { RUN_BATCH_AGAIN, RUN_SAMPLES_AGAIN, SUCCEEDED };
+
+/* One all-reduce. A rank that cannot go on says so by `own`, and why by `said`; then the step is
+ * over for all. */
+static rebatch_status vote(rebatch *rb, uint64_t words[WORDS], rebatch_status own,
+                           const struct rbi_said *said)
+{
+    words[FAILED] = own ? rb->group.table.rank : UINT64_MAX;
+    rebatch_status status = rbi_group_all_reduce(rb, words, WORDS, REBATCH_MIN);
+    if (!status && words[FAILED] != UINT64_MAX)
+        status = rbi_vote_hear(rb, own, said);
+    rb->lockstep.is_over = own || status;
+    return own ? rbi_said_again(said, own) : status;
+}
+
+void rbi_lockstep_begin(rebatch *rb)
+{
+    rb->lockstep = (struct rbi_lockstep){.stage = RBI_LOCKSTEP_IDLE};
+}
+
+/* ---- the size ---- */
+
+/* Another rank has no memory at this level, and what its recomputation calls must be called here
+ * too. */
+static rebatch_status lighten_to(rebatch *rb, unsigned level)
+{
+    while (rb->lighten < level) {
+        if (!rb->ops->lighten)
+            return rbi_error(
+                REBATCH_E_STATE,
+                "another rank is at level %u of lighten, and ops.lighten is NULL here: "
+                "expected the same callbacks on all ranks in lockstep",
+                level);
+        const rebatch_status status = rbi_callback_lighten(rb, rb->lighten + 1);
+        if (status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED)
+            return rbi_error(REBATCH_E_STATE,
+                             "another rank is at level %u of lighten, and this one does not get "
+                             "beyond %u",
+                             level, rb->lighten);
+        if (status)
+            return status;
+    }
+    return REBATCH_OK;
+}
+
+/* Told in the next vote. The collectives until then are called. */
+static void owe(rebatch *rb, rebatch_status status)
+{
+    rb->lockstep.owed = status;
+    rb->lockstep.owed_failure = rb->failure;
+    if (status != REBATCH_OOM)
+        rb->lockstep.owed_said = rbi_said_take(rb, status);
+}
+
+rebatch_status rbi_lockstep_choose(rebatch *rb, rebatch_status own)
+{
+    const struct rbi_said said = rbi_said_take(rb, own);
+    uint64_t words[WORDS] = {[SIZE] = own ? UINT64_MAX : rbi_micro_size(rb, rb->batch),
+                             [OUTCOME] = SUCCEEDED,
+                             [LEVEL] = ~(uint64_t)rb->lighten};
+    const rebatch_status status = vote(rb, words, own, &said);
+    if (status)
+        return status;
+    rb->most = words[SIZE];
+    rb->cut_size = 0; /* what is decided of the cut is decided now, on all ranks */
+    const rebatch_status lightened = lighten_to(rb, (unsigned)~words[LEVEL]);
+    if (lightened)
+        owe(rb, lightened);
+    return REBATCH_OK;
+}
+
+/* ---- an attempt ---- */
+
+bool rbi_lockstep_is_doomed(const rebatch *rb)
+{
+    return rb->lockstep.owed != REBATCH_OK;
+}
+
+void rbi_lockstep_begin_attempt(rebatch *rb)
+{
+    rb->lockstep.stage = RBI_LOCKSTEP_RUNS;
+}
+
+/* `outcome` is this rank's; `own` is REBATCH_OK, or what ends the step here. */
+static rebatch_status vote_on(rebatch *rb, enum outcome outcome, rebatch_status own,
+                              const struct rbi_said *said)
+{
+    struct rbi_lockstep *const lockstep = &rb->lockstep;
+    uint64_t words[WORDS] = {
+        [SIZE] = UINT64_MAX, [OUTCOME] = outcome, [LEVEL] = ~(uint64_t)rb->lighten};
+    lockstep->stage = RBI_LOCKSTEP_VOTED;
+    lockstep->verdict = vote(rb, words, own, said);
+    if (lockstep->verdict || words[OUTCOME] == SUCCEEDED)
+        return lockstep->verdict;
+    if (outcome == SUCCEEDED) {
+        lockstep->is_peers = true;
+        rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_FORWARD};
+    }
+    if (words[OUTCOME] == RUN_BATCH_AGAIN)
+        rb->failure.phase = REBATCH_PHASE_BACKWARD;
+    lockstep->verdict = REBATCH_OOM;
+    return REBATCH_OOM;
+}
+
+/* What this rank knew of before, and the others hear of only now. */
+static rebatch_status vote_owed(rebatch *rb)
+{
+    struct rbi_lockstep *const lockstep = &rb->lockstep;
+    const rebatch_status owed = lockstep->owed;
+    lockstep->owed = REBATCH_OK;
+    rb->failure = lockstep->owed_failure;
+    return owed == REBATCH_OOM ? vote_on(rb, RUN_BATCH_AGAIN, REBATCH_OK, NULL)
+                               : vote_on(rb, SUCCEEDED, owed, &lockstep->owed_said);
+}
+
+/* So far nothing has failed here. */
+static rebatch_status vote_success(rebatch *rb)
+{
+    const struct rbi_said none = {.status = REBATCH_OK};
+    return vote_on(rb, SUCCEEDED, REBATCH_OK, &none);
+}
+
+rebatch_status rebatch_mutating_together(rebatch *rb)
+{
+    if (!rb)
+        return rbi_error(REBATCH_E_INVALID, "rb is NULL");
+    if (!rb->running)
+        return rbi_error(REBATCH_E_STATE,
+                         "rebatch_mutating_together() was called outside a callback");
+    if (rb->lockstep.stage == RBI_LOCKSTEP_VOTED)
+        return rbi_error(REBATCH_E_STATE, "rebatch_mutating_together() was called after the ranks "
+                                          "had voted on the micro-batch: expected one call");
+    if (rb->lockstep.stage == RBI_LOCKSTEP_RUNS) {
+        const rebatch_status status = vote_success(rb);
+        if (status)
+            return status;
+    }
+    rebatch_mutating(rb);
+    return REBATCH_OK;
+}
+
+/* This rank has failed, and calls the collectives of the micro-batch all the same. What it
+ * allocates there is taken back. */
+static void abandon(rebatch *rb, const rebatch_microbatch *mb)
+{
+    const struct rbi_failure failure = rb->failure;
+    rebatch_microbatch abandoned = *mb;
+    abandoned.is_abandoned = true;
+    rebatch_scope own;
+    rb->lockstep.stage = RBI_LOCKSTEP_VOTED; /* what it says does not count */
+    if (rbi_scope_open(rb, &own) == REBATCH_OK) {
+        (void)rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &abandoned);
+        (void)rbi_scope_undo(rb->pool, own);
+    }
+    rb->failure = failure;
+}
+
+/* It failed before the ranks had voted. */
+static rebatch_status fail(rebatch *rb, const rebatch_microbatch *mb, rebatch_status status)
+{
+    const bool is_oom = status == REBATCH_OOM;
+    const struct rbi_said said = rbi_said_take(rb, is_oom ? REBATCH_OK : status);
+    abandon(rb, mb);
+    const enum outcome outcome =
+        rb->failure.phase == REBATCH_PHASE_BACKWARD ? RUN_BATCH_AGAIN : RUN_SAMPLES_AGAIN;
+    return is_oom ? vote_on(rb, outcome, REBATCH_OK, &said) : vote_on(rb, SUCCEEDED, status, &said);
+}
+
+static rebatch_status say_undeclared(const rebatch *rb, const rebatch_microbatch *mb)
+{
+    return rbi_error(
+        REBATCH_E_STATE,
+        "step %" PRIu64 ": forward_backward of samples %zu-%zu returned REBATCH_OK %s", rb->step,
+        mb->first, mb->first + mb->count - 1,
+        rb->lockstep.verdict == REBATCH_OOM
+            ? "although rebatch_mutating_together() had returned REBATCH_OOM: expected "
+              "REBATCH_OOM"
+            : "without rebatch_mutating_together(): expected one call in lockstep");
+}
+
+rebatch_status rbi_lockstep_end_attempt(rebatch *rb, const rebatch_microbatch *mb,
+                                        rebatch_status status)
+{
+    struct rbi_lockstep *const lockstep = &rb->lockstep;
+    const bool has_voted = lockstep->stage == RBI_LOCKSTEP_VOTED;
+    if (rbi_lockstep_is_doomed(rb)) {
+        abandon(rb, mb);
+        status = vote_owed(rb);
+    } else if (!has_voted && status) {
+        status = fail(rb, mb, status);
+    } else if (!has_voted) {
+        const struct rbi_said said = rbi_said_take(rb, say_undeclared(rb, mb));
+        status = vote_on(rb, SUCCEEDED, REBATCH_E_STATE, &said);
+    } else if (lockstep->verdict == REBATCH_OK && status) {
+        owe(rb, status); /* the others have accumulated, and are on their way to the next one */
+        status = REBATCH_OK;
+    } else if (lockstep->verdict && !status) {
+        status = lockstep->is_over ? lockstep->verdict : say_undeclared(rb, mb);
+    }
+    lockstep->stage = RBI_LOCKSTEP_IDLE;
+    return status;
+}
+
+rebatch_status rbi_lockstep_finish(rebatch *rb)
+{
+    const rebatch_status status = rbi_lockstep_is_doomed(rb) ? vote_owed(rb) : vote_success(rb);
+    rb->lockstep.stage = RBI_LOCKSTEP_IDLE;
+    return status;
+}

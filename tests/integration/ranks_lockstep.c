@@ -1,0 +1,386 @@
+/* Owns the tests of ranks whose micro-batches have collectives: all run the same ones, and an OOM
+ * on one of them is undone on all.
+ * Must not know more of the library than its public headers say. */
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "rank_threads.h"
+
+static rebatch_options in_lockstep(void)
+{
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    o.lockstep = REBATCH_ON;
+    o.micro_start = 4;
+    o.max_attempts = 4096;
+    o.growth = REBATCH_OFF;
+    return o;
+}
+
+static void open(struct ranks *ranks, uint32_t size)
+{
+    const rebatch_options o = in_lockstep();
+    cr_assert(ranks_open(ranks, size, &o, 0), "%s", rebatch_last_error());
+}
+
+static void assert_all(const struct ranks *ranks, rebatch_status status)
+{
+    for (uint32_t i = 0; i < ranks->size; i++)
+        cr_assert_eq(ranks->rank[i].status, status, "rank %u: %d, %s", i, ranks->rank[i].status,
+                     ranks->rank[i].error);
+}
+
+static void assert_says(const struct rank *r, const char *sentence)
+{
+    cr_assert_eq(r->status, REBATCH_E_PEER, "%s", r->error);
+    cr_assert(strstr(r->error, sentence), "%s", r->error);
+}
+
+/* ---- what all of them run ---- */
+
+Test(ranks_lockstep, each_micro_batch_has_one_vote_and_a_step_four_more)
+{
+    struct ranks ranks;
+    open(&ranks, 3); /* 12 samples on each: 4 + 4 + 4 */
+    for (int step = 0; step < 5; step++)
+        ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert(ranks_have_stepped(&ranks, 5));
+    cr_assert_eq(ranks.meeting.votes, 5 * (3 + 4));
+    cr_assert_eq(ranks.meeting.programs, 5 * 3 * 2);
+    ranks_close(&ranks);
+}
+
+Test(ranks_lockstep, micro_batches_are_as_large_as_the_least_of_the_ranks_can_run)
+{
+    struct ranks ranks;
+    rebatch_options o = in_lockstep();
+    o.micro_start = 0;
+    cr_assert(ranks_open(&ranks, 3, &o, 0));
+    for (uint32_t i = 0; i < 3; i++)
+        ranks.rank[i].unit_bytes = (size_t)16 << 10;
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(ranks.rank[2].rb), (size_t)128 << 10),
+                 REBATCH_OK); /* for eight samples */
+    ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert_eq(ranks.rank[2].report.ooms, 1);
+    cr_assert_eq(ranks.rank[0].report.redone_samples, 12);
+    ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert(ranks_have_stepped(&ranks, 2));
+    for (uint32_t i = 0; i < 3; i++) {
+        cr_assert_eq(ranks.rank[i].report.micro, 6);
+        cr_assert_eq(ranks.rank[i].report.microbatches, 2);
+        cr_assert_eq(ranks.rank[i].report.attempts, 2);
+    }
+    ranks_close(&ranks);
+}
+
+Test(ranks_lockstep, sizes_grow_when_the_least_of_the_ranks_has_room)
+{
+    struct ranks ranks;
+    rebatch_options o = in_lockstep();
+    o.micro_start = 0;
+    o.growth = REBATCH_ON;
+    o.grow_after = 2;
+    cr_assert(ranks_open(&ranks, 2, &o, 0));
+    for (uint32_t i = 0; i < 2; i++)
+        ranks.rank[i].unit_bytes = (size_t)16 << 10;
+    rebatch_pool *const pool = rebatch_get_pool(ranks.rank[1].rb);
+    cr_assert_eq(rebatch_pool_set_limit(pool, (size_t)64 << 10), REBATCH_OK);
+    uint64_t steps = 0;
+    for (; steps < 3; steps++)
+        ranks_step(&ranks);
+    cr_assert_eq(ranks.rank[0].report.micro, 3);
+    cr_assert_eq(rebatch_pool_set_limit(pool, 0), REBATCH_OK);
+    for (; ranks.rank[0].report.micro < 12 && steps < 50; steps++)
+        ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert_eq(ranks.rank[0].report.micro, 12);
+    cr_assert(ranks_have_stepped(&ranks, steps));
+    ranks_close(&ranks);
+}
+
+/* Micro-batches of 12 samples at the least, and of less memory at the first level. */
+static rebatch_status lighten(unsigned level, void *user)
+{
+    struct rank *const r = user;
+    if (level > 1)
+        return REBATCH_E_UNSUPPORTED;
+    r->unit_bytes = level ? 1024 : (size_t)16 << 10;
+    return REBATCH_OK;
+}
+
+Test(ranks_lockstep, a_level_that_one_rank_needs_is_entered_by_all)
+{
+    struct ranks ranks;
+    rebatch_options o = in_lockstep();
+    o.micro_start = o.micro_smallest = 12;
+    cr_assert(ranks_open(&ranks, 3, &o, 0));
+    for (uint32_t i = 0; i < 3; i++) {
+        ranks.rank[i].ops.lighten = lighten;
+        ranks.rank[i].unit_bytes = (size_t)16 << 10;
+    }
+    rebatch_pool *const pool = rebatch_get_pool(ranks.rank[1].rb);
+    cr_assert_eq(rebatch_pool_set_limit(pool, (size_t)64 << 10), REBATCH_OK);
+    ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    for (uint32_t i = 0; i < 3; i++)
+        cr_assert_eq(ranks.rank[i].report.lighten_level, 1);
+    cr_assert(ranks_have_stepped(&ranks, 1));
+    ranks_close(&ranks);
+}
+
+Test(ranks_lockstep, a_level_that_another_rank_does_not_have_ends_the_step_on_all)
+{
+    struct ranks ranks;
+    rebatch_options o = in_lockstep();
+    o.micro_start = o.micro_smallest = 12;
+    cr_assert(ranks_open(&ranks, 2, &o, 0));
+    ranks.rank[1].ops.lighten = lighten;
+    ranks.rank[1].unit_bytes = (size_t)16 << 10;
+    rebatch_pool *const pool = rebatch_get_pool(ranks.rank[1].rb);
+    cr_assert_eq(rebatch_pool_set_limit(pool, (size_t)64 << 10), REBATCH_OK);
+    ranks_step(&ranks);
+    cr_assert_eq(ranks.rank[0].status, REBATCH_E_STATE);
+    assert_says(&ranks.rank[1], "rank 0 ended step 0: another rank is at level 1 of lighten");
+    ranks_close(&ranks);
+}
+
+/* ---- an OOM anywhere ---- */
+
+/* Three steps, in one of which the n-th request of some ranks finds no memory, for every n. */
+static void fail_every_request(struct ranks *ranks, uint32_t only, bool is_of_all)
+{
+    uint64_t steps = 0, requests = 1, again = 0;
+    for (uint64_t nth = 1; nth <= requests; nth++) {
+        requests = 0;
+        for (uint32_t i = 0; i < ranks->size; i++)
+            ranks->rank[i].fail_request = is_of_all || i == only ? nth : 0;
+        ranks_step(ranks);
+        assert_all(ranks, REBATCH_OK);
+        cr_assert(ranks_have_stepped(ranks, ++steps), "request %lu", (unsigned long)nth);
+        for (uint32_t i = 0; i < ranks->size; i++) {
+            const struct rank *const r = &ranks->rank[i];
+            if (is_of_all || i == only)
+                requests = r->requests > requests ? r->requests : requests;
+            cr_assert_eq(r->report.ooms, r->fail_request && nth <= r->requests, "rank %u", i);
+            cr_assert_eq(r->report.microbatches, ranks->rank[0].report.microbatches);
+            cr_assert_eq(r->report.redone_samples, ranks->rank[0].report.redone_samples);
+            again += r->report.redone_samples;
+        }
+    }
+    cr_assert_gt(requests, 12);
+    cr_assert_gt(again, 0);
+}
+
+Test(ranks_lockstep, an_oom_at_any_request_of_one_rank_is_undone_on_all)
+{
+    for (uint32_t only = 0; only < 3; only++) {
+        struct ranks ranks;
+        open(&ranks, 3);
+        fail_every_request(&ranks, only, false);
+        ranks_close(&ranks);
+    }
+}
+
+Test(ranks_lockstep, an_oom_at_any_request_of_all_ranks_changes_no_result)
+{
+    struct ranks ranks;
+    open(&ranks, 3);
+    fail_every_request(&ranks, 0, true);
+    ranks_close(&ranks);
+}
+
+/* ---- a rank that fails ---- */
+
+static rebatch_status fail(struct rank *r, enum rank_place place)
+{
+    return place == *(const enum rank_place *)r->inside_user ? RANK_STATUS : REBATCH_OK;
+}
+
+Test(ranks_lockstep, a_status_of_one_rank_ends_the_step_on_all_with_its_sentence)
+{
+    static enum rank_place places[] = {RANK_ZERO, RANK_FORWARD, RANK_ACCUMULATED};
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        struct ranks ranks;
+        open(&ranks, 3);
+        ranks.rank[1].inside = fail;
+        ranks.rank[1].inside_user = &places[i];
+        ranks_step(&ranks);
+        cr_assert_eq(ranks.rank[1].status, RANK_STATUS, "%s", ranks.rank[1].error);
+        assert_says(&ranks.rank[0], "rank 1 ended step 0: ");
+        assert_says(&ranks.rank[2], "returned 1009");
+        ranks.rank[1].inside = NULL;
+        ranks_step(&ranks);
+        assert_all(&ranks, REBATCH_OK);
+        cr_assert(ranks_have_stepped(&ranks, 1));
+        ranks_close(&ranks);
+    }
+}
+
+Test(ranks_lockstep, memory_that_stays_away_on_one_rank_ends_the_step_on_all)
+{
+    struct ranks ranks;
+    open(&ranks, 3);
+    for (uint64_t nth = 2; nth < 12; nth++) {
+        ranks.rank[2].fail_request = nth;
+        ranks.rank[2].fails_for_ever = true;
+        ranks_step(&ranks);
+        cr_assert_eq(ranks.rank[2].status, REBATCH_E_EXHAUSTED, "%s", ranks.rank[2].error);
+        assert_says(&ranks.rank[0], "rank 2 ended step 0: out of memory");
+        assert_says(&ranks.rank[1], "rank 2 ended step 0: out of memory");
+    }
+    ranks.rank[2].fail_request = 0;
+    ranks_step(&ranks);
+    assert_all(&ranks, REBATCH_OK);
+    cr_assert(ranks_have_stepped(&ranks, 1));
+    ranks_close(&ranks);
+}
+
+static rebatch_status die(struct rank *r, enum rank_place place)
+{
+    if (place != *(const enum rank_place *)r->inside_user)
+        return REBATCH_OK;
+    meeting_leave(&r->ranks->meeting);
+    return RANK_STATUS;
+}
+
+Test(ranks_lockstep, a_rank_that_dies_ends_the_step_on_all)
+{
+    static enum rank_place places[] = {RANK_ZERO, RANK_FORWARD, RANK_ACCUMULATED};
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        struct ranks ranks;
+        open(&ranks, 3);
+        ranks.rank[1].inside = die;
+        ranks.rank[1].inside_user = &places[i];
+        for (int step = 0; step < 2; step++) {
+            ranks_step(&ranks);
+            cr_assert_eq(ranks.rank[0].status, REBATCH_E_PEER, "%s", ranks.rank[0].error);
+            cr_assert_eq(ranks.rank[2].status, REBATCH_E_PEER, "%s", ranks.rank[2].error);
+            ranks.rank[1].inside = NULL;
+        }
+        cr_assert_eq(ranks.meeting.aborts, 3);
+        cr_assert(ranks_have_stepped(&ranks, 0));
+        ranks_close(&ranks);
+    }
+}
+
+/* ---- callbacks that break the rules ---- */
+
+static rebatch_status declare_alone(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    rebatch_mutating(((struct rank *)user)->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_status ignore_the_vote(const rebatch_microbatch *mb, void *user)
+{
+    struct rank *const r = user;
+    if (mb->is_abandoned)
+        return REBATCH_OK;
+    if (r->number == 1) /* whose memory is gone */
+        return REBATCH_OOM;
+    const rebatch_status ignored = rebatch_mutating_together(r->rb);
+    (void)ignored;
+    return REBATCH_OK;
+}
+
+static rebatch_status vote_twice(const rebatch_microbatch *mb, void *user)
+{
+    struct rank *const r = user;
+    if (mb->is_abandoned)
+        return REBATCH_OK;
+    const rebatch_status status = rebatch_mutating_together(r->rb);
+    return status || r->number ? status : rebatch_mutating_together(r->rb);
+}
+
+static void break_rule(rebatch_status (*callback)(const rebatch_microbatch *, void *),
+                       const char *sentence)
+{
+    struct ranks ranks;
+    open(&ranks, 2);
+    ranks.rank[0].ops.forward_backward = callback;
+    ranks.rank[1].ops.forward_backward =
+        callback == declare_alone ? vote_twice : callback; /* which rank 1 does not */
+    ranks_step(&ranks);
+    cr_assert_eq(ranks.rank[0].status, REBATCH_E_STATE, "%s", ranks.rank[0].error);
+    cr_assert(strstr(ranks.rank[0].error, sentence), "%s", ranks.rank[0].error);
+    assert_says(&ranks.rank[1], "rank 0 ended step 0: ");
+    ranks_close(&ranks);
+}
+
+Test(ranks_lockstep, a_callback_that_does_not_vote_as_it_should_ends_the_step_on_all)
+{
+    break_rule(declare_alone, "without rebatch_mutating_together(): expected one call");
+    break_rule(ignore_the_vote, "had returned REBATCH_OOM: expected REBATCH_OOM");
+    break_rule(vote_twice, "expected one call");
+}
+
+/* ---- what is refused ---- */
+
+Test(ranks_lockstep, ranks_with_other_batches_or_limits_are_told_both_values)
+{
+    struct ranks ranks;
+    open(&ranks, 2);
+    ranks.rank[1].batch = 9;
+    ranks_step(&ranks);
+    assert_says(&ranks.rank[0], "the number of samples of a rank, which are in lockstep: 9 on one "
+                                "rank, 12 on another, and 12 here");
+    assert_says(&ranks.rank[1], "12 on another, and 9 here");
+    ranks_close(&ranks);
+}
+
+static uint64_t cost(size_t first, size_t count, void *user)
+{
+    (void)first, (void)user;
+    return count;
+}
+
+Test(ranks_lockstep, what_does_not_go_with_it_is_refused)
+{
+    struct ranks ranks;
+    rebatch *rb;
+    rebatch_options o = REBATCH_OPTIONS_INIT;
+    open(&ranks, 2);
+    struct rank *const r = &ranks.rank[0];
+    o.lockstep = REBATCH_ON;
+    cr_assert_eq(rebatch_open(&rb, r->device, &o), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "lockstep is on and group is NULL"));
+    const rebatch_group group = rank_group(r);
+    o.group = &group;
+    o.learn = REBATCH_ON;
+    cr_assert_eq(rebatch_open(&rb, r->device, &o), REBATCH_E_INVALID);
+    cr_assert(strstr(rebatch_last_error(), "lockstep and learn are both on"));
+    cr_assert_eq(rebatch_probe(r->rb, &r->ops, 12, r, NULL, NULL), REBATCH_E_UNSUPPORTED);
+    cr_assert(strstr(rebatch_last_error(), "lockstep is on"));
+    rebatch_check_report found;
+    cr_assert_eq(rebatch_check(r->rb, &r->ops, 12, r, NULL, &found), REBATCH_E_UNSUPPORTED);
+    cr_assert_eq(ranks.meeting.votes, 0);
+    r->ops.cost = cost;
+    ranks_step(&ranks);
+    cr_assert_eq(r->status, REBATCH_E_INVALID);
+    cr_assert(strstr(r->error, "ops.cost is set and lockstep is on"), "%s", r->error);
+    assert_says(&ranks.rank[1], "rank 0 ended step 0: ops.cost is set");
+    cr_assert_eq(rebatch_mutating_together(NULL), REBATCH_E_INVALID);
+    cr_assert_eq(rebatch_mutating_together(r->rb), REBATCH_E_STATE);
+    ranks_close(&ranks);
+}
+
+static rebatch_status run_samples(const rebatch_microbatch *mb, void *user)
+{
+    (void)mb;
+    return rebatch_mutating_together(user);
+}
+
+Test(ranks_lockstep, functions_outside_of_training_do_not_vote)
+{
+    struct ranks ranks;
+    rebatch_map_ops map = REBATCH_MAP_OPS_INIT;
+    map.run = run_samples;
+    open(&ranks, 2);
+    cr_assert_eq(rebatch_map(ranks.rank[1].rb, &map, 5, ranks.rank[1].rb, NULL), REBATCH_OK);
+    cr_assert_eq(ranks.meeting.arrived + ranks.meeting.votes, 0);
+    ranks_close(&ranks);
+}
