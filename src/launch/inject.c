@@ -17,7 +17,7 @@ static bool strikes(void *user)
     if (!run->in_step || !rbi_callback_includes_thread(rb))
         return false;
     run->requests++;
-    if (rbi_callback_is_retry(rb) || !rbi_run_is_due(&run->settings, run->requests))
+    if (rbi_callback_is_retry(rb) || !rbi_run_fails(&run->settings, run->requests))
         return false; /* what runs once more has nothing smaller to try, as a rule */
     run->injected++;
     run->last_struck = rbi_pool_oom_count(rebatch_get_pool(rb)) + 1;

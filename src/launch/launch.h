@@ -34,10 +34,10 @@ struct rbi_run {
  *  @return REBATCH_OK; REBATCH_E_PARSE for a variable that cannot be read; REBATCH_E_HOST_OOM */
 rebatch_status rbi_launch_open(struct rbi_launch *out, rebatch_options *options);
 
-/* ---- which request fails (due.c) ---- */
+/* ---- which request fails (which_fails.c) ---- */
 
 /* Whether the settings fail this request; the first is number 1. */
-bool rbi_run_is_due(const struct rbi_run_settings *settings, uint64_t request);
+bool rbi_run_fails(const struct rbi_run_settings *settings, uint64_t request);
 
 /* ---- the way to whoever started the program (report.c) ---- */
 
@@ -52,14 +52,14 @@ _Noreturn void rbi_report_end(const struct rbi_run *run, int code, const char *c
 /* Writes all of it; false when that fails. */
 bool rbi_report_write(int fd, const char *text, size_t length);
 
-/* ---- a probe and nothing else (only.c) ---- */
+/* ---- a probe and nothing else (probe_only.c) ---- */
 
 /* Probes, says what was found, and ends the process. `options` is NULL where the program makes no
  * probe itself: then an update runs before it, so that what an optimizer keeps is there. */
 _Noreturn void rbi_only_probe(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,
                               void *user, const rebatch_probe_options *options);
 
-/* ---- a check and nothing else (only_check.c) ---- */
+/* ---- a check and nothing else (check_only.c) ---- */
 
 /* Checks the step, says what was found, and ends the process. */
 _Noreturn void rbi_only_check(struct rbi_run *run, const rebatch_step_ops *ops, size_t batch,

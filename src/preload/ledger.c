@@ -17,7 +17,7 @@ struct device {
 
 static struct {
     pthread_mutex_t lock;
-    struct rbi_run run; /* the settings, for due.c and report.c */
+    struct rbi_run run; /* the settings, for which_fails.c and report.c */
     bool is_on;         /* something is asked for, or the command listens */
     atomic_bool is_forked;
     struct device devices[DEVICES];
@@ -184,7 +184,7 @@ void rbi_ledger_lower(uint64_t *free_bytes, uint64_t *total_bytes)
 static bool strikes(void)
 {
     return has_injection() && !rbi_dlsym_has_rebatch() &&
-           rbi_run_is_due(&ledger.run.settings, ledger.figures.requests);
+           rbi_run_fails(&ledger.run.settings, ledger.figures.requests);
 }
 
 /* Charges the device with the request, or says that it fails. */

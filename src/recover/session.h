@@ -13,7 +13,7 @@ struct rebatch_probe_options;
 struct rbi_launch;
 struct rbi_sizes;
 
-/* ---- what it is (state.c) ---- */
+/* ---- what it is (getters.c) ---- */
 
 /* REBATCH_E_STATE, for `function`, while callbacks can run. */
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function);

@@ -176,10 +176,10 @@ static rebatch_status run_under(struct run_options *options, size_t cap,
     return status;
 }
 
-/* One sample does not fit as it is: with the room that a level needs, the ladder goes down to it.
+/* One sample does not fit as it is: with the room that a level needs, the fallback goes down to it.
  * The pool needs a few pages more than the formula says, and never as many as lie between two
  * levels. */
-Test(gpt_lighten, the_ladder_reaches_every_level, .description = "seed 1, 2 steps of 2")
+Test(gpt_lighten, the_fallback_reaches_every_level, .description = "seed 1, 2 steps of 2")
 {
     const size_t page = 65536;
     struct run_options options = tiny_run();

@@ -12,7 +12,7 @@
 #define SCRIPT_PARAMETERS 8
 #define SCRIPT_TRACE_BYTES 8192
 #define SCRIPT_FOREVER UINT32_MAX
-/* More than any device of these tests has: no rung of the pool's ladder can serve it. */
+/* More than any device of these tests has: no stage of the pool's search can serve it. */
 #define SCRIPT_IMPOSSIBLE_BYTES ((size_t)1 << 40)
 /* A status that is the script's own. */
 #define SCRIPT_STATUS ((rebatch_status)(REBATCH_E_USER + 7))

@@ -250,7 +250,7 @@ Test(step_learn, a_prediction_that_does_not_hold_is_halved_and_then_learned_from
     bed_close(&bed);
 }
 
-/* The ladder halves, but not to less than has run. */
+/* The fallback halves, but not to less than has run. */
 Test(step_learn, a_size_that_failed_is_followed_by_no_smaller_one_than_has_run)
 {
     for (size_t wall = 3; wall <= 30; wall++) {

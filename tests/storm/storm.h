@@ -15,7 +15,7 @@
 #define STORM_FAULTS 4
 #define STORM_BUFFERS 2
 #define STORM_LEVELS 3
-/* More than the device has ever: no rung of the pool's ladder can serve it. */
+/* More than the device has ever: no stage of the pool's search can serve it. */
 #define STORM_IMPOSSIBLE_BYTES ((size_t)1 << 30)
 /* All that any training needs, several times over. */
 #define STORM_PLENTY_BYTES ((size_t)64 << 20)

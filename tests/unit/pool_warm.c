@@ -39,7 +39,7 @@ static uint64_t remaps_for_large(rebatch_pool *pool)
     return stats_of(pool).remaps - before;
 }
 
-Test(pool_plenty, pages_are_moved_until_the_needs_are_known)
+Test(pool_warm, pages_are_moved_until_the_needs_are_known)
 {
     struct rig rig = rig_open(1024, NULL);
     scatter(rig.pool);
@@ -47,7 +47,7 @@ Test(pool_plenty, pages_are_moved_until_the_needs_are_known)
     rig_close(&rig);
 }
 
-Test(pool_plenty, then_fresh_memory_is_taken)
+Test(pool_warm, then_fresh_memory_is_taken)
 {
     struct rig rig = rig_open(1024, NULL);
     scatter(rig.pool);
@@ -76,19 +76,19 @@ static uint64_t remaps_for_medium(size_t device_pages)
     return after.remaps - before.remaps;
 }
 
-Test(pool_plenty, then_blocks_of_other_zones_are_taken)
+Test(pool_warm, then_blocks_of_other_zones_are_taken)
 {
     cr_assert_eq(remaps_for_medium(18), 0);
 }
 
 /* 16 pages are the peak: what 16 are of 17 is more than 31 of 32. */
-Test(pool_plenty, without_slack_zones_are_kept)
+Test(pool_warm, without_slack_zones_are_kept)
 {
     cr_assert_eq(remaps_for_medium(16), 2);
 }
 
 /* Two phases of other sizes each, of which one takes up what the other has left. */
-Test(pool_plenty, so_do_steps_of_other_sizes_in_little_memory)
+Test(pool_warm, so_do_steps_of_other_sizes_in_little_memory)
 {
     enum { FEW = 4, MANY = 24, STEPS = 1500 };
     struct rig rig = rig_open(FEW * 13 + 2, NULL);
@@ -112,7 +112,7 @@ Test(pool_plenty, so_do_steps_of_other_sizes_in_little_memory)
 }
 
 /* The same calls over and over cost no call of the device any more. */
-Test(pool_plenty, repeated_steps_end_without_device_calls)
+Test(pool_warm, repeated_steps_end_without_device_calls)
 {
     struct rig rig = rig_open(1024, NULL);
     uint64_t calls = 0;
@@ -164,7 +164,7 @@ static void churn(rebatch_pool *pool, uint64_t random, int rounds)
 
 /* Nor does what repeats nothing, once everything lies where it is needed; not even the question
  * what the device has left, which takes a GPU microseconds. Seed 1. */
-Test(pool_plenty, a_warm_pool_does_not_ask_what_the_device_has_left)
+Test(pool_warm, a_warm_pool_does_not_ask_what_the_device_has_left)
 {
     enum { ROUNDS = 12, CALLS = 6000 };
     static struct rbi_device_ops counting; /* each test is a process of its own */
@@ -201,7 +201,7 @@ static uint64_t replace(rebatch_pool *pool, void **blocks, size_t count, uint64_
 
 /* A program whose calls never repeat pays with memory, in the end, rather than with moves for ever:
  * a part of what was moved is held beyond the peak. Seed 1. */
-Test(pool_plenty, calls_that_never_repeat_end_with_few_moves)
+Test(pool_warm, calls_that_never_repeat_end_with_few_moves)
 {
     enum { LIVE = 128, ROUNDS = 12 };
     void *blocks[LIVE] = {NULL};
@@ -219,7 +219,7 @@ Test(pool_plenty, calls_that_never_repeat_end_with_few_moves)
 }
 
 /* What is held beyond the peak has an end, however much there is: then pages are moved again. */
-Test(pool_plenty, no_more_is_held_than_a_32nd_beyond_the_peak)
+Test(pool_warm, no_more_is_held_than_a_32nd_beyond_the_peak)
 {
     struct rig rig = rig_open(16 * WEIGHTS, NULL);
     enum { RUN = 16 }; /* longer than a chunk */
@@ -243,7 +243,7 @@ Test(pool_plenty, no_more_is_held_than_a_32nd_beyond_the_peak)
 }
 
 /* A new peak, and what a pool needs is not known any more. */
-Test(pool_plenty, after_a_new_peak_pages_are_moved_again)
+Test(pool_warm, after_a_new_peak_pages_are_moved_again)
 {
     struct rig rig = rig_open(1024, NULL);
     learn_needs(rig.pool);
@@ -253,7 +253,7 @@ Test(pool_plenty, after_a_new_peak_pages_are_moved_again)
 }
 
 /* All but 24 are held, and 8 more would leave 16 of 553: 29 permille. */
-Test(pool_plenty, the_room_to_keep_is_kept)
+Test(pool_warm, the_room_to_keep_is_kept)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     static const struct {
@@ -272,7 +272,7 @@ Test(pool_plenty, the_room_to_keep_is_kept)
 }
 
 /* A limit of our own counts as the device's memory does. */
-Test(pool_plenty, the_room_is_that_within_the_limit)
+Test(pool_warm, the_room_is_that_within_the_limit)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_bytes = (WEIGHTS + 24) * PAGE;
@@ -284,7 +284,7 @@ Test(pool_plenty, the_room_is_that_within_the_limit)
 }
 
 /* What would be collected at once is not taken. */
-Test(pool_plenty, the_gc_threshold_holds)
+Test(pool_warm, the_gc_threshold_holds)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.gc_threshold_permille = 270; /* 276 pages */
@@ -297,7 +297,7 @@ Test(pool_plenty, the_gc_threshold_holds)
 }
 
 /* Where the device has no more after all, free pages are moved as ever. */
-Test(pool_plenty, a_device_that_has_no_more_costs_nothing_but_the_question)
+Test(pool_warm, a_device_that_has_no_more_costs_nothing_but_the_question)
 {
     struct rig rig = rig_open(1024, NULL);
     rebatch_device *fault;
@@ -318,7 +318,7 @@ Test(pool_plenty, a_device_that_has_no_more_costs_nothing_but_the_question)
 }
 
 /* What a pool's copy predicts is what the pool does. */
-Test(pool_plenty, a_copy_knows_the_needs_too)
+Test(pool_warm, a_copy_knows_the_needs_too)
 {
     struct rig rig = rig_open(1024, NULL);
     scatter(rig.pool);
@@ -332,7 +332,7 @@ Test(pool_plenty, a_copy_knows_the_needs_too)
     rig_close(&rig);
 }
 
-Test(pool_plenty, keep_room_is_a_share)
+Test(pool_warm, keep_room_is_a_share)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.keep_room_permille = 1001;

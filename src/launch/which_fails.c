@@ -11,7 +11,7 @@ static uint64_t random_at(uint64_t seed, uint64_t n)
     return x ^ (x >> 31);
 }
 
-bool rbi_run_is_due(const struct rbi_run_settings *settings, uint64_t request)
+bool rbi_run_fails(const struct rbi_run_settings *settings, uint64_t request)
 {
     if (settings->oom)
         return request == settings->oom;

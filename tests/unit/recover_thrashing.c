@@ -1,4 +1,4 @@
-/* Owns the tests of steps that crawl: the pool gives memory back and takes it again in every
+/* Owns the tests of steps that thrash: the pool gives memory back and takes it again in every
  * micro-batch. On a device with virtual memory the pool mostly maps it elsewhere instead, so the
  * device is one without, but for the last tests. Must not know how the pool finds memory. */
 #include <string.h>
@@ -14,14 +14,14 @@
 
 /* A micro-batch has first a block of 384 KiB a sample, then one of 448. Blocks of more than
  * max_split are not cut up, and the limit has no room for both. */
-struct crawler {
+struct thrasher {
     rebatch_device *device;
     rebatch *rb;
     rebatch_step_ops ops;
     rebatch_step_report report;
     uint64_t count; /* of samples that ran */
     bool trims;     /* gives the cache back itself */
-    size_t crawls;  /* events */
+    size_t events;  /* THRASHING */
     rebatch_event event;
     char text[256];
 };
@@ -35,14 +35,14 @@ static rebatch_status use(const rebatch_microbatch *mb, size_t bytes)
 
 static rebatch_status nothing(void *user)
 {
-    const struct crawler *c = user;
+    const struct thrasher *c = user;
     rebatch_mutating(c->rb);
     return REBATCH_OK;
 }
 
 static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
 {
-    struct crawler *c = user;
+    struct thrasher *c = user;
     rebatch_status status = use(mb, mb->count * KIB(384));
     if (!status)
         status = use(mb, mb->count * KIB(448));
@@ -64,15 +64,15 @@ static uint64_t three_each(size_t first, size_t count, void *user)
 
 static void collect(const rebatch_event *event, void *user)
 {
-    struct crawler *c = user;
+    struct thrasher *c = user;
     if (event->kind != REBATCH_EVENT_THRASHING)
         return;
-    c->crawls++;
+    c->events++;
     c->event = *event;
     rebatch_event_format(c->text, sizeof c->text, event);
 }
 
-static rebatch_options crawling_options(void)
+static rebatch_options thrashing_options(void)
 {
     rebatch_options o = REBATCH_OPTIONS_INIT;
     o.micro_start = 16;
@@ -82,7 +82,7 @@ static rebatch_options crawling_options(void)
     return o;
 }
 
-static void open_crawler(struct crawler *c, rebatch_options *options)
+static void open_thrasher(struct thrasher *c, rebatch_options *options)
 {
     memset(c, 0, sizeof *c);
     cr_assert_eq(rbi_device_open_dry(&c->device, MIB(64), KIB(64), false), REBATCH_OK);
@@ -96,32 +96,32 @@ static void open_crawler(struct crawler *c, rebatch_options *options)
                                 .flags = REBATCH_DECLARES_MUTATION};
 }
 
-static void run_step(struct crawler *c, size_t batch)
+static void run_step(struct thrasher *c, size_t batch)
 {
     c->count = 0;
-    c->crawls = 0;
+    c->events = 0;
     cr_assert_eq(rebatch_step(c->rb, &c->ops, batch, c, &c->report), REBATCH_OK, "%s",
                  rebatch_last_error());
     cr_assert_eq(c->count, batch);
     cr_assert_eq(c->report.ooms, 0);
 }
 
-static void close_crawler(struct crawler *c)
+static void close_thrasher(struct thrasher *c)
 {
     rebatch_close(c->rb);
     rebatch_device_close(c->device);
 }
 
-Test(recover_crawl, a_step_that_trims_and_refills_in_every_microbatch_shrinks_for_the_next)
+Test(recover_thrashing, a_step_that_trims_and_refills_in_every_microbatch_shrinks_for_the_next)
 {
-    rebatch_options options = crawling_options();
-    struct crawler c;
-    open_crawler(&c, &options);
+    rebatch_options options = thrashing_options();
+    struct thrasher c;
+    open_thrasher(&c, &options);
     run_step(&c, 64);
-    cr_assert_eq(c.report.microbatches, 4, "the step that crawls is not cut anew");
+    cr_assert_eq(c.report.microbatches, 4, "the step that thrashes is not cut anew");
     cr_assert_eq(c.report.thrashed, 4);
     cr_assert_eq(c.report.micro_after, 12);
-    cr_assert_eq(c.crawls, 1);
+    cr_assert_eq(c.events, 1);
     cr_assert_eq(c.event.micro_before, 16);
     cr_assert_eq(c.event.micro_after, 12);
     cr_assert_eq(c.event.level, REBATCH_LOG_WARN);
@@ -130,105 +130,105 @@ Test(recover_crawl, a_step_that_trims_and_refills_in_every_microbatch_shrinks_fo
                      "again; micro-batch 16 -> 12");
     run_step(&c, 64);
     cr_assert_eq(c.report.micro_after, 12);
-    cr_assert_eq(c.crawls, 0);
+    cr_assert_eq(c.events, 0);
     cr_assert_leq(c.report.thrashed, 1, "its first may clear away what the larger size left");
     run_step(&c, 64);
     cr_assert_eq(c.report.thrashed, 0);
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
-/* Growth comes after its wait; that it crawls again counts as a growth that failed. */
-Test(recover_crawl, growth_does_not_undo_it_at_once_and_waits_longer_each_time)
+/* Growth comes after its wait; that it thrashes again counts as a growth that failed. */
+Test(recover_thrashing, growth_does_not_undo_it_at_once_and_waits_longer_each_time)
 {
     static const uint32_t waits[] = {4, 8, 16};
-    rebatch_options options = crawling_options();
+    rebatch_options options = thrashing_options();
     options.micro_largest = 16;
-    struct crawler c;
-    open_crawler(&c, &options);
+    struct thrasher c;
+    open_thrasher(&c, &options);
     run_step(&c, 64);
-    cr_assert_eq(c.crawls, 1);
+    cr_assert_eq(c.events, 1);
     for (size_t i = 0; i < sizeof waits / sizeof *waits; i++) {
         for (uint32_t clean = 0; clean < waits[i]; clean++) {
             cr_assert_eq(rebatch_get_micro(c.rb, 64), 12, "wait %zu, step %u", i, clean);
             run_step(&c, 64);
-            cr_assert_eq(c.crawls, 0);
+            cr_assert_eq(c.events, 0);
         }
         cr_assert_eq(rebatch_get_micro(c.rb, 64), 16, "it grew after %u steps", waits[i]);
         run_step(&c, 64);
-        cr_assert_eq(c.crawls, 1);
+        cr_assert_eq(c.events, 1);
     }
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
-Test(recover_crawl, single_microbatches_crawl_when_two_steps_in_a_row_do)
+Test(recover_thrashing, single_microbatches_thrash_when_two_steps_in_a_row_do)
 {
-    rebatch_options options = crawling_options();
-    struct crawler c;
-    open_crawler(&c, &options);
+    rebatch_options options = thrashing_options();
+    struct thrasher c;
+    open_thrasher(&c, &options);
     run_step(&c, 16);
     cr_assert_eq(c.report.thrashed, 1);
     cr_assert_eq(c.report.micro_after, 16);
     run_step(&c, 16);
-    cr_assert_eq(c.crawls, 1);
+    cr_assert_eq(c.events, 1);
     cr_assert_eq(c.report.micro_after, 12);
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
-Test(recover_crawl, the_limits_on_the_size_hold)
+Test(recover_thrashing, the_limits_on_the_size_hold)
 {
-    rebatch_options options = crawling_options();
+    rebatch_options options = thrashing_options();
     options.micro_multiple_of = 8;
-    struct crawler c;
-    open_crawler(&c, &options);
+    struct thrasher c;
+    open_thrasher(&c, &options);
     run_step(&c, 64);
     cr_assert_eq(c.report.micro_after, 8);
-    close_crawler(&c);
+    close_thrasher(&c);
 
-    options = crawling_options();
+    options = thrashing_options();
     options.micro_smallest = 16;
-    open_crawler(&c, &options);
+    open_thrasher(&c, &options);
     for (int i = 0; i < 4; i++) {
         run_step(&c, 64);
         cr_assert_eq(c.report.thrashed, 4);
-        cr_assert_eq(c.crawls, 0, "there is nothing smaller");
+        cr_assert_eq(c.events, 0, "there is nothing smaller");
         cr_assert_eq(c.report.micro_after, 16);
     }
-    close_crawler(&c);
+    close_thrasher(&c);
 
-    options = crawling_options();
+    options = thrashing_options();
     options.on_oom = REBATCH_ON_OOM_STOP;
     options.growth = REBATCH_OFF;
-    open_crawler(&c, &options);
+    open_thrasher(&c, &options);
     run_step(&c, 64);
     cr_assert_eq(c.report.micro_after, 16, "the size was not to change");
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
-Test(recover_crawl, by_cost_it_is_the_budget_that_shrinks)
+Test(recover_thrashing, by_cost_it_is_the_budget_that_shrinks)
 {
-    rebatch_options options = crawling_options();
-    struct crawler c;
-    open_crawler(&c, &options);
+    rebatch_options options = thrashing_options();
+    struct thrasher c;
+    open_thrasher(&c, &options);
     c.ops.cost = three_each;
     run_step(&c, 64);
     cr_assert_eq(c.report.cost_before, 48);
     cr_assert_eq(c.report.cost_after, 36);
-    cr_assert_eq(c.crawls, 1);
+    cr_assert_eq(c.events, 1);
     run_step(&c, 64);
-    cr_assert_eq(c.crawls, 0);
+    cr_assert_eq(c.events, 0);
     cr_assert_eq(c.report.microbatches, 6);
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
 /* The first growth goes to the cost of 22 samples, for which there is room in all; the 16 that run
- * crawl, and the next growth goes half as far. */
-Test(recover_crawl, by_cost_growth_goes_halfway_to_what_crawled)
+ * thrash, and the next growth goes half as far. */
+Test(recover_thrashing, by_cost_growth_goes_halfway_to_what_thrashed)
 {
-    rebatch_options options = crawling_options();
+    rebatch_options options = thrashing_options();
     options.micro_start = 12;
     options.micro_largest = 16;
-    struct crawler c;
-    open_crawler(&c, &options);
+    struct thrasher c;
+    open_thrasher(&c, &options);
     c.ops.cost = three_each;
     uint64_t before = 36, grown[2] = {0};
     for (int i = 0; i < 2;) {
@@ -242,37 +242,37 @@ Test(recover_crawl, by_cost_growth_goes_halfway_to_what_crawled)
         before = c.report.cost_after;
     }
     cr_assert_eq(grown[0], 68);
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
-Test(recover_crawl, with_room_for_both_it_does_not_crawl)
+Test(recover_thrashing, with_room_for_both_it_does_not_thrash)
 {
-    rebatch_options options = crawling_options();
+    rebatch_options options = thrashing_options();
     options.pool.limit_bytes = MIB(16);
-    struct crawler c;
-    open_crawler(&c, &options);
+    struct thrasher c;
+    open_thrasher(&c, &options);
     for (int i = 0; i < 4; i++) {
         run_step(&c, 64);
         cr_assert_eq(c.report.thrashed, 0);
     }
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
 /* It would trim smaller micro-batches as well. */
-Test(recover_crawl, a_callback_that_trims_itself_does_not_crawl)
+Test(recover_thrashing, a_callback_that_trims_itself_does_not_thrash)
 {
-    rebatch_options options = crawling_options();
+    rebatch_options options = thrashing_options();
     options.pool.limit_bytes = MIB(16);
     options.growth = REBATCH_OFF;
-    struct crawler c;
-    open_crawler(&c, &options);
+    struct thrasher c;
+    open_thrasher(&c, &options);
     c.trims = true;
     for (int i = 0; i < 4; i++) {
         run_step(&c, 64);
         cr_assert_eq(c.report.thrashed, 0);
         cr_assert_eq(c.report.micro_after, 16);
     }
-    close_crawler(&c);
+    close_thrasher(&c);
 }
 
 /* ---- on pages ---- */
@@ -369,7 +369,7 @@ static void close_streams(struct streams *s)
 
 /* Pages go to and fro between the streams, but none to the device: fewer samples would move as
  * many in all. */
-Test(recover_crawl, pages_that_move_between_streams_are_no_crawling)
+Test(recover_thrashing, pages_that_move_between_streams_are_no_thrashing)
 {
     struct streams s;
     open_streams(&s, 0);
@@ -384,7 +384,7 @@ Test(recover_crawl, pages_that_move_between_streams_are_no_crawling)
 }
 
 /* The limit goes down and up in each, so that what is cached goes to the device and comes again. */
-Test(recover_crawl, pages_that_go_to_the_device_and_come_again_are)
+Test(recover_thrashing, pages_that_go_to_the_device_and_come_again_are)
 {
     struct streams s;
     open_streams(&s, MIB(2));

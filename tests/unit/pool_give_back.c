@@ -69,7 +69,7 @@ static uint64_t most_wanted(const rebatch_pool_stats *stats)
     return stats->live_peak_bytes + stats->live_peak_bytes / 16 + LAYERS * GRADIENT_PAGES * PAGE;
 }
 
-Test(pool_settle, what_was_taken_while_the_device_was_behind_goes_back)
+Test(pool_give_back, what_was_taken_while_the_device_was_behind_goes_back)
 {
     struct world w = open_world(4096);
     run_phase(&w);

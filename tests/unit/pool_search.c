@@ -1,4 +1,4 @@
-/* Holds the search for memory: the order of its rungs, what fails and how, and memory got ahead.
+/* Holds the search for memory: the order of its stages, what fails and how, and memory got ahead.
  * Seeds: 1 to 60 in the random test. */
 #include "unit/pool_help.h"
 
@@ -49,7 +49,7 @@ static rebatch_status try(rebatch_pool *pool, size_t bytes)
 }
 
 /* When fresh memory is refused the cache goes back to the device, and it is asked again. */
-Test(pool_ladder, cached_memory_is_given_back_to_make_room_for_a_larger_piece)
+Test(pool_search, cached_memory_is_given_back_to_make_room_for_a_larger_piece)
 {
     struct rig rig = rig_open_plain(16, NULL);
     void *a = take(rig.pool, 8 * PAGE);
@@ -65,7 +65,7 @@ Test(pool_ladder, cached_memory_is_given_back_to_make_room_for_a_larger_piece)
 }
 
 /* With nothing cached there is nothing to give back: the device's OOM surfaces at once. */
-Test(pool_ladder, an_oom_of_the_device_surfaces_at_once_when_nothing_is_cached)
+Test(pool_search, an_oom_of_the_device_surfaces_at_once_when_nothing_is_cached)
 {
     static const rebatch_toggle caching[] = {REBATCH_ON, REBATCH_OFF};
     for (int i = 0; i < 2; i++) {
@@ -84,7 +84,7 @@ Test(pool_ladder, an_oom_of_the_device_surfaces_at_once_when_nothing_is_cached)
 
 /* An error of the device that is no OOM passes through at once; nothing is trimmed, nobody is
  * asked. */
-Test(pool_ladder, another_error_of_the_device_passes_through_unchanged)
+Test(pool_search, another_error_of_the_device_passes_through_unchanged)
 {
     struct faulty f = faulty_open(64, NULL);
     void *cached;
@@ -131,7 +131,7 @@ static size_t let_go(size_t wanted_bytes, void *user)
 
 /* Pressure callbacks free blocks, in the order in which they were registered, and no more of
  * them run than are needed. */
-Test(pool_ladder, pressure_callbacks_free_until_there_is_enough)
+Test(pool_search, pressure_callbacks_free_until_there_is_enough)
 {
     struct rig rig = rig_open(16, NULL);
     struct holder holders[3];
@@ -161,7 +161,7 @@ static void count_pressure(void *user, bool begins)
 }
 
 /* A session hears of the pressure callbacks of its own callbacks, and of no others. */
-Test(pool_ladder, pressure_within_a_scope_of_the_thread_is_told)
+Test(pool_search, pressure_within_a_scope_of_the_thread_is_told)
 {
     struct rig rig = rig_open(16, NULL);
     struct holder holder = {rig.pool, take(rig.pool, 4 * PAGE), 0, 0, REBATCH_OK};
@@ -190,7 +190,7 @@ static size_t allocate(size_t wanted_bytes, void *user)
 }
 
 /* A pressure callback that allocates is refused, not called without end. */
-Test(pool_ladder, a_pressure_callback_must_not_allocate)
+Test(pool_search, a_pressure_callback_must_not_allocate)
 {
     struct rig rig = rig_open(8, NULL);
     struct holder holder = {rig.pool, NULL, 0, 0, REBATCH_OK};
@@ -203,7 +203,7 @@ Test(pool_ladder, a_pressure_callback_must_not_allocate)
 }
 
 /* 16 pressure callbacks can be registered. */
-Test(pool_ladder, sixteen_pressure_callbacks_can_be_registered)
+Test(pool_search, sixteen_pressure_callbacks_can_be_registered)
 {
     struct rig rig = rig_open(8, NULL);
     struct holder holder = {rig.pool, NULL, 0, 0, REBATCH_OK};
@@ -220,7 +220,7 @@ Test(pool_ladder, sixteen_pressure_callbacks_can_be_registered)
 
 /* The OOM report has the request, the figures of that moment and who holds most; the size that it
  * says would have fitted fits, and one unit more does not. */
-Test(pool_ladder, the_oom_report_is_right)
+Test(pool_search, the_oom_report_is_right)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.limit_bytes = 20 * PAGE;
@@ -269,7 +269,7 @@ Test(pool_ladder, the_oom_report_is_right)
 }
 
 /* A reserve leaves no trace but the cache, and what is there is not asked for again. */
-Test(pool_ladder, a_reserve_changes_nothing_but_the_cache)
+Test(pool_search, a_reserve_changes_nothing_but_the_cache)
 {
     struct rig rig = rig_open(64, NULL);
     cr_assert_eq(rebatch_pool_reserve(rig.pool, 0, NULL), REBATCH_OK);
@@ -288,9 +288,9 @@ Test(pool_ladder, a_reserve_changes_nothing_but_the_cache)
     rig_close(&rig);
 }
 
-/* A reserve climbs the same ladder: it takes other streams' blocks, trims, and asks for
+/* A reserve goes through the same search: it takes other streams' blocks, trims, and asks for
  * pressure; when all is in vain it reports the OOM as an allocation does. */
-Test(pool_ladder, a_reserve_climbs_the_ladder)
+Test(pool_search, a_reserve_goes_through_the_search)
 {
     struct rig rig = rig_open_plain(16, NULL);
     rebatch_stream other;
@@ -315,7 +315,7 @@ Test(pool_ladder, a_reserve_climbs_the_ladder)
 }
 
 /* With caching off a reserve only looks for room. */
-Test(pool_ladder, with_caching_off_a_reserve_only_looks)
+Test(pool_search, with_caching_off_a_reserve_only_looks)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.caching = REBATCH_OFF;
@@ -353,7 +353,7 @@ static size_t litter(struct faulty *f, void **blocks, size_t most, rebatch_strea
 /* After a reserve, allocations whose rounded sizes add up to no more cannot fail, whatever is
  * freed between them, in scopes or not, on either stream, and although the device gives nothing
  * any more. */
-Test(pool_ladder, what_was_reserved_cannot_fail)
+Test(pool_search, what_was_reserved_cannot_fail)
 {
     enum { MOST = 60 };
     for (uint64_t seed = 1; seed <= 60; seed++) {
@@ -392,7 +392,7 @@ Test(pool_ladder, what_was_reserved_cannot_fail)
 
 /* Admission makes sure of a total: it takes only what is short from the device, nothing when the
  * cache suffices, and its failure is no OOM of the pool's. */
-Test(pool_ladder, admission_takes_only_what_is_short)
+Test(pool_search, admission_takes_only_what_is_short)
 {
     struct rig rig = rig_open(16, NULL);
     void *a = take(rig.pool, 4 * PAGE);
@@ -414,7 +414,7 @@ Test(pool_ladder, admission_takes_only_what_is_short)
 
 /* What another stream has free in pages that it has in use cannot go back, but serves: its own
  * requests, and those that find nothing else. */
-Test(pool_ladder, admission_counts_what_other_streams_cannot_give_back)
+Test(pool_search, admission_counts_what_other_streams_cannot_give_back)
 {
     struct rig rig = rig_open(16, NULL);
     rebatch_stream other;
@@ -436,7 +436,7 @@ Test(pool_ladder, admission_counts_what_other_streams_cannot_give_back)
 }
 
 /* Admission gives other streams' cache back when it must, and keeps its own. */
-Test(pool_ladder, admission_trims_the_cache_of_other_streams)
+Test(pool_search, admission_trims_the_cache_of_other_streams)
 {
     struct rig rig = rig_open_plain(16, NULL);
     rebatch_stream other;
@@ -453,7 +453,7 @@ Test(pool_ladder, admission_trims_the_cache_of_other_streams)
 }
 
 /* The mark sees the most live bytes since it was set, and leaves the public peaks alone. */
-Test(pool_ladder, the_mark_sees_the_peak_since_it_was_set)
+Test(pool_search, the_mark_sees_the_peak_since_it_was_set)
 {
     struct rig rig = rig_open(64, NULL);
     give(rig.pool, take(rig.pool, 8 * KIB));
@@ -474,7 +474,7 @@ static size_t destroy_it(size_t wanted_bytes, void *user)
     return 0;
 }
 
-Test(pool_ladder, a_pool_is_not_destroyed_from_its_own_callback)
+Test(pool_search, a_pool_is_not_destroyed_from_its_own_callback)
 {
     struct rig rig = rig_open(4, NULL);
     void *none;

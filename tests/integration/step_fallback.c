@@ -1,4 +1,5 @@
-/* Owns the tests of the ladder: once more, smaller, lighter, and what is said when nothing is left.
+/* Owns the tests of the fallback: once more, smaller, lighter, and what is said when nothing is
+ * left.
  * Must not know more of the library than its public headers say. */
 #include <inttypes.h>
 #include <stdio.h>
@@ -25,7 +26,7 @@ static rebatch_options without_growth(void)
 
 /* ---- once more ---- */
 
-Test(step_ladder, a_passing_fault_is_tried_once_more_at_the_same_size_then_it_halves)
+Test(step_fallback, a_passing_fault_is_tried_once_more_at_the_same_size_then_it_halves)
 {
     static const struct rig_case cases[] = {
         {.what = "once more",
@@ -74,7 +75,7 @@ Test(step_ladder, a_passing_fault_is_tried_once_more_at_the_same_size_then_it_ha
     RIG_RUN_CASES(cases);
 }
 
-Test(step_ladder, once_more_is_possible_again_in_the_next_step)
+Test(step_fallback, once_more_is_possible_again_in_the_next_step)
 {
     rebatch_options options = without_growth();
     options.pool.caching = REBATCH_OFF;
@@ -92,7 +93,7 @@ Test(step_ladder, once_more_is_possible_again_in_the_next_step)
     rig_close(&rig);
 }
 
-Test(step_ladder, a_limit_or_headroom_of_the_pool_is_as_good_as_a_cap)
+Test(step_fallback, a_limit_or_headroom_of_the_pool_is_as_good_as_a_cap)
 {
     for (int i = 0; i < 3; i++) {
         rebatch_options options = without_growth();
@@ -113,7 +114,7 @@ Test(step_ladder, a_limit_or_headroom_of_the_pool_is_as_good_as_a_cap)
 }
 
 /* Memory that is there, but cached in pieces of the wrong size. */
-Test(step_ladder, fragmentation_of_the_cache_never_exhausts_a_step_that_fits_empty)
+Test(step_fallback, fragmentation_of_the_cache_never_exhausts_a_step_that_fits_empty)
 {
     rebatch_options options = without_growth();
     options.admission = REBATCH_OFF;
@@ -132,7 +133,7 @@ Test(step_ladder, fragmentation_of_the_cache_never_exhausts_a_step_that_fits_emp
 
 /* ---- smaller ---- */
 
-Test(step_ladder, the_smaller_size_is_kept_for_the_following_steps)
+Test(step_fallback, the_smaller_size_is_kept_for_the_following_steps)
 {
     const rebatch_options options = without_growth();
     struct rig rig;
@@ -148,7 +149,7 @@ Test(step_ladder, the_smaller_size_is_kept_for_the_following_steps)
     rig_close(&rig);
 }
 
-Test(step_ladder, where_nothing_smaller_is_allowed_it_ends_and_names_the_option)
+Test(step_fallback, where_nothing_smaller_is_allowed_it_ends_and_names_the_option)
 {
     static const struct rig_case cases[] = {
         {.what = "at the first OOM",
@@ -176,7 +177,7 @@ Test(step_ladder, where_nothing_smaller_is_allowed_it_ends_and_names_the_option)
 
 /* ---- lighter ---- */
 
-Test(step_ladder, at_the_smallest_size_it_lightens_level_by_level)
+Test(step_fallback, at_the_smallest_size_it_lightens_level_by_level)
 {
     static const struct rig_case cases[] = {
         {.what = "to the first level that fits, which stays",
@@ -229,7 +230,7 @@ Test(step_ladder, at_the_smallest_size_it_lightens_level_by_level)
     RIG_RUN_CASES(cases);
 }
 
-Test(step_ladder, exhausted_names_what_failed_before_lightening_was_tried_in_vain)
+Test(step_fallback, exhausted_names_what_failed_before_lightening_was_tried_in_vain)
 {
     const rebatch_options options = without_growth();
     struct rig rig;
@@ -248,7 +249,7 @@ Test(step_ladder, exhausted_names_what_failed_before_lightening_was_tried_in_vai
 
 /* ---- nothing left ---- */
 
-Test(step_ladder, exhausted_says_where_what_was_needed_what_was_there_and_what_would_help)
+Test(step_fallback, exhausted_says_where_what_was_needed_what_was_there_and_what_would_help)
 {
     const rebatch_options options = without_growth();
     struct rig rig;
@@ -271,7 +272,7 @@ Test(step_ladder, exhausted_says_where_what_was_needed_what_was_there_and_what_w
 }
 
 /* Undoing the step must not take the sentence's place. */
-Test(step_ladder, exhausted_while_accumulating_says_the_same)
+Test(step_fallback, exhausted_while_accumulating_says_the_same)
 {
     const rebatch_options options = without_growth();
     struct rig rig;
@@ -282,7 +283,7 @@ Test(step_ladder, exhausted_while_accumulating_says_the_same)
     rig_close(&rig);
 }
 
-Test(step_ladder, the_oom_report_names_who_holds_memory)
+Test(step_fallback, the_oom_report_names_who_holds_memory)
 {
     const rebatch_options options = without_growth();
     struct rig rig;
@@ -303,7 +304,7 @@ Test(step_ladder, the_oom_report_names_who_holds_memory)
     rig_close(&rig);
 }
 
-Test(step_ladder, max_attempts_bounds_what_runs_in_vain)
+Test(step_fallback, max_attempts_bounds_what_runs_in_vain)
 {
     for (uint32_t most = 1; most <= 7; most++) {
         rebatch_options options = without_growth();
@@ -319,7 +320,7 @@ Test(step_ladder, max_attempts_bounds_what_runs_in_vain)
     }
 }
 
-Test(step_ladder, max_attempts_counts_all_callbacks_of_the_step)
+Test(step_fallback, max_attempts_counts_all_callbacks_of_the_step)
 {
     rebatch_options options = without_growth();
     options.max_attempts = 3;
@@ -337,7 +338,7 @@ Test(step_ladder, max_attempts_counts_all_callbacks_of_the_step)
     rig_close(&rig);
 }
 
-Test(step_ladder, max_attempts_is_of_one_step)
+Test(step_fallback, max_attempts_is_of_one_step)
 {
     rebatch_options options = without_growth();
     options.max_attempts = 2;
@@ -352,7 +353,7 @@ Test(step_ladder, max_attempts_is_of_one_step)
     rig_close(&rig);
 }
 
-Test(step_ladder, by_default_it_gives_up_after_64)
+Test(step_fallback, by_default_it_gives_up_after_64)
 {
     const rebatch_options options = without_growth();
     struct rig rig;
@@ -364,7 +365,7 @@ Test(step_ladder, by_default_it_gives_up_after_64)
     rig_close(&rig);
 }
 
-Test(step_ladder, zero_grad_that_always_fails_is_exhausted)
+Test(step_fallback, zero_grad_that_always_fails_is_exhausted)
 {
     struct rig rig;
     rig_open(&rig, MIB(64), NULL);
