@@ -39,10 +39,11 @@ GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
 # The model's operations on a GPU; a build without CUDA has the stand-in that says so.
 GPT_CUDA_SRC := $(wildcard examples/gpt/*_cuda.c)
 GPT_NO_CUDA_SRC := $(wildcard examples/gpt/cuda_absent.c)
-# Those of several processes; a build without MPI has the stand-in for one.
+# Those of several processes; a build without MPI and NCCL has the stand-in for one.
 GPT_MPI_SRC := examples/gpt/ranks_mpi.c
+GPT_NCCL_SRC := examples/gpt/ranks_nccl.c
 GPT_NO_MPI_SRC := examples/gpt/ranks_absent.c
-GPT_SRC := $(filter-out $(GPT_MAINS) $(GPT_CUDA_SRC) $(GPT_NO_CUDA_SRC) $(GPT_MPI_SRC) $(GPT_NO_MPI_SRC),$(wildcard examples/gpt/*.c))
+GPT_SRC := $(filter-out $(GPT_MAINS) $(GPT_CUDA_SRC) $(GPT_NO_CUDA_SRC) $(GPT_MPI_SRC) $(GPT_NCCL_SRC) $(GPT_NO_MPI_SRC),$(wildcard examples/gpt/*.c))
 TEST_SRC := $(wildcard tests/unit/*.c tests/integration/*.c tests/fault/*.c tests/fuzz/*.c)
 
 KERNEL_SRC := $(wildcard kernels/*.cu)
@@ -76,6 +77,8 @@ TESTS := $(BUILD)/tests/run
 STORM := $(BUILD)/tests/storm/storm
 STORM_OBJ := $(call objects,$(wildcard tests/storm/*.c))
 MPI_TEST := $(BUILD)/tests/mpi/ranks
+NCCL_TEST := $(BUILD)/tests/nccl/ranks
+DRAWN_OBJ := $(BUILD)/tests/drawn/drawn.o
 RANKS := $(BUILD)/tests/ranks/ranks
 RANKS_OBJ := $(BUILD)/tests/ranks/main.o $(BUILD)/tests/integration/rank_threads.o
 KERNEL_OBJ := $(patsubst %.cu,$(BUILD)/%.o,$(KERNEL_SRC))
@@ -93,6 +96,13 @@ MAN_PAGES := build/man/man1/rebatch.1 build/man/man3/rebatch.3 \
 NVCC = $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 CUDA_LIBS = -L$(CUDA_HOME)/lib64 -lcublasLt -lcudart -lstdc++
+# NCCL has its headers and library in folders of this one: those of the toolkit, or of PyTorch's
+# package nvidia-nccl, which has no libnccl.so.
+NCCL_HOME = $(CUDA_HOME)
+HAS_NCCL = $(wildcard $(NCCL_HOME)/include/nccl.h)
+NCCL_LIBS = $(firstword $(wildcard $(NCCL_HOME)/lib/libnccl.so.2 $(NCCL_HOME)/lib64/libnccl.so.2)) \
+    -Wl,-rpath,$(NCCL_HOME)/lib
+NCCL_PROGRAMS = $(GPT)-nccl $(NCCL_TEST) $(BUILD)/bench/nccl
 # GPU_ARCH=sm_90 builds for one GPU, which is faster; by default for all from sm_80 on.
 GPU_ARCH =
 # sm_90a: of Hopper with its wgmma, which only that one has; RBK_SM90A tells the launcher.
@@ -169,6 +179,9 @@ $(GPT)-cuda $(DEMO)-cuda: $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 $(GPT)-mpi: $(BUILD)/examples/gpt/main.o $(call objects,$(GPT_MPI_SRC)) $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lmd $(shell mpicc -showme:link)
 
+$(GPT)-nccl: $(BUILD)/examples/gpt/main.o $(call objects,$(GPT_NCCL_SRC)) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(NCCL_LIBS) $(LIBS) -lmd
+
 $(MINIMAL): $(BUILD)/examples/minimal.o $(SHARED)
 	$(Q)$(CC) $(SANITIZE) -o $@ $< -L$(BUILD) -lrebatch -Wl,-rpath,'$$ORIGIN/..' $(LIBS)
 
@@ -189,8 +202,27 @@ $(RANKS): $(RANKS_OBJ) $(STATIC)
 # MPI is looked for where it is asked for, and nowhere else.
 $(BUILD)/tests/mpi/ranks.o $(BUILD)/bench/vote_mpi.o $(call objects,$(GPT_MPI_SRC)): private FOLDER_CFLAGS = \
     -Iexamples $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
+$(BUILD)/tests/mpi/ranks.o: private FOLDER_CFLAGS = \
+    -Itests $(shell mpicc -showme:compile | sed 's/-I/-isystem /g')
+$(MPI_TEST): $(DRAWN_OBJ)
 $(MPI_TEST) $(BUILD)/bench/vote_mpi: %: %.o $(STATIC)
-	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) $(shell mpicc -showme:link)
+	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(STATIC) $(LIBS) $(shell mpicc -showme:link)
+
+# So is NCCL. The same sources are built twice: for NCCL, and for the stand-in of tests/nccl.
+NCCL_OBJ := $(call objects,$(GPT_NCCL_SRC)) $(addprefix $(BUILD)/,tests/nccl/ranks.o bench/nccl.o)
+$(NCCL_OBJ): private FOLDER_CFLAGS = -Iexamples -Itests -isystem $(CUDA_HOME)/include -isystem $(NCCL_HOME)/include
+$(NCCL_TEST): $(DRAWN_OBJ)
+$(NCCL_TEST) $(BUILD)/bench/nccl: %: %.o $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $(filter %.o,$^) $(STATIC) $(CUDA_LIBS) $(NCCL_LIBS) $(LIBS) -ldl
+NCCL_STANDIN := $(BUILD)/tests/nccl/standin
+$(NCCL_STANDIN)/%.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(ALL_CFLAGS) -Iexamples -Itests -isystem tests/cuda -MMD -MP -c -o $@ $<
+$(NCCL_STANDIN)/ranks: $(NCCL_STANDIN)/tests/nccl/ranks.o $(BUILD)/tests/nccl/standin.o $(DRAWN_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
+$(NCCL_STANDIN)/gpt-nccl: $(NCCL_STANDIN)/examples/gpt/ranks_nccl.o $(BUILD)/tests/nccl/standin.o \
+    $(BUILD)/examples/gpt/main.o $(GPT_OBJ) $(GPT_NO_CUDA_OBJ) $(STATIC)
+	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lmd
 
 $(STORM): $(STORM_OBJ) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS)
@@ -338,7 +370,8 @@ $(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c t
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
 -include $(patsubst %.o,%.d,$(KERNEL_OBJ) $(call objects,$(GPU_TEST_SRC)))
--include $(BUILD)/tests/mpi/ranks.d
+-include $(BUILD)/tests/mpi/ranks.d $(DRAWN_OBJ:.o=.d) $(NCCL_OBJ:.o=.d) $(BUILD)/tests/nccl/standin.d \
+         $(NCCL_STANDIN)/tests/nccl/ranks.d $(NCCL_STANDIN)/examples/gpt/ranks_nccl.d
 -include $(patsubst %.o,%.d,$(LIB_OBJ) $(CLI_OBJ) $(PRELOAD_OBJ) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(TEST_OBJ) $(STORM_OBJ) $(RANKS_OBJ))
 -include $(patsubst %.c,$(BUILD)/%.d,$(GPT_MAINS) examples/minimal.c $(wildcard bench/*.c)) \
          $(addsuffix .d,$(EXAMPLES) $(GUIDE))
@@ -407,11 +440,30 @@ test-mpi: ## trainings of several processes through MPI, with OOMs, failures and
 	$(SUBMAKE) $(MPI_TEST) $(GPT) $(GPT)-mpi
 	@scripts/test-mpi $(MPI_TEST) $(MPI_SEEDS) $(GPT)
 
+NCCL_SEEDS = 100
+test-nccl: ## the same through NCCL's calls, over a stand-in for NCCL and CUDA (NCCL_SEEDS)
+	@scripts/install-deps build
+	$(SUBMAKE) $(NCCL_STANDIN)/ranks $(GPT) $(NCCL_STANDIN)/gpt-nccl
+	@scripts/test-nccl $(NCCL_STANDIN)/ranks $(NCCL_SEEDS)
+	@scripts/test-nccl-gpt host $(GPT) $(NCCL_STANDIN)/gpt-nccl
+
+test-ranks-gpu: ## two ranks with NCCL, in Python and C (needs two GPUs; NCCL_HOME, NCCL_SEEDS)
+	@scripts/install-deps build
+	$(SUBMAKE) $(NCCL_TEST) $(GPT)-nccl
+	@export LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH; \
+	    scripts/test-nccl $(NCCL_TEST) $(NCCL_SEEDS) && scripts/test-nccl-gpt cuda $(GPT)-nccl $(GPT)-nccl
+	@PYTHON=$(PYTHON) FLAGS='$(PYTEST_FLAGS)' scripts/test-ranks-gpu build/python-gpu
+
 test-ranks: ## trainings of 1,024 ranks, and of 64 in lockstep, as threads, with OOMs, failures and deaths (SEED)
 	@scripts/install-deps build
 	$(SUBMAKE) $(RANKS)
 	@$(RANKS) $(SEED)
 	@$(RANKS) $(SEED) 64 lockstep
+
+gpt-nccl: ## the reference model on several GPUs (NCCL_HOME)
+	@scripts/install-deps build
+	$(SUBMAKE) $(GPT)-nccl
+	@echo "built $(GPT)-nccl"
 
 gpt-mpi: ## the reference model on the ranks that mpirun starts
 	@scripts/install-deps build mpi
@@ -430,7 +482,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 
 kernels: ## CUDA kernels and their tests, compiled (needs nvcc; GPU_ARCH=sm_90)
 	@scripts/install-deps build test
-	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before $(CUDA_EXAMPLES) $(PRELOAD) $(PRELOAD_GPU_TESTS)
+	$(SUBMAKE) $(GPU_TESTS) $(DEMO)-cuda $(GPT)-cuda $(WRAP_EXISTING) $(WRAP_EXISTING)-before $(WRAP_BUFFERS) $(WRAP_BUFFERS)-before $(CUDA_EXAMPLES) $(PRELOAD) $(PRELOAD_GPU_TESTS) $(if $(HAS_NCCL),$(NCCL_PROGRAMS))
 
 test-gpu: kernels ## the tests that need a GPU
 	@REBATCH_LOG_LEVEL=quiet LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(GPU_TESTS) -j1 $(TEST_FLAGS)
@@ -514,6 +566,11 @@ bench-vote-mpi: ## what a vote of two processes costs beyond MPI_Allreduce
 	@scripts/install-deps build mpi
 	$(SUBMAKE) $(BUILD)/bench/vote_mpi
 	@mpirun --allow-run-as-root --oversubscribe -n 2 $(BUILD)/bench/vote_mpi
+
+bench-nccl: ## what a vote of two GPUs costs beyond NCCL's all-reduce, and what NCCL holds of a GPU
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/nccl
+	@NCCL_NVLS_ENABLE=0 LD_LIBRARY_PATH=$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(BUILD)/bench/nccl
 
 bench-pool: ## what an allocation costs, beside glibc's and mimalloc's
 	@scripts/install-deps build
@@ -617,7 +674,7 @@ help: ## this list
 
 Q := $(if $(V),,@)
 FORCE:
-.PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi gpt-mpi test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
-    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-vote-mpi bench-pool bench-events bench-probe bench-cost \
+.PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi test-nccl test-ranks-gpu gpt-mpi gpt-nccl test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
+    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-vote-mpi bench-nccl bench-pool bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

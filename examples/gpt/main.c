@@ -72,7 +72,10 @@ static void print_help(void)
     OPTIONS(OPTION)
 #undef OPTION
     printf("\nWith --shards, gpt-mpi (make gpt-mpi) trains on the processes that mpirun starts:\n"
-           "    mpirun -n 2 gpt-mpi --shards 8\n");
+           "    mpirun -n 2 gpt-mpi --shards 8\n"
+           "and gpt-nccl (make gpt-nccl) on several GPUs, by the variables that torchrun sets:\n"
+           "    GPT_RANKS_FILE=/tmp/gpt torchrun --no-python --nproc-per-node 2 gpt-nccl "
+           "--shards 8\n");
     printf("\nWhere the settings have a probe.file, it probes as with --probe.\n"
            "GPT_THREADS in the environment is the number of threads that compute, and the\n"
            "variables of `rebatch config reference` override the settings.\n"

@@ -1,5 +1,5 @@
-/* Owns the ranks of a build without MPI: there is this process alone. Stands in for ranks_mpi.c.
- * Must not know anything else. */
+/* Owns the ranks of a build without MPI and NCCL: there is this process alone. Stands in for
+ * ranks_mpi.c and ranks_nccl.c. Must not know anything else. */
 #include "gpt/ranks.h"
 
 static rebatch_status vote_alone(uint64_t *words, size_t count, rebatch_reduction reduction,

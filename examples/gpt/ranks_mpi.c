@@ -11,8 +11,10 @@
 static rebatch_mpi votes;
 
 /* In messages of at most INT_MAX bytes. */
-static rebatch_status swap(uint32_t other, const void *mine, void *theirs, size_t bytes)
+static rebatch_status swap(uint32_t other, const void *mine, void *theirs, size_t bytes,
+                           rebatch_stream stream)
 {
+    (void)stream; /* host memory needs none */
     const char *from = mine;
     char *to = theirs;
     rebatch_status status = REBATCH_OK;

@@ -52,6 +52,31 @@ static rebatch_status check(const struct gpt_trainer *trainer)
     return REBATCH_OK;
 }
 
+static bool is_on_device(const struct gpt_trainer *trainer)
+{
+    return trainer->options.ranks && trainer->options.ranks->is_on_device;
+}
+
+/* Made ahead: a rank that has failed takes part all the same. */
+static rebatch_status open_buffers(struct gpt_trainer *trainer)
+{
+    struct gpt_shards *const s = &trainer->shards;
+    struct gpt_model *const model = trainer->model;
+    const size_t bytes = largest_block(&model->config) * sizeof(float);
+    if (is_on_device(trainer)) {
+        void *received = NULL;
+        const rebatch_status status = rebatch_pool_alloc(
+            &received, model->pool, bytes, model->queue.stream, model->tags[GPT_TAG_GRADIENTS]);
+        s->received = received;
+        return status;
+    }
+    s->sent = calloc(1, bytes);
+    s->received = calloc(1, bytes);
+    return s->sent && s->received
+               ? REBATCH_OK
+               : gpt_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes", 2 * bytes);
+}
+
 rebatch_status gpt_shards_open(struct gpt_trainer *trainer)
 {
     struct gpt_shards *const s = &trainer->shards;
@@ -61,13 +86,10 @@ rebatch_status gpt_shards_open(struct gpt_trainer *trainer)
         return status;
     s->count = trainer->options.shards ? trainer->options.shards / size_of(trainer) : 1;
     s->samples = gpt_rank_batch(trainer) / s->count;
-    if (size_of(trainer) > 1) {
-        const size_t bytes = largest_block(&model->config) * sizeof(float);
-        s->sent = calloc(1, bytes);
-        s->received = calloc(1, bytes);
-        if (!s->sent || !s->received)
-            return gpt_error(REBATCH_E_HOST_OOM, "no host memory for %zu bytes", 2 * bytes);
-    }
+    if (size_of(trainer) > 1)
+        status = open_buffers(trainer);
+    if (status)
+        return status;
     if (s->count == 1)
         return REBATCH_OK;
     s->others = calloc(s->count - 1, sizeof *s->others);
@@ -92,7 +114,10 @@ void gpt_shards_close(struct gpt_trainer *trainer)
         (void)rebatch_pool_free(trainer->model->pool, s->losses);
     free(s->others);
     free(s->sent);
-    free(s->received);
+    if (!is_on_device(trainer))
+        free(s->received);
+    else if (s->received)
+        (void)rebatch_pool_free(trainer->model->pool, s->received);
 }
 
 /* ---- sums ---- */
@@ -148,26 +173,45 @@ static rebatch_status add_own(struct gpt_trainer *trainer, size_t block)
     return status;
 }
 
-/* Each rank of a pair has the sums of half a subtree and gets the other half. a + b has the bits of
- * b + a, so both have those of the subtree. An `incoming` of NULL: a rank that has failed. */
-static rebatch_status add_others(struct gpt_trainer *trainer, size_t block, float *incoming)
+static rebatch_status swap(struct gpt_trainer *trainer, uint32_t width, const void *mine,
+                           void *theirs, size_t bytes)
+{
+    const struct gpt_ranks *const ranks = trainer->options.ranks;
+    return ranks->swap(ranks->group.rank ^ width, mine, theirs, bytes,
+                       trainer->model->queue.stream);
+}
+
+/* Brings another rank's sums to device memory. A rank that has failed has no `sums`. */
+static rebatch_status receive(struct gpt_trainer *trainer, uint32_t width, const float *sums,
+                              float *incoming, size_t bytes)
 {
     struct gpt_shards *const s = &trainer->shards;
+    const struct gpt_queue *const queue = &trainer->model->queue;
+    rebatch_status status = REBATCH_OK;
+    if (is_on_device(trainer))
+        return swap(trainer, width, sums ? sums : incoming, incoming, bytes);
+    if (sums)
+        status = gpt_read_back(trainer, s->sent, sums, bytes);
+    if (!status)
+        status = swap(trainer, width, s->sent, s->received, bytes);
+    if (!status && sums)
+        status = rebatch_copy(queue->device, incoming, s->received, bytes, queue->stream);
+    return status;
+}
+
+/* Each rank of a pair has the sums of half a subtree and gets the other half. a + b has the bits of
+ * b + a, so both have those of the subtree. */
+static rebatch_status add_others(struct gpt_trainer *trainer, size_t block, bool is_abandoned,
+                                 float *incoming)
+{
     const struct gpt_model *const model = trainer->model;
-    const struct gpt_queue *const queue = &model->queue;
     const size_t elements = elements_of(&model->config, block), bytes = elements * sizeof(float);
-    float *const sums = incoming ? trainer->gradients.blocks[block] : NULL;
+    float *const sums = is_abandoned ? NULL : trainer->gradients.blocks[block];
     rebatch_status status = REBATCH_OK;
     for (uint32_t width = 1; width < size_of(trainer) && !status; width *= 2) {
-        if (incoming)
-            status = gpt_read_back(trainer, s->sent, sums, bytes);
-        if (!status)
-            status = trainer->options.ranks->swap(group_of(trainer)->rank ^ width, s->sent,
-                                                  s->received, bytes);
-        if (!status && incoming)
-            status = rebatch_copy(queue->device, incoming, s->received, bytes, queue->stream);
-        if (!status && incoming)
-            status = model->ops->add(queue, sums, incoming, elements);
+        status = receive(trainer, width, sums, incoming, bytes);
+        if (!status && sums)
+            status = model->ops->add(&model->queue, sums, incoming, elements);
     }
     return status;
 }
@@ -190,14 +234,27 @@ static rebatch_status add_own_losses(double *out, struct gpt_trainer *trainer)
     return status;
 }
 
+/* One number goes from host to host. */
+static rebatch_status swap_number(struct gpt_trainer *trainer, uint32_t width, double mine,
+                                  double *theirs)
+{
+    const struct gpt_queue *const queue = &trainer->model->queue;
+    if (!is_on_device(trainer))
+        return swap(trainer, width, &mine, theirs, sizeof mine);
+    double *const place = (double *)(void *)trainer->shards.received;
+    rebatch_status status = rebatch_copy(queue->device, place, &mine, sizeof mine, queue->stream);
+    if (!status)
+        status = swap(trainer, width, place, place + 1, sizeof mine);
+    return status ? status : gpt_read_back(trainer, theirs, place + 1, sizeof mine);
+}
+
 static rebatch_status add_losses(struct gpt_trainer *trainer, double sum)
 {
     const struct gpt_queue *const queue = &trainer->model->queue;
     rebatch_status status = REBATCH_OK;
     for (uint32_t width = 1; width < size_of(trainer) && !status; width *= 2) {
         double other = 0.0;
-        status =
-            trainer->options.ranks->swap(group_of(trainer)->rank ^ width, &sum, &other, sizeof sum);
+        status = swap_number(trainer, width, sum, &other);
         sum += other;
     }
     if (status)
@@ -213,10 +270,11 @@ rebatch_status gpt_shards_reduce(bool is_abandoned, void *user)
     struct gpt_trainer *const trainer = user;
     const struct gpt_model *const model = trainer->model;
     const size_t bytes = largest_block(&model->config) * sizeof(float);
-    void *incoming = NULL;
+    const bool has_own = is_on_device(trainer);
+    void *incoming = has_own ? trainer->shards.received : NULL;
     double loss = 0.0;
     rebatch_status status = REBATCH_OK;
-    if (!is_abandoned && size_of(trainer) > 1)
+    if (!is_abandoned && !has_own && size_of(trainer) > 1)
         status = rebatch_pool_alloc(&incoming, model->pool, bytes, model->queue.stream,
                                     model->tags[GPT_TAG_UPDATE]);
     if (!status && !is_abandoned)
@@ -225,9 +283,9 @@ rebatch_status gpt_shards_reduce(bool is_abandoned, void *user)
         if (!is_abandoned)
             status = add_own(trainer, block);
         if (!status)
-            status = add_others(trainer, block, incoming);
+            status = add_others(trainer, block, is_abandoned, incoming);
     }
     if (!status)
         status = add_losses(trainer, loss);
-    return status || !incoming ? status : rebatch_pool_free(model->pool, incoming);
+    return status || has_own || !incoming ? status : rebatch_pool_free(model->pool, incoming);
 }

@@ -16,7 +16,8 @@ struct gpt_shards {
     size_t samples;         /* of a shard */
     struct gpt_set *others; /* [count - 1]; made by zero_grad, guarded */
     double *losses;         /* device memory [count - 1] */
-    /* Host memory of the largest block, for what is sent and received; NULL on one rank. */
+    /* Memory of the largest block, for what is sent and received; NULL on one rank. Where ranks
+     * swap memory of the device, `received` is that, and nothing is copied to be sent. */
     float *sent, *received;
 };
 

@@ -63,6 +63,8 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaFreeHost(void *pointer);
+cudaError_t cudaGetDeviceCount(int *out);
+cudaError_t cudaSetDevice(int device);
 
 /* What trainers call besides. */
 const char *cudaGetErrorString(cudaError_t code);

@@ -22,12 +22,15 @@ static struct {
     char bytes[2][1 << 20];
     char hash[2][GPT_HASH_TEXT_BYTES];
     uint64_t ooms;
+    bool is_on_device; /* what is swapped; a host device's memory is the host's */
 } * shared;
 
 static uint32_t own;
 
-static rebatch_status swap(uint32_t other, const void *mine, void *theirs, size_t bytes)
+static rebatch_status swap(uint32_t other, const void *mine, void *theirs, size_t bytes,
+                           rebatch_stream stream)
 {
+    (void)stream;
     cr_assert_leq(bytes, sizeof shared->bytes[0]);
     memcpy(shared->bytes[own], mine, bytes);
     (void)pthread_barrier_wait(&shared->barrier);
@@ -70,7 +73,8 @@ static struct run_options sharded(const struct gpt_ranks *ranks)
 /* Trains as rank `rank`, in a process of its own, with an OOM at its nth allocation. */
 static void train_as(uint32_t rank, size_t micro, uint64_t nth)
 {
-    struct gpt_ranks ranks = {.group = REBATCH_GROUP_INIT, .swap = swap};
+    struct gpt_ranks ranks = {
+        .group = REBATCH_GROUP_INIT, .is_on_device = shared->is_on_device, .swap = swap};
     ranks.group.rank = own = rank;
     ranks.group.size = 2;
     ranks.group.all_reduce = all_reduce;
@@ -167,6 +171,7 @@ Test(gpt_shards, bits_depend_on_neither_ranks_nor_micro_batches, .description = 
         cr_assert_str_eq(got, want, "micro-batches of %zu", micro);
     }
     for (size_t micro = 1; micro <= BATCH / 2; micro++) {
+        shared->is_on_device = micro % 2;
         train_two((const size_t[2]){micro, BATCH / 2 + 1 - micro}, 0);
         for (int rank = 0; rank < 2; rank++)
             cr_assert_str_eq(shared->hash[rank], want, "rank %d of 2", rank);
@@ -180,6 +185,7 @@ Test(gpt_shards, an_oom_at_any_allocation_of_a_rank_does_not_matter, .descriptio
     uint64_t nth = 1;
     hash_alone(want, 0);
     for (;; nth += stride) {
+        shared->is_on_device = nth / stride % 2;
         train_two((const size_t[2]){0, 0}, nth);
         if (shared->ooms == 0)
             break;

@@ -4,6 +4,13 @@ BatchNorm, tied weights, autocast."""
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+DEVICE = torch.device("cpu")  # where make() and placed() put what they make
+
+
+def placed(*things):
+    """Modules and tensors on DEVICE."""
+    return things[0].to(DEVICE) if len(things) == 1 else tuple(t.to(DEVICE) for t in things)
+
 
 class FailAt(TorchDispatchMode):
     """Raises an OOM in the n-th operation that makes a tensor, counted from 1; 0: never. Counts in
@@ -70,7 +77,9 @@ class Gpt(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(
+            tokens.shape[1], device=tokens.device
+        )
         return self.head(self.block(self.embedding(tokens), src_mask=mask, is_causal=True))
 
 
@@ -89,11 +98,13 @@ def make(kind, samples=16, seed=0):
     """(model, batch, loss_fn) of a kind: "mlp", "conv" or "gpt"."""
     torch.manual_seed(seed)
     if kind == "mlp":
-        return Mlp(), (torch.randn(samples, 8), torch.randn(samples)), regression_loss
-    if kind == "conv":
-        return ConvNet(), (torch.randn(samples, 3, 6, 6), torch.randn(samples)), regression_loss
-    tokens = torch.randint(0, 11, (samples, 6))
-    return Gpt(), (tokens, tokens.roll(-1, 1)), token_loss
+        model, batch = Mlp(), (torch.randn(samples, 8), torch.randn(samples))
+    elif kind == "conv":
+        model, batch = ConvNet(), (torch.randn(samples, 3, 6, 6), torch.randn(samples))
+    else:
+        tokens = torch.randint(0, 11, (samples, 6))
+        model, batch = Gpt(), (tokens, tokens.roll(-1, 1))
+    return placed(model), placed(*batch), token_loss if kind == "gpt" else regression_loss
 
 
 def fails_above(loss_fn, largest, where="forward"):
@@ -130,8 +141,10 @@ class HalfStep(torch.optim.SGD):
 
 
 def state_of(model):
-    """Copies of all parameters and buffers."""
-    return [t.detach().clone() for t in list(model.parameters()) + list(model.buffers())]
+    """Copies of all parameters and buffers, on the CPU."""
+    return [
+        t.detach().to("cpu", copy=True) for t in list(model.parameters()) + list(model.buffers())
+    ]
 
 
 def same_bits(a, b):

@@ -1,5 +1,6 @@
-"""Runs a function of a module in this folder in several processes with gloo, and ends them all when
-they take too long: a hang is a failure.
+"""Runs a function of a module in this folder in several processes, and ends them all when they take
+too long: a hang is a failure. RANKS_BACKEND in the environment is the backend of those that name
+none (default gloo); with one of NCCL, each rank has a GPU of its own.
 
     python pair.py MODULE FUNCTION ARGUMENTS_IN_JSON FOLDER BACKEND RANK SIZE ANSWER"""
 
@@ -16,9 +17,11 @@ FOLDER = pathlib.Path(__file__).parent
 _SECONDS = 120  # a pair takes a few
 
 
-def run(module, function, *arguments, size=2, killed=(), backend="gloo"):
+def run(module, function, *arguments, size=2, killed=(), backend=None):
     """What the function returned on each rank: plain values; None for ranks in `killed`, which end
     themselves. The backend "" is PyTorch's choice for each device."""
+    if backend is None:
+        backend = os.environ.get("RANKS_BACKEND", "gloo")
     with tempfile.TemporaryDirectory() as folder:
         answers = [os.path.join(folder, str(rank)) for rank in range(size)]
         logs = [open(answer + ".log", "w+") for answer in answers]
@@ -76,6 +79,11 @@ def _main(module, function, arguments, folder, backend, rank, size, answer):
 
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        import models
+
+        models.DEVICE = torch.device("cuda", int(rank))
+        torch.cuda.set_device(models.DEVICE)
     torch.distributed.init_process_group(
         backend or None, init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size)
     )

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rebatch.torch._backward import Backward
-from models import FailAt, fails_above, same_bits
+import models
+from models import FailAt, fails_above, placed, same_bits
 from trained import RANK_OF_FAILURES, everyones, step_of
 
 _LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -35,12 +36,12 @@ class Part(nn.Module):
 
 def plain():
     torch.manual_seed(0)
-    return nn.Sequential(Part(), Part(), nn.Linear(8, 3))
+    return placed(nn.Sequential(Part(), Part(), nn.Linear(8, 3)))
 
 
 def sharded(model, is_low=False):
     policy = MixedPrecisionPolicy(**_LOW) if is_low else MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(models.DEVICE.type, (dist.get_world_size(),))
     for part in list(model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -52,7 +53,7 @@ def loss_fn(model, samples):
 
 def batch_of(rank, samples=8):
     generator = torch.Generator().manual_seed(100 + rank)
-    return (
+    return placed(
         torch.randn(samples, 8, generator=generator),
         torch.randn(samples, 3, generator=generator),
     )
@@ -243,14 +244,14 @@ def unused():
             return y + self["some"](x) if dist.get_rank() == 0 else y
 
     torch.manual_seed(0)
-    model = Model({name: nn.Linear(4, 2) for name in ("all", "some", "none")})
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = placed(Model({name: nn.Linear(4, 2) for name in ("all", "some", "none")}))
+    mesh = init_device_mesh(models.DEVICE.type, (dist.get_world_size(),))
     for part in model.values():
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     step = step_of(model, adam(model), lambda m, x: m(x).square().mean(), micro_start=2)
     for _ in range(2):
-        step(torch.ones(4, 4) * (1 + dist.get_rank()))
+        step(placed(torch.ones(4, 4) * (1 + dist.get_rank())))
     return [p.grad is not None for p in model.parameters()]
 
 
@@ -335,19 +336,21 @@ def refused():
     def make_step(model, optimizer=None, **options):
         return step_of(model, optimizer or adam(model), loss_fn, **options)
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(models.DEVICE.type, (2,))
     parts = plain()
     fully_shard(parts[0], mesh=mesh)
     note("parts", lambda: make_step(parts))
     some = fully_shard(plain(), mesh=mesh)
     note("optimizer", lambda: make_step(some, adam(some[0])))
-    hybrid = fully_shard(plain(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+    hybrid = fully_shard(
+        plain(), mesh=init_device_mesh(models.DEVICE.type, (2, 1), mesh_dim_names=("a", "b"))
+    )
     note("hybrid", lambda: make_step(hybrid))
     factor = fully_shard(plain(), mesh=mesh)
     factor.set_gradient_divide_factor(3.0)
     note("factor", lambda: make_step(factor))
     fine = fully_shard(plain(), mesh=mesh)
-    note("scaler", lambda: make_step(fine, scaler=torch.amp.GradScaler("cpu")))
+    note("scaler", lambda: make_step(fine, scaler=torch.amp.GradScaler(models.DEVICE.type)))
     note("inplace", lambda: make_step(fine, gradients="inplace"))
     note("group", lambda: make_step(fine, group=False))
     note("check", lambda: make_step(fine).check(own_batch()))

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rebatch.torch as rebatch
-from models import FailAt, fails_above, make, same_bits, state_of
+import models
+from models import FailAt, fails_above, make, placed, same_bits, state_of
 
 RANK_OF_FAILURES = 1
 
@@ -168,10 +169,10 @@ def struck_in_backward():
     number of buckets, of all-reduces, and of those launched before a backward pass had ended."""
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.Linear(16, 1))
+    model = placed(nn.Sequential(*layers, nn.Linear(16, 1)))
     model = DistributedDataParallel(model, bucket_cap_mb=0.0005)
     reference = copy.deepcopy(model.module)
-    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(3))
+    x = placed(torch.randn(32, 16, generator=torch.Generator().manual_seed(3)))
     own, launched, within = batch_of_rank((x,))[0], [], []
     plain = dist.all_reduce
     state = {"is_struck": False, "is_within": False}
@@ -221,10 +222,10 @@ def struck_in_backward():
 def uneven(has_normalizer, is_plain):
     """16 samples on rank 0 and 5 on rank 1: the gradient of all 21 in one process."""
     torch.manual_seed(0 if dist.get_rank() == 0 or not is_plain else 1)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = placed(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     trained = model if is_plain else DistributedDataParallel(model)
     generator = torch.Generator().manual_seed(7)
-    x, y = torch.randn(21, 8, generator=generator), torch.randn(21, 1, generator=generator)
+    x, y = placed(torch.randn(21, 8, generator=generator), torch.randn(21, 1, generator=generator))
     own = (x[:16], y[:16]) if dist.get_rank() == 0 else (x[16:], y[16:])
 
     def total(model, samples):
@@ -268,10 +269,10 @@ def unused(is_find_unused):
             y = self.layers["all"](x)
             return y + self.layers["some"](x) if dist.get_rank() == 0 else y
 
-    trained = DistributedDataParallel(Model(), find_unused_parameters=is_find_unused)
+    trained = DistributedDataParallel(placed(Model()), find_unused_parameters=is_find_unused)
     step = step_of(trained, sgd(trained), lambda m, x: m(x).square().mean(), micro_start=2)
     for _ in range(2):
-        step(torch.ones(4, 4) * (1 + dist.get_rank()))
+        step(placed(torch.ones(4, 4) * (1 + dist.get_rank())))
     return {
         "grads": [p.grad is not None for p in trained.parameters()],
         "same": is_same_everywhere(trained),
@@ -281,7 +282,7 @@ def unused(is_find_unused):
 def scaled():
     """fp16's GradScaler: an inf on rank 1 alone is one on all ranks."""
     model, batch, loss_fn = wrapped("mlp")
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler = torch.amp.GradScaler(models.DEVICE.type, init_scale=16.0)
     state = {"factor": 1.0}
 
     def loss(model, samples):
@@ -429,25 +430,25 @@ def refused():
     def note(name, model, **options):
         found[name] = (_error_of(lambda: make_step(model, **options)) or [None, ""])[1]
 
-    plain = nn.Linear(2, 2)
-    note("FSDP1", FullyShardedDataParallel(2, 2))
-    note("DeepSpeed", DeepSpeedEngine(2, 2))
-    note("SyncBatchNorm", nn.Sequential(plain, nn.SyncBatchNorm(2)), group=True)
-    hooked = DistributedDataParallel(nn.Linear(2, 2))
+    plain = placed(nn.Linear(2, 2))
+    note("FSDP1", placed(FullyShardedDataParallel(2, 2)))
+    note("DeepSpeed", placed(DeepSpeedEngine(2, 2)))
+    note("SyncBatchNorm", nn.Sequential(plain, placed(nn.SyncBatchNorm(2))), group=True)
+    hooked = DistributedDataParallel(placed(nn.Linear(2, 2)))
     hooked.register_comm_hook(None, lambda state, bucket: None)
     note("hook", hooked)
-    note("group=False", DistributedDataParallel(nn.Linear(2, 2)), group=False)
+    note("group=False", DistributedDataParallel(placed(nn.Linear(2, 2))), group=False)
     note("group=3", plain, group=3)
     note("group_timeout", plain, group=True, group_timeout=0)
-    note("sizes", nn.Linear(2, 2 + dist.get_rank()), group=True)
+    note("sizes", placed(nn.Linear(2, 2 + dist.get_rank())), group=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_step(plain)
         make_step(plain, group=False)
     found["alone"] = [str(w.message) for w in caught]
-    sparse = nn.Embedding(4, 2, sparse=True)
+    sparse = placed(nn.Embedding(4, 2, sparse=True))
     step = step_of(sparse, sgd(sparse), lambda m, x: m(x).mean(), group=True)
-    found["sparse"] = _error_of(lambda: step(torch.arange(4)))[1]
+    found["sparse"] = _error_of(lambda: step(placed(torch.arange(4))))[1]
     found["key"] = _disagreeing(plain)
     return found
 
@@ -455,4 +456,4 @@ def refused():
 def _disagreeing(plain):
     step = step_of(plain, sgd(plain), lambda m, x: m(x).mean(), group=True)
     step.load_state_dict({"step": 3 + dist.get_rank(), "micro": 2})
-    return _error_of(lambda: step(torch.ones(4, 2)))[1]
+    return _error_of(lambda: step(placed(torch.ones(4, 2))))[1]
