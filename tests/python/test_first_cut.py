@@ -200,7 +200,7 @@ def run_after_an_oom_in_backward(loss_fn, steps=3):
 
 def test_the_loss_of_a_failed_attempt_is_compared_and_nothing_runs_for_it():
     plain = lambda model, samples: F.cross_entropy(model(samples[0]), samples[1])
-    assert run_after_an_oom_in_backward(plain) == ([], [16, 8] + [4] * 12)
+    assert run_after_an_oom_in_backward(plain, steps=1) == ([], [16, 8] + [4] * 4)
 
 
 def test_where_the_loss_of_a_failed_attempt_is_another_the_whole_batch_is_compared():
@@ -273,9 +273,19 @@ def test_a_much_smaller_size_is_compared_again():
         growth=False,
         log_level="quiet",
     )
-    for largest[0] in (8, 8, 8, 4, 4, 4):
-        step(batch)
-    assert lengths[0] == [2, 2, 2, 2, 8] + [1, 1, 1, 1, 4]
+
+    def compared_after(steps):
+        for _ in range(steps):
+            step(batch)
+        found = lengths[0].copy()
+        lengths[0].clear()
+        return found
+
+    # 64 samples in 8 batches of those without an OOM, then once after 1, 2 and 4 more.
+    assert compared_after(1 + 8 + 1 + 2 + 4) == [2, 2, 2, 2, 8] * 11
+    largest[0] = 4
+    assert compared_after(2) == [1, 1, 1, 1, 4]
+    assert compared_after(15) == [] and compared_after(1) == [1, 1, 1, 1, 4]
 
 
 def test_where_no_numbers_are_drawn_operations_are_not_watched(monkeypatch):
@@ -366,8 +376,8 @@ def test_multiples_hold_in_a_comparison():
     assert set(seen) == {8}  # what a comparison has appended is taken back
 
 
-def test_with_other_ranks_nothing_is_compared(monkeypatch):
-    """DistributedDataParallel broadcasts buffers in forward passes: one rank alone would hang."""
+def test_beside_other_ranks_a_step_of_one_rank_compares_nothing(monkeypatch):
+    """Its model may wait for the others in a forward pass."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
     model, batch, _ = make("mlp")
@@ -382,16 +392,63 @@ def test_with_other_ranks_nothing_is_compared(monkeypatch):
 
 
 @pytest.mark.parametrize("micro", (2, 4, 8, 16))
-def test_a_comparison_runs_few_samples_once_and_none_backward(micro):
-    """From 16 samples on no more than one micro-batch runs forward."""
+def test_comparisons_run_few_samples_and_none_backward(micro):
+    """From 16 samples on no more than one micro-batch runs forward. 64 samples are compared one
+    batch after the other, and then more seldom."""
     model, batch, its_loss = make("mlp", samples=32)
     lengths = ([],)
     counted = count_without_gradients(its_loss, lengths)
     step = rebatch.Step(model, sgd(model), counted, micro_start=micro, growth=False)
-    assert warned(lambda: [step(batch) for _ in range(16)]) == []
     size = min(micro, 8)
+    assert warned(lambda: [step(batch) for _ in range(64 // size + 63)]) == []
     part = -(-size // 4)
-    assert lengths[0] == [part] * (size // part) + [size]
+    assert lengths[0] == ([part] * (size // part) + [size]) * (64 // size + 6)
+
+
+def with_rare(seed, loss_fn, samples=16, share=0.15):
+    """The texts of warnings in 12 steps in micro-batches of 4, with a rare class, lengths that
+    differ, and a loss of samples, classes and lengths."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
+
+    def run():
+        for _ in range(12):
+            lengths = torch.randint(5, 9, (samples, 1))
+            mask = (torch.arange(8) < lengths).float()
+            step((torch.randn(samples, 8), (torch.rand(samples) < share).long(), mask))
+
+    return warned(run)
+
+
+def mean_over_padding(model, samples):
+    error = (model(samples[0]).sum(1, keepdim=True) - samples[0]) ** 2
+    return (error * samples[2]).sum() / samples[2].sum()
+
+
+def contrastive(model, samples):
+    z = F.normalize(model(samples[0]), dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+@pytest.mark.parametrize("loss_fn", (class_weights, mean_over_padding, contrastive))
+def test_whatever_the_seed_a_loss_that_depends_on_the_cut_is_named_once(loss_fn):
+    assert [len(with_rare(seed, loss_fn)) for seed in range(20)] == [1] * 20
+
+
+def test_whatever_the_seed_a_mean_is_silent():
+    plain = lambda model, samples: F.cross_entropy(model(samples[0]), samples[1])
+    assert [with_rare(seed, plain) for seed in range(10)] == [[]] * 10
+
+
+def test_the_samples_of_a_batch_that_differ_most_are_compared():
+    """All samples are of one class, but for one among the last ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    batch = torch.randn(64, 8), torch.tensor([0] * 58 + [1] + [0] * 5)
+    step = rebatch.Step(model, sgd(model), class_weights, micro_start=8, growth=False)
+    (text,) = warned(lambda: step(batch))
+    assert text.startswith("rebatch: step 0: the loss of samples 56-63 is ")
 
 
 def test_a_comparison_leaves_what_lies_deep_in_containers():

@@ -182,7 +182,7 @@ class Cut:
             raise ValueError(
                 f"rebatch: batch_dim is {dim!r}: expected the number of a dimension, from 0"
             )
-        self._dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
+        self.dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
         self._reading = _FIELD  # of the batch whose length was asked for last
         self._has_samples = False  # a batch before had lists with one tensor a sample
 
@@ -193,7 +193,7 @@ class Cut:
         either fields or samples."""
         if self._length:
             return self._length(batch)
-        counts = {r: list(_counts(batch, "batch", r, self._dim)) for r in self._readings(batch)}
+        counts = {r: list(_counts(batch, "batch", r, self.dim)) for r in self._readings(batch)}
         if not counts[_FIELD]:
             raise ValueError(
                 f"rebatch: the batch, a {type(batch).__name__}, has no tensor with a dimension of "
@@ -208,7 +208,7 @@ class Cut:
 
     def _readings(self, batch: Any) -> List[str]:
         """Those that are possible, the preferred one first."""
-        if self._dim or not any(True for _ in _lists(batch)):
+        if self.dim or not any(True for _ in _lists(batch)):
             return [_FIELD]
         if type(batch) is list:
             return [_FIELD, _FIELD_OF_SAMPLES, _SAMPLE]
@@ -249,7 +249,7 @@ class Cut:
         if _is_tensor(batch):
             if not len(batch.shape):
                 return batch
-            leading = (slice(None),) * _dim_of(batch, self._dim)
+            leading = (slice(None),) * _dim_of(batch, self.dim)
             return batch[leading + (slice(first, first + count),)]
         if isinstance(batch, Mapping):
             parts = {k: cut(v) for k, v in batch.items()}

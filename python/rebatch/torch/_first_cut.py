@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from rebatch._library import Event, EventKind, GuardPoint, LogLevel, StepReport
+from rebatch.torch._batch import batch_tensors
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._findings import explain
 from rebatch.torch._modules_off import (
@@ -33,6 +34,8 @@ from rebatch.torch._state import cuda_devices_of
 _MOST_WAITS = 3
 # Fewer samples than these may well be of one class.
 _FEWEST = 8
+# So many samples are compared in the first batches that are cut; later ones are compared seldom.
+_ENOUGH = 64
 # So many comparisons may run out of memory.
 _MOST_OOMS = 8
 
@@ -51,16 +54,46 @@ def allowed_sizes(options: dict, samples: int) -> List[int]:
     return sorted(sizes, reverse=True) or [samples]
 
 
+class _Due:
+    """When there is a comparison: in each batch that is cut until _ENOUGH samples were compared,
+    then after 1, 2, 4, 8 ... batches, and whenever micro-batches are at most half as large as those
+    that were compared last. The samples of one batch may hide what others show."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of comparisons
+        self._samples = 0  # that were compared
+        self._size = 0  # of the micro-batches that were compared last; 0: none
+        self._wait, self._left = 1, 0  # batches: of the next wait, and that are left of this one
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    def ask(self, size: int) -> bool:
+        """Of a batch that ran in micro-batches of a size."""
+        if 2 * size <= self._size or self._samples < _ENOUGH:
+            return True
+        self._left -= 1
+        return self._left <= 0
+
+    def note(self, samples: int, size: int) -> None:
+        """So many samples of it were compared, and nothing was found."""
+        self.number += 1
+        self._samples, self._size = self._samples + samples, size
+        if self._samples >= _ENOUGH:
+            self._left, self._wait = self._wait, 2 * self._wait
+
+
 class FirstCut:
-    """Compares once for each size: when a batch has run in more than one micro-batch, and again
-    when micro-batches are at most half as large as those before. Some samples run in a micro-batch
-    and in smaller ones, without gradients, after a batch in which memory did not run out. Where an
-    attempt at the whole batch has given the loss that the micro-batches have, nothing runs; where
-    it has given another, the whole batch does. The first difference is the last comparison."""
+    """Compares after batches that have run in more than one micro-batch, as often as _Due says.
+    Some samples run in a micro-batch and in smaller ones, without gradients, after a batch in which
+    memory did not run out. Where an attempt at the whole batch has given the loss that the
+    micro-batches have, nothing runs; where it has given another, the whole batch does. The first
+    difference is the last comparison."""
 
     def __init__(self, is_done: bool = False):
         self.is_done = is_done
-        self._compared = 0  # the size of the micro-batches that were compared last; 0: none
+        self._due = _Due()
         self._waits = self._ooms = 0
         self._whole: Optional[float] = None  # the loss of this batch as a whole
 
@@ -70,7 +103,7 @@ class FirstCut:
     def note_failed(self, step: Any, loss: torch.Tensor) -> None:
         """An attempt at the whole batch has failed, after its forward pass. Its loss can be
         compared if it depends on no random numbers."""
-        if self.is_done or self._compared:
+        if self.is_done or not self._due.is_first or step._ranks:
             return
         with contextlib.suppress(RuntimeError):
             if not step._generators_saved.have_moved(GuardPoint.ATTEMPT):
@@ -81,18 +114,15 @@ class FirstCut:
         the comparison itself may run into."""
         if self.is_done or filled.microbatches < 2:
             return
-        ran = -(-step._samples // filled.microbatches)
-        if self._compared and 2 * ran > self._compared:
-            return
         sizes = allowed_sizes({} if step._cost else step._options, step._samples)
-        # A forward pass that this rank makes alone may wait for others.
-        self.is_done = len(sizes) == 1 or _has_other_ranks()
-        if self.is_done:
+        self.is_done = len(sizes) == 1 or _may_wait_for_others(step)
+        ran = -(-step._samples // filled.microbatches)
+        if self.is_done or not self._due.ask(ran):
             return
         if self._whole is not None:
             is_same = _is_same(self._whole, float(step._loss), step.device)
             if is_same:
-                self._compared = ran
+                self._due.note(step._samples, ran)
                 return
             if is_same is False:  # not by rounding, but it may be by numbers that are drawn
                 self._run(step, (step._samples, ran), ran)
@@ -109,8 +139,8 @@ class FirstCut:
             self._ooms += 1
             self.is_done = self._ooms == _MOST_OOMS
             return
-        self._compared, self._waits = ran, 0
-        self.is_done = bool(text)
+        self._waits, self.is_done = 0, bool(text)
+        self._due.note(pair[0], ran)
         if text:
             _tell(step, f"rebatch: {text}", ran)
 
@@ -118,7 +148,8 @@ class FirstCut:
         """What is wrong; "": nothing; None: memory ran out."""
         try:
             with step._aside():
-                return _Comparison(step, large, small).run()
+                first = _most_different(step, large, self._due.number)
+                return _Comparison(step, first, large, small).run()
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             was_oom = is_oom(error)
@@ -146,11 +177,14 @@ def _tell(step: Any, text: str, ran: int) -> None:
     step._on_event(text, event)
 
 
-def _has_other_ranks() -> bool:
+def _may_wait_for_others(step: Any) -> bool:
+    """Whether a forward pass that this rank makes alone may contain collectives. Those of a Step
+    that trains with other ranks have none, but for fully_shard()."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    return distributed.get_world_size() > 1
+    is_quiet = step._ranks is not None and not step._window
+    return distributed.get_world_size() > 1 and not is_quiet
 
 
 def _pair(sizes: List[int], samples: int, ran: int, least: int) -> Tuple[int, int]:
@@ -183,11 +217,33 @@ def _level_of_the_caller() -> int:
     return level
 
 
-class _Comparison:
-    """The loss of the first `large` samples, at two cuts."""
+def _totals(step: Any) -> List[list]:
+    """What each sample's entries add up to, of the small tensors of a batch: classes, lengths and
+    weights of samples."""
+    dim, found = step._cut.dim, []
+    for _, tensor in batch_tensors(step._batch):
+        is_small = dim < tensor.dim() <= 2 and tensor.shape[dim] == step._samples
+        if is_small and tensor.layout == torch.strided:
+            found.append((tensor.sum(1 - dim) if tensor.dim() > 1 else tensor).tolist())
+    return found
 
-    def __init__(self, step: Any, large: int, small: int):
-        self._step, self._large, self._small = step, large, small
+
+def _most_different(step: Any, large: int, number: int) -> int:
+    """Where `large` samples begin that differ most from each other: a multiple of `large`, which is
+    a size that the limits allow. Where all are alike, comparisons of other numbers have others."""
+    starts = range(0, step._samples - large + 1, large)
+    if len(starts) == 1:
+        return 0
+    totals = _totals(step)
+    order = [starts[(i + number) % len(starts)] for i in range(len(starts))]
+    return max(order, key=lambda at: sum(len(set(t[at : at + large])) for t in totals))
+
+
+class _Comparison:
+    """The loss of `large` samples from `first` on, at two cuts."""
+
+    def __init__(self, step: Any, first: int, large: int, small: int):
+        self._step, self._first, self._large, self._small = step, first, large, small
         self._root = step._modules
         tensors = [*step._update.parameters, *self._root.buffers()]
         named = self._root[0] if len(self._root) == 1 else self._root
@@ -195,8 +251,9 @@ class _Comparison:
         places = places_beside_parameters(named, step.loss_fn, step._owners)
         self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
         self._snapshot = Snapshot(places, self._generators)
-        self._whole = [(0, large)]
-        self._parts = [(at, min(small, large - at)) for at in range(0, large, small)]
+        end = first + large
+        self._whole = [(first, large)]
+        self._parts = [(at, min(small, end - at)) for at in range(first, end, small)]
         step._audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)
@@ -239,8 +296,9 @@ class _Comparison:
     def _say(self, whole: float, parts: float, why: str, advice: str) -> str:
         scale = 1 if self._step._normalizer else self._step._samples / self._large
         return (
-            f"step {self._step.report.step}: the loss of samples 0-{self._large - 1} is "
-            f"{whole * scale:.4g} in one micro-batch and {parts * scale:.4g} in micro-batches of "
+            f"step {self._step.report.step}: the loss of samples "
+            f"{self._first}-{self._first + self._large - 1} is {whole * scale:.4g} in one "
+            f"micro-batch and {parts * scale:.4g} in micro-batches of "
             f"{self._small}, so the update depends on how memory cuts the batch: {why}: {advice}; "
             "step.check(batch) says more"
         )

@@ -532,7 +532,8 @@ class Step:
             if not status and self._is_applied:
                 self._finish_step(filled)
             session.raise_failure(status)
-            self._cuts.compare(self, filled)
+            with self._quiet():
+                self._cuts.compare(self, filled)
         except BaseException:
             if not self._is_applied:
                 self._accumulators.restore_earlier()

@@ -101,6 +101,13 @@ def test_one_rank_evaluates_and_checks_alone():
     assert run("alone") == [True, True]
 
 
+def test_each_rank_compares_its_loss_at_two_cuts():
+    for found, size in zip(run("compared"), (8, 4)):
+        (text,) = found["said"]
+        assert "sums over its samples" in text and f"micro-batches of {size // 4}" in text
+        assert found["same"]
+
+
 @pytest.mark.parametrize("where", ("between", "forward", "backward", "reduce", "update"))
 def test_a_rank_that_is_killed_is_named(where):
     (errors, _), _ = run("killed", where, False, killed=(1,))

@@ -368,6 +368,26 @@ def alone():
     return is_same_everywhere(model)
 
 
+def compared():
+    """What each rank says of a loss that is a sum, and how often: rank 1 has smaller micro-batches.
+    And the same without a comparison: whether the bits are the same."""
+    said, states = [], []
+    for is_compared in (True, False):
+        model, batch, _ = wrapped("conv")
+        loss_fn = lambda m, s: ((m(s[0]) - s[1]) ** 2).sum()
+        if dist.get_rank() == RANK_OF_FAILURES:
+            loss_fn = fails_above(loss_fn, 4)
+        step = step_of(model, sgd(model, 1e-4), loss_fn, micro_start=8)
+        step._cuts.is_done = not is_compared
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                step(batch)
+        said += [str(w.message) for w in caught if issubclass(w.category, rebatch.CutWarning)]
+        states.append(state_of(model))
+    return {"said": said, "same": same_bits(*states) and is_same_everywhere(model)}
+
+
 def killed(where, is_timeout):
     """Rank 1 is killed, or stands still, in a step: what rank 0 gets, and how long it takes."""
     model, batch, its_loss = wrapped("mlp")
