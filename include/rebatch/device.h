@@ -27,14 +27,17 @@ typedef struct rebatch_memory_info {
 
 /** Options of a host device. */
 typedef struct rebatch_host_options {
-    size_t struct_size; /**< sizeof(rebatch_host_options) */
-    size_t page_bytes;  /**< allocations are rounded up to a multiple of this; a power of two, at
+    size_t struct_size;    /**< sizeof(rebatch_host_options) */
+    size_t page_bytes;     /**< allocations are rounded up to a multiple of this; a power of two, at
                              least the page size of the machine; 0: 65536 */
+    size_t overflow_bytes; /**< memory beside the cap that stands for a GPU's host: a pool takes it
+                                where an allocation must not fail (rebatch_pool_allow_overflow());
+                                0: none */
 } rebatch_host_options;
 /** Default options of a host device. */
 #define REBATCH_HOST_OPTIONS_INIT                                                                  \
     {                                                                                              \
-        sizeof(rebatch_host_options), 0                                                            \
+        sizeof(rebatch_host_options), 0, 0                                                         \
     }
 
 /** The kinds of device call that a fault device can fail: X(name, what it does). */
@@ -51,7 +54,8 @@ typedef struct rebatch_host_options {
     X(ACCESS, "make mapped memory accessible")                                                     \
     X(UNMAP, "unmap physical memory")                                                              \
     X(RELEASE, "release physical memory or address space")                                         \
-    X(PIN, "allocate pinned host memory")
+    X(PIN, "allocate pinned host memory")                                                          \
+    X(OVERFLOW, "create host memory that is mapped beside the device's")
 
 /** Bits of rebatch_fault_plan.calls. */
 typedef enum rebatch_fault_call {

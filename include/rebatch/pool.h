@@ -69,12 +69,18 @@ typedef struct rebatch_pool_options {
                                       remap pages, or the pool holds much more than is in use at
                                       its peak, place the phase's allocations by a plan; needs
                                       virtual memory and caching; default on */
+    rebatch_toggle overflow; /**< take host memory, mapped beside the device's, where an allocation
+                                  must not fail (rebatch_pool_allow_overflow()) and there is no
+                                  device memory; needs caching, and a device that can map it;
+                                  default on */
+    size_t overflow_bytes;   /**< the most host memory that the pool takes then; it never takes more
+                                  than half of what the host has free; 0: that half */
 } rebatch_pool_options;
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, 0, REBATCH_DEFAULT, 0, 0, \
-            REBATCH_DEFAULT                                                                        \
+            REBATCH_DEFAULT, REBATCH_DEFAULT, 0                                                    \
     }
 
 /** Statistics: X(name, unit, what is counted). */
@@ -109,7 +115,10 @@ typedef struct rebatch_pool_options {
     X(driver_unmaps, "calls", "that unmapped a piece")                                             \
     X(driver_releases, "calls", "that returned a piece of physical memory")                        \
     X(driver_pieces, "pieces", "made accessible by driver_accesses")                               \
-    X(driver_ns, "ns", "in these calls; priced on a dry device")
+    X(driver_ns, "ns", "in these calls; priced on a dry device")                                   \
+    X(overflow_bytes, "bytes", "of reserved_bytes that lie in host memory")                        \
+    X(overflow_peak_bytes, "bytes", "of host memory, highest value")                               \
+    X(overflow_total_bytes, "bytes", "of host memory taken since the pool was created")
 
 /** Statistics of a pool. */
 typedef struct rebatch_pool_stats {
@@ -136,7 +145,8 @@ typedef struct rebatch_scope_stats {
     X(DEVICE, "new memory from the device")                                                        \
     X(WAIT, "freed blocks, after waiting for the streams that use them")                           \
     X(TRIM, "the device again, after returning cached memory to it")                               \
-    X(PRESSURE, "the device again, after the pressure callbacks")
+    X(PRESSURE, "the device again, after the pressure callbacks")                                  \
+    X(OVERFLOW, "host memory, for an allocation that must not fail")
 
 /** A stage of the search for memory. */
 typedef enum rebatch_pool_stage {
@@ -253,6 +263,19 @@ REBATCH_API rebatch_device *rebatch_pool_device(const rebatch_pool *pool);
  */
 REBATCH_API_CHECKED rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *pool, size_t bytes,
                                                       rebatch_stream stream, rebatch_tag tag);
+
+/** Say that allocations must not fail from here on, because what they serve cannot be undone: an
+ *  optimizer's step that has begun to change parameters. Where the search finds no memory, it takes
+ *  pinned host memory, mapped beside the device's: kernels run on it unchanged, more slowly. A
+ *  session says so by itself in optimizer_step after rebatch_mutating(). Thread-safe.
+ *  @param pool  the pool
+ *  @param may   false: allocations may fail again, and what lies in host memory is moved to the
+ *               device, each page at its address, as far as there is room; this waits for all work
+ *               of the device
+ *  @return REBATCH_OK, also where overflow is off or the device cannot map host memory: then
+ *          allocations fail as before; REBATCH_E_INVALID, REBATCH_E_DEVICE,
+ *          REBATCH_E_DEVICE_LOST */
+REBATCH_API rebatch_status rebatch_pool_allow_overflow(rebatch_pool *pool, bool may);
 
 /** Free a block. Work already enqueued on its stream may still use it. A block that is older than
  *  the innermost open scope stays in use until that scope commits, so that a rollback finds it

@@ -231,7 +231,8 @@ typedef enum rebatch_phase {
       "optimizer_step returned without calling rebatch_mutating(), which "                         \
       "REBATCH_DECLARES_MUTATION promises: correct only if it changed nothing")                    \
     X(LATE_FREE, WARN, "resize has freed the address of an old buffer, where a new block is:")     \
-    X(CUT, WARN, "the loss depends on how memory cuts the batch:")
+    X(CUT, WARN, "the loss depends on how memory cuts the batch:")                                 \
+    X(OVERFLOW, WARN, "the update took host memory:")
 
 /** The importance of an event. */
 typedef enum rebatch_log_level {
@@ -278,7 +279,8 @@ typedef struct rebatch_event {
     uint64_t peak_bytes;      /**< of a STEP or TRIAL: highest live memory of the pool; 0 for a
                                    trial that ran out of memory */
     const char *text;         /**< of PROBE_FILE: the file, and why it is not used; of LEAK: what
-                                   grows; of LATE_FREE: the address; else NULL */
+                                   grows; of LATE_FREE: the address; of OVERFLOW: how
+                                   much; else NULL */
     uint64_t cost;            /**< cost of the samples of the attempt; 0: the step has no cost */
     uint64_t cost_before;     /**< cost budget before the event; 0: none, or no bound */
     uint64_t cost_after;      /**< cost budget after it; 0: none, or no bound */
@@ -469,6 +471,8 @@ typedef struct rebatch_step_report {
                        after a failure */
     bool torn;    /**< optimizer_step failed, with whatever status, after it had begun to change
                     parameters: some are new, some are old, and nothing was undone */
+    uint64_t overflow_bytes; /**< host memory that the update took, because the device had no more
+                                  after it had begun to change parameters */
 } rebatch_step_report;
 
 /** Where guarded state is. */

@@ -73,7 +73,8 @@ class FaultCall(IntEnum):
     UNMAP = 1 << 10
     RELEASE = 1 << 11
     PIN = 1 << 12
-    ANY = (1 << 13) - 1
+    OVERFLOW = 1 << 13
+    ANY = (1 << 14) - 1
 
 
 class PoolStage(IntEnum):
@@ -86,6 +87,7 @@ class PoolStage(IntEnum):
     WAIT = 4
     TRIM = 5
     PRESSURE = 6
+    OVERFLOW = 7
 
 
 class SnapshotFormat(IntEnum):
@@ -165,6 +167,7 @@ class EventKind(IntEnum):
     UNDECLARED = 14
     LATE_FREE = 15
     CUT = 16
+    OVERFLOW = 17
 
 
 class OnOom(IntEnum):
@@ -355,6 +358,8 @@ class PoolOptions(Struct):
         ("events", c_uint32),
         ("keep_room_permille", c_uint32),
         ("replay", c_int),
+        ("overflow", c_int),
+        ("overflow_bytes", c_size_t),
     ]
 
 
@@ -391,6 +396,9 @@ class PoolStats(Struct):
         ("driver_releases", c_uint64),
         ("driver_pieces", c_uint64),
         ("driver_ns", c_uint64),
+        ("overflow_bytes", c_uint64),
+        ("overflow_peak_bytes", c_uint64),
+        ("overflow_total_bytes", c_uint64),
     ]
 
 
@@ -653,6 +661,7 @@ class StepReport(Struct):
         ("learned", c_uint32),
         ("micro", c_size_t),
         ("torn", c_bool),
+        ("overflow_bytes", c_uint64),
     ]
 
 
@@ -813,6 +822,7 @@ FUNCTIONS = [
     ("rebatch_pool_tag", c_int, [POINTER(c_uint16), c_void_p, c_char_p]),
     ("rebatch_pool_get_stats", c_int, [POINTER(PoolStats), c_void_p]),
     ("rebatch_pool_mark", c_int, [c_void_p, c_uint64]),
+    ("rebatch_pool_allow_overflow", c_int, [c_void_p, c_bool]),
     ("rebatch_pool_reset_peaks", c_int, [c_void_p]),
     ("rebatch_pool_get_tag_usage", c_int, [POINTER(TagUsage), c_void_p, c_uint16]),
     ("rebatch_pool_last_oom", c_int, [POINTER(OomReport), c_void_p]),

@@ -89,6 +89,11 @@ void rbi_file_fail(uint64_t nth, uint64_t times);
 /* System calls so far. */
 uint64_t rbi_file_calls(void);
 
+/* ---- the machine (machine.c) ---- */
+
+/* Memory that the machine could give without swapping; 0: not known. Uses no heap. */
+size_t rbi_host_free_bytes(void);
+
 /* ---- options (options.c) ---- */
 
 /* How large a struct is that ends with `last`. */

@@ -129,6 +129,8 @@ static void fill_pool(rebatch_pool_options *pool, const struct rebatch_config *c
     SET(MEMORY_HEADROOM, pool->headroom_bytes, entry->number);
     SET(MEMORY_CACHING, pool->caching, toggle_of(entry));
     SET(MEMORY_REPLAY, pool->replay, toggle_of(entry));
+    SET(MEMORY_OVERFLOW, pool->overflow, toggle_of(entry));
+    SET(MEMORY_OVERFLOW_LIMIT, pool->overflow_bytes, entry->number);
     SET(MEMORY_BALLAST, pool->ballast_bytes, entry->number);
     SET(MEMORY_MAX_SPLIT, pool->max_split_bytes, entry->number);
     SET(MEMORY_GC_THRESHOLD, pool->gc_threshold_permille, entry->permille);

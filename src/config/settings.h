@@ -64,6 +64,14 @@ enum rbi_setting_kind {
     X(MEMORY_REPLAY, .key = "memory.replay", .kind = RBI_SWITCH, .initial = "true",                \
       .help = "Where pages would be remapped in every repetition of a phase, or memory be held "   \
               "that is not in use, place its allocations by a plan. false: never.")                \
+    X(MEMORY_OVERFLOW, .key = "memory.overflow", .kind = RBI_SWITCH, .initial = "true",            \
+      .help = "Take host memory for an update that has begun to change parameters when the "       \
+              "device has no more. false: the step ends with an error, and some parameters are "   \
+              "new.")                                                                              \
+    X(MEMORY_OVERFLOW_LIMIT, .key = "memory.overflow_limit", .kind = RBI_SIZE, .initial = "0",     \
+      .most = RBI_NUMBER_MOST,                                                                     \
+      .help = "The most host memory that is taken then; never more than half of what the host "    \
+              "has free. 0: that half.")                                                           \
     X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \
       .most = RBI_NUMBER_MOST,                                                                     \
       .help = "Memory that the pool takes, and releases when the device is out of memory, so "     \

@@ -12,6 +12,8 @@
 /* Values of cuda.h. */
 enum {
     ATTRIBUTE_VIRTUAL_MEMORY = 102,
+    ATTRIBUTE_HOST_NODE = 134,
+    ATTRIBUTE_HOST_VIRTUAL_MEMORY = 141,
     CODE_OUT_OF_MEMORY = 2,
     CODE_NOT_READY = 600,
     PINNED_PORTABLE = 1,
@@ -19,6 +21,7 @@ enum {
     EVENT_WITHOUT_TIMING = 2,
     STREAM_NON_BLOCKING = 1,
     LOCATION_DEVICE = 1,
+    LOCATION_HOST_NODE = 3,
     KIND_PINNED = 1,
     ACCESS_READ_WRITE = 3,
     GRANULARITY_MINIMUM = 0
@@ -36,7 +39,7 @@ struct cuda {
     int handle;             /* as the driver calls it */
     cu_context context;     /* the primary one; NULL: not retained */
     size_t page_bytes;
-    struct cu_memory_kind kind;
+    struct cu_memory_kind kind, host_kind;
     int (*take_last_error)(void);
     struct rbi_device_ops ops; /* without virtual memory where the GPU has none */
     pthread_mutex_t lock;
@@ -217,6 +220,34 @@ static rebatch_status release(void *self, rbi_physical physical)
 static rebatch_status cuda_release(void *self, rbi_physical physical, size_t bytes)
 {
     return count(self, release(self, physical), 0, bytes);
+}
+
+/* Pinned memory is the host's no longer: of what the host has free, one part in so many. */
+#define PARTS_OF_HOST 2
+
+static size_t cuda_host_room(void *self)
+{
+    (void)self;
+    return rbi_host_free_bytes() / PARTS_OF_HOST;
+}
+
+static rebatch_status create_host(void *self, unsigned long long *out, size_t bytes)
+{
+    CALL(create(out, bytes, &cuda->host_kind, 0));
+}
+
+static rebatch_status cuda_create_host(void *self, rbi_physical *out, size_t bytes)
+{
+    unsigned long long physical = 0;
+    const rebatch_status status = create_host(self, &physical, bytes);
+    *out = physical;
+    return status;
+}
+
+static rebatch_status cuda_release_host(void *self, rbi_physical physical, size_t bytes)
+{
+    (void)bytes;
+    return release(self, physical);
 }
 
 static rebatch_status cuda_map(void *self, void *address, size_t bytes, rbi_physical physical)
@@ -407,6 +438,9 @@ static const struct rbi_device_ops cuda_ops = {
     .map = cuda_map,
     .set_access = cuda_set_access,
     .unmap = cuda_unmap,
+    .host_room = cuda_host_room,
+    .create_host = cuda_create_host,
+    .release_host = cuda_release_host,
 };
 
 /* The shared runtime of this process, if it has one, keeps an error until somebody asks. */
@@ -416,6 +450,22 @@ static int (*shared_runtime_last_error(void))(void)
     int (*function)(void) = NULL;
     memcpy(&function, &found, sizeof found);
     return function;
+}
+
+/* Whether memory of the host node next to the GPU can be mapped in its pages: drivers that do not
+ * know the attribute refuse it. */
+static bool finds_host_memory(struct cuda *cuda)
+{
+    const struct rbi_cuda_driver *driver = cuda->driver;
+    int can = 0, node = 0;
+    size_t bytes = 0;
+    if (driver->device_get_attribute(&can, ATTRIBUTE_HOST_VIRTUAL_MEMORY, cuda->handle) || !can ||
+        driver->device_get_attribute(&node, ATTRIBUTE_HOST_NODE, cuda->handle))
+        return false;
+    cuda->host_kind = (struct cu_memory_kind){
+        .type = KIND_PINNED, .location = {LOCATION_HOST_NODE, node > 0 ? node : 0}};
+    return driver->granularity(&bytes, &cuda->host_kind, GRANULARITY_MINIMUM) == 0 && bytes &&
+           cuda->page_bytes % bytes == 0;
 }
 
 static rebatch_status find_page(struct cuda *cuda)
@@ -428,6 +478,8 @@ static rebatch_status find_page(struct cuda *cuda)
         code = cuda->driver->granularity(&cuda->page_bytes, &cuda->kind, GRANULARITY_MINIMUM);
     else
         cuda->ops.reserve = NULL;
+    if (code || !finds_host_memory(cuda))
+        cuda->ops.create_host = NULL;
     return rebatch_from_cuda(NULL, code);
 }
 

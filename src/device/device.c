@@ -274,6 +274,27 @@ rebatch_status rbi_device_release_physical(rebatch_device *device, rbi_physical 
     return device->ops->release(device->self, physical, bytes);
 }
 
+bool rbi_device_has_overflow(const rebatch_device *device)
+{
+    return rbi_device_has_virtual_memory(device) && device->ops->create_host != NULL;
+}
+
+size_t rbi_device_host_room(const rebatch_device *device)
+{
+    return device->ops->host_room(device->self);
+}
+
+rebatch_status rbi_device_create_host(rebatch_device *device, rbi_physical *out, size_t bytes)
+{
+    *out = 0;
+    return device->ops->create_host(device->self, out, bytes);
+}
+
+rebatch_status rbi_device_release_host(rebatch_device *device, rbi_physical physical, size_t bytes)
+{
+    return device->ops->release_host(device->self, physical, bytes);
+}
+
 rebatch_status rbi_device_map(rebatch_device *device, void *address, size_t bytes,
                               rbi_physical physical)
 {

@@ -72,6 +72,12 @@ struct rbi_device_ops {
     rebatch_status (*map)(void *self, void *address, size_t bytes, rbi_physical physical);
     rebatch_status (*set_access)(void *self, void *address, size_t bytes);
     rebatch_status (*unmap)(void *self, void *address, size_t bytes);
+    /* Physical memory of the host, pinned, which is mapped, made accessible and unmapped like the
+     * device's and does not count against the capacity, and how much could be had: all or none.
+     * REBATCH_OOM when there is none. */
+    size_t (*host_room)(void *self);
+    rebatch_status (*create_host)(void *self, rbi_physical *out, size_t bytes);
+    rebatch_status (*release_host)(void *self, rbi_physical physical, size_t bytes);
     /* What these calls would take; NULL: they take what they take. */
     const struct rbi_device_prices *prices;
 };
@@ -115,6 +121,11 @@ rebatch_status rbi_device_unreserve(rebatch_device *device, void *address, size_
 rebatch_status rbi_device_create_physical(rebatch_device *device, rbi_physical *out, size_t bytes);
 rebatch_status rbi_device_release_physical(rebatch_device *device, rbi_physical physical,
                                            size_t bytes);
+/* Whether host memory can be mapped beside the device's: the three below are there only then. */
+bool rbi_device_has_overflow(const rebatch_device *device);
+size_t rbi_device_host_room(const rebatch_device *device);
+rebatch_status rbi_device_create_host(rebatch_device *device, rbi_physical *out, size_t bytes);
+rebatch_status rbi_device_release_host(rebatch_device *device, rbi_physical physical, size_t bytes);
 rebatch_status rbi_device_map(rebatch_device *device, void *address, size_t bytes,
                               rbi_physical physical);
 rebatch_status rbi_device_set_access(rebatch_device *device, void *address, size_t bytes);

@@ -126,6 +126,31 @@ static rebatch_status dry_map(void *self, void *address, size_t bytes, rbi_physi
     return REBATCH_OK;
 }
 
+static size_t dry_host_room(void *self)
+{
+    (void)self;
+    return 0;
+}
+
+/* A copy of a pool has the host's memory of the original, which counts nowhere. */
+static rebatch_status dry_create_host(void *self, rbi_physical *out, size_t bytes)
+{
+    (void)bytes;
+    struct dry *dry = self;
+    pthread_mutex_lock(&dry->lock);
+    *out = dry->next_physical++;
+    pthread_mutex_unlock(&dry->lock);
+    return REBATCH_OK;
+}
+
+static rebatch_status dry_release_host(void *self, rbi_physical physical, size_t bytes)
+{
+    (void)self;
+    (void)physical;
+    (void)bytes;
+    return REBATCH_OK;
+}
+
 /* set_access, unmap and unreserve: there is nothing to do. */
 static rebatch_status dry_range(void *self, void *address, size_t bytes)
 {
@@ -250,6 +275,9 @@ static const struct rbi_device_ops virtual_ops = {
     .map = dry_map,
     .set_access = dry_range,
     .unmap = dry_range,
+    .host_room = dry_host_room,
+    .create_host = dry_create_host,
+    .release_host = dry_release_host,
 };
 
 rebatch_status rebatch_device_open_dry(rebatch_device **out, size_t capacity_bytes,

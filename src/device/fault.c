@@ -255,6 +255,21 @@ static rebatch_status fault_unmap(void *self, void *address, size_t bytes)
     PASS(REBATCH_FAULT_UNMAP, rbi_device_unmap(inner, address, bytes));
 }
 
+static size_t fault_host_room(void *self)
+{
+    return rbi_device_host_room(inner_of(self));
+}
+
+static rebatch_status fault_create_host(void *self, rbi_physical *out, size_t bytes)
+{
+    PASS(REBATCH_FAULT_OVERFLOW, rbi_device_create_host(inner, out, bytes));
+}
+
+static rebatch_status fault_release_host(void *self, rbi_physical physical, size_t bytes)
+{
+    PASS(REBATCH_FAULT_RELEASE, rbi_device_release_host(inner, physical, bytes));
+}
+
 /* A fault device has virtual memory and contents when the device that it wraps has. */
 static const struct rbi_device_ops plain_ops = {
     .struct_size = sizeof(struct rbi_device_ops),
@@ -295,6 +310,9 @@ static void add_virtual_memory(struct rbi_device_ops *ops, const struct rbi_devi
     ops->map = fault_map;
     ops->set_access = fault_set_access;
     ops->unmap = fault_unmap;
+    ops->host_room = fault_host_room;
+    ops->create_host = inner->create_host ? fault_create_host : NULL;
+    ops->release_host = fault_release_host;
 }
 
 /* ---- plans ---- */

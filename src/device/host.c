@@ -22,6 +22,7 @@ struct host {
     pthread_mutex_t lock;      /* of everything below */
     size_t capacity_bytes;     /* REBATCH_UNLIMITED: no cap */
     size_t used_bytes;         /* may exceed the cap after it was lowered */
+    size_t overflow_bytes;     /* what is left beside the cap */
     struct rbi_host_file file; /* what physical memory is made of */
     rebatch_stream streams;    /* list of all that are open */
     struct pinned *pinned;     /* list, the latest first */
@@ -150,6 +151,56 @@ static rebatch_status host_release(void *self, rbi_physical physical, size_t byt
     pthread_mutex_unlock(&host->lock);
     if (!status)
         give(host, bytes);
+    return status;
+}
+
+static size_t host_host_room(void *self)
+{
+    struct host *host = self;
+    pthread_mutex_lock(&host->lock);
+    const size_t bytes = host->overflow_bytes;
+    pthread_mutex_unlock(&host->lock);
+    return bytes;
+}
+
+static bool take_overflow(struct host *host, size_t bytes)
+{
+    pthread_mutex_lock(&host->lock);
+    const bool fits = bytes <= host->overflow_bytes;
+    if (fits)
+        host->overflow_bytes -= bytes;
+    pthread_mutex_unlock(&host->lock);
+    return fits;
+}
+
+static void give_overflow(struct host *host, size_t bytes)
+{
+    pthread_mutex_lock(&host->lock);
+    host->overflow_bytes += bytes;
+    pthread_mutex_unlock(&host->lock);
+}
+
+static rebatch_status host_create_host(void *self, rbi_physical *out, size_t bytes)
+{
+    struct host *host = self;
+    if (!take_overflow(host, bytes))
+        return rbi_error(REBATCH_OOM, "the host device has no %zu bytes beside its cap", bytes);
+    pthread_mutex_lock(&host->lock);
+    const rebatch_status status = rbi_host_file_take(&host->file, out, bytes);
+    pthread_mutex_unlock(&host->lock);
+    if (status)
+        give_overflow(host, bytes);
+    return status;
+}
+
+static rebatch_status host_release_host(void *self, rbi_physical physical, size_t bytes)
+{
+    struct host *host = self;
+    pthread_mutex_lock(&host->lock);
+    const rebatch_status status = rbi_host_file_give(&host->file, physical, bytes);
+    pthread_mutex_unlock(&host->lock);
+    if (!status)
+        give_overflow(host, bytes);
     return status;
 }
 
@@ -396,6 +447,9 @@ static const struct rbi_device_ops host_ops = {
     .map = host_map,
     .set_access = host_set_access,
     .unmap = host_unmap,
+    .host_room = host_host_room,
+    .create_host = host_create_host,
+    .release_host = host_release_host,
 };
 
 rebatch_status rebatch_device_open_host(rebatch_device **out, size_t capacity_bytes,
@@ -425,6 +479,7 @@ rebatch_status rebatch_device_open_host(rebatch_device **out, size_t capacity_by
     pthread_mutex_init(&host->lock, NULL);
     host->page_bytes = page;
     host->capacity_bytes = capacity_bytes;
+    host->overflow_bytes = o.overflow_bytes;
     host->file = RBI_HOST_FILE_INIT;
     status = rbi_device_create(out, &host_ops, host, "host");
     if (status)

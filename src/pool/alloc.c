@@ -12,6 +12,8 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     if (status != REBATCH_OK)
         return status;
     request.beside = rbi_pool_is_beside_promise(pool);
+    request.strikes = pool->overflow.is_struck;
+    pool->overflow.is_struck = false;
     status = rbi_pool_search(out, pool, &request);
     if (status == REBATCH_OK)
         rbi_block_list(&pool->heap, *out);
@@ -90,7 +92,9 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
         status = rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name);
     }
     if (status == REBATCH_OK)
-        status = find_block(&block, pool, bytes, rounded, stream, tag);
+        status = RBI_UNLIKELY(pool->overflow.is_struck)
+                     ? alloc_by_search(&block, pool, bytes, rounded, stream, tag)
+                     : find_block(&block, pool, bytes, rounded, stream, tag);
     if (RBI_UNLIKELY(status != REBATCH_OK))
         return status;
     rbi_assert(block->bytes == rounded && rbi_stream_of(block)->stream == stream);

@@ -103,7 +103,7 @@ static rebatch_status take_memory(struct copy *copy)
     rebatch_pool *const to = copy->to, *const from = copy->from;
     rebatch_memory_info info;
     rebatch_status status = rebatch_device_memory(from->device, &info);
-    const size_t reserved = (size_t)rbi_vm_bytes(&from->vm);
+    const size_t reserved = (size_t)rbi_vm_device_bytes(&from->vm);
     const size_t taken = info.total_bytes - rbi_min(info.free_bytes, info.total_bytes);
     void *others;
     if (!status && taken > reserved)

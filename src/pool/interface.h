@@ -130,6 +130,20 @@ rebatch_status rbi_pool_admit(rebatch_pool *pool, size_t bytes, rebatch_stream s
  * headroom is left, or a cap was lowered below what is held. */
 rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 
+/* As rebatch_pool_allow_overflow(); to close it moves nothing. */
+void rbi_pool_open_overflow(rebatch_pool *pool);
+bool rbi_pool_close_overflow(rebatch_pool *pool); /* whether it was open */
+/* How much host memory could be taken now. */
+size_t rbi_pool_overflow_available(rebatch_pool *pool);
+/* Moves what lies in host memory to the device, each page at its address, as long as `keep_bytes`
+ * stay available there. It waits for all work of the device, where there is something to move. */
+rebatch_status rbi_pool_settle_overflow(rebatch_pool *pool, size_t keep_bytes);
+/* Of host memory: what is held, and what was ever taken. */
+struct rbi_overflow_use {
+    uint64_t bytes, total_bytes;
+};
+void rbi_pool_overflow_use(struct rbi_overflow_use *out, rebatch_pool *pool);
+
 /* What bounds the pool now: its limit, or the device, where that has less left to give. */
 struct rbi_pool_bound {
     bool is_limit;

@@ -25,7 +25,7 @@ size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint3
 static size_t reachable(const rebatch_pool *pool, size_t room)
 {
     size_t all;
-    return rbi_add((size_t)rbi_vm_bytes(&pool->vm), room, &all) ? all : SIZE_MAX;
+    return rbi_add((size_t)rbi_vm_device_bytes(&pool->vm), room, &all) ? all : SIZE_MAX;
 }
 
 /* The room that is to be kept. */
@@ -44,7 +44,7 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     if (status != REBATCH_OK)
         return status;
     const size_t limit = rbi_pool_limit(pool, own.total_bytes);
-    const size_t reserved = rbi_vm_bytes(&pool->vm);
+    const size_t reserved = rbi_vm_device_bytes(&pool->vm);
     const size_t allowed = limit > reserved ? limit - reserved : 0;
     const size_t free_bytes =
         own.free_bytes > pool->headroom_bytes ? own.free_bytes - pool->headroom_bytes : 0;
@@ -58,6 +58,12 @@ static size_t less(size_t bytes, size_t taken)
     return bytes > taken ? bytes - taken : 0;
 }
 
+size_t rbi_pool_overflow_room(const rebatch_pool *pool)
+{
+    const size_t most = less(pool->overflow.most_bytes, (size_t)pool->vm.overflow.bytes);
+    return rbi_min(most, rbi_device_host_room(pool->device)) & ~(pool->page_bytes - 1);
+}
+
 rebatch_status rbi_pool_get_bound(struct rbi_pool_bound *out, rebatch_pool *pool)
 {
     rebatch_memory_info info;
@@ -67,7 +73,7 @@ rebatch_status rbi_pool_get_bound(struct rbi_pool_bound *out, rebatch_pool *pool
         return status;
     rbi_lock_take(&pool->lock);
     const size_t limit = rbi_pool_limit(pool, info.total_bytes);
-    const size_t reserved = rbi_vm_bytes(&pool->vm);
+    const size_t reserved = rbi_vm_device_bytes(&pool->vm);
     out->is_limit =
         limit != SIZE_MAX && less(limit, reserved) <= less(info.free_bytes, pool->headroom_bytes);
     out->bytes = out->is_limit ? limit : info.total_bytes;
@@ -105,7 +111,7 @@ static bool has_slack(const rebatch_pool *pool, size_t room)
 static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room,
                         const rebatch_memory_info *info)
 {
-    const size_t reserved = (size_t)rbi_vm_bytes(&pool->vm);
+    const size_t reserved = (size_t)rbi_vm_device_bytes(&pool->vm);
     const size_t collected_above = rbi_pool_share(pool, info->total_bytes, pool->gc_permille);
     if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
         return false;

@@ -50,6 +50,27 @@ static rebatch_status create_lacking(rebatch_pool *pool, const struct rbi_mappin
                                         : rbi_vm_chunk(&pool->vm, lacking, room_pages));
 }
 
+/* Free pages, then fresh ones, and host memory for the rest: this must not fail. */
+static rebatch_status gather_overflow(rebatch_pool *pool, size_t count)
+{
+    size_t room;
+    rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_pool_harvest(pool, count, NULL);
+    if (pool->vm.spare_pages >= count)
+        return REBATCH_OK;
+    const size_t fresh = rbi_min(count - pool->vm.spare_pages, room / pool->page_bytes);
+    if (fresh)
+        status = rbi_vm_create(&pool->vm, fresh, rbi_vm_chunk(&pool->vm, fresh, fresh));
+    if (status != REBATCH_OK && status != REBATCH_OOM)
+        return status;
+    const size_t lacking = count - rbi_min(count, pool->vm.spare_pages);
+    if (lacking > rbi_pool_overflow_room(pool) / pool->page_bytes)
+        return REBATCH_OOM;
+    return lacking ? rbi_overflow_make(&pool->vm, lacking) : REBATCH_OK;
+}
+
 /* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */
 rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mapping, size_t count)
 {
@@ -57,6 +78,8 @@ rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mappin
         mapping->by_remap = true;
         return REBATCH_OK;
     }
+    if (mapping->overflows)
+        return gather_overflow(pool, count);
     size_t room = 0;
     const rebatch_status status = mapping->no_fresh ? REBATCH_OK : rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)
@@ -100,8 +123,8 @@ static void widen(struct rbi_window *window, rebatch_pool *pool, const struct rb
 {
     size_t room;
     rebatch_memory_info info;
-    if (mapping->no_fresh || mapping->ahead || pool->vm.spare_pages >= window->pages ||
-        rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+    if (mapping->no_fresh || mapping->ahead || mapping->overflows ||
+        pool->vm.spare_pages >= window->pages || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
         return;
     const size_t chunk = rbi_vm_chunk(&pool->vm, window->pages, room / pool->page_bytes);
     const size_t pages = (window->pages + chunk - 1) & ~(chunk - 1);

@@ -35,6 +35,7 @@ static void settle(rebatch_pool *pool, const struct rbi_phase *phase)
 void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
 {
     rbi_plan_end(pool);
+    pool->overflow.is_open = false;
     const struct rbi_phase *const planned =
         key != 0 && pool->plan.is_on ? rbi_plan_begin(pool, key) : NULL;
     if (planned && rbi_plan_serve_from(pool, take_arena(pool, planned)))

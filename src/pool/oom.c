@@ -118,6 +118,10 @@ rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
     if (!pool->fault.strikes || rbi_pool_is_other_thread(pool, pool->owner_thread) ||
         pool->promised_bytes >= rounded || !pool->fault.strikes(pool->fault.user))
         return REBATCH_OK;
+    if (rbi_overflow_is_open(pool)) {
+        pool->overflow.is_struck = true;
+        return REBATCH_OK;
+    }
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
     if (status != REBATCH_OK)
         return status;

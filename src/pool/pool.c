@@ -28,6 +28,8 @@ static rebatch_status check_options(const rebatch_pool_options *options,
         status = rbi_check_toggle(options->caching, "rebatch_pool_options.caching");
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->replay, "rebatch_pool_options.replay");
+    if (status == REBATCH_OK)
+        status = rbi_check_toggle(options->overflow, "rebatch_pool_options.overflow");
     if (status == REBATCH_OK && options->fence == REBATCH_ON &&
         (!rbi_device_has_virtual_memory(device) || !rbi_is_on(options->caching)))
         return rbi_error(REBATCH_E_UNSUPPORTED,
@@ -57,6 +59,9 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;
     rbi_pool_set_care(pool, true);
     pool->plan.is_on = pool->has_space && pool->plain && rbi_is_on(options->replay);
+    pool->overflow.most_bytes = options->overflow_bytes ? options->overflow_bytes : SIZE_MAX;
+    pool->overflow.is_on =
+        pool->has_space && rbi_is_on(options->overflow) && rbi_device_has_overflow(pool->device);
     pool->use_nodes.node_bytes = sizeof(struct rbi_block_use);
 }
 

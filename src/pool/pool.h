@@ -113,6 +113,14 @@ struct rbi_residents {
     bool is_open;
 };
 
+/* Where allocations must not fail (overflow.c). */
+struct rbi_pool_overflow {
+    bool is_on;        /* the device can, and the options let it */
+    bool is_open;      /* allocations must not fail now */
+    bool is_struck;    /* the next one finds nothing but host memory: it was to fail on purpose */
+    size_t most_bytes; /* SIZE_MAX: no bound but the host's free memory */
+};
+
 struct rbi_pressure {
     size_t (*give_up)(size_t wanted_bytes, void *user);
     void *user;
@@ -197,6 +205,7 @@ struct rebatch_pool {
     struct rbi_pool_fill fill;
 
     struct rbi_pool_plan plan;
+    struct rbi_pool_overflow overflow;
 
     const char *destroyed_by; /* the call that destroys it; NULL: rebatch_pool_destroy() */
     _Atomic(size_t) sessions; /* that use it, and it is not theirs */
@@ -313,6 +322,8 @@ void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream);
 /* Unmaps wholly free pages whose work is done, until `wanted` are spare or there are no more.
  * Those of `spared` (may be NULL) stay. */
 void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_stream *spared);
+/* Unmaps pages of whole chunks, if one free block has them all and its work is done. */
+void rbi_pool_unmap_free(rebatch_pool *pool, struct rbi_range *range, char *at, size_t pages);
 /* Gives free memory back until at most `keep_bytes` are cached. What lies wholly with `spared`
  * (may be NULL) stays. */
 rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
@@ -361,6 +372,8 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
 /* What the device could give now, in whole pages, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
+/* What the host could give, in whole pages. */
+size_t rbi_pool_overflow_room(const rebatch_pool *pool);
 /* A share of the limit, or of the device where that is less. */
 size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille);
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
@@ -398,6 +411,7 @@ struct rbi_mapping {
     bool no_fresh;                        /* free pages only */
     bool no_remap;                        /* fresh ones before free ones */
     bool ahead;                           /* it will be used as a whole */
+    bool overflows;                       /* host memory for what the device has not */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool from_cache;                      /* out: nothing was mapped for it */
     bool at_end;                          /* out: what is served is at the end of what was found */
@@ -423,6 +437,11 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
  * there is plenty. Gives the free block that they are; NULL: there are not enough. */
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes,
                                    struct rbi_pool_stream *stream);
+
+/* ---- host memory where the device has none (overflow.c); all with the lock held ---- */
+
+/* Whether the calling thread's allocations must not fail, and host memory may be had for them. */
+bool rbi_overflow_is_open(const rebatch_pool *pool);
 
 /* ---- streams (streams.c); all with the lock held ---- */
 
@@ -461,6 +480,7 @@ struct rbi_request {
     rebatch_pool_stage stage; /* out: the last one tried */
     bool ahead;               /* of its use, and used as a whole */
     bool beside;              /* what is promised is not for it */
+    bool strikes;             /* it is to find nothing but host memory */
 };
 /* What the heap must give before a search, so that the search itself needs little of it. */
 rebatch_status rbi_pool_prepare(rebatch_pool *pool);
@@ -536,7 +556,8 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
 
 /* The size of a block for `bytes`: `rounded`, or more where blocks are padded. */
 size_t rbi_pool_pad(const rebatch_pool *pool, size_t bytes, size_t rounded);
-/* REBATCH_OOM, with its report, when a request is to fail; with the lock held. */
+/* REBATCH_OOM, with its report, when a request is to fail; with the lock held. Where it must not,
+ * REBATCH_OK and overflow.is_struck. */
 rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
                                rebatch_stream stream, const char *tag);
 /* Walks everything and checks the equations above; false, with the error text set, when one does

@@ -163,6 +163,18 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
     return unmap_part(pool, block, first, count);
 }
 
+void rbi_pool_unmap_free(rebatch_pool *pool, struct rbi_range *range, char *at, size_t pages)
+{
+    const char *const end = at + pages * pool->page_bytes;
+    struct rbi_block *block = range->first;
+    while (block && block->address + block->bytes <= at)
+        block = block->after;
+    if (block && block->state == RBI_BLOCK_FREE && block->address <= at &&
+        block->address + block->bytes >= end && block->freed_at <= rbi_stream_of(block)->done &&
+        rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3))
+        (void)unmap_part(pool, block, at, pages);
+}
+
 /* Large free blocks first: each that is taken apart leaves parts of pages at its ends, so the
  * fewer the better. A block that is put back while the walk is on is met again at most in a class
  * below, when it has nothing left to give. False when there is no need to go on. */
@@ -326,11 +338,11 @@ void rbi_pool_collect(rebatch_pool *pool)
     if (pool->gc_permille == 0 || rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return;
     const size_t threshold = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
-    const uint64_t before = rbi_vm_bytes(&pool->vm);
+    const uint64_t before = rbi_vm_device_bytes(&pool->vm);
     if (before > threshold)
         rbi_pool_flush_lists(pool);
-    while (rbi_vm_bytes(&pool->vm) > threshold) {
-        const size_t excess = (size_t)(rbi_vm_bytes(&pool->vm) - threshold);
+    while (rbi_vm_device_bytes(&pool->vm) > threshold) {
+        const size_t excess = (size_t)(rbi_vm_device_bytes(&pool->vm) - threshold);
         const size_t pages = (excess + pool->page_bytes - 1) / pool->page_bytes;
         if (rbi_vm_release(&pool->vm, pool->vm.spare_pages - rbi_min(pool->vm.spare_pages, pages)))
             continue;
@@ -339,7 +351,7 @@ void rbi_pool_collect(rebatch_pool *pool)
                                          : rbi_range_free(pool, block->range) != REBATCH_OK))
             break;
     }
-    pool->stats.collected_bytes += before - rbi_vm_bytes(&pool->vm);
+    pool->stats.collected_bytes += before - rbi_vm_device_bytes(&pool->vm);
 }
 
 /* ---- the end ---- */

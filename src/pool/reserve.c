@@ -86,6 +86,7 @@ rebatch_status rebatch_pool_reserve(rebatch_pool *pool, size_t bytes, rebatch_st
         return status;
     rbi_lock_take(&pool->lock);
     status = rbi_pool_strike(pool, bytes, rounded, stream, "reserve");
+    pool->overflow.is_struck = false;
     if (status == REBATCH_OK)
         status = reserve_locked(pool, bytes, rounded, stream);
     if (status == REBATCH_OK)
@@ -212,9 +213,9 @@ rebatch_status rebatch_pool_set_limit(rebatch_pool *pool, size_t limit_bytes)
     rbi_pool_take_lock(pool);
     pool->limit_bytes = limit_bytes ? limit_bytes : SIZE_MAX;
     pool->limit_permille = 0;
-    const uint64_t reserved = rbi_vm_bytes(&pool->vm);
+    const uint64_t reserved = rbi_vm_device_bytes(&pool->vm);
     if (reserved > pool->limit_bytes) {
-        const uint64_t cached = reserved - pool->stats.live_bytes;
+        const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
         const uint64_t excess = reserved - pool->limit_bytes;
         size_t released;
         /* The limit holds whether or not the device takes memory back; its error comes again. */

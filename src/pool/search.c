@@ -445,17 +445,39 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     return given > 0 || pool->stats.freed_total_bytes != freed;
 }
 
+/* Host memory for what the device has not, where a failure could not be undone. */
+static rebatch_status take_overflow(struct rbi_block **out, rebatch_pool *pool,
+                                    struct rbi_request *request)
+{
+    rebatch_status status = rbi_pool_prepare(pool);
+    if (status != REBATCH_OK)
+        return status;
+    struct rbi_mapping mapping = {
+        .bytes = request->bytes, .stream = request->stream, .overflows = true};
+    struct rbi_block *block = NULL;
+    reach(pool, request, REBATCH_STAGE_OVERFLOW);
+    if (pool->fence) {
+        status = take_fenced(out, pool, &mapping);
+    } else {
+        status = rbi_mapping_run(&block, pool, &mapping);
+        *out = take_part(pool, request, block, mapping.at_end);
+    }
+    rbi_overflow_drop(&pool->vm); /* what was not mapped */
+    return status;
+}
+
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request)
 {
     *out = NULL;
-    rebatch_status status = run_stages_beside(out, pool, request);
+    rebatch_status status = request->strikes ? REBATCH_OOM : run_stages_beside(out, pool, request);
     if (status == REBATCH_OOM && pool->plan.mode == RBI_PLAN_SERVES) {
         rbi_plan_leave(pool); /* what the arena does not use may do */
         status = run_stages_beside(out, pool, request);
     }
     rbi_assert((status == REBATCH_OK) == (*out != NULL));
-    for (size_t i = 0; status == REBATCH_OOM && i < pool->pressure_count; i++) {
+    for (size_t i = 0; status == REBATCH_OOM && i < pool->pressure_count && !request->strikes;
+         i++) {
         const struct rbi_pressure pressure = pool->pressures[i];
         reach(pool, request, REBATCH_STAGE_PRESSURE);
         if (!press(pool, &pressure, request->bytes))
@@ -463,5 +485,7 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
         status = run_stages_beside(out, pool, request);
         request->stage = REBATCH_STAGE_PRESSURE;
     }
+    if (status == REBATCH_OOM && !request->beside && rbi_overflow_is_open(pool))
+        status = take_overflow(out, pool, request);
     return status;
 }

@@ -21,6 +21,9 @@ void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
     out->device_frees = vm->frees;
     out->ballast_drops = vm->ballast_drops;
     out->quarantined_bytes = vm->quarantined_bytes;
+    out->overflow_bytes = vm->overflow.bytes;
+    out->overflow_peak_bytes = vm->overflow.peak_bytes;
+    out->overflow_total_bytes = vm->overflow.total_bytes;
     out->driver_creates = vm->calls.creates;
     out->driver_maps = vm->calls.maps;
     out->driver_accesses = vm->calls.accesses;

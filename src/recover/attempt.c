@@ -39,8 +39,11 @@ void rebatch_mutating(rebatch *rb)
         (void)rbi_error(REBATCH_E_INVALID, "rb is NULL");
     else if (!rb->running)
         (void)rbi_error(REBATCH_E_STATE, "rebatch_mutating() was called outside a callback");
-    else
+    else {
         rb->mutated = true;
+        if (rb->is_updating)
+            rbi_overflow_begin(rb);
+    }
 }
 
 bool rebatch_can_escape(const rebatch *rb)
@@ -344,8 +347,14 @@ static rebatch_status run(rebatch *rb, const struct rbi_call *which)
         rb->drill->callback_begins(rb->drill->user, which->which, which->mb);
     rb->group.explained[0] = '\0';
     rb->running = true;
+    rb->is_updating = which->which == RBI_OPTIMIZER;
+    if (rb->is_updating && !declares(rb, RBI_OPTIMIZER))
+        rbi_overflow_begin(rb);
     const rebatch_status result = call_with_way_out(rb, which);
     rb->running = false;
+    if (rb->is_updating)
+        rbi_overflow_end(rb);
+    rb->is_updating = false;
     if (!is_fatal(result))
         rb->group.explained[0] = '\0';
     rb->has_declared[which->which] |= rb->mutated;

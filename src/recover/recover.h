@@ -338,6 +338,19 @@ struct rbi_sizes {
 
 void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options);
 
+/* ---- an update that host memory has served (overflow.c) ---- */
+
+/* The update has begun to change parameters: its allocations must not fail from here on. */
+void rbi_overflow_begin(rebatch *rb);
+/* The update's callback has returned. */
+void rbi_overflow_end(rebatch *rb);
+/* Whether an update that the device has no memory for takes the host's, because nothing could be
+ * made smaller for it. */
+bool rbi_overflow_serves_update(const rebatch *rb);
+/* The step is done: what lies in host memory moves to the device, as far as the next step can do
+ * without that memory, with smaller micro-batches if need be. */
+rebatch_status rbi_overflow_step_done(rebatch *rb);
+
 /* ---- memory that is never freed (leak.c) ---- */
 
 struct rbi_leak {
@@ -571,6 +584,8 @@ struct rebatch {
     size_t size; /* of the micro-batch */
     bool running;
     bool mutated;
+    bool is_updating;         /* optimizer_step is the callback that runs */
+    uint64_t overflow_before; /* host memory that was ever taken before the update */
     pthread_t thread;
     unsigned pool_callbacks; /* of pools, that this thread was within when it began */
     jmp_buf escape;

@@ -396,7 +396,7 @@ static rebatch_status run(rebatch *rb)
         rbi_resize_release(rb);
     if (!status)
         rbi_leak_step_done(rb, first_sequence, !rb->buffers.is_new && !rb->report.learned);
-    return status;
+    return status ? status : rbi_overflow_step_done(rb);
 }
 
 /* In lockstep a rank grows by its own memory, and all run what the least of them can. */

@@ -2,7 +2,8 @@
  * Must not know how samples are cut. */
 #include "recover/recover.h"
 
-/* An OOM within an update tears it, so the memory of the one before is there when it begins. */
+/* An OOM within an update tears it, so the memory of the one before is there when it begins, on the
+ * device, or where nothing of the step could be smaller on the host. */
 static rebatch_status admit(rebatch *rb)
 {
     if (rb->update_bytes == 0 || !rbi_session_admits(rb))
@@ -10,6 +11,8 @@ static rebatch_status admit(rebatch *rb)
     const rebatch_status status = rbi_memory_admit(rb, rb->update_bytes);
     if (status != REBATCH_OOM)
         return status;
+    if (rbi_overflow_serves_update(rb))
+        return REBATCH_OK;
     size_t available;
     (void)rbi_memory_available(&available, rb);
     rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,

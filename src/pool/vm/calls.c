@@ -35,6 +35,22 @@ rebatch_status rbi_call_release(struct rbi_vm *vm, rbi_physical chunk, size_t by
     return status;
 }
 
+rebatch_status rbi_call_create_host(struct rbi_vm *vm, rbi_physical *out, size_t bytes)
+{
+    const uint64_t began = begin(vm);
+    const rebatch_status status = rbi_device_create_host(vm->device, out, bytes);
+    end(vm, &vm->calls.creates, began, PRICE(vm, create));
+    return status;
+}
+
+rebatch_status rbi_call_release_host(struct rbi_vm *vm, rbi_physical chunk, size_t bytes)
+{
+    const uint64_t began = begin(vm);
+    const rebatch_status status = rbi_device_release_host(vm->device, chunk, bytes);
+    end(vm, &vm->calls.releases, began, PRICE(vm, release));
+    return status;
+}
+
 rebatch_status rbi_call_map(struct rbi_vm *vm, void *at, size_t bytes, rbi_physical chunk)
 {
     const uint64_t began = begin(vm);

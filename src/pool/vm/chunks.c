@@ -6,13 +6,13 @@
 
 /* ---- counting ---- */
 
-static void note_taken(struct rbi_vm *vm, size_t bytes)
+void rbi_vm_note_taken(struct rbi_vm *vm, size_t bytes)
 {
     vm->taken_bytes += bytes;
     vm->peak_bytes = rbi_max(vm->peak_bytes, rbi_vm_bytes(vm));
 }
 
-static void note_given(struct rbi_vm *vm, size_t bytes)
+void rbi_vm_note_given(struct rbi_vm *vm, size_t bytes)
 {
     vm->given_bytes += bytes;
 }
@@ -38,7 +38,7 @@ static bool drop_ballast(struct rbi_vm *vm)
         return false;
     vm->ballast = NULL;
     vm->ballast_drops++;
-    note_given(vm, vm->ballast_bytes);
+    rbi_vm_note_given(vm, vm->ballast_bytes);
     return true;
 }
 
@@ -47,7 +47,7 @@ void rbi_vm_arm_ballast(struct rbi_vm *vm, size_t room)
     if (vm->ballast_bytes == 0 || vm->ballast || room < vm->ballast_bytes)
         return;
     if (rbi_device_alloc(vm->device, &vm->ballast, vm->ballast_bytes) == REBATCH_OK)
-        note_taken(vm, vm->ballast_bytes);
+        rbi_vm_note_taken(vm, vm->ballast_bytes);
     else
         vm->ballast = NULL;
 }
@@ -61,7 +61,7 @@ rebatch_status rbi_vm_alloc(void **out, struct rbi_vm *vm, size_t bytes)
         status = rbi_device_alloc(vm->device, out, bytes);
     }
     if (status == REBATCH_OK)
-        note_taken(vm, bytes);
+        rbi_vm_note_taken(vm, bytes);
     return status;
 }
 
@@ -71,7 +71,7 @@ rebatch_status rbi_vm_free(struct rbi_vm *vm, void *address, size_t bytes)
     if (status != REBATCH_OK)
         return status;
     vm->frees++;
-    note_given(vm, bytes);
+    rbi_vm_note_given(vm, bytes);
     return REBATCH_OK;
 }
 
@@ -141,7 +141,7 @@ static rebatch_status release(struct rbi_vm *vm, unsigned size)
     rbi_spare_drop(vm, size);
     vm->spare[size].held--;
     vm->held_pages -= (size_t)1 << size;
-    note_given(vm, bytes);
+    rbi_vm_note_given(vm, bytes);
     return REBATCH_OK;
 }
 
@@ -174,8 +174,18 @@ static rebatch_status create(struct rbi_vm *vm, unsigned size)
     rbi_spare_put(vm, chunk, size);
     vm->spare[size].held++;
     vm->held_pages += (size_t)1 << size;
-    note_taken(vm, bytes);
+    rbi_vm_note_taken(vm, bytes);
     return REBATCH_OK;
+}
+
+rebatch_status rbi_spare_make(struct rbi_vm *vm, unsigned size)
+{
+    return create(vm, size);
+}
+
+void rbi_spare_give_back(struct rbi_vm *vm, unsigned size)
+{
+    (void)release(vm, size);
 }
 
 /* The largest size up to `most` that has no more than `count` pages, of which there are some. */
@@ -259,6 +269,8 @@ void rbi_vm_destroy(struct rbi_vm *vm)
     (void)rbi_vm_release(vm, 0);
     for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
         rbi_heap_free(vm->spare[size].chunks);
+    rbi_overflow_drop(vm);
+    rbi_heap_free(vm->overflow.chunks);
     if (vm->ballast)
         (void)rbi_device_free(vm->device, vm->ballast, vm->ballast_bytes);
 }

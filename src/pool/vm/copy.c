@@ -22,6 +22,21 @@ static bool copy_spare(struct rbi_vm *to, const struct rbi_vm *from, rbi_physica
     return true;
 }
 
+/* The copy's chunks of host memory are where the original's are; its device counts none. */
+static bool copy_overflow(struct rbi_vm *to, const struct rbi_vm *from)
+{
+    to->overflow = from->overflow;
+    to->overflow.chunks = rbi_heap_calloc(from->overflow.count + 1, sizeof *to->overflow.chunks);
+    to->overflow.capacity = to->overflow.chunks ? from->overflow.count + 1 : 0;
+    if (!to->overflow.chunks) {
+        to->overflow.count = 0;
+        return false;
+    }
+    for (size_t i = 0; i < from->overflow.count; i++)
+        to->overflow.chunks[i] = from->overflow.chunks[i];
+    return true;
+}
+
 rebatch_status rbi_vm_copy(rbi_physical *handle, struct rbi_vm *to, const struct rbi_vm *from)
 {
     rebatch_status status = REBATCH_OK;
@@ -34,7 +49,11 @@ rebatch_status rbi_vm_copy(rbi_physical *handle, struct rbi_vm *to, const struct
     to->frees = from->frees;
     to->ballast_drops = from->ballast_drops;
     to->calls = from->calls;
-    *handle = 0;
+    *handle =
+        from->overflow.count > 0; /* stands for those of the host, where there are no others */
+    if (from->overflow.count && !copy_overflow(to, from))
+        return rbi_error(REBATCH_E_HOST_OOM, "no host memory to copy %zu chunks",
+                         from->overflow.count);
     if (from->held_pages)
         status =
             rbi_device_create_physical(to->device, handle, from->held_pages * from->page_bytes);

@@ -105,10 +105,9 @@ rebatch_status rbi_map_reserve(struct rbi_map **out, struct rbi_vm *vm, size_t b
     return REBATCH_OK;
 }
 
-/* Maps the newest spare chunk of a size. */
-static rebatch_status map_chunk(struct rbi_vm *vm, struct rbi_map *map, char *at, unsigned size)
+static rebatch_status map_at(struct rbi_vm *vm, struct rbi_map *map, char *at, rbi_physical chunk,
+                             unsigned size)
 {
-    const rbi_physical chunk = rbi_spare_newest(vm, size);
     const rebatch_status status = rbi_call_map(vm, at, vm->page_bytes << size, chunk);
     if (status != REBATCH_OK)
         return status;
@@ -116,14 +115,35 @@ static rebatch_status map_chunk(struct rbi_vm *vm, struct rbi_map *map, char *at
     slot[0] = chunk;
     for (size_t i = 1; i < (size_t)1 << size; i++)
         slot[i] = RBI_CHUNK_GOES_ON;
-    rbi_spare_drop(vm, size);
     return REBATCH_OK;
+}
+
+/* Maps the newest spare chunk of a size. */
+static rebatch_status map_chunk(struct rbi_vm *vm, struct rbi_map *map, char *at, unsigned size)
+{
+    const rebatch_status status = map_at(vm, map, at, rbi_spare_newest(vm, size), size);
+    if (status == REBATCH_OK)
+        rbi_spare_drop(vm, size);
+    return status;
+}
+
+static rebatch_status map_host_chunk(size_t *pages, struct rbi_vm *vm, struct rbi_map *map,
+                                     char *at)
+{
+    struct rbi_host_chunk *const chunk = rbi_overflow_next(vm);
+    const rebatch_status status = map_at(vm, map, at, chunk->chunk, chunk->size);
+    *pages = (size_t)1 << chunk->size;
+    if (status == REBATCH_OK)
+        chunk->at = at;
+    return status;
 }
 
 /* Maps the largest spare chunk that fits into `left` pages; *pages are its pages. */
 static rebatch_status map_next(size_t *pages, struct rbi_vm *vm, struct rbi_map *map, char *at,
                                size_t left)
 {
+    if (vm->spare_pages == 0)
+        return map_host_chunk(pages, vm, map, at);
     unsigned size = rbi_spare_choose(vm, left);
     if ((size_t)1 << size > left) {
         const rebatch_status status = rbi_spare_break(vm, size);
@@ -142,7 +162,11 @@ char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char
         const size_t pages = chunk_pages(map, index);
         if (rbi_call_unmap(vm, at, pages * vm->page_bytes) != REBATCH_OK)
             break;
-        rbi_spare_put(vm, map->chunks[index], size_of(pages));
+        struct rbi_host_chunk *const host = rbi_overflow_find(vm, at);
+        if (host)
+            rbi_overflow_give_back(vm, host);
+        else
+            rbi_spare_put(vm, map->chunks[index], size_of(pages));
         memset(&map->chunks[index], 0, pages * sizeof *map->chunks);
         at += pages * vm->page_bytes;
     }
@@ -171,7 +195,8 @@ static bool unwind(struct rbi_vm *vm, struct rbi_map *map, char *at, const char 
 rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
                             bool *quarantined)
 {
-    rbi_assert(bytes % vm->page_bytes == 0 && bytes / vm->page_bytes <= vm->spare_pages);
+    rbi_assert(bytes % vm->page_bytes == 0 &&
+               bytes / vm->page_bytes <= vm->spare_pages + rbi_overflow_unmapped_pages(vm));
     char *const begin = at;
     const char *const end = at + bytes;
     rebatch_status status = REBATCH_OK;
@@ -213,7 +238,12 @@ static size_t release_chunk(struct rbi_vm *vm, const struct rbi_map *map, size_t
     const size_t pages = chunk_pages(map, index);
     const size_t bytes = pages * vm->page_bytes;
     (void)rbi_device_unmap(vm->device, map->address + index * vm->page_bytes, bytes);
-    (void)rbi_device_release_physical(vm->device, chunk, bytes);
+    struct rbi_host_chunk *const host =
+        rbi_overflow_find(vm, map->address + index * vm->page_bytes);
+    if (host)
+        rbi_overflow_give_back(vm, host);
+    else
+        (void)rbi_device_release_physical(vm->device, chunk, bytes);
     return pages;
 }
 

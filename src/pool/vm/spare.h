@@ -12,6 +12,22 @@ void rbi_spare_drop(struct rbi_vm *vm, unsigned size);
 /* The largest size of at most `most` pages that is spare, else the smallest above; there must be
  * one. */
 unsigned rbi_spare_choose(const struct rbi_vm *vm, size_t most);
+/* Makes a chunk of a size; it is spare. */
+rebatch_status rbi_spare_make(struct rbi_vm *vm, unsigned size);
+void rbi_spare_give_back(struct rbi_vm *vm, unsigned size);
+/* Counts what was taken from the device or the host, or given back. */
+void rbi_vm_note_taken(struct rbi_vm *vm, size_t bytes);
+void rbi_vm_note_given(struct rbi_vm *vm, size_t bytes);
+
+/* ---- chunks of host memory, between overflow.c and map.c ---- */
+
+/* The first that is mapped nowhere; there must be one. */
+struct rbi_host_chunk *rbi_overflow_next(const struct rbi_vm *vm);
+/* The one that is mapped at an address; NULL: none. */
+struct rbi_host_chunk *rbi_overflow_find(const struct rbi_vm *vm, const char *at);
+/* It is mapped nowhere any more: it goes back to the host. */
+void rbi_overflow_give_back(struct rbi_vm *vm, struct rbi_host_chunk *chunk);
+
 /* Makes smaller chunks of a spare one, down to single pages. Its memory is the device's in between:
  * somebody else may be quicker to take it. */
 rebatch_status rbi_spare_break(struct rbi_vm *vm, unsigned size);

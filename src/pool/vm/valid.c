@@ -26,15 +26,21 @@ bool rbi_vm_is_valid(const struct rbi_vm *vm, const uint64_t mapped[static RBI_C
                      uint64_t plain_bytes)
 {
     size_t spare = 0, held = 0;
+    uint64_t overflow = 0;
+    size_t of_host[RBI_CHUNK_SIZES] = {0};
+    for (size_t i = 0; i < vm->overflow.count; i++) {
+        of_host[vm->overflow.chunks[i].size] += vm->overflow.chunks[i].at != NULL;
+        overflow += vm->page_bytes << vm->overflow.chunks[i].size;
+    }
     for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++) {
         const struct rbi_spare *const of = &vm->spare[size];
-        if (of->held != mapped[size] + of->count || of->held > of->capacity)
+        if (of->held + of_host[size] != mapped[size] + of->count || of->held > of->capacity)
             return false;
         spare += of->count << size;
         held += of->held << size;
     }
     const uint64_t ballast = vm->ballast ? vm->ballast_bytes : 0;
-    return vm->spare_pages == spare && vm->held_pages == held &&
-           rbi_vm_bytes(vm) == held * vm->page_bytes + plain_bytes + ballast &&
+    return vm->spare_pages == spare && vm->held_pages == held && vm->overflow.bytes == overflow &&
+           rbi_vm_bytes(vm) == held * vm->page_bytes + overflow + plain_bytes + ballast &&
            rbi_vm_bytes(vm) <= vm->peak_bytes;
 }

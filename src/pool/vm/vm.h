@@ -3,7 +3,8 @@
  *
  * A chunk is a power of two of pages, up to 1 GiB on CUDA devices. It is made, mapped, unmapped and
  * given back as a whole, which takes the device hardly longer than a single page. A chunk that is
- * held is either mapped or spare. All with the pool's lock held. Other layers read the fields of
+ * held is either mapped or spare. Chunks of host memory stand in a list of their own, which is
+ * short: overflow.c. All with the pool's lock held. Other layers read the fields of
  * struct rbi_vm, and change them by the calls below only. */
 #ifndef RBI_POOL_VM_H
 #define RBI_POOL_VM_H
@@ -38,10 +39,26 @@ struct rbi_vm_calls {
     uint64_t ns;     /* that all took */
 };
 
-/* All memory that is held from a device. spare[i] has the chunks of 2^i pages.
+/* A chunk of host memory, of 2^size pages, where no device memory was to be had. */
+struct rbi_host_chunk {
+    char *at; /* where it is mapped; NULL: nowhere yet */
+    rbi_physical chunk;
+    unsigned size;
+};
+
+/* All chunks of host memory. Those that are unmapped go back to the host at once.
+ *   bytes == sum over the chunks */
+struct rbi_overflow {
+    struct rbi_host_chunk *chunks;
+    size_t count, capacity;
+    uint64_t bytes, peak_bytes, total_bytes; /* now, at most, and ever taken */
+};
+
+/* All memory that is held, of the device and of the host. spare[i] has the chunks of 2^i pages.
  *   spare_pages == sum of spare[i].count << i
  *   held_pages == sum of spare[i].held << i
- *   taken_bytes - given_bytes == held_pages * page_bytes + plain allocations + the ballast */
+ *   taken_bytes - given_bytes ==
+ *       held_pages * page_bytes + overflow.bytes + plain allocations + the ballast */
 struct rbi_vm {
     rebatch_device *device;
     size_t page_bytes;
@@ -53,6 +70,7 @@ struct rbi_vm {
     uint64_t allocations, frees;       /* calls that took or gave back memory */
     uint64_t ballast_drops;
     struct rbi_vm_calls calls;
+    struct rbi_overflow overflow;
     size_t ballast_bytes; /* 0: none is wanted */
     void *ballast;        /* memory that is given up when the device has no more */
 };
@@ -60,6 +78,11 @@ struct rbi_vm {
 static inline uint64_t rbi_vm_bytes(const struct rbi_vm *vm)
 {
     return vm->taken_bytes - vm->given_bytes;
+}
+/* Of them, those of the device. */
+static inline uint64_t rbi_vm_device_bytes(const struct rbi_vm *vm)
+{
+    return rbi_vm_bytes(vm) - vm->overflow.bytes;
 }
 static inline size_t rbi_vm_pages_for(const struct rbi_vm *vm, size_t bytes)
 {
@@ -95,13 +118,27 @@ void rbi_vm_arm_ballast(struct rbi_vm *vm, size_t room);
 /* Gives the spare chunks and the ballast back. */
 void rbi_vm_destroy(struct rbi_vm *vm);
 
+/* ---- memory of the host (overflow.c) ---- */
+
+/* Makes chunks of host memory for `count` pages, which rbi_map_fill() takes when no chunk of the
+ * device is spare. All or none. */
+rebatch_status rbi_overflow_make(struct rbi_vm *vm, size_t count);
+size_t rbi_overflow_unmapped_pages(const struct rbi_vm *vm);
+/* Gives those back that are mapped nowhere. */
+void rbi_overflow_drop(struct rbi_vm *vm);
+/* Replaces the chunk of host memory with this index by one of the device: the same contents at the
+ * same address. All work must be done. `beside`: addresses for as many bytes, with nothing mapped.
+ *  @return REBATCH_OOM where the device has no room: nothing is changed */
+rebatch_status rbi_overflow_move(struct rbi_vm *vm, struct rbi_map *map, size_t index,
+                                 void *beside);
+
 /* ---- addresses, and what is mapped there (map.c) ---- */
 
 /* Reserves addresses, whole pages. */
 rebatch_status rbi_map_reserve(struct rbi_map **out, struct rbi_vm *vm, size_t bytes);
-/* Maps spare chunks to `bytes` bytes at `at`, whole pages with nothing mapped; as many must be
- * spare. Where it fails, nothing stays mapped but a chunk that the device does not unmap:
- * *quarantined. */
+/* Maps spare chunks, and then chunks of the host, to `bytes` bytes at `at`, whole pages with
+ * nothing mapped; as many must be there. Where it fails, nothing stays mapped but a chunk that the
+ * device does not unmap: *quarantined. */
 rebatch_status rbi_map_fill(struct rbi_vm *vm, struct rbi_map *map, char *at, size_t bytes,
                             bool *quarantined);
 /* Unmaps from `at` to `to`, where chunks begin and end; they are spare then. Returns where it

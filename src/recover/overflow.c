@@ -1,0 +1,77 @@
+/* Owns what a session does about host memory that served an update: when it may be taken, what is
+ * said of it, and how much of it comes back. Must not know how memory is mapped. */
+#include "recover/recover.h"
+
+void rbi_overflow_begin(rebatch *rb)
+{
+    struct rbi_overflow_use use;
+    if (rbi_meter_is_set(rb))
+        return;
+    rbi_pool_overflow_use(&use, rb->pool);
+    rb->overflow_before = use.total_bytes - rb->report.overflow_bytes;
+    rbi_pool_open_overflow(rb->pool);
+}
+
+void rbi_overflow_end(rebatch *rb)
+{
+    struct rbi_overflow_use use;
+    if (rbi_meter_is_set(rb) || !rbi_pool_close_overflow(rb->pool))
+        return;
+    rbi_pool_overflow_use(&use, rb->pool);
+    rb->report.overflow_bytes = use.total_bytes - rb->overflow_before;
+}
+
+bool rbi_overflow_serves_update(const rebatch *rb)
+{
+    return !rbi_meter_is_set(rb) && !rb->ops->lighten && !rb->ops->resize &&
+           rbi_pool_overflow_available(rb->pool) >= rb->update_bytes;
+}
+
+/* What the next step needs at least: that of half the micro-batch, to which it then falls. */
+static size_t bytes_to_keep(const rebatch *rb)
+{
+    uint64_t bytes;
+    const size_t size = rb->by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->batch);
+    const size_t least = rb->by_cost ? 1 : rbi_round_size_up(&rb->options, 1);
+    size_t half = rb->by_cost ? size / 2 : rbi_round_size(&rb->options, size / 2);
+    half = rbi_max(half, least);
+    if (half < size && rbi_need_predict(&bytes, rb, half, rb->lighten))
+        return rbi_min(bytes, SIZE_MAX);
+    if (!rbi_need_predict(&bytes, rb, size, rb->lighten))
+        return 0;
+    return rbi_min(half < size ? bytes / 2 : bytes, SIZE_MAX);
+}
+
+static void say(rebatch *rb, uint64_t left_bytes)
+{
+    char text[256];
+    struct rbi_text t = {text, sizeof text, 0};
+    rbi_text_add_bytes(&t, rb->report.overflow_bytes);
+    rbi_text_add(&t, " that the device did not have, in place of an update of which only a part "
+                     "was made; ");
+    rbi_text_add_bytes(&t, left_bytes);
+    rbi_text_add(&t, left_bytes ? " still lie there, where they make updates slower: raise the "
+                                  "limit, or keep less on the device"
+                                : " still lie there");
+    rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_OVERFLOW);
+    rbi_event_end(&event, rb);
+    event.text = text;
+    rbi_event_emit(rb, &event);
+}
+
+rebatch_status rbi_overflow_step_done(rebatch *rb)
+{
+    struct rbi_overflow_use use;
+    if (rbi_meter_is_set(rb))
+        return REBATCH_OK;
+    rbi_pool_overflow_use(&use, rb->pool);
+    if (use.bytes) {
+        const rebatch_status status = rbi_pool_settle_overflow(rb->pool, bytes_to_keep(rb));
+        if (status != REBATCH_OK)
+            return status;
+        rbi_pool_overflow_use(&use, rb->pool);
+    }
+    if (rb->report.overflow_bytes)
+        say(rb, use.bytes);
+    return REBATCH_OK;
+}
