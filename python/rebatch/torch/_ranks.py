@@ -71,7 +71,7 @@ class Ranks:
         self._votes.on_abort = self._abort
         self._agree()
         self.accumulators = (
-            WindowAccumulators(window)
+            WindowAccumulators(window, timeout_seconds)
             if window
             else ReducedAccumulators(group, timeout_seconds, caps_of(wrappers), sent, self._buffers)
         )
@@ -241,6 +241,16 @@ class Ranks:
         """Sum the gradients and the loss over the ranks. Raises Lost."""
         try:
             self.accumulators.finish(loss)
+        except Lost as error:
+            self._votes.note_lost(error)
+            error.rank = self._votes.missing
+            raise
+
+    def settle(self) -> None:
+        """All have voted for the update: wait until the sums are there, which NCCL still works on.
+        A rank that dies before its part is sent leaves the others without. Raises Lost."""
+        try:
+            self.accumulators.settle()
         except Lost as error:
             self._votes.note_lost(error)
             error.rank = self._votes.missing

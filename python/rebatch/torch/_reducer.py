@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rebatch.torch._buckets import Bucket, Buffers, make_buckets
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._session import Lost
+from rebatch.torch._waits import wait_for_device
 
 
 class ReducedAccumulators(Accumulators):
@@ -36,6 +37,7 @@ class ReducedAccumulators(Accumulators):
         super().__init__()
         self._group, self._caps, self._sent, self._tables = group, caps, sent, buffers
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._device = torch.device("cpu")  # of the gradients
         self._root = dist.get_process_group_ranks(group)[0]
         self._is_root = dist.get_rank(group) == 0
         self._lock = threading.Lock()  # autograd has a thread for each device
@@ -214,7 +216,12 @@ class ReducedAccumulators(Accumulators):
             return
         loss.copy_(self._buckets[-1].loss)
         if not all(self._has_sum):  # on some other rank there may be a gradient
+            self.settle()  # before it is read
             self._has_sum = [count > 0 for count in self._buckets[-1].used.tolist()]
+
+    def settle(self) -> None:
+        """Until the sums are there: NCCL's collectives have only ordered streams. Raises Lost."""
+        wait_for_device(self._device, self._timeout.total_seconds())
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take part in the collectives that are left, with any values. May run out of memory before
@@ -233,8 +240,9 @@ class ReducedAccumulators(Accumulators):
         ]
 
     def _wait(self) -> None:
-        device = self._buckets[0].flat.device if self._buckets else torch.device("cpu")
-        self._is_on_host = backend_of(self._group, device).name() == "gloo"
+        if self._buckets:
+            self._device = self._buckets[0].flat.device
+        self._is_on_host = backend_of(self._group, self._device).name() == "gloo"
         for work in [bucket.work for bucket in self._buckets] + self._works:
             if work is None or self._error is not None:
                 continue

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rebatch.torch._gradients import Accumulators
+from rebatch.torch._waits import wait_for_device
 from rebatch.torch._window import Window, lost_if_failed
 
 _SQUARES, _LOSS, _USED = range(3)  # of what the ranks sum beside the gradients
@@ -18,9 +19,9 @@ class WindowAccumulators(Accumulators):
     """Between begin_batch() and finish() the parameters are the window's whole ones; after it, the
     parts have their gradients."""
 
-    def __init__(self, window: Window):
+    def __init__(self, window: Window, timeout_seconds: float):
         super().__init__()
-        self._window = window
+        self._window, self._timeout_seconds = window, timeout_seconds
         self.has_norm = False  # finish() finds the norm of all gradients
         self.begin_step()
 
@@ -57,12 +58,17 @@ class WindowAccumulators(Accumulators):
         if not self._is_summed:
             self._note(loss, gradients)
             self._sum_numbers()
+        self.settle()  # before they are read
         used = self._numbers[_USED:].tolist()
         loss.copy_(self._numbers[_LOSS])
         self._norm = self._numbers[_SQUARES].sqrt()
         for p, gradient, count in zip(self._window.shards(), gradients, used):
             p.grad = gradient if count else None
         self._is_done = True
+
+    def settle(self) -> None:
+        """Until the sums are there: NCCL's collectives have only ordered streams. Raises Lost."""
+        wait_for_device(self._numbers.device, self._timeout_seconds)
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take part in the collectives that are left, with zeros. May run out of memory. Raises

@@ -455,6 +455,8 @@ class Step:
                 "expected all of them; the parameters are as they were"
             )
         self._reserve_update()
+        if self._ranks:
+            self._ranks.settle()
         lib.rebatch_mutating(self._session.rb)
         self._accumulators.put_buffers()
         with _allocator.tag("optimizer"):

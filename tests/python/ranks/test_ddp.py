@@ -116,6 +116,12 @@ def test_a_rank_that_is_killed_is_named(where):
         assert kind == "PeerFailed" and rank == 1, text
 
 
+def test_a_rank_that_is_killed_is_named_where_its_gradients_are_read():
+    (errors, seconds), _ = run("killed", "backward", False, True, killed=(1,))
+    assert len(errors) == 3 and seconds < 60
+    assert all(kind == "PeerFailed" and rank == 1 for kind, _, rank in errors), errors
+
+
 @pytest.mark.parametrize("backend", ("gloo", ""))
 def test_a_rank_that_stands_still_is_named(backend):
     (errors, seconds), answer = run("killed", "forward", True, killed=(1,), backend=backend)

@@ -388,9 +388,13 @@ def compared():
     return {"said": said, "same": same_bits(*states) and is_same_everywhere(model)}
 
 
-def killed(where, is_timeout):
-    """Rank 1 is killed, or stands still, in a step: what rank 0 gets, and how long it takes."""
-    model, batch, its_loss = wrapped("mlp")
+def killed(where, is_timeout, has_unused=False):
+    """Rank 1 is killed, or stands still, in a step: what rank 0 gets, and how long it takes. Where
+    a parameter has no gradient, the ranks read what the others have."""
+    model, batch, its_loss = make("mlp", samples=32)
+    if has_unused:
+        model.register_parameter("unused", nn.Parameter(placed(torch.zeros(3))))
+    model, batch = DistributedDataParallel(model), batch_of_rank(batch)
 
     def end():
         if is_timeout:
