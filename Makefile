@@ -578,6 +578,11 @@ bench-pool: ## what an allocation costs, beside glibc's and mimalloc's
 	@mkdir -p build/bench
 	@$(BUILD)/bench/pool
 
+bench-short: ## what a training step costs in the driver where memory is short (SHORT_FLAGS="500": a GPU that is behind)
+	@scripts/install-deps build
+	$(SUBMAKE) $(BUILD)/bench/short
+	@$(BUILD)/bench/short $(SHORT_FLAGS)
+
 bench-events: ## how often a pool asks how far streams have come, by how far they lag
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/events
@@ -675,6 +680,6 @@ help: ## this list
 Q := $(if $(V),,@)
 FORCE:
 .PHONY: all demo test test-programs test-variables test-storm test-ranks test-model test-mpi test-nccl test-ranks-gpu gpt-mpi gpt-nccl test-undefined test-threads kernels test-gpu test-wrap-existing test-examples-gpu test-preload-gpu test-gpu-large \
-    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-vote-mpi bench-nccl bench-pool bench-events bench-probe bench-cost \
+    test-sanitizer test-python test-python-gpu wheel test-valgrind lint docs bench-step bench-vote bench-vote-mpi bench-nccl bench-pool bench-short bench-events bench-probe bench-cost \
     bench-cotenant bench-kernels bench-gpt bench-budget bench-search bench-recovery \
     build install uninstall test-install clean help FORCE

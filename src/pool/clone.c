@@ -53,8 +53,6 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     to->medium_bytes = from->medium_bytes;
     to->large_bytes = from->large_bytes;
     to->fast_bytes = from->fast_bytes;
-    to->care_bytes = from->care_bytes;
-    to->room_parts = from->room_parts;
     to->heap.ranges_made = from->heap.ranges_made;
     to->sequence = from->sequence;
     to->depth = from->depth;

@@ -49,7 +49,6 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     const size_t free_bytes =
         own.free_bytes > pool->headroom_bytes ? own.free_bytes - pool->headroom_bytes : 0;
     *room = rbi_min(allowed, free_bytes) & ~(pool->page_bytes - 1);
-    pool->room_parts = *room / (reachable(pool, *room) / RBI_POOL_ROOM_PARTS + 1);
     return REBATCH_OK;
 }
 
@@ -187,12 +186,4 @@ struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes)
     if (has_room && !fresh_first)
         pool->moved_bytes += bytes; /* pages are moved for it instead */
     return (struct rbi_policy){fresh_first, has_slack(pool, room)};
-}
-
-bool rbi_pool_wants_long_search(const rebatch_pool *pool, bool fresh_first)
-{
-    if (fresh_first)
-        return false;
-    return pool->sequence < WARM_ALLOCATIONS ||
-           pool->room_parts * 1000 < (size_t)pool->keep_room_permille * RBI_POOL_ROOM_PARTS;
 }

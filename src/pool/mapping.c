@@ -6,9 +6,6 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
                                   const struct rbi_mapping *mapping)
 {
     const size_t bytes = mapping->bytes;
-    if (pool->care_bytes != SIZE_MAX &&
-        rbi_window_find_with_care(window, pool, bytes, mapping->stream))
-        return REBATCH_OK;
     if (rbi_window_find(window, pool, bytes, mapping->stream))
         return REBATCH_OK;
     size_t whole;

@@ -9,13 +9,6 @@
 
 /* ---- the own free lists ---- */
 
-/* A block is not to be cut for a request before other places were looked at. */
-static inline bool rbi_pool_wants_care(const rebatch_pool *pool, const struct rbi_block *block,
-                                       size_t bytes)
-{
-    return bytes >= pool->care_bytes && block->bytes != bytes;
-}
-
 /* What rbi_pool_take_own() mostly does: NULL where that is not all. */
 static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
                                                        struct rbi_pool_stream *stream, size_t bytes)
@@ -27,8 +20,7 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
     const unsigned zone =
         (unsigned)(bytes >= pool->medium_bytes) + (unsigned)(bytes >= pool->large_bytes);
     struct rbi_block *block = rbi_bins_best(&stream->lists.bins[zone], bytes);
-    if (RBI_UNLIKELY(!block || rbi_block_is_isolated(block) ||
-                     rbi_pool_wants_care(pool, block, bytes)))
+    if (RBI_UNLIKELY(!block || rbi_block_is_isolated(block)))
         return NULL;
     return rbi_block_take(&pool->heap, block, bytes);
 }

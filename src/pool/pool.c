@@ -57,7 +57,6 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->has_space = pool->caching && rbi_device_has_virtual_memory(pool->device);
     pool->medium_bytes = pool->has_space ? pool->page_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
     pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;
-    rbi_pool_set_care(pool, true);
     pool->plan.is_on = pool->has_space && pool->plain && rbi_is_on(options->replay);
     pool->overflow.most_bytes = options->overflow_bytes ? options->overflow_bytes : SIZE_MAX;
     pool->overflow.is_on =

@@ -18,8 +18,6 @@
 #define RBI_POOL_PRESSURES 16
 /* Default of keep_room_permille. */
 #define RBI_POOL_KEEP_ROOM 20
-/* The room is noted in so many parts of what there is in all. */
-#define RBI_POOL_ROOM_PARTS 256
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_STAGE_COUNT = 0 REBATCH_POOL_STAGES(RBI_POOL_ONE_) };
 
@@ -152,9 +150,6 @@ struct rebatch_pool {
     struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
     size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
     size_t fast_bytes;                   /* what the fast path takes is less; 0: nothing */
-    size_t care_bytes;                   /* from here on only a free block that is just as large is
-                                            taken without a look at other places; SIZE_MAX: any */
-    size_t room_parts; /* of RBI_POOL_ROOM_PARTS, what was left within the limit when last looked */
     struct rbi_nodes use_nodes;
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
@@ -292,14 +287,6 @@ static inline size_t rbi_pool_split_most(const rebatch_pool *pool)
 {
     return pool->promised_bytes != 0 ? SIZE_MAX : pool->max_split_bytes;
 }
-/* Whether free blocks are cut without a look at other places. Requests of less than half a page
- * always do so: they are many, go into parts of pages anyway, and keep one only. With max_split
- * or a fence, where blocks lie is settled otherwise. */
-static inline void rbi_pool_set_care(rebatch_pool *pool, bool care)
-{
-    const bool may = pool->has_space && pool->plain && pool->max_split_bytes == SIZE_MAX;
-    pool->care_bytes = care && may ? pool->page_bytes / 2 : SIZE_MAX;
-}
 /* ---- ranges (range.c); all with the lock held ---- */
 
 /* Lets a plain allocation of `bytes` become one free block of `stream`; needs one spare node of
@@ -345,11 +332,6 @@ struct rbi_window {
 /* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
                      struct rbi_pool_stream *stream);
-/* The same by a longer look, for a pool that is to be tight: of the places in the request's zone,
- * mapped or not, the one that takes fewest wholly free pages. False too when memory is promised,
- * as zones do not hold then. */
-bool rbi_window_find_with_care(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
-                               const struct rbi_pool_stream *stream);
 /* Lets the window reach further, so that `pages` are mapped for it, where all that must be
  * mapped lies at its far end and there are the addresses. Else it stays as it is. */
 void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t pages);
@@ -396,9 +378,6 @@ bool rbi_pool_holds_too_much(const rebatch_pool *pool);
 /* Whether `bytes` more leave others, and the pool itself, what should be kept. */
 bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
                        const rebatch_memory_info *info);
-/* Whether a place is worth a longer search: in the beginning, when what a training keeps for good
- * finds its place, and as long as memory is scarce. */
-bool rbi_pool_wants_long_search(const rebatch_pool *pool, bool fresh_first);
 
 /* ---- memory for a place (mapping.c); all with the lock held ---- */
 

@@ -42,9 +42,7 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
         rbi_lists_flush(&pool->heap, lists);
         block = rbi_lists_find(lists, bytes, UINT64_MAX, most, zone);
     }
-    if (!block || (zone != RBI_ZONE_ANY && rbi_pool_wants_care(pool, block, bytes)))
-        return NULL;
-    return rbi_block_take(&pool->heap, block, bytes);
+    return block ? rbi_block_take(&pool->heap, block, bytes) : NULL;
 }
 
 static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *request)
@@ -182,7 +180,6 @@ static rebatch_status take_pages(struct rbi_block **out, rebatch_pool *pool,
                                  bool plenty)
 {
     struct rbi_block *block = NULL;
-    rbi_pool_set_care(pool, rbi_pool_wants_long_search(pool, plenty));
     mapping->no_remap = plenty;
     mapping->no_fresh = !plenty;
     rebatch_status status = plenty ? REBATCH_OOM : rbi_mapping_run(&block, pool, mapping);
@@ -212,7 +209,7 @@ static struct rbi_block *take_row(rebatch_pool *pool, const struct rbi_request *
  * need not be asked what it has left, which takes it microseconds. */
 static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rbi_request *request)
 {
-    if (pool->fence || pool->care_bytes != SIZE_MAX || !rbi_pool_knows_needs(pool))
+    if (pool->fence || !rbi_pool_knows_needs(pool))
         return NULL;
     struct rbi_block *block = take_isolated(pool, request);
     if (!block)

@@ -93,7 +93,7 @@ static inline rebatch_pool_stats stats_of(rebatch_pool *pool)
     return stats;
 }
 
-/* From here on the pool places blocks with care only when memory is short. */
+/* Makes as many allocations as a pool needs at least to know its needs. */
 static inline void pass_beginning(rebatch_pool *pool)
 {
     for (int i = 0; i < 1 << 14; i++)

@@ -134,13 +134,14 @@ static void close_run(struct run *run)
 
 #define WARM 12
 
-/* A pool on the smallest device on which a script runs again and again. */
-static struct run open_tight(const struct script *script, const rebatch_pool_options *options)
+/* A pool on the smallest device on which a script runs so many times. */
+static struct run open_tight_for(const struct script *script, int times,
+                                 const rebatch_pool_options *options)
 {
     for (size_t pages = 20;; pages++) {
         struct run run = {.rig = rig_open(pages, options)};
         rebatch_status status = REBATCH_OK;
-        for (int i = 0; i < WARM && !status; i++)
+        for (int i = 0; i < times && !status; i++)
             status = phase(&run, script, 1);
         if (!status)
             return run;
@@ -148,10 +149,15 @@ static struct run open_tight(const struct script *script, const rebatch_pool_opt
     }
 }
 
+static struct run open_tight(const struct script *script)
+{
+    return open_tight_for(script, WARM, NULL);
+}
+
 /* On so many pages more. */
 static struct run open_less_tight(const struct script *script, size_t pages)
 {
-    struct run tight = open_tight(script, NULL);
+    struct run tight = open_tight(script);
     rebatch_memory_info info;
     cr_assert_eq(rebatch_device_memory(tight.rig.device, &info), REBATCH_OK);
     close_run(&tight);
@@ -166,7 +172,7 @@ Test(pool_plan, no_page_is_moved_once_a_phase_repeats, .description = "seeds 1 t
     unsigned served = 0;
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         const struct script script = write_script(seed);
-        struct run run = open_tight(&script, NULL);
+        struct run run = open_tight(&script);
         for (int i = 0; i < 8; i++)
             cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
         const uint64_t before = moved(&run);
@@ -203,7 +209,7 @@ static struct run open_served(struct script *script, uint64_t seed)
 {
     for (;; seed++) {
         *script = write_script(seed);
-        struct run run = open_tight(script, NULL);
+        struct run run = open_tight(script);
         for (int i = 0; i < 8; i++)
             cr_assert_eq(phase(&run, script, 1), REBATCH_OK);
         if (serves(&run))
@@ -234,7 +240,7 @@ Test(pool_plan, switched_off_there_is_none)
     close_run(&served);
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
     options.replay = REBATCH_OFF;
-    struct run run = open_tight(&script, &options);
+    struct run run = open_tight_for(&script, 32, &options);
     for (int i = 0; i < 20; i++) {
         cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
         cr_assert_not(serves(&run));
@@ -420,7 +426,7 @@ Test(pool_plan, what_is_reserved_otherwise_ends_it_and_is_there)
 Test(pool_plan, without_host_memory_there_is_none)
 {
     const struct script script = write_script(1);
-    struct run run = open_tight(&script, NULL);
+    struct run run = open_tight(&script);
     for (uint64_t nth = 1; nth < 40; nth++) {
         rbi_heap_fail(nth, 1);
         cr_assert_eq(rebatch_pool_mark(run.rig.pool, nth + 1), REBATCH_OK);

@@ -94,16 +94,6 @@ static unsigned bin_before(const struct rbi_bins *bins, unsigned end)
     return RBI_POOL_BINS;
 }
 
-struct rbi_block *rbi_lists_largest_of_zone(const struct rbi_lists *lists, unsigned zone)
-{
-    const struct rbi_bins *const bins = &lists->bins[0];
-    for (unsigned bin = RBI_POOL_BINS; (bin = bin_before(bins, bin)) < RBI_POOL_BINS;)
-        for (struct rbi_block *b = bins->of[bin]; b; b = b->next)
-            if (b->range->zone == zone)
-                return b;
-    return NULL;
-}
-
 static uint64_t largest_in(const struct rbi_bins *bins)
 {
     uint64_t largest = 0;
