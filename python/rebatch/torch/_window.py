@@ -7,25 +7,14 @@ order and can go on after an OOM where they were, so no collective is issued twi
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Dict, Iterator, List, Optional
+import functools
+from typing import Any, List, Optional
 
 import torch
 import torch.distributed as dist
 
-from rebatch.torch._oom import is_oom
-from rebatch.torch._session import Lost
-
-# Of a group, while a window is open: nothing is sharded again, nothing is reduced by autograd, and
-# the reduction is a sum, since losses are weighted by the samples of all ranks.
-_OPEN = {
-    "reduce_grads": False,
-    "reshard_after_backward": False,
-    "post_forward_mesh_info": None,
-    "gradient_divide_factor": 1.0,
-    "force_sum_reduction_for_comms": True,
-    "reduce_scatter_unused_params": True,
-}
+from rebatch.torch._fully_shard import FullyShard, reduce_dtype, whole_dtype
+from rebatch.torch._window_reduction import Reduction, lost_if_failed
 
 
 def window_of(modules: torch.nn.Module, group: Any) -> Optional["Window"]:
@@ -46,68 +35,44 @@ def window_of(modules: torch.nn.Module, group: Any) -> Optional["Window"]:
     return window
 
 
-class _Sent:
-    """A group's reduce-scatter, which is issued once: when the code after it runs out of memory and
-    runs again, it has the result of before."""
-
-    def __init__(self, comm: Any):
-        self._comm, self._output = comm, None
-
-    def allocate(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        return self._comm.allocate(*arguments, **keywords)
-
-    def __call__(self, output_tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-        if self._output is not None:
-            return output_tensor.copy_(self._output)
-        with lost_if_failed():
-            work = self._comm(output_tensor, *arguments, **keywords)
-        self._output = output_tensor
-        return work
-
-
-@contextlib.contextmanager
-def lost_if_failed() -> Iterator[None]:
-    """Around a collective."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_oom(error):
-            raise
-        raise Lost(str(error)) from error
-
-
 class Window:
     """Of one root of fully_shard(), on all ranks of its mesh."""
 
     def __init__(self, root: torch.nn.Module):
-        _check_version(root)
         self._root = root
-        self._state = root._get_fsdp_state()
-        self._saved: List[dict] = []  # settings of the groups, while it is open
-        self._has_begun = False
-        self._state._lazy_init()
-        self._states = list(self._state._state_ctx.all_states)
-        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        self._sharded = FullyShard(root)
+        self._groups = self._sharded.groups
+        self._is_open = False
+        self._reduction: Optional[Reduction] = None
         self._check()
+        self.group = _group_of(self._groups[0].mesh_info.mesh)  # of all its ranks
+        # Each gradient stands on so many ranks, once it is reduced.
+        self.replicas = dist.get_world_size(self.group) // self._groups[0].mesh_info.shard_mesh_size
 
     def _check(self) -> None:
         for group in self._groups:
             name = repr(group._module_fqn or "the model")
-            if group._is_hsdp or not hasattr(group.mesh_info, "shard_process_group"):
+            if not hasattr(group.mesh_info, "shard_process_group"):
                 raise ValueError(
-                    f"rebatch: fully_shard() of {name} has a mesh of several dimensions (HSDP), or "
-                    "one that replicates: expected a mesh of one dimension"
+                    f"rebatch: fully_shard() of {name} has a mesh that replicates alone: expected "
+                    "DistributedDataParallel, or a mesh with a dimension that shards"
+                )
+            if any(p.is_dtensor for p in group.fsdp_params):
+                raise ValueError(
+                    f"rebatch: parameters of {name} were DTensors before fully_shard(), as tensor "
+                    "parallelism makes them: expected plain parameters"
                 )
             for setting in ("gradient_divide_factor", "_all_reduce_hook"):
-                if getattr(group, setting) is not None:
+                if getattr(group, setting, None) is not None:
                     raise ValueError(
                         f"rebatch: fully_shard() of {name} has {setting.lstrip('_')}: expected "
                         "none, since a Step weights losses by the samples of all ranks"
                     )
-        sizes = {tuple(dist.get_process_group_ranks(g)) for g in self._process_groups()}
-        if len(sizes) != 1:
+        meshes = {repr(group.mesh_info.mesh.mesh.tolist()) for group in self._groups}
+        if len(meshes) != 1:
             raise ValueError(
-                f"rebatch: fully_shard() shards over {len(sizes)} sets of ranks: expected one"
+                f"rebatch: fully_shard() has {len(meshes)} meshes: expected one for all of the "
+                "model"
             )
         mine = {id(p.sharded_param) for p in self._all()}
         for name, p in self._root.named_parameters():
@@ -135,20 +100,18 @@ class Window:
                 "after fully_shard()"
             )
 
-    def _process_groups(self) -> List[Any]:
-        return [group.mesh_info.shard_process_group for group in self._groups]
-
-    @property
-    def group(self) -> Any:
-        """The process group of its ranks."""
-        return self._process_groups()[0]
-
     def _all(self) -> List[Any]:
         return [p for group in self._groups for p in group.fsdp_params]
 
     @property
     def is_open(self) -> bool:
-        return bool(self._saved)
+        return self._is_open
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The widest in which gradients are reduced: sums of micro-batches are no narrower."""
+        dtypes = {reduce_dtype(g) for g in self._groups if _trained_of(g)}
+        return functools.reduce(torch.promote_types, dtypes)
 
     def trained(self) -> List[torch.nn.Parameter]:
         """The whole parameters that require a gradient, while it is open."""
@@ -166,7 +129,7 @@ class Window:
         for group in self._groups:
             total = 0
             for p in group.fsdp_params:
-                dtype, count = p.param_dtype or p.orig_dtype, p._orig_size.numel()
+                dtype, count = whole_dtype(p), p._orig_size.numel()
                 held.append(torch.empty(count, dtype=dtype, device=group.device))
                 total += count * dtype.itemsize
             largest = max(largest, total)
@@ -175,11 +138,8 @@ class Window:
 
     def open(self) -> None:
         """Gather the whole parameters. After an OOM it may be called again. Raises Lost."""
-        if not self._saved:
-            self._saved = [{name: getattr(g, name) for name in _OPEN} for g in self._groups]
-            for group in self._groups:
-                vars(group).update(_OPEN)
-            self._state._state_ctx.manual_backward_finalization = True
+        self._is_open = True
+        self._sharded.keep_whole()
         for group in self._groups:
             with lost_if_failed():
                 group.unshard()
@@ -187,98 +147,45 @@ class Window:
 
     def close(self) -> None:
         """Each rank has its parts alone, and the model its settings. Makes no collective."""
-        if not self._saved:
-            return
-        self.attempt_failed()
-        for p in self._all():
-            if hasattr(p, "_unsharded_param"):
-                p._unsharded_param.grad = None
-        self._state._end_backward_iteration()
-        context = self._state._state_ctx
-        context.manual_backward_finalization_active = None
-        context.manual_backward_finalization = False
-        for group, saved in zip(self._groups, self._saved):
-            vars(group).update(saved)
-            if isinstance(group._reduce_scatter_comm, _Sent):
-                group._reduce_scatter_comm = group._reduce_scatter_comm._comm
-            group._post_backward_pending = False
-            group._to_sharded()
-        self._saved, self._has_begun = [], False
+        if self._is_open:
+            self._sharded.shard_again()
+        self._is_open, self._reduction = False, None
 
     def attempt_failed(self) -> None:
-        """After an exception in a forward or backward pass on this rank: the next pass begins as if
-        there had been none. Gradients are the caller's."""
-        self._state._state_ctx.iter_forward_root = None
-        self._state._state_ctx.post_backward_final_callback_queued = False
-        self._state._comm_ctx.post_forward_order.clear()
-        for state in self._states:
-            state._training_state = type(state._training_state).IDLE
-            state._modules_to_run_forward.clear()
-        for group in self._groups:
-            group._training_state = type(group._training_state).IDLE
-            group._post_forward_indices.clear()
-            group._set_unsharded_grad_dtypes(defer_upcast=False)
+        """After an exception in a forward or backward pass on this rank. Gradients are the
+        caller's."""
+        self._sharded.reset_pass()
 
     # ---- the reduction ----
 
     def begin_reduction(self) -> None:
-        """Allocate and free what a group's reduction needs. May run out of memory, and then be
-        called again; makes no collective."""
-        if self._has_begun:
-            return
-        self._rehearse_reduction()
-        for group in self._groups:
-            group._reduce_scatter_comm = _Sent(group._reduce_scatter_comm)
-        self._has_begun = True
-        self._waiting = list(reversed(self._groups))
-        self._reduced: Dict[int, Optional[torch.Tensor]] = {}
+        """Allocate and free what the reduction needs. May run out of memory, and then be called
+        again; makes no collective."""
+        if not self._reduction:
+            reduction = Reduction(self._groups, self._sharded.stream)
+            reduction.rehearse()
+            self._reduction = reduction
 
-    def _rehearse_reduction(self) -> None:
-        """Each group's result is kept, and there are two of the tensors that are sent."""
-        stream, ranks = self._state._comm_ctx.reduce_scatter_stream, dist.get_world_size(self.group)
-        counts = [sum(p._orig_size.numel() for p in g.fsdp_params) for g in self._groups]
-        held = []
-        for group, count in zip(self._groups, counts):
-            dtype = group._reduce_dtype or torch.float32
-            with group.device_handle.stream(stream):  # as fully_shard() allocates
-                held.append(torch.empty(-(-count // ranks), dtype=dtype, device=group.device))
-        for _ in range(2):
-            held.append(torch.empty(max(counts), dtype=dtype, device=group.device))
-
-    def reduce_next(self) -> bool:
-        """Sum the gradients of a group's whole parameters over the ranks. After an OOM it may be
-        called again, with the gradients in .grad again. False where no group is left. Raises
-        Lost."""
-        if not self._waiting:
-            self._state._end_backward_iteration()
-            return False
-        group = self._waiting[0]
-        for p in group.fsdp_params:
-            p.sharded_param.grad = None
-        group.reduce_grads = True
-        try:
-            group.post_backward()
-        finally:
-            group.reduce_grads = False
-            group._training_state = type(group._training_state).IDLE
-        for p in group.fsdp_params:
-            self._reduced[id(p.sharded_param)] = p.sharded_param.grad
-            p.sharded_param.grad = None
-        self._waiting.pop(0)
-        return True
-
-    def is_reduced(self) -> List[bool]:
-        """Of each of trained(), whether its gradient has been reduced."""
-        return [self._has_begun and id(p) in self._reduced for p in self.shards()]
+    def reduce_next(self, sums: List[Optional[torch.Tensor]]) -> bool:
+        """Sum the gradients of a group's whole parameters over the ranks: of those in `sums`, which
+        has one for each of trained(), and loses them. After an OOM it may be called again. False
+        where no group is left. Raises Lost."""
+        return self._reduction.next(sums)
 
     def reduced(self) -> List[Optional[torch.Tensor]]:
         """The gradients of shards()."""
-        return [self._reduced[id(p)] for p in self.shards()]
+        return self._reduction.parts
 
 
-def _check_version(root: torch.nn.Module) -> None:
-    if not hasattr(root, "finalize_backward"):
-        raise ValueError(
-            f"rebatch: the model is one of fully_shard() (FSDP2), and PyTorch is "
-            f"{torch.__version__}: expected 2.15 or newer, or DistributedDataParallel"
-        )
+def _trained_of(group: Any) -> List[Any]:
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+
+def _group_of(mesh: Any) -> Any:
+    """A process group of all ranks of a mesh."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = mesh.mesh.flatten().tolist()
+    if sorted(ranks) == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return dist.new_group(sorted(ranks), use_local_synchronization=True)

@@ -3,14 +3,15 @@ whole parameters, and then over the ranks, of which each keeps its part."""
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._waits import wait_for_device
-from rebatch.torch._window import Window, lost_if_failed
+from rebatch.torch._window import Window
+from rebatch.torch._window_reduction import lost_if_failed
 
 _SQUARES, _LOSS, _USED = range(3)  # of what the ranks sum beside the gradients
 
@@ -41,6 +42,11 @@ class WindowAccumulators(Accumulators):
         if not self._is_done:
             super().expose(is_added_to)
 
+    def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Sums are as wide as the reduction; a micro-batch's gradient need not be."""
+        take, dtype = super()._taking(), self._window.sum_dtype
+        return lambda gradient: take(gradient).to(torch.promote_types(gradient.dtype, dtype))
+
     # ---- the end ----
 
     def finish(self, loss: torch.Tensor) -> None:
@@ -51,15 +57,16 @@ class WindowAccumulators(Accumulators):
         if self._numbers is None:
             self._numbers = self._zeros()
         self._window.begin_reduction()
-        self._put_sums()
-        while self._window.reduce_next():
-            self._drop_reduced()
+        while self._window.reduce_next(self._sums):
+            pass
         gradients = self._window.reduced()
         if not self._is_summed:
             self._note(loss, gradients)
             self._sum_numbers()
-        self.settle()  # before they are read
-        used = self._numbers[_USED:].tolist()
+        used = self._has_sum  # what is used here is used
+        if not all(used):
+            self.settle()  # before they are read
+            used = self._numbers[_USED:].tolist()
         loss.copy_(self._numbers[_LOSS])
         self._norm = self._numbers[_SQUARES].sqrt()
         for p, gradient, count in zip(self._window.shards(), gradients, used):
@@ -81,7 +88,7 @@ class WindowAccumulators(Accumulators):
         if self._numbers is None:
             self._numbers = self._zeros()
         self._window.begin_reduction()
-        while self._window.reduce_next():
+        while self._window.reduce_next(self._sums):
             pass
         if not self._is_summed:
             self._sum_numbers()
@@ -90,23 +97,13 @@ class WindowAccumulators(Accumulators):
         device = self._parameters[0].device
         return torch.zeros(_USED + len(self._parameters), dtype=torch.float64, device=device)
 
-    def _put_sums(self) -> None:
-        """Where the window finds them."""
-        is_reduced = self._window.is_reduced()
-        for i, p in enumerate(self._parameters):
-            p.grad = self._sums[i] if self._has_sum[i] and not is_reduced[i] else None
-
-    def _drop_reduced(self) -> None:
-        for i, is_reduced in enumerate(self._window.is_reduced()):
-            if is_reduced:
-                self._sums[i] = self._parameters[i].grad = None
-
     @torch.no_grad()
     def _note(self, loss: torch.Tensor, gradients: List[Optional[torch.Tensor]]) -> None:
         parts = [g.to_local() for g in gradients if g is not None]
         if self.has_norm and parts:
             norms = torch._foreach_norm(parts)
-            self._numbers[_SQUARES].copy_(torch.stack(norms).double().square().sum())
+            squares = torch.stack(norms).double().square().sum()
+            self._numbers[_SQUARES].copy_(squares / self._window.replicas)
         self._numbers[_LOSS].copy_(loss)
         self._numbers[_USED:].copy_(torch.tensor(self._has_sum))
 
@@ -123,6 +120,6 @@ class WindowAccumulators(Accumulators):
             return
         scale = (largest / (self._norm + 1e-6)).clamp(max=1.0)
         parts = [p.grad.to_local() for p in self._window.shards() if p.grad is not None]
-        scales = [scale.to(part.dtype) for part in parts]
+        scales = [scale.to(part) for part in parts]
         torch._foreach_mul_(parts, scales)  # allocates nothing
         self._norm = None

@@ -14,7 +14,7 @@ import tempfile
 import time
 
 FOLDER = pathlib.Path(__file__).parent
-_SECONDS = 120  # a pair takes a few
+_SECONDS = 300  # a pair takes a few; more where other programs run
 
 
 def run(module, function, *arguments, size=2, killed=(), backend=None):

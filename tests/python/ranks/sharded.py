@@ -10,12 +10,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from rebatch.torch._backward import Backward
 import models
 from models import FailAt, fails_above, placed, same_bits
 from trained import RANK_OF_FAILURES, everyones, step_of
 
+# Their names in versions of PyTorch.
+_COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
 _LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
@@ -39,12 +49,19 @@ def plain():
     return placed(nn.Sequential(Part(), Part(), nn.Linear(8, 3)))
 
 
-def sharded(model, is_low=False):
+def sharded(model, is_low=False, replicas=0, by_columns=False):
+    """With replicas, each of so many sets of ranks has all parts (HSDP)."""
     policy = MixedPrecisionPolicy(**_LOW) if is_low else MixedPrecisionPolicy()
-    mesh = init_device_mesh(models.DEVICE.type, (dist.get_world_size(),))
+    size = dist.get_world_size()
+    shape = (replicas, size // replicas) if replicas else (size,)
+    names = ("copies", "parts")[-len(shape) :]
+    mesh = init_device_mesh(models.DEVICE.type, shape, mesh_dim_names=names)
+    options = {"mesh": mesh, "mp_policy": policy}
+    if by_columns:
+        options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.dim() == 2 else None
     for part in list(model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(part, **options)
+    return fully_shard(model, **options)
 
 
 def loss_fn(model, samples):
@@ -76,18 +93,19 @@ def adam(model):
 
 @contextlib.contextmanager
 def counting():
-    """Collectives of torch.distributed that the model's process group runs, by name."""
-    counts, names = {}, ("all_gather_single", "reduce_scatter_single", "all_reduce")
-    plain_ones = {name: getattr(dist, name) for name in names}
+    """Collectives of torch.distributed that the model's process groups run, by kind."""
+    counts = {}
+    plain_ones = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
 
     def counted(name):
         def call(*arguments, **keywords):
-            counts[name] = counts.get(name, 0) + 1
+            kind = _COLLECTIVES[name]
+            counts[kind] = counts.get(kind, 0) + 1
             return plain_ones[name](*arguments, **keywords)
 
         return call
 
-    for name in names:
+    for name in plain_ones:
         setattr(dist, name, counted(name))
     try:
         yield counts
@@ -115,19 +133,19 @@ def collectives():
     return {"all": dict(counts), "first": seen[0], "last": seen[-1], "runs": len(seen)}
 
 
-def as_one_process(is_low):
+def as_one_process(is_low, replicas=0, by_columns=False):
     """What _as_one_process() finds for each way to train."""
+    others = (8,) * (dist.get_world_size() - 1)
     return [
-        _as_one_process(is_low, gradients, clip, sizes)
-        for gradients in ("fresh",)
-        for clip, sizes in ((None, (8, 8)), (0.1, (2, 8)))
+        _as_one_process(is_low, "fresh", clip, sizes, replicas, by_columns)
+        for clip, sizes in ((None, (8, *others)), (0.1, (2, *others)))
     ]
 
 
-def _as_one_process(is_low, gradients, clip, sizes):
+def _as_one_process(is_low, gradients, clip, sizes, replicas, by_columns):
     """Whether training equals that of the whole batch by one process, and what fully_shard() does
     by itself before and after."""
-    reference, model = plain(), sharded(plain(), is_low)
+    reference, model = plain(), sharded(plain(), is_low, replicas, by_columns)
     theirs, mine = adam(reference), adam(model)
     step = step_of(
         model,
@@ -138,12 +156,12 @@ def _as_one_process(is_low, gradients, clip, sizes):
         micro_start=sizes[dist.get_rank()],
         micro_largest=sizes[dist.get_rank()],
     )
-    both = [torch.cat(parts) for parts in zip(batch_of(0), batch_of(1))]
-    near = True
+    batches = [batch_of(rank) for rank in range(len(sizes))]
+    everything, near = [torch.cat(parts) for parts in zip(*batches)], True
     for _ in range(3):
         loss = float(step(own_batch()))
         theirs.zero_grad()
-        its = loss_fn(reference, both)
+        its = loss_fn(reference, everything)
         its.backward()
         if clip:
             nn.utils.clip_grad_norm_(reference.parameters(), clip)
@@ -238,15 +256,19 @@ def _less_memory(where, gradients):
 def unused():
     """A parameter that is used on rank 0 only, and one that is used nowhere."""
 
-    class Model(nn.ModuleDict):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all, self.some, self.none = (nn.Linear(4, 2) for _ in range(3))
+
         def forward(self, x):
-            y = self["all"](x)
-            return y + self["some"](x) if dist.get_rank() == 0 else y
+            y = self.all(x)
+            return y + self.some(x) if dist.get_rank() == 0 else y
 
     torch.manual_seed(0)
-    model = placed(Model({name: nn.Linear(4, 2) for name in ("all", "some", "none")}))
+    model = placed(Model())
     mesh = init_device_mesh(models.DEVICE.type, (dist.get_world_size(),))
-    for part in model.values():
+    for part in list(model.children()):
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     step = step_of(model, adam(model), lambda m, x: m(x).square().mean(), micro_start=2)
@@ -322,7 +344,7 @@ def killed(where):
         end()
     if where == "reduce":
         plain_next = step._window.reduce_next
-        step._window.reduce_next = lambda: (end(), plain_next())[1]
+        step._window.reduce_next = lambda sums: (end(), plain_next(sums))[1]
     return [_error_of(lambda: step(own_batch())) for _ in range(2)]
 
 
@@ -342,10 +364,10 @@ def refused():
     note("parts", lambda: make_step(parts))
     some = fully_shard(plain(), mesh=mesh)
     note("optimizer", lambda: make_step(some, adam(some[0])))
-    hybrid = fully_shard(
-        plain(), mesh=init_device_mesh(models.DEVICE.type, (2, 1), mesh_dim_names=("a", "b"))
-    )
-    note("hybrid", lambda: make_step(hybrid))
+    both = init_device_mesh(models.DEVICE.type, (2, 1), mesh_dim_names=("data", "tensor"))
+    parallel = parallelize_module(plain(), both["tensor"], {"2": ColwiseParallel()})
+    fully_shard(parallel, mesh=both["data"])
+    note("parallel", lambda: make_step(parallel))
     factor = fully_shard(plain(), mesh=mesh)
     factor.set_gradient_divide_factor(3.0)
     note("factor", lambda: make_step(factor))
