@@ -1,4 +1,4 @@
-"""The C library librebatch.so, loaded with ctypes: its structs, enums and functions.
+"""librebatch.so, loaded with ctypes: its structs, enums and functions that the package uses.
 
 The structs and enums follow the headers in include/rebatch member by member, in the same order and
 with the same names; tests/python/test_structs.py compares them with the headers.
@@ -14,10 +14,8 @@ from ctypes import (
     c_char_p,
     c_double,
     c_int,
-    c_int64,
     c_size_t,
     c_uint,
-    c_uint8,
     c_uint16,
     c_uint32,
     c_uint64,
@@ -57,39 +55,6 @@ class Toggle(IntEnum):
     OFF = 2
 
 
-class FaultCall(IntEnum):
-    """Bits of FaultPlan.calls."""
-
-    ALLOC = 1 << 0
-    COPY = 1 << 1
-    FILL = 1 << 2
-    STREAM = 1 << 3
-    EVENT = 1 << 4
-    LAST_ERROR = 1 << 5
-    RESERVE = 1 << 6
-    CREATE = 1 << 7
-    MAP = 1 << 8
-    ACCESS = 1 << 9
-    UNMAP = 1 << 10
-    RELEASE = 1 << 11
-    PIN = 1 << 12
-    OVERFLOW = 1 << 13
-    ANY = (1 << 14) - 1
-
-
-class PoolStage(IntEnum):
-    """The stages of the search for memory."""
-
-    CACHE = 0
-    OTHER_STREAMS = 1
-    REMAP = 2
-    DEVICE = 3
-    WAIT = 4
-    TRIM = 5
-    PRESSURE = 6
-    OVERFLOW = 7
-
-
 class SnapshotFormat(IntEnum):
     """The format of a snapshot."""
 
@@ -104,14 +69,6 @@ class StepFlag(IntEnum):
     DECLARES_MUTATION = 1
     OWN_WEIGHTS = 2
     SCOPED_MEMORY = 4
-
-
-class Reduction(IntEnum):
-    """What Group.all_reduce computes of each word."""
-
-    SUM = 0
-    MIN = 1
-    MAX = 2
 
 
 class Phase(IntEnum):
@@ -138,13 +95,6 @@ class LogLevel(IntEnum):
     WARN = 3
     INFO = 4
     DEBUG = 5
-
-
-class LogFormat(IntEnum):
-    """How events are written."""
-
-    TEXT = 0
-    JSON = 1
 
 
 class EventKind(IntEnum):
@@ -179,13 +129,6 @@ class OnOom(IntEnum):
     FIT = 3
 
 
-class GuardKind(IntEnum):
-    """Where guarded state is."""
-
-    HOST = 1
-    DEVICE = 2
-
-
 class GuardPoint(IntEnum):
     """The moments whose state is kept."""
 
@@ -193,96 +136,21 @@ class GuardPoint(IntEnum):
     ATTEMPT = 1
 
 
-class Number(IntEnum):
-    """What memory that is watched holds."""
-
-    BYTES = 0
-    F32 = 1
-    F64 = 2
-    F16 = 3
-    BF16 = 4
-
-
-class FindingKind(IntEnum):
-    """What a check finds."""
-
-    NOT_REPEATABLE = 0
-    NOT_CLEARED = 1
-    FREED = 2
-    UNINITIALIZED = 3
-    STALE = 4
-    CUT = 5
-    EARLY = 6
-    AFTER_OOM = 7
-    FAILED = 8
-    ROUNDING = 9
-    COPED = 10
-    WEIGHT = 11
-    UNWATCHED = 12
-    SWALLOWED = 13
-    NOT_A_NUMBER = 14
-    CHANGED = 15
-    OUTGROWN = 16
-    LEAK = 17
-    THREAD = 18
-    UNCOMPARED = 19
-    COUNT = 20
-
-
-class ProbeChoice(IntEnum):
-    """Which of the sizes that fit a probe chooses."""
-
-    LARGEST = 0
-    FASTEST = 1
-
-
-class Confidence(IntEnum):
-    """How certain a probe's result is."""
-
-    NONE = 0
-    MEASURED = 1
-    AFFINE = 2
-    EXACT = 3
-
-
-class SavedSize(IntEnum):
-    """What the probe found in the file of results."""
-
-    NONE = 0
-    ABSENT = 1
-    HELD = 2
-    REPLACED = 3
-    IGNORED = 4
-
-
 # Class, C enum, prefix of its constants.
 ENUMS = [
     (Status, "rebatch_status", "REBATCH_"),
     (Toggle, "rebatch_toggle", "REBATCH_"),
-    (FaultCall, "rebatch_fault_call", "REBATCH_FAULT_"),
-    (PoolStage, "rebatch_pool_stage", "REBATCH_STAGE_"),
     (SnapshotFormat, "rebatch_snapshot_format", "REBATCH_SNAPSHOT_"),
     (StepFlag, "rebatch_step_flags", "REBATCH_"),
     (Phase, "rebatch_phase", "REBATCH_PHASE_"),
     (LogLevel, "rebatch_log_level", "REBATCH_LOG_"),
-    (LogFormat, "rebatch_log_format", "REBATCH_LOG_"),
     (EventKind, "rebatch_event_kind", "REBATCH_EVENT_"),
     (OnOom, "rebatch_on_oom", "REBATCH_ON_OOM_"),
-    (Reduction, "rebatch_reduction", "REBATCH_"),
-    (GuardKind, "rebatch_guard_kind", "REBATCH_GUARD_"),
     (GuardPoint, "rebatch_guard_point", "REBATCH_GUARD_"),
-    (Number, "rebatch_number", "REBATCH_"),
-    (FindingKind, "rebatch_finding_kind", "REBATCH_FINDING_"),
-    (ProbeChoice, "rebatch_probe_choice", "REBATCH_PROBE_"),
-    (Confidence, "rebatch_confidence", "REBATCH_CONFIDENCE_"),
-    (SavedSize, "rebatch_saved_size", "REBATCH_SAVED_"),
 ]
 
 OOM_TAGS = 6
-LEAK_TAGS = 6
-LEAK_BLOCKS = 8
 ALLOWED_SIZES = 32
-CHECK_FINDINGS = 32
 
 # ---- structs ----
 
@@ -294,42 +162,6 @@ class Struct(ctypes.Structure):
         super().__init__(*values, **members)
         if self._fields_[0][0] == "struct_size" and not self.struct_size:
             self.struct_size = ctypes.sizeof(self)
-
-
-class MemoryInfo(Struct):
-    _fields_ = [
-        ("total_bytes", c_size_t),
-        ("free_bytes", c_size_t),
-        ("used_bytes", c_size_t),
-    ]
-
-
-class HostOptions(Struct):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("page_bytes", c_size_t),
-    ]
-
-
-class FaultRoom(Struct):
-    _fields_ = [
-        ("at_call", c_uint64),
-        ("capacity_bytes", c_size_t),
-    ]
-
-
-class FaultPlan(Struct):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("calls", c_uint32),
-        ("nth", c_uint64),
-        ("times", c_uint64),
-        ("permille", c_uint32),
-        ("seed", c_uint64),
-        ("status", c_int),
-        ("rooms", POINTER(FaultRoom)),
-        ("room_count", c_size_t),
-    ]
 
 
 TakeLastError = CFUNCTYPE(c_int)
@@ -402,16 +234,6 @@ class PoolStats(Struct):
     ]
 
 
-class ScopeStats(Struct):
-    _fields_ = [
-        ("live_bytes", c_int64),
-        ("peak_bytes", c_int64),
-        ("requested_bytes", c_uint64),
-        ("allocations", c_uint64),
-        ("largest_bytes", c_uint64),
-    ]
-
-
 class TagUsage(Struct):
     _fields_ = [
         ("name", c_char * 32),
@@ -436,35 +258,6 @@ class OomReport(Struct):
         ("would_fit_bytes", c_uint64),
         ("tag_count", c_uint32),
         ("tags", TagUsage * OOM_TAGS),
-    ]
-
-
-class LeakTag(Struct):
-    _fields_ = [
-        ("name", c_char * 32),
-        ("blocks", c_uint64),
-        ("live_bytes", c_uint64),
-    ]
-
-
-class LeakBlock(Struct):
-    _fields_ = [
-        ("address", c_void_p),
-        ("bytes", c_uint64),
-        ("allocation", c_uint64),
-        ("tag", c_char * 32),
-    ]
-
-
-class LeakReport(Struct):
-    _fields_ = [
-        ("blocks", c_uint64),
-        ("live_bytes", c_uint64),
-        ("requested_bytes", c_uint64),
-        ("tag_count", c_uint32),
-        ("block_count", c_uint32),
-        ("tags", LeakTag * LEAK_TAGS),
-        ("largest", LeakBlock * LEAK_BLOCKS),
     ]
 
 
@@ -665,44 +458,6 @@ class StepReport(Struct):
     ]
 
 
-class Finding(Struct):
-    _fields_ = [
-        ("kind", c_int),
-        ("is_mistake", c_bool),
-        ("name", c_char * 64),
-        ("text", c_char * 512),
-    ]
-
-
-class CheckOptions(Struct):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("most_ooms", c_uint32),
-        ("max_seconds", c_uint32),
-        ("tolerance", c_double),
-        ("exact", c_int),
-    ]
-
-
-class CheckReport(Struct):
-    _fields_ = [
-        ("status", c_int),
-        ("mistakes", c_uint32),
-        ("finding_count", c_uint32),
-        ("findings", Finding * CHECK_FINDINGS),
-        ("watched", c_uint32),
-        ("runs", c_uint32),
-        ("allocations", c_uint64),
-        ("ooms", c_uint64),
-        ("micro", c_size_t),
-        ("micro_smallest", c_size_t),
-        ("seconds", c_double),
-        ("is_cut_short", c_bool),
-        ("blocks", c_uint32),
-        ("block_bytes", c_uint64),
-    ]
-
-
 class ProbeOptions(Struct):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -749,19 +504,11 @@ class Prediction(Struct):
 
 # Class, C struct.
 STRUCTS = [
-    (MemoryInfo, "rebatch_memory_info"),
-    (HostOptions, "rebatch_host_options"),
-    (FaultRoom, "rebatch_fault_room"),
-    (FaultPlan, "rebatch_fault_plan"),
     (CudaOptions, "rebatch_cuda_options"),
     (PoolOptions, "rebatch_pool_options"),
     (PoolStats, "rebatch_pool_stats"),
-    (ScopeStats, "rebatch_scope_stats"),
     (TagUsage, "rebatch_tag_usage"),
     (OomReport, "rebatch_oom_report"),
-    (LeakTag, "rebatch_leak_tag"),
-    (LeakBlock, "rebatch_leak_block"),
-    (LeakReport, "rebatch_leak_report"),
     (Microbatch, "rebatch_microbatch"),
     (StepOps, "rebatch_step_ops"),
     (MapOps, "rebatch_map_ops"),
@@ -772,9 +519,6 @@ STRUCTS = [
     (GuardOps, "rebatch_guard_ops"),
     (Options, "rebatch_options"),
     (StepReport, "rebatch_step_report"),
-    (Finding, "rebatch_finding"),
-    (CheckOptions, "rebatch_check_options"),
-    (CheckReport, "rebatch_check_report"),
     (ProbeOptions, "rebatch_probe_options"),
     (ProbeReport, "rebatch_probe_report"),
     (Prediction, "rebatch_prediction"),
@@ -782,8 +526,6 @@ STRUCTS = [
 
 # ---- functions ----
 
-WriteSnapshot = CFUNCTYPE(c_int, POINTER(c_uint8), c_size_t, c_void_p)
-GiveUp = CFUNCTYPE(c_size_t, c_size_t, c_void_p)
 HANDLE_OUT = POINTER(c_void_p)  # where a function stores the object that it made
 SIZE_OUT = POINTER(c_size_t)
 
@@ -793,49 +535,25 @@ FUNCTIONS = [
     ("rebatch_status_name", c_char_p, [c_int]),
     ("rebatch_status_text", c_char_p, [c_int]),
     ("rebatch_last_error", c_char_p, []),
-    ("rebatch_last_status", c_int, []),
-    ("rebatch_clear_error", None, []),
     ("rebatch_version", c_char_p, []),
     # device.h, cuda.h
-    ("rebatch_device_open_host", c_int, [HANDLE_OUT, c_size_t, POINTER(HostOptions)]),
     ("rebatch_device_open_dry", c_int, [HANDLE_OUT, c_size_t, c_size_t]),
-    ("rebatch_device_open_fault", c_int, [HANDLE_OUT, c_void_p, POINTER(FaultPlan)]),
     ("rebatch_device_open_cuda", c_int, [HANDLE_OUT, POINTER(CudaOptions)]),
-    ("rebatch_fault_arm", c_int, [c_void_p, POINTER(FaultPlan)]),
     ("rebatch_device_close", None, [c_void_p]),
-    ("rebatch_device_name", c_char_p, [c_void_p]),
-    ("rebatch_device_memory", c_int, [c_void_p, POINTER(MemoryInfo)]),
-    ("rebatch_device_set_capacity", c_int, [c_void_p, c_size_t]),
-    ("rebatch_from_cuda", c_int, [c_void_p, c_int]),
     # pool.h
     ("rebatch_pool_create", c_int, [HANDLE_OUT, c_void_p, POINTER(PoolOptions)]),
     ("rebatch_pool_destroy", None, [c_void_p]),
     ("rebatch_pool_device", c_void_p, [c_void_p]),
     ("rebatch_pool_alloc", c_int, [HANDLE_OUT, c_void_p, c_size_t, c_void_p, c_uint16]),
     ("rebatch_pool_free", c_int, [c_void_p, c_void_p]),
-    ("rebatch_pool_reserve", c_int, [c_void_p, c_size_t, c_void_p]),
-    ("rebatch_pool_trim", c_int, [c_void_p, c_size_t, SIZE_OUT]),
-    ("rebatch_pool_set_limit", c_int, [c_void_p, c_size_t]),
     ("rebatch_pool_available", c_int, [SIZE_OUT, c_void_p]),
-    ("rebatch_pool_allow_peer", c_int, [c_void_p, c_int]),
-    ("rebatch_pool_add_pressure", c_int, [c_void_p, GiveUp, c_void_p]),
     ("rebatch_pool_tag", c_int, [POINTER(c_uint16), c_void_p, c_char_p]),
     ("rebatch_pool_get_stats", c_int, [POINTER(PoolStats), c_void_p]),
     ("rebatch_pool_mark", c_int, [c_void_p, c_uint64]),
     ("rebatch_pool_allow_overflow", c_int, [c_void_p, c_bool]),
-    ("rebatch_pool_reset_peaks", c_int, [c_void_p]),
     ("rebatch_pool_get_tag_usage", c_int, [POINTER(TagUsage), c_void_p, c_uint16]),
-    ("rebatch_pool_last_oom", c_int, [POINTER(OomReport), c_void_p]),
     ("rebatch_pool_format_summary", c_size_t, [c_char_p, c_size_t, c_void_p]),
-    ("rebatch_oom_format", c_size_t, [c_char_p, c_size_t, POINTER(OomReport)]),
     ("rebatch_pool_save_snapshot", c_int, [c_void_p, c_int, c_char_p]),
-    ("rebatch_pool_write_snapshot", c_int, [c_void_p, c_int, WriteSnapshot, c_void_p]),
-    ("rebatch_scope_begin", c_int, [POINTER(c_uint32), c_void_p]),
-    ("rebatch_scope_commit", c_int, [c_void_p, c_uint32]),
-    ("rebatch_scope_rollback", c_int, [c_void_p, c_uint32]),
-    ("rebatch_scope_get_stats", c_int, [POINTER(ScopeStats), c_void_p, c_uint32]),
-    ("rebatch_scope_get_leaks", c_int, [POINTER(LeakReport), c_void_p, c_uint32]),
-    ("rebatch_leak_format", c_size_t, [c_char_p, c_size_t, POINTER(LeakReport)]),
     # step.h
     ("rebatch_open", c_int, [HANDLE_OUT, c_void_p, POINTER(Options)]),
     ("rebatch_close", None, [c_void_p]),
@@ -858,12 +576,8 @@ FUNCTIONS = [
     ("rebatch_reserve", c_int, [c_void_p, c_size_t]),
     ("rebatch_mutating", None, [c_void_p]),
     ("rebatch_mutating_together", c_int, [c_void_p]),
-    ("rebatch_guard", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
     ("rebatch_guard_with", c_int, [c_void_p, POINTER(GuardOps), c_void_p]),
-    ("rebatch_join", c_int, [c_void_p]),
-    ("rebatch_leave", c_int, [c_void_p]),
     ("rebatch_event_format", c_size_t, [c_char_p, c_size_t, POINTER(Event)]),
-    ("rebatch_phase_text", c_char_p, [c_int]),
     # probe.h
     (
         "rebatch_probe",
@@ -883,30 +597,8 @@ FUNCTIONS = [
         [POINTER(Prediction), c_void_p, c_size_t, c_size_t, POINTER(ProbeOptions)],
     ),
     ("rebatch_confidence_text", c_char_p, [c_int]),
-    ("rebatch_saved_size_text", c_char_p, [c_int]),
-    # check.h
-    (
-        "rebatch_watch",
-        c_int,
-        [c_void_p, c_char_p, c_void_p, c_size_t, c_int, c_int],
-    ),
-    (
-        "rebatch_check",
-        c_int,
-        [
-            c_void_p,
-            POINTER(StepOps),
-            c_size_t,
-            c_void_p,
-            POINTER(CheckOptions),
-            POINTER(CheckReport),
-        ],
-    ),
-    ("rebatch_check_format", c_size_t, [c_char_p, c_size_t, POINTER(CheckReport)]),
-    ("rebatch_finding_name", c_char_p, [c_int]),
     # config.h
     ("rebatch_config_parse_size", c_int, [SIZE_OUT, POINTER(c_uint32), c_char_p]),
-    ("rebatch_config_check_run", c_int, []),
     ("rebatch_config_run_limit", c_int, [SIZE_OUT, POINTER(c_uint32)]),
 ]
 

@@ -99,13 +99,14 @@ def cache_folder() -> pathlib.Path:
 def cached(wanted: Torch) -> pathlib.Path:
     """The compiled library in the cache; it need not exist.
 
-    Its name has the versions of PyTorch and CUDA, and a hash of front.cpp, rebatch's headers, and
-    _front_build.py, which has the compiler's flags.
+    Its name has the versions of PyTorch and CUDA, and a hash of its sources and rebatch's headers.
     """
-    digest = hashlib.sha256(_front_build.SOURCE.read_bytes())
-    digest.update(pathlib.Path(_front_build.__file__).read_bytes())
-    for header in sorted((rebatch_include() / "rebatch").glob("*.h")):
-        digest.update(header.name.encode() + header.read_bytes())
+    digest = hashlib.sha256()
+    for file in [
+        *_front_build.source_files(),
+        *sorted((rebatch_include() / "rebatch").glob("*.h")),
+    ]:
+        digest.update(file.name.encode() + file.read_bytes())
     digest.update(repr((wanted.version, wanted.cxx11_abi)).encode())
     version = re.sub(r"[^\w.]", "_", wanted.version)
     name = f"front-torch{version}-cuda{wanted.cuda}-{digest.hexdigest()[:16]}.so"

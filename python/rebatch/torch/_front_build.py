@@ -16,6 +16,11 @@ SOURCE = pathlib.Path(__file__).resolve().with_name("front.cpp")
 OLDEST = (2, 8)
 
 
+def source_files() -> list[pathlib.Path]:
+    """front.cpp, the headers beside it, and this file, which has the compiler's flags."""
+    return [SOURCE, *sorted(SOURCE.parent.glob("front_*.h")), pathlib.Path(__file__)]
+
+
 class FrontError(RuntimeError):
     """The allocator cannot be compiled or loaded; the message says what to do."""
 
