@@ -279,8 +279,6 @@ $(BUILD)/tests/preload/lib%.so: tests/preload/%.c
 $(BUILD)/bench/%: $(BUILD)/bench/%.o $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(LIBS) -lz -ldl
 
-$(BUILD)/bench/cotenant: $(BUILD)/bench/svg.o
-
 $(BUILD)/bench/events: $(addprefix $(BUILD)/src/cli/,replay_trace.o replay_ids.o)
 
 $(BUILD)/kernels/flags: FORCE
@@ -594,10 +592,11 @@ bench-probe: ## how well the probe finds, beside others (PROBE_FLAGS="--seed 7")
 	$(SUBMAKE) $(BUILD)/bench/probe
 	@$(BUILD)/bench/probe $(PROBE_FLAGS)
 
-bench-cotenant: ## a co-tenant that comes and goes; writes docs/cotenant.svg
+bench-cotenant: ## a co-tenant that comes and goes; draws docs/cotenant.svg (needs matplotlib)
 	@scripts/install-deps build
 	$(SUBMAKE) $(BUILD)/bench/cotenant
-	@$(BUILD)/bench/cotenant docs/cotenant.svg
+	@$(BUILD)/bench/cotenant $(BUILD)/bench/cotenant.csv
+	@$(PYTHON) bench/cotenant.py $(BUILD)/bench/cotenant.csv docs/cotenant.svg
 
 bench-cost: ## micro-batches of variable lengths, cut by cost and by count
 	@scripts/install-deps build

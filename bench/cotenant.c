@@ -1,13 +1,12 @@
 /* A co-tenant that comes and goes on a schedule: throughput in each phase beside the best fixed
  * size for it, and how many growths fail. Memory is a host device's; time is virtual: a micro-batch
  * takes a unit a sample and OVERHEAD more, one that runs out of memory a third of that.
- * cotenant [FILE]: writes the plot there. */
+ * cotenant [FILE]: writes there, as CSV, what bench/cotenant.py draws. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "rebatch/rebatch.h"
-#include "svg.h"
 
 enum {
     BATCH = 256,
@@ -71,6 +70,12 @@ struct sample {
     uint64_t peak, reserved;
 };
 
+/* A growth that did not hold. */
+struct failure {
+    double time;
+    size_t micro;
+};
+
 struct training {
     rebatch *rb;
     rebatch_device *device;
@@ -80,7 +85,7 @@ struct training {
     void *state, *moments;
     struct sample steps[STEPS_MOST];
     size_t step_count;
-    struct svg_point failed[256]; /* growths */
+    struct failure failed[256]; /* growths */
     size_t failed_count;
     unsigned ooms, refused;
 };
@@ -159,7 +164,7 @@ static void note_event(const rebatch_event *event, void *user)
     struct training *t = user;
     if (event->kind == REBATCH_EVENT_GROWTH_FAILED &&
         t->failed_count < sizeof t->failed / sizeof *t->failed)
-        t->failed[t->failed_count++] = (struct svg_point){t->time, (double)event->micro_before};
+        t->failed[t->failed_count++] = (struct failure){t->time, event->micro_before};
 }
 
 static rebatch_status run_step(struct training *t)
@@ -271,75 +276,32 @@ static double throughput_in(const struct training *t, size_t phase)
     return samples / time;
 }
 
-/* ---- the plot ---- */
+/* ---- what is drawn ---- */
 
-#define BLUE "#3b82d6"
-#define ORANGE "#d2691e"
-#define GREEN "#2e9e6b"
-#define RED "#dc3c50"
-
-static struct svg_point points[PHASES * 64 + STEPS_MOST];
-
-static void plot_memory(const struct svg *svg, const struct training *t)
-{
-    static const struct svg_line room = {ORANGE, 1.6, ""};
-    static const struct svg_line reserved = {GREEN, 1.6, "5 3"};
-    static const struct svg_line peak = {BLUE, 1.6, ""};
-    const struct svg_panel panel = {64, 210, CAPACITY >> 20, 128, "memory, MiB"};
-    size_t count = 0;
-    svg_panel(svg, &panel);
-    for (double time = 0; time < phase_start(PHASES); time += UNITS_A_SECOND) {
-        const double room_mib = (double)(capacity_at(time) >> 20);
-        if (count == 0 || points[count - 1].value != room_mib)
-            points[count++] = (struct svg_point){time, room_mib};
-    }
-    svg_area_above(svg, &panel, points, count, ORANGE);
-    svg_steps(svg, &panel, points, count, &room);
-    for (size_t i = 0; i < t->step_count; i++)
-        points[i] = (struct svg_point){t->steps[i].time, (double)(t->steps[i].reserved >> 20)};
-    svg_steps(svg, &panel, points, t->step_count, &reserved);
-    for (size_t i = 0; i < t->step_count; i++)
-        points[i] = (struct svg_point){t->steps[i].time, (double)(t->steps[i].peak >> 20)};
-    svg_steps(svg, &panel, points, t->step_count, &peak);
-    svg_legend(svg, 0, 44, &room, "room: what the co-tenant leaves");
-    svg_legend(svg, 255, 44, &reserved, "held by the pool");
-    svg_legend(svg, 410, 44, &peak, "most in use in a step");
-    const struct svg_point middle = {phase_start(2) + 2 * MINUTE, 400};
-    svg_label(svg, &panel, &middle, ORANGE, "co-tenant");
-}
-
-static void plot_micro(const struct svg *svg, const struct training *t, const struct best *best)
-{
-    static const struct svg_line micro = {BLUE, 1.8, ""};
-    static const struct svg_line fixed = {"#767676", 1.4, "2 3"};
-    const struct svg_panel panel = {330, 170, 128, 32, "micro-batch, samples"};
-    svg_panel(svg, &panel);
-    for (size_t i = 0; i < PHASES; i++)
-        points[i] = (struct svg_point){phase_start(i), (double)best[i].micro};
-    svg_steps(svg, &panel, points, PHASES, &fixed);
-    for (size_t i = 0; i < t->step_count; i++)
-        points[i] = (struct svg_point){t->steps[i].time, (double)t->steps[i].micro};
-    svg_steps(svg, &panel, points, t->step_count, &micro);
-    for (size_t i = 0; i < t->failed_count; i++)
-        svg_cross(svg, &panel, &t->failed[i], RED);
-    svg_legend(svg, 0, 312, &micro, "micro-batch");
-    svg_legend(svg, 125, 312, &fixed, "best fixed size of the phase");
-    svg_legend_cross(svg, 335, 312, RED, "growth that did not hold");
-    svg_time_axis(svg, 518, 4 * MINUTE, MINUTE, "virtual time, minutes");
-}
-
-static int plot(const char *path, const struct training *t, const struct best *best)
+/* kind,minutes,value,...: "room" has MiB; "step" what was in use, what was held, in MiB, and the
+ * micro-batch; "best" and "failed" a micro-batch; "end" nothing. */
+static int write_csv(const char *path, const struct training *t, const struct best *best)
 {
     FILE *file = fopen(path, "w");
     if (!file) {
         perror(path);
         return 1;
     }
-    struct svg svg;
-    svg_begin(&svg, file, phase_start(PHASES), 545, "A co-tenant that comes and goes");
-    plot_memory(&svg, t);
-    plot_micro(&svg, t, best);
-    svg_end(&svg);
+    size_t before = 0;
+    for (double time = 0; time < phase_start(PHASES); time += UNITS_A_SECOND) {
+        if (capacity_at(time) != before)
+            fprintf(file, "room,%.4f,%zu\n", time / MINUTE, capacity_at(time) >> 20);
+        before = capacity_at(time);
+    }
+    for (size_t i = 0; i < t->step_count; i++)
+        fprintf(file, "step,%.4f,%zu,%zu,%zu\n", t->steps[i].time / MINUTE,
+                (size_t)(t->steps[i].peak >> 20), (size_t)(t->steps[i].reserved >> 20),
+                t->steps[i].micro);
+    for (size_t i = 0; i < PHASES; i++)
+        fprintf(file, "best,%.4f,%zu\n", phase_start(i) / MINUTE, best[i].micro);
+    for (size_t i = 0; i < t->failed_count; i++)
+        fprintf(file, "failed,%.4f,%zu\n", t->failed[i].time / MINUTE, t->failed[i].micro);
+    fprintf(file, "end,%.4f\n", phase_start(PHASES) / MINUTE);
     return fclose(file) ? 1 : 0;
 }
 
@@ -371,5 +333,5 @@ int main(int count, char **arguments)
     }
     printf("\ncotenant: phases=%d least=%.1f%% failed_growths=%zu ooms=%u refused=%u steps=%zu\n",
            PHASES, 100 * least, t.failed_count, t.ooms, t.refused, t.step_count);
-    return count > 1 ? plot(arguments[1], &t, best) : 0;
+    return count > 1 ? write_csv(arguments[1], &t, best) : 0;
 }

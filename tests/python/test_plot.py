@@ -1,10 +1,8 @@
 """rebatch.plot: what a log says is in the picture."""
 
 import json
-import re
 import subprocess
 import sys
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch
 import rebatch.plot
 import rebatch.torch as rebatch_torch
 from models import fails_above, make
-from rebatch.plot import Point, read, svg_of
+from rebatch.plot import Point, figure_of, read
 
 NUMBERS = (
     "step",
@@ -44,17 +42,26 @@ def log_of(tmp_path, *events):
     return path
 
 
-def parsed(text):
-    root = ElementTree.fromstring(text)
-    return [(e.tag.split("}")[1], e.attrib, e.text) for e in root.iter()]
+def panel(figure, name):
+    """The axes of "memory" or "micro-batch"."""
+    (found,) = [axes for axes in figure.axes if axes.get_ylabel().startswith(name + ",")]
+    return found
 
 
-def words(text):
-    return [value for tag, _, value in parsed(text) if tag == "text"]
+def line(axes, label):
+    """The points of a line, by its label."""
+    (found,) = [drawn for drawn in axes.lines if drawn.get_label() == label]
+    return [tuple(map(float, point)) for point in found.get_xydata()]
 
 
-def titles(text):
-    return [value for tag, _, value in parsed(text) if tag == "title"][1:]
+def marks(axes, label):
+    """Where the marks with a label stand: (step, size)."""
+    found = [drawn for drawn in axes.collections if drawn.get_label() == label]
+    return [tuple(map(int, point)) for drawn in found for point in drawn.get_offsets()]
+
+
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def train(tmp_path):
@@ -82,26 +89,51 @@ def test_a_log_of_a_step_becomes_a_picture(tmp_path):
     train(tmp_path)
     rebatch.plot.draw(tmp_path / "log.jsonl", tmp_path / "picture.svg", title="a < b")
     text = (tmp_path / "picture.svg").read_text()
-    assert titles(text) == [
-        "step 5: grew from 4 to 8 samples",
-        "step 7: grew from 8 to 16 samples",
-        "step 2: out of memory, micro-batch 16 samples",
-        "step 2: out of memory, micro-batch 8 samples",
-    ]
-    assert "a < b" in words(text) and "10 steps, 2 OOMs, memory not measured" in words(text)
-    assert {"micro-batch", "ran out of memory", "grew", "micro-batch, samples"} <= set(words(text))
+    assert "a &lt; b: 10 steps, 2 OOMs, memory not measured" in text
+    figure = figure_of(read(tmp_path / "log.jsonl"))
+    sizes = panel(figure, "micro-batch")
+    assert marks(sizes, "grew") == [(5, 8), (7, 16)]
+    assert marks(sizes, "ran out of memory") == [(2, 8), (2, 16)]
+    assert labels(sizes) == ["micro-batch", "ran out of memory", "grew"]
+    assert (sizes.get_ylabel(), sizes.get_xlabel()) == ("micro-batch, samples", "step")
+    for words in ("micro-batch, samples", "ran out of memory"):
+        assert words in text
 
 
 def test_a_step_draws_what_this_process_did(tmp_path):
     step = train(tmp_path)
     step.plot(tmp_path / "picture.svg")
-    text = (tmp_path / "picture.svg").read_text()
-    assert titles(text) == [
-        "step 5: grew from 4 to 8 samples",
-        "step 7: grew from 8 to 16 samples",
-        "step 2: out of memory, micro-batch 16 samples",
-    ]
-    assert "10 steps, 2 OOMs, memory not measured" in words(text)
+    assert "10 steps, 2 OOMs, memory not measured" in (tmp_path / "picture.svg").read_text()
+    sizes = panel(figure_of(step._history), "micro-batch")
+    assert marks(sizes, "grew") == [(5, 8), (7, 16)]
+    assert marks(sizes, "ran out of memory") == [(2, 16)]
+
+
+@pytest.mark.parametrize(
+    "end, begin", ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"))
+)
+def test_the_name_says_the_format(tmp_path, end, begin):
+    rebatch.plot.write([Point(0, 8, 8, 8)], tmp_path / f"picture{end}")
+    assert (tmp_path / f"picture{end}").read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize("name", ("picture", "picture.xyz"))
+def test_a_name_without_a_format_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}': expected a name that ends in one of .*[.]svg"):
+        rebatch.plot.write([Point(0, 8, 8, 8)], tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_the_same_steps_give_the_same_file(tmp_path):
+    for name in ("a.svg", "b.svg"):
+        rebatch.plot.write([Point(i, 8, 8, 8, (i + 1) * MIB) for i in range(9)], tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="rebatch: a picture needs matplotlib.*pip install"):
+        rebatch.plot.write([Point(0, 8, 8, 8)], tmp_path / "picture.svg")
 
 
 def test_a_step_that_did_not_run_has_no_picture(tmp_path):
@@ -112,20 +144,23 @@ def test_a_step_that_did_not_run_has_no_picture(tmp_path):
     assert not (tmp_path / "picture.svg").exists()
 
 
-@pytest.mark.parametrize("mib, unit, value", ((300, "MiB", "300"), (1536, "GiB", "1.5")))
+@pytest.mark.parametrize("mib, unit, value", ((300, "MiB", 300), (1536, "GiB", 1.5)))
 def test_memory_has_a_panel_of_its_own(mib, unit, value):
-    points = [Point(i, 8, 8, 8, mib * MIB, 2 * mib * MIB) for i in range(3)]
-    text = svg_of(points)
-    assert {f"memory, {unit}", "most in use in a step", "held from the device"} <= set(words(text))
-    assert value in words(text) and "3 steps, 0 OOMs" in words(text)
+    limit = 3 * mib * MIB
+    points = [Point(i, 8, 8, 8, mib * MIB, 2 * mib * MIB, limit_bytes=limit) for i in range(3)]
+    memory = panel(figure_of(points), "memory")
+    assert memory.get_ylabel() == f"memory, {unit}"
+    assert labels(memory) == ["limit", "held from the device", "most in use in a step"]
+    assert line(memory, "most in use in a step")[-1] == (3, value)
+    assert line(memory, "held from the device")[-1] == (3, 2 * value)
+    assert line(memory, "limit") == [(0, 3 * value), (1, 3 * value), (2, 3 * value), (3, 3 * value)]
 
 
 def test_marks_stand_at_their_step_and_size():
-    """The panel of sizes is from y 300, size 16, to 480, size 0; the steps from x 62 to 797."""
     points = [Point(0, 16, 16, 16, MIB), Point(1, 4, 4, 16, MIB, failed=(16, 8), ooms=2)]
-    crosses = re.findall(r'd="(M[0-9.]+ [0-9.]+)m-4 -4', svg_of(points))
-    assert crosses == ["M429.5 300.0", "M429.5 390.0"]
-    assert 'd="M62.0 300.0H429.5V435.0H797.0"' in svg_of(points)
+    sizes = panel(figure_of(points), "micro-batch")
+    assert marks(sizes, "ran out of memory") == [(1, 8), (1, 16)]
+    assert line(sizes, "micro-batch") == [(0, 16), (1, 4), (2, 4)]
 
 
 def test_peaks_that_were_not_measured_are_those_of_the_size():
@@ -138,25 +173,30 @@ def test_peaks_that_were_not_measured_are_those_of_the_size():
 
 def test_a_short_batch_does_not_change_the_size():
     points = [Point(0, 16, 16, 16), Point(1, 5, 5, 5), Point(2, 16, 16, 16)]
-    assert 'd="M62.0 64.0H797.0"' in svg_of(points) and titles(svg_of(points)) == []
+    sizes = panel(figure_of(points), "micro-batch")
+    assert {size for _, size in line(sizes, "micro-batch")} == {16}
+    assert labels(sizes) == ["micro-batch"]
 
 
 def test_growth_that_failed_is_an_oom_alone():
     points = [Point(0, 8, 16, 16), Point(1, 8, 8, 16, failed=(16,), ooms=1), Point(2, 8, 8, 16)]
-    assert titles(svg_of(points)) == ["step 1: out of memory, micro-batch 16 samples"]
+    sizes = panel(figure_of(points), "micro-batch")
+    assert marks(sizes, "ran out of memory") == [(1, 16)] and not marks(sizes, "grew")
 
 
 @pytest.mark.parametrize("count", (1, 2, 10000))
-def test_pictures_of_any_length_are_small(count):
+def test_pictures_of_any_length_are_small(tmp_path, count):
     points = [Point(i, 8, 8, 8, (i * 7919 % 1000 + 1) * MIB) for i in range(count)]
-    text = svg_of(points)
-    assert parsed(text) and len(text) < 30000
+    memory = panel(figure_of(points), "memory")
+    assert len(line(memory, "most in use in a step")) <= 736
+    rebatch.plot.write(points, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").stat().st_size < 400000
 
 
 def test_it_can_be_read_on_white_and_on_black():
     """Contrast of 3 to 1 (WCAG 2, graphics) of each colour on either."""
-    colours = {getattr(rebatch.plot, name) for name in ("_BLUE", "_GREEN", "_RED", "_INK")}
-    for colour in colours:
+    names = ("_BLUE", "_GREEN", "_RED", "_ORANGE", "_INK")
+    for colour in {getattr(rebatch.plot, name) for name in names}:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
         light = sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), linear))
@@ -192,9 +232,9 @@ def test_a_step_with_a_cost_is_drawn_by_cost(tmp_path):
     )
     points = read(path)
     assert [p.size for p in points] == [4500, 4500] and points[0].failed == (9000,)
-    text = svg_of(points)
-    assert "micro-batch, cost" in words(text) and "10k" in words(text)
-    assert titles(text) == ["step 0: out of memory, micro-batch 9,000 cost"]
+    sizes = panel(figure_of(points), "micro-batch")
+    assert sizes.get_ylabel() == "micro-batch, cost"
+    assert marks(sizes, "ran out of memory") == [(0, 9000)]
 
 
 def test_a_step_that_failed_is_the_last(tmp_path):
@@ -205,7 +245,7 @@ def test_a_step_that_failed_is_the_last(tmp_path):
         event("exhausted", 1, 1, phase="optimizer_step, before updating"),
     )
     assert read(path)[-1] == Point(1, 1, 1, 32, failed=(2,), ooms=2)
-    svg_of(read(path))
+    figure_of(read(path))
 
 
 def test_a_resumed_run_takes_the_place_of_what_it_does_anew(tmp_path):
@@ -220,8 +260,7 @@ def test_a_step_that_goes_back_draws_what_it_did_last(tmp_path):
     step.load_state_dict({**step.state_dict(), "step": 1})
     step(make("mlp")[1])
     step.plot(tmp_path / "picture.svg")
-    text = (tmp_path / "picture.svg").read_text()
-    assert "2 steps, 0 OOMs, memory not measured" in words(text)
+    assert "2 steps, 0 OOMs, memory not measured" in (tmp_path / "picture.svg").read_text()
 
 
 @pytest.mark.parametrize("line", ("step 3: 4 x 8", '{"event": "step"}', "[]", '{"event": "st'))
@@ -252,7 +291,7 @@ def test_the_command(tmp_path):
     log, picture = log_of(tmp_path, event("step", 0, 8)), tmp_path / "picture.svg"
     done = command(log, picture, "--title", "mine")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert "mine" in words(picture.read_text())
+    assert "mine: 1 step" in picture.read_text()
     log.write_text("broken\n")
     done = command(log, picture)
     assert done.returncode == 1 and done.stderr.startswith(f"rebatch: {log}:1: expected an event")

@@ -83,7 +83,7 @@ def report_of(filled: c.StepReport, samples: int, ranks: Tuple[int, ...]) -> Rep
     )
 
 
-def point_of(filled: c.StepReport, samples: int) -> Point:
+def point_of(filled: c.StepReport, samples: int, limit_bytes: int) -> Point:
     """The same for a picture."""
     ooms = filled.ooms - filled.ooms_in[c.Phase.ADMISSION]
     return Point(
@@ -95,4 +95,5 @@ def point_of(filled: c.StepReport, samples: int) -> Point:
         reserved_bytes=filled.reserved_bytes,
         failed=(filled.micro_before,) if ooms else (),
         ooms=ooms,
+        limit_bytes=limit_bytes,
     )

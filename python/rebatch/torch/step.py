@@ -562,7 +562,8 @@ class Step:
     def _finish_step(self, filled: c.StepReport) -> None:
         self._accumulators.drop_earlier()
         self.outputs = self._joined
-        self._history.append(point_of(filled, self._samples))
+        limit = _allocator.limit_of(self._session.device)
+        self._history.append(point_of(filled, self._samples, limit))
         self._number += 1
         self._update.done()
 
@@ -666,9 +667,10 @@ class Step:
         return loss.detach(), kept(extras)
 
     def plot(self, path: Union[str, os.PathLike]) -> None:
-        """Draw memory and micro-batch over the last 10,000 steps of this process, as an SVG file.
+        """Draw memory and micro-batch over the last 10,000 steps of this process into a file.
 
-        An OOM is drawn at the size with which its step began. rebatch.plot draws a log."""
+        The end of its name says the format, such as .svg or .png; it needs matplotlib. An OOM is
+        drawn at the size with which its step began. rebatch.plot draws a log."""
         _plot.write(list(self._history), path)
 
     def state_dict(self) -> dict:
