@@ -1,6 +1,8 @@
 """Micro-batches that fit, for PyTorch Lightning: a callback for its Trainer.
 
-trainer = Trainer(callbacks=[rebatch.lightning.Rebatch()])
+from rebatch.lightning import Rebatch
+
+trainer = Trainer(callbacks=[Rebatch()])
 """
 
 from __future__ import annotations
