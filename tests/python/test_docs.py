@@ -40,5 +40,5 @@ def test_every_option_of_the_page_is_one():
         for name in re.findall(r"`(\w+)`", row)
     }
     assert known - named == set()
-    of_step = {"gradients", "generators", "state", "batch_dim", "group", "group_timeout"}
+    of_step = {"gradients", "generators", "state", "batch_dim", "group", "group_timeout", "window"}
     assert named - known == of_step

@@ -15,6 +15,8 @@ from torch.distributed.utils import _sync_module_states
 
 from rebatch import __version__
 from rebatch import _library as c
+from rebatch.torch._lockstep import Lockstep, why_not
+from rebatch.torch._lockstep_gradients import LockstepAccumulators
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._reducer import ReducedAccumulators, backend_of
 from rebatch.torch._session import Exhausted, Lost, PeerFailed
@@ -37,18 +39,31 @@ _MOST = 1 << 32  # calls have smaller numbers
 _SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParallel has it
 
 
-def ranks_of(modules: torch.nn.Module, group: Any, timeout_seconds: float) -> Optional["Ranks"]:
-    """None where a Step trains on this rank alone. All ranks call this together."""
+def ranks_of(
+    modules: torch.nn.Module, group: Any, timeout_seconds: float, has_window: Optional[bool] = True
+) -> Optional["Ranks"]:
+    """None where a Step trains on this rank alone. Without a window, models of fully_shard() are
+    trained in lockstep; with None they are where whole parameters do not fit. All ranks call this
+    together."""
     if not timeout_seconds > 0:
         raise ValueError(f"rebatch: group_timeout is {timeout_seconds!r}: expected seconds above 0")
     wrappers = wrappers_in(modules)
-    window = window_of(modules, group)
+    make = (lambda root: Lockstep(root, timeout_seconds)) if has_window is False else None
+    window = window_of(modules, group, make)
     process_group = window.group if window else group_of(wrappers, group)
     if process_group is None:
         if group is None:
             warn_if_alone(modules)
         return None
-    return Ranks(modules, wrappers, process_group, timeout_seconds, window)
+    return Ranks(modules, wrappers, process_group, timeout_seconds, window, has_window)
+
+
+class NoRoom(Exception):
+    """A rank has no memory for the whole parameters, and all are to go on in lockstep."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank}")
+        self.rank = rank
 
 
 class Ranks:
@@ -61,11 +76,16 @@ class Ranks:
         group: Any,
         timeout_seconds: float,
         window: Optional[Window] = None,
+        has_window: Optional[bool] = True,
     ):
         check_modules(modules)
         self._modules, self._wrappers, self._group = modules, wrappers, group
         self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
         self.window = window  # of a model of fully_shard()
+        self.lockstep: Optional[Lockstep] = None
+        if has_window is None and window and why_not(window):
+            has_window = True
+        self._has_window = has_window
         sent = compression_of(wrappers)
         self._votes = Votes(group, timeout_seconds, values=2)
         self._votes.on_abort = self._abort
@@ -75,6 +95,24 @@ class Ranks:
             if window
             else ReducedAccumulators(group, timeout_seconds, caps_of(wrappers), sent, self._buffers)
         )
+        if isinstance(window, Lockstep):
+            self._begin_lockstep(window)
+
+    def _begin_lockstep(self, lockstep: Lockstep) -> None:
+        self.window = self.lockstep = lockstep
+        lockstep.on_lost = self._note_lost
+        has_norm = self.accumulators.has_norm
+        self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
+        self.accumulators.has_norm = has_norm
+
+    def leave_window(self) -> None:
+        """From now on parameters are not whole. All ranks call this together."""
+        self._begin_lockstep(Lockstep(self.window.root, self._timeout_seconds))
+
+    @staticmethod
+    def is_to_leave(error: Exception) -> bool:
+        """Whether leave_window() is the answer."""
+        return isinstance(error, NoRoom)
 
     @property
     def size(self) -> int:
@@ -88,13 +126,15 @@ class Ranks:
         ]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
         mine = f"{len(shapes)} parameters ({digest}), rebatch {__version__}"
+        if self.window:
+            mine += f", window {self._has_window}"
         said: List[Any] = [None] * self.size
         dist.all_gather_object(said, mine, group=self._votes.group)
         for rank, its in enumerate(said):
             if its != said[0]:
                 raise ValueError(
                     f"rebatch: rank 0 has {said[0]}, and rank {rank} has {its}: expected the same "
-                    "model and version on all ranks"
+                    "model, version and options on all ranks"
                 )
         if self.window:
             return
@@ -135,6 +175,7 @@ class Ranks:
             ) from None
         self._device = device
         options.group = C.pointer(self._votes.table)
+        options.lockstep = c.Toggle.ON if self.lockstep else c.Toggle.OFF
         options.group_timeout_ms = max(1, int(1000 * self._timeout_seconds))
 
     def quiet(self) -> ContextManager:
@@ -143,15 +184,17 @@ class Ranks:
 
     @contextlib.contextmanager
     def gathered(self, call: int) -> Iterator[None]:
-        """Within it the parameters of fully_shard() are whole. All ranks enter it together, with
+        """Within it the parameters of fully_shard() are whole, unless in lockstep. Raises NoRoom on
+        all ranks, where that is an answer. All ranks enter it together, with
         the same `call`. Raises Exhausted where this rank has no memory for them, and PeerFailed
         where another one has none."""
         if not self.window:
             yield
             return
         self._check_connection()
-        why = self._prepare()
-        self._vote_to_gather(call, why)
+        if not self.lockstep:
+            why = self._prepare()
+            self._vote_to_gather(call, why)
         try:
             self._gather()
             yield
@@ -184,6 +227,8 @@ class Ranks:
         if self._votes.smallest(words) != c.Status.OK:
             self._check_connection()
         least, most, failed = words[0], _MOST - words[1], words[2]
+        if failed < self.size and least == most and self._has_window is None:
+            raise NoRoom(failed)
         if why:
             raise Exhausted(
                 "out of memory when the parameters of fully_shard() were gathered; they are as "
@@ -242,8 +287,7 @@ class Ranks:
         try:
             self.accumulators.finish(loss)
         except Lost as error:
-            self._votes.note_lost(error)
-            error.rank = self._votes.missing
+            self._note_lost(error)
             raise
 
     def settle(self) -> None:
@@ -252,9 +296,12 @@ class Ranks:
         try:
             self.accumulators.settle()
         except Lost as error:
-            self._votes.note_lost(error)
-            error.rank = self._votes.missing
+            self._note_lost(error)
             raise
+
+    def _note_lost(self, error: Lost) -> None:
+        self._votes.note_lost(error)
+        error.rank = self._votes.missing
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Take part in the reduction as a rank that has failed: the status for C."""

@@ -61,6 +61,14 @@ class Lost(RuntimeError):
     rank: Optional[int] = None
 
 
+class Ended(RuntimeError):
+    """A callback ends with a status that the C library has given it, and has said why."""
+
+    def __init__(self, status: int):
+        super().__init__(f"status {status}")
+        self.status = status
+
+
 def why_of(error: BaseException) -> bytes:
     """An exception as one sentence for the other ranks."""
     lines = str(error).strip().splitlines()
@@ -266,6 +274,8 @@ class Session:
                 with _phases.marked_by_session():
                     body(*arguments)
             except BaseException as error:
+                if isinstance(error, Ended):
+                    return error.status
                 if isinstance(error, Lost):
                     self._lost = error
                     return c.Status.E_PEER

@@ -82,9 +82,9 @@ class Votes:
     def _buffer(self, count: int, reduction: int) -> tuple:
         if (count, reduction) not in self._buffers:
             length = count + self.size * len(self.values)
-            tensor = torch.zeros(length, dtype=torch.int64)
-            numbers = (C.c_int64 * length).from_address(tensor.data_ptr())
-            floats = (C.c_double * length).from_address(tensor.data_ptr())
+            numbers = (C.c_int64 * length)()  # not PyTorch's memory, which may run out
+            floats = (C.c_double * length).from_buffer(numbers)
+            tensor = torch.frombuffer(numbers, dtype=torch.int64)
             options = dist.AllreduceOptions()
             options.reduceOp = getattr(dist.ReduceOp, _OPS[reduction])
             options.asyncOp = False

@@ -8,7 +8,7 @@ order and can go on after an OOM where they were, so no collective is issued twi
 from __future__ import annotations
 
 import functools
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,11 @@ from rebatch.torch._fully_shard import FullyShard, reduce_dtype, whole_dtype
 from rebatch.torch._window_reduction import Reduction, lost_if_failed
 
 
-def window_of(modules: torch.nn.Module, group: Any) -> Optional["Window"]:
-    """That of a Step's modules, or None where none is one of fully_shard()."""
+def window_of(
+    modules: torch.nn.Module, group: Any, make: Optional[Callable[[torch.nn.Module], Any]] = None
+) -> Optional["Window"]:
+    """That of a Step's modules, or what make() makes of their root; None where none is one of
+    fully_shard()."""
     found = [m for m in modules.modules() if hasattr(m, "_get_fsdp_state")]
     if not found:
         return None
@@ -27,7 +30,7 @@ def window_of(modules: torch.nn.Module, group: Any) -> Optional["Window"]:
             "rebatch: fully_shard() was called for parts of the model: expected one model, and "
             "fully_shard() of the model itself after that of its parts"
         )
-    window = Window(found[0])
+    window = (make or Window)(found[0])
     if group not in (None, True, window.group):
         raise ValueError(
             f"rebatch: group is {group!r}, and the model is one of fully_shard(): expected no group"
@@ -102,6 +105,15 @@ class Window:
 
     def _all(self) -> List[Any]:
         return [p for group in self._groups for p in group.fsdp_params]
+
+    @property
+    def root(self) -> torch.nn.Module:
+        return self._root
+
+    @property
+    def groups(self) -> List[Any]:
+        """Those of fully_shard()."""
+        return self._groups
 
     @property
     def is_open(self) -> bool:

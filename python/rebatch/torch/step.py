@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ctypes as C
 import os
+import warnings
 from typing import Any, Callable, ContextManager, Deque, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -22,11 +23,12 @@ from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._map import run_map
+from rebatch.torch._oom import is_oom
 from rebatch.torch._only_check import check_if_asked
 from rebatch.torch._outputs import joined, kept, split_result
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report, point_of, report_of
-from rebatch.torch._session import Session, check_names, session_options, why_of
+from rebatch.torch._session import Ended, Session, check_names, session_options, why_of
 from rebatch.torch._state import Generators, cuda_devices_of
 from rebatch.torch._update import Update, check_has
 
@@ -93,13 +95,15 @@ def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
             )
 
 
-def _ranks_of(modules: torch.nn.Module, group: Any, timeout_seconds: float) -> Any:
+def _ranks_of(
+    modules: torch.nn.Module, group: Any, timeout_seconds: float, window: Optional[bool]
+) -> Any:
     """None where there is no other rank."""
     if group is None and not torch.distributed.is_available():
         return None
     from rebatch.torch._ranks import ranks_of  # needs a PyTorch with torch.distributed
 
-    return ranks_of(modules, group, timeout_seconds)
+    return ranks_of(modules, group, timeout_seconds, window)
 
 
 def _set_modes(modes: List[Tuple[torch.nn.Module, bool]]) -> None:
@@ -150,6 +154,9 @@ class Step:
                   ProcessGroup; False for this rank alone. DistributedDataParallel and
                   fully_shard() need none
     group_timeout seconds, the longest wait for another rank; longer than the slowest step
+    window        of a model of fully_shard(): True keeps its parameters whole during a step; with
+                  False micro-batches gather and reduce as PyTorch does, and all ranks run the same
+                  ones. None: True, and False from the first time that they do not fit whole
 
     Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
     micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, growth,
@@ -181,6 +188,7 @@ class Step:
         on_event: Optional[Callable[[str, Any], None]] = None,
         group: Any = None,
         group_timeout: float = 300.0,
+        window: Optional[bool] = None,
         **options: Any,
     ):
         if gradients not in ("fresh", "inplace"):
@@ -202,8 +210,16 @@ class Step:
         _check_match(self._modules, self._update, state)
         self._is_fresh = gradients == "fresh"
         self._audit = Audit(_named_modules(model), _named_state(state), self._changed_by_updates)
-        self._ranks = _ranks_of(self._modules, group, group_timeout)
+        if window is None and (cost or options.get("learn")):
+            window = True  # each rank has its own sizes
+        self._ranks = _ranks_of(self._modules, group, group_timeout, window)
         self._window = self._ranks.window if self._ranks else None  # of fully_shard()
+        self._lockstep = self._ranks.lockstep if self._ranks else None
+        if self._lockstep and (cost or options.get("learn")):
+            raise ValueError(
+                f"rebatch: {'cost' if cost else 'learn'} is given, and window is False: expected "
+                "one of them, since all ranks have the same micro-batches without a window"
+            )
         if self._window:
             if gradients == "inplace":
                 raise ValueError(
@@ -318,6 +334,8 @@ class Step:
 
     def _call_forward_backward(self, microbatch, _user) -> int:
         mb = microbatch[0]
+        if mb.is_abandoned:
+            return self._abandon(mb.first)
         if self._ranks and not mb.probing:
             self._total, self._divisor = mb.batch, self._ranks.weight()
         return self._run(self._forward_backward, mb.first, mb.count, mb.probing)
@@ -387,6 +405,8 @@ class Step:
 
     def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
         loss, is_apart = None, self._is_fresh
+        if self._lockstep:
+            self._lockstep.begin_pass()
         try:
             if self._loss is None:
                 self._loss = self._zero_loss()
@@ -407,13 +427,45 @@ class Step:
             self._accumulators.clear()
             self._audit.put_back(c.GuardPoint.ATTEMPT)
             raise
-        lib.rebatch_mutating(self._session.rb)
+        self._declare()
         if is_apart:
             self._accumulators.add()
         else:
             self._accumulators.take_exposed()
         self._loss.add_(detached.to(self._loss.device))
         self._extras.append(extras)
+
+    def _declare(self) -> None:
+        """The accumulators are about to change. In lockstep: if all ranks have run the
+        micro-batch."""
+        if not self._lockstep:
+            lib.rebatch_mutating(self._session.rb)
+            return
+        status = lib.rebatch_mutating_together(self._session.rb)
+        self._lockstep.end_pass(status == c.Status.OK)
+        if status == c.Status.OK:
+            return
+        self._accumulators.clear()
+        self._audit.put_back(c.GuardPoint.ATTEMPT)
+        raise Ended(status)
+
+    def _abandon(self, first: int) -> int:
+        """This rank's micro-batch has failed, and the others' goes on: the status for C."""
+        count = min(max(1, self._options.get("micro_smallest", 0)), self._samples - first)
+
+        def run() -> None:
+            loss, _ = self._weighted_loss(first, count)
+            self._update.backward(loss)
+
+        try:
+            self._lockstep.issue_rest(run)
+        except BaseException as error:  # the step has its error already
+            return c.Status.OOM if is_oom(error) else c.Status.E_USER
+        finally:
+            self._lockstep.begin_pass()
+            self._accumulators.clear()
+            self._audit.put_back(c.GuardPoint.ATTEMPT)
+        return c.Status.OK
 
     def _weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
         """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""
@@ -509,8 +561,30 @@ class Step:
 
     def _run_batch(self, batch: Any) -> torch.Tensor:
         session = self._open()
-        with self._gathered(_TRAINS):
-            return self._run_gathered(session, batch)
+        try:
+            with self._gathered(_TRAINS):
+                return self._run_gathered(session, batch)
+        except Exception as error:
+            if not (self._window and self._ranks.is_to_leave(error)):
+                raise
+            self._leave_window(str(error))
+        return self._run_batch(batch)
+
+    def _leave_window(self, who: str) -> None:
+        """On all ranks: the parameters are not whole from now on."""
+        self._micro = self.micro
+        self._session.close()
+        self._session = None
+        self._ranks.leave_window()
+        self._window = self._lockstep = self._ranks.lockstep
+        self._accumulators = self._ranks.accumulators
+        self._update.clip_gradients = self._accumulators.clip
+        warnings.warn(
+            f"rebatch: {who} has no memory for the whole parameters of fully_shard(): from now "
+            "on micro-batches gather them, on all ranks, and have the same sizes on all",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
     def _gathered(self, call: int) -> ContextManager:
         """Around calls that run the model: parameters of fully_shard() are whole."""
@@ -582,6 +656,7 @@ class Step:
 
         Needs install(). The next step starts with the size that was found. `reserve_bytes` is what
         is allocated later; what the optimizer keeps from its first step on is counted already."""
+        self._refuse_alone("probe")
         session = self._open()
         with self._gathered(_PROBES):
             return self._probe_gathered(session, batch, reserve_bytes)
@@ -624,6 +699,7 @@ class Step:
         """The loss of a batch without training, in as many parts as memory asks for, with the
         modules in evaluation mode: a scalar. `evaluation_report` says what the call did, and
         `evaluation_outputs` has what loss_fn returned beside the loss."""
+        self._refuse_alone("evaluate")
         session = self._open()
         with self._gathered(_EVALUATES):
             return self._evaluate_gathered(session, batch)
@@ -665,6 +741,13 @@ class Step:
         with self._autocast_context():
             loss, extras = split_result(self.loss_fn(self.model, samples))
         return loss.detach(), kept(extras)
+
+    def _refuse_alone(self, name: str) -> None:
+        if self._lockstep:
+            raise ValueError(
+                f"rebatch: {name}() runs micro-batches of this rank's own, and window is False: "
+                "expected a loop of your own over batches of the same sizes on all ranks"
+            )
 
     def plot(self, path: Union[str, os.PathLike]) -> None:
         """Draw memory and micro-batch over the last 10,000 steps of this process into a file.

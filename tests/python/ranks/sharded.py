@@ -295,7 +295,7 @@ def failures():
             raise state["error"]
         return loss_fn(model, samples)
 
-    step = step_of(model, adam(model), failing, micro_start=4)
+    step = step_of(model, adam(model), failing, micro_start=4, window=True)
     step(own_batch())
     before, found = whole(model), {}
     for name, error in (

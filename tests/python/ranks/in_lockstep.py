@@ -1,0 +1,241 @@
+"""What the ranks of a pair run with a model of fully_shard() whose parameters are never whole. Each
+function returns plain values."""
+
+import contextlib
+import os
+import signal
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models import FailAt, fails_above, same_bits
+from sharded import (
+    Part,
+    _error_of,
+    adam,
+    batch_of,
+    counting,
+    loss_fn,
+    own_batch,
+    plain,
+    sharded,
+    whole,
+)
+from trained import RANK_OF_FAILURES, everyones, step_of
+
+
+def model_of(is_low=False):
+    """With dropout."""
+    torch.manual_seed(0)
+    return sharded(nn.Sequential(Part(), nn.Dropout(0.2), Part(), nn.Linear(8, 3)), is_low)
+
+
+def make_step(model, loss=loss_fn, **options):
+    return step_of(model, adam(model), loss, window=False, **options)
+
+
+def of_size(size, **options):
+    return {"micro_start": size, "micro_largest": size, "micro_smallest": size, **options}
+
+
+def collectives():
+    """Of a step with four micro-batches, of PyTorch alone with as many, and the votes."""
+    model = sharded(plain())
+    step = make_step(model, **of_size(2), clip=1.0)
+    step(own_batch())
+    votes, calls = step._ranks._votes, []
+    reduce = votes._all_reduce
+    votes._all_reduce = lambda *arguments: (calls.append(1), reduce(*arguments))[1]
+    votes.table.all_reduce = type(votes.table.all_reduce)(votes._all_reduce)
+    step._session.close()
+    step._session = None  # a session copies the table
+    with counting() as counts:
+        step(own_batch())
+    mine = dict(counts)
+    with counting() as counts:
+        for part in zip(*(t.split(2) for t in own_batch())):
+            loss_fn(model, part).backward()
+    return {"step": mine, "plain": dict(counts), "votes": len(calls)}
+
+
+def as_one_process(is_low):
+    """Whether training equals that of the whole batch by one process."""
+    reference, model = plain(), sharded(plain(), is_low)
+    theirs = adam(reference)
+    step = make_step(model, clip=0.1, **of_size(2))
+    both = [torch.cat(parts) for parts in zip(batch_of(0), batch_of(1))]
+    near = True
+    for _ in range(3):
+        loss = float(step(own_batch()))
+        theirs.zero_grad()
+        its = loss_fn(reference, both)
+        its.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        near = near and abs(loss - float(its.detach())) < (2e-2 if is_low else 1e-5)
+        theirs.step()
+    count = len(list(model.parameters()))
+    near = near and all(
+        torch.allclose(a, b, atol=2e-2 if is_low else 1e-4)
+        for a, b in zip(whole(model)[:count], reference.parameters())
+    )
+    loss_fn(model, own_batch()).backward()  # the model is as fully_shard() made it
+    return {"near": near, "ranks": step.report.ranks}
+
+
+def _train(fails_at, is_failing, is_low, failing_step=1, times=1):
+    """(state, error, the mode of the step that fails)."""
+    model = model_of(is_low)
+    step = make_step(model, **of_size(4), clip=0.5, lighten=[lambda on: None])
+    mode, error, batch = FailAt(fails_at if is_failing else 0, times), None, own_batch()
+    torch.manual_seed(dist.get_rank())
+    for number in range(3):
+        try:
+            with mode if number == failing_step and fails_at else contextlib.nullcontext():
+                step(batch)
+        except Exception as caught:  # the other ranks hear of a torn update in the next step
+            error = error or f"{type(caught).__name__}: {caught}"
+    return whole(model), error, mode
+
+
+def ooms_everywhere(is_on_all, is_low, failing_step, first, stride):
+    """An OOM at each operation of one of three steps."""
+    expected, _, _ = _train(0, False, is_low)
+    _, _, counter = _train(1 << 30, True, is_low, failing_step)
+    count = min(everyones(counter.seen))
+    found = {"wrong": [], "torn": 0, "errors": [], "recovered": 0, "count": count}
+    is_failing = is_on_all or dist.get_rank() == RANK_OF_FAILURES
+    for at in range(first, count + 1, stride):
+        state, error, mode = _train(at, is_failing, is_low, failing_step)
+        errors = everyones(error)
+        if any(errors):
+            is_torn = any(e and e.startswith("Torn") for e in errors)
+            found["torn"] += is_torn
+            found["errors"] += [(at, errors)] if not is_torn else []
+            continue
+        found["recovered"] += mode.failed
+        if not same_bits(state, expected):
+            found["wrong"].append(at)
+    return found
+
+
+def less_memory(where):
+    """Rank 1 has memory for two samples: the bits of a run that began at this size."""
+    states, reports = [], []
+    for has_room in (True, False):
+        model, limited, micro = sharded(plain()), loss_fn, 2
+        if not has_room:
+            micro = 8
+            if dist.get_rank() == RANK_OF_FAILURES:
+                limited = fails_above(loss_fn, 2, where)
+        step = make_step(model, limited, micro_start=micro)
+        for _ in range(2):
+            step(own_batch())
+        states.append(whole(model))
+        reports.append(step.report)
+    return {"same": same_bits(*states), "ranks": step.report.ranks, "ooms": step.report.ooms}
+
+
+def failures():
+    """What each rank gets when rank 1 fails in some way, and whether training goes on."""
+    model, state = sharded(plain()), {"error": None}
+    is_failing = dist.get_rank() == RANK_OF_FAILURES
+
+    def failing(model, samples):
+        if state["error"] and is_failing:
+            raise state["error"]
+        return loss_fn(model, samples)
+
+    step = make_step(model, failing, micro_start=4)
+    step(own_batch())
+    before, found = whole(model), {}
+    for name, error in (
+        ("loss_fn", ValueError("the sample is bad")),
+        ("Exhausted", torch.OutOfMemoryError("CUDA out of memory.")),
+    ):
+        state["error"] = error
+        found[name] = _error_of(lambda: step(own_batch()))
+        state["error"] = None
+        found[name].append(same_bits(before, whole(model)))
+    found["batch"] = _error_of(lambda: step({} if is_failing else own_batch()))
+    samples = 6 if is_failing else 8
+    found["samples"] = _error_of(lambda: step(batch_of(dist.get_rank(), samples)))
+    found["evaluate"] = _error_of(lambda: step.evaluate(own_batch()))
+    step(own_batch())
+    found["moved"] = not same_bits(before, whole(model))
+    return found
+
+
+def no_room():
+    """From the second step on rank 1 has no memory for the whole parameters: the bits of a training
+    whose second step was the first in lockstep, and what was warned of."""
+    states, said = [], []
+    for window in (None, True):
+        model = sharded(plain())
+        step = step_of(model, adam(model), loss_fn, window=window, **of_size(4))
+        step(own_batch())
+        if window is None and dist.get_rank() == RANK_OF_FAILURES:
+            step._window.prepare = out_of_memory_at_once
+        if window:
+            step = step_of(model, step._update.optimizers[0], loss_fn, window=False, **of_size(4))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                step(own_batch())
+        said += [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+        states.append(whole(model))
+    return {"same": same_bits(*states), "said": said}
+
+
+def out_of_memory_at_once():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def first_fails():
+    """Rank 1 fails in its first micro-batch ever, and cannot run even one sample."""
+    model, state = sharded(plain()), {"error": ValueError("the sample is bad")}
+
+    def failing(model, samples):
+        if state["error"] and dist.get_rank() == RANK_OF_FAILURES:
+            raise state["error"]
+        return loss_fn(model, samples)
+
+    step = make_step(model, failing, micro_start=4, group_timeout=3.0)
+    return [_error_of(lambda: step(own_batch())) for _ in range(2)]
+
+
+def killed(where):
+    """Rank 1 is killed in a step: what rank 0 gets."""
+    model, state = sharded(plain()), {"ends": False}
+
+    def end():
+        if state["ends"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ending(model, samples):
+        if where == "forward":
+            end()
+        loss = loss_fn(model, samples)
+        if where == "backward":
+            loss.register_hook(lambda _: end())
+        return loss
+
+    step = make_step(model, ending, micro_start=4, group_timeout=5.0)
+    step(own_batch())
+    state["ends"] = dist.get_rank() == RANK_OF_FAILURES
+    if where == "between":
+        end()
+    return [_error_of(lambda: step(own_batch())) for _ in range(2)]
+
+
+def refused():
+    """The message of each Step that cannot be made so."""
+    model = sharded(plain())
+    return {
+        name: (_error_of(lambda: make_step(model, **options)) or [None, ""])[1]
+        for name, options in (
+            ("cost", {"cost": lambda batch, first, count: count}),
+            ("learn", {"learn": True}),
+        )
+    }

@@ -1,0 +1,87 @@
+"""A Step in lockstep with a model of fully_shard() (FSDP2), on two ranks."""
+
+import pytest
+
+import pair
+
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(fsdp.FSDPModule, "set_custom_all_gather"):
+    pytest.skip("lockstep needs PyTorch 2.11", allow_module_level=True)
+
+
+def run(function, *arguments, **options):
+    return pair.run("in_lockstep", function, *arguments, **options)
+
+
+def test_a_micro_batch_has_pytorchs_collectives_and_one_vote():
+    for found in run("collectives"):
+        assert found["step"] == {**found["plain"], "all_reduce": 1}
+        assert found["plain"]["reduce_scatter"] == 12
+        assert found["votes"] == 4 + 4
+
+
+@pytest.mark.parametrize("is_low", (False, True))
+def test_a_step_is_that_of_one_process(is_low):
+    assert run("as_one_process", is_low) == [{"near": True, "ranks": [2, 2]}] * 2
+
+
+@pytest.mark.parametrize("is_on_all, is_low", [(False, False), (True, True)])
+@pytest.mark.parametrize("failing_step", (0, 1))
+def test_an_oom_at_every_operation_changes_no_bit(is_on_all, is_low, failing_step):
+    found = run("ooms_everywhere", is_on_all, is_low, failing_step, 1 + failing_step, 9)
+    for its in found:
+        assert its["wrong"] == its["errors"] == []
+        assert its["count"] > 50
+        assert its["torn"] < its["count"] / 4
+    assert found[1]["recovered"] > 0
+    assert (found[0]["recovered"] > 0) == is_on_all
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+def test_all_ranks_have_the_size_of_the_one_with_the_least_memory(where):
+    zero, one = run("less_memory", where)
+    assert zero == {"same": True, "ranks": [2, 2], "ooms": 0}
+    assert one["same"] and one["ranks"] == [2, 2]
+
+
+def test_a_failure_on_one_rank_ends_the_step_on_all():
+    zero, one = run("failures")
+    for name, its, why in (
+        ("loss_fn", "ValueError", "the sample is bad"),
+        ("Exhausted", "Exhausted", "out of memory"),
+        ("batch", "ValueError", "has no tensor"),
+    ):
+        assert zero[name][0] == "PeerFailed" and zero[name][2] == 1 and why in zero[name][1]
+        assert one[name][0] == its
+    for found in (zero, one):
+        assert found["loss_fn"][3] and found["Exhausted"][3] and found["moved"]
+        kind, text, _ = found["samples"]
+        assert kind == "PeerFailed" and "the number of samples of a rank" in text
+        assert "6 on one rank, 8 on another" in text
+        assert found["evaluate"][0] == "ValueError" and "window is False" in found["evaluate"][1]
+
+
+def test_parameters_that_do_not_fit_whole_are_trained_in_lockstep_from_then_on():
+    for found in run("no_room"):
+        assert found["same"]
+        assert len(found["said"]) == 1
+        assert "rank 1 has no memory for the whole parameters" in found["said"][0]
+
+
+def test_a_rank_that_cannot_go_on_in_its_first_micro_batch_ends_the_step_within_the_timeout():
+    zero, one = run("first_fails")
+    assert [error[0] for error in zero] == ["PeerFailed"] * 2
+    assert [error[0] for error in one] == ["ValueError", "PeerFailed"]
+
+
+@pytest.mark.parametrize("where", ("between", "forward", "backward"))
+def test_a_rank_that_is_killed_is_named(where):
+    errors, _ = run("killed", where, killed=(1,))
+    for kind, text, rank in errors:
+        assert kind == "PeerFailed" and rank == 1, text
+
+
+def test_what_cannot_be_trained_is_refused_by_name():
+    for found in run("refused"):
+        assert "cost is given, and window is False" in found["cost"]
+        assert "learn is given, and window is False" in found["learn"]
