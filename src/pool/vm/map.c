@@ -127,15 +127,26 @@ static rebatch_status map_chunk(struct rbi_vm *vm, struct rbi_map *map, char *at
     return status;
 }
 
+/* A window may have several holes, and a chunk is made for all of them: where it does not fit into
+ * this one, smaller ones take its place. */
 static rebatch_status map_host_chunk(size_t *pages, struct rbi_vm *vm, struct rbi_map *map,
-                                     char *at)
+                                     char *at, size_t left)
 {
-    struct rbi_host_chunk *const chunk = rbi_overflow_next(vm);
-    const rebatch_status status = map_at(vm, map, at, chunk->chunk, chunk->size);
-    *pages = (size_t)1 << chunk->size;
+    rebatch_status status = REBATCH_OK;
+    struct rbi_host_chunk *chunk = rbi_overflow_next(vm, left);
+    if (!chunk) {
+        status = rbi_overflow_break(vm, left);
+        chunk = rbi_overflow_next(vm, left);
+    }
+    if (status == REBATCH_OK && !chunk)
+        status = REBATCH_OOM;
     if (status == REBATCH_OK)
-        chunk->at = at;
-    return status;
+        status = map_at(vm, map, at, chunk->chunk, chunk->size);
+    if (status != REBATCH_OK)
+        return status;
+    *pages = (size_t)1 << chunk->size;
+    chunk->at = at;
+    return REBATCH_OK;
 }
 
 /* Maps the largest spare chunk that fits into `left` pages; *pages are its pages. */
@@ -143,7 +154,7 @@ static rebatch_status map_next(size_t *pages, struct rbi_vm *vm, struct rbi_map 
                                size_t left)
 {
     if (vm->spare_pages == 0)
-        return map_host_chunk(pages, vm, map, at);
+        return map_host_chunk(pages, vm, map, at, left);
     unsigned size = rbi_spare_choose(vm, left);
     if ((size_t)1 << size > left) {
         const rebatch_status status = rbi_spare_break(vm, size);

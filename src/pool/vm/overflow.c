@@ -17,9 +17,15 @@ struct rbi_host_chunk *rbi_overflow_find(const struct rbi_vm *vm, const char *at
     return NULL;
 }
 
-struct rbi_host_chunk *rbi_overflow_next(const struct rbi_vm *vm)
+struct rbi_host_chunk *rbi_overflow_next(const struct rbi_vm *vm, size_t most)
 {
-    return rbi_overflow_find(vm, NULL);
+    struct rbi_host_chunk *best = NULL;
+    for (size_t i = 0; i < vm->overflow.count; i++) {
+        struct rbi_host_chunk *const chunk = &vm->overflow.chunks[i];
+        if (!chunk->at && (size_t)1 << chunk->size <= most && (!best || chunk->size > best->size))
+            best = chunk;
+    }
+    return best;
 }
 
 size_t rbi_overflow_unmapped_pages(const struct rbi_vm *vm)
@@ -101,6 +107,17 @@ rebatch_status rbi_overflow_make(struct rbi_vm *vm, size_t count)
         }
     }
     return REBATCH_OK;
+}
+
+rebatch_status rbi_overflow_break(struct rbi_vm *vm, size_t most)
+{
+    const size_t all = rbi_overflow_unmapped_pages(vm);
+    struct rbi_host_chunk *const large = rbi_overflow_find(vm, NULL);
+    if (!large)
+        return REBATCH_OOM;
+    rbi_overflow_give_back(vm, large);
+    const rebatch_status status = rbi_overflow_make(vm, rbi_overflow_unmapped_pages(vm) + most);
+    return status == REBATCH_OK ? rbi_overflow_make(vm, all) : status;
 }
 
 /* ---- replacing one ---- */

@@ -21,8 +21,10 @@ void rbi_vm_note_given(struct rbi_vm *vm, size_t bytes);
 
 /* ---- chunks of host memory, between overflow.c and map.c ---- */
 
-/* The first that is mapped nowhere; there must be one. */
-struct rbi_host_chunk *rbi_overflow_next(const struct rbi_vm *vm);
+/* The largest of at most `most` pages that is mapped nowhere; NULL: none. */
+struct rbi_host_chunk *rbi_overflow_next(const struct rbi_vm *vm, size_t most);
+/* Makes smaller chunks, of at most `most` pages, of one that is mapped nowhere. */
+rebatch_status rbi_overflow_break(struct rbi_vm *vm, size_t most);
 /* The one that is mapped at an address; NULL: none. */
 struct rbi_host_chunk *rbi_overflow_find(const struct rbi_vm *vm, const char *at);
 /* It is mapped nowhere any more: it goes back to the host. */
