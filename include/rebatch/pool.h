@@ -370,7 +370,9 @@ REBATCH_API rebatch_status rebatch_pool_add_pressure(
 REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool, const char *name);
 
 /** Mark the beginning of a phase of the program, for example of a micro-batch or an update, and the
- *  end of the phase before. A session marks its callbacks itself. Thread-safe.
+ *  end of the phase before. The phase begins with the first allocation or reserve after the call:
+ *  what is freed until then, as gradients are at the beginning of a loop, is freed in the phase
+ *  before, and so does not outlive that. A session marks its callbacks itself. Thread-safe.
  *
  *  The pool plans a phase when it moved pages, or held over a sixteenth more memory than was ever
  *  in use, in three consecutive phases with the same key, of which the last two made the same

@@ -87,6 +87,8 @@ static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes,
                          pool->tag_count - 1);
     struct rbi_block *block;
     rebatch_status status = REBATCH_OK;
+    if (RBI_UNLIKELY(pool->plan.marked != 0))
+        rbi_pool_begin_marked(pool);
     if (RBI_UNLIKELY(pool->fault.strikes != NULL)) {
         rounded = rbi_pool_pad(pool, bytes, rounded);
         status = rbi_pool_strike(pool, bytes, rounded, stream, pool->tags[tag].name);

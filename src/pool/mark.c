@@ -34,6 +34,7 @@ static void settle(rebatch_pool *pool, const struct rbi_phase *phase)
 
 void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
 {
+    pool->plan.marked = 0;
     rbi_plan_end(pool);
     pool->overflow.is_open = false;
     const struct rbi_phase *const planned =
@@ -42,13 +43,21 @@ void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
         settle(pool, planned);
 }
 
+void rbi_pool_begin_marked(rebatch_pool *pool)
+{
+    rbi_pool_begin_phase(pool, pool->plan.marked);
+}
+
 rebatch_status rebatch_pool_mark(rebatch_pool *pool, uint64_t key)
 {
     const rebatch_status status = rbi_pool_check(pool);
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    rbi_pool_begin_phase(pool, key);
+    if (key == 0 || !pool->plan.is_on)
+        rbi_pool_begin_phase(pool, key);
+    else
+        pool->plan.marked = key;
     rbi_pool_give_lock(pool);
     return REBATCH_OK;
 }

@@ -53,6 +53,8 @@ static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t ro
                                      rebatch_stream stream)
 {
     struct rbi_request request;
+    if (pool->plan.marked != 0)
+        rbi_pool_begin_marked(pool);
     rebatch_status status = rbi_request_open(&request, pool, rounded, stream);
     if (status != REBATCH_OK)
         return status;

@@ -218,6 +218,31 @@ static struct run open_served(struct script *script, uint64_t seed)
     }
 }
 
+/* As a plain training loop does: what a phase keeps is freed after the next one is marked, before
+ * that allocates. So it does not outlive its phase, and the plan serves it too. */
+Test(pool_plan, what_is_freed_before_the_first_allocation_is_of_the_phase_before)
+{
+    enum { KEPT = 20 };
+    struct rig rig = rig_open(3 * KEPT * 3, NULL);
+    void *kept[KEPT] = {NULL};
+    for (int i = 0; i < 12; i++) {
+        cr_assert_eq(rebatch_pool_mark(rig.pool, 1), REBATCH_OK);
+        for (int k = 0; k < KEPT; k++)
+            give(rig.pool, kept[k]);
+        for (int k = 0; k < KEPT; k++) {
+            void *moment = take(rig.pool, (size_t)(KEPT - k) * PAGE + PAGE / 2);
+            kept[k] = take(rig.pool, 2 * PAGE + PAGE / 4);
+            give(rig.pool, moment);
+        }
+    }
+    cr_assert_eq(rig.pool->plan.mode, RBI_PLAN_SERVES);
+    cr_assert_eq(rig.pool->plan.phase->beside_bytes, 0);
+    for (int k = 0; k < KEPT; k++)
+        give(rig.pool, kept[k]);
+    assert_valid(rig.pool);
+    rig_close(&rig);
+}
+
 /* Blocks of one size find the places of those before them. */
 Test(pool_plan, where_no_page_is_moved_there_is_no_plan)
 {

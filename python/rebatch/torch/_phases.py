@@ -1,5 +1,6 @@
 """Marks the phases of a training loop that Step does not run, so that the pool can plan them. A
-phase ends with an optimizer's step."""
+phase begins with the first allocation after an optimizer's step, so that gradients that
+`zero_grad()` frees before that are of the phase that made them."""
 
 import contextlib
 import itertools

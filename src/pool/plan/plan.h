@@ -56,6 +56,7 @@ struct rbi_pool_plan {
     struct rbi_phase phases[RBI_PLAN_PHASES];
     struct rbi_phase *phase; /* that runs; NULL: none */
     enum rbi_plan_mode mode;
+    uint64_t marked; /* the key of the phase that begins with the next allocation; 0: none */
     bool is_on;
     size_t next;      /* the call that comes next */
     uint32_t serial;  /* of the phase that runs: blocks have it, with the number of their call */
