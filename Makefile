@@ -540,7 +540,8 @@ test-valgrind: ## every test under valgrind
 	    scripts/run-checked valgrind $(TESTS) $(TEST_FLAGS)
 
 lint: ## format, banned calls, include order, headers alone, what the contract names
-	@scripts/install-deps build lint
+	@PYTHON=$(PYTHON) scripts/install-deps build lint python
+	@PYTHON=$(PYTHON) scripts/python-env build/python $(TORCH)
 	@scripts/lint
 
 docs: ## API reference in build/docs/html; checks it and the man pages

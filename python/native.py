@@ -51,7 +51,9 @@ def run(command):
     try:
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     except FileNotFoundError:
-        raise SystemExit(f"rebatch: there is no C compiler '{command[0]}': install one, or set CC")
+        raise SystemExit(
+            f"rebatch: there is no C compiler '{command[0]}': install one, or set CC"
+        ) from None
     if done.returncode:
         raise SystemExit(f"rebatch: this failed: {shlex.join(command)}\n{done.stderr}")
 

@@ -22,6 +22,7 @@ from ctypes import (
     c_void_p,
 )
 from enum import IntEnum
+from typing import Any, Callable
 
 # ---- enums ----
 # A class stands for the C enum `c_name`, and a member X of it for the constant `c_prefix` + X.
@@ -158,7 +159,9 @@ ALLOWED_SIZES = 32
 class Struct(ctypes.Structure):
     """A struct of the headers. struct_size is set, all other members are zero: the defaults."""
 
-    def __init__(self, *values, **members):
+    struct_size: int
+
+    def __init__(self, *values: Any, **members: Any):
         super().__init__(*values, **members)
         if self._fields_[0][0] == "struct_size" and not self.struct_size:
             self.struct_size = ctypes.sizeof(self)
@@ -656,7 +659,8 @@ def status_of(number: int) -> int:
 
 def last_error() -> str:
     """The message of this thread's last call that failed; "" when none has failed."""
-    return lib.rebatch_last_error().decode(errors="replace")
+    text: bytes = lib.rebatch_last_error()
+    return text.decode(errors="replace")
 
 
 def check(status: int) -> None:
@@ -667,7 +671,7 @@ def check(status: int) -> None:
         raise Error(f"rebatch: {text}", status)
 
 
-def text_of(format_function, *arguments) -> str:
+def text_of(format_function: Callable[..., int], *arguments: Any) -> str:
     """The whole text that a function such as rebatch_pool_format_summary() writes."""
     size = format_function(None, 0, *arguments)
     while True:
@@ -678,7 +682,7 @@ def text_of(format_function, *arguments) -> str:
         size = length
 
 
-def parse_size(size) -> tuple[int, int]:
+def parse_size(size: object) -> tuple[int, int]:
     """Bytes and share of a size.
 
     `size` is a number of bytes, or a text such as "22GiB", "512 MiB", "1048576" or "90%".

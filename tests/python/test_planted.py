@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import rebatch.torch as rebatch
-from models import Mlp, same_bits
+from models import same_bits
 
 SAMPLES = 16
 

@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 def event(kind, step, before, after=None, *, phase=None, **numbers):
-    members = {name: 0 for name in NUMBERS}
+    members = dict.fromkeys(NUMBERS, 0)
     members.update(event=kind, phase=phase, step=step, batch=32, micro_before=before)
     return {**members, "micro_after": before if after is None else after, **numbers}
 

@@ -19,12 +19,12 @@ _options = {}  # the members of PoolOptions that were set
 
 
 def install(
-    limit=None,
-    headroom=None,
+    limit: int | str | None = None,
+    headroom: int | str | None = None,
     *,
     events: int | None = None,
     replay: bool | None = None,
-    max_split=None,
+    max_split: int | str | None = None,
     rounding_divisions: int | None = None,
 ) -> None:
     """Make rebatch's pool PyTorch's allocator for ordinary CUDA memory, in this process.

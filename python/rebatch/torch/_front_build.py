@@ -92,7 +92,7 @@ def has_cuda_runtime(folder: pathlib.Path, major: str) -> bool:
     except OSError:
         return False
     version = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
-    return bool(version) and str(int(version.group(1)) // 1000) == major
+    return version is not None and str(int(version.group(1)) // 1000) == major
 
 
 def cuda_packages(torch: Torch) -> list[str]:

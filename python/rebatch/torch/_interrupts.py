@@ -11,7 +11,7 @@ import threading
 from typing import Any, Callable, List
 
 _running = threading.local()  # .takers: those of the calls of C that this thread is in
-_previous: Callable = sys.__unraisablehook__
+_previous: Callable[..., Any] = sys.__unraisablehook__
 
 
 def _hook(unraisable: Any) -> None:
@@ -28,11 +28,13 @@ def _hook(unraisable: Any) -> None:
             _running.is_passing = False
 
 
-def call(take: Callable[[BaseException], None], function: Callable, *arguments: Any) -> Any:
+def call(
+    take: Callable[[BaseException], None], function: Callable[..., Any], *arguments: Any
+) -> Any:
     """Call a function of C. take(error) is called with what a callback of it raises and ctypes
     would drop."""
     global _previous
-    takers: List[Callable] = _running.__dict__.setdefault("takers", [])
+    takers: List[Callable[..., Any]] = _running.__dict__.setdefault("takers", [])
     depth = len(takers)
     try:
         takers.append(take)

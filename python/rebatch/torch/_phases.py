@@ -5,6 +5,8 @@ phase begins with the first allocation after an optimizer's step, so that gradie
 import contextlib
 import itertools
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -12,12 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import _library
 
 _numbers = itertools.count(1 << 63)  # sessions have keys of their own
-_keys = weakref.WeakKeyDictionary()  # a kind of phase for each optimizer
+_keys: weakref.WeakKeyDictionary[Any, int] = (
+    weakref.WeakKeyDictionary()
+)  # a kind of phase for each optimizer
 _others = 0  # who mark phases themselves
 
 
 @contextlib.contextmanager
-def marked_by_session():
+def marked_by_session() -> Iterator[None]:
     """Within the block a session marks the phases of its callbacks."""
     global _others
     _others += 1
@@ -27,10 +31,10 @@ def marked_by_session():
         _others -= 1
 
 
-def watch_optimizers(pool_of) -> None:
+def watch_optimizers(pool_of: Callable[[torch.device], int]) -> None:
     """Mark phases from now on. pool_of: gives the handle of the pool of a torch.device."""
 
-    def mark(optimizer, _args, _kwargs) -> None:
+    def mark(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if _others or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             return
         if optimizer not in _keys:

@@ -170,7 +170,7 @@ def _variables_of(function: Any) -> Iterator[Place]:
         return
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         try:
-            cell.cell_contents
+            _ = cell.cell_contents
         except ValueError:  # it has no value yet
             continue
         yield _cell_place(name, cell)

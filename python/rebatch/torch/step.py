@@ -7,7 +7,18 @@ import contextlib
 import ctypes as C
 import os
 import warnings
-from typing import Any, Callable, ContextManager, Deque, List, Optional, Sequence, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    ContextManager,
+    Deque,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 
@@ -31,6 +42,11 @@ from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._session import Ended, Session, check_names, session_options, why_of
 from rebatch.torch._state import Generators, cuda_devices_of
 from rebatch.torch._update import Update, check_has
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rebatch.torch._options import SessionOptions
 
 _Lighten = Callable[[bool], None]
 
@@ -159,8 +175,9 @@ class Step:
                   ones. None: True, and False from the first time that they do not fit whole
 
     Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
-    micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, growth,
-    grow_after, max_attempts, log_level, log_file, log_format.
+    micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, admission,
+    growth, grow_after, grow_wait_max, max_attempts, max_ooms_in_row, log_level, log_file,
+    log_format.
 
     Raises Exhausted when not even the smallest micro-batch fits, Torn when memory ran out within
     the update, PeerFailed when another rank failed or is missing, and any exception of loss_fn or
@@ -189,8 +206,8 @@ class Step:
         group: Any = None,
         group_timeout: float = 300.0,
         window: Optional[bool] = None,
-        **options: Any,
-    ):
+        **options: Unpack[SessionOptions],
+    ) -> None:
         if gradients not in ("fresh", "inplace"):
             raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
         _check(model, loss_fn, normalizer, autocast, lighten)
@@ -295,7 +312,7 @@ class Step:
         options = session_options(**options)
         if self._ranks:
             self._ranks.join(options, device)
-        tensors = self._update.parameters + [b for b in self._modules.buffers()]
+        tensors = self._update.parameters + list(self._modules.buffers())
         self._generators_saved = Generators(cuda_devices_of(tensors), self._generators)
         self._session = Session(
             device,

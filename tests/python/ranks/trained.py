@@ -173,7 +173,7 @@ def struck_in_backward():
     model = DistributedDataParallel(model, bucket_cap_mb=0.0005)
     reference = copy.deepcopy(model.module)
     x = placed(torch.randn(32, 16, generator=torch.Generator().manual_seed(3)))
-    own, launched, within = batch_of_rank((x,))[0], [], []
+    own, launched = batch_of_rank((x,))[0], []
     plain = dist.all_reduce
     state = {"is_struck": False, "is_within": False}
 
