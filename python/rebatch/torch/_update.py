@@ -126,6 +126,8 @@ class Update:
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_
         )
+        # In place of the GradScaler's own way, which makes collectives of its own for DTensors.
+        self.unscale_gradients: Optional[Callable[[Any, Sequence[Any]], Any]] = None
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -160,6 +162,8 @@ class Update:
     def finish_gradients(self) -> None:
         """When the last micro-batch is accumulated: unscale and clip. This changes gradients, so an
         OOM here makes the effective batch run again."""
+        if self._scaler is not None and self.unscale_gradients:
+            self.unscale_gradients(self._scaler, self.optimizers)
         if self._clip is None:
             return
         if self._scaler is not None:

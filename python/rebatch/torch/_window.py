@@ -87,11 +87,11 @@ class Window:
 
     def check_match(self, update: Any, scaler: Any) -> None:
         """ValueError for an update that a window cannot serve."""
-        if scaler is not None:
+        dtypes = {p.dtype for p in self.shards()}
+        if scaler is not None and torch.float16 in dtypes:
             raise ValueError(
-                "rebatch: scaler is given, and the model is one of fully_shard(): expected "
-                "bfloat16, by MixedPrecisionPolicy(param_dtype=torch.bfloat16), which needs no "
-                "scaler"
+                "rebatch: scaler is given, and parameters of fully_shard() are float16: expected "
+                "float32, and MixedPrecisionPolicy(param_dtype=torch.float16)"
             )
         updated = {id(p) for p in update.parameters}
         mine = {id(p) for p in self.shards()}

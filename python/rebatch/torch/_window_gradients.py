@@ -3,17 +3,18 @@ whole parameters, and then over the ranks, of which each keeps its part."""
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._waits import wait_for_device
 from rebatch.torch._window import Window
 from rebatch.torch._window_reduction import lost_if_failed
 
-_SQUARES, _LOSS, _USED = range(3)  # of what the ranks sum beside the gradients
+_SQUARES, _LOSS, _INF, _USED = range(4)  # of what the ranks sum beside the gradients
 
 
 class WindowAccumulators(Accumulators):
@@ -24,11 +25,12 @@ class WindowAccumulators(Accumulators):
         super().__init__()
         self._window, self._timeout_seconds = window, timeout_seconds
         self.has_norm = False  # finish() finds the norm of all gradients
+        self.scaler: Optional[Any] = None  # a GradScaler
         self.begin_step()
 
     def begin_step(self) -> None:
         """Nothing is reduced yet."""
-        self._is_summed = self._is_done = False
+        self._is_summed = self._is_done = self._is_unscaled = False
         self._numbers: Optional[torch.Tensor] = None
         self._norm: Optional[torch.Tensor] = None
 
@@ -100,12 +102,35 @@ class WindowAccumulators(Accumulators):
     @torch.no_grad()
     def _note(self, loss: torch.Tensor, gradients: List[Optional[torch.Tensor]]) -> None:
         parts = [g.to_local() for g in gradients if g is not None]
+        if self.scaler is not None:
+            self._unscale(parts)
         if self.has_norm and parts:
             norms = torch._foreach_norm(parts)
             squares = torch.stack(norms).double().square().sum()
             self._numbers[_SQUARES].copy_(squares / self._window.replicas)
         self._numbers[_LOSS].copy_(loss)
         self._numbers[_USED:].copy_(torch.tensor(self._has_sum))
+
+    def _unscale(self, parts: List[torch.Tensor]) -> None:
+        """And note whether some value is not finite."""
+        parts = [part for part in parts if part.numel()]
+        if not parts:
+            return
+        if not self._is_unscaled:
+            factor = self.scaler._scale.double().reciprocal().to(parts[0])
+            torch._foreach_mul_(parts, factor)  # allocates nothing
+            self._is_unscaled = True
+        largest = torch.stack(torch._foreach_norm(parts, float("inf")))
+        self._numbers[_INF].copy_(largest.isfinite().logical_not().any())
+
+    def unscale(self, scaler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Tell a GradScaler that finish() has unscaled the gradients, and what all ranks found: it
+        then decides alike on all of them, without a collective. May be called again."""
+        found = (self._numbers[_INF] > 0).float()
+        for optimizer in optimizers:
+            state = scaler._per_optimizer_states[id(optimizer)]
+            state["found_inf_per_device"] = {found.device: found.clone()}  # it adds to them
+            state["stage"] = OptState.UNSCALED
 
     def _sum_numbers(self) -> None:
         with lost_if_failed():

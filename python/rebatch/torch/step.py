@@ -245,7 +245,9 @@ class Step:
                 )
             self._window.check_match(self._update, scaler)
             self._ranks.accumulators.has_norm = clip is not None
+            self._ranks.accumulators.scaler = scaler
             self._update.clip_gradients = self._ranks.accumulators.clip
+            self._update.unscale_gradients = self._ranks.accumulators.unscale
         self._ops = self._make_ops()
         self._accumulators = self._ranks.accumulators if self._ranks else Accumulators()
         self._trained: List[torch.nn.Parameter] = []  # in this batch

@@ -253,6 +253,35 @@ def _less_memory(where, gradients):
     return {"same": same_bits(*states), "ranks": step.report.ranks}
 
 
+def scaled(clip):
+    """An inf in the gradients of one rank, and then none: training without a scaler is near."""
+    state = {"factor": 1.0}
+
+    def spoiled(model, samples):
+        return loss_fn(model, samples) * state["factor"]
+
+    mine, other = sharded(plain()), sharded(plain())
+    scaler = torch.amp.GradScaler(models.DEVICE.type, init_scale=16.0, growth_interval=1000)
+    sgd = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (mine, other)]
+    options = {"clip": clip, "micro_start": 4, "micro_largest": 4}
+    step = step_of(mine, sgd[0], spoiled, scaler=scaler, **options)
+    count = len(list(mine.parameters()))  # buffers move with a skipped update too
+    before = whole(mine)[:count]
+    if dist.get_rank() == RANK_OF_FAILURES:
+        state["factor"] = float("inf")
+    step(own_batch())
+    skipped, scale = same_bits(before, whole(mine)[:count]), scaler.get_scale()
+    state["factor"] = 1.0
+    plain_step = step_of(other, sgd[1], loss_fn, **options)
+    for _ in range(2):
+        step(own_batch())
+        plain_step(own_batch())
+    pairs = list(zip(whole(mine)[:count], whole(other)[:count]))
+    near = all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+    moved = not same_bits(before, whole(mine)[:count])
+    return {"skipped": skipped, "scale": scale, "near": near, "moved": moved}
+
+
 def unused():
     """A parameter that is used on rank 0 only, and one that is used nowhere."""
 
@@ -372,7 +401,8 @@ def refused():
     factor.set_gradient_divide_factor(3.0)
     note("factor", lambda: make_step(factor))
     fine = fully_shard(plain(), mesh=mesh)
-    note("scaler", lambda: make_step(fine, scaler=torch.amp.GradScaler(models.DEVICE.type)))
+    half = fully_shard(plain().half(), mesh=mesh)
+    note("scaler", lambda: make_step(half, scaler=torch.amp.GradScaler(models.DEVICE.type)))
     note("inplace", lambda: make_step(fine, gradients="inplace"))
     note("group", lambda: make_step(fine, group=False))
     note("check", lambda: make_step(fine).check(own_batch()))

@@ -53,6 +53,12 @@ def test_a_rank_with_less_memory_has_smaller_micro_batches():
         assert found == [{"same": True, "ranks": [8, 2]}] * 2
 
 
+@pytest.mark.parametrize("clip", (None, 0.1))
+def test_all_ranks_skip_an_update_for_the_inf_of_one(clip):
+    for found in run("scaled", clip):
+        assert found == {"skipped": True, "scale": 8.0, "near": True, "moved": True}
+
+
 def test_parameters_that_are_unused_on_a_rank_or_on_all():
     assert run("unused") == [[True] * 4 + [False] * 2] * 2
 
@@ -89,7 +95,7 @@ def test_what_cannot_be_trained_is_refused_by_name():
         )
         assert "as tensor parallelism makes them: expected plain" in found["parallel"]
         assert "has gradient_divide_factor: expected none" in found["factor"]
-        assert "which needs no scaler" in found["scaler"]
+        assert "parameters of fully_shard() are float16: expected float32" in found["scaler"]
         assert "expected 'fresh'" in found["inplace"]
         assert "expected no group" in found["group"]
         assert "before fully_shard()" in found["check"]
