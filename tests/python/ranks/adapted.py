@@ -13,7 +13,9 @@ from trained import RANK_OF_FAILURES, is_same_everywhere
 
 
 def as_launched():
-    """The environment of torchrun."""
+    """The environment of torchrun, where the test has not used it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
         RANK=rank,

@@ -1,19 +1,13 @@
-"""Lightning and transformers under torchrun, with two processes."""
+"""Lightning and transformers with two processes, where batches are accumulated. test_launchers.py
+has them without accumulation."""
 
 import pytest
 
 import pair
 
 
-@pytest.mark.parametrize("accumulated", (1, 2))
-def test_lightning_with_ddp(accumulated):
-    pytest.importorskip("lightning")
-    for found in pair.run("adapted", "with_lightning", accumulated):
-        assert found == {"as_plain": True, "near": True, "same": True, "ranks": [16, 4]}
-
-
-@pytest.mark.parametrize("accumulated", (1, 2))
-def test_transformers_with_torchrun(accumulated):
-    pytest.importorskip("transformers")
-    for found in pair.run("adapted", "with_transformers", accumulated):
+@pytest.mark.parametrize("framework", ("lightning", "transformers"))
+def test_a_framework_that_accumulates(framework):
+    pytest.importorskip(framework)
+    for found in pair.run("adapted", f"with_{framework}", 2):
         assert found == {"as_plain": True, "near": True, "same": True, "ranks": [16, 4]}
