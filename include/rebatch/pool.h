@@ -277,6 +277,11 @@ REBATCH_API_CHECKED rebatch_status rebatch_pool_alloc(void **out, rebatch_pool *
  *          REBATCH_E_DEVICE_LOST */
 REBATCH_API rebatch_status rebatch_pool_allow_overflow(rebatch_pool *pool, bool may);
 
+/** How much host memory such allocations could take now. Thread-safe.
+ *  @param pool  the pool
+ *  @return bytes; 0 where overflow is off, or the device cannot map host memory */
+REBATCH_API size_t rebatch_pool_overflow_room(rebatch_pool *pool);
+
 /** Free a block. Work already enqueued on its stream may still use it. A block that is older than
  *  the innermost open scope stays in use until that scope commits, so that a rollback finds it
  *  unchanged; a block freed by a pressure callback is free immediately. Thread-safe.

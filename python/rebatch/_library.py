@@ -554,6 +554,7 @@ FUNCTIONS = [
     ("rebatch_pool_get_stats", c_int, [POINTER(PoolStats), c_void_p]),
     ("rebatch_pool_mark", c_int, [c_void_p, c_uint64]),
     ("rebatch_pool_allow_overflow", c_int, [c_void_p, c_bool]),
+    ("rebatch_pool_overflow_room", c_size_t, [c_void_p]),
     ("rebatch_pool_get_tag_usage", c_int, [POINTER(TagUsage), c_void_p, c_uint16]),
     ("rebatch_pool_format_summary", c_size_t, [c_char_p, c_size_t, c_void_p]),
     ("rebatch_pool_save_snapshot", c_int, [c_void_p, c_int, c_char_p]),

@@ -133,8 +133,6 @@ rebatch_status rbi_pool_keep_headroom(rebatch_pool *pool);
 /* As rebatch_pool_allow_overflow(); to close it moves nothing. */
 void rbi_pool_open_overflow(rebatch_pool *pool);
 bool rbi_pool_close_overflow(rebatch_pool *pool); /* whether it was open */
-/* How much host memory could be taken now. */
-size_t rbi_pool_overflow_available(rebatch_pool *pool);
 /* Moves what lies in host memory to the device, each page at its address, as long as `keep_bytes`
  * stay available there. It waits for all work of the device, where there is something to move. */
 rebatch_status rbi_pool_settle_overflow(rebatch_pool *pool, size_t keep_bytes);

@@ -63,9 +63,13 @@ static rebatch_status gather_overflow(rebatch_pool *pool, size_t count)
     if (status != REBATCH_OK && status != REBATCH_OOM)
         return status;
     const size_t lacking = count - rbi_min(count, pool->vm.spare_pages);
-    if (lacking > rbi_pool_overflow_room(pool) / pool->page_bytes)
-        return REBATCH_OOM;
-    return lacking ? rbi_overflow_make(&pool->vm, lacking) : REBATCH_OK;
+    const size_t at_hand = rbi_overflow_pages_at_hand(&pool->vm, lacking);
+    if (lacking - at_hand <= rbi_pool_overflow_room(pool) / pool->page_bytes)
+        return rbi_overflow_make(&pool->vm, lacking);
+    rbi_overflow_drop(&pool->vm); /* pieces that are too large */
+    return lacking > rbi_pool_overflow_room(pool) / pool->page_bytes
+               ? REBATCH_OOM
+               : rbi_overflow_make(&pool->vm, lacking);
 }
 
 /* Makes sure of `count` spare pages: free ones unmapped from elsewhere, then fresh ones. */

@@ -26,8 +26,10 @@ bool rbi_pool_close_overflow(rebatch_pool *pool)
     return was_open;
 }
 
-size_t rbi_pool_overflow_available(rebatch_pool *pool)
+size_t rebatch_pool_overflow_room(rebatch_pool *pool)
 {
+    if (rbi_pool_check(pool) != REBATCH_OK)
+        return 0;
     rbi_lock_take(&pool->lock);
     const size_t bytes = pool->overflow.is_on ? rbi_pool_overflow_room(pool) : 0;
     rbi_pool_give_lock(pool);
@@ -127,7 +129,7 @@ static rebatch_status settle(rebatch_pool *pool, size_t keep_bytes)
         return status;
     rbi_pool_flush_lists(pool);
     give_free_back(pool);
-    rbi_overflow_drop(&pool->vm); /* and what the host did not take before */
+    rbi_overflow_drop(&pool->vm);
     if (pool->vm.overflow.count == 0)
         return REBATCH_OK;
     void *beside;
@@ -143,9 +145,11 @@ static rebatch_status settle(rebatch_pool *pool, size_t keep_bytes)
 rebatch_status rbi_pool_settle_overflow(rebatch_pool *pool, size_t keep_bytes)
 {
     rebatch_status status = REBATCH_OK;
-    rbi_pool_take_lock(pool);
-    if (pool->vm.overflow.count)
+    rbi_lock_take(&pool->lock);
+    if (pool->vm.overflow.count) {
+        rbi_plan_leave(pool); /* or the phase's plan goes on */
         status = settle(pool, keep_bytes);
+    }
     rbi_pool_give_lock(pool);
     return status;
 }

@@ -459,7 +459,6 @@ static rebatch_status take_overflow(struct rbi_block **out, rebatch_pool *pool,
         status = rbi_mapping_run(&block, pool, &mapping);
         *out = take_part(pool, request, block, mapping.at_end);
     }
-    rbi_overflow_drop(&pool->vm); /* what was not mapped */
     return status;
 }
 

@@ -30,6 +30,11 @@ rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
         return rbi_error(REBATCH_E_STATE, "rebatch_reserve() was called outside a callback");
     if (rbi_meter_is_set(rb))
         return rbi_memory_admit(rb, bytes);
+    if (rb->is_updating && rbi_overflow_serves(rb, bytes) &&
+        rbi_pool_admit(rb->pool, bytes, rb->options.stream) == REBATCH_OOM) {
+        rbi_overflow_begin(rb);
+        return REBATCH_OK;
+    }
     return rebatch_pool_reserve(rb->pool, bytes, rb->options.stream);
 }
 

@@ -21,10 +21,10 @@ void rbi_overflow_end(rebatch *rb)
     rb->report.overflow_bytes = use.total_bytes - rb->overflow_before;
 }
 
-bool rbi_overflow_serves_update(const rebatch *rb)
+bool rbi_overflow_serves(const rebatch *rb, size_t bytes)
 {
     return !rbi_meter_is_set(rb) && !rb->ops->lighten && !rb->ops->resize &&
-           rbi_pool_overflow_available(rb->pool) >= rb->update_bytes;
+           rebatch_pool_overflow_room(rb->pool) >= bytes;
 }
 
 /* What the next step needs at least: that of half the micro-batch, to which it then falls. */

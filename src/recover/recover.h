@@ -344,9 +344,9 @@ void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options);
 void rbi_overflow_begin(rebatch *rb);
 /* The update's callback has returned. */
 void rbi_overflow_end(rebatch *rb);
-/* Whether an update that the device has no memory for takes the host's, because nothing could be
+/* Whether the host has the memory that an update needs and the device has not, and nothing could be
  * made smaller for it. */
-bool rbi_overflow_serves_update(const rebatch *rb);
+bool rbi_overflow_serves(const rebatch *rb, size_t bytes);
 /* The step is done: what lies in host memory moves to the device, as far as the next step can do
  * without that memory, with smaller micro-batches if need be. */
 rebatch_status rbi_overflow_step_done(rebatch *rb);

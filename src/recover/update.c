@@ -11,7 +11,7 @@ static rebatch_status admit(rebatch *rb)
     const rebatch_status status = rbi_memory_admit(rb, rb->update_bytes);
     if (status != REBATCH_OOM)
         return status;
-    if (rbi_overflow_serves_update(rb))
+    if (rbi_overflow_serves(rb, rb->update_bytes))
         return REBATCH_OK;
     size_t available;
     (void)rbi_memory_available(&available, rb);

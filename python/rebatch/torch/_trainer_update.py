@@ -6,10 +6,12 @@ from __future__ import annotations
 import collections
 import gc
 import operator
-from typing import Any, Callable, Counter, Dict, List
+from typing import Any, Callable, Counter, Dict, List, Optional
 
 import torch
 
+from rebatch._library import lib
+from rebatch.torch import _allocator, _phases
 from rebatch.torch._backward import Backward
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._session import Exhausted, Torn
@@ -21,7 +23,8 @@ _ATTEMPTS = 4
 
 class TrainerUpdate:
     """Clips once more after an OOM that changed nothing, does not begin an update without the
-    memory that an earlier one needed, and says what an OOM within an update has left."""
+    memory that an earlier one needed, unless the host's serves it, and says what an OOM within an
+    update has left."""
 
     def __init__(self, backward: Backward):
         self._backward = backward
@@ -81,6 +84,9 @@ class TrainerUpdate:
         else:
             self._end()
             return result
+        finally:
+            if self._has_begun and self._pool() is not None:
+                _phases.allow_overflow(self._pool(), False)
         raise Torn(
             "out of memory within the optimizer's step: some parameters are new, some are old; "
             f"restore a checkpoint\n{text}"
@@ -101,6 +107,19 @@ class TrainerUpdate:
                 torch.cuda.reset_peak_memory_stats(device)
                 self._live_bytes = torch.cuda.memory_allocated(device)
         self._has_begun = True
+        if self._pool() is not None:
+            _phases.allow_overflow(self._pool(), True)
+
+    def _pool(self) -> Optional[int]:
+        """The pool that serves the update; None: PyTorch's own allocator does."""
+        device = self._backward.device
+        is_ours = device.type == "cuda" and _allocator.installed()
+        return _allocator.pool(device) if is_ours else None
+
+    def _host_bytes(self) -> int:
+        """What the host could give an update that the GPU has no memory for."""
+        pool = self._pool()
+        return 0 if pool is None else lib.rebatch_pool_overflow_room(pool)
 
     def _end(self) -> None:
         if not (self._has_begun and self._is_measuring):
@@ -116,7 +135,7 @@ class TrainerUpdate:
         if needed > available:
             self._release()
             available = self._backward.available_bytes()
-        if needed > available:
+        if needed > available and needed > self._host_bytes():
             raise Exhausted(
                 f"the optimizer's step needs {needed / (1 << 20):.1f} MiB, there is "
                 f"{available / (1 << 20):.1f} MiB; the parameters are as they were: free memory, "

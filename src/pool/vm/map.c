@@ -175,7 +175,7 @@ char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char
             break;
         struct rbi_host_chunk *const host = rbi_overflow_find(vm, at);
         if (host)
-            rbi_overflow_give_back(vm, host);
+            host->at = NULL;
         else
             rbi_spare_put(vm, map->chunks[index], size_of(pages));
         memset(&map->chunks[index], 0, pages * sizeof *map->chunks);
@@ -252,7 +252,7 @@ static size_t release_chunk(struct rbi_vm *vm, const struct rbi_map *map, size_t
     struct rbi_host_chunk *const host =
         rbi_overflow_find(vm, map->address + index * vm->page_bytes);
     if (host)
-        rbi_overflow_give_back(vm, host);
+        host->at = NULL;
     else
         (void)rbi_device_release_physical(vm->device, chunk, bytes);
     return pages;

@@ -50,7 +50,7 @@ static bool prepare(struct rbi_overflow *overflow)
     return true;
 }
 
-void rbi_overflow_give_back(struct rbi_vm *vm, struct rbi_host_chunk *chunk)
+static void give_back(struct rbi_vm *vm, struct rbi_host_chunk *chunk)
 {
     struct rbi_overflow *const overflow = &vm->overflow;
     const size_t bytes = vm->page_bytes << chunk->size;
@@ -66,7 +66,7 @@ void rbi_overflow_drop(struct rbi_vm *vm)
 {
     for (size_t i = vm->overflow.count; i-- > 0;)
         if (!vm->overflow.chunks[i].at)
-            rbi_overflow_give_back(vm, &vm->overflow.chunks[i]);
+            give_back(vm, &vm->overflow.chunks[i]);
 }
 
 /* ---- making ---- */
@@ -89,9 +89,20 @@ static rebatch_status make(struct rbi_vm *vm, unsigned size)
     return REBATCH_OK;
 }
 
+/* The largest first, as they are taken. */
+size_t rbi_overflow_pages_at_hand(const struct rbi_vm *vm, size_t count)
+{
+    size_t of_size[LARGEST + 1] = {0}, pages = 0;
+    for (size_t i = 0; i < vm->overflow.count; i++)
+        of_size[vm->overflow.chunks[i].size] += !vm->overflow.chunks[i].at;
+    for (unsigned size = LARGEST + 1; size-- > 0;)
+        pages += rbi_min(of_size[size], (count - pages) >> size) << size;
+    return pages;
+}
+
 rebatch_status rbi_overflow_make(struct rbi_vm *vm, size_t count)
 {
-    size_t made = rbi_overflow_unmapped_pages(vm);
+    size_t made = rbi_overflow_pages_at_hand(vm, count);
     unsigned size = LARGEST;
     while (made < count) {
         while ((size_t)1 << size > count - made)
@@ -109,15 +120,25 @@ rebatch_status rbi_overflow_make(struct rbi_vm *vm, size_t count)
     return REBATCH_OK;
 }
 
+/* Pages of several holes come one hole after the other: a chunk may be larger than the hole. */
 rebatch_status rbi_overflow_break(struct rbi_vm *vm, size_t most)
 {
-    const size_t all = rbi_overflow_unmapped_pages(vm);
-    struct rbi_host_chunk *const large = rbi_overflow_find(vm, NULL);
-    if (!large)
-        return REBATCH_OOM;
-    rbi_overflow_give_back(vm, large);
-    const rebatch_status status = rbi_overflow_make(vm, rbi_overflow_unmapped_pages(vm) + most);
-    return status == REBATCH_OK ? rbi_overflow_make(vm, all) : status;
+    while (!rbi_overflow_next(vm, most)) {
+        struct rbi_host_chunk *const larger = rbi_overflow_next(vm, SIZE_MAX);
+        if (!larger)
+            return REBATCH_OOM;
+        const size_t before = vm->overflow.count;
+        const unsigned half = larger->size - 1;
+        give_back(vm, larger);
+        if (vm->overflow.count == before)
+            return rbi_error(REBATCH_OOM, "the host did not take back memory that is too large");
+        rebatch_status status = make(vm, half);
+        if (status == REBATCH_OK)
+            status = make(vm, half);
+        if (status != REBATCH_OK)
+            return status;
+    }
+    return REBATCH_OK;
 }
 
 /* ---- replacing one ---- */
@@ -178,6 +199,6 @@ rebatch_status rbi_overflow_move(struct rbi_vm *vm, struct rbi_map *map, size_t 
     }
     map->chunks[(size_t)(host->at - map->address) >> map->page_shift] = chunk;
     rbi_spare_drop(vm, size);
-    rbi_overflow_give_back(vm, host);
+    give_back(vm, host);
     return REBATCH_OK;
 }

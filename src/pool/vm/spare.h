@@ -27,8 +27,6 @@ struct rbi_host_chunk *rbi_overflow_next(const struct rbi_vm *vm, size_t most);
 rebatch_status rbi_overflow_break(struct rbi_vm *vm, size_t most);
 /* The one that is mapped at an address; NULL: none. */
 struct rbi_host_chunk *rbi_overflow_find(const struct rbi_vm *vm, const char *at);
-/* It is mapped nowhere any more: it goes back to the host. */
-void rbi_overflow_give_back(struct rbi_vm *vm, struct rbi_host_chunk *chunk);
 
 /* Makes smaller chunks of a spare one, down to single pages. Its memory is the device's in between:
  * somebody else may be quicker to take it. */

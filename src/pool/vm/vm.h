@@ -46,7 +46,8 @@ struct rbi_host_chunk {
     unsigned size;
 };
 
-/* All chunks of host memory. Those that are unmapped go back to the host at once.
+/* All chunks of host memory. Those that are mapped nowhere are the next to be mapped, until they are
+ * dropped.
  *   bytes == sum over the chunks */
 struct rbi_overflow {
     struct rbi_host_chunk *chunks;
@@ -124,6 +125,8 @@ void rbi_vm_destroy(struct rbi_vm *vm);
  * device is spare. All or none. */
 rebatch_status rbi_overflow_make(struct rbi_vm *vm, size_t count);
 size_t rbi_overflow_unmapped_pages(const struct rbi_vm *vm);
+/* Of `count` pages, those for which it need make none. */
+size_t rbi_overflow_pages_at_hand(const struct rbi_vm *vm, size_t count);
 /* Gives those back that are mapped nowhere. */
 void rbi_overflow_drop(struct rbi_vm *vm);
 /* Replaces the chunk of host memory with this index by one of the device: the same contents at the

@@ -126,6 +126,8 @@ code attribute(int *value, int asked, int gpu)
     for (const auto &a : attributes)
         if (a.attribute == asked)
             *value = a.value;
+    if (asked == CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
+        *value = has_host_memory();
     return OK;
 }
 

@@ -28,7 +28,7 @@ struct block {
 struct physical {
     size_t bytes;
     off_t offset;
-    int gpu;
+    int gpu; /* -1: memory of the host */
     int uses;
 };
 
@@ -42,6 +42,7 @@ struct state {
     size_t total[GPUS_MOST];
     size_t limit[GPUS_MOST]; /* what this process may use; the rest is as if another used it */
     size_t used[GPUS_MOST];
+    size_t host_bytes; /* that can still be mapped beside that of a GPU */
     size_t allocations = 0;
     /* How many allocations are still to succeed before one fails, or all do; 0: none fails. */
     size_t until_failure = 0;
@@ -60,6 +61,8 @@ struct state {
     {
         const char *text = getenv("STANDIN_MEMORY");
         const size_t bytes = text ? strtoull(text, nullptr, 10) : (size_t)8 << 30;
+        const char *host = getenv("STANDIN_HOST");
+        host_bytes = host ? strtoull(host, nullptr, 10) : 0;
         for (int gpu = 0; gpu < GPUS_MOST; gpu++) {
             total[gpu] = limit[gpu] = bytes;
             used[gpu] = 0;
@@ -97,10 +100,24 @@ bool must_fail(state &s)
 
 bool take(state &s, size_t bytes, int gpu)
 {
+    if (gpu < 0) {
+        if (bytes > s.host_bytes)
+            return false;
+        s.host_bytes -= bytes;
+        return true;
+    }
     if (must_fail(s) || s.used[gpu] > s.limit[gpu] || bytes > s.limit[gpu] - s.used[gpu])
         return false;
     s.used[gpu] += bytes;
     return true;
+}
+
+void give(state &s, size_t bytes, int gpu)
+{
+    if (gpu < 0)
+        s.host_bytes += bytes;
+    else
+        s.used[gpu] -= bytes;
 }
 
 /* The entry of `map` in which the address lies; its end when there is none. */
@@ -124,7 +141,7 @@ void lose_use(state &s, std::map<unsigned long long, physical>::iterator found)
     physical &p = found->second;
     if (--p.uses > 0)
         return;
-    s.used[p.gpu] -= p.bytes;
+    give(s, p.bytes, p.gpu);
     (void)fallocate(s.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, p.offset, (off_t)p.bytes);
     s.physicals.erase(found);
 }
@@ -246,8 +263,8 @@ owner owner_of(const void *address)
     const auto found = find_around(s.mapped, at, [](const mapping &m) { return m.bytes; });
     if (found == s.mapped.end())
         return {owner::NOBODY, 0, nullptr, 0};
-    return {owner::GPU, s.physicals.at(found->second.physical).gpu, (void *)found->first,
-            found->second.bytes};
+    const int gpu = s.physicals.at(found->second.physical).gpu;
+    return {owner::GPU, gpu < 0 ? 0 : gpu, (void *)found->first, found->second.bytes};
 }
 
 /* ---- physical memory and addresses ---- */
@@ -266,7 +283,7 @@ code create(unsigned long long *out, size_t bytes, int gpu)
         return OUT_OF_MEMORY;
     /* A place in the file is used once: the file has holes where memory was given back. */
     if (ftruncate(s.file, s.file_end + (off_t)bytes)) {
-        s.used[gpu] -= bytes;
+        give(s, bytes, gpu);
         return OUT_OF_MEMORY;
     }
     s.physicals[++s.last_handle] = {bytes, s.file_end, gpu, 1};
@@ -378,6 +395,12 @@ code set_access(uintptr_t address, size_t bytes, uint32_t gpus)
     }
     const int protection = gpus ? PROT_READ | PROT_WRITE : PROT_NONE;
     return mprotect((void *)address, bytes, protection) ? INVALID : OK;
+}
+
+bool has_host_memory(void)
+{
+    static const bool has = getenv("STANDIN_HOST") != nullptr;
+    return has;
 }
 
 } // namespace standin

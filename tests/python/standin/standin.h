@@ -76,7 +76,9 @@ struct owner {
 owner owner_of(const void *address);
 
 /* Physical memory and the addresses at which it can be seen. */
+/* gpu -1: memory of the host, as much as STANDIN_HOST says. */
 code create(unsigned long long *out, size_t bytes, int gpu);
+bool has_host_memory(void);
 code drop(unsigned long long physical);
 code reserve(uintptr_t *out, size_t bytes, size_t alignment, uintptr_t wish);
 code unreserve(uintptr_t address, size_t bytes);

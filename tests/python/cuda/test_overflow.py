@@ -1,0 +1,108 @@
+"""Updates that the GPU has no memory for, under install(): the host's serves them, where the driver
+can map it, in a loop of the user's own and in a Step."""
+
+from conftest import complaints
+from test_install import child, run
+
+HOST = str(8 << 30)  # of the stand-in
+MIB = 1 << 20
+
+# Parameters of 64 MiB; with gradients and the two moments of AdamW 256 MiB.
+MODEL = (
+    "rebatch.install(limit='200MiB')\n"
+    "from torch import nn\n"
+    "layers = [nn.Linear(1024, 1024, bias=False) for _ in range(16)]\n"
+    "model = nn.Sequential(*layers).cuda()\n"
+    "optimizer = torch.optim.AdamW(model.parameters(), foreach=False)\n"
+    "x = torch.zeros(64, 1024, device='cuda')\n"
+)
+PLAIN = MODEL + (
+    "def train():\n"
+    "    optimizer.zero_grad()\n"
+    "    model(x).square().mean().backward()\n"
+    "    optimizer.step()\n"
+)
+STEP = MODEL + (
+    "from rebatch.torch import Step\n"
+    "events = []\n"
+    "step = Step(model, optimizer, lambda m, s: m(s[0]).square().mean(), on_event=lambda t, _: events.append(t))\n"
+)
+
+
+def test_a_first_step_of_adamw_in_a_plain_loop_takes_host_memory():
+    script = PLAIN + (
+        "train()\n"
+        "stats = rebatch.stats()\n"
+        "gpu = stats['reserved_bytes'] - stats['overflow_bytes']\n"
+        "print(stats['overflow_total_bytes'] >> 20, gpu >> 20, len(optimizer.state))\n"
+    )
+    taken, gpu, kept = map(int, child(script, STANDIN_HOST=HOST).split())
+    assert 56 <= taken <= 80 and gpu <= 200 and kept == 16
+
+
+def test_what_was_freed_makes_room_for_it():
+    script = PLAIN + (
+        "train()\n"
+        "before = [s['exp_avg'].data_ptr() for s in optimizer.state.values()]\n"
+        "rebatch.install(limit='320MiB')\n"
+        "train()\n"
+        "after = [s['exp_avg'].data_ptr() for s in optimizer.state.values()]\n"
+        "print(rebatch.stats()['overflow_bytes'], before == after)\n"
+    )
+    assert child(script, STANDIN_HOST=HOST).split() == ["0", "True"]
+
+
+def test_without_host_memory_the_step_of_a_plain_loop_fails():
+    result = run(PLAIN + "train()\n")
+    assert result.returncode != 0 and "out of memory" in complaints(result.stderr)
+
+
+def test_a_forward_pass_takes_none():
+    script = PLAIN + "train()\ntorch.empty(300 << 20, dtype=torch.uint8, device='cuda')\n"
+    result = run(script, STANDIN_HOST=HOST)
+    assert result.returncode != 0 and "out of memory" in complaints(result.stderr)
+
+
+def test_nor_does_a_closure_within_a_step():
+    script = PLAIN + (
+        "try:\n"
+        "    optimizer.step(lambda: torch.empty(300 << 20, dtype=torch.uint8, device='cuda'))\n"
+        "except torch.OutOfMemoryError:\n"
+        "    print('failed')\n"
+    )
+    assert child(script, STANDIN_HOST=HOST).strip() == "failed"
+
+
+def test_a_steps_first_update_takes_host_memory_and_says_so():
+    script = STEP + (
+        "step((x,))\n"
+        "assert not step.report.torn and step.report.overflow_bytes > 50 << 20, step.report\n"
+        "print(*events)\n"
+    )
+    assert "the update took host memory" in child(script, STANDIN_HOST=HOST)
+
+
+def test_an_oom_at_any_allocation_of_an_update_tears_none():
+    """From the n-th allocation of GPU memory on, all fail."""
+    script = STEP.replace("200MiB", "0") + (
+        "import ctypes, sys\n"
+        "standin = ctypes.CDLL('libcuda.so.1')\n"
+        "apply = step._update.apply\n"
+        "def failing():\n"
+        "    torch.cuda.empty_cache()\n"
+        "    standin.standin_fail_from(ctypes.c_size_t(at))\n"
+        "    try:\n"
+        "        apply()\n"
+        "    finally:\n"
+        "        standin.standin_fail_from(ctypes.c_size_t(0))\n"
+        "step._update.apply = failing\n"
+        "step._update.first_bytes = lambda: 0\n"
+        "taken = 0\n"
+        "for at in range(1, 12):\n"
+        "    optimizer.state.clear()\n"
+        "    step((x,))\n"
+        "    assert not step.report.torn\n"
+        "    taken += step.report.overflow_bytes > 0\n"
+        "print(taken)\n"
+    )
+    assert int(child(script, STANDIN_HOST=HOST)) > 3
