@@ -46,8 +46,8 @@ struct rbi_host_chunk {
     unsigned size;
 };
 
-/* All chunks of host memory. Those that are mapped nowhere are the next to be mapped, until they are
- * dropped.
+/* All chunks of host memory. Those that are mapped nowhere are the next to be mapped, until they
+ * are dropped.
  *   bytes == sum over the chunks */
 struct rbi_overflow {
     struct rbi_host_chunk *chunks;

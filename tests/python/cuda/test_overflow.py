@@ -2,7 +2,7 @@
 can map it, in a loop of the user's own and in a Step."""
 
 from conftest import complaints
-from test_install import child, run
+from test_install import child, compiled, run  # noqa: F401, the latter a fixture
 
 HOST = str(8 << 30)  # of the stand-in
 MIB = 1 << 20
@@ -25,7 +25,8 @@ PLAIN = MODEL + (
 STEP = MODEL + (
     "from rebatch.torch import Step\n"
     "events = []\n"
-    "step = Step(model, optimizer, lambda m, s: m(s[0]).square().mean(), on_event=lambda t, _: events.append(t))\n"
+    "loss_fn = lambda m, s: m(s[0]).square().mean()\n"
+    "step = Step(model, optimizer, loss_fn, on_event=lambda t, _: events.append(t))\n"
 )
 
 
