@@ -413,5 +413,6 @@ void rbi_pool_destroy_ranges(rebatch_pool *pool)
             (void)rbi_vm_free(&pool->vm, r->address, r->bytes);
     }
     pool->heap.first_range = pool->heap.last_range = NULL;
+    rbi_overflow_close(&pool->vm);
     rbi_vm_destroy(&pool->vm);
 }

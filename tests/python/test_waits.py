@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rebatch.torch._session import Lost
-from rebatch.torch._waits import wait_for_device
+from rebatch.torch._waits import Work
 
 
 @pytest.fixture
@@ -30,18 +30,19 @@ def ready_after(monkeypatch):
 
 def test_it_ends_when_the_work_does(ready_after):
     ready_after["questions"] = 30
-    wait_for_device(torch.device("cuda", 1), 60.0)
+    Work(torch.device("cuda", 1)).wait(60.0)
     assert ready_after == {"questions": -1, "recorded": 1}
 
 
 def test_it_ends_when_the_work_never_does(ready_after):
     ready_after["questions"] = 1 << 60
-    began = time.monotonic()
+    work, began = Work(torch.device("cuda", 1)), time.monotonic()
     with pytest.raises(Lost, match="a collective on cuda:1 did not end within 0.1 s"):
-        wait_for_device(torch.device("cuda", 1), 0.1)
+        work.wait(0.1)
     assert time.monotonic() - began >= 0.1
+    assert not work.is_done_within(0.0)
 
 
 def test_a_cpu_has_nothing_to_wait_for(ready_after):
-    wait_for_device(torch.device("cpu"), 0.0)
+    assert Work(torch.device("cpu")).is_done_within(0.0)
     assert ready_after["recorded"] == 0

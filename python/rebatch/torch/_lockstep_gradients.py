@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._lockstep import Lockstep
-from rebatch.torch._waits import wait_for_device
+from rebatch.torch._waits import Work
 from rebatch.torch._window import lost_if_failed
 
 _SQUARES, _LOSS = range(2)  # of what the ranks sum
@@ -43,9 +43,9 @@ class LockstepAccumulators(Accumulators):
         self._norm = self._numbers[_SQUARES].sqrt()
         self._is_done = True
 
-    def settle(self) -> None:
-        """Until the sums are there: NCCL's collectives have only ordered streams. Raises Lost."""
-        wait_for_device(self._numbers.device, self._timeout_seconds)
+    def sums(self) -> Work:
+        """NCCL's collectives, which have only ordered streams."""
+        return Work(self._numbers.device)
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take part in that with zeros. May run out of memory. Raises Lost."""

@@ -21,6 +21,7 @@ from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._reducer import ReducedAccumulators, backend_of
 from rebatch.torch._session import Exhausted, Lost, PeerFailed
 from rebatch.torch._votes import Votes
+from rebatch.torch._waits import Work
 from rebatch.torch._window import Window, window_of
 from rebatch.torch._window_gradients import WindowAccumulators
 from rebatch.torch._wrappers import (
@@ -89,6 +90,8 @@ class Ranks:
         sent = compression_of(wrappers)
         self._votes = Votes(group, timeout_seconds, values=2)
         self._votes.on_abort = self._abort
+        self._sums: Optional[Work] = None  # that the last update uses
+        self._is_torn = False  # they never came
         self._agree()
         self.accumulators = (
             WindowAccumulators(window, timeout_seconds)
@@ -155,9 +158,12 @@ class Ranks:
         return [t for t in tables if any(id(b) in wanted for b in t.values())]
 
     def _abort(self) -> None:
-        """End NCCL's collectives: their kernels would wait for the other rank for ever."""
+        """End NCCL's collectives: their kernels would wait for the other rank for ever. Those of
+        an update that is enqueued may be among them."""
         backend = backend_of(self._group, self._device)
         if backend.name() == "nccl":
+            has_sums = self._sums is None or self._sums.is_done_within(self._timeout_seconds)
+            self._is_torn = not has_sums
             getattr(backend, "abort", getattr(backend, "_abort", None))()
 
     # ---- for a Step ----
@@ -290,18 +296,31 @@ class Ranks:
             self._note_lost(error)
             raise
 
-    def settle(self) -> None:
-        """All have voted for the update: wait until the sums are there, which NCCL still works on.
-        A rank that dies before its part is sent leaves the others without. Raises Lost."""
+    def begin_update(self, is_on_host: bool) -> None:
+        """All have voted for the update, which NCCL's sums may still precede on the stream. An
+        update that reads them on the host waits for them first. Raises Lost."""
+        self._sums = self.accumulators.sums()
+        if not is_on_host:
+            return
         try:
-            self.accumulators.settle()
+            self._sums.wait(self._timeout_seconds)
         except Lost as error:
+            self._sums = None  # nothing has used them
             self._note_lost(error)
             raise
 
     def _note_lost(self, error: Lost) -> None:
         self._votes.note_lost(error)
         error.rank = self._votes.missing
+
+    def explain(self, error: BaseException) -> None:
+        """Say that this rank has updated with sums that were never there, where that is so."""
+        if self._is_torn and isinstance(error, PeerFailed):
+            error.is_torn = True
+            error.args = (
+                f"{error}; before that, this rank has updated its parameters with gradients of "
+                "which the missing rank's part never came: restore a checkpoint",
+            )
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Take part in the reduction as a rank that has failed: the status for C."""

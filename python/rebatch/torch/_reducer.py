@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rebatch.torch._buckets import Bucket, Buffers, make_buckets
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._session import Lost
-from rebatch.torch._waits import wait_for_device
+from rebatch.torch._waits import Work
 
 
 class ReducedAccumulators(Accumulators):
@@ -216,12 +216,12 @@ class ReducedAccumulators(Accumulators):
             return
         loss.copy_(self._buckets[-1].loss)
         if not all(self._has_sum):  # on some other rank there may be a gradient
-            self.settle()  # before it is read
+            self.sums().wait(self._timeout.total_seconds())  # before they are read
             self._has_sum = [count > 0 for count in self._buckets[-1].used.tolist()]
 
-    def settle(self) -> None:
-        """Until the sums are there: NCCL's collectives have only ordered streams. Raises Lost."""
-        wait_for_device(self._device, self._timeout.total_seconds())
+    def sums(self) -> Work:
+        """NCCL's collectives, which have only ordered streams."""
+        return Work(self._device)
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take part in the collectives that are left, with any values. May run out of memory before

@@ -46,12 +46,15 @@ class Torn(RuntimeError):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed or is missing, so no rank has updated its parameters. `rank` is its
-    number in the group, or None where that is not known."""
+    """Another rank failed or is missing, so no rank has updated its parameters in this step. `rank`
+    is its number in the group, or None where that is not known. `is_torn` is true where the rank
+    that is missing died before NCCL had its part of the gradients of an earlier update: then the
+    parameters are of no use, and a checkpoint is."""
 
     def __init__(self, message: str, rank: Optional[int] = None):
         super().__init__(message)
         self.rank = rank
+        self.is_torn = False
 
 
 class Lost(RuntimeError):
@@ -358,7 +361,7 @@ class Session:
         if self._lost:
             who = "another rank" if self._lost.rank is None else f"rank {self._lost.rank}"
             raise PeerFailed(
-                f"rebatch: {who} did not take part in the reduction: {self._lost}", self._lost.rank
+                f"rebatch: {who} did not take part in a collective: {self._lost}", self._lost.rank
             )
         if status == c.Status.E_PEER:
             found = re.search(r"\brank (\d+) (?:ended|did not)", text)

@@ -130,6 +130,11 @@ class Update:
         self.unscale_gradients: Optional[Callable[[Any, Sequence[Any]], Any]] = None
 
     @property
+    def reads_gradients(self) -> bool:
+        """Whether apply() reads on the host what it computes from them: a GradScaler does."""
+        return self._scaler is not None
+
+    @property
     def parameters(self) -> List[torch.nn.Parameter]:
         groups = (g for optimizer in self.optimizers for g in optimizer.param_groups)
         return unique(p for g in groups for p in g["params"] if p.requires_grad)

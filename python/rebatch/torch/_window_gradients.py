@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from rebatch.torch._gradients import Accumulators
-from rebatch.torch._waits import wait_for_device
+from rebatch.torch._waits import Work
 from rebatch.torch._window import Window
 from rebatch.torch._window_reduction import lost_if_failed
 
@@ -67,7 +67,7 @@ class WindowAccumulators(Accumulators):
             self._sum_numbers()
         used = self._has_sum  # what is used here is used
         if not all(used):
-            self.settle()  # before they are read
+            self.sums().wait(self._timeout_seconds)  # before they are read
             used = self._numbers[_USED:].tolist()
         loss.copy_(self._numbers[_LOSS])
         self._norm = self._numbers[_SQUARES].sqrt()
@@ -75,9 +75,9 @@ class WindowAccumulators(Accumulators):
             p.grad = gradient if count else None
         self._is_done = True
 
-    def settle(self) -> None:
-        """Until the sums are there: NCCL's collectives have only ordered streams. Raises Lost."""
-        wait_for_device(self._numbers.device, self._timeout_seconds)
+    def sums(self) -> Work:
+        """NCCL's collectives, which have only ordered streams."""
+        return Work(self._numbers.device)
 
     def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take part in the collectives that are left, with zeros. May run out of memory. Raises

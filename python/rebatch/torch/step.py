@@ -527,7 +527,7 @@ class Step:
             )
         self._reserve_update()
         if self._ranks:
-            self._ranks.settle()
+            self._ranks.begin_update(is_on_host=self._update.reads_gradients)
         lib.rebatch_mutating(self._session.rb)
         self._accumulators.put_buffers()
         with _allocator.tag("optimizer"):
@@ -629,9 +629,11 @@ class Step:
             session.raise_failure(status)
             with self._quiet():
                 self._cuts.compare(self, filled)
-        except BaseException:
+        except BaseException as error:
             if not self._is_applied:
                 self._accumulators.restore_earlier()
+            if self._ranks:
+                self._ranks.explain(error)
             raise
         finally:
             self._end()

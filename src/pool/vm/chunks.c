@@ -269,8 +269,6 @@ void rbi_vm_destroy(struct rbi_vm *vm)
     (void)rbi_vm_release(vm, 0);
     for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
         rbi_heap_free(vm->spare[size].chunks);
-    rbi_overflow_drop(vm);
-    rbi_heap_free(vm->overflow.chunks);
     if (vm->ballast)
         (void)rbi_device_free(vm->device, vm->ballast, vm->ballast_bytes);
 }

@@ -69,6 +69,12 @@ void rbi_overflow_drop(struct rbi_vm *vm)
             give_back(vm, &vm->overflow.chunks[i]);
 }
 
+void rbi_overflow_close(struct rbi_vm *vm)
+{
+    rbi_overflow_drop(vm);
+    rbi_heap_free(vm->overflow.chunks);
+}
+
 /* ---- making ---- */
 
 static rebatch_status make(struct rbi_vm *vm, unsigned size)

@@ -129,6 +129,8 @@ size_t rbi_overflow_unmapped_pages(const struct rbi_vm *vm);
 size_t rbi_overflow_pages_at_hand(const struct rbi_vm *vm, size_t count);
 /* Gives those back that are mapped nowhere. */
 void rbi_overflow_drop(struct rbi_vm *vm);
+/* Before rbi_vm_destroy(), when none is mapped. */
+void rbi_overflow_close(struct rbi_vm *vm);
 /* Replaces the chunk of host memory with this index by one of the device: the same contents at the
  * same address. All work must be done. `beside`: addresses for as many bytes, with nothing mapped.
  *  @return REBATCH_OOM where the device has no room: nothing is changed */

@@ -1,11 +1,16 @@
 """What the ranks of a pair run on GPUs of different sizes."""
 
+import os
+import signal
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import models
+import rebatch.torch as rebatch
 from trained import sgd, step_of
 
 _GIB = 1 << 30
@@ -53,3 +58,42 @@ def caps(gib):
         "wrong": wrong / largest,
         "held": torch.cuda.max_memory_reserved() / _GIB,
     }
+
+
+def dies_before_its_sums(is_on_host):
+    """Rank 1's GPU is busy for long before its part of the gradients is sent, and the rank is
+    killed in the update. What rank 0 gets in that step and the next ones: with a GradScaler the
+    update itself waits for the sums."""
+    state = {"ends": False}
+
+    class Ending(torch.optim.SGD):
+        def step(self, closure=None):
+            if state["ends"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(closure)
+
+    model = DistributedDataParallel(models.placed(nn.Linear(64, 64)))
+    scaler = torch.amp.GradScaler("cuda") if is_on_host else None
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        if state["ends"]:
+            torch.cuda._sleep(1 << 36)  # half a minute
+        return loss
+
+    step = step_of(
+        model, Ending(model.parameters(), lr=0.1), loss_fn, scaler=scaler, group_timeout=5.0
+    )
+    x = models.placed(torch.randn(16, 64))
+    step(x)
+    if dist.get_rank() == 1:
+        state["ends"] = True
+        if is_on_host:  # its GradScaler would wait for its own GPU
+            step._ranks.begin_update = lambda is_on_host: os.kill(os.getpid(), signal.SIGKILL)
+    errors, began = [], time.monotonic()
+    for _ in range(3):
+        try:
+            step(x)
+        except rebatch.PeerFailed as error:
+            errors.append((type(error).__name__, str(error), error.rank, error.is_torn))
+    return errors, time.monotonic() - began

@@ -79,7 +79,7 @@ def _main(module, function, arguments, folder, backend, rank, size, answer):
 
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    if "nccl" in backend:
+    if "nccl" in (backend or os.environ.get("RANKS_BACKEND", "")):
         import models
 
         models.DEVICE = torch.device("cuda", int(rank))
