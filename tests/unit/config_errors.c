@@ -17,8 +17,8 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "memory, "                                                                                     \
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
-    "limit, headroom, caching, replay, ballast, max_split, gc_threshold, keep_room, "              \
-    "rounding, fence or events"
+    "limit, headroom, caching, replay, overflow, overflow_limit, ballast, max_split, "             \
+    "gc_threshold, keep_room, rounding, fence or events"
 #define THRESHOLD                                                                                  \
     "expected text, a share such as \"90%\" of the limit, or of the device's memory, or \"none\""
 #define ROUNDING "expected 0 or a power of two up to 256"

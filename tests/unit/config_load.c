@@ -28,6 +28,8 @@ static const struct value {
     {"memory.headroom", "268435456", "268435456", "0"},
     {"memory.caching", "false", "false", "true"},
     {"memory.replay", "false", "false", "true"},
+    {"memory.overflow", "false", "false", "true"},
+    {"memory.overflow_limit", "\"4GiB\"", "4GiB", "0"},
     {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
     {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
     {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
@@ -264,6 +266,8 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.headroom_bytes == e->pool.headroom_bytes);
     cr_expect(o->pool.caching == e->pool.caching);
     cr_expect(o->pool.ballast_bytes == e->pool.ballast_bytes);
+    cr_expect(o->pool.overflow == e->pool.overflow);
+    cr_expect(o->pool.overflow_bytes == e->pool.overflow_bytes);
     cr_expect(o->pool.max_split_bytes == e->pool.max_split_bytes);
     cr_expect(o->pool.gc_threshold_permille == e->pool.gc_threshold_permille);
     cr_expect(o->pool.keep_room_permille == e->pool.keep_room_permille);
@@ -304,7 +308,8 @@ Test(config_load, options_at_the_defaults)
         .pool = {.caching = REBATCH_ON,
                  .fence = REBATCH_OFF,
                  .keep_room_permille = 20,
-                 .replay = REBATCH_ON},
+                 .replay = REBATCH_ON,
+                 .overflow = REBATCH_ON},
         .micro_smallest = 1,
         .micro_multiple_of = 1,
         .on_oom = REBATCH_ON_OOM_DEFAULT,
@@ -337,7 +342,9 @@ Test(config_load, options_of_every_setting)
                  .rounding_divisions = 16,
                  .fence = REBATCH_ON,
                  .events = 1000,
-                 .replay = REBATCH_OFF},
+                 .replay = REBATCH_OFF,
+                 .overflow = REBATCH_OFF,
+                 .overflow_bytes = 4294967296},
         .micro_start = 96,
         .micro_smallest = 2,
         .micro_largest = 128,
@@ -421,6 +428,8 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.headroom", pool.headroom_bytes),
         MEMBER("memory.caching", pool.caching),
         MEMBER("memory.replay", pool.replay),
+        MEMBER("memory.overflow", pool.overflow),
+        MEMBER("memory.overflow_limit", pool.overflow_bytes),
         MEMBER("memory.ballast", pool.ballast_bytes),
         MEMBER("memory.max_split", pool.max_split_bytes),
         MEMBER("memory.gc_threshold", pool.gc_threshold_permille),
