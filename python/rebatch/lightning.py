@@ -186,6 +186,7 @@ class _TrainingStep:
             **options,
         )
         self.backward._loss_name, self.backward._aside = "training_step", self._records.aside
+        self.backward._functions = [self._module.training_step]
         self._update = TrainerUpdate(self.backward)
 
     def attach(self) -> None:

@@ -209,6 +209,7 @@ class _TrainingStep:
             **self._options,
         )
         backward._loss_name, backward._owners = "compute_loss", [self._trainer]
+        backward._functions = [self._trainer.compute_loss]
         return backward
 
     # ---- a micro-batch ----

@@ -122,6 +122,34 @@ def fails_above(loss_fn, largest, where="forward"):
     return limited
 
 
+class Unseen:
+    """A list for what a test notes in each attempt. It has no __dict__, so a Step does not see it,
+    and what is noted in an attempt that failed stays."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, *values):
+        self._values = list(values)
+
+    def __getitem__(self, i):
+        return self._values[i]
+
+    def __setitem__(self, i, value):
+        self._values[i] = value
+
+    def __len__(self):
+        return len(self._values)
+
+    def append(self, value):
+        self._values.append(value)
+
+    def pop(self, i=-1):
+        return self._values.pop(i)
+
+    def clear(self):
+        self._values.clear()
+
+
 def out_of_memory(_gradient):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -10,7 +10,7 @@ import torch
 
 import rebatch.torch as rebatch
 import trainings
-from models import same_bits
+from models import Unseen, same_bits
 from trainings import TRAININGS, in_little_room, room
 
 
@@ -146,7 +146,7 @@ def test_an_oom_in_a_later_micro_batch_changes_no_bit(name, where, gradients, ca
     expected, expected_losses, _ = train(name, steps=3, **options)
     # The failed attempt is tried again at its size, since a rung seems to help.
     modules, step = make(name, lighten=[lambda on: None], **options)
-    loss_fn, calls = step.loss_fn, [0]
+    loss_fn, calls = step.loss_fn, Unseen(0)
 
     def fails_once(model, samples):
         calls[0] += 1
@@ -176,7 +176,7 @@ def test_exhausted_leaves_everything_as_before_the_step(name, where, steps_befor
     before, random_state = all_state(modules), torch.get_rng_state()
     python, batch = random.getstate(), batch_of(7)
     copies = [t.clone() for t in batch]
-    loss_fn, calls = step.loss_fn, [0]
+    loss_fn, calls = step.loss_fn, Unseen(0)
 
     def fails_from_the_second_on(model, samples):
         calls[0] += 1
@@ -321,7 +321,7 @@ def late(change_of, begins=3):
         torch.nn.ModuleDict(
             {"net": torch.nn.Linear(8, 4), "target": torch.nn.Linear(8, 4).requires_grad_(False)}
         ),
-        [0],
+        Unseen(0),
     )
     model.mean = torch.zeros(4)
 
@@ -432,7 +432,7 @@ def test_what_a_rung_changes_stays_when_the_step_is_undone():
         model[0].forward = torch.nn.Linear.forward.__get__(model[0])
         model[1].register_buffer("note", torch.ones(1))
 
-    left = [1]
+    left = Unseen(1)
 
     def loss_fn(model, samples):
         loss = model(samples[0]).square().mean()
@@ -442,7 +442,7 @@ def test_what_a_rung_changes_stays_when_the_step_is_undone():
             seen.append(model[0].level)
         return loss
 
-    seen = []
+    seen = Unseen()
     step = rebatch.Step(
         model,
         torch.optim.SGD(model.parameters(), 0.1),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import rebatch.torch as rebatch
 from rebatch._library import EventKind, LogLevel
-from models import fails_above, make, same_bits, state_of
+from models import Unseen, fails_above, make, same_bits, state_of
 
 
 def sgd(model):
@@ -172,8 +172,7 @@ def class_weights(model, samples):
 
 
 def count_without_gradients(loss_fn, lengths):
-    """`lengths` gets the samples of each run of a comparison. It is a list in a tuple, which a
-    comparison does not put back."""
+    """`lengths[0]` gets the samples of each run of a comparison."""
 
     def counted(model, samples):
         if not torch.is_grad_enabled():
@@ -186,7 +185,7 @@ def count_without_gradients(loss_fn, lengths):
 def run_after_an_oom_in_backward(loss_fn, steps=3):
     """(what was said, how often loss_fn ran) with a batch whose last samples alone differ."""
     torch.manual_seed(0)
-    model, calls = torch.nn.Linear(4, 2), ([],)
+    model, calls = torch.nn.Linear(4, 2), Unseen([])
     batch = torch.randn(16, 4), torch.tensor([0] * 12 + [1, 0, 0, 0])
 
     def counted(model, samples):
@@ -222,16 +221,16 @@ def test_a_failed_attempt_that_drew_random_numbers_tells_nothing():
 
 def test_a_step_in_which_memory_ran_out_does_not_wait_for_a_comparison():
     model, batch, _ = make("mlp")
-    lengths = ([],)
+    lengths = Unseen([])
     limited = fails_above(count_without_gradients(summed, lengths), 8)
     step = rebatch.Step(model, sgd(model), limited, growth=False, log_level="quiet")
-    assert warned(lambda: step(batch)) == [] and step.report.ooms and lengths == ([],)
+    assert warned(lambda: step(batch)) == [] and step.report.ooms and lengths[0] == []
     assert len(warned(lambda: step(batch))) == 1 and lengths[0][:5] == [2, 2, 2, 2, 8]
 
 
 def test_where_memory_runs_out_in_each_step_they_are_compared_all_the_same():
     model, batch, _ = make("mlp")
-    left = [0]
+    left = Unseen(0)
 
     def loss_fn(model, samples):
         if left[0]:
@@ -261,7 +260,7 @@ def test_where_memory_runs_out_in_each_step_they_are_compared_all_the_same():
 
 def test_a_much_smaller_size_is_compared_again():
     model, batch, its_loss = make("mlp")
-    lengths, largest = ([],), [8]
+    lengths, largest = Unseen([]), [8]
 
     def limited(model, samples):
         return fails_above(its_loss, largest[0])(model, samples)
@@ -396,7 +395,7 @@ def test_comparisons_run_few_samples_and_none_backward(micro):
     """From 16 samples on no more than one micro-batch runs forward. 64 samples are compared one
     batch after the other, and then more seldom."""
     model, batch, its_loss = make("mlp", samples=32)
-    lengths = ([],)
+    lengths = Unseen([])
     counted = count_without_gradients(its_loss, lengths)
     step = rebatch.Step(model, sgd(model), counted, micro_start=micro, growth=False)
     size = min(micro, 8)

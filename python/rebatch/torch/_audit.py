@@ -137,6 +137,7 @@ class Audit:
         self._noted: Dict[int, _Noted] = {}
         self._running: Optional[_Noted] = None  # what an attempt began with
         # Modes, training or not, in which no attempt has succeeded.
+        self._copies_first = copies_first
         self._unknown = {True, False} if copies_first else set()
         self._is_training = True
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []  # tensors and their copies
@@ -146,6 +147,12 @@ class Audit:
         self.is_cut = False  # the micro-batch that runs is not the whole batch
 
     # ---- a step ----
+
+    def set_reached(self, modules: Sequence[Tuple[str, torch.nn.Module]]) -> None:
+        """Before begin(): modules outside of the model that functions reach now. Of new ones
+        nothing is known."""
+        if self.tree.set_reached(modules) and self._copies_first:
+            self._unknown = {True, False}
 
     def begin(self, batch: Any, is_training: bool = True) -> None:
         """Before a step or an evaluation. May run out of memory."""
@@ -163,6 +170,13 @@ class Audit:
         self._batch, self._running, self._first = [], None, []
         self._noted.clear()
         self._states.clear()
+
+    def handled(self) -> Set[int]:
+        """The ids of the tensors that are put back, or named, here."""
+        found = [*self.tree.take().tensors, *self._own_tensors.values()]
+        found += [b for table in self.tree.buffers for b in table.values()]
+        found += [tensor for _, tensor in self._batch]
+        return {id(tensor) for tensor in found}
 
     def _know_own(self) -> None:
         """Modules of `state` change in place, whatever was seen."""
@@ -216,10 +230,11 @@ class Audit:
         self._copies[point].save(self._copied_tensors())
         self._states[point] = [copied(part.state_dict()) for part in self._objects]
 
-    def restore(self, point: int) -> None:
-        """Raises Error where something cannot be put back."""
+    def restore(self, point: int, has_failed: bool = True) -> None:
+        """After an attempt, that has failed or was none of the step. Raises Error where something
+        cannot be put back."""
         noted, self._running = self._noted[point], None
-        self._is_suspect = self._is_suspect or not noted.compares_all
+        self._is_suspect = self._is_suspect or (has_failed and not noted.compares_all)
         changed = noted.changed()
         copies = self._copies[point]
         first = [] if point == GuardPoint.STEP else self._known_tensors()

@@ -27,7 +27,8 @@ from rebatch.torch._modules_off import (
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._outputs import split_result
 from rebatch.torch._rounding import SEEDS, floors, in_reverse, tolerance
-from rebatch.torch._snapshot import AllGenerators, Snapshot, places_beside_parameters
+from rebatch.torch._sequences import Sequences
+from rebatch.torch._snapshot import AllGenerators, Snapshot, places_outside
 from rebatch.torch._state import cuda_devices_of
 
 # So many batches that were cut may pass by before the comparison, where memory ran out in each.
@@ -130,7 +131,7 @@ class FirstCut:
         self._waits += 1
         if filled.ooms and self._waits < _MOST_WAITS:
             return  # the time that an OOM costs is enough
-        least = 2 if training_modules(step._modules, BATCH_NORM) else 1
+        least = 2 if training_modules(_modules_of(step), BATCH_NORM) else 1
         self._run(step, _pair(sizes, step._samples, ran, least), ran)
 
     def _run(self, step: Any, pair: Tuple[int, int], ran: int) -> None:
@@ -196,7 +197,7 @@ def _pair(sizes: List[int], samples: int, ran: int, least: int) -> Tuple[int, in
         smaller = [size for size in sizes if least <= size < large]
         if smaller:
             return large, _quarter_of(large, smaller)
-    smaller = [size for size in sizes if size < ran]
+    smaller = [size for size in sizes if least <= size < ran]
     if not smaller:
         return min(2 * ran, samples), ran
     return ran, _quarter_of(ran, smaller)
@@ -239,30 +240,40 @@ def _most_different(step: Any, large: int, number: int) -> int:
     return max(order, key=lambda at: sum(len(set(t[at : at + large])) for t in totals))
 
 
+def _modules_of(step: Any) -> torch.nn.ModuleList:
+    """Those of the model, and others that loss_fn reaches."""
+    return torch.nn.ModuleList([*step._modules, *step._audit.tree.reached])
+
+
 class _Comparison:
     """The loss of `large` samples from `first` on, at two cuts."""
 
     def __init__(self, step: Any, first: int, large: int, small: int):
         self._step, self._first, self._large, self._small = step, first, large, small
-        self._root = step._modules
+        self._root = _modules_of(step)
         tensors = [*step._update.parameters, *self._root.buffers()]
         named = self._root[0] if len(self._root) == 1 else self._root
         self._named = named
-        places = places_beside_parameters(named, step.loss_fn, step._owners)
+        places = places_outside(named, step.loss_fn, step._owners)
         self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
         self._snapshot = Snapshot(places, self._generators)
         end = first + large
         self._whole = [(first, large)]
         self._parts = [(at, min(small, end - at)) for at in range(first, end, small)]
+        step._reached.save(GuardPoint.STEP)
         step._audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)
-        self._has_gradients = False
+        self._has_gradients = self._has_run = False
+        self._sequences = Sequences(named)
 
     def run(self) -> str:
         """What is wrong; "": nothing."""
         try:
             whole, parts, is_same = self._compare(self._off)
+            through_time = self._sequences.found()
+            if through_time[0]:
+                return self._say(whole, parts, *through_time)
             if is_same:
                 return ""
             if self._batch_norm:
@@ -283,8 +294,12 @@ class _Comparison:
         return self._say(whole, parts, text, advice)
 
     def _restore(self) -> None:
-        self._step._audit.restore(GuardPoint.STEP)
+        if not self._has_run:
+            return
+        self._step._reached.restore(GuardPoint.STEP)
+        self._step._audit.restore(GuardPoint.STEP, has_failed=False)
         self._snapshot.restore()
+        self._has_run = False
 
     def _blame_batch_norm(self) -> Tuple[str, str]:
         name = name_of(self._named, self._batch_norm[0])
@@ -348,11 +363,13 @@ class _Comparison:
     ) -> Optional[float]:
         """The sum over parts. None: without a mode random numbers were drawn."""
         self._restore()
+        self._has_run = True
         if seed:
             self._generators.seed(seed)
         try:
             gradients = contextlib.nullcontext() if self._has_gradients else torch.no_grad()
-            with switched_off(off), mode or _eagerly(), gradients:
+            watching = self._sequences.watching()
+            with switched_off(off), mode or _eagerly(), gradients, watching:
                 return self._sum_of(parts, mode is not None, is_reversed)
         except RuntimeError as error:
             if self._has_gradients or is_oom(error):
@@ -370,7 +387,7 @@ class _Comparison:
         return total
 
     def _share(self, at: int, count: int, is_reversed: bool) -> float:
-        step = self._step
+        step, self._sequences.count = self._step, count
         samples = step._part(at, count)
         samples = tree_map_only(torch.Tensor, torch.Tensor.clone, samples)
         if is_reversed:

@@ -12,6 +12,8 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rebatch._library import Error, GuardPoint
+from rebatch.torch._audit import Audit
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
@@ -22,6 +24,7 @@ from rebatch.torch._modules_off import (
     switched_off,
     training_modules,
 )
+from rebatch.torch._reached import Reached
 from rebatch.torch._rounding import in_reverse
 from rebatch.torch._snapshot import AllGenerators, Snapshot, all_places
 from rebatch.torch._state import cuda_devices_of
@@ -101,6 +104,23 @@ def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
     return sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5
 
 
+class _Outside:
+    """What loss_fn reaches outside of the model, as it is when this is made."""
+
+    def __init__(self, step: Any):
+        self._reached = Reached(step._functions_that_run, step._audit.handled)
+        modules, _ = self._reached.begin(step._audit.tree.known_without_reached())
+        self._audit = Audit(modules)
+        self._audit.begin(())
+        for part in (self._reached, self._audit):
+            part.save(GuardPoint.STEP)
+
+    def restore(self) -> None:
+        for part in (self._reached, self._audit):
+            with contextlib.suppress(Error):  # a large tensor may have no copy
+                part.restore(GuardPoint.STEP)
+
+
 class Rehearsal:
     """The runs of a Step's batch, which has begun. Each begins with the state that the training had
     when the Rehearsal was made; restore() goes back to it."""
@@ -114,6 +134,7 @@ class Rehearsal:
         self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
         places = all_places(self._named, step._batch, step.loss_fn, step._owners)
         self._snapshot = Snapshot(places, self._generators)
+        self._outside = _Outside(step)
         self._off = training_modules(self._root, BATCH_NORM + DROPOUT)
         self._off += power_iterations(self._root)
         self.runs = self.ooms = 0
@@ -121,6 +142,7 @@ class Rehearsal:
         self.draws = True  # unless the first run has drawn no random number
 
     def restore(self) -> None:
+        self._outside.restore()
         self._snapshot.restore()
 
     # ---- a run at a cut ----

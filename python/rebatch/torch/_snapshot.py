@@ -321,9 +321,7 @@ def all_places(
     ]
 
 
-def places_beside_parameters(
-    root: torch.nn.Module, loss_fn: Any, owners: Sequence[Any] = ()
-) -> List[Place]:
-    """Those that are small: without parameters, gradients and the batch."""
-    places = [*_all_of_modules("", root), *_outside(root, loss_fn, owners)]
+def places_outside(root: torch.nn.Module, loss_fn: Any, owners: Sequence[Any] = ()) -> List[Place]:
+    """Those outside of the model that are small: without parameters and gradients."""
+    places = _outside(root, loss_fn, owners)
     return [place for place in places if place.kind not in ("parameter", "gradient")]

@@ -119,10 +119,10 @@ def walk(
 def put_back_contents(contents: Contents) -> None:
     """Containers have again the entries that they had."""
     for container, entries in contents.values():
-        _put_back_entries(container, entries)
+        put_back_entries(container, entries)
 
 
-def _put_back_entries(container: Any, entries: Any) -> None:
+def put_back_entries(container: Any, entries: Any) -> None:
     if isinstance(container, tuple):
         return
     if isinstance(container, (dict, set)):
@@ -281,6 +281,7 @@ class Tree:
 
     def __init__(self, roots: Sequence[Tuple[str, torch.nn.Module]]):
         self._roots = list(roots)
+        self._reached: List[Tuple[str, torch.nn.Module]] = []
         self._hidden: Dict[torch.nn.Module, str] = {}  # roots that no table has, and their names
         self.modules: List[torch.nn.Module] = []
         self.plain: Dict[int, tuple] = {}  # tuples of numbers and texts, by id
@@ -292,8 +293,25 @@ class Tree:
         if children != self._children:
             self._look()
 
+    def set_reached(self, reached: Sequence[Tuple[str, torch.nn.Module]]) -> bool:
+        """More roots, which some functions reach. Returns whether they are others than before."""
+        now, before = [m for _, m in reached], [m for _, m in self._reached]
+        if len(now) == len(before) and all(a is b for a, b in zip(now, before)):
+            return False
+        self._reached = list(reached)
+        self._look()
+        return True
+
+    def known_without_reached(self) -> set:
+        """The modules that these roots did not bring."""
+        if not self._reached:
+            return self.known
+        roots = [root for _, root in self._roots] + list(self._hidden)
+        return {module for root in roots for module in root.modules()}
+
     def _named_roots(self) -> List[Tuple[str, torch.nn.Module]]:
-        return self._roots + [(name, module) for module, name in self._hidden.items()]
+        hidden = [(name, module) for module, name in self._hidden.items()]
+        return self._roots + self._reached + hidden
 
     def _look(self) -> None:
         found = dict.fromkeys(m for _, root in self._named_roots() for m in root.modules())
@@ -340,6 +358,13 @@ class Tree:
         """All of them, each once."""
         tables = self.tables[0 :: len(_TABLES)]
         return unique(p for t in tables for p in t.values() if p is not None)
+
+    @property
+    def reached(self) -> List[torch.nn.Module]:
+        return [root for _, root in self._reached]
+
+    def parameters_of_reached(self) -> List[torch.nn.Parameter]:
+        return [p for root in self.reached for p in root.parameters()]
 
     def named_modules(self) -> List[Tuple[str, torch.nn.Module]]:
         """(the beginning of the names of what it holds, module), with those that are hidden."""

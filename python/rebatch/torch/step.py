@@ -38,9 +38,11 @@ from rebatch.torch._oom import is_oom
 from rebatch.torch._only_check import check_if_asked
 from rebatch.torch._outputs import joined, kept, split_result
 from rebatch.torch._probe import Probe, run_probe
+from rebatch.torch._reached import Reached
 from rebatch.torch._report import MapReport, Report, point_of, report_of
 from rebatch.torch._session import Ended, Session, check_names, session_options, why_of
 from rebatch.torch._state import Generators, cuda_devices_of
+from rebatch.torch._tree import unique
 from rebatch.torch._update import Update, check_has
 
 if TYPE_CHECKING:
@@ -227,6 +229,8 @@ class Step:
         _check_match(self._modules, self._update, state)
         self._is_fresh = gradients == "fresh"
         self._audit = Audit(_named_modules(model), _named_state(state), self._changed_by_updates)
+        self._functions: Optional[List[Any]] = None  # of the program; by default loss_fn
+        self._reached = Reached(self._functions_that_run, self._audit.handled)
         if window is None and (cost or options.get("learn")):
             window = True  # each rank has its own sizes
         self._ranks = _ranks_of(self._modules, group, group_timeout, window)
@@ -326,12 +330,17 @@ class Step:
         c.check(lib.rebatch_set_step(self._session.rb, self._number))
         return self._session
 
+    def _functions_that_run(self) -> List[Any]:
+        """Those of the program that run in a micro-batch."""
+        return self._functions or [self.loss_fn]
+
     def _changed_by_updates(self) -> List[torch.nn.Parameter]:
         return self._window.trained() if self._window else self._update.parameters
 
     def _guards(self) -> list:
         """What saves and restores the state that an attempt changes."""
-        return [self._generators_saved, self._audit]
+        reached = self._reached.guard(lambda: self._session)
+        return [reached, self._generators_saved, self._audit]
 
     def _make_ops(self) -> c.StepOps:
         ops = c.StepOps(flags=c.StepFlag.DECLARES_MUTATION)
@@ -439,12 +448,14 @@ class Step:
             with self._accumulators.launching(total) if is_launching else _nothing:
                 self._update.backward(loss)
             detached, extras, loss = loss.detach(), kept(extras), None
-        except BaseException:
+        except BaseException as error:
             if loss is not None and count == self._samples:
                 self._cuts.note_failed(self, loss)
                 loss = None
             self._accumulators.clear()
             self._audit.put_back(c.GuardPoint.ATTEMPT)
+            if is_oom(error):
+                self._reached.put_back(c.GuardPoint.ATTEMPT)
             raise
         self._declare()
         if is_apart:
@@ -559,8 +570,14 @@ class Step:
             self._loss = None
         self._weight = self._normalizer(batch) if self._normalizer else None
         self._divisor, self._total = self._weight, self._samples  # of all ranks, in a step
+        modules, tensors = self._reached.begin(self._audit.tree.known_without_reached())
+        self._audit.set_reached(modules)
         self._audit.begin(batch, is_training)
-        self._trained, self._kept = self._update.with_gradients(self._audit.tree.parameters())
+        known = self._audit.tree.parameters() + tensors
+        if self._ranks:  # their gradients are this rank's own
+            own = {id(p) for p in (*self._audit.tree.parameters_of_reached(), *tensors)}
+            known = [p for p in known if id(p) not in own]
+        self._trained, self._kept = self._update.with_gradients(unique(known))
         if self._window:
             self._trained, self._kept = self._window.trained(), []
 
@@ -569,6 +586,7 @@ class Step:
 
     def _end(self) -> None:
         self._audit.end()
+        self._reached.end()
         self._batch = self._weight = self._divisor = None
         self._trained = self._kept = []
         self._extras.clear()

@@ -1,0 +1,401 @@
+"""What a function of the program reaches outside of the model, and what an attempt that failed has
+changed there: variables of the functions around it, globals that it names, the object whose method
+it is, its default arguments, and those of a functools.partial.
+
+Before each attempt the values of these variables are noted, with the entries of containers, the
+attributes of objects and the versions of tensors. That is exact for numbers, small containers and
+small NumPy arrays, so they are put back; a tensor that changes in place is copied once an attempt
+has shown that."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import types
+import warnings
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
+
+import torch
+
+from rebatch import _library as c
+from rebatch._library import GuardPoint
+from rebatch.torch._copies import Copies, copies_on_host
+from rebatch.torch._reach import Slots, is_of_the_program
+from rebatch.torch._state import functions_of
+from rebatch.torch._tree import put_back_entries
+
+# Containers of so many entries are looked into, and of so many are put back whole. Of a longer one
+# the length and the ends are noted: a list that has grown is cut.
+_LOOKED_INTO, _COPIED = 64, 1024
+# So many containers, objects and tensors are looked at.
+_MOST_PARTS = 512
+# Arrays of NumPy up to this size are copied.
+_ARRAY_BYTES = 64 << 10
+# Tensors of which nothing is known are copied to the host in the first step, up to this size in
+# all. Later those of a variable in which one has changed before, each up to the other size.
+_FIRST_BYTES, _SMALL_BYTES = 64 << 20, 1 << 20
+
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_SKIPPED, _TENSOR, _MODULE, _ENTRIES, _TUPLE, _OBJECT, _CLASS, _ARRAY, _GENERATOR = range(9)
+_MISSING = object()
+
+
+def _is_metric(kind: type) -> bool:
+    """As those of torcheval and ignite."""
+    return all(callable(getattr(kind, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _kind_of(kind: type) -> int:
+    """How values of a type are looked at."""
+    for base, how in (
+        (torch.Tensor, _TENSOR),
+        (torch.nn.Module, _MODULE),
+        ((list, dict, set, collections.deque), _ENTRIES),
+        (tuple, _TUPLE),
+        (torch.Generator, _GENERATOR),
+        ((types.SimpleNamespace, argparse.Namespace), _OBJECT),
+    ):
+        if issubclass(kind, base):
+            return how
+    if kind is random.Random or (kind.__module__.startswith("numpy.random") and _has_state(kind)):
+        return _GENERATOR
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return _ARRAY
+    if issubclass(kind, type):
+        return _CLASS
+    return _OBJECT if is_of_the_program(kind) or _is_metric(kind) else _SKIPPED
+
+
+def _has_state(kind: type) -> bool:
+    return hasattr(kind, "bit_generator") or hasattr(kind, "get_state")
+
+
+class _Kinds(dict):
+    def __missing__(self, kind: type) -> int:
+        how = self[kind] = _kind_of(kind)
+        return how
+
+
+_kinds = _Kinds()
+_kinds.update(dict.fromkeys((*_ATOMS, types.FunctionType, types.ModuleType), _SKIPPED))
+
+
+def _copy_of(container: Any) -> Any:
+    for kind in (dict, set):
+        if isinstance(container, kind):
+            return kind(container)
+    return list(container)
+
+
+def _ends_of(container: Any) -> tuple:
+    """The length, and of a sequence the first and the last entry."""
+    is_sequence = isinstance(container, (list, collections.deque))
+    return (len(container), *((container[0], container[-1]) if is_sequence else ()))
+
+
+class Marks:
+    """What some variables held at one time."""
+
+    def __init__(self, slots: Slots, known_modules: Any = ()):
+        self._slots, self._known = slots, known_modules
+        self.values = slots.values()
+        self._entries: List[tuple] = []  # (container, its entries)
+        self._classes: List[tuple] = []  # (class, its attributes)
+        self._ends: List[tuple] = []  # (long container, its length and ends)
+        self._arrays: List[tuple] = []  # (array, copy)
+        self._generators: List[tuple] = []  # (how to put the state back, state)
+        self.tensors: List[torch.Tensor] = []
+        self.slots: List[int] = []  # in which these are
+        self.modules: Dict[torch.nn.Module, int] = {}  # that are none of the model's, and slots
+        self._seen: Set[int] = set()
+        for i, value in enumerate(self.values):
+            if _kinds[type(value)]:
+                self._walk(value, i)
+        self.versions = [_version(t) for t in self.tensors]
+
+    def _walk(self, value: Any, slot: int) -> None:
+        found, seen = [value], self._seen
+        while found and len(seen) < _MOST_PARTS:
+            part = found.pop()
+            how = _kinds[type(part)]
+            if not how or id(part) in seen:
+                continue
+            if how != _TUPLE:  # tuples are made anew
+                seen.add(id(part))
+            if how == _TENSOR:
+                self.tensors.append(part)
+                self.slots.append(slot)
+            elif how == _ENTRIES:
+                found += self._note_container(part)
+            elif how == _TUPLE:
+                found += part[:_LOOKED_INTO]
+            elif how == _OBJECT:
+                attributes = getattr(part, "__dict__", None)
+                if attributes is not None:
+                    found += self._note_container(attributes)
+            elif how == _MODULE:
+                if part not in self._known:
+                    self.modules.setdefault(part, slot)
+            elif how == _CLASS:
+                found += self._note_class(part)
+            else:
+                self._note_other(part, how)
+
+    def _note_container(self, container: Any) -> Sequence[Any]:
+        """Returns what it holds."""
+        length = len(container)
+        if length > _COPIED:
+            self._ends.append((container, _ends_of(container)))
+            return ()
+        entries = _copy_of(container)
+        self._entries.append((container, entries))
+        if length > _LOOKED_INTO:
+            return ()
+        return list(entries.values()) if isinstance(entries, dict) else entries
+
+    def _note_other(self, part: Any, how: int) -> None:
+        if how == _ARRAY:
+            if part.nbytes <= _ARRAY_BYTES and part.flags.writeable:
+                self._arrays.append((part, part.copy()))
+        elif how == _GENERATOR:
+            get, put = functions_of(part)
+            self._generators.append((put, get()))
+
+    def _note_class(self, part: type) -> Iterable[Any]:
+        """Returns what it holds."""
+        if not is_of_the_program(part):
+            return ()
+        data = {
+            name: value
+            for name, value in vars(part).items()
+            if name[:2] != "__" and (_kinds[type(value)] or type(value) in _ATOMS)
+        }
+        self._classes.append((part, data))
+        return data.values()
+
+    # ---- after an attempt that failed ----
+
+    def put_back(self) -> None:
+        """All but the contents of tensors and arrays, and generators."""
+        self._slots.put_back(self.values)
+        for container, entries in self._entries:
+            put_back_entries(container, entries)
+        for owner, attributes in self._classes:
+            for name, value in attributes.items():
+                if vars(owner).get(name, _MISSING) is not value:
+                    setattr(owner, name, value)
+
+    def put_back_contents(self) -> None:
+        for array, copy in self._arrays:
+            if array.tobytes() != copy.tobytes():
+                array[...] = copy
+        for put, state in self._generators:
+            put(state)
+
+    def cut_back(self) -> List[Any]:
+        """Long containers that have grown at their end are as they were. Returns those that have
+        changed otherwise."""
+        return [container for container, ends in self._ends if not _cut_back(container, ends)]
+
+    def changed(self, later: Optional["Marks"] = None) -> List[Tuple[torch.Tensor, int]]:
+        """The tensors that have changed in place until `later`, or until now, and their slots."""
+        if later and self.versions == later.versions and _are_same(self.tensors, later.tensors):
+            return []
+        return [
+            (tensor, slot)
+            for tensor, slot, version in zip(self.tensors, self.slots, self.versions)
+            if _version(tensor) != version
+        ]
+
+    def name_of(self, wanted: Any) -> str:
+        """A variable, with the way from it to what it holds."""
+        for name, value in zip(self._slots.names, self.values):
+            found, seen = [(name, value)], set()
+            while found and len(seen) < _MOST_PARTS:
+                name, part = found.pop(0)
+                if part is wanted:
+                    return name
+                if id(part) not in seen and _kinds[type(part)]:
+                    seen.add(id(part))
+                    found += _named_parts(name, part)
+        return "a variable"
+
+
+def _named_parts(name: str, part: Any) -> Iterator[Tuple[str, Any]]:
+    how = _kinds[type(part)]
+    if how == _OBJECT:
+        yield from ((f"{name}.{k}", v) for k, v in getattr(part, "__dict__", {}).items())
+    elif how == _TUPLE or isinstance(part, (list, collections.deque)):
+        yield from ((f"{name}[{i}]", v) for i, v in enumerate(list(part)[:_LOOKED_INTO]))
+    elif isinstance(part, dict):
+        yield from ((f"{name}[{k!r}]", v) for k, v in list(part.items())[:_LOOKED_INTO])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # it has none: one of inference mode
+        return 0
+
+
+def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+
+
+def _cut_back(container: Any, ends: tuple) -> bool:
+    length = ends[0]
+    now = len(container)
+    if isinstance(container, (list, collections.deque)):
+        if now < length or container[0] is not ends[1] or container[length - 1] is not ends[2]:
+            return False
+        for _ in range(now - length):
+            container.pop()
+        return True
+    if now < length or isinstance(container, set):
+        return now == length
+    for _ in range(now - length):
+        container.popitem()  # that which was added last
+    return True
+
+
+class Reached:
+    """Saves and restores, at the points of a session's guards, what some functions reach. Modules
+    that they reach are for the audit to save, and so are the tensors whose ids handled() gives."""
+
+    def __init__(
+        self,
+        functions: Callable[[], Sequence[Any]],
+        handled: Callable[[], Set[int]] = set,
+    ):
+        self._functions, self._handled = functions, handled
+        self._slots = Slots(())
+        self._marks: Dict[int, Marks] = {}
+        self._running: Optional[Marks] = None  # what an attempt began with
+        self._copies = {point: Copies() for point in GuardPoint}
+        self._changing: Set[int] = set()  # slots in which a tensor was seen to change in place
+        self._changing_tensors: Dict[int, torch.Tensor] = {}
+        self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_first = True  # no attempt has succeeded
+        self._told: Set[str] = set()
+
+    def begin(self, known_modules: Any = ()) -> Tuple[List[tuple], List[torch.Tensor]]:
+        """Before a step or an evaluation. Returns the modules that are not known yet, by name, and
+        tensors that get gradients by themselves and are in no module."""
+        functions = list(self._functions())
+        if not self._slots.are_of(functions):
+            self._slots = Slots(functions)
+            self._changing.clear()
+        marks = Marks(self._slots, known_modules)
+        modules = [(marks.name_of(module), module) for module in marks.modules]
+        return modules, [t for t in marks.tensors if t.requires_grad and t.is_leaf]
+
+    def end(self) -> None:
+        """After it: nothing of the step is held."""
+        self._marks.clear()
+        self._running, self._first = None, []
+
+    # ---- the points ----
+
+    def save(self, point: int) -> None:
+        if not self._slots.names:
+            return
+        marks = Marks(self._slots)
+        if self._running and point == GuardPoint.ATTEMPT:
+            self._learn(marks)
+        if point == GuardPoint.STEP and self._is_first:
+            self._first = copies_on_host(marks.tensors, _FIRST_BYTES)
+        self._marks[point] = marks
+        self._running = marks if point == GuardPoint.ATTEMPT else None
+        if self._changing:
+            self._copies[point].save(self._copied(marks))
+
+    def _learn(self, now: Marks) -> None:
+        """An attempt has succeeded."""
+        self._is_first = False
+        for tensor, slot in self._running.changed(now):
+            self._changing.add(slot)
+            self._changing_tensors[id(tensor)] = tensor
+
+    def _copied(self, marks: Marks) -> Dict[Any, torch.Tensor]:
+        there = {id(t) for t in marks.tensors}
+        self._changing_tensors = {k: t for k, t in self._changing_tensors.items() if k in there}
+        return {
+            (slot, i): tensor
+            for i, (tensor, slot) in enumerate(zip(marks.tensors, marks.slots))
+            if slot in self._changing
+            and (tensor.nbytes <= _SMALL_BYTES or id(tensor) in self._changing_tensors)
+        }
+
+    def guard(self, session: Callable[[], Any]) -> "_Guard":
+        """For a session that is made later."""
+        return _Guard(self, session)
+
+    def put_back(self, point: int) -> None:
+        """All but contents of tensors, so that what a failed attempt made is let go."""
+        if point in self._marks:
+            self._marks[point].put_back()
+
+    def restore(self, point: int) -> None:
+        """Raises Error where a tensor cannot be put back."""
+        if point not in self._marks:
+            return
+        marks, self._running = self._marks[point], None
+        changed = marks.changed()
+        self.put_back(point)
+        marks.put_back_contents()
+        self._warn_of_long(marks, marks.cut_back())
+        if changed:
+            self._put_back_tensors(marks, changed, point)
+
+    @torch.no_grad()
+    def _put_back_tensors(self, marks: Marks, changed: List[tuple], point: int) -> None:
+        saved = self._copies[point].has() if self._changing else ()
+        first = {id(t): copy for t, copy in self._first}
+        if point == GuardPoint.ATTEMPT:  # some had changed since then
+            first = {key: t for key, t in first.items() if key not in self._changing_tensors}
+        if saved:
+            self._copies[point].restore()
+        lost, handled = [], self._handled()
+        for tensor, slot in changed:
+            self._changing.add(slot)
+            self._changing_tensors[id(tensor)] = tensor
+            if id(tensor) in saved or id(tensor) in handled:
+                continue
+            if id(tensor) in first and tensor.shape == first[id(tensor)].shape:
+                tensor.copy_(first[id(tensor)])
+            else:
+                lost.append(tensor)
+        if lost:
+            names = ", ".join(repr(marks.name_of(t)) for t in lost[:3])
+            raise c.Error(
+                f"rebatch: {names} changed in place in an attempt that failed, and there is no "
+                "copy of what was there before: give the Step state=[...] with it, or let loss_fn "
+                "return (loss, extras), which has each sample once in step.outputs",
+                c.Status.E_STATE,
+            )
+
+    def _warn_of_long(self, marks: Marks, containers: List[Any]) -> None:
+        names = [marks.name_of(container) for container in containers]
+        new = [name for name in names if name not in self._told]
+        if new:
+            self._told.update(new)
+            warnings.warn(
+                f"rebatch: {', '.join(map(repr, new[:3]))} has more than {_COPIED} entries, and "
+                "changed in an attempt that failed, which stays: expected loss_fn to return (loss, "
+                "extras), which has each sample once in step.outputs",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class _Guard:
+    """Of one session. After an exception of the program's own its variables stay as they are, as
+    without rebatch: nothing runs again, and they may tell what went wrong."""
+
+    def __init__(self, reached: Reached, session: Callable[[], Any]):
+        self._reached, self._session, self.save = reached, session, reached.save
+
+    def restore(self, point: int) -> None:
+        if self._session().error is None:
+            self._reached.restore(point)

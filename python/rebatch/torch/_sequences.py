@@ -1,0 +1,69 @@
+"""Batches that are cut through time: modules of PyTorch that take the first dimension of their input
+for time, and get one that follows the cut."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Dict, Iterator, Tuple
+
+import torch
+
+# Those of nn.Transformer have attention in them.
+_TIME_FIRST = (torch.nn.RNNBase, torch.nn.MultiheadAttention)
+
+
+class Sequences:
+    """Watches the inputs of such modules while parts of several sizes run. A module whose samples
+    are along the second dimension gets as many time steps from a part of any size; so the first
+    dimension of an input follows the size of the part only where time, or the samples in its place,
+    was cut."""
+
+    def __init__(self, root: torch.nn.Module):
+        self._modules = {
+            name: module
+            for name, module in root.named_modules()
+            if isinstance(module, _TIME_FIRST) and not module.batch_first
+        }
+        self.count = 0  # samples of the part that runs
+        self._follows: Dict[str, Dict[int, tuple]] = {}  # by module and count, the input's shape
+        self._stays = set()  # modules whose input has another first dimension
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        hooks = [
+            module.register_forward_pre_hook(self._hook_of(name), with_kwargs=True)
+            for name, module in self._modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook_of(self, name: str) -> Any:
+        def hook(_module: Any, arguments: tuple, keywords: Dict[str, Any]) -> None:
+            given = arguments[0] if arguments else keywords.get("input", keywords.get("query"))
+            if not isinstance(given, torch.Tensor) or given.dim() != 3:
+                return
+            if given.shape[0] == self.count:
+                self._follows.setdefault(name, {})[self.count] = tuple(given.shape)
+            else:
+                self._stays.add(name)
+
+        return hook
+
+    def found(self) -> Tuple[str, str]:
+        """Why such a module makes a difference, and what to do; or two empty texts."""
+        for name, shapes in self._follows.items():
+            are_others = any(shape[1] != count for count, shape in shapes.items())
+            if len(shapes) < 2 or name in self._stays or not are_others:
+                continue
+            count, shape = max(shapes.items())
+            return (
+                f"{name!r}, of type {type(self._modules[name]).__name__} with batch_first=False, "
+                f"takes the first dimension of its input for time, and that was cut: the input for "
+                f"{count} samples has the shape {shape}",
+                "for a batch of the shape (time, samples, features) give the Step batch_dim=1; "
+                "where the samples come first, make the module with batch_first=True",
+            )
+        return "", ""
