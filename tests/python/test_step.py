@@ -11,6 +11,7 @@ from rebatch.torch._backward import Backward
 from models import (
     FailAt,
     HalfStep,
+    Unseen,
     fails_above,
     make,
     out_of_memory,
@@ -180,7 +181,7 @@ def test_a_failed_step_leaves_parameters_buffers_and_generators_as_they_were():
 
 def test_nothing_of_a_failed_attempt_is_kept_alive():
     model, batch, loss_fn = make("mlp")
-    alive = []
+    alive = Unseen()
 
     def watched(m, part):
         activations = m(part[0])
@@ -199,9 +200,8 @@ def test_nothing_of_a_failed_attempt_is_kept_alive():
 
 
 def test_only_the_samples_that_failed_run_again():
-    ran = []
+    ran, fails = Unseen(), Unseen(True)
     model, batch, loss_fn = make("mlp")
-    fails = [True]
 
     def once(m, part):
         ran.append(len(part[0]))
@@ -213,7 +213,7 @@ def test_only_the_samples_that_failed_run_again():
         model, torch.optim.SGD(model.parameters(), 0.1), once, micro_start=4, log_level="quiet"
     )
     step(batch)
-    assert ran == [4, 4, 4, 2, 2, 2, 2]
+    assert list(ran) == [4, 4, 4, 2, 2, 2, 2]
     assert step.report.redone_samples == 4
 
 
@@ -460,7 +460,7 @@ def test_batch_norm_is_not_given_one_sample_that_is_left_over(options, cut, wher
     """BatchNorm refuses a single value per channel. 33 samples, of which 16 fit."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        torch.nn.Linear(8, 4, bias=False), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
     )
     batch = (torch.randn(33, 8), torch.randn(33, 1))
     limited, counts = fails_above(regression_loss, 16, where), []

@@ -255,7 +255,8 @@ class _Comparison:
         named = self._root[0] if len(self._root) == 1 else self._root
         self._named = named
         places = places_outside(named, step.loss_fn, step._owners)
-        self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
+        generators = [*step._generators, *step._reached.generators]
+        self._generators = AllGenerators(cuda_devices_of(tensors), generators)
         self._snapshot = Snapshot(places, self._generators)
         end = first + large
         self._whole = [(first, large)]

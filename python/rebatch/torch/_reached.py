@@ -104,7 +104,8 @@ class Marks:
         self._classes: List[tuple] = []  # (class, its attributes)
         self._ends: List[tuple] = []  # (long container, its length and ends)
         self._arrays: List[tuple] = []  # (array, copy)
-        self._generators: List[tuple] = []  # (how to put the state back, state)
+        self.generators: List[Any] = []
+        self._states: List[tuple] = []  # (how to put a generator's state back, state)
         self.tensors: List[torch.Tensor] = []
         self.slots: List[int] = []  # in which these are
         self.modules: Dict[torch.nn.Module, int] = {}  # that are none of the model's, and slots
@@ -160,7 +161,8 @@ class Marks:
                 self._arrays.append((part, part.copy()))
         elif how == _GENERATOR:
             get, put = functions_of(part)
-            self._generators.append((put, get()))
+            self.generators.append(part)
+            self._states.append((put, get()))
 
     def _note_class(self, part: type) -> Iterable[Any]:
         """Returns what it holds."""
@@ -190,7 +192,7 @@ class Marks:
         for array, copy in self._arrays:
             if array.tobytes() != copy.tobytes():
                 array[...] = copy
-        for put, state in self._generators:
+        for put, state in self._states:
             put(state)
 
     def cut_back(self) -> List[Any]:
@@ -278,6 +280,7 @@ class Reached:
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []
         self._is_first = True  # no attempt has succeeded
         self._told: Set[str] = set()
+        self.generators: List[Any] = []  # that the functions reach
 
     def begin(self, known_modules: Any = ()) -> Tuple[List[tuple], List[torch.Tensor]]:
         """Before a step or an evaluation. Returns the modules that are not known yet, by name, and
@@ -287,13 +290,14 @@ class Reached:
             self._slots = Slots(functions)
             self._changing.clear()
         marks = Marks(self._slots, known_modules)
+        self.generators = marks.generators
         modules = [(marks.name_of(module), module) for module in marks.modules]
         return modules, [t for t in marks.tensors if t.requires_grad and t.is_leaf]
 
     def end(self) -> None:
         """After it: nothing of the step is held."""
         self._marks.clear()
-        self._running, self._first = None, []
+        self._running, self._first, self.generators = None, [], []
 
     # ---- the points ----
 

@@ -131,7 +131,8 @@ class Rehearsal:
         self._named = step._modules[0] if len(step._modules) == 1 else step._modules
         self.parameters = step._update.parameters
         tensors = [*self.parameters, *self._root.buffers()]
-        self._generators = AllGenerators(cuda_devices_of(tensors), step._generators)
+        generators = [*step._generators, *step._reached.generators]
+        self._generators = AllGenerators(cuda_devices_of(tensors), generators)
         places = all_places(self._named, step._batch, step.loss_fn, step._owners)
         self._snapshot = Snapshot(places, self._generators)
         self._outside = _Outside(step)
