@@ -349,9 +349,11 @@ def main():
     parser.add_argument("scenario", nargs="?", choices=SCENARIOS)
     parser.add_argument("way", nargs="?", choices=WAYS)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
+    parser.add_argument("--batch", type=int, default=32, help="samples a step")
+    parser.add_argument("--left", type=int, default=12, help="GiB that are left in `taken`")
     arguments = parser.parse_args()
-    size = dict(model=(768, 12, 1024, 50304), batch=32, steps=12, picture=PICTURE)
-    size.update(cap=20 * GIB, left=12 * GIB)
+    size = dict(model=(768, 12, 1024, 50304), batch=arguments.batch, steps=12, picture=PICTURE)
+    size.update(cap=20 * GIB, left=arguments.left * GIB)
     if arguments.small:
         size = dict(model=(128, 2, 64, 512), batch=32, steps=6, picture=None)
         size.update(cap=GIB // 2, left=GIB // 4)
@@ -366,6 +368,7 @@ def main():
             if way == "expandable":
                 environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
             command = [sys.executable, __file__, scenario, way]
+            command += ["--batch", str(arguments.batch), "--left", str(arguments.left)]
             command += ["--small"] if arguments.small else []
             failed += subprocess.run(command, env=environment).returncode != 0
     return failed
