@@ -104,9 +104,10 @@ class Ranks:
     def _begin_lockstep(self, lockstep: Lockstep) -> None:
         self.window = self.lockstep = lockstep
         lockstep.on_lost = self._note_lost
-        has_norm = self.accumulators.has_norm
+        before = self.accumulators
         self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
-        self.accumulators.has_norm = has_norm
+        self.accumulators.has_norm = before.has_norm
+        self.accumulators.scaler = before.scaler
 
     def leave_window(self) -> None:
         """From now on parameters are not whole. All ranks call this together."""

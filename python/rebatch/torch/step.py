@@ -616,6 +616,7 @@ class Step:
         self._window = self._lockstep = self._ranks.lockstep
         self._accumulators = self._ranks.accumulators
         self._update.clip_gradients = self._accumulators.clip
+        self._update.unscale_gradients = self._accumulators.unscale
         warnings.warn(
             f"rebatch: {who} has no memory for the whole parameters of fully_shard(): from now "
             "on micro-batches gather them, on all ranks, and have the same sizes on all",

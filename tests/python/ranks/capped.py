@@ -94,6 +94,7 @@ def dies_before_its_sums(is_on_host):
     for _ in range(3):
         try:
             step(x)
-        except rebatch.PeerFailed as error:
-            errors.append((type(error).__name__, str(error), error.rank, error.is_torn))
+        except (rebatch.PeerFailed, rebatch.Error) as error:
+            rank, is_torn = getattr(error, "rank", None), getattr(error, "is_torn", False)
+            errors.append((type(error).__name__, str(error), rank, is_torn))
     return errors, time.monotonic() - began
