@@ -171,7 +171,7 @@ def _functions_in(function: Any) -> Iterator[types.FunctionType]:
     if isinstance(function, type):
         return
     if not isinstance(function, (types.FunctionType, types.MethodType)):
-        function = getattr(type(function), "__call__", None)
+        function = inspect.getattr_static(type(function), "__call__", None)
     function = getattr(function, "__func__", function)
     while isinstance(function, types.FunctionType):
         yield function

@@ -1,5 +1,5 @@
-"""Batches that are cut through time: modules of PyTorch that take the first dimension of their input
-for time, and get one that follows the cut."""
+"""Batches that are cut through time: modules of PyTorch that take the first dimension of their
+input for time, and get one that follows the cut."""
 
 from __future__ import annotations
 
