@@ -348,7 +348,7 @@ Test(pool_plan, what_outlives_its_phase_is_served_elsewhere)
 {
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         const struct script script = write_script(seed);
-        struct run run = open_less_tight(&script, 1);
+        struct run run = open_less_tight(&script, 2); /* two are kept at a time */
         unsigned char *kept = NULL;
         for (int i = 0; i < 20; i++) {
             cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
