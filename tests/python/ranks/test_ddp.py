@@ -104,7 +104,8 @@ def test_one_rank_evaluates_and_checks_alone():
 def test_each_rank_compares_its_loss_at_two_cuts():
     for found, size in zip(run("compared"), (8, 4)):
         (text,) = found["said"]
-        assert "sums over its samples" in text and f"micro-batches of {size // 4}" in text
+        smaller = max(size // 4, 2)  # BatchNorm needs two
+        assert "sums over its samples" in text and f"micro-batches of {smaller}" in text
         assert found["same"]
 
 

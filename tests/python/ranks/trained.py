@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rebatch.torch as rebatch
 import models
-from models import FailAt, fails_above, make, placed, same_bits, state_of
+from models import FailAt, Unseen, fails_above, make, placed, same_bits, state_of
 
 RANK_OF_FAILURES = 1
 
@@ -175,29 +175,29 @@ def struck_in_backward():
     x = placed(torch.randn(32, 16, generator=torch.Generator().manual_seed(3)))
     own, launched = batch_of_rank((x,))[0], []
     plain = dist.all_reduce
-    state = {"is_struck": False, "is_within": False}
+    is_struck, is_within = Unseen(False), Unseen(False)
 
     def strike(_gradient):
-        if dist.get_rank() == RANK_OF_FAILURES and not state["is_struck"]:
-            state["is_struck"] = True
+        if dist.get_rank() == RANK_OF_FAILURES and not is_struck[0]:
+            is_struck[0] = True
             time.sleep(0.2)  # the other rank waits in a bucket that comes later
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def loss_fn(model, samples):
-        state["is_within"] = True
+        is_within[0] = True
         middle = model.module[:6](samples)
         middle.register_hook(strike)
         return model.module[6:](middle).square().mean()
 
     def counted(*arguments, **keywords):
-        launched.append(state["is_within"])
+        launched.append(is_within[0])
         return plain(*arguments, **keywords)
 
     step = step_of(model, sgd(model), loss_fn)
     dist.all_reduce = counted
     try:
         plain_reduce = step._reduce
-        step._reduce = lambda: (state.update(is_within=False), plain_reduce())
+        step._reduce = lambda: (is_within.__setitem__(0, False), plain_reduce())
         step(own)
     finally:
         dist.all_reduce = plain
