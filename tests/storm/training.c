@@ -74,7 +74,7 @@ static bool open_on_pool(struct storm *s)
 static bool open_session(struct storm *s)
 {
     rebatch_options *const o = &s->plan.options;
-    const rebatch_host_options host = {sizeof host, s->plan.page_bytes};
+    const rebatch_host_options host = {sizeof host, s->plan.page_bytes, 0};
     o->on_event = on_event;
     o->on_event_user = s;
     if (rebatch_device_open_host(&s->host, STORM_PLENTY_BYTES, &host) != REBATCH_OK ||
