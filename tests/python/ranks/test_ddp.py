@@ -140,7 +140,7 @@ def test_what_cannot_be_trained_is_refused_by_name():
         assert "expected the plain model, or no group" in found["group=False"]
         assert "group is 3: expected True or a ProcessGroup" in found["group=3"]
         assert "group_timeout is 0: expected seconds above 0" in found["group_timeout"]
-        assert "expected the same model and version" in found["sizes"]
+        assert "expected the same model, version and options" in found["sizes"]
         assert len(found["alone"]) == 1 and "pass group=True" in found["alone"][0]
         assert "sparse gradient" in found["sparse"]
         assert "3 on one rank, 4 on another" in found["key"]
