@@ -118,6 +118,9 @@ bool is_gpu_used(int gpu)
     return contexts[gpu].is_used;
 }
 
+// CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, which CUDA 12 does not name.
+constexpr int MAPS_HOST_MEMORY = 141;
+
 code attribute(int *value, int asked, int gpu)
 {
     if (!is_gpu(gpu))
@@ -126,7 +129,7 @@ code attribute(int *value, int asked, int gpu)
     for (const auto &a : attributes)
         if (a.attribute == asked)
             *value = a.value;
-    if (asked == CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
+    if (asked == MAPS_HOST_MEMORY)
         *value = has_host_memory();
     return OK;
 }
