@@ -8,29 +8,30 @@
 
 bool rbi_callback_is_running(const rebatch *rb)
 {
-    return rb && rb->running && pthread_equal(rb->thread, pthread_self());
+    return rb && rb->callback.is_running && pthread_equal(rb->callback.thread, pthread_self());
 }
 
 bool rbi_callback_includes_thread(const rebatch *rb)
 {
-    return rb->running && (!rbi_is_on(rb->options.reclaim) || rbi_callback_is_running(rb) ||
-                           rbi_pool_thread_has_joined(rb->pool));
+    return rb->callback.is_running &&
+           (!rbi_is_on(rb->options.reclaim) || rbi_callback_is_running(rb) ||
+            rbi_pool_thread_has_joined(rb->pool));
 }
 
 bool rbi_callback_is_retry(const rebatch *rb)
 {
-    return rb->retried_same;
+    return rb->run.retried_same;
 }
 
 rebatch_status rebatch_reserve(rebatch *rb, size_t bytes)
 {
     if (!rb)
         return rbi_error(REBATCH_E_INVALID, "rb is NULL");
-    if (!rb->running)
+    if (!rb->callback.is_running)
         return rbi_error(REBATCH_E_STATE, "rebatch_reserve() was called outside a callback");
     if (rbi_meter_is_set(rb))
         return rbi_memory_admit(rb, bytes);
-    if (rb->is_updating && rbi_overflow_serves(rb, bytes) &&
+    if (rb->callback.is_updating && rbi_overflow_serves(rb, bytes) &&
         rbi_pool_admit(rb->pool, bytes, rb->options.stream) == REBATCH_OOM) {
         rbi_overflow_begin(rb);
         return REBATCH_OK;
@@ -42,18 +43,18 @@ void rebatch_mutating(rebatch *rb)
 {
     if (!rb)
         (void)rbi_error(REBATCH_E_INVALID, "rb is NULL");
-    else if (!rb->running)
+    else if (!rb->callback.is_running)
         (void)rbi_error(REBATCH_E_STATE, "rebatch_mutating() was called outside a callback");
     else {
-        rb->mutated = true;
-        if (rb->is_updating)
+        rb->callback.has_mutated = true;
+        if (rb->callback.is_updating)
             rbi_overflow_begin(rb);
     }
 }
 
 bool rebatch_can_escape(const rebatch *rb)
 {
-    return rbi_callback_is_running(rb) && rbi_pool_callback_depth() == rb->pool_callbacks;
+    return rbi_callback_is_running(rb) && rbi_pool_callback_depth() == rb->callback.pool_callbacks;
 }
 
 rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
@@ -61,11 +62,11 @@ rebatch_status rebatch_escape(rebatch *rb, rebatch_status status)
     if (!rbi_callback_is_running(rb))
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called outside a callback, or in another thread");
-    if (rbi_pool_callback_depth() != rb->pool_callbacks)
+    if (rbi_pool_callback_depth() != rb->callback.pool_callbacks)
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_escape() was called within a callback of a pool: expected that "
                          "one to return");
-    rb->escape_status =
+    rb->callback.escape_status =
         status ? status
                : rbi_error(REBATCH_E_INVALID, "rebatch_escape() was called with REBATCH_OK");
     longjmp(rb->escape, 1);
@@ -89,26 +90,26 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
 {
     switch (which) {
     case RBI_ZERO_GRAD:
-        return (void (*)(void))rb->ops->zero_grad;
+        return (void (*)(void))rb->run.ops->zero_grad;
     case RBI_FORWARD_BACKWARD:
-        return (void (*)(void))rb->ops->forward_backward;
+        return (void (*)(void))rb->run.ops->forward_backward;
     case RBI_OPTIMIZER:
-        return (void (*)(void))rb->ops->optimizer_step;
+        return (void (*)(void))rb->run.ops->optimizer_step;
     case RBI_RESIZE:
-        return (void (*)(void))rb->ops->resize;
+        return (void (*)(void))rb->run.ops->resize;
     case RBI_MAP:
-        return (void (*)(void))rb->ops->forward_backward;
+        return (void (*)(void))rb->run.ops->forward_backward;
     case RBI_REDUCE:
-        return (void (*)(void))rb->ops->reduce;
+        return (void (*)(void))rb->run.ops->reduce;
     default:
-        return (void (*)(void))rb->ops->lighten;
+        return (void (*)(void))rb->run.ops->lighten;
     }
 }
 
 /* A callback that does not declare is taken to change things from its first line. */
 static bool declares(const rebatch *rb, enum rbi_callback which)
 {
-    return (rb->ops->flags & REBATCH_DECLARES_MUTATION) ||
+    return (rb->run.ops->flags & REBATCH_DECLARES_MUTATION) ||
            (which == RBI_FORWARD_BACKWARD && rbi_group_is_in_lockstep(rb)) ||
            rb->declares[which] == address_of(rb, which);
 }
@@ -118,7 +119,7 @@ static bool declares(const rebatch *rb, enum rbi_callback which)
  * true of an update, which can be skipped, and of a trial. */
 static bool breaks_promise(const rebatch *rb, enum rbi_callback which)
 {
-    return (rb->ops->flags & REBATCH_DECLARES_MUTATION) && !rb->has_declared[which];
+    return (rb->run.ops->flags & REBATCH_DECLARES_MUTATION) && !rb->has_declared[which];
 }
 
 static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
@@ -131,9 +132,9 @@ static rebatch_status check_promise(rebatch *rb, const struct rbi_call *call)
 
 static void warn_of_promise(rebatch *rb)
 {
-    if (rb->warned || !breaks_promise(rb, RBI_OPTIMIZER))
+    if (rb->has_warned_of_promise || !breaks_promise(rb, RBI_OPTIMIZER))
         return;
-    rb->warned = true;
+    rb->has_warned_of_promise = true;
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_UNDECLARED);
     rbi_event_end(&event, rb);
     rbi_event_emit(rb, &event);
@@ -161,7 +162,7 @@ static rebatch_phase first_phase_of(enum rbi_callback which)
 static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
 {
     const rebatch_phase first = first_phase_of(which);
-    if (!rb->mutated && declares(rb, which))
+    if (!rb->callback.has_mutated && declares(rb, which))
         return first;
     return first == REBATCH_PHASE_FORWARD     ? REBATCH_PHASE_BACKWARD
            : first == REBATCH_PHASE_OPTIMIZER ? REBATCH_PHASE_UPDATE
@@ -174,18 +175,18 @@ static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
 {
     switch (call->which) {
     case RBI_ZERO_GRAD:
-        return rb->ops->zero_grad(rb->user);
+        return rb->run.ops->zero_grad(rb->run.user);
     case RBI_FORWARD_BACKWARD:
     case RBI_MAP:
-        return rb->ops->forward_backward(call->mb, rb->user);
+        return rb->run.ops->forward_backward(call->mb, rb->run.user);
     case RBI_OPTIMIZER:
-        return rb->ops->optimizer_step(rb->user);
+        return rb->run.ops->optimizer_step(rb->run.user);
     case RBI_RESIZE:
-        return rb->ops->resize(call->level, rb->user);
+        return rb->run.ops->resize(call->level, rb->run.user);
     case RBI_REDUCE:
-        return rb->ops->reduce(rb->is_abandoned, rb->user);
+        return rb->run.ops->reduce(rb->run.is_abandoned, rb->run.user);
     default:
-        return rb->ops->lighten((unsigned)call->level, rb->user);
+        return rb->run.ops->lighten((unsigned)call->level, rb->run.user);
     }
 }
 
@@ -193,7 +194,7 @@ static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
 static rebatch_status call_with_way_out(rebatch *rb, const struct rbi_call *which)
 {
     if (setjmp(rb->escape))
-        return rb->escape_status;
+        return rb->callback.escape_status;
     return call_user(rb, which);
 }
 
@@ -221,7 +222,7 @@ static rebatch_status confirm_oom(rebatch *rb)
  * what they are. */
 static void count_buffers(rebatch *rb)
 {
-    struct rbi_failure *failure = &rb->failure;
+    struct rbi_failure *failure = &rb->run.failure;
     const bool is_sized = failure->phase == REBATCH_PHASE_FORWARD ||
                           failure->phase == REBATCH_PHASE_BACKWARD ||
                           failure->phase == REBATCH_PHASE_MAP;
@@ -232,12 +233,12 @@ static void count_buffers(rebatch *rb)
         failure->need_bytes += rbi_resize_bytes(rb);
 }
 
-/* Fills in rb->failure from what the pool saw, `oom`; NULL: nothing. `used` is what the callback
+/* Fills in rb->run.failure from what the pool saw, `oom`; NULL: nothing. `used` is what the callback
  * used; NULL: not known. */
 static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_report *oom,
                          const struct rbi_used *used)
 {
-    struct rbi_failure *failure = &rb->failure;
+    struct rbi_failure *failure = &rb->run.failure;
     *failure = (struct rbi_failure){.phase = phase};
     if (oom) {
         failure->is_injected = rb->launch.user && rb->launch.has_injected(rb->launch.user);
@@ -263,15 +264,15 @@ static void learn_need(rebatch *rb)
     struct rbi_used used;
     const bool is_measured = rbi_meter_end(&used, rb);
     const bool has_larger =
-        rb->size < rb->buffers.size && rb->ops->resize && !rb->buffers_are_fixed;
+        rb->run.size < rb->buffers.size && rb->run.ops->resize && !rb->run.buffers_are_fixed;
     if (!is_measured || has_larger)
         return;
     struct rbi_run_need run = {.peak_bytes = rbi_resize_bytes(rb) + used.peak_bytes};
-    if (used.keeps_blocks && !rb->by_cost && !rbi_meter_is_set(rb)) {
-        run.kept_from = rb->use.first_sequence;
+    if (used.keeps_blocks && !rb->run.by_cost && !rbi_meter_is_set(rb)) {
+        run.kept_from = rb->run.use.first_sequence;
         run.kept_to = rbi_pool_allocations(rb->pool);
     }
-    rbi_need_learn_run(rb, rb->size, &run);
+    rbi_need_learn_run(rb, rb->run.size, &run);
 }
 
 /* What an update needs that makes nothing to keep is what the next one will need too. */
@@ -287,19 +288,19 @@ static void learn_update(rebatch *rb)
 static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope scope,
                              const rebatch_microbatch *mb)
 {
-    if (mb && (rb->ops->flags & REBATCH_SCOPED_MEMORY)) {
+    if (mb && (rb->run.ops->flags & REBATCH_SCOPED_MEMORY)) {
         const rebatch_status status = rb->any_stream ? rbi_callback_wait(rb) : REBATCH_OK;
         if (status)
             return status;
         rbi_scope_free_blocks(rb->pool, scope);
     }
-    if (rbi_scope_commit_phase(&rb->use, rb->pool, scope))
+    if (rbi_scope_commit_phase(&rb->run.use, rb->pool, scope))
         return rbi_error(REBATCH_E_STATE, "a callback returned with a scope of its own still open");
     if (mb && !mb->is_abandoned)
         learn_need(rb);
     if (which == RBI_OPTIMIZER)
         learn_update(rb);
-    if (rb->mutated)
+    if (rb->callback.has_mutated)
         rb->declares[which] = address_of(rb, which);
     return REBATCH_OK;
 }
@@ -310,7 +311,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
                               rebatch_status status, uint64_t ooms_before)
 {
     const rebatch_phase phase = phase_of(rb, call->which);
-    rbi_scope_end_phase(&rb->use, rb->pool, scope);
+    rbi_scope_end_phase(&rb->run.use, rb->pool, scope);
     const bool is_told =
         rbi_error_changes() != call->error_changes && rebatch_last_status() == REBATCH_OOM;
     if (status == REBATCH_OOM) {
@@ -324,47 +325,57 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     const bool pool_failed = rbi_pool_oom_count(rb->pool) != ooms_before;
     rebatch_oom_report oom;
     rbi_pool_last_own_oom(&oom, rb->pool);
-    rb->report.torn = phase == REBATCH_PHASE_UPDATE;
+    rb->run.report.torn = phase == REBATCH_PHASE_UPDATE;
     struct rbi_used used;
     const bool is_measured = rbi_meter_end(&used, rb);
-    if (rb->report.torn)
+    if (rb->run.report.torn)
         rbi_scope_commit_all(rb->pool, scope);
     else
         (void)rbi_scope_undo(rb->pool, scope);
     if (status == REBATCH_OOM && rb->lockstep.is_peers) {
-        rb->failure.available_bytes = 0; /* whatever there is here, it was not enough there */
+        rb->run.failure.available_bytes = 0; /* whatever there is here, it was not enough there */
     } else if (status == REBATCH_OOM) {
         note_failure(rb, phase, pool_failed ? &oom : NULL, is_measured ? &used : NULL);
-        rb->failure.is_unexplained = !pool_failed && !is_told && rbi_is_on(rb->options.reclaim);
-    } else if (rb->report.torn) {
+        rb->run.failure.is_unexplained = !pool_failed && !is_told && rbi_is_on(rb->options.reclaim);
+    } else if (rb->run.report.torn) {
         rbi_result_say_torn(rb, status);
     }
     return status;
 }
 
-static rebatch_status run(rebatch *rb, const struct rbi_call *which)
+static void begin(rebatch *rb, const struct rbi_call *which)
 {
-    rb->mutated = false;
+    rbi_assert(rb->run.ops && !rb->callback.is_running);
+    rb->callback = (struct rbi_running){.is_updating = which->which == RBI_OPTIMIZER,
+                                        .thread = pthread_self(),
+                                        .pool_callbacks = rbi_pool_callback_depth()};
     rbi_meter_begin(rb, first_phase_of(which->which));
-    rb->thread = pthread_self();
-    rb->pool_callbacks = rbi_pool_callback_depth();
     if (rb->drill)
         rb->drill->callback_begins(rb->drill->user, which->which, which->mb);
     rb->group.explained[0] = '\0';
-    rb->running = true;
-    rb->is_updating = which->which == RBI_OPTIMIZER;
-    if (rb->is_updating && !declares(rb, RBI_OPTIMIZER))
+    rb->callback.is_running = true;
+    if (rb->callback.is_updating && !declares(rb, RBI_OPTIMIZER))
         rbi_overflow_begin(rb);
-    const rebatch_status result = call_with_way_out(rb, which);
-    rb->running = false;
-    if (rb->is_updating)
+}
+
+static void end(rebatch *rb, const struct rbi_call *which, rebatch_status result)
+{
+    rb->callback.is_running = false;
+    if (rb->callback.is_updating)
         rbi_overflow_end(rb);
-    rb->is_updating = false;
+    rb->callback.is_updating = false;
     if (!is_fatal(result))
         rb->group.explained[0] = '\0';
-    rb->has_declared[which->which] |= rb->mutated;
+    rb->has_declared[which->which] |= rb->callback.has_mutated;
     if (rb->drill)
         rb->drill->callback_ended(rb->drill->user, result);
+}
+
+static rebatch_status run(rebatch *rb, const struct rbi_call *which)
+{
+    begin(rb, which);
+    const rebatch_status result = call_with_way_out(rb, which);
+    end(rb, which, result);
     return rbi_result_check(rb, which, result);
 }
 
@@ -385,7 +396,7 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
 /* Calls of one callback repeat where size and level are the same. */
 static uint64_t key_of(const rebatch *rb, enum rbi_callback which)
 {
-    const uint64_t size = which == RBI_FORWARD_BACKWARD || which == RBI_MAP ? rb->size : 0;
+    const uint64_t size = which == RBI_FORWARD_BACKWARD || which == RBI_MAP ? rb->run.size : 0;
     return (size * RBI_CALLBACKS + (uint64_t)which) * UINT64_C(0x9e3779b97f4a7c15) + rb->lighten +
            1;
 }
@@ -436,7 +447,8 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
 static uint64_t owner_of(const rebatch *rb)
 {
     const uint64_t factor = UINT64_C(0x9e3779b97f4a7c15);
-    return ((uint64_t)(uintptr_t)rb->ops->resize * factor ^ (uint64_t)(uintptr_t)rb->user) * factor;
+    return ((uint64_t)(uintptr_t)rb->run.ops->resize * factor ^ (uint64_t)(uintptr_t)rb->run.user) *
+           factor;
 }
 
 /* resize has freed the address of an old buffer, which may be a mistake where a new block is. */
@@ -514,7 +526,7 @@ static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, reba
 rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
 {
     const struct rbi_call call = {RBI_LIGHTEN, NULL, level, rbi_error_changes()};
-    const struct rbi_failure failure = rb->failure; /* of the callback before this one */
+    const struct rbi_failure failure = rb->run.failure; /* of the callback before this one */
     rebatch_scope scope;
     rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
@@ -530,6 +542,6 @@ rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
         if (status == REBATCH_E_UNSUPPORTED) /* what it tried is no callback's to answer for */
             (void)rbi_device_take_last_error(rb->device);
     }
-    rb->failure = failure;
+    rb->run.failure = failure;
     return status;
 }

@@ -5,13 +5,13 @@
 /* What costs nothing still is one unit, so that a budget always means something. */
 static size_t cost_of(const rebatch *rb, size_t first, size_t count)
 {
-    const uint64_t cost = rb->ops->cost(first, count, rb->user);
+    const uint64_t cost = rb->run.ops->cost(first, count, rb->run.user);
     return cost == 0 ? 1 : cost > SIZE_MAX ? SIZE_MAX : (size_t)cost;
 }
 
 size_t rbi_size_of(const rebatch *rb, size_t first, size_t count)
 {
-    return rb->by_cost ? cost_of(rb, first, count) : count;
+    return rb->run.by_cost ? cost_of(rb, first, count) : count;
 }
 
 /* The most samples from `first` on, up to `most`, that cost no more than the budget; 0: not even
@@ -41,7 +41,7 @@ static size_t within_budget(const rebatch *rb, size_t first, size_t most, size_t
 
 size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
 {
-    const size_t most = rbi_min(rbi_micro_upper(rb, rb->batch), rb->batch - first);
+    const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), rb->run.batch - first);
     const size_t count = within_budget(rb, first, most, budget);
     if (count == most)
         return most;
@@ -54,19 +54,19 @@ size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
  * has chosen runs as it is, unless too few samples would be left. */
 static size_t cut_by_size(rebatch *rb, size_t first)
 {
-    const size_t size = rbi_micro_size(rb, rb->batch);
-    const size_t left = rb->batch - first;
+    const size_t size = rbi_micro_size(rb, rb->run.batch);
+    const size_t left = rb->run.batch - first;
     if (left <= size)
         return first ? rbi_rest_size(&rb->options, left) : left;
     if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest) {
-        rb->cut_size = 0; /* what it leaves is cut anew */
+        rb->run.cut_size = 0; /* what it leaves is cut anew */
         return size;
     }
-    if (first == 0 || rb->cut_size != size) {
-        rb->cut_size = size;
-        rb->is_cut_even = rbi_ends_short(&rb->options, size, left);
+    if (first == 0 || rb->run.cut_size != size) {
+        rb->run.cut_size = size;
+        rb->run.is_cut_even = rbi_ends_short(&rb->options, size, left);
     }
-    return rb->is_cut_even ? rbi_even_size(&rb->options, size, left) : size;
+    return rb->run.is_cut_even ? rbi_even_size(&rb->options, size, left) : size;
 }
 
 /* A micro-batch after which too few samples would be left leaves the smallest size, if it can. */
@@ -81,19 +81,19 @@ static size_t leave_smallest(const rebatch *rb, size_t count, size_t left)
 
 size_t rbi_cut(rebatch *rb, size_t first)
 {
-    if (!rb->by_cost)
+    if (!rb->run.by_cost)
         return cut_by_size(rb, first);
-    const size_t left = rb->batch - first;
-    const size_t most = rbi_min(rbi_micro_upper(rb, rb->batch), left);
+    const size_t left = rb->run.batch - first;
+    const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), left);
     const size_t count = rbi_cut_to(rb, first, rb->sizes.budget);
-    rb->cut_by_budget |= count < most;
+    rb->run.cut_by_budget |= count < most;
     return leave_smallest(rb, count ? count : rbi_min(rbi_round_size_up(&rb->options, 1), most),
                           left);
 }
 
 void rbi_size_set(rebatch *rb, size_t size)
 {
-    if (rb->by_cost)
+    if (rb->run.by_cost)
         rb->sizes.budget = size;
     else
         rb->sizes.micro = size;
@@ -101,23 +101,21 @@ void rbi_size_set(rebatch *rb, size_t size)
 
 size_t rbi_size_get(const rebatch *rb)
 {
-    return rb->size;
+    return rb->run.size;
 }
 
 uint64_t rbi_budget(const rebatch *rb)
 {
-    return rb->by_cost && rb->sizes.budget != SIZE_MAX ? rbi_max(rb->sizes.budget, 1) : 0;
+    return rb->run.by_cost && rb->sizes.budget != SIZE_MAX ? rbi_max(rb->sizes.budget, 1) : 0;
 }
 
 /* The first step by cost: the size to start with is in samples. */
 void rbi_budget_begin(rebatch *rb)
 {
-    rb->by_cost = rb->ops->cost != NULL;
-    rb->cut_by_budget = false;
-    if (!rb->by_cost || rb->sizes.has_budget)
+    if (!rb->run.by_cost || rb->sizes.has_budget)
         return;
     rb->sizes.has_budget = true;
     const size_t start =
         rb->sizes.learning.is_on ? rbi_round_size_up(&rb->options, 1) : rb->options.micro_start;
-    rb->sizes.budget = start && start < rb->batch ? cost_of(rb, 0, start) : SIZE_MAX;
+    rb->sizes.budget = start && start < rb->run.batch ? cost_of(rb, 0, start) : SIZE_MAX;
 }

@@ -43,11 +43,12 @@ rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebat
 
 static rebatch_status begin_run(rebatch *rb, size_t size)
 {
-    rb->most = size;
     rb->sizes.micro = size;
     rb->sizes.budget = SIZE_MAX;
     rb->sizes.has_budget = true;
-    rbi_step_begin(rb, rb->ops, rb->batch, rb->user);
+    const struct rbi_task task = {rb->run.ops, rb->run.user, rb->run.batch, size,
+                                  RBI_FORWARD_BACKWARD};
+    rbi_run_begin(rb, &task);
     return rbi_step_open_scope(rb);
 }
 
@@ -73,8 +74,8 @@ rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran)
 /* Buffers grow with the micro-batches. */
 static rebatch_status run_part(rebatch *rb, const rebatch_microbatch *mb)
 {
-    rb->most = rb->sizes.micro = rbi_max(rb->sizes.micro, mb->count);
-    rb->size = rbi_size_of(rb, mb->first, mb->count);
+    rb->run.most = rb->sizes.micro = rbi_max(rb->sizes.micro, mb->count);
+    rb->run.size = rbi_size_of(rb, mb->first, mb->count);
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
@@ -116,7 +117,6 @@ void rbi_drill_end(struct rbi_drill *drill, rebatch *rb)
     rb->options.on_event = drill->on_event;
     rb->log.level = drill->log_level;
     rb->drill = NULL;
-    rb->most = SIZE_MAX;
     rbi_step_end(rb);
     forget_saved(drill);
 }

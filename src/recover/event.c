@@ -14,9 +14,9 @@ static const char *const texts[] = {
 rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
 {
     return (rebatch_event){.kind = kind,
-                           .phase = rb->samples_callback == RBI_MAP ? REBATCH_PHASE_MAP : 0,
-                           .batch = rb->batch,
-                           .micro_before = rbi_micro_size(rb, rb->batch),
+                           .phase = rb->run.samples_callback == RBI_MAP ? REBATCH_PHASE_MAP : 0,
+                           .batch = rb->run.batch,
+                           .micro_before = rbi_micro_size(rb, rb->run.batch),
                            .lighten_before = rb->lighten,
                            .lighten_after = rb->lighten,
                            .cost_before = rbi_budget(rb)};
@@ -24,7 +24,7 @@ rebatch_event rbi_event_begin(const rebatch *rb, rebatch_event_kind kind)
 
 void rbi_event_end(rebatch_event *event, const rebatch *rb)
 {
-    event->micro_after = rbi_micro_size(rb, rb->batch);
+    event->micro_after = rbi_micro_size(rb, rb->run.batch);
     event->cost_after = rbi_budget(rb);
     event->lighten_after = rb->lighten;
 }

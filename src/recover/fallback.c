@@ -7,13 +7,13 @@
 
 static bool has_too_many_in_row(const rebatch *rb)
 {
-    return rb->options.max_ooms_in_row && rb->ooms_in_row >= rb->options.max_ooms_in_row;
+    return rb->options.max_ooms_in_row && rb->run.ooms_in_row >= rb->options.max_ooms_in_row;
 }
 
 static bool has_given_up(const rebatch *rb)
 {
-    return rb->report.ooms >= rb->options.max_attempts || has_too_many_in_row(rb) ||
-           rb->is_refused_again;
+    return rb->run.report.ooms >= rb->options.max_attempts || has_too_many_in_row(rb) ||
+           rb->run.is_refused_again;
 }
 
 /* Steps in a row that needed "once more": the size is just too large for how memory lies. */
@@ -23,8 +23,8 @@ static bool has_given_up(const rebatch *rb)
  * memory was there all along, in the wrong place or the wrong hands. */
 static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
 {
-    const struct rbi_failure *failure = &rb->failure;
-    if (rb->retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
+    const struct rbi_failure *failure = &rb->run.failure;
+    if (rb->run.retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
     const bool can_shrink = mb && rbi_round_size(&rb->options, mb->count - 1) > 0;
     if (can_shrink && (failure->is_injected || rb->sizes.retry_row >= MOST_RETRY_ROW))
@@ -37,12 +37,12 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
  * model is rarely far off. */
 static size_t refit(const rebatch *rb, size_t failed)
 {
-    const struct rbi_failure *failure = &rb->failure;
+    const struct rbi_failure *failure = &rb->run.failure;
     size_t size = failed - rbi_max(failed / 16, 1);
     if (failure->need_bytes > failure->available_bytes)
         size = rbi_min(size, rbi_saturate((double)failed * (double)failure->available_bytes /
                                           (double)failure->need_bytes));
-    return rb->by_cost ? size : rbi_round_size(&rb->options, size);
+    return rb->run.by_cost ? size : rbi_round_size(&rb->options, size);
 }
 
 /* Sizes that ran do not say enough of others; a memory model does. */
@@ -58,13 +58,14 @@ static size_t predicted_size(rebatch *rb, size_t failed)
 {
     if (!goes_by_prediction(rb))
         return 0;
-    const bool was_predicted = failed == rb->fitted;
-    if (was_predicted && rb->refitted)
+    const bool was_predicted = failed == rb->run.fitted;
+    if (was_predicted && rb->run.refitted)
         return 0;
-    rb->fitted = was_predicted ? refit(rb, failed)
-                               : rbi_need_largest(rb, failed - 1, rb->failure.available_bytes);
-    rb->refitted = was_predicted;
-    return rb->fitted;
+    rb->run.fitted = was_predicted
+                         ? refit(rb, failed)
+                         : rbi_need_largest(rb, failed - 1, rb->run.failure.available_bytes);
+    rb->run.refitted = was_predicted;
+    return rb->run.fitted;
 }
 
 /* The samples that are to become fewer; 0: no matter how few, it does not help. Smaller buffers
@@ -72,7 +73,7 @@ static size_t predicted_size(rebatch *rb, size_t failed)
  * has counted their memory as free. */
 static size_t samples_of(const rebatch *rb, const rebatch_microbatch *mb)
 {
-    if (rb->failure.phase == REBATCH_PHASE_ADMISSION)
+    if (rb->run.failure.phase == REBATCH_PHASE_ADMISSION)
         return mb->count;
     return rbi_max(mb ? mb->count : 0, rbi_resize_size(rb));
 }
@@ -86,12 +87,12 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     if (rbi_round_size(limits, count - 1) == 0)
         return false; /* nothing smaller is allowed */
     /* What an update needs is in no prediction of micro-batches. */
-    const bool is_sized = mb || rb->failure.phase == REBATCH_PHASE_RESIZE;
-    const size_t size = rb->by_cost ? rb->size : count;
+    const bool is_sized = mb || rb->run.failure.phase == REBATCH_PHASE_RESIZE;
+    const size_t size = rb->run.by_cost ? rb->run.size : count;
     const size_t predicted = is_sized ? predicted_size(rb, size) : 0;
     const size_t held = rbi_growth_take_held(rb, size);
-    if (rb->by_cost) { /* always less than before, also where cost falls with the samples */
-        const size_t less = predicted ? predicted : rbi_max(rb->size / 2, held);
+    if (rb->run.by_cost) { /* always less than before, also where cost falls with the samples */
+        const size_t less = predicted ? predicted : rbi_max(rb->run.size / 2, held);
         rb->sizes.budget = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
         return true;
     }
@@ -105,7 +106,7 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
 static rebatch_status lighten(rebatch *rb, bool *is_lighter)
 {
     *is_lighter = false;
-    if (!rb->ops->lighten || !rbi_is_on(rb->options.lighten) ||
+    if (!rb->run.ops->lighten || !rbi_is_on(rb->options.lighten) ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP)
         return REBATCH_OK;
     const rebatch_status status = rbi_callback_lighten(rb, rb->lighten + 1);
@@ -118,7 +119,7 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
                                    rebatch_event_kind *kind)
 {
     *kind = REBATCH_EVENT_TORN;
-    if (rb->failure.phase == REBATCH_PHASE_UPDATE)
+    if (rb->run.failure.phase == REBATCH_PHASE_UPDATE)
         return REBATCH_OK;
     *kind = REBATCH_EVENT_EXHAUSTED;
     if (has_given_up(rb))
@@ -126,11 +127,11 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
     if (can_retry_same(rb, mb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
         (void)rbi_memory_release(rb);
-        rb->retried_same = rb->retried_in_step = true;
+        rb->run.retried_same = rb->run.retried_in_step = true;
         *kind = REBATCH_EVENT_RETRY;
         return REBATCH_OK;
     }
-    rb->retried_same = false;
+    rb->run.retried_same = false;
     if (shrink(rb, mb)) {
         *kind = REBATCH_EVENT_SHRINK;
         return REBATCH_OK;
@@ -147,22 +148,22 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
 static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_microbatch *mb)
 {
     const size_t smallest = rbi_round_size_up(&rb->options, 1);
-    const uint32_t refused = rb->report.ooms_in[REBATCH_PHASE_ADMISSION];
-    if (rb->report.ooms >= rb->options.max_attempts) {
-        rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->report.ooms);
+    const uint32_t refused = rb->run.report.ooms_in[REBATCH_PHASE_ADMISSION];
+    if (rb->run.report.ooms >= rb->options.max_attempts) {
+        rbi_text_add(t, "; gave up after %u failed attempts in one step", rb->run.report.ooms);
         if (refused)
             rbi_text_add(t, " (%u of them not started)", refused);
         rbi_text_add(t, ": raise max_attempts");
-    } else if (rb->is_refused_again) {
+    } else if (rb->run.is_refused_again) {
         rbi_text_add(t, "; the same size was refused twice in a row with the same memory: free "
                         "memory, or raise the limit");
     } else if (has_too_many_in_row(rb)) {
-        rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->ooms_in_row);
+        rbi_text_add(t, "; gave up after %u in a row: raise max_ooms_in_row", rb->run.ooms_in_row);
     } else if (rb->options.on_oom == REBATCH_ON_OOM_STOP) {
         rbi_text_add(t, "; on_oom says stop");
     } else if (mb && smallest > 1) {
         rbi_text_add(t, "; the smallest micro-batch allowed is %zu: lower it", smallest);
-    } else if (rb->failure.is_unexplained) {
+    } else if (rb->run.failure.is_unexplained) {
         rbi_text_add(t,
                      "; REBATCH_OOM, which is %d, was returned, but no allocation is known to have "
                      "failed: return another status for another failure",
@@ -176,9 +177,9 @@ static void add_reason(struct rbi_text *t, const rebatch *rb, const rebatch_micr
 /* What memory there is for the pool, and how much of it the step found in use. */
 static void add_bound(struct rbi_text *t, const rebatch *rb)
 {
-    const char *const what = rb->samples_callback == RBI_MAP ? "map" : "step";
+    const char *const what = rb->run.samples_callback == RBI_MAP ? "map" : "step";
     struct rbi_pool_bound bound = {.is_limit = false};
-    if (rbi_meter_is_set(rb) && !rb->meter_has_begun)
+    if (rbi_meter_is_set(rb) && !rb->run.meter_has_begun)
         return; /* no callback has run, so nothing was measured */
     rbi_text_add(t, "; ");
     if (!rbi_meter_is_set(rb) && rbi_pool_get_bound(&bound, rb->pool) == REBATCH_OK) {
@@ -186,7 +187,7 @@ static void add_bound(struct rbi_text *t, const rebatch *rb)
         rbi_text_add_bytes(t, bound.bytes);
         rbi_text_add(t, ", of which ");
     }
-    rbi_text_add_bytes(t, rb->live_before);
+    rbi_text_add_bytes(t, rb->run.live_before);
     rbi_text_add(t, " were in use before the %s", what);
     if (bound.is_limit || !bound.outside_bytes)
         return;
@@ -220,17 +221,17 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
     char text[512];
     struct rbi_text t = {text, sizeof text, 0};
     rbi_text_add(&t, "step %" PRIu64 ": out of memory in ", rb->step);
-    add_phase(&t, rb->failure.phase, mb);
-    if (rb->failure.need_bytes) {
+    add_phase(&t, rb->run.failure.phase, mb);
+    if (rb->run.failure.need_bytes) {
         rbi_text_add(&t, ", which");
-        rbi_text_add_need(&t, "needs", rb->failure.need_bytes, rb->failure.available_bytes);
+        rbi_text_add_need(&t, "needs", rb->run.failure.need_bytes, rb->run.failure.available_bytes);
     }
-    if (rb->failure.available_bytes != SIZE_MAX) { /* which is not known */
+    if (rb->run.failure.available_bytes != SIZE_MAX) { /* which is not known */
         rbi_text_add(&t, ", with ");
-        rbi_text_add_available(&t, rb->failure.need_bytes, rb->failure.available_bytes);
+        rbi_text_add_available(&t, rb->run.failure.need_bytes, rb->run.failure.available_bytes);
         rbi_text_add(&t, " available");
     }
-    rbi_text_add(&t, "%s", rb->failure.is_injected ? " (the failure is injected)" : "");
+    rbi_text_add(&t, "%s", rb->run.failure.is_injected ? " (the failure is injected)" : "");
     add_bound(&t, rb);
     add_reason(&t, rb, mb);
     add_growth(&t, rb);
@@ -239,9 +240,9 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
 
 static rebatch_status say_torn(const rebatch *rb)
 {
-    return rbi_error(REBATCH_E_TORN, "step %" PRIu64 ": out of memory in optimizer_step%s",
-                     rb->step,
-                     rb->mutated ? " after it began to change parameters: some are new, some old; "
+    return rbi_error(
+        REBATCH_E_TORN, "step %" PRIu64 ": out of memory in optimizer_step%s", rb->step,
+        rb->callback.has_mutated ? " after it began to change parameters: some are new, some old; "
                                    "restore a checkpoint, and reserve before rebatch_mutating()"
                                  : ", which does not declare when it changes parameters: some may "
                                    "be new, some old; restore a checkpoint, and declare it "
@@ -252,31 +253,32 @@ static rebatch_status say_torn(const rebatch *rb)
  * nothing, so it would go on for ever. */
 static void note_refusal(rebatch *rb)
 {
-    const struct rbi_refusal now = {rb->failure.phase == REBATCH_PHASE_ADMISSION ? rb->size : 0,
-                                    rb->lighten, rb->failure.available_bytes};
-    const struct rbi_refusal *last = &rb->refusal;
-    rb->is_refused_again = now.size && now.size == last->size && now.lighten == last->lighten &&
-                           now.available_bytes == last->available_bytes;
-    rb->refusal = now;
+    const struct rbi_refusal now = {rb->run.failure.phase == REBATCH_PHASE_ADMISSION ? rb->run.size
+                                                                                     : 0,
+                                    rb->lighten, rb->run.failure.available_bytes};
+    const struct rbi_refusal *last = &rb->run.refusal;
+    rb->run.is_refused_again = now.size && now.size == last->size && now.lighten == last->lighten &&
+                               now.available_bytes == last->available_bytes;
+    rb->run.refusal = now;
 }
 
 static void count(rebatch *rb, const struct rbi_strike *strike)
 {
     note_refusal(rb);
-    rb->report.ooms++;
-    rb->report.ooms_in[rb->failure.phase]++;
-    rb->report.lost_ns += strike->lost_ns;
-    rb->ooms_in_row += rb->failure.phase != REBATCH_PHASE_ADMISSION;
-    if (strike->mb && rb->failure.phase != REBATCH_PHASE_ADMISSION)
-        rbi_need_learn_least(rb, rb->size, rb->failure.need_bytes);
+    rb->run.report.ooms++;
+    rb->run.report.ooms_in[rb->run.failure.phase]++;
+    rb->run.report.lost_ns += strike->lost_ns;
+    rb->run.ooms_in_row += rb->run.failure.phase != REBATCH_PHASE_ADMISSION;
+    if (strike->mb && rb->run.failure.phase != REBATCH_PHASE_ADMISSION)
+        rbi_need_learn_least(rb, rb->run.size, rb->run.failure.need_bytes);
 }
 
 /* Another rank's OOM: that one chooses what is next. */
 static rebatch_status follow(rebatch *rb, const struct rbi_strike *strike)
 {
     rb->lockstep.is_peers = false;
-    rb->report.redone_samples += strike->redone_samples;
-    rb->report.lost_ns += strike->lost_ns;
+    rb->run.report.redone_samples += strike->redone_samples;
+    rb->run.report.lost_ns += strike->lost_ns;
     return REBATCH_OK;
 }
 
@@ -285,32 +287,32 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
     if (rb->lockstep.is_peers)
         return follow(rb, strike);
     const rebatch_microbatch *mb = strike->mb;
-    rebatch_event event = {.phase = rb->failure.phase,
+    rebatch_event event = {.phase = rb->run.failure.phase,
                            .attempt = mb ? mb->attempt : 0,
                            .first = mb ? mb->first : 0,
                            .count = mb ? mb->count : 0,
-                           .batch = rb->batch,
-                           .micro_before = rbi_micro_size(rb, rb->batch),
-                           .cost = mb && rb->by_cost ? rb->size : 0,
+                           .batch = rb->run.batch,
+                           .micro_before = rbi_micro_size(rb, rb->run.batch),
+                           .cost = mb && rb->run.by_cost ? rb->run.size : 0,
                            .cost_before = rbi_budget(rb),
                            .lighten_before = rb->lighten,
                            .lost_ns = strike->lost_ns,
-                           .asked_bytes = rb->failure.asked_bytes,
-                           .needed_bytes = rb->failure.need_bytes,
-                           .available_bytes = rb->failure.available_bytes,
-                           .is_unexplained = rb->failure.is_unexplained,
-                           .is_injected = rb->failure.is_injected};
+                           .asked_bytes = rb->run.failure.asked_bytes,
+                           .needed_bytes = rb->run.failure.need_bytes,
+                           .available_bytes = rb->run.failure.available_bytes,
+                           .is_unexplained = rb->run.failure.is_unexplained,
+                           .is_injected = rb->run.failure.is_injected};
     count(rb, strike);
-    rbi_growth_set_back(rb, rb->failure.available_bytes);
+    rbi_growth_set_back(rb, rb->run.failure.available_bytes);
     const rebatch_status status = choose_stage(rb, mb, &event.kind);
     if (status)
         return status;
     const bool goes_on = event.kind != REBATCH_EVENT_TORN && event.kind != REBATCH_EVENT_EXHAUSTED;
-    event.micro_after = rbi_micro_size(rb, rb->batch);
+    event.micro_after = rbi_micro_size(rb, rb->run.batch);
     event.cost_after = rbi_budget(rb);
     event.lighten_after = rb->lighten;
     event.redone_samples = goes_on ? strike->redone_samples : 0;
-    rb->report.redone_samples += event.redone_samples;
+    rb->run.report.redone_samples += event.redone_samples;
     rbi_event_emit(rb, &event);
     if (goes_on)
         return REBATCH_OK;

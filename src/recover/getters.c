@@ -4,7 +4,7 @@
 
 rebatch_status rbi_session_check_idle(const rebatch *rb, const char *function)
 {
-    if (!rb->ops)
+    if (!rb->run.ops)
         return REBATCH_OK;
     return rbi_error(REBATCH_E_STATE,
                      "%s() was called from within a callback, or while another thread is in a step",
@@ -55,12 +55,12 @@ uint64_t rbi_session_step(const rebatch *rb)
 
 size_t rbi_session_batch(const rebatch *rb)
 {
-    return rb->batch;
+    return rb->run.batch;
 }
 
 bool rbi_session_is_by_cost(const rebatch *rb)
 {
-    return rb->by_cost;
+    return rb->run.by_cost;
 }
 
 unsigned rbi_session_level(const rebatch *rb)
@@ -86,5 +86,5 @@ bool rbi_session_has_updated(const rebatch *rb)
 
 const struct rbi_failure *rbi_session_failure(const rebatch *rb)
 {
-    return &rb->failure;
+    return &rb->run.failure;
 }

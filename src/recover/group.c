@@ -46,7 +46,7 @@ bool rbi_group_is_set(const rebatch *rb)
 
 bool rbi_group_is_in_lockstep(const rebatch *rb)
 {
-    return rb->options.lockstep == REBATCH_ON && rb->samples_callback == RBI_FORWARD_BACKWARD;
+    return rb->options.lockstep == REBATCH_ON && rb->run.samples_callback == RBI_FORWARD_BACKWARD;
 }
 
 /* "step 12: rank 1 did not vote: the connection was closed" */

@@ -10,8 +10,8 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
         return;
     growth->on_trial = false;
     if (!growth->is_of_level) {
-        growth->failed_size = rb->by_cost ? rb->sizes.budget : rb->sizes.micro;
-        growth->failed_by_cost = rb->by_cost;
+        growth->failed_size = rb->run.by_cost ? rb->sizes.budget : rb->sizes.micro;
+        growth->failed_by_cost = rb->run.by_cost;
         growth->failed_available = available_bytes;
     }
     growth->wait =
@@ -34,7 +34,7 @@ static bool has_room(rebatch *rb, size_t size, unsigned lighten)
 
 static size_t size_now(const rebatch *rb)
 {
-    return rb->by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->batch);
+    return rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
 }
 
 static void begin_trial(struct rbi_growth *growth, bool is_overruling, bool is_of_level)
@@ -64,7 +64,7 @@ static void grow_to(rebatch *rb, size_t size, bool is_overruling)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
     rb->sizes.growth.held = size_now(rb);
-    rb->sizes.growth.held_by_cost = rb->by_cost;
+    rb->sizes.growth.held_by_cost = rb->run.by_cost;
     rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
     begin_trial(&rb->sizes.growth, is_overruling, false);
@@ -79,7 +79,7 @@ bool rbi_growth_overrules(const rebatch *rb)
 size_t rbi_growth_take_held(rebatch *rb, size_t failed)
 {
     struct rbi_growth *growth = &rb->sizes.growth;
-    const size_t held = growth->held_by_cost == rb->by_cost ? growth->held : 0;
+    const size_t held = growth->held_by_cost == rb->run.by_cost ? growth->held : 0;
     growth->held = 0;
     return held < failed ? held : 0;
 }
@@ -90,7 +90,7 @@ size_t rbi_growth_take_held(rebatch *rb, size_t failed)
 static size_t doubled(const rebatch *rb, size_t size, size_t upper)
 {
     const size_t twice = size > upper / 2 ? upper : rbi_max(size * 2, 1);
-    if (rb->by_cost)
+    if (rb->run.by_cost)
         return twice;
     const size_t allowed = rbi_round_size(&rb->options, twice);
     if (allowed > size)
@@ -108,10 +108,10 @@ static size_t fitting(rebatch *rb, size_t size, size_t larger, size_t available)
         return larger;
     while (larger > size && !rb->sizes.model.fits(rb->sizes.model.user, rb, larger)) {
         growth->failed_size = larger;
-        growth->failed_by_cost = rb->by_cost;
+        growth->failed_by_cost = rb->run.by_cost;
         growth->failed_available = available;
         larger = size + (larger - size) / 2;
-        if (!rb->by_cost)
+        if (!rb->run.by_cost)
             larger = rbi_max(rbi_round_size(&rb->options, larger), size);
     }
     return larger;
@@ -128,10 +128,10 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
     if (!rbi_need_has_model(rb, rb->lighten))
         upper = doubled(rb, size, upper);
     size_t larger = rbi_need_largest(rb, upper, available);
-    if (growth->failed_size && growth->failed_by_cost == rb->by_cost &&
+    if (growth->failed_size && growth->failed_by_cost == rb->run.by_cost &&
         larger >= growth->failed_size && available <= growth->failed_available)
         larger = size + (rbi_max(growth->failed_size, size) - size) / 2;
-    if (!rb->by_cost)
+    if (!rb->run.by_cost)
         larger = rbi_round_size(&rb->options, larger);
     return fitting(rb, size, rbi_max(larger, size), available);
 }
@@ -139,10 +139,10 @@ static size_t predicted(rebatch *rb, size_t size, size_t upper)
 /* By cost, what uncuts this batch: a model takes its time to say what a size far beyond needs. */
 static size_t upper_size(const rebatch *rb)
 {
-    if (!rb->by_cost)
-        return rbi_micro_upper(rb, rb->batch);
+    if (!rb->run.by_cost)
+        return rbi_micro_upper(rb, rb->run.batch);
     const size_t twice = rb->sizes.budget > SIZE_MAX / 2 ? SIZE_MAX : rb->sizes.budget * 2;
-    return rbi_max(rbi_size_of(rb, 0, rb->batch), twice);
+    return rbi_max(rbi_size_of(rb, 0, rb->run.batch), twice);
 }
 
 size_t rbi_growth_larger(rebatch *rb)
@@ -158,7 +158,8 @@ size_t rbi_growth_larger(rebatch *rb)
 /* Whether a larger size would make a difference. */
 static bool is_cut(const rebatch *rb, size_t batch)
 {
-    return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, batch) < rbi_micro_upper(rb, batch);
+    return rb->run.by_cost ? rb->run.cut_by_budget
+                           : rbi_micro_size(rb, batch) < rbi_micro_upper(rb, batch);
 }
 
 /* The last growth has held for so long that it is no longer on trial. */
@@ -179,8 +180,8 @@ static void grow(rebatch *rb, size_t batch)
 {
     const struct rbi_growth *growth = &rb->sizes.growth;
     const bool overrules = growth->clean - growth->wait >= rb->options.grow_wait_max;
-    if (rb->lighten && rb->ops->lighten) {
-        const size_t size = rb->by_cost ? rb->sizes.thrashing.largest : size_now(rb);
+    if (rb->lighten && rb->run.ops->lighten) {
+        const size_t size = rb->run.by_cost ? rb->sizes.thrashing.largest : size_now(rb);
         if (overrules || has_room(rb, size, rb->lighten - 1))
             leave_level(rb, overrules);
         return;
@@ -198,7 +199,7 @@ static void grow(rebatch *rb, size_t batch)
 void rbi_growth_step_done(rebatch *rb, size_t batch)
 {
     struct rbi_growth *growth = &rb->sizes.growth;
-    if (rb->report.ooms)
+    if (rb->run.report.ooms)
         return;
     if (growth->clean < UINT32_MAX)
         growth->clean++;

@@ -117,12 +117,12 @@ void rbi_guards_watch_pressure(rebatch *rb)
     const struct rbi_pool_pressure_watch own = {.on_pressure = on_pressure, .user = rb};
     const struct rbi_pool_pressure_watch before = rbi_pool_watch_pressure(rb->pool, &own);
     if (before.user != rb)
-        rb->outer_watch = before;
+        rb->outer.watch = before;
 }
 
 void rbi_guards_unwatch_pressure(rebatch *rb)
 {
-    (void)rbi_pool_watch_pressure(rb->pool, &rb->outer_watch);
+    (void)rbi_pool_watch_pressure(rb->pool, &rb->outer.watch);
 }
 
 /* ---- saving and restoring ---- */

@@ -45,8 +45,8 @@ static size_t ask_tuner(rebatch *rb, size_t left)
     size_t size = 0;
     if (!learning->tuner.user)
         return 0;
-    const size_t upper = rbi_micro_upper(rb, rb->batch);
-    if (learning->tuner.next(&size, learning->tuner.user, upper, rb->batch, left)) {
+    const size_t upper = rbi_micro_upper(rb, rb->run.batch);
+    if (learning->tuner.next(&size, learning->tuner.user, upper, rb->run.batch, left)) {
         rebatch_clear_error();
         drop_tuner(learning);
         return 0;
@@ -72,7 +72,7 @@ static bool has_run(const rebatch *rb)
 /* Twice as much as ran, when that is predicted to fit; 0: it is not. */
 static size_t choose_double(rebatch *rb)
 {
-    const size_t size = rb->by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->batch);
+    const size_t size = rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
     if (!has_run(rb))
         return size;
     const size_t larger = rbi_growth_larger(rb);
@@ -104,9 +104,9 @@ void rbi_learn_choose(rebatch *rb, size_t left)
         return;
     if (learning->has_failed) { /* the fallback has chosen, and that tells something too */
         const size_t found = largest_found(rb);
-        if (found > rbi_micro_size(rb, rb->batch))
+        if (found > rbi_micro_size(rb, rb->run.batch))
             set_size(rb, found);
-        learning->chosen = rbi_micro_size(rb, rb->batch);
+        learning->chosen = rbi_micro_size(rb, rb->run.batch);
         return;
     }
     learning->chosen = choose(rb, learning->has_stepped ? 0 : left);
@@ -126,8 +126,8 @@ void rbi_learn_begin_step(rebatch *rb)
     if (!learning->is_on)
         return;
     learning->has_failed = false;
-    learning->is_settled = learning->upper && rbi_micro_upper(rb, rb->batch) <= learning->upper;
-    if (rb->by_cost) /* whose samples differ: a line over cost tells enough of them */
+    learning->is_settled = learning->upper && rbi_micro_upper(rb, rb->run.batch) <= learning->upper;
+    if (rb->run.by_cost) /* whose samples differ: a line over cost tells enough of them */
         drop_tuner(learning);
     if (rb->lighten != learning->lighten)
         rbi_learn_stop(rb);
@@ -166,7 +166,8 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     if (!learning->is_on)
         return;
     if (status == REBATCH_OK)
-        rb->report.learned += learning->chosen != 0 && (rb->by_cost || learning->chosen == count);
+        rb->run.report.learned +=
+            learning->chosen != 0 && (rb->run.by_cost || learning->chosen == count);
     if (learning->is_watched) {
         if (learning->tuner.end(learning->tuner.user, count, status)) {
             rebatch_clear_error();
@@ -194,17 +195,18 @@ void rbi_learn_refused(rebatch *rb, size_t count)
 static bool is_done(const rebatch *rb)
 {
     const struct rbi_learning *learning = &rb->sizes.learning;
-    const size_t upper = rbi_micro_upper(rb, rb->batch);
+    const size_t upper = rbi_micro_upper(rb, rb->run.batch);
     if (learning->tuner.user)
         return learning->tuner.is_done(learning->tuner.user, upper);
-    return rb->by_cost ? rb->cut_by_budget : rbi_micro_size(rb, rb->batch) < upper;
+    return rb->run.by_cost ? rb->run.cut_by_budget : rbi_micro_size(rb, rb->run.batch) < upper;
 }
 
 /* Whether no larger size is to be had of this batch. */
 static bool is_whole(const rebatch *rb)
 {
-    return rb->by_cost ? !rb->cut_by_budget
-                       : rbi_micro_size(rb, rb->batch) == rbi_micro_upper(rb, rb->batch);
+    return rb->run.by_cost
+               ? !rb->run.cut_by_budget
+               : rbi_micro_size(rb, rb->run.batch) == rbi_micro_upper(rb, rb->run.batch);
 }
 
 bool rbi_learn_step_done(rebatch *rb)
@@ -222,7 +224,7 @@ bool rbi_learn_step_done(rebatch *rb)
         rbi_learn_stop(rb); /* what was found when there was less memory is growth's to better */
         return false;
     }
-    if (learning->chosen && !rb->report.learned && !learning->has_failed) {
+    if (learning->chosen && !rb->run.report.learned && !learning->has_failed) {
         rbi_learn_stop(rb); /* the cut of this batch has no micro-batch of the size it asks for */
         return false;
     }
@@ -234,7 +236,7 @@ bool rbi_learn_step_done(rebatch *rb)
         set_size(rb, size);
     if (next)
         return true;
-    learning->upper = rbi_micro_upper(rb, rb->batch);
+    learning->upper = rbi_micro_upper(rb, rb->run.batch);
     if (is_done(rb))
         rbi_learn_stop(rb);
     return rb->sizes.learning.is_on;

@@ -111,14 +111,14 @@ void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options)
 
 size_t rbi_micro_upper(const rebatch *rb, size_t batch)
 {
-    const size_t most = rbi_min(batch, rb->most);
+    const size_t most = rbi_min(batch, rb->run.most);
     const size_t size = rbi_round_size(&rb->options, most);
     return size ? size : most; /* all of it is a rest */
 }
 
 size_t rbi_micro_size(const rebatch *rb, size_t batch)
 {
-    const size_t most = rbi_min(batch, rb->most);
+    const size_t most = rbi_min(batch, rb->run.most);
     const size_t size = rbi_round_size(&rb->options, rbi_min(rb->sizes.micro, most));
     return size ? size : rbi_min(rbi_round_size_up(&rb->options, 1), most);
 }

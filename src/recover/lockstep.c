@@ -39,7 +39,7 @@ void rbi_lockstep_begin(rebatch *rb)
 static rebatch_status lighten_to(rebatch *rb, unsigned level)
 {
     while (rb->lighten < level) {
-        if (!rb->ops->lighten)
+        if (!rb->run.ops->lighten)
             return rbi_error(
                 REBATCH_E_STATE,
                 "another rank is at level %u of lighten, and ops.lighten is NULL here: "
@@ -61,7 +61,7 @@ static rebatch_status lighten_to(rebatch *rb, unsigned level)
 static void owe(rebatch *rb, rebatch_status status)
 {
     rb->lockstep.owed = status;
-    rb->lockstep.owed_failure = rb->failure;
+    rb->lockstep.owed_failure = rb->run.failure;
     if (status != REBATCH_OOM)
         rb->lockstep.owed_said = rbi_said_take(rb, status);
 }
@@ -69,14 +69,14 @@ static void owe(rebatch *rb, rebatch_status status)
 rebatch_status rbi_lockstep_choose(rebatch *rb, rebatch_status own)
 {
     const struct rbi_said said = rbi_said_take(rb, own);
-    uint64_t words[WORDS] = {[SIZE] = own ? UINT64_MAX : rbi_micro_size(rb, rb->batch),
+    uint64_t words[WORDS] = {[SIZE] = own ? UINT64_MAX : rbi_micro_size(rb, rb->run.batch),
                              [OUTCOME] = SUCCEEDED,
                              [LEVEL] = ~(uint64_t)rb->lighten};
     const rebatch_status status = vote(rb, words, own, &said);
     if (status)
         return status;
-    rb->most = words[SIZE];
-    rb->cut_size = 0; /* what is decided of the cut is decided now, on all ranks */
+    rb->run.most = words[SIZE];
+    rb->run.cut_size = 0; /* what is decided of the cut is decided now, on all ranks */
     const rebatch_status lightened = lighten_to(rb, (unsigned)~words[LEVEL]);
     if (lightened)
         owe(rb, lightened);
@@ -108,10 +108,10 @@ static rebatch_status vote_on(rebatch *rb, enum outcome outcome, rebatch_status 
         return lockstep->verdict;
     if (outcome == SUCCEEDED) {
         lockstep->is_peers = true;
-        rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_FORWARD};
+        rb->run.failure = (struct rbi_failure){.phase = REBATCH_PHASE_FORWARD};
     }
     if (words[OUTCOME] == RUN_BATCH_AGAIN)
-        rb->failure.phase = REBATCH_PHASE_BACKWARD;
+        rb->run.failure.phase = REBATCH_PHASE_BACKWARD;
     lockstep->verdict = REBATCH_OOM;
     return REBATCH_OOM;
 }
@@ -122,7 +122,7 @@ static rebatch_status vote_owed(rebatch *rb)
     struct rbi_lockstep *const lockstep = &rb->lockstep;
     const rebatch_status owed = lockstep->owed;
     lockstep->owed = REBATCH_OK;
-    rb->failure = lockstep->owed_failure;
+    rb->run.failure = lockstep->owed_failure;
     return owed == REBATCH_OOM ? vote_on(rb, RUN_BATCH_AGAIN, REBATCH_OK, NULL)
                                : vote_on(rb, SUCCEEDED, owed, &lockstep->owed_said);
 }
@@ -138,7 +138,7 @@ rebatch_status rebatch_mutating_together(rebatch *rb)
 {
     if (!rb)
         return rbi_error(REBATCH_E_INVALID, "rb is NULL");
-    if (!rb->running)
+    if (!rb->callback.is_running)
         return rbi_error(REBATCH_E_STATE,
                          "rebatch_mutating_together() was called outside a callback");
     if (rb->lockstep.stage == RBI_LOCKSTEP_VOTED)
@@ -157,7 +157,7 @@ rebatch_status rebatch_mutating_together(rebatch *rb)
  * allocates there is taken back. */
 static void abandon(rebatch *rb, const rebatch_microbatch *mb)
 {
-    const struct rbi_failure failure = rb->failure;
+    const struct rbi_failure failure = rb->run.failure;
     rebatch_microbatch abandoned = *mb;
     abandoned.is_abandoned = true;
     rebatch_scope own;
@@ -166,7 +166,7 @@ static void abandon(rebatch *rb, const rebatch_microbatch *mb)
         (void)rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &abandoned);
         (void)rbi_scope_undo(rb->pool, own);
     }
-    rb->failure = failure;
+    rb->run.failure = failure;
 }
 
 /* It failed before the ranks had voted. */
@@ -176,7 +176,7 @@ static rebatch_status fail(rebatch *rb, const rebatch_microbatch *mb, rebatch_st
     const struct rbi_said said = rbi_said_take(rb, is_oom ? REBATCH_OK : status);
     abandon(rb, mb);
     const enum outcome outcome =
-        rb->failure.phase == REBATCH_PHASE_BACKWARD ? RUN_BATCH_AGAIN : RUN_SAMPLES_AGAIN;
+        rb->run.failure.phase == REBATCH_PHASE_BACKWARD ? RUN_BATCH_AGAIN : RUN_SAMPLES_AGAIN;
     return is_oom ? vote_on(rb, outcome, REBATCH_OK, &said) : vote_on(rb, SUCCEEDED, status, &said);
 }
 

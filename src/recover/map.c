@@ -78,8 +78,8 @@ static rebatch_status run(rebatch *rb)
     if (status)
         (void)rbi_step_undo(rb);
     else
-        rbi_scope_commit_all(rb->pool, rb->scope);
-    rb->scope = 0;
+        rbi_scope_commit_all(rb->pool, rb->run.scope);
+    rb->run.scope = 0;
     if (status && rb->buffers.is_new)
         rbi_resize_release(rb);
     return status;
@@ -105,18 +105,17 @@ rebatch_status rebatch_map(rebatch *rb, const rebatch_map_ops *ops, size_t count
                                     .flags = REBATCH_DECLARES_MUTATION | own.flags,
                                     .resize = own.resize};
     swap_sizes(rb, map);
-    rb->most = own.largest ? own.largest : SIZE_MAX;
-    rbi_step_begin(rb, &table, count, user);
-    rb->samples_callback = RBI_MAP;
+    rbi_run_begin(rb, &(struct rbi_task){.ops = &table,
+                                         .user = user,
+                                         .batch = count,
+                                         .most = own.largest ? own.largest : SIZE_MAX,
+                                         .samples_callback = RBI_MAP});
     rbi_resize_begin_map(rb);
     status = run(rb);
     rbi_step_report(rb, status);
-    rb->samples_callback = RBI_FORWARD_BACKWARD;
-    rb->most = SIZE_MAX;
-    rb->buffers_are_fixed = false;
     rbi_step_end(rb);
     swap_sizes(rb, map);
     if (report)
-        *report = rb->report;
+        *report = rb->run.report;
     return status;
 }

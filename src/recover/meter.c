@@ -42,32 +42,32 @@ void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
         return;
     rebatch_meter_reading reading;
     const bool has_size = phase == REBATCH_PHASE_FORWARD || phase == REBATCH_PHASE_MAP;
-    rb->meter.begin(phase, has_size ? rb->size : 0, rb->meter.user);
-    rb->meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
-    if (!rb->meter_has_begun)
-        rb->live_before = rb->meter_live;
-    rb->meter_has_begun = true;
+    rb->meter.begin(phase, has_size ? rb->run.size : 0, rb->meter.user);
+    rb->callback.meter_live = read_meter(&reading, rb) ? reading.live_bytes : 0;
+    if (!rb->run.meter_has_begun)
+        rb->run.live_before = rb->callback.meter_live;
+    rb->run.meter_has_begun = true;
 }
 
 bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
 {
     *out = (struct rbi_used){0};
     if (!rbi_meter_is_set(rb)) {
-        *out = (struct rbi_used){.live_before = rb->use.live_before,
-                                 .peak_bytes = rb->use.peak_bytes,
-                                 .keeps_blocks = rb->use.keeps_blocks};
+        *out = (struct rbi_used){.live_before = rb->run.use.live_before,
+                                 .peak_bytes = rb->run.use.peak_bytes,
+                                 .keeps_blocks = rb->run.use.keeps_blocks};
         return true;
     }
     rebatch_meter_reading reading;
     if (!read_meter(&reading, rb) || !reading.peak_bytes) {
-        rb->meter_peak_is_unknown = true;
+        rb->run.meter_peak_is_unknown = true;
         return false;
     }
-    out->live_before = rb->meter_live;
-    out->peak_bytes = reading.peak_bytes - rbi_min(reading.peak_bytes, rb->meter_live);
+    out->live_before = rb->callback.meter_live;
+    out->peak_bytes = reading.peak_bytes - rbi_min(reading.peak_bytes, rb->callback.meter_live);
     out->asked_bytes = reading.asked_bytes;
-    out->keeps_blocks = reading.live_bytes > rb->meter_live;
-    rb->meter_peak = rbi_max(rb->meter_peak, reading.peak_bytes);
+    out->keeps_blocks = reading.live_bytes > rb->callback.meter_live;
+    rb->run.meter_peak = rbi_max(rb->run.meter_peak, reading.peak_bytes);
     return true;
 }
 
@@ -93,7 +93,7 @@ uint64_t rbi_memory_step_peak(const rebatch *rb)
 {
     if (!rbi_meter_is_set(rb))
         return rbi_pool_peak_since_mark(rb->pool);
-    return rb->meter_peak_is_unknown ? 0 : rb->meter_peak;
+    return rb->run.meter_peak_is_unknown ? 0 : rb->run.meter_peak;
 }
 
 rebatch_status rbi_memory_available(size_t *out, const rebatch *rb)
@@ -108,12 +108,12 @@ rebatch_status rbi_memory_available(size_t *out, const rebatch *rb)
 
 uint64_t rbi_resize_bytes(const rebatch *rb)
 {
-    return rb->buffers.size && !rb->buffers_are_fixed ? rbi_pool_resident_bytes(rb->pool) : 0;
+    return rb->buffers.size && !rb->run.buffers_are_fixed ? rbi_pool_resident_bytes(rb->pool) : 0;
 }
 
 rebatch_status rbi_available(size_t *out, const rebatch *rb)
 {
-    if (rbi_meter_is_set(rb) || rb->buffers_are_fixed)
+    if (rbi_meter_is_set(rb) || rb->run.buffers_are_fixed)
         return rbi_memory_available(out, rb);
     return rbi_pool_available_resident(out, rb->pool);
 }

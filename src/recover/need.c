@@ -6,7 +6,7 @@
 
 static bool is_of(const rebatch *rb, const struct rbi_need *need, size_t size, unsigned lighten)
 {
-    return need->size == size && need->lighten == lighten && need->by_cost == rb->by_cost;
+    return need->size == size && need->lighten == lighten && need->by_cost == rb->run.by_cost;
 }
 
 /* The entry's index, RBI_KNOWN_SIZES when there is none. Nearly always it is the one last learned.
@@ -30,14 +30,14 @@ const struct rbi_need *rbi_need_find(const rebatch *rb, size_t size, unsigned li
 bool rbi_need_has_model(const rebatch *rb, unsigned lighten)
 {
     return rb->sizes.model.need && !rb->sizes.model_is_refuted &&
-           rb->sizes.model.lighten == lighten && rb->sizes.model.by_cost == rb->by_cost;
+           rb->sizes.model.lighten == lighten && rb->sizes.model.by_cost == rb->run.by_cost;
 }
 
 /* Micro-batches of one cost need not need the same: the model keeps to the worst of those whose
  * size matters. */
 static void correct_model(rebatch *rb, size_t size, uint64_t bytes)
 {
-    if (!rb->by_cost || !rbi_need_has_model(rb, rb->lighten) || size < rb->sizes.budget / 2)
+    if (!rb->run.by_cost || !rbi_need_has_model(rb, rb->lighten) || size < rb->sizes.budget / 2)
         return;
     const uint64_t predicted = rb->sizes.model.need(rb->sizes.model.user, size);
     const double factor = predicted ? (double)bytes / (double)predicted : 1;
@@ -51,7 +51,7 @@ static void forget_failures(rebatch *rb, size_t size, uint64_t bytes)
     for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
         struct rbi_need *need = &rb->sizes.known[i];
         if (need->size && need->size <= size && !need->is_exact && need->bytes > bytes &&
-            need->by_cost == rb->by_cost && need->lighten == rb->lighten)
+            need->by_cost == rb->run.by_cost && need->lighten == rb->lighten)
             *need = (struct rbi_need){0};
     }
 }
@@ -65,7 +65,7 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
     }
     rb->sizes.known_last = i;
     rb->sizes.known[i] = (struct rbi_need){.size = size,
-                                           .by_cost = rb->by_cost,
+                                           .by_cost = rb->run.by_cost,
                                            .lighten = rb->lighten,
                                            .is_exact = is_exact,
                                            .bytes = bytes,
@@ -120,7 +120,8 @@ void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes)
 
 static bool is_exact(const rebatch *rb, const struct rbi_need *need, unsigned lighten)
 {
-    return need->size && need->is_exact && need->lighten == lighten && need->by_cost == rb->by_cost;
+    return need->size && need->is_exact && need->lighten == lighten &&
+           need->by_cost == rb->run.by_cost;
 }
 
 /* The largest exact entry of a level below `size`. */
@@ -227,7 +228,7 @@ static uint64_t least_of_part(const rebatch *rb, size_t size)
 bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
 {
     *bytes = 0;
-    if (rb->by_cost) {
+    if (rb->run.by_cost) {
         const struct rbi_need *high = largest_exact(rb, rb->lighten, SIZE_MAX);
         return (rbi_need_has_model(rb, rb->lighten) || (high && size <= high->size)) &&
                predict_cost(bytes, rb, size, rb->lighten);
@@ -258,7 +259,7 @@ static uint64_t extrapolate(const rebatch *rb, const struct rbi_need *high, size
 bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
 {
     *bytes = 0;
-    if (rb->by_cost)
+    if (rb->run.by_cost)
         return predict_cost(bytes, rb, size, lighten);
     const struct rbi_need *known = rbi_need_find(rb, size, lighten);
     const struct rbi_need *high = known ? NULL : largest_exact(rb, lighten, size);
@@ -277,7 +278,7 @@ bool rbi_need_can_choose(const rebatch *rb)
 {
     if (rbi_need_has_model(rb, rb->lighten))
         return true;
-    const bool has_line = rb->by_cost || rbi_meter_is_set(rb);
+    const bool has_line = rb->run.by_cost || rbi_meter_is_set(rb);
     const struct rbi_need *low = has_line ? smallest_exact(rb, rb->lighten) : NULL;
     return low &&
            line_through(rb, low, largest_exact(rb, rb->lighten, SIZE_MAX), rb->lighten).is_fitted;
@@ -293,8 +294,8 @@ static bool is_predicted_to_fit(const rebatch *rb, size_t size, uint64_t availab
 size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes)
 {
     const rebatch_options *limits = &rb->options;
-    size_t least = rb->by_cost ? 1 : rbi_round_size_up(limits, 1);
-    if (!rb->by_cost && !rbi_need_has_model(rb, rb->lighten)) {
+    size_t least = rb->run.by_cost ? 1 : rbi_round_size_up(limits, 1);
+    if (!rb->run.by_cost && !rbi_need_has_model(rb, rb->lighten)) {
         const struct rbi_need *known = smallest_exact(rb, rb->lighten);
         if (!known)
             return 0;
@@ -310,7 +311,7 @@ size_t rbi_need_largest(const rebatch *rb, size_t most, uint64_t available_bytes
         else
             most = middle - 1;
     }
-    return rb->by_cost ? fits : rbi_round_size(limits, fits);
+    return rb->run.by_cost ? fits : rbi_round_size(limits, fits);
 }
 
 void rbi_need_set_model(rebatch *rb, const struct rbi_memory_model *model)

@@ -8,7 +8,7 @@ void rbi_overflow_begin(rebatch *rb)
     if (rbi_meter_is_set(rb))
         return;
     rbi_pool_overflow_use(&use, rb->pool);
-    rb->overflow_before = use.total_bytes - rb->report.overflow_bytes;
+    rb->callback.overflow_before = use.total_bytes - rb->run.report.overflow_bytes;
     rbi_pool_open_overflow(rb->pool);
 }
 
@@ -18,12 +18,12 @@ void rbi_overflow_end(rebatch *rb)
     if (rbi_meter_is_set(rb) || !rbi_pool_close_overflow(rb->pool))
         return;
     rbi_pool_overflow_use(&use, rb->pool);
-    rb->report.overflow_bytes = use.total_bytes - rb->overflow_before;
+    rb->run.report.overflow_bytes = use.total_bytes - rb->callback.overflow_before;
 }
 
 bool rbi_overflow_serves(const rebatch *rb, size_t bytes)
 {
-    return !rbi_meter_is_set(rb) && !rb->ops->lighten && !rb->ops->resize &&
+    return !rbi_meter_is_set(rb) && !rb->run.ops->lighten && !rb->run.ops->resize &&
            rebatch_pool_overflow_room(rb->pool) >= bytes;
 }
 
@@ -31,9 +31,9 @@ bool rbi_overflow_serves(const rebatch *rb, size_t bytes)
 static size_t bytes_to_keep(const rebatch *rb)
 {
     uint64_t bytes;
-    const size_t size = rb->by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->batch);
-    const size_t least = rb->by_cost ? 1 : rbi_round_size_up(&rb->options, 1);
-    size_t half = rb->by_cost ? size / 2 : rbi_round_size(&rb->options, size / 2);
+    const size_t size = rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
+    const size_t least = rb->run.by_cost ? 1 : rbi_round_size_up(&rb->options, 1);
+    size_t half = rb->run.by_cost ? size / 2 : rbi_round_size(&rb->options, size / 2);
     half = rbi_max(half, least);
     if (half < size && rbi_need_predict(&bytes, rb, half, rb->lighten))
         return rbi_min(bytes, SIZE_MAX);
@@ -46,7 +46,7 @@ static void say(rebatch *rb, uint64_t left_bytes)
 {
     char text[256];
     struct rbi_text t = {text, sizeof text, 0};
-    rbi_text_add_bytes(&t, rb->report.overflow_bytes);
+    rbi_text_add_bytes(&t, rb->run.report.overflow_bytes);
     rbi_text_add(&t, " that the device did not have, in place of an update of which only a part "
                      "was made; ");
     rbi_text_add_bytes(&t, left_bytes);
@@ -71,7 +71,7 @@ rebatch_status rbi_overflow_step_done(rebatch *rb)
             return status;
         rbi_pool_overflow_use(&use, rb->pool);
     }
-    if (rb->report.overflow_bytes)
+    if (rb->run.report.overflow_bytes)
         say(rb, use.bytes);
     return REBATCH_OK;
 }

@@ -27,7 +27,7 @@ struct rbi_memory {
 rebatch_status rbi_meter_check(const rebatch_options *o);
 /* Whether the session goes by a meter instead of its pool. */
 bool rbi_meter_is_set(const rebatch *rb);
-/* Before a callback, and what one that has run used (rb->use). False: nothing was measured. */
+/* Before a callback, and what one that has run used (rb->run.use). False: nothing was measured. */
 void rbi_meter_begin(rebatch *rb, rebatch_phase phase);
 bool rbi_meter_end(struct rbi_used *out, rebatch *rb);
 void rbi_memory_get(struct rbi_memory *out, const rebatch *rb);
@@ -135,7 +135,7 @@ struct rbi_thrashing {
     size_t most_samples;            /* of them */
 };
 
-/* After an attempt that failed, and after one of `count` samples that succeeded, by rb->use. */
+/* After an attempt that failed, and after one of `count` samples that succeeded, by rb->run.use. */
 void rbi_thrashing_begin(rebatch *rb);
 void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes);
 /* The effective batch begins, or begins again. */
@@ -235,7 +235,7 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size);
 
 /* Runs lighten. Once it has returned REBATCH_OK the level is in force, rb->lighten, and what it
  * allocated and freed stays so whatever becomes of the step; also where an error that surfaces late
- * ends the step. Else it has changed nothing. rb->failure stays as it is. */
+ * ends the step. Else it has changed nothing. rb->run.failure stays as it is. */
 rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level);
 
 /* Waits for the work that callbacks have enqueued. */
@@ -384,16 +384,27 @@ void rbi_maps_release(rebatch *rb);
 
 /* ---- what steps and maps are made of (step.c) ---- */
 
-/* Saves guarded state, and opens rb->scope: what rbi_step_undo() goes back to. */
+/* What a run is about; rb->run begins with it. */
+struct rbi_task {
+    const rebatch_step_ops *ops; /* must outlive the run */
+    void *user;
+    size_t batch;
+    size_t most; /* samples in a micro-batch; SIZE_MAX: any */
+    enum rbi_callback samples_callback;
+};
+/* From here on callbacks can run, until rbi_step_end(). */
+void rbi_run_begin(rebatch *rb, const struct rbi_task *task);
+
+/* Saves guarded state, and opens rb->run.scope: what rbi_step_undo() goes back to. */
 rebatch_status rbi_step_open_scope(rebatch *rb);
 /* zero_grad, and what is done about an OOM in it. */
 rebatch_status rbi_zero_grad_run(rebatch *rb);
-/* Runs rb->samples_callback over the batch, in micro-batches, and recovers from OOMs. */
+/* Runs rb->run.samples_callback over the batch, in micro-batches, and recovers from OOMs. */
 rebatch_status rbi_samples_run(rebatch *rb);
-/* Takes back all that was allocated since rb->scope began, and undoes its frees, so that what
+/* Takes back all that was allocated since rb->run.scope began, and undoes its frees, so that what
  * guards restore exists. */
 rebatch_status rbi_step_undo(rebatch *rb);
-/* Fills in what is known at the end of rb->report. */
+/* Fills in what is known at the end of rb->run.report. */
 void rbi_step_report(rebatch *rb, rebatch_status status);
 
 /* ---- what follows the samples (update.c) ---- */
@@ -449,7 +460,7 @@ struct rbi_said {
 /* Of a failure with `status`, before anything else is said. REBATCH_OK: nothing. */
 struct rbi_said rbi_said_take(rebatch *rb, rebatch_status status);
 
-/* The vote when a step begins: sets rb->total. `own` is REBATCH_OK, or why this rank takes no part,
+/* The vote when a step begins: sets rb->run.total. `own` is REBATCH_OK, or why this rank takes no part,
  * which is then the result. Without a group nothing happens. */
 rebatch_status rbi_vote_begin(rebatch *rb, rebatch_status own);
 /* The vote before the update. REBATCH_OK: all ranks update. `own` is how this rank has fared, which
@@ -488,7 +499,7 @@ bool rbi_lockstep_is_doomed(const rebatch *rb);
 void rbi_lockstep_begin_attempt(rebatch *rb);
 /* After an attempt that ended with `status`: the collectives that it has not called, and the vote
  * on it, where it has not voted. REBATCH_OK: the samples are accumulated everywhere. REBATCH_OOM:
- * it runs again, on all ranks, by rb->failure. Any other status is fatal here. */
+ * it runs again, on all ranks, by rb->run.failure. Any other status is fatal here. */
 rebatch_status rbi_lockstep_end_attempt(rebatch *rb, const rebatch_microbatch *mb,
                                         rebatch_status status);
 /* The vote after the last micro-batch, with the same results. */
@@ -507,22 +518,92 @@ struct rbi_failed_range {
     size_t first, end;
 };
 
+/* The step or map that runs, or ran last. rbi_run_begin() sets all of it, in one assignment;
+ * between runs `most` is SIZE_MAX and `samples_callback` RBI_FORWARD_BACKWARD. */
+struct rbi_run {
+    const rebatch_step_ops *ops; /* NULL: none runs */
+    void *user;
+    enum rbi_callback samples_callback; /* RBI_FORWARD_BACKWARD, or RBI_MAP */
+    size_t batch;
+    size_t total; /* samples of all ranks */
+    size_t most;  /* samples in a micro-batch, by what is not this rank's memory or limits;
+                     SIZE_MAX: any */
+    bool by_cost;
+    bool is_probe;
+    bool buffers_are_fixed; /* a map's: no size of its own makes other buffers */
+    bool has_reduced;       /* reduce has run, and may have called collectives */
+    bool is_abandoned;      /* reduce runs for a rank that has failed */
+    rebatch_step_report report;
+    rebatch_scope scope;  /* what it has allocated, and the frees that wait for its end */
+    uint64_t live_before; /* in use when it began */
+    uint64_t pool_ooms;   /* of the pool, when it began */
+
+    /* where micro-batches are cut */
+    size_t size;        /* of the one that runs, or ran last */
+    bool cut_by_budget; /* one was */
+    bool is_cut_even;   /* into fewer samples, lest the last one has too few */
+    size_t cut_size;    /* for which is_cut_even was decided; 0: none */
+
+    /* by the meter */
+    bool meter_has_begun;
+    bool meter_peak_is_unknown; /* a callback was not measured */
+    uint64_t meter_peak;
+
+    /* about OOMs */
+    struct rbi_scope_use use; /* of the pool, by the last callback */
+    struct rbi_failure failure;
+    size_t failed_count;  /* <= rb->failed_room */
+    size_t fitted;        /* the size that a prediction chose; 0: none did */
+    bool refitted;        /* which was chosen after one that did not hold */
+    uint32_t ooms_in_row; /* since something succeeded */
+    struct rbi_refusal refusal;
+    bool is_refused_again; /* at the same size, with the same memory */
+    bool retried_in_step;
+    bool retried_same; /* the stage "once more" is used up until something succeeds */
+};
+
+/* The callback that runs, or ran last. Its start sets all of it, in one assignment. */
+struct rbi_running {
+    bool is_running;
+    bool has_mutated; /* it has called rebatch_mutating() */
+    bool is_updating; /* it is optimizer_step */
+    pthread_t thread;
+    unsigned pool_callbacks; /* of pools, that this thread was within when it began */
+    rebatch_status escape_status;
+    uint64_t overflow_before; /* host memory that was ever taken before the update */
+    uint64_t meter_live;      /* in use when it began */
+};
+
+/* What the pool goes back to when the step ends: another session's step may run around this one. */
+struct rbi_outer {
+    struct rbi_pool_pressure_watch watch;
+    unsigned residents;
+};
+
+/* Members live as long as the session, but for `run`, `callback` and `outer`. */
 struct rebatch {
     rebatch_device *device;
     rebatch_pool *pool;
     bool borrows_pool;       /* it was there before the session, and stays */
     bool owns_device;        /* it goes with the session */
+    unsigned residents;      /* its number in the pool; 0: it takes nothing back */
     rebatch_meter meter;     /* read is NULL: the pool's figures hold */
     rebatch_options options; /* every zero replaced by its default */
     struct rbi_launch launch;
     struct rbi_log log;
-    struct rbi_leak leak;
-    struct rbi_watched *watched; /* what the program names (watch.c) */
-    size_t watched_count;
     const struct rbi_drill_watch *drill; /* NULL: no drill runs */
     struct rbi_group group;
-    struct rbi_lockstep lockstep;
 
+    /* of steps and maps */
+    struct rbi_run run;
+    struct rbi_lockstep lockstep; /* of the step; rbi_lockstep_begin() sets all of it */
+    struct rbi_outer outer;
+    struct rbi_failed_range *failed; /* of the run: run.failed_count of them */
+    size_t failed_room;              /* at least options.max_attempts */
+    struct rbi_running callback;
+    jmp_buf escape; /* out of it */
+
+    /* what is learned and made */
     uint64_t step;
     bool has_updated;       /* an update has run */
     uint64_t update_bytes;  /* that the next one will need; 0: not known */
@@ -530,6 +611,16 @@ struct rebatch {
     struct rbi_map *maps;   /* the first; each has the sizes of one function */
     unsigned lighten;
     struct rbi_buffers buffers;
+    struct rbi_leak leak;
+    /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
+    void (*declares[RBI_CALLBACKS])(void);
+    bool has_declared[RBI_CALLBACKS]; /* one of these has called rebatch_mutating(), once */
+    bool has_warned_of_promise;       /* of an update that did not */
+    bool has_warned_of_late_free;     /* of resize */
+
+    /* what the program names */
+    struct rbi_watched *watched;
+    size_t watched_count;
     struct rbi_guard guards[RBI_MAX_GUARDS];
     size_t guard_count;
     rebatch_tag guard_tag;
@@ -541,62 +632,6 @@ struct rebatch {
     bool any_stream; /* what the pool gave may be in use on streams that it was not told of */
     _Atomic(uint64_t) frees;        /* with rebatch_free_on() */
     _Atomic(uint64_t) frees_waited; /* of them, before the session's stream was waited for */
-
-    /* of the step that runs */
-    const rebatch_step_ops *ops;
-    void *user;
-    size_t batch;
-    size_t total;      /* samples of all ranks */
-    bool has_reduced;  /* reduce has run in the step, and may have called collectives */
-    bool is_abandoned; /* reduce runs for a rank that has failed */
-    size_t most;       /* samples in a micro-batch, by what is not this rank's memory or limits;
-                          SIZE_MAX: any */
-    enum rbi_callback samples_callback; /* RBI_FORWARD_BACKWARD, or RBI_MAP */
-    bool by_cost;
-    bool is_probe;
-    bool buffers_are_fixed; /* a map's: no size of its own makes other buffers */
-    bool cut_by_budget;     /* a micro-batch was */
-    size_t cut_size;        /* for which is_cut_even was decided; 0: none */
-    bool is_cut_even;       /* into fewer samples, lest the last one has too few */
-    rebatch_step_report report;
-    struct rbi_pool_pressure_watch outer_watch; /* of the session within whose step this one runs */
-    struct rbi_scope_use use;                   /* of the pool, by the last callback */
-    uint64_t live_before;                       /* when the step began */
-    bool meter_has_begun;                       /* in the step */
-    uint64_t meter_live;                        /* when the callback began */
-    uint64_t meter_peak;                        /* of the step */
-    bool meter_peak_is_unknown;                 /* a callback of the step was not measured */
-    uint64_t pool_ooms;                         /* of the pool, when the step began */
-    rebatch_scope scope; /* what the step has allocated, and the frees that wait for its end */
-    struct rbi_failure failure;
-    struct rbi_failed_range *failed;
-    size_t failed_room; /* at least options.max_attempts */
-    size_t failed_count;
-    size_t fitted;        /* the size that a prediction chose; 0: none did */
-    bool refitted;        /* which was chosen after one that did not hold */
-    uint32_t ooms_in_row; /* since something succeeded */
-    struct rbi_refusal refusal;
-    bool is_refused_again; /* at the same size, with the same memory */
-    bool retried_in_step;
-    bool retried_same; /* the stage "once more" is used up until something succeeds */
-
-    /* of the callback that runs */
-    size_t size; /* of the micro-batch */
-    bool running;
-    bool mutated;
-    bool is_updating;         /* optimizer_step is the callback that runs */
-    uint64_t overflow_before; /* host memory that was ever taken before the update */
-    pthread_t thread;
-    unsigned pool_callbacks; /* of pools, that this thread was within when it began */
-    jmp_buf escape;
-    rebatch_status escape_status;
-    /* Callbacks that have called rebatch_mutating() and succeeded, by the function's address. */
-    void (*declares[RBI_CALLBACKS])(void);
-    bool has_declared[RBI_CALLBACKS]; /* one of these has called rebatch_mutating(), once */
-    bool warned;                      /* of an update that did not */
-    bool has_warned_of_late_free;     /* of resize */
-    unsigned residents;               /* its number in the pool; 0: it takes nothing back */
-    unsigned residents_before;        /* whose turn it was when the step began */
 };
 
 #endif

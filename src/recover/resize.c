@@ -11,7 +11,7 @@ static bool is_there(const rebatch *rb)
 
 static bool is_of_step(const rebatch *rb)
 {
-    return rb->buffers.resize == rb->ops->resize && rb->buffers.user == rb->user &&
+    return rb->buffers.resize == rb->run.ops->resize && rb->buffers.user == rb->run.user &&
            rb->buffers.lighten == rb->lighten;
 }
 
@@ -19,23 +19,23 @@ static bool is_of_step(const rebatch *rb)
  * that memory has made smaller does. */
 static bool is_due(const rebatch *rb)
 {
-    if (!rb->ops->resize || rb->buffers_are_fixed)
+    if (!rb->run.ops->resize || rb->run.buffers_are_fixed)
         return false;
     if (!is_there(rb) || !is_of_step(rb) || rb->sizes.micro < rb->buffers.size)
         return true;
-    return !rb->is_probe && rbi_micro_size(rb, rb->batch) > rb->buffers.size;
+    return !rb->run.is_probe && rbi_micro_size(rb, rb->run.batch) > rb->buffers.size;
 }
 
 /* The size that resize is called for when it is due. */
 static size_t due_size(const rebatch *rb)
 {
-    return rb->is_probe ? rbi_min(rbi_round_size_up(&rb->options, 1), rb->batch)
-                        : rbi_micro_size(rb, rb->batch);
+    return rb->run.is_probe ? rbi_min(rbi_round_size_up(&rb->options, 1), rb->run.batch)
+                            : rbi_micro_size(rb, rb->run.batch);
 }
 
 size_t rbi_resize_size(const rebatch *rb)
 {
-    if (!rb->ops->resize || rb->buffers_are_fixed)
+    if (!rb->run.ops->resize || rb->run.buffers_are_fixed)
         return 0;
     return is_due(rb) ? due_size(rb) : rb->buffers.size;
 }
@@ -43,10 +43,10 @@ size_t rbi_resize_size(const rebatch *rb)
 void rbi_resize_begin_map(rebatch *rb)
 {
     const bool is_shared =
-        rb->ops->resize && !rb->buffers.is_of_map && is_there(rb) && is_of_step(rb);
-    rb->buffers_are_fixed = !rb->ops->resize || is_shared;
+        rb->run.ops->resize && !rb->buffers.is_of_map && is_there(rb) && is_of_step(rb);
+    rb->run.buffers_are_fixed = !rb->run.ops->resize || is_shared;
     if (is_shared)
-        rb->most = rbi_min(rb->most, rb->buffers.size);
+        rb->run.most = rbi_min(rb->run.most, rb->buffers.size);
     if (is_shared != rb->sizes.shares_buffers) /* what was learned counted them, or did not */
         rbi_need_forget(rb);
     rb->sizes.shares_buffers = is_shared;
@@ -64,7 +64,7 @@ void rbi_resize_release(rebatch *rb)
 
 rebatch_status rbi_resize_to(rebatch *rb, size_t size)
 {
-    if (!rb->ops->resize)
+    if (!rb->run.ops->resize)
         return REBATCH_OK;
     rbi_resize_release(rb);
     const rebatch_status status = rbi_callback_resize(rb, size);
@@ -73,16 +73,16 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
     rb->buffers = (struct rbi_buffers){.size = size,
                                        .bytes = rbi_pool_resident_bytes(rb->pool),
                                        .lighten = rb->lighten,
-                                       .resize = rb->ops->resize,
-                                       .user = rb->user,
+                                       .resize = rb->run.ops->resize,
+                                       .user = rb->run.user,
                                        .is_new = true,
-                                       .is_of_map = rb->samples_callback == RBI_MAP};
+                                       .is_of_map = rb->run.samples_callback == RBI_MAP};
     return REBATCH_OK;
 }
 
 void rbi_resize_prepare(rebatch *rb, bool is_recorded)
 {
-    if (rb->ops->resize && (is_recorded || is_due(rb)))
+    if (rb->run.ops->resize && (is_recorded || is_due(rb)))
         rbi_resize_release(rb);
 }
 
@@ -90,7 +90,7 @@ rebatch_status rbi_resize_ready(rebatch *rb)
 {
     if (is_due(rb))
         return rbi_resize_to(rb, due_size(rb));
-    if (rb->samples_callback != RBI_MAP)
+    if (rb->run.samples_callback != RBI_MAP)
         rb->buffers.is_of_map = false; /* a step has taken them over */
     return REBATCH_OK;
 }
@@ -99,16 +99,16 @@ rebatch_status rbi_callback_run_trial(rebatch *rb, size_t count, size_t size)
 {
     const rebatch_microbatch mb = {.step = rb->step,
                                    .count = count,
-                                   .batch = rb->batch,
+                                   .batch = rb->run.batch,
                                    .probing = true,
                                    .pool = rb->pool,
                                    .stream = rb->options.stream,
-                                   .rank_batch = rb->batch};
-    rb->size = size;
+                                   .rank_batch = rb->run.batch};
+    rb->run.size = size;
     rebatch_status status = rbi_resize_to(rb, count);
     if (!status)
         status = rbi_callback_run(rb, RBI_FORWARD_BACKWARD, &mb);
-    if (rb->ops->resize)
+    if (rb->run.ops->resize)
         rbi_resize_release(rb);
     return status;
 }

@@ -115,8 +115,9 @@ void rbi_result_say_torn(const rebatch *rb, rebatch_status status)
     if (text[0] == '\0')
         rbi_text_add(&t, "step %" PRIu64 ": optimizer_step failed", rb->step);
     (void)rbi_error(status, "%s; optimizer_step %s", text,
-                    rb->mutated ? "had begun to change parameters: some are new, some old; restore "
-                                  "a checkpoint"
-                                : "does not declare when it changes parameters: some may be new, "
-                                  "some old; restore a checkpoint");
+                    rb->callback.has_mutated
+                        ? "had begun to change parameters: some are new, some old; restore "
+                          "a checkpoint"
+                        : "does not declare when it changes parameters: some may be new, "
+                          "some old; restore a checkpoint");
 }

@@ -149,9 +149,9 @@ static rebatch_status open_pool(rebatch *rb)
 /* The pool goes on: it must not keep buffers that nobody takes back. */
 static void close_residents(rebatch *rb)
 {
-    rb->residents_before = rbi_residents_enter(rb->pool, rb->residents);
+    rb->outer.residents = rbi_residents_enter(rb->pool, rb->residents);
     rbi_resize_release(rb);
-    (void)rbi_residents_enter(rb->pool, rb->residents_before);
+    (void)rbi_residents_enter(rb->pool, rb->outer.residents);
     if (rb->residents)
         rbi_residents_close(rb->pool, rb->residents);
 }
@@ -169,6 +169,71 @@ static void close_pool(rebatch *rb)
     rebatch_pool_destroy(rb->pool);
 }
 
+/* The options as they will hold: every zero replaced by its default. */
+static rebatch_status read_options(rebatch_options *out, rebatch_device *device,
+                                   const rebatch_options *given)
+{
+    *out = (rebatch_options)REBATCH_OPTIONS_INIT;
+    rebatch_status status = rbi_options_copy(out, sizeof *out, RBI_SIZE_TO(rebatch_options, learn),
+                                             given, "rebatch_options");
+    if (status)
+        return status;
+    set_defaults(out);
+    status = check_options(out);
+    if (!status)
+        status = check_pool(out, device);
+    if (!status && !rbi_device_stream_is_valid(device, out->stream))
+        status = rbi_error(REBATCH_E_INVALID, "stream %p is not a stream of device %s",
+                           (void *)out->stream, device->name);
+    return status;
+}
+
+/* A session that has nothing yet but its options; NULL: no host memory. */
+static rebatch *create(rebatch_device *device, const rebatch_options *o,
+                       const struct rbi_launch *launch)
+{
+    rebatch *rb = rbi_heap_calloc(1, sizeof *rb);
+    struct rbi_failed_range *failed = NULL;
+    const size_t room = rbi_max(o->max_attempts, DEFAULT_MAX_ATTEMPTS);
+    if (rb)
+        failed = rbi_heap_calloc(room, sizeof *failed);
+    if (!failed) {
+        rbi_heap_free(rb);
+        return NULL;
+    }
+    rb->device = device;
+    rb->launch = *launch;
+    rb->options = *o;
+    rb->options.log_file = NULL; /* borrowed, as the two below */
+    rb->options.meter = NULL;
+    rb->options.group = NULL;
+    if (o->meter)
+        rb->meter = *o->meter;
+    rbi_group_open(rb, o);
+    rb->log.file = -1;
+    rbi_sizes_init(&rb->sizes, o);
+    rb->run = (struct rbi_run){.most = SIZE_MAX, .samples_callback = RBI_FORWARD_BACKWARD};
+    rb->failed = failed;
+    rb->failed_room = room;
+    (void)pthread_mutex_init(&rb->changing, NULL);
+    return rb;
+}
+
+static rebatch_status start(rebatch *rb, const rebatch_options *o,
+                            const struct rbi_session_parts *parts)
+{
+    rebatch_status status = rbi_log_open(&rb->log, o);
+    if (!status)
+        status = open_pool(rb);
+    if (!status)
+        status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
+    if (!status && o->learn == REBATCH_ON)
+        status = start_learning(rb, parts);
+    if (!status && rb->launch.user)
+        status = rb->launch.begin(rb->launch.user, rb);
+    return status;
+}
+
 rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
                                 const rebatch_options *options,
                                 const struct rbi_session_parts *parts)
@@ -178,67 +243,25 @@ rebatch_status rbi_session_open(rebatch **out, rebatch_device *device,
     *out = NULL;
     if (!device)
         return rbi_error(REBATCH_E_INVALID, "device is NULL");
-    rebatch_options o = REBATCH_OPTIONS_INIT;
-    rebatch_status status = rbi_options_copy(&o, sizeof o, RBI_SIZE_TO(rebatch_options, learn),
-                                             options, "rebatch_options");
-    if (status)
-        return status;
-    set_defaults(&o);
-    status = check_options(&o);
-    if (!status)
-        status = check_pool(&o, device);
-    if (!status && !rbi_device_stream_is_valid(device, o.stream))
-        status = rbi_error(REBATCH_E_INVALID, "stream %p is not a stream of device %s",
-                           (void *)o.stream, device->name);
-    if (status)
-        return status;
-
+    rebatch_options o;
     struct rbi_launch launch;
-    status = parts->open_launch(&launch, &o);
+    rebatch_status status = read_options(&o, device, options);
+    if (!status)
+        status = parts->open_launch(&launch, &o);
     if (status)
         return status;
-    rebatch *rb = rbi_heap_calloc(1, sizeof *rb);
+    rebatch *rb = create(device, &o, &launch);
     if (!rb) {
         close_launch(&launch);
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
     }
-    rb->launch = launch;
-    rb->device = device;
-    rb->options = o;
-    rb->options.log_file = NULL; /* borrowed */
-    if (o.meter)
-        rb->meter = *o.meter;
-    rb->options.meter = NULL;
-    rbi_group_open(rb, &o);
-    rb->options.group = NULL;
-    rb->log.file = -1;
-    rbi_sizes_init(&rb->sizes, &o);
-    rb->most = SIZE_MAX;
-    rb->samples_callback = RBI_FORWARD_BACKWARD;
-    (void)pthread_mutex_init(&rb->changing, NULL);
-    rb->failed_room = rbi_max(o.max_attempts, DEFAULT_MAX_ATTEMPTS);
-    rb->failed = rbi_heap_calloc(rb->failed_room, sizeof *rb->failed);
-    if (!rb->failed) {
-        status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a session");
-        goto fail;
+    status = start(rb, &o, parts);
+    if (status) {
+        rebatch_close(rb);
+        return status;
     }
-    status = rbi_log_open(&rb->log, &o);
-    if (!status)
-        status = open_pool(rb);
-    if (!status)
-        status = rebatch_pool_tag(&rb->guard_tag, rb->pool, "guards");
-    if (!status && o.learn == REBATCH_ON)
-        status = start_learning(rb, parts);
-    if (!status && rb->launch.user)
-        status = rb->launch.begin(rb->launch.user, rb);
-    if (status)
-        goto fail;
     *out = rb;
     return REBATCH_OK;
-
-fail:
-    rebatch_close(rb);
-    return status;
 }
 
 void rbi_session_own_device(rebatch *rb)
@@ -295,7 +318,7 @@ rebatch_status rebatch_leave(rebatch *rb)
 
 size_t rebatch_get_batch(const rebatch *rb, size_t otherwise)
 {
-    return rb && rb->running ? rb->total : otherwise;
+    return rb && rb->callback.is_running ? rb->run.total : otherwise;
 }
 
 size_t rebatch_get_micro(const rebatch *rb, size_t batch)

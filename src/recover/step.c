@@ -9,16 +9,16 @@ rebatch_status rbi_step_open_scope(rebatch *rb)
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_STEP);
-    return status ? status : rbi_scope_open(rb, &rb->scope);
+    return status ? status : rbi_scope_open(rb, &rb->run.scope);
 }
 
 rebatch_status rbi_step_undo(rebatch *rb)
 {
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
-    if (rb->scope) /* else it was taken back before the failure that ends the step */
-        (void)rbi_scope_undo(rb->pool, rb->scope);
-    rb->scope = 0;
+    if (rb->run.scope) /* else it was taken back before the failure that ends the step */
+        (void)rbi_scope_undo(rb->pool, rb->run.scope);
+    rb->run.scope = 0;
     return rbi_guards_restore(rb, RBI_GUARD_STEP);
 }
 
@@ -54,15 +54,15 @@ struct progress {
 static uint32_t attempts_of(const rebatch *rb, size_t sample)
 {
     uint32_t attempts = 0;
-    for (size_t i = 0; i < rb->failed_count; i++)
+    for (size_t i = 0; i < rb->run.failed_count; i++)
         attempts += rb->failed[i].first <= sample && sample < rb->failed[i].end;
     return attempts;
 }
 
 static void remember_failed(rebatch *rb, size_t first, size_t end)
 {
-    if (rb->failed_count < rb->failed_room)
-        rb->failed[rb->failed_count++] = (struct rbi_failed_range){first, end};
+    if (rb->run.failed_count < rb->failed_room)
+        rb->failed[rb->run.failed_count++] = (struct rbi_failed_range){first, end};
 }
 
 /* Sees to it that memory that an attempt is known to need is there before it starts. The last
@@ -71,12 +71,13 @@ static void remember_failed(rebatch *rb, size_t first, size_t end)
 static rebatch_status admit(rebatch *rb, size_t count)
 {
     const bool is_last_resort = rbi_round_size(&rb->options, count - 1) == 0;
-    if (!rbi_session_admits(rb) || is_last_resort || rb->retried_same || rbi_growth_overrules(rb))
+    if (!rbi_session_admits(rb) || is_last_resort || rb->run.retried_same ||
+        rbi_growth_overrules(rb))
         return REBATCH_OK;
     uint64_t need;
-    if (!rbi_need_predict_surely(&need, rb, rb->size) || need == 0)
+    if (!rbi_need_predict_surely(&need, rb, rb->run.size) || need == 0)
         return REBATCH_OK;
-    need -= rbi_min(need, rbi_need_held(rb, rb->size));
+    need -= rbi_min(need, rbi_need_held(rb, rb->run.size));
     const uint64_t missing = need - rbi_min(need, rbi_resize_bytes(rb));
     if (missing == 0)
         return REBATCH_OK;
@@ -85,7 +86,7 @@ static rebatch_status admit(rebatch *rb, size_t count)
         return status;
     size_t available;
     (void)rbi_available(&available, rb);
-    rb->failure = (struct rbi_failure){
+    rb->run.failure = (struct rbi_failure){
         .phase = REBATCH_PHASE_ADMISSION, .need_bytes = need, .available_bytes = available};
     return REBATCH_OOM;
 }
@@ -97,9 +98,9 @@ static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
         status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
     if (status)
         return status;
-    rb->report.attempts++;
-    rb->refusal = (struct rbi_refusal){0};
-    return rbi_callback_run(rb, rb->samples_callback, mb);
+    rb->run.report.attempts++;
+    rb->run.refusal = (struct rbi_refusal){0};
+    return rbi_callback_run(rb, rb->run.samples_callback, mb);
 }
 
 /* One that the tuner records has buffers of its own, so that it sees all that the size needs. */
@@ -112,7 +113,7 @@ static rebatch_status try_samples(rebatch *rb, const rebatch_microbatch *mb)
         return status;
     rbi_learn_begin(rb, mb->count);
     status = run_attempt(rb, mb);
-    if (rb->ops->resize && is_recorded)
+    if (rb->run.ops->resize && is_recorded)
         rbi_resize_release(rb);
     rbi_learn_end(rb, mb->count, status);
     return status;
@@ -122,7 +123,7 @@ static rebatch_status try_samples(rebatch *rb, const rebatch_microbatch *mb)
 static rebatch_status refused(rebatch *rb, const struct progress *progress,
                               const rebatch_microbatch *mb)
 {
-    if (rb->failure.phase == REBATCH_PHASE_ADMISSION)
+    if (rb->run.failure.phase == REBATCH_PHASE_ADMISSION)
         rbi_learn_refused(rb, mb->count);
     return rbi_fallback_next(
         rb, &(struct rbi_strike){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
@@ -151,17 +152,17 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     rebatch_status status = rbi_step_undo(rb);
     size_t available;
     (void)rbi_available(&available, rb);
-    rb->failure.available_bytes = available;
+    rb->run.failure.available_bytes = available;
     if (!status)
         status = rbi_fallback_next(
             rb, &(struct rbi_strike){
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
     if (!status)
-        status = rbi_scope_open(rb, &rb->scope);
+        status = rbi_scope_open(rb, &rb->run.scope);
     if (!status)
         status = rbi_zero_grad_run(rb);
     rbi_thrashing_restart(rb);
-    rb->report.learned = 0;
+    rb->run.report.learned = 0;
     const uint64_t now = rbi_now_ns();
     *progress = (struct progress){.began_ns = now, .attempt_ns = now};
     return status;
@@ -170,7 +171,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
 static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
                                  const rebatch_microbatch *mb)
 {
-    switch (rb->failure.phase) {
+    switch (rb->run.failure.phase) {
     case REBATCH_PHASE_ADMISSION:
     case REBATCH_PHASE_RESIZE:
         return refused(rb, progress, mb);
@@ -186,19 +187,19 @@ static void succeeded(rebatch *rb, struct progress *progress, const rebatch_micr
 {
     progress->next += mb->count;
     progress->microbatches++;
-    rb->ooms_in_row = 0;
+    rb->run.ooms_in_row = 0;
     rbi_thrashing_end(rb, mb->count, rb->sizes.known[rb->sizes.known_last].bytes);
-    rb->retried_same = false;
-    if (rb->samples_callback == RBI_MAP)
-        rbi_growth_step_done(rb, rb->batch);
+    rb->run.retried_same = false;
+    if (rb->run.samples_callback == RBI_MAP)
+        rbi_growth_step_done(rb, rb->run.batch);
 }
 
 static void cut(rebatch *rb, rebatch_microbatch *mb, size_t first)
 {
     mb->first = first;
     mb->count = rbi_cut(rb, first);
-    rbi_assert(mb->count > 0 && mb->count <= rb->batch - first);
-    rb->size = rbi_size_of(rb, first, mb->count);
+    rbi_assert(mb->count > 0 && mb->count <= rb->run.batch - first);
+    rb->run.size = rbi_size_of(rb, first, mb->count);
     mb->attempt = attempts_of(rb, first);
 }
 
@@ -209,7 +210,7 @@ static rebatch_status choose_together(rebatch *rb, struct progress *progress,
 {
     if (rb->lockstep.is_over)
         return own;
-    rb->most = SIZE_MAX;
+    rb->run.most = SIZE_MAX;
     while (!own) {
         cut(rb, mb, progress->next);
         rbi_resize_prepare(rb, false);
@@ -225,7 +226,7 @@ static rebatch_status choose_together(rebatch *rb, struct progress *progress,
 static rebatch_status try_next(rebatch *rb, struct progress *progress, rebatch_microbatch *mb)
 {
     const bool is_in_lockstep = rbi_group_is_in_lockstep(rb);
-    if (progress->next == rb->batch)
+    if (progress->next == rb->run.batch)
         return rbi_lockstep_finish(rb);
     cut(rb, mb, progress->next);
     if (!is_in_lockstep)
@@ -242,15 +243,15 @@ rebatch_status rbi_samples_run(rebatch *rb)
     rbi_thrashing_restart(rb);
     struct progress progress = {.began_ns = now, .attempt_ns = now};
     rebatch_microbatch mb = {.step = rb->step,
-                             .batch = rb->total,
+                             .batch = rb->run.total,
                              .pool = rb->pool,
                              .stream = rb->options.stream,
-                             .rank_batch = rb->batch};
+                             .rank_batch = rb->run.batch};
     rbi_learn_begin_step(rb);
     rebatch_status status =
         is_in_lockstep ? choose_together(rb, &progress, &mb, REBATCH_OK) : REBATCH_OK;
     for (bool is_done = false; !status && !is_done;) {
-        const size_t left = rb->batch - progress.next;
+        const size_t left = rb->run.batch - progress.next;
         if (left)
             rbi_learn_choose(rb, left);
         status = try_next(rb, &progress, &mb);
@@ -262,13 +263,13 @@ rebatch_status rbi_samples_run(rebatch *rb)
         } else if (status == REBATCH_OK) {
             if (left)
                 succeeded(rb, &progress, &mb);
-            is_done = progress.next == rb->batch && !(is_in_lockstep && left);
+            is_done = progress.next == rb->run.batch && !(is_in_lockstep && left);
         } else if (is_in_lockstep) {
             status = choose_together(rb, &progress, &mb, status);
         }
         progress.attempt_ns = rbi_now_ns();
     }
-    rb->report.microbatches = progress.microbatches;
+    rb->run.report.microbatches = progress.microbatches;
     return status;
 }
 
@@ -318,51 +319,54 @@ rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
     return status;
 }
 
-void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
+void rbi_run_begin(rebatch *rb, const struct rbi_task *task)
 {
-    rb->ops = ops;
-    rb->user = user;
-    rb->batch = rb->total = batch;
     rb->group.explained[0] = '\0';
-    rbi_budget_begin(rb);
-    rb->failed_count = 0;
-    rb->fitted = 0;
-    rb->refitted = false;
-    rb->ooms_in_row = 0;
-    rb->refusal = (struct rbi_refusal){0};
-    rb->is_refused_again = false;
-    rb->retried_same = rb->retried_in_step = false;
-    rb->is_probe = false;
     rb->buffers.is_new = false;
-    rb->report = (rebatch_step_report){
-        .step = rb->step, .micro_before = rbi_micro_size(rb, batch), .cost_before = rbi_budget(rb)};
-    rb->pool_ooms = rbi_pool_oom_count(rb->pool);
-    rb->meter_peak = 0;
-    rb->meter_peak_is_unknown = false;
-    rb->live_before = rbi_pool_mark_peak(rb->pool);
-    rb->meter_has_begun = false;
+    rb->run = (struct rbi_run){.ops = task->ops,
+                               .user = task->user,
+                               .samples_callback = task->samples_callback,
+                               .batch = task->batch,
+                               .total = task->batch,
+                               .most = task->most,
+                               .by_cost = task->ops->cost != NULL,
+                               .report.step = rb->step,
+                               .live_before = rbi_pool_mark_peak(rb->pool),
+                               .pool_ooms = rbi_pool_oom_count(rb->pool)};
+    rbi_budget_begin(rb);
+    rb->run.report.micro_before = rbi_micro_size(rb, task->batch);
+    rb->run.report.cost_before = rbi_budget(rb);
     rbi_guards_watch_pressure(rb);
     const unsigned turn = rbi_residents_enter(rb->pool, rb->residents);
     if (turn != rb->residents || !rb->residents) /* else it has begun already */
-        rb->residents_before = turn;
+        rb->outer.residents = turn;
+}
+
+void rbi_step_begin(rebatch *rb, const rebatch_step_ops *ops, size_t batch, void *user)
+{
+    const struct rbi_task task = {ops, user, batch, SIZE_MAX, RBI_FORWARD_BACKWARD};
+    rbi_run_begin(rb, &task);
 }
 
 void rbi_step_is_probe(rebatch *rb)
 {
-    rb->is_probe = true;
+    rb->run.is_probe = true;
 }
 
+/* What it says of itself can be read on; what holds outside of runs holds again. */
 void rbi_step_end(rebatch *rb)
 {
-    rb->ops = NULL;
-    rb->most = SIZE_MAX;
-    (void)rbi_residents_enter(rb->pool, rb->residents_before);
+    rb->run.ops = NULL;
+    rb->run.most = SIZE_MAX;
+    rb->run.samples_callback = RBI_FORWARD_BACKWARD;
+    rb->run.buffers_are_fixed = false;
+    (void)rbi_residents_enter(rb->pool, rb->outer.residents);
     rbi_guards_unwatch_pressure(rb);
 }
 
 void rbi_step_get_oom(rebatch_oom_report *out, const rebatch *rb)
 {
-    if (rbi_pool_oom_count(rb->pool) != rb->pool_ooms)
+    if (rbi_pool_oom_count(rb->pool) != rb->run.pool_ooms)
         rbi_pool_last_own_oom(out, rb->pool);
 }
 
@@ -386,16 +390,17 @@ static rebatch_status run(rebatch *rb)
     status = rbi_update_settle(rb, status);
     if (!status)
         status = rbi_update_run(rb);
-    const uint64_t first_sequence = rb->scope ? rbi_scope_first_sequence(rb->pool, rb->scope) : 0;
-    if (status && !rb->report.torn)
+    const uint64_t first_sequence =
+        rb->run.scope ? rbi_scope_first_sequence(rb->pool, rb->run.scope) : 0;
+    if (status && !rb->run.report.torn)
         (void)rbi_step_undo(rb);
     else
-        rbi_scope_commit_all(rb->pool, rb->scope);
-    rb->scope = 0;
-    if (status && !rb->report.torn && rb->buffers.is_new)
+        rbi_scope_commit_all(rb->pool, rb->run.scope);
+    rb->run.scope = 0;
+    if (status && !rb->run.report.torn && rb->buffers.is_new)
         rbi_resize_release(rb);
     if (!status)
-        rbi_leak_step_done(rb, first_sequence, !rb->buffers.is_new && !rb->report.learned);
+        rbi_leak_step_done(rb, first_sequence, !rb->buffers.is_new && !rb->run.report.learned);
     return status ? status : rbi_overflow_step_done(rb);
 }
 
@@ -403,26 +408,26 @@ static rebatch_status run(rebatch *rb)
 static void grow(rebatch *rb)
 {
     if (rbi_group_is_in_lockstep(rb))
-        rb->most = SIZE_MAX;
-    rbi_growth_step_done(rb, rb->batch);
+        rb->run.most = SIZE_MAX;
+    rbi_growth_step_done(rb, rb->run.batch);
 }
 
 static void succeed(rebatch *rb)
 {
     rb->sizes.made_count = 0;
-    rb->sizes.retry_row = rb->retried_in_step ? rb->sizes.retry_row + 1 : 0;
+    rb->sizes.retry_row = rb->run.retried_in_step ? rb->sizes.retry_row + 1 : 0;
     if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))
         grow(rb);
     rebatch_event event = {.kind = REBATCH_EVENT_STEP,
-                           .batch = rb->batch,
-                           .micro_before = rb->report.micro_before,
-                           .micro_after = rbi_micro_size(rb, rb->batch),
-                           .cost_before = rb->report.cost_before,
+                           .batch = rb->run.batch,
+                           .micro_before = rb->run.report.micro_before,
+                           .micro_after = rbi_micro_size(rb, rb->run.batch),
+                           .cost_before = rb->run.report.cost_before,
                            .cost_after = rbi_budget(rb),
-                           .redone_samples = rb->report.redone_samples,
-                           .lost_ns = rb->report.lost_ns,
+                           .redone_samples = rb->run.report.redone_samples,
+                           .lost_ns = rb->run.report.lost_ns,
                            .peak_bytes = rbi_memory_step_peak(rb)};
     rbi_event_emit(rb, &event);
     rb->step++;
@@ -430,14 +435,14 @@ static void succeed(rebatch *rb)
 
 void rbi_step_report(rebatch *rb, rebatch_status status)
 {
-    rebatch_step_report *report = &rb->report;
+    rebatch_step_report *report = &rb->run.report;
     report->status = status;
     report->micro = status ? 0 : rb->sizes.thrashing.most_samples;
     struct rbi_memory memory;
     rbi_memory_get(&memory, rb);
     report->peak_bytes = memory.step_peak_bytes;
     report->reserved_bytes = memory.reserved_bytes;
-    report->micro_after = rbi_micro_size(rb, rb->batch);
+    report->micro_after = rbi_micro_size(rb, rb->run.batch);
     report->cost_after = rbi_budget(rb);
     report->lighten_level = rb->lighten;
     rbi_step_get_oom(&report->oom, rb);
@@ -464,7 +469,7 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
     rebatch_status status = rbi_step_check(&own, rb, ops, batch, "rebatch_step");
     if (!status)
         status = check_group(rb, &own);
-    if (status && rb && !rb->ops)
+    if (status && rb && !rb->run.ops)
         status = rbi_vote_begin(rb, status); /* the other ranks wait for this one */
     if (status) {
         if (report)
@@ -480,8 +485,8 @@ rebatch_status rebatch_step(rebatch *rb, const rebatch_step_ops *ops, size_t bat
     rbi_step_report(rb, status);
     rbi_step_end(rb);
     if (rb->launch.user)
-        rb->launch.step_ended(rb->launch.user, &rb->report);
+        rb->launch.step_ended(rb->launch.user, &rb->run.report);
     if (report)
-        *report = rb->report;
+        *report = rb->run.report;
     return status;
 }

@@ -17,21 +17,21 @@ void rbi_thrashing_begin(rebatch *rb)
 void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
 {
     struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
-    const struct rbi_pool_traffic now = rb->use.traffic;
+    const struct rbi_pool_traffic now = rb->run.use.traffic;
     const uint64_t taken = now.taken_bytes - thrashing->before.taken_bytes;
     const uint64_t given = now.given_bytes - thrashing->before.given_bytes;
     const uint64_t again = rbi_min(taken, given);
     const bool thrashed = again && again >= needed_bytes / THRASHING_PART;
     thrashing->row = thrashed ? thrashing->row + 1 : 0;
-    rb->report.thrashed += thrashed;
-    thrashing->largest = rbi_max(thrashing->largest, rb->size);
+    rb->run.report.thrashed += thrashed;
+    thrashing->largest = rbi_max(thrashing->largest, rb->run.size);
     thrashing->most_samples = rbi_max(thrashing->most_samples, count);
     thrashing->before = now;
 }
 
 void rbi_thrashing_restart(rebatch *rb)
 {
-    rb->report.thrashed = 0;
+    rb->run.report.thrashed = 0;
     rb->sizes.thrashing.largest = 0;
     rb->sizes.thrashing.most_samples = 0;
     rbi_thrashing_begin(rb);
@@ -40,12 +40,12 @@ void rbi_thrashing_restart(rebatch *rb)
 /* A quarter less, or what is allowed. */
 static void shrink(rebatch *rb)
 {
-    if (rb->by_cost) {
+    if (rb->run.by_cost) {
         const size_t budget = rbi_min(rb->sizes.budget, rb->sizes.thrashing.largest);
         rb->sizes.budget = budget - (budget / 4 + (budget < 4));
         return;
     }
-    const size_t micro = rbi_micro_size(rb, rb->batch);
+    const size_t micro = rbi_micro_size(rb, rb->run.batch);
     const size_t less = rbi_round_size(&rb->options, micro - (micro + 3) / 4);
     rb->sizes.micro = less ? less : rbi_round_size_up(&rb->options, 1);
 }
@@ -53,7 +53,7 @@ static void shrink(rebatch *rb)
 bool rbi_thrashing_step_done(rebatch *rb)
 {
     const struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
-    if (thrashing->row < THRASHING_ROW || rb->report.thrashed < rb->report.microbatches ||
+    if (thrashing->row < THRASHING_ROW || rb->run.report.thrashed < rb->run.report.microbatches ||
         rbi_round_size(&rb->options, thrashing->most_samples - 1) == 0 ||
         rb->options.on_oom == REBATCH_ON_OOM_STOP || !rbi_pool_is_caching(rb->pool))
         return false;

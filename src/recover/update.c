@@ -15,9 +15,9 @@ static rebatch_status admit(rebatch *rb)
         return REBATCH_OK;
     size_t available;
     (void)rbi_memory_available(&available, rb);
-    rb->failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
-                                       .need_bytes = rb->update_bytes,
-                                       .available_bytes = available};
+    rb->run.failure = (struct rbi_failure){.phase = REBATCH_PHASE_OPTIMIZER,
+                                           .need_bytes = rb->update_bytes,
+                                           .available_bytes = available};
     return REBATCH_OOM;
 }
 
@@ -34,7 +34,7 @@ static rebatch_status try_once(rebatch *rb, enum rbi_callback which)
     if (status)
         return status;
     status = rbi_callback_run(rb, which, NULL);
-    rb->has_reduced = which == RBI_REDUCE && status != REBATCH_OOM;
+    rb->run.has_reduced = which == RBI_REDUCE && status != REBATCH_OOM;
     return status;
 }
 
@@ -46,7 +46,7 @@ static rebatch_status run(rebatch *rb, enum rbi_callback which)
         rebatch_status status = try_once(rb, which);
         if (status != REBATCH_OOM)
             return status;
-        const rebatch_phase phase = rb->failure.phase;
+        const rebatch_phase phase = rb->run.failure.phase;
         if (phase == REBATCH_PHASE_OPTIMIZER || phase == REBATCH_PHASE_REDUCE)
             status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
         else
@@ -87,11 +87,11 @@ static rebatch_status settle(rebatch *rb)
 static void reduce_abandoned(rebatch *rb)
 {
     rebatch_scope own = 0;
-    if (!rb->scope && rbi_scope_open(rb, &own))
+    if (!rb->run.scope && rbi_scope_open(rb, &own))
         return;
-    rb->is_abandoned = true;
+    rb->run.is_abandoned = true;
     (void)rbi_callback_run(rb, RBI_REDUCE, NULL);
-    rb->is_abandoned = false;
+    rb->run.is_abandoned = false;
     if (own)
         (void)rbi_scope_undo(rb->pool, own);
 }
@@ -100,15 +100,15 @@ rebatch_status rbi_update_settle(rebatch *rb, rebatch_status own)
 {
     if (!rbi_group_is_set(rb) || rb->lockstep.is_over)
         return own;
-    rb->has_reduced = false;
+    rb->run.has_reduced = false;
     if (!own) {
-        own = rb->ops->reduce ? run(rb, RBI_REDUCE) : REBATCH_OK;
-        rb->group.has_failed_in_reduce = own && rb->has_reduced;
+        own = rb->run.ops->reduce ? run(rb, RBI_REDUCE) : REBATCH_OK;
+        rb->group.has_failed_in_reduce = own && rb->run.has_reduced;
         if (!own)
             own = settle(rb);
     }
     const struct rbi_said said = rbi_said_take(rb, own);
-    if (own && !rb->has_reduced && rb->ops->reduce)
+    if (own && !rb->run.has_reduced && rb->run.ops->reduce)
         reduce_abandoned(rb);
     return rbi_vote_end(rb, own, &said);
 }

@@ -37,14 +37,14 @@ static void get_values(uint64_t values[VALUES], const rebatch *rb)
 {
     memset(values, 0, VALUES * sizeof *values);
     values[STEP] = rb->step;
-    values[FLAGS] = rb->ops ? rb->ops->flags : 0;
+    values[FLAGS] = rb->run.ops ? rb->run.ops->flags : 0;
     values[VERSION] = (uint64_t)REBATCH_VERSION_MAJOR << 32 |
                       (uint64_t)REBATCH_VERSION_MINOR << 16 | REBATCH_VERSION_PATCH;
     values[SIZE] = rb->group.table.size;
     values[LOCKSTEP] = rbi_group_is_in_lockstep(rb);
     if (!values[LOCKSTEP])
         return;
-    values[BATCH] = rb->batch; /* with these, equal sizes are cut equally */
+    values[BATCH] = rb->run.batch; /* with these, equal sizes are cut equally */
     values[SMALLEST] = rb->options.micro_smallest;
     values[MULTIPLE] = rb->options.micro_multiple_of;
     values[ALLOWED] = rbi_limits_digest(&rb->options);
@@ -117,7 +117,7 @@ void rebatch_explain(rebatch *rb, const char *why)
 {
     if (!rb || !why)
         (void)rbi_error(REBATCH_E_INVALID, "%s is NULL", rb ? "why" : "rb");
-    else if (!rb->running)
+    else if (!rb->callback.is_running)
         (void)rbi_error(REBATCH_E_STATE, "rebatch_explain() was called outside a callback");
     else
         copy_why(rb->group.explained, why);
@@ -197,7 +197,7 @@ static rebatch_status vote_to_begin(rebatch *rb, rebatch_status own, const struc
     union {
         struct begin_words of;
         uint64_t words[BEGIN_WORDS];
-    } sum = {.of = {.samples = own ? 0 : rb->batch, .failed = own != REBATCH_OK}};
+    } sum = {.of = {.samples = own ? 0 : rb->run.batch, .failed = own != REBATCH_OK}};
     uint64_t values[VALUES];
     get_values(values, rb);
     rbi_agreement_set(&sum.of.agreement, key_of(values));
@@ -209,7 +209,7 @@ static rebatch_status vote_to_begin(rebatch *rb, rebatch_status own, const struc
         return rbi_vote_hear(rb, own, said);
     if (!rbi_agreement_holds(&sum.of.agreement, rb->group.table.size))
         return say_disagreement(rb);
-    rb->total = sum.of.samples;
+    rb->run.total = sum.of.samples;
     return REBATCH_OK;
 }
 

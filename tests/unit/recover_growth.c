@@ -44,9 +44,9 @@ static rebatch *open_at(rebatch_device *device, size_t multiple, size_t size, bo
     rebatch_options options = REBATCH_OPTIONS_INIT;
     options.micro_multiple_of = multiple;
     cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
-    rb->batch = 64;
-    rb->ops = &ops_by_cost;
-    rb->by_cost = by_cost;
+    rb->run.batch = 64;
+    rb->run.ops = &ops_by_cost;
+    rb->run.by_cost = by_cost;
     rb->sizes.micro = by_cost ? rb->sizes.micro : size;
     rb->sizes.budget = by_cost ? size : 0;
     rbi_need_set_model(rb, &(struct rbi_memory_model){.need = no_bytes,
@@ -58,7 +58,7 @@ static rebatch *open_at(rebatch_device *device, size_t multiple, size_t size, bo
 
 static void close_at(rebatch *rb)
 {
-    rb->ops = NULL; /* no step runs */
+    rb->run.ops = NULL; /* no step runs */
     rebatch_close(rb);
 }
 
@@ -151,7 +151,7 @@ Test(recover_growth, a_prediction_is_overruled_after_the_longest_wait)
         options.grow_after = waits[i][0];
         options.grow_wait_max = waits[i][1];
         cr_assert_eq(rebatch_open(&rb, device, &options), REBATCH_OK);
-        rb->batch = 64;
+        rb->run.batch = 64;
         rbi_need_set_model(rb, &(struct rbi_memory_model){.need = none_above_eight});
         for (uint32_t clean = 1; clean <= steps; clean++) {
             cr_assert_eq(rbi_micro_size(rb, 64), 8, "wait %zu: %u clean steps", i, clean - 1);

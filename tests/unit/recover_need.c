@@ -20,7 +20,7 @@ static void expect(rebatch_device *device, const struct point *points, const int
     rebatch *rb;
     uint64_t bytes;
     cr_assert_eq(rebatch_open(&rb, device, NULL), REBATCH_OK);
-    rb->by_cost = true;
+    rb->run.by_cost = true;
     cr_assert_not(rbi_need_predict(&bytes, rb, expected->cost, 0), "nothing is known");
     for (int i = 0; i < POINTS; i++)
         rbi_need_learn(rb, points[order[i]].cost, points[order[i]].bytes);
@@ -111,7 +111,7 @@ Test(recover_need, the_largest_may_be_less_than_ran_where_a_model_says_so)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         rebatch_device *device;
         rebatch *rb = open_small(&device);
-        rb->by_cost = cases[i].by_cost;
+        rb->run.by_cost = cases[i].by_cost;
         rbi_need_learn(rb, 20, 2000);
         rbi_need_learn(rb, 40, 4000);
         if (cases[i].has_model)
