@@ -36,6 +36,7 @@ static enum likeness compare_frees(const struct rbi_form *form, size_t trace_at,
                                    size_t first, size_t offset)
 {
     const struct rbi_trace *trace = form->traces[trace_at], *base = form->base;
+    rbi_assert(turn + offset < trace->event_count && first + offset < base->event_count);
     const uint32_t own = trace->events[turn + offset].block;
     const uint32_t other = base->events[first + offset].block;
     for (size_t x = 0; x < offset; x++) {
@@ -80,6 +81,7 @@ static size_t count_turns(const struct rbi_form *form, size_t trace_at, size_t i
     const struct rbi_trace *trace = form->traces[trace_at];
     const bool is_even =
         loop->sort == RBI_EVEN || (loop->sort == RBI_RAGGED_BUT_BASE && trace == form->base);
+    rbi_assert(loop->period > 0);
     size_t turns = 0;
     for (; i + loop->period <= trace->event_count; i += loop->period) {
         enum likeness least = LIKE;

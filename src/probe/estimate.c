@@ -24,6 +24,7 @@ static struct rbi_traces traces_of(struct rbi_search *s)
 rebatch_status rbi_search_make(struct rbi_model *out, struct rbi_search *s)
 {
     const struct rbi_traces traces = traces_of(s);
+    rbi_assert(traces.count > 0 && traces.latest);
     const rebatch_status status = rbi_model_make(out, &traces);
     out->pool = s->setting.pool;
     return status;

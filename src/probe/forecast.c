@@ -67,6 +67,7 @@ static rebatch_status run_next(struct course *course, size_t count, bool may_fai
 static rebatch_status run_step(struct course *course, bool may_fail)
 {
     const size_t count = course->plan->count, batch = course->plan->batch;
+    rbi_assert(count > 0 && batch > 0);
     const size_t whole = rbi_min(batch / count, ALIKE_MOST);
     rebatch_status status = REBATCH_OK;
     for (size_t i = 0; i < whole && !status; i++)
@@ -103,6 +104,7 @@ static rebatch_status run_training(struct course *course)
  * rest comes between, which leaves less to the next. 0: it is not so. */
 static size_t small_of(const struct rbi_setting *setting, const struct rbi_plan *plan)
 {
+    rbi_assert(plan->count > 0);
     const size_t rest = plan->batch % plan->count;
     if (plan->batch / plan->count != 1 || rest == 0)
         return 0;

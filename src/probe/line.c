@@ -19,6 +19,7 @@ static size_t up_to(size_t count, size_t step)
 
 size_t rbi_line_at(const struct rbi_line *line, size_t count)
 {
+    rbi_assert(line->run > 0 && line->unit > 0);
     const size_t at = line->step > 1 ? up_to(count, line->step) : count;
     int64_t distance, product;
     if (__builtin_sub_overflow(at, line->count, &distance) ||
@@ -38,6 +39,7 @@ size_t rbi_line_at(const struct rbi_line *line, size_t count)
 
 struct rbi_line rbi_line_scale(const struct rbi_point *point)
 {
+    rbi_assert(point->count > 0);
     return (struct rbi_line){.count = point->count,
                              .run = point->count,
                              .step = 1,
@@ -127,6 +129,7 @@ static bool fit_proportion(struct rbi_line *out, const struct rbi_points *points
     size_t least = 0, most = LARGEST_BYTES;
     for (size_t i = 0; i < points->count; i++) {
         const size_t samples = up_to(points->at[i].count, step);
+        rbi_assert(samples > 0);
         const size_t bytes = points->at[i].bytes;
         if (bytes < unit)
             return false;
@@ -201,6 +204,7 @@ static double cross_of(const struct spot *from, const struct spot *one, const st
 /* The centre of gravity. */
 static struct spot middle_of(const struct region *region)
 {
+    rbi_assert(region->count > 0);
     const struct spot origin = region->corners[0];
     struct spot sum = {0, 0}, mean = {0, 0};
     double area = 0;
@@ -281,6 +285,7 @@ static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, s
 static struct rbi_line fit_piece(const struct rbi_points *points)
 {
     const struct rbi_point *high = &points->at[points->count - 1], *low = high - 1;
+    rbi_assert(high->count > low->count);
     struct rbi_line line = {.count = points->at[points->base].count,
                             .run = high->count - low->count,
                             .step = 1,

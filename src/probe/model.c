@@ -43,6 +43,7 @@ static rebatch_status make_scaled(struct rbi_model *out, const struct rbi_trace 
                 made_at = made_at + 1 < trace->event_count ? made_at + 1 : 0;
             point.bytes = trace->events[made_at].bytes;
         }
+        rbi_assert(out->event_count < trace->event_count);
         out->events[out->event_count++] =
             (struct rbi_model_event){.kind = event->kind,
                                      .slot = event->kind == RBI_TRACE_RESERVE ? 0 : event->block,
@@ -78,6 +79,7 @@ static bool is_refuted(const struct rbi_model *model, const struct rbi_traces *t
 
 rebatch_status rbi_model_make(struct rbi_model *out, const struct rbi_traces *traces)
 {
+    rbi_assert(traces->count > 0 && traces->count <= RBI_TRACES_MOST);
     *out = (struct rbi_model){.slots = 0};
     fit_sums(out, traces);
     const rebatch_status status =
@@ -118,6 +120,7 @@ static size_t bytes_in_turn(const struct rbi_model_event *event, const struct rb
                             size_t count, size_t turn)
 {
     const size_t turns = rbi_turns_at(&loop->turns, count);
+    rbi_assert(turn < turns && loop->turns.step > 0);
     const size_t last = event->is_last_first ? 0 : turns - 1;
     if (!loop->is_ragged || turn != last)
         return rbi_line_at(&event->line, loop->turns.step);
@@ -128,6 +131,7 @@ static size_t bytes_in_turn(const struct rbi_model_event *event, const struct rb
 static const struct rbi_model_event *next_event(struct rbi_cursor *at)
 {
     const struct rbi_model *model = at->model;
+    rbi_assert(at->count > 0 && at->event <= model->event_count);
     while (at->loop < model->loop_count && at->event >= model->loops[at->loop].first) {
         const struct rbi_model_loop *loop = &model->loops[at->loop];
         if (at->event == loop->first + loop->length) {

@@ -20,6 +20,7 @@ static void add_live(void *user, const struct rbi_view_piece *block)
 /* One of `turns` pieces that are `times` as large as the block in all. */
 static wide part_of(const struct rbi_piece *block, uint64_t times, uint64_t turns)
 {
+    rbi_assert(turns > 0);
     return ((wide)block->bytes * times + turns - 1) / turns;
 }
 
@@ -72,6 +73,7 @@ static void shape(struct rbi_setting *setting, size_t bytes)
         const wide share =
             is_exact ? part_of(block, times, turns) : ((wide)block->bytes * bytes + all - 1) / all;
         pieces[i].bytes = rbi_min((size_t)share, left);
+        rbi_assert(pieces[i].bytes <= left);
         left -= pieces[i].bytes;
     }
 }
@@ -92,6 +94,7 @@ rebatch_status rbi_pieces_plan(struct rbi_setting *setting, size_t bytes)
 {
     if (bytes == 0)
         return REBATCH_OK;
+    rbi_assert(!setting->pieces);
     setting->pieces = rbi_heap_calloc(PIECES_MOST, sizeof *setting->pieces);
     if (!setting->pieces)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to hold reserve_bytes");

@@ -313,11 +313,12 @@ struct rbi_search {
     /* on the way */
     struct rbi_trace whole[RBI_TRACES_MOST]; /* by rising count */
     size_t whole_count;
-    size_t latest;            /* the count of the last whole one */
-    bool is_first_kept;       /* the first trial is still among them */
-    struct rbi_trace cut;     /* of the last that failed */
-    bool is_model_made;       /* of all that is there */
-    size_t fits, fails;       /* the largest that ran, the smallest that did not: fits < fails */
+    size_t latest;        /* the count of the last whole one */
+    bool is_first_kept;   /* the first trial is still among them */
+    struct rbi_trace cut; /* of the last that failed */
+    bool is_model_made;   /* of all that is there */
+    /* The largest that ran, the smallest that did not: fits < fails, unless it ran later on. */
+    size_t fits, fails;
     uint32_t runs_of_fits;    /* on accumulated gradients */
     size_t failed;            /* a size that failed after it had run */
     uint64_t predicted_bytes; /* of the trial that runs; 0: nothing */

@@ -8,6 +8,7 @@
 
 static void drop_trace(struct rbi_search *s, size_t at)
 {
+    rbi_assert(at < s->whole_count);
     rbi_trace_release(&s->whole[at]);
     memmove(&s->whole[at], &s->whole[at + 1], (--s->whole_count - at) * sizeof *s->whole);
 }
@@ -27,9 +28,12 @@ static void keep_trace(struct rbi_search *s, const struct rbi_trace *trace)
         drop_trace(s, 1);
         at -= at > 1;
     }
+    rbi_assert(at <= s->whole_count && s->whole_count < RBI_TRACES_MOST);
     memmove(&s->whole[at + 1], &s->whole[at], (s->whole_count++ - at) * sizeof *s->whole);
     s->whole[at] = *trace;
     s->latest = trace->count;
+    rbi_assert(at == 0 || s->whole[at - 1].count < trace->count);
+    rbi_assert(at + 1 == s->whole_count || trace->count < s->whole[at + 1].count);
 }
 
 static void succeed(struct rbi_search *s, const struct rbi_trace *trace, uint64_t peak_bytes)
@@ -71,6 +75,7 @@ static void fail(struct rbi_search *s, size_t count)
 void rbi_search_note(struct rbi_search *s, size_t count, rebatch_status status,
                      const struct rbi_trace *trace, uint64_t peak_bytes)
 {
+    rbi_assert(count >= s->least || s->report.microbatches > 0);
     s->report.trials += count != s->tried;
     s->report.microbatches++;
     s->tried = count;
@@ -283,6 +288,7 @@ rebatch_status rbi_search_run(struct rbi_search *s)
         status = rbi_search_next(&next, s);
         if (status || next == 0)
             break;
+        rbi_assert(next <= s->most);
         status = rbi_search_prepare(s, next);
         if (!status)
             status = try_size(s, next);

@@ -36,6 +36,7 @@ struct rbi_points rbi_form_points(const struct rbi_form *form, const struct rbi_
                 *rbi_form_bytes(form, event + (loop->turns[form->base_at] - 1) * loop->period, t);
         if (t == form->base_at)
             points.base = points.count;
+        rbi_assert(points.count < RBI_POINTS_MOST);
         points.at[points.count++] = (struct rbi_point){form->traces[t]->count, bytes};
     }
     const size_t common = rbi_points_unit(&points);
@@ -60,6 +61,7 @@ static size_t turns_of(struct rbi_point *points, const struct rbi_form *form,
 /* Samples that are left for the last turn. */
 static size_t left_for_last(const struct rbi_turns *turns, size_t count)
 {
+    rbi_assert(count > 0 && turns->step > 0);
     return (count - 1) % turns->step + 1;
 }
 

@@ -75,6 +75,7 @@ static bool open_addresses(struct addresses *addresses, size_t most)
 static size_t locate(const struct addresses *addresses, const void *address)
 {
     const size_t mask = addresses->capacity - 1;
+    rbi_assert(addresses->capacity > 0 && (addresses->capacity & mask) == 0);
     size_t i = (size_t)(((uint64_t)(uintptr_t)address * 0x9e3779b97f4a7c15u) >> 32) & mask;
     while (addresses->entries[i].address && addresses->entries[i].address != address)
         i = (i + 1) & mask;
@@ -129,6 +130,7 @@ static void pair(struct rbi_trace *trace, struct addresses *own, struct addresse
 rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
                              const struct rbi_trace *before)
 {
+    rbi_assert(trace->pool == pool);
     rbi_pool_set_recorder(pool, NULL);
     look_outside(trace);
     trace->pool = NULL;
@@ -154,9 +156,12 @@ rebatch_status rbi_trace_end(struct rbi_trace *trace, rebatch_pool *pool,
 void rbi_trace_pass_on(struct rbi_trace *trace, const struct rbi_trace *next)
 {
     trace->has_next = true;
-    for (size_t i = 0; i < next->event_count; i++)
-        if (next->events[i].kind == RBI_TRACE_FREE_PREVIOUS)
-            trace->is_passed[next->events[i].block] = true;
+    for (size_t i = 0; i < next->event_count; i++) {
+        if (next->events[i].kind != RBI_TRACE_FREE_PREVIOUS)
+            continue;
+        rbi_assert(next->events[i].block < trace->blocks);
+        trace->is_passed[next->events[i].block] = true;
+    }
 }
 
 void rbi_trace_add_failure(struct rbi_trace *trace, size_t asked_bytes)

@@ -25,6 +25,7 @@ static int by_size(const void *a, const void *b)
 static rebatch_status draw(struct sizes *sizes, struct rbi_search *s, size_t near)
 {
     const size_t least = s->fits + 1, most = rbi_min(s->most, s->fails);
+    rbi_assert(s->fits < s->fails);
     struct rbi_model model;
     rebatch_status status = rbi_search_make(&model, s);
     near = rbi_min(rbi_max(near, least), most);
@@ -98,6 +99,7 @@ rebatch_status rbi_search_weigh(size_t *predicted, bool *is_weighed, struct rbi_
         return status;
     *is_weighed = true;
     const size_t said = most_said(&times, &sizes);
+    rbi_assert(s->report.microbatches < s->max_trials && times <= sizes.count);
     const bool is_last = s->max_trials - s->report.microbatches == 1;
     const bool is_agreed = (double)times >= AGREED * (double)sizes.count;
     if (said == 0)

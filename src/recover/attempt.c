@@ -173,6 +173,7 @@ static rebatch_phase phase_of(const rebatch *rb, enum rbi_callback which)
 
 static rebatch_status call_user(rebatch *rb, const struct rbi_call *call)
 {
+    rbi_assert(address_of(rb, call->which));
     switch (call->which) {
     case RBI_ZERO_GRAD:
         return rb->run.ops->zero_grad(rb->run.user);
@@ -233,8 +234,8 @@ static void count_buffers(rebatch *rb)
         failure->need_bytes += rbi_resize_bytes(rb);
 }
 
-/* Fills in rb->run.failure from what the pool saw, `oom`; NULL: nothing. `used` is what the callback
- * used; NULL: not known. */
+/* Fills in the run's failure from what the pool saw, `oom`; NULL: nothing. `used` is what the
+ * callback used; NULL: not known. */
 static void note_failure(rebatch *rb, rebatch_phase phase, const rebatch_oom_report *oom,
                          const struct rbi_used *used)
 {
@@ -289,6 +290,7 @@ static rebatch_status commit(rebatch *rb, enum rbi_callback which, rebatch_scope
                              const rebatch_microbatch *mb)
 {
     if (mb && (rb->run.ops->flags & REBATCH_SCOPED_MEMORY)) {
+        rbi_assert(rbi_is_on(rb->options.reclaim)); /* rbi_step_check() has seen to it */
         const rebatch_status status = rb->any_stream ? rbi_callback_wait(rb) : REBATCH_OK;
         if (status)
             return status;
@@ -311,6 +313,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
                               rebatch_status status, uint64_t ooms_before)
 {
     const rebatch_phase phase = phase_of(rb, call->which);
+    rbi_assert(status != REBATCH_OK && !rb->callback.is_running);
     rbi_scope_end_phase(&rb->run.use, rb->pool, scope);
     const bool is_told =
         rbi_error_changes() != call->error_changes && rebatch_last_status() == REBATCH_OOM;
@@ -326,6 +329,7 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
     rebatch_oom_report oom;
     rbi_pool_last_own_oom(&oom, rb->pool);
     rb->run.report.torn = phase == REBATCH_PHASE_UPDATE;
+    rbi_assert(!rb->run.report.torn || call->which == RBI_OPTIMIZER);
     struct rbi_used used;
     const bool is_measured = rbi_meter_end(&used, rb);
     if (rb->run.report.torn)
@@ -345,7 +349,8 @@ static rebatch_status give_up(rebatch *rb, const struct rbi_call *call, rebatch_
 
 static void begin(rebatch *rb, const struct rbi_call *which)
 {
-    rbi_assert(rb->run.ops && !rb->callback.is_running);
+    rbi_assert(rb->run.ops);
+    rbi_assert(!rb->callback.is_running);
     rb->callback = (struct rbi_running){.is_updating = which->which == RBI_OPTIMIZER,
                                         .thread = pthread_self(),
                                         .pool_callbacks = rbi_pool_callback_depth()};
@@ -360,6 +365,7 @@ static void begin(rebatch *rb, const struct rbi_call *which)
 
 static void end(rebatch *rb, const struct rbi_call *which, rebatch_status result)
 {
+    rbi_assert(rb->callback.is_running);
     rb->callback.is_running = false;
     if (rb->callback.is_updating)
         rbi_overflow_end(rb);
@@ -418,6 +424,8 @@ static void warn_of_swallowed(rebatch *rb, enum rbi_callback which, const rebatc
 rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
 {
     const struct rbi_call call = {which, mb, 0, rbi_error_changes()};
+    rbi_assert((mb != NULL) == (which == RBI_FORWARD_BACKWARD || which == RBI_MAP));
+    rbi_assert(!mb || (mb->count > 0 && rb->run.size > 0));
     rebatch_scope scope;
     rebatch_status status = rbi_scope_open_phase(rb, &scope, key_of(rb, which));
     if (status)
@@ -486,6 +494,7 @@ static rebatch_status commit_resize(rebatch *rb, rebatch_scope scope, rebatch_st
 rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 {
     const struct rbi_call call = {RBI_RESIZE, NULL, size, rbi_error_changes()};
+    rbi_assert(size > 0 && rb->buffers.size == 0);
     rebatch_scope scope;
     rebatch_status status = rbi_scope_open(rb, &scope);
     if (status)
@@ -526,6 +535,7 @@ static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, reba
 rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
 {
     const struct rbi_call call = {RBI_LIGHTEN, NULL, level, rbi_error_changes()};
+    rbi_assert(level == rb->lighten + 1 || level + 1 == rb->lighten);
     const struct rbi_failure failure = rb->run.failure; /* of the callback before this one */
     rebatch_scope scope;
     rebatch_status status = rbi_scope_open(rb, &scope);

@@ -11,6 +11,7 @@ static size_t cost_of(const rebatch *rb, size_t first, size_t count)
 
 size_t rbi_size_of(const rebatch *rb, size_t first, size_t count)
 {
+    rbi_assert(count > 0 && count <= rb->run.batch && first <= rb->run.batch - count);
     return rb->run.by_cost ? cost_of(rb, first, count) : count;
 }
 
@@ -22,6 +23,7 @@ static size_t within_budget(const rebatch *rb, size_t first, size_t most, size_t
         return most;
     size_t fits = 0;
     size_t fails = 1;
+    rbi_assert(most > 0);
     /* From below, so that a small micro-batch of a large batch is a small question. */
     while (cost_of(rb, first, fails) <= budget) {
         if (fails == most)
@@ -41,6 +43,7 @@ static size_t within_budget(const rebatch *rb, size_t first, size_t most, size_t
 
 size_t rbi_cut_to(const rebatch *rb, size_t first, size_t budget)
 {
+    rbi_assert(first < rb->run.batch);
     const size_t most = rbi_min(rbi_micro_upper(rb, rb->run.batch), rb->run.batch - first);
     const size_t count = within_budget(rb, first, most, budget);
     if (count == most)
@@ -56,6 +59,7 @@ static size_t cut_by_size(rebatch *rb, size_t first)
 {
     const size_t size = rbi_micro_size(rb, rb->run.batch);
     const size_t left = rb->run.batch - first;
+    rbi_assert(size > 0 && left > 0);
     if (left <= size)
         return first ? rbi_rest_size(&rb->options, left) : left;
     if (rb->sizes.learning.chosen && left - size >= rb->options.micro_smallest) {
@@ -73,6 +77,7 @@ static size_t cut_by_size(rebatch *rb, size_t first)
 static size_t leave_smallest(const rebatch *rb, size_t count, size_t left)
 {
     const size_t smallest = rb->options.micro_smallest;
+    rbi_assert(count > 0 && count <= left);
     if (count == left || left - count >= smallest || left < smallest)
         return count;
     const size_t less = rbi_round_size(&rb->options, left - smallest);
@@ -93,6 +98,7 @@ size_t rbi_cut(rebatch *rb, size_t first)
 
 void rbi_size_set(rebatch *rb, size_t size)
 {
+    rbi_assert(size > 0 || rb->run.by_cost);
     if (rb->run.by_cost)
         rb->sizes.budget = size;
     else

@@ -12,6 +12,7 @@ static void forget_saved(struct rbi_drill *drill)
 rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebatch_step_ops *ops,
                                size_t batch, void *user, const struct rbi_drill_watch *watch)
 {
+    rbi_assert(!rb->drill && !rb->run.ops);
     *drill = (struct rbi_drill){.watch = *watch,
                                 .on_oom = rb->options.on_oom,
                                 .max_attempts = rb->options.max_attempts,
@@ -43,6 +44,7 @@ rebatch_status rbi_drill_begin(struct rbi_drill *drill, rebatch *rb, const rebat
 
 static rebatch_status begin_run(rebatch *rb, size_t size)
 {
+    rbi_assert(rb->drill && rb->run.ops && size > 0);
     rb->sizes.micro = size;
     rb->sizes.budget = SIZE_MAX;
     rb->sizes.has_budget = true;
@@ -96,6 +98,7 @@ rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, si
     for (size_t i = 0; i < count && !status; i++) {
         mb.first = parts[i].first;
         mb.count = parts[i].count;
+        rbi_assert(mb.count > 0 && mb.count <= batch && mb.first <= batch - mb.count);
         status = run_part(rb, &mb);
     }
     return wait_for_it(rb, status);
@@ -108,6 +111,7 @@ rebatch_status rbi_drill_undo(rebatch *rb)
 
 void rbi_drill_end(struct rbi_drill *drill, rebatch *rb)
 {
+    rbi_assert(rb->drill == &drill->watch);
     rbi_resize_release(rb);
     rb->sizes = *drill->sizes;
     rb->launch = *drill->launch;

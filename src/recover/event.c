@@ -51,6 +51,7 @@ bool rbi_event_is_oom(rebatch_event_kind kind)
 
 void rbi_text_add_samples(struct rbi_text *t, size_t first, size_t count)
 {
+    rbi_assert(count > 0);
     if (count == 1)
         rbi_text_add(t, "sample %zu", first);
     else

@@ -37,6 +37,7 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
  * model is rarely far off. */
 static size_t refit(const rebatch *rb, size_t failed)
 {
+    rbi_assert(failed > 0);
     const struct rbi_failure *failure = &rb->run.failure;
     size_t size = failed - rbi_max(failed / 16, 1);
     if (failure->need_bytes > failure->available_bytes)
@@ -98,6 +99,7 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     }
     const size_t half = rbi_round_size(limits, rbi_max(count / 2, held));
     rb->sizes.micro = predicted ? predicted : half ? half : rbi_round_size_up(limits, 1);
+    rbi_assert(rb->sizes.micro > 0 && rb->sizes.micro < count);
     return true;
 }
 
@@ -111,6 +113,7 @@ static rebatch_status lighten(rebatch *rb, bool *is_lighter)
         return REBATCH_OK;
     const rebatch_status status = rbi_callback_lighten(rb, rb->lighten + 1);
     *is_lighter = status == REBATCH_OK;
+    rbi_assert(!*is_lighter || rb->lighten > 0);
     return status == REBATCH_OOM || status == REBATCH_E_UNSUPPORTED ? REBATCH_OK : status;
 }
 
@@ -240,6 +243,7 @@ static rebatch_status say_exhausted(const rebatch *rb, const rebatch_microbatch 
 
 static rebatch_status say_torn(const rebatch *rb)
 {
+    rbi_assert(rb->run.report.torn);
     return rbi_error(
         REBATCH_E_TORN, "step %" PRIu64 ": out of memory in optimizer_step%s", rb->step,
         rb->callback.has_mutated ? " after it began to change parameters: some are new, some old; "
@@ -265,6 +269,7 @@ static void note_refusal(rebatch *rb)
 static void count(rebatch *rb, const struct rbi_strike *strike)
 {
     note_refusal(rb);
+    rbi_assert(rb->run.failure.phase < REBATCH_PHASE_COUNT);
     rb->run.report.ooms++;
     rb->run.report.ooms_in[rb->run.failure.phase]++;
     rb->run.report.lost_ns += strike->lost_ns;
@@ -276,6 +281,7 @@ static void count(rebatch *rb, const struct rbi_strike *strike)
 /* Another rank's OOM: that one chooses what is next. */
 static rebatch_status follow(rebatch *rb, const struct rbi_strike *strike)
 {
+    rbi_assert(rbi_group_is_in_lockstep(rb));
     rb->lockstep.is_peers = false;
     rb->run.report.redone_samples += strike->redone_samples;
     rb->run.report.lost_ns += strike->lost_ns;
@@ -284,6 +290,7 @@ static rebatch_status follow(rebatch *rb, const struct rbi_strike *strike)
 
 rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
 {
+    rbi_assert(rb->run.ops && !rb->callback.is_running);
     if (rb->lockstep.is_peers)
         return follow(rb, strike);
     const rebatch_microbatch *mb = strike->mb;

@@ -75,6 +75,7 @@ rebatch_status rbi_group_all_reduce(rebatch *rb, uint64_t *words, size_t count,
                                     rebatch_reduction reduction)
 {
     struct rbi_group *const group = &rb->group;
+    rbi_assert(rbi_group_is_set(rb) && count > 0 && count <= REBATCH_GROUP_WORDS);
     if (group->has_ended)
         return rbi_error(REBATCH_E_PEER, "%s", group->ended);
     const uint64_t changes = rbi_error_changes();

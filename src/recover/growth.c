@@ -16,6 +16,7 @@ void rbi_growth_set_back(rebatch *rb, uint64_t available_bytes)
     }
     growth->wait =
         growth->wait > rb->options.grow_wait_max / 2 ? rb->options.grow_wait_max : growth->wait * 2;
+    rbi_assert(growth->wait > 0 && growth->wait <= rb->options.grow_wait_max);
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROWTH_FAILED);
     rbi_event_end(&event, rb);
     rbi_event_emit(rb, &event);
@@ -39,6 +40,7 @@ static size_t size_now(const rebatch *rb)
 
 static void begin_trial(struct rbi_growth *growth, bool is_overruling, bool is_of_level)
 {
+    rbi_assert(!growth->on_trial);
     growth->on_trial = true;
     growth->is_overruling = is_overruling;
     growth->is_of_level = is_of_level;
@@ -49,6 +51,7 @@ static void leave_level(rebatch *rb, bool is_overruling)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
     const unsigned before = rb->lighten;
+    rbi_assert(before > 0);
     (void)rbi_callback_lighten(rb, before - 1); /* the step is done: what fails late shows later */
     if (rb->lighten == before) {
         rb->sizes.growth.clean = 0; /* it is asked again after as long a wait */
@@ -64,6 +67,7 @@ static void grow_to(rebatch *rb, size_t size, bool is_overruling)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
     rb->sizes.growth.held = size_now(rb);
+    rbi_assert(size >= rb->sizes.growth.held);
     rb->sizes.growth.held_by_cost = rb->run.by_cost;
     rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
@@ -106,6 +110,7 @@ static size_t fitting(rebatch *rb, size_t size, size_t larger, size_t available)
     struct rbi_growth *growth = &rb->sizes.growth;
     if (!rbi_need_has_model(rb, rb->lighten) || !rb->sizes.model.fits)
         return larger;
+    rbi_assert(larger >= size);
     while (larger > size && !rb->sizes.model.fits(rb->sizes.model.user, rb, larger)) {
         growth->failed_size = larger;
         growth->failed_by_cost = rb->run.by_cost;

@@ -70,6 +70,7 @@ static void replace(const rebatch *rb, char *copy, const char *now, const char *
 static void keep_change(const rebatch *rb, const struct rbi_guard *guard,
                         enum rbi_guard_change change)
 {
+    rbi_assert(guard->kind == REBATCH_GUARD_HOST);
     const char *const now = guard->state, *const then = before(guard, change);
     char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
     char *const at_lighten = guard->before_lighten; /* pressure within it stays when it fails */
@@ -137,6 +138,7 @@ static rebatch_status copy_all(rebatch *rb, enum rbi_guard_point point, bool res
     for (size_t i = 0; i < rb->guard_count; i++) {
         const struct rbi_guard *guard = &rb->guards[i];
         void *const kept = copy_at(guard, point);
+        rbi_assert(kept);
         const rebatch_status status =
             restores ? copy(rb, guard, guard->state, kept) : copy(rb, guard, kept, guard->state);
         if (!first)
@@ -295,6 +297,7 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
         release(rb, &guard);
         return status;
     }
+    rbi_assert(rb->guard_count < RBI_MAX_GUARDS);
     rb->guards[rb->guard_count++] = guard;
     return REBATCH_OK;
 }

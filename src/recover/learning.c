@@ -6,6 +6,7 @@
 
 void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner)
 {
+    rbi_assert(!rb->sizes.learning.is_on);
     rb->sizes.learning.tuner = *tuner;
     rb->sizes.learning.is_on = true;
     rb->sizes.micro = rbi_round_size_up(&rb->options, 1);
@@ -58,6 +59,7 @@ static size_t ask_tuner(rebatch *rb, size_t left)
 static void prepare_pool(struct rbi_learning *learning)
 {
     const struct rbi_tuner *tuner = &learning->tuner;
+    rbi_assert(learning->chosen > 0);
     if (!tuner->user || !tuner->prepare(tuner->user, learning->chosen))
         return;
     rebatch_clear_error();
@@ -142,6 +144,7 @@ bool rbi_learn_will_watch(const rebatch *rb, size_t count)
 void rbi_learn_begin(rebatch *rb, size_t count)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
+    rbi_assert(!learning->is_watched);
     learning->is_watched = rbi_learn_will_watch(rb, count);
     if (learning->is_watched)
         learning->tuner.begin(learning->tuner.user, count);
@@ -168,6 +171,7 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     if (status == REBATCH_OK)
         rb->run.report.learned +=
             learning->chosen != 0 && (rb->run.by_cost || learning->chosen == count);
+    rbi_assert(!learning->is_watched || learning->tuner.user);
     if (learning->is_watched) {
         if (learning->tuner.end(learning->tuner.user, count, status)) {
             rebatch_clear_error();

@@ -57,6 +57,7 @@ size_t rbi_round_size_up(const rebatch_options *o, size_t size)
  * the last one has an allowed size, or at least the smallest; 0: there is none. */
 static size_t find_even(const rebatch_options *o, size_t size, size_t left, bool is_allowed)
 {
+    rbi_assert(size > 0 && left > 0);
     const size_t least = rbi_round_size_up(o, 1);
     for (size_t n = left / size + 1;; n++) {
         const size_t share = left / n + (left % n != 0);
@@ -73,6 +74,7 @@ static size_t find_even(const rebatch_options *o, size_t size, size_t left, bool
 
 bool rbi_ends_short(const rebatch_options *o, size_t size, size_t left)
 {
+    rbi_assert(size > 0);
     const size_t last = left % size;
     return left > size && last && rbi_round_size(o, last) != last;
 }
@@ -95,6 +97,7 @@ size_t rbi_even_size(const rebatch_options *o, size_t size, size_t left)
 
 size_t rbi_rest_size(const rebatch_options *o, size_t left)
 {
+    rbi_assert(left > 0);
     const size_t size = rbi_round_size(o, left);
     if (size == 0 || size == left)
         return left;

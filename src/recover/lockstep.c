@@ -60,6 +60,7 @@ static rebatch_status lighten_to(rebatch *rb, unsigned level)
 /* Told in the next vote. The collectives until then are called. */
 static void owe(rebatch *rb, rebatch_status status)
 {
+    rbi_assert(status != REBATCH_OK && rb->lockstep.owed == REBATCH_OK);
     rb->lockstep.owed = status;
     rb->lockstep.owed_failure = rb->run.failure;
     if (status != REBATCH_OOM)
@@ -76,6 +77,7 @@ rebatch_status rbi_lockstep_choose(rebatch *rb, rebatch_status own)
     if (status)
         return status;
     rb->run.most = words[SIZE];
+    rbi_assert(rb->run.most > 0);
     rb->run.cut_size = 0; /* what is decided of the cut is decided now, on all ranks */
     const rebatch_status lightened = lighten_to(rb, (unsigned)~words[LEVEL]);
     if (lightened)
@@ -92,6 +94,7 @@ bool rbi_lockstep_is_doomed(const rebatch *rb)
 
 void rbi_lockstep_begin_attempt(rebatch *rb)
 {
+    rbi_assert(rb->lockstep.stage == RBI_LOCKSTEP_IDLE);
     rb->lockstep.stage = RBI_LOCKSTEP_RUNS;
 }
 
@@ -121,6 +124,7 @@ static rebatch_status vote_owed(rebatch *rb)
 {
     struct rbi_lockstep *const lockstep = &rb->lockstep;
     const rebatch_status owed = lockstep->owed;
+    rbi_assert(owed != REBATCH_OK);
     lockstep->owed = REBATCH_OK;
     rb->run.failure = lockstep->owed_failure;
     return owed == REBATCH_OOM ? vote_on(rb, RUN_BATCH_AGAIN, REBATCH_OK, NULL)

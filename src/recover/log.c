@@ -185,6 +185,7 @@ void rbi_event_emit(const rebatch *rb, rebatch_event *event)
         REBATCH_EVENTS(LEVEL)
 #undef LEVEL
     };
+    rbi_assert((size_t)event->kind < sizeof levels / sizeof *levels);
     event->level = levels[event->kind];
     event->step = rb->step;
     const rebatch_log_level level =

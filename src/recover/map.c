@@ -71,6 +71,7 @@ static rebatch_status read_ops(rebatch_map_ops *out, const rebatch *rb,
 
 static rebatch_status run(rebatch *rb)
 {
+    rbi_assert(rb->run.samples_callback == RBI_MAP);
     rebatch_status status = rbi_step_open_scope(rb);
     if (status)
         return status;

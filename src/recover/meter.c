@@ -51,6 +51,7 @@ void rbi_meter_begin(rebatch *rb, rebatch_phase phase)
 
 bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
 {
+    rbi_assert(!rbi_meter_is_set(rb) || rb->run.meter_has_begun);
     *out = (struct rbi_used){0};
     if (!rbi_meter_is_set(rb)) {
         *out = (struct rbi_used){.live_before = rb->run.use.live_before,

@@ -63,6 +63,7 @@ static void learn(rebatch *rb, size_t size, uint64_t bytes, bool is_exact)
         i = rb->sizes.known_next;
         rb->sizes.known_next = (i + 1) % RBI_KNOWN_SIZES;
     }
+    rbi_assert(size > 0 && i < RBI_KNOWN_SIZES);
     rb->sizes.known_last = i;
     rb->sizes.known[i] = (struct rbi_need){.size = size,
                                            .by_cost = rb->run.by_cost,
@@ -109,6 +110,7 @@ void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run
     known->added_bytes = run->peak_bytes;
     known->kept_from = from;
     known->kept_to = to;
+    rbi_assert(known->added_bytes <= known->bytes && from <= to);
 }
 
 void rbi_need_learn_least(rebatch *rb, size_t size, uint64_t bytes)
@@ -159,6 +161,7 @@ struct line {
 static struct line line_through(const rebatch *rb, const struct rbi_need *low,
                                 const struct rbi_need *high, unsigned lighten)
 {
+    rbi_assert(low->size > 0 && low->size <= high->size);
     struct line line = {0, 0, high->size - low->size >= low->size / 4 + 1};
     if (line.is_fitted && high->bytes > low->bytes)
         line.slope = (double)(high->bytes - low->bytes) / (double)(high->size - low->size);
@@ -249,6 +252,7 @@ bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size)
 static uint64_t extrapolate(const rebatch *rb, const struct rbi_need *high, size_t size,
                             unsigned lighten)
 {
+    rbi_assert(high->size > 0 && high->size <= size);
     const struct rbi_need *low = largest_exact(rb, lighten, high->size);
     double slope = (double)high->bytes / (double)high->size;
     if (low && high->bytes > low->bytes)
@@ -318,6 +322,7 @@ void rbi_need_set_model(rebatch *rb, const struct rbi_memory_model *model)
 {
     if (rb->sizes.model.destroy)
         rb->sizes.model.destroy(rb->sizes.model.user);
+    rbi_assert(!model || model->need);
     rb->sizes.model = model ? *model : (struct rbi_memory_model){0};
     rb->sizes.model_factor = 1;
     rb->sizes.model_is_refuted = false;

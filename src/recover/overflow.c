@@ -8,6 +8,7 @@ void rbi_overflow_begin(rebatch *rb)
     if (rbi_meter_is_set(rb))
         return;
     rbi_pool_overflow_use(&use, rb->pool);
+    rbi_assert(rb->callback.is_updating && use.total_bytes >= rb->run.report.overflow_bytes);
     rb->callback.overflow_before = use.total_bytes - rb->run.report.overflow_bytes;
     rbi_pool_open_overflow(rb->pool);
 }
@@ -18,6 +19,7 @@ void rbi_overflow_end(rebatch *rb)
     if (rbi_meter_is_set(rb) || !rbi_pool_close_overflow(rb->pool))
         return;
     rbi_pool_overflow_use(&use, rb->pool);
+    rbi_assert(use.total_bytes >= rb->callback.overflow_before);
     rb->run.report.overflow_bytes = use.total_bytes - rb->callback.overflow_before;
 }
 

@@ -460,8 +460,8 @@ struct rbi_said {
 /* Of a failure with `status`, before anything else is said. REBATCH_OK: nothing. */
 struct rbi_said rbi_said_take(rebatch *rb, rebatch_status status);
 
-/* The vote when a step begins: sets rb->run.total. `own` is REBATCH_OK, or why this rank takes no part,
- * which is then the result. Without a group nothing happens. */
+/* The vote when a step begins: sets the run's total. `own` is REBATCH_OK, or why this rank takes no
+ * part, which is then the result. Without a group nothing happens. */
 rebatch_status rbi_vote_begin(rebatch *rb, rebatch_status own);
 /* The vote before the update. REBATCH_OK: all ranks update. `own` is how this rank has fared, which
  * is the result where it has failed. */

@@ -58,6 +58,7 @@ void rbi_resize_release(rebatch *rb)
         return;
     if (rb->any_stream)
         (void)rbi_callback_wait(rb); /* nothing must be at work in what is taken back */
+    rbi_assert(!rb->callback.is_running);
     rbi_pool_free_resident(rb->pool);
     rb->buffers = (struct rbi_buffers){0};
 }
@@ -66,6 +67,7 @@ rebatch_status rbi_resize_to(rebatch *rb, size_t size)
 {
     if (!rb->run.ops->resize)
         return REBATCH_OK;
+    rbi_assert(size > 0);
     rbi_resize_release(rb);
     const rebatch_status status = rbi_callback_resize(rb, size);
     if (status)

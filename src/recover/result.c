@@ -26,6 +26,7 @@ const char *rbi_callback_name(enum rbi_callback which)
                                                      [RBI_RESIZE] = "resize",
                                                      [RBI_MAP] = "rebatch_map",
                                                      [RBI_REDUCE] = "reduce"};
+    rbi_assert(which < RBI_CALLBACKS);
     return names[which];
 }
 
@@ -45,6 +46,7 @@ static void add_call(struct rbi_text *t, const rebatch *rb, const struct rbi_cal
 static void say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                 const char *verb, rebatch_status result, const char *more)
 {
+    rbi_assert(status != REBATCH_OK);
     char text[512];
     char within[WITHIN + 1] = "";
     struct rbi_text t = {text, sizeof text, 0};

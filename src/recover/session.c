@@ -118,6 +118,7 @@ static rebatch_status check_pool(const rebatch_options *o, rebatch_device *devic
 
 static rebatch_status open_residents(rebatch *rb)
 {
+    rbi_assert(rb->pool && !rb->residents);
     if (!rbi_is_on(rb->options.reclaim))
         return REBATCH_OK;
     rb->residents = rbi_residents_open(rb->pool);
@@ -215,6 +216,7 @@ static rebatch *create(rebatch_device *device, const rebatch_options *o,
     rb->run = (struct rbi_run){.most = SIZE_MAX, .samples_callback = RBI_FORWARD_BACKWARD};
     rb->failed = failed;
     rb->failed_room = room;
+    rbi_assert(room >= rb->options.max_attempts);
     (void)pthread_mutex_init(&rb->changing, NULL);
     return rb;
 }

@@ -6,6 +6,7 @@
 
 rebatch_status rbi_step_open_scope(rebatch *rb)
 {
+    rbi_assert(rb->run.ops && !rb->run.scope);
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_STEP);
@@ -61,6 +62,7 @@ static uint32_t attempts_of(const rebatch *rb, size_t sample)
 
 static void remember_failed(rebatch *rb, size_t first, size_t end)
 {
+    rbi_assert(first < end && end <= rb->run.batch);
     if (rb->run.failed_count < rb->failed_room)
         rb->failed[rb->run.failed_count++] = (struct rbi_failed_range){first, end};
 }
@@ -171,6 +173,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
 static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
                                  const rebatch_microbatch *mb)
 {
+    rbi_assert(mb->count > 0 && rb->run.failure.phase != REBATCH_PHASE_UPDATE);
     switch (rb->run.failure.phase) {
     case REBATCH_PHASE_ADMISSION:
     case REBATCH_PHASE_RESIZE:
@@ -185,6 +188,7 @@ static rebatch_status handle_oom(rebatch *rb, struct progress *progress,
 
 static void succeeded(rebatch *rb, struct progress *progress, const rebatch_microbatch *mb)
 {
+    rbi_assert(mb->first == progress->next && mb->count <= rb->run.batch - mb->first);
     progress->next += mb->count;
     progress->microbatches++;
     rb->run.ooms_in_row = 0;
@@ -269,6 +273,7 @@ rebatch_status rbi_samples_run(rebatch *rb)
         }
         progress.attempt_ns = rbi_now_ns();
     }
+    rbi_assert(status || (progress.next == rb->run.batch && progress.microbatches > 0));
     rb->run.report.microbatches = progress.microbatches;
     return status;
 }
@@ -321,6 +326,8 @@ rebatch_status rbi_step_check(rebatch_step_ops *out, const rebatch *rb,
 
 void rbi_run_begin(rebatch *rb, const struct rbi_task *task)
 {
+    rbi_assert(task->batch > 0 && task->most > 0);
+    rbi_assert(!rb->callback.is_running);
     rb->group.explained[0] = '\0';
     rb->buffers.is_new = false;
     rb->run = (struct rbi_run){.ops = task->ops,
@@ -356,6 +363,7 @@ void rbi_step_is_probe(rebatch *rb)
 /* What it says of itself can be read on; what holds outside of runs holds again. */
 void rbi_step_end(rebatch *rb)
 {
+    rbi_assert(rb->run.ops && !rb->callback.is_running);
     rb->run.ops = NULL;
     rb->run.most = SIZE_MAX;
     rb->run.samples_callback = RBI_FORWARD_BACKWARD;
@@ -414,6 +422,7 @@ static void grow(rebatch *rb)
 
 static void succeed(rebatch *rb)
 {
+    rbi_assert(!rb->run.report.torn && !rb->run.scope);
     rb->sizes.made_count = 0;
     rb->sizes.retry_row = rb->run.retried_in_step ? rb->sizes.retry_row + 1 : 0;
     if (rbi_thrashing_step_done(rb))

@@ -18,6 +18,8 @@ void rbi_thrashing_end(rebatch *rb, size_t count, uint64_t needed_bytes)
 {
     struct rbi_thrashing *thrashing = &rb->sizes.thrashing;
     const struct rbi_pool_traffic now = rb->run.use.traffic;
+    rbi_assert(now.taken_bytes >= thrashing->before.taken_bytes);
+    rbi_assert(now.given_bytes >= thrashing->before.given_bytes);
     const uint64_t taken = now.taken_bytes - thrashing->before.taken_bytes;
     const uint64_t given = now.given_bytes - thrashing->before.given_bytes;
     const uint64_t again = rbi_min(taken, given);
@@ -48,6 +50,7 @@ static void shrink(rebatch *rb)
     const size_t micro = rbi_micro_size(rb, rb->run.batch);
     const size_t less = rbi_round_size(&rb->options, micro - (micro + 3) / 4);
     rb->sizes.micro = less ? less : rbi_round_size_up(&rb->options, 1);
+    rbi_assert(rb->sizes.micro > 0 && rb->sizes.micro < micro);
 }
 
 bool rbi_thrashing_step_done(rebatch *rb)

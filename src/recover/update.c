@@ -23,6 +23,7 @@ static rebatch_status admit(rebatch *rb)
 
 static rebatch_status try_once(rebatch *rb, enum rbi_callback which)
 {
+    rbi_assert(which == RBI_OPTIMIZER || which == RBI_REDUCE);
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
         status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
@@ -89,6 +90,7 @@ static void reduce_abandoned(rebatch *rb)
     rebatch_scope own = 0;
     if (!rb->run.scope && rbi_scope_open(rb, &own))
         return;
+    rbi_assert(rbi_group_is_set(rb) && rb->run.ops->reduce);
     rb->run.is_abandoned = true;
     (void)rbi_callback_run(rb, RBI_REDUCE, NULL);
     rb->run.is_abandoned = false;

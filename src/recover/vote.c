@@ -165,6 +165,7 @@ _Static_assert(WHY_WORDS * 8 == RBI_WHY_BYTES && WHY_WORDS <= REBATCH_GROUP_WORD
 /* The lowest rank that has failed says why. The status of this rank: `own` where it has failed. */
 rebatch_status rbi_vote_hear(rebatch *rb, rebatch_status own, const struct rbi_said *said)
 {
+    rbi_assert(!own || said->why[0]);
     const uint64_t mine = rb->group.table.rank | (rb->group.has_failed_in_reduce ? IN_REDUCE : 0);
     uint64_t first = own ? mine : UINT64_MAX;
     rebatch_status status = rbi_group_all_reduce(rb, &first, 1, REBATCH_MIN);
@@ -247,6 +248,7 @@ rebatch_status rbi_vote_end(rebatch *rb, rebatch_status own, const struct rbi_sa
 
 rebatch_status rbi_vote_owe(rebatch *rb, rebatch_status status)
 {
+    rbi_assert(status != REBATCH_OK);
     if (rb->group.table.size <= 1)
         return status;
     const struct rbi_said said = rbi_said_take(rb, status);

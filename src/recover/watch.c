@@ -70,6 +70,7 @@ static rebatch_status add(struct rbi_watched **out, rebatch *rb, const char *nam
     if (!copy)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to watch %s", name);
     memcpy(copy, name, size);
+    rbi_assert(rb->watched_count < RBI_WATCHED_MOST);
     *out = &rb->watched[rb->watched_count++];
     (*out)->name = copy;
     return REBATCH_OK;
