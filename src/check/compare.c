@@ -4,7 +4,7 @@
 
 #include "check/check.h"
 
-/* So many are named. */
+/* The most that are named. */
 #define NAMED 3
 
 /* What one finding is about. */

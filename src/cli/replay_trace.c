@@ -18,8 +18,9 @@
 /* With this in use at once sums of live and reserved bytes fit into 64 bits, whatever the rounding
  * and the page. */
 #define LIVE_MOST (UINT64_C(1) << 62) /* a multiple of REBATCH_POOL_UNIT_BYTES */
-/* Gzip makes a thousand bytes of one, and a line takes more memory than it has bytes: what unpacks
- * to more text than this is to be of so many bytes at least. Recorded traces are of a quarter. */
+/* Gzip makes a thousand bytes of one, and a line takes more memory than it has bytes: text that
+ * is longer than UNPACKED_FREE must come from a file of at least a UNPACKED_TIMESth of its bytes.
+ * Recorded traces are a quarter of their text. */
 #define UNPACKED_FREE (UINT64_C(16) << 20)
 #define UNPACKED_TIMES 100
 
@@ -36,7 +37,7 @@ struct reader {
     size_t length;
     bool is_cut;         /* the line went on */
     uint64_t text_bytes; /* read so far */
-    uint64_t next_check; /* of how much is unpacked, when so many are read */
+    uint64_t next_check; /* of how much is unpacked, when this many are read */
     uint64_t live_most;
 
     struct rbi_replay_ids ids;

@@ -6,7 +6,7 @@
 
 /* Sizes that code rounds up are rounded to powers of two, rarely to larger ones than this. */
 #define LARGEST_UNIT ((size_t)1 << 21)
-/* And samples to tiles of so many at the most. */
+/* And samples to tiles of at most LARGEST_STEP. */
 #define LARGEST_STEP 256
 /* More than any device has, so that it cannot be mistaken for a size. */
 #define LARGEST_BYTES (SIZE_MAX / 4)

@@ -45,7 +45,7 @@ static rebatch_status check(const rebatch_prediction *out, const rebatch *rb, si
     return REBATCH_OK;
 }
 
-/* A pool so many times as large as the one there is would be run dry for nothing. */
+/* A pool FAR_TOO_LARGE times as large as the one there is would be run dry for nothing. */
 #define FAR_TOO_LARGE 64
 
 static rebatch_status read_limit(uint64_t *out, rebatch_pool *pool)

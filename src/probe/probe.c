@@ -66,7 +66,7 @@ struct trials {
     rebatch *rb;
     rebatch_pool *pool; /* the session's */
     const struct rbi_setting *setting;
-    enum rbi_guard_point point; /* what guards are put back to */
+    rebatch_guard_point point; /* what guards are put back to */
     void *forgotten[FORGOTTEN_MOST];
     size_t bytes[FORGOTTEN_MOST];
     size_t count;
@@ -236,12 +236,12 @@ static rebatch_status zero_grad(rebatch *rb)
 {
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
     if (status)
         return judge(rb, status, "resize", 0);
     status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
     if (status)
-        (void)rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
+        (void)rbi_guards_restore(rb, REBATCH_GUARD_ATTEMPT);
     return judge(rb, status, "zero_grad", 0);
 }
 
@@ -280,7 +280,7 @@ static rebatch_status search_sizes(struct rbi_search *search, rebatch *rb, size_
     if (!status)
         status = warm_up(search, rb);
     if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
     if (!status)
         status = rbi_pool_clone(&setting->fresh, &setting->fresh_device, setting->pool);
     if (status)
@@ -301,14 +301,14 @@ static rebatch_status search_and_undo(struct rbi_search *search, struct trials *
 {
     rebatch *rb = trials->rb;
     rebatch_scope scope;
-    rebatch_status status = rbi_guards_save(rb, RBI_GUARD_STEP);
+    rebatch_status status = rbi_guards_save(rb, REBATCH_GUARD_STEP);
     if (!status)
         status = rbi_scope_open(rb, &scope);
     if (status)
         return status;
     const uint64_t sequence = rbi_pool_allocations(trials->pool);
     status = search_sizes(search, rb, reserve_bytes);
-    trials->point = RBI_GUARD_STEP;
+    trials->point = REBATCH_GUARD_STEP;
     const rebatch_status restored = end_trial(trials, scope, sequence);
     rbi_need_set_made(rb, trials->bytes, trials->count);
     free_forgotten(trials);
@@ -352,7 +352,7 @@ static rebatch_status probe(rebatch_probe_report *report, rebatch *rb, size_t ba
 {
     const size_t most = rbi_micro_upper(rb, batch);
     const size_t least = rbi_min(rbi_round_size_up(rbi_session_options(rb), 1), most);
-    struct trials trials = {.rb = rb, .pool = rebatch_get_pool(rb), .point = RBI_GUARD_ATTEMPT};
+    struct trials trials = {.rb = rb, .pool = rebatch_get_pool(rb), .point = REBATCH_GUARD_ATTEMPT};
     struct rbi_search search = {.trial = run_trial,
                                 .user = &trials,
                                 .now = rbi_now_ns,

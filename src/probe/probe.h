@@ -340,7 +340,7 @@ void rbi_probe_lend(rebatch *rb, struct rbi_model *model);
 /* A session's pool, and how its steps will use it. */
 struct rbi_setting rbi_probe_setting(const rebatch *rb, size_t least);
 
-/* Runs that are measured to find the fastest: so many sizes, each so often. */
+/* Runs that are measured to find the fastest: RBI_TIMED_SIZES sizes, RBI_TIMED_TURNS times each. */
 #define RBI_TIMED_SIZES 4
 #define RBI_TIMED_TURNS 2
 #define RBI_TIMED_RUNS (RBI_TIMED_SIZES * RBI_TIMED_TURNS)

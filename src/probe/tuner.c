@@ -5,7 +5,7 @@
 #include "probe/probe.h"
 #include "recover/session.h"
 
-/* Micro-batches that are watched, at the most: a search that has found nothing in so many will not
+/* Micro-batches that are watched, at the most: a search that has found nothing in these will not
  * find more. */
 #define WATCHED_MOST 8
 

@@ -84,7 +84,7 @@ static size_t certain_of(const struct rbi_search *s, const struct sizes *sizes, 
     return rbi_min(said, rbi_search_allowed_near(s, s->fits + (said - s->fits + 1) / 2));
 }
 
-/* So many models agree that it is tried at once. */
+/* A size that this share of the models agrees on is tried at once. */
 #define AGREED 0.85
 
 rebatch_status rbi_search_weigh(size_t *predicted, bool *is_weighed, struct rbi_search *s)

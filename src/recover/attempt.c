@@ -214,9 +214,9 @@ rebatch_status rbi_callback_wait(rebatch *rb)
  * does an error that nobody looked at. */
 static rebatch_status confirm_oom(rebatch *rb)
 {
-    const rebatch_status late = rbi_callback_wait(rb);
+    const rebatch_status waited = rbi_callback_wait(rb);
     const rebatch_status stale = rbi_device_take_last_error(rb->device);
-    return is_fatal(late) ? late : is_fatal(stale) ? stale : REBATCH_OOM;
+    return is_fatal(waited) ? waited : is_fatal(stale) ? stale : REBATCH_OOM;
 }
 
 /* A micro-batch needs its buffers too, and another size would have their memory; elsewhere they are
@@ -390,7 +390,7 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
 {
     const rebatch_status status = rbi_device_take_last_error(rb->device);
     if (is_fatal(status))
-        rbi_result_say_late(rb, which, status);
+        rbi_result_say_left(rb, which, status);
     if (status == REBATCH_OOM && which->which == RBI_REDUCE)
         return rbi_error(REBATCH_E_STATE,
                          "step %" PRIu64 ": reduce returned REBATCH_OK and left an OOM in the "
@@ -500,7 +500,7 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    rbi_guards_begin_change(rb, RBI_CHANGE_LIGHTEN);
+    rbi_guards_begin_change(rb, RBI_CHANGE_CALLBACK);
     rbi_former_begin(rb->pool, owner_of(rb));
     status = run(rb, &call);
     if (status == REBATCH_OK)
@@ -510,7 +510,7 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
     const void *const doubtful = rbi_former_end(rb->pool, first_sequence, status != REBATCH_OK);
     if (status)
         status = give_up(rb, &call, scope, status, ooms);
-    rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, status == REBATCH_OK);
+    rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, status == REBATCH_OK);
     if (doubtful && !status)
         warn_of_late_free(rb, doubtful);
     return status;
@@ -521,15 +521,15 @@ rebatch_status rbi_callback_resize(rebatch *rb, size_t size)
 /* The level is in force, so all that it needs stays. */
 static rebatch_status enter_level(rebatch *rb, const struct rbi_call *call, rebatch_scope scope)
 {
-    rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, true);
+    rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, true);
     rb->lighten = (unsigned)call->level;
     rebatch_status status = rbi_scope_commit_finally(rb->pool, scope);
     if (status) {
         rbi_scope_commit_all(rb->pool, scope);
         status = rbi_error(REBATCH_E_STATE, "lighten returned with a scope of its own still open");
     }
-    const rebatch_status late = find_swallowed(rb, call);
-    return is_fatal(late) ? late : status;
+    const rebatch_status left = find_swallowed(rb, call);
+    return is_fatal(left) ? left : status;
 }
 
 rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
@@ -542,13 +542,13 @@ rebatch_status rbi_callback_lighten(rebatch *rb, unsigned level)
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);
-    rbi_guards_begin_change(rb, RBI_CHANGE_LIGHTEN);
+    rbi_guards_begin_change(rb, RBI_CHANGE_CALLBACK);
     status = run(rb, &call);
     if (status == REBATCH_OK) {
         status = enter_level(rb, &call, scope);
     } else {
         status = give_up(rb, &call, scope, status, ooms);
-        rbi_guards_end_change(rb, RBI_CHANGE_LIGHTEN, false);
+        rbi_guards_end_change(rb, RBI_CHANGE_CALLBACK, false);
         if (status == REBATCH_E_UNSUPPORTED) /* what it tried is no callback's to answer for */
             (void)rbi_device_take_last_error(rb->device);
     }

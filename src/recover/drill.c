@@ -56,8 +56,8 @@ static rebatch_status begin_run(rebatch *rb, size_t size)
 
 static rebatch_status wait_for_it(const rebatch *rb, rebatch_status status)
 {
-    const rebatch_status late = rebatch_device_synchronize(rb->device);
-    return status ? status : late;
+    const rebatch_status waited = rebatch_device_synchronize(rb->device);
+    return status ? status : waited;
 }
 
 rebatch_status rbi_drill_run(rebatch *rb, size_t size, size_t *ran)
@@ -80,7 +80,7 @@ static rebatch_status run_part(rebatch *rb, const rebatch_microbatch *mb)
     rb->run.size = rbi_size_of(rb, mb->first, mb->count);
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
     return status ? status : rbi_callback_run(rb, RBI_FORWARD_BACKWARD, mb);
 }
 

@@ -98,7 +98,7 @@ static bool is_refused(const rebatch_event *event)
 }
 
 /* Where it struck, and how much was missing. */
-static void add_strike(struct rbi_text *t, const rebatch_event *event)
+static void add_place(struct rbi_text *t, const rebatch_event *event)
 {
     if (!is_refused(event))
         rbi_text_add(t, " in %s%s", rebatch_phase_text(event->phase),
@@ -190,7 +190,7 @@ size_t rebatch_event_format(char *text, size_t size, const rebatch_event *event)
     rbi_text_add(&t, "step %" PRIu64 ": %s", event->step,
                  is_refused(event) ? "not started" : texts[event->kind]);
     if (rbi_event_is_oom(event->kind))
-        add_strike(&t, event);
+        add_place(&t, event);
     else if (event->phase == REBATCH_PHASE_MAP)
         rbi_text_add(&t, " in %s", rebatch_phase_text(event->phase));
     if (event->kind == REBATCH_EVENT_TRIAL)

@@ -266,34 +266,34 @@ static void note_refusal(rebatch *rb)
     rb->run.refusal = now;
 }
 
-static void count(rebatch *rb, const struct rbi_strike *strike)
+static void count(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     note_refusal(rb);
     rbi_assert(rb->run.failure.phase < REBATCH_PHASE_COUNT);
     rb->run.report.ooms++;
     rb->run.report.ooms_in[rb->run.failure.phase]++;
-    rb->run.report.lost_ns += strike->lost_ns;
+    rb->run.report.lost_ns += interrupted->lost_ns;
     rb->run.ooms_in_row += rb->run.failure.phase != REBATCH_PHASE_ADMISSION;
-    if (strike->mb && rb->run.failure.phase != REBATCH_PHASE_ADMISSION)
+    if (interrupted->mb && rb->run.failure.phase != REBATCH_PHASE_ADMISSION)
         rbi_need_learn_least(rb, rb->run.size, rb->run.failure.need_bytes);
 }
 
 /* Another rank's OOM: that one chooses what is next. */
-static rebatch_status follow(rebatch *rb, const struct rbi_strike *strike)
+static rebatch_status follow(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     rbi_assert(rbi_group_is_in_lockstep(rb));
     rb->lockstep.is_peers = false;
-    rb->run.report.redone_samples += strike->redone_samples;
-    rb->run.report.lost_ns += strike->lost_ns;
+    rb->run.report.redone_samples += interrupted->redone_samples;
+    rb->run.report.lost_ns += interrupted->lost_ns;
     return REBATCH_OK;
 }
 
-rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
+rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *interrupted)
 {
     rbi_assert(rb->run.ops && !rb->callback.is_running);
     if (rb->lockstep.is_peers)
-        return follow(rb, strike);
-    const rebatch_microbatch *mb = strike->mb;
+        return follow(rb, interrupted);
+    const rebatch_microbatch *mb = interrupted->mb;
     rebatch_event event = {.phase = rb->run.failure.phase,
                            .attempt = mb ? mb->attempt : 0,
                            .first = mb ? mb->first : 0,
@@ -303,13 +303,13 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
                            .cost = mb && rb->run.by_cost ? rb->run.size : 0,
                            .cost_before = rbi_budget(rb),
                            .lighten_before = rb->lighten,
-                           .lost_ns = strike->lost_ns,
+                           .lost_ns = interrupted->lost_ns,
                            .asked_bytes = rb->run.failure.asked_bytes,
                            .needed_bytes = rb->run.failure.need_bytes,
                            .available_bytes = rb->run.failure.available_bytes,
                            .is_unexplained = rb->run.failure.is_unexplained,
                            .is_injected = rb->run.failure.is_injected};
-    count(rb, strike);
+    count(rb, interrupted);
     rbi_growth_set_back(rb, rb->run.failure.available_bytes);
     const rebatch_status status = choose_stage(rb, mb, &event.kind);
     if (status)
@@ -318,7 +318,7 @@ rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike)
     event.micro_after = rbi_micro_size(rb, rb->run.batch);
     event.cost_after = rbi_budget(rb);
     event.lighten_after = rb->lighten;
-    event.redone_samples = goes_on ? strike->redone_samples : 0;
+    event.redone_samples = goes_on ? interrupted->redone_samples : 0;
     rb->run.report.redone_samples += event.redone_samples;
     rbi_event_emit(rb, &event);
     if (goes_on)

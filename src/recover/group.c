@@ -39,16 +39,6 @@ void rbi_group_open(rebatch *rb, const rebatch_options *o)
     rb->group.timeout_ms = o->group_timeout_ms ? o->group_timeout_ms : DEFAULT_TIMEOUT_MS;
 }
 
-bool rbi_group_is_set(const rebatch *rb)
-{
-    return rb->group.table.size > 0;
-}
-
-bool rbi_group_is_in_lockstep(const rebatch *rb)
-{
-    return rb->options.lockstep == REBATCH_ON && rb->run.samples_callback == RBI_FORWARD_BACKWARD;
-}
-
 /* "step 12: rank 1 did not vote: the connection was closed" */
 static rebatch_status end_group(rebatch *rb, bool is_told)
 {

@@ -12,16 +12,16 @@ static rebatch_status copy(rebatch *rb, const struct rbi_guard *guard, void *to,
     return REBATCH_OK;
 }
 
-static void *copy_at(const struct rbi_guard *guard, enum rbi_guard_point point)
+static void *copy_at(const struct rbi_guard *guard, rebatch_guard_point point)
 {
-    return point == RBI_GUARD_STEP ? guard->at_step : guard->at_attempt;
+    return point == REBATCH_GUARD_STEP ? guard->at_step : guard->at_attempt;
 }
 
 /* ---- what pressure callbacks and lighten change ---- */
 
 static void *before(const struct rbi_guard *guard, enum rbi_guard_change change)
 {
-    return change == RBI_CHANGE_LIGHTEN ? guard->before_lighten : guard->before_pressure;
+    return change == RBI_CHANGE_CALLBACK ? guard->before_callback : guard->before_pressure;
 }
 
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change)
@@ -33,7 +33,7 @@ void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change)
     }
 }
 
-/* So many bytes change as one: a pointer in parts is none. */
+/* How many bytes are compared and copied as one: half a pointer is none. */
 static size_t unit_at(const char *state, size_t left)
 {
     const size_t word = sizeof(void *);
@@ -73,7 +73,7 @@ static void keep_change(const rebatch *rb, const struct rbi_guard *guard,
     rbi_assert(guard->kind == REBATCH_GUARD_HOST);
     const char *const now = guard->state, *const then = before(guard, change);
     char *const at_step = guard->at_step, *const at_attempt = guard->at_attempt;
-    char *const at_lighten = guard->before_lighten; /* pressure within it stays when it fails */
+    char *const at_lighten = guard->before_callback; /* pressure within it stays when it fails */
     size_t unit;
     for (size_t k = 0; k < guard->bytes; k += unit) {
         unit = unit_at(now + k, guard->bytes - k);
@@ -129,7 +129,7 @@ void rbi_guards_unwatch_pressure(rebatch *rb)
 /* ---- saving and restoring ---- */
 
 /* Pressure of another thread waits until all copies are made, and is waited for. */
-static rebatch_status copy_all(rebatch *rb, enum rbi_guard_point point, bool restores)
+static rebatch_status copy_all(rebatch *rb, rebatch_guard_point point, bool restores)
 {
     rebatch_status first = REBATCH_OK; /* each gets its try */
     if (rb->guard_count == 0)
@@ -194,15 +194,15 @@ static rebatch_status call_restores(rebatch *rb, rebatch_guard_point point)
     return first;
 }
 
-rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point)
+rebatch_status rbi_guards_save(rebatch *rb, rebatch_guard_point point)
 {
-    const rebatch_status status = call_saves(rb, (rebatch_guard_point)point);
+    const rebatch_status status = call_saves(rb, point);
     return status ? status : copy_all(rb, point, false);
 }
 
-rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point)
+rebatch_status rbi_guards_restore(rebatch *rb, rebatch_guard_point point)
 {
-    const rebatch_status called = call_restores(rb, (rebatch_guard_point)point);
+    const rebatch_status called = call_restores(rb, point);
     const rebatch_status copied = copy_all(rb, point, true);
     return called ? called : copied;
 }
@@ -220,7 +220,7 @@ bool rbi_guards_know(const rebatch *rb, const void *address)
     return false;
 }
 
-bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_point point)
+bool rbi_guards_forget(const rebatch *rb, const void *address, rebatch_guard_point point)
 {
     for (size_t i = 0; i < rb->guard_count; i++) {
         const struct rbi_guard *guard = &rb->guards[i];
@@ -244,7 +244,7 @@ static void release(rebatch *rb, const struct rbi_guard *guard)
     } else {
         rbi_heap_free(guard->at_step);
         rbi_heap_free(guard->at_attempt);
-        rbi_heap_free(guard->before_lighten);
+        rbi_heap_free(guard->before_callback);
         rbi_heap_free(guard->before_pressure);
     }
 }
@@ -290,7 +290,7 @@ rebatch_status rebatch_guard(rebatch *rb, void *state, size_t bytes, rebatch_gua
     if (!status)
         status = make_copy(rb, &guard.at_attempt, bytes, kind);
     if (!status && kind == REBATCH_GUARD_HOST)
-        status = make_copy(rb, &guard.before_lighten, bytes, kind);
+        status = make_copy(rb, &guard.before_callback, bytes, kind);
     if (!status && kind == REBATCH_GUARD_HOST)
         status = make_copy(rb, &guard.before_pressure, bytes, kind);
     if (status) {

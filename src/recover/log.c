@@ -11,7 +11,7 @@
 
 #include "recover/recover.h"
 
-/* A sentence is cut after so many bytes. Each may take six in JSON ("\u00NN"), and the fields
+/* A sentence is cut after SENTENCE_BYTES. Each may take six in JSON ("\u00NN"), and the fields
  * around it take less than 2,000. */
 #define SENTENCE_BYTES 512
 #define LINE_BYTES (6 * SENTENCE_BYTES + 2048)

@@ -23,11 +23,6 @@ rebatch_status rbi_meter_check(const rebatch_options *o)
     return REBATCH_OK;
 }
 
-bool rbi_meter_is_set(const rebatch *rb)
-{
-    return rb->meter.read != NULL;
-}
-
 static bool read_meter(rebatch_meter_reading *out, const rebatch *rb)
 {
     *out = (rebatch_meter_reading){0};

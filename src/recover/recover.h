@@ -25,8 +25,6 @@ struct rbi_memory {
 
 /* REBATCH_E_INVALID with its text for a meter that is not whole. */
 rebatch_status rbi_meter_check(const rebatch_options *o);
-/* Whether the session goes by a meter instead of its pool. */
-bool rbi_meter_is_set(const rebatch *rb);
 /* Before a callback, and what one that has run used (rb->run.use). False: nothing was measured. */
 void rbi_meter_begin(rebatch *rb, rebatch_phase phase);
 bool rbi_meter_end(struct rbi_used *out, rebatch *rb);
@@ -66,14 +64,14 @@ struct rbi_guard {
     rebatch_guard_kind kind;
     void *at_step;         /* copy from before zero_grad */
     void *at_attempt;      /* copy from before the callback that runs */
-    void *before_lighten;  /* of host state: copy from before lighten */
+    void *before_callback; /* of host state: copy from before lighten or resize */
     void *before_pressure; /* of host state: copy from before a pressure callback */
 };
 
-/* Pressure may come within lighten. */
-enum rbi_guard_change { RBI_CHANGE_LIGHTEN, RBI_CHANGE_PRESSURE };
+/* What lighten or resize changes, and what pressure changes, which may come within them. */
+enum rbi_guard_change { RBI_CHANGE_CALLBACK, RBI_CHANGE_PRESSURE };
 
-/* Around a pressure callback and lighten, which change guarded host state for good: an attempt or a
+/* Around a pressure callback, lighten and resize, which change guarded host state for good: an attempt or a
  * step that is undone later does not undo that. Aligned words change as a whole, so that a pointer
  * is what it was or what it is. Not kept: the state is put back at once, but for what a pressure
  * callback within lighten has changed. */
@@ -259,7 +257,7 @@ rebatch_status rbi_result_check(const rebatch *rb, const struct rbi_call *call,
 void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_status status,
                     const char *verb);
 /* The callback succeeded, and `status` was in the device's last error. */
-void rbi_result_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status);
+void rbi_result_say_left(const rebatch *rb, const struct rbi_call *call, rebatch_status status);
 /* REBATCH_E_STATE: it did not keep REBATCH_DECLARES_MUTATION. */
 rebatch_status rbi_result_say_undeclared(const rebatch *rb, const struct rbi_call *call);
 /* An update that had begun, or may have, failed with `status`, which is no OOM, and is said: adds
@@ -268,8 +266,8 @@ void rbi_result_say_torn(const rebatch *rb, rebatch_status status);
 
 /* ---- what is done about an OOM (fallback.c) ---- */
 
-/* What was being done when an OOM struck. */
-struct rbi_strike {
+/* What an OOM has interrupted. */
+struct rbi_interrupted {
     const rebatch_microbatch *mb; /* NULL outside forward_backward */
     size_t redone_samples;
     uint64_t lost_ns;
@@ -278,7 +276,7 @@ struct rbi_strike {
 /* Chooses the next fallback stage: once more, smaller, lighter. REBATCH_OK when it is worth trying
  * again (micro-batch and lighten level are set), else REBATCH_E_EXHAUSTED, REBATCH_E_TORN, or what
  * lighten returned. Counts and reports it. */
-rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_strike *strike);
+rebatch_status rbi_fallback_next(rebatch *rb, const struct rbi_interrupted *interrupted);
 
 /* ---- the process's session (current.c) ---- */
 
@@ -434,9 +432,6 @@ struct rbi_group {
 /* REBATCH_E_INVALID with its text for a group that is not whole. */
 rebatch_status rbi_group_check(const rebatch_options *o);
 void rbi_group_open(rebatch *rb, const rebatch_options *o);
-bool rbi_group_is_set(const rebatch *rb);
-/* Whether all ranks run the same micro-batches in the step that runs. */
-bool rbi_group_is_in_lockstep(const rebatch *rb);
 /* REBATCH_E_PEER once a rank is missing, from then on with the same sentence. */
 rebatch_status rbi_group_all_reduce(rebatch *rb, uint64_t *words, size_t count,
                                     rebatch_reduction reduction);
@@ -633,5 +628,24 @@ struct rebatch {
     _Atomic(uint64_t) frees;        /* with rebatch_free_on() */
     _Atomic(uint64_t) frees_waited; /* of them, before the session's stream was waited for */
 };
+
+/* ---- what every callback asks ---- */
+
+/* Whether the session goes by a meter instead of its pool. */
+static inline bool rbi_meter_is_set(const rebatch *rb)
+{
+    return rb->meter.read != NULL;
+}
+
+static inline bool rbi_group_is_set(const rebatch *rb)
+{
+    return rb->group.table.size > 0;
+}
+
+/* Whether all ranks run the same micro-batches in the step that runs. */
+static inline bool rbi_group_is_in_lockstep(const rebatch *rb)
+{
+    return rb->options.lockstep == REBATCH_ON && rb->run.samples_callback == RBI_FORWARD_BACKWARD;
+}
 
 #endif

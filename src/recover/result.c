@@ -72,7 +72,7 @@ void rbi_result_say(const rebatch *rb, const struct rbi_call *call, rebatch_stat
         say(rb, call, status, verb, status, "");
 }
 
-void rbi_result_say_late(const rebatch *rb, const struct rbi_call *call, rebatch_status status)
+void rbi_result_say_left(const rebatch *rb, const struct rbi_call *call, rebatch_status status)
 {
     say(rb, call, status, "left in the device's last error", status, "");
 }

@@ -66,19 +66,16 @@ size_t rbi_size_get(const rebatch *rb);
 
 /* ---- guards (guard.c) ---- */
 
-/* As rebatch_guard_point. */
-enum rbi_guard_point { RBI_GUARD_STEP, RBI_GUARD_ATTEMPT };
-
 bool rbi_guards_exist(const rebatch *rb);
 /* Whether the byte at an address is guarded. */
 bool rbi_guards_hold(const rebatch *rb, const void *address);
-rebatch_status rbi_guards_save(rebatch *rb, enum rbi_guard_point point);
-rebatch_status rbi_guards_restore(rebatch *rb, enum rbi_guard_point point);
+rebatch_status rbi_guards_save(rebatch *rb, rebatch_guard_point point);
+rebatch_status rbi_guards_restore(rebatch *rb, rebatch_guard_point point);
 /* Whether a pointer to `address` is in guarded host state now. */
 bool rbi_guards_know(const rebatch *rb, const void *address);
 /* Whether a pointer to `address` is in guarded host state now, where the copy has another value:
  * put back, nobody would know the block. */
-bool rbi_guards_forget(const rebatch *rb, const void *address, enum rbi_guard_point point);
+bool rbi_guards_forget(const rebatch *rb, const void *address, rebatch_guard_point point);
 
 /* ---- what is known about memory (need.c) ---- */
 

@@ -9,7 +9,7 @@ rebatch_status rbi_step_open_scope(rebatch *rb)
     rbi_assert(rb->run.ops && !rb->run.scope);
     rebatch_status status = rbi_pool_keep_headroom(rb->pool);
     if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_STEP);
+        status = rbi_guards_save(rb, REBATCH_GUARD_STEP);
     return status ? status : rbi_scope_open(rb, &rb->run.scope);
 }
 
@@ -20,7 +20,7 @@ rebatch_status rbi_step_undo(rebatch *rb)
     if (rb->run.scope) /* else it was taken back before the failure that ends the step */
         (void)rbi_scope_undo(rb->pool, rb->run.scope);
     rb->run.scope = 0;
-    return rbi_guards_restore(rb, RBI_GUARD_STEP);
+    return rbi_guards_restore(rb, REBATCH_GUARD_STEP);
 }
 
 /* ---- zero_grad ---- */
@@ -34,9 +34,10 @@ rebatch_status rbi_zero_grad_run(rebatch *rb)
             status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
         if (status != REBATCH_OOM)
             return status;
-        status = rbi_guards_restore(rb, RBI_GUARD_STEP);
+        status = rbi_guards_restore(rb, REBATCH_GUARD_STEP);
         if (!status)
-            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+            status =
+                rbi_fallback_next(rb, &(struct rbi_interrupted){.lost_ns = rbi_now_ns() - began});
         if (status)
             return status;
     }
@@ -97,7 +98,7 @@ static rebatch_status run_attempt(rebatch *rb, const rebatch_microbatch *mb)
 {
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
     if (status)
         return status;
     rb->run.report.attempts++;
@@ -128,7 +129,7 @@ static rebatch_status refused(rebatch *rb, const struct progress *progress,
     if (rb->run.failure.phase == REBATCH_PHASE_ADMISSION)
         rbi_learn_refused(rb, mb->count);
     return rbi_fallback_next(
-        rb, &(struct rbi_strike){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
+        rb, &(struct rbi_interrupted){.mb = mb, .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
 
 /* The accumulators are as they were: only those samples run again. */
@@ -136,13 +137,13 @@ static rebatch_status redo_samples(rebatch *rb, const struct progress *progress,
                                    const rebatch_microbatch *mb)
 {
     remember_failed(rb, mb->first, mb->first + mb->count);
-    const rebatch_status status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
+    const rebatch_status status = rbi_guards_restore(rb, REBATCH_GUARD_ATTEMPT);
     if (status)
         return status;
-    return rbi_fallback_next(rb,
-                             &(struct rbi_strike){.mb = mb,
-                                                  .redone_samples = mb->count,
-                                                  .lost_ns = rbi_now_ns() - progress->attempt_ns});
+    return rbi_fallback_next(
+        rb, &(struct rbi_interrupted){.mb = mb,
+                                      .redone_samples = mb->count,
+                                      .lost_ns = rbi_now_ns() - progress->attempt_ns});
 }
 
 /* The accumulators are dirty: the effective batch runs again from zero_grad. */
@@ -157,7 +158,7 @@ static rebatch_status redo_batch(rebatch *rb, struct progress *progress,
     rb->run.failure.available_bytes = available;
     if (!status)
         status = rbi_fallback_next(
-            rb, &(struct rbi_strike){
+            rb, &(struct rbi_interrupted){
                     .mb = mb, .redone_samples = end, .lost_ns = rbi_now_ns() - progress->began_ns});
     if (!status)
         status = rbi_scope_open(rb, &rb->run.scope);

@@ -26,7 +26,7 @@ static rebatch_status try_once(rebatch *rb, enum rbi_callback which)
     rbi_assert(which == RBI_OPTIMIZER || which == RBI_REDUCE);
     rebatch_status status = rbi_resize_ready(rb);
     if (!status)
-        status = rbi_guards_save(rb, RBI_GUARD_ATTEMPT);
+        status = rbi_guards_save(rb, REBATCH_GUARD_ATTEMPT);
     if (which == RBI_OPTIMIZER) {
         rbi_leak_update_begins(rb);
         if (!status)
@@ -49,11 +49,12 @@ static rebatch_status run(rebatch *rb, enum rbi_callback which)
             return status;
         const rebatch_phase phase = rb->run.failure.phase;
         if (phase == REBATCH_PHASE_OPTIMIZER || phase == REBATCH_PHASE_REDUCE)
-            status = rbi_guards_restore(rb, RBI_GUARD_ATTEMPT);
+            status = rbi_guards_restore(rb, REBATCH_GUARD_ATTEMPT);
         else
             status = REBATCH_OK; /* torn: nothing can be undone; resize: nothing has to be */
         if (!status)
-            status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+            status =
+                rbi_fallback_next(rb, &(struct rbi_interrupted){.lost_ns = rbi_now_ns() - began});
         if (status)
             return status;
     }
@@ -77,7 +78,7 @@ static rebatch_status settle(rebatch *rb)
             status = admit(rb);
         if (status != REBATCH_OOM)
             return status;
-        status = rbi_fallback_next(rb, &(struct rbi_strike){.lost_ns = rbi_now_ns() - began});
+        status = rbi_fallback_next(rb, &(struct rbi_interrupted){.lost_ns = rbi_now_ns() - began});
         if (status)
             return status;
     }
