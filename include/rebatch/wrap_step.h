@@ -410,8 +410,8 @@ static inline cudaError_t rebatch_wrap_step(size_t batch, Zero &&zero_grad, Trai
  *  @param train      as above
  *  @param update     as above
  *  @param resize     called as resize(micro_batch) before the first step, and when the size
- *                    changes: allocates the buffers for up to that many samples. What it allocated
- *                    before is taken back by then. A function, or an object of a type of its own,
+ *                    changes: allocates the buffers for up to that many samples. rebatch has freed
+ *                    the buffers of the call before. A function, or an object of a type of its own,
  *                    such as a lambda
  *  @param flags      as above
  *  @param report     may be NULL

@@ -314,8 +314,8 @@ rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
     return status;
 }
 
-/* Pieces may fit at a size though they do not at a smaller one: up to GAP_MOST are tried from above,
- * where bytes alone would find room. */
+/* Pieces may fit at a size though they do not at a smaller one: up to GAP_MOST are tried from
+ * above, where bytes alone would find room. */
 #define GAP_MOST 16
 
 rebatch_status rbi_forecast_largest(size_t *out, const struct rbi_model *model,

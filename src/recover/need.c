@@ -33,8 +33,8 @@ bool rbi_need_has_model(const rebatch *rb, unsigned lighten)
            rb->sizes.model.lighten == lighten && rb->sizes.model.by_cost == rb->run.by_cost;
 }
 
-/* Micro-batches of one cost need not need the same: the model keeps to the worst of those whose
- * size matters. */
+/* Micro-batches of equal cost can need different memory: the model is scaled by the worst ratio
+ * that was seen at half the budget or more. */
 static void correct_model(rebatch *rb, size_t size, uint64_t bytes)
 {
     if (!rb->run.by_cost || !rbi_need_has_model(rb, rb->lighten) || size < rb->sizes.budget / 2)

@@ -71,10 +71,10 @@ struct rbi_guard {
 /* What lighten or resize changes, and what pressure changes, which may come within them. */
 enum rbi_guard_change { RBI_CHANGE_CALLBACK, RBI_CHANGE_PRESSURE };
 
-/* Around a pressure callback, lighten and resize, which change guarded host state for good: an attempt or a
- * step that is undone later does not undo that. Aligned words change as a whole, so that a pointer
- * is what it was or what it is. Not kept: the state is put back at once, but for what a pressure
- * callback within lighten has changed. */
+/* Around a pressure callback, lighten and resize, which change guarded host state for good: an
+ * attempt or a step that is undone later does not undo that. The state is compared word by word: a
+ * pointer is never half old, half new. Not kept: the state is put back at once, but for what a
+ * pressure callback within it has changed. */
 void rbi_guards_begin_change(rebatch *rb, enum rbi_guard_change change);
 void rbi_guards_end_change(rebatch *rb, enum rbi_guard_change change, bool is_kept);
 void rbi_guards_release(rebatch *rb);
