@@ -29,9 +29,15 @@ def run(script, **variables):
         "    return torch.empty(n, dtype=torch.uint8, device=device)\n"
         "MIB = 1 << 20\n"
     )
+    # A thread of autograd that lets go of a tensor while Python ends aborts the process, also in
+    # PyTorch alone: it gets the time to end its backward pass.
+    tail = "\nimport time\ntime.sleep(0.05)\n"
     environment = {**os.environ, **variables}
     return subprocess.run(
-        [sys.executable, "-c", head + script], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", head + script + tail],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
 
 
