@@ -2,8 +2,6 @@
 function returns plain values."""
 
 import contextlib
-import os
-import signal
 import warnings
 
 import torch
@@ -13,17 +11,17 @@ from torch import nn
 from models import FailAt, fails_above, same_bits
 from sharded import (
     Part,
-    _error_of,
     adam,
     batch_of,
     counting,
+    killed as sharded_killed,
     loss_fn,
     own_batch,
     plain,
     sharded,
     whole,
 )
-from trained import RANK_OF_FAILURES, everyones, step_of
+from trained import RANK_OF_FAILURES, error_of, failing, failures_of, step_of, swept
 
 
 def model_of(is_low=False):
@@ -101,23 +99,12 @@ def _train(fails_at, is_failing, is_low, failing_step=1, times=1):
 
 def ooms_everywhere(is_on_all, is_low, failing_step, first, stride):
     """An OOM at each operation of one of three steps."""
-    expected, _, _ = _train(0, False, is_low)
-    _, _, counter = _train(1 << 30, True, is_low, failing_step)
-    count = min(everyones(counter.seen))
-    found = {"wrong": [], "torn": 0, "errors": [], "recovered": 0, "count": count}
-    is_failing = is_on_all or dist.get_rank() == RANK_OF_FAILURES
-    for at in range(first, count + 1, stride):
-        state, error, mode = _train(at, is_failing, is_low, failing_step)
-        errors = everyones(error)
-        if any(errors):
-            is_torn = any(e and e.startswith("Torn") for e in errors)
-            found["torn"] += is_torn
-            found["errors"] += [(at, errors)] if not is_torn else []
-            continue
-        found["recovered"] += mode.failed
-        if not same_bits(state, expected):
-            found["wrong"].append(at)
-    return found
+    return swept(
+        lambda fails_at, is_failing: _train(fails_at, is_failing, is_low, failing_step),
+        is_on_all,
+        first,
+        stride,
+    )
 
 
 def less_memory(where):
@@ -138,30 +125,16 @@ def less_memory(where):
 
 
 def failures():
-    """What each rank gets when rank 1 fails in some way, and whether training goes on."""
-    model, state = sharded(plain()), {"error": None}
-    is_failing = dist.get_rank() == RANK_OF_FAILURES
-
-    def failing(model, samples):
-        if state["error"] and is_failing:
-            raise state["error"]
-        return loss_fn(model, samples)
-
-    step = make_step(model, failing, micro_start=4)
+    """What failures_of() and other failures of rank 1 give each rank, and whether training goes
+    on."""
+    model, is_failing = sharded(plain()), dist.get_rank() == RANK_OF_FAILURES
+    fails, state = failing(loss_fn)
+    step = make_step(model, fails, micro_start=4)
     step(own_batch())
-    before, found = whole(model), {}
-    for name, error in (
-        ("loss_fn", ValueError("the sample is bad")),
-        ("Exhausted", torch.OutOfMemoryError("CUDA out of memory.")),
-    ):
-        state["error"] = error
-        found[name] = _error_of(lambda: step(own_batch()))
-        state["error"] = None
-        found[name].append(same_bits(before, whole(model)))
-    found["batch"] = _error_of(lambda: step({} if is_failing else own_batch()))
+    before, found = failures_of(step, state, own_batch(), whole)
     samples = 6 if is_failing else 8
-    found["samples"] = _error_of(lambda: step(batch_of(dist.get_rank(), samples)))
-    found["evaluate"] = _error_of(lambda: step.evaluate(own_batch()))
+    found["samples"] = error_of(lambda: step(batch_of(dist.get_rank(), samples)))
+    found["evaluate"] = error_of(lambda: step.evaluate(own_batch()))
     step(own_batch())
     found["moved"] = not same_bits(before, whole(model))
     return found
@@ -194,46 +167,23 @@ def out_of_memory_at_once():
 
 def first_fails():
     """Rank 1 fails in its first micro-batch ever, and cannot run even one sample."""
-    model, state = sharded(plain()), {"error": ValueError("the sample is bad")}
-
-    def failing(model, samples):
-        if state["error"] and dist.get_rank() == RANK_OF_FAILURES:
-            raise state["error"]
-        return loss_fn(model, samples)
-
-    step = make_step(model, failing, micro_start=4, group_timeout=3.0)
-    return [_error_of(lambda: step(own_batch())) for _ in range(2)]
+    model = sharded(plain())
+    fails, state = failing(loss_fn)
+    state["error"] = ValueError("the sample is bad")
+    step = make_step(model, fails, micro_start=4, group_timeout=3.0)
+    return [error_of(lambda: step(own_batch())) for _ in range(2)]
 
 
 def killed(where):
     """Rank 1 is killed in a step: what rank 0 gets."""
-    model, state = sharded(plain()), {"ends": False}
-
-    def end():
-        if state["ends"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def ending(model, samples):
-        if where == "forward":
-            end()
-        loss = loss_fn(model, samples)
-        if where == "backward":
-            loss.register_hook(lambda _: end())
-        return loss
-
-    step = make_step(model, ending, micro_start=4, group_timeout=5.0)
-    step(own_batch())
-    state["ends"] = dist.get_rank() == RANK_OF_FAILURES
-    if where == "between":
-        end()
-    return [_error_of(lambda: step(own_batch())) for _ in range(2)]
+    return sharded_killed(where, window=False)
 
 
 def refused():
     """The message of each Step that cannot be made so."""
     model = sharded(plain())
     return {
-        name: (_error_of(lambda: make_step(model, **options)) or [None, ""])[1]
+        name: (error_of(lambda: make_step(model, **options)) or [None, ""])[1]
         for name, options in (
             ("cost", {"cost": lambda batch, first, count: count}),
             ("learn", {"learn": True}),

@@ -2,8 +2,12 @@
 too long: a hang is a failure. RANKS_BACKEND in the environment is the backend of those that name
 none (default gloo); with one of NCCL, each rank has a GPU of its own.
 
-    python pair.py MODULE FUNCTION ARGUMENTS_IN_JSON FOLDER BACKEND RANK SIZE ANSWER"""
+Each rank is a new process, forked from a server that has imported PyTorch: the import takes longer
+than most of them run. The server, which this file is when it is called, ends with the tests."""
 
+import atexit
+import contextlib
+import functools
 import importlib
 import json
 import os
@@ -12,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 FOLDER = pathlib.Path(__file__).parent
 _SECONDS = 300  # a pair takes a few; more where other programs run
+_IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "rebatch.torch._ranks", "trained")
 
 
 def run(module, function, *arguments, size=2, killed=(), backend=None):
@@ -23,58 +29,107 @@ def run(module, function, *arguments, size=2, killed=(), backend=None):
     if backend is None:
         backend = os.environ.get("RANKS_BACKEND", "gloo")
     with tempfile.TemporaryDirectory() as folder:
-        answers = [os.path.join(folder, str(rank)) for rank in range(size)]
-        logs = [open(answer + ".log", "w+") for answer in answers]
-        given = [sys.executable, __file__, module, function, json.dumps(arguments), folder, backend]
-        processes = [
-            subprocess.Popen(
-                [*given, str(rank), str(size), answers[rank]],
-                stdout=logs[rank],
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(size)
-        ]
-        try:
-            codes = _wait(processes, killed)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        texts = [_text_of(log) for log in logs]
+        codes = _ask(
+            module=module,
+            function=function,
+            arguments=arguments,
+            folder=folder,
+            backend=backend,
+            size=size,
+            killed=killed,
+        )
+        folder = pathlib.Path(folder)
+        texts = [(folder / f"{rank}.log").read_text()[-4000:] for rank in range(size)]
         for rank, code in enumerate(codes):
             if rank not in killed:
                 assert code == 0, f"rank {rank} of {function}: {code}\n" + "\n".join(texts)
-        return [_answer(path) for path in answers]
+        answers = [folder / str(rank) for rank in range(size)]
+        return [json.loads(a.read_text()) if a.exists() else None for a in answers]
 
 
-def _wait(processes, killed):
-    """Their exit statuses. Ranks wait for one that failed, so the first failure ends the wait."""
-    until = time.monotonic() + _SECONDS
-    while time.monotonic() < until:
-        codes = [process.poll() for process in processes]
-        waited_for = [code for rank, code in enumerate(codes) if rank not in killed]
-        if None not in waited_for or any(code not in (None, 0, -9) for code in codes):
-            return codes
-        time.sleep(0.02)
-    return ["a hang" if process.poll() is None else process.poll() for process in processes]
+def _ask(**request):
+    """The ranks' exit statuses."""
+    server = _server()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    line = server.stdout.readline()
+    assert line, f"the server that forks the ranks has ended: {server.wait()}"
+    return json.loads(line)
 
 
-def _text_of(log):
-    log.seek(0)
-    text = log.read()[-4000:]
-    log.close()
-    return text
+@functools.lru_cache(maxsize=None)
+def _server():
+    pipe = subprocess.PIPE
+    server = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True)
+    atexit.register(server.communicate)  # closes its input, and waits
+    return server
 
 
-def _answer(path):
-    if not os.path.exists(path):
-        return None
-    with open(path) as file:
-        return json.load(file)
+# ---- the server ----
 
 
-def _main(module, function, arguments, folder, backend, rank, size, answer):
+def _serve():
     sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+    # Looking for GPUs must not start the driver here: it does not outlive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what modules print is no answer
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        request = json.loads(line)
+        with contextlib.suppress(Exception):  # the ranks say what is wrong
+            importlib.import_module(request["module"])
+        print(json.dumps(_codes_of(request)), file=answers, flush=True)
+
+
+def _codes_of(request):
+    pids = [_fork(rank, request) for rank in range(request["size"])]
+    codes = [None] * len(pids)
+    until = time.monotonic() + _SECONDS
+    while not _are_over(codes, request["killed"]) and time.monotonic() < until:
+        time.sleep(0.005)
+        _collect(pids, codes, os.WNOHANG)
+    found = ["a hang" if code is None else code for code in codes]
+    for pid, code in zip(pids, codes):
+        if code is None:
+            os.kill(pid, 9)
+    _collect(pids, codes, 0)
+    return found
+
+
+def _are_over(codes, killed):
+    """Ranks wait for one that failed, so the first failure ends the wait."""
+    waited_for = [code for rank, code in enumerate(codes) if rank not in killed]
+    return None not in waited_for or any(code not in (None, 0, -9) for code in codes)
+
+
+def _collect(pids, codes, flags):
+    for rank, pid in enumerate(pids):
+        if codes[rank] is None:
+            ended, status = os.waitpid(pid, flags)
+            codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _fork(rank, request):
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = os.open(f"{request['folder']}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _run_rank(rank, **request)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # nothing waits for a rank that is gone
+
+
+def _run_rank(rank, module, function, arguments, folder, backend, size, killed):
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -82,17 +137,14 @@ def _main(module, function, arguments, folder, backend, rank, size, answer):
     if "nccl" in (backend or os.environ.get("RANKS_BACKEND", "")):
         import models
 
-        models.DEVICE = torch.device("cuda", int(rank))
+        models.DEVICE = torch.device("cuda", rank)
         torch.cuda.set_device(models.DEVICE)
     torch.distributed.init_process_group(
-        backend or None, init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size)
+        backend or None, init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
-    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
-    with open(answer, "w") as file:
-        json.dump(result, file)
-    sys.stdout.flush()
-    os._exit(0)  # nothing waits for a rank that is gone
+    result = getattr(importlib.import_module(module), function)(*arguments)
+    pathlib.Path(folder, str(rank)).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

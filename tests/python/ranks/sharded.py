@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from rebatch.torch._backward import Backward
 import models
 from models import FailAt, fails_above, placed, same_bits
-from trained import RANK_OF_FAILURES, everyones, step_of
+from trained import RANK_OF_FAILURES, error_of, failing, failures_of, step_of, swept
 
 # Their names in versions of PyTorch.
 _COLLECTIVES = {
@@ -205,28 +205,17 @@ def _train(fails_at, is_failing, is_low, gradients, times=1):
             with mode if number == 1 and fails_at else contextlib.nullcontext():
                 step(batch)
         except Exception as caught:  # the other ranks hear of a torn update in the next step
-            error = error or type(caught).__name__
+            error = error or f"{type(caught).__name__}: {caught}"
     return whole(model), error, mode
 
 
 def ooms_everywhere(is_on_all, is_low, gradients, stride):
     """An OOM at each operation of the second of three steps."""
-    expected, _, _ = _train(0, False, is_low, gradients)
-    _, _, counter = _train(1 << 30, True, is_low, gradients)
-    count = min(everyones(counter.seen))
-    found = {"wrong": [], "torn": 0, "errors": [], "recovered": 0, "count": count}
-    is_failing = is_on_all or dist.get_rank() == RANK_OF_FAILURES
-    for at in range(1, count + 1, stride):
-        state, error, mode = _train(at, is_failing, is_low, gradients)
-        errors = everyones(error)
-        if any(errors):
-            found["torn"] += "Torn" in errors
-            found["errors"] += [(at, errors)] if "Torn" not in errors else []
-            continue
-        found["recovered"] += mode.failed
-        if not same_bits(state, expected):
-            found["wrong"].append(at)
-    return found
+    return swept(
+        lambda fails_at, is_failing: _train(fails_at, is_failing, is_low, gradients),
+        is_on_all,
+        stride=stride,
+    )
 
 
 def less_memory():
@@ -306,36 +295,14 @@ def unused():
     return [p.grad is not None for p in model.parameters()]
 
 
-def _error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return [type(error).__name__, str(error), getattr(error, "rank", None)]
-    return None
-
-
 def failures():
-    """What each rank gets when rank 1 fails in some way, and whether training goes on."""
-    model, state = sharded(plain()), {"error": None}
-    is_failing = dist.get_rank() == RANK_OF_FAILURES
-
-    def failing(model, samples):
-        if state["error"] and is_failing:
-            raise state["error"]
-        return loss_fn(model, samples)
-
-    step = step_of(model, adam(model), failing, micro_start=4, window=True)
+    """What failures_of() and other failures of rank 1 give each rank, and whether training goes
+    on."""
+    model, is_failing = sharded(plain()), dist.get_rank() == RANK_OF_FAILURES
+    fails, state = failing(loss_fn)
+    step = step_of(model, adam(model), fails, micro_start=4, window=True)
     step(own_batch())
-    before, found = whole(model), {}
-    for name, error in (
-        ("loss_fn", ValueError("the sample is bad")),
-        ("Exhausted", torch.OutOfMemoryError("CUDA out of memory.")),
-    ):
-        state["error"] = error
-        found[name] = _error_of(lambda: step(own_batch()))
-        state["error"] = None
-        found[name].append(same_bits(before, whole(model)))
-    found["batch"] = _error_of(lambda: step({} if is_failing else own_batch()))
+    before, found = failures_of(step, state, own_batch(), whole)
     plain_prepare = step._window.prepare
 
     def prepare():
@@ -343,16 +310,16 @@ def failures():
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     step._window.prepare = prepare
-    found["gather"] = _error_of(lambda: step(own_batch()))
+    found["gather"] = error_of(lambda: step(own_batch()))
     step._window.prepare = plain_prepare
-    found["mixed"] = _error_of(lambda: (step.evaluate if is_failing else step)(own_batch()))
+    found["mixed"] = error_of(lambda: (step.evaluate if is_failing else step)(own_batch()))
     loss = float(step.evaluate(own_batch()))
     step(own_batch())
     found["moved"] = not same_bits(before, whole(model)) and loss > 0
     return found
 
 
-def killed(where):
+def killed(where, window=None):
     """Rank 1 is killed in a step: what rank 0 gets."""
     model, state = sharded(plain()), {"ends": False}
 
@@ -361,12 +328,15 @@ def killed(where):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def ending(model, samples):
+        if where == "forward":
+            end()
         loss = loss_fn(model, samples)
         if where == "backward":
             loss.register_hook(lambda _: end())
         return loss
 
-    step = step_of(model, adam(model), ending, micro_start=4, group_timeout=5.0)
+    options = {"window": window, "micro_start": 4, "group_timeout": 5.0}
+    step = step_of(model, adam(model), ending, **options)
     step(own_batch())
     state["ends"] = dist.get_rank() == RANK_OF_FAILURES
     if where == "between":
@@ -374,7 +344,7 @@ def killed(where):
     if where == "reduce":
         plain_next = step._window.reduce_next
         step._window.reduce_next = lambda sums: (end(), plain_next(sums))[1]
-    return [_error_of(lambda: step(own_batch())) for _ in range(2)]
+    return [error_of(lambda: step(own_batch())) for _ in range(2)]
 
 
 def refused():
@@ -382,7 +352,7 @@ def refused():
     found = {}
 
     def note(name, make):
-        found[name] = (_error_of(make) or [None, ""])[1]
+        found[name] = (error_of(make) or [None, ""])[1]
 
     def make_step(model, optimizer=None, **options):
         return step_of(model, optimizer or adam(model), loss_fn, **options)

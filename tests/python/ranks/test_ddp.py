@@ -35,8 +35,8 @@ def test_a_step_is_that_of_ddp(kind, options, step_options):
 )
 def test_an_oom_at_every_operation_changes_no_bit(kind, is_on_all, gradients, stride):
     for found in run("ooms_everywhere", kind, is_on_all, gradients, stride):
-        assert found["wrong"] == []
-        assert found["count"] > 50
+        assert found["wrong"] == found["errors"] == [] and found["same"]
+        assert found["count"] > 50 and (found["recovered"] > 0 or not is_on_all)
         assert 0 < found["torn"] < found["count"] / stride / 2
 
 

@@ -100,43 +100,43 @@ def _train(kind, fails_at, is_failing, times=1, **options):
         try:
             with mode if number == 1 and fails_at else contextlib.nullcontext():
                 step(batch)
-        except (rebatch.Torn, rebatch.PeerFailed, rebatch.Error) as caught:
-            error = error or type(caught).__name__
+        except Exception as caught:
+            error = error or f"{type(caught).__name__}: {caught}"
     return state_of(model), error, mode
 
 
-def _operations(kind, **options):
-    model, batch, loss_fn = wrapped(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options.update(micro_start=4, micro_smallest=4, micro_largest=4)
-    step = step_of(model, optimizer, loss_fn, **options)
-    step(batch)
-    counter = FailAt(1 << 30)
-    with counter:
-        step(batch)
-    return counter.seen
+def swept(train, is_on_all, first=1, stride=1):
+    """An OOM at each operation of one step, from the first-th on. train(fails_at, is_failing) ->
+    (state, error, mode), where the mode has counted operations; 0: nothing fails."""
+    expected, _, _ = train(0, False)
+    _, _, counter = train(1 << 30, True)
+    count = min(everyones(counter.seen))
+    found = {"wrong": [], "torn": 0, "errors": [], "recovered": 0, "count": count}
+    is_failing = is_on_all or dist.get_rank() == RANK_OF_FAILURES
+    for at in range(first, count + 1, stride):
+        state, error, mode = train(at, is_failing)
+        errors = everyones(error)
+        if any(errors):  # within the update: the others hear of it in the next step
+            is_torn = any(e and e.startswith("Torn") for e in errors)
+            found["torn"] += is_torn
+            found["errors"] += [(at, errors)] if not is_torn else []
+            continue
+        found["recovered"] += mode.failed
+        if not same_bits(state, expected):
+            found["wrong"].append(at)
+    return found
 
 
 def ooms_everywhere(kind, is_on_all, gradients, stride):
     """An OOM at each operation of the second of three steps."""
     options = {"gradients": gradients, "lighten": [lambda on: None], "clip": 0.5}
-    expected, _, _ = _train(kind, 0, False, **options)
-    found = {"wrong": [], "torn": 0, "recovered": 0, "errors": []}
-    count = min(everyones(_operations(kind, **options)))
-    is_failing = is_on_all or dist.get_rank() == RANK_OF_FAILURES
-    for at in range(1, count + 1, stride):
-        state, error, mode = _train(kind, at, is_failing, **options)
-        errors = everyones(error)
-        if any(errors):  # within the update: the others hear of it in the next step
-            found["torn"] += 1
-            found["errors"].append(errors)
-            continue
-        found["recovered"] += mode.failed
-        states = everyones(state)
-        if not same_bits(state, expected) or not same_bits(states[0], states[1]):
-            found["wrong"].append(at)
-    found["count"] = count
-    return found
+
+    def train(fails_at, is_failing):
+        return _train(kind, fails_at, is_failing, **options)
+
+    state, _, _ = train(0, False)
+    is_same = all(same_bits(state, other) for other in everyones(state))
+    return {**swept(train, is_on_all, stride=stride), "same": is_same}
 
 
 # ---- less memory on one rank ----
@@ -307,7 +307,7 @@ def scaled():
 # ---- failures ----
 
 
-def _error_of(call):
+def error_of(call):
     try:
         call()
     except Exception as error:
@@ -315,29 +315,42 @@ def _error_of(call):
     return None
 
 
-def exceptions():
-    """What each rank gets when rank 1 fails in some way, and whether training goes on."""
-    model, batch, its_loss = wrapped("conv")
+def failing(loss_fn):
+    """(a loss_fn that raises state["error"] on one rank, while that is set; the state)."""
     state = {"error": None}
 
-    def loss_fn(model, samples):
+    def fails(model, samples):
         if state["error"] and dist.get_rank() == RANK_OF_FAILURES:
             raise state["error"]
-        return its_loss(model, samples)
+        return loss_fn(model, samples)
 
-    step = step_of(model, sgd(model), loss_fn, micro_start=4)
-    step(batch)
-    before, found = state_of(model), {}
+    return fails, state
+
+
+def failures_of(step, state, batch, copy_of):
+    """What each rank gets when one fails in some way, and whether copy_of(step.model), which is
+    returned too, is as before."""
+    before, found = copy_of(step.model), {}
     for name, error in (
         ("loss_fn", ValueError("the sample is bad")),
         ("Exhausted", torch.OutOfMemoryError("CUDA out of memory.")),
     ):
         state["error"] = error
-        found[name] = _error_of(lambda: step(batch))
+        found[name] = error_of(lambda: step(batch))
         state["error"] = None
-        found[name].append(same_bits(before, state_of(model)))
-    bad = batch if dist.get_rank() == 0 else {}
-    found["batch"] = [*_error_of(lambda: step(bad)), same_bits(before, state_of(model))]
+        found[name].append(same_bits(before, copy_of(step.model)))
+    bad = {} if dist.get_rank() == RANK_OF_FAILURES else batch
+    found["batch"] = [*error_of(lambda: step(bad)), same_bits(before, copy_of(step.model))]
+    return before, found
+
+
+def exceptions():
+    """What failures_of() finds, and whether training goes on."""
+    model, batch, loss_fn = wrapped("conv")
+    loss_fn, state = failing(loss_fn)
+    step = step_of(model, sgd(model), loss_fn, micro_start=4)
+    step(batch)
+    before, found = failures_of(step, state, batch, state_of)
     step(batch)
     found["same"] = is_same_everywhere(model)
     found["moved"] = not same_bits(before, state_of(model))
@@ -352,7 +365,7 @@ def torn():
 
     optimizer = sgd(model) if dist.get_rank() == 0 else HalfStep(model.parameters(), lr=0.1)
     step = step_of(model, optimizer, loss_fn)
-    return [_error_of(lambda: step(batch)) for _ in range(2)]
+    return [error_of(lambda: step(batch)) for _ in range(2)]
 
 
 def alone():
@@ -427,7 +440,7 @@ def killed(where, is_timeout, has_unused=False):
             plain = step._ranks.accumulators._launch_rest
             step._ranks.accumulators._launch_rest = lambda loss: (end(), plain(loss))
     began = time.monotonic()
-    errors = [_error_of(lambda: step(batch)) for _ in range(3)]
+    errors = [error_of(lambda: step(batch)) for _ in range(3)]
     return [error for error in errors if error], time.monotonic() - began
 
 
@@ -452,7 +465,7 @@ def refused():
         step_of(model, sgd(model), lambda m, x: m(x).mean(), **options)
 
     def note(name, model, **options):
-        found[name] = (_error_of(lambda: make_step(model, **options)) or [None, ""])[1]
+        found[name] = (error_of(lambda: make_step(model, **options)) or [None, ""])[1]
 
     plain = placed(nn.Linear(2, 2))
     note("FSDP1", placed(FullyShardedDataParallel(2, 2)))
@@ -472,7 +485,7 @@ def refused():
     found["alone"] = [str(w.message) for w in caught]
     sparse = placed(nn.Embedding(4, 2, sparse=True))
     step = step_of(sparse, sgd(sparse), lambda m, x: m(x).mean(), group=True)
-    found["sparse"] = _error_of(lambda: step(placed(torch.arange(4))))[1]
+    found["sparse"] = error_of(lambda: step(placed(torch.arange(4))))[1]
     found["key"] = _disagreeing(plain)
     return found
 
@@ -480,4 +493,4 @@ def refused():
 def _disagreeing(plain):
     step = step_of(plain, sgd(plain), lambda m, x: m(x).mean(), group=True)
     step.load_state_dict({"step": 3 + dist.get_rank(), "micro": 2})
-    return _error_of(lambda: step(placed(torch.ones(4, 2))))[1]
+    return error_of(lambda: step(placed(torch.ones(4, 2))))[1]
