@@ -89,6 +89,27 @@ Test(ranks_fail, a_callback_can_say_why)
     ranks_close(&ranks);
 }
 
+static rebatch_status explain_twice(struct rank *r, enum rank_place place)
+{
+    if (place != RANK_FORWARD)
+        return REBATCH_OK;
+    rebatch_explain(r->rb, "the first of two sentences, which is the longer one");
+    rebatch_explain(r->rb, "no label!");
+    return RANK_STATUS;
+}
+
+Test(ranks_fail, the_last_sentence_of_a_callback_is_heard_alone)
+{
+    struct ranks ranks;
+    open(&ranks, 2);
+    ranks.rank[1].inside = explain_twice;
+    ranks_step(&ranks);
+    assert_ends(&ranks.rank[0], REBATCH_E_PEER, "rank 1 ended step 0: no label!");
+    const char *const why = strstr(ranks.rank[0].error, "no label!");
+    cr_assert_str_eq(why, "no label!", "%s", ranks.rank[0].error);
+    ranks_close(&ranks);
+}
+
 Test(ranks_fail, a_sentence_that_is_too_long_ends_with_a_whole_character)
 {
     struct ranks ranks;

@@ -67,14 +67,10 @@ static rebatch_status optimizer_step(void *user)
     return REBATCH_OK;
 }
 
-static void open_trainer_with(struct trainer *t, enum mistake mistake, size_t limit_bytes,
-                              size_t smallest)
+static void open_trainer_with(struct trainer *t, enum mistake mistake, rebatch_options options)
 {
-    rebatch_options options = REBATCH_OPTIONS_INIT;
     memset(t, 0, sizeof *t);
     t->mistake = mistake;
-    options.pool.limit_bytes = limit_bytes;
-    options.micro_smallest = smallest;
     options.on_event = collect;
     options.on_event_user = t;
     cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
@@ -82,9 +78,16 @@ static void open_trainer_with(struct trainer *t, enum mistake mistake, size_t li
     cr_assert_eq(rebatch_pool_tag(&t->tag, rebatch_get_pool(t->rb), "attention"), REBATCH_OK);
 }
 
+static rebatch_options limited_to(size_t bytes)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.pool.limit_bytes = bytes;
+    return options;
+}
+
 static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_bytes)
 {
-    open_trainer_with(t, mistake, limit_bytes, 0);
+    open_trainer_with(t, mistake, limited_to(limit_bytes));
 }
 
 static void close_trainer(struct trainer *t)
@@ -122,6 +125,19 @@ Test(step_hints, an_allocation_that_failed_in_a_callback_that_succeeds_is_said_e
                      "step 0: an allocation failed in forward_backward of samples 0-7, of 512 KiB, "
                      "and the callback returned REBATCH_OK: correct only if it copes");
     cr_assert(strstr(find(&t, REBATCH_EVENT_SWALLOWED, 1), "step 1"));
+    close_trainer(&t);
+}
+
+Test(step_hints, the_samples_of_a_swallowed_allocation_are_named)
+{
+    static struct trainer t;
+    rebatch_options options = limited_to(KIB(128));
+    options.micro_start = 4;
+    open_trainer_with(&t, SWALLOWS, options);
+    cr_assert_eq(step(&t), REBATCH_OK);
+    cr_assert_eq(t.count, 2);
+    cr_assert(strstr(find(&t, REBATCH_EVENT_SWALLOWED, 0), "forward_backward of samples 0-3,"));
+    cr_assert(strstr(find(&t, REBATCH_EVENT_SWALLOWED, 1), "forward_backward of samples 4-7,"));
     close_trainer(&t);
 }
 
@@ -218,7 +234,9 @@ Test(step_hints, exhausted_names_the_device_where_that_is_the_bound)
 Test(step_hints, exhausted_names_who_holds_what_grew)
 {
     static struct trainer t;
-    open_trainer_with(&t, NEVER_FREES, MIB(3), 2);
+    rebatch_options options = limited_to(MIB(3));
+    options.micro_smallest = 2;
+    open_trainer_with(&t, NEVER_FREES, options);
     exhaust(&t);
     expect_said("; limit 3.00 MiB, of which ");
     expect_said("; the smallest micro-batch allowed is 2: lower it; each of the last ");

@@ -16,6 +16,7 @@ struct evaluation {
     rebatch_device *device;
     size_t sample_bytes;
     size_t fail_from; /* the call with this sample returns a status of its own; SAMPLES: none */
+    unsigned ooms;    /* so many calls answer REBATCH_OOM, whatever room there is */
     unsigned tries[SAMPLES];
     unsigned result[SAMPLES];
     double sum; /* guarded */
@@ -33,6 +34,10 @@ static rebatch_status evaluate(const rebatch_microbatch *mb, void *user)
     void *memory;
     rebatch_status status = REBATCH_OK;
     e->calls++;
+    if (e->ooms > 0) {
+        e->ooms--;
+        return REBATCH_OOM;
+    }
     for (size_t s = mb->first; s < mb->first + mb->count; s++) {
         e->tries[s]++;
         e->sum += 1.0 / (double)(s + 1);
@@ -127,6 +132,50 @@ Test(step_map, the_size_is_kept_and_grows_again)
     for (int i = 0; i < 8; i++)
         cr_assert_eq(rebatch_map(e.rb, &ops, 200, &e, &report), REBATCH_OK);
     cr_assert_eq(e.largest, 200, "it went up to %zu only", e.largest);
+    close_all(&e);
+}
+
+Test(step_map, it_grows_after_grow_after_calls_without_an_oom)
+{
+    struct evaluation e;
+    const rebatch_map_ops ops = evaluation_ops();
+    open_all(&e, MIB(16), KIB(100)); /* grow_after is 4 */
+    e.ooms = 1;
+    cr_assert_eq(rebatch_map(e.rb, &ops, 64, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.calls, 3);
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(e.rb), MIB(32)), REBATCH_OK);
+    cr_assert_eq(rebatch_map(e.rb, &ops, 96, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.calls, 6);
+    cr_assert_eq(e.largest, 32);
+    cr_assert_eq(rebatch_map(e.rb, &ops, 96, &e, NULL), REBATCH_OK);
+    cr_assert_eq(e.largest, 64);
+    close_all(&e);
+}
+
+static size_t size_of_first_call(struct evaluation *e, const rebatch_map_ops *ops)
+{
+    e->largest = 0;
+    cr_assert_eq(rebatch_map(e->rb, ops, 30, e, NULL), REBATCH_OK, "%s", rebatch_last_error());
+    return e->largest;
+}
+
+/* A key stands for a function whose address tells nothing, such as that of all of Python's. */
+Test(step_map, each_key_has_a_size_of_its_own)
+{
+    static const char large, small;
+    struct evaluation e;
+    rebatch_map_ops ops = evaluation_ops();
+    open_all(&e, MIB(4), KIB(400)); /* 9 samples at once */
+    ops.key = &large;
+    const size_t held = size_of_first_call(&e, &ops);
+    cr_assert_leq(held, 9);
+    e.sample_bytes = KIB(1);
+    ops.key = &small;
+    cr_assert_eq(size_of_first_call(&e, &ops), 30, "it begins with the size of another key");
+    ops.key = NULL;
+    cr_assert_eq(size_of_first_call(&e, &ops), 30);
+    ops.key = &large;
+    cr_assert_eq(size_of_first_call(&e, &ops), held, "the size of this key is forgotten");
     close_all(&e);
 }
 
