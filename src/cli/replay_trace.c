@@ -18,9 +18,9 @@
 /* With this in use at once sums of live and reserved bytes fit into 64 bits, whatever the rounding
  * and the page. */
 #define LIVE_MOST (UINT64_C(1) << 62) /* a multiple of REBATCH_POOL_UNIT_BYTES */
-/* Gzip makes a thousand bytes of one, and a line takes more memory than it has bytes: text that
- * is longer than UNPACKED_FREE must come from a file of at least a UNPACKED_TIMESth of its bytes.
- * Recorded traces are a quarter of their text. */
+/* Gzip makes a thousand bytes of one, and a line takes more memory than it has bytes: text of more
+ * than UNPACKED_FREE bytes is refused when it is over UNPACKED_TIMES as long as its file. Recorded
+ * traces are four times as long. */
 #define UNPACKED_FREE (UINT64_C(16) << 20)
 #define UNPACKED_TIMES 100
 

@@ -63,7 +63,8 @@ static bool is_used_block_valid(const rebatch_pool *pool, const struct rbi_block
     CHECK(!b->late && !rbi_late_has(&pool->heap.late, b->address));
     CHECK(b->tag < pool->tag_count && b->sequence < pool->sequence);
     CHECK(b->requested_bytes <= b->bytes);
-    CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes < REBATCH_POOL_UNIT_BYTES);
+    /* As much as a unit where rbi_pool_pad() has made the block of a whole one longer. */
+    CHECK(pool->rounding_divisions || b->bytes - b->requested_bytes <= REBATCH_POOL_UNIT_BYTES);
     tally->live_blocks++;
     tally->live_bytes += b->bytes;
     tally->resident_bytes[b->resident] += b->resident ? b->bytes : 0;

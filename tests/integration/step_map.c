@@ -16,7 +16,7 @@ struct evaluation {
     rebatch_device *device;
     size_t sample_bytes;
     size_t fail_from; /* the call with this sample returns a status of its own; SAMPLES: none */
-    unsigned ooms;    /* so many calls answer REBATCH_OOM, whatever room there is */
+    unsigned ooms;    /* the next calls that return REBATCH_OOM, whatever room there is */
     unsigned tries[SAMPLES];
     unsigned result[SAMPLES];
     double sum; /* guarded */
