@@ -63,12 +63,17 @@ static void leave_level(rebatch *rb, bool is_overruling)
     rbi_event_emit(rb, &event);
 }
 
+void rbi_growth_hold(rebatch *rb)
+{
+    rb->sizes.growth.held = size_now(rb);
+    rb->sizes.growth.held_by_cost = rb->run.by_cost;
+}
+
 static void grow_to(rebatch *rb, size_t size, bool is_overruling)
 {
     rebatch_event event = rbi_event_begin(rb, REBATCH_EVENT_GROW);
-    rb->sizes.growth.held = size_now(rb);
+    rbi_growth_hold(rb);
     rbi_assert(size >= rb->sizes.growth.held);
-    rb->sizes.growth.held_by_cost = rb->run.by_cost;
     rbi_size_set(rb, size);
     rbi_event_end(&event, rb);
     begin_trial(&rb->sizes.growth, is_overruling, false);

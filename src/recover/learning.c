@@ -71,14 +71,18 @@ static bool has_run(const rebatch *rb)
     return rb->sizes.known[rb->sizes.known_last].size != 0;
 }
 
-/* Twice as much as ran, when that is predicted to fit; 0: it is not. */
+/* Twice as much as ran, when that is predicted to fit; 0: it is not. An OOM leads back to what ran.
+ */
 static size_t choose_double(rebatch *rb)
 {
     const size_t size = rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
     if (!has_run(rb))
         return size;
     const size_t larger = rbi_growth_larger(rb);
-    return larger > size ? larger : 0;
+    if (larger <= size)
+        return 0;
+    rbi_growth_hold(rb);
+    return larger;
 }
 
 static size_t choose(rebatch *rb, size_t left)
@@ -241,6 +245,7 @@ bool rbi_learn_step_done(rebatch *rb)
     if (next)
         return true;
     learning->upper = rbi_micro_upper(rb, rb->run.batch);
+    rb->sizes.growth.held = 0; /* the size has held for a step */
     if (is_done(rb))
         rbi_learn_stop(rb);
     return rb->sizes.learning.is_on;

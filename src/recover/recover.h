@@ -164,6 +164,8 @@ void rbi_growth_step_done(rebatch *rb, size_t batch);
 bool rbi_growth_overrules(const rebatch *rb);
 /* A larger size that has room; the same where there is none. */
 size_t rbi_growth_larger(rebatch *rb);
+/* The size has run, and is about to grow: an OOM may lead back to it. */
+void rbi_growth_hold(rebatch *rb);
 /* The size before the last growth, where it is less than the `failed` one; 0: none. Asked once. */
 size_t rbi_growth_take_held(rebatch *rb, size_t failed);
 /* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean

@@ -14,6 +14,8 @@ struct program {
     rebatch_device *device;
     uint64_t capacity, live, peak, asked, cached;
     uint64_t base_bytes, sample_bytes;
+    size_t smooth; /* micro-batches of more samples need cliff_bytes more; 0: none does */
+    uint64_t cliff_bytes;
     size_t calls, updates, releases, most;
     size_t sizes[REBATCH_PHASE_COUNT]; /* with which begin() was called last */
     uint64_t update_bytes;             /* that the update takes and gives back */
@@ -49,10 +51,12 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     rebatch_status status = take(p, p->base_bytes);
     if (status)
         return status;
-    status = take(p, mb->count * p->sample_bytes);
+    const uint64_t bytes =
+        mb->count * p->sample_bytes + (p->smooth && mb->count > p->smooth ? p->cliff_bytes : 0);
+    status = take(p, bytes);
     if (!status) {
         rebatch_mutating(p->rb);
-        p->live -= mb->count * p->sample_bytes;
+        p->live -= bytes;
         p->most = mb->count > p->most ? mb->count : p->most;
     }
     p->live -= p->base_bytes;
@@ -211,6 +215,21 @@ Test(step_meter, learning_finds_the_largest_size_without_an_oom)
         cr_expect_eq(report.ooms, 0);
     }
     cr_expect_eq(report.micro, 19, "%zu", report.micro);
+    close_program(&p);
+}
+
+Test(step_meter, a_learned_size_that_fails_is_followed_by_the_one_that_ran)
+{
+    struct program p;
+    open_program(&p, MIB(13), true);
+    p.smooth = 8;
+    p.cliff_bytes = MIB(4);
+    rebatch_step_report report = {0};
+    for (int i = 0; i < 3; i++) {
+        report = step(&p, 64);
+        cr_expect_eq(report.ooms, i == 0, "step %d: %u", i, report.ooms);
+        cr_expect_eq(report.micro, 8, "step %d: %zu", i, report.micro);
+    }
     close_program(&p);
 }
 
