@@ -3,6 +3,9 @@ DistributedDataParallel or fully_shard(), each alone and with a Step. All ways a
 GPU and take turns. Prints one JSON object for each way: thousand tokens a second, median of
 the rounds, and the most memory that the way had; and then ratios of ways in the same round.
 
+"fsdp" reduces gradients in a batch's last micro-batch, and holds whole ones until then; "fsdp-each"
+reduces them in each micro-batch, as a Step in lockstep does, and holds a rank's part of them.
+
     torchrun --nproc-per-node 2 bench/ranks.py [--samples 64] [--micro 16] [WAY...]
 
 `samples` are those of each GPU. Needs the package rebatch. `--small`, with any device and backend,
@@ -25,8 +28,15 @@ import rebatch.torch as rebatch
 from pytorch import Gpt
 
 GIB = 1 << 30
-RATIOS = (("ddp+Step", "ddp"), ("ddp", "one"), ("ddp+Step", "one"), ("fsdp+Step", "fsdp"))
-WAYS = ("one", "ddp", "ddp+Step", "fsdp", "fsdp+Step")
+RATIOS = (
+    ("ddp+Step", "ddp"),
+    ("ddp", "one"),
+    ("ddp+Step", "one"),
+    ("fsdp+Step", "fsdp"),
+    ("fsdp-lockstep+Step", "fsdp"),
+    ("fsdp-lockstep+Step", "fsdp-each"),
+)
+WAYS = ("one", "ddp", "ddp+Step", "fsdp", "fsdp+Step", "fsdp-each", "fsdp-lockstep+Step")
 
 
 class Setting:
@@ -99,6 +109,7 @@ class Way:
                 micro_start=setting.micro,
                 micro_largest=setting.micro,
                 growth=False,
+                window=False if "lockstep" in name else None,
             )
         # A Step compares its loss at two cuts in the first batches, and then ever less often.
         for _ in range(16 if name.endswith("Step") else 3):
@@ -119,9 +130,10 @@ class Way:
     def _synced(self, is_last):
         if self.name == "ddp" and not is_last:
             return self.model.no_sync()
-        if self.name == "fsdp":
-            self.model.set_is_last_backward(is_last)
-            self.model.set_requires_gradient_sync(is_last)
+        if self.name.startswith("fsdp"):
+            is_reduced = is_last or self.name == "fsdp-each"
+            self.model.set_is_last_backward(is_reduced)
+            self.model.set_requires_gradient_sync(is_reduced)
         return contextlib.nullcontext()
 
     def turn(self, steps):
