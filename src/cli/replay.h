@@ -104,6 +104,7 @@ struct rbi_replay_result {
     uint64_t peak_reserved_bytes;
     uint64_t device_calls;    /* for memory, from the pool's creation to the end of the trace */
     rebatch_pool_stats first; /* of the pool when the trace ended for the first time */
+    uint64_t third_driver_ns; /* in the driver's calls of the third pass on a pool */
     uint64_t warm_driver_ns;  /* in the driver's calls of a pass on a warm pool */
     uint64_t largest_hole_bytes;
     uint64_t smallest_capacity_bytes; /* 0: not looked for */

@@ -174,6 +174,7 @@ static void print_object(const struct rbi_trace *trace, const struct rbi_replay_
     print_count("driver_releases", result->first.driver_releases);
     print_count("driver_pieces", result->first.driver_pieces);
     print_count("driver_ns", result->first.driver_ns);
+    print_count("third_driver_ns", result->third_driver_ns);
     print_count("warm_driver_ns", result->warm_driver_ns);
     print_count("largest_hole_bytes", result->largest_hole_bytes);
     if (settings->smallest) {

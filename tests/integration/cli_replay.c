@@ -362,6 +362,21 @@ Test(cli_replay, smallest_is_the_smallest)
     check_smallest("mixed", 2 * MIB);
 }
 
+/* In a page less it runs once, and what that leaves behind keeps it from running again. */
+Test(cli_replay, in_the_smallest_a_trace_runs_twice)
+{
+    config_write("again", "a 0 152312 0\na 1 747315 0\na 2 155819 0\nf 1\na 3 194911 0\n"
+                          "a 4 152547 0\na 5 128477 0\nf 5\nf 3\nf 0\nf 4\nf 2\n");
+    const struct object o = run_json("--smallest --page 64KiB again");
+    const size_t smallest = (size_t)number(&o, "smallest_capacity_bytes");
+    char line[PATH_MAX];
+    (void)snprintf(line, sizeof line, "--capacity %zu --page 64KiB again", smallest - 65536);
+    struct run r = run(line);
+    cr_expect(r.code == 0, "%s", r.error);
+    cr_expect(strstr(r.error, "runs once, but not again") != NULL, "%s", r.error);
+    done(&r);
+}
+
 Test(cli_replay, smallest_within_a_given_capacity_and_headroom)
 {
     struct object o = run_json("--smallest --headroom 4MiB $T/tiny.trace");
