@@ -433,6 +433,24 @@ static uint64_t peak_of(size_t micro)
     return peak;
 }
 
+/* Somebody takes memory between two steps, after the cache was given back: all but little more than
+ * a step with micro-batches of `to` needs. */
+static void take_all_but(size_t micro, size_t to, unsigned permille)
+{
+    struct training t;
+    char name[64];
+    const size_t left_bytes = (size_t)(peak_of(to) / 1000 * permille);
+    open_training(&t, WHOLE, micro);
+    rebatch_step_report report;
+    for (size_t i = 0; i < STEPS; i++)
+        check(rebatch_step(t.rb, &ops, BATCH, &t, &report));
+    check(rebatch_pool_trim(t.pool, 0, NULL));
+    check(rebatch_device_set_capacity(t.device, left_bytes));
+    snprintf(name, sizeof name, "%zu, all but %.2f of %zu's peak", micro, permille / 1e3, to);
+    run_steps(&t, name, STEPS);
+    close_training(&t);
+}
+
 static void run_tight(size_t micro, unsigned permille)
 {
     struct training t;
@@ -456,6 +474,8 @@ int main(int count, char **arguments)
     take_from(32, 21 * GIB, false);
     take_from(32, 21 * GIB, true);
     take_from(16, 4 * GIB, false);
+    take_all_but(16, 2, 1010);
+    take_all_but(16, 4, 1010);
     for (size_t micro = 2; micro <= 16; micro *= 2)
         run_tight(micro, 1020);
     run_tight(16, 1050);

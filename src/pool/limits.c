@@ -52,6 +52,17 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
     return REBATCH_OK;
 }
 
+rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool)
+{
+    size_t room;
+    const rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    *bytes = 0;
+    if (status == REBATCH_OK &&
+        !rbi_add((size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes), room, bytes))
+        *bytes = SIZE_MAX;
+    return status;
+}
+
 static size_t less(size_t bytes, size_t taken)
 {
     return bytes > taken ? bytes - taken : 0;

@@ -92,7 +92,8 @@ rebatch_status rbi_mapping_gather(rebatch_pool *pool, struct rbi_mapping *mappin
     }
     /* What cannot succeed shall not take blocks apart. */
     const uint64_t cached = rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes;
-    if (count > (cached + room) / pool->page_bytes)
+    if (count > (cached + room) / pool->page_bytes ||
+        (mapping->in_line && count > rbi_pool_supply(pool) + room / pool->page_bytes))
         return REBATCH_OOM;
     rbi_pool_harvest(pool, count, mapping->spared);
     mapping->by_remap = pool->vm.spare_pages >= count;
@@ -162,17 +163,21 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
     return bytes > room ? REBATCH_OOM : rbi_range_alloc(out, pool, bytes, stream);
 }
 
+/* What lies in one place already stays there, and the rest is moved to it. */
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
 {
     struct rbi_mapping mapping = {.bytes = bytes,
                                   .stream = stream,
                                   .ahead = true,
+                                  .in_line = true,
                                   .no_fresh = !rbi_pool_may_replace_parts(pool, bytes)};
     struct rbi_window window;
     struct rbi_block *block;
-    if (rbi_nodes_prepare(&pool->heap.range_nodes, 1) &&
+    size_t available;
+    if (rbi_pool_count_available(&available, pool) == REBATCH_OK && bytes <= available &&
+        rbi_nodes_prepare(&pool->heap.range_nodes, 1) &&
         rbi_pool_await_streams(pool) == REBATCH_OK &&
-        rbi_mapping_find_hole(&window, pool, &mapping) == REBATCH_OK &&
+        find_window(&window, pool, &mapping) == REBATCH_OK &&
         rbi_mapping_fill(&block, pool, &mapping, &window) == REBATCH_OK)
         return block;
     return NULL;

@@ -193,8 +193,7 @@ static size_t pages_taken(bool *at_end, const rebatch_pool *pool, const struct r
     return rbi_min(at_first, at_last);
 }
 
-/* Wholly free pages that are there, mapped or spare. */
-static size_t count_supply(const rebatch_pool *pool)
+size_t rbi_pool_supply(const rebatch_pool *pool)
 {
     size_t supply = pool->vm.spare_pages;
     char *first;
@@ -208,7 +207,7 @@ static size_t count_supply(const rebatch_pool *pool)
 bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                           size_t room)
 {
-    const size_t supply = count_supply(pool) + room;
+    const size_t supply = rbi_pool_supply(pool) + room;
     struct run run, best = {.first = NULL};
     size_t fewest = SIZE_MAX;
     bool at_end = false, best_at_end = false;
@@ -245,7 +244,7 @@ static uint64_t most_at(const rebatch_pool *pool, const struct run *run, size_t 
 
 uint64_t rbi_window_most(const rebatch_pool *pool, size_t room)
 {
-    const size_t supply = count_supply(pool) + room;
+    const size_t supply = rbi_pool_supply(pool) + room;
     uint64_t most = (uint64_t)supply * pool->page_bytes; /* in addresses yet to be reserved */
     struct run run;
     for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next)

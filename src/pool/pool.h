@@ -339,7 +339,9 @@ void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_
  * one stream. False when those that are free and `room` pages do not suffice. */
 bool rbi_window_find_best(struct rbi_window *window, const rebatch_pool *pool, size_t bytes,
                           size_t room);
-/* The most bytes for which that would say yes. */
+/* Wholly free pages that are there, mapped or spare; those of blocks that are held do not count. */
+size_t rbi_pool_supply(const rebatch_pool *pool);
+/* The most bytes for which rbi_window_find_best() would say yes. */
 uint64_t rbi_window_most(const rebatch_pool *pool, size_t room);
 /* Takes the window's blocks out of their bins, so that nothing else has them, cuts off what is
  * beyond need, and puts them back. Needs two spare nodes. */
@@ -354,6 +356,8 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
 /* What the device could give now, in whole pages, within limit and headroom; `info` may be
  * NULL. */
 rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_info *info);
+/* What is free in the pool, and what the device could give. */
+rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool);
 /* What the host could give, in whole pages. */
 size_t rbi_pool_overflow_room(const rebatch_pool *pool);
 /* A share of the limit, or of the device where that is less. */
@@ -390,6 +394,7 @@ struct rbi_mapping {
     bool no_fresh;                        /* free pages only */
     bool no_remap;                        /* fresh ones before free ones */
     bool ahead;                           /* it will be used as a whole */
+    bool in_line;                         /* all work is done, and every free page counts */
     bool overflows;                       /* host memory for what the device has not */
     bool by_remap;                        /* out: no fresh memory was needed */
     bool from_cache;                      /* out: nothing was mapped for it */
@@ -413,7 +418,8 @@ rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
 /* Free pages in a row, for `stream`: moved there, and fresh ones for those that cannot be, where
- * there is plenty. Gives the free block that they are; NULL: there are not enough. */
+ * there is plenty. Gives the free block that they are; NULL: there are not enough, and nothing was
+ * moved. */
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes,
                                    struct rbi_pool_stream *stream);
 

@@ -247,11 +247,7 @@ rebatch_status rebatch_pool_available(size_t *bytes, rebatch_pool *pool)
     if (status != REBATCH_OK)
         return status;
     rbi_lock_take(&pool->lock);
-    size_t room;
-    status = rbi_pool_room(&room, pool, NULL);
-    if (status == REBATCH_OK &&
-        !rbi_add(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes, room, bytes))
-        *bytes = SIZE_MAX;
+    status = rbi_pool_count_available(bytes, pool);
     rbi_pool_give_lock(pool);
     return status;
 }

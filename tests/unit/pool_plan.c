@@ -436,6 +436,23 @@ Test(pool_plan, what_a_phase_reserves_has_a_place_in_its_plan)
     cr_assert_geq(served, SEEDS, "%u phases were served", served);
 }
 
+/* The lifetimes of seed 4 pack into more pages than the device has: the search serves its phases,
+ * and after five of them in a row it is not tried any more for a while. */
+Test(pool_plan, an_arena_that_is_not_to_be_had_is_not_asked_for_in_every_phase)
+{
+    enum { PAGES = 111, RESERVED = 100 };
+    const struct script script = write_script(4);
+    struct run run = {.rig = rig_open(PAGES, NULL)};
+    for (int i = 0; i < 20; i++) {
+        cr_assert_eq(reserving_phase(&run, &script, RESERVED * PAGE), REBATCH_OK);
+        cr_assert_not(serves(&run));
+    }
+    const struct rbi_phase *const known = run.rig.pool->plan.phase;
+    cr_assert_gt(known->arena_bytes, PAGES * PAGE);
+    cr_assert_gt(known->rest, 40);
+    close_run(&run);
+}
+
 Test(pool_plan, what_is_reserved_otherwise_ends_it_and_is_there)
 {
     struct script script;
@@ -525,4 +542,57 @@ Test(pool_plan, a_mark_of_no_pool_is_refused)
 {
     cr_assert_eq(rebatch_pool_mark(NULL, 1), REBATCH_E_INVALID);
     cr_assert(strstr(rebatch_last_error(), "pool is NULL"));
+}
+
+/* ---- free pages in a row ---- */
+
+static struct rbi_block *line_up(rebatch_pool *pool, size_t pages)
+{
+    rbi_lock_take(&pool->lock);
+    rbi_pool_flush_lists(pool);
+    struct rbi_block *block =
+        rbi_pool_line_up(pool, pages * PAGE, rbi_pool_find_stream(pool, NULL));
+    rbi_lock_give(&pool->lock);
+    assert_valid(pool);
+    return block;
+}
+
+/* What is free already in one place stays; the rest is moved to it. */
+Test(pool_plan, only_the_pages_that_lie_elsewhere_are_moved_into_a_row)
+{
+    struct rig rig = rig_open(56, NULL);
+    unsigned char *const apart = take(rig.pool, 8 * PAGE), *const used = take(rig.pool, 8 * PAGE),
+                         *const most = take(rig.pool, 40 * PAGE);
+    memset(used, 7, 8 * PAGE);
+    give(rig.pool, apart);
+    give(rig.pool, most);
+    const struct rbi_block *const row = line_up(rig.pool, 46);
+    cr_assert_not_null(row);
+    cr_assert_geq(row->bytes, 46 * PAGE);
+    cr_assert_eq(stats_of(rig.pool).remaps, 6);
+    for (size_t i = 0; i < 8 * PAGE; i++)
+        cr_assert_eq(used[i], 7);
+    give(rig.pool, used);
+    rig_close(&rig);
+}
+
+/* Free: 8.5 pages, 8 that begin in the middle of one, and 40; of them 55 are whole pages. */
+Test(pool_plan, where_too_few_are_free_no_page_is_moved_for_a_row)
+{
+    struct rig rig = rig_open(73, NULL);
+    static const size_t half_pages[] = {17, 16, 16, 17, 80};
+    void *blocks[5];
+    for (size_t i = 0; i < 5; i++)
+        blocks[i] = take(rig.pool, half_pages[i] * PAGE / 2);
+    for (size_t i = 0; i < 5; i += 2)
+        give(rig.pool, blocks[i]);
+    const rebatch_pool_stats before = stats_of(rig.pool);
+    cr_assert_eq(before.reserved_bytes - before.live_bytes, 113 * PAGE / 2);
+    cr_assert_null(line_up(rig.pool, 56));
+    cr_assert_eq(stats_of(rig.pool).remaps, 0);
+    cr_assert_eq(stats_of(rig.pool).driver_unmaps, before.driver_unmaps);
+    cr_assert_not_null(line_up(rig.pool, 55));
+    give(rig.pool, blocks[1]);
+    give(rig.pool, blocks[3]);
+    rig_close(&rig);
 }

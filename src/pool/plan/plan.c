@@ -11,7 +11,8 @@
 #include "pool/plan/layout.h"
 #include "pool/pool.h"
 
-/* So many plans in a row for which pages were moved are in vain, and so many phases rest then. */
+/* After so many plans in a row for which pages were moved, or whose arena was not to be had, the
+ * next so many phases of the key are not planned. */
 #define MOVES_MOST 4
 #define REST_PHASES 64
 /* So many phases in a row with other calls are planned anew; one may be an exception. */
@@ -513,11 +514,25 @@ const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key)
     return mode == RBI_PLAN_SERVES ? phase : NULL;
 }
 
+/* After 8, 16, 32 ... phases. What was taken again in the phases that followed the last time is
+ * needed. */
+static bool is_to_settle(rebatch_pool *pool, struct rbi_phase *phase)
+{
+    struct rbi_pool_plan *const plan = &pool->plan;
+    if (phase->served != SERVED_ENOUGH << plan->settled)
+        return false;
+    plan->settled += plan->settled < DOUBLINGS_MOST;
+    if (!rbi_pool_holds_too_much(pool) || rbi_vm_bytes(&pool->vm) <= plan->settled_bytes)
+        return false;
+    plan->settled_by = phase;
+    return true;
+}
+
 bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
-    phase->moves = moved_pages(pool) == plan->moved ? 0 : phase->moves + 1;
+    phase->moves = arena && moved_pages(pool) == plan->moved ? 0 : phase->moves + 1;
     if (phase->moves > MOVES_MOST) {
         phase->moves = 0;
         phase->rest = REST_PHASES;
@@ -525,8 +540,9 @@ bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
     plan->arena = arena;
     plan->arena_live_bytes = 0;
     plan->mode = arena ? RBI_PLAN_SERVES : RBI_PLAN_OFF;
-    if (!arena || phase->served != SERVED_ENOUGH << plan->settled || !rbi_pool_holds_too_much(pool))
-        return false;
-    plan->settled += plan->settled < DOUBLINGS_MOST;
-    return true;
+    if (phase == plan->settled_by) {
+        plan->settled_bytes = rbi_vm_bytes(&pool->vm);
+        plan->settled_by = NULL;
+    }
+    return arena && is_to_settle(pool, phase);
 }

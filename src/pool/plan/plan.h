@@ -36,7 +36,7 @@ struct rbi_phase {
     size_t allocations;
     size_t arena_bytes;  /* 0: there is no plan */
     size_t beside_bytes; /* the most in use at once of what the plan does not serve */
-    uint32_t moves;      /* plans in a row for whose arena pages were moved */
+    uint32_t moves;      /* plans in a row for whose arena pages were moved, or without one */
     uint32_t rest;       /* so many phases are not looked at */
     uint32_t misses;     /* phases in a row that the plan did not serve to their end */
     bool is_needed;      /* in the last one pages were moved, or the pool held too much */
@@ -61,7 +61,9 @@ struct rbi_pool_plan {
     size_t next;      /* the call that comes next */
     uint32_t serial;  /* of the phase that runs: blocks have it, with the number of their call */
     uint64_t marks;   /* so far */
-    uint32_t settled; /* how often the pool has given back what plans do not need */
+    uint32_t settled; /* how often the pool has looked for what plans do not need */
+    struct rbi_phase *settled_by; /* gave memory back, and has not begun again; else NULL */
+    uint64_t settled_bytes;       /* held when it had begun again; 0: never */
     uint64_t first_sequence;
     uint64_t moved; /* pages that had been moved when it began */
     struct rbi_block *arena;
