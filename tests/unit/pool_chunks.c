@@ -4,12 +4,10 @@
 
 #include "unit/pool_help.h"
 
-/* The largest chunk, in pages; a request that comes in such chunks; and a device that has room
- * for them. */
+/* Pages of the largest chunk of a pool that grows; of memory that will be used as a whole and comes
+ * in such chunks; of the largest of a request as large; and of a device that has room for them. */
 enum { CHUNK_SIZE = 5, CHUNK = 1 << CHUNK_SIZE, MUCH = 16 * CHUNK, DEVICE_PAGES = 65536 };
-enum { LARGEST = 1 << (RBI_CHUNK_SIZES - 1) };
-
-/* The last of a device, which comes in single pages. */
+enum { TAKEN_SIZE = 4, TAKEN = 1 << TAKEN_SIZE, LARGEST = 1 << (RBI_CHUNK_SIZES - 1) };
 
 /* A pool of a device that counts, or fails, calls. */
 struct counted {
@@ -108,27 +106,32 @@ Test(pool_chunks, the_drivers_calls_take_the_time_that_they_take_on_another_devi
     close_counted(&c);
 }
 
-/* A sixteenth of the request or a 128th of what is held, and at most a 1,024th of the room and 32;
- * or a 256th of a very large request. */
+/* A quarter of the request, at most a 128th of the room and 16; or a 128th of what is held, at most
+ * a 2,048th of the room and 32; or a 256th of a very large request. */
 Test(pool_chunks, are_in_proportion_to_the_request_what_is_held_and_the_room)
 {
     static const struct {
         size_t held, count, room, expected;
     } cases[] = {
         {0, 1, DEVICE_PAGES, 1},
-        {0, 31, DEVICE_PAGES, 1},
-        {0, 32, DEVICE_PAGES, 2},
-        {0, 511, DEVICE_PAGES, 16},
-        {0, 512, DEVICE_PAGES, 32},
+        {0, 7, DEVICE_PAGES, 1},
+        {0, 8, DEVICE_PAGES, 2},
+        {0, 63, DEVICE_PAGES, 8},
+        {0, 64, DEVICE_PAGES, TAKEN},
+        {0, 64, 2047, 8},
+        {0, 64, 255, 1},
+        {0, 64, 256, 2},
+        {0, 8191, DEVICE_PAGES, TAKEN},
         {0, 8192, DEVICE_PAGES, CHUNK},
-        {0, 16383, DEVICE_PAGES, CHUNK},
         {0, 16384, DEVICE_PAGES, 64},
         {0, SIZE_MAX, SIZE_MAX, LARGEST},
+        {SIZE_MAX, SIZE_MAX, SIZE_MAX, LARGEST},
         {255, 1, DEVICE_PAGES, 1},
         {256, 1, DEVICE_PAGES, 2},
-        {4096, 100, DEVICE_PAGES, 32},
-        {4096, 100, 2047, 1},
-        {4096, 100, 2048, 2},
+        {4096, 1, DEVICE_PAGES, CHUNK},
+        {65536, 1, DEVICE_PAGES, CHUNK},
+        {4096, 1, 4095, 1},
+        {4096, 1, 4096, 2},
         {4096, 100, 0, 1},
         {4096, 512, 0, 2},
     };
@@ -142,11 +145,6 @@ Test(pool_chunks, are_in_proportion_to_the_request_what_is_held_and_the_room)
     cr_assert_eq(rbi_vm_chunk_ahead(SIZE_MAX), LARGEST);
 }
 
-static void take_much(rebatch_pool *pool)
-{
-    (void)take(pool, MUCH * PAGE);
-}
-
 static void admit_much(rebatch_pool *pool)
 {
     admit(pool, MUCH);
@@ -157,10 +155,10 @@ static void reserve_much(rebatch_pool *pool)
     cr_assert_eq(rebatch_pool_reserve(pool, MUCH * PAGE, NULL), REBATCH_OK);
 }
 
-/* However it is asked for, and given back. */
+/* However it is asked for ahead of its use. */
 Test(pool_chunks, much_memory_costs_few_calls)
 {
-    static void (*const ask[])(rebatch_pool *) = {take_much, admit_much, reserve_much};
+    static void (*const ask[])(rebatch_pool *) = {admit_much, reserve_much};
     for (size_t i = 0; i < sizeof ask / sizeof *ask; i++) {
         struct counted c;
         open_counted(&c, DEVICE_PAGES, NULL);
@@ -178,11 +176,12 @@ Test(pool_chunks, are_given_back_as_a_whole)
     struct counted c;
     size_t released;
     open_counted(&c, DEVICE_PAGES, NULL);
+    (void)calls_of(&c, REBATCH_FAULT_CREATE | REBATCH_FAULT_MAP);
     give(c.pool, take(c.pool, MUCH * PAGE));
-    (void)calls_of(&c, REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE);
+    cr_assert_eq(calls_of(&c, REBATCH_FAULT_UNMAP | REBATCH_FAULT_RELEASE), 2 * MUCH / TAKEN);
     cr_assert_eq(rebatch_pool_trim(c.pool, 0, &released), REBATCH_OK);
     cr_assert_eq(released, MUCH * PAGE);
-    cr_assert_eq(calls_of(&c, 0), 2 * MUCH / CHUNK);
+    cr_assert_eq(calls_of(&c, 0), 2 * MUCH / TAKEN);
     close_counted(&c);
 }
 
@@ -221,7 +220,7 @@ static unsigned largest_held(const rebatch_pool *pool, const size_t before[stati
     return size;
 }
 
-/* Each chunk is at most a 1,024th of what there is when it is taken, so that the last of the memory
+/* Each chunk is at most a 128th of what there is when it is taken, so that the last of the memory
  * comes in pages; all of it can be had. */
 Test(pool_chunks, get_smaller_as_the_room_does)
 {
@@ -234,7 +233,7 @@ Test(pool_chunks, get_smaller_as_the_room_does)
             before[size] = chunks_held(c.pool, size);
         (void)take(c.pool, EACH * PAGE);
         const unsigned largest = largest_held(c.pool, before);
-        cr_assert(largest == 0 || (size_t)1024 << largest <= room, "2^%u of %zu", largest, room);
+        cr_assert(largest == 0 || (size_t)128 << largest <= room, "2^%u of %zu", largest, room);
     }
     cr_assert_eq(stats_of(c.pool).reserved_bytes, DEVICE_PAGES * PAGE);
     close_counted(&c);
