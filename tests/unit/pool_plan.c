@@ -60,7 +60,8 @@ static struct script write_script(uint64_t seed)
     for (size_t i = 0; i < CALLS; i++) {
         if (made < BLOCKS && (opened == 0 || draw(&random) % 3)) {
             script.calls[i].block = open[opened++] = made++;
-            script.calls[i].bytes = 1 + draw(&random) % (draw(&random) % 4 ? PAGE : 20 * PAGE);
+            const uint64_t size = draw(&random), kind = draw(&random);
+            script.calls[i].bytes = 1 + size % (kind % 4 ? PAGE : 20 * PAGE);
         } else {
             const size_t at = draw(&random) % opened;
             script.calls[i].block = open[at];
