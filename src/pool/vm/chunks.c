@@ -199,14 +199,14 @@ static unsigned largest_within(size_t count, unsigned most)
  * in use leaves of a chunk is of no use elsewhere, which counts when memory is short. So a chunk is
  * a quarter of the request, a 128th of what the device could still give, and 16 pages, whichever is
  * least. With half of the request the trace accumulation needs 1.036 of its peak (1.018), with a
- * 64th of the room vit-checkpointed 1.028 (1.013), with 32 pages churn 1.050 (1.032); with an eighth
- * of the request an OOM under a cap of 20 GiB (bench/short) costs 116 ms instead of 88. */
+ * 64th of the room vit-checkpointed 1.028 (1.013), with 32 pages churn 1.050 (1.032); with an
+ * eighth of the request an OOM under a cap of 20 GiB (bench/short) costs 116 ms instead of 88. */
 #define PARTS_OF_REQUEST 4
 #define PARTS_OF_ROOM 128
 #define ORDINARY_MOST 16
-/* Where memory is plentiful, a pool that grows takes more at once: a 128th of what it holds (a first
- * step of bench/short: 58 ms in the driver, without 96), up to a 2,048th of the room (of a 1,024th
- * accumulation needs 1.025) and 32 pages. */
+/* Where memory is plentiful, a pool that grows takes more at once: a 128th of what it holds (a
+ * first step of bench/short: 58 ms in the driver, without 96), up to a 2,048th of the room (of a
+ * 1,024th accumulation needs 1.025) and 32 pages. */
 #define PARTS_OF_HELD 128
 #define PARTS_OF_PLENTY 2048
 #define GROWTH_MOST 32
