@@ -1,7 +1,8 @@
 """How fast GPT-2 124M trains on several GPUs (bf16, T = 1024, fused AdamW): on one, and on all with
 DistributedDataParallel or fully_shard(), each alone and with a Step. All ways are in one process a
 GPU and take turns. Prints one JSON object for each way: thousand tokens a second, median of
-the rounds, and the most memory that the way had; and then ratios of ways in the same round.
+the rounds, milliseconds a step and those until its call returned, and the most memory that the way
+had; and then ratios of ways in the same round.
 
 "fsdp" reduces gradients in a batch's last micro-batch, and holds whole ones until then; "fsdp-each"
 reduces them in each micro-batch, as a Step in lockstep does, and holds a rank's part of them.
@@ -137,7 +138,8 @@ class Way:
         return contextlib.nullcontext()
 
     def turn(self, steps):
-        """(seconds a step, most bytes that this way had)."""
+        """(seconds a step, seconds of them until its call returned, most bytes that this way had).
+        The host runs ahead of the GPU where the second is clearly below the first."""
         setting = self.setting
         others = setting.allocated() - self.held
         setting.reset_peak()
@@ -147,20 +149,23 @@ class Way:
         if self.name != "one" or setting.rank == 0:
             for _ in range(steps):
                 self.run(setting.batch)
+        returned = time.perf_counter()
         setting.wait()
-        return (time.perf_counter() - began) / steps, setting.peak() - others
+        ended = time.perf_counter()
+        return (ended - began) / steps, (returned - began) / steps, setting.peak() - others
 
 
 def measure(ways, rounds, steps):
-    seconds, peaks = {way.name: [] for way in ways}, {}
+    seconds, hosts, peaks = {way.name: [] for way in ways}, {way.name: [] for way in ways}, {}
     for number in range(rounds):
         for way in ways[:: -1 if number % 2 else 1]:
-            taken, peaks[way.name] = way.turn(steps)
+            taken, host, peaks[way.name] = way.turn(steps)
             seconds[way.name].append(taken)
-    return seconds, peaks
+            hosts[way.name].append(host)
+    return seconds, hosts, peaks
 
 
-def report(setting, seconds, peaks):
+def report(setting, seconds, hosts, peaks):
     tokens = setting.batch[0].numel()
     rates = {
         name: [tokens * (1 if name == "one" else setting.size) / s for s in its]
@@ -171,6 +176,7 @@ def report(setting, seconds, peaks):
             "way": name,
             "ktokens_per_s": round(statistics.median(its) / 1e3, 1),
             "step_ms": round(1e3 * statistics.median(seconds[name]), 2),
+            "host_ms": round(1e3 * statistics.median(hosts[name]), 2),
             "peak_gib": round(peaks[name] / GIB, 2),
         }
         print(json.dumps(found), flush=True)
@@ -199,9 +205,9 @@ def main():
         except (ValueError, AttributeError) as error:  # what this PyTorch cannot do; on all ranks
             if setting.rank == 0:
                 print(json.dumps({"way": name, "error": str(error)}), flush=True)
-    seconds, peaks = measure(ways, given.rounds, given.steps)
+    measured = measure(ways, given.rounds, given.steps)
     if setting.rank == 0:
-        report(setting, seconds, peaks)
+        report(setting, *measured)
     dist.destroy_process_group()
 
 

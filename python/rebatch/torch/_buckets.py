@@ -28,60 +28,80 @@ def plan(parameters: Sequence[torch.Tensor], caps: Tuple[int, int]) -> List[List
     return closed + list(open_ones.values())
 
 
-class Bucket:
-    """Gradients in one tensor, zeros at first. With a tail of so many numbers it has the loss of
-    the batch, and for each parameter of the model whether there is a gradient. `sent` is what goes
-    to the other ranks: `flat`, or a tensor of another dtype."""
+class Layout:
+    """Where the parameters `indices` lie in a bucket, which is worked out once for many steps."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], tail: int, sent: Optional[torch.dtype]):
-        dtype = parameters[0].dtype
-        step = max(1, _ALIGNMENT // dtype.itemsize)
-        offsets, length = [], 0
-        for p in parameters:
-            offsets.append(length)
-            length += -(-p.numel() // step) * step
-        self.flat = torch.zeros(length + tail, dtype=dtype, device=parameters[0].device)
-        self.views = [_view(self.flat, p, at) for p, at in zip(parameters, offsets)]
+    def __init__(self, parameters: Sequence[torch.Tensor], indices: Sequence[int]):
+        self.indices = list(indices)
+        mine = [parameters[i] for i in self.indices]
+        self.dtype, self.device = mine[0].dtype, mine[0].device
+        step = max(1, _ALIGNMENT // self.dtype.itemsize)
+        self._places: List[Tuple[torch.Size, Tuple[int, ...], int]] = []
+        self.length = 0
+        for p in mine:
+            self._places.append((p.shape, _strides(p), self.length))
+            self.length += -(-p.numel() // step) * step
+        self._has_gaps = self.length > sum(p.numel() for p in mine)
+
+    def empty(self, tail: int) -> torch.Tensor:
+        """A tensor for them, and for so many numbers more. Gaps are zeros, since a communication
+        library may be told to look for NaN."""
+        make = torch.zeros if self._has_gaps else torch.empty
+        return make(self.length + tail, dtype=self.dtype, device=self.device)
+
+    def views(self, flat: torch.Tensor) -> List[torch.Tensor]:
+        return [flat.as_strided(*place) for place in self._places]
+
+
+def _strides(p: torch.Tensor) -> Tuple[int, ...]:
+    """A gradient has the strides of its parameter, as autograd makes it."""
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(p)
+    return p.stride() if is_dense else torch.empty(p.shape, device="meta").stride()
+
+
+class Bucket:
+    """Gradients in one tensor, of any contents at first. With a tail of so many numbers it has the
+    loss of the batch, and for each parameter of the model whether there is a gradient. `sent` is
+    what goes to the other ranks: `flat`, or a tensor of another dtype."""
+
+    def __init__(self, layout: Layout, tail: int, sent: Optional[torch.dtype]):
+        dtype = layout.dtype
+        self.flat = layout.empty(tail)
+        self.views = layout.views(self.flat)
         # Made here: what sends a bucket allocates nothing.
-        end = self.flat[length:]
+        end = self.flat[layout.length :]
         self.loss, self.used = (end[0], end[1:]) if tail else (None, None)
         self.sent = self.flat
         if sent and dtype in _WIDE and not tail:
             self.sent = torch.empty_like(self.flat, dtype=sent)
-        self.indices: List[int] = []  # of the parameters
+        self.indices = layout.indices  # of the parameters
         self.waiting = 0  # for so many gradients
         self.work: Any = None
 
 
-def _view(flat: torch.Tensor, p: torch.Tensor, offset: int) -> torch.Tensor:
-    """A gradient has the strides of its parameter, as autograd makes it."""
-    if torch.ops.aten.is_non_overlapping_and_dense(p):
-        return flat.as_strided(p.shape, p.stride(), offset)
-    return flat[offset : offset + p.numel()].view(p.shape)
+class Layouts:
+    """Those of the buckets, in the order in which they are sent. They are worked out again when the
+    parameters are others."""
 
+    def __init__(self, caps: Tuple[int, int], sent: Optional[torch.dtype]):
+        self._caps, self._sent = caps, sent
+        self._key: List[tuple] = []
+        self._layouts: List[Layout] = []
 
-def make_buckets(
-    parameters: Sequence[torch.Tensor],
-    caps: Tuple[int, int],
-    tail: int,
-    sent: Optional[torch.dtype],
-) -> List[Bucket]:
-    """In the order in which they are sent. The last one has the tail."""
-    planned = plan(parameters, caps)
-    if not planned:
-        return []
-    has_own = sent is not None or parameters[planned[-1][0]].dtype not in _WIDE
-    buckets = []
-    for number, indices in enumerate(planned):
-        is_last = number == len(planned) - 1 and not has_own
-        bucket = Bucket([parameters[i] for i in indices], tail if is_last else 0, sent)
-        bucket.indices = indices
-        buckets.append(bucket)
-    if has_own:
-        device = parameters[planned[-1][0]].device
-        buckets.append(Bucket([torch.empty(0, device=device)], tail, None))
-        buckets[-1].views = []
-    return buckets
+    def make_buckets(self, parameters: Sequence[torch.Tensor]) -> List[Bucket]:
+        """The last one has a tail: a loss, and a number for each parameter."""
+        key = [(p.shape, p.stride(), p.dtype, p.device) for p in parameters]
+        if key != self._key:
+            self._key, self._layouts = key, self._lay_out(parameters)
+        tails = [0] * (len(self._layouts) - 1) + [1 + len(parameters)]
+        return [Bucket(each, tail, self._sent) for each, tail in zip(self._layouts, tails)]
+
+    def _lay_out(self, parameters: Sequence[torch.Tensor]) -> List[Layout]:
+        layouts = [Layout(parameters, indices) for indices in plan(parameters, self._caps)]
+        if layouts and (self._sent is not None or layouts[-1].dtype not in _WIDE):
+            layouts.append(Layout([torch.empty(0, device=layouts[-1].device)], [0]))
+            layouts[-1].indices = []
+        return layouts
 
 
 class Buffers:

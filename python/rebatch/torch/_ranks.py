@@ -154,8 +154,10 @@ class Ranks:
             _sync_module_states(module, sync_group, _SYNC_BYTES, root, ())
 
     def _buffers(self) -> List[dict]:
+        tables = [module._buffers for module in self._modules.modules() if module._buffers]
+        if not tables:
+            return []
         wanted = {id(b) for b in buffers_of(self._modules, self._wrappers)}
-        tables = [module._buffers for module in self._modules.modules()]
         return [t for t in tables if any(id(b) in wanted for b in t.values())]
 
     def _abort(self) -> None:

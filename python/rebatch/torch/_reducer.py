@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 import torch.distributed as dist
 
-from rebatch.torch._buckets import Bucket, Buffers, make_buckets
+from rebatch.torch._buckets import Bucket, Buffers, Layouts
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._session import Lost
 from rebatch.torch._waits import Work
@@ -35,7 +35,8 @@ class ReducedAccumulators(Accumulators):
         buffers: Callable[[], List[dict]],
     ):
         super().__init__()
-        self._group, self._caps, self._sent, self._tables = group, caps, sent, buffers
+        self._group, self._tables = group, buffers
+        self._layouts = Layouts(caps, sent)
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._device = torch.device("cpu")  # of the gradients
         self._root = dist.get_process_group_ranks(group)[0]
@@ -63,8 +64,6 @@ class ReducedAccumulators(Accumulators):
         self._make_buckets()
         for number, bucket in enumerate(self._buckets):
             is_launched = number < self._launched
-            if not is_launched:
-                bucket.flat.zero_()
             for i, view in zip(bucket.indices, bucket.views):
                 self._sums[i] = view
                 self._has_sum[i] = is_launched and had[i]
@@ -72,7 +71,7 @@ class ReducedAccumulators(Accumulators):
     def _make_buckets(self) -> None:
         if self._buckets:
             return
-        buckets = make_buckets(self._parameters, self._caps, 1 + len(self._parameters), self._sent)
+        buckets = self._layouts.make_buckets(self._parameters)
         self._buffers = Buffers(self._tables())
         self._buckets = buckets
         self._places = {
@@ -179,7 +178,11 @@ class ReducedAccumulators(Accumulators):
     @torch.no_grad()
     def _launch_next(self, loss: Optional[torch.Tensor]) -> None:
         bucket = self._buckets[self._launched]
-        if bucket.loss is not None and loss is not None:
+        self._zero_missing(bucket)
+        if bucket.loss is not None and loss is None:
+            bucket.loss.zero_()
+            bucket.used.zero_()
+        elif bucket.loss is not None:
             bucket.loss.copy_(loss)
             if all(self._has_sum):
                 bucket.used.fill_(1)
@@ -189,6 +192,13 @@ class ReducedAccumulators(Accumulators):
             bucket.sent.copy_(bucket.flat)
         self._launched += 1
         bucket.work = self._start(dist.all_reduce, bucket.sent)
+
+    def _zero_missing(self, bucket: Bucket) -> None:
+        """What no micro-batch has written."""
+        pairs = zip(bucket.indices, bucket.views)
+        missing = [view for i, view in pairs if not self._has_sum[i]]
+        if missing:
+            torch._foreach_zero_(missing)
 
     def _start(self, collective: Callable, tensor: torch.Tensor, *arguments: Any) -> Any:
         """After an error no collective is started: the other ranks' ones fail too, or end by their
@@ -228,6 +238,8 @@ class ReducedAccumulators(Accumulators):
         the first one. Raises Lost."""
         self._parameters = list(parameters)
         self.clear()
+        if not self._buckets:
+            self._has_sum = [False] * len(self._parameters)
         self._make_buckets()
         self._launch_rest(None)
         self._wait()
