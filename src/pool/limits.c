@@ -102,21 +102,6 @@ bool rbi_pool_knows_needs(const rebatch_pool *pool)
     return pool->sequence >= WARM_TIMES * pool->warm_sequence + WARM_ALLOCATIONS;
 }
 
-/* What is beyond the peak must be at least this part of all that the pool could have. */
-#define SLACK_PARTS 32
-
-static size_t beyond_peak(const rebatch_pool *pool, size_t room)
-{
-    const size_t all = reachable(pool, room);
-    return all - rbi_min(all, (size_t)pool->highest_live_bytes);
-}
-
-static bool has_slack(const rebatch_pool *pool, size_t room)
-{
-    const size_t beyond = beyond_peak(pool, room);
-    return beyond != 0 && beyond >= reachable(pool, room) / SLACK_PARTS;
-}
-
 /* Whether `bytes` more leave others what should be kept of the device. */
 static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room,
                         const rebatch_memory_info *info)
@@ -196,5 +181,5 @@ struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes)
     const bool fresh_first = has_room && is_within_peak(pool, bytes);
     if (has_room && !fresh_first)
         pool->moved_bytes += bytes; /* pages are moved for it instead */
-    return (struct rbi_policy){fresh_first, has_slack(pool, room)};
+    return (struct rbi_policy){fresh_first, true};
 }
