@@ -309,6 +309,12 @@ typedef struct rebatch_meter_reading {
     uint64_t reserved_bytes; /**< memory held from the device */
     uint64_t asked_bytes;    /**< size of the last request that failed since `begin`; 0: none, or
                                   not known */
+    /** Highest value of reserved_bytes since `begin`; 0: not measured. An allocator whose memory
+     *  lies in pieces reserves more than is in use, and what it reserves is what runs out: `learn`
+     *  chooses sizes by it. */
+    uint64_t reserved_peak_bytes;
+    uint64_t retries; /**< requests since `begin` that were served only after cached memory was
+                           returned to the device; 0: none, or not known */
 } rebatch_meter_reading;
 
 /** Figures of an allocator that is not a rebatch pool, for example PyTorch's. With a meter the
@@ -326,7 +332,8 @@ typedef struct rebatch_meter {
     /** How many bytes could be allocated in addition to what is in use; UINT64_MAX: not bounded.
      *  @return REBATCH_OK; any other status: not known, and nothing is refused */
     rebatch_status (*available)(uint64_t *out, void *user);
-    /** Return cached memory to the device.
+    /** Return cached memory to the device. It is called after an OOM, and while the session learns
+     *  before the first micro-batch of each size.
      *  @return bytes returned */
     uint64_t (*release)(void *user);
     void *user; /**< passed to the functions; borrowed until rebatch_close() */

@@ -351,6 +351,8 @@ class MeterReading(Struct):
         ("peak_bytes", c_uint64),
         ("reserved_bytes", c_uint64),
         ("asked_bytes", c_uint64),
+        ("reserved_peak_bytes", c_uint64),
+        ("retries", c_uint64),
     ]
 
 

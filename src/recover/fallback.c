@@ -27,6 +27,8 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
     if (rb->run.retried_same || failure->phase == REBATCH_PHASE_ADMISSION)
         return false;
     const bool can_shrink = mb && rbi_round_size(&rb->options, mb->count - 1) > 0;
+    if (can_shrink && rbi_learn_approaches(rb))
+        return false; /* nothing was in the way */
     if (can_shrink && (failure->is_injected || rb->sizes.retry_row >= MOST_RETRY_ROW))
         return false; /* with a full device a smaller micro-batch would be next */
     return failure->need_bytes ? failure->need_bytes <= failure->available_bytes

@@ -33,6 +33,15 @@ static bool has_room(rebatch *rb, size_t size, unsigned lighten)
            need - rbi_min(need, rbi_need_held(rb, size)) <= available;
 }
 
+/* It has run: what was reserved then may have been all there was. */
+static bool may_fit(rebatch *rb, size_t size)
+{
+    size_t available;
+    uint64_t need;
+    return rbi_available(&available, rb) || !rbi_need_predict_live(&need, rb, size, rb->lighten) ||
+           need - rbi_min(need, rbi_need_held(rb, size)) <= available;
+}
+
 static size_t size_now(const rebatch *rb)
 {
     return rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
@@ -90,7 +99,7 @@ size_t rbi_growth_take_held(rebatch *rb, size_t failed)
     struct rbi_growth *growth = &rb->sizes.growth;
     const size_t held = growth->held_by_cost == rb->run.by_cost ? growth->held : 0;
     growth->held = 0;
-    return held < failed ? held : 0;
+    return held < failed && may_fit(rb, held) ? held : 0;
 }
 
 /* ---- how far ---- */

@@ -71,25 +71,27 @@ static bool has_run(const rebatch *rb)
     return rb->sizes.known[rb->sizes.known_last].size != 0;
 }
 
-/* Twice as much as ran, when that is predicted to fit; 0: it is not. An OOM leads back to what ran.
- */
+/* Twice as much as ran, when that is predicted to fit; 0: it is not. */
 static size_t choose_double(rebatch *rb)
 {
     const size_t size = rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch);
     if (!has_run(rb))
         return size;
     const size_t larger = rbi_growth_larger(rb);
-    if (larger <= size)
-        return 0;
-    rbi_growth_hold(rb);
-    return larger;
+    return larger > size ? larger : 0;
 }
 
+/* In the first step a tuner takes no more memory than what is left needs. Without one an OOM leads
+ * back to what ran. */
 static size_t choose(rebatch *rb, size_t left)
 {
-    size_t size = ask_tuner(rb, left);
-    if (!rb->sizes.learning.tuner.user)
-        size = choose_double(rb);
+    const struct rbi_learning *learning = &rb->sizes.learning;
+    size_t size = ask_tuner(rb, learning->has_stepped ? 0 : left);
+    if (learning->tuner.user)
+        return size;
+    size = rbi_learn_approaches(rb) ? rbi_approach_next(rb, left) : choose_double(rb);
+    if (size > (rb->run.by_cost ? rb->sizes.budget : rbi_micro_size(rb, rb->run.batch)))
+        rbi_growth_hold(rb);
     return size;
 }
 
@@ -115,7 +117,12 @@ void rbi_learn_choose(rebatch *rb, size_t left)
         learning->chosen = rbi_micro_size(rb, rb->run.batch);
         return;
     }
-    learning->chosen = choose(rb, learning->has_stepped ? 0 : left);
+    if (rbi_approach_is_blind(rb)) { /* as without learning, whose first size is the batch */
+        set_size(rb, rbi_micro_upper(rb, rb->run.batch));
+        rbi_learn_stop(rb);
+        return;
+    }
+    learning->chosen = choose(rb, left);
     learning->is_settled = learning->chosen == 0;
     if (learning->chosen)
         prepare_pool(learning);
@@ -132,6 +139,7 @@ void rbi_learn_begin_step(rebatch *rb)
     if (!learning->is_on)
         return;
     learning->has_failed = false;
+    learning->begun = rbi_micro_size(rb, rb->run.batch);
     learning->is_settled = learning->upper && rbi_micro_upper(rb, rb->run.batch) <= learning->upper;
     if (rb->run.by_cost) /* whose samples differ: a line over cost tells enough of them */
         drop_tuner(learning);
@@ -152,9 +160,12 @@ void rbi_learn_begin(rebatch *rb, size_t count)
     learning->is_watched = rbi_learn_will_watch(rb, count);
     if (learning->is_watched)
         learning->tuner.begin(learning->tuner.user, count);
+    if (rbi_learn_approaches(rb))
+        rbi_approach_begin(rb, count);
 }
 
-static void settle_after(rebatch *rb, rebatch_status status)
+/* `is_of_use`: what it has failed with tells learning something. */
+static void settle_after(rebatch *rb, rebatch_status status, bool is_of_use)
 {
     struct rbi_learning *learning = &rb->sizes.learning;
     learning->is_watched = false;
@@ -163,7 +174,7 @@ static void settle_after(rebatch *rb, rebatch_status status)
         return;
     }
     learning->has_failed = true;
-    if (!learning->tuner.user || learning->upper)
+    if (!is_of_use || learning->upper)
         rbi_learn_stop(rb); /* the fallback and growth know as much */
 }
 
@@ -184,7 +195,10 @@ void rbi_learn_end(rebatch *rb, size_t count, rebatch_status status)
     } else if (status == REBATCH_OOM && learning->tuner.user) {
         learning->tuner.failed(learning->tuner.user, count);
     }
-    settle_after(rb, status);
+    const bool approaches = rbi_learn_approaches(rb);
+    const bool is_of_use = approaches && status == REBATCH_OOM ? rbi_approach_failed(rb, count)
+                                                               : learning->tuner.user != NULL;
+    settle_after(rb, status, is_of_use);
 }
 
 void rbi_learn_refused(rebatch *rb, size_t count)
@@ -194,7 +208,7 @@ void rbi_learn_refused(rebatch *rb, size_t count)
         return;
     if (learning->tuner.user)
         learning->tuner.failed(learning->tuner.user, count);
-    settle_after(rb, REBATCH_OOM);
+    settle_after(rb, REBATCH_OOM, learning->tuner.user != NULL);
 }
 
 /* ---- after the update ---- */
@@ -245,7 +259,6 @@ bool rbi_learn_step_done(rebatch *rb)
     if (next)
         return true;
     learning->upper = rbi_micro_upper(rb, rb->run.batch);
-    rb->sizes.growth.held = 0; /* the size has held for a step */
     if (is_done(rb))
         rbi_learn_stop(rb);
     return rb->sizes.learning.is_on;

@@ -55,13 +55,17 @@ bool rbi_meter_end(struct rbi_used *out, rebatch *rb)
         return true;
     }
     rebatch_meter_reading reading;
-    if (!read_meter(&reading, rb) || !reading.peak_bytes) {
+    const bool is_read = read_meter(&reading, rb);
+    rb->run.meter_retries += reading.retries;
+    if (!is_read || !reading.peak_bytes) {
         rb->run.meter_peak_is_unknown = true;
         return false;
     }
     out->live_before = rb->callback.meter_live;
     out->peak_bytes = reading.peak_bytes - rbi_min(reading.peak_bytes, rb->callback.meter_live);
     out->asked_bytes = reading.asked_bytes;
+    out->reserved_bytes =
+        reading.reserved_peak_bytes - rbi_min(reading.reserved_peak_bytes, rb->callback.meter_live);
     out->keeps_blocks = reading.live_bytes > rb->callback.meter_live;
     rb->run.meter_peak = rbi_max(rb->run.meter_peak, reading.peak_bytes);
     return true;

@@ -105,8 +105,13 @@ void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run
         from = before->kept_from;
         to = before->kept_to;
     }
+    const struct rbi_need *last = rbi_need_find(rb, size, rb->lighten);
+    const uint64_t reserved = run->reserved_bytes ? run->reserved_bytes
+                              : last              ? last->reserved_bytes
+                                                  : 0;
     rbi_need_learn(rb, size, run->peak_bytes + held);
     struct rbi_need *known = &rb->sizes.known[rb->sizes.known_last];
+    known->reserved_bytes = reserved;
     known->added_bytes = run->peak_bytes;
     known->kept_from = from;
     known->kept_to = to;
@@ -260,7 +265,7 @@ static uint64_t extrapolate(const rebatch *rb, const struct rbi_need *high, size
     return rbi_saturate((double)high->bytes + slope * (double)(size - high->size));
 }
 
-bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
+bool rbi_need_predict_live(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
 {
     *bytes = 0;
     if (rb->run.by_cost)
@@ -276,6 +281,66 @@ bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned 
     else
         return false;
     return true;
+}
+
+/* ---- what an allocator in pieces reserves ---- */
+
+static bool has_reserved(const rebatch *rb, const struct rbi_need *need, unsigned lighten)
+{
+    return is_exact(rb, need, lighten) && need->reserved_bytes;
+}
+
+/* Above all points, with the slope between the outermost. False: there are no two. */
+static bool find_reserved_line(struct line *line, const rebatch *rb, unsigned lighten)
+{
+    const struct rbi_need *low = NULL, *high = NULL;
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        const struct rbi_need *need = &rb->sizes.known[i];
+        if (!has_reserved(rb, need, lighten))
+            continue;
+        low = !low || need->size < low->size ? need : low;
+        high = !high || need->size > high->size ? need : high;
+    }
+    *line = (struct line){0, 0, high && low->size < high->size};
+    if (!line->is_fitted)
+        return false;
+    if (high->reserved_bytes > low->reserved_bytes)
+        line->slope =
+            (double)(high->reserved_bytes - low->reserved_bytes) / (double)(high->size - low->size);
+    for (size_t i = 0; i < RBI_KNOWN_SIZES; i++) {
+        const struct rbi_need *need = &rb->sizes.known[i];
+        if (has_reserved(rb, need, lighten))
+            line->base = rbi_max(line->base,
+                                 (double)need->reserved_bytes - line->slope * (double)need->size);
+    }
+    return true;
+}
+
+/* False where a meter does not tell it. */
+static bool predict_reserved(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
+{
+    const struct rbi_need *known = rbi_need_find(rb, size, lighten);
+    struct line line;
+    if (rb->run.by_cost || (known && !has_reserved(rb, known, lighten)) ||
+        (!known && !find_reserved_line(&line, rb, lighten)))
+        return false;
+    *bytes = known ? known->reserved_bytes : rbi_saturate(line.base + line.slope * (double)size);
+    return true;
+}
+
+bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten)
+{
+    uint64_t reserved;
+    const bool is_known = rbi_need_predict_live(bytes, rb, size, lighten);
+    if (is_known && rbi_meter_is_set(rb) && predict_reserved(&reserved, rb, size, lighten))
+        *bytes = rbi_max(*bytes, reserved);
+    return is_known;
+}
+
+bool rbi_need_has_run(const rebatch *rb, size_t size)
+{
+    const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
+    return known && known->is_exact;
 }
 
 bool rbi_need_can_choose(const rebatch *rb)

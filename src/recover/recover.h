@@ -14,10 +14,11 @@
 
 /* What a callback has used. */
 struct rbi_used {
-    uint64_t live_before; /* in use when it began */
-    uint64_t peak_bytes;  /* that it added to that, at the most */
-    uint64_t asked_bytes; /* of a meter: the request that failed; 0: not known */
-    bool keeps_blocks;    /* more is in use than when it began */
+    uint64_t live_before;    /* in use when it began */
+    uint64_t peak_bytes;     /* that it added to that, at the most */
+    uint64_t asked_bytes;    /* of a meter: the request that failed; 0: not known */
+    uint64_t reserved_bytes; /* of a meter: what was reserved beyond live_before, at the most */
+    bool keeps_blocks;       /* more is in use than when it began */
 };
 struct rbi_memory {
     uint64_t live_bytes, step_peak_bytes, reserved_bytes;
@@ -101,6 +102,7 @@ void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes);
  * too. */
 struct rbi_run_need {
     uint64_t peak_bytes;
+    uint64_t reserved_bytes;     /* 0: not known */
     uint64_t kept_from, kept_to; /* equal: it left none */
 };
 void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run);
@@ -111,6 +113,10 @@ bool rbi_need_predict_surely(uint64_t *bytes, const rebatch *rb, size_t size);
 /* What a size will need: known, or the memory model's, or put together from sizes that are known.
  * False, and 0: nothing is known. */
 bool rbi_need_predict(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten);
+/* The same in bytes that are in use: at least that much, whatever lies in pieces. */
+bool rbi_need_predict_live(uint64_t *bytes, const rebatch *rb, size_t size, unsigned lighten);
+/* Whether an attempt of that size ran to its end, at the level in force. */
+bool rbi_need_has_run(const rebatch *rb, size_t size);
 /* Whether the memory model is about the step's kind of size and that level. */
 bool rbi_need_has_model(const rebatch *rb, unsigned lighten);
 /* Whether a size can be chosen by prediction: there is that model, or enough ran by cost. */
@@ -166,7 +172,8 @@ bool rbi_growth_overrules(const rebatch *rb);
 size_t rbi_growth_larger(rebatch *rb);
 /* The size has run, and is about to grow: an OOM may lead back to it. */
 void rbi_growth_hold(rebatch *rb);
-/* The size before the last growth, where it is less than the `failed` one; 0: none. Asked once. */
+/* The size before the last growth, where it is less than the `failed` one, and nothing tells that
+ * it does not fit; 0: none. Asked once. */
 size_t rbi_growth_take_held(rebatch *rb, size_t failed);
 /* The size did not hold, with `available_bytes` there: a growth on trial has failed, and clean
  * steps count anew. */
@@ -180,12 +187,29 @@ struct rbi_learning {
     bool has_failed;  /* an OOM in this step: the fallback chooses */
     bool is_watched;  /* the micro-batch that runs */
     bool has_stepped; /* a step was done meanwhile */
-    size_t chosen;    /* size of the micro-batch to learn from; 0: none */
-    size_t upper;     /* what limits and batch allowed, and fitted; 0: learning is not over */
-    unsigned lighten; /* the level when it began */
+    bool is_fresh;    /* cached memory was returned before the micro-batch that runs */
+    uint32_t ooms;
+    uint32_t squeezed; /* steps at the size in which a meter counted retries */
+    size_t failed;     /* the smallest that did; 0: none did */
+    size_t fresh;      /* the size that ran so last */
+    size_t begun;      /* the size with which the step that runs began */
+    size_t chosen;     /* size of the micro-batch to learn from; 0: none */
+    size_t upper;      /* what limits and batch allowed, and fitted; 0: learning is not over */
+    unsigned lighten;  /* the level when it began */
     struct rbi_tuner tuner;
 };
 
+/* Whether sizes approach the largest from below, by a meter's figures (approach.c). */
+bool rbi_learn_approaches(const rebatch *rb);
+/* The size that is to run next, of `left` samples; the one that is in force where that has not run
+ * yet; 0: no other in this step. After a step `left` is 0. */
+size_t rbi_approach_next(rebatch *rb, size_t left);
+/* Whether a micro-batch ran, and the meter had no figures of it. */
+bool rbi_approach_is_blind(const rebatch *rb);
+/* A micro-batch of that size comes next. */
+void rbi_approach_begin(rebatch *rb, size_t count);
+/* One that was to be learned from ran out of memory: false when learning is of no more use. */
+bool rbi_approach_failed(rebatch *rb, size_t count);
 /* The session begins to learn from `tuner`, which it takes over. */
 void rbi_learn_start(rebatch *rb, const struct rbi_tuner *tuner);
 /* A step begins. */
@@ -545,6 +569,7 @@ struct rbi_run {
     bool meter_has_begun;
     bool meter_peak_is_unknown; /* a callback was not measured */
     uint64_t meter_peak;
+    uint64_t meter_retries;
 
     /* about OOMs */
     struct rbi_scope_use use; /* of the pool, by the last callback */

@@ -88,6 +88,7 @@ struct rbi_need {
     unsigned lighten;
     bool is_exact; /* it ran to its end; else it needed at least this */
     uint64_t bytes;
+    uint64_t reserved_bytes;     /* that an allocator in pieces reserved for it; 0: not known */
     uint64_t added_bytes;        /* by the run that was learned last, to what lived in the pool */
     uint64_t kept_from, kept_to; /* sequences of the blocks that it left; equal: none */
 };

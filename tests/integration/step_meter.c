@@ -16,13 +16,19 @@ struct program {
     uint64_t base_bytes, sample_bytes;
     size_t smooth; /* micro-batches of more samples need cliff_bytes more; 0: none does */
     uint64_t cliff_bytes;
+    uint64_t piece_bytes; /* that a sample's memory wastes between blocks, until release() */
+    uint64_t reserved, reserved_peak;
     size_t calls, updates, releases, most;
+    size_t dirty; /* micro-batches larger than any before, that found something cached */
     size_t sizes[REBATCH_PHASE_COUNT]; /* with which begin() was called last */
     uint64_t update_bytes;             /* that the update takes and gives back */
-    uint64_t hole;      /* the largest request that is served, but after release(); 0: any */
-    bool is_whole;      /* release() was called, and nothing was served since */
-    bool is_blind;      /* read() measures nothing */
-    bool tells_request; /* read() says what failed */
+    uint64_t hole;        /* the largest request that is served, but after release(); 0: any */
+    bool is_whole;        /* release() was called, and nothing was served since */
+    bool is_blind;        /* read() measures nothing */
+    bool tells_request;   /* read() says what failed */
+    size_t retries_above; /* larger micro-batches are served after memory is returned; 0: none is */
+    uint64_t retries;
+    bool overstates; /* what is reserved is an eighth more than is needed */
 };
 
 static rebatch_status take(struct program *p, uint64_t bytes)
@@ -35,6 +41,20 @@ static rebatch_status take(struct program *p, uint64_t bytes)
     }
     p->live += bytes;
     p->peak = p->live > p->peak ? p->live : p->peak;
+    return REBATCH_OK;
+}
+
+/* Takes from the device what a micro-batch's blocks and the room between them need. */
+static rebatch_status reserve(struct program *p, size_t samples)
+{
+    uint64_t bytes = p->live + samples * p->piece_bytes;
+    if (bytes > p->capacity)
+        return REBATCH_OOM;
+    p->retries += p->retries_above && samples > p->retries_above;
+    if (p->overstates)
+        bytes = bytes + bytes / 8 < p->capacity ? bytes + bytes / 8 : p->capacity;
+    p->reserved = bytes > p->reserved ? bytes : p->reserved;
+    p->reserved_peak = p->reserved > p->reserved_peak ? p->reserved : p->reserved_peak;
     return REBATCH_OK;
 }
 
@@ -54,6 +74,10 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     const uint64_t bytes =
         mb->count * p->sample_bytes + (p->smooth && mb->count > p->smooth ? p->cliff_bytes : 0);
     status = take(p, bytes);
+    if (!status && p->piece_bytes && reserve(p, mb->count)) {
+        p->live -= bytes;
+        status = REBATCH_OOM;
+    }
     if (!status) {
         rebatch_mutating(p->rb);
         p->live -= bytes;
@@ -81,6 +105,10 @@ static void begin(rebatch_phase phase, size_t size, void *user)
     p->sizes[phase] = size;
     p->peak = p->live;
     p->asked = 0;
+    p->reserved_peak = p->reserved;
+    p->retries = 0;
+    if (phase == REBATCH_PHASE_FORWARD && size > p->most)
+        p->dirty += p->reserved > p->live;
 }
 
 static rebatch_status read_figures(rebatch_meter_reading *out, void *user)
@@ -89,7 +117,9 @@ static rebatch_status read_figures(rebatch_meter_reading *out, void *user)
     *out = (rebatch_meter_reading){.live_bytes = p->live,
                                    .peak_bytes = p->is_blind ? 0 : p->peak,
                                    .reserved_bytes = p->live + p->cached,
-                                   .asked_bytes = p->tells_request ? p->asked : 0};
+                                   .asked_bytes = p->tells_request ? p->asked : 0,
+                                   .reserved_peak_bytes = p->reserved_peak,
+                                   .retries = p->retries};
     return REBATCH_OK;
 }
 
@@ -106,6 +136,7 @@ static uint64_t release(void *user)
     const uint64_t cached = p->cached;
     p->releases++;
     p->cached = 0;
+    p->reserved = p->live;
     p->is_whole = true;
     return cached;
 }
@@ -230,6 +261,101 @@ Test(step_meter, a_learned_size_that_fails_is_followed_by_the_one_that_ran)
         cr_expect_eq(report.ooms, i == 0, "step %d: %u", i, report.ooms);
         cr_expect_eq(report.micro, 8, "step %d: %zu", i, report.micro);
     }
+    close_program(&p);
+}
+
+/* How many OOMs there were in so many steps, and the size at their end. */
+static size_t learn_for(struct program *p, size_t steps, size_t *micro)
+{
+    size_t ooms = 0;
+    for (size_t i = 0; i < steps; i++) {
+        const rebatch_step_report report = step(p, 64);
+        ooms += report.ooms;
+        *micro = report.micro;
+    }
+    return ooms;
+}
+
+Test(step_meter, learning_goes_by_what_is_reserved)
+{
+    struct program p;
+    size_t micro;
+    open_program(&p, MIB(64), true);
+    p.piece_bytes = MIB(1);
+    const size_t ooms = learn_for(&p, 16, &micro);
+    cr_expect_leq(ooms, 1, "%zu", ooms);
+    cr_expect_eq(micro, 31, "%zu", micro);
+    cr_expect_eq(p.dirty, 0, "%zu sizes were measured with a cache", p.dirty);
+    const size_t releases = p.releases;
+    cr_expect_eq(learn_for(&p, 4, &micro), 0);
+    cr_expect_eq(p.releases, releases, "the cache is emptied when learning is over");
+    close_program(&p);
+}
+
+/* Each stride is made after a whole step, so that an OOM leads back to a size that holds. */
+Test(step_meter, learning_goes_beyond_what_is_reserved_until_one_oom)
+{
+    struct program p;
+    size_t micro;
+    open_program(&p, MIB(64), true);
+    p.piece_bytes = MIB(1);
+    p.overstates = true;
+    const size_t ooms = learn_for(&p, 30, &micro);
+    cr_expect_eq(ooms, 1, "%zu", ooms);
+    cr_expect_geq(micro, 30, "%zu", micro);
+    cr_expect_leq(micro, 31, "%zu", micro);
+    close_program(&p);
+}
+
+Test(step_meter, learning_ends_where_the_allocator_returns_memory)
+{
+    struct program p;
+    size_t micro;
+    open_program(&p, MIB(64), true);
+    p.piece_bytes = MIB(1);
+    p.overstates = true;
+    p.retries_above = 28;
+    cr_expect_eq(learn_for(&p, 16, &micro), 0);
+    cr_expect_eq(micro, 29, "%zu", micro);
+    close_program(&p);
+}
+
+Test(step_meter, a_size_that_failed_is_not_grown_to_again)
+{
+    struct program p;
+    size_t micro;
+    open_program(&p, MIB(64), true);
+    p.piece_bytes = MIB(1);
+    p.smooth = 24;
+    p.cliff_bytes = MIB(40);
+    const size_t ooms = learn_for(&p, 12, &micro);
+    cr_expect_eq(learn_for(&p, 24, &micro), 0, "after %zu", ooms);
+    close_program(&p);
+}
+
+Test(step_meter, without_figures_learning_ends_with_the_batch)
+{
+    struct program p;
+    size_t micro;
+    open_program(&p, MIB(100), true);
+    p.is_blind = true;
+    cr_expect_eq(learn_for(&p, 2, &micro), 0);
+    cr_expect_eq(micro, 64, "%zu", micro);
+    close_program(&p);
+}
+
+Test(step_meter, a_size_that_fails_far_from_the_last_is_halved_once_more)
+{
+    struct program p;
+    size_t micro;
+    open_program(&p, MIB(64), true);
+    p.piece_bytes = MIB(1);
+    p.smooth = 20;
+    p.cliff_bytes = MIB(40);
+    const size_t ooms = learn_for(&p, 5, &micro);
+    cr_expect_leq(ooms, 2, "%zu", ooms);
+    cr_expect_geq(micro, 16, "%zu", micro);
+    cr_expect_leq(micro, 20, "%zu", micro);
     close_program(&p);
 }
 

@@ -19,7 +19,7 @@ class UnknownMeter:
     """For a CPU, whose memory is nobody's to count: nothing is measured, and nothing is refused."""
 
     def __init__(self) -> None:
-        self.asked_bytes = 0
+        self.asked_bytes = self.promised_bytes = 0
         self.live_at_begin = self.ooms_at_begin = 0
         self.struct = c.Meter(
             begin=c.MeterBegin(lambda _phase, _size, _user: None),
@@ -53,7 +53,9 @@ class NativeMeter:
         self._measured: Dict[Tuple[int, int], int] = {}
         self._steps: Dict[tuple, int] = {}  # that were measured, by their kinds
         self._is_measuring = self._is_measuring_step = False
+        self._retries_at_begin = 0
         self.asked_bytes = 0
+        self.promised_bytes = 0  # of what is available: to an optimizer, whose state is yet to come
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
         self.struct = c.Meter(
@@ -101,9 +103,13 @@ class NativeMeter:
         if self.live_at_begin < 0:  # C reads the figures at once
             self.live_at_begin = allocated["current"]
             self.ooms_at_begin = statistics["num_ooms"]
+            self._retries_at_begin = statistics["num_alloc_retries"]
         out[0].peak_bytes = allocated["peak"] if self._is_measuring else 0
-        out[0].reserved_bytes = statistics["reserved_bytes"]["all"]["current"]
+        reserved = statistics["reserved_bytes"]["all"]
+        out[0].reserved_bytes = reserved["current"]
+        out[0].reserved_peak_bytes = reserved["peak"] if self._is_measuring else 0
         out[0].asked_bytes = self.asked_bytes
+        out[0].retries = statistics["num_alloc_retries"] - self._retries_at_begin
         return c.Status.OK
 
     def _available(self, out, _user) -> int:
@@ -112,7 +118,8 @@ class NativeMeter:
         reserved = statistics["reserved_bytes"]["all"]["current"]
         free, total = torch.cuda.mem_get_info(self._device)
         limit = int(total * torch._C._cuda_getMemoryFraction(self._device.index))
-        out[0] = max(0, min(free + reserved - allocated, limit - allocated))
+        there = min(free + reserved - allocated, limit - allocated)
+        out[0] = max(0, there - self.promised_bytes)
         return c.Status.OK
 
     def _release(self, _user) -> int:

@@ -62,6 +62,14 @@ def first_update_bytes(optimizer: torch.optim.Optimizer) -> int:
     )
 
 
+def first_kept_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of that, what it keeps."""
+    if not _is_before_first_step(optimizer):
+        return 0
+    groups = optimizer.param_groups
+    return sum(_parameter_bytes(group) * _kept_tensors(optimizer, group) for group in groups)
+
+
 def rehearse_first_update(optimizer: torch.optim.Optimizer) -> None:
     """Allocate and free what the first step needs, tensor by tensor, so that PyTorch's allocator
     has blocks of these sizes. Its free bytes alone tell nothing of pieces that are too small."""
@@ -180,6 +188,10 @@ class Update:
 
     def first_bytes(self) -> int:
         return sum(first_update_bytes(optimizer) for optimizer in self.optimizers)
+
+    def kept_bytes(self) -> int:
+        """What the first step will keep."""
+        return sum(first_kept_bytes(optimizer) for optimizer in self.optimizers)
 
     def rehearse(self) -> None:
         for optimizer in self.optimizers:

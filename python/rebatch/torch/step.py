@@ -547,6 +547,8 @@ class Step:
 
     def _reserve_update(self) -> None:
         needed = self._update.first_bytes()
+        if self._session.meter:
+            self._session.meter.promised_bytes = 0
         if needed and lib.rebatch_reserve(self._session.rb, needed) == c.Status.OOM:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {needed / (1 << 20):.2f} MiB for the "
@@ -636,6 +638,7 @@ class Step:
         if session.meter:
             micro = lib.rebatch_get_micro(session.rb, self._samples)
             session.meter.begin_step(("step", self._samples, micro))
+            session.meter.promised_bytes = self._update.kept_bytes()
         try:
             with self._quiet():
                 status = session.call(

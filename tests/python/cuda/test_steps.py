@@ -157,6 +157,58 @@ def test_learning_finds_a_size_from_small_ones(standin):
     assert step.report.micro >= 8
 
 
+def holds(micro):
+    """Whether steps of that size meet no OOM."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    step, batch = wide_step(micro_start=micro)
+    ooms = 0
+    for _ in range(6):
+        step(batch)
+        ooms += step.report.ooms
+    return ooms == 0
+
+
+@pytest.mark.skipif(INSTALLED, reason="the pool's sizes are predicted exactly")
+@pytest.mark.parametrize("cap", [200, 260])
+def test_learning_finds_what_fits_with_one_oom_at_the_most(standin, cap):
+    with little_memory(cap * MIB):
+        step, batch = wide_step(learn=True)
+        ooms = 0
+        for _ in range(24):  # a stride beyond the line takes one to three steps
+            step(batch)
+            ooms += step.report.ooms
+        micro = step.report.micro
+        del step, batch
+        true = max(size for size in range(1, 32) if holds(size))
+        assert ooms <= 1 and 0.9 * true <= micro < 32, (micro, true)
+
+
+@pytest.mark.skipif(INSTALLED, reason="the pool's sizes are predicted anew after an update")
+def test_learning_leaves_room_for_what_the_optimizer_will_keep(standin):
+    """AdamW's moments are twice the parameters; the first step has no OOM, nor has the second."""
+    torch.manual_seed(0)
+    model = Wide(layers=24).cuda()  # 24 MiB, and 48 MiB of moments
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    events = []
+    step = rebatch.Step(
+        model,
+        optimizer,
+        wide_loss,
+        learn=True,
+        growth=False,
+        on_event=lambda t, e: events.append(t),
+    )
+    batch = torch.randn(64, 64, 512, device="cuda")
+    with little_memory(150 * MIB):
+        step(batch)
+        first = step.report.micro
+        assert step.report.ooms == 0
+        step(batch)
+        assert step.report.ooms == 0, events
+    assert step.report.micro >= first
+
+
 def test_the_micro_batch_grows_when_memory_is_back(standin):
     step, batch = wide_step(growth=True, grow_after=2)
     with little_memory(160 * MIB):
