@@ -11,7 +11,19 @@ from rebatch.torch._outside import own_step, step_scheduler, warn_of_scheduler
 from rebatch.torch._tree import unique
 
 # Tensors of a parameter's size that an optimizer of PyTorch keeps from its first step on.
-_KEPT = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}
+_KEPT = {
+    "SGD": 0,
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "RMSprop": 1,
+    "Adadelta": 2,
+    "Adagrad": 0,  # it has made it before
+    "ASGD": 1,
+    "Rprop": 2,
+}
 
 
 def _parameter_bytes(group: dict) -> int:
@@ -29,8 +41,32 @@ def _kept_tensors(optimizer: torch.optim.Optimizer, group: dict) -> int:
 
 # Temporary tensors at the most within a step, beside what is kept: of all parameters at once where
 # the implementation is "foreach", of the largest one where it is a loop.
-_ALL = {"SGD": 1, "Adam": 1, "AdamW": 1, "NAdam": 1, "RAdam": 1, "Adamax": 1, "RMSprop": 1}
-_LARGEST = {"SGD": 2, "Adam": 3, "AdamW": 3, "NAdam": 3, "RAdam": 5, "Adamax": 2, "RMSprop": 2}
+_ALL = {
+    "SGD": 1,
+    "Adam": 1,
+    "AdamW": 1,
+    "NAdam": 1,
+    "RAdam": 1,
+    "Adamax": 1,
+    "RMSprop": 1,
+    "Adadelta": 2,
+    "Adagrad": 2,
+    "ASGD": 1,
+    "Rprop": 2,
+}
+_LARGEST = {
+    "SGD": 2,
+    "Adam": 3,
+    "AdamW": 3,
+    "NAdam": 3,
+    "RAdam": 5,
+    "Adamax": 2,
+    "RMSprop": 2,
+    "Adadelta": 3,
+    "Adagrad": 2,
+    "ASGD": 2,
+    "Rprop": 3,
+}
 
 
 def _temporary_bytes(optimizer: torch.optim.Optimizer, group: dict) -> int:
@@ -39,7 +75,9 @@ def _temporary_bytes(optimizer: torch.optim.Optimizer, group: dict) -> int:
         return 0
     if group.get("foreach") is False:
         return _LARGEST[name] * max(_parameter_bytes({"params": [p]}) for p in group["params"])
-    more = name in ("NAdam", "RMSprop") and bool(group.get("weight_decay") or group.get("maximize"))
+    has_own_gradient = bool(group.get("weight_decay") or group.get("maximize"))
+    more = name in ("NAdam", "RMSprop", "Adadelta") and has_own_gradient
+    more += name == "ASGD" and bool(group.get("maximize"))
     more += name in ("NAdam", "Adamax") and bool(group.get("capturable"))
     return (_ALL[name] + more) * _parameter_bytes(group)
 
@@ -47,7 +85,11 @@ def _temporary_bytes(optimizer: torch.optim.Optimizer, group: dict) -> int:
 def _is_before_first_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is an optimizer of PyTorch whose needs are known, and has not stepped yet."""
     is_known = type(optimizer).__name__ in _KEPT
-    return is_known and type(optimizer).__module__.startswith("torch.optim") and not optimizer.state
+    if not is_known or not type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    if type(optimizer).__name__ == "Adagrad":
+        return all(state["step"].item() == 0 for state in optimizer.state.values())
+    return not optimizer.state
 
 
 def first_update_bytes(optimizer: torch.optim.Optimizer) -> int:

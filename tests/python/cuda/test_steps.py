@@ -670,10 +670,16 @@ UPDATES = [
         ("RAdam", {"weight_decay": 0.1}),
         ("Adamax", {"weight_decay": 0.1}),
         ("RMSprop", {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+        ("Adadelta", {}),
+        ("Adadelta", {"weight_decay": 0.1}),
+        ("Adagrad", {"weight_decay": 0.1}),
+        ("ASGD", {"weight_decay": 0.1}),
+        ("ASGD", {"maximize": True}),
+        ("Rprop", {"maximize": True}),
     )
     for how in ({}, {"foreach": False}, {"fused": True}, {"capturable": True})
     if name in ("SGD", "Adam", "AdamW") or "fused" not in how
-    if name != "SGD" or "capturable" not in how
+    if name not in ("SGD", "Adagrad") or "capturable" not in how
 ]
 
 
@@ -693,6 +699,28 @@ def test_the_first_update_needs_no_more_than_is_promised(name, flags, how):
     assert needed <= promised + (1 << 14)  # steps, and other numbers
     assert promised <= needed + 2 * sum(4 * size for size in sizes)
     assert first_update_bytes(optimizer) == (promised if not optimizer.state else 0)
+
+
+@pytest.mark.skipif(INSTALLED, reason="host memory serves it there")
+@pytest.mark.parametrize("name, flags, how", UPDATES, ids=str)
+def test_a_first_update_asks_the_device_for_nothing(standin, name, flags, how):
+    """Its memory was had before it began, so no OOM can tear it."""
+    layers = [nn.Linear(256, 256) for _ in range(12)]
+    model = nn.Sequential(*layers, nn.Linear(256, 3000, bias=False)).cuda()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **flags, **how)
+    step = rebatch.Step(model, optimizer, lambda m, x: m(x).mean(), **QUIET)
+    apply = step._update.apply
+
+    def failing():
+        standin.standin_fail_from(1)
+        try:
+            apply()
+        finally:
+            standin.standin_fail_from(0)
+
+    step._update.apply = failing
+    step(torch.randn(64, 256).cuda())
+    assert not step.report.torn and step.report.ooms == 0
 
 
 @pytest.mark.skipif(INSTALLED or STANDIN is None, reason="sets the limit of PyTorch's allocator")
