@@ -192,29 +192,11 @@ static rebatch_status take_pages(struct rbi_block **out, rebatch_pool *pool,
     return status;
 }
 
-/* Several blocks that lie one behind the other. */
-static struct rbi_block *take_row(rebatch_pool *pool, const struct rbi_request *request)
-{
-    struct rbi_block *block = NULL;
-    struct rbi_window window;
-    struct rbi_mapping mapping = {.bytes = request->bytes, .stream = request->stream};
-    if (!rbi_window_find(&window, pool, request->bytes, request->stream) || window.pages != 0 ||
-        rbi_mapping_fill(&block, pool, &mapping, &window) != REBATCH_OK)
-        return NULL;
-    return take_part(pool, request, block, mapping.at_end);
-}
-
-/* What is free and mapped already, as far as it is taken before fresh memory: a block between two
- * holes, a row of blocks, or a part of a stretch. Where there was plenty last time: then the device
- * need not be asked what it has left, which takes it microseconds. */
+/* A block between two holes, before fresh memory is taken. Where there was plenty last time: then
+ * the device need not be asked what it has left, which takes it microseconds. */
 static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rbi_request *request)
 {
-    if (pool->fence || !rbi_pool_knows_needs(pool))
-        return NULL;
-    struct rbi_block *block = take_isolated(pool, request);
-    if (!block)
-        block = take_row(pool, request);
-    return block;
+    return pool->fence || !rbi_pool_knows_needs(pool) ? NULL : take_isolated(pool, request);
 }
 
 /* Free pages from elsewhere, then fresh ones, mapped where the request finds addresses. */
