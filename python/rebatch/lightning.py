@@ -30,6 +30,8 @@ except ImportError:
 
 # Arguments of Step that a Trainer has too.
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
+# Settings of a Trainer that must be the same on all ranks.
+_SHARED = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "precision")
 # Methods of a precision plugin that update the parameters.
 _OF_THE_UPDATE = ("optimizer_step", "clip_gradients", "_after_closure")
 # Methods of a strategy that run a batch without training.
@@ -183,6 +185,7 @@ class _TrainingStep:
             backward=lambda loss: self._loop._make_backward_fn(self._optimizer)(loss),
             slice=self._part,
             length=self._cut.length,
+            shared={name: getattr(trainer, name) for name in _SHARED},
             **options,
         )
         self.backward._loss_name, self.backward._aside = "training_step", self._records.aside

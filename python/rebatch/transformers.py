@@ -24,6 +24,8 @@ from rebatch.torch._trainer_update import TrainerUpdate
 
 # Arguments of Step that a Trainer has too.
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
+# Of TrainingArguments, and the same on all ranks.
+_SHARED = ("max_grad_norm", "gradient_accumulation_steps", "fp16", "bf16")
 # Losses whose quotient differs by less are the same, in bfloat16 too.
 _TOLERANCE = 0.02
 
@@ -206,6 +208,7 @@ class _TrainingStep:
             normalizer=lambda inputs: 1,  # losses are weighted here
             slice=self._part,
             length=self._cut.length,
+            shared={name: getattr(self._trainer.args, name) for name in _SHARED},
             **self._options,
         )
         backward._loss_name, backward._owners = "compute_loss", [self._trainer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -52,6 +52,7 @@ class Backward(Step):
     backward      backward(loss), instead of loss.backward(), for example to scale the loss
     check         check the first batch, and print what was found; a mistake raises ValueError.
                   True, or the kinds of mistakes that are meant to be so, as Step.check's accept
+    shared        the trainer's settings by name, which must be the same on all ranks
 
     The other arguments are those of Step."""
 
@@ -63,8 +64,10 @@ class Backward(Step):
         *,
         backward: Optional[Callable[[torch.Tensor], Any]] = None,
         check: Any = False,
+        shared: Optional[Dict[str, Any]] = None,
         **options: Any,
     ):
+        self._shared = {name: str(value) for name, value in (shared or {}).items()}
         super().__init__(model, optimizer, loss_fn, **options)
         if self._window:
             raise ValueError(

@@ -6,15 +6,14 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import gc
-import hashlib
-from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.utils import _sync_module_states
 
-from rebatch import __version__
 from rebatch import _library as c
+from rebatch.torch import _agreement
 from rebatch.torch._lockstep import Lockstep, why_not
 from rebatch.torch._lockstep_gradients import LockstepAccumulators
 from rebatch.torch._oom import is_oom, let_go
@@ -35,17 +34,22 @@ from rebatch.torch._wrappers import (
     wrappers_in,
 )
 
-_WEIGHT, _MICRO = range(2)  # what each rank's votes say beside the C library's words
+_WEIGHT, _MICRO, _KEYS = range(3)  # what each rank's votes say beside the C library's words
 _MOST = 1 << 32  # calls have smaller numbers
 _SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParallel has it
 
 
 def ranks_of(
-    modules: torch.nn.Module, group: Any, timeout_seconds: float, has_window: Optional[bool] = True
+    modules: torch.nn.Module,
+    group: Any,
+    timeout_seconds: float,
+    has_window: Optional[bool],
+    trained: Sequence[torch.nn.Parameter],
+    options: Dict[str, Any],
 ) -> Optional["Ranks"]:
     """None where a Step trains on this rank alone. Without a window, models of fully_shard() are
-    trained in lockstep; with None they are where whole parameters do not fit. All ranks call this
-    together."""
+    trained in lockstep; with None they are where whole parameters do not fit. `options` are those
+    that must be the same on all ranks. All ranks call this together."""
     if not timeout_seconds > 0:
         raise ValueError(f"rebatch: group_timeout is {timeout_seconds!r}: expected seconds above 0")
     wrappers = wrappers_in(modules)
@@ -56,7 +60,9 @@ def ranks_of(
         if group is None:
             warn_if_alone(modules)
         return None
-    return Ranks(modules, wrappers, process_group, timeout_seconds, window, has_window)
+    ranks = Ranks(modules, wrappers, process_group, timeout_seconds, window, has_window)
+    ranks.agree(trained, options)
+    return ranks
 
 
 class NoRoom(Exception):
@@ -88,11 +94,11 @@ class Ranks:
             has_window = True
         self._has_window = has_window
         sent = compression_of(wrappers)
-        self._votes = Votes(group, timeout_seconds, values=2)
+        self._votes = Votes(group, timeout_seconds, values=3)
         self._votes.on_abort = self._abort
         self._sums: Optional[Work] = None  # that the last update uses
         self._is_torn = False  # they never came
-        self._agree()
+        self._has_compared, self._keys = False, ""  # those of the first batch
         self.accumulators = (
             WindowAccumulators(window, timeout_seconds)
             if window
@@ -122,26 +128,26 @@ class Ranks:
     def size(self) -> int:
         return self._votes.size
 
-    def _agree(self) -> None:
-        """Raises ValueError on all ranks where their models differ. A plain model's parameters
-        become those of rank 0, as DistributedDataParallel's do."""
-        shapes = [
-            (name, tuple(p.shape), str(p.dtype)) for name, p in self._modules.named_parameters()
-        ]
-        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
-        mine = f"{len(shapes)} parameters ({digest}), rebatch {__version__}"
+    def agree(self, trained: Sequence[torch.nn.Parameter], options: Dict[str, Any]) -> None:
+        """Raises ValueError on all ranks where their models or options differ. A plain model's
+        parameters become those of rank 0, as DistributedDataParallel's do."""
+        mine = _agreement.of_model(self._modules, trained)
         if self.window:
-            mine += f", window {self._has_window}"
-        said: List[Any] = [None] * self.size
-        dist.all_gather_object(said, mine, group=self._votes.group)
-        for rank, its in enumerate(said):
-            if its != said[0]:
-                raise ValueError(
-                    f"rebatch: rank 0 has {said[0]}, and rank {rank} has {its}: expected the same "
-                    "model, version and options on all ranks"
-                )
+            mine["window"] = str(self._has_window)
+        else:
+            mine["buckets of bytes"] = str(caps_of(self._wrappers))
+            mine["gradients sent as"] = str(compression_of(self._wrappers))
+        _agreement.check(self._everyones({**mine, **options}))
         if self.window:
             return
+        self._take_parameters()
+
+    def _everyones(self, mine: Any) -> List[Any]:
+        said: List[Any] = [None] * self.size
+        dist.all_gather_object(said, mine, group=self._votes.group)
+        return said
+
+    def _take_parameters(self) -> None:
         plain = [m for m in self._modules if not any(w in self._wrappers for w in m.modules())]
         for module in plain:
             devices = {
@@ -269,12 +275,23 @@ class Ranks:
                 let_go(error)
             _release()
 
-    def begin(self, weight: Any) -> None:
+    def begin(self, weight: Any, batch: Any) -> None:
         """A step begins. `weight` is what this rank's losses are divided by, if it is not the
         number of samples."""
+        self._keys = "" if self._has_compared else _agreement.keys_of(batch)
         compression_of(self._wrappers)  # a hook may be registered at any time
         self.accumulators.begin_step()
-        self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0]
+        keys = _agreement.number_of(self._keys)
+        self._votes.values[:] = [0.0 if weight is None else float(weight), 0.0, keys]
+
+    def check_batches(self) -> None:
+        """After the first vote of a step. Raises ValueError on all ranks where the first batch has
+        other keys on some: each rank has the digests of all, so all come here or none."""
+        if self._has_compared:
+            return
+        if len(set(self._votes.received(_KEYS))) > 1:
+            _agreement.check_keys(self._everyones(self._keys))
+        self._has_compared = True
 
     def weight(self) -> float:
         """The sum of all ranks' weights, in the order of the ranks."""

@@ -13,6 +13,7 @@ from typing import (
     Callable,
     ContextManager,
     Deque,
+    Dict,
     List,
     Optional,
     Sequence,
@@ -114,14 +115,19 @@ def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
 
 
 def _ranks_of(
-    modules: torch.nn.Module, group: Any, timeout_seconds: float, window: Optional[bool]
+    modules: torch.nn.Module,
+    group: Any,
+    timeout_seconds: float,
+    window: Optional[bool],
+    trained: Sequence[torch.nn.Parameter],
+    options: Dict[str, Any],
 ) -> Any:
     """None where there is no other rank."""
     if group is None and not torch.distributed.is_available():
         return None
     from rebatch.torch._ranks import ranks_of  # needs a PyTorch with torch.distributed
 
-    return ranks_of(modules, group, timeout_seconds, window)
+    return ranks_of(modules, group, timeout_seconds, window, trained, options)
 
 
 def _set_modes(modes: List[Tuple[torch.nn.Module, bool]]) -> None:
@@ -233,7 +239,15 @@ class Step:
         self._reached = Reached(self._functions_that_run, self._audit.handled)
         if window is None and (cost or options.get("learn")):
             window = True  # each rank has its own sizes
-        self._ranks = _ranks_of(self._modules, group, group_timeout, window)
+        shared = {
+            "clip": str(clip),
+            "scaler": type(scaler).__name__,
+            "normalizer": "None" if normalizer is None else "given",
+            **self._shared,
+        }
+        self._ranks = _ranks_of(
+            self._modules, group, group_timeout, window, self._update.parameters, shared
+        )
         self._window = self._ranks.window if self._ranks else None  # of fully_shard()
         self._lockstep = self._ranks.lockstep if self._ranks else None
         if self._lockstep and (cost or options.get("learn")):
@@ -274,6 +288,7 @@ class Step:
         self._is_made = True
 
     _is_made = False
+    _shared: Dict[str, str] = {}  # what else must be the same on all ranks
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What a Step is made with stays; loss_fn and what it reports may be assigned."""
@@ -388,6 +403,7 @@ class Step:
     def _zero_grad(self) -> None:
         self._accumulated, self._is_applied = 0, False
         if self._ranks:
+            self._ranks.check_batches()
             self._ranks.restart()
         self._update.zero_grad()
         micro = lib.rebatch_get_micro(self._session.rb, self._samples)
@@ -666,7 +682,7 @@ class Step:
         try:
             self._begin(batch)
             if self._ranks:
-                self._ranks.begin(self._weight)
+                self._ranks.begin(self._weight, batch)
         except BaseException as error:
             if self._ranks:
                 lib.rebatch_abandon_step(self._session.rb, why_of(error))

@@ -9,7 +9,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from trained import RANK_OF_FAILURES, is_same_everywhere
+from trained import RANK_OF_FAILURES, error_of, is_same_everywhere
 
 
 def as_launched():
@@ -148,3 +148,64 @@ def with_transformers(accumulated):
     whole, first = train(99, RebatchTrainer, **quiet)
     cut, second = train(4, RebatchTrainer, **quiet)
     return compared([plain, whole, cut], [first.report, second.report])
+
+
+def disagreeing(framework):
+    """What each rank says where rank 1 clips at another norm."""
+    norm = 1.0 + dist.get_rank()
+    as_launched()
+    train = {"lightning": _fit, "transformers": _train}[framework]
+    return error_of(lambda: train(norm))
+
+
+def _fit(norm):
+    import lightning.pytorch as pl
+
+    from rebatch.lightning import Rebatch
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, _):
+            return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), 16)
+    pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Rebatch(log_level="quiet")],
+        gradient_clip_val=norm,
+    ).fit(Module(), loader)
+
+
+def _train(norm):
+    import transformers
+
+    from rebatch.transformers import RebatchTrainer
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x, labels=None):
+            y = self.net(x)
+            return {"loss": torch.nn.functional.mse_loss(y, labels), "logits": y}
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder, use_cpu=True, max_steps=2, report_to=[], save_strategy="no", max_grad_norm=norm
+        )
+        samples = [{"x": a, "labels": b} for a, b in zip(*data())]
+        RebatchTrainer(model=Model(), args=args, train_dataset=samples).train()

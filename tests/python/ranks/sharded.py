@@ -80,6 +80,20 @@ def own_batch():
     return batch_of(dist.get_rank())
 
 
+def disagreeing(window):
+    """The messages where the first batch has other keys on rank 1, and options differ."""
+    rank, model = dist.get_rank(), sharded(plain())
+    optimizer, x = adam(model), own_batch()[0]
+
+    def make_step(**options):
+        return step_of(model, optimizer, lambda m, b: m(b["x"]).mean(), window=window, **options)
+
+    clip = error_of(lambda: make_step(clip=2.0 - rank))
+    step = make_step()
+    keys = error_of(lambda: step({"x": x, "y": x} if rank else {"x": x}))
+    return {"clip": clip[1], "keys": keys[1], "then": float(step({"x": x})) == 0.0}
+
+
 def whole(model):
     """Copies of all parameters and buffers, whole."""
     return [p.detach().full_tensor() for p in model.parameters()] + [

@@ -144,3 +144,26 @@ def test_what_cannot_be_trained_is_refused_by_name():
         assert len(found["alone"]) == 1 and "pass group=True" in found["alone"][0]
         assert "sparse gradient" in found["sparse"]
         assert "3 on one rank, 4 on another" in found["key"]
+
+
+def test_ranks_that_disagree_are_refused_with_both_values():
+    sentences = {
+        "clip": "rank 0 has clip 1.0, and rank 1 has clip 2.0: expected the same",
+        "clip on one": "rank 0 has clip None, and rank 1 has clip 0.5: expected the same",
+        "scaler": "rank 0 has scaler NoneType, and rank 1 has scaler GradScaler: expected",
+        "normalizer": "rank 0 has normalizer None, and rank 1 has normalizer given: expected",
+        "buckets": "rank 0 has buckets of bytes (1048576, 1048576), and rank 1 has buckets of "
+        "bytes (1048576, 2097152): expected",
+        "optimizer": "rank 0 has an optimizer of 2 parameters",
+    }
+    for found in run("disagreeing"):
+        for name, sentence in sentences.items():
+            kind, text = found[name]
+            assert kind == "ValueError" and sentence in text, (name, text)
+        assert found["fine"] is None
+        for kind, text in found["keys"]:
+            assert kind == "ValueError"
+            assert "rank 0 is {'x': ...}, and that of rank 1 is {'mask': {'m': ...}, 'x': ...}" in (
+                text
+            )
+        assert found["unchanged"] and found["same"]

@@ -101,3 +101,12 @@ def test_what_cannot_be_trained_is_refused_by_name():
         assert "before fully_shard()" in found["check"]
         assert "expected a loop with a Step" in found["backward"]
         assert "'2.bias' requires a gradient, and no fully_shard()" in found["ignored"]
+
+
+@pytest.mark.parametrize("window", (True, False))
+def test_ranks_that_disagree_are_refused_with_both_values(window):
+    for found in run("disagreeing", window):
+        assert "rank 0 has clip 2.0, and rank 1 has clip 1.0: expected" in found["clip"]
+        said = "the batch of rank 0 is {'x': ...}, and that of rank 1 is {'x': ..., 'y': ...}"
+        assert said in found["keys"]
+        assert not found["then"]  # it trains

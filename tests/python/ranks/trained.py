@@ -490,6 +490,44 @@ def refused():
     return found
 
 
+def disagreeing():
+    """The message on each rank for what differs between ranks, in two tries of the first step
+    where it is the batch."""
+    rank, found = dist.get_rank(), {}
+
+    def note(name, model, optimizer=None, **options):
+        def make():
+            return step_of(model, optimizer or sgd(model), lambda m, x: m(x).mean(), **options)
+
+        found[name] = (error_of(make) or [None, ""])[:2]
+
+    def wrapped_linear(**options):
+        return DistributedDataParallel(placed(nn.Linear(2, 2)), **options)
+
+    note("clip", wrapped_linear(), clip=1.0 + rank)
+    note("clip on one", wrapped_linear(), clip=0.5 if rank else None)
+    scaler = torch.amp.GradScaler(models.DEVICE.type) if rank else None
+    note("scaler", wrapped_linear(), scaler=scaler)
+    note("normalizer", wrapped_linear(), normalizer=len if rank else None)
+    note("buckets", wrapped_linear(bucket_cap_mb=1 + rank))
+    linear = wrapped_linear()
+    some = list(linear.parameters())[rank:]
+    note("optimizer", linear, optimizer=torch.optim.SGD(some, lr=0.1))
+    kinds = ("fresh", "inplace")  # a rank's own affair
+    found["fine"] = error_of(
+        lambda: step_of(linear, sgd(linear), lambda m, x: m(x).mean(), gradients=kinds[rank])
+    )
+    step = step_of(linear, sgd(linear), lambda m, b: m(b["x"]).mean())
+    before, x = state_of(linear), placed(torch.ones(4, 2))
+    other = {"x": x, "mask": {"m": x}} if rank else {"x": x}
+    found["keys"] = [error_of(lambda: step(other))[:2] for _ in range(2)]
+    found["unchanged"] = same_bits(before, state_of(linear))
+    step({"x": x, "y": x} if rank else {"y": x, "x": x})  # now all have the same
+    step(other)  # not the first batch: what the ranks see may differ
+    found["same"] = is_same_everywhere(linear) and not same_bits(before, state_of(linear))
+    return found
+
+
 def _disagreeing(plain):
     step = step_of(plain, sgd(plain), lambda m, x: m(x).mean(), group=True)
     step.load_state_dict({"step": 3 + dist.get_rank(), "micro": 2})
