@@ -344,6 +344,40 @@ def test_exhausted_puts_back_what_was_before_the_step():
     assert repr(noted()) == before
 
 
+def test_a_flag_that_shall_make_it_fail_once_is_put_back_and_that_is_said():
+    has_failed = False
+
+    def loss_fn(model, samples):
+        nonlocal has_failed
+        if not has_failed:
+            has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+        return classify(model, samples)
+
+    with pytest.raises(rebatch.Exhausted) as caught:
+        step_of(loss_fn)(batch_of(0))
+    text = str(caught.value)
+    assert "The program raised this OOM itself (loss_fn, " in text and __file__ in text
+    assert "Try it on your script" in text and not has_failed
+
+
+@pytest.mark.parametrize("how", ("of PyTorch", "raised again", "raised from it"))
+def test_an_oom_of_pytorch_is_not_taken_for_one_of_the_program(how):
+    def loss_fn(model, samples):
+        try:
+            return torch.empty(1 << 50, dtype=torch.uint8).sum()
+        except RuntimeError as error:
+            if how == "raised again":
+                raise
+            if how == "raised from it":
+                raise torch.OutOfMemoryError("CUDA out of memory.") from error
+        return torch.empty(1 << 50, dtype=torch.uint8).sum()
+
+    with pytest.raises(rebatch.Exhausted) as caught:
+        step_of(loss_fn)(batch_of(0))
+    assert "itself" not in str(caught.value)
+
+
 def test_after_an_exception_of_the_program_its_variables_tell_what_was_seen():
     seen = []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import re
 import traceback
 from typing import Iterator, Optional
 
 import torch
+
+from rebatch.torch._reach import is_own
 
 # Texts of exceptions that are not torch.OutOfMemoryError. Each is the library's own wording, so a
 # user's text that merely speaks of memory is none.
@@ -115,6 +118,21 @@ def asked_bytes(error: BaseException) -> int:
         if found:
             return int(float(found[1]) * _UNITS[found[2]])
     return 0
+
+
+def raised_by_program(error: BaseException) -> str:
+    """Where a `raise` of the program's own made an OOM: "loss_fn, train.py:12"; "": PyTorch did."""
+    if error.__cause__ is not None or error.__context__ is not None or not error.__traceback__:
+        return ""
+    last = error.__traceback__
+    while last.tb_next:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    is_raise = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    package = str(last.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    if not is_raise or not is_own(package):
+        return ""
+    return f"{code.co_name}, {code.co_filename}:{last.tb_lineno}"
 
 
 def let_go(error: BaseException) -> None:

@@ -22,7 +22,7 @@ _OTHERS = frozenset(
 
 
 @functools.lru_cache(maxsize=None)
-def _is_own(package: str) -> bool:
+def is_own(package: str) -> bool:
     """Whether a package is the program's own, and not one that was installed."""
     if package in _OTHERS:
         return False
@@ -32,7 +32,7 @@ def _is_own(package: str) -> bool:
 
 def is_of_the_program(value: Any) -> bool:
     """A function or class."""
-    return _is_own((getattr(value, "__module__", None) or "builtins").split(".")[0])
+    return is_own((getattr(value, "__module__", None) or "builtins").split(".")[0])
 
 
 _names: "weakref.WeakKeyDictionary[types.CodeType, Tuple[Set[str], Set[str]]]" = (
@@ -154,7 +154,7 @@ class Slots:
         if not isinstance(value, types.ModuleType):
             self._add_entry(name, names, name)
             return [value]
-        if not _is_own(value.__name__.split(".")[0]):
+        if not is_own(value.__name__.split(".")[0]):
             return []
         inner = sorted(attributes & set(vars(value)))
         for key in inner:

@@ -21,7 +21,7 @@ from rebatch import _library as c
 from rebatch._library import lib
 from rebatch.torch import _allocator, _interrupts, _phases
 from rebatch.torch._meter import NativeMeter, UnknownMeter
-from rebatch.torch._oom import asked_bytes, is_oom, let_go
+from rebatch.torch._oom import asked_bytes, is_oom, let_go, raised_by_program
 
 # A thread of autograd may hold an attempt's last tensors for so long after the exception is out.
 _LET_GO_SECONDS = 0.005
@@ -33,6 +33,13 @@ _WORKSPACES_BYTES = 64 << 20
 
 _log_levels = {level.name.lower(): level for level in c.LogLevel}
 _on_oom = {answer.name.lower(): answer for answer in c.OnOom}
+
+
+_RAISED_BY_PROGRAM = (
+    "\nThe program raised this OOM itself ({}). If a variable shall make it fail once only: a Step "
+    "puts back after each attempt what loss_fn has changed, that variable too, so it fails again; "
+    'docs/pytorch.md, "Try it on your script", has an injector that fails once.'
+)
 
 
 class Exhausted(torch.OutOfMemoryError):
@@ -183,6 +190,7 @@ class Session:
         self.is_pooled = self.is_cuda and _allocator.installed()
         self.error: Optional[BaseException] = None  # of a callback, and no OOM
         self.oom_text = ""  # of the last OOM
+        self._raised_at = ""  # where the program itself raised it
         self._lost: Optional[Lost] = None  # in the call of C
         self._said = ""  # by the C library, before the guards ran last
         self._guards, self._on_event = list(guards), on_event
@@ -299,6 +307,7 @@ class Session:
 
     def _note_oom(self, error: BaseException) -> None:
         self.oom_text = str(error)
+        self._raised_at = raised_by_program(error)
         if self.meter:
             self.meter.asked_bytes = asked_bytes(error)
             self.meter.measure_again()
@@ -357,7 +366,11 @@ class Session:
         text = self._said or c.last_error()
         if status in (c.Status.E_EXHAUSTED, c.Status.E_TORN):
             said = f"{text}\n{self.oom_text}" if self.oom_text else text
-            raise (Exhausted if status == c.Status.E_EXHAUSTED else Torn)(said)
+            if status == c.Status.E_TORN:
+                raise Torn(said)
+            raise Exhausted(
+                said + _RAISED_BY_PROGRAM.format(self._raised_at) if self._raised_at else said
+            )
         if self._lost:
             who = "another rank" if self._lost.rank is None else f"rank {self._lost.rank}"
             raise PeerFailed(
