@@ -7,6 +7,7 @@ than most of them run. The server, which this file is when it is called, ends wi
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import importlib
 import json
@@ -132,6 +133,7 @@ def _fork(rank, request):
 def _run_rank(rank, module, function, arguments, folder, backend, size, killed):
     import torch
 
+    faulthandler.dump_traceback_later(_SECONDS - 5)  # where a rank hangs
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     if "nccl" in (backend or os.environ.get("RANKS_BACKEND", "")):
