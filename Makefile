@@ -432,7 +432,7 @@ test-model: ## the votes of several ranks, model-checked by Spin
 	@scripts/install-deps model
 	@scripts/test-model
 
-MPI_SEEDS = 300
+MPI_SEEDS = 1000
 test-mpi: ## trainings of several processes through MPI, with OOMs, failures and deaths (MPI_SEEDS)
 	@scripts/install-deps build mpi
 	$(SUBMAKE) $(MPI_TEST) $(GPT) $(GPT)-mpi
