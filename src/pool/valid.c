@@ -201,11 +201,6 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
             return false;
     if (!are_quick_lists_valid(s, found))
         return false;
-    for (const struct rbi_block *b = s->lists.loose; b; b = b->next) {
-        CHECK(b->state == RBI_BLOCK_QUICK && b->lists == &s->lists);
-        found->live_bytes += b->bytes;
-        found->quick_blocks++;
-    }
     CHECK(found->live_bytes - before == s->lists.free_bytes);
     uint64_t point = s->done;
     CHECK(s->mark_count <= RBI_STREAM_MARKS);

@@ -111,8 +111,6 @@ uint64_t rbi_lists_largest_bytes(const struct rbi_lists *lists)
     for (unsigned i = 0; i < 2 * RBI_POOL_QUICK; i++)
         if (lists->quick[i].newest)
             largest = rbi_max(largest, lists->quick[i].bytes);
-    for (const struct rbi_block *b = lists->loose; b; b = b->next)
-        largest = rbi_max(largest, b->bytes);
     for (unsigned zone = 0; zone < RBI_POOL_ZONES; zone++)
         largest = rbi_max(largest, largest_in(&lists->bins[zone]));
     return largest;
@@ -228,9 +226,6 @@ static void flush_lists(struct rbi_block_heap *heap, struct rbi_lists *lists, un
 void rbi_lists_flush_large(struct rbi_block_heap *heap, struct rbi_lists *lists)
 {
     flush_lists(heap, lists, 1);
-    struct rbi_block *block = lists->loose;
-    lists->loose = NULL;
-    coalesce_list(heap, block);
 }
 
 void rbi_lists_flush(struct rbi_block_heap *heap, struct rbi_lists *lists)

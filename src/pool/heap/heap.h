@@ -139,7 +139,6 @@ struct rbi_lists {
     uint64_t free_bytes;
     uint64_t small_bytes;
     uint64_t quick_filled[2];
-    struct rbi_block *loose; /* quick blocks of which another size has the list */
     uint32_t misses;         /* requests since the quick lists served one, up to RBI_POOL_MISSES */
     uint32_t merged;         /* frees merged at once since then */
     bool has_zones;          /* false: all its blocks are in the first one's bins */
@@ -527,10 +526,6 @@ static inline void rbi_quick_push(struct rbi_block *block)
     lists->free_bytes += block->bytes;
     if (slot < RBI_POOL_QUICK) {
         lists->small_bytes += block->bytes;
-    } else if (quick->newest && quick->bytes != block->bytes) {
-        block->next = lists->loose;
-        lists->loose = block;
-        return;
     }
     block->next = quick->newest;
     quick->newest = block;
@@ -563,14 +558,17 @@ static inline void rbi_block_merge(struct rbi_block_heap *heap, struct rbi_block
     (void)rbi_block_coalesce(heap, block, RBI_BLOCK_FREE);
 }
 
-/* Whether a block goes into a quick list when it is freed. Late blocks are not merged as they are
- * rolled back, for that takes one line of the cache a block instead of several. */
+/* Whether a block goes into a quick list when it is freed, where no other size has the list. Late
+ * blocks are not merged as they are rolled back, for that takes one line of the cache a block
+ * instead of several. */
 static inline bool rbi_block_wants_quick(const struct rbi_block *block)
 {
     const struct rbi_lists *lists = block->lists;
     if (rbi_quick_is_small(block->bytes))
         return lists->small_bytes + block->bytes <= RBI_POOL_SMALL_MOST || block->late;
-    return lists->misses < RBI_POOL_MISSES || block->late;
+    const struct rbi_quick *quick = &lists->quick[rbi_quick_slot(block->bytes)];
+    return (lists->misses < RBI_POOL_MISSES || block->late) &&
+           (!quick->newest || quick->bytes == block->bytes);
 }
 
 /* For one that does not. */
