@@ -29,10 +29,13 @@ MAJOR := $(call version_of,MAJOR)
 VERSION := $(MAJOR).$(call version_of,MINOR).$(call version_of,PATCH)
 
 # ---- what there is -----------------------------------------------------------------------------
+# The walkers that check the pool's equations.
+INVARIANTS_SRC := $(wildcard tests/invariants/*.c)
 # The stand-in for settings_file.c is for a build without libconfig (python/native.py).
 LIB_SRC := $(filter-out src/config/settings_file_absent.c, \
     $(wildcard src/base/*.c src/device/*.c src/pool/*.c src/pool/*/*.c src/inspect/*.c src/recover/*.c \
-               src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c))
+               src/check/*.c src/probe/*.c src/config/*.c src/launch/*.c)) \
+    $(if $(CHECK),$(INVARIANTS_SRC))
 CLI_SRC := $(wildcard src/cli/*.c)
 PRELOAD_SRC := $(wildcard src/preload/*.c)
 GPT_MAINS := examples/gpt/main.c examples/gpt/demo.c
@@ -57,7 +60,7 @@ GPT_OBJ := $(call objects,$(GPT_SRC))
 GPT_CUDA_OBJ := $(call objects,$(GPT_CUDA_SRC))
 GPT_NO_CUDA_OBJ := $(call objects,$(GPT_NO_CUDA_SRC))
 TEST_CC_SRC := $(wildcard tests/integration/*.cc)
-TEST_OBJ := $(call objects,$(TEST_SRC)) $(patsubst %.cc,$(BUILD)/%.o,$(TEST_CC_SRC))
+TEST_OBJ := $(call objects,$(TEST_SRC) $(INVARIANTS_SRC)) $(patsubst %.cc,$(BUILD)/%.o,$(TEST_CC_SRC))
 
 STATIC := $(BUILD)/librebatch.a
 # Before 1.0 a new minor version may change structs, so it is another library.
@@ -363,7 +366,7 @@ $(BUILD)/bench/gpt: $(BUILD)/bench/gpt.o $(BUILD)/bench/gpt_budget.o $(GPT_OBJ) 
     $(KERNELS) $(STATIC)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ $(CUDA_LIBS) $(LIBS) -lmd
 
-$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) tests/integration/gpt_reference.c tests/integration/gpt_run.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
+$(GPU_TESTS): $(call objects,$(GPU_TEST_SRC) $(INVARIANTS_SRC) tests/integration/gpt_reference.c tests/integration/gpt_run.c) $(GPT_OBJ) $(GPT_CUDA_OBJ) $(KERNELS) $(STATIC)
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(SANITIZE) -o $@ $^ -lcriterion $(CUDA_LIBS) $(LIBS) -lmd
 
@@ -473,7 +476,7 @@ test-threads: ## the pool in several threads, under ThreadSanitizer
 	@mkdir -p build
 	$(Q)for test in pool_threads pool_beside; do \
 	    $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -pthread -Iinclude -Isrc -Itests \
-	        -o build/$$test tests/threads/$$test.c $(wildcard src/base/*.c src/device/*.c \
+	        -o build/$$test tests/threads/$$test.c $(INVARIANTS_SRC) $(wildcard src/base/*.c src/device/*.c \
 	        src/pool/*.c src/pool/*/*.c src/inspect/*.c) -lm -ldl && build/$$test || exit 1; \
 	done
 	@echo "test-threads: ok"

@@ -239,9 +239,6 @@ static inline bool rbi_pool_is_beside_promise(const rebatch_pool *pool)
            rbi_pool_is_other_thread(pool, pool->owner_thread);
 }
 
-/* Aborts when rbi_pool_is_valid() would be false; the lock is held (valid.c). */
-void rbi_pool_check_state(const rebatch_pool *pool);
-
 /* Takes the lock, for whoever looks at ranges: all blocks are in them. */
 static inline void rbi_pool_take_lock(rebatch_pool *pool)
 {
@@ -250,7 +247,10 @@ static inline void rbi_pool_take_lock(rebatch_pool *pool)
 }
 
 /* Ends a call of the pool. A check build (make CHECK=1) walks everything first, and aborts with the
- * equation that does not hold. */
+ * equation that does not hold (tests/invariants). */
+#ifdef RBI_CHECK
+void rbi_pool_check_state(const rebatch_pool *pool);
+#endif
 static inline void rbi_pool_give_lock(rebatch_pool *pool)
 {
 #ifdef RBI_CHECK
@@ -539,7 +539,7 @@ rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request 
 
 #include "pool/path.h"
 
-/* ---- failures on purpose (pool.c), and what must hold (valid.c) ---- */
+/* ---- failures on purpose (pool.c, oom.c) ---- */
 
 /* The size of a block for `bytes`: `rounded`, or more where blocks are padded. */
 size_t rbi_pool_pad(const rebatch_pool *pool, size_t bytes, size_t rounded);
@@ -547,8 +547,5 @@ size_t rbi_pool_pad(const rebatch_pool *pool, size_t bytes, size_t rounded);
  * REBATCH_OK and overflow.is_struck. */
 rebatch_status rbi_pool_strike(rebatch_pool *pool, size_t bytes, size_t rounded,
                                rebatch_stream stream, const char *tag);
-/* Walks everything and checks the equations above; false, with the error text set, when one does
- * not hold. For tests. */
-bool rbi_pool_is_valid(rebatch_pool *pool);
 
 #endif

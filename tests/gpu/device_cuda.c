@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "device/device.h"
+#include "invariants/invariants.h"
 #include "pool/pool.h"
 #include "rebatch/rebatch.h"
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "invariants/invariants.h"
 #include "pool/pool.h"
 #include "rebatch/rebatch.h"
 

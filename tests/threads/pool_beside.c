@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "invariants/invariants.h"
 #include "pool/pool.h"
 #include "threads/holds.h"
 

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "invariants/invariants.h"
 #include "pool/pool.h"
 #include "threads/holds.h"
 

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "invariants/invariants.h"
 #include "pool/pool.h"
 
 #define PAGE ((size_t)65536)

@@ -183,12 +183,4 @@ struct rbi_map *rbi_map_copy(const struct rbi_map *from);
 void rbi_map_copy_chunks(struct rbi_map *to, const struct rbi_map *from, size_t first, size_t end,
                          rbi_physical handle);
 
-/* ---- the check (valid.c) ---- */
-
-/* Adds the chunks that are mapped, by size; false when one is malformed. */
-bool rbi_map_count(const struct rbi_map *map, uint64_t chunks[static RBI_CHUNK_SIZES]);
-/* Whether what is held is what the maps, `plain_bytes` of plain allocations and the vm say. */
-bool rbi_vm_is_valid(const struct rbi_vm *vm, const uint64_t mapped[static RBI_CHUNK_SIZES],
-                     uint64_t plain_bytes);
-
 #endif

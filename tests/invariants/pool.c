@@ -1,8 +1,8 @@
 /* Owns the walk that checks every equation of pool.h.
  * Must not know how they come to hold. */
-#include <string.h>
+#include "invariants/invariants.h"
 
-#include "pool/pool.h"
+#include <string.h>
 
 /* What a walk over all blocks adds up to. */
 struct tally {

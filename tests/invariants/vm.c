@@ -1,7 +1,7 @@
 /* Owns the check of the equations in vm.h.
  * Must not know how they come to hold. */
 #include "base/base.h"
-#include "pool/vm/vm.h"
+#include "invariants/invariants.h"
 
 bool rbi_map_count(const struct rbi_map *map, uint64_t chunks[static RBI_CHUNK_SIZES])
 {
