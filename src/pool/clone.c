@@ -32,42 +32,13 @@ static struct rbi_lists *lists_of(const struct copy *copy, const struct rbi_list
 
 /* ---- what has no pointers ---- */
 
+/* But for the frees that wait in scopes, which copy_lists() sets. */
 static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
 {
-    to->limit_bytes = from->limit_bytes;
-    to->limit_permille = from->limit_permille;
-    to->gc_permille = from->gc_permille;
-    to->keep_room_permille = from->keep_room_permille;
-    to->warm_peak_bytes = from->warm_peak_bytes;
-    to->warm_sequence = from->warm_sequence;
-    to->highest_live_bytes = from->highest_live_bytes;
-    to->moved_bytes = from->moved_bytes;
-    to->headroom_bytes = from->headroom_bytes;
-    to->max_split_bytes = from->max_split_bytes;
-    to->promised_bytes = from->promised_bytes;
-    to->rounding_divisions = from->rounding_divisions;
-    to->caching = from->caching;
-    to->fence = from->fence;
-    to->plain = from->plain;
-    to->has_space = from->has_space;
-    to->medium_bytes = from->medium_bytes;
-    to->large_bytes = from->large_bytes;
-    to->fast_bytes = from->fast_bytes;
+    const size_t first = offsetof(rebatch_pool, limit_bytes);
+    const size_t end = offsetof(rebatch_pool, tags) + sizeof to->tags;
+    memcpy((char *)to + first, (const char *)from + first, end - first);
     to->heap.ranges_made = from->heap.ranges_made;
-    to->sequence = from->sequence;
-    to->depth = from->depth;
-    to->undoing = from->undoing;
-    to->owner_thread = from->owner_thread;
-    to->scope_serial = from->scope_serial;
-    to->tag_count = from->tag_count;
-    to->peak_number = from->peak_number;
-    to->stats = from->stats;
-    to->requested_total_bytes = from->requested_total_bytes;
-    to->requested_given_bytes = from->requested_given_bytes;
-    to->quiet_bytes = from->quiet_bytes;
-    to->mark_peak_bytes = from->mark_peak_bytes;
-    memcpy(to->scopes, from->scopes, sizeof to->scopes);
-    memcpy(to->tags, from->tags, sizeof to->tags);
 }
 
 /* On a dry device all work is done as soon as it is enqueued. */

@@ -134,64 +134,64 @@ struct rebatch_pool {
     struct rbi_lock lock;
     rebatch_device *device;
     size_t page_bytes;
+
+    /* From here to `tags` a copy of the pool has what the pool has (clone.c). */
     size_t limit_bytes; /* SIZE_MAX: none */
     uint32_t limit_permille;
     uint32_t gc_permille;
     uint32_t keep_room_permille;
+    uint32_t rounding_divisions;
     size_t headroom_bytes;
     size_t max_split_bytes; /* SIZE_MAX: none */
     size_t promised_bytes;  /* of the last reserve, less what was allocated since */
-    uint32_t rounding_divisions;
     bool caching;
     bool fence;
-    bool plain;     /* caching && !fence */
-    bool has_space; /* pages are mapped into reserved addresses */
-
-    struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
-    size_t medium_bytes, large_bytes;    /* where these zones begin; SIZE_MAX: there are none */
-    size_t fast_bytes;                   /* what the fast path takes is less; 0: nothing */
-    struct rbi_nodes use_nodes;
-    size_t
-        pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
-    struct rbi_pool_stream *first_stream;
-    struct rbi_pool_stream *space; /* whose free blocks are the holes */
-    uint64_t looks;                /* searches so far that looked how far streams have come */
-    struct rbi_block *pending;
-    struct rbi_block by_sequence; /* where the ring of live and deferred blocks begins and ends */
+    bool plain;                       /* caching && !fence */
+    bool has_space;                   /* pages are mapped into reserved addresses */
+    size_t medium_bytes, large_bytes; /* where these zones begin; SIZE_MAX: there are none */
     uint64_t sequence;
-
-    struct rbi_block_heap heap;
-    struct rbi_vm vm;
-
-    struct rbi_scope scopes[RBI_POOL_SCOPES];
     size_t depth;
-    size_t undoing; /* of them, those that do not observe */
+    size_t undoing; /* of the open scopes, those that do not observe */
     uint32_t scope_serial;
-    struct rbi_residents residents[RBI_POOL_RESIDENTS]; /* by number; the first is nobody's */
-    unsigned resident_of;                               /* whose turn it is */
-    uint64_t owner_thread;                              /* the innermost scope's; 0 without one */
-    struct rbi_former former;
-
-    struct rbi_tag tags[RBI_POOL_TAGS];
+    uint64_t owner_thread; /* the innermost scope's; 0 without one */
     size_t tag_count;
     uint64_t peak_number;
-
-    struct rbi_pressure pressures[RBI_POOL_PRESSURES];
-    size_t pressure_count;
-    struct rbi_pool_pressure_watch pressure_watch;
-
     /* Only what rbi_pool_get_stats() does not work out from other fields. */
     rebatch_pool_stats stats;
     uint64_t requested_total_bytes, requested_given_bytes; /* since create */
-    uint64_t quiet_bytes;      /* no peak is raised as long as live_bytes is not above it */
-    uint64_t asked_back_bytes; /* given back by rebatch_pool_trim() */
-    uint64_t stages[RBI_POOL_STAGE_COUNT]; /* how often each was tried */
+    uint64_t quiet_bytes; /* no peak is raised as long as live_bytes is not above it */
     uint64_t mark_peak_bytes;
     /* The highest peak that was more than an eighth above the last such, and sequence then: while
      * these stand the pool is taken to have seen what it will need. */
     uint64_t warm_peak_bytes, warm_sequence;
     uint64_t highest_live_bytes; /* since create, whatever the user resets */
     uint64_t moved_bytes; /* requests for which pages were moved though the device had room */
+    struct rbi_scope scopes[RBI_POOL_SCOPES];
+    struct rbi_tag tags[RBI_POOL_TAGS];
+
+    struct rbi_pool_stream *last_stream; /* of the last allocation; at first `space` */
+    struct rbi_pool_stream *first_stream;
+    struct rbi_pool_stream *space; /* whose free blocks are the holes */
+    uint64_t looks;                /* searches so far that looked how far streams have come */
+    struct rbi_nodes use_nodes;
+    size_t
+        pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
+    struct rbi_block *pending;
+    struct rbi_block by_sequence; /* where the ring of live and deferred blocks begins and ends */
+
+    struct rbi_block_heap heap;
+    struct rbi_vm vm;
+
+    struct rbi_residents residents[RBI_POOL_RESIDENTS]; /* by number; the first is nobody's */
+    unsigned resident_of;                               /* whose turn it is */
+    struct rbi_former former;
+
+    struct rbi_pressure pressures[RBI_POOL_PRESSURES];
+    size_t pressure_count;
+    struct rbi_pool_pressure_watch pressure_watch;
+
+    uint64_t asked_back_bytes;             /* given back by rebatch_pool_trim() */
+    uint64_t stages[RBI_POOL_STAGE_COUNT]; /* how often each was tried */
     rebatch_oom_report oom, own_oom; /* the latter of those that scopes take in, or without any */
     uint64_t own_ooms;
     struct rbi_event_log log;
