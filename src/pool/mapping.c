@@ -6,16 +6,17 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
                                   const struct rbi_mapping *mapping)
 {
     const size_t bytes = mapping->bytes;
-    if (rbi_window_find(window, pool, bytes, mapping->stream))
+    if (rbi_window_find(window, pool, bytes, mapping->stream, mapping->zone))
         return REBATCH_OK;
     size_t whole;
     if (!rbi_round_up(bytes, pool->page_bytes, &whole))
         return REBATCH_OOM;
     const rebatch_status status =
-        rbi_range_reserve(pool, whole, rbi_min(rbi_pool_zone(pool, bytes), RBI_ZONE_LARGE));
+        rbi_range_reserve(pool, whole, rbi_min(mapping->zone, RBI_ZONE_LARGE));
     if (status != REBATCH_OK)
         return status;
-    return rbi_window_find(window, pool, bytes, mapping->stream) ? REBATCH_OK : REBATCH_OOM;
+    return rbi_window_find(window, pool, bytes, mapping->stream, mapping->zone) ? REBATCH_OK
+                                                                                : REBATCH_OOM;
 }
 
 /* A window that is a hole alone, whole pages long: for what needs a gap behind it, or shall add
@@ -168,6 +169,7 @@ struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_
 {
     struct rbi_mapping mapping = {.bytes = bytes,
                                   .stream = stream,
+                                  .zone = rbi_pool_zone(pool, bytes),
                                   .ahead = true,
                                   .in_line = true,
                                   .no_fresh = !rbi_pool_may_replace_parts(pool, bytes)};

@@ -77,10 +77,9 @@ static void look_around(struct look *look, const rebatch_pool *pool, struct rbi_
 }
 
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
-                     struct rbi_pool_stream *stream)
+                     struct rbi_pool_stream *stream, unsigned zone)
 {
     struct look look = {bytes, stream, {NULL, NULL, 0, 0, false}, SIZE_MAX};
-    const unsigned zone = rbi_pool_zone(pool, bytes);
     struct rbi_block *hole = rbi_lists_first(&pool->space->lists, 0);
     for (unsigned looks = 0; hole && (looks < WINDOW_LOOKS || look.spare_bytes == SIZE_MAX);
          hole = rbi_lists_next(hole)) {

@@ -329,9 +329,10 @@ struct rbi_window {
     size_t pages; /* that must be mapped for that */
     bool at_end;
 };
-/* A window of `bytes` for `stream`, by a bounded look; false when there are no addresses. */
+/* A window of `bytes` for `stream` in a range of `zone`, by a bounded look; false when there are no
+ * addresses. */
 bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes,
-                     struct rbi_pool_stream *stream);
+                     struct rbi_pool_stream *stream, unsigned zone);
 /* Lets the window reach further, so that `pages` are mapped for it, where all that must be
  * mapped lies at its far end and there are the addresses. Else it stays as it is. */
 void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t pages);
@@ -389,6 +390,7 @@ bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
 struct rbi_mapping {
     size_t bytes;
     struct rbi_pool_stream *stream;
+    unsigned zone;                        /* of the ranges that it may lie in: of enum rbi_zone */
     const struct rbi_pool_stream *spared; /* keeps its free pages; may be NULL */
     size_t fence_bytes;                   /* to stay without memory behind it */
     bool no_fresh;                        /* free pages only */
@@ -462,6 +464,8 @@ uint64_t rbi_pool_largest_free(const rebatch_pool *pool);
 struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
+    unsigned zone;            /* of enum rbi_zone: which free blocks it is served from at first */
+    size_t split_most;        /* larger free blocks are not cut for it */
     rebatch_pool_stage stage; /* out: the last one tried */
     bool ahead;               /* of its use, and used as a whole */
     bool beside;              /* what is promised is not for it */

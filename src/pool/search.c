@@ -28,6 +28,13 @@ static struct rbi_block *take(rebatch_pool *pool, const struct rbi_request *requ
                  : NULL;
 }
 
+/* What a stage has found. */
+static rebatch_status found(struct rbi_block **out, struct rbi_block *block)
+{
+    *out = block;
+    return block ? REBATCH_OK : REBATCH_OOM;
+}
+
 struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                     size_t bytes)
 {
@@ -45,16 +52,11 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
     return block ? rbi_block_take(&pool->heap, block, bytes) : NULL;
 }
 
-static struct rbi_block *take_own(rebatch_pool *pool, const struct rbi_request *request)
+/* Of the stream's own free blocks: `zone` is the request's, or another. */
+static struct rbi_block *find_own(const struct rbi_request *request, unsigned zone)
 {
-    return rbi_pool_take_own(pool, request->stream, request->bytes);
-}
-
-static struct rbi_block *find_own(const rebatch_pool *pool, const struct rbi_request *request,
-                                  unsigned zone)
-{
-    return rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX,
-                          rbi_pool_split_most(pool), zone);
+    return rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX, request->split_most,
+                          zone);
 }
 
 static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request *request,
@@ -66,7 +68,7 @@ static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request
             continue;
         rbi_lists_flush(&pool->heap, &s->lists);
         struct rbi_block *block =
-            rbi_lists_find(&s->lists, request->bytes, s->done, rbi_pool_split_most(pool), zone);
+            rbi_lists_find(&s->lists, request->bytes, s->done, request->split_most, zone);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -76,34 +78,59 @@ static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request
 /* After streams have come further: blocks may have become free on any of them. */
 static struct rbi_block *take_any(rebatch_pool *pool, const struct rbi_request *request)
 {
-    struct rbi_block *block = take_own(pool, request);
-    return block ? block
-                 : take(pool, request,
-                        find_other(pool, request, rbi_pool_zone(pool, request->bytes)));
+    struct rbi_block *block = rbi_pool_take_own(pool, request->stream, request->bytes);
+    return block ? block : take(pool, request, find_other(pool, request, request->zone));
 }
 
-/* A block between two holes, rather than fresh memory. */
-static struct rbi_block *take_isolated(rebatch_pool *pool, const struct rbi_request *request)
+/* ---- what was freed ---- */
+
+static rebatch_status take_cached(struct rbi_block **out, rebatch_pool *pool,
+                                  struct rbi_request *request)
 {
-    const unsigned zone = rbi_pool_zone(pool, request->bytes);
-    return zone == RBI_ZONE_ANY
-               ? NULL
-               : take(pool, request, find_own(pool, request, zone | RBI_ZONE_ISOLATED));
+    if (!pool->plain)
+        return REBATCH_OOM;
+    reach(pool, request, REBATCH_STAGE_CACHE);
+    return found(out, rbi_pool_take_own(pool, request->stream, request->bytes));
 }
 
-static bool may_leave_zone(const rebatch_pool *pool, const struct rbi_request *request)
+/* What streams have left since the pool last looked. Where pending blocks of its own stream serve a
+ * request, only the streams that they wait for are asked. */
+static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
+                                struct rbi_request *request)
 {
-    return pool->caching && !pool->fence && rbi_pool_zone(pool, request->bytes) != RBI_ZONE_ANY;
+    const bool others = pool->pending || pool->first_stream->next;
+    if (!pool->caching || !(others || pool->has_space))
+        return REBATCH_OOM;
+    if (others)
+        reach(pool, request, REBATCH_STAGE_OTHER_STREAMS);
+    bool any;
+    rebatch_status status = rbi_pool_poll_pending(&any, pool, request->stream, request->bytes);
+    if (status == REBATCH_OK && any && pool->plain &&
+        (*out = rbi_pool_take_own(pool, request->stream, request->bytes)))
+        return REBATCH_OK;
+    if (status == REBATCH_OK)
+        status = rbi_pool_poll_rest(pool);
+    if (status != REBATCH_OK)
+        return status;
+    rbi_pool_flush_lists(pool);
+    if (others && pool->plain && (*out = take_any(pool, request)))
+        return REBATCH_OK;
+    if (others)
+        rbi_pool_mark_soon(pool);
+    return REBATCH_OOM;
 }
 
 /* A block of any zone, rather than wait for work or fail. */
-static struct rbi_block *take_anywhere(rebatch_pool *pool, const struct rbi_request *request)
+static rebatch_status take_anywhere(struct rbi_block **out, rebatch_pool *pool,
+                                    struct rbi_request *request)
 {
-    if (!may_leave_zone(pool, request))
-        return NULL;
-    struct rbi_block *block = find_own(pool, request, RBI_ZONE_ANY);
-    return take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY));
+    if (!pool->plain || request->zone == RBI_ZONE_ANY)
+        return REBATCH_OOM;
+    struct rbi_block *block = find_own(request, RBI_ZONE_ANY);
+    return found(out, take(pool, request, block ? block : find_other(pool, request, RBI_ZONE_ANY)));
 }
+
+/* ---- what is mapped, or fresh ---- */
 
 /* Fresh memory of a device without pages. What does not fit limit and headroom is not asked
  * for. */
@@ -175,62 +202,54 @@ static rebatch_status take_fenced(struct rbi_block **out, rebatch_pool *pool,
     return REBATCH_OK;
 }
 
-static rebatch_status take_pages(struct rbi_block **out, rebatch_pool *pool,
-                                 const struct rbi_request *request, struct rbi_mapping *mapping,
-                                 bool plenty)
+/* Once the pool knows its needs a block between two holes is taken before fresh memory; it then had
+ * plenty last time, so the device need not be asked what it has left, which takes it microseconds.
+ * Before that such a block is left for its pages. */
+static struct rbi_block *take_isolated(rebatch_pool *pool, const struct rbi_request *request)
 {
+    return pool->fence || request->zone == RBI_ZONE_ANY || !rbi_pool_knows_needs(pool)
+               ? NULL
+               : take(pool, request, find_own(request, request->zone | RBI_ZONE_ISOLATED));
+}
+
+static rebatch_status take_mapping(struct rbi_block **out, rebatch_pool *pool,
+                                   const struct rbi_request *request, struct rbi_mapping *mapping)
+{
+    if (pool->fence)
+        return take_fenced(out, pool, mapping);
     struct rbi_block *block = NULL;
-    mapping->no_remap = plenty;
-    mapping->no_fresh = !plenty;
-    rebatch_status status = plenty ? REBATCH_OOM : rbi_mapping_run(&block, pool, mapping);
-    if (status == REBATCH_OOM && (*out = take_isolated(pool, request)))
-        return REBATCH_OK;
-    mapping->no_fresh = false;
-    if (status == REBATCH_OOM)
-        status = rbi_mapping_run(&block, pool, mapping);
+    const rebatch_status status = rbi_mapping_run(&block, pool, mapping);
     *out = take_part(pool, request, block, mapping->at_end);
     return status;
 }
 
-/* A block between two holes, before fresh memory is taken. Where there was plenty last time: then
- * the device need not be asked what it has left, which takes it microseconds. */
-static struct rbi_block *take_mapped_already(rebatch_pool *pool, const struct rbi_request *request)
-{
-    return pool->fence || !rbi_pool_knows_needs(pool) ? NULL : take_isolated(pool, request);
-}
-
-/* Free pages from elsewhere, then fresh ones, mapped where the request finds addresses. */
+/* Free pages from elsewhere and fresh ones, mapped where the request finds addresses. */
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
-    if ((*out = take_mapped_already(pool, request))) {
-        request->stage = REBATCH_STAGE_CACHE;
+    const rebatch_pool_stage before = request->stage;
+    request->stage = REBATCH_STAGE_CACHE;
+    if ((*out = take_isolated(pool, request)))
         return REBATCH_OK;
-    }
     const struct rbi_policy policy = rbi_pool_find_policy(pool, request->bytes);
-    if (!policy.fresh_first && policy.any_zone && (*out = take_anywhere(pool, request))) {
-        request->stage = REBATCH_STAGE_CACHE;
+    if (!policy.fresh_first && policy.any_zone && !take_anywhere(out, pool, request))
         return REBATCH_OK;
-    }
-    struct rbi_mapping mapping = {
-        .bytes = request->bytes, .stream = request->stream, .ahead = request->ahead};
-    const uint64_t remaps = pool->stages[REBATCH_STAGE_REMAP];
-    reach(pool, request, REBATCH_STAGE_REMAP);
-    const rebatch_status status =
-        pool->fence ? take_fenced(out, pool, &mapping)
-                    : take_pages(out, pool, request, &mapping, policy.fresh_first);
-    if (mapping.from_cache && *out) {
-        pool->stages[REBATCH_STAGE_REMAP] = remaps;
+    request->stage = before;
+    struct rbi_mapping mapping = {.bytes = request->bytes,
+                                  .stream = request->stream,
+                                  .zone = request->zone,
+                                  .ahead = request->ahead,
+                                  .no_remap = policy.fresh_first};
+    const rebatch_status status = take_mapping(out, pool, request, &mapping);
+    if (mapping.from_cache && *out)
         request->stage = REBATCH_STAGE_CACHE;
-    } else if (!mapping.by_remap) {
-        pool->stages[REBATCH_STAGE_REMAP] = remaps;
-        reach(pool, request, REBATCH_STAGE_DEVICE);
-    }
+    else
+        reach(pool, request, mapping.by_remap ? REBATCH_STAGE_REMAP : REBATCH_STAGE_DEVICE);
     return status;
 }
 
-static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
-                                 struct rbi_request *request)
+static rebatch_status take_new(struct rbi_block **out, rebatch_pool *pool,
+                               struct rbi_request *request)
 {
     const uint64_t held = rbi_vm_bytes(&pool->vm);
     const rebatch_status status =
@@ -240,102 +259,75 @@ static rebatch_status take_fresh(struct rbi_block **out, rebatch_pool *pool,
     return status;
 }
 
-/* All work is done: every free page counts, and the place that needs fewest is looked for. */
-static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
-                                struct rbi_request *request)
+static rebatch_status take_after_wait(struct rbi_block **out, rebatch_pool *pool,
+                                      struct rbi_request *request)
 {
-    size_t room;
-    rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    /* Pages of the stream's own free blocks are of use elsewhere once its work is done. */
+    if (!rbi_pool_has_waiting(pool, pool->has_space ? NULL : request->stream))
+        return REBATCH_OOM;
+    reach(pool, request, REBATCH_STAGE_WAIT);
+    const rebatch_status status = rbi_pool_await_streams(pool);
     if (status != REBATCH_OK)
         return status;
-    rbi_pool_adopt(pool, request->stream);
-    struct rbi_block *block = rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX,
-                                             rbi_pool_split_most(pool), RBI_ZONE_ANY);
-    struct rbi_window window = {NULL, NULL, 0, 0, false};
-    if (!block && !pool->fence &&
-        rbi_window_find_best(&window, pool, request->bytes, room / pool->page_bytes)) {
-        struct rbi_mapping mapping = {.bytes = request->bytes, .stream = request->stream};
-        reach(pool, request, REBATCH_STAGE_REMAP);
-        status = rbi_mapping_fill(&block, pool, &mapping, &window);
-    }
-    *out = pool->fence ? NULL : take_part(pool, request, block, window.at_end);
-    return *out || status != REBATCH_OK ? status : REBATCH_OOM;
+    if (pool->plain && (*out = take_any(pool, request)))
+        return REBATCH_OK;
+    return pool->has_space ? take_new(out, pool, request) : REBATCH_OOM;
 }
 
 static rebatch_status take_after_trim(struct rbi_block **out, rebatch_pool *pool,
                                       struct rbi_request *request)
 {
-    size_t released;
-    rebatch_status status = rbi_pool_trim_cache(pool, 0, NULL, &released);
+    size_t released = 0;
+    rebatch_status status =
+        pool->has_space ? REBATCH_OOM : rbi_pool_trim_cache(pool, 0, NULL, &released);
     if (status != REBATCH_OK || released == 0)
         return status == REBATCH_OK ? REBATCH_OOM : status;
-    status = take_fresh(out, pool, request);
+    status = take_new(out, pool, request);
     reach(pool, request, REBATCH_STAGE_TRIM);
     return status;
 }
 
-static bool is_waiting(const rebatch_pool *pool, const struct rbi_request *request)
-{
-    /* Pages of the stream's own free blocks are of use elsewhere once its work is done. */
-    return rbi_pool_has_waiting(pool, pool->has_space ? NULL : request->stream);
-}
-
-/* What streams have left since the pool last looked. Where pending blocks of its own stream serve a
- * request, only the streams that they wait for are asked. */
-static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
+/* All work is done: every free page counts, and the place that needs fewest is looked for. */
+static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
                                 struct rbi_request *request)
 {
-    const bool others = pool->pending || pool->first_stream->next;
-    if (others)
-        reach(pool, request, REBATCH_STAGE_OTHER_STREAMS);
-    bool any;
-    rebatch_status status = rbi_pool_poll_pending(&any, pool, request->stream, request->bytes);
-    if (status != REBATCH_OK || (any && !pool->fence && (*out = take_own(pool, request))))
+    if (!pool->has_space || rbi_pool_has_waiting(pool, NULL))
+        return REBATCH_OOM;
+    size_t room;
+    rebatch_status status = rbi_pool_room(&room, pool, NULL);
+    if (status != REBATCH_OK)
         return status;
-    if ((status = rbi_pool_poll_rest(pool)) != REBATCH_OK)
-        return status;
-    rbi_pool_flush_lists(pool);
-    if (!others)
-        return REBATCH_OK;
-    if (!pool->fence)
-        *out = take_any(pool, request);
-    if (!*out)
-        rbi_pool_mark_soon(pool);
-    return REBATCH_OK;
+    rbi_pool_adopt(pool, request->stream);
+    if (pool->fence)
+        return REBATCH_OOM;
+    struct rbi_block *block = find_own(request, RBI_ZONE_ANY);
+    struct rbi_window window = {NULL, NULL, 0, 0, false};
+    if (!block && rbi_window_find_best(&window, pool, request->bytes, room / pool->page_bytes)) {
+        struct rbi_mapping mapping = {.bytes = request->bytes, .stream = request->stream};
+        reach(pool, request, REBATCH_STAGE_REMAP);
+        status = rbi_mapping_fill(&block, pool, &mapping, &window);
+    }
+    *out = take_part(pool, request, block, window.at_end);
+    return *out || status != REBATCH_OK ? status : REBATCH_OOM;
 }
 
-/* Every stage below the pressure callbacks. REBATCH_OOM when none had memory. */
+/* Every stage below the pressure callbacks, in this order, each once. One gives REBATCH_OOM where it
+ * has no memory, or is not for this pool: the next one is tried. */
+static rebatch_status (*const stages[])(struct rbi_block **out, rebatch_pool *pool,
+                                        struct rbi_request *request) = {
+    take_cached, take_done, take_new, take_anywhere, take_after_wait, take_after_trim, take_best,
+};
+
 static rebatch_status run_stages(struct rbi_block **out, rebatch_pool *pool,
                                  struct rbi_request *request)
 {
-    rebatch_status status;
-    if (pool->caching && !pool->fence) {
-        reach(pool, request, REBATCH_STAGE_CACHE);
-        if ((*out = take_own(pool, request)))
-            return REBATCH_OK;
-    }
-    if (pool->caching && (pool->pending || pool->has_space || pool->first_stream->next)) {
-        status = take_done(out, pool, request);
-        if (status != REBATCH_OK || *out)
-            return status;
-    }
-    if ((status = take_fresh(out, pool, request)) != REBATCH_OOM)
-        return status;
-    if ((*out = take_anywhere(pool, request)))
-        return REBATCH_OK;
-    if (is_waiting(pool, request)) {
-        reach(pool, request, REBATCH_STAGE_WAIT);
-        if ((status = rbi_pool_await_streams(pool)) != REBATCH_OK)
-            return status;
-        if (pool->caching && !pool->fence && (*out = take_any(pool, request)))
-            return REBATCH_OK;
-        if (pool->has_space && (status = take_fresh(out, pool, request)) != REBATCH_OOM)
-            return status;
-    }
-    if (!pool->has_space)
-        return take_after_trim(out, pool, request);
-    return rbi_pool_has_waiting(pool, NULL) ? REBATCH_OOM : take_best(out, pool, request);
+    rebatch_status status = REBATCH_OOM;
+    for (size_t i = 0; i < sizeof stages / sizeof *stages && status == REBATCH_OOM; i++)
+        status = stages[i](out, pool, request);
+    return status;
 }
+
+/* ---- the search ---- */
 
 /* The smallest free block that what is promised fits in, cut to that and out of all lists; NULL:
  * there is none. Needs a spare node. */
@@ -379,7 +371,10 @@ rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool,
     const rebatch_status status = rbi_pool_prepare(pool);
     if (status != REBATCH_OK)
         return status;
-    *request = (struct rbi_request){.bytes = bytes, .stream = rbi_pool_open_stream(pool, stream)};
+    *request = (struct rbi_request){.bytes = bytes,
+                                    .stream = rbi_pool_open_stream(pool, stream),
+                                    .zone = rbi_pool_zone(pool, bytes),
+                                    .split_most = rbi_pool_split_most(pool)};
     if (!request->stream)
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another stream");
     request->stream->pins++;
@@ -428,20 +423,15 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
 static rebatch_status take_overflow(struct rbi_block **out, rebatch_pool *pool,
                                     struct rbi_request *request)
 {
-    rebatch_status status = rbi_pool_prepare(pool);
+    const rebatch_status status = rbi_pool_prepare(pool);
     if (status != REBATCH_OK)
         return status;
-    struct rbi_mapping mapping = {
-        .bytes = request->bytes, .stream = request->stream, .overflows = true};
-    struct rbi_block *block = NULL;
+    struct rbi_mapping mapping = {.bytes = request->bytes,
+                                  .stream = request->stream,
+                                  .zone = request->zone,
+                                  .overflows = true};
     reach(pool, request, REBATCH_STAGE_OVERFLOW);
-    if (pool->fence) {
-        status = take_fenced(out, pool, &mapping);
-    } else {
-        status = rbi_mapping_run(&block, pool, &mapping);
-        *out = take_part(pool, request, block, mapping.at_end);
-    }
-    return status;
+    return take_mapping(out, pool, request, &mapping);
 }
 
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
