@@ -311,8 +311,8 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
     return *out || status != REBATCH_OK ? status : REBATCH_OOM;
 }
 
-/* Every stage below the pressure callbacks, in this order, each once. One gives REBATCH_OOM where it
- * has no memory, or is not for this pool: the next one is tried. */
+/* Every stage below the pressure callbacks, in this order, each once. One gives REBATCH_OOM where
+ * it has no memory, or is not for this pool: the next one is tried. */
 static rebatch_status (*const stages[])(struct rbi_block **out, rebatch_pool *pool,
                                         struct rbi_request *request) = {
     take_cached, take_done, take_new, take_anywhere, take_after_wait, take_after_trim, take_best,

@@ -139,9 +139,9 @@ struct rbi_lists {
     uint64_t free_bytes;
     uint64_t small_bytes;
     uint64_t quick_filled[2];
-    uint32_t misses;         /* requests since the quick lists served one, up to RBI_POOL_MISSES */
-    uint32_t merged;         /* frees merged at once since then */
-    bool has_zones;          /* false: all its blocks are in the first one's bins */
+    uint32_t misses; /* requests since the quick lists served one, up to RBI_POOL_MISSES */
+    uint32_t merged; /* frees merged at once since then */
+    bool has_zones;  /* false: all its blocks are in the first one's bins */
     struct rbi_quick quick[2 * RBI_POOL_QUICK];
     struct rbi_bins bins[RBI_POOL_ZONES];
 };
