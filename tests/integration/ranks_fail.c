@@ -3,15 +3,13 @@
 #include <stdio.h>
 #include <string.h>
 
-#include <criterion/criterion.h>
-
-#include "rank_threads.h"
+#include "rank_asserts.h"
 
 static void open(struct ranks *ranks, uint32_t size)
 {
     rebatch_options o = REBATCH_OPTIONS_INIT;
     o.micro_start = 4;
-    cr_assert(ranks_open(ranks, size, &o, 0), "%s", rebatch_last_error());
+    open_ranks(ranks, size, &o);
 }
 
 static void assert_ends(const struct rank *r, rebatch_status status, const char *error)
@@ -32,8 +30,7 @@ static void assert_goes_on(struct ranks *ranks, uint64_t steps)
         ranks->rank[i].fails_for_ever = false;
     }
     ranks_step(ranks);
-    for (uint32_t i = 0; i < ranks->size; i++)
-        cr_assert_eq(ranks->rank[i].status, REBATCH_OK, "%s", ranks->rank[i].error);
+    assert_all(ranks, REBATCH_OK);
     cr_assert(ranks_have_stepped(ranks, steps + 1));
 }
 

@@ -3,9 +3,7 @@
  * Must not know more of the library than its public headers say. */
 #include <string.h>
 
-#include <criterion/criterion.h>
-
-#include "rank_threads.h"
+#include "rank_asserts.h"
 
 static rebatch_options in_lockstep(void)
 {
@@ -20,14 +18,7 @@ static rebatch_options in_lockstep(void)
 static void open(struct ranks *ranks, uint32_t size)
 {
     const rebatch_options o = in_lockstep();
-    cr_assert(ranks_open(ranks, size, &o, 0), "%s", rebatch_last_error());
-}
-
-static void assert_all(const struct ranks *ranks, rebatch_status status)
-{
-    for (uint32_t i = 0; i < ranks->size; i++)
-        cr_assert_eq(ranks->rank[i].status, status, "rank %u: %d, %s", i, ranks->rank[i].status,
-                     ranks->rank[i].error);
+    open_ranks(ranks, size, &o);
 }
 
 static void assert_says(const struct rank *r, const char *sentence)

@@ -2,9 +2,7 @@
  * of them changes. Must not know more of the library than its public headers say. */
 #include <string.h>
 
-#include <criterion/criterion.h>
-
-#include "rank_threads.h"
+#include "rank_asserts.h"
 
 static rebatch_options small_microbatches(void)
 {
@@ -17,13 +15,7 @@ static rebatch_options small_microbatches(void)
 static void open(struct ranks *ranks, uint32_t size)
 {
     const rebatch_options o = small_microbatches();
-    cr_assert(ranks_open(ranks, size, &o, 0), "%s", rebatch_last_error());
-}
-
-static void assert_all(const struct ranks *ranks, rebatch_status status)
-{
-    for (uint32_t i = 0; i < ranks->size; i++)
-        cr_assert_eq(ranks->rank[i].status, status, "rank %u: %s", i, ranks->rank[i].error);
+    open_ranks(ranks, size, &o);
 }
 
 Test(ranks_step, the_effective_batch_is_the_samples_of_all_ranks)
