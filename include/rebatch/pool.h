@@ -379,14 +379,13 @@ REBATCH_API rebatch_status rebatch_pool_tag(rebatch_tag *out, rebatch_pool *pool
  *  what is freed until then, as gradients are at the beginning of a loop, is freed in the phase
  *  before, and so does not outlive that. A session marks its callbacks itself. Thread-safe.
  *
- *  The pool plans a phase after three consecutive phases with the same key in each of which it
- *  moved pages, or held over a sixteenth more memory than was ever in use. The calls of the last
- *  two are compared: only when they are the same is there a plan. The pool then serves the next
- *  phases with this key from one arena, in which no page is moved, and returns to the device what
- *  it holds beyond its needs. The first call that differs ends the plan for its phase. That call
- *  and those after it are served as without a plan, and so are allocations on other streams than
- *  that of the phase's first allocation, blocks that are used by other streams, and blocks that
- *  outlive the phase.
+ *  The pool plans a phase when three consecutive phases with the same key lacked room: in each, the
+ *  pool moved pages, or held over a sixteenth more memory than was ever in use. It plans only if
+ *  the last two of them made the same calls. The pool then serves the next phases with this key
+ *  from one arena, in which no page is moved, and returns to the device what it holds beyond its
+ *  needs. The first call that differs ends the plan for its phase. That call and those after it are
+ *  served as without a plan, and so are allocations on other streams than that of the phase's first
+ *  allocation, blocks that are used by other streams, and blocks that outlive the phase.
  *  @param pool  the pool. A phase has the calls of all threads, except of those that the open scope
  *               of a session's callback does not cover
  *  @param key   identifies the kind of phase, for example by its size; 0: no phase begins. The pool

@@ -293,8 +293,8 @@ typedef struct rebatch_event {
 typedef enum rebatch_on_oom {
     REBATCH_ON_OOM_DEFAULT = 0, /**< REBATCH_ON_OOM_FIT with the memory model of a probe, or of
                                      `learn`; else REBATCH_ON_OOM_HALVE */
-    REBATCH_ON_OOM_HALVE,       /**< halve the micro-batch that failed; after a growth that failed:
-                                     return to the size before it, if that is more than half */
+    REBATCH_ON_OOM_HALVE,       /**< halve the micro-batch that failed. A growth that failed returns
+                                     to the size before the growth, if that is more than half */
     REBATCH_ON_OOM_STOP,        /**< end the step with REBATCH_E_EXHAUSTED */
     REBATCH_ON_OOM_FIT          /**< use the largest size that is predicted to fit in the available
                                      memory, from a probe's memory model or from sizes that ran;

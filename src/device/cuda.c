@@ -222,7 +222,8 @@ static rebatch_status cuda_release(void *self, rbi_physical physical, size_t byt
     return count(self, release(self, physical), 0, bytes);
 }
 
-/* Pinned memory is the host's no longer: of what the host has free, one part in so many. */
+/* Pinned memory is the host's no longer, so the pool takes one part in PARTS_OF_HOST of what the
+ * host has free. */
 #define PARTS_OF_HOST 2
 
 static size_t cuda_host_room(void *self)

@@ -12,7 +12,7 @@
 /* What is available differs by less from step to step. */
 #define NOTICEABLE 64
 /* A step in which the allocator returns cached memory to serve a request is squeezed. Memory may
- * settle; after so many steps there is no room left. */
+ * settle; after SQUEEZED_MOST such steps in a row there is no room left. */
 #define SQUEEZED_MOST 3
 /* More OOMs tell of something else than the size. */
 #define OOMS_MOST 2
