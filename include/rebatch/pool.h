@@ -48,10 +48,6 @@ typedef struct rebatch_pool_options {
                                   is room; at most limit_bytes and the device's memory; 0: none */
     size_t max_split_bytes;  /**< a free block larger than this is not split for a request that is
                                   smaller than this; 0: no bound */
-    uint32_t gc_threshold_permille; /**< when the pool grows above this share of the limit (without
-                                         a limit: of the device's memory), it returns the least
-                                         recently used free memory to the device, 1 to 1000;
-                                         0: never */
     uint32_t rounding_divisions; /**< block sizes are rounded up to one of this many steps between
                                       two powers of two; a power of two up to 256; 0: rounding to
                                       REBATCH_POOL_UNIT_BYTES only */
@@ -79,7 +75,7 @@ typedef struct rebatch_pool_options {
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
-        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, 0, REBATCH_DEFAULT, 0, 0, \
+        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, REBATCH_DEFAULT, 0, 0,    \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0                                                    \
     }
 
@@ -107,7 +103,6 @@ typedef struct rebatch_pool_options {
     X(late_frees, "calls", "to free a block that a rollback had taken back; ignored")              \
     X(remaps, "pages", "of free blocks mapped to another address")                                 \
     X(quarantined_bytes, "bytes", "that the device did not unmap; never used again")               \
-    X(collected_bytes, "bytes", "returned to the device above gc_threshold_permille")              \
     X(ballast_drops, "times", "the ballast was released")                                          \
     X(driver_creates, "calls", "that made physical memory")                                        \
     X(driver_maps, "calls", "that mapped a piece of physical memory")                              \

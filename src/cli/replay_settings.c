@@ -59,13 +59,6 @@ static bool set_max_split(struct rbi_replay_settings *settings, const char *text
     return set_bytes(&settings->pool.max_split_bytes, text);
 }
 
-static bool set_gc_threshold(struct rbi_replay_settings *settings, const char *text)
-{
-    size_t bytes;
-    uint32_t *const permille = &settings->pool.gc_threshold_permille;
-    return rebatch_config_parse_size(&bytes, permille, text) == REBATCH_OK && *permille > 0;
-}
-
 static bool set_keep_room(struct rbi_replay_settings *settings, const char *text)
 {
     size_t bytes;
@@ -178,7 +171,6 @@ static const struct option options[] = {
     {"--replay", set_replay, "on or off"},
     {"--ballast", set_ballast, A_SIZE},
     {"--max-split", set_max_split, A_SIZE},
-    {"--gc-threshold", set_gc_threshold, "a share from 0.1% to 100%"},
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--fence", set_fence, "on or off"},

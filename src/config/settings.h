@@ -79,10 +79,6 @@ enum rbi_setting_kind {
     X(MEMORY_MAX_SPLIT, .key = "memory.max_split", .kind = RBI_SIZE, .initial = "none",            \
       .least = 1, .most = RBI_NUMBER_MOST, .may_be_none = true,                                    \
       .help = "A free block larger than this is not split for a request smaller than this.")       \
-    X(MEMORY_GC_THRESHOLD, .key = "memory.gc_threshold", .kind = RBI_SHARE, .initial = "none",     \
-      .share_of = "the limit, or of the device's memory", .may_be_none = true,                     \
-      .help = "When the pool grows above this share, it returns the least recently used free "     \
-              "memory to the device.")                                                             \
     X(MEMORY_KEEP_ROOM, .key = "memory.keep_room", .kind = RBI_SHARE, .initial = "2%",             \
       .share_of = "the memory that the pool holds or can get",                                     \
       .help =                                                                                      \

@@ -331,7 +331,7 @@ static void put_settings(struct pickle *p)
     rbi_pickle_integer(p->sink,
                        facts->max_split_bytes == SIZE_MAX ? -1 : (int64_t)facts->max_split_bytes);
     put_word(p, WORD_garbage_collection_threshold);
-    rbi_pickle_float(p->sink, (double)facts->gc_permille / 1000);
+    rbi_pickle_float(p->sink, 0.0);
     put_bool(p, WORD_expandable_segments, facts->is_mapped);
     put_rounding(p);
     rbi_pickle_end_dict(p->sink);

@@ -14,12 +14,6 @@ size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes)
     return rbi_min(pool->limit_bytes, share_of(device_total_bytes, pool->limit_permille));
 }
 
-size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille)
-{
-    return share_of(rbi_min(rbi_pool_limit(pool, device_total_bytes), device_total_bytes),
-                    permille);
-}
-
 /* What the pool holds, and what it could still have: less than the limit where others have a part
  * of the device. */
 static size_t reachable(const rebatch_pool *pool, size_t room)
@@ -103,13 +97,8 @@ bool rbi_pool_knows_needs(const rebatch_pool *pool)
 }
 
 /* Whether `bytes` more leave others what should be kept of the device. */
-static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room,
-                        const rebatch_memory_info *info)
+static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room)
 {
-    const size_t reserved = (size_t)rbi_vm_device_bytes(&pool->vm);
-    const size_t collected_above = rbi_pool_share(pool, info->total_bytes, pool->gc_permille);
-    if (pool->gc_permille && (collected_above < reserved || bytes > collected_above - reserved))
-        return false;
     const size_t kept = kept_room(pool, room);
     return room > kept && bytes <= room - kept;
 }
@@ -135,19 +124,17 @@ static bool is_within_peak(const rebatch_pool *pool, size_t bytes)
 bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes)
 {
     size_t room;
-    rebatch_memory_info info;
-    if (rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+    if (rbi_pool_room(&room, pool, NULL) != REBATCH_OK)
         return false;
     const size_t cached = (size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes);
     const size_t lacking = bytes - rbi_min(bytes, cached);
-    return leaves_room(pool, bytes / PARTS_OF_PAGES, room, &info) ||
+    return leaves_room(pool, bytes / PARTS_OF_PAGES, room) ||
            (lacking <= room && is_within_peak(pool, lacking));
 }
 
-bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
-                       const rebatch_memory_info *info)
+bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room)
 {
-    return leaves_room(pool, bytes, room, info) && is_within_peak(pool, bytes);
+    return leaves_room(pool, bytes, room) && is_within_peak(pool, bytes);
 }
 
 /* Beyond this part of the peak, and so many pages, memory is held for nothing. */
@@ -173,11 +160,10 @@ static bool may_be_large(const rebatch_pool *pool, size_t bytes)
 struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes)
 {
     size_t room;
-    rebatch_memory_info info;
     const bool knows = rbi_pool_knows_needs(pool), may_cut = knows || may_be_large(pool, bytes);
-    if (!may_cut || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+    if (!may_cut || rbi_pool_room(&room, pool, NULL) != REBATCH_OK)
         return (struct rbi_policy){false, false};
-    const bool has_room = knows && leaves_room(pool, bytes, room, &info);
+    const bool has_room = knows && leaves_room(pool, bytes, room);
     const bool fresh_first = has_room && is_within_peak(pool, bytes);
     if (has_room && !fresh_first)
         pool->moved_bytes += bytes; /* pages are moved for it instead */

@@ -125,13 +125,12 @@ rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
 static void widen(struct rbi_window *window, rebatch_pool *pool, const struct rbi_mapping *mapping)
 {
     size_t room;
-    rebatch_memory_info info;
     if (mapping->no_fresh || mapping->ahead || mapping->overflows ||
-        pool->vm.spare_pages >= window->pages || rbi_pool_room(&room, pool, &info) != REBATCH_OK)
+        pool->vm.spare_pages >= window->pages || rbi_pool_room(&room, pool, NULL) != REBATCH_OK)
         return;
     const size_t chunk = rbi_vm_chunk(&pool->vm, window->pages, room / pool->page_bytes);
     const size_t pages = (window->pages + chunk - 1) & ~(chunk - 1);
-    if (pages > window->pages && rbi_pool_may_take(pool, pages * pool->page_bytes, room, &info))
+    if (pages > window->pages && rbi_pool_may_take(pool, pages * pool->page_bytes, room))
         rbi_window_widen(window, pool, pages);
 }
 

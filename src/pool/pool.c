@@ -9,10 +9,6 @@ static rebatch_status check_options(const rebatch_pool_options *options,
         return rbi_error(REBATCH_E_INVALID,
                          "rebatch_pool_options.limit_permille is %u: expected 0 to 1000",
                          (unsigned)options->limit_permille);
-    if (options->gc_threshold_permille > 1000)
-        return rbi_error(REBATCH_E_INVALID,
-                         "rebatch_pool_options.gc_threshold_permille is %u: expected 0 to 1000",
-                         (unsigned)options->gc_threshold_permille);
     if (options->keep_room_permille > 1000)
         return rbi_error(REBATCH_E_INVALID,
                          "rebatch_pool_options.keep_room_permille is %u: expected 0 to 1000",
@@ -45,7 +41,6 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->page_bytes = rbi_device_page_bytes(pool->device);
     pool->limit_bytes = options->limit_bytes ? options->limit_bytes : SIZE_MAX;
     pool->limit_permille = options->limit_permille;
-    pool->gc_permille = options->gc_threshold_permille;
     pool->keep_room_permille =
         options->keep_room_permille ? options->keep_room_permille : RBI_POOL_KEEP_ROOM;
     pool->headroom_bytes = options->headroom_bytes;

@@ -138,7 +138,6 @@ struct rebatch_pool {
     /* From here to `tags` a copy of the pool has what the pool has (clone.c). */
     size_t limit_bytes; /* SIZE_MAX: none */
     uint32_t limit_permille;
-    uint32_t gc_permille;
     uint32_t keep_room_permille;
     uint32_t rounding_divisions;
     size_t headroom_bytes;
@@ -315,8 +314,6 @@ void rbi_pool_unmap_free(rebatch_pool *pool, struct rbi_range *range, char *at, 
  * (may be NULL) stays. */
 rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
                                    const struct rbi_pool_stream *spared, size_t *released_bytes);
-/* Above its threshold the pool gives the free pages back that were not used for longest. */
-void rbi_pool_collect(rebatch_pool *pool);
 void rbi_pool_destroy_ranges(rebatch_pool *pool);
 
 /* ---- windows (placement.c); all with the lock held ---- */
@@ -361,8 +358,6 @@ rebatch_status rbi_pool_room(size_t *room, rebatch_pool *pool, rebatch_memory_in
 rebatch_status rbi_pool_count_available(size_t *bytes, rebatch_pool *pool);
 /* What the host could give, in whole pages. */
 size_t rbi_pool_overflow_room(const rebatch_pool *pool);
-/* A share of the limit, or of the device where that is less. */
-size_t rbi_pool_share(const rebatch_pool *pool, size_t device_total_bytes, uint32_t permille);
 size_t rbi_pool_limit(const rebatch_pool *pool, size_t device_total_bytes);
 /* What a pool may spend to save calls of the device. Until it has seen what it needs, and where
  * memory is scarce, free pages are moved to where they are needed; but every move costs calls, in
@@ -381,8 +376,7 @@ bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes);
  * device is behind are fresh ones, as pages that its work may still use cannot be moved. */
 bool rbi_pool_holds_too_much(const rebatch_pool *pool);
 /* Whether `bytes` more leave others, and the pool itself, what should be kept. */
-bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room,
-                       const rebatch_memory_info *info);
+bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room);
 
 /* ---- memory for a place (mapping.c); all with the lock held ---- */
 

@@ -312,48 +312,6 @@ rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
     return status;
 }
 
-/* The free block with whole pages, or the wholly free plain range's, that was used last longest
- * ago. Work on the latter is waited for when it is given back. */
-static struct rbi_block *oldest_free(const rebatch_pool *pool)
-{
-    struct rbi_block *oldest = NULL;
-    for (const struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
-        for (struct rbi_block *b = r->first; b; b = b->after) {
-            char *first;
-            if (b->state != RBI_BLOCK_FREE ||
-                (r->map ? b->freed_at > rbi_stream_of(b)->done ||
-                              rbi_block_own_pages(pool, b, &first) == 0
-                        : b->bytes != r->bytes))
-                continue;
-            if (!oldest || b->sequence < oldest->sequence)
-                oldest = b;
-        }
-    }
-    return oldest;
-}
-
-void rbi_pool_collect(rebatch_pool *pool)
-{
-    rebatch_memory_info info;
-    if (pool->gc_permille == 0 || rebatch_device_memory(pool->device, &info) != REBATCH_OK)
-        return;
-    const size_t threshold = rbi_pool_share(pool, info.total_bytes, pool->gc_permille);
-    const uint64_t before = rbi_vm_device_bytes(&pool->vm);
-    if (before > threshold)
-        rbi_pool_flush_lists(pool);
-    while (rbi_vm_device_bytes(&pool->vm) > threshold) {
-        const size_t excess = (size_t)(rbi_vm_device_bytes(&pool->vm) - threshold);
-        const size_t pages = (excess + pool->page_bytes - 1) / pool->page_bytes;
-        if (rbi_vm_release(&pool->vm, pool->vm.spare_pages - rbi_min(pool->vm.spare_pages, pages)))
-            continue;
-        struct rbi_block *block = pool->vm.spare_pages == 0 ? oldest_free(pool) : NULL;
-        if (!block || (block->range->map ? !harvest_block(pool, block, pages)
-                                         : rbi_range_free(pool, block->range) != REBATCH_OK))
-            break;
-    }
-    pool->stats.collected_bytes += before - rbi_vm_device_bytes(&pool->vm);
-}
-
 /* ---- the end ---- */
 
 /* Whether a stream that could not be waited for may still use a block. Streams have been waited for

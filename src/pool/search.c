@@ -251,12 +251,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
 static rebatch_status take_new(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request)
 {
-    const uint64_t held = rbi_vm_bytes(&pool->vm);
-    const rebatch_status status =
-        pool->has_space ? take_mapped(out, pool, request) : take_plain(out, pool, request);
-    if (rbi_vm_bytes(&pool->vm) > held && status == REBATCH_OK)
-        rbi_pool_collect(pool);
-    return status;
+    return pool->has_space ? take_mapped(out, pool, request) : take_plain(out, pool, request);
 }
 
 static rebatch_status take_after_wait(struct rbi_block **out, rebatch_pool *pool,

@@ -32,7 +32,6 @@
     X("caching", rbi_is_on(p->caching))                                                            \
     X("ballast_bytes", p->ballast_bytes)                                                           \
     X("max_split_bytes", p->max_split_bytes)                                                       \
-    X("gc_threshold_permille", p->gc_threshold_permille)                                           \
     X("keep_room_permille", p->keep_room_permille)                                                 \
     X("rounding_divisions", p->rounding_divisions)                                                 \
     X("guard", p->fence == REBATCH_ON) /* as files have it */

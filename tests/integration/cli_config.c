@@ -101,7 +101,6 @@ Test(cli_config, show)
            "    overflow_limit  = 0;          # default\n"
            "    ballast         = 0;          # default\n"
            "    max_split       = \"none\";     # default\n"
-           "    gc_threshold    = \"none\";     # default\n"
            "    keep_room       = \"2%\";       # default\n"
            "    rounding        = 0;          # default\n"
            "    fence           = false;      # default\n"

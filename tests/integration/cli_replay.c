@@ -478,7 +478,7 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--ballast 2MiB --capacity 8MiB", true},
         {"--fence on --capacity 6MiB", true},
         {"--fence on --capacity 4MiB", false},
-        {"--max-split 3MiB --gc-threshold 80% --keep-room 100% --rounding 4", true},
+        {"--max-split 3MiB --keep-room 100% --rounding 4", true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char line[PATH_MAX];
@@ -806,12 +806,10 @@ Test(cli_replay, wrong_usage)
          ".csv\n"},
         {"--snapshot s.csv t u",
          "rebatch replay: --snapshot is 's.csv', and there are 2 traces: expected one\n"},
-        {"--gc-threshold 0% t",
-         "rebatch replay: --gc-threshold is '0%': expected a share from 0.1% to 100%\n"},
         {"--keep-room 0% t",
          "rebatch replay: --keep-room is '0%': expected a share from 0.1% to 100%\n"},
-        {"--gc-threshold 8MiB t",
-         "rebatch replay: --gc-threshold is '8MiB': expected a share from 0.1% to 100%\n"},
+        {"--keep-room 8MiB t",
+         "rebatch replay: --keep-room is '8MiB': expected a share from 0.1% to 100%\n"},
         {"--rounding 300 t",
          "rebatch replay: --rounding is '300': expected a power of two up to 256\n"},
         {"--fence yes t", "rebatch replay: --fence is 'yes': expected on or off\n"},

@@ -108,8 +108,6 @@ static void draw_options(rebatch_options *o, uint64_t *dice)
         o->pool.rounding_divisions = 1u << storm_below(dice, 4);
     if (storm_one_in(dice, 10))
         o->pool.ballast_bytes = storm_between(dice, 1, 4) * 4096;
-    if (storm_one_in(dice, 10))
-        o->pool.gc_threshold_permille = (uint32_t)storm_between(dice, 1, 1000);
     o->reclaim = toggle(dice, 6);
     o->log_level = REBATCH_LOG_DEBUG;
 }

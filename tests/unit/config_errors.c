@@ -18,9 +18,9 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
     "limit, headroom, caching, replay, overflow, overflow_limit, ballast, max_split, "             \
-    "gc_threshold, keep_room, rounding, fence or events"
-#define THRESHOLD                                                                                  \
-    "expected text, a share such as \"90%\" of the limit, or of the device's memory, or \"none\""
+    "keep_room, rounding, fence or events"
+#define KEEP_ROOM                                                                                  \
+    "expected text, a share such as \"90%\" of the memory that the pool holds or can get"
 #define ROUNDING "expected 0 or a power of two up to 256"
 #define HEADROOM "expected bytes such as 1048576 or \"22GiB\""
 #define CAPACITY                                                                                   \
@@ -166,12 +166,12 @@ Test(config_errors, wrong_values)
         {"device = { capacity = 0; };", "t.cfg:1: device.capacity is 0, a size of zero: " CAPACITY},
         {"device = { kind = \"gpu\"; };",
          "t.cfg:1: device.kind is \"gpu\": expected text, \"host\", \"cuda\" or \"auto\""},
-        {"memory = { gc_threshold = \"22GiB\"; };",
-         "t.cfg:1: memory.gc_threshold is \"22GiB\", not a share: " THRESHOLD},
-        {"memory = { gc_threshold = \"80\"; };",
-         "t.cfg:1: memory.gc_threshold is \"80\", a number without a unit: " THRESHOLD},
-        {"memory = { gc_threshold = 80; };",
-         "t.cfg:1: memory.gc_threshold is 80, a whole number: " THRESHOLD},
+        {"memory = { keep_room = \"22GiB\"; };",
+         "t.cfg:1: memory.keep_room is \"22GiB\", not a share: " KEEP_ROOM},
+        {"memory = { keep_room = \"80\"; };",
+         "t.cfg:1: memory.keep_room is \"80\", a number without a unit: " KEEP_ROOM},
+        {"memory = { keep_room = 80; };",
+         "t.cfg:1: memory.keep_room is 80, a whole number: " KEEP_ROOM},
         {"memory = { rounding = 12; };",
          "t.cfg:1: memory.rounding is 12, not a power of two: " ROUNDING},
         {"memory = { rounding = 512; };", "t.cfg:1: memory.rounding is 512, too large: " ROUNDING},

@@ -32,7 +32,6 @@ static const struct value {
     {"memory.overflow_limit", "\"4GiB\"", "4GiB", "0"},
     {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
     {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
-    {"memory.gc_threshold", "\"80%\"", "80%", "\"none\""},
     {"memory.keep_room", "\"40%\"", "40%", "\"2%\""},
     {"memory.rounding", "16", "16", "0"},
     {"memory.fence", "true", "true", "false"},
@@ -269,7 +268,6 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.overflow == e->pool.overflow);
     cr_expect(o->pool.overflow_bytes == e->pool.overflow_bytes);
     cr_expect(o->pool.max_split_bytes == e->pool.max_split_bytes);
-    cr_expect(o->pool.gc_threshold_permille == e->pool.gc_threshold_permille);
     cr_expect(o->pool.keep_room_permille == e->pool.keep_room_permille);
     cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
     cr_expect(o->pool.fence == e->pool.fence);
@@ -337,7 +335,6 @@ Test(config_load, options_of_every_setting)
                  .caching = REBATCH_ON,
                  .ballast_bytes = 67108864,
                  .max_split_bytes = 200000000,
-                 .gc_threshold_permille = 800,
                  .keep_room_permille = 400,
                  .rounding_divisions = 16,
                  .fence = REBATCH_ON,
@@ -432,7 +429,6 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.overflow_limit", pool.overflow_bytes),
         MEMBER("memory.ballast", pool.ballast_bytes),
         MEMBER("memory.max_split", pool.max_split_bytes),
-        MEMBER("memory.gc_threshold", pool.gc_threshold_permille),
         MEMBER("memory.keep_room", pool.keep_room_permille),
         MEMBER("memory.rounding", pool.rounding_divisions),
         MEMBER("memory.fence", pool.fence),

@@ -497,12 +497,10 @@ static void assert_takes_single(size_t pages, const rebatch_pool_options *option
 /* Where memory is short, or shall be left to others, it takes what it needs and no more. */
 Test(pool_chunks, a_pool_that_grows_takes_what_it_needs_where_memory_is_short)
 {
-    rebatch_pool_options keeps = REBATCH_POOL_OPTIONS_INIT, collects = REBATCH_POOL_OPTIONS_INIT;
+    rebatch_pool_options keeps = REBATCH_POOL_OPTIONS_INIT;
     assert_takes_single(HELD + 300, NULL);
     keeps.keep_room_permille = 990;
     assert_takes_single(DEVICE_PAGES, &keeps);
-    collects.gc_threshold_permille = 15;
-    assert_takes_single(DEVICE_PAGES, &collects);
 }
 
 /* All there is can be had to the last page. */

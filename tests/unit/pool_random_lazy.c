@@ -446,7 +446,6 @@ Test(pool_random, many_calls_with_options)
 {
     struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
     kind.options.max_split_bytes = 2 * PAGE;
-    kind.options.gc_threshold_permille = 700;
     kind.options.rounding_divisions = 8;
     kind.options.events = 16;
     run_kind(104, &kind);
@@ -464,7 +463,6 @@ Test(pool_random, many_calls_on_plain_allocations)
     kind.tight = true;
     kind.calls = 200000;
     run_kind(107, &kind);
-    kind.options.gc_threshold_permille = 600;
     kind.options.max_split_bytes = 3 * PAGE;
     run_kind(110, &kind);
 }

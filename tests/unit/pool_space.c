@@ -352,7 +352,7 @@ Test(pool_space, sizes_are_rounded_to_steps_of_their_octave)
     options.rounding_divisions = 3;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "is 3");
     options.rounding_divisions = 0;
-    options.gc_threshold_permille = 1001;
+    options.keep_room_permille = 1001;
     assert_refused(rebatch_pool_create(&pool, rig.device, &options), REBATCH_E_INVALID, "1001");
     rig_close(&rig);
 }
@@ -395,50 +395,6 @@ Test(pool_space, the_last_events_are_kept)
     rig = rig_open(16, NULL);
     give(rig.pool, take(rig.pool, KIB));
     cr_assert_eq(get_events(events, 8, rig.pool), 0);
-    rig_close(&rig);
-}
-
-/* The same on a device without virtual memory: the allocations that were not used for longest go
- * first, and no more than needed. */
-Test(pool_space, free_allocations_above_the_gc_threshold_go_back)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.gc_threshold_permille = 500;
-    struct rig rig = rig_open_plain(64, &options);
-    void *blocks[4];
-    for (size_t i = 0; i < 4; i++)
-        blocks[i] = take(rig.pool, (5 + i) * PAGE); /* 5, 6, 7, 8: 26 of 32 */
-    give(rig.pool, blocks[1]);
-    give(rig.pool, blocks[0]);
-    give(rig.pool, blocks[3]);
-    void *large = take(rig.pool, 16 * PAGE); /* 10 too many: the 6 and the 5 */
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, 31 * PAGE);
-    cr_assert_eq(stats_of(rig.pool).collected_bytes, 11 * PAGE);
-    const uint64_t calls = stats_of(rig.pool).device_allocations;
-    (void)take(rig.pool, 8 * PAGE);
-    cr_assert_eq(stats_of(rig.pool).device_allocations, calls, "the 8 are still cached");
-    assert_valid(rig.pool);
-    give(rig.pool, large);
-    rig_close(&rig);
-}
-
-/* Above the threshold free memory goes back to the device when the pool grows. */
-Test(pool_space, free_memory_above_the_gc_threshold_goes_back)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.gc_threshold_permille = 500;
-    options.ballast_bytes = 0;
-    struct rig rig = rig_open(16, &options);
-    rebatch_stream other;
-    cr_assert_eq(rebatch_stream_create(&other, rig.device), REBATCH_OK);
-    void *cached = take(rig.pool, 6 * PAGE);
-    void *wall = take(rig.pool, UNIT);
-    give(rig.pool, cached);
-    void *large = take(rig.pool, 8 * PAGE);
-    cr_assert_leq(stats_of(rig.pool).reserved_bytes, 10 * PAGE);
-    assert_valid(rig.pool);
-    give(rig.pool, wall);
-    give(rig.pool, large);
     rig_close(&rig);
 }
 

@@ -283,19 +283,6 @@ Test(pool_warm, the_room_is_that_within_the_limit)
     rig_close(&rig);
 }
 
-/* What would be collected at once is not taken. */
-Test(pool_warm, the_gc_threshold_holds)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.gc_threshold_permille = 270; /* 276 pages */
-    struct rig rig = rig_open(1024, &options);
-    scatter(rig.pool);
-    learn_needs(rig.pool);
-    cr_assert_eq(remaps_for_large(rig.pool), 8);
-    cr_assert_eq(stats_of(rig.pool).collected_bytes, 0);
-    rig_close(&rig);
-}
-
 /* Where the device has no more after all, free pages are moved as ever. */
 Test(pool_warm, a_device_that_has_no_more_costs_nothing_but_the_question)
 {
