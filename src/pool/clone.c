@@ -38,7 +38,6 @@ static void copy_figures(rebatch_pool *to, const rebatch_pool *from)
     const size_t first = offsetof(rebatch_pool, limit_bytes);
     const size_t end = offsetof(rebatch_pool, tags) + sizeof to->tags;
     memcpy((char *)to + first, (const char *)from + first, end - first);
-    to->heap.ranges_made = from->heap.ranges_made;
 }
 
 /* On a dry device all work is done as soon as it is enqueued. */
@@ -135,22 +134,14 @@ static rebatch_status copy_range(struct copy *copy, const struct rbi_range *from
     rebatch_pool *to = copy->to;
     if (!rbi_nodes_prepare(&to->heap.range_nodes, 1))
         return no_memory();
-    struct rbi_range *range = rbi_nodes_take(&to->heap.range_nodes);
-    range->address = from->address;
-    range->bytes = from->bytes;
-    range->zone = from->zone;
+    struct rbi_range *range =
+        rbi_blocks_add_empty(&to->heap, from->address, from->bytes, from->zone);
     range->number = from->number;
     const rebatch_status status = copy_pages(copy, range, from);
     if (status) {
-        rbi_nodes_put(&to->heap.range_nodes, range);
+        rbi_blocks_remove_range(&to->heap, range);
         return status;
     }
-    range->previous = to->heap.last_range;
-    if (to->heap.last_range)
-        to->heap.last_range->next = range;
-    else
-        to->heap.first_range = range;
-    to->heap.last_range = range;
     struct rbi_block *last = NULL;
     for (const struct rbi_block *b = from->first; b; b = b->after) {
         if (!copy_block(copy, range, last, b))
@@ -266,6 +257,7 @@ static rebatch_status copy_locked(struct copy *copy)
         status = copy_streams(copy);
     for (const struct rbi_range *r = copy->from->heap.first_range; r && !status; r = r->next)
         status = copy_range(copy, r);
+    copy->to->heap.ranges_made = copy->from->heap.ranges_made;
     return status ? status : copy_lists(copy);
 }
 

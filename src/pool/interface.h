@@ -48,13 +48,9 @@ struct rbi_extent {
     bool leaves_out;
 };
 /* As rebatch_scope_begin(), for a scope that takes in what this thread does, and those that joined
- * it, and no other. */
-rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool);
-/* As rebatch_scope_begin(), for a scope that only counts: frees within it do not wait for its end,
- * and a rollback takes nothing back. */
-rebatch_status rbi_scope_begin_observing(rebatch_scope *out, rebatch_pool *pool);
-/* As rbi_scope_begin_own(), or where it `observes` as rbi_scope_begin_observing(), and then as
- * rebatch_pool_mark(), with one turn of the lock. */
+ * it, and no other; or where it `observes`, for one that only counts: frees within it do not wait
+ * for its end, and a rollback takes nothing back. And as rebatch_pool_mark(), with one turn of the
+ * lock. */
 rebatch_status rbi_scope_begin_phase(rebatch_scope *out, rebatch_pool *pool, bool observes,
                                      uint64_t key);
 /* What went between pool and device since create, but for what rebatch_pool_trim() was asked to
@@ -81,7 +77,7 @@ uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope);
 rebatch_status rbi_scope_undo(rebatch_pool *pool, rebatch_scope scope);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
-/* Commits the innermost scope past the scopes of rbi_scope_begin_own() around it: what was freed in
+/* Commits the innermost scope past the scopes of rbi_scope_begin_phase() around it: what was freed in
  * it is free now, and what was allocated in it stays when they are rolled back. */
 rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope);
 /* The same, and what was allocated in it is resident until it is freed: rbi_pool_free_resident()

@@ -109,9 +109,10 @@ static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_bloc
 /* ---- in use ---- */
 
 /* A block in no list is in use from here on; true when rbi_pool_raise_peaks() is to be called. */
-static inline bool rbi_pool_use_block_of(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                                         rebatch_tag tag, bool outside)
+static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
+                                      rebatch_tag tag)
 {
+    const bool outside = rbi_pool_is_other_thread(pool, pool->owner_thread);
     struct rbi_block *const ring = &pool->by_sequence;
     struct rbi_block *const newest = ring->previous;
     block->state = RBI_BLOCK_LIVE;
@@ -129,14 +130,6 @@ static inline bool rbi_pool_use_block_of(rebatch_pool *pool, struct rbi_block *b
     if (RBI_UNLIKELY(outside))
         rbi_scope_pass_over(pool, block, true);
     return rbi_pool_count_alloc(pool, block);
-}
-
-/* By this thread. */
-static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *block, size_t bytes,
-                                      rebatch_tag tag)
-{
-    return rbi_pool_use_block_of(pool, block, bytes, tag,
-                                 rbi_pool_is_other_thread(pool, pool->owner_thread));
 }
 
 static inline void rbi_pool_leave_use(struct rbi_block *block)

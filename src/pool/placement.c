@@ -10,13 +10,6 @@ static size_t pages_for(const rebatch_pool *pool, size_t bytes)
     return (bytes + pool->page_bytes - 1) >> (unsigned)__builtin_ctzll(pool->page_bytes);
 }
 
-/* A free block that `stream` may have at once. */
-static bool is_usable(const struct rbi_block *block, const struct rbi_pool_stream *stream)
-{
-    return block && block->state == RBI_BLOCK_FREE &&
-           (block->lists == &stream->lists || block->freed_at <= rbi_stream_of(block)->done);
-}
-
 /* The window of `bytes` that begins, or ends, where `near` does. */
 static void lay_window(struct rbi_window *window, const rebatch_pool *pool, struct rbi_block *near,
                        size_t bytes, bool at_end)
@@ -45,7 +38,10 @@ struct look {
 /* A free block that the request's stream may have at once, or a hole. */
 static bool is_open(const struct rbi_block *block, const struct rbi_pool_stream *stream)
 {
-    return block && (block->state == RBI_BLOCK_HOLE || is_usable(block, stream));
+    return block &&
+           (block->state == RBI_BLOCK_HOLE ||
+            (block->state == RBI_BLOCK_FREE &&
+             (block->lists == &stream->lists || block->freed_at <= rbi_stream_of(block)->done)));
 }
 
 /* A hole with what is open before and behind it. The request lies at the end where fewer pages
@@ -297,10 +293,6 @@ void rbi_window_drop(rebatch_pool *pool, struct rbi_window *window)
     struct rbi_block *const end = window->last->after;
     for (struct rbi_block *b = window->first, *next; b != end; b = next) {
         next = b->after;
-        if (next == end && b->state == RBI_BLOCK_HELD) {
-            (void)rbi_block_put(&pool->heap, b);
-            return;
-        }
         if (b->state == RBI_BLOCK_HELD)
             (void)rbi_block_put(&pool->heap, b);
     }
@@ -354,7 +346,7 @@ rebatch_status rbi_window_map(struct rbi_block **out, rebatch_pool *pool, struct
     rbi_block_give(first, &stream->lists);
     while (first->after != end) {
         rbi_block_give(first->after, &stream->lists);
-        rbi_block_join(&pool->heap, first);
+        rbi_block_take_in_after(&pool->heap, first);
     }
     *out = rbi_block_put(&pool->heap, first);
     return REBATCH_OK;

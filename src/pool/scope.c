@@ -66,24 +66,6 @@ rebatch_status rebatch_scope_begin(rebatch_scope *out, rebatch_pool *pool)
     return status;
 }
 
-rebatch_status rbi_scope_begin_own(rebatch_scope *out, rebatch_pool *pool)
-{
-    *out = 0;
-    rbi_lock_take(&pool->lock);
-    const rebatch_status status = begin_locked(out, pool, rbi_thread_number(), false);
-    rbi_pool_give_lock(pool);
-    return status;
-}
-
-rebatch_status rbi_scope_begin_observing(rebatch_scope *out, rebatch_pool *pool)
-{
-    *out = 0;
-    rbi_lock_take(&pool->lock);
-    const rebatch_status status = begin_locked(out, pool, 0, true);
-    rbi_pool_give_lock(pool);
-    return status;
-}
-
 rebatch_status rbi_scope_begin_phase(rebatch_scope *out, rebatch_pool *pool, bool observes,
                                      uint64_t key)
 {

@@ -109,22 +109,15 @@ static uint64_t marked_point(struct rbi_pool_stream *stream)
     return stream->mark_count != 0 ? mark_at(stream, stream->mark_count - 1)->point : stream->done;
 }
 
-/* Asks whether a mark has been reached, and with it those before it, without waiting. */
-static rebatch_status ask_mark(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream,
-                               uint32_t number)
+/* Asks whether the oldest mark has been reached, without waiting. */
+static rebatch_status ask(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    const struct rbi_mark *mark = mark_at(stream, number);
+    const struct rbi_mark *mark = mark_at(stream, 0);
     const rebatch_status status = rbi_event_query(pool->device, mark->event, reached);
     *reached = *reached && status == REBATCH_OK;
     if (*reached)
         note_done(stream, mark->point);
     return status == REBATCH_OOM ? REBATCH_OK : status;
-}
-
-/* The same of the oldest. */
-static rebatch_status ask(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream)
-{
-    return ask_mark(reached, pool, stream, 0);
 }
 
 static rebatch_status ask_all(rebatch_pool *pool, struct rbi_pool_stream *stream)

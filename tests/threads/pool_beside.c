@@ -84,7 +84,7 @@ static void attempt(struct shared *shared, const struct batch *batch, unsigned n
 {
     unsigned char *blocks[BLOCKS];
     rebatch_scope scope;
-    HOLDS(shared, rbi_scope_begin_own(&scope, shared->pool) == REBATCH_OK);
+    HOLDS(shared, rbi_scope_begin_phase(&scope, shared->pool, false, 0) == REBATCH_OK);
     for (unsigned k = 0; k < BLOCKS; k++)
         blocks[k] = take(shared, bytes_of(k), k);
     for (unsigned k = 0; k < (fails ? BLOCKS / 2 : BLOCKS); k++)

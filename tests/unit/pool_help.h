@@ -135,7 +135,7 @@ static inline rebatch_scope begin_own(rebatch_pool *pool)
 {
     rebatch_scope scope;
     be_thread(INSIDER);
-    cr_assert_eq(rbi_scope_begin_own(&scope, pool), REBATCH_OK);
+    cr_assert_eq(rbi_scope_begin_phase(&scope, pool, false, 0), REBATCH_OK);
     return scope;
 }
 

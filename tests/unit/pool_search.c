@@ -172,7 +172,7 @@ Test(pool_search, pressure_within_a_scope_of_the_thread_is_told)
     cr_assert_eq(holder.calls, 1);
     cr_assert(told[0] == 0 && told[1] == 0);
     rebatch_scope scope;
-    cr_assert_eq(rbi_scope_begin_own(&scope, rig.pool), REBATCH_OK);
+    cr_assert_eq(rbi_scope_begin_phase(&scope, rig.pool, false, 0), REBATCH_OK);
     cr_assert_eq(try(rig.pool, 20 * PAGE), REBATCH_OOM);
     cr_assert_eq(holder.calls, 2);
     cr_assert(told[0] == 1 && told[1] == 1);

@@ -159,11 +159,6 @@ struct rbi_block *rbi_block_split(struct rbi_block_heap *heap, struct rbi_block 
     return rbi_block_cut(heap, block, block->bytes - bytes, true);
 }
 
-void rbi_block_join(struct rbi_block_heap *heap, struct rbi_block *left)
-{
-    rbi_block_take_in_after(heap, left);
-}
-
 struct rbi_block *rbi_block_take_for(struct rbi_block_heap *heap, struct rbi_block *block,
                                      size_t bytes, struct rbi_lists *lists)
 {
@@ -250,8 +245,8 @@ struct rbi_block *rbi_block_around(const struct rbi_block_heap *heap, const void
 
 /* ---- ranges ---- */
 
-struct rbi_range *rbi_blocks_add_range(struct rbi_block_heap *heap, void *address, size_t bytes,
-                                       struct rbi_lists *lists, uint8_t zone)
+struct rbi_range *rbi_blocks_add_empty(struct rbi_block_heap *heap, void *address, size_t bytes,
+                                       uint8_t zone)
 {
     struct rbi_range *range = rbi_nodes_take(&heap->range_nodes);
     range->address = address;
@@ -264,6 +259,13 @@ struct rbi_range *rbi_blocks_add_range(struct rbi_block_heap *heap, void *addres
     else
         heap->first_range = range;
     heap->last_range = range;
+    return range;
+}
+
+struct rbi_range *rbi_blocks_add_range(struct rbi_block_heap *heap, void *address, size_t bytes,
+                                       struct rbi_lists *lists, uint8_t zone)
+{
+    struct rbi_range *range = rbi_blocks_add_empty(heap, address, bytes, zone);
     range->first = rbi_block_make(heap, range, address, bytes, lists);
     return range;
 }

@@ -571,22 +571,17 @@ static inline bool rbi_block_wants_quick(const struct rbi_block *block)
            (!quick->newest || quick->bytes == block->bytes);
 }
 
-/* For one that does not. */
-static inline void rbi_block_merge_at_once(struct rbi_block_heap *heap, struct rbi_block *block)
+/* The last step of a free where no other stream is in the way. */
+static inline void rbi_block_cache(struct rbi_block_heap *heap, struct rbi_block *block)
 {
-    struct rbi_lists *lists = block->lists;
+    struct rbi_lists *const lists = block->lists;
+    if (rbi_block_wants_quick(block)) {
+        rbi_quick_push(block);
+        return;
+    }
     if (++lists->merged == RBI_POOL_MERGES)
         lists->misses = lists->merged = 0;
     rbi_block_merge(heap, block);
-}
-
-/* Its last step where no other lists is in the way. */
-static inline void rbi_block_cache(struct rbi_block_heap *heap, struct rbi_block *block)
-{
-    if (rbi_block_wants_quick(block))
-        rbi_quick_push(block);
-    else
-        rbi_block_merge_at_once(heap, block);
 }
 
 /* ---- finding free blocks (blocks.c) ---- */
@@ -618,6 +613,9 @@ bool rbi_blocks_prepare(struct rbi_block_heap *heap, size_t count);
 /* Adds a range that is one block, in no list. Needs a spare node of each kind. */
 struct rbi_range *rbi_blocks_add_range(struct rbi_block_heap *heap, void *address, size_t bytes,
                                        struct rbi_lists *lists, uint8_t zone);
+/* The same without the block. */
+struct rbi_range *rbi_blocks_add_empty(struct rbi_block_heap *heap, void *address, size_t bytes,
+                                       uint8_t zone);
 /* Removes a range whose blocks are all free. */
 void rbi_blocks_remove_range(struct rbi_block_heap *heap, struct rbi_range *range);
 /* A node for a part of `range`, in no list. */
@@ -627,8 +625,6 @@ struct rbi_block *rbi_block_make(struct rbi_block_heap *heap, struct rbi_range *
  * the same state. Needs one spare node. */
 struct rbi_block *rbi_block_split(struct rbi_block_heap *heap, struct rbi_block *block,
                                   size_t bytes);
-/* Makes a block and the one after it, both in no list, one. */
-void rbi_block_join(struct rbi_block_heap *heap, struct rbi_block *left);
 /* A block in no list changes hands. */
 void rbi_block_give(struct rbi_block *block, struct rbi_lists *lists);
 /* Takes `bytes` of a free block out of its bin for `lists`; needs one spare node. */

@@ -19,34 +19,20 @@ static void end(struct rbi_vm *vm, uint64_t *count, uint64_t began, uint64_t pri
 #define PRICE(vm, kind)                                                                            \
     (rbi_device_prices_of((vm)->device) ? rbi_device_prices_of((vm)->device)->kind : 0)
 
-rebatch_status rbi_call_create(struct rbi_vm *vm, rbi_physical *out, size_t bytes)
+rebatch_status rbi_call_create(struct rbi_vm *vm, rbi_physical *out, size_t bytes, bool of_host)
 {
     const uint64_t began = begin(vm);
-    const rebatch_status status = rbi_device_create_physical(vm->device, out, bytes);
+    const rebatch_status status = of_host ? rbi_device_create_host(vm->device, out, bytes)
+                                          : rbi_device_create_physical(vm->device, out, bytes);
     end(vm, &vm->calls.creates, began, PRICE(vm, create));
     return status;
 }
 
-rebatch_status rbi_call_release(struct rbi_vm *vm, rbi_physical chunk, size_t bytes)
+rebatch_status rbi_call_release(struct rbi_vm *vm, rbi_physical chunk, size_t bytes, bool of_host)
 {
     const uint64_t began = begin(vm);
-    const rebatch_status status = rbi_device_release_physical(vm->device, chunk, bytes);
-    end(vm, &vm->calls.releases, began, PRICE(vm, release));
-    return status;
-}
-
-rebatch_status rbi_call_create_host(struct rbi_vm *vm, rbi_physical *out, size_t bytes)
-{
-    const uint64_t began = begin(vm);
-    const rebatch_status status = rbi_device_create_host(vm->device, out, bytes);
-    end(vm, &vm->calls.creates, began, PRICE(vm, create));
-    return status;
-}
-
-rebatch_status rbi_call_release_host(struct rbi_vm *vm, rbi_physical chunk, size_t bytes)
-{
-    const uint64_t began = begin(vm);
-    const rebatch_status status = rbi_device_release_host(vm->device, chunk, bytes);
+    const rebatch_status status = of_host ? rbi_device_release_host(vm->device, chunk, bytes)
+                                          : rbi_device_release_physical(vm->device, chunk, bytes);
     end(vm, &vm->calls.releases, began, PRICE(vm, release));
     return status;
 }

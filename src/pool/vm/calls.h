@@ -5,11 +5,9 @@
 
 #include "pool/vm/vm.h"
 
-rebatch_status rbi_call_create(struct rbi_vm *vm, rbi_physical *out, size_t bytes);
-rebatch_status rbi_call_release(struct rbi_vm *vm, rbi_physical chunk, size_t bytes);
-/* The same of host memory. */
-rebatch_status rbi_call_create_host(struct rbi_vm *vm, rbi_physical *out, size_t bytes);
-rebatch_status rbi_call_release_host(struct rbi_vm *vm, rbi_physical chunk, size_t bytes);
+/* A chunk of the device's memory, or `of_host`. */
+rebatch_status rbi_call_create(struct rbi_vm *vm, rbi_physical *out, size_t bytes, bool of_host);
+rebatch_status rbi_call_release(struct rbi_vm *vm, rbi_physical chunk, size_t bytes, bool of_host);
 rebatch_status rbi_call_map(struct rbi_vm *vm, void *at, size_t bytes, rbi_physical chunk);
 rebatch_status rbi_call_unmap(struct rbi_vm *vm, void *at, size_t bytes);
 /* `pieces`: the chunks in the range. */

@@ -135,7 +135,7 @@ bool rbi_vm_has_large(const struct rbi_vm *vm)
 static rebatch_status release(struct rbi_vm *vm, unsigned size)
 {
     const size_t bytes = vm->page_bytes << size;
-    const rebatch_status status = rbi_call_release(vm, rbi_spare_newest(vm, size), bytes);
+    const rebatch_status status = rbi_call_release(vm, rbi_spare_newest(vm, size), bytes, false);
     if (status != REBATCH_OK)
         return status; /* it stays spare */
     rbi_spare_drop(vm, size);
@@ -166,9 +166,9 @@ static rebatch_status create(struct rbi_vm *vm, unsigned size)
     const size_t bytes = vm->page_bytes << size;
     if (!prepare_spare(&vm->spare[size]))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
-    rebatch_status status = rbi_call_create(vm, &chunk, bytes);
+    rebatch_status status = rbi_call_create(vm, &chunk, bytes, false);
     if (status == REBATCH_OOM && size == 0 && drop_ballast(vm))
-        status = rbi_call_create(vm, &chunk, bytes);
+        status = rbi_call_create(vm, &chunk, bytes, false);
     if (status != REBATCH_OK)
         return status;
     rbi_spare_put(vm, chunk, size);

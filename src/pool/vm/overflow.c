@@ -55,7 +55,7 @@ static void give_back(struct rbi_vm *vm, struct rbi_host_chunk *chunk)
     struct rbi_overflow *const overflow = &vm->overflow;
     const size_t bytes = vm->page_bytes << chunk->size;
     chunk->at = NULL;
-    if (rbi_call_release_host(vm, chunk->chunk, bytes) != REBATCH_OK)
+    if (rbi_call_release(vm, chunk->chunk, bytes, true) != REBATCH_OK)
         return; /* the next to be mapped */
     overflow->bytes -= bytes;
     rbi_vm_note_given(vm, bytes);
@@ -84,7 +84,7 @@ static rebatch_status make(struct rbi_vm *vm, unsigned size)
     const size_t bytes = vm->page_bytes << size;
     if (!prepare(overflow))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
-    const rebatch_status status = rbi_call_create_host(vm, &chunk, bytes);
+    const rebatch_status status = rbi_call_create(vm, &chunk, bytes, true);
     if (status != REBATCH_OK)
         return status;
     overflow->chunks[overflow->count++] = (struct rbi_host_chunk){NULL, chunk, size};
