@@ -77,8 +77,8 @@ uint64_t rbi_scope_first_sequence(rebatch_pool *pool, rebatch_scope scope);
 rebatch_status rbi_scope_undo(rebatch_pool *pool, rebatch_scope scope);
 /* Commits an open scope and those that are open within it. */
 void rbi_scope_commit_all(rebatch_pool *pool, rebatch_scope scope);
-/* Commits the innermost scope past the scopes of rbi_scope_begin_phase() around it: what was freed in
- * it is free now, and what was allocated in it stays when they are rolled back. */
+/* Commits the innermost scope past the scopes of rbi_scope_begin_phase() around it: what was freed
+ * in it is free now, and what was allocated in it stays when they are rolled back. */
 rebatch_status rbi_scope_commit_finally(rebatch_pool *pool, rebatch_scope scope);
 /* The same, and what was allocated in it is resident until it is freed: rbi_pool_free_resident()
  * takes all that is resident back, now, past such scopes. A later free of its addresses is

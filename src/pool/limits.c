@@ -86,14 +86,9 @@ rebatch_status rbi_pool_get_bound(struct rbi_pool_bound *out, rebatch_pool *pool
     return REBATCH_OK;
 }
 
-/* A pool that has made so many times the allocations in which live memory last reached a new peak,
- * and some steps' worth, knows what it needs. */
-#define WARM_TIMES 8
-#define WARM_ALLOCATIONS 16384
-
 bool rbi_pool_knows_needs(const rebatch_pool *pool)
 {
-    return pool->sequence >= WARM_TIMES * pool->warm_sequence + WARM_ALLOCATIONS;
+    return pool->sequence >= RBI_WARM_TIMES * pool->warm_sequence + RBI_WARM_ALLOCATIONS;
 }
 
 /* Whether `bytes` more leave others what should be kept of the device. */
@@ -103,23 +98,14 @@ static bool leaves_room(const rebatch_pool *pool, size_t bytes, size_t room)
     return room > kept && bytes <= room - kept;
 }
 
-/* How much a pool holds rather than move pages: what was in use at its peak, a part more, and a
- * part of what it has moved since. So a program whose calls never repeat pays with memory, in the
- * end, and not with calls of the device for ever. */
-#define HELD_BEYOND_PEAK_PARTS 32
-#define HELD_FOR_MOVED_PARTS 64
-
 static bool is_within_peak(const rebatch_pool *pool, size_t bytes)
 {
     const uint64_t peak = pool->highest_live_bytes;
     const uint64_t most =
-        peak + peak / HELD_BEYOND_PEAK_PARTS + pool->moved_bytes / HELD_FOR_MOVED_PARTS;
+        peak + peak / RBI_HELD_BEYOND_PEAK_PARTS + pool->moved_bytes / RBI_HELD_FOR_MOVED_PARTS;
     const uint64_t reserved = rbi_vm_bytes(&pool->vm);
     return reserved <= most && bytes <= most - reserved;
 }
-
-/* Of what is free this part, or less, lies in parts of pages. */
-#define PARTS_OF_PAGES 32
 
 bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes)
 {
@@ -128,7 +114,7 @@ bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes)
         return false;
     const size_t cached = (size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes);
     const size_t lacking = bytes - rbi_min(bytes, cached);
-    return leaves_room(pool, bytes / PARTS_OF_PAGES, room) ||
+    return leaves_room(pool, bytes / RBI_PARTS_OF_PAGES, room) ||
            (lacking <= room && is_within_peak(pool, lacking));
 }
 
@@ -137,15 +123,11 @@ bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room)
     return leaves_room(pool, bytes, room) && is_within_peak(pool, bytes);
 }
 
-/* Beyond this part of the peak, and so many pages, memory is held for nothing. */
-#define TOO_MUCH_PARTS 16
-#define TOO_MUCH_PAGES 16
-
 bool rbi_pool_holds_too_much(const rebatch_pool *pool)
 {
     const uint64_t peak = pool->highest_live_bytes;
     return rbi_vm_bytes(&pool->vm) >
-           peak + peak / TOO_MUCH_PARTS + TOO_MUCH_PAGES * pool->page_bytes;
+           peak + peak / RBI_TOO_MUCH_PARTS + RBI_TOO_MUCH_PAGES * pool->page_bytes;
 }
 
 /* The last micro-batch of a step is often smaller, and its blocks then just miss the zone in which

@@ -6,8 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Most holders are done before a system call would be. */
-#define SPINS 256
+#include "pool/tuning.h"
 
 static void pause_briefly(void)
 {
@@ -20,7 +19,7 @@ _Thread_local uint64_t rbi_thread;
 
 void rbi_lock_wait(struct rbi_lock *lock)
 {
-    for (int i = 0; i < SPINS; i++) {
+    for (int i = 0; i < RBI_LOCK_SPINS; i++) {
         /* Looking leaves the word with the holder; only taking it moves it. */
         uint32_t seen = atomic_load_explicit(&lock->word, memory_order_relaxed);
         if (seen == 0 && atomic_compare_exchange_weak_explicit(

@@ -87,7 +87,7 @@ void rbi_pool_set_quiet(rebatch_pool *pool)
 /* A little more now and then is how all live memory varies. */
 static void note_warm_peak(rebatch_pool *pool, uint64_t live)
 {
-    if (live <= pool->warm_peak_bytes + pool->warm_peak_bytes / 8)
+    if (live <= pool->warm_peak_bytes + pool->warm_peak_bytes / RBI_WARM_RISE_PARTS)
         return;
     pool->warm_peak_bytes = live;
     pool->warm_sequence = pool->sequence;

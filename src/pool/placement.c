@@ -2,9 +2,6 @@
  * Must not know stages or limits. */
 #include "pool/pool.h"
 
-/* How many holes are looked at. */
-#define WINDOW_LOOKS 64
-
 static size_t pages_for(const rebatch_pool *pool, size_t bytes)
 {
     return (bytes + pool->page_bytes - 1) >> (unsigned)__builtin_ctzll(pool->page_bytes);
@@ -77,7 +74,7 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
 {
     struct look look = {bytes, stream, {NULL, NULL, 0, 0, false}, SIZE_MAX};
     struct rbi_block *hole = rbi_lists_first(&pool->space->lists, 0);
-    for (unsigned looks = 0; hole && (looks < WINDOW_LOOKS || look.spare_bytes == SIZE_MAX);
+    for (unsigned looks = 0; hole && (looks < RBI_WINDOW_LOOKS || look.spare_bytes == SIZE_MAX);
          hole = rbi_lists_next(hole)) {
         if (zone != RBI_ZONE_ANY && hole->range->zone != zone)
             continue;

@@ -16,8 +16,6 @@
 
 #define RBI_POOL_SCOPES 64
 #define RBI_POOL_PRESSURES 16
-/* Default of keep_room_permille. */
-#define RBI_POOL_KEEP_ROOM 20
 #define RBI_POOL_ONE_(name, text) +1
 enum { RBI_POOL_STAGE_COUNT = 0 REBATCH_POOL_STAGES(RBI_POOL_ONE_) };
 

@@ -37,11 +37,6 @@ rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 
 /* ---- addresses ---- */
 
-/* The most pages that addresses are reserved for at once: 512 GiB on CUDA devices; an
- * eighth more where as much could be mapped. */
-#define RESERVED_MOST ((size_t)1 << 18)
-#define RESERVED_TIMES 4
-
 /* Several times what could ever be mapped: addresses cost next to nothing, and where they are
  * scarce blocks of all ages come to lie side by side, and what stays keeps parts of pages of
  * what goes. When blocks in use have cut them up so that no place is left for a large one, another
@@ -52,9 +47,9 @@ static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
     if (rebatch_device_memory(pool->device, &info) != REBATCH_OK)
         return bytes;
     const size_t limit = rbi_min(info.total_bytes, rbi_pool_limit(pool, info.total_bytes));
-    const size_t most = RESERVED_MOST * pool->page_bytes;
+    const size_t most = RBI_RESERVED_MOST * pool->page_bytes;
     const size_t mapped = rbi_min(limit, most);
-    size_t wanted = rbi_max(mapped + mapped / 8, rbi_min(RESERVED_TIMES * mapped, most));
+    size_t wanted = rbi_max(mapped + mapped / 8, rbi_min(RBI_RESERVED_TIMES * mapped, most));
     if (!rbi_round_up(rbi_max(wanted, bytes), pool->page_bytes, &wanted))
         return bytes;
     return wanted;

@@ -2,9 +2,6 @@
  * Must not know what the memory is for. */
 #include "pool/pool.h"
 
-/* Requests of less than a page share a segment of this many. */
-#define SHARED_PAGES 4
-
 rebatch_status rbi_pool_prepare(rebatch_pool *pool)
 {
     /* Searches that are within a pressure callback keep what they were promised. */
@@ -145,7 +142,7 @@ static rebatch_status take_plain(struct rbi_block **out, rebatch_pool *pool,
     size_t bytes;
     if (!rbi_round_up(request->bytes, pool->page_bytes, &bytes) || bytes > room)
         return REBATCH_OOM;
-    const size_t shared = SHARED_PAGES * pool->page_bytes;
+    const size_t shared = RBI_SHARED_PAGES * pool->page_bytes;
     if (pool->caching && request->bytes < pool->page_bytes && shared <= room)
         bytes = shared;
     struct rbi_block *block;

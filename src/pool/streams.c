@@ -2,14 +2,6 @@
  * Must not know how memory is found. */
 #include "pool/pool.h"
 
-/* The first free after a search that was not served gets a mark; from there on there are so many
- * frees from one mark to the next, each time twice as many as before. */
-#define LEAST_GAP 16
-#define MOST_GAP 512
-/* A block that other streams use is nobody's until their work is known to be done, so its free
- * counts as many. */
-#define FREES_A_USE 16
-
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream)
 {
     struct rbi_pool_stream *s = pool->first_stream;
@@ -33,7 +25,7 @@ static bool is_referred_to(const rebatch_pool *pool, const struct rbi_pool_strea
 static void begin_marks(struct rbi_pool_stream *stream)
 {
     stream->next_mark = stream->frees + 1;
-    stream->mark_gap = LEAST_GAP;
+    stream->mark_gap = RBI_MARK_LEAST_GAP;
 }
 
 /* A stream that no block refers to any more can become another one, so that a program which makes
@@ -178,7 +170,7 @@ static void mark_stream(rebatch_pool *pool, struct rbi_pool_stream *stream)
 static void mark_when_due(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     stream->next_mark = stream->frees + stream->mark_gap;
-    stream->mark_gap = rbi_min(2 * stream->mark_gap, MOST_GAP);
+    stream->mark_gap = rbi_min(2 * stream->mark_gap, RBI_MARK_MOST_GAP);
     mark_stream(pool, stream);
 }
 
@@ -199,7 +191,7 @@ void rbi_pool_catch_up_marks(rebatch_pool *pool)
 /* The free of a block that the stream uses and another one has. */
 static uint64_t note_free_of_use(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    stream->next_mark -= rbi_min(stream->next_mark - stream->frees, FREES_A_USE) - 1;
+    stream->next_mark -= rbi_min(stream->next_mark - stream->frees, RBI_MARK_FREES_A_USE) - 1;
     return note_free(pool, stream);
 }
 

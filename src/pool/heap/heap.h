@@ -8,6 +8,7 @@
 #include "base/base.h"
 #include "pool/heap/nodes.h"
 #include "pool/heap/tombstones.h"
+#include "pool/tuning.h"
 #include "rebatch/pool.h"
 
 #define RBI_LIKELY(condition) __builtin_expect(!!(condition), 1)
@@ -17,14 +18,6 @@
 #define RBI_POOL_CLASSES (1 << RBI_POOL_CLASS_BITS) /* an octave of units */
 #define RBI_POOL_BIN_WORDS 28                       /* of 64 classes: two octaves each */
 #define RBI_POOL_BINS (RBI_POOL_BIN_WORDS * 64)
-#define RBI_POOL_QUICK 64 /* quick lists of small sizes; as many more */
-
-/* After so many requests in a row that the quick lists did not serve, blocks are merged as they are
- * freed; after so many of those the lists have another try. */
-#define RBI_POOL_MISSES 16
-#define RBI_POOL_MERGES 1024
-/* So many bytes of small blocks are kept unmerged by each stream. */
-#define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
 
 struct rbi_bins;
 struct rbi_block_use;
@@ -50,9 +43,7 @@ enum rbi_block_state {
  * ends of blocks to leave parts of pages. */
 enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
 #define RBI_POOL_ZONES 3
-#define RBI_ZONE_ISOLATED 4u    /* added for a search: also blocks between two holes */
-#define RBI_ZONE_SMALL_PARTS 64 /* small: less than this part of a page */
-#define RBI_ZONE_LARGE_PAGES 8  /* large: at least so many pages */
+#define RBI_ZONE_ISOLATED 4u /* added for a search: also blocks between two holes */
 
 /* A piece of a range; the first line of the cache holds all that a search and a merge look at.
  *   bytes % REBATCH_POOL_UNIT_BYTES == 0 && bytes > 0
@@ -375,11 +366,8 @@ static inline bool rbi_block_is_hole(const struct rbi_block *block)
 }
 
 /* A block between holes has no neighbour to lie beside: what is cut off of it would take up parts
- * of pages on both sides, so it is better unmapped and its pages used elsewhere. A block of 2 GiB
- * and more, as a plan's memory leaves, is cut all the same: two parts of pages are little beside
- * what moving it costs (`make bench-short`, "taken": 88 ms without this bound, 26 with it). */
-#define RBI_ISOLATED_MOST_BYTES ((size_t)2 << 30)
-
+ * of pages on both sides, so it is better unmapped and its pages used elsewhere. For a very large
+ * one two parts of pages are little beside what moving it costs. */
 static inline bool rbi_block_is_isolated(const struct rbi_block *block)
 {
     return block->bytes < RBI_ISOLATED_MOST_BYTES && rbi_block_is_hole(block->before) &&
@@ -431,9 +419,6 @@ static inline struct rbi_block *rbi_block_take(struct rbi_block_heap *heap, stru
 }
 
 /* ---- the search ---- */
-
-/* How many blocks of a class are looked at: more find little better (bounded best fit). */
-#define RBI_POOL_LOOKS 8
 
 /* Of two blocks of one size: the one of the older range, then of the lower address. */
 static inline bool rbi_block_precedes(const struct rbi_block *a, const struct rbi_block *b)

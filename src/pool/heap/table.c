@@ -5,8 +5,6 @@
 #include "base/base.h"
 
 #define FEWEST_HEADS 256
-/* So that most lists have one block at most. */
-#define HEADS_A_BLOCK 2
 
 static void move(struct rbi_table *to, const struct rbi_table *from)
 {
@@ -24,10 +22,10 @@ bool rbi_table_prepare(struct rbi_table *table, size_t blocks)
     if (blocks <= table->blocks)
         return true;
     size_t heads = FEWEST_HEADS;
-    while (heads < HEADS_A_BLOCK * blocks)
+    while (heads < RBI_TABLE_HEADS_A_BLOCK * blocks)
         heads *= 2;
     struct rbi_table larger = {.shift = 64 - (unsigned)__builtin_ctzll(heads),
-                               .blocks = heads / HEADS_A_BLOCK};
+                               .blocks = heads / RBI_TABLE_HEADS_A_BLOCK};
     larger.heads = rbi_heap_calloc(heads, sizeof(struct rbi_block *));
     if (!larger.heads)
         return table->heads != NULL; /* longer lists do as well */

@@ -12,13 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A layout is good enough when it takes less than this part more than the most in use at once. */
-#define LOST_PARTS 256
-/* How often the highest block is placed first: with it a pass over vit-checkpointed takes 1.011 of
- * its peak instead of 1.022, and with 16 no trace of bench/traces gains more. A layout of many
- * blocks has fewer tries, since the time of each grows with their square. */
-#define TRIES_MOST 16
-#define TRIES_OF_BLOCKS 5000
+#include "pool/tuning.h"
 
 static int compare(uint32_t a, uint32_t b)
 {
@@ -144,9 +138,10 @@ static uint64_t pack_attempt(struct rbi_lifetime *lifetimes, const struct rbi_li
 
 static size_t tries_for(size_t count)
 {
-    const uint64_t most = (uint64_t)TRIES_OF_BLOCKS * TRIES_OF_BLOCKS * TRIES_MOST;
+    const uint64_t most =
+        (uint64_t)RBI_LAYOUT_TRIES_OF_BLOCKS * RBI_LAYOUT_TRIES_OF_BLOCKS * RBI_LAYOUT_TRIES_MOST;
     const uint64_t tries = most / ((uint64_t)count * count + 1);
-    return tries < TRIES_MOST ? (size_t)tries : TRIES_MOST;
+    return tries < RBI_LAYOUT_TRIES_MOST ? (size_t)tries : RBI_LAYOUT_TRIES_MOST;
 }
 
 uint64_t rbi_layout_pack(struct rbi_lifetime *lifetimes, const struct rbi_lifetime **room,
@@ -159,7 +154,7 @@ uint64_t rbi_layout_pack(struct rbi_lifetime *lifetimes, const struct rbi_lifeti
     const size_t all = sizeof attempts / sizeof *attempts;
     uint64_t least = UINT64_MAX, units = 0;
     struct attempt best = attempts[0];
-    for (size_t i = 0; i < all && least > in_use + in_use / LOST_PARTS; i++)
+    for (size_t i = 0; i < all && least > in_use + in_use / RBI_LAYOUT_LOST_PARTS; i++)
         units = pack_attempt(lifetimes, room, count, attempts[i], &best, &least);
     return units == least ? least : pack_attempt(lifetimes, room, count, best, &best, &least);
 }

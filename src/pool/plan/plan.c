@@ -11,17 +11,6 @@
 #include "pool/plan/layout.h"
 #include "pool/pool.h"
 
-/* After so many plans in a row for which pages were moved, or whose arena was not to be had, the
- * next so many phases of the key are not planned. */
-#define MOVES_MOST 4
-#define REST_PHASES 64
-/* So many phases in a row with other calls are planned anew; one may be an exception. */
-#define MISSES_MOST 2
-/* A plan that has served so many phases has proved itself. One that is dropped before was made for
- * calls that repeat within a step alone, as those of samples of one length do: the key rests, and
- * twice as long each time. */
-#define SERVED_ENOUGH 8u
-#define DOUBLINGS_MOST 6
 #define CALLS_FIRST 256
 /* A call has a number of 32 bits; a phase with more calls is not planned. */
 #define CALLS_MOST ((size_t)1 << 20)
@@ -115,11 +104,11 @@ static void record_from_here(struct rbi_pool_plan *plan)
 /* The plan's calls do not come any more. */
 static void give_plan_up(struct rbi_phase *phase, size_t count)
 {
-    const bool has_proved = phase->served >= SERVED_ENOUGH;
+    const bool has_proved = phase->served >= RBI_PLAN_SERVED_ENOUGH;
     drop_plan(phase, count);
-    phase->failures = has_proved ? 0 : rbi_min(phase->failures + 1, DOUBLINGS_MOST);
+    phase->failures = has_proved ? 0 : rbi_min(phase->failures + 1, RBI_PLAN_DOUBLINGS_MOST);
     if (!has_proved)
-        phase->rest = REST_PHASES << phase->failures;
+        phase->rest = RBI_PLAN_REST_PHASES << phase->failures;
 }
 
 /* A call is another than the plan has. */
@@ -127,7 +116,7 @@ static void end_serving(rebatch_pool *pool)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     rbi_plan_leave(pool);
-    if (++plan->phase->misses == MISSES_MOST)
+    if (++plan->phase->misses == RBI_PLAN_MISSES_MOST)
         give_plan_up(plan->phase, plan->next);
 }
 
@@ -519,9 +508,9 @@ const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key)
 static bool is_to_settle(rebatch_pool *pool, struct rbi_phase *phase)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
-    if (phase->served != SERVED_ENOUGH << plan->settled)
+    if (phase->served != RBI_PLAN_SERVED_ENOUGH << plan->settled)
         return false;
-    plan->settled += plan->settled < DOUBLINGS_MOST;
+    plan->settled += plan->settled < RBI_PLAN_DOUBLINGS_MOST;
     if (!rbi_pool_holds_too_much(pool) || rbi_vm_bytes(&pool->vm) <= plan->settled_bytes)
         return false;
     plan->settled_by = phase;
@@ -533,9 +522,9 @@ bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
     phase->moves = arena && moved_pages(pool) == plan->moved ? 0 : phase->moves + 1;
-    if (phase->moves > MOVES_MOST) {
+    if (phase->moves > RBI_PLAN_MOVES_MOST) {
         phase->moves = 0;
-        phase->rest = REST_PHASES;
+        phase->rest = RBI_PLAN_REST_PHASES;
     }
     plan->arena = arena;
     plan->arena_live_bytes = 0;

@@ -1,6 +1,7 @@
 /* Owns the memory that is held from the device: making chunks, keeping the spare ones, giving them
  * back. Must not know where they are mapped, nor what memory is asked for. */
 #include "base/base.h"
+#include "pool/tuning.h"
 #include "pool/vm/calls.h"
 #include "pool/vm/spare.h"
 
@@ -195,26 +196,6 @@ static unsigned largest_within(size_t count, unsigned most)
     return size < most ? size : most;
 }
 
-/* A chunk takes the driver about as long as a page, to create, to map and to move. But what a block
- * in use leaves of a chunk is of no use elsewhere, which counts when memory is short. So a chunk is
- * a quarter of the request, a 128th of what the device could still give, and 16 pages, whichever is
- * least. With half of the request the trace accumulation needs 1.036 of its peak (1.018), with a
- * 64th of the room vit-checkpointed 1.028 (1.013), with 32 pages churn 1.050 (1.032); with an
- * eighth of the request an OOM under a cap of 20 GiB (bench/short) costs 116 ms instead of 88. */
-#define PARTS_OF_REQUEST 4
-#define PARTS_OF_ROOM 128
-#define ORDINARY_MOST 16
-/* Where memory is plentiful, a pool that grows takes more at once: a 128th of what it holds (a
- * first step of bench/short: 58 ms in the driver, without 96), up to a 2,048th of the room (of a
- * 1,024th accumulation needs 1.025) and 32 pages. */
-#define PARTS_OF_HELD 128
-#define PARTS_OF_PLENTY 2048
-#define GROWTH_MOST 32
-/* A request of 16 GiB and more comes in some hundred chunks all the same. */
-#define PARTS_OF_HUGE 256
-/* Memory that will be used as a whole leaves nothing over but at its end. */
-#define PARTS_OF_AHEAD 16
-
 static size_t chunk_of(size_t pages)
 {
     return (size_t)1 << largest_within(rbi_max(pages, 1), RBI_CHUNK_SIZES - 1);
@@ -225,17 +206,20 @@ static size_t least_of(size_t a, size_t b, size_t c)
     return rbi_min(rbi_min(a, b), c);
 }
 
+/* A chunk takes the driver about as long as a page, to create, to map and to move. But what a block
+ * in use leaves of a chunk is of no use elsewhere, which counts when memory is short. */
 size_t rbi_vm_chunk(const struct rbi_vm *vm, size_t count, size_t room)
 {
-    const size_t ordinary = least_of(count / PARTS_OF_REQUEST, room / PARTS_OF_ROOM, ORDINARY_MOST);
-    const size_t growth =
-        least_of(vm->held_pages / PARTS_OF_HELD, room / PARTS_OF_PLENTY, GROWTH_MOST);
-    return chunk_of(rbi_max(rbi_max(ordinary, growth), count / PARTS_OF_HUGE));
+    const size_t ordinary = least_of(count / RBI_CHUNK_PARTS_OF_REQUEST,
+                                     room / RBI_CHUNK_PARTS_OF_ROOM, RBI_CHUNK_ORDINARY_MOST);
+    const size_t growth = least_of(vm->held_pages / RBI_CHUNK_PARTS_OF_HELD,
+                                   room / RBI_CHUNK_PARTS_OF_PLENTY, RBI_CHUNK_GROWTH_MOST);
+    return chunk_of(rbi_max(rbi_max(ordinary, growth), count / RBI_CHUNK_PARTS_OF_HUGE));
 }
 
 size_t rbi_vm_chunk_ahead(size_t count)
 {
-    return chunk_of(count / PARTS_OF_AHEAD);
+    return chunk_of(count / RBI_CHUNK_PARTS_OF_AHEAD);
 }
 
 /* Gives what was made since back. */

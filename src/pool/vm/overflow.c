@@ -1,11 +1,9 @@
 /* Owns the chunks of host memory: making them, where they are mapped, replacing them by chunks of
  * the device at the same addresses. Must not know when host memory may be taken. */
 #include "base/base.h"
+#include "pool/tuning.h"
 #include "pool/vm/calls.h"
 #include "pool/vm/spare.h"
-
-/* Pages of the largest chunk: 32 MiB of 2 MiB each, which take the driver some 6 ms to make. */
-#define LARGEST 4
 
 /* ---- the list ---- */
 
@@ -98,10 +96,10 @@ static rebatch_status make(struct rbi_vm *vm, unsigned size)
 /* The largest first, as they are taken. */
 size_t rbi_overflow_pages_at_hand(const struct rbi_vm *vm, size_t count)
 {
-    size_t of_size[LARGEST + 1] = {0}, pages = 0;
+    size_t of_size[RBI_OVERFLOW_LARGEST + 1] = {0}, pages = 0;
     for (size_t i = 0; i < vm->overflow.count; i++)
         of_size[vm->overflow.chunks[i].size] += !vm->overflow.chunks[i].at;
-    for (unsigned size = LARGEST + 1; size-- > 0;)
+    for (unsigned size = RBI_OVERFLOW_LARGEST + 1; size-- > 0;)
         pages += rbi_min(of_size[size], (count - pages) >> size) << size;
     return pages;
 }
@@ -109,7 +107,7 @@ size_t rbi_overflow_pages_at_hand(const struct rbi_vm *vm, size_t count)
 rebatch_status rbi_overflow_make(struct rbi_vm *vm, size_t count)
 {
     size_t made = rbi_overflow_pages_at_hand(vm, count);
-    unsigned size = LARGEST;
+    unsigned size = RBI_OVERFLOW_LARGEST;
     while (made < count) {
         while ((size_t)1 << size > count - made)
             size--;
