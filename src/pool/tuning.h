@@ -26,7 +26,7 @@
 /* log2 of the pages of the largest chunk of host memory, which takes the driver some 6 ms. */
 #define RBI_OVERFLOW_LARGEST 4
 
-/* ---- when the pool is warm, and what it may hold then (limits.c): memory, for driver calls ---- */
+/* ---- when the pool is warm, and what it holds then (limits.c): memory, for driver calls ---- */
 
 /* Live memory rises when it is this part above its highest. */
 #define RBI_WARM_RISE_PARTS 8
