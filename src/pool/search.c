@@ -199,12 +199,10 @@ static rebatch_status take_fenced(struct rbi_block **out, rebatch_pool *pool,
     return REBATCH_OK;
 }
 
-/* Once the pool knows its needs a block between two holes is taken before fresh memory; it then had
- * plenty last time, so the device need not be asked what it has left, which takes it microseconds.
- * Before that such a block is left for its pages. */
+/* A block between two holes, rather than fresh memory. */
 static struct rbi_block *take_isolated(rebatch_pool *pool, const struct rbi_request *request)
 {
-    return pool->fence || request->zone == RBI_ZONE_ANY || !rbi_pool_knows_needs(pool)
+    return request->zone == RBI_ZONE_ANY
                ? NULL
                : take(pool, request, find_own(request, request->zone | RBI_ZONE_ISOLATED));
 }
@@ -220,13 +218,31 @@ static rebatch_status take_mapping(struct rbi_block **out, rebatch_pool *pool,
     return status;
 }
 
-/* Free pages from elsewhere and fresh ones, mapped where the request finds addresses. */
+/* Free pages from elsewhere, then a block between two holes, then fresh pages. */
+static rebatch_status take_pages(struct rbi_block **out, rebatch_pool *pool,
+                                 const struct rbi_request *request, struct rbi_mapping *mapping)
+{
+    if (pool->fence)
+        return take_mapping(out, pool, request, mapping);
+    mapping->no_fresh = true;
+    rebatch_status status =
+        mapping->no_remap ? REBATCH_OOM : take_mapping(out, pool, request, mapping);
+    mapping->no_fresh = false;
+    if (status == REBATCH_OOM && (*out = take_isolated(pool, request))) {
+        mapping->from_cache = true;
+        return REBATCH_OK;
+    }
+    return status == REBATCH_OOM ? take_mapping(out, pool, request, mapping) : status;
+}
+
+/* Where the pool knows its needs it had plenty last time: then a block between two holes comes
+ * first, as the device need not be asked what it has left, which takes it microseconds. */
 static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_request *request)
 {
     const rebatch_pool_stage before = request->stage;
     request->stage = REBATCH_STAGE_CACHE;
-    if ((*out = take_isolated(pool, request)))
+    if (!pool->fence && rbi_pool_knows_needs(pool) && (*out = take_isolated(pool, request)))
         return REBATCH_OK;
     const struct rbi_policy policy = rbi_pool_find_policy(pool, request->bytes);
     if (!policy.fresh_first && policy.any_zone && !take_anywhere(out, pool, request))
@@ -237,7 +253,7 @@ static rebatch_status take_mapped(struct rbi_block **out, rebatch_pool *pool,
                                   .zone = request->zone,
                                   .ahead = request->ahead,
                                   .no_remap = policy.fresh_first};
-    const rebatch_status status = take_mapping(out, pool, request, &mapping);
+    const rebatch_status status = take_pages(out, pool, request, &mapping);
     if (mapping.from_cache && *out)
         request->stage = REBATCH_STAGE_CACHE;
     else
