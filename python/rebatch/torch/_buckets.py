@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 _ALIGNMENT = 16  # bytes, for kernels that read several numbers at once
 _WIDE = (torch.float32, torch.float64)  # can hold a loss
+
+
+def put_flags(numbers: torch.Tensor, flags: Sequence[bool]) -> None:
+    """Make each number 1 or 0. A copy from the host would wait for the stream, and so for other
+    ranks: for ever, if one is gone."""
+    start = 0
+    for flag, run in itertools.groupby(flags):
+        end = start + len(list(run))
+        numbers[start:end].fill_(float(flag))
+        start = end
 
 
 def plan(parameters: Sequence[torch.Tensor], caps: Tuple[int, int]) -> List[List[int]]:

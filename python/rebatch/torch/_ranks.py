@@ -139,6 +139,7 @@ class Ranks:
             mine["gradients sent as"] = str(compression_of(self._wrappers))
         _agreement.check(self._everyones({**mine, **options}))
         if self.window:
+            self.window.connect()
             return
         self._take_parameters()
 

@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 import torch.distributed as dist
 
-from rebatch.torch._buckets import Bucket, Buffers, Layouts
+from rebatch.torch._buckets import Bucket, Buffers, Layouts, put_flags
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._session import Lost
 from rebatch.torch._waits import Work
@@ -184,10 +184,7 @@ class ReducedAccumulators(Accumulators):
             bucket.used.zero_()
         elif bucket.loss is not None:
             bucket.loss.copy_(loss)
-            if all(self._has_sum):
-                bucket.used.fill_(1)
-            else:
-                bucket.used.copy_(torch.tensor(self._has_sum))
+            put_flags(bucket.used, self._has_sum)
         if bucket.sent is not bucket.flat:
             bucket.sent.copy_(bucket.flat)
         self._launched += 1

@@ -8,13 +8,13 @@ order and can go on after an OOM where they were, so no collective is issued twi
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
 
 from rebatch.torch._fully_shard import FullyShard, reduce_dtype, whole_dtype
-from rebatch.torch._window_reduction import Reduction, lost_if_failed
+from rebatch.torch._window_reduction import Reduction, lost_if_failed, scatter_group
 
 
 def window_of(
@@ -133,6 +133,17 @@ class Window:
         """This rank's parts of them, in the same order."""
         return [p.sharded_param for p in self._all() if p.sharded_param.requires_grad]
 
+    def connect(self) -> None:
+        """NCCL connects ranks within their first collective of a kind, where a rank waits for one
+        that does not come without any timeout. So each kind runs once here, where all ranks are."""
+        device = self._groups[0].device
+        for group in dict.fromkeys([self.group, *_process_groups(self._groups)]):
+            size = dist.get_world_size(group)
+            one, all_of_them = torch.zeros(1, device=device), torch.zeros(size, device=device)
+            dist.all_gather_into_tensor(all_of_them, one, group=group)
+            dist.reduce_scatter_tensor(one, all_of_them, group=group)
+            dist.all_reduce(one, group=group)
+
     # ---- opening and closing ----
 
     def prepare(self) -> None:
@@ -191,6 +202,16 @@ class Window:
 
 def _trained_of(group: Any) -> List[Any]:
     return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+
+def _process_groups(groups: List[Any]) -> Iterator[Any]:
+    """In which these groups of fully_shard() make collectives."""
+    for group in groups:
+        yield group._all_gather_process_group
+        yield scatter_group(group)
+        replicas = getattr(group.mesh_info, "replicate_process_group", None)
+        if replicas is not None:
+            yield replicas
 
 
 def _group_of(mesh: Any) -> Any:

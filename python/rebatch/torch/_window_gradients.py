@@ -7,6 +7,7 @@ from typing import Callable, List, Optional, Sequence
 
 import torch
 
+from rebatch.torch._buckets import put_flags
 from rebatch.torch._sharded_gradients import USED, ShardedAccumulators
 
 
@@ -78,4 +79,4 @@ class WindowAccumulators(ShardedAccumulators):
     def _note(self, loss: torch.Tensor, gradients: List[Optional[torch.Tensor]]) -> None:
         parts = [g.to_local() for g in gradients if g is not None]
         self._note_parts(parts, loss, self._model.replicas)
-        self._numbers[USED:].copy_(torch.tensor(self._has_sum))
+        put_flags(self._numbers[USED:], self._has_sum)
