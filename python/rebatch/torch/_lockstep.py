@@ -47,8 +47,7 @@ class _Comm:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
     ) -> Any:
         sizes = (output_tensor.numel(), input_tensor.numel())
-        named = tuple(sorted(options.items(), key=lambda item: item[0]))
-        call = _Call(self.plain, group, output_tensor.dtype, sizes, named)
+        call = _Call(self.plain, group, output_tensor.dtype, sizes, tuple(options.items()))
         return self._lockstep.issue(call, output_tensor, input_tensor)
 
 
