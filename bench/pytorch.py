@@ -61,11 +61,14 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, tokens):
+    def features(self, tokens):
         x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens):
+        return self.head(self.features(tokens))
 
 
 def loss_fn(model, samples):

@@ -121,3 +121,66 @@ def test_a_step_trains_the_model_and_not_its_copy():
     step(batch)
     assert same_bits(state_of(best), before) and torch.equal(best(batch[0]), output)
     assert not same_bits(state_of(model), before)
+
+
+def test_a_rung_with_offload_lies_over_one_without():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Counting(), Counting())
+    plain = rebatch.checkpointing(*model)
+    offloaded = rebatch.checkpointing(*model, offload=True)
+    plain(True)
+    offloaded(True)
+    assert forwards(model) == [2, 2]
+    offloaded(False)
+    assert forwards(model) == [2, 2]
+    plain(False)
+    assert forwards(model) == [1, 1] and "forward" not in vars(model[0])
+    offloaded(True)  # by itself
+    assert forwards(model) == [2, 2]
+    made = copy.deepcopy(model)
+    offloaded(False)
+    assert forwards(model) == [1, 1] == forwards(made) and "forward" not in vars(model[0])
+    offloaded(False)
+    assert "forward" not in vars(model[0])
+
+
+def test_offload_in_a_compiled_model_recomputes():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Counting(), Counting())
+    expected = torch.autograd.grad(model(X).sum(), model[0].linear.weight)[0]
+    compiled = torch.compile(model, backend="aot_eager")
+    rebatch.checkpointing(*model, offload=True)(True)
+    got = torch.autograd.grad(compiled(X).sum(), model[0].linear.weight)[0]
+    assert torch.equal(got, expected)
+
+
+def test_a_hugging_face_model_keeps_the_rung_below():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    block, calls = model.transformer.h[0], []
+    block.ln_1.register_forward_hook(lambda *_: calls.append(1))
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+
+    def runs():
+        calls.clear()
+        model(tokens, use_cache=False).logits.sum().backward()
+        return len(calls)
+
+    plain = rebatch.checkpointing(model)
+    offloaded = rebatch.checkpointing(model, offload=True)
+    plain(True)
+    below = block._gradient_checkpointing_func
+    offloaded(True)
+    assert block._gradient_checkpointing_func is not below and runs() == 2
+    assert copy.deepcopy(model) is not model
+    offloaded(False)
+    assert type(block._gradient_checkpointing_func) is type(below) and runs() == 2
+    plain(False)
+    assert runs() == 1
+    offloaded(True)
+    assert runs() == 2
+    offloaded(False)
+    assert runs() == 1

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rebatch.torch._host_inputs import HostInputs
 from rebatch.torch._update import check_has, check_optimizer
 
 
-def checkpointing(*modules: torch.nn.Module) -> Callable[[bool], None]:
+def checkpointing(*modules: torch.nn.Module, offload: bool = False) -> Callable[[bool], None]:
     """A rung that recomputes the activations of these modules in the backward pass.
 
         blocks = model.transformer.h
         step = rebatch.Step(..., lighten=[rebatch.checkpointing(*blocks)])
 
+    With offload, what is kept for that, the modules' inputs, is in pinned host memory between the
+    two passes. Copies run beside the kernels, and no bit changes. It may be a rung of its own:
+
+        lighten=[rebatch.checkpointing(*blocks), rebatch.checkpointing(*blocks, offload=True)]
+
+    An input goes there if it is on a GPU, was made by operations that autograd recorded, has at
+    least 256 KiB, and is no view of a part of a larger tensor.
     A Hugging Face model may be given as a whole: its own gradient checkpointing is used."""
     if not modules:
         raise ValueError("rebatch: checkpointing() has no module: expected the model's blocks")
     for module in modules:
         check_has("an argument of checkpointing()", module, "forward", "a torch.nn.Module")
+    inputs = HostInputs() if offload else None
+    rungs = [_ItsOwn(m, inputs) if _has_its_own(m) else _Forward(m, inputs) for m in modules]
 
     def switch(on: bool) -> None:
-        for module in modules:
-            if not _switch_its_own(module, on):
-                _switch_forward(module, on)
+        for rung in rungs:
+            rung.switch(on)
+        if inputs and not on:
+            inputs.release()
 
     return switch
 
@@ -38,43 +49,78 @@ class _Recompute:
 
     def __init__(self, module: torch.nn.Module):
         self.module, self.own = module, vars(module).get("forward")
+        self.is_plain = False  # by a rung without inputs
+        self.inputs: Optional[HostInputs] = None  # of a rung with them
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         forward = self.own or functools.partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return forward(*arguments, **keywords)
+        if self.inputs:
+            return self.inputs.run(forward, *arguments, **keywords)
         return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> Tuple[Any, ...]:
         if self.own is None:
             return getattr, (self.module, "forward")  # of the copy, whose class has it
         return operator.getitem, ([self.own], 0)  # as it would be copied without rebatch
 
 
-def _switch_forward(module: torch.nn.Module, on: bool) -> None:
-    now = vars(module).get("forward")
-    if on == isinstance(now, _Recompute):
-        return
-    if on:
-        module.forward = _Recompute(module)
-    elif now.own is None:  # the class's is no attribute of the instance
-        del module.forward
-    else:
-        module.forward = now.own
+class _Forward:
+    """Switches the checkpointing of a module. Two rungs may have it: one without inputs, and one
+    with them."""
 
+    def __init__(self, module: torch.nn.Module, inputs: Optional[HostInputs]):
+        self._module, self._inputs = module, inputs
 
-def _switch_its_own(module: torch.nn.Module, on: bool) -> bool:
-    """Switch the checkpointing of a Hugging Face model; False: it has none."""
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the new name first
-        if not hasattr(module, f"{name}_enable"):
-            continue
-        if on:
-            # Reentrant checkpointing loses gradients where the inputs of a block need none.
-            getattr(module, f"{name}_enable")({"use_reentrant": False})
+    def switch(self, on: bool) -> None:
+        now = vars(self._module).get("forward")
+        if not isinstance(now, _Recompute):
+            if not on:
+                return
+            now = _Recompute(self._module)
+            self._module.forward = now
+        if self._inputs:
+            now.inputs = self._inputs if on else None
         else:
-            getattr(module, f"{name}_disable")()
-        return True
-    return False
+            now.is_plain = on
+        if now.is_plain or now.inputs:
+            return
+        if now.own is None:  # the class's is no attribute of the instance
+            del self._module.forward
+        else:
+            self._module.forward = now.own
+
+
+_ITS_OWN = ("activation_checkpointing", "gradient_checkpointing")  # the new name first
+
+
+def _has_its_own(module: torch.nn.Module) -> bool:
+    return any(hasattr(module, f"{name}_enable") for name in _ITS_OWN)
+
+
+class _ItsOwn:
+    """Switches the checkpointing of a Hugging Face model."""
+
+    def __init__(self, model: torch.nn.Module, inputs: Optional[HostInputs]):
+        self._model, self._inputs = model, inputs
+        self._was_on = False
+
+    def switch(self, on: bool) -> None:
+        name = next(name for name in _ITS_OWN if hasattr(self._model, f"{name}_enable"))
+        parts: List[Any] = [
+            m for m in self._model.modules() if hasattr(m, "gradient_checkpointing")
+        ]
+        if self._inputs and on:
+            self._was_on = any(m.gradient_checkpointing for m in parts)
+        if not on and not self._was_on:
+            getattr(self._model, f"{name}_disable")()
+            return
+        # Reentrant checkpointing loses gradients where the inputs of a block need none.
+        getattr(self._model, f"{name}_enable")({"use_reentrant": False})
+        if self._inputs and on:
+            for part in parts:
+                part._gradient_checkpointing_func = self._inputs.run
 
 
 def offload(optimizer: torch.optim.Optimizer) -> Callable[[bool], None]:
