@@ -112,25 +112,53 @@ def first_kept_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(_parameter_bytes(group) * _kept_tensors(optimizer, group) for group in groups)
 
 
+_REHEARSALS = 4
+
+
 def rehearse_first_update(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate and free what the first step needs, tensor by tensor, so that PyTorch's allocator
-    has blocks of these sizes. Its free bytes alone tell nothing of pieces that are too small."""
-    if not _is_before_first_step(optimizer):
+    """Allocate and free what the first step needs, tensor by tensor and in its order, so that
+    PyTorch's allocator has blocks of these sizes. Its free bytes alone tell nothing of pieces that
+    are too small. What a pass gets from the device changes where the next one finds its blocks, so
+    passes are made until one gets nothing: the step, which asks for the same, gets nothing then."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.is_cuda]
+    if not parameters or not _is_before_first_step(optimizer):
         return
+    for _ in range(_REHEARSALS):
+        before = torch.cuda.memory_reserved(parameters[0].device)
+        _rehearse_once(optimizer)
+        if torch.cuda.memory_reserved(parameters[0].device) == before:
+            return
+
+
+def _rehearse_once(optimizer: torch.optim.Optimizer) -> None:
     held = []
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.is_cuda]
         kept = _kept_tensors(optimizer, group)
         held += [torch.empty_like(p) for p in parameters for _ in range(kept)]
-    for group in optimizer.param_groups:
-        parameters = [p for p in group["params"] if p.is_cuda]
-        left = _temporary_bytes(optimizer, group)
-        while parameters and left > 0:
-            for p in sorted(parameters, key=torch.Tensor.numel, reverse=True):
-                size = _parameter_bytes({"params": [p]})
-                if size <= left:
-                    held.append(torch.empty_like(p))
-                left -= size
+        if group.get("foreach") is False and not group.get("fused"):
+            _rehearse_loop(parameters, _LARGEST[type(optimizer).__name__])
+        else:
+            _rehearse_all(parameters, _temporary_bytes(optimizer, group))
+
+
+def _rehearse_loop(parameters: List[torch.Tensor], count: int) -> None:
+    """The loop binds its names anew for each parameter, so the tensors of the one before are freed
+    one by one."""
+    bound: List[Optional[torch.Tensor]] = [None] * count
+    for p in parameters:
+        for i in range(count):
+            bound[i] = torch.empty_like(p)
+
+
+def _rehearse_all(parameters: List[torch.Tensor], left: int) -> None:
+    held = []
+    while parameters and left > 0:
+        for p in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+            size = _parameter_bytes({"params": [p]})
+            if size <= left:
+                held.append(torch.empty_like(p))
+            left -= size
 
 
 def check_has(name: str, value: Any, member: str, expected: str) -> None:

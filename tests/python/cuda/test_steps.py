@@ -703,10 +703,11 @@ def test_the_first_update_needs_no_more_than_is_promised(name, flags, how):
 
 @pytest.mark.skipif(INSTALLED, reason="host memory serves it there")
 @pytest.mark.parametrize("name, flags, how", UPDATES, ids=str)
-def test_a_first_update_asks_the_device_for_nothing(standin, name, flags, how):
+@pytest.mark.parametrize("width, layers, last", ((256, 12, 3000), (640, 5, 2200), (1100, 3, 64)))
+def test_a_first_update_asks_the_device_for_nothing(standin, name, flags, how, width, layers, last):
     """Its memory was had before it began, so no OOM can tear it."""
-    layers = [nn.Linear(256, 256) for _ in range(12)]
-    model = nn.Sequential(*layers, nn.Linear(256, 3000, bias=False)).cuda()
+    body = [nn.Linear(width, width) for _ in range(layers)]
+    model = nn.Sequential(*body, nn.Linear(width, last, bias=False)).cuda()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **flags, **how)
     step = rebatch.Step(model, optimizer, lambda m, x: m(x).mean(), **QUIET)
     apply = step._update.apply
@@ -719,7 +720,7 @@ def test_a_first_update_asks_the_device_for_nothing(standin, name, flags, how):
             standin.standin_fail_from(0)
 
     step._update.apply = failing
-    step(torch.randn(64, 256).cuda())
+    step(torch.randn(64, width).cuda())
     assert not step.report.torn and step.report.ooms == 0
 
 
