@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +30,7 @@ PROGRAMS = {"cli", "preload"}
 NEEDS_LIBCONFIG = Path("src/config/settings_file.c")
 
 
-def sources():
+def sources() -> list[Path]:
     """The library's C files, relative to ROOT."""
     found = sorted(path.relative_to(ROOT) for path in ROOT.glob("src/**/*.c"))
     if not found:
@@ -40,14 +41,14 @@ def sources():
     return [f for f in found if f.parts[1] not in PROGRAMS and f != NEEDS_LIBCONFIG]
 
 
-def version():
+def version() -> str:
     """MAJOR.MINOR.PATCH, from include/rebatch/version.h."""
     text = (ROOT / "include/rebatch/version.h").read_text()
     number = re.compile(r"^#define REBATCH_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)$", re.MULTILINE)
     return ".".join(number.findall(text))
 
 
-def run(command):
+def run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     except FileNotFoundError:
@@ -58,13 +59,13 @@ def run(command):
         raise SystemExit(f"rebatch: this failed: {shlex.join(command)}\n{done.stderr}")
 
 
-def build_library(path):
+def build_library(path: Path) -> None:
     """Compiles the library into one file."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     flags = FLAGS + shlex.split(os.environ.get("CFLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
 
-        def build(source):
+        def build(source: Path) -> str:
             target = os.path.join(folder, "-".join(source.parts) + ".o")
             extra = POOL_FLAGS if source.parts[1] == "pool" else []
             run([*compiler, *flags, *extra, "-c", "-o", target, str(source)])
@@ -78,7 +79,7 @@ def build_library(path):
         run([*compiler, *link, *linker, "-o", str(path), *objects, "-lm", "-pthread", "-ldl"])
 
 
-def build_into(package):
+def build_into(package: str | Path) -> None:
     """Puts everything that is not Python into a folder that is, or becomes, the package."""
     package = Path(package).resolve()
     headers = package / "include" / "rebatch"
@@ -90,7 +91,7 @@ def build_into(package):
     os.replace(fresh, package / "librebatch.so")  # a process may have the old one loaded
 
 
-def main():
+def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit("usage: native.py FOLDER")
     package = Path(sys.argv[1]).resolve() / "rebatch"

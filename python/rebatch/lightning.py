@@ -1,8 +1,10 @@
 """Micro-batches that fit, for PyTorch Lightning: a callback for its Trainer.
 
-from rebatch.lightning import Rebatch
+A Trainer with it::
 
-trainer = Trainer(callbacks=[Rebatch()])
+    from rebatch.lightning import Rebatch
+
+    trainer = Trainer(callbacks=[Rebatch()])
 """
 
 from __future__ import annotations
@@ -26,8 +28,23 @@ from rebatch.torch._trainer_update import TrainerUpdate
 try:
     from lightning.pytorch import Callback
 except ImportError:
-    from pytorch_lightning import Callback
+    from pytorch_lightning import Callback  # type: ignore[assignment]
 
+# Names of Lightning that are private to it and used here, by what has them (_owners_of). No other
+# private name is.
+PRIVATE = {
+    "trainer": ("_logger_connector",),
+    "module": ("_current_fx_name",),
+    "epoch_loop": ("_batches_that_stepped",),
+    "optimization": (
+        "_make_backward_fn",
+        "_make_closure",
+        "_make_zero_grad_fn",
+        "_skip_backward",
+        "_training_step",
+    ),
+    "precision_plugin": ("_after_closure",),
+}
 # Arguments of Step that a Trainer has too.
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
 # Settings of a Trainer that must be the same on all ranks.
@@ -122,7 +139,8 @@ class Rebatch(Callback):
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._step.detach()
+        if self._step:
+            self._step.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._step:
@@ -156,11 +174,34 @@ def _refuse_what_cannot_work(trainer: Any, module: Any) -> None:
             f"rebatch: the device is of type {strategy.root_device.type!r}: expected 'cuda' or "
             "'cpu'"
         )
-    loop, plugin = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.precision_plugin
-    if not (hasattr(loop, "_make_closure") and hasattr(plugin, "_after_closure")):
+    missing = missing_names(trainer, module)
+    if missing:
         raise ValueError(
-            "rebatch: this version of Lightning has another training loop: expected 2.x"
+            f"rebatch: this version of Lightning has no {', '.join(missing)}: expected one of the "
+            "versions 2.2 to 2.6"
         )
+
+
+def _owners_of(trainer: Any, module: Any) -> Dict[str, Any]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return {
+        "trainer": trainer,
+        "module": module,
+        "epoch_loop": epoch_loop,
+        "optimization": epoch_loop.automatic_optimization,
+        "precision_plugin": trainer.precision_plugin,
+    }
+
+
+def missing_names(trainer: Any, module: Any) -> List[str]:
+    """The names of PRIVATE that this version of Lightning does not have."""
+    owners = _owners_of(trainer, module)
+    return [
+        f"{type(owners[owner]).__name__}.{name}"
+        for owner, names in PRIVATE.items()
+        for name in names
+        if not hasattr(owners[owner], name)
+    ]
 
 
 class _TrainingStep:
@@ -186,10 +227,11 @@ class _TrainingStep:
             slice=self._part,
             length=self._cut.length,
             shared={name: getattr(trainer, name) for name in _SHARED},
+            loss_name="training_step",
+            functions=[self._module.training_step],
+            aside=self._records.aside,
             **options,
         )
-        self.backward._loss_name, self.backward._aside = "training_step", self._records.aside
-        self.backward._functions = [self._module.training_step]
         self._update = TrainerUpdate(self.backward)
 
     def attach(self) -> None:
@@ -241,7 +283,7 @@ class _TrainingStep:
     def _part(self, batch: Any, first: int, count: int) -> Any:
         self._module._current_fx_name = self._hook  # an exception leaves another
         self._records.begin(first, count)
-        return self._cut.part(batch, first, count, self.backward._samples)
+        return self._cut.part(batch, first, count, self.backward.samples)
 
     def _loss(self, _model: Any, part: Any) -> Any:
         result = self._loop._training_step({**self._kwargs, "batch": part})
@@ -256,7 +298,7 @@ class _Evaluation:
         self._strategy, self._module = trainer.strategy, trainer.lightning_module
         self._cut = cut_of(dict(options))
         self._parts, self.length = Parts(self, options), self._cut.length
-        self._records: Optional[_Records] = None
+        self._records: Any = None
 
     def attach(self) -> None:
         for key, name in enumerate(_OF_EVALUATION, 1):
@@ -267,7 +309,9 @@ class _Evaluation:
         for name in _OF_EVALUATION:
             vars(self._strategy).pop(name, None)
 
-    def _run(self, plain: Callable, name: str, key: int, batch: Any, *arguments: Any) -> Any:
+    def _run(
+        self, plain: Callable[..., Any], name: str, key: int, batch: Any, *arguments: Any
+    ) -> Any:
         if self._records is None:
             self._records = _Records(self._module)
         self._hook = self._module._current_fx_name
@@ -293,12 +337,12 @@ class _Evaluation:
         self._records.begin(first, count)
         return self._cut.part(batch, first, count, samples)
 
-    def _one(self, run: Callable, batch: Any) -> Any:
+    def _one(self, run: Callable[..., Any], batch: Any) -> Any:
         with self._records.aside(), self._records.replacing_log():
             return self._parts.one(run, batch)
 
 
-def _result_of(results: List[tuple]) -> Any:
+def _result_of(results: List[tuple[Any, ...]]) -> Any:
     """What the parts of a batch return, combined."""
     values, counts = [value for _, value in results], [count for count, _ in results]
     if len(values) > 1 and all(isinstance(value, dict) for value in values):
@@ -309,9 +353,9 @@ def _result_of(results: List[tuple]) -> Any:
 class _Record:
     """Of one micro-batch."""
 
-    def __init__(self, count: int, metrics: List[dict]):
+    def __init__(self, count: int, metrics: List[dict[Any, Any]]):
         self.count, self.metrics = count, metrics
-        self.logged: Dict[tuple, dict] = {}
+        self.logged: Dict[tuple[Any, ...], dict[Any, Any]] = {}
         self.extra: Dict[str, Any] = {}
 
 
@@ -337,7 +381,7 @@ class _Records:
     def _restore_metrics(self, first: int) -> None:
         self._put_metrics(self._records[first].metrics)
 
-    def _put_metrics(self, states: List[dict]) -> None:
+    def _put_metrics(self, states: List[dict[Any, Any]]) -> None:
         for metric, state in zip(self._metrics, states):
             vars(metric).update(state)
 
@@ -395,7 +439,8 @@ class _Records:
         records = list(self._records.values())
         if len(records) == 1:
             return records[0].extra
-        return _result_of([(record.count, record.extra) for record in records])
+        joined: Dict[str, Any] = _result_of([(record.count, record.extra) for record in records])
+        return joined
 
 
 class _ReplacedLog:
@@ -445,7 +490,8 @@ def _combined(values: List[Any], counts: List[int], reduction: str = "mean") -> 
     if len(values) == 1 or not all(_is_number(value) for value in values):
         return values[-1]
     if reduction in ("min", "max", "sum"):
-        return {"min": min, "max": max, "sum": sum}[reduction](values)
+        combine: Any = {"min": min, "max": max, "sum": sum}[reduction]
+        return combine(values)
     return sum(value * (count / sum(counts)) for value, count in zip(values, counts))
 
 

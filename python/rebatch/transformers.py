@@ -1,6 +1,8 @@
 """Micro-batches that fit, for the Trainer of Hugging Face transformers.
 
-trainer = rebatch.transformers.RebatchTrainer(model, args, train_dataset=data)
+In place of transformers.Trainer::
+
+    trainer = rebatch.transformers.RebatchTrainer(model, args, train_dataset=data)
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import transformers
@@ -22,6 +24,9 @@ from rebatch.torch._parts import Parts
 from rebatch.torch._report import Report
 from rebatch.torch._trainer_update import TrainerUpdate
 
+# Names of transformers.Trainer that are private to it and used here. No other private name is.
+PRIVATE = ("_prepare_inputs",)
+PRIVATE_IN_SOME = ("_get_num_items_in_batch",)  # versions, since a Trainer counts them
 # Arguments of Step that a Trainer has too.
 _OF_THE_TRAINER = ("autocast", "clip", "lr_scheduler", "normalizer", "scaler")
 # Of TrainingArguments, and the same on all ranks.
@@ -30,10 +35,18 @@ _SHARED = ("max_grad_norm", "gradient_accumulation_steps", "fp16", "bf16")
 _TOLERANCE = 0.02
 
 
-class RebatchMixin:
-    """What makes a Trainer a RebatchTrainer, for other Trainers:
+if TYPE_CHECKING:
+    _Trainer = transformers.Trainer
+else:
+    _Trainer = object  # another Trainer comes after the mixin
 
-    class MyTrainer(rebatch.transformers.RebatchMixin, SFTTrainer): ..."""
+
+class RebatchMixin(_Trainer):
+    """What makes a Trainer a RebatchTrainer, for other Trainers.
+
+    It comes first among the bases::
+
+        class MyTrainer(rebatch.transformers.RebatchMixin, SFTTrainer): ..."""
 
     def __init__(self, *arguments: Any, rebatch: Optional[Dict[str, Any]] = None, **keywords: Any):
         super().__init__(*arguments, **keywords)
@@ -93,10 +106,11 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
     evaluate() and predict() go on after an OOM too: prediction_step runs on parts of its batch. The
     losses are weighted as in training, and the logits and labels are joined.
 
-    rebatch    arguments of rebatch.torch.Step, except those that TrainingArguments has, for example
-               {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
-               Step.check does: what was found is printed, and a mistake raises ValueError;
-               {"check": ["batch_norm"]} accepts mistakes of that kind
+    Args:
+        rebatch: arguments of rebatch.torch.Step, except those that TrainingArguments has, for
+            example {"micro_start": 4}. {"check": True} checks the first batch before it trains, as
+            Step.check does: what was found is printed, and a mistake raises ValueError; {"check":
+            ["batch_norm"]} accepts mistakes of that kind
 
     The other arguments are those of transformers.Trainer. The fields of `report` are logged with
     the loss. It refuses DataParallel, FSDP, DeepSpeed, tensor and context parallelism,
@@ -105,7 +119,18 @@ class RebatchTrainer(RebatchMixin, transformers.Trainer):
     where gradient_accumulation_steps is more than 1."""
 
 
+def missing_names(trainer: Any) -> List[str]:
+    """The names of PRIVATE that this version of transformers does not have."""
+    return [f"Trainer.{name}" for name in PRIVATE if not hasattr(trainer, name)]
+
+
 def _refuse_what_cannot_work(trainer: Any) -> None:
+    missing = missing_names(trainer)
+    if missing:
+        raise ValueError(
+            f"rebatch: this version of transformers has no {', '.join(missing)}: expected 4.40 or "
+            "newer, up to 5"
+        )
     args, accelerator = trainer.args, trainer.accelerator
     refused = {
         "DataParallel on several GPUs": args.n_gpu > 1,
@@ -137,20 +162,20 @@ class _TrainingStep:
     """training_step of a Trainer, once for each micro-batch. What it hands to its backward pass is
     weighted first."""
 
-    def __init__(self, trainer: Any, plain: Callable, options: Dict[str, Any]):
+    def __init__(self, trainer: Any, plain: Callable[..., Any], options: Dict[str, Any]):
         for name in _OF_THE_TRAINER:
             if name in options:
                 raise ValueError(
                     f"rebatch: {name} is an option of RebatchTrainer: expected it to be left to "
                     "TrainingArguments"
                 )
-        self._trainer, self._plain, self._options = trainer, plain, dict(options)
-        self._cut = cut_of(self._options)
+        self._trainer, self._plain, self.options = trainer, plain, dict(options)
+        self._cut = cut_of(self.options)
         self.weigher = _Weigher(trainer, self._cut)
-        if "lighten" not in self._options and _can_checkpoint(trainer):
-            self._options["lighten"] = checkpointing(trainer.model)
+        if "lighten" not in self.options and _can_checkpoint(trainer):
+            self.options["lighten"] = checkpointing(trainer.model)
         self.backward: Optional[Backward] = None
-        self._replaced: List[tuple] = []  # methods of the optimizer and of accelerate
+        self._replaced: List[tuple[Any, ...]] = []  # methods of the optimizer and of accelerate
 
     def __call__(self, model: Any, inputs: Any, arguments: Dict[str, Any]) -> torch.Tensor:
         if self.backward is None or self.backward.model is not model:  # train() was called again
@@ -181,7 +206,7 @@ class _TrainingStep:
                 setattr(owner, name, own)
         self._replaced = []
 
-    def _guarded_step(self, plain: Callable) -> Callable:
+    def _guarded_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def step(*arguments: Any, **keywords: Any) -> Any:
             def body() -> Any:
                 self._update.begin()
@@ -191,7 +216,7 @@ class _TrainingStep:
 
         return step
 
-    def _guarded_clip(self, plain: Callable) -> Callable:
+    def _guarded_clip(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, *arguments: Any, **keywords: Any) -> Any:
             parameters = list(parameters)  # for a second attempt
             return self._update.clip(lambda: plain(parameters, *arguments, **keywords))
@@ -200,7 +225,7 @@ class _TrainingStep:
 
     def _make_backward(self, model: Any) -> Backward:
         optimizer = self._trainer.optimizer
-        backward = Backward(
+        return Backward(
             model,
             getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
             self._loss,
@@ -209,11 +234,11 @@ class _TrainingStep:
             slice=self._part,
             length=self._cut.length,
             shared={name: getattr(self._trainer.args, name) for name in _SHARED},
-            **self._options,
+            loss_name="compute_loss",
+            functions=[self._trainer.compute_loss],
+            owners=[self._trainer],
+            **self.options,
         )
-        backward._loss_name, backward._owners = "compute_loss", [self._trainer]
-        backward._functions = [self._trainer.compute_loss]
-        return backward
 
     # ---- a micro-batch ----
 
@@ -223,12 +248,13 @@ class _TrainingStep:
         self._weight: Optional[torch.Tensor] = None
         if count < samples:
             items = self._arguments["num_items_in_batch"]
+            assert self.backward is not None  # it runs
             if not self.weigher.divides(self.backward.model, inputs, samples, items):
                 self._weight = self.weigher.weight(inputs, samples, part, count)
         return part
 
     def _loss(self, model: Any, part: Any) -> torch.Tensor:
-        given: List[tuple] = []
+        given: List[tuple[Any, ...]] = []
         with _replaced_backward(self._trainer.accelerator, given):
             self._plain(model, part, **self._arguments)
         if len(given) != 1:
@@ -236,7 +262,8 @@ class _TrainingStep:
                 f"rebatch: training_step calls accelerator.backward() {len(given)} times: "
                 "expected once"
             )
-        loss, self._keywords = given[0]
+        loss: torch.Tensor = given[0][0]
+        self._keywords = given[0][1]
         if self._weight is None:
             return loss
         return _weighted(loss, self._weight)
@@ -278,11 +305,13 @@ class _Weigher:
         if self.is_divided is None:
             once, twice = self._losses_of_one(model, inputs, samples, (items, 2 * items))
             if once == 0 or not math.isfinite(once):  # it says nothing: ask the next batch
-                return self._trainer.model_accepts_loss_kwargs
+                return bool(self._trainer.model_accepts_loss_kwargs)
             self.is_divided = _is_divided(once, twice)
         return self.is_divided
 
-    def _losses_of_one(self, model: Any, inputs: Any, samples: int, items: tuple) -> List[float]:
+    def _losses_of_one(
+        self, model: Any, inputs: Any, samples: int, items: tuple[Any, ...]
+    ) -> List[float]:
         """The losses of the sample with the most labels, for several numbers of items."""
         labels, best = _labels(inputs), 0
         if labels is not None:
@@ -314,8 +343,9 @@ def _is_divided(once: float, twice: float) -> bool:
 def _labels(inputs: Any) -> Optional[torch.Tensor]:
     """Labels that are classes."""
     labels = inputs.get("labels") if hasattr(inputs, "get") else None
-    is_classes = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
-    return labels if is_classes and labels.dim() else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return None
+    return labels if labels.dim() else None
 
 
 def _predicts_next(model: Any) -> bool:
@@ -332,7 +362,7 @@ def _can_checkpoint(trainer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced_backward(accelerator: Any, given: List[tuple]) -> Iterator[None]:
+def _replaced_backward(accelerator: Any, given: List[tuple[Any, ...]]) -> Iterator[None]:
     """Collects what accelerator.backward() is called with."""
     accelerator.backward = lambda loss, **keywords: given.append((loss, keywords))
     try:
@@ -344,27 +374,29 @@ def _replaced_backward(accelerator: Any, given: List[tuple]) -> Iterator[None]:
 class _PredictionStep:
     """prediction_step of a Trainer, once for each part of a batch."""
 
-    def __init__(self, trainer: Any, plain: Callable, training: _TrainingStep, cut: Cut):
+    def __init__(self, trainer: Any, plain: Callable[..., Any], training: _TrainingStep, cut: Cut):
         self._trainer, self._plain, self._training = trainer, plain, training
-        self._cut, self._parts = cut, Parts(cut, training._options)
+        self._cut, self._parts = cut, Parts(cut, training.options)
 
     def __call__(
-        self, model: Any, inputs: Any, arguments: tuple, keywords: Dict[str, Any]
+        self, model: Any, inputs: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]
     ) -> Tuple[Any, Any, Any]:
         items: List[Any] = []
 
         def run(part: Any) -> Tuple[Any, Any, Any]:
             with _items_of_batch(self._trainer, inputs, items):
-                return self._plain(model, part, *arguments, **keywords)
+                result: Tuple[Any, Any, Any] = self._plain(model, part, *arguments, **keywords)
+            return result
 
         results = self._parts(self._trainer.args.device, run, inputs, key=1)
         if len(results) == 1:
-            return results[0][1]
+            whole: Tuple[Any, Any, Any] = results[0][1]
+            return whole
         losses = [(count, result[0]) for count, result in results]
         loss = self._loss(model, inputs, losses, items[0] if items else None)
         return (loss, *(self._joined(run, inputs, results, member) for member in (1, 2)))
 
-    def _loss(self, model: Any, inputs: Any, losses: List[tuple], items: Any) -> Any:
+    def _loss(self, model: Any, inputs: Any, losses: List[tuple[Any, ...]], items: Any) -> Any:
         if losses[0][1] is None:
             return None
         weigher, samples = self._training.weigher, self._cut.length(inputs)
@@ -379,7 +411,9 @@ class _PredictionStep:
             return weighted[0][0]
         return sum(_weighted(loss, weight) for loss, weight in weighted)
 
-    def _joined(self, run: Callable, inputs: Any, results: List[tuple], member: int) -> Any:
+    def _joined(
+        self, run: Callable[..., Any], inputs: Any, results: List[tuple[Any, ...]], member: int
+    ) -> Any:
         """Logits or labels."""
 
         def other() -> Tuple[int, Any]:

@@ -713,6 +713,19 @@ def test_backward_adds_to_the_gradients_that_are_there():
     assert same_bits(state, state_of(model))
 
 
+def test_backward_has_what_a_trainer_calls_and_no_more():
+    """What a Step does beside the passes of a batch is the trainer's, or has no meaning there."""
+    public = {name for name in vars(Backward) if not name.startswith("_")}
+    assert public == {
+        *("model", "device", "parameters", "samples", "report", "outputs"),
+        *("available_bytes", "kind_of_update", "state_dict", "load_state_dict"),
+    }
+    assert not issubclass(Backward, rebatch.Step)
+    model, _, loss_fn = make("mlp")
+    with pytest.raises(TypeError, match="Step has no option micro_strat: did you mean micro_start"):
+        Backward(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, micro_strat=4)
+
+
 @pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("gradients", ("fresh", "inplace"))
 def test_backward_adds_the_same_after_an_oom(where, gradients):
@@ -738,7 +751,7 @@ def test_backward_that_fails_leaves_the_gradients_as_they_were():
     backward(batch)
     before = [p.grad for p in model.parameters()]
     copies = [g.clone() for g in before]
-    backward.loss_fn = fails_above(loss_fn, 0, "backward")
+    backward._step.loss_fn = fails_above(loss_fn, 0, "backward")
     with pytest.raises(rebatch.Exhausted):
         backward(batch)
     assert all(p.grad is g for p, g in zip(model.parameters(), before))

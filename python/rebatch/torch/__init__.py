@@ -1,11 +1,13 @@
 """PyTorch training steps that survive running out of GPU memory.
 
-import rebatch.torch as rebatch
+A training loop with a Step::
 
-rebatch.install(limit="22GiB")                      # optional: rebatch's pool as the allocator
-step = rebatch.Step(model, optimizer, loss_fn)      # loss_fn(model, samples) -> mean loss
-for batch in loader:                                # the effective batch
-    loss = step(batch)                              # as many micro-batches as memory asks for
+    import rebatch.torch as rebatch
+
+    rebatch.install(limit="22GiB")                  # optional: rebatch's pool as the allocator
+    step = rebatch.Step(model, optimizer, loss_fn)  # loss_fn(model, samples) -> mean loss
+    for batch in loader:                            # the effective batch
+        loss = step(batch)                          # as many micro-batches as memory asks for
 """
 
 import torch as _torch

@@ -7,15 +7,20 @@ import pickle
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
+from typing import Any, Union
 
 import torch
 
 from .. import _library
 from . import _front, _phases
 
-_front_library = None  # once installed
+_front_library: Any = None  # once installed
+_Size = Union[int, str, None]
+_Device = Union[torch.device, int, str, None]  # as PyTorch names it
+
 _install_lock = threading.Lock()
-_options = {}  # the members of PoolOptions that were set
+_options: dict[str, int] = {}  # the members of PoolOptions that were set
 
 
 def install(
@@ -34,14 +39,15 @@ def install(
     The first call on a machine compiles the allocator, which takes about five seconds; the result
     is kept.
 
-    limit: the most memory that rebatch may hold on each GPU, in bytes or as "22GiB" or "90%"; 0: no
-        limit. It is never more than the environment variable REBATCH_MEMORY_LIMIT says.
-    headroom: memory of each GPU, in bytes or as text, that stays free for libraries; 0: none.
-    events: how many of the latest allocations and frees a snapshot has; default 0.
-    replay: plan repeated phases when memory is short; default: on.
-    max_split: a free block larger than this is not split for a smaller request; 0: no bound.
-    rounding_divisions: sizes are rounded up to one of this many steps between powers of two; 0: to
-        512 bytes only.
+    Args:
+        limit: the most memory that rebatch may hold on each GPU, in bytes or as "22GiB" or "90%";
+            0: no limit. It is never more than the environment variable REBATCH_MEMORY_LIMIT says.
+        headroom: memory of each GPU, in bytes or as text, that stays free for libraries; 0: none.
+        events: how many of the latest allocations and frees a snapshot has; default 0.
+        replay: plan repeated phases when memory is short; default: on.
+        max_split: a free block larger than this is not split for a smaller request; 0: no bound.
+        rounding_divisions: sizes are rounded up to one of this many steps between powers of two; 0:
+            to 512 bytes only.
 
     With the environment variable PYTORCH_NO_CUDA_MEMORY_CACHING, every call goes to the device, as
     in PyTorch.
@@ -51,9 +57,11 @@ def install(
     There is no way back. In a second call, None leaves an option as it is; the limit can always
     change, the other options only until the first allocation.
 
-    Raises FrontError when the allocator cannot be compiled or loaded, Error, TypeError or
-    ValueError for a wrong option or variable, and RuntimeError when PyTorch uses another allocator
-    than its native one, or when an option cannot change any more.
+    Raises:
+        FrontError: the allocator cannot be compiled or loaded.
+        Error, TypeError, ValueError: an option or variable is wrong.
+        RuntimeError: PyTorch uses another allocator than its native one, or an option cannot change
+            any more.
     """
     global _front_library
     given = _members(limit, headroom, events, replay, max_split, rounding_divisions)
@@ -85,7 +93,14 @@ def installed() -> bool:
     return _front_library is not None and bool(_front_library.rebatch_torch_is_installed())
 
 
-def _members(limit, headroom, events, replay, max_split, rounding_divisions) -> dict[str, int]:
+def _members(
+    limit: _Size,
+    headroom: _Size,
+    events: int | None,
+    replay: bool | None,
+    max_split: _Size,
+    rounding_divisions: int | None,
+) -> dict[str, int]:
     """The members of PoolOptions that the arguments of install() set."""
     members = {}
     if limit is not None:
@@ -147,7 +162,7 @@ def limit_native(device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(fractions), device)
 
 
-def _bytes(name: str, size) -> int:
+def _bytes(name: str, size: int | str) -> int:
     """A size that cannot be a share."""
     count, share = _library.parse_size(size)
     if share:
@@ -155,7 +170,7 @@ def _bytes(name: str, size) -> int:
     return count
 
 
-def _change(front, given: dict[str, int]) -> None:
+def _change(front: Any, given: dict[str, int]) -> None:
     """A second install()."""
     options = _pool_options({**_options, **given})
     if front.rebatch_torch_configure(ctypes.byref(options)) != _library.Status.OK:
@@ -169,7 +184,7 @@ def _change(front, given: dict[str, int]) -> None:
     _options.update(given)
 
 
-def pool(device=None) -> int:
+def pool(device: _Device = None) -> int:
     """The handle of the rebatch_pool of a GPU, for the functions of the C library.
 
     The pool is made if need be, and lives as long as the process. device: as PyTorch names it;
@@ -181,11 +196,12 @@ def pool(device=None) -> int:
     handle = ctypes.c_void_p()
     index = torch.cuda._utils._get_device_index(device, optional=True)
     _library.check(_front_library.rebatch_torch_pool(ctypes.byref(handle), index))
+    assert handle.value is not None  # it is made
     return handle.value
 
 
 @contextlib.contextmanager
-def tag(name: str):
+def tag(name: str) -> Iterator[None]:
     """What is allocated within the block is named `name` in reports; its first 31 bytes count.
 
     The tag applies to the thread, and within a block of the main thread also to the threads that
@@ -207,22 +223,22 @@ def tag(name: str):
         front.rebatch_torch_leave_tag(before)
 
 
-def stats(device=None) -> dict[str, int]:
+def stats(device: _Device = None) -> dict[str, int]:
     """The statistics of a GPU's pool by their names in rebatch/pool.h; sizes are in bytes.
 
     Unlike torch.cuda.memory_stats() they do not count what the native allocator holds.
     """
     out = _library.PoolStats()
     _library.check(_library.lib.rebatch_pool_get_stats(ctypes.byref(out), pool(device)))
-    return {name: getattr(out, name) for name, _ in out._fields_}
+    return {field[0]: getattr(out, field[0]) for field in out._fields_}
 
 
-def summary(device=None) -> str:
+def summary(device: _Device = None) -> str:
     """Statistics and tags of a GPU's pool as a table of text."""
     return _library.text_of(_library.lib.rebatch_pool_format_summary, pool(device))
 
 
-def snapshot(device=None) -> dict:
+def snapshot(device: _Device = None) -> dict[str, Any]:
     """A snapshot of a GPU's pool in the layout of torch.cuda.memory._snapshot().
 
     Write it to a file with pickle to see it in PyTorch's memory viewer. It has the pool's blocks
@@ -234,4 +250,5 @@ def snapshot(device=None) -> dict:
         pickled = _library.SnapshotFormat.PICKLE
         _library.check(_library.lib.rebatch_pool_save_snapshot(handle, pickled, os.fsencode(path)))
         with open(path, "rb") as file:
-            return pickle.load(file)
+            found: dict[str, Any] = pickle.load(file)
+            return found

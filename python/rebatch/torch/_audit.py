@@ -30,7 +30,7 @@ class NotPutBackError(c.Error):
     """A failed attempt changed something, and there is no copy of what it was."""
 
 
-def _mark(tensor: torch.Tensor) -> tuple:
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What changes with the tensor's contents."""
     try:
         return tensor._version, tensor.data_ptr()
@@ -38,7 +38,7 @@ def _mark(tensor: torch.Tensor) -> tuple:
         return 0, 0
 
 
-def _marks(tensors: Sequence[torch.Tensor]) -> List[tuple]:
+def _marks(tensors: Sequence[torch.Tensor]) -> List[tuple[Any, ...]]:
     try:
         return [(t._version, t.data_ptr()) for t in tensors]
     except RuntimeError:
@@ -80,7 +80,7 @@ class _Noted:
         marked = {id(t) for t, a, b in zip(self.tensors, self.marks, marks) if a != b}
         return [t for t in self.changed_contents(later) if id(t) not in marked]
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> List[tuple]:
+    def of(self, tensors: Sequence[torch.Tensor]) -> List[tuple[Any, ...]]:
         """The marks of these, now for those that were not noted."""
         if len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors)):
             return self.marks
@@ -90,7 +90,7 @@ class _Noted:
     def sums_of(self, tensors: Sequence[torch.Tensor], is_now: bool) -> List[Optional[int]]:
         if is_now:
             return sums_of(tensors, self.compares_all)
-        known = {id(t): total for t, total in zip(self.tensors, self.sums)}
+        known = {id(t): total for t, total in zip(self.tensors, self.sums or ())}
         return [known.get(id(t)) for t in tensors]
 
 
@@ -129,11 +129,11 @@ class Audit:
         self._objects = [
             part for _, part in state if not isinstance(part, (torch.Tensor, torch.nn.Module))
         ]
-        self._states: Dict[int, list] = {}
-        self._known: Dict[tuple, Place] = {}  # places whose tensors change in place
+        self._states: Dict[int, list[Any]] = {}
+        self._known: Dict[tuple[Any, ...], Place] = {}  # places whose tensors change in place
         self._known_in_batch: Set[str] = set()
         self._batch: List[Tuple[str, torch.Tensor]] = []
-        self._copies = {point: Copies() for point in GuardPoint}
+        self._copies: Dict[int, Copies] = {point: Copies() for point in GuardPoint}
         self._noted: Dict[int, _Noted] = {}
         self._running: Optional[_Noted] = None  # what an attempt began with
         # Modes, training or not, in which no attempt has succeeded.
@@ -216,12 +216,14 @@ class Audit:
     # ---- the points ----
 
     def save(self, point: int) -> None:
-        noted = None
-        if self._running and point == GuardPoint.ATTEMPT:
-            noted = self._learn()
+        before = self._running if point == GuardPoint.ATTEMPT else None
+        noted = self._learn(before) if before else None
         is_first = self._is_training in self._unknown
-        lacks_sums = noted is None or (is_first and noted.sums is None)
-        if lacks_sums or (self._is_suspect and not noted.compares_all):
+        if (
+            noted is None
+            or (is_first and noted.sums is None)
+            or (self._is_suspect and not noted.compares_all)
+        ):
             noted = _Noted(self.tree.take(), self._batch, is_first, self._is_suspect)
         if point == GuardPoint.STEP and is_first:
             self._copy_first(noted.held)
@@ -271,10 +273,9 @@ class Audit:
 
     # ---- what is known ----
 
-    def _learn(self) -> _Noted:
+    def _learn(self, before: _Noted) -> _Noted:
         """An attempt has succeeded. What it changed in place is copied from now on. Returns what
         there is now."""
-        before = self._running
         now = _Noted(self.tree.take(), self._batch, before.sums is not None, before.compares_all)
         was_suspect, self._is_suspect = self._is_suspect, False
         self._unknown.discard(self._is_training)

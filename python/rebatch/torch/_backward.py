@@ -1,12 +1,14 @@
-"""Backward: a Step without an update, for trainers that clip gradients and update by themselves."""
+"""Backward: the passes of a batch without an update, for trainers that clip gradients and update by
+themselves."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
 from rebatch.torch._findings import accepted_kinds
+from rebatch.torch._report import Report
 from rebatch.torch._update import Update
 from rebatch.torch.step import Step
 
@@ -21,9 +23,13 @@ class _NoUpdate(Update):
         backward: Optional[Callable[[torch.Tensor], Any]],
     ):
         super().__init__([optimizer], [], None, None)
-        self._all_parameters = parameters
-        if backward:
-            self.backward = backward
+        self._all_parameters, self._given_backward = parameters, backward
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._given_backward:
+            self._given_backward(loss)
+        else:
+            super().backward(loss)
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -42,17 +48,47 @@ class _NoUpdate(Update):
         pass
 
 
-class Backward(Step):
+class _Passes(Step):
+    """A Step whose update changes nothing."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        backward: Optional[Callable[[torch.Tensor], Any]],
+        shared: Dict[str, Any],
+        options: Dict[str, Any],
+    ):
+        self._shared = {name: str(value) for name, value in shared.items()}
+        super().__init__(model, optimizer, loss_fn, **options)
+        if self._window:
+            raise ValueError(
+                "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "
+                "by collectives: expected a loop with a Step, or DistributedDataParallel"
+            )
+        self._update = _NoUpdate(model.parameters, optimizer, backward)
+
+
+_Passes.__name__ = "Step"  # whose options they are, in what is said of a wrong one
+
+
+class Backward:
     """Runs an effective batch forward and backward, in micro-batches that fit, and adds its
     gradients to .grad, as loss.backward() does. Returns the loss of the batch.
 
     An OOM leads to smaller micro-batches; what was in .grad is added once. Memory for the
     optimizer's first step is made free. After an exception .grad is as it was before.
 
-    backward      backward(loss), instead of loss.backward(), for example to scale the loss
-    check         check the first batch, and print what was found; a mistake raises ValueError.
-                  True, or the kinds of mistakes that are meant to be so, as Step.check's accept
-    shared        the trainer's settings by name, which must be the same on all ranks
+    Args:
+        backward: backward(loss), instead of loss.backward(), for example to scale the loss
+        check: check the first batch, and print what was found; a mistake raises ValueError. True,
+            or the kinds of mistakes that are meant to be so, as Step.check's accept
+        shared: the trainer's settings by name, which must be the same on all ranks
+        loss_name: what users call loss_fn, in what is said of it
+        functions: those of the program that loss_fn runs
+        owners: objects beside the model that loss_fn may change
+        aside: a context manager around runs of loss_fn that are no part of a batch
 
     The other arguments are those of Step."""
 
@@ -65,40 +101,75 @@ class Backward(Step):
         backward: Optional[Callable[[torch.Tensor], Any]] = None,
         check: Any = False,
         shared: Optional[Dict[str, Any]] = None,
+        loss_name: str = "loss_fn",
+        functions: Optional[Sequence[Any]] = None,
+        owners: Sequence[Any] = (),
+        aside: Optional[Callable[[], ContextManager[Any]]] = None,
         **options: Any,
     ):
-        self._shared = {name: str(value) for name, value in (shared or {}).items()}
-        super().__init__(model, optimizer, loss_fn, **options)
-        if self._window:
-            raise ValueError(
-                "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "
-                "by collectives: expected a loop with a Step, or DistributedDataParallel"
-            )
+        self._step = _Passes(model, optimizer, loss_fn, backward, shared or {}, options)
         self._accepted = accepted_kinds(() if isinstance(check, bool) else check)
         self._is_to_check = check is not False
-        self._update = _NoUpdate(model.parameters, optimizer, backward)
+        self._step._loss_name, self._step._owners = loss_name, list(owners)
+        self._step._functions = None if functions is None else list(functions)
+        self._step._aside = aside or self._step._aside
+
+    @property
+    def model(self) -> Any:
+        """Which it was made with."""
+        return self._step.model
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter, now."""
+        return self._step.device
+
+    @property
+    def report(self) -> Report:
+        """What the last batch needed."""
+        return self._step.report
+
+    @property
+    def outputs(self) -> Any:
+        """What loss_fn returned beside the loss, for the last batch."""
+        return self._step.outputs
+
+    @property
+    def samples(self) -> int:
+        """Of the batch that runs."""
+        return self._step._samples
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
         """Those with gradients."""
-        return self._update.parameters
+        return self._step._update.parameters
 
-    def kind_of_update(self) -> tuple:
+    def kind_of_update(self) -> Tuple[int, int]:
         """Updates of one kind need the same memory."""
-        return self._level, sum(p.numel() for p in self.parameters if p.grad is not None)
+        with_gradients = [p for p in self.parameters if p.grad is not None]
+        return self._step._level, sum(p.numel() for p in with_gradients)
 
     def available_bytes(self) -> int:
         """The memory that can be allocated now."""
-        return self._open().available_bytes()
+        return self._step._open().available_bytes()
+
+    def state_dict(self) -> Dict[str, int]:
+        """Of a Step: a resumed training goes on at the size that was found."""
+        return self._step.state_dict()
+
+    def load_state_dict(self, state: Dict[str, int]) -> None:
+        """Go on where state_dict() was taken."""
+        self._step.load_state_dict(state)
 
     def __call__(self, batch: Any) -> torch.Tensor:
+        """The passes of one batch. Returns its loss: a detached scalar, on the device."""
         if self._is_to_check:
             self._check_first(batch)
-        return super().__call__(batch)
+        return self._step(batch)
 
     def _check_first(self, batch: Any) -> None:
         self._is_to_check = False
-        found = self.check(batch, accept=self._accepted)
+        found = self._step.check(batch, accept=sorted(self._accepted))
         print(found)
         if not found:
             raise ValueError(

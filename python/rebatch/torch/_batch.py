@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Protocol, Tuple
 
 import torch
 
@@ -145,7 +145,8 @@ def _own_arrays(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         parts = {k: _own_arrays(v) for k, v in value.items()}
-        return parts if type(value) is dict else type(value)(parts)
+        kind: Any = type(value)
+        return parts if kind is dict else kind(parts)
     if _is_record(value):
         names = (f.name for f in dataclasses.fields(value) if f.init)
         return dataclasses.replace(value, **{n: _own_arrays(getattr(value, n)) for n in names})
@@ -162,6 +163,16 @@ def _has_array(value: Any) -> bool:
     if _is_record(value):
         return any(_has_array(getattr(value, f.name)) for f in dataclasses.fields(value))
     return _is_array(value) or isinstance(value, (list, tuple)) and any(map(_has_array, value))
+
+
+class Cuts(Protocol):
+    """How a batch is cut: a Cut, or what does more when a part begins."""
+
+    def length(self, batch: Any, /) -> int:
+        """Its samples."""
+
+    def part(self, batch: Any, first: int, count: int, samples: int, /) -> Any:
+        """Some of them."""
 
 
 class Cut:
@@ -253,7 +264,8 @@ class Cut:
             return batch[leading + (slice(first, first + count),)]
         if isinstance(batch, Mapping):
             parts = {k: cut(v) for k, v in batch.items()}
-            return parts if type(batch) is dict else type(batch)(parts)
+            kind: Any = type(batch)
+            return parts if kind is dict else kind(parts)
         if _is_record(batch):
             fields = (f.name for f in dataclasses.fields(batch) if f.init)
             parts = {name: cut(getattr(batch, name)) for name in fields}
@@ -267,7 +279,7 @@ class Cut:
         return batch
 
 
-def cut_of(options: dict) -> Cut:
+def cut_of(options: dict[Any, Any]) -> Cut:
     """How batches are cut by some arguments of a Step, which are taken out."""
     defaults = {"batch_dim": 0, "slice": None, "length": None}
     return Cut(*(options.pop(name, default) for name, default in defaults.items()))

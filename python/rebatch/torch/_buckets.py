@@ -24,8 +24,8 @@ def plan(parameters: Sequence[torch.Tensor], caps: Tuple[int, int]) -> List[List
     first, because a backward pass mostly reaches these first. `caps` are the sizes in bytes of the
     first bucket and of the others, above which a bucket is closed."""
     closed: List[List[int]] = []
-    open_ones: Dict[tuple, List[int]] = {}
-    sizes: Dict[tuple, int] = {}
+    open_ones: Dict[tuple[Any, ...], List[int]] = {}
+    sizes: Dict[tuple[Any, ...], int] = {}
     for i in reversed(range(len(parameters))):
         p = parameters[i]
         key = p.dtype, p.device
@@ -79,7 +79,8 @@ class Bucket:
         self.views = layout.views(self.flat)
         # Made here: what sends a bucket allocates nothing.
         end = self.flat[layout.length :]
-        self.loss, self.used = (end[0], end[1:]) if tail else (None, None)
+        self.loss: Any = end[0] if tail else None
+        self.used: Any = end[1:] if tail else None
         self.sent = self.flat
         if sent and dtype in _WIDE and not tail:
             self.sent = torch.empty_like(self.flat, dtype=sent)
@@ -94,7 +95,7 @@ class Layouts:
 
     def __init__(self, caps: Tuple[int, int], sent: Optional[torch.dtype]):
         self._caps, self._sent = caps, sent
-        self._key: List[tuple] = []
+        self._key: List[tuple[Any, ...]] = []
         self._layouts: List[Layout] = []
 
     def make_buckets(self, parameters: Sequence[torch.Tensor]) -> List[Bucket]:
@@ -118,9 +119,10 @@ class Buffers:
 
     def __init__(self, tables: Sequence[Dict[str, Optional[torch.Tensor]]]):
         self._places = [(table, name) for table in tables for name in table]
-        self._like = [table[name] for table, name in self._places]
+        self._like: List[Any] = [table[name] for table, name in self._places]
         keys = dict.fromkeys((b.dtype, b.device) for b in self._like if b is not None)
-        self.flats, self._views = [], [None] * len(self._like)
+        self.flats: List[torch.Tensor] = []
+        self._views: List[Optional[torch.Tensor]] = [None] * len(self._like)
         for dtype, device in keys:
             mine = [
                 i

@@ -32,14 +32,15 @@ def _difference(a: Outcome, b: Outcome) -> float:
     of their parts where these cancel."""
     squares = norm = 0.0
     for x, y in zip(a.gradients, b.gradients):
-        if x is None and y is None:
+        like = x if y is None else y
+        if like is None:
             continue
-        x = torch.zeros_like(y) if x is None else x
-        y = torch.zeros_like(x) if y is None else y
+        x = torch.zeros_like(like) if x is None else x
+        y = torch.zeros_like(like) if y is None else y
         squares += float((x.double() - y.double()).square().sum())
         norm += float(x.double().square().sum())
     norm = max(norm**0.5, b.part_norms)
-    return squares**0.5 / norm if norm else squares**0.5
+    return float(squares**0.5 / norm if norm else squares**0.5)
 
 
 def _loss_difference(a: Outcome, b: Outcome) -> float:
@@ -161,7 +162,7 @@ class _Checker:
             )
         except ValueError:  # of one sample
             return False
-        return _difference(large, small) <= floors(self._runs.is_16_bit, self._step.device)[0]
+        return bool(_difference(large, small) <= floors(self._runs.is_16_bit, self._step.device)[0])
 
     def _note_dropout(self) -> None:
         dropout = training_modules(self._root, DROPOUT)
@@ -434,7 +435,7 @@ class _Checker:
         self._mistake("after_oom", f"an OOM in the {where} pass ends the step", text)
 
     def _compare_after_oom(
-        self, clean: Outcome, failed: Outcome, where: str, unstable: set
+        self, clean: Outcome, failed: Outcome, where: str, unstable: set[Any]
     ) -> bool:
         places = {p: None for o in (clean, failed) for p in o.changes if p not in unstable}
         left = [

@@ -60,6 +60,7 @@ class Copies:
                 if not _can_be_written(tensor):
                     continue
                 memory = self._memory[key] = memory_like(tensor)
+            assert memory is not None
             self._of.append(tensor)
             self._copies.append(memory)
         _copy(self._copies, self._of)
@@ -70,7 +71,7 @@ class Copies:
                 tensor.data = saved.to(tensor.device, copy=True)
         _copy(self._of, self._copies)
 
-    def has(self) -> set:
+    def has(self) -> set[Any]:
         return {id(tensor) for tensor in self._of}
 
 

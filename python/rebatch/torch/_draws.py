@@ -78,7 +78,7 @@ _SETTERS: Dict[str, Callable[[torch.Tensor, Dict[str, Any]], None]] = {
 }
 
 
-def _given(function: Any, arguments: tuple, keywords: Dict[str, Any]) -> Dict[str, Any]:
+def _given(function: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]) -> Dict[str, Any]:
     """Arguments by their names, defaults included."""
     given = {a.name: a.default_value for a in function._schema.arguments if a.has_default_value()}
     given.update(zip((a.name for a in function._schema.arguments), arguments))
@@ -86,7 +86,9 @@ def _given(function: Any, arguments: tuple, keywords: Dict[str, Any]) -> Dict[st
     return given
 
 
-def _without_dropout(function: Any, arguments: tuple, keywords: Dict[str, Any]) -> tuple:
+def _without_dropout(
+    function: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]
+) -> tuple[Any, ...]:
     """Fused kernels, as those of attention, draw their dropout themselves."""
     changed = list(arguments)
     for i, argument in enumerate(function._schema.arguments):
@@ -106,7 +108,7 @@ class FixedDraws(TorchDispatchMode):
     scalar, such as a mean that is one of the terms of a loss."""
 
     def __init__(self, is_fixed: bool = True):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._is_fixed, self.is_16_bit = is_fixed, False
         self._scalars: List[torch.Tensor] = []
 
@@ -124,7 +126,7 @@ class FixedDraws(TorchDispatchMode):
             self._scalars.append(out)
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple = (), keywords: Any = None
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
         if self._is_fixed:
@@ -135,7 +137,7 @@ class FixedDraws(TorchDispatchMode):
             return out
         return self._draw(function, arguments, keywords)
 
-    def _draw(self, function: Any, arguments: tuple, keywords: Dict[str, Any]) -> Any:
+    def _draw(self, function: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]) -> Any:
         name = function._schema.name.split("::")[1].rstrip("_")
         given = _given(function, arguments, keywords)
         if name == "native_dropout":

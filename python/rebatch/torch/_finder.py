@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -19,11 +19,11 @@ def _release_memory() -> None:
 
 
 def find_batch_size(
-    function: Optional[Callable] = None,
+    function: Optional[Callable[..., Any]] = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Optional[Callable[[], int]] = None,
-) -> Callable:
-    """Call a function that takes a batch size first, and again with a smaller one after an OOM.
+) -> Callable[..., Any]:
+    """Call a function that takes a batch size first, and again with a smaller one after an OOM::
 
         @rebatch.find_batch_size(starting_batch_size=256)
         def train(batch_size, model): ...
@@ -31,9 +31,16 @@ def find_batch_size(
         train(model)
 
     The signature is that of accelerate.utils.find_executable_batch_size. The function begins again
-    from its first line; a Step keeps what has been done, and the effective batch.
-    reduce_batch_size_fn returns the next size; without it, the size is halved. The size that was
-    found is kept for the next call. Raises RuntimeError when size 1 runs out of memory."""
+    from its first line; a Step keeps what has been done, and the effective batch. The size that was
+    found is kept for the next call.
+
+    Args:
+        function: takes the batch size as its first argument
+        starting_batch_size: of the first call
+        reduce_batch_size_fn: returns the next size; without it, the size is halved
+
+    Raises:
+        RuntimeError: size 1 runs out of memory."""
     if function is None:
         return functools.partial(
             find_batch_size,
@@ -44,7 +51,7 @@ def find_batch_size(
     size = starting_batch_size
 
     @functools.wraps(function)
-    def run(*arguments, **keywords):
+    def run(*arguments: Any, **keywords: Any) -> Any:
         nonlocal size
         _check_arguments(function, parameters, arguments)
         while True:
@@ -63,7 +70,9 @@ def find_batch_size(
     return run
 
 
-def _check_arguments(function: Callable, parameters: list, arguments: tuple) -> None:
+def _check_arguments(
+    function: Callable[..., Any], parameters: list[Any], arguments: tuple[Any, ...]
+) -> None:
     if not parameters:
         raise TypeError(
             f"rebatch: {function.__name__}() has no parameter: expected the batch size as the "

@@ -69,6 +69,7 @@ class Check:
 
     @property
     def mistakes(self) -> List[Finding]:
+        """The findings that are no notes."""
         return [f for f in self.findings if f.is_mistake]
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ class CutWarning(UserWarning):
     """The loss of a Step depends on how its batch is cut."""
 
 
-def allowed_sizes(options: dict, samples: int) -> List[int]:
+def allowed_sizes(options: dict[Any, Any], samples: int) -> List[int]:
     """The micro-batch sizes that the options of a Step allow for a batch, the largest first."""
     largest = min(options.get("micro_largest") or samples, samples)
     smallest = options.get("micro_smallest") or 1
@@ -218,7 +218,7 @@ def _level_of_the_caller() -> int:
     return level
 
 
-def _totals(step: Any) -> List[list]:
+def _totals(step: Any) -> List[list[Any]]:
     """What each sample's entries add up to, of the small tensors of a batch: classes, lengths and
     weights of samples."""
     dim, found = step._cut.dim, []
@@ -324,8 +324,8 @@ class _Comparison:
         if found:
             return found
         mode = FixedDraws()
-        whole = self._loss(self._whole, off, mode)
-        parts = self._loss(self._parts, off, mode)
+        whole = self._fixed_loss(self._whole, off, mode)
+        parts = self._fixed_loss(self._parts, off, mode)
         return whole, parts, self._is_rounding(whole, parts, off, mode)
 
     def _compare_plainly(self, off: List[torch.nn.Module]) -> Optional[Tuple[float, float, bool]]:
@@ -333,11 +333,11 @@ class _Comparison:
         be rounding, or by numbers of a generator that the Step does not know."""
         parts = self._loss(self._parts, off)  # the first of these tells whether some are
         whole = None if parts is None else self._loss(self._whole, off)
-        if whole is None:
+        if whole is None or parts is None:
             return None
         return (whole, parts, True) if _is_same(whole, parts, self._step.device) else None
 
-    def _is_rounding(self, whole: float, parts: float, off: list, mode: FixedDraws) -> bool:
+    def _is_rounding(self, whole: float, parts: float, off: list[Any], mode: FixedDraws) -> bool:
         step = self._step
         if not math.isfinite(parts):
             return False
@@ -349,15 +349,28 @@ class _Comparison:
         difference /= max(abs(whole), abs(parts))
         if difference <= floor:
             return True
-        backwards = self._loss(self._whole, off, mode, is_reversed=True)
-        seeds = [self._loss(self._whole, off, mode, seed=seed) for seed in SEEDS]
+        backwards = self._fixed_loss(self._whole, off, mode, is_reversed=True)
+        seeds = [self._fixed_loss(self._whole, off, mode, seed=seed) for seed in SEEDS]
         drawn = max(_relative(whole, other) for other in seeds)
         return difference <= tolerance(floor, _relative(whole, backwards)) + 3 * drawn
 
+    def _fixed_loss(
+        self,
+        parts: List[tuple[Any, ...]],
+        off: list[Any],
+        mode: FixedDraws,
+        is_reversed: bool = False,
+        seed: int = 0,
+    ) -> float:
+        """The sum over parts, in a mode in which every sample draws the same numbers."""
+        loss = self._loss(parts, off, mode, is_reversed, seed)
+        assert loss is not None
+        return loss
+
     def _loss(
         self,
-        parts: List[tuple],
-        off: list,
+        parts: List[tuple[Any, ...]],
+        off: list[Any],
         mode: Optional[FixedDraws] = None,
         is_reversed: bool = False,
         seed: int = 0,
@@ -379,7 +392,9 @@ class _Comparison:
         self._has_gradients = True  # a loss with a gradient penalty needs them
         return self._loss(parts, off, mode, is_reversed, seed)
 
-    def _sum_of(self, parts: List[tuple], may_draw: bool, is_reversed: bool) -> Optional[float]:
+    def _sum_of(
+        self, parts: List[tuple[Any, ...]], may_draw: bool, is_reversed: bool
+    ) -> Optional[float]:
         total = 0.0
         for at, count in parts:
             total += self._share(at, count, is_reversed)

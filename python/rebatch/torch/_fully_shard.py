@@ -54,7 +54,7 @@ def _check_has(owner: Any, names: Tuple[str, ...]) -> None:
 class FullyShard:
     """The state of a root module of fully_shard()."""
 
-    def __init__(self, root: torch.nn.Module):
+    def __init__(self, root: Any):
         self._state = root._get_fsdp_state()
         _check_has(self._state, _OF_STATE)
         _check_has(self._state._state_ctx, _OF_CONTEXT)
@@ -141,13 +141,15 @@ def _groups_of(state: Any) -> List[Any]:
 
 def whole_dtype(p: Any) -> torch.dtype:
     """That of a whole parameter."""
-    return getattr(p, "param_dtype", None) or p.orig_dtype
+    dtype: torch.dtype = getattr(p, "param_dtype", None) or p.orig_dtype
+    return dtype
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
     """In which the gradients of a group are summed over the ranks."""
-    if group._reduce_dtype is not None:
-        return group._reduce_dtype
+    given: Optional[torch.dtype] = group._reduce_dtype
+    if given is not None:
+        return given
     dtypes = {
         getattr(p, "unsharded_grad_dtype", None) or whole_dtype(p)
         for p in group.fsdp_params
@@ -158,7 +160,9 @@ def reduce_dtype(group: Any) -> torch.dtype:
 
 def gradient_dtype(p: Any) -> Optional[torch.dtype]:
     """Of this rank's part; None is that of the reduction."""
-    return p.sharded_grad_dtype if hasattr(p, "sharded_grad_dtype") else p.orig_dtype
+    known = "sharded_grad_dtype" if hasattr(p, "sharded_grad_dtype") else "orig_dtype"
+    dtype: Optional[torch.dtype] = getattr(p, known)
+    return dtype
 
 
 def reduce_scatter_of(group: Any) -> Optional[Any]:

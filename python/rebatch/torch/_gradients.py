@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Callable, ContextManager, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -44,12 +44,12 @@ class Accumulators:
     def __init__(self) -> None:
         self._parameters: List[torch.nn.Parameter] = []
         # In their order. A tensor's own hash is a function in Python, so there is no dict of them.
-        self._sums: List[Optional[torch.Tensor]] = []
+        self._sums: List[Any] = []  # tensors, and None where there is no gradient yet
         self._has_sum: List[bool] = []  # there is a gradient in this batch
         self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._has_earlier = False  # the sums contain the earlier gradients
 
-    def launching(self, loss: torch.Tensor) -> ContextManager:
+    def launching(self, loss: torch.Tensor) -> ContextManager[Any]:
         """Around the backward pass of the last micro-batch of a batch whose loss is given."""
         return contextlib.nullcontext()
 
@@ -90,7 +90,7 @@ class Accumulators:
         if wanted:
             self._make_sums(wanted)
 
-    def _make_sums(self, wanted: set) -> None:
+    def _make_sums(self, wanted: set[Any]) -> None:
         """An OOM is for the first micro-batch to meet: its gradients can be the sums too."""
         try:
             self._sums = [

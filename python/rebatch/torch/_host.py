@@ -12,10 +12,14 @@ from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._outputs import Sum
 from rebatch.torch._session import Exhausted
 
-_Devices = Dict[tuple, torch.device]  # of the tensors of a part, by their places in it
+_Devices = Dict[tuple[Any, ...], torch.device]  # of the tensors of a part, by their places in it
 
 
-def _moved(value: Any, move: Callable[[torch.Tensor, tuple], torch.Tensor], at: tuple = ()) -> Any:
+def _moved(
+    value: Any,
+    move: Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor],
+    at: tuple[Any, ...] = (),
+) -> Any:
     """A copy of dicts, tuples, lists and Sums with other tensors. Entries of a list are at one
     place: they may be samples."""
     if isinstance(value, torch.Tensor):
@@ -36,7 +40,7 @@ def _moved(value: Any, move: Callable[[torch.Tensor, tuple], torch.Tensor], at: 
 
 
 def _to_host(part: Any, devices: _Devices) -> Any:
-    def move(tensor: torch.Tensor, at: tuple) -> torch.Tensor:
+    def move(tensor: torch.Tensor, at: tuple[Any, ...]) -> torch.Tensor:
         devices[at] = tensor.device
         return tensor.to("cpu")
 
@@ -47,7 +51,7 @@ def _back(joined: Any, devices: _Devices) -> Any:
     """On the device, where it has room now that the parts are gone."""
     left: List[torch.Tensor] = []
 
-    def move(tensor: torch.Tensor, at: tuple) -> torch.Tensor:
+    def move(tensor: torch.Tensor, at: tuple[Any, ...]) -> torch.Tensor:
         try:
             return tensor.to(devices.get(at, tensor.device))
         except Exception as error:
@@ -78,7 +82,8 @@ def joined_where_it_fits(join: Callable[[], Any], parts: List[Any]) -> Any:
     have made room; where it does not fit even so, it stays in host memory, with a warning.
 
     Raises Exhausted where host memory is short too."""
-    error = _oom_of(join, result := [])
+    result: List[Any] = []
+    error = _oom_of(join, result)
     if error:
         _release()
         error = _oom_of(join, result)

@@ -151,7 +151,7 @@ class HostInputs:
             return tensor
         device = tensor.device
         if device not in self._sides:
-            self._sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._sides[device] = torch.cuda.Stream(device)
         last = self._last.get(device)
         before = last() if last else None
         with torch.no_grad():

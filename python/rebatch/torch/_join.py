@@ -72,8 +72,9 @@ class _Joiner:
             joined = {k: members(k) for k in first if first[k] is not None}
             return joined if type(first) is dict else type(first)(**joined)
         if isinstance(first, tuple):
-            joined = [None if v is None else members(i) for i, v in enumerate(first)]
-            return type(first)(*joined) if hasattr(first, "_fields") else tuple(joined)
+            kind: Any = type(first)
+            parts = [None if v is None else members(i) for i, v in enumerate(first)]
+            return kind(*parts) if hasattr(first, "_fields") else tuple(parts)
         if isinstance(first, list):
             return self._join_lists(results, seen, where, members)
         raise ValueError(

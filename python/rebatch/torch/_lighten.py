@@ -14,13 +14,13 @@ from rebatch.torch._update import check_has, check_optimizer
 
 
 def checkpointing(*modules: torch.nn.Module, offload: bool = False) -> Callable[[bool], None]:
-    """A rung that recomputes the activations of these modules in the backward pass.
+    """A rung that recomputes the activations of these modules in the backward pass::
 
         blocks = model.transformer.h
         step = rebatch.Step(..., lighten=[rebatch.checkpointing(*blocks)])
 
     With offload, what is kept for that, the modules' inputs, is in pinned host memory between the
-    two passes. Copies run beside the kernels, and no bit changes. It may be a rung of its own:
+    two passes. Copies run beside the kernels, and no bit changes. It may be a rung of its own::
 
         lighten=[rebatch.checkpointing(*blocks), rebatch.checkpointing(*blocks, offload=True)]
 

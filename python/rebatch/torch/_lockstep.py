@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._session import Lost
-from rebatch.torch._window import Window, lost_if_failed
+from rebatch.torch._window import Window
+from rebatch.torch._window_reduction import lost_if_failed
 
 # Of a group, in a step: the reduction is a sum, since losses are weighted by the samples of all
 # ranks.
@@ -30,8 +31,8 @@ class _Call(NamedTuple):
     comm: Any  # fully_shard()'s own
     group: Any
     dtype: torch.dtype
-    sizes: tuple  # of output and input
-    options: tuple  # other arguments by name
+    sizes: tuple[int, ...]  # of output and input
+    options: tuple[Any, ...]  # other arguments by name
 
 
 class _Comm:
@@ -41,7 +42,8 @@ class _Comm:
         self.plain, self._lockstep = comm, lockstep
 
     def allocate(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        return self.plain.allocate(*arguments, **keywords)
+        allocated: torch.Tensor = self.plain.allocate(*arguments, **keywords)
+        return allocated
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
@@ -80,7 +82,7 @@ class Lockstep(Window):
         set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         for group in self._groups:  # of a collective that a rank cannot come to
             set_timeout(timeout, group.mesh_info.shard_process_group)
-        self._kept: List[dict] = []  # settings of the groups, while it is open
+        self._kept: List[dict[Any, Any]] = []  # settings of the groups, while it is open
         self._known: List[_Call] = []  # of the last micro-batch that succeeded on all ranks
         self._is_lost = False
         self.on_lost: Callable[[Lost], Any] = lambda error: None
@@ -181,10 +183,11 @@ class Lockstep(Window):
     def reset(self) -> None:
         """After an exception in a pass on this rank: the next one begins as if there had been none,
         with sharded parameters and no gradients."""
-        if hasattr(self._root, "reset_iter_state"):  # since 2.13
-            self._root.reset_iter_state()
+        root: Any = self._root
+        if hasattr(root, "reset_iter_state"):  # since 2.13
+            root.reset_iter_state()
         else:
-            _reset(self._root._get_fsdp_state(), self._groups)
+            _reset(root._get_fsdp_state(), self._groups)
 
 
 def _fill(output: torch.Tensor, input: torch.Tensor) -> None:

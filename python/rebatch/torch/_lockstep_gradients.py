@@ -3,7 +3,7 @@ rank has its part. What is left is the loss and the norm."""
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Iterator, Sequence, Tuple
 
 import torch
 
@@ -20,7 +20,7 @@ class LockstepAccumulators(ShardedAccumulators):
             return
         if not self._is_summed:
             self._numbers = torch.zeros(USED, dtype=torch.float64, device=loss.device)
-            given = zip(self._sums, self._has_sum)
+            given: Iterator[Tuple[Any, bool]] = zip(self._sums, self._has_sum)
             self._note_parts([total.to_local() for total, has_sum in given if has_sum], loss, 1)
             self._sum_numbers()
         self._take_numbers(loss)

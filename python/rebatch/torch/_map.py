@@ -9,7 +9,7 @@ import torch
 
 from rebatch import _library as c
 from rebatch._library import lib
-from rebatch.torch._batch import Cut
+from rebatch.torch._batch import Cuts
 from rebatch.torch._report import MapReport, map_report_of
 from rebatch.torch._session import Session
 
@@ -20,14 +20,14 @@ def run_map(
     batch: Any,
     samples: int,
     key: int,
-    cut: Cut,
-) -> Tuple[List[tuple], MapReport, int]:
+    cut: Cuts,
+) -> Tuple[List[tuple[Any, ...]], MapReport, int]:
     """Call function(samples) without gradients until all samples are done: a list of (count,
     result), in ascending order; the report; and the status for raise_failure(). A call that runs
     out of memory is repeated with fewer samples."""
-    results: List[tuple] = []
+    results: List[tuple[Any, ...]] = []
 
-    def run(microbatch, _user) -> int:
+    def run(microbatch: Any, _user: Any) -> int:
         first, count = microbatch[0].first, microbatch[0].count
         return session.run(body, first, count)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
-from typing import Dict, Tuple
+from typing import Any, Dict, Tuple
 
 import torch
 
@@ -31,7 +31,7 @@ class UnknownMeter:
     def measure_again(self) -> None:
         pass
 
-    def begin_step(self, kind: tuple) -> None:
+    def begin_step(self, kind: tuple[Any, ...]) -> None:
         pass
 
     def live_bytes(self) -> int:
@@ -40,7 +40,7 @@ class UnknownMeter:
     def oom_count(self) -> int:
         return 0
 
-    def _available(self, out, _user) -> int:
+    def _available(self, out: Any, _user: Any) -> int:
         out[0] = C.c_uint64(-1).value
         return c.Status.OK
 
@@ -51,7 +51,7 @@ class NativeMeter:
     def __init__(self, device: torch.device):
         self._device = device
         self._measured: Dict[Tuple[int, int], int] = {}
-        self._steps: Dict[tuple, int] = {}  # that were measured, by their kinds
+        self._steps: Dict[tuple[Any, ...], int] = {}  # that were measured, by their kinds
         self._is_measuring = self._is_measuring_step = False
         self._retries_at_begin = 0
         self.asked_bytes = 0
@@ -70,7 +70,7 @@ class NativeMeter:
         self._measured.clear()
         self._steps.clear()
 
-    def begin_step(self, kind: tuple) -> None:
+    def begin_step(self, kind: tuple[Any, ...]) -> None:
         """The first steps of a kind are measured whole: each of their callbacks. Another step has
         no peak, because a part of it is not measured."""
         times = self._steps.get(kind, 0)
@@ -78,16 +78,17 @@ class NativeMeter:
         if self._is_measuring_step:
             self._steps[kind] = times + 1
 
-    def _statistics(self) -> dict:
-        return torch._C._cuda_memoryStats(self._device.index)
+    def _statistics(self) -> dict[Any, Any]:
+        statistics: dict[Any, Any] = torch._C._cuda_memoryStats(self._device.index)
+        return statistics
 
     def live_bytes(self) -> int:
-        return self._statistics()["allocated_bytes"]["all"]["current"]
+        return int(self._statistics()["allocated_bytes"]["all"]["current"])
 
     def oom_count(self) -> int:
-        return self._statistics()["num_ooms"]
+        return int(self._statistics()["num_ooms"])
 
-    def _begin(self, phase: int, size: int, _user) -> None:
+    def _begin(self, phase: int, size: int, _user: Any) -> None:
         self.asked_bytes = 0
         self.live_at_begin = -1
         times = self._measured.get((phase, size), 0)
@@ -96,7 +97,7 @@ class NativeMeter:
             self._measured[phase, size] = times + 1
             torch._C._cuda_resetPeakMemoryStats(self._device.index)
 
-    def _read(self, out, _user) -> int:
+    def _read(self, out: Any, _user: Any) -> int:
         statistics = self._statistics()
         allocated = statistics["allocated_bytes"]["all"]
         out[0].live_bytes = allocated["current"]
@@ -112,7 +113,7 @@ class NativeMeter:
         out[0].retries = statistics["num_alloc_retries"] - self._retries_at_begin
         return c.Status.OK
 
-    def _available(self, out, _user) -> int:
+    def _available(self, out: Any, _user: Any) -> int:
         statistics = self._statistics()
         allocated = statistics["allocated_bytes"]["all"]["current"]
         reserved = statistics["reserved_bytes"]["all"]["current"]
@@ -122,7 +123,10 @@ class NativeMeter:
         out[0] = max(0, there - self.promised_bytes)
         return c.Status.OK
 
-    def _release(self, _user) -> int:
-        before = self._statistics()["reserved_bytes"]["all"]["current"]
+    def _release(self, _user: Any) -> int:
+        before = self._reserved_bytes()
         torch.cuda.empty_cache()
-        return before - self._statistics()["reserved_bytes"]["all"]["current"]
+        return before - self._reserved_bytes()
+
+    def _reserved_bytes(self) -> int:
+        return int(self._statistics()["reserved_bytes"]["all"]["current"])

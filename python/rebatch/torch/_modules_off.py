@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator, List
+from typing import Any, Iterator, List
 
 import torch
 
@@ -11,7 +11,7 @@ BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
 DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 
 
-def training_modules(root: torch.nn.Module, kinds: tuple) -> List[torch.nn.Module]:
+def training_modules(root: torch.nn.Module, kinds: tuple[Any, ...]) -> List[torch.nn.Module]:
     """Modules of some kinds that are in training mode. BatchNorm also where its running statistics
     are not kept: it then normalizes by the micro-batch in evaluation mode too."""
     return [
@@ -35,7 +35,7 @@ def power_iterations(root: torch.nn.Module) -> List[torch.nn.Module]:
 
 
 def name_of(root: torch.nn.Module, module: torch.nn.Module) -> str:
-    return next(name for name, m in root.named_modules() if m is module)
+    return str(next(name for name, m in root.named_modules() if m is module))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import re
 import traceback
-from typing import Iterator, Optional
+from typing import Iterator, List, Optional, Set
 
 import torch
 
@@ -138,7 +138,8 @@ def raised_by_program(error: BaseException) -> str:
 def let_go(error: BaseException) -> None:
     """Drop what an exception holds: the frames of its traceback, whose locals are the activations,
     and the exceptions that it came from."""
-    left, seen = [error], set()
+    left: List[Optional[BaseException]] = [error]
+    seen: Set[int] = set()
     while left:
         e = left.pop()
         if e is None or id(e) in seen:

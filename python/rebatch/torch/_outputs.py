@@ -8,11 +8,12 @@ import torch
 
 
 class Sum:
-    """Beside a loss: a value that is summed over the micro-batches of a batch.
+    """Beside a loss: a value that is summed over the micro-batches of a batch::
 
         return loss, {"correct": rebatch.Sum((logits.argmax(1) == y).sum())}
 
-    value    a number, or a tensor that has the same shape in every micro-batch"""
+    Args:
+        value: a number, or a tensor that has the same shape in every micro-batch"""
 
     def __init__(self, value: Any):
         if not isinstance(value, (int, float, complex, torch.Tensor)):

@@ -21,13 +21,17 @@ class _Watch:
 
     def __init__(self) -> None:
         self.is_own = self._has_warned = False
-        self._applied: Optional[weakref.ref] = None  # the first gradient of the last update
+        self._applied: Optional[weakref.ref[torch.Tensor]] = (
+            None  # the first gradient of the last update
+        )
 
     def note_update(self, optimizer: Any) -> None:
         gradient = _first_gradient(optimizer)
         self._applied = None if gradient is None else weakref.ref(gradient)
 
-    def before_step(self, optimizer: Any, arguments: tuple, keywords: dict) -> None:
+    def before_step(
+        self, optimizer: Any, arguments: tuple[Any, ...], keywords: dict[Any, Any]
+    ) -> None:
         if self.is_own or self._has_warned or self._applied is None:
             return
         if len(arguments) > 1 or keywords:  # a closure makes the gradients

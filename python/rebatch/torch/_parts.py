@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
-from rebatch.torch._batch import Cut
+from rebatch.torch._batch import Cuts
 from rebatch.torch._map import run_map
 from rebatch.torch._report import MapReport
 from rebatch.torch._session import Session, session_options
@@ -20,7 +20,7 @@ class Parts:
     """Calls functions on the samples of a batch, without gradients. A call that runs out of memory
     is repeated with fewer samples, and so are the next calls of the same key."""
 
-    def __init__(self, cut: Cut, options: Dict[str, Any]):
+    def __init__(self, cut: Cuts, options: Dict[str, Any]):
         self._cut = cut
         self._options = {name: options[name] for name in _OPTIONS if name in options}
         self._session: Optional[Session] = None

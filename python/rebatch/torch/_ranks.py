@@ -40,7 +40,7 @@ _SYNC_BYTES = 250 << 20  # of a broadcast of parameters, as DistributedDataParal
 
 
 def ranks_of(
-    modules: torch.nn.Module,
+    modules: torch.nn.ModuleList,
     group: Any,
     timeout_seconds: float,
     has_window: Optional[bool],
@@ -78,7 +78,7 @@ class Ranks:
 
     def __init__(
         self,
-        modules: torch.nn.Module,
+        modules: torch.nn.ModuleList,
         wrappers: List[Any],
         group: Any,
         timeout_seconds: float,
@@ -88,7 +88,7 @@ class Ranks:
         check_modules(modules)
         self._modules, self._wrappers, self._group = modules, wrappers, group
         self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
-        self.window = window  # of a model of fully_shard()
+        self.window: Any = window  # of a model of fully_shard()
         self.lockstep: Optional[Lockstep] = None
         if has_window is None and window and why_not(window):
             has_window = True
@@ -99,7 +99,7 @@ class Ranks:
         self._sums: Optional[Work] = None  # that the last update uses
         self._is_torn = False  # they never came
         self._has_compared, self._keys = False, ""  # those of the first batch
-        self.accumulators = (
+        self.accumulators: Any = (
             WindowAccumulators(window, timeout_seconds)
             if window
             else ReducedAccumulators(group, timeout_seconds, caps_of(wrappers), sent, self._buffers)
@@ -160,7 +160,7 @@ class Ranks:
             root = dist.get_process_group_ranks(self._group)[0]
             _sync_module_states(module, sync_group, _SYNC_BYTES, root, ())
 
-    def _buffers(self) -> List[dict]:
+    def _buffers(self) -> List[dict[Any, Any]]:
         tables = [module._buffers for module in self._modules.modules() if module._buffers]
         if not tables:
             return []
@@ -174,7 +174,7 @@ class Ranks:
         if backend.name() == "nccl":
             has_sums = self._sums is None or self._sums.is_done_within(self._timeout_seconds)
             self._is_torn = not has_sums
-            getattr(backend, "abort", getattr(backend, "_abort", None))()
+            getattr(backend, "abort" if hasattr(backend, "abort") else "_abort")()
 
     # ---- for a Step ----
 
@@ -194,7 +194,7 @@ class Ranks:
         options.lockstep = c.Toggle.ON if self.lockstep else c.Toggle.OFF
         options.group_timeout_ms = max(1, int(1000 * self._timeout_seconds))
 
-    def quiet(self) -> ContextManager:
+    def quiet(self) -> ContextManager[Any]:
         """Within it DistributedDataParallel runs without collectives."""
         return self._quiet.quiet()
 

@@ -65,12 +65,12 @@ class Slots:
     def __init__(self, functions: Sequence[Any]):
         self._functions = list(functions)
         self._cells: List[Tuple[str, types.CellType]] = []
-        self._entries: List[Tuple[str, dict, str]] = []
+        self._entries: List[Tuple[str, dict[Any, Any], str]] = []
         self._values: List[Tuple[str, Any]] = []
         self._seen: Set[Any] = set()
         for function in functions:
             self._add_function(function, 0)
-        self.names = [name for name, *_ in (*self._cells, *self._entries, *self._values)]
+        self.names = [str(name) for name, *_ in (*self._cells, *self._entries, *self._values)]
         self._constants = [value for _, value in self._values]
 
     def are_of(self, functions: Sequence[Any]) -> bool:
@@ -148,7 +148,7 @@ class Slots:
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                 self._add_function(value, depth + 1)
 
-    def _add_global(self, name: str, names: Dict[str, Any], attributes: Set[str]) -> Iterator[Any]:
+    def _add_global(self, name: str, names: Dict[str, Any], attributes: Set[str]) -> List[Any]:
         """Returns its value. Of a module of the program those of its variables that are named."""
         value = names.get(name, _MISSING)
         if not isinstance(value, types.ModuleType):
@@ -161,7 +161,7 @@ class Slots:
             self._add_entry(f"{name}.{key}", vars(value), key)
         return [vars(value)[key] for key in inner]
 
-    def _add_entry(self, name: str, table: dict, key: str) -> None:
+    def _add_entry(self, name: str, table: dict[Any, Any], key: str) -> None:
         if not any(t is table and k == key for _, t, k in self._entries):
             self._entries.append((name, table, key))
 

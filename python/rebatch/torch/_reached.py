@@ -71,7 +71,7 @@ def _has_state(kind: type) -> bool:
     return hasattr(kind, "bit_generator") or hasattr(kind, "get_state")
 
 
-class _Kinds(dict):
+class _Kinds(dict[Any, Any]):
     def __missing__(self, kind: type) -> int:
         how = self[kind] = _kind_of(kind)
         return how
@@ -88,7 +88,7 @@ def _copy_of(container: Any) -> Any:
     return list(container)
 
 
-def _ends_of(container: Any) -> tuple:
+def _ends_of(container: Any) -> tuple[Any, ...]:
     """The length, and of a sequence the first and the last entry."""
     is_sequence = isinstance(container, (list, collections.deque))
     return (len(container), *((container[0], container[-1]) if is_sequence else ()))
@@ -100,12 +100,12 @@ class Marks:
     def __init__(self, slots: Slots, known_modules: Any = ()):
         self._slots, self._known = slots, known_modules
         self.values = slots.values()
-        self._entries: List[tuple] = []  # (container, its entries)
-        self._classes: List[tuple] = []  # (class, its attributes)
-        self._ends: List[tuple] = []  # (long container, its length and ends)
-        self._arrays: List[tuple] = []  # (array, copy)
+        self._entries: List[tuple[Any, ...]] = []  # (container, its entries)
+        self._classes: List[tuple[Any, ...]] = []  # (class, its attributes)
+        self._ends: List[tuple[Any, ...]] = []  # (long container, its length and ends)
+        self._arrays: List[tuple[Any, ...]] = []  # (array, copy)
         self.generators: List[Any] = []
-        self._states: List[tuple] = []  # (how to put a generator's state back, state)
+        self._states: List[tuple[Any, ...]] = []  # (how to put a generator's state back, state)
         self.tensors: List[torch.Tensor] = []
         self.slots: List[int] = []  # in which these are
         self.modules: Dict[torch.nn.Module, int] = {}  # that are none of the model's, and slots
@@ -212,8 +212,9 @@ class Marks:
 
     def name_of(self, wanted: Any) -> str:
         """A variable, with the way from it to what it holds."""
-        for name, value in zip(self._slots.names, self.values):
-            found, seen = [(name, value)], set()
+        for variable, value in zip(self._slots.names, self.values):
+            found: List[Tuple[str, Any]] = [(variable, value)]
+            seen: Set[int] = set()
             while found and len(seen) < _MOST_PARTS:
                 name, part = found.pop(0)
                 if part is wanted:
@@ -245,7 +246,7 @@ def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b))
 
 
-def _cut_back(container: Any, ends: tuple) -> bool:
+def _cut_back(container: Any, ends: tuple[Any, ...]) -> bool:
     length = ends[0]
     now = len(container)
     if isinstance(container, (list, collections.deque)):
@@ -255,7 +256,7 @@ def _cut_back(container: Any, ends: tuple) -> bool:
             container.pop()
         return True
     if now < length or isinstance(container, set):
-        return now == length
+        return bool(now == length)
     for _ in range(now - length):
         container.popitem()  # that which was added last
     return True
@@ -274,7 +275,7 @@ class Reached:
         self._slots = Slots(())
         self._marks: Dict[int, Marks] = {}
         self._running: Optional[Marks] = None  # what an attempt began with
-        self._copies = {point: Copies() for point in GuardPoint}
+        self._copies: Dict[int, Copies] = {point: Copies() for point in GuardPoint}
         self._changing: Set[int] = set()  # slots in which a tensor was seen to change in place
         self._changing_tensors: Dict[int, torch.Tensor] = {}
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []
@@ -282,7 +283,7 @@ class Reached:
         self._told: Set[str] = set()
         self.generators: List[Any] = []  # that the functions reach
 
-    def begin(self, known_modules: Any = ()) -> Tuple[List[tuple], List[torch.Tensor]]:
+    def begin(self, known_modules: Any = ()) -> Tuple[List[tuple[Any, ...]], List[torch.Tensor]]:
         """Before a step or an evaluation. Returns the modules that are not known yet, by name, and
         tensors that get gradients by themselves and are in no module."""
         functions = list(self._functions())
@@ -306,7 +307,7 @@ class Reached:
             return
         marks = Marks(self._slots)
         if self._running and point == GuardPoint.ATTEMPT:
-            self._learn(marks)
+            self._learn(self._running, marks)
         if point == GuardPoint.STEP and self._is_first:
             self._first = copies_on_host(marks.tensors, _FIRST_BYTES)
         self._marks[point] = marks
@@ -314,10 +315,10 @@ class Reached:
         if self._changing:
             self._copies[point].save(self._copied(marks))
 
-    def _learn(self, now: Marks) -> None:
+    def _learn(self, before: Marks, now: Marks) -> None:
         """An attempt has succeeded."""
         self._is_first = False
-        for tensor, slot in self._running.changed(now):
+        for tensor, slot in before.changed(now):
             self._changing.add(slot)
             self._changing_tensors[id(tensor)] = tensor
 
@@ -353,7 +354,7 @@ class Reached:
             self._put_back_tensors(marks, changed, point)
 
     @torch.no_grad()
-    def _put_back_tensors(self, marks: Marks, changed: List[tuple], point: int) -> None:
+    def _put_back_tensors(self, marks: Marks, changed: List[tuple[Any, ...]], point: int) -> None:
         saved = self._copies[point].has() if self._changing else ()
         first = {id(t): copy for t, copy in self._first}
         if point == GuardPoint.ATTEMPT:  # some had changed since then

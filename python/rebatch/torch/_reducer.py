@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class ReducedAccumulators(Accumulators):
         timeout_seconds: float,
         caps: Tuple[int, int],
         sent: Optional[torch.dtype],
-        buffers: Callable[[], List[dict]],
+        buffers: Callable[[], List[dict[Any, Any]]],
     ):
         super().__init__()
         self._group, self._tables = group, buffers
@@ -47,7 +47,7 @@ class ReducedAccumulators(Accumulators):
     def begin_step(self) -> None:
         """Nothing is launched yet."""
         self._buckets: List[Bucket] = []
-        self._buffers: Optional[Buffers] = None
+        self._buffers: Any = None  # Buffers, once they are made
         self._launched = 0  # buckets
         self._is_done = False
         self._error: Optional[BaseException] = None  # of a collective
@@ -125,7 +125,8 @@ class ReducedAccumulators(Accumulators):
             return
         for bucket in rest:
             bucket.waiting = len(bucket.indices)
-        self._ready, self._loss = set(), loss.detach()
+        self._ready: Set[int] = set()
+        self._loss = loss.detach()
         hooks = [
             self._parameters[i].register_post_accumulate_grad_hook(self._note_ready)
             for bucket in rest
@@ -163,7 +164,9 @@ class ReducedAccumulators(Accumulators):
     @torch.no_grad()
     def _fill(self, bucket: Bucket) -> None:
         """Add the gradients of the last micro-batch, all of which are there."""
-        pairs = {True: ([], []), False: ([], [])}  # by whether there is a sum to add to
+        # By whether there is a sum to add to.
+        pairs: Dict[bool, Tuple[List[torch.Tensor], List[torch.Tensor]]]
+        pairs = {True: ([], []), False: ([], [])}
         for i, view in zip(bucket.indices, bucket.views):
             views, gradients = pairs[self._has_sum[i]]
             views.append(view)
@@ -197,7 +200,7 @@ class ReducedAccumulators(Accumulators):
         if missing:
             torch._foreach_zero_(missing)
 
-    def _start(self, collective: Callable, tensor: torch.Tensor, *arguments: Any) -> Any:
+    def _start(self, collective: Callable[..., Any], tensor: torch.Tensor, *arguments: Any) -> Any:
         """After an error no collective is started: the other ranks' ones fail too, or end by their
         own timeout."""
         if self._error is not None:
@@ -286,9 +289,11 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 def _dense(p: torch.Tensor) -> torch.Tensor:
     """Its gradient. Raises ValueError for a sparse one."""
-    if p.grad.layout != torch.strided:
+    gradient = p.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided:
         raise ValueError(
             f"rebatch: a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not "
             "summed over ranks: expected sparse=False"
         )
-    return p.grad
+    return gradient

@@ -50,11 +50,11 @@ class _FailingAt(TorchDispatchMode):
     """Runs out of memory at one operation, counted from 1; 0: counts only."""
 
     def __init__(self, at: int = 0):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.at, self.seen = at, 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple = (), keywords: Any = None
+        self, function: Any, types: Any, arguments: Tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         self.seen += 1
         if self.seen == self.at:
@@ -101,7 +101,8 @@ class _NoUpdate:
 
 
 def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
-    return sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5
+    squares = sum(float(g.double().square().sum()) for g in gradients if g is not None)
+    return float(squares**0.5)
 
 
 class _Outside:
@@ -196,8 +197,8 @@ class Rehearsal:
             for i, (p, gradient) in enumerate(zip(self.parameters, gradients)):
                 p.grad = None
                 if gradient is not None and sums[i] is None:
-                    sums[i] = gradient.detach().clone()
-                    kept += sums[i].numel() * sums[i].element_size()
+                    own = sums[i] = gradient.detach().clone()
+                    kept += own.numel() * own.element_size()
                 elif gradient is not None:
                     sums[i] = sums[i] + gradient.detach()
             del gradients, gradient

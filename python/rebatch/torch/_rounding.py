@@ -16,7 +16,7 @@ _MOST = 10
 SEEDS = (7, 8)
 
 
-def floors(is_16_bit: bool, device: torch.device) -> tuple:
+def floors(is_16_bit: bool, device: torch.device) -> tuple[Any, ...]:
     """(of gradients, of losses)"""
     if is_16_bit:
         return _FLOORS["16 bits"]
@@ -39,7 +39,8 @@ def in_reverse(value: Any, count: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value.flip(0) if value.dim() and len(value) == count else value
     if isinstance(value, Mapping):
-        return type(value)({k: in_reverse(v, count) for k, v in value.items()})
+        kind: Any = type(value)
+        return kind({k: in_reverse(v, count) for k, v in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(in_reverse(v, count) for v in value))
     if isinstance(value, (list, tuple)):

@@ -4,7 +4,7 @@ input for time, and get one that follows the cut."""
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Dict, Iterator, Set, Tuple
 
 import torch
 
@@ -25,8 +25,9 @@ class Sequences:
             if isinstance(module, _TIME_FIRST) and not module.batch_first
         }
         self.count = 0  # samples of the part that runs
-        self._follows: Dict[str, Dict[int, tuple]] = {}  # by module and count, the input's shape
-        self._stays = set()  # modules whose input has another first dimension
+        # The shape of the input, by module and count.
+        self._follows: Dict[str, Dict[int, tuple[Any, ...]]] = {}
+        self._stays: Set[str] = set()  # modules whose input has another first dimension
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -41,7 +42,7 @@ class Sequences:
                 hook.remove()
 
     def _hook_of(self, name: str) -> Any:
-        def hook(_module: Any, arguments: tuple, keywords: Dict[str, Any]) -> None:
+        def hook(_module: Any, arguments: tuple[Any, ...], keywords: Dict[str, Any]) -> None:
             given = arguments[0] if arguments else keywords.get("input", keywords.get("query"))
             if not isinstance(given, torch.Tensor) or given.dim() != 3:
                 return

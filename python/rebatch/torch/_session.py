@@ -90,9 +90,9 @@ def _toggle(value: Optional[bool]) -> int:
     return c.Toggle.DEFAULT if value is None else c.Toggle.ON if value else c.Toggle.OFF
 
 
-def _named(name: str, value: Any, known: dict) -> int:
+def _named(name: str, value: Any, known: dict[Any, Any]) -> int:
     if value in known:
-        return known[value]
+        return int(known[value])
     raise ValueError(f"rebatch: {name} is {value!r}: expected one of {', '.join(known)}")
 
 
@@ -107,13 +107,13 @@ def _count(name: str, value: Any, least: int = 0, bits: int = 63) -> int:
     return number
 
 
-def _sizes(name: str, values: Any) -> list:
+def _sizes(name: str, values: Any) -> list[Any]:
     if not hasattr(values, "__iter__"):
         raise TypeError(f"rebatch: {name} is {values!r}: expected a list of sizes")
     return [_count(f"{name}[{i}]", value, least=1) for i, value in enumerate(values)]
 
 
-def check_names(options: dict, function: str) -> None:
+def check_names(options: dict[Any, Any], function: str) -> None:
     """TypeError for a keyword that is no option of a session."""
     known = list(inspect.signature(session_options).parameters)
     for name in options:
@@ -234,16 +234,17 @@ class Session:
 
     # ---- what C calls ----
 
-    def _pass_event(self, event, _user) -> None:
+    def _pass_event(self, event: Any, _user: Any) -> None:
         try:
+            assert self._on_event is not None  # else C has no function to call
             self._on_event(c.text_of(lib.rebatch_event_format, event), event[0])
         except BaseException as error:  # its next callback ends the step
             self.keep_error(error)
 
-    def _save(self, point: int, _user) -> int:
+    def _save(self, point: int, _user: Any) -> int:
         return self._run_guard("save", point)
 
-    def _restore(self, point: int, _user) -> int:
+    def _restore(self, point: int, _user: Any) -> int:
         return self._run_guard("restore", point)
 
     def _run_guard(self, action: str, point: int) -> int:
@@ -262,16 +263,16 @@ class Session:
         """Of a callback: it ends the call of C, and comes out of it."""
         self.error = self.error or error
 
-    def call(self, function: Callable, *arguments) -> int:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> int:
         """Call a function of C that runs callbacks: its status."""
         self.error, self._lost, self._said = None, None, ""
         has_gradients = torch.is_grad_enabled()
         try:
-            return _interrupts.call(self.keep_error, function, self.rb, *arguments)
+            return int(_interrupts.call(self.keep_error, function, self.rb, *arguments))
         finally:  # an interrupt may have kept a torch.no_grad() from ending
             torch.set_grad_enabled(has_gradients)
 
-    def run(self, body: Callable, *arguments) -> int:
+    def run(self, body: Callable[..., Any], *arguments: Any) -> int:
         """Run a callback's body: the status for C."""
         if self.error is not None:
             return c.Status.E_USER
@@ -286,7 +287,7 @@ class Session:
                     body(*arguments)
             except BaseException as error:
                 if isinstance(error, Ended):
-                    return error.status
+                    return int(error.status)
                 if isinstance(error, Lost):
                     self._lost = error
                     return c.Status.E_PEER

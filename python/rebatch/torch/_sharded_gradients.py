@@ -23,13 +23,13 @@ class ShardedAccumulators(Accumulators):
         super().__init__()
         self._model, self._timeout_seconds = model, timeout_seconds
         self.has_norm = False  # finish() finds the norm of all gradients
-        self.scaler: Optional[Any] = None  # a GradScaler
+        self.scaler: Any = None  # a GradScaler
         self.begin_step()
 
     def begin_step(self) -> None:
         """Nothing is summed over the ranks yet."""
         self._is_summed = self._is_done = self._is_unscaled = False
-        self._numbers: Optional[torch.Tensor] = None
+        self._numbers: Any = None  # a tensor, once it is needed
         self._norm: Optional[torch.Tensor] = None
 
     def sums(self) -> Work:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import inspect
 import random
 import sys
@@ -74,7 +75,9 @@ class _Kept:
     """A value and what it holds: containers with their entries, and copies of tensors."""
 
     def __init__(self, value: Any):
-        self.value, self._contents, tensors = value, {}, []
+        self.value = value
+        self._contents: Dict[int, Any] = {}
+        tensors: List[torch.Tensor] = []
         self.is_whole = walk(value, self._contents, tensors, [])
         self._copies = {id(t): (t, t.detach().clone()) for t in tensors}
 
@@ -92,7 +95,7 @@ class _Kept:
         """Whether a value is what this one was."""
         return self._is_same(now, self.value, set())
 
-    def _is_same(self, now: Any, then: Any, seen: set) -> bool:
+    def _is_same(self, now: Any, then: Any, seen: set[Any]) -> bool:
         if isinstance(then, torch.Tensor):
             return isinstance(now, torch.Tensor) and _is_same_tensor(now, self._copies[id(then)][1])
         if id(then) not in self._contents:
@@ -108,7 +111,7 @@ class _Kept:
                 self._is_same(v, entries[k], seen) for k, v in now.items()
             )
         if isinstance(then, set):
-            return now == entries
+            return bool(now == entries)
         return all(self._is_same(a, b, seen) for a, b in zip(now, entries))
 
 
@@ -143,9 +146,13 @@ def _of_parameter(name: str, p: torch.nn.Parameter) -> Place:
     return Place("parameter", name, lambda: p, lambda _: None)
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 def _of_batch(batch: Any) -> Iterator[Place]:
     for name, tensor in batch_tensors(batch):
-        yield Place("batch", name, lambda value=tensor: value, lambda _: None)
+        yield Place("batch", name, functools.partial(_itself, tensor), lambda _: None)
 
 
 def _cell_place(name: str, cell: Any) -> Place:
@@ -243,8 +250,8 @@ class AllGenerators:
         self._devices, self._others = list(devices), list(others)
         self._functions = [functions_of(generator) for generator in others]
 
-    def states(self) -> list:
-        states: list = [torch.get_rng_state()]
+    def states(self) -> list[Any]:
+        states: list[Any] = [torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(device) for device in self._devices]
         states += [get() for get, _ in self._functions]
         states.append(random.getstate())
@@ -252,7 +259,7 @@ class AllGenerators:
             states.append(sys.modules["numpy"].random.get_state())
         return states
 
-    def put(self, states: list) -> None:
+    def put(self, states: list[Any]) -> None:
         left = iter(states)
         torch.set_rng_state(next(left))
         for device in self._devices:
@@ -272,7 +279,7 @@ class AllGenerators:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
 
-    def is_at(self, states: list) -> bool:
+    def is_at(self, states: list[Any]) -> bool:
         return all(is_same_state(a, b) for a, b in zip(self.states(), states))
 
 

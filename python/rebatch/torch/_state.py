@@ -55,10 +55,13 @@ class Generators:
     def __init__(self, devices: Sequence[torch.device], others: Sequence[Any] = ()):
         self._devices = list(devices)
         self._others = [functions_of(generator) for generator in others]
-        self._states: Dict[int, list] = {}
+        self._states: Dict[int, list[Any]] = {}
 
     def _each(self) -> List[Tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        each = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
+        each: List[Tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+            (torch.get_rng_state, torch.set_rng_state),
+            (random.getstate, random.setstate),
+        ]
         numpy = sys.modules.get("numpy.random")
         if numpy:
             each.append((lambda: numpy.get_state(legacy=False), numpy.set_state))

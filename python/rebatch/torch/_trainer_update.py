@@ -28,8 +28,8 @@ class TrainerUpdate:
 
     def __init__(self, backward: Backward):
         self._backward = backward
-        self._needed_bytes: Dict[tuple, int] = {}  # by updates of each kind
-        self._attempts: Counter = collections.Counter()  # at measuring
+        self._needed_bytes: Dict[tuple[Any, ...], int] = {}  # by updates of each kind
+        self._attempts: Counter[Any] = collections.Counter()  # at measuring
         self._has_begun = self._is_measuring = False
 
     # ---- clipping ----
@@ -85,8 +85,8 @@ class TrainerUpdate:
             self._end()
             return result
         finally:
-            if self._has_begun and self._pool() is not None:
-                _phases.allow_overflow(self._pool(), False)
+            if self._has_begun:
+                self._allow_overflow(False)
         raise Torn(
             "out of memory within the optimizer's step: some parameters are new, some are old; "
             f"restore a checkpoint\n{text}"
@@ -107,8 +107,12 @@ class TrainerUpdate:
                 torch.cuda.reset_peak_memory_stats(device)
                 self._live_bytes = torch.cuda.memory_allocated(device)
         self._has_begun = True
-        if self._pool() is not None:
-            _phases.allow_overflow(self._pool(), True)
+        self._allow_overflow(True)
+
+    def _allow_overflow(self, may: bool) -> None:
+        pool = self._pool()
+        if pool is not None:
+            _phases.allow_overflow(pool, may)
 
     def _pool(self) -> Optional[int]:
         """The pool that serves the update; None: PyTorch's own allocator does."""

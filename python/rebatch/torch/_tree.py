@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ _CONTAINERS = (list, dict, tuple, set, collections.deque)
 MOST_ENTRIES = 1 << 16  # of an attribute, with those of the containers in it
 _FEW_ENTRIES = 64  # that are looked at one by one, rather than by a set of their types
 _MISSING, _NO_DATA = object(), object()
+_T = TypeVar("_T", bound=torch.Tensor)
 
 
 class Place(NamedTuple):
@@ -35,13 +36,13 @@ class Place(NamedTuple):
     keys."""
 
     name: str
-    table: dict
+    table: dict[Any, Any]
     key: Any
-    path: tuple = ()
+    path: tuple[Any, ...] = ()
 
     def tensor(self) -> Any:
         """What is there now; None where it is no tensor."""
-        value = self.table.get(self.key)
+        value: Any = self.table.get(self.key)
         for key in self.path:
             try:
                 value = value[key]
@@ -53,7 +54,7 @@ class Place(NamedTuple):
         return Place(f"{self.name}[{key!r}]", self.table, self.key, (*self.path, key))
 
 
-def unique(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
+def unique(tensors: Iterable[_T]) -> List[_T]:
     """Each once, in order. A tensor's own hash is a function in Python; its id is not."""
     return list({id(t): t for t in tensors}.values())
 
@@ -63,7 +64,7 @@ def entries_of(value: Any) -> Iterator[Tuple[Any, Any]]:
     return iter(value.items()) if isinstance(value, Mapping) else enumerate(value)
 
 
-def _is_same(a: dict, b: dict) -> bool:
+def _is_same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
     return len(a) == len(b) and all(b.get(key, _MISSING) is value for key, value in a.items())
 
 
@@ -204,7 +205,7 @@ class Held:
 
     def values(self, prefixes: Dict[int, str]) -> Iterator[Tuple[Place, Any]]:
         """What attributes hold that is more than numbers and texts, each once, by name."""
-        seen: set = set()
+        seen: set[Any] = set()
         for (i, attributes, key), value in zip(self._attributes, self._values):
             value = attributes.get(key) if value is _NO_DATA else value
             found = [(Place(prefixes.get(id(self.modules[i]), "") + key, attributes, key), value)]
@@ -230,7 +231,7 @@ class Held:
             names.append(prefixes.get(id(self.modules[module]), "") + name)
         return names
 
-    def _dicts(self) -> Dict[int, Tuple[dict, dict]]:
+    def _dicts(self) -> Dict[int, Tuple[dict[Any, Any], dict[Any, Any]]]:
         """Tables and attributes that are data: (live, what was held)."""
         dicts = {id(live): (live, saved) for live, saved in zip(self._live, self._tables)}
         for module in self.modules:
@@ -271,7 +272,7 @@ def names_of(module: torch.nn.Module) -> List[str]:
     return [name for name in vars(module) if name not in _OF_EVERY_MODULE]
 
 
-def _table(module: torch.nn.Module, name: str) -> dict:
+def _table(module: torch.nn.Module, name: str) -> dict[Any, Any]:
     table = getattr(module, name)
     return table if isinstance(table, dict) else dict(table.items())  # of TorchScript: a copy
 
@@ -284,7 +285,7 @@ class Tree:
         self._reached: List[Tuple[str, torch.nn.Module]] = []
         self._hidden: Dict[torch.nn.Module, str] = {}  # roots that no table has, and their names
         self.modules: List[torch.nn.Module] = []
-        self.plain: Dict[int, tuple] = {}  # tuples of numbers and texts, by id
+        self.plain: Dict[int, tuple[Any, ...]] = {}  # tuples of numbers and texts, by id
         self._look()
 
     def refresh(self) -> None:
@@ -302,7 +303,7 @@ class Tree:
         self._look()
         return True
 
-    def known_without_reached(self) -> set:
+    def known_without_reached(self) -> set[Any]:
         """The modules that these roots did not bring."""
         if not self._reached:
             return self.known

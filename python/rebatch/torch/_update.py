@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -26,13 +26,13 @@ _KEPT = {
 }
 
 
-def _parameter_bytes(group: dict) -> int:
+def _parameter_bytes(group: Dict[str, Any]) -> int:
     """On this rank."""
     parts = [getattr(p, "_local_tensor", p) for p in group["params"]]
     return sum(-(-p.numel() * p.element_size() // 512) * 512 for p in parts)
 
 
-def _kept_tensors(optimizer: torch.optim.Optimizer, group: dict) -> int:
+def _kept_tensors(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> int:
     name = type(optimizer).__name__
     kept = _KEPT[name]
     kept += bool(group.get("amsgrad")) + bool(group.get("centered"))
@@ -69,14 +69,14 @@ _LARGEST = {
 }
 
 
-def _temporary_bytes(optimizer: torch.optim.Optimizer, group: dict) -> int:
+def _temporary_bytes(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> int:
     name = type(optimizer).__name__
     if group.get("fused") or not group["params"]:
         return 0
     if group.get("foreach") is False:
         return _LARGEST[name] * max(_parameter_bytes({"params": [p]}) for p in group["params"])
     has_own_gradient = bool(group.get("weight_decay") or group.get("maximize"))
-    more = name in ("NAdam", "RMSprop", "Adadelta") and has_own_gradient
+    more = int(name in ("NAdam", "RMSprop", "Adadelta") and has_own_gradient)
     more += name == "ASGD" and bool(group.get("maximize"))
     more += name in ("NAdam", "Adamax") and bool(group.get("capturable"))
     return (_ALL[name] + more) * _parameter_bytes(group)
@@ -230,7 +230,8 @@ class Update:
     def device(self) -> torch.device:
         """That of the first parameter: a module may be moved at any time."""
         groups = (g for optimizer in self.optimizers for g in optimizer.param_groups)
-        return next(p for g in groups for p in g["params"] if p.requires_grad).device
+        first: torch.Tensor = next(p for g in groups for p in g["params"] if p.requires_grad)
+        return first.device
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:

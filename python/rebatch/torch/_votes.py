@@ -7,7 +7,7 @@ import contextlib
 import ctypes as C
 import datetime
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, cast
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,19 @@ class Votes:
     def __init__(self, parent: Any, timeout_seconds: float, values: int):
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         ranks = dist.get_process_group_ranks(parent)
-        self.group = dist.new_group(
-            ranks,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
-            backend="gloo",
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        self.group = cast(
+            Any,
+            dist.new_group(
+                ranks,
+                timeout=datetime.timedelta(seconds=timeout_seconds),
+                backend="gloo",
+                use_local_synchronization=len(ranks) < dist.get_world_size(),
+            ),
         )
         name = f"rebatch/{self.group.group_name}"
-        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._store = dist.distributed_c10d.PrefixStore(
+            name, dist.distributed_c10d._get_default_store()
+        )
         self.timeout_seconds = timeout_seconds
         self.values = [0.0] * values
         self._received = [0.0] * values * self.size
@@ -43,7 +48,9 @@ class Votes:
         self.on_abort: Callable[[], Any] = lambda: None
         self.missing: Optional[int] = None  # who did not come, where it is known
         self._has_asked = False
-        self._buffers: Dict[tuple, tuple] = {}  # by the number of words and the reduction
+        self._buffers: Dict[
+            tuple[Any, ...], tuple[Any, ...]
+        ] = {}  # by the number of words and the reduction
         self.table = c.Group(
             rank=self.rank,
             size=self.size,
@@ -79,7 +86,7 @@ class Votes:
             self.note_lost(error)
             return c.Status.E_PEER
 
-    def _buffer(self, count: int, reduction: int) -> tuple:
+    def _buffer(self, count: int, reduction: int) -> tuple[Any, ...]:
         if (count, reduction) not in self._buffers:
             length = count + self.size * len(self.values)
             numbers = (C.c_int64 * length)()  # not PyTorch's memory, which may run out

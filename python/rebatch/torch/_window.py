@@ -18,7 +18,9 @@ from rebatch.torch._window_reduction import Reduction, lost_if_failed, scatter_g
 
 
 def window_of(
-    modules: torch.nn.Module, group: Any, make: Optional[Callable[[torch.nn.Module], Any]] = None
+    modules: torch.nn.ModuleList,
+    group: Any,
+    make: Optional[Callable[[torch.nn.Module], Any]] = None,
 ) -> Optional["Window"]:
     """That of a Step's modules, or what make() makes of their root; None where none is one of
     fully_shard()."""
@@ -46,7 +48,7 @@ class Window:
         self._sharded = FullyShard(root)
         self._groups = self._sharded.groups
         self._is_open = False
-        self._reduction: Optional[Reduction] = None
+        self._reduction: Any = None  # a Reduction, once its memory is there
         self._check()
         self.group = _group_of(self._groups[0].mesh_info.mesh)  # of all its ranks
         # Each gradient stands on so many ranks, once it is reduced.
@@ -193,11 +195,12 @@ class Window:
         """Sum the gradients of a group's whole parameters over the ranks: of those in `sums`, which
         has one for each of trained(), and loses them. After an OOM it may be called again. False
         where no group is left. Raises Lost."""
-        return self._reduction.next(sums)
+        return bool(self._reduction.next(sums))
 
     def reduced(self) -> List[Optional[torch.Tensor]]:
         """The gradients of shards()."""
-        return self._reduction.parts
+        parts: List[Optional[torch.Tensor]] = self._reduction.parts
+        return parts
 
 
 def _trained_of(group: Any) -> List[Any]:

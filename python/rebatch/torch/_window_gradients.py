@@ -3,7 +3,7 @@ whole parameters, and then over the ranks, of which each keeps its part."""
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Sequence
 
 import torch
 
@@ -76,7 +76,7 @@ class WindowAccumulators(ShardedAccumulators):
         return torch.zeros(USED + len(self._parameters), dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def _note(self, loss: torch.Tensor, gradients: List[Optional[torch.Tensor]]) -> None:
+    def _note(self, loss: torch.Tensor, gradients: List[Any]) -> None:
         parts = [g.to_local() for g in gradients if g is not None]
         self._note_parts(parts, loss, self._model.replicas)
         put_flags(self._numbers[USED:], self._has_sum)

@@ -46,7 +46,10 @@ class _Piece:
 
     def empty(self, count: int) -> torch.Tensor:
         if self._comm:
-            return self._comm.allocate((count,), dtype=self.dtype, device=self.group.device)
+            allocated: torch.Tensor = self._comm.allocate(
+                (count,), dtype=self.dtype, device=self.group.device
+            )
+            return allocated
         return torch.empty(count, dtype=self.dtype, device=self.group.device)
 
     def fill(self, sums: List[Optional[torch.Tensor]]) -> torch.Tensor:
@@ -86,7 +89,7 @@ class _Piece:
         """Of each gradient its place and what this rank keeps."""
         wanted = {gradient_dtype(p) or output.dtype for p in self.params}
         if len(wanted) == 1:
-            output = output.to(*wanted)
+            output = output.to(wanted.pop())
         offset = 0
         for place, p in zip(self.places, self.params):
             part = output.as_strided(p.sharded_size, p.contiguous_sharded_stride, offset)
@@ -108,9 +111,10 @@ class Reduction:
             count += size
         self._waiting = list(reversed(pieces))
         self.parts: List[Optional[torch.Tensor]] = [None] * count  # DTensors, in order
-        self._sent: Deque[tuple] = collections.deque()  # inputs, and when they may be freed
+        # Inputs, and when they may be freed.
+        self._sent: Deque[tuple[Any, ...]] = collections.deque()
         self._filled: Optional[torch.Tensor] = None  # the input of the first that waits
-        self._output: Optional[torch.Tensor] = None  # of the first that waits, once it is scattered
+        self._output: Any = None  # of the first that waits, once it is scattered
         self._is_summed = False  # and over the replicas
         self._work: Optional[Any] = None  # of its last collective, which has begun
 

@@ -157,10 +157,8 @@ def _forward_alone(wrapper: DistributedDataParallel, *inputs: Any, **keywords: A
     """What forward() of DistributedDataParallel does, without its collectives."""
     if wrapper.device_ids:
         device = torch.device(wrapper.device_type, wrapper.device_ids[0])
-        inputs, keywords = _to_kwargs(
-            inputs, keywords, device, wrapper.use_side_stream_for_tensor_copies
-        )
-        inputs, keywords = inputs[0], keywords[0]
+        there: Any = _to_kwargs(inputs, keywords, device, wrapper.use_side_stream_for_tensor_copies)
+        inputs, keywords = (members[0] for members in there)
     return wrapper.module(*inputs, **keywords)
 
 
@@ -172,7 +170,9 @@ class Quiet:
             _check_settings(wrapper)
         self._wrappers = wrappers
         # Made once: torch.compile looks whether a function is another one.
-        self._forwards: List[Callable] = [functools.partial(_forward_alone, w) for w in wrappers]
+        self._forwards: List[Callable[..., Any]] = [
+            functools.partial(_forward_alone, w) for w in wrappers
+        ]
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -180,6 +180,6 @@ class Quiet:
             for wrapper, forward in zip(self._wrappers, self._forwards):
                 if "forward" not in vars(wrapper):
                     stack.enter_context(wrapper.no_sync())
-                    wrapper.forward = forward
+                    wrapper.forward = forward  # type: ignore[method-assign]
                     stack.callback(vars(wrapper).pop, "forward", None)
             yield

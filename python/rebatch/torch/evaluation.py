@@ -40,7 +40,7 @@ _numbers = itertools.count(1)
 _keys: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
-def _device_of(model: Callable, inputs: Any) -> torch.device:
+def _device_of(model: Callable[..., Any], inputs: Any) -> torch.device:
     if isinstance(model, torch.nn.Module):
         for tensor in list(model.parameters()) + list(model.buffers()):
             return tensor.device
@@ -61,7 +61,7 @@ def _session_of(device: torch.device) -> Session:
     return _sessions[key]
 
 
-def _key_of(model: Callable) -> int:
+def _key_of(model: Callable[..., Any]) -> int:
     """A number for a function, as long as it lives."""
     try:
         if model not in _keys:
@@ -72,7 +72,7 @@ def _key_of(model: Callable) -> int:
 
 
 class Map:
-    """A model that is run over inputs without training, in as many calls as memory asks for.
+    """A model that is run over inputs without training, in as many calls as memory asks for::
 
         predict = rebatch.Map(model)
         outputs = predict(inputs)

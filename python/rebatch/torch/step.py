@@ -17,6 +17,7 @@ from typing import (
     List,
     Optional,
     Sequence,
+    Set,
     Tuple,
     Union,
 )
@@ -54,11 +55,11 @@ if TYPE_CHECKING:
 _Lighten = Callable[[bool], None]
 
 _HISTORY = 10000  # steps that are kept for plot()
-_nothing: ContextManager = contextlib.nullcontext()
+_nothing: ContextManager[None] = contextlib.nullcontext()
 _TRAINS, _EVALUATES, _PROBES = range(3)  # calls that all ranks of fully_shard() make together
 
 
-def _list_of(value: Any) -> list:
+def _list_of(value: Any) -> List[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -103,7 +104,7 @@ def _named_state(state: Any) -> List[Tuple[str, Any]]:
 def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
     """ValueError for a model and an optimizer that do not go together."""
     parts = [part for part in _list_of(state) if isinstance(part, torch.nn.Module)]
-    known = {p for module in (modules, *parts) for p in module.parameters()}
+    known: Set[Any] = {p for module in (modules, *parts) for p in module.parameters()}
     known.update(part for part in _list_of(state) if isinstance(part, torch.Tensor))
     for optimizer in update.optimizers:
         if known.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
@@ -115,7 +116,7 @@ def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
 
 
 def _ranks_of(
-    modules: torch.nn.Module,
+    modules: torch.nn.ModuleList,
     group: Any,
     timeout_seconds: float,
     window: Optional[bool],
@@ -136,7 +137,7 @@ def _set_modes(modes: List[Tuple[torch.nn.Module, bool]]) -> None:
 
 
 class Step:
-    """Trains on one effective batch a call, and survives running out of memory.
+    """Trains on one effective batch a call, and survives running out of memory::
 
         step = rebatch.Step(model, optimizer, loss_fn)
         for batch in loader:
@@ -145,51 +146,56 @@ class Step:
     The batch is cut into micro-batches that fit; their gradients are accumulated, and the optimizer
     runs once. An OOM costs the micro-batch that it struck; the update stays the same.
 
-    model         a module, or a list of modules
-    optimizer     an optimizer, or several: all of them step once for each batch
-    loss_fn       loss_fn(model, samples) -> the mean loss over the samples, a scalar; or a tuple of
-                  it and what you want to see of the samples, which `outputs` then has for the
-                  whole batch: a tensor or a list with an entry for each sample, Sum(value), or a
-                  dict of such
-    normalizer    normalizer(batch) -> what the sum of the losses is divided by, for example the
-                  tokens of the whole batch that bear a loss. loss_fn then returns a sum
-    scaler        a torch.amp.GradScaler
-    clip          largest norm of the gradients
-    lr_scheduler  a scheduler, or several: they step after each update
-    autocast      a dtype for torch.autocast, for example torch.bfloat16, or a context manager
-    cost          cost(batch, first, count) -> memory of these samples in a unit of your choice, for
-                  example padded tokens: micro-batches are then cut by cost
-    lighten       functions f(on) that switch something that saves memory on or off, in the order
-                  in which they are tried when one sample does not fit (rebatch.checkpointing(),
-                  rebatch.offload())
-    slice         slice(batch, first, count) -> those samples, for batches of your own types;
-                  with `length`, length(batch) -> how many there are
-    batch_dim     the dimension of the samples in the batch's tensors, for example 1 for sequences
-                  of shape (time, samples, features)
-    generators    generators of your own that loss_fn uses, of PyTorch, NumPy or Python: a retry
-                  draws the same numbers
-    state         what loss_fn changes outside of the model, and what is to be put back with it:
-                  tensors, modules, and objects with state_dict() and load_state_dict()
-    gradients     "fresh": a micro-batch's gradients are kept apart until all of them are there, so
-                  an OOM costs one micro-batch. "inplace": autograd adds to .grad: an OOM in a
-                  backward pass runs the batch again, and no copy of the gradients is needed
-    on_event      on_event(text, event): called instead of writing to standard error
-    group         the ranks that train the model together: True for all of torch.distributed, or a
-                  ProcessGroup; False for this rank alone. DistributedDataParallel and
-                  fully_shard() need none
-    group_timeout seconds, the longest wait for another rank; longer than the slowest step
-    window        of a model of fully_shard(): True keeps its parameters whole during a step; with
-                  False micro-batches gather and reduce as PyTorch does, and all ranks run the same
-                  ones. None: True, and False from the first time that they do not fit whole
+    Args:
+        model: a module, or a list of modules
+        optimizer: an optimizer, or several: all of them step once for each batch
+        loss_fn: loss_fn(model, samples) -> the mean loss over the samples, a scalar; or a tuple of
+            it and what you want to see of the samples, which `outputs` then has for the whole
+            batch: a tensor or a list with an entry for each sample, Sum(value), or a dict of such
+        normalizer: normalizer(batch) -> what the sum of the losses is divided by, for example the
+            tokens of the whole batch that bear a loss. loss_fn then returns a sum
+        scaler: a torch.amp.GradScaler
+        clip: largest norm of the gradients
+        lr_scheduler: a scheduler, or several: they step after each update
+        autocast: a dtype for torch.autocast, for example torch.bfloat16, or a context manager
+        cost: cost(batch, first, count) -> memory of these samples in a unit of your choice, for
+            example padded tokens: micro-batches are then cut by cost
+        lighten: functions f(on) that switch something that saves memory on or off, in the order in
+            which they are tried when one sample does not fit (rebatch.checkpointing(),
+            rebatch.offload())
+        slice: slice(batch, first, count) -> those samples, for batches of your own types
+        length: length(batch) -> how many samples there are, with `slice`
+        batch_dim: the dimension of the samples in the batch's tensors, for example 1 for sequences
+            of shape (time, samples, features)
+        generators: generators of your own that loss_fn uses, of PyTorch, NumPy or Python: a retry
+            draws the same numbers
+        state: what loss_fn changes outside of the model, and what is to be put back with it:
+            tensors, modules, and objects with state_dict() and load_state_dict()
+        gradients: "fresh": a micro-batch's gradients are kept apart until all of them are there, so
+            an OOM costs one micro-batch. "inplace": autograd adds to .grad: an OOM in a backward
+            pass runs the batch again, and no copy of the gradients is needed
+        on_event: on_event(text, event): called instead of writing to standard error
+        group: the ranks that train the model together: True for all of torch.distributed, or a
+            ProcessGroup; False for this rank alone. DistributedDataParallel and fully_shard() need
+            none
+        group_timeout: seconds, the longest wait for another rank; longer than the slowest step
+        window: of a model of fully_shard(): True keeps its parameters whole during a step; with
+            False micro-batches gather and reduce as PyTorch does, and all ranks run the same ones.
+            None: True, and False from the first time that they do not fit whole
 
     Other keywords are limits and options of the session, docs/pytorch.md: micro_start,
     micro_smallest, micro_largest, micro_multiple_of, micro_allowed, learn, on_oom, admission,
     growth, grow_after, grow_wait_max, max_attempts, max_ooms_in_row, log_level, log_file,
     log_format.
 
-    Raises Exhausted when not even the smallest micro-batch fits, Torn when memory ran out within
-    the update, PeerFailed when another rank failed or is missing, and any exception of loss_fn or
-    the optimizer unchanged. With several ranks, all of them make the Step and call it together."""
+    With several ranks, all of them make the Step and call it together.
+
+    Raises:
+        Exhausted: not even the smallest micro-batch fits.
+        Torn: memory ran out within the update.
+        PeerFailed: another rank failed or is missing.
+
+    An exception of loss_fn or the optimizer comes out unchanged."""
 
     def __init__(
         self,
@@ -226,9 +232,10 @@ class Step:
         self._lighten, self._level = _list_of(lighten), 0
         self._saved_level = 0  # with which a session that is opened begins
         self._cut, self._on_event = Cut(batch_dim, slice, length), on_event
-        self._generators, self._options = list(generators), options
+        self._generators = list(generators)
+        self._options: Dict[str, Any] = {**options}
         Generators((), self._generators)  # a wrong one is said here
-        check_names(options, type(self).__name__)
+        check_names(self._options, type(self).__name__)
         session_options(**options)  # a wrong one is said here
         if not self._update.parameters:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
@@ -249,7 +256,7 @@ class Step:
             self._modules, group, group_timeout, window, self._update.parameters, shared
         )
         self._window = self._ranks.window if self._ranks else None  # of fully_shard()
-        self._lockstep = self._ranks.lockstep if self._ranks else None
+        self._lockstep: Any = self._ranks.lockstep if self._ranks else None
         if self._lockstep and (cost or options.get("learn")):
             raise ValueError(
                 f"rebatch: {'cost' if cost else 'learn'} is given, and window is False: expected "
@@ -271,7 +278,8 @@ class Step:
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
-        self._session: Optional[Session] = None
+        self._session: Any = None  # a Session, once it is open
+        self._loss: Any = None  # of the batch so far; None: there was no memory for it
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
         self.report, self.evaluation_report = Report(), MapReport()
@@ -284,7 +292,8 @@ class Step:
         self._cuts = FirstCut()
         self._loss_name = "loss_fn"  # what users call it
         self._owners: List[Any] = []  # objects beside the model that loss_fn may change
-        self._aside = contextlib.nullcontext  # around runs of loss_fn that are no part of a step
+        # Around runs of loss_fn that are no part of a step.
+        self._aside: Callable[[], ContextManager[Any]] = contextlib.nullcontext
         self._is_made = True
 
     _is_made = False
@@ -318,7 +327,7 @@ class Step:
                 "rebatch: the model is on the CPU, and install() manages the GPU's memory: move "
                 "the model to the GPU first"
             )
-        now = self._session
+        now: Optional[Session] = self._session
         if now and now.is_pooled == is_pooled and now.device == device:
             return now
         if self._session:
@@ -327,23 +336,19 @@ class Step:
             self._session = None
             self._accumulators.forget()
         self._set_level(min(self._saved_level, len(self._lighten)))
-        options = dict(self._options)
+        given = dict(self._options)
         if self._micro:
-            options.update(micro_start=self._micro, learn=False)
-        options = session_options(**options)
+            given.update(micro_start=self._micro, learn=False)
+        options = session_options(**given)
         if self._ranks:
             self._ranks.join(options, device)
         tensors = self._update.parameters + list(self._modules.buffers())
         self._generators_saved = Generators(cuda_devices_of(tensors), self._generators)
-        self._session = Session(
-            device,
-            options,
-            guards=self._guards(),
-            on_event=self._on_event,
-        )
-        c.check(lib.rebatch_set_lighten(self._session.rb, self._level))
-        c.check(lib.rebatch_set_step(self._session.rb, self._number))
-        return self._session
+        session = Session(device, options, guards=self._guards(), on_event=self._on_event)
+        self._session = session
+        c.check(lib.rebatch_set_lighten(session.rb, self._level))
+        c.check(lib.rebatch_set_step(session.rb, self._number))
+        return session
 
     def _functions_that_run(self) -> List[Any]:
         """Those of the program that run in a micro-batch."""
@@ -352,7 +357,7 @@ class Step:
     def _changed_by_updates(self) -> List[torch.nn.Parameter]:
         return self._window.trained() if self._window else self._update.parameters
 
-    def _guards(self) -> list:
+    def _guards(self) -> List[Any]:
         """What saves and restores the state that an attempt changes."""
         reached = self._reached.guard(lambda: self._session)
         return [reached, self._generators_saved, self._audit]
@@ -372,10 +377,10 @@ class Step:
 
     # ---- callbacks ----
 
-    def _run(self, body: Callable, *arguments: Any) -> int:
-        return self._session.run(body, *arguments)
+    def _run(self, body: Callable[..., Any], *arguments: Any) -> int:
+        return int(self._session.run(body, *arguments))
 
-    def _call_forward_backward(self, microbatch, _user) -> int:
+    def _call_forward_backward(self, microbatch: Any, _user: Any) -> int:
         mb = microbatch[0]
         if mb.is_abandoned:
             return self._abandon(mb.first)
@@ -383,17 +388,18 @@ class Step:
             self._total, self._divisor = mb.batch, self._ranks.weight()
         return self._run(self._forward_backward, mb.first, mb.count, mb.probing)
 
-    def _call_reduce(self, is_abandoned: bool, _user) -> int:
+    def _call_reduce(self, is_abandoned: bool, _user: Any) -> int:
         if is_abandoned:
-            return self._ranks.abandon(self._trained)
+            return int(self._ranks.abandon(self._trained))
         return self._run(self._reduce)
 
-    def _call_lighten(self, level: int, _user) -> int:
+    def _call_lighten(self, level: int, _user: Any) -> int:
         if level > len(self._lighten):
             return c.Status.E_UNSUPPORTED
         return self._run(self._set_level, level)
 
-    def _call_cost(self, first: int, count: int, _user) -> int:
+    def _call_cost(self, first: int, count: int, _user: Any) -> int:
+        assert self._cost is not None  # else C has no function to call
         try:
             return max(0, int(self._cost(self._batch, first, count)))
         except BaseException as error:
@@ -461,7 +467,7 @@ class Step:
                 lib.rebatch_mutating(self._session.rb)
                 self._accumulators.expose(is_added_to=True)
             total = self._loss + loss.detach().to(self._loss.device) if is_launching else None
-            with self._accumulators.launching(total) if is_launching else _nothing:
+            with _nothing if total is None else self._accumulators.launching(total):
                 self._update.backward(loss)
             detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException as error:
@@ -591,7 +597,7 @@ class Step:
         modules, tensors = self._reached.begin(self._audit.tree.known_without_reached())
         self._audit.set_reached(modules)
         self._audit.begin(batch, is_training)
-        known = self._audit.tree.parameters() + tensors
+        known: List[Any] = [*self._audit.tree.parameters(), *tensors]
         if self._ranks:  # their gradients are this rank's own
             own = {id(p) for p in (*self._audit.tree.parameters_of_reached(), *tensors)}
             known = [p for p in known if id(p) not in own]
@@ -642,7 +648,7 @@ class Step:
             stacklevel=5,
         )
 
-    def _gathered(self, call: int) -> ContextManager:
+    def _gathered(self, call: int) -> ContextManager[Any]:
         """Around calls that run the model: parameters of fully_shard() are whole."""
         return self._ranks.gathered(call) if self._window else _nothing
 
@@ -675,7 +681,8 @@ class Step:
             raise
         finally:
             self._end()
-        return self._loss
+        loss: torch.Tensor = self._loss
+        return loss
 
     def _begin_together(self, batch: Any) -> None:
         """The other ranks hear of a failure, instead of waiting."""
@@ -688,7 +695,7 @@ class Step:
                 lib.rebatch_abandon_step(self._session.rb, why_of(error))
             raise
 
-    def _quiet(self) -> ContextManager:
+    def _quiet(self) -> ContextManager[Any]:
         """Around what runs the model: it makes no collectives of its own."""
         return self._ranks.quiet() if self._ranks else _nothing
 
@@ -707,8 +714,8 @@ class Step:
     def micro(self) -> int:
         """The micro-batch size with which the next step begins, in samples; 0: not known yet."""
         if not (self._session and self.report.samples):
-            return self._micro or self._options.get("micro_start", 0)
-        return lib.rebatch_get_micro(self._session.rb, self.report.samples)
+            return int(self._micro or self._options.get("micro_start", 0))
+        return int(lib.rebatch_get_micro(self._session.rb, self.report.samples))
 
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
         """Find the largest micro-batch that fits, before training; prints a table.
@@ -777,17 +784,19 @@ class Step:
             _set_modes(modes)
             weight, samples = self._weight, self._samples
             self._end()
-        counts, losses, extras = zip(*((count, *result) for count, result in results))
-        losses, extras = list(losses), list(extras)
+        counts = [count for count, _ in results]
+        losses: List[Any] = [loss for _, (loss, _) in results]
+        extras = [extra for _, (_, extra) in results]
         results.clear()
 
-        def mean() -> torch.Tensor:
+        def mean() -> Any:
             if self._normalizer:
                 return sum(losses) / weight
             return sum(loss * (count / samples) for count, loss in zip(counts, losses))
 
         self.evaluation_outputs = self._join(extras)
-        return joined_where_it_fits(mean, losses)
+        mean_loss: torch.Tensor = joined_where_it_fits(mean, losses)
+        return mean_loss
 
     @staticmethod
     def _join(extras: List[Any]) -> Any:
@@ -808,18 +817,18 @@ class Step:
                 "expected a loop of your own over batches of the same sizes on all ranks"
             )
 
-    def plot(self, path: Union[str, os.PathLike]) -> None:
+    def plot(self, path: Union[str, os.PathLike[str]]) -> None:
         """Draw memory and micro-batch over the last 10,000 steps of this process into a file.
 
         The end of its name says the format, such as .svg or .png; it needs matplotlib. An OOM is
         drawn at the size with which its step began. rebatch.plot draws a log."""
         _plot.write(list(self._history), path)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> Dict[str, int]:
         """What a resumed training needs to go on at the size that was found: plain numbers."""
         return {"step": self._number, "micro": self.micro, "lighten_level": self._saved_level}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: Dict[str, int]) -> None:
         """Go on where state_dict() was taken, at its micro-batch size, and with the rungs of
         `lighten` that were in use, as far as this Step has them."""
         if self._session:
