@@ -81,7 +81,7 @@
  * Without the bound short with memory taken has 88 ms instead of 26. */
 #define RBI_ISOLATED_MOST_BYTES ((size_t)2 << 30)
 /* The most pages that addresses are reserved for at once, 512 GiB on CUDA devices, and how often
- * what could be mapped. No trace moves when they are halved or doubled: none runs out of them. */
+ * what could be mapped. The latter halved or doubled: nothing, as no trace runs out of them. */
 #define RBI_RESERVED_MOST ((size_t)1 << 18)
 #define RBI_RESERVED_TIMES 4
 /* On a device without pages requests of less than one share a segment of so many. */
@@ -119,8 +119,8 @@
 
 /* ---- plans (plan/, mark.c): memory and time, for moved pages ---- */
 
-/* Those of which no figure is said move no trace and no line of short when they are halved or
- * doubled. */
+/* Those that say neither a figure nor "not tried" move no trace and no line of short when they are
+ * halved or doubled. */
 
 /* After so many plans in a row for which pages were moved the key rests for so many phases. The
  * plans halved: short, 16 samples in 1.02, 108 -> 237 ms; doubled: nothing. */
@@ -139,7 +139,8 @@
 /* How often the block that ends highest is placed first: vit-checkpointed takes 1.011 of its peak
  * instead of 1.022 with it, and with 16 no trace gains more. */
 #define RBI_LAYOUT_TRIES_MOST 16
-/* So often of so many blocks; of more less often, as the time of each grows with their square. */
+/* So often of so many blocks; of more less often, as the time of each grows with their square.
+ * Not tried. */
 #define RBI_LAYOUT_TRIES_OF_BLOCKS 5000
 
 #endif

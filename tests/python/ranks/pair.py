@@ -24,10 +24,9 @@ _SECONDS = 300  # a pair takes a few; more where other programs run
 _IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "rebatch.torch._ranks", "trained")
 
 
-def run(module, function, *arguments, size=2, killed=(), backend=None, variables=None):
+def run(module, function, *arguments, size=2, killed=(), backend=None):
     """What the function returned on each rank: plain values; None for ranks in `killed`, which end
-    themselves. The backend "" is PyTorch's choice for each device. `variables` are of the ranks'
-    environment."""
+    themselves. The backend "" is PyTorch's choice for each device."""
     if backend is None:
         backend = os.environ.get("RANKS_BACKEND", "gloo")
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +38,6 @@ def run(module, function, *arguments, size=2, killed=(), backend=None, variables
             backend=backend,
             size=size,
             killed=killed,
-            variables=variables or {},
         )
         folder = pathlib.Path(folder)
         texts = [(folder / f"{rank}.log").read_text()[-4000:] for rank in range(size)]
@@ -132,10 +130,9 @@ def _fork(rank, request):
         os._exit(code)  # nothing waits for a rank that is gone
 
 
-def _run_rank(rank, module, function, arguments, folder, backend, size, killed, variables):
+def _run_rank(rank, module, function, arguments, folder, backend, size, killed):
     import torch
 
-    os.environ.update(variables)
     faulthandler.dump_traceback_later(_SECONDS - 5)  # where a rank hangs
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
