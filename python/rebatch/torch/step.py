@@ -434,7 +434,9 @@ class Step:
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         is_last = first + count == self._samples
         self._audit.is_cut = count < self._samples
-        self._accumulate(first, count, is_last and self._is_fresh and not is_trial)
+        # Without other ranks a sum of losses would be one more small block in the last pass.
+        is_launching = bool(self._ranks) and is_last and self._is_fresh and not is_trial
+        self._accumulate(first, count, is_launching)
         if is_last:
             if not self._ranks:
                 self._finish_gradients()
