@@ -122,7 +122,8 @@
 /* Those that say neither a figure nor "not tried" move no trace and no line of short when they are
  * halved or doubled. */
 
-/* After so many plans in a row for which pages were moved the key rests for so many phases. The
+/* After so many plans in a row for which more than half as many pages were moved as in a phase
+ * without a plan the key rests for so many phases. The
  * plans halved: short, 16 samples in 1.02, 108 -> 237 ms; doubled: nothing. */
 #define RBI_PLAN_MOVES_MOST 4
 #define RBI_PLAN_REST_PHASES 64

@@ -401,12 +401,14 @@ static rebatch_status find_swallowed(const rebatch *rb, const struct rbi_call *w
     return status;
 }
 
-/* Calls of one callback repeat where size and level are the same. */
-static uint64_t key_of(const rebatch *rb, enum rbi_callback which)
+/* Calls of one callback repeat where size and level are the same. The last micro-batch of a batch
+ * may be smaller, and does more: it puts the sums where the update finds them. */
+static uint64_t key_of(const rebatch *rb, enum rbi_callback which, const rebatch_microbatch *mb)
 {
-    const uint64_t size = which == RBI_FORWARD_BACKWARD || which == RBI_MAP ? rb->run.size : 0;
-    return (size * RBI_CALLBACKS + (uint64_t)which) * UINT64_C(0x9e3779b97f4a7c15) + rb->lighten +
-           1;
+    const uint64_t size = mb ? rb->run.size : 0;
+    const uint64_t is_last = mb && mb->first + mb->count == rb->run.batch;
+    return ((size * RBI_CALLBACKS + (uint64_t)which) * 2 + is_last) * UINT64_C(0x9e3779b97f4a7c15) +
+           rb->lighten + 1;
 }
 
 /* An allocation failed in a callback that succeeded: it copes, or it has not looked. */
@@ -429,7 +431,7 @@ rebatch_status rbi_callback_run(rebatch *rb, enum rbi_callback which, const reba
     rbi_assert((mb != NULL) == (which == RBI_FORWARD_BACKWARD || which == RBI_MAP));
     rbi_assert(!mb || (mb->count > 0 && rb->run.size > 0));
     rebatch_scope scope;
-    rebatch_status status = rbi_scope_open_phase(rb, &scope, key_of(rb, which));
+    rebatch_status status = rbi_scope_open_phase(rb, &scope, key_of(rb, which, mb));
     if (status)
         return status;
     const uint64_t ooms = rbi_pool_oom_count(rb->pool);

@@ -459,13 +459,15 @@ void rbi_plan_end(rebatch_pool *pool)
     struct rbi_phase *const phase = plan->phase;
     if (!phase)
         return;
-    const bool is_needed = moved_pages(pool) != plan->moved || rbi_pool_holds_too_much(pool);
+    const uint64_t moved = moved_pages(pool) - plan->moved;
+    const bool is_needed = moved != 0 || rbi_pool_holds_too_much(pool);
     if (plan->mode == RBI_PLAN_SERVES) {
         phase->misses = 0;
         phase->served += phase->served < UINT32_MAX;
         rbi_plan_leave(pool);
     } else {
         phase->is_needed = is_needed;
+        phase->moved_unplanned = moved;
         if (plan->mode == RBI_PLAN_COMPARES && plan->next < phase->count)
             record_from_here(plan);
         else if (plan->mode == RBI_PLAN_COMPARES && is_needed)
@@ -521,7 +523,8 @@ bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
-    phase->moves = arena && moved_pages(pool) == plan->moved ? 0 : phase->moves + 1;
+    const uint64_t moved = moved_pages(pool) - plan->moved;
+    phase->moves = arena && moved <= phase->moved_unplanned / 2 ? 0 : phase->moves + 1;
     if (phase->moves > RBI_PLAN_MOVES_MOST) {
         phase->moves = 0;
         phase->rest = RBI_PLAN_REST_PHASES;

@@ -36,12 +36,13 @@ struct rbi_phase {
     size_t allocations;
     size_t arena_bytes;  /* 0: there is no plan */
     size_t beside_bytes; /* the most in use at once of what the plan does not serve */
-    uint32_t moves;      /* plans in a row for whose arena pages were moved, or without one */
-    uint32_t rest;       /* so many phases are not looked at */
-    uint32_t misses;     /* phases in a row that the plan did not serve to their end */
-    bool is_needed;      /* in the last one pages were moved, or the pool held too much */
-    uint32_t served;     /* phases that the plan has served to their end */
-    uint32_t failures;   /* plans in a row that were dropped after a few phases */
+    uint32_t moves;      /* plans in a row whose arena moved many pages, or was not to be had */
+    uint64_t moved_unplanned; /* pages, in the last phase that no plan served */
+    uint32_t rest;            /* so many phases are not looked at */
+    uint32_t misses;          /* phases in a row that the plan did not serve to their end */
+    bool is_needed;           /* in the last one pages were moved, or the pool held too much */
+    uint32_t served;          /* phases that the plan has served to their end */
+    uint32_t failures;        /* plans in a row that were dropped after a few phases */
 };
 
 enum rbi_plan_mode {

@@ -64,3 +64,41 @@ def test_an_optimizer_may_be_compiled_and_captured():
     )
     result = run(script, STANDIN_MEMORY=MEMORY)  # PyTorch's compiler may complain
     assert result.returncode == 0, result.stderr
+
+
+def test_a_step_whose_last_micro_batch_does_more_is_planned():
+    """It joins what loss_fn returned, so its calls are others, step for step. What compares the
+    loss at two cuts between steps takes some of the plan's pages, and ends no plan."""
+    script = (
+        "rebatch.install()\n"
+        "from torch import nn\n"
+        "from rebatch.torch import Step\n"
+        "F = nn.functional\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self, width):\n"
+        "        super().__init__()\n"
+        "        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width)\n"
+        "        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)\n"
+        "    def forward(self, x):\n"
+        "        q, k, v = self.mix(self.norm(x)).chunk(3, -1)\n"
+        "        x = x + F.scaled_dot_product_attention(q, k, v)\n"
+        "        return x + self.down(F.gelu(self.up(x)))\n"
+        "blocks = [Block(256) for _ in range(6)]\n"
+        "model = nn.Sequential(nn.Embedding(8192, 256), *blocks, nn.Linear(256, 8192)).cuda()\n"
+        "def loss_fn(model, samples):\n"
+        "    with torch.autocast('cuda', torch.bfloat16):\n"
+        "        scores = model(samples[0])\n"
+        "        loss = F.cross_entropy(scores.flatten(0, 1), samples[0].flatten())\n"
+        "    return loss, {'right': scores.detach().argmax(-1).eq(samples[0]).sum(1)}\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "step = Step(model, optimizer, loss_fn, micro_start=16, growth=False)\n"
+        "batch = (torch.zeros(32, 256, dtype=torch.long, device='cuda'),)\n"
+        "for number in range(30):\n"
+        "    step(batch)\n"
+        "    if number == 19: before = rebatch.stats()['remaps']\n"
+        "stats = rebatch.stats()\n"
+        "print(stats['remaps'] - before, stats['reserved_bytes'] / stats['live_peak_bytes'])\n"
+    )
+    remaps, held = child(script, STANDIN_MEMORY=MEMORY).split()
+    assert int(remaps) == 0
+    assert float(held) < 1.05
