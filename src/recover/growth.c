@@ -99,7 +99,7 @@ size_t rbi_growth_take_held(rebatch *rb, size_t failed)
     struct rbi_growth *growth = &rb->sizes.growth;
     const size_t held = growth->held_by_cost == rb->run.by_cost ? growth->held : 0;
     growth->held = 0;
-    return held < failed && may_fit(rb, held) ? held : 0;
+    return held > 0 && held < failed && may_fit(rb, held) ? held : 0;
 }
 
 /* ---- how far ---- */
