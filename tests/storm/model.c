@@ -507,7 +507,7 @@ static rebatch_status resize(size_t samples, void *user)
     s->buffers.are_there = false; /* taken back */
     memset(s->is_pinned, 0, sizeof s->is_pinned);
     storm_say(s, "  resize to %zu", samples);
-    if (samples == 0 || samples > 2 * STORM_BATCH_MOST)
+    if (samples == 0 || samples > STORM_MAP_MOST)
         storm_fail(s, "resize is to make buffers for %zu samples", samples);
     storm_check_memory(s, "resize");
     move_room(s);

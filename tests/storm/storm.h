@@ -8,6 +8,7 @@
 
 #define STORM_PARAMETERS 4
 #define STORM_BATCH_MOST 40
+#define STORM_MAP_MOST 100 /* more than twice the above */
 #define STORM_LENGTH_MOST 32
 #define STORM_CACHES 4
 #define STORM_SPARES 3

@@ -321,7 +321,8 @@ static void map(struct storm *s)
         ops.resize = is_shared ? s->ops.resize : storm_map_resize;
         s->of_map = is_shared ? &s->buffers : &s->map_buffers;
     }
-    const size_t count = storm_below(&s->dice, 100), micro = rebatch_get_micro(s->rb, s->batch);
+    const size_t count = storm_below(&s->dice, STORM_MAP_MOST),
+                 micro = rebatch_get_micro(s->rb, s->batch);
     mark(s);
     const rebatch_status status = rebatch_map(s->rb, &ops, count, s, NULL);
     disarm(s);
