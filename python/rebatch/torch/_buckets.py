@@ -14,9 +14,9 @@ def put_flags(numbers: torch.Tensor, flags: Sequence[bool]) -> None:
     """Make each number 1 or 0. Allocates nothing, and waits for nothing: a copy from the host would
     wait for the stream, and so for other ranks, for ever if one is gone."""
     numbers.fill_(1)
-    for number, flag in enumerate(flags):
-        if not flag:
-            numbers[number].zero_()
+    unset = [numbers[i] for i, flag in enumerate(flags) if not flag]
+    if unset:
+        torch._foreach_zero_(unset)
 
 
 def plan(parameters: Sequence[torch.Tensor], caps: Tuple[int, int]) -> List[List[int]]:

@@ -2,6 +2,9 @@
 
 import ctypes
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,18 @@ import torch
 # The variable of PyTorch's allocator, which has another name since 2.10.
 IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF" if IS_OLD else "PYTORCH_ALLOC_CONF"
+
+
+# Whether this process runs a file's tests on rebatch's pool.
+INSTALLED = bool(os.environ.get("REBATCH_TEST_INSTALL"))
+
+
+def assert_passes_installed(file):
+    """All tests of the file pass in a process whose tests run on rebatch's pool."""
+    environment = {**os.environ, "REBATCH_TEST_INSTALL": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", file]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def complaints(stderr):

@@ -4,9 +4,7 @@ it is memory, contents of inputs, order and exceptions."""
 
 import contextlib
 import gc
-import os
 import pathlib
-import subprocess
 import sys
 import time
 
@@ -17,7 +15,7 @@ from torch import nn
 import rebatch.torch as rebatch
 from rebatch.torch import _host_inputs
 
-from conftest import STANDIN
+from conftest import INSTALLED, STANDIN, assert_passes_installed
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from models import FailAt, same_bits, state_of  # noqa: E402
@@ -32,17 +30,13 @@ def assert_same(a, b):
         assert same_bits(a, b)
 
 
-INSTALLED = bool(os.environ.get("REBATCH_TEST_INSTALL"))
 if INSTALLED:
     rebatch.install()
 
 
 @pytest.mark.skipif(INSTALLED, reason="is that run")
 def test_all_of_these_on_rebatchs_pool():
-    environment = {**os.environ, "REBATCH_TEST_INSTALL": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_installed(__file__)
 
 
 def flat(x):

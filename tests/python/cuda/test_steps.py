@@ -4,7 +4,6 @@ kernels do nothing, it is memory, order and exceptions."""
 
 import contextlib
 import gc
-import os
 import pathlib
 import subprocess
 import sys
@@ -20,13 +19,12 @@ from rebatch.torch._backward import Backward
 from rebatch.torch._trainer_update import TrainerUpdate
 from rebatch.torch._update import first_update_bytes
 
-from conftest import STANDIN
+from conftest import INSTALLED, STANDIN, assert_passes_installed
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from models import FailAt, fails_above, make, out_of_memory, same_bits, state_of  # noqa: E402
 
 MIB = 1 << 20
-INSTALLED = bool(os.environ.get("REBATCH_TEST_INSTALL"))
 if INSTALLED:
     rebatch.install()
 
@@ -35,10 +33,7 @@ QUIET = dict(log_level="quiet", growth=False)
 
 @pytest.mark.skipif(INSTALLED, reason="is that run")
 def test_all_of_these_on_rebatchs_pool():
-    environment = {**os.environ, "REBATCH_TEST_INSTALL": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_installed(__file__)
 
 
 @pytest.fixture(autouse=True)
