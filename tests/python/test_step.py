@@ -199,6 +199,52 @@ def test_nothing_of_a_failed_attempt_is_kept_alive():
     assert len(alive) == 2 and not any(reference() for reference in alive)
 
 
+def all_of_a_step(**options):
+    """Weak references to a Step that has run, evaluated and been checked, and to its session. The
+    collector of cycles is off."""
+    model, batch, loss_fn = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = rebatch.Step(
+        model,
+        optimizer,
+        fails_above(loss_fn, 5),
+        cost=lambda batch, first, count: count,
+        lighten=[lambda on: None],
+        on_event=lambda text, event: None,
+        growth=False,
+        **options,
+    )
+    step(batch)
+    step.evaluate(batch)
+    step.check(batch)
+    assert step.report.ooms > 0
+    return weakref.ref(step), weakref.ref(step._session)
+
+
+def test_a_step_that_nobody_has_is_gone_without_a_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        assert [found() for found in all_of_a_step()] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_backward_that_nobody_has_is_gone_without_a_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        model, batch, loss_fn = make("mlp")
+        optimizer = torch.optim.AdamW(model.parameters())
+        backward = Backward(model, optimizer, loss_fn, log_level="quiet")
+        backward(batch)
+        step = weakref.ref(backward._step)
+        del backward
+        assert step() is None
+    finally:
+        gc.enable()
+
+
 def test_only_the_samples_that_failed_run_again():
     ran, fails = Unseen(), Unseen(True)
     model, batch, loss_fn = make("mlp")

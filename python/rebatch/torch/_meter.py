@@ -8,6 +8,7 @@ from typing import Any, Dict, Tuple
 import torch
 
 from rebatch import _library as c
+from rebatch.torch._weak import weakly
 
 # The peak of a callback is measured so many times at each size, and in so many whole steps. A
 # measurement resets PyTorch's peak statistics, which programs read, so there are few of them; the
@@ -24,7 +25,7 @@ class UnknownMeter:
         self.struct = c.Meter(
             begin=c.MeterBegin(lambda _phase, _size, _user: None),
             read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
-            available=c.MeterAvailable(self._available),
+            available=c.MeterAvailable(weakly(self._available)),
             release=c.MeterRelease(lambda _user: 0),
         )
 
@@ -59,10 +60,10 @@ class NativeMeter:
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
         self.struct = c.Meter(
-            begin=c.MeterBegin(self._begin),
-            read=c.MeterRead(self._read),
-            available=c.MeterAvailable(self._available),
-            release=c.MeterRelease(self._release),
+            begin=c.MeterBegin(weakly(self._begin)),
+            read=c.MeterRead(weakly(self._read)),
+            available=c.MeterAvailable(weakly(self._available)),
+            release=c.MeterRelease(weakly(self._release)),
         )
 
     def measure_again(self) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import gc
-from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+import weakref
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from rebatch.torch._reducer import ReducedAccumulators, backend_of
 from rebatch.torch._session import Exhausted, Lost, PeerFailed
 from rebatch.torch._votes import Votes
 from rebatch.torch._waits import Work
+from rebatch.torch._weak import weakly
 from rebatch.torch._window import Window, window_of
 from rebatch.torch._window_gradients import WindowAccumulators
 from rebatch.torch._wrappers import (
@@ -86,7 +88,9 @@ class Ranks:
         has_window: Optional[bool] = True,
     ):
         check_modules(modules)
-        self._modules, self._wrappers, self._group = modules, wrappers, group
+        self._modules, self._wrappers = modules, wrappers
+        # destroy_process_group() is to end its threads
+        self._group: Callable[[], Any] = weakref.ref(group)
         self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
         self.window: Any = window  # of a model of fully_shard()
         self.lockstep: Optional[Lockstep] = None
@@ -95,21 +99,23 @@ class Ranks:
         self._has_window = has_window
         sent = compression_of(wrappers)
         self._votes = Votes(group, timeout_seconds, values=3)
-        self._votes.on_abort = self._abort
+        self._votes.on_abort = weakly(self._abort)
         self._sums: Optional[Work] = None  # that the last update uses
         self._is_torn = False  # they never came
         self._has_compared, self._keys = False, ""  # those of the first batch
         self.accumulators: Any = (
             WindowAccumulators(window, timeout_seconds)
             if window
-            else ReducedAccumulators(group, timeout_seconds, caps_of(wrappers), sent, self._buffers)
+            else ReducedAccumulators(
+                group, timeout_seconds, caps_of(wrappers), sent, weakly(self._buffers)
+            )
         )
         if isinstance(window, Lockstep):
             self._begin_lockstep(window)
 
     def _begin_lockstep(self, lockstep: Lockstep) -> None:
         self.window = self.lockstep = lockstep
-        lockstep.on_lost = self._note_lost
+        lockstep.on_lost = weakly(self._note_lost)
         before = self.accumulators
         self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
         self.accumulators.has_norm = before.has_norm
@@ -156,8 +162,8 @@ class Ranks:
                 for t in module.state_dict(keep_vars=True).values()
                 if isinstance(t, torch.Tensor)
             }
-            sync_group = self._votes.group if devices <= {"cpu"} else self._group
-            root = dist.get_process_group_ranks(self._group)[0]
+            sync_group = self._votes.group if devices <= {"cpu"} else self._group()
+            root = dist.get_process_group_ranks(self._group())[0]
             _sync_module_states(module, sync_group, _SYNC_BYTES, root, ())
 
     def _buffers(self) -> List[dict[Any, Any]]:
@@ -170,7 +176,7 @@ class Ranks:
     def _abort(self) -> None:
         """End NCCL's collectives: their kernels would wait for the other rank for ever. Those of
         an update that is enqueued may be among them."""
-        backend = backend_of(self._group, self._device)
+        backend = backend_of(self._group(), self._device)
         if backend.name() == "nccl":
             has_sums = self._sums is None or self._sums.is_done_within(self._timeout_seconds)
             self._is_torn = not has_sums
@@ -181,12 +187,13 @@ class Ranks:
     def join(self, options: c.Options, device: torch.device) -> None:
         """Make a session one of this group. Raises ValueError where the process group cannot reduce
         gradients on a device."""
+        self._votes.check()
         try:
-            backend_of(self._group, device)
+            backend_of(self._group(), device)
         except RuntimeError:
             raise ValueError(
                 f"rebatch: the model is on {device}, and the process group, of the backend "
-                f"{dist.get_backend(self._group)!r}, has none for it: expected the model on the "
+                f"{dist.get_backend(self._group())!r}, has none for it: expected the model on the "
                 "backend's device, or init_process_group('cpu:gloo,cuda:nccl')"
             ) from None
         self._device = device
@@ -218,6 +225,7 @@ class Ranks:
             self.window.close()
 
     def _check_connection(self) -> None:
+        self._votes.check()
         if self._votes.lost:
             raise PeerFailed(
                 f"rebatch: another rank is missing: {self._votes.lost}", self._votes.missing
@@ -278,7 +286,8 @@ class Ranks:
 
     def begin(self, weight: Any, batch: Any) -> None:
         """A step begins. `weight` is what this rank's losses are divided by, if it is not the
-        number of samples."""
+        number of samples. Raises RuntimeError where the process group is destroyed."""
+        self._votes.check()
         self._keys = "" if self._has_compared else _agreement.keys_of(batch)
         compression_of(self._wrappers)  # a hook may be registered at any time
         self.accumulators.begin_step()

@@ -332,9 +332,9 @@ class Reached:
             and (tensor.nbytes <= _SMALL_BYTES or id(tensor) in self._changing_tensors)
         }
 
-    def guard(self, session: Callable[[], Any]) -> "_Guard":
-        """For a session that is made later."""
-        return _Guard(self, session)
+    def guard(self, has_error: Callable[[], bool]) -> "_Guard":
+        """For a session; has_error() is whether the program has raised an exception in it."""
+        return _Guard(self, has_error)
 
     def put_back(self, point: int) -> None:
         """All but contents of tensors, so that what a failed attempt made is let go."""
@@ -398,9 +398,9 @@ class _Guard:
     """Of one session. After an exception of the program's own its variables stay as they are, as
     without rebatch: nothing runs again, and they may tell what went wrong."""
 
-    def __init__(self, reached: Reached, session: Callable[[], Any]):
-        self._reached, self._session, self.save = reached, session, reached.save
+    def __init__(self, reached: Reached, has_error: Callable[[], bool]):
+        self._reached, self._has_error, self.save = reached, has_error, reached.save
 
     def restore(self, point: int) -> None:
-        if self._session().error is None:
+        if not self._has_error():
             self._reached.restore(point)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -35,7 +36,8 @@ class ReducedAccumulators(Accumulators):
         buffers: Callable[[], List[dict[Any, Any]]],
     ):
         super().__init__()
-        self._group, self._tables = group, buffers
+        self._group = weakref.ref(group)  # destroy_process_group() is to end its threads
+        self._tables = buffers
         self._layouts = Layouts(caps, sent)
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._device = torch.device("cpu")  # of the gradients
@@ -206,7 +208,7 @@ class ReducedAccumulators(Accumulators):
         if self._error is not None:
             return None
         try:
-            return collective(tensor, *arguments, group=self._group, async_op=True)
+            return collective(tensor, *arguments, group=self._group(), async_op=True)
         except RuntimeError as error:
             self._error = error
             return None
@@ -254,7 +256,7 @@ class ReducedAccumulators(Accumulators):
     def _wait(self) -> None:
         if self._buckets:
             self._device = self._buckets[0].flat.device
-        self._is_on_host = backend_of(self._group, self._device).name() == "gloo"
+        self._is_on_host = backend_of(self._group(), self._device).name() == "gloo"
         for work in [bucket.work for bucket in self._buckets] + self._works:
             if work is None or self._error is not None:
                 continue

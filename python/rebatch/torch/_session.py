@@ -22,6 +22,7 @@ from rebatch._library import lib
 from rebatch.torch import _allocator, _interrupts, _phases
 from rebatch.torch._meter import NativeMeter, UnknownMeter
 from rebatch.torch._oom import asked_bytes, is_oom, let_go, raised_by_program
+from rebatch.torch._weak import weakly
 
 # A thread of autograd may hold an attempt's last tensors for so long after the exception is out.
 _LET_GO_SECONDS = 0.005
@@ -208,7 +209,7 @@ class Session:
     def _open(self, options: c.Options) -> None:
         dry, opened = C.c_void_p(), C.c_void_p()
         if self._on_event:
-            self._event_function = c.OnEvent(self._pass_event)
+            self._event_function = c.OnEvent(weakly(self._pass_event))
             options.on_event = self._event_function
         if self.meter:
             options.meter = C.pointer(self.meter.struct)
@@ -222,14 +223,16 @@ class Session:
             self.keep_error, lib.rebatch_open, C.byref(opened), device, C.byref(options)
         )
         self.rb = opened.value
-        self._close = weakref.finalize(self, _close, self.rb, dry.value)
+        self._close = weakref.finalize(self, _close, self.rb, dry.value, options)
         self.raise_failure(status)
 
     def close(self) -> None:
         self._close()
 
     def _guard(self) -> None:
-        self._guard_ops = c.GuardOps(save=c.Guard(self._save), restore=c.Guard(self._restore))
+        self._guard_ops = c.GuardOps(
+            save=c.Guard(weakly(self._save)), restore=c.Guard(weakly(self._restore))
+        )
         c.check(lib.rebatch_guard_with(self.rb, C.byref(self._guard_ops), None))
 
     # ---- what C calls ----
@@ -383,6 +386,7 @@ class Session:
         raise c.Error(text, status)
 
 
-def _close(rb: Optional[int], dry: Optional[int]) -> None:
+def _close(rb: Optional[int], dry: Optional[int], _options: c.Options) -> None:
+    """The options have the tables of functions that C may call until then."""
     lib.rebatch_close(rb)
     lib.rebatch_device_close(dry)

@@ -7,12 +7,14 @@ import contextlib
 import ctypes as C
 import datetime
 import time
+import weakref
 from typing import Any, Callable, Dict, List, Optional, cast
 
 import torch
 import torch.distributed as dist
 
 from rebatch import _library as c
+from rebatch.torch._weak import weakly
 
 # A rank that has seen a vote fail waits so long for the others to say that they have.
 _TELL_SECONDS = 2.0
@@ -28,7 +30,7 @@ class Votes:
     def __init__(self, parent: Any, timeout_seconds: float, values: int):
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         ranks = dist.get_process_group_ranks(parent)
-        self.group = cast(
+        group = cast(
             Any,
             dist.new_group(
                 ranks,
@@ -37,7 +39,10 @@ class Votes:
                 use_local_synchronization=len(ranks) < dist.get_world_size(),
             ),
         )
-        name = f"rebatch/{self.group.group_name}"
+        # destroy_process_group() is to end its threads: one that runs while Python ends may abort
+        # the process.
+        self._group = weakref.ref(group)
+        name = f"rebatch/{group.group_name}"
         self._store = dist.distributed_c10d.PrefixStore(
             name, dist.distributed_c10d._get_default_store()
         )
@@ -54,10 +59,24 @@ class Votes:
         self.table = c.Group(
             rank=self.rank,
             size=self.size,
-            all_reduce=c.AllReduce(self._all_reduce),
-            missing=c.Missing(lambda _: self._get_missing()),
-            abort=c.Abort(lambda _: self._abort()),
+            all_reduce=c.AllReduce(weakly(self._all_reduce)),
+            missing=c.Missing(weakly(self._get_missing)),
+            abort=c.Abort(weakly(self._abort)),
         )
+
+    @property
+    def group(self) -> Any:
+        """That of gloo; None once torch.distributed has destroyed it."""
+        return self._group()
+
+    def check(self) -> None:
+        """Raises RuntimeError where the group is destroyed."""
+        if self.group is None:
+            raise RuntimeError(
+                "rebatch: torch.distributed has destroyed its process groups: expected "
+                "destroy_process_group() after the last call of a Step, and a new Step for new "
+                "groups"
+            )
 
     def received(self, which: int) -> List[float]:
         """That of the values of each rank, in the last vote."""
@@ -71,6 +90,7 @@ class Votes:
 
     def _all_reduce(self, words: Any, count: int, reduction: int, _timeout_ms: int, _: Any) -> int:
         try:
+            self.check()
             tensor, numbers, floats, options = self._buffer(count, reduction)
             own, each = count + self.rank * len(self.values), len(self.values)
             C.memmove(tensor.data_ptr(), words, 8 * count)
@@ -101,10 +121,10 @@ class Votes:
     def note_lost(self, error: BaseException) -> None:
         """The connection to another rank is lost, in a vote or in a collective of the program."""
         self.lost = self.lost or (str(error).strip() or type(error).__name__).splitlines()[0]
-        if not self._has_asked:
+        if self.group is not None and not self._has_asked:
             self._has_asked, self.missing = True, self._who_is_missing()
 
-    def _get_missing(self) -> int:
+    def _get_missing(self, _: Any) -> int:
         return self.size if self.missing is None else self.missing
 
     def _who_is_missing(self) -> Optional[int]:
@@ -120,7 +140,7 @@ class Votes:
             others = [0] if self.rank else []
         return others[0] if len(others) == 1 else None
 
-    def _abort(self) -> None:
+    def _abort(self, _: Any) -> None:
         with contextlib.suppress(Exception):
             self.on_abort()
 

@@ -46,6 +46,7 @@ from rebatch.torch._session import Ended, Session, check_names, session_options,
 from rebatch.torch._state import Generators, cuda_devices_of
 from rebatch.torch._tree import unique
 from rebatch.torch._update import Update, check_has
+from rebatch.torch._weak import weakly
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -241,9 +242,11 @@ class Step:
             raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
         _check_match(self._modules, self._update, state)
         self._is_fresh = gradients == "fresh"
-        self._audit = Audit(_named_modules(model), _named_state(state), self._changed_by_updates)
+        self._audit = Audit(
+            _named_modules(model), _named_state(state), weakly(self._changed_by_updates)
+        )
         self._functions: Optional[List[Any]] = None  # of the program; by default loss_fn
-        self._reached = Reached(self._functions_that_run, self._audit.handled)
+        self._reached = Reached(weakly(self._functions_that_run), self._audit.handled)
         if window is None and (cost or options.get("learn")):
             window = True  # each rank has its own sizes
         shared = {
@@ -359,26 +362,36 @@ class Step:
 
     def _guards(self) -> List[Any]:
         """What saves and restores the state that an attempt changes."""
-        reached = self._reached.guard(lambda: self._session)
+        reached = self._reached.guard(weakly(self._has_error))
         return [reached, self._generators_saved, self._audit]
+
+    def _has_error(self) -> bool:
+        """Whether the program has raised an exception in the call of C that runs."""
+        return self._session.error is not None
 
     def _make_ops(self) -> c.StepOps:
         ops = c.StepOps(flags=c.StepFlag.DECLARES_MUTATION)
-        ops.zero_grad = c.ZeroGrad(lambda _: self._run(self._zero_grad))
-        ops.forward_backward = c.ForwardBackward(self._call_forward_backward)
-        ops.optimizer_step = c.OptimizerStep(lambda _: self._run(self._optimizer_step))
+        ops.zero_grad = c.ZeroGrad(weakly(self._call_zero_grad))
+        ops.forward_backward = c.ForwardBackward(weakly(self._call_forward_backward))
+        ops.optimizer_step = c.OptimizerStep(weakly(self._call_optimizer_step))
         if self._lighten:
-            ops.lighten = c.Lighten(self._call_lighten)
+            ops.lighten = c.Lighten(weakly(self._call_lighten))
         if self._cost:
-            ops.cost = c.Cost(self._call_cost)
+            ops.cost = c.Cost(weakly(self._call_cost))
         if self._ranks:
-            ops.reduce = c.Reduce(self._call_reduce)
+            ops.reduce = c.Reduce(weakly(self._call_reduce))
         return ops
 
     # ---- callbacks ----
 
     def _run(self, body: Callable[..., Any], *arguments: Any) -> int:
         return int(self._session.run(body, *arguments))
+
+    def _call_zero_grad(self, _user: Any) -> int:
+        return self._run(self._zero_grad)
+
+    def _call_optimizer_step(self, _user: Any) -> int:
+        return self._run(self._optimizer_step)
 
     def _call_forward_backward(self, microbatch: Any, _user: Any) -> int:
         mb = microbatch[0]

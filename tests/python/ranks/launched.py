@@ -2,7 +2,6 @@
 
 launched.py FUNCTION_OF_ADAPTED FOLDER"""
 
-import gc
 import json
 import os
 import pathlib
@@ -18,7 +17,5 @@ if __name__ == "__main__":
     found = getattr(adapted, sys.argv[1])(1)
     with open(os.path.join(sys.argv[2], os.environ["RANK"]), "w") as file:
         json.dump(found, file)
-    # A thread of gloo that lets go of a tensor while Python ends aborts the process. A Step that is
-    # not collected yet has a group of its own.
-    gc.collect()
+    # A thread of gloo that lets go of a tensor while Python ends aborts the process.
     torch.distributed.destroy_process_group()

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from rebatch.torch._backward import Backward
 import models
 from models import FailAt, fails_above, placed, same_bits
-from trained import RANK_OF_FAILURES, error_of, failing, failures_of, step_of, swept
+from trained import RANK_OF_FAILURES, error_of, failing, failures_of, gone, step_of, swept
 
 # Their names in versions of PyTorch.
 _COLLECTIVES = {
@@ -78,6 +78,13 @@ def batch_of(rank, samples=8):
 
 def own_batch():
     return batch_of(dist.get_rank())
+
+
+def let_go(window):
+    """gone() of a Step of this model."""
+    model = sharded(plain())
+    step = [step_of(model, adam(model), loss_fn, window=window, clip=1.0, micro_largest=4)]
+    return gone(step, own_batch())
 
 
 def disagreeing(window):

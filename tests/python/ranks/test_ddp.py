@@ -109,6 +109,17 @@ def test_each_rank_compares_its_loss_at_two_cuts():
         assert found["same"]
 
 
+@pytest.mark.parametrize("kind", ("ddp", "plain"))
+def test_a_step_that_nobody_has_is_gone_without_a_collection(kind):
+    assert run("let_go", kind) == [[True] * 4] * 2
+
+
+def test_a_step_does_not_keep_process_groups_that_are_destroyed():
+    for are_gone, (kind, text) in run("destroyed"):
+        assert are_gone == [True] * 2
+        assert kind == "RuntimeError" and "destroyed its process groups: expected" in text
+
+
 @pytest.mark.parametrize("where", ("between", "forward", "backward", "reduce", "update"))
 def test_a_rank_that_is_killed_is_named(where):
     (errors, _), _ = run("killed", where, False, killed=(1,))

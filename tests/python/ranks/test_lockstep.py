@@ -22,6 +22,10 @@ def test_a_micro_batch_has_pytorchs_collectives_and_one_vote():
         assert found["votes"] == 4 + 4
 
 
+def test_a_step_that_nobody_has_is_gone_without_a_collection():
+    assert pair.run("sharded", "let_go", False) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize("is_low", (False, True))
 def test_a_step_is_that_of_one_process(is_low):
     assert run("as_one_process", is_low) == [{"near": True, "ranks": [2, 2]}] * 2

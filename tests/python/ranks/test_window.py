@@ -19,6 +19,10 @@ def test_micro_batches_make_no_collectives():
         assert its["all"] == {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 1}
 
 
+def test_a_step_that_nobody_has_is_gone_without_a_collection():
+    assert run("let_go", None) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize("is_low", (False, True))
 def test_a_step_is_that_of_one_process(is_low):
     for found in run("as_one_process", is_low):

@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import gc
 import os
 import signal
 import time
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -82,6 +84,45 @@ def as_ddp(kind, options, step_options):
         "loss": abs(losses[-1] - sum(everyones(float(loss.detach()))) / 2) < 1e-6,
         "ranks": step.report.ranks,
     }
+
+
+# ---- the end of a Step, and of the process groups ----
+
+
+def gone(step, batch):
+    """Whether nothing is left of a Step, that this function has alone, after some batches, while
+    nothing collects cycles. `step` is in a list, which is emptied."""
+    gc.collect()
+    gc.disable()
+    for _ in range(2):
+        step[0](batch)
+    ranks = step[0]._ranks
+    left = [weakref.ref(part) for part in (step[0], step[0]._session, ranks, ranks._votes)]
+    del ranks
+    step.clear()
+    return [part() is None for part in left]
+
+
+def let_go(kind):
+    """gone() of a Step of DistributedDataParallel or a plain model."""
+    if kind == "ddp":
+        model, batch, loss_fn = wrapped("mlp")
+        return gone([step_of(model, sgd(model), fails_above(loss_fn, 9))], batch)
+    model, batch, loss_fn = make("mlp", samples=32)
+    step = [step_of(model, sgd(model), fails_above(loss_fn, 9), group=True, clip=1.0)]
+    return gone(step, batch_of_rank(batch))
+
+
+def destroyed():
+    """Whether destroy_process_group() ends all groups while a Step is there, and what its next call
+    says."""
+    model, batch, loss_fn = make("mlp", samples=32)
+    batch = batch_of_rank(batch)
+    step = step_of(model, sgd(model), loss_fn, group=True)
+    step(batch)
+    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
+    dist.destroy_process_group()
+    return [group() is None for group in groups], error_of(lambda: step(batch))[:2]
 
 
 # ---- an OOM at every operation ----
