@@ -46,8 +46,6 @@ typedef struct rebatch_pool_options {
     size_t ballast_bytes;    /**< memory that the pool takes, and releases when the device itself is
                                   out of memory, so that error paths can run; taken again when there
                                   is room; at most limit_bytes and the device's memory; 0: none */
-    size_t max_split_bytes;  /**< a free block larger than this is not split for a request that is
-                                  smaller than this; 0: no bound */
     uint32_t rounding_divisions; /**< block sizes are rounded up to one of this many steps between
                                       two powers of two; a power of two up to 256; 0: rounding to
                                       REBATCH_POOL_UNIT_BYTES only */
@@ -75,7 +73,7 @@ typedef struct rebatch_pool_options {
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
-        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, 0, REBATCH_DEFAULT, 0, 0,    \
+        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, REBATCH_DEFAULT, 0, 0,       \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0                                                    \
     }
 

@@ -186,7 +186,6 @@ class PoolOptions(Struct):
         ("headroom_bytes", c_size_t),
         ("caching", c_int),
         ("ballast_bytes", c_size_t),
-        ("max_split_bytes", c_size_t),
         ("rounding_divisions", c_uint32),
         ("fence", c_int),
         ("events", c_uint32),

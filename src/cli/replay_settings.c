@@ -54,11 +54,6 @@ static bool set_ballast(struct rbi_replay_settings *settings, const char *text)
     return set_bytes(&settings->pool.ballast_bytes, text);
 }
 
-static bool set_max_split(struct rbi_replay_settings *settings, const char *text)
-{
-    return set_bytes(&settings->pool.max_split_bytes, text);
-}
-
 static bool set_keep_room(struct rbi_replay_settings *settings, const char *text)
 {
     size_t bytes;
@@ -170,7 +165,6 @@ static const struct option options[] = {
     {"--caching", set_caching, "on or off"},
     {"--replay", set_replay, "on or off"},
     {"--ballast", set_ballast, A_SIZE},
-    {"--max-split", set_max_split, A_SIZE},
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--fence", set_fence, "on or off"},

@@ -76,9 +76,6 @@ enum rbi_setting_kind {
       .most = RBI_NUMBER_MOST,                                                                     \
       .help = "Memory that the pool takes, and releases when the device is out of memory, so "     \
               "that error paths can run.")                                                         \
-    X(MEMORY_MAX_SPLIT, .key = "memory.max_split", .kind = RBI_SIZE, .initial = "none",            \
-      .least = 1, .most = RBI_NUMBER_MOST, .may_be_none = true,                                    \
-      .help = "A free block larger than this is not split for a request smaller than this.")       \
     X(MEMORY_KEEP_ROOM, .key = "memory.keep_room", .kind = RBI_SHARE, .initial = "2%",             \
       .share_of = "the memory that the pool holds or can get",                                     \
       .help =                                                                                      \

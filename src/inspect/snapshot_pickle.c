@@ -328,8 +328,7 @@ static void put_settings(struct pickle *p)
     put_word(p, WORD_PYTORCH_CUDA_ALLOC_CONF);
     rbi_pickle_text(p->sink, "");
     put_word(p, WORD_max_split_size);
-    rbi_pickle_integer(p->sink,
-                       facts->max_split_bytes == SIZE_MAX ? -1 : (int64_t)facts->max_split_bytes);
+    rbi_pickle_integer(p->sink, -1);
     put_word(p, WORD_garbage_collection_threshold);
     rbi_pickle_float(p->sink, 0.0);
     put_bool(p, WORD_expandable_segments, facts->is_mapped);

@@ -25,11 +25,10 @@ rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *po
                                      const struct rbi_mapping *mapping)
 {
     const size_t bytes = mapping->bytes + mapping->fence_bytes;
-    struct rbi_block *hole =
-        rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+    struct rbi_block *hole = rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, RBI_ZONE_ANY);
     rebatch_status status = REBATCH_OK;
     if (!hole && (status = rbi_range_reserve(pool, bytes, RBI_ZONE_LARGE)) == REBATCH_OK)
-        hole = rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+        hole = rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, RBI_ZONE_ANY);
     if (status == REBATCH_OK && !hole)
         status = REBATCH_OOM;
     *window = (struct rbi_window){hole, hole, bytes, bytes / pool->page_bytes, false};

@@ -13,8 +13,7 @@ static struct rbi_block *take_arena(rebatch_pool *pool, const struct rbi_phase *
     if (!stream || rbi_pool_prepare(pool) != REBATCH_OK)
         return NULL;
     rbi_pool_flush_lists(pool);
-    struct rbi_block *block =
-        rbi_lists_find(&stream->lists, bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+    struct rbi_block *block = rbi_lists_find(&stream->lists, bytes, UINT64_MAX, RBI_ZONE_ANY);
     if (!block && pool->has_space)
         block = rbi_pool_line_up(pool, bytes, stream);
     return block ? rbi_block_take(&pool->heap, block, bytes) : NULL;

@@ -15,7 +15,7 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
 {
     if (stream->lists.quick_filled[1])
         rbi_lists_flush_large(&pool->heap, &stream->lists);
-    if (pool->max_split_bytes != SIZE_MAX || pool->promised_bytes != 0)
+    if (pool->promised_bytes != 0)
         return NULL; /* what was promised may come from any zone */
     const unsigned zone =
         (unsigned)(bytes >= pool->medium_bytes) + (unsigned)(bytes >= pool->large_bytes);

@@ -44,7 +44,6 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->keep_room_permille =
         options->keep_room_permille ? options->keep_room_permille : RBI_POOL_KEEP_ROOM;
     pool->headroom_bytes = options->headroom_bytes;
-    pool->max_split_bytes = options->max_split_bytes ? options->max_split_bytes : SIZE_MAX;
     pool->rounding_divisions = options->rounding_divisions;
     pool->caching = rbi_is_on(options->caching);
     pool->fence = options->fence == REBATCH_ON;

@@ -139,8 +139,7 @@ struct rebatch_pool {
     uint32_t keep_room_permille;
     uint32_t rounding_divisions;
     size_t headroom_bytes;
-    size_t max_split_bytes; /* SIZE_MAX: none */
-    size_t promised_bytes;  /* of the last reserve, less what was allocated since */
+    size_t promised_bytes; /* of the last reserve, less what was allocated since */
     bool caching;
     bool fence;
     bool plain;                       /* caching && !fence */
@@ -278,12 +277,7 @@ static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
         return RBI_ZONE_LARGE;
     return bytes < pool->page_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
 }
-/* Larger free blocks are not cut for smaller requests; but what is promised is, as it is in one
- * piece. */
-static inline size_t rbi_pool_split_most(const rebatch_pool *pool)
-{
-    return pool->promised_bytes != 0 ? SIZE_MAX : pool->max_split_bytes;
-}
+
 /* ---- ranges (range.c); all with the lock held ---- */
 
 /* Lets a plain allocation of `bytes` become one free block of `stream`; needs one spare node of
@@ -457,7 +451,6 @@ struct rbi_request {
     size_t bytes; /* rounded */
     struct rbi_pool_stream *stream;
     unsigned zone;            /* of enum rbi_zone: which free blocks it is served from at first */
-    size_t split_most;        /* larger free blocks are not cut for it */
     rebatch_pool_stage stage; /* out: the last one tried */
     bool ahead;               /* of its use, and used as a whole */
     bool beside;              /* what is promised is not for it */

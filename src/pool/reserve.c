@@ -27,8 +27,7 @@ static rebatch_status hold_piece(rebatch_pool *pool, struct rbi_request *request
     const size_t before = pool->promised_bytes;
     pool->promised_bytes = rbi_max(before, request->bytes);
     request->zone = RBI_ZONE_ANY; /* as of all requests from here on */
-    request->split_most = SIZE_MAX;
-    if (rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY))
+    if (rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX, RBI_ZONE_ANY))
         return REBATCH_OK;
     struct rbi_block *block;
     const rebatch_status status = rbi_pool_search(&block, pool, request);

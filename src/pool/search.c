@@ -36,15 +36,14 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
                                     size_t bytes)
 {
     struct rbi_lists *const lists = &stream->lists;
-    const size_t most = rbi_pool_split_most(pool);
     const unsigned zone = rbi_pool_zone(pool, bytes);
     rbi_lists_flush_large(&pool->heap, lists);
-    struct rbi_block *block = rbi_lists_find(lists, bytes, UINT64_MAX, most, zone);
+    struct rbi_block *block = rbi_lists_find(lists, bytes, UINT64_MAX, zone);
     while (!block && zone == RBI_ZONE_SMALL && rbi_lists_flush_one_size(&pool->heap, lists, bytes))
-        block = rbi_lists_find(lists, bytes, UINT64_MAX, most, zone);
+        block = rbi_lists_find(lists, bytes, UINT64_MAX, zone);
     if (!block && lists->small_bytes) {
         rbi_lists_flush(&pool->heap, lists);
-        block = rbi_lists_find(lists, bytes, UINT64_MAX, most, zone);
+        block = rbi_lists_find(lists, bytes, UINT64_MAX, zone);
     }
     return block ? rbi_block_take(&pool->heap, block, bytes) : NULL;
 }
@@ -52,8 +51,7 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
 /* Of the stream's own free blocks: `zone` is the request's, or another. */
 static struct rbi_block *find_own(const struct rbi_request *request, unsigned zone)
 {
-    return rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX, request->split_most,
-                          zone);
+    return rbi_lists_find(&request->stream->lists, request->bytes, UINT64_MAX, zone);
 }
 
 static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request *request,
@@ -64,8 +62,7 @@ static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request
         if (s == request->stream)
             continue;
         rbi_lists_flush(&pool->heap, &s->lists);
-        struct rbi_block *block =
-            rbi_lists_find(&s->lists, request->bytes, s->done, request->split_most, zone);
+        struct rbi_block *block = rbi_lists_find(&s->lists, request->bytes, s->done, zone);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -345,7 +342,7 @@ static struct rbi_block *set_promised_aside(rebatch_pool *pool)
     rbi_pool_flush_lists(pool);
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
         struct rbi_block *block =
-            rbi_lists_find(&s->lists, pool->promised_bytes, UINT64_MAX, SIZE_MAX, RBI_ZONE_ANY);
+            rbi_lists_find(&s->lists, pool->promised_bytes, UINT64_MAX, RBI_ZONE_ANY);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }
@@ -381,8 +378,7 @@ rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool,
         return status;
     *request = (struct rbi_request){.bytes = bytes,
                                     .stream = rbi_pool_open_stream(pool, stream),
-                                    .zone = rbi_pool_zone(pool, bytes),
-                                    .split_most = rbi_pool_split_most(pool)};
+                                    .zone = rbi_pool_zone(pool, bytes)};
     if (!request->stream)
         return rbi_error(REBATCH_E_HOST_OOM, "the pool has no host memory for another stream");
     request->stream->pins++;

@@ -150,7 +150,6 @@ void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *exten
 void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
 {
     *out = (struct rbi_view_facts){.is_mapped = pool->has_space,
-                                   .max_split_bytes = pool->max_split_bytes,
                                    .rounding_divisions = pool->rounding_divisions,
                                    .spare_bytes = pool->vm.spare_pages * pool->page_bytes,
                                    .ballast_bytes = pool->vm.ballast ? pool->vm.ballast_bytes : 0,

@@ -67,7 +67,6 @@ void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *exten
 
 struct rbi_view_facts {
     bool is_mapped; /* the pool maps memory into addresses */
-    size_t max_split_bytes;
     uint32_t rounding_divisions;
     size_t spare_bytes;                /* held, and mapped nowhere */
     size_t ballast_bytes;              /* held */

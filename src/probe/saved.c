@@ -31,7 +31,6 @@
     X("headroom_bytes", p->headroom_bytes)                                                         \
     X("caching", rbi_is_on(p->caching))                                                            \
     X("ballast_bytes", p->ballast_bytes)                                                           \
-    X("max_split_bytes", p->max_split_bytes)                                                       \
     X("keep_room_permille", p->keep_room_permille)                                                 \
     X("rounding_divisions", p->rounding_divisions)                                                 \
     X("guard", p->fence == REBATCH_ON) /* as files have it */

@@ -100,7 +100,6 @@ Test(cli_config, show)
            "    overflow        = true;       # default\n"
            "    overflow_limit  = 0;          # default\n"
            "    ballast         = 0;          # default\n"
-           "    max_split       = \"none\";     # default\n"
            "    keep_room       = \"2%\";       # default\n"
            "    rounding        = 0;          # default\n"
            "    fence           = false;      # default\n"

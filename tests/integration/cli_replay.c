@@ -478,7 +478,7 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--ballast 2MiB --capacity 8MiB", true},
         {"--fence on --capacity 6MiB", true},
         {"--fence on --capacity 4MiB", false},
-        {"--max-split 3MiB --keep-room 100% --rounding 4", true},
+        {"--keep-room 100% --rounding 4", true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char line[PATH_MAX];

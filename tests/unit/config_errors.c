@@ -17,7 +17,7 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "memory, "                                                                                     \
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
-    "limit, headroom, caching, replay, overflow, overflow_limit, ballast, max_split, "             \
+    "limit, headroom, caching, replay, overflow, overflow_limit, ballast, "                        \
     "keep_room, rounding, fence or events"
 #define KEEP_ROOM                                                                                  \
     "expected text, a share such as \"90%\" of the memory that the pool holds or can get"
@@ -175,9 +175,6 @@ Test(config_errors, wrong_values)
         {"memory = { rounding = 12; };",
          "t.cfg:1: memory.rounding is 12, not a power of two: " ROUNDING},
         {"memory = { rounding = 512; };", "t.cfg:1: memory.rounding is 512, too large: " ROUNDING},
-        {"memory = { max_split = 0; };",
-         "t.cfg:1: memory.max_split is 0, a size of zero: expected bytes such as 1048576 or "
-         "\"22GiB\", or \"none\""},
         {"recovery = { on_oom = \"halv\"; };", "t.cfg:1: recovery.on_oom is \"halv\": expected "
                                                "text, \"auto\", \"halve\", \"fit\" or \"stop\""},
     };

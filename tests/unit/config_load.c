@@ -31,7 +31,6 @@ static const struct value {
     {"memory.overflow", "false", "false", "true"},
     {"memory.overflow_limit", "\"4GiB\"", "4GiB", "0"},
     {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
-    {"memory.max_split", "\"200MB\"", "200MB", "\"none\""},
     {"memory.keep_room", "\"40%\"", "40%", "\"2%\""},
     {"memory.rounding", "16", "16", "0"},
     {"memory.fence", "true", "true", "false"},
@@ -267,7 +266,6 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.ballast_bytes == e->pool.ballast_bytes);
     cr_expect(o->pool.overflow == e->pool.overflow);
     cr_expect(o->pool.overflow_bytes == e->pool.overflow_bytes);
-    cr_expect(o->pool.max_split_bytes == e->pool.max_split_bytes);
     cr_expect(o->pool.keep_room_permille == e->pool.keep_room_permille);
     cr_expect(o->pool.rounding_divisions == e->pool.rounding_divisions);
     cr_expect(o->pool.fence == e->pool.fence);
@@ -334,7 +332,6 @@ Test(config_load, options_of_every_setting)
                  .headroom_bytes = 268435456,
                  .caching = REBATCH_ON,
                  .ballast_bytes = 67108864,
-                 .max_split_bytes = 200000000,
                  .keep_room_permille = 400,
                  .rounding_divisions = 16,
                  .fence = REBATCH_ON,
@@ -428,7 +425,6 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.overflow", pool.overflow),
         MEMBER("memory.overflow_limit", pool.overflow_bytes),
         MEMBER("memory.ballast", pool.ballast_bytes),
-        MEMBER("memory.max_split", pool.max_split_bytes),
         MEMBER("memory.keep_room", pool.keep_room_permille),
         MEMBER("memory.rounding", pool.rounding_divisions),
         MEMBER("memory.fence", pool.fence),

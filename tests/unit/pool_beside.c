@@ -121,19 +121,3 @@ Test(pool_beside, it_is_what_the_insider_made_of_it_meanwhile)
         rig_close(&rig);
     }
 }
-
-/* ---- options ---- */
-
-/* It is in one piece, which is cut for whatever comes. */
-Test(pool_beside, max_split_does_not_keep_it_whole)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.max_split_bytes = 20 * PAGE;
-    struct rig rig = rig_open_plain(64, &options);
-    const rebatch_scope scope = begin(rig.pool);
-    reserve(rig.pool, 60);
-    for (int i = 0; i < 60; i++)
-        (void)take(rig.pool, PAGE);
-    rollback(rig.pool, scope);
-    rig_close(&rig);
-}

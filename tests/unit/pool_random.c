@@ -277,7 +277,6 @@ Test(pool_random, the_pool_agrees_with_a_naive_model_on_plain_allocations)
 Test(pool_random, the_pool_agrees_with_a_naive_model_with_options)
 {
     rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.max_split_bytes = 2 * PAGE;
     options.events = 16;
     run_model(12, CALLS, &options, false);
 }

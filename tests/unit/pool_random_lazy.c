@@ -142,11 +142,10 @@ static void check_oom(struct model *m, const struct block *b)
     rebatch_oom_report report;
     cr_assert_eq(rebatch_pool_last_oom(&report, m->pool), REBATCH_OK);
     cr_assert_eq(report.asked_bytes, b->is.bytes);
-    /* Beyond max_split a larger request may be served where a smaller one is not. */
-    if (o->fence != REBATCH_ON && !(m->kind->plain && o->max_split_bytes))
+    if (o->fence != REBATCH_ON)
         cr_assert_lt(report.would_fit_bytes, b->is.rounded);
     if (!m->kind->plain && o->caching != REBATCH_OFF && o->fence != REBATCH_ON &&
-        !o->ballast_bytes && !o->max_split_bytes && !o->headroom_bytes)
+        !o->ballast_bytes && !o->headroom_bytes)
         cr_assert_lt(count_free_pages(m), (b->is.rounded + PAGE - 1) / PAGE,
                      "%zu bytes are refused, and %zu pages are free", b->is.bytes,
                      count_free_pages(m));
@@ -445,7 +444,6 @@ Test(pool_random, many_calls_under_pressure)
 Test(pool_random, many_calls_with_options)
 {
     struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
-    kind.options.max_split_bytes = 2 * PAGE;
     kind.options.rounding_divisions = 8;
     kind.options.events = 16;
     run_kind(104, &kind);
@@ -463,8 +461,6 @@ Test(pool_random, many_calls_on_plain_allocations)
     kind.tight = true;
     kind.calls = 200000;
     run_kind(107, &kind);
-    kind.options.max_split_bytes = 3 * PAGE;
-    run_kind(110, &kind);
 }
 
 Test(pool_random, many_calls_without_caching)

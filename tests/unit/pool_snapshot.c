@@ -611,11 +611,10 @@ Test(pool_snapshot, settings_are_in_it)
     cr_assert_eq(pickle_get(s, "expandable_segments")->number, 1);
     cr_assert_eq(pickle_get(s, "roundup_power2_divisions")->count, 0);
     rig_close(&rig);
-    options.max_split_bytes = 5 * PAGE;
     options.rounding_divisions = 8;
     rig = rig_open_plain(8, &options);
     s = pickle_get(snap_pickle(rig.pool), "allocator_settings");
-    cr_assert_eq(pickle_number(s, "max_split_size"), 5 * PAGE);
+    cr_assert_eq(pickle_number(s, "max_split_size"), -1);
     cr_assert_eq(pickle_get(s, "expandable_segments")->number, 0);
     cr_assert_eq(pickle_get(s, "roundup_power2_divisions")->count, 32);
     cr_assert_eq(pickle_number(pickle_get(s, "roundup_power2_divisions"), "32768"), 8);

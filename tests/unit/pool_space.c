@@ -315,20 +315,6 @@ Test(pool_space, the_ballast_is_given_up_when_the_device_says_oom)
     rig_close(&rig);
 }
 
-/* Larger free blocks than max_split are left alone by smaller requests. */
-Test(pool_space, large_free_blocks_are_not_split_for_small_requests)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.max_split_bytes = 4 * PAGE;
-    struct rig rig = rig_open_plain(64, &options);
-    char *large = take(rig.pool, 8 * PAGE);
-    give(rig.pool, large);
-    char *small = take(rig.pool, PAGE);
-    cr_assert(small < large || small >= large + 8 * PAGE);
-    cr_assert_eq(take(rig.pool, 5 * PAGE), large);
-    rig_close(&rig);
-}
-
 /* Sizes are rounded to steps of their octave; what was asked for is still known. */
 Test(pool_space, sizes_are_rounded_to_steps_of_their_octave)
 {

@@ -12,13 +12,17 @@
 #define KIB(n) ((size_t)(n) << 10)
 #define MIB(n) ((size_t)(n) << 20)
 
-/* A micro-batch has first a block of 384 KiB a sample, then one of 448. Blocks of more than
- * max_split are not cut up, and the limit has no room for both. */
+/* A micro-batch has first a block of 384 KiB a sample, then one of 448, and the limit has no room
+ * for both. At its end somebody else has memory for a moment. */
+#define LIMIT MIB(10)
+#define ENOUGH MIB(20)
+#define TAKEN KIB(3584)
 struct thrasher {
     rebatch_device *device;
     rebatch *rb;
     rebatch_step_ops ops;
     rebatch_step_report report;
+    size_t limit;
     uint64_t count; /* of samples that ran */
     bool trims;     /* gives the cache back itself */
     size_t events;  /* THRASHING */
@@ -46,6 +50,10 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     rebatch_status status = use(mb, mb->count * KIB(384));
     if (!status)
         status = use(mb, mb->count * KIB(448));
+    if (!status)
+        status = rebatch_pool_set_limit(mb->pool, c->limit - TAKEN);
+    if (!status)
+        status = rebatch_pool_set_limit(mb->pool, c->limit);
     if (!status && c->trims)
         status = rebatch_pool_trim(mb->pool, 0, NULL);
     if (status)
@@ -77,8 +85,7 @@ static rebatch_options thrashing_options(void)
     rebatch_options o = REBATCH_OPTIONS_INIT;
     o.micro_start = 16;
     o.grow_after = 4;
-    o.pool.limit_bytes = MIB(10);
-    o.pool.max_split_bytes = KIB(6656);
+    o.pool.limit_bytes = LIMIT;
     return o;
 }
 
@@ -88,6 +95,7 @@ static void open_thrasher(struct thrasher *c, rebatch_options *options)
     cr_assert_eq(rbi_device_open_dry(&c->device, MIB(64), KIB(64), false), REBATCH_OK);
     options->on_event = collect;
     options->on_event_user = c;
+    c->limit = options->pool.limit_bytes;
     cr_assert_eq(rebatch_open(&c->rb, c->device, options), REBATCH_OK, "%s", rebatch_last_error());
     c->ops = (rebatch_step_ops){.struct_size = sizeof c->ops,
                                 .zero_grad = nothing,
@@ -248,7 +256,7 @@ Test(recover_thrashing, by_cost_growth_goes_halfway_to_what_thrashed)
 Test(recover_thrashing, with_room_for_both_it_does_not_thrash)
 {
     rebatch_options options = thrashing_options();
-    options.pool.limit_bytes = MIB(16);
+    options.pool.limit_bytes = ENOUGH;
     struct thrasher c;
     open_thrasher(&c, &options);
     for (int i = 0; i < 4; i++) {
@@ -262,7 +270,7 @@ Test(recover_thrashing, with_room_for_both_it_does_not_thrash)
 Test(recover_thrashing, a_callback_that_trims_itself_does_not_thrash)
 {
     rebatch_options options = thrashing_options();
-    options.pool.limit_bytes = MIB(16);
+    options.pool.limit_bytes = ENOUGH;
     options.growth = REBATCH_OFF;
     struct thrasher c;
     open_thrasher(&c, &options);

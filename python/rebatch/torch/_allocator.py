@@ -29,7 +29,6 @@ def install(
     *,
     events: int | None = None,
     replay: bool | None = None,
-    max_split: int | str | None = None,
     rounding_divisions: int | None = None,
 ) -> None:
     """Make rebatch's pool PyTorch's allocator for ordinary CUDA memory, in this process.
@@ -45,7 +44,6 @@ def install(
         headroom: memory of each GPU, in bytes or as text, that stays free for libraries; 0: none.
         events: how many of the latest allocations and frees a snapshot has; default 0.
         replay: plan repeated phases when memory is short; default: on.
-        max_split: a free block larger than this is not split for a smaller request; 0: no bound.
         rounding_divisions: sizes are rounded up to one of this many steps between powers of two; 0:
             to 512 bytes only.
 
@@ -64,7 +62,7 @@ def install(
             any more.
     """
     global _front_library
-    given = _members(limit, headroom, events, replay, max_split, rounding_divisions)
+    given = _members(limit, headroom, events, replay, rounding_divisions)
     first = _pool_options(given)
     with _install_lock:
         if _front_library is not None:
@@ -98,7 +96,6 @@ def _members(
     headroom: _Size,
     events: int | None,
     replay: bool | None,
-    max_split: _Size,
     rounding_divisions: int | None,
 ) -> dict[str, int]:
     """The members of PoolOptions that the arguments of install() set."""
@@ -107,8 +104,6 @@ def _members(
         members["limit_bytes"], members["limit_permille"] = _library.parse_size(limit)
     if headroom is not None:
         members["headroom_bytes"] = _bytes("headroom", headroom)
-    if max_split is not None:
-        members["max_split_bytes"] = _bytes("max_split", max_split)
     if events is not None:
         members["events"] = events
     if rounding_divisions is not None:

@@ -4,17 +4,17 @@
 
 /* ---- bins ---- */
 
-/* Which blocks a search may have: of at least `bytes` and at most `most`, done up to `ready`. */
+/* Which blocks a search may have: of at least `bytes`, done up to `ready`. */
 struct wanted {
-    size_t bytes, most;
+    size_t bytes;
     uint64_t ready;
     bool isolated; /* those between two holes too */
 };
 
 static inline bool is_wanted(const struct rbi_block *block, const struct wanted *wanted)
 {
-    return block->bytes >= wanted->bytes && block->bytes <= wanted->most &&
-           block->freed_at <= wanted->ready && (wanted->isolated || !rbi_block_is_isolated(block));
+    return block->bytes >= wanted->bytes && block->freed_at <= wanted->ready &&
+           (wanted->isolated || !rbi_block_is_isolated(block));
 }
 
 static inline bool is_better(const struct rbi_block *a, const struct rbi_block *b)
@@ -47,10 +47,9 @@ static struct rbi_block *find_in(const struct rbi_bins *bins, const struct wante
 }
 
 struct rbi_block *rbi_lists_find(const struct rbi_lists *lists, size_t bytes, uint64_t ready,
-                                 size_t max_split, unsigned zone)
+                                 unsigned zone)
 {
-    const struct wanted wanted = {bytes, bytes < max_split ? max_split : SIZE_MAX, ready,
-                                  zone == RBI_ZONE_ANY || (zone & RBI_ZONE_ISOLATED)};
+    const struct wanted wanted = {bytes, ready, zone == RBI_ZONE_ANY || (zone & RBI_ZONE_ISOLATED)};
     if (!lists->has_zones)
         return find_in(&lists->bins[0], &wanted);
     if (zone != RBI_ZONE_ANY)
