@@ -326,14 +326,14 @@ static void print_case(size_t i, const struct setup *setup, struct outcome found
 {
     const struct model *m = &setup->model;
     printf("case %zu: batch %zu, found %zu of %zu, %zu runs, %zu OOMs, %s; page %zu%s%s%s, loops "
-           "%zu, outside %zu + %zu, unit %zu, limit %zu/%u, headroom %zu, div %u, ballast %zu\n",
+           "%zu, outside %zu + %zu, unit %zu, limit %zu/%u, headroom %zu, div %u\n",
            i, setup->batch, found.size, truth, found.trials, found.ooms,
            holds ? "holds" : "does not hold", setup->page_bytes,
            setup->pool.caching == REBATCH_OFF ? ", not caching" : "",
            setup->is_plain ? ", plain" : "", setup->is_after_a_step ? ", after a step" : "",
            m->loop_count, m->outside_fixed, m->outside_each, m->items[0].unit,
            setup->pool.limit_bytes, setup->pool.limit_permille, setup->pool.headroom_bytes,
-           setup->pool.rounding_divisions, setup->pool.ballast_bytes);
+           setup->pool.rounding_divisions);
 }
 
 /* The case, and the probe once more with all that it does. */

@@ -451,10 +451,8 @@ static inline void draw_pool(struct setup *setup, uint64_t *state)
         (void)between(18, 24, state); /* draws, so that the cases stay those of the figures */
     if (one_in(16, state))
         (void)between(500, 1000, state);
-    if (one_in(16, state)) {
-        pool->ballast_bytes = setup->page_bytes * between(1, 4, state);
-        setup->capacity_bytes += pool->ballast_bytes;
-    }
+    if (one_in(16, state))
+        (void)between(1, 4, state);
 }
 
 /* A case of the set that a seed names. */

@@ -43,9 +43,6 @@ typedef struct rebatch_pool_options {
                                   most all of it; 0: none */
     rebatch_toggle caching;  /**< REBATCH_OFF: every call goes to the device, for memory checkers;
                                   default on */
-    size_t ballast_bytes;    /**< memory that the pool takes, and releases when the device itself is
-                                  out of memory, so that error paths can run; taken again when there
-                                  is room; at most limit_bytes and the device's memory; 0: none */
     uint32_t rounding_divisions; /**< block sizes are rounded up to one of this many steps between
                                       two powers of two; a power of two up to 256; 0: rounding to
                                       REBATCH_POOL_UNIT_BYTES only */
@@ -73,7 +70,7 @@ typedef struct rebatch_pool_options {
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
-        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, 0, REBATCH_DEFAULT, 0, 0,       \
+        sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0,          \
             REBATCH_DEFAULT, REBATCH_DEFAULT, 0                                                    \
     }
 
@@ -101,7 +98,6 @@ typedef struct rebatch_pool_options {
     X(late_frees, "calls", "to free a block that a rollback had taken back; ignored")              \
     X(remaps, "pages", "of free blocks mapped to another address")                                 \
     X(quarantined_bytes, "bytes", "that the device did not unmap; never used again")               \
-    X(ballast_drops, "times", "the ballast was released")                                          \
     X(driver_creates, "calls", "that made physical memory")                                        \
     X(driver_maps, "calls", "that mapped a piece of physical memory")                              \
     X(driver_accesses, "calls", "that made mapped memory accessible")                              \

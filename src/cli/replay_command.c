@@ -28,7 +28,7 @@ static const char help[] =
     "  --caching on|off  off: every call goes to the device\n"
     "  --replay on|off   off: the pool plans nothing, although the timed passes repeat. This\n"
     "                    shows the cost of calls that do not repeat\n"
-    "  --ballast SIZE, --keep-room N%, --rounding N, --fence on|off\n"
+    "  --keep-room N%, --rounding N, --fence on|off\n"
     "                    as in group memory of a settings file; see 'rebatch config example'\n"
     "  --page SIZE       page size of the device, a power of two; default 2MiB\n"
     "  --repeat N        number of timed samples for each trace, of which the median is printed;\n"

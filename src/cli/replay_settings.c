@@ -49,11 +49,6 @@ static bool set_headroom(struct rbi_replay_settings *settings, const char *text)
     return set_bytes(&settings->pool.headroom_bytes, text);
 }
 
-static bool set_ballast(struct rbi_replay_settings *settings, const char *text)
-{
-    return set_bytes(&settings->pool.ballast_bytes, text);
-}
-
 static bool set_keep_room(struct rbi_replay_settings *settings, const char *text)
 {
     size_t bytes;
@@ -164,7 +159,6 @@ static const struct option options[] = {
     {"--device", set_device, "dry or cuda"},
     {"--caching", set_caching, "on or off"},
     {"--replay", set_replay, "on or off"},
-    {"--ballast", set_ballast, A_SIZE},
     {"--keep-room", set_keep_room, "a share from 0.1% to 100%"},
     {"--rounding", set_rounding, "a power of two up to 256"},
     {"--fence", set_fence, "on or off"},

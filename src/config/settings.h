@@ -72,10 +72,6 @@ enum rbi_setting_kind {
       .most = RBI_NUMBER_MOST,                                                                     \
       .help = "The most host memory that is taken then; never more than half of what the host "    \
               "has free. 0: that half.")                                                           \
-    X(MEMORY_BALLAST, .key = "memory.ballast", .kind = RBI_SIZE, .initial = "0",                   \
-      .most = RBI_NUMBER_MOST,                                                                     \
-      .help = "Memory that the pool takes, and releases when the device is out of memory, so "     \
-              "that error paths can run.")                                                         \
     X(MEMORY_KEEP_ROOM, .key = "memory.keep_room", .kind = RBI_SHARE, .initial = "2%",             \
       .share_of = "the memory that the pool holds or can get",                                     \
       .help =                                                                                      \

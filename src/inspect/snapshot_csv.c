@@ -68,7 +68,6 @@ void rbi_snapshot_blocks(struct rbi_sink *sink, const rebatch_pool *pool)
     struct rbi_view_facts facts;
     rbi_view_get_facts(&facts, pool);
     put_rest(sink, facts.spare_bytes, "spare");
-    put_rest(sink, facts.ballast_bytes, "ballast");
 }
 
 /* ---- events ---- */

@@ -67,8 +67,7 @@
     X(live_bytes)                                                                                  \
     X(peak_bytes)                                                                                  \
     X(at_peak_bytes)                                                                               \
-    X(spare_bytes)                                                                                 \
-    X(ballast_bytes)
+    X(spare_bytes)
 
 enum word {
 #define WORD_ID(name) WORD_##name,
@@ -368,7 +367,6 @@ static void put_rebatch(struct pickle *p)
 #undef PUT_STATISTIC
     rbi_pickle_end_dict(p->sink);
     put_count(p, WORD_spare_bytes, p->facts.spare_bytes);
-    put_count(p, WORD_ballast_bytes, p->facts.ballast_bytes);
     put_word(p, WORD_tags);
     rbi_pickle_list(p->sink);
     for (size_t i = 0; i < rbi_view_tag_count(pool); i++) {

@@ -15,7 +15,7 @@ static rebatch_status check_limit(size_t limit_bytes, size_t page_bytes)
 rebatch_status rbi_pool_check_sizes(const rebatch_pool_options *options, rebatch_device *device)
 {
     rebatch_status status = check_limit(options->limit_bytes, rbi_device_page_bytes(device));
-    if (status || (options->headroom_bytes == 0 && options->ballast_bytes == 0))
+    if (status || options->headroom_bytes == 0)
         return status;
     rebatch_memory_info info;
     status = rebatch_device_memory(device, &info);
@@ -26,15 +26,5 @@ rebatch_status rbi_pool_check_sizes(const rebatch_pool_options *options, rebatch
                          "rebatch_pool_options.headroom_bytes is %zu: expected at most the %zu "
                          "bytes of device %s",
                          options->headroom_bytes, info.total_bytes, device->name);
-    if (options->ballast_bytes > info.total_bytes)
-        return rbi_error(REBATCH_E_INVALID,
-                         "rebatch_pool_options.ballast_bytes is %zu: expected at most the %zu "
-                         "bytes of device %s",
-                         options->ballast_bytes, info.total_bytes, device->name);
-    if (options->limit_bytes && options->ballast_bytes > options->limit_bytes)
-        return rbi_error(REBATCH_E_INVALID,
-                         "rebatch_pool_options.ballast_bytes is %zu: expected at most limit_bytes, "
-                         "%zu",
-                         options->ballast_bytes, options->limit_bytes);
     return REBATCH_OK;
 }

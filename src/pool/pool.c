@@ -70,16 +70,7 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     const rebatch_status status = rbi_event_log_open(&pool->log, options->events);
     if (status != REBATCH_OK)
         return status;
-    size_t ballast_bytes;
-    if (!rbi_round_up(options->ballast_bytes, pool->page_bytes, &ballast_bytes))
-        return rbi_error(REBATCH_E_INVALID,
-                         "rebatch_pool_options.ballast_bytes is %zu: expected a "
-                         "size that can be rounded up",
-                         options->ballast_bytes);
-    rbi_vm_open(&pool->vm, pool->device, ballast_bytes);
-    size_t room;
-    if (ballast_bytes && rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
-        rbi_vm_arm_ballast(&pool->vm, room); /* where there is no room yet, later */
+    rbi_vm_open(&pool->vm, pool->device);
     return REBATCH_OK;
 }
 

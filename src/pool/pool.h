@@ -478,7 +478,7 @@ rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
 /* ---- checks of arguments (check.c, options.c) ---- */
 
-/* REBATCH_E_INVALID for limit, headroom or ballast that can never work there (options.c). */
+/* REBATCH_E_INVALID for limit or headroom that can never work there (options.c). */
 rebatch_status rbi_pool_check_sizes(const rebatch_pool_options *options, rebatch_device *device);
 bool rbi_pool_round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
 rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream);

@@ -198,10 +198,6 @@ rebatch_status rebatch_pool_trim(rebatch_pool *pool, size_t keep_bytes, size_t *
     if (status == REBATCH_OK)
         status = rbi_pool_trim_cache(pool, keep_bytes, NULL, &released);
     pool->asked_back_bytes += released;
-    size_t room;
-    if (status == REBATCH_OK && pool->vm.ballast_bytes &&
-        rbi_pool_room(&room, pool, NULL) == REBATCH_OK)
-        rbi_vm_arm_ballast(&pool->vm, room);
     rbi_pool_give_lock(pool);
     if (released_bytes)
         *released_bytes = released;

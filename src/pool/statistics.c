@@ -19,7 +19,6 @@ void rbi_pool_get_stats(rebatch_pool_stats *out, const rebatch_pool *pool)
     out->reserved_peak_bytes = vm->peak_bytes;
     out->device_allocations = vm->allocations;
     out->device_frees = vm->frees;
-    out->ballast_drops = vm->ballast_drops;
     out->quarantined_bytes = vm->quarantined_bytes;
     out->overflow_bytes = vm->overflow.bytes;
     out->overflow_peak_bytes = vm->overflow.peak_bytes;

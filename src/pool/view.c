@@ -152,7 +152,6 @@ void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
     *out = (struct rbi_view_facts){.is_mapped = pool->has_space,
                                    .rounding_divisions = pool->rounding_divisions,
                                    .spare_bytes = pool->vm.spare_pages * pool->page_bytes,
-                                   .ballast_bytes = pool->vm.ballast ? pool->vm.ballast_bytes : 0,
                                    .taken_bytes = pool->vm.taken_bytes,
                                    .given_bytes = pool->vm.given_bytes,
                                    .stages = pool->stages,

@@ -69,7 +69,6 @@ struct rbi_view_facts {
     bool is_mapped; /* the pool maps memory into addresses */
     uint32_t rounding_divisions;
     size_t spare_bytes;                /* held, and mapped nowhere */
-    size_t ballast_bytes;              /* held */
     uint64_t taken_bytes, given_bytes; /* from and to the device, since create */
     const uint64_t *stages;            /* how often each was tried, by rebatch_pool_stage */
     const struct rbi_event_log *log;

@@ -30,7 +30,6 @@
     X("limit_permille", p->limit_permille)                                                         \
     X("headroom_bytes", p->headroom_bytes)                                                         \
     X("caching", rbi_is_on(p->caching))                                                            \
-    X("ballast_bytes", p->ballast_bytes)                                                           \
     X("keep_room_permille", p->keep_room_permille)                                                 \
     X("rounding_divisions", p->rounding_divisions)                                                 \
     X("guard", p->fence == REBATCH_ON) /* as files have it */

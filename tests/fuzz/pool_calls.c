@@ -23,7 +23,6 @@ static void configure(rebatch_pool_options *options, uint8_t byte)
 {
     options->caching = byte % 16 == 1 ? REBATCH_OFF : REBATCH_DEFAULT;
     options->fence = byte % 16 == 2 ? REBATCH_ON : REBATCH_DEFAULT;
-    options->ballast_bytes = byte & 16 ? PAGE : 0;
     options->keep_room_permille = byte & 128 ? 1000 : 0;
     options->rounding_divisions = byte & 128 ? 8 : 0;
     options->events = byte % 3;

@@ -99,7 +99,6 @@ Test(cli_config, show)
            "    replay          = true;       # default\n"
            "    overflow        = true;       # default\n"
            "    overflow_limit  = 0;          # default\n"
-           "    ballast         = 0;          # default\n"
            "    keep_room       = \"2%\";       # default\n"
            "    rounding        = 0;          # default\n"
            "    fence           = false;      # default\n"

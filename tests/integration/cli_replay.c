@@ -475,7 +475,7 @@ Test(cli_replay, settings_of_the_pool_hold)
         {"--caching on --capacity 4MiB", false},
         {"--replay off --capacity 6MiB", true},
         {"--page 1MiB --capacity 6MiB", true},
-        {"--ballast 2MiB --capacity 8MiB", true},
+        {"--capacity 8MiB", true},
         {"--fence on --capacity 6MiB", true},
         {"--fence on --capacity 4MiB", false},
         {"--keep-room 100% --rounding 4", true},

@@ -39,8 +39,7 @@ bool rbi_vm_is_valid(const struct rbi_vm *vm, const uint64_t mapped[static RBI_C
         spare += of->count << size;
         held += of->held << size;
     }
-    const uint64_t ballast = vm->ballast ? vm->ballast_bytes : 0;
     return vm->spare_pages == spare && vm->held_pages == held && vm->overflow.bytes == overflow &&
-           rbi_vm_bytes(vm) == held * vm->page_bytes + overflow + plain_bytes + ballast &&
+           rbi_vm_bytes(vm) == held * vm->page_bytes + overflow + plain_bytes &&
            rbi_vm_bytes(vm) <= vm->peak_bytes;
 }

@@ -106,8 +106,6 @@ static void draw_options(rebatch_options *o, uint64_t *dice)
     o->pool.replay = toggle(dice, 2); /* what opening takes most time for */
     if (storm_one_in(dice, 8))
         o->pool.rounding_divisions = 1u << storm_below(dice, 4);
-    if (storm_one_in(dice, 10))
-        o->pool.ballast_bytes = storm_between(dice, 1, 4) * 4096;
     o->reclaim = toggle(dice, 6);
     o->log_level = REBATCH_LOG_DEBUG;
 }

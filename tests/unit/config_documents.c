@@ -151,7 +151,6 @@ Test(config_documents, defaults_are_those_of_the_headers)
         {"memory.headroom", "pool.h", "size_t headroom_bytes;", "0: none", "0"},
         {"memory.caching", "pool.h", "rebatch_toggle caching;", "default on", "true"},
         {"memory.replay", "pool.h", "rebatch_toggle replay;", "default on", "true"},
-        {"memory.ballast", "pool.h", "size_t ballast_bytes;", "0: none", "0"},
         {"memory.keep_room", "pool.h", "uint32_t keep_room_permille;", "0: 20", "2%"},
         {"memory.rounding", "pool.h", "uint32_t rounding_divisions;",
          "0: rounding to REBATCH_POOL_UNIT_BYTES only", "0"},

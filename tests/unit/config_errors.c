@@ -17,7 +17,7 @@ TestSuite(config_errors, .init = config_enter, .fini = config_leave);
     "memory, "                                                                                     \
     "or \"none\""
 #define MEMORY_KEYS                                                                                \
-    "limit, headroom, caching, replay, overflow, overflow_limit, ballast, "                        \
+    "limit, headroom, caching, replay, overflow, overflow_limit, "                                 \
     "keep_room, rounding, fence or events"
 #define KEEP_ROOM                                                                                  \
     "expected text, a share such as \"90%\" of the memory that the pool holds or can get"
@@ -288,9 +288,6 @@ Test(config_errors, values_that_do_not_go_together)
         {"memory = { headroom = \"2GiB\";\n limit = \"1GiB\"; };",
          "memory.headroom is \"2GiB\" (t.cfg:1) and memory.limit is \"1GiB\" (t.cfg:2): expected "
          "memory.headroom <= memory.limit"},
-        {"memory = { limit = 1000; ballast = 1001; };",
-         "memory.ballast is 1001 (t.cfg:1) and memory.limit is 1000 (t.cfg:1): expected "
-         "memory.ballast <= memory.limit"},
         {"memory = { fence = true;\n caching = false; };",
          "memory.fence is true (t.cfg:1) and memory.caching is false (t.cfg:2): expected "
          "memory.caching to be true with it"},
@@ -336,7 +333,6 @@ Test(config_errors, values_that_do_not_go_together)
     rebatch_config_free(config);
     /* A limit that is a share, or none, is known only with a device. */
     static const char *const fine[] = {"memory = { limit = \"50%\"; headroom = \"2GiB\"; };",
-                                       "memory = { headroom = \"2GiB\"; ballast = \"3GiB\"; };",
                                        "memory = { limit = \"2GiB\"; headroom = \"2048MiB\"; };",
                                        "memory = { fence = false; caching = false; };"};
     for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) {

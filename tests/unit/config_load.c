@@ -30,7 +30,6 @@ static const struct value {
     {"memory.replay", "false", "false", "true"},
     {"memory.overflow", "false", "false", "true"},
     {"memory.overflow_limit", "\"4GiB\"", "4GiB", "0"},
-    {"memory.ballast", "\"64MiB\"", "64MiB", "0"},
     {"memory.keep_room", "\"40%\"", "40%", "\"2%\""},
     {"memory.rounding", "16", "16", "0"},
     {"memory.fence", "true", "true", "false"},
@@ -263,7 +262,6 @@ static void expect_options(const rebatch_options *o, const rebatch_options *e)
     cr_expect(o->pool.limit_permille == e->pool.limit_permille);
     cr_expect(o->pool.headroom_bytes == e->pool.headroom_bytes);
     cr_expect(o->pool.caching == e->pool.caching);
-    cr_expect(o->pool.ballast_bytes == e->pool.ballast_bytes);
     cr_expect(o->pool.overflow == e->pool.overflow);
     cr_expect(o->pool.overflow_bytes == e->pool.overflow_bytes);
     cr_expect(o->pool.keep_room_permille == e->pool.keep_room_permille);
@@ -331,7 +329,6 @@ Test(config_load, options_of_every_setting)
         .pool = {.limit_bytes = 23622320128,
                  .headroom_bytes = 268435456,
                  .caching = REBATCH_ON,
-                 .ballast_bytes = 67108864,
                  .keep_room_permille = 400,
                  .rounding_divisions = 16,
                  .fence = REBATCH_ON,
@@ -424,7 +421,6 @@ Test(config_load, options_of_one_setting_at_a_time)
         MEMBER("memory.replay", pool.replay),
         MEMBER("memory.overflow", pool.overflow),
         MEMBER("memory.overflow_limit", pool.overflow_bytes),
-        MEMBER("memory.ballast", pool.ballast_bytes),
         MEMBER("memory.keep_room", pool.keep_room_permille),
         MEMBER("memory.rounding", pool.rounding_divisions),
         MEMBER("memory.fence", pool.fence),

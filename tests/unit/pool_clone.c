@@ -154,7 +154,6 @@ Test(pool_clone, options_and_limits_are_the_pools)
     options.limit_permille = 700;
     options.headroom_bytes = 3 * PAGE;
     options.rounding_divisions = 8;
-    options.ballast_bytes = PAGE;
     for (uint64_t seed = 100; seed <= 120; seed++)
         compare(&options, false, seed % 4 == 0, seed);
 }

@@ -145,7 +145,7 @@ static void check_oom(struct model *m, const struct block *b)
     if (o->fence != REBATCH_ON)
         cr_assert_lt(report.would_fit_bytes, b->is.rounded);
     if (!m->kind->plain && o->caching != REBATCH_OFF && o->fence != REBATCH_ON &&
-        !o->ballast_bytes && !o->headroom_bytes)
+        !o->headroom_bytes)
         cr_assert_lt(count_free_pages(m), (b->is.rounded + PAGE - 1) / PAGE,
                      "%zu bytes are refused, and %zu pages are free", b->is.bytes,
                      count_free_pages(m));
@@ -449,7 +449,6 @@ Test(pool_random, many_calls_with_options)
     run_kind(104, &kind);
     kind.tight = true;
     kind.calls = 200000;
-    kind.options.ballast_bytes = 3 * PAGE;
     kind.options.headroom_bytes = 5 * PAGE + 1;
     run_kind(105, &kind);
 }

@@ -464,9 +464,7 @@ static void check_sums(const struct busy *b, const struct pickle_value *snapshot
     const struct pickle_value *statistics = pickle_get(ours, "statistics");
     cr_assert_eq((uint64_t)allocated, stats.live_bytes);
     cr_assert_eq((uint64_t)(requested - pending), stats.requested_bytes);
-    cr_assert_eq((uint64_t)(total + pickle_number(ours, "spare_bytes") +
-                            pickle_number(ours, "ballast_bytes")),
-                 stats.reserved_bytes);
+    cr_assert_eq((uint64_t)(total + pickle_number(ours, "spare_bytes")), stats.reserved_bytes);
 #define SAME(name, unit, what) cr_assert_eq((uint64_t)pickle_number(statistics, #name), stats.name);
     REBATCH_POOL_STATISTICS(SAME)
 #undef SAME
@@ -486,7 +484,6 @@ Test(pool_snapshot, segments_and_blocks_are_those_of_the_pool)
 {
     for (int plain = 0; plain < 2; plain++) {
         rebatch_pool_options options = *options_with(0);
-        options.ballast_bytes = 3 * PAGE;
         struct busy b = busy_open((uint64_t)(1 + plain), &options, plain);
         for (int i = 0; i < 20; i++) {
             work(&b, 100);
@@ -651,7 +648,6 @@ static char *split(char *line, char *fields[FIELDS])
 Test(pool_snapshot, blocks_as_csv_add_up)
 {
     rebatch_pool_options options = *options_with(0);
-    options.ballast_bytes = 2 * PAGE;
     struct busy b = busy_open(6, &options, false);
     work(&b, 2000);
     const rebatch_scope scope = begin(b.rig.pool);

@@ -290,31 +290,6 @@ Test(pool_space, an_overrun_of_a_fenced_block_faults)
     rig_close(&rig);
 }
 
-/* The ballast is held from the beginning, given up when the device says OOM, and taken again. */
-Test(pool_space, the_ballast_is_given_up_when_the_device_says_oom)
-{
-    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
-    options.ballast_bytes = 2 * PAGE - 1;
-    struct rig rig = rig_open(16, NULL);
-    rebatch_device *fault;
-    cr_assert_eq(rebatch_device_open_fault(&fault, rig.device, NULL), REBATCH_OK);
-    rebatch_pool *pool;
-    cr_assert_eq(rebatch_pool_create(&pool, fault, &options), REBATCH_OK);
-    cr_assert_eq(stats_of(pool).reserved_bytes, 2 * PAGE);
-    rebatch_fault_plan plan = REBATCH_FAULT_PLAN_INIT;
-    plan.nth = 1;
-    cr_assert_eq(rebatch_fault_arm(fault, &plan), REBATCH_OK);
-    void *block = take(pool, PAGE); /* the second try is served */
-    cr_assert_eq(stats_of(pool).ballast_drops, 1);
-    cr_assert_eq(stats_of(pool).reserved_bytes, PAGE);
-    give(pool, block);
-    cr_assert_eq(after_trim(pool).reserved_bytes, 2 * PAGE); /* armed again */
-    assert_valid(pool);
-    rebatch_pool_destroy(pool);
-    rebatch_device_close(fault);
-    rig_close(&rig);
-}
-
 /* Sizes are rounded to steps of their octave; what was asked for is still known. */
 Test(pool_space, sizes_are_rounded_to_steps_of_their_octave)
 {

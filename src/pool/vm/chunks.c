@@ -18,11 +18,9 @@ void rbi_vm_note_given(struct rbi_vm *vm, size_t bytes)
     vm->given_bytes += bytes;
 }
 
-void rbi_vm_open(struct rbi_vm *vm, rebatch_device *device, size_t ballast_bytes)
+void rbi_vm_open(struct rbi_vm *vm, rebatch_device *device)
 {
-    *vm = (struct rbi_vm){.device = device,
-                          .page_bytes = rbi_device_page_bytes(device),
-                          .ballast_bytes = ballast_bytes};
+    *vm = (struct rbi_vm){.device = device, .page_bytes = rbi_device_page_bytes(device)};
 }
 
 void rbi_vm_reset_peak(struct rbi_vm *vm)
@@ -30,37 +28,12 @@ void rbi_vm_reset_peak(struct rbi_vm *vm)
     vm->peak_bytes = rbi_vm_bytes(vm);
 }
 
-/* ---- plain allocations, and the ballast ---- */
-
-/* True when there was one to give up. */
-static bool drop_ballast(struct rbi_vm *vm)
-{
-    if (!vm->ballast || rbi_device_free(vm->device, vm->ballast, vm->ballast_bytes) != REBATCH_OK)
-        return false;
-    vm->ballast = NULL;
-    vm->ballast_drops++;
-    rbi_vm_note_given(vm, vm->ballast_bytes);
-    return true;
-}
-
-void rbi_vm_arm_ballast(struct rbi_vm *vm, size_t room)
-{
-    if (vm->ballast_bytes == 0 || vm->ballast || room < vm->ballast_bytes)
-        return;
-    if (rbi_device_alloc(vm->device, &vm->ballast, vm->ballast_bytes) == REBATCH_OK)
-        rbi_vm_note_taken(vm, vm->ballast_bytes);
-    else
-        vm->ballast = NULL;
-}
+/* ---- plain allocations ---- */
 
 rebatch_status rbi_vm_alloc(void **out, struct rbi_vm *vm, size_t bytes)
 {
     vm->allocations++;
-    rebatch_status status = rbi_device_alloc(vm->device, out, bytes);
-    if (status == REBATCH_OOM && drop_ballast(vm)) {
-        vm->allocations++;
-        status = rbi_device_alloc(vm->device, out, bytes);
-    }
+    const rebatch_status status = rbi_device_alloc(vm->device, out, bytes);
     if (status == REBATCH_OK)
         rbi_vm_note_taken(vm, bytes);
     return status;
@@ -167,9 +140,7 @@ static rebatch_status create(struct rbi_vm *vm, unsigned size)
     const size_t bytes = vm->page_bytes << size;
     if (!prepare_spare(&vm->spare[size]))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory to note another %zu bytes", bytes);
-    rebatch_status status = rbi_call_create(vm, &chunk, bytes, false);
-    if (status == REBATCH_OOM && size == 0 && drop_ballast(vm))
-        status = rbi_call_create(vm, &chunk, bytes, false);
+    const rebatch_status status = rbi_call_create(vm, &chunk, bytes, false);
     if (status != REBATCH_OK)
         return status;
     rbi_spare_put(vm, chunk, size);
@@ -268,6 +239,4 @@ void rbi_vm_destroy(struct rbi_vm *vm)
     (void)rbi_vm_release(vm, 0);
     for (unsigned size = 0; size < RBI_CHUNK_SIZES; size++)
         rbi_heap_free(vm->spare[size].chunks);
-    if (vm->ballast)
-        (void)rbi_device_free(vm->device, vm->ballast, vm->ballast_bytes);
 }

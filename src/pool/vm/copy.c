@@ -40,14 +40,12 @@ static bool copy_overflow(struct rbi_vm *to, const struct rbi_vm *from)
 rebatch_status rbi_vm_copy(rbi_physical *handle, struct rbi_vm *to, const struct rbi_vm *from)
 {
     rebatch_status status = REBATCH_OK;
-    to->ballast_bytes = from->ballast_bytes;
     to->taken_bytes = from->taken_bytes;
     to->given_bytes = from->given_bytes;
     to->peak_bytes = from->peak_bytes;
     to->quarantined_bytes = from->quarantined_bytes;
     to->allocations = from->allocations;
     to->frees = from->frees;
-    to->ballast_drops = from->ballast_drops;
     to->calls = from->calls;
     *handle =
         from->overflow.count > 0; /* stands for those of the host, where there are no others */
@@ -57,8 +55,6 @@ rebatch_status rbi_vm_copy(rbi_physical *handle, struct rbi_vm *to, const struct
     if (from->held_pages)
         status =
             rbi_device_create_physical(to->device, handle, from->held_pages * from->page_bytes);
-    if (!status && from->ballast)
-        status = rbi_device_alloc(to->device, &to->ballast, from->ballast_bytes);
     if (status || from->held_pages == 0)
         return status;
     if (!copy_spare(to, from, *handle))

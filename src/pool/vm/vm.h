@@ -59,7 +59,7 @@ struct rbi_overflow {
  *   spare_pages == sum of spare[i].count << i
  *   held_pages == sum of spare[i].held << i
  *   taken_bytes - given_bytes ==
- *       held_pages * page_bytes + overflow.bytes + plain allocations + the ballast */
+ *       held_pages * page_bytes + overflow.bytes + plain allocations */
 struct rbi_vm {
     rebatch_device *device;
     size_t page_bytes;
@@ -69,11 +69,8 @@ struct rbi_vm {
     uint64_t peak_bytes;               /* most that was held at once */
     uint64_t quarantined_bytes;        /* in chunks that the device did not unmap */
     uint64_t allocations, frees;       /* calls that took or gave back memory */
-    uint64_t ballast_drops;
     struct rbi_vm_calls calls;
     struct rbi_overflow overflow;
-    size_t ballast_bytes; /* 0: none is wanted */
-    void *ballast;        /* memory that is given up when the device has no more */
 };
 
 static inline uint64_t rbi_vm_bytes(const struct rbi_vm *vm)
@@ -93,7 +90,7 @@ static inline size_t rbi_vm_pages_for(const struct rbi_vm *vm, size_t bytes)
 /* ---- memory of the device (chunks.c) ---- */
 
 /* No call to the device is made before the first of those below. */
-void rbi_vm_open(struct rbi_vm *vm, rebatch_device *device, size_t ballast_bytes);
+void rbi_vm_open(struct rbi_vm *vm, rebatch_device *device);
 void rbi_vm_reset_peak(struct rbi_vm *vm);
 
 /* Pages of the chunks, a power of two, in which `count` pages come where the device could still
@@ -113,10 +110,7 @@ bool rbi_vm_has_large(const struct rbi_vm *vm);
 rebatch_status rbi_vm_alloc(void **out, struct rbi_vm *vm, size_t bytes);
 rebatch_status rbi_vm_free(struct rbi_vm *vm, void *address, size_t bytes);
 
-/* Takes the ballast, where one is wanted, there is none, and `room` bytes suffice. */
-void rbi_vm_arm_ballast(struct rbi_vm *vm, size_t room);
-
-/* Gives the spare chunks and the ballast back. */
+/* Gives the spare chunks back. */
 void rbi_vm_destroy(struct rbi_vm *vm);
 
 /* ---- memory of the host (overflow.c) ---- */
