@@ -86,7 +86,8 @@ static rebatch_status check_sizes(const struct rebatch_config *config)
                                          : refuse_no_size(config, &limits);
 }
 
-/* A headroom beyond the limit in bytes was meant for another key, or another card. A limit that is a share is known only when there is a device. */
+/* A headroom beyond the limit in bytes was meant for another key, or another card. A limit that is
+ * a share is known only when there is a device. */
 static rebatch_status check_memory(const struct rebatch_config *config)
 {
     const struct rbi_entry *e = config->entries;

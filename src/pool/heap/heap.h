@@ -573,8 +573,8 @@ static inline void rbi_block_cache(struct rbi_block_heap *heap, struct rbi_block
 
 /* A free block of at least `bytes` that was freed no later than `ready`. Looks at up to eight of
  * the smallest class that can have one and of the next, and takes of those the smallest, of these
- * the one of the oldest range, then of the lowest address. NULL only when there is none. `zone` is of
- * enum rbi_zone. */
+ * the one of the oldest range, then of the lowest address. NULL only when there is none. `zone` is
+ * of enum rbi_zone. */
 struct rbi_block *rbi_lists_find(const struct rbi_lists *lists, size_t bytes, uint64_t ready,
                                  unsigned zone);
 /* The blocks of the first zone's bins from that of `bytes` on, in the order of their classes;
