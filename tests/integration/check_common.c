@@ -23,6 +23,26 @@ rebatch_status check_alloc(float **out, const rebatch_microbatch *mb, size_t byt
     return status;
 }
 
+static rebatch_status count_update(void *user)
+{
+    struct check_run *run = user;
+    rebatch_mutating(run->rb);
+    run->updates++;
+    return REBATCH_OK;
+}
+
+rebatch_step_ops check_step_ops(rebatch_status (*zero_grad)(void *user),
+                                rebatch_status (*forward_backward)(const rebatch_microbatch *mb,
+                                                                   void *user))
+{
+    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
+    ops.zero_grad = zero_grad;
+    ops.forward_backward = forward_backward;
+    ops.optimizer_step = count_update;
+    ops.flags = REBATCH_DECLARES_MUTATION;
+    return ops;
+}
+
 const rebatch_finding *check_find(const rebatch_check_report *report, rebatch_finding_kind kind,
                                   const char *name)
 {

@@ -11,6 +11,17 @@ float check_random(uint64_t *state);
 /* Of the micro-batch's pool. */
 rebatch_status check_alloc(float **out, const rebatch_microbatch *mb, size_t bytes);
 
+/* What the trainer of a test begins with: its session, and how many updates it has made. */
+struct check_run {
+    rebatch *rb;
+    size_t updates; /* none is allowed in a check */
+};
+
+/* The step of such a trainer, which declares what it changes. Its update only counts. */
+rebatch_step_ops check_step_ops(rebatch_status (*zero_grad)(void *user),
+                                rebatch_status (*forward_backward)(const rebatch_microbatch *mb,
+                                                                   void *user));
+
 /* NULL: the report has no such finding. */
 const rebatch_finding *check_find(const rebatch_check_report *report, rebatch_finding_kind kind,
                                   const char *name);

@@ -64,8 +64,8 @@ enum mistake {
 };
 
 struct trainer {
+    struct check_run run;
     enum mistake mistake;
-    rebatch *rb;
     rebatch_device *device;
     float *weights, *gradient;      /* of the pool */
     float own_weights[PARAMETERS];  /* else */
@@ -92,7 +92,7 @@ static rebatch_status zero_grad(void *user)
     if (is(t, WEIGHT_OF_THE_COUNT_IN_WHAT_ZERO_GRAD_MAKES)) {
         void *gradient;
         const rebatch_status status =
-            rebatch_pool_alloc(&gradient, rebatch_get_pool(t->rb), FEATURE_BYTES, NULL, 0);
+            rebatch_pool_alloc(&gradient, rebatch_get_pool(t->run.rb), FEATURE_BYTES, NULL, 0);
         if (status)
             return status;
         t->gradient = gradient;
@@ -197,12 +197,12 @@ static void *work_beside(void *user)
     struct trainer *t = user;
     void *memory = NULL;
     const bool joins = !is(t, HELPER_DOES_NOT_JOIN);
-    if (joins && rebatch_join(t->rb))
+    if (joins && rebatch_join(t->run.rb))
         return NULL;
-    if (rebatch_pool_alloc(&memory, rebatch_get_pool(t->rb), KIB(2), NULL, 0) == REBATCH_OK)
-        (void)rebatch_pool_free(rebatch_get_pool(t->rb), memory);
+    if (rebatch_pool_alloc(&memory, rebatch_get_pool(t->run.rb), KIB(2), NULL, 0) == REBATCH_OK)
+        (void)rebatch_pool_free(rebatch_get_pool(t->run.rb), memory);
     if (joins)
-        (void)rebatch_leave(t->rb);
+        (void)rebatch_leave(t->run.rb);
     return memory;
 }
 
@@ -271,7 +271,7 @@ static rebatch_status run(struct trainer *t, const rebatch_microbatch *mb)
     memset(hidden, 0, mb->count * KIB(4));
     forward(t, mb, hidden);
     if ((is(t, SAYS_SO_IN_THE_FIRST_MICRO_BATCH_ALONE) || is(t, SWALLOWS_AN_OOM)) && says_so(t, mb))
-        rebatch_mutating(t->rb);
+        rebatch_mutating(t->run.rb);
     if (changes_before_the_last_allocation(t))
         accumulate(t, mb, hidden, t->kept);
     status = make_scale(t, mb, &scale);
@@ -280,7 +280,7 @@ static rebatch_status run(struct trainer *t, const rebatch_microbatch *mb)
     if (status)
         return status;
     if (says_so(t, mb))
-        rebatch_mutating(t->rb);
+        rebatch_mutating(t->run.rb);
     if (is(t, USES_FREED_MEMORY))
         (void)rebatch_pool_free(mb->pool, memory);
     if (!changes_before_the_last_allocation(t))
@@ -304,30 +304,13 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
                                                                              : status;
 }
 
-static rebatch_status optimizer_step(void *user)
-{
-    struct trainer *t = user;
-    rebatch_mutating(t->rb);
-    t->updates++;
-    return REBATCH_OK;
-}
-
-static rebatch_step_ops step_ops(void)
-{
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = zero_grad;
-    ops.forward_backward = forward_backward;
-    ops.optimizer_step = optimizer_step;
-    ops.flags = REBATCH_DECLARES_MUTATION;
-    return ops;
-}
-
 /* ---- the trainer ---- */
 
 static float *make(struct trainer *t, size_t bytes)
 {
     void *memory;
-    cr_assert_eq(rebatch_pool_alloc(&memory, rebatch_get_pool(t->rb), bytes, NULL, 0), REBATCH_OK);
+    cr_assert_eq(rebatch_pool_alloc(&memory, rebatch_get_pool(t->run.rb), bytes, NULL, 0),
+                 REBATCH_OK);
     memset(memory, 0, bytes);
     return memory;
 }
@@ -335,7 +318,7 @@ static float *make(struct trainer *t, size_t bytes)
 static void guard(struct trainer *t, void *state, size_t bytes, bool is_guarded)
 {
     if (is_guarded)
-        cr_assert_eq(rebatch_guard(t->rb, state, bytes, REBATCH_GUARD_HOST), REBATCH_OK);
+        cr_assert_eq(rebatch_guard(t->run.rb, state, bytes, REBATCH_GUARD_HOST), REBATCH_OK);
 }
 
 static void guard_all(struct trainer *t)
@@ -353,7 +336,7 @@ static void watch(struct trainer *t, const char *name, void *what, size_t bytes,
 {
     const rebatch_guard_kind kind =
         what == t->gradient || what == t->weights ? REBATCH_GUARD_DEVICE : REBATCH_GUARD_HOST;
-    cr_assert_eq(rebatch_watch(t->rb, name, what, bytes, kind, number), REBATCH_OK);
+    cr_assert_eq(rebatch_watch(t->run.rb, name, what, bytes, kind, number), REBATCH_OK);
 }
 
 static void watch_all(struct trainer *t)
@@ -366,8 +349,9 @@ static void watch_all(struct trainer *t)
         return;
     }
     if (is(t, WATCHES_A_NULL_POINTER))
-        cr_assert_eq(rebatch_watch_at(t->rb, "moments", &t->nothing, FEATURE_BYTES, REBATCH_F32),
-                     REBATCH_OK);
+        cr_assert_eq(
+            rebatch_watch_at(t->run.rb, "moments", &t->nothing, FEATURE_BYTES, REBATCH_F32),
+            REBATCH_OK);
     watch(t, "gradient", t->gradient, FEATURE_BYTES, REBATCH_F32);
     watch(t, "loss", &t->loss, sizeof t->loss, REBATCH_F64);
     watch(t, "running mean", &t->running, sizeof t->running, REBATCH_F64);
@@ -381,7 +365,8 @@ static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_b
     options.pool.limit_bytes = limit_bytes;
     *t = (struct trainer){.mistake = mistake, .rng = 7};
     cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &options), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_open(&t->run.rb, t->device, &options), REBATCH_OK, "%s",
+                 rebatch_last_error());
     const bool is_host = is(t, WATCHES_NOTHING) || is(t, WATCHES_WEIGHTS);
     t->weights =
         is(t, UPDATES_HOST_WEIGHTS_IN_FORWARD_BACKWARD) ? t->own_weights : make(t, FEATURE_BYTES);
@@ -395,7 +380,7 @@ static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_b
 
 static void close_trainer(struct trainer *t)
 {
-    rebatch_close(t->rb);
+    rebatch_close(t->run.rb);
     rebatch_device_close(t->device);
 }
 
@@ -488,12 +473,12 @@ static const struct {
 /* One cause has one finding. */
 Test(check_mistakes, each_is_found_and_named_once)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct trainer t;
         rebatch_check_report report;
         open_trainer(&t, cases[i].mistake, 0);
-        const rebatch_status status = rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report);
+        const rebatch_status status = rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report);
         const rebatch_finding *finding = check_find(&report, cases[i].kind, cases[i].name);
         cr_expect(finding && strstr(finding->text, cases[i].says), "of mistake %d it says:\n%s",
                   (int)cases[i].mistake, check_texts(&report));
@@ -503,7 +488,7 @@ Test(check_mistakes, each_is_found_and_named_once)
         cr_expect_eq(report.mistakes, is_mistake, "of mistake %d it says more:\n%s",
                      (int)cases[i].mistake, check_texts(&report));
         cr_expect_eq(status, report.status);
-        cr_expect_eq(t.updates, 0);
+        cr_expect_eq(t.run.updates, 0);
         close_trainer(&t);
     }
 }
@@ -511,11 +496,11 @@ Test(check_mistakes, each_is_found_and_named_once)
 /* The cap is what fails, and nothing on purpose. */
 Test(check_mistakes, an_oom_that_is_swallowed_under_a_cap_is_found)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     struct trainer t;
     rebatch_check_report report;
     open_trainer(&t, SWALLOWS_AN_OOM, KIB(112));
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE, "%s",
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE, "%s",
                  check_texts(&report));
     const rebatch_finding *finding = check_find(&report, REBATCH_FINDING_SWALLOWED, "gradient");
     cr_expect(finding && strstr(finding->text, "fails for want of memory"), "%s",
@@ -578,12 +563,13 @@ Test(check_mistakes, what_comes_and_goes_and_what_is_scratch_is_no_result)
     rebatch_check_report report;
     options.log_level = REBATCH_LOG_QUIET;
     cr_assert_eq(rebatch_device_open_host(&t.device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t.rb, t.device, &options), REBATCH_OK);
-    s.rb = t.rb;
+    cr_assert_eq(rebatch_open(&t.run.rb, t.device, &options), REBATCH_OK);
+    s.rb = t.run.rb;
     s.batch = make(&t, BATCH * sizeof *s.batch);
-    cr_assert_eq(rebatch_watch(t.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64),
-                 REBATCH_OK);
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &s, NULL, &report), REBATCH_OK, "%s",
+    cr_assert_eq(
+        rebatch_watch(t.run.rb, "sum", &s.sum, sizeof s.sum, REBATCH_GUARD_HOST, REBATCH_F64),
+        REBATCH_OK);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &s, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
     cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
     close_trainer(&t);
@@ -593,12 +579,12 @@ Test(check_mistakes, what_comes_and_goes_and_what_is_scratch_is_no_result)
 Test(check_mistakes, a_trainer_without_one_has_none)
 {
     static const size_t limits[] = {0, KIB(112)};
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
         struct trainer t;
         rebatch_check_report report;
         open_trainer(&t, NONE, limits[i]);
-        cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
+        cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                      check_texts(&report));
         cr_expect_eq(report.mistakes, 0, "%s", check_texts(&report));
         for (size_t k = 0; k < report.finding_count; k++)

@@ -27,9 +27,9 @@ enum mistake {
 };
 
 struct net {
+    struct check_run run;
     enum precision precision;
     enum mistake mistake;
-    rebatch *rb;
     rebatch_device *device;
     uint64_t rng;
     float w1[HIDDEN][INPUTS], w2[OUTPUTS][HIDDEN], shift;
@@ -239,21 +239,16 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     if (status)
         return status;
     forward(n, mb, &a);
-    rebatch_mutating(n->rb);
+    rebatch_mutating(n->run.rb);
     backward(n, mb, &a);
     accumulate(n, mb, &a);
     return rebatch_pool_free(mb->pool, memory);
 }
 
-static rebatch_status optimizer_step(void *user)
-{
-    rebatch_mutating(((struct net *)user)->rb);
-    return REBATCH_OK;
-}
-
 static void watch(struct net *n, const char *name, void *what, size_t bytes, rebatch_number number)
 {
-    cr_assert_eq(rebatch_watch(n->rb, name, what, bytes, REBATCH_GUARD_HOST, number), REBATCH_OK);
+    cr_assert_eq(rebatch_watch(n->run.rb, name, what, bytes, REBATCH_GUARD_HOST, number),
+                 REBATCH_OK);
 }
 
 static void fill(struct net *n, uint64_t seed)
@@ -276,15 +271,13 @@ static rebatch_status check(rebatch_check_report *report, enum precision precisi
     static struct net n;
     rebatch_options options = REBATCH_OPTIONS_INIT;
     options.log_level = REBATCH_LOG_QUIET;
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = zero_grad;
-    ops.forward_backward = forward_backward;
-    ops.optimizer_step = optimizer_step;
-    ops.flags = REBATCH_DECLARES_MUTATION | (mistake == OWN_WEIGHTS ? REBATCH_OWN_WEIGHTS : 0);
+    rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
+    if (mistake == OWN_WEIGHTS)
+        ops.flags |= REBATCH_OWN_WEIGHTS;
     n = (struct net){.precision = precision, .mistake = mistake};
     fill(&n, seed);
     cr_assert_eq(rebatch_device_open_host(&n.device, MIB(8), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&n.rb, n.device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&n.run.rb, n.device, &options), REBATCH_OK);
     if (precision == BFLOAT16) {
         watch(&n, "w1", n.b1, sizeof n.b1, REBATCH_BF16);
         watch(&n, "w2", n.b2, sizeof n.b2, REBATCH_BF16);
@@ -294,8 +287,8 @@ static rebatch_status check(rebatch_check_report *report, enum precision precisi
     }
     watch(&n, "shift", &n.dshift, sizeof n.dshift, REBATCH_F32);
     watch(&n, "loss", &n.loss, sizeof n.loss, REBATCH_F32);
-    const rebatch_status status = rebatch_check(n.rb, &ops, BATCH, &n, NULL, report);
-    rebatch_close(n.rb);
+    const rebatch_status status = rebatch_check(n.run.rb, &ops, BATCH, &n, NULL, report);
+    rebatch_close(n.run.rb);
     rebatch_device_close(n.device);
     return status;
 }

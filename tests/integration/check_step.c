@@ -19,15 +19,14 @@
 enum mistake { NONE, RNG_IS_NOT_GUARDED, NO_WEIGHT, COPES_WITH_AN_OOM };
 
 struct trainer {
+    struct check_run run;
     enum mistake mistake;
-    rebatch *rb;
     rebatch_device *device;
     float *gradient; /* of the pool, PARAMETERS */
     double loss;
-    float running;  /* a mean over samples, in order */
-    uint64_t rng;   /* a step of it for each sample */
-    float *kept;    /* made when it is NULL */
-    size_t updates; /* none is allowed in a check */
+    float running; /* a mean over samples, in order */
+    uint64_t rng;  /* a step of it for each sample */
+    float *kept;   /* made when it is NULL */
     size_t retries;
 };
 
@@ -86,30 +85,12 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
     }
     if (status)
         return status;
-    rebatch_mutating(t->rb);
+    rebatch_mutating(t->run.rb);
     for (size_t p = 0; p < PARAMETERS; p++)
         scale[p] = t->kept[p];
     accumulate(t, mb, hidden, scale);
     status = rebatch_pool_free(mb->pool, scale);
     return status ? status : rebatch_pool_free(mb->pool, hidden);
-}
-
-static rebatch_status optimizer_step(void *user)
-{
-    struct trainer *t = user;
-    rebatch_mutating(t->rb);
-    t->updates++;
-    return REBATCH_OK;
-}
-
-static rebatch_step_ops step_ops(void)
-{
-    rebatch_step_ops ops = REBATCH_STEP_OPS_INIT;
-    ops.zero_grad = zero_grad;
-    ops.forward_backward = forward_backward;
-    ops.optimizer_step = optimizer_step;
-    ops.flags = REBATCH_DECLARES_MUTATION;
-    return ops;
 }
 
 static void open_trainer(struct trainer *t, enum mistake mistake, const rebatch_options *options)
@@ -119,46 +100,48 @@ static void open_trainer(struct trainer *t, enum mistake mistake, const rebatch_
     *t = (struct trainer){.mistake = mistake, .rng = 7};
     o.log_level = REBATCH_LOG_DEBUG;
     cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_open(&t->rb, t->device, &o), REBATCH_OK, "%s", rebatch_last_error());
-    cr_assert_eq(rebatch_pool_alloc(&gradient, rebatch_get_pool(t->rb),
+    cr_assert_eq(rebatch_open(&t->run.rb, t->device, &o), REBATCH_OK, "%s", rebatch_last_error());
+    cr_assert_eq(rebatch_pool_alloc(&gradient, rebatch_get_pool(t->run.rb),
                                     PARAMETERS * sizeof *t->gradient, NULL, 0),
                  REBATCH_OK);
     t->gradient = gradient;
     memset(gradient, 0, PARAMETERS * sizeof *t->gradient);
     if (mistake != RNG_IS_NOT_GUARDED)
-        cr_assert_eq(rebatch_guard(t->rb, &t->rng, sizeof t->rng, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->rb, &t->running, sizeof t->running, REBATCH_GUARD_HOST),
+        cr_assert_eq(rebatch_guard(t->run.rb, &t->rng, sizeof t->rng, REBATCH_GUARD_HOST),
+                     REBATCH_OK);
+    cr_assert_eq(rebatch_guard(t->run.rb, &t->running, sizeof t->running, REBATCH_GUARD_HOST),
                  REBATCH_OK);
-    cr_assert_eq(rebatch_guard(t->rb, &t->kept, sizeof t->kept, REBATCH_GUARD_HOST), REBATCH_OK);
-    cr_assert_eq(rebatch_watch(t->rb, "gradient", t->gradient, PARAMETERS * sizeof *t->gradient,
+    cr_assert_eq(rebatch_guard(t->run.rb, &t->kept, sizeof t->kept, REBATCH_GUARD_HOST),
+                 REBATCH_OK);
+    cr_assert_eq(rebatch_watch(t->run.rb, "gradient", t->gradient, PARAMETERS * sizeof *t->gradient,
                                REBATCH_GUARD_DEVICE, REBATCH_F32),
                  REBATCH_OK);
     cr_assert_eq(
-        rebatch_watch(t->rb, "loss", &t->loss, sizeof t->loss, REBATCH_GUARD_HOST, REBATCH_F64),
+        rebatch_watch(t->run.rb, "loss", &t->loss, sizeof t->loss, REBATCH_GUARD_HOST, REBATCH_F64),
         REBATCH_OK);
-    cr_assert_eq(rebatch_watch(t->rb, "running mean", &t->running, sizeof t->running,
+    cr_assert_eq(rebatch_watch(t->run.rb, "running mean", &t->running, sizeof t->running,
                                REBATCH_GUARD_HOST, REBATCH_F32),
                  REBATCH_OK);
 }
 
 static void close_trainer(struct trainer *t)
 {
-    rebatch_close(t->rb);
+    rebatch_close(t->run.rb);
     rebatch_device_close(t->device);
 }
 
 Test(check_step, what_may_be_as_it_should_be_is_a_note)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     struct trainer t;
     rebatch_check_report report;
     open_trainer(&t, NO_WEIGHT, NULL);
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
     const rebatch_finding *finding = check_find(&report, REBATCH_FINDING_WEIGHT, "");
     cr_expect(finding && !finding->is_mistake, "%s", check_texts(&report));
     close_trainer(&t);
     open_trainer(&t, COPES_WITH_AN_OOM, NULL);
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK);
     finding = check_find(&report, REBATCH_FINDING_COPED, "");
     cr_expect(finding && !finding->is_mistake, "%s", check_texts(&report));
     cr_expect_gt(t.retries, 0);
@@ -172,11 +155,11 @@ static void check_is_clean(const rebatch_options *options, const rebatch_step_op
     struct trainer t;
     rebatch_check_report report;
     open_trainer(&t, NONE, options);
-    cr_expect_eq(rebatch_check(t.rb, ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
+    cr_expect_eq(rebatch_check(t.run.rb, ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
     cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
     cr_expect_eq(report.watched, 3);
-    cr_expect_eq(report.micro, rebatch_get_micro(t.rb, BATCH));
+    cr_expect_eq(report.micro, rebatch_get_micro(t.run.rb, BATCH));
     cr_expect_eq(report.ooms, report.allocations);
     cr_expect_lt(report.micro_smallest, report.micro);
     close_trainer(&t);
@@ -192,7 +175,7 @@ static uint64_t cost(size_t first, size_t count, void *user)
 Test(check_step, a_correct_step_has_no_findings)
 {
     rebatch_options options = REBATCH_OPTIONS_INIT;
-    rebatch_step_ops ops = step_ops();
+    rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     check_is_clean(NULL, &ops);
     options.micro_multiple_of = 4;
     check_is_clean(&options, &ops);
@@ -210,13 +193,13 @@ Test(check_step, a_correct_step_has_no_findings)
 
 Test(check_step, more_samples_than_fit_are_checked_at_the_size_that_fits)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     rebatch_options options = REBATCH_OPTIONS_INIT;
     struct trainer t;
     rebatch_check_report report;
     options.pool.limit_bytes = KIB(64);
     open_trainer(&t, NONE, &options);
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_OK, "%s",
                  check_texts(&report));
     cr_expect_eq(report.finding_count, 0, "%s", check_texts(&report));
     cr_expect_lt(report.micro, BATCH);
@@ -226,67 +209,68 @@ Test(check_step, more_samples_than_fit_are_checked_at_the_size_that_fits)
 
 Test(check_step, where_nothing_fits_it_says_so)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     rebatch_options options = REBATCH_OPTIONS_INIT;
     struct trainer t;
     rebatch_check_report report;
     void *rest;
     options.pool.limit_bytes = KIB(64);
     open_trainer(&t, NONE, &options);
-    cr_assert_eq(rebatch_pool_alloc(&rest, rebatch_get_pool(t.rb), KIB(60), NULL, 0), REBATCH_OK);
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_EXHAUSTED, "%s",
+    cr_assert_eq(rebatch_pool_alloc(&rest, rebatch_get_pool(t.run.rb), KIB(60), NULL, 0),
+                 REBATCH_OK);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_EXHAUSTED, "%s",
                  check_texts(&report));
     close_trainer(&t);
 }
 
 Test(check_step, it_leaves_the_session_and_what_is_watched_as_they_were)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     struct trainer t, alone;
     rebatch_step_report report;
     rebatch_pool_stats before, after;
     open_trainer(&t, NONE, NULL);
     open_trainer(&alone, NONE, NULL);
-    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, NULL), REBATCH_OK);
-    cr_assert_eq(rebatch_step(alone.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
-    (void)rebatch_pool_get_stats(&before, rebatch_get_pool(t.rb));
+    cr_assert_eq(rebatch_step(t.run.rb, &ops, BATCH, &t, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_step(alone.run.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
+    (void)rebatch_pool_get_stats(&before, rebatch_get_pool(t.run.rb));
     const float gradient = t.gradient[3], running = t.running;
     const uint64_t rng = t.rng;
-    cr_assert_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, NULL), REBATCH_OK);
-    (void)rebatch_pool_get_stats(&after, rebatch_get_pool(t.rb));
+    cr_assert_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, NULL), REBATCH_OK);
+    (void)rebatch_pool_get_stats(&after, rebatch_get_pool(t.run.rb));
     cr_assert_eq(after.live_bytes, before.live_bytes);
     cr_assert_eq(t.gradient[3], gradient);
     cr_assert_eq(t.running, running);
     cr_assert_eq(t.rng, rng);
-    cr_assert_eq(rebatch_step(t.rb, &ops, BATCH, &t, &report), REBATCH_OK);
-    cr_assert_eq(rebatch_step(alone.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_step(t.run.rb, &ops, BATCH, &t, &report), REBATCH_OK);
+    cr_assert_eq(rebatch_step(alone.run.rb, &ops, BATCH, &alone, NULL), REBATCH_OK);
     cr_assert_eq(report.step, 1);
     cr_assert_eq(report.micro_before, BATCH);
     cr_assert_eq(report.ooms, 0);
     cr_assert_eq(memcmp(t.gradient, alone.gradient, PARAMETERS * sizeof *t.gradient), 0);
-    cr_assert_eq(t.updates, 2);
+    cr_assert_eq(t.run.updates, 2);
     close_trainer(&t);
     close_trainer(&alone);
 }
 
 Test(check_step, bounds_hold_and_nothing_watched_is_said)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     rebatch_check_options options = REBATCH_CHECK_OPTIONS_INIT;
     struct trainer t;
     rebatch_check_report report;
     open_trainer(&t, NONE, NULL);
     options.most_ooms = 2;
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, &options, &report), REBATCH_OK);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, &options, &report), REBATCH_OK);
     cr_expect_eq(report.ooms, 2);
     cr_expect_eq(report.allocations, 3);
-    rebatch_close(t.rb);
-    cr_assert_eq(rebatch_open(&t.rb, t.device, NULL), REBATCH_OK);
+    rebatch_close(t.run.rb);
+    cr_assert_eq(rebatch_open(&t.run.rb, t.device, NULL), REBATCH_OK);
     t.kept = NULL;
-    cr_assert_eq(rebatch_guard(t.rb, &t.kept, sizeof t.kept, REBATCH_GUARD_HOST), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(t.run.rb, &t.kept, sizeof t.kept, REBATCH_GUARD_HOST), REBATCH_OK);
     float own[PARAMETERS];
     t.gradient = own;
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, NULL, &report), REBATCH_E_STATE);
     cr_expect_not_null(check_find(&report, REBATCH_FINDING_UNCOMPARED, ""), "%s",
                        check_texts(&report));
     close_trainer(&t);
@@ -294,21 +278,21 @@ Test(check_step, bounds_hold_and_nothing_watched_is_said)
 
 Test(check_step, what_it_refuses)
 {
-    const rebatch_step_ops ops = step_ops();
+    const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
     rebatch_check_options options = REBATCH_CHECK_OPTIONS_INIT;
     rebatch_check_report report;
     struct trainer t;
     open_trainer(&t, NONE, NULL);
     cr_expect_eq(rebatch_check(NULL, &ops, BATCH, &t, NULL, &report), REBATCH_E_INVALID);
     cr_expect_eq(report.status, REBATCH_E_INVALID);
-    cr_expect_eq(rebatch_check(t.rb, &ops, 0, &t, NULL, NULL), REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, 0, &t, NULL, NULL), REBATCH_E_INVALID);
     options.tolerance = -1;
-    cr_expect_eq(rebatch_check(t.rb, &ops, BATCH, &t, &options, NULL), REBATCH_E_INVALID);
-    cr_expect_eq(rebatch_watch(t.rb, NULL, &t.loss, 8, REBATCH_GUARD_HOST, REBATCH_F64),
+    cr_expect_eq(rebatch_check(t.run.rb, &ops, BATCH, &t, &options, NULL), REBATCH_E_INVALID);
+    cr_expect_eq(rebatch_watch(t.run.rb, NULL, &t.loss, 8, REBATCH_GUARD_HOST, REBATCH_F64),
                  REBATCH_E_INVALID);
-    cr_expect_eq(rebatch_watch(t.rb, "x", &t.loss, 7, REBATCH_GUARD_HOST, REBATCH_F64),
+    cr_expect_eq(rebatch_watch(t.run.rb, "x", &t.loss, 7, REBATCH_GUARD_HOST, REBATCH_F64),
                  REBATCH_E_INVALID);
-    cr_expect_eq(rebatch_watch(t.rb, "x", &t.loss, 8, (rebatch_guard_kind)3, REBATCH_F64),
+    cr_expect_eq(rebatch_watch(t.run.rb, "x", &t.loss, 8, (rebatch_guard_kind)3, REBATCH_F64),
                  REBATCH_E_INVALID);
     close_trainer(&t);
 }
@@ -322,12 +306,12 @@ static int check_as_it_is(enum mistake mistake, char *text, size_t size)
     cr_assert_eq(pipe(ends), 0);
     const pid_t child = fork();
     if (child == 0) {
-        const rebatch_step_ops ops = step_ops();
+        const rebatch_step_ops ops = check_step_ops(zero_grad, forward_backward);
         struct trainer t;
         (void)dup2(ends[1], STDOUT_FILENO);
         (void)setenv("REBATCH_CHECK", "1", 1);
         open_trainer(&t, mistake, NULL);
-        _exit(rebatch_step(t.rb, &ops, BATCH, &t, NULL) ? 98 : 99);
+        _exit(rebatch_step(t.run.rb, &ops, BATCH, &t, NULL) ? 98 : 99);
     }
     (void)close(ends[1]);
     size_t length = 0;
