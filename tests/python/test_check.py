@@ -344,6 +344,25 @@ def test_a_command_that_waits_hears_the_answer():
     assert head == "answer 4 0" and text.startswith("sum             ")
 
 
+def test_with_a_rung_of_lighten_that_is_on_correct_steps_have_no_mistake():
+    is_on = []
+
+    def loss_fn(model, samples):
+        if not is_on:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return regression_loss(model, samples)
+
+    model, batch, _ = make("mlp")
+    lighten = lambda on: is_on.append(on) if on else is_on.clear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"log_level": "quiet", "growth": False}
+    step = rebatch.Step(model, optimizer, loss_fn, lighten=lighten, **options)
+    step(batch)
+    assert step.state_dict()["lighten_level"] == 1
+    found = step.check(batch)
+    assert kinds(found) == [] and found.ooms == 2 and is_on, str(found)
+
+
 # ---- memory that stays ----
 
 

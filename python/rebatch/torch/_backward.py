@@ -67,10 +67,7 @@ class _Passes(Step):
                 "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "
                 "by collectives: expected a loop with a Step, or DistributedDataParallel"
             )
-        self._update = _NoUpdate(model.parameters, optimizer, backward)
-
-
-_Passes.__name__ = "Step"  # whose options they are, in what is said of a wrong one
+        self._program.update = _NoUpdate(model.parameters, optimizer, backward)
 
 
 class Backward:
@@ -110,9 +107,10 @@ class Backward:
         self._step = _Passes(model, optimizer, loss_fn, backward, shared or {}, options)
         self._accepted = accepted_kinds(() if isinstance(check, bool) else check)
         self._is_to_check = check is not False
-        self._step._loss_name, self._step._owners = loss_name, list(owners)
-        self._step._functions = None if functions is None else list(functions)
-        self._step._aside = aside or self._step._aside
+        program = self._step._program
+        program.loss_name, program.owners = loss_name, list(owners)
+        program.functions = None if functions is None else list(functions)
+        program.aside = aside or program.aside
 
     @property
     def model(self) -> Any:
@@ -137,7 +135,7 @@ class Backward:
     @property
     def samples(self) -> int:
         """Of the batch that runs."""
-        return self._step._samples
+        return self._step._running.samples
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:

@@ -11,7 +11,6 @@ import torch
 
 from rebatch.torch._audit import NotPutBackError
 from rebatch.torch._findings import Check, Finding, explain
-from rebatch.torch._first_cut import allowed_sizes
 from rebatch.torch._modules_off import (
     BATCH_NORM,
     DROPOUT,
@@ -20,7 +19,8 @@ from rebatch.torch._modules_off import (
     training_modules,
 )
 from rebatch.torch._oom import is_oom, let_go
-from rebatch.torch._rehearsal import Outcome, Rehearsal, restored
+from rebatch.torch._program import Running
+from rebatch.torch._rehearsal import Outcome, Rehearsal, RunAs, restored
 from rebatch.torch._rounding import SEEDS, floors, tolerance
 
 # So much may stay in use after a run.
@@ -69,16 +69,16 @@ def _half(sizes: List[int]) -> int:
     return next((size for size in sizes if size <= sizes[0] // 2), sizes[-1])
 
 
-def check_step(step: Any, accepted: Collection[str]) -> Check:
-    """Check a Step whose batch has begun, at the largest size that fits; the state of the training
-    is then as it was."""
-    sizes = allowed_sizes({} if step._cost else step._options, step._samples)
+def check_step(running: Running, run_as: RunAs, accepted: Collection[str]) -> Check:
+    """Check the batch that runs, at the largest size that fits; the state of the training is then
+    as it was. run_as() runs it as a Step of another program does."""
+    sizes = running.allowed_sizes()
     began = time.perf_counter()
     while True:
         try:
-            rehearsal = Rehearsal(step)
+            rehearsal = Rehearsal(running, run_as)
             with restored(rehearsal):
-                return _Checker(step, rehearsal, accepted, began).check(sizes)
+                return _Checker(running, rehearsal, accepted, began).check(sizes)
         except Exception as error:
             if len(sizes) == 1 or not is_oom(error):
                 raise
@@ -89,9 +89,12 @@ def check_step(step: Any, accepted: Collection[str]) -> Check:
 class _Checker:
     """The runs of a check, and what they show. Mistakes of the kinds `accepted` become notes."""
 
-    def __init__(self, step: Any, rehearsal: Rehearsal, accepted: Collection[str], began: float):
-        self._step, self._runs, self._accepted = step, rehearsal, accepted
-        self._root = rehearsal._named
+    def __init__(
+        self, running: Running, rehearsal: Rehearsal, accepted: Collection[str], began: float
+    ):
+        self._samples, self._program = running.samples, running.program
+        self._runs, self._accepted = rehearsal, accepted
+        self._root = rehearsal.named
         self._began = began
         self._findings: List[Finding] = []
         self._compared: List[int] = []
@@ -162,7 +165,9 @@ class _Checker:
             )
         except ValueError:  # of one sample
             return False
-        return bool(_difference(large, small) <= floors(self._runs.is_16_bit, self._step.device)[0])
+        return bool(
+            _difference(large, small) <= floors(self._runs.is_16_bit, self._program.device)[0]
+        )
 
     def _note_dropout(self) -> None:
         dropout = training_modules(self._root, DROPOUT)
@@ -251,7 +256,7 @@ class _Checker:
 
     def _check_repeats(self, first: Outcome, second: Outcome) -> bool:
         self._noise = max(_difference(first, second), _loss_difference(first, second))
-        if self._noise > floors(self._runs.is_16_bit, self._step.device)[0]:
+        if self._noise > floors(self._runs.is_16_bit, self._program.device)[0]:
             self._mistake(
                 "not_repeatable",
                 f"the same samples gave other gradients when they ran again, by {self._noise:.1%}",
@@ -272,7 +277,7 @@ class _Checker:
     def _check_cuts(self, whole: Outcome, sizes: List[int]) -> None:
         largest = sizes[0]
         self._compared = [largest]
-        if self._step._samples == 1:
+        if self._samples == 1:
             self._mistake(
                 "nothing_compared",
                 "the batch has one sample, which cannot be cut",
@@ -305,7 +310,7 @@ class _Checker:
         """How far gradients, and losses, may lie apart: what random numbers that are not fixed
         change, and what another order of the samples does."""
         other = self._runs.run(cut, is_fixed, is_reversed=True)
-        floor = floors(self._runs.is_16_bit, self._step.device)
+        floor = floors(self._runs.is_16_bit, self._program.device)
         gradients = tolerance(floor[0], max(_difference(whole, other), self._noise))
         losses = tolerance(floor[1], max(_loss_difference(whole, other), self._noise))
         if not is_fixed:
@@ -383,8 +388,8 @@ class _Checker:
             smaller.loss,
             largest,
             cut,
-            self._step._normalizer is not None,
-            self._step._loss_name,
+            self._program.normalizer is not None,
+            self._program.loss_name,
         )
         if kind == "cut" and self._is_explained():
             return
@@ -446,7 +451,7 @@ class _Checker:
         ]
         if left and all(self._has(kind) for kind, _ in left):
             return False  # named already: loss_fn changes it
-        floor = floors(self._runs.is_16_bit, self._step.device)[0]
+        floor = floors(self._runs.is_16_bit, self._program.device)[0]
         difference = max(_difference(clean, failed), _loss_difference(clean, failed))
         if not left and difference <= max(floor, 4 * self._noise):
             return True

@@ -25,7 +25,7 @@ from rebatch.torch._modules_off import (
     training_modules,
 )
 from rebatch.torch._oom import is_oom, let_go
-from rebatch.torch._outputs import split_result
+from rebatch.torch._program import Running
 from rebatch.torch._rounding import SEEDS, floors, in_reverse, tolerance
 from rebatch.torch._sequences import Sequences
 from rebatch.torch._snapshot import AllGenerators, Snapshot, places_outside
@@ -43,16 +43,6 @@ _MOST_OOMS = 8
 
 class CutWarning(UserWarning):
     """The loss of a Step depends on how its batch is cut."""
-
-
-def allowed_sizes(options: dict[Any, Any], samples: int) -> List[int]:
-    """The micro-batch sizes that the options of a Step allow for a batch, the largest first."""
-    largest = min(options.get("micro_largest") or samples, samples)
-    smallest = options.get("micro_smallest") or 1
-    multiple = options.get("micro_multiple_of") or 1
-    listed = options.get("micro_allowed") or range(multiple, largest + 1, multiple)
-    sizes = {size for size in listed if smallest <= size <= largest and size % multiple == 0}
-    return sorted(sizes, reverse=True) or [samples]
 
 
 class _Due:
@@ -97,45 +87,47 @@ class FirstCut:
         self._due = _Due()
         self._waits = self._ooms = 0
         self._whole: Optional[float] = None  # the loss of this batch as a whole
+        self._step = 0  # its number
 
     def begin(self) -> None:
         self._whole = None
 
-    def note_failed(self, step: Any, loss: torch.Tensor) -> None:
+    def note_failed(self, running: Running, loss: torch.Tensor) -> None:
         """An attempt at the whole batch has failed, after its forward pass. Its loss can be
         compared if it depends on no random numbers."""
-        if self.is_done or not self._due.is_first or step._ranks:
+        if self.is_done or not self._due.is_first or running.has_ranks:
             return
         with contextlib.suppress(RuntimeError):
-            if not step._generators_saved.have_moved(GuardPoint.ATTEMPT):
+            if not running.has_drawn():
                 self._whole = float(loss.detach())
 
-    def compare(self, step: Any, filled: StepReport) -> None:
-        """After a batch that succeeded, while the Step has it still. Warns; raises nothing that
-        the comparison itself may run into."""
+    def compare(self, running: Running, filled: StepReport) -> None:
+        """After a batch that succeeded, before it ends. Warns; raises nothing that the comparison
+        itself may run into."""
         if self.is_done or filled.microbatches < 2:
             return
-        sizes = allowed_sizes({} if step._cost else step._options, step._samples)
-        self.is_done = len(sizes) == 1 or _may_wait_for_others(step)
-        ran = -(-step._samples // filled.microbatches)
+        sizes = running.allowed_sizes()
+        self.is_done = len(sizes) == 1 or _may_wait_for_others(running)
+        ran = -(-running.samples // filled.microbatches)
         if self.is_done or not self._due.ask(ran):
             return
-        if self._whole is not None:
-            is_same = _is_same(self._whole, float(step._loss), step.device)
+        self._step = filled.step
+        if self._whole is not None and running.loss is not None:
+            is_same = _is_same(self._whole, float(running.loss), running.program.device)
             if is_same:
-                self._due.note(step._samples, ran)
+                self._due.note(running.samples, ran)
                 return
             if is_same is False:  # not by rounding, but it may be by numbers that are drawn
-                self._run(step, (step._samples, ran), ran)
+                self._run(running, (running.samples, ran), ran)
                 return
         self._waits += 1
         if filled.ooms and self._waits < _MOST_WAITS:
             return  # the time that an OOM costs is enough
-        least = 2 if training_modules(_modules_of(step), BATCH_NORM) else 1
-        self._run(step, _pair(sizes, step._samples, ran, least), ran)
+        least = 2 if training_modules(_modules_of(running), BATCH_NORM) else 1
+        self._run(running, _pair(sizes, running.samples, ran, least), ran)
 
-    def _run(self, step: Any, pair: Tuple[int, int], ran: int) -> None:
-        text = self._text(step, *pair)
+    def _run(self, running: Running, pair: Tuple[int, int], ran: int) -> None:
+        text = self._text(running, *pair)
         if text is None:
             self._ooms += 1
             self.is_done = self._ooms == _MOST_OOMS
@@ -143,14 +135,15 @@ class FirstCut:
         self._waits, self.is_done = 0, bool(text)
         self._due.note(pair[0], ran)
         if text:
-            _tell(step, f"rebatch: {text}", ran)
+            self._tell(running, f"rebatch: {text}", ran)
 
-    def _text(self, step: Any, large: int, small: int) -> Optional[str]:
+    def _text(self, running: Running, large: int, small: int) -> Optional[str]:
         """What is wrong; "": nothing; None: memory ran out."""
         try:
-            with step._aside():
-                first = _most_different(step, large, self._due.number)
-                return _Comparison(step, first, large, small).run()
+            with running.program.aside():
+                first = _most_different(running, large, self._due.number)
+                text = _Comparison(running, first, large, small).run()
+                return f"step {self._step}: {text}" if text else ""
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             was_oom = is_oom(error)
@@ -161,30 +154,30 @@ class FirstCut:
                 f"the loss could not be compared at two cuts ({said}): step.check(batch) says more"
             )
 
+    def _tell(self, running: Running, text: str, ran: int) -> None:
+        on_event = running.program.on_event
+        if on_event is None:
+            warnings.warn(text, CutWarning, stacklevel=_level_of_the_caller())
+            return
+        event = Event(
+            kind=EventKind.CUT,
+            level=LogLevel.WARN,
+            step=self._step,
+            batch=running.samples,
+            micro_before=ran,
+            micro_after=ran,
+            text=text.encode(),
+        )
+        on_event(text, event)
 
-def _tell(step: Any, text: str, ran: int) -> None:
-    if step._on_event is None:
-        warnings.warn(text, CutWarning, stacklevel=_level_of_the_caller())
-        return
-    event = Event(
-        kind=EventKind.CUT,
-        level=LogLevel.WARN,
-        step=step.report.step,
-        batch=step._samples,
-        micro_before=ran,
-        micro_after=ran,
-        text=text.encode(),
-    )
-    step._on_event(text, event)
 
-
-def _may_wait_for_others(step: Any) -> bool:
+def _may_wait_for_others(running: Running) -> bool:
     """Whether a forward pass that this rank makes alone may contain collectives. Those of a Step
     that trains with other ranks have none, but for fully_shard()."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    is_quiet = step._ranks is not None and not step._window
+    is_quiet = running.has_ranks and not running.has_window
     return distributed.get_world_size() > 1 and not is_quiet
 
 
@@ -218,51 +211,52 @@ def _level_of_the_caller() -> int:
     return level
 
 
-def _totals(step: Any) -> List[list[Any]]:
+def _totals(running: Running) -> List[list[Any]]:
     """What each sample's entries add up to, of the small tensors of a batch: classes, lengths and
     weights of samples."""
-    dim, found = step._cut.dim, []
-    for _, tensor in batch_tensors(step._batch):
-        is_small = dim < tensor.dim() <= 2 and tensor.shape[dim] == step._samples
+    dim, found = running.program.cut.dim, []
+    for _, tensor in batch_tensors(running.batch):
+        is_small = dim < tensor.dim() <= 2 and tensor.shape[dim] == running.samples
         if is_small and tensor.layout == torch.strided:
             found.append((tensor.sum(1 - dim) if tensor.dim() > 1 else tensor).tolist())
     return found
 
 
-def _most_different(step: Any, large: int, number: int) -> int:
+def _most_different(running: Running, large: int, number: int) -> int:
     """Where `large` samples begin that differ most from each other: a multiple of `large`, which is
     a size that the limits allow. Where all are alike, comparisons of other numbers have others."""
-    starts = range(0, step._samples - large + 1, large)
+    starts = range(0, running.samples - large + 1, large)
     if len(starts) == 1:
         return 0
-    totals = _totals(step)
+    totals = _totals(running)
     order = [starts[(i + number) % len(starts)] for i in range(len(starts))]
     return max(order, key=lambda at: sum(len(set(t[at : at + large])) for t in totals))
 
 
-def _modules_of(step: Any) -> torch.nn.ModuleList:
+def _modules_of(running: Running) -> torch.nn.ModuleList:
     """Those of the model, and others that loss_fn reaches."""
-    return torch.nn.ModuleList([*step._modules, *step._audit.tree.reached])
+    return torch.nn.ModuleList([*running.program.modules, *running.audit.tree.reached])
 
 
 class _Comparison:
     """The loss of `large` samples from `first` on, at two cuts."""
 
-    def __init__(self, step: Any, first: int, large: int, small: int):
-        self._step, self._first, self._large, self._small = step, first, large, small
-        self._root = _modules_of(step)
-        tensors = [*step._update.parameters, *self._root.buffers()]
+    def __init__(self, running: Running, first: int, large: int, small: int):
+        self._running, self._program = running, running.program
+        self._first, self._large, self._small = first, large, small
+        self._root = _modules_of(running)
+        tensors = [*self._program.update.parameters, *self._root.buffers()]
         named = self._root[0] if len(self._root) == 1 else self._root
         self._named = named
-        places = places_outside(named, step.loss_fn, step._owners)
-        generators = [*step._generators, *step._reached.generators]
+        places = places_outside(named, self._program.loss_fn, self._program.owners)
+        generators = [*self._program.generators, *running.reached.generators]
         self._generators = AllGenerators(cuda_devices_of(tensors), generators)
         self._snapshot = Snapshot(places, self._generators)
         end = first + large
         self._whole = [(first, large)]
         self._parts = [(at, min(small, end - at)) for at in range(first, end, small)]
-        step._reached.save(GuardPoint.STEP)
-        step._audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
+        running.reached.save(GuardPoint.STEP)
+        running.audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)
         self._has_gradients = self._has_run = False
@@ -289,16 +283,16 @@ class _Comparison:
             parts,
             self._large,
             self._small,
-            self._step._normalizer is not None,
-            self._step._loss_name,
+            self._program.normalizer is not None,
+            self._program.loss_name,
         )
         return self._say(whole, parts, text, advice)
 
     def _restore(self) -> None:
         if not self._has_run:
             return
-        self._step._reached.restore(GuardPoint.STEP)
-        self._step._audit.restore(GuardPoint.STEP, has_failed=False)
+        self._running.reached.restore(GuardPoint.STEP)
+        self._running.audit.restore(GuardPoint.STEP, has_failed=False)
         self._snapshot.restore()
         self._has_run = False
 
@@ -310,13 +304,12 @@ class _Comparison:
         )
 
     def _say(self, whole: float, parts: float, why: str, advice: str) -> str:
-        scale = 1 if self._step._normalizer else self._step._samples / self._large
+        scale = 1 if self._program.normalizer else self._running.samples / self._large
+        samples = f"{self._first}-{self._first + self._large - 1}"
         return (
-            f"step {self._step.report.step}: the loss of samples "
-            f"{self._first}-{self._first + self._large - 1} is {whole * scale:.4g} in one "
-            f"micro-batch and {parts * scale:.4g} in micro-batches of "
-            f"{self._small}, so the update depends on how memory cuts the batch: {why}: {advice}; "
-            "step.check(batch) says more"
+            f"the loss of samples {samples} is {whole * scale:.4g} in one micro-batch and "
+            f"{parts * scale:.4g} in micro-batches of {self._small}, so the update depends on how "
+            f"memory cuts the batch: {why}: {advice}; step.check(batch) says more"
         )
 
     def _compare(self, off: List[torch.nn.Module]) -> Tuple[float, float, bool]:
@@ -335,16 +328,18 @@ class _Comparison:
         whole = None if parts is None else self._loss(self._whole, off)
         if whole is None or parts is None:
             return None
-        return (whole, parts, True) if _is_same(whole, parts, self._step.device) else None
+        return (whole, parts, True) if _is_same(whole, parts, self._program.device) else None
 
     def _is_rounding(self, whole: float, parts: float, off: list[Any], mode: FixedDraws) -> bool:
-        step = self._step
+        running = self._running
         if not math.isfinite(parts):
             return False
-        floor = floors(mode.is_16_bit, step.device)[1]
+        floor = floors(mode.is_16_bit, self._program.device)[1]
         if _relative(whole, parts) <= floor:
             return True
-        share = 1 / float(step._weight) if step._normalizer else self._large / step._samples
+        share = self._large / running.samples
+        if self._program.normalizer:
+            share = 1 / float(running.weight)
         difference = abs(whole - parts) - mode.rounding() * share
         difference /= max(abs(whole), abs(parts))
         if difference <= floor:
@@ -403,16 +398,13 @@ class _Comparison:
         return total
 
     def _share(self, at: int, count: int, is_reversed: bool) -> float:
-        step, self._sequences.count = self._step, count
-        samples = step._part(at, count)
-        samples = tree_map_only(torch.Tensor, torch.Tensor.clone, samples)
+        running, self._sequences.count = self._running, count
+        samples = tree_map_only(torch.Tensor, torch.Tensor.clone, running.part(at, count))
         if is_reversed:
             samples = in_reverse(samples, count)
-        with step._autocast_context():
-            loss, _ = split_result(step.loss_fn(step.model, samples))
-        loss = float(loss.detach())
-        weight = float(step._weight) if step._normalizer else step._samples / count
-        return loss / weight
+        loss = float(self._program.loss_of(samples)[0].detach())
+        has_weight = self._program.normalizer is not None
+        return loss / (float(running.weight) if has_weight else running.samples / count)
 
 
 def _eagerly() -> Any:

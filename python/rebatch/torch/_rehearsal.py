@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
 import gc
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rebatch._library import Error, GuardPoint
 from rebatch.torch._audit import Audit
 from rebatch.torch._draws import FixedDraws
-from rebatch.torch._first_cut import FirstCut
-from rebatch.torch._gradients import Accumulators
 from rebatch.torch._modules_off import (
     BATCH_NORM,
     DROPOUT,
@@ -24,12 +21,15 @@ from rebatch.torch._modules_off import (
     switched_off,
     training_modules,
 )
+from rebatch.torch._program import Program, Running
 from rebatch.torch._reached import Reached
 from rebatch.torch._rounding import in_reverse
 from rebatch.torch._snapshot import AllGenerators, Snapshot, all_places
 from rebatch.torch._state import cuda_devices_of
+from rebatch.torch._update import Update
 
 Changes = Dict[Tuple[str, str], Any]
+RunAs = Callable[[Program], Tuple[float, int]]
 
 
 @dataclasses.dataclass
@@ -70,14 +70,21 @@ def _under(mode: _FailingAt, function: Any) -> Any:
     return run
 
 
-class _NoUpdate:
+class _NoUpdate(Update):
     """An update that changes nothing, in the place of a Step's own."""
 
-    def __init__(self, update: Any, mode: Optional[_FailingAt]):
-        self._own, self._mode = update, mode
+    def __init__(self, own: Update, mode: Optional[_FailingAt]):
+        super().__init__(own.optimizers, (), None, None)
+        self._own, self._mode = own, mode
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+    @property
+    def parameters(self) -> List[torch.nn.Parameter]:
+        return self._own.parameters
+
+    def with_gradients(
+        self, parameters: Sequence[torch.nn.Parameter]
+    ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
+        return self._own.with_gradients(parameters)
 
     def zero_grad(self) -> None:
         for p in self._own.parameters:
@@ -87,11 +94,11 @@ class _NoUpdate:
         with self._mode or contextlib.nullcontext():
             loss.backward()
 
-    def finish_gradients(self) -> None:
-        pass
-
     def first_bytes(self) -> int:
         return 0
+
+    def kept_bytes(self) -> int:
+        return self._own.kept_bytes()
 
     def apply(self) -> None:
         pass
@@ -108,9 +115,9 @@ def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
 class _Outside:
     """What loss_fn reaches outside of the model, as it is when this is made."""
 
-    def __init__(self, step: Any):
-        self._reached = Reached(step._functions_that_run, step._audit.handled)
-        modules, _ = self._reached.begin(step._audit.tree.known_without_reached())
+    def __init__(self, running: Running):
+        self._reached = Reached(running.program.functions_that_run, running.audit.handled)
+        modules, _ = self._reached.begin(running.audit.tree.known_without_reached())
         self._audit = Audit(modules)
         self._audit.begin(())
         for part in (self._reached, self._audit):
@@ -123,22 +130,23 @@ class _Outside:
 
 
 class Rehearsal:
-    """The runs of a Step's batch, which has begun. Each begins with the state that the training had
-    when the Rehearsal was made; restore() goes back to it."""
+    """The runs of a batch that runs. Each begins with the state that the training had when the
+    Rehearsal was made; restore() goes back to it. run_as(program) runs the batch as a Step of
+    another program does, with its recovery: (loss, size of the micro-batches at the end)."""
 
-    def __init__(self, step: Any):
-        self._step = step
-        self._root = step._modules
-        self._named = step._modules[0] if len(step._modules) == 1 else step._modules
-        self.parameters = step._update.parameters
-        tensors = [*self.parameters, *self._root.buffers()]
-        generators = [*step._generators, *step._reached.generators]
+    def __init__(self, running: Running, run_as: RunAs):
+        self._running, self._program, self._run_as = running, running.program, run_as
+        modules = self._program.modules
+        self.named = modules[0] if len(modules) == 1 else modules
+        self.parameters = self._program.update.parameters
+        tensors = [*self.parameters, *modules.buffers()]
+        generators = [*self._program.generators, *running.reached.generators]
         self._generators = AllGenerators(cuda_devices_of(tensors), generators)
-        places = all_places(self._named, step._batch, step.loss_fn, step._owners)
+        places = all_places(self.named, running.batch, self._program.loss_fn, self._program.owners)
         self._snapshot = Snapshot(places, self._generators)
-        self._outside = _Outside(step)
-        self._off = training_modules(self._root, BATCH_NORM + DROPOUT)
-        self._off += power_iterations(self._root)
+        self._outside = _Outside(running)
+        self._off = training_modules(modules, BATCH_NORM + DROPOUT)
+        self._off += power_iterations(modules)
         self.runs = self.ooms = 0
         self.is_16_bit = False
         self.draws = True  # unless the first run has drawn no random number
@@ -164,19 +172,20 @@ class Rehearsal:
         self.runs += 1
         if seed:
             self._generators.seed(seed)
-        batch = self._step._batch
+        running = self._running
+        batch = running.batch
         if is_reversed:
-            self._step._batch = in_reverse(batch, self._step._samples)
+            running.batch = in_reverse(batch, running.samples)
         mode = FixedDraws(is_fixed)
         try:
             off = [m for m in self._off if not (has_batch_norm and isinstance(m, BATCH_NORM))]
             with switched_off(off), mode:
                 outcome = self._accumulate(cut)
             self.is_16_bit |= mode.is_16_bit
-            weight = float(self._step._weight) if self._step._normalizer else 1.0
+            weight = float(running.weight) if self._program.normalizer else 1.0
             outcome.rounding = mode.rounding() / abs(weight)
         finally:
-            self._step._batch = batch
+            running.batch = batch
             for p in self.parameters:
                 p.grad = None
         outcome.changes = self._snapshot.changes()
@@ -186,7 +195,7 @@ class Rehearsal:
 
     def _accumulate(self, cut: int) -> Outcome:
         sums: List[Optional[torch.Tensor]] = [None] * len(self.parameters)
-        losses, norms, samples = [], 0.0, self._step._samples
+        losses, norms, samples = [], 0.0, self._running.samples
         live = self._live_bytes()
         kept = 0
         for first in range(0, samples, cut):
@@ -196,11 +205,14 @@ class Rehearsal:
             norms += _norm(gradients)
             for i, (p, gradient) in enumerate(zip(self.parameters, gradients)):
                 p.grad = None
-                if gradient is not None and sums[i] is None:
+                if gradient is None:
+                    continue
+                before = sums[i]
+                if before is None:
                     own = sums[i] = gradient.detach().clone()
                     kept += own.numel() * own.element_size()
-                elif gradient is not None:
-                    sums[i] = sums[i] + gradient.detach()
+                else:
+                    sums[i] = before + gradient.detach()
             del gradients, gradient
         loss = sum(loss for _, _, loss in losses)
         left = self._live_bytes() - live - kept if live else 0
@@ -209,16 +221,16 @@ class Rehearsal:
     def _run_part(self, first: int, count: int) -> float:
         for p in self.parameters:
             p.grad = None
-        loss, _ = self._step._weighted_loss(first, count)
+        loss, _ = self._running.weighted_loss(first, count)
         loss.backward()
         return float(loss.detach())
 
     def _live_bytes(self) -> int:
-        if self._step.device.type != "cuda":
+        if self._program.device.type != "cuda":
             return 0
         gc.collect()
-        torch.cuda.synchronize(self._step.device)
-        return torch.cuda.memory_allocated(self._step.device)
+        torch.cuda.synchronize(self._program.device)
+        return torch.cuda.memory_allocated(self._program.device)
 
     # ---- a run with an OOM on purpose, by a Step's own recovery ----
 
@@ -227,10 +239,11 @@ class Rehearsal:
         too."""
         self.restore()
         mode = _FailingAt()
-        double = self._double(count, mode)
-        loss, _ = double._weighted_loss(0, count)
+        running = copy.copy(self._running)
+        running.program = self._without_update(count, mode)
+        loss, _ = running.weighted_loss(0, count)
         forward = mode.seen
-        double._update.backward(loss)
+        running.program.update.backward(loss)
         return forward, mode.seen
 
     def run_step(self, micro: int, fails_at: int = 0) -> Outcome:
@@ -239,37 +252,33 @@ class Rehearsal:
         self.restore()
         self.runs += 1
         self.ooms += fails_at > 0
-        step = self._double(micro, _FailingAt(fails_at) if fails_at else None)
+        program = self._without_update(micro, _FailingAt(fails_at) if fails_at else None)
         try:
-            loss = float(step._run_batch(self._step._batch))
+            loss, last = self._run_as(program)
             gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
         finally:
             for p in self.parameters:
                 p.grad = None
-            if step._session:
-                step._session.close()
         changes = self._snapshot.changes()
-        return Outcome(loss, [], gradients, 0.0, changes, sizes=(step.report.micro,))
+        return Outcome(loss, [], gradients, 0.0, changes, sizes=(last,))
 
-    def _double(self, micro: int, mode: Optional[_FailingAt]) -> Any:
-        """A Step like this one that does not update, does not grow, and says nothing. Its loss_fn
-        and its backward pass run under a mode."""
-        double = copy.copy(self._step)
+    def _without_update(self, micro: int, mode: Optional[_FailingAt]) -> Program:
+        """The program without its update, that does not grow, and says nothing. Its loss_fn and
+        its backward pass run under a mode."""
+        own = self._program
         kept = ("micro_smallest", "micro_largest", "micro_multiple_of", "micro_allowed")
-        limits = {name: v for name, v in self._step._options.items() if name in kept}
-        double._options = dict(
-            limits, micro_start=micro, growth=False, on_oom="halve", log_level="quiet"
+        limits = {name: v for name, v in own.options.items() if name in kept}
+        return dataclasses.replace(
+            own,
+            update=_NoUpdate(own.update, mode),
+            loss_fn=_under(mode, own.loss_fn) if mode else own.loss_fn,
+            cost=None,
+            lighten=[],
+            on_event=None,
+            options=dict(
+                limits, micro_start=micro, growth=False, on_oom="halve", log_level="quiet"
+            ),
         )
-        double._update = _NoUpdate(self._step._update, mode)
-        if mode:
-            double.loss_fn = _under(mode, self._step.loss_fn)
-        double._accumulators, double._ranks = Accumulators(), None
-        double._cost, double._lighten, double._extras = None, [], []
-        double._session = double._micro = double._on_event = None
-        double._history = collections.deque(maxlen=1)
-        double._cuts = FirstCut(is_done=True)
-        double._ops = double._make_ops()
-        return double
 
 
 @contextlib.contextmanager

@@ -200,7 +200,7 @@ class Update:
             check_has("scaler", scaler, "scale", "a torch.amp.GradScaler")
         if clip is not None and not clip > 0:
             raise ValueError(f"rebatch: clip is {clip!r}: expected a norm above 0")
-        self._scaler, self._clip = scaler, clip
+        self.scaler, self.clip = scaler, clip
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_
         )
@@ -210,7 +210,7 @@ class Update:
     @property
     def reads_gradients(self) -> bool:
         """Whether apply() reads on the host what it computes from them: a GradScaler does."""
-        return self._scaler is not None
+        return self.scaler is not None
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
@@ -236,26 +236,26 @@ class Update:
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self._scaler is not None:  # it may have unscaled gradients that are gone now
-            self._scaler._per_optimizer_states.clear()
+        if self.scaler is not None:  # it may have unscaled gradients that are gone now
+            self.scaler._per_optimizer_states.clear()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's loss to .grad."""
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def finish_gradients(self) -> None:
         """When the last micro-batch is accumulated: unscale and clip. This changes gradients, so an
         OOM here makes the effective batch run again."""
-        if self._scaler is not None and self.unscale_gradients:
-            self.unscale_gradients(self._scaler, self.optimizers)
-        if self._clip is None:
+        if self.scaler is not None and self.unscale_gradients:
+            self.unscale_gradients(self.scaler, self.optimizers)
+        if self.clip is None:
             return
-        if self._scaler is not None:
-            states = self._scaler._per_optimizer_states
+        if self.scaler is not None:
+            states = self.scaler._per_optimizer_states
             for optimizer in self.optimizers:
                 if states[id(optimizer)]["stage"] is not OptState.UNSCALED:  # by an earlier try
-                    self._scaler.unscale_(optimizer)
-        self.clip_gradients(self.parameters, self._clip)
+                    self.scaler.unscale_(optimizer)
+        self.clip_gradients(self.parameters, self.clip)
 
     def first_bytes(self) -> int:
         return sum(first_update_bytes(optimizer) for optimizer in self.optimizers)
@@ -272,14 +272,14 @@ class Update:
         """Change the parameters."""
         for optimizer in self.optimizers:
             with own_step(optimizer):
-                if self._scaler is None:
+                if self.scaler is None:
                     optimizer.step()
                 else:
-                    self._scaler.step(optimizer)
+                    self.scaler.step(optimizer)
 
     def done(self) -> None:
         """The update was applied."""
-        if self._scaler is not None:
-            self._scaler.update()
+        if self.scaler is not None:
+            self.scaler.update()
         for scheduler in [s for s in self._schedulers if step_scheduler(s)]:
             warn_of_scheduler(scheduler)  # here, where all of them have stepped

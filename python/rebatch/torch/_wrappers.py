@@ -112,7 +112,7 @@ def warn_if_alone(modules: torch.nn.Module) -> None:
         "module, so this Step trains on this rank alone: pass group=True to train with all ranks, "
         "or group=False where that is meant",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=6,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import ctypes as C
 import os
 import warnings
@@ -17,7 +18,6 @@ from typing import (
     List,
     Optional,
     Sequence,
-    Set,
     Tuple,
     Union,
 )
@@ -28,6 +28,13 @@ from rebatch import _library as c
 from rebatch import plot as _plot
 from rebatch._library import lib
 from rebatch.torch import _allocator
+from rebatch.torch._arguments import (
+    check_arguments,
+    check_match,
+    named_modules,
+    named_state,
+    ranks_or_none,
+)
 from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
 from rebatch.torch._check import check_step
@@ -38,14 +45,15 @@ from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._map import run_map
 from rebatch.torch._oom import is_oom
 from rebatch.torch._only_check import check_if_asked
-from rebatch.torch._outputs import joined, kept, split_result
+from rebatch.torch._outputs import joined, kept
 from rebatch.torch._probe import Probe, run_probe
+from rebatch.torch._program import Program, Running, listed
 from rebatch.torch._reached import Reached
 from rebatch.torch._report import MapReport, Report, point_of, report_of
-from rebatch.torch._session import Ended, Session, check_names, session_options, why_of
+from rebatch.torch._session import Ended, Session, session_options, why_of
 from rebatch.torch._state import Generators, cuda_devices_of
 from rebatch.torch._tree import unique
-from rebatch.torch._update import Update, check_has
+from rebatch.torch._update import Update
 from rebatch.torch._weak import weakly
 
 if TYPE_CHECKING:
@@ -58,78 +66,6 @@ _Lighten = Callable[[bool], None]
 _HISTORY = 10000  # steps that are kept for plot()
 _nothing: ContextManager[None] = contextlib.nullcontext()
 _TRAINS, _EVALUATES, _PROBES = range(3)  # calls that all ranks of fully_shard() make together
-
-
-def _list_of(value: Any) -> List[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _check(model: Any, loss_fn: Any, normalizer: Any, autocast: Any, lighten: Any) -> None:
-    """Arguments that would else fail within a step, or only at an OOM."""
-    for module in _list_of(model):
-        check_has("model", module, "named_buffers", "a torch.nn.Module")
-    given = [("loss_fn", loss_fn), *(("lighten", rung) for rung in _list_of(lighten))]
-    if normalizer is not None:
-        given.append(("normalizer", normalizer))
-    for name, value in given:
-        if not callable(value):
-            raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
-    is_context = isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
-    if not (autocast is None or is_context):
-        raise TypeError(
-            f"rebatch: autocast is {autocast!r}: expected a dtype such as torch.bfloat16, or a "
-            "context manager"
-        )
-
-
-def _named_modules(model: Any) -> List[Tuple[str, torch.nn.Module]]:
-    """A single model's parameters have the names that it gives them."""
-    modules = _list_of(model)
-    return [(f"model[{i}]" if len(modules) > 1 else "", m) for i, m in enumerate(modules)]
-
-
-def _named_state(state: Any) -> List[Tuple[str, Any]]:
-    parts = _list_of(state)
-    for i, part in enumerate(parts):
-        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-        if not (isinstance(part, torch.Tensor) or has_state):
-            raise TypeError(
-                f"rebatch: state[{i}] is of type {type(part).__name__}: expected a tensor, a "
-                "module, or an object with state_dict() and load_state_dict()"
-            )
-    return [(f"state[{i}]", part) for i, part in enumerate(parts)]
-
-
-def _check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
-    """ValueError for a model and an optimizer that do not go together."""
-    parts = [part for part in _list_of(state) if isinstance(part, torch.nn.Module)]
-    known: Set[Any] = {p for module in (modules, *parts) for p in module.parameters()}
-    known.update(part for part in _list_of(state) if isinstance(part, torch.Tensor))
-    for optimizer in update.optimizers:
-        if known.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                f"rebatch: no parameter of the optimizer {type(optimizer).__name__} is in the "
-                "model: expected an optimizer of the model's parameters, or a list of all the "
-                "modules that it updates as the model"
-            )
-
-
-def _ranks_of(
-    modules: torch.nn.ModuleList,
-    group: Any,
-    timeout_seconds: float,
-    window: Optional[bool],
-    trained: Sequence[torch.nn.Parameter],
-    options: Dict[str, Any],
-) -> Any:
-    """None where there is no other rank."""
-    if group is None and not torch.distributed.is_available():
-        return None
-    from rebatch.torch._ranks import ranks_of  # needs a PyTorch with torch.distributed
-
-    return ranks_of(modules, group, timeout_seconds, window, trained, options)
 
 
 def _set_modes(modes: List[Tuple[torch.nn.Module, bool]]) -> None:
@@ -225,64 +161,86 @@ class Step:
     ) -> None:
         if gradients not in ("fresh", "inplace"):
             raise ValueError(f"rebatch: gradients is {gradients!r}: expected 'fresh' or 'inplace'")
-        _check(model, loss_fn, normalizer, autocast, lighten)
-        self.model, self.loss_fn = model, loss_fn
-        self._modules = torch.nn.ModuleList(_list_of(model))
-        self._update = Update(_list_of(optimizer), _list_of(lr_scheduler), scaler, clip)
-        self._normalizer, self._autocast, self._cost = normalizer, autocast, cost
-        self._lighten, self._level = _list_of(lighten), 0
-        self._saved_level = 0  # with which a session that is opened begins
-        self._cut, self._on_event = Cut(batch_dim, slice, length), on_event
-        self._generators = list(generators)
-        self._options: Dict[str, Any] = {**options}
-        Generators((), self._generators)  # a wrong one is said here
-        check_names(self._options, type(self).__name__)
-        session_options(**options)  # a wrong one is said here
-        if not self._update.parameters:
-            raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
-        _check_match(self._modules, self._update, state)
-        self._is_fresh = gradients == "fresh"
-        self._audit = Audit(
-            _named_modules(model), _named_state(state), weakly(self._changed_by_updates)
+        self._program = Program(
+            model,
+            loss_fn,
+            Update(listed(optimizer), listed(lr_scheduler), scaler, clip),
+            Cut(batch_dim, slice, length),
+            normalizer=normalizer,
+            autocast=autocast,
+            cost=cost,
+            lighten=listed(lighten),
+            generators=list(generators),
+            is_fresh=gradients == "fresh",
+            on_event=on_event,
+            options={**options},
         )
-        self._functions: Optional[List[Any]] = None  # of the program; by default loss_fn
-        self._reached = Reached(weakly(self._functions_that_run), self._audit.handled)
-        if window is None and (cost or options.get("learn")):
+        check_arguments(self._program)
+        check_match(self._program.modules, self._update, state)
+        self._make_batch(state)
+        self._make_ranks(group, group_timeout, window)
+        self._ops = self._make_ops()
+        self._begin_at_zero()
+        self._is_made = True
+
+    def _make_batch(self, state: Any) -> None:
+        """What puts the state of the program back, and the batch that runs."""
+        program = self._program
+        named = named_modules(program.model)
+        self._audit = Audit(named, named_state(state), weakly(self._changed_by_updates))
+        self._reached = Reached(program.functions_that_run, self._audit.handled)
+        self._running = Running(program, self._audit, self._reached)
+
+    def _make_ranks(self, group: Any, timeout_seconds: float, window: Optional[bool]) -> None:
+        """The other ranks, where there are some."""
+        program, update = self._program, self._program.update
+        own_sizes = "cost" if program.cost else "learn" if program.options.get("learn") else ""
+        if window is None and own_sizes:
             window = True  # each rank has its own sizes
         shared = {
-            "clip": str(clip),
-            "scaler": type(scaler).__name__,
-            "normalizer": "None" if normalizer is None else "given",
+            "clip": str(update.clip),
+            "scaler": type(update.scaler).__name__,
+            "normalizer": "None" if program.normalizer is None else "given",
             **self._shared,
         }
-        self._ranks = _ranks_of(
-            self._modules, group, group_timeout, window, self._update.parameters, shared
+        self._ranks = ranks_or_none(
+            program.modules, group, timeout_seconds, window, update.parameters, shared
         )
-        self._window = self._ranks.window if self._ranks else None  # of fully_shard()
+        self._window: Any = self._ranks.window if self._ranks else None  # of fully_shard()
         self._lockstep: Any = self._ranks.lockstep if self._ranks else None
-        if self._lockstep and (cost or options.get("learn")):
+        self._running.has_ranks = self._ranks is not None
+        self._running.has_window = self._window is not None
+        if self._lockstep and own_sizes:
             raise ValueError(
-                f"rebatch: {'cost' if cost else 'learn'} is given, and window is False: expected "
-                "one of them, since all ranks have the same micro-batches without a window"
+                f"rebatch: {own_sizes} is given, and window is False: expected one of them, since "
+                "all ranks have the same micro-batches without a window"
             )
+        self._accumulators: Any = self._ranks.accumulators if self._ranks else Accumulators()
         if self._window:
-            if gradients == "inplace":
-                raise ValueError(
-                    "rebatch: gradients is 'inplace', and the model is one of fully_shard(): "
-                    "expected 'fresh'"
-                )
-            self._window.check_match(self._update, scaler)
-            self._ranks.accumulators.has_norm = clip is not None
-            self._ranks.accumulators.scaler = scaler
-            self._update.clip_gradients = self._ranks.accumulators.clip
-            self._update.unscale_gradients = self._ranks.accumulators.unscale
-        self._ops = self._make_ops()
-        self._accumulators = self._ranks.accumulators if self._ranks else Accumulators()
+            self._make_window()
+
+    def _make_window(self) -> None:
+        """The update of a model of fully_shard()."""
+        update = self._program.update
+        if not self._program.is_fresh:
+            raise ValueError(
+                "rebatch: gradients is 'inplace', and the model is one of fully_shard(): expected "
+                "'fresh'"
+            )
+        self._window.check_match(update, update.scaler)
+        self._accumulators.has_norm = update.clip is not None
+        self._accumulators.scaler = update.scaler
+        update.clip_gradients = self._accumulators.clip
+        update.unscale_gradients = self._accumulators.unscale
+
+    def _begin_at_zero(self) -> None:
+        """No step has run, and no session is open."""
+        self._level = 0  # rungs of lighten that are on
+        self._saved_level = 0  # with which a session that is opened begins
         self._trained: List[torch.nn.Parameter] = []  # in this batch
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._session: Any = None  # a Session, once it is open
-        self._loss: Any = None  # of the batch so far; None: there was no memory for it
         self._number = 0  # of the next step
         self._micro: Optional[int] = None  # where a session that is opened begins
         self.report, self.evaluation_report = Report(), MapReport()
@@ -293,11 +251,6 @@ class Step:
         self._joined: Any = None
         self._history: Deque[_plot.Point] = collections.deque(maxlen=_HISTORY)
         self._cuts = FirstCut()
-        self._loss_name = "loss_fn"  # what users call it
-        self._owners: List[Any] = []  # objects beside the model that loss_fn may change
-        # Around runs of loss_fn that are no part of a step.
-        self._aside: Callable[[], ContextManager[Any]] = contextlib.nullcontext
-        self._is_made = True
 
     _is_made = False
     _shared: Dict[str, str] = {}  # what else must be the same on all ranks
@@ -307,11 +260,28 @@ class Step:
         is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if self._is_made and (name == "model" or not is_own):
             raise AttributeError(
-                f"rebatch: {type(self).__name__}.{name} cannot be assigned: make a new "
-                f"{type(self).__name__} with the {name} that it shall have, and give it "
-                "state_dict() of this one to go on at its size"
+                f"rebatch: Step.{name} cannot be assigned: make a new Step with the {name} that it "
+                "shall have, and give it state_dict() of this one to go on at its size"
             )
         super().__setattr__(name, value)
+
+    @property
+    def model(self) -> Any:
+        """Which it was made with."""
+        return self._program.model
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], Any]:
+        """May be assigned between two steps."""
+        return self._program.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, function: Callable[[Any, Any], Any]) -> None:
+        self._program.loss_fn = function
+
+    @property
+    def _update(self) -> Update:
+        return self._program.update
 
     # ---- the session ----
 
@@ -338,32 +308,31 @@ class Step:
             self._session.close()
             self._session = None
             self._accumulators.forget()
-        self._set_level(min(self._saved_level, len(self._lighten)))
-        given = dict(self._options)
+        self._set_level(min(self._saved_level, len(self._program.lighten)))
+        given = dict(self._program.options)
         if self._micro:
             given.update(micro_start=self._micro, learn=False)
         options = session_options(**given)
         if self._ranks:
             self._ranks.join(options, device)
-        tensors = self._update.parameters + list(self._modules.buffers())
-        self._generators_saved = Generators(cuda_devices_of(tensors), self._generators)
-        session = Session(device, options, guards=self._guards(), on_event=self._on_event)
+        session = Session(
+            device, options, guards=self._make_guards(), on_event=self._program.on_event
+        )
         self._session = session
         c.check(lib.rebatch_set_lighten(session.rb, self._level))
         c.check(lib.rebatch_set_step(session.rb, self._number))
         return session
 
-    def _functions_that_run(self) -> List[Any]:
-        """Those of the program that run in a micro-batch."""
-        return self._functions or [self.loss_fn]
-
     def _changed_by_updates(self) -> List[torch.nn.Parameter]:
         return self._window.trained() if self._window else self._update.parameters
 
-    def _guards(self) -> List[Any]:
+    def _make_guards(self) -> List[Any]:
         """What saves and restores the state that an attempt changes."""
-        reached = self._reached.guard(weakly(self._has_error))
-        return [reached, self._generators_saved, self._audit]
+        program = self._program
+        tensors = program.update.parameters + list(program.modules.buffers())
+        generators = Generators(cuda_devices_of(tensors), program.generators)
+        self._running.generators = generators
+        return [self._reached.guard(weakly(self._has_error)), generators, self._audit]
 
     def _has_error(self) -> bool:
         """Whether the program has raised an exception in the call of C that runs."""
@@ -374,9 +343,9 @@ class Step:
         ops.zero_grad = c.ZeroGrad(weakly(self._call_zero_grad))
         ops.forward_backward = c.ForwardBackward(weakly(self._call_forward_backward))
         ops.optimizer_step = c.OptimizerStep(weakly(self._call_optimizer_step))
-        if self._lighten:
+        if self._program.lighten:
             ops.lighten = c.Lighten(weakly(self._call_lighten))
-        if self._cost:
+        if self._program.cost:
             ops.cost = c.Cost(weakly(self._call_cost))
         if self._ranks:
             ops.reduce = c.Reduce(weakly(self._call_reduce))
@@ -398,7 +367,7 @@ class Step:
         if mb.is_abandoned:
             return self._abandon(mb.first)
         if self._ranks and not mb.probing:
-            self._total, self._divisor = mb.batch, self._ranks.weight()
+            self._running.total, self._running.divisor = mb.batch, self._ranks.weight()
         return self._run(self._forward_backward, mb.first, mb.count, mb.probing)
 
     def _call_reduce(self, is_abandoned: bool, _user: Any) -> int:
@@ -407,14 +376,15 @@ class Step:
         return self._run(self._reduce)
 
     def _call_lighten(self, level: int, _user: Any) -> int:
-        if level > len(self._lighten):
+        if level > len(self._program.lighten):
             return c.Status.E_UNSUPPORTED
         return self._run(self._set_level, level)
 
     def _call_cost(self, first: int, count: int, _user: Any) -> int:
-        assert self._cost is not None  # else C has no function to call
+        cost = self._program.cost
+        assert cost is not None  # else C has no function to call
         try:
-            return max(0, int(self._cost(self._batch, first, count)))
+            return max(0, int(cost(self._running.batch, first, count)))
         except BaseException as error:
             self._session.keep_error(error)
             return 0
@@ -425,30 +395,31 @@ class Step:
             self._ranks.check_batches()
             self._ranks.restart()
         self._update.zero_grad()
-        micro = lib.rebatch_get_micro(self._session.rb, self._samples)
-        is_cut = self._is_fresh and micro < self._samples
+        micro = lib.rebatch_get_micro(self._session.rb, self._running.samples)
+        is_cut = self._program.is_fresh and micro < self._running.samples
         self._accumulators.begin_batch(self._trained, is_cut and self._session.is_pooled)
         self._extras.clear()
-        if self._loss is not None:
-            self._loss.zero_()
+        if self._running.loss is not None:
+            self._running.loss.zero_()
 
     def _set_level(self, level: int) -> None:
         if self._session and self._session.meter:
             self._session.meter.measure_again()
+        lighten = self._program.lighten
         with self._audit.accepting():
             while self._level < level:
-                self._lighten[self._level](True)
+                lighten[self._level](True)
                 self._level += 1
             while self._level > level:
                 self._level -= 1
-                self._lighten[self._level](False)
+                lighten[self._level](False)
         self._saved_level = level
 
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
-        is_last = first + count == self._samples
-        self._audit.is_cut = count < self._samples
+        is_last = first + count == self._running.samples
+        self._audit.is_cut = count < self._running.samples
         # Without other ranks a sum of losses would be one more small block in the last pass.
-        is_launching = bool(self._ranks) and is_last and self._is_fresh and not is_trial
+        is_launching = bool(self._ranks) and is_last and self._program.is_fresh and not is_trial
         self._accumulate(first, count, is_launching)
         if is_last:
             if not self._ranks:
@@ -464,30 +435,30 @@ class Step:
 
     def _reduce(self) -> None:
         """Of all ranks. May run out of memory after its collectives: it then runs again."""
-        self._ranks.finish(self._loss)
+        self._ranks.finish(self._running.loss)
         self._finish_gradients()
         self._reserve_update()
 
     def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
-        loss, is_apart = None, self._is_fresh
+        running, loss, is_apart = self._running, None, self._program.is_fresh
         if self._lockstep:
             self._lockstep.begin_pass()
         try:
-            if self._loss is None:
-                self._loss = self._zero_loss()
-            loss, extras = self._weighted_loss(first, count)
-            if loss.dtype == torch.float64 != self._loss.dtype:
-                self._loss_dtype, self._loss = loss.dtype, self._loss.double()
+            if running.loss is None:
+                running.loss = self._zero_loss()
+            loss, extras = running.weighted_loss(first, count)
+            if loss.dtype == torch.float64 != running.loss.dtype:
+                self._loss_dtype, running.loss = loss.dtype, running.loss.double()
             if not is_apart:
                 lib.rebatch_mutating(self._session.rb)
                 self._accumulators.expose(is_added_to=True)
-            total = self._loss + loss.detach().to(self._loss.device) if is_launching else None
+            total = running.loss + loss.detach().to(running.loss.device) if is_launching else None
             with _nothing if total is None else self._accumulators.launching(total):
                 self._update.backward(loss)
             detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException as error:
-            if loss is not None and count == self._samples:
-                self._cuts.note_failed(self, loss)
+            if loss is not None and count == running.samples:
+                self._cuts.note_failed(running, loss)
                 loss = None
             self._accumulators.clear()
             self._audit.put_back(c.GuardPoint.ATTEMPT)
@@ -499,7 +470,7 @@ class Step:
             self._accumulators.add()
         else:
             self._accumulators.take_exposed()
-        self._loss.add_(detached.to(self._loss.device))
+        running.loss.add_(detached.to(running.loss.device))
         self._extras.append(extras)
 
     def _declare(self) -> None:
@@ -518,10 +489,11 @@ class Step:
 
     def _abandon(self, first: int) -> int:
         """This rank's micro-batch has failed, and the others' goes on: the status for C."""
-        count = min(max(1, self._options.get("micro_smallest", 0)), self._samples - first)
+        smallest = max(1, self._program.options.get("micro_smallest", 0))
+        count = min(smallest, self._running.samples - first)
 
         def run() -> None:
-            loss, _ = self._weighted_loss(first, count)
+            loss, _ = self._running.weighted_loss(first, count)
             self._update.backward(loss)
 
         try:
@@ -534,43 +506,11 @@ class Step:
             self._audit.put_back(c.GuardPoint.ATTEMPT)
         return c.Status.OK
 
-    def _weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
-        """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""
-        samples = self._part(first, count)
-        with self._autocast_context(), _allocator.tag("forward"):
-            loss, extras = split_result(self.loss_fn(self.model, samples))
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            what = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else f"a {type(loss).__name__}"
-            )
-            raise ValueError(
-                f"rebatch: loss_fn returned {what}: expected a scalar tensor, the "
-                f"{'sum' if self._normalizer else 'mean'} over the samples"
-            )
-        if not loss.requires_grad:
-            raise ValueError(
-                "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
-                "parameters, and no torch.no_grad() around it"
-            )
-        weighted = loss / self._divisor if self._normalizer else loss * (count / self._total)
-        return weighted, extras
-
-    def _autocast_context(self) -> Any:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        if isinstance(self._autocast, torch.dtype):
-            return torch.autocast(self.device.type, dtype=self._autocast)
-        return self._autocast
-
-    def _part(self, first: int, count: int) -> Any:
-        return self._cut.part(self._batch, first, count, self._samples)
-
     def _optimizer_step(self) -> None:
-        if self._accumulated != self._samples:  # a callback was left early, and nobody was told
+        samples = self._running.samples
+        if self._accumulated != samples:  # a callback was left early, and nobody was told
             raise RuntimeError(
-                f"rebatch: {self._accumulated} of {self._samples} samples are in the gradients: "
+                f"rebatch: {self._accumulated} of {samples} samples are in the gradients: "
                 "expected all of them; the parameters are as they were"
             )
         self._reserve_update()
@@ -597,18 +537,17 @@ class Step:
     # ---- what users call ----
 
     def _begin(self, batch: Any, is_training: bool = True) -> None:
-        self._samples = self._cut.length(batch)
-        self._batch = batch
+        running = self._running
+        running.begin(batch)
         self._accumulated, self._is_applied = 0, False
         self._cuts.begin()
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
         # recovered from.
         try:
-            self._loss = self._zero_loss()
+            running.loss = self._zero_loss()
         except torch.OutOfMemoryError:
-            self._loss = None
-        self._weight = self._normalizer(batch) if self._normalizer else None
-        self._divisor, self._total = self._weight, self._samples  # of all ranks, in a step
+            running.loss = None
+        running.weigh()
         modules, tensors = self._reached.begin(self._audit.tree.known_without_reached())
         self._audit.set_reached(modules)
         self._audit.begin(batch, is_training)
@@ -626,7 +565,7 @@ class Step:
     def _end(self) -> None:
         self._audit.end()
         self._reached.end()
-        self._batch = self._weight = self._divisor = None
+        self._running.end()
         self._trained = self._kept = []
         self._extras.clear()
 
@@ -669,25 +608,25 @@ class Step:
 
     def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
         self._begin_together(batch)
-        filled = c.StepReport()
+        running, samples, filled = self._running, self._running.samples, c.StepReport()
         self.outputs = None
         self._accumulators.keep_earlier(self._kept)
         if session.meter:
-            micro = lib.rebatch_get_micro(session.rb, self._samples)
-            session.meter.begin_step(("step", self._samples, micro))
+            micro = lib.rebatch_get_micro(session.rb, samples)
+            session.meter.begin_step(("step", samples, micro))
             session.meter.promised_bytes = self._update.kept_bytes()
         try:
             with self._quiet():
                 status = session.call(
-                    lib.rebatch_step, C.byref(self._ops), self._samples, None, C.byref(filled)
+                    lib.rebatch_step, C.byref(self._ops), samples, None, C.byref(filled)
                 )
             ranks = self._ranks.micros() if self._ranks else ()
-            self.report = report_of(filled, self._samples, ranks)
+            self.report = report_of(filled, samples, ranks)
             if not status and self._is_applied:
                 self._finish_step(filled)
             session.raise_failure(status)
             with self._quiet():
-                self._cuts.compare(self, filled)
+                self._cuts.compare(running, filled)
         except BaseException as error:
             if not self._is_applied:
                 self._accumulators.restore_earlier()
@@ -696,15 +635,15 @@ class Step:
             raise
         finally:
             self._end()
-        loss: torch.Tensor = self._loss
-        return loss
+        assert running.loss is not None  # a step that succeeds has one
+        return running.loss
 
     def _begin_together(self, batch: Any) -> None:
         """The other ranks hear of a failure, instead of waiting."""
         try:
             self._begin(batch)
             if self._ranks:
-                self._ranks.begin(self._weight, batch)
+                self._ranks.begin(self._running.weight, batch)
         except BaseException as error:
             if self._ranks:
                 lib.rebatch_abandon_step(self._session.rb, why_of(error))
@@ -718,18 +657,18 @@ class Step:
         self._accumulators.drop_earlier()
         self.outputs = self._joined
         limit = _allocator.limit_of(self._session.device)
-        self._history.append(point_of(filled, self._samples, limit))
+        self._history.append(point_of(filled, self._running.samples, limit))
         self._number += 1
         self._update.done()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(step {self._number}, micro {self.micro or 'not known yet'})"
+        return f"Step(step {self._number}, micro {self.micro or 'not known yet'})"
 
     @property
     def micro(self) -> int:
         """The micro-batch size with which the next step begins, in samples; 0: not known yet."""
         if not (self._session and self.report.samples):
-            return int(self._micro or self._options.get("micro_start", 0))
+            return int(self._micro or self._program.options.get("micro_start", 0))
         return int(lib.rebatch_get_micro(self._session.rb, self.report.samples))
 
     def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
@@ -747,7 +686,7 @@ class Step:
         try:
             reserve = reserve_bytes + self._update.first_bytes()
             with self._quiet():
-                found = run_probe(session, self._ops, self._samples, reserve)
+                found = run_probe(session, self._ops, self._running.samples, reserve)
         finally:
             self._end()
         print(found)
@@ -771,10 +710,28 @@ class Step:
         self._open()
         self._begin(batch)
         try:
-            with self._aside(), self._quiet():
-                return check_step(self, accepted)
+            with self._program.aside(), self._quiet():
+                return check_step(self._running, self._run_as, accepted)
         finally:
             self._end()
+
+    def _run_as(self, program: Program) -> Tuple[float, int]:
+        """Run the batch that runs as a Step of another program does, on this rank alone: the loss,
+        and the size of the micro-batches at the end."""
+        step = copy.copy(self)
+        step._program, step._running = program, copy.copy(self._running)
+        step._running.program, step._running.has_ranks = program, False
+        step._ranks, step._accumulators = None, Accumulators()
+        step._session = step._micro = None
+        step._level = step._saved_level = 0
+        step._extras, step._history = [], collections.deque(maxlen=1)
+        step._cuts = FirstCut(is_done=True)
+        step._ops = step._make_ops()
+        try:
+            return float(step._run_batch(self._running.batch)), step.report.micro
+        finally:
+            if step._session:
+                step._session.close()
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a batch without training, in as many parts as memory asks for, with the
@@ -788,16 +745,21 @@ class Step:
     def _evaluate_gathered(self, session: Session, batch: Any) -> torch.Tensor:
         self._begin(batch, is_training=False)
         modes = self._modes()
-        self._modules.eval()
+        self._program.modules.eval()
         try:
             with self._quiet():
                 results, self.evaluation_report, status = run_map(
-                    session, self._loss_of, batch, self._samples, id(self), self._cut
+                    session,
+                    self._loss_of,
+                    batch,
+                    self._running.samples,
+                    id(self),
+                    self._program.cut,
                 )
             session.raise_failure(status)
         finally:
             _set_modes(modes)
-            weight, samples = self._weight, self._samples
+            weight, samples = self._running.weight, self._running.samples
             self._end()
         counts = [count for count, _ in results]
         losses: List[Any] = [loss for _, (loss, _) in results]
@@ -805,7 +767,7 @@ class Step:
         results.clear()
 
         def mean() -> Any:
-            if self._normalizer:
+            if self._program.normalizer:
                 return sum(losses) / weight
             return sum(loss * (count / samples) for count, loss in zip(counts, losses))
 
@@ -818,11 +780,10 @@ class Step:
         return joined_where_it_fits(lambda: joined(extras), extras)
 
     def _modes(self) -> List[Tuple[torch.nn.Module, bool]]:
-        return [(module, module.training) for module in self._modules.modules()]
+        return [(module, module.training) for module in self._program.modules.modules()]
 
     def _loss_of(self, samples: Any) -> Tuple[torch.Tensor, Any]:
-        with self._autocast_context():
-            loss, extras = split_result(self.loss_fn(self.model, samples))
+        loss, extras = self._program.loss_of(samples)
         return loss.detach(), kept(extras)
 
     def _refuse_alone(self, name: str) -> None:

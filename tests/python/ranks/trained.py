@@ -523,7 +523,7 @@ def refused():
         warnings.simplefilter("always")
         make_step(plain)
         make_step(plain, group=False)
-    found["alone"] = [str(w.message) for w in caught]
+    found["alone"] = [str(w.message) for w in caught if w.filename == __file__]
     sparse = placed(nn.Embedding(4, 2, sparse=True))
     step = step_of(sparse, sgd(sparse), lambda m, x: m(x).mean(), group=True)
     found["sparse"] = error_of(lambda: step(placed(torch.arange(4))))[1]

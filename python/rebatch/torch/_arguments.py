@@ -1,0 +1,85 @@
+"""The arguments of a Step: what is said of a wrong one, and how some become lists with names. Must
+not know a step that runs."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+import torch
+
+from rebatch.torch._program import Program, listed
+from rebatch.torch._session import check_names, session_options
+from rebatch.torch._state import Generators
+from rebatch.torch._update import Update, check_has
+
+
+def check_arguments(program: Program) -> None:
+    """Arguments that would else fail within a step, or only at an OOM."""
+    for module in listed(program.model):
+        check_has("model", module, "named_buffers", "a torch.nn.Module")
+    given = [("loss_fn", program.loss_fn), *(("lighten", rung) for rung in program.lighten)]
+    if program.normalizer is not None:
+        given.append(("normalizer", program.normalizer))
+    for name, value in given:
+        if not callable(value):
+            raise TypeError(f"rebatch: {name} is {value!r}: expected a function")
+    autocast = program.autocast
+    is_context = isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
+    if not (autocast is None or is_context):
+        raise TypeError(
+            f"rebatch: autocast is {autocast!r}: expected a dtype such as torch.bfloat16, or a "
+            "context manager"
+        )
+    Generators((), program.generators)
+    check_names(program.options, "Step")
+    session_options(**program.options)
+    if not program.update.parameters:
+        raise ValueError("rebatch: the optimizer has no parameter that requires a gradient")
+
+
+def named_modules(model: Any) -> List[Tuple[str, torch.nn.Module]]:
+    """A single model's parameters have the names that it gives them."""
+    modules = listed(model)
+    return [(f"model[{i}]" if len(modules) > 1 else "", m) for i, m in enumerate(modules)]
+
+
+def named_state(state: Any) -> List[Tuple[str, Any]]:
+    parts = listed(state)
+    for i, part in enumerate(parts):
+        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        if not (isinstance(part, torch.Tensor) or has_state):
+            raise TypeError(
+                f"rebatch: state[{i}] is of type {type(part).__name__}: expected a tensor, a "
+                "module, or an object with state_dict() and load_state_dict()"
+            )
+    return [(f"state[{i}]", part) for i, part in enumerate(parts)]
+
+
+def check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
+    """ValueError for a model and an optimizer that do not go together."""
+    parts = [part for part in listed(state) if isinstance(part, torch.nn.Module)]
+    known: Set[Any] = {p for module in (modules, *parts) for p in module.parameters()}
+    known.update(part for part in listed(state) if isinstance(part, torch.Tensor))
+    for optimizer in update.optimizers:
+        if known.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"rebatch: no parameter of the optimizer {type(optimizer).__name__} is in the "
+                "model: expected an optimizer of the model's parameters, or a list of all the "
+                "modules that it updates as the model"
+            )
+
+
+def ranks_or_none(
+    modules: torch.nn.ModuleList,
+    group: Any,
+    timeout_seconds: float,
+    window: Optional[bool],
+    trained: Sequence[torch.nn.Parameter],
+    options: Dict[str, Any],
+) -> Any:
+    """None where there is no other rank."""
+    if group is None and not torch.distributed.is_available():
+        return None
+    from rebatch.torch._ranks import ranks_of  # needs a PyTorch with torch.distributed
+
+    return ranks_of(modules, group, timeout_seconds, window, trained, options)

@@ -1,0 +1,156 @@
+"""What runs in micro-batches: what a Step is made with, and its batch that runs. Checks and the
+comparison of cuts read these; they must not know the Step, its session and its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+
+import torch
+
+from rebatch._library import Event, GuardPoint
+from rebatch.torch import _allocator
+from rebatch.torch._audit import Audit
+from rebatch.torch._batch import Cut
+from rebatch.torch._outputs import split_result
+from rebatch.torch._reached import Reached
+from rebatch.torch._state import Generators
+from rebatch.torch._update import Update
+
+
+def listed(value: Any) -> List[Any]:
+    """One thing or several, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+@dataclasses.dataclass
+class Program:
+    """What a Step is made with, by the names of its arguments."""
+
+    model: Any
+    loss_fn: Callable[[Any, Any], Any]
+    update: Update  # optimizers, schedulers, scaler, clip
+    cut: Cut  # batch_dim, slice, length
+    normalizer: Optional[Callable[[Any], Any]] = None
+    autocast: Any = None
+    cost: Optional[Callable[[Any, int, int], int]] = None
+    lighten: List[Callable[[bool], None]] = dataclasses.field(default_factory=list)
+    generators: List[Any] = dataclasses.field(default_factory=list)
+    is_fresh: bool = True  # gradients
+    on_event: Optional[Callable[[str, Event], None]] = None
+    options: Dict[str, Any] = dataclasses.field(default_factory=dict)  # of the session
+
+    # What an adapter says of it.
+    loss_name: str = "loss_fn"  # what users call it
+    owners: List[Any] = dataclasses.field(default_factory=list)  # of what loss_fn may change
+    functions: Optional[List[Any]] = None  # that loss_fn runs; None: it is one itself
+    # Around runs of loss_fn that are no part of a step.
+    aside: Callable[[], ContextManager[Any]] = contextlib.nullcontext
+
+    @functools.cached_property
+    def modules(self) -> torch.nn.ModuleList:
+        """Those of the model."""
+        return torch.nn.ModuleList(listed(self.model))
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter, now."""
+        return self.update.device
+
+    def functions_that_run(self) -> List[Any]:
+        """Those of the program that run in a micro-batch."""
+        return self.functions or [self.loss_fn]
+
+    def loss_of(self, samples: Any) -> Tuple[Any, Any]:
+        """What loss_fn returns of them: the loss, and what is beside it."""
+        with self._autocasting():
+            return split_result(self.loss_fn(self.model, samples))
+
+    def _autocasting(self) -> ContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        if isinstance(self.autocast, torch.dtype):
+            return torch.autocast(self.device.type, dtype=self.autocast)
+        context: ContextManager[Any] = self.autocast
+        return context
+
+
+class Running:
+    """The batch that runs: of a training, an evaluation, a probe or a check. One object serves all
+    batches of a Step, one after another."""
+
+    def __init__(self, program: Program, audit: Audit, reached: Reached):
+        self.program, self.audit, self.reached = program, audit, reached
+        self.has_ranks = False  # other ranks train the model too
+        self.has_window = False  # and it is one of fully_shard()
+        self.generators = Generators((), program.generators)  # as they are saved
+        self.batch: Any = None
+        self.samples = 0
+        self.weight: Any = None  # what the losses are divided by, with a normalizer
+        # The same of all ranks, and their samples.
+        self.divisor, self.total = self.weight, self.samples
+        self.loss: Optional[torch.Tensor] = None  # so far; None: there was no memory for it
+
+    def begin(self, batch: Any) -> None:
+        """Another batch, which is checked."""
+        self.samples = self.program.cut.length(batch)
+        self.batch = batch
+
+    def weigh(self) -> None:
+        """Ask the normalizer."""
+        normalizer = self.program.normalizer
+        self.weight = normalizer(self.batch) if normalizer else None
+        self.divisor, self.total = self.weight, self.samples
+
+    def end(self) -> None:
+        """Nothing of the batch is held."""
+        self.batch = self.weight = self.divisor = None
+
+    def part(self, first: int, count: int) -> Any:
+        """These samples."""
+        return self.program.cut.part(self.batch, first, count, self.samples)
+
+    def allowed_sizes(self) -> List[int]:
+        """The micro-batch sizes that the options allow for it, the largest first."""
+        options, samples = {} if self.program.cost else self.program.options, self.samples
+        largest = min(options.get("micro_largest") or samples, samples)
+        smallest = options.get("micro_smallest") or 1
+        multiple = options.get("micro_multiple_of") or 1
+        listed = options.get("micro_allowed") or range(multiple, largest + 1, multiple)
+        sizes = {size for size in listed if smallest <= size <= largest and size % multiple == 0}
+        return sorted(sizes, reverse=True) or [samples]
+
+    def has_drawn(self) -> bool:
+        """Whether the attempt that runs, or has failed, has drawn random numbers."""
+        return self.generators.have_moved(GuardPoint.ATTEMPT)
+
+    def weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
+        """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""
+        program = self.program
+        samples = self.part(first, count)
+        with _allocator.tag("forward"):
+            loss, extras = program.loss_of(samples)
+        self._check(loss)
+        weighted = loss / self.divisor if program.normalizer else loss * (count / self.total)
+        return weighted, extras
+
+    def _check(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise ValueError(
+                f"rebatch: loss_fn returned {what}: expected a scalar tensor, the "
+                f"{'sum' if self.program.normalizer else 'mean'} over the samples"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "rebatch: the loss of loss_fn needs no gradient: expected one that depends on "
+                "parameters, and no torch.no_grad() around it"
+            )
