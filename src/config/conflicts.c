@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "config/settings.h"
-#include "recover/limits.h"
+#include "recover/size_limits.h"
 
 /* 'batch.smallest is 8 (t.cfg:1)' */
 static void add_setting(struct rbi_text *t, const struct rebatch_config *config,

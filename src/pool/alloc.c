@@ -23,8 +23,8 @@ static rebatch_status alloc_by_search(struct rbi_block **out, rebatch_pool *pool
     return status;
 }
 
-/* The ladder's first stage, with nothing around it: NULL when that does not do, or might need the
- * heap first. */
+/* The first stage of the search without a request: NULL when it finds nothing, or might need host
+ * memory first. */
 static inline struct rbi_block *take_cached(rebatch_pool *pool, struct rbi_pool_stream *stream,
                                             size_t rounded)
 {
@@ -81,6 +81,7 @@ static __attribute__((cold, noinline)) rebatch_status refuse(void **out, const r
 static rebatch_status alloc_locked(void **out, rebatch_pool *pool, size_t bytes, size_t rounded,
                                    rebatch_stream stream, rebatch_tag tag)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     if (RBI_UNLIKELY(tag >= pool->tag_count))
         return rbi_error(REBATCH_E_INVALID,
                          "tag is %u: expected one from rebatch_pool_tag(), 0 to %zu", (unsigned)tag,

@@ -50,8 +50,8 @@ static rebatch_status copy_streams(struct copy *copy)
             return no_memory();
         ours->stream = s->stream;
         ours->frees = ours->done = s->frees;
-        ours->next_mark = s->next_mark;
-        ours->mark_gap = s->mark_gap;
+        ours->next_event = s->next_event;
+        ours->event_gap = s->event_gap;
         ours->lists.misses = s->lists.misses;
         ours->lists.merged = s->lists.merged;
         ours->lists.has_zones = s->lists.has_zones;
@@ -108,6 +108,7 @@ static rebatch_status copy_pages(struct copy *copy, struct rbi_range *to,
 static bool copy_block(struct copy *copy, struct rbi_range *range, struct rbi_block *last,
                        const struct rbi_block *from)
 {
+    rbi_assert(from->bytes > 0 && from->range);
     rebatch_pool *to = copy->to;
     if (!rbi_blocks_prepare(&to->heap, 1))
         return false;
@@ -246,6 +247,7 @@ static rebatch_status skip_addresses(const struct copy *copy)
  * has come, and whoever copies a pool to look ahead need not let the device run idle for it. */
 static rebatch_status copy_locked(struct copy *copy)
 {
+    rbi_assert(rbi_lock_is_held(&copy->from->lock) && !copy->from->plan.arena);
     rebatch_status status = copy->from->pending ? rbi_pool_await_streams(copy->from) : REBATCH_OK;
     rbi_pool_flush_lists(copy->from);
     if (!status)

@@ -19,6 +19,7 @@ void rbi_event_log_close(struct rbi_event_log *log)
 void rbi_event_log_add(struct rbi_event_log *log, enum rbi_pool_event_kind kind,
                        const char *address, size_t bytes, rebatch_stream stream, rebatch_tag tag)
 {
+    rbi_assert(log->events && log->capacity > 0);
     const uint64_t number = log->count++;
     log->events[number % log->capacity] = (struct rbi_pool_event){
         number, address, bytes, stream, tag, (uint8_t)kind, rbi_now_ns(), 0};

@@ -40,6 +40,7 @@ static void add(struct rbi_former *former, const void *address, uint64_t owner)
 
 void rbi_former_add(rebatch_pool *pool, const struct rbi_block *block)
 {
+    rbi_assert(block->resident != 0);
     add(&pool->former, block->address, pool->residents[block->resident].owner);
 }
 

@@ -6,6 +6,7 @@
  * stays cached, and every trim tries it again. */
 static void pass_back(rebatch_pool *pool, struct rbi_range *range)
 {
+    rbi_assert(!pool->caching && !range->map);
     for (struct rbi_block_use *use = range->first->uses; use; use = use->next)
         (void)rbi_pool_await(pool, use->stream, use->until);
     if (pool->pending)
@@ -32,6 +33,7 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
     if (RBI_UNLIKELY(block->resident)) {
         if (rolled_back)
             rbi_former_add(pool, block);
+        rbi_assert(pool->residents[block->resident].bytes >= block->bytes);
         pool->residents[block->resident].bytes -= block->bytes;
         block->resident = 0;
     }
@@ -49,12 +51,14 @@ void rbi_pool_drop_block(rebatch_pool *pool, struct rbi_block *block, bool rolle
 
 void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block)
 {
+    rbi_assert(block->state == RBI_BLOCK_DEFERRED);
     block->next_deferred = scope->deferred;
     scope->deferred = block;
 }
 
 static void defer(rebatch_pool *pool, struct rbi_block *block)
 {
+    rbi_assert(block->state == RBI_BLOCK_LIVE && pool->depth > 0 && pool->undoing > 0);
     block->state = RBI_BLOCK_DEFERRED;
     rbi_scope_push_deferred(&pool->scopes[pool->depth - 1], block);
     pool->stats.deferred_bytes += block->bytes;
@@ -114,6 +118,7 @@ static bool is_of_former(rebatch_pool *pool, const void *pointer, bool is_live)
 
 static rebatch_status free_locked(rebatch_pool *pool, const void *pointer)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     struct rbi_block *const block = rbi_table_find(&pool->heap.table, pointer);
     const bool is_live = block && block->state == RBI_BLOCK_LIVE;
     const bool is_not_of_scope = is_live && rbi_pool_has_younger_scope(pool, block);
@@ -163,6 +168,7 @@ static struct rbi_pool_stream *find_user(const struct rbi_block *block, rebatch_
 
 static rebatch_status use_on_locked(rebatch_pool *pool, const void *pointer, rebatch_stream stream)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     struct rbi_block *block;
     const rebatch_status status = find_live(&block, pool, pointer);
     if (status != REBATCH_OK)

@@ -7,12 +7,20 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/base.h"
+
 /* word: 0 free, 1 held, 2 held and waited for (Drepper, "Futexes Are Tricky", 2011) */
 struct rbi_lock {
     _Atomic uint32_t word;
 };
 void rbi_lock_wait(struct rbi_lock *lock);
 void rbi_lock_wake(struct rbi_lock *lock);
+
+/* By anyone: for asserts of who relies on it. */
+static inline bool rbi_lock_is_held(const struct rbi_lock *lock)
+{
+    return atomic_load_explicit(&lock->word, memory_order_relaxed) != 0;
+}
 
 static inline void rbi_lock_take(struct rbi_lock *lock)
 {
@@ -25,6 +33,7 @@ static inline void rbi_lock_take(struct rbi_lock *lock)
 
 static inline void rbi_lock_give(struct rbi_lock *lock)
 {
+    rbi_assert(rbi_lock_is_held(lock));
     if (__builtin_expect(atomic_exchange_explicit(&lock->word, 0, memory_order_release) == 2, 0))
         rbi_lock_wake(lock);
 }

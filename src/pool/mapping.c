@@ -24,6 +24,7 @@ static rebatch_status find_window(struct rbi_window *window, rebatch_pool *pool,
 rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *pool,
                                      const struct rbi_mapping *mapping)
 {
+    rbi_assert((mapping->bytes + mapping->fence_bytes) % pool->page_bytes == 0);
     const size_t bytes = mapping->bytes + mapping->fence_bytes;
     struct rbi_block *hole = rbi_lists_find(&pool->space->lists, bytes, UINT64_MAX, RBI_ZONE_ANY);
     rebatch_status status = REBATCH_OK;
@@ -38,6 +39,7 @@ rebatch_status rbi_mapping_find_hole(struct rbi_window *window, rebatch_pool *po
 static rebatch_status create_lacking(rebatch_pool *pool, const struct rbi_mapping *mapping,
                                      size_t count, size_t room)
 {
+    rbi_assert(count > pool->vm.spare_pages);
     const size_t lacking = count - pool->vm.spare_pages;
     const size_t room_pages = room / pool->page_bytes;
     if (lacking > room_pages)
@@ -165,6 +167,7 @@ rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t 
 /* What lies in one place already stays there, and the rest is moved to it. */
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_pool_stream *stream)
 {
+    rbi_assert(pool->has_space && bytes > 0);
     struct rbi_mapping mapping = {.bytes = bytes,
                                   .stream = stream,
                                   .zone = rbi_pool_zone(pool, bytes),

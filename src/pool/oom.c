@@ -83,6 +83,8 @@ static rebatch_tag number_of(const rebatch_pool *pool, const char *tag)
 rebatch_status rbi_pool_report_oom(rebatch_pool *pool, const struct rbi_request *request,
                                    size_t asked_bytes, const char *tag)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
+    rbi_assert(request->stream && (size_t)request->stage < RBI_POOL_STAGE_COUNT);
     rebatch_oom_report *report = &pool->oom;
     memset(report, 0, sizeof *report);
     size_t room;

@@ -69,6 +69,7 @@ static struct rbi_range *range_of(const rebatch_pool *pool, const char *at)
 /* Makes the device have room for one more chunk, while `keep_bytes` stay available besides. */
 static rebatch_status make_room(rebatch_pool *pool, size_t bytes, size_t keep_bytes)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     size_t room;
     const rebatch_status status = rbi_pool_room(&room, pool, NULL);
     if (status != REBATCH_OK)

@@ -31,10 +31,10 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
  * done what they have enqueued (streams.c). */
 void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block);
 
-/* No other stream has to be waited for, and no mark is due. */
+/* No other stream has to be waited for, and no event is due. */
 static inline bool rbi_pool_retires_at_once(const struct rbi_block *block)
 {
-    return !block->used && rbi_stream_of(block)->frees + 1 < rbi_stream_of(block)->next_mark;
+    return !block->used && rbi_stream_of(block)->frees + 1 < rbi_stream_of(block)->next_event;
 }
 
 static inline void rbi_pool_note_free(const rebatch_pool *pool, struct rbi_block *block)
@@ -98,6 +98,7 @@ static inline void rbi_pool_count_free(rebatch_pool *pool, const struct rbi_bloc
     rebatch_pool_stats *stats = &pool->stats;
     struct rbi_tag *tag = &pool->tags[block->tag];
     const size_t bytes = block->bytes;
+    rbi_assert(tag->live_bytes >= bytes && stats->live_bytes >= bytes && stats->blocks > 0);
     rbi_tag_update_peak(pool, tag);
     tag->live_bytes -= bytes;
     stats->live_bytes -= bytes;
@@ -115,6 +116,7 @@ static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *bloc
     const bool outside = rbi_pool_is_other_thread(pool, pool->owner_thread);
     struct rbi_block *const ring = &pool->by_sequence;
     struct rbi_block *const newest = ring->previous;
+    rbi_assert(newest == ring || newest->sequence < pool->sequence);
     block->state = RBI_BLOCK_LIVE;
     block->late = false;
     block->outside = outside;
@@ -134,6 +136,7 @@ static inline bool rbi_pool_use_block(rebatch_pool *pool, struct rbi_block *bloc
 
 static inline void rbi_pool_leave_use(struct rbi_block *block)
 {
+    rbi_assert(block->previous->next == block && block->next->previous == block);
     block->previous->next = block->next;
     block->next->previous = block->previous;
 }
@@ -142,6 +145,7 @@ static inline void rbi_pool_leave_use(struct rbi_block *block)
 static inline void rbi_block_add_use(rebatch_pool *pool, struct rbi_block *block,
                                      struct rbi_pool_stream *stream)
 {
+    rbi_assert(block->state == RBI_BLOCK_LIVE);
     struct rbi_block_use *use = rbi_nodes_take_as_is(&pool->use_nodes);
     *use = (struct rbi_block_use){.next = block->uses, .stream = stream};
     block->uses = use;
@@ -154,6 +158,7 @@ static inline void rbi_block_end_uses(rebatch_pool *pool, struct rbi_block *bloc
     while (block->uses) {
         struct rbi_block_use *use = block->uses;
         block->uses = use->next;
+        rbi_assert(use->stream->pins > 0);
         use->stream->pins--;
         rbi_nodes_put(&pool->use_nodes, use);
     }

@@ -7,13 +7,20 @@ static size_t pages_for(const rebatch_pool *pool, size_t bytes)
     return (bytes + pool->page_bytes - 1) >> (unsigned)__builtin_ctzll(pool->page_bytes);
 }
 
+static bool is_in_run(const struct rbi_block *block)
+{
+    return block->state == RBI_BLOCK_FREE || block->state == RBI_BLOCK_HOLE;
+}
+
 /* The window of `bytes` that begins, or ends, where `near` does. */
 static void lay_window(struct rbi_window *window, const rebatch_pool *pool, struct rbi_block *near,
                        size_t bytes, bool at_end)
 {
+    rbi_assert(bytes > 0);
     *window = (struct rbi_window){near, near, bytes, 0, at_end};
     size_t left = bytes;
     for (struct rbi_block *b = near;; b = at_end ? b->before : b->after) {
+        rbi_assert(b && is_in_run(b));
         const size_t part = rbi_min(left, b->bytes);
         if (b->state == RBI_BLOCK_HOLE)
             window->pages += pages_for(pool, part);
@@ -87,6 +94,7 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
 
 void rbi_window_widen(struct rbi_window *window, const rebatch_pool *pool, size_t pages)
 {
+    rbi_assert(window->bytes > 0);
     const struct rbi_block *const far = window->at_end ? window->first : window->last;
     const struct rbi_block *const end = window->last->after;
     if (far->state != RBI_BLOCK_HOLE || far->bytes / pool->page_bytes < pages ||
@@ -117,17 +125,13 @@ struct run {
  * last. */
 static void note_fixed(struct run *run, const rebatch_pool *pool, const struct rbi_block *block)
 {
+    rbi_assert(block->range->map);
     char *first_whole, *first;
     const size_t whole = rbi_block_whole_pages(pool, block, &first_whole);
     const size_t within = rbi_block_own_pages(pool, block, &first);
     const size_t before = (size_t)(first - first_whole) / pool->page_bytes;
     run->fixed[0] += before;
     run->fixed[1] += whole - within - before;
-}
-
-static bool is_in_run(const struct rbi_block *block)
-{
-    return block->state == RBI_BLOCK_FREE || block->state == RBI_BLOCK_HOLE;
 }
 
 /* The run that begins at `block` or behind it; false when there is none in the range. */
@@ -149,6 +153,7 @@ static bool next_run(struct run *run, const rebatch_pool *pool, struct rbi_block
     run->lead = rbi_min(-offset & (pool->page_bytes - 1), run->bytes);
     run->whole = (run->bytes - run->lead) / pool->page_bytes;
     run->trail = run->bytes - run->lead - run->whole * pool->page_bytes;
+    rbi_assert(run->trail < pool->page_bytes && run->fixed[0] + run->fixed[1] <= 2 * run->whole);
     return true;
 }
 
@@ -261,6 +266,8 @@ static struct rbi_block *cut(rebatch_pool *pool, struct rbi_block *block, size_t
 
 void rbi_window_hold(rebatch_pool *pool, struct rbi_window *window)
 {
+    rbi_assert(window->first->range == window->last->range && window->bytes > 0);
+    rbi_assert(pool->heap.block_nodes.spare >= 2);
     const bool at_end = window->at_end;
     struct rbi_block *const far = at_end ? window->first : window->last;
     const bool single = window->first == window->last;

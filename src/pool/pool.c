@@ -36,6 +36,33 @@ static rebatch_status check_options(const rebatch_pool_options *options,
     return status;
 }
 
+static rebatch_status check_limit(size_t limit_bytes, size_t page_bytes)
+{
+    if (limit_bytes == 0 || limit_bytes >= page_bytes)
+        return REBATCH_OK;
+    return rbi_error(REBATCH_E_INVALID,
+                     "rebatch_pool_options.limit_bytes is %zu: expected 0 or at least one page "
+                     "of %zu bytes",
+                     limit_bytes, page_bytes);
+}
+
+static rebatch_status check_sizes(const rebatch_pool_options *options, rebatch_device *device)
+{
+    rebatch_status status = check_limit(options->limit_bytes, rbi_device_page_bytes(device));
+    if (status || options->headroom_bytes == 0)
+        return status;
+    rebatch_memory_info info;
+    status = rebatch_device_memory(device, &info);
+    if (status)
+        return status;
+    if (options->headroom_bytes > info.total_bytes)
+        return rbi_error(REBATCH_E_INVALID,
+                         "rebatch_pool_options.headroom_bytes is %zu: expected at most the %zu "
+                         "bytes of device %s",
+                         options->headroom_bytes, info.total_bytes, device->name);
+    return REBATCH_OK;
+}
+
 static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
 {
     pool->page_bytes = rbi_device_page_bytes(pool->device);
@@ -65,7 +92,7 @@ static rebatch_status take_parts(rebatch_pool *pool, const rebatch_pool_options 
     if (!pool->space || !rbi_blocks_open(&pool->heap, pool->page_bytes, &pool->space->lists))
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a pool");
     pool->space->stream = (rebatch_stream)pool->space; /* nobody has a stream of that name */
-    pool->space->next_mark = UINT64_MAX;
+    pool->space->next_event = UINT64_MAX;
     pool->last_stream = pool->space;
     const rebatch_status status = rbi_event_log_open(&pool->log, options->events);
     if (status != REBATCH_OK)
@@ -87,7 +114,7 @@ rebatch_status rebatch_pool_create(rebatch_pool **out, rebatch_device *device,
         rbi_options_copy(&ours, sizeof ours, RBI_SIZE_TO(rebatch_pool_options, replay), options,
                          "rebatch_pool_options");
     if (status != REBATCH_OK || (status = check_options(&ours, device)) != REBATCH_OK ||
-        (status = rbi_pool_check_sizes(&ours, device)) != REBATCH_OK)
+        (status = check_sizes(&ours, device)) != REBATCH_OK)
         return status;
     rebatch_pool *pool = rbi_heap_calloc_lines(1, sizeof *pool);
     if (!pool)

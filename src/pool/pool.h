@@ -9,7 +9,7 @@
 #include "device/device.h"
 #include "pool/heap/heap.h"
 #include "pool/lock.h"
-#include "pool/plan/plan.h"
+#include "pool/plan.h"
 #include "pool/view.h"
 #include "pool/vm/vm.h"
 #include "rebatch/pool.h"
@@ -29,28 +29,28 @@ struct rbi_block_use {
 };
 
 /* An event that stands at a point of a stream's work. */
-struct rbi_mark {
-    rbi_event event; /* NULL: none yet, or none to be had */
+struct rbi_stream_event {
+    rbi_event handle; /* NULL: none yet, or none to be had */
     uint64_t point;
 };
-#define RBI_STREAM_MARKS 8
+#define RBI_STREAM_EVENTS 8
 
 /* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
- * freed; whatever was enqueued before point `done` has completed. The marks under way are a ring,
- * from first_mark on.
- *   done < marks[first_mark].point < the next one's < ... <= frees
+ * freed; whatever was enqueued before point `done` has completed. The events under way are a ring,
+ * from first_event on.
+ *   done < events[first_event].point < the next one's < ... <= frees
  *   pins == requests under way for it + uses that name it */
 struct rbi_pool_stream {
     struct rbi_lists lists;       /* first: rbi_stream_of() */
     struct rbi_pool_stream *next; /* in order of first use */
     rebatch_stream stream;
     uint64_t frees, done;
-    uint64_t next_mark; /* the free with which a mark is due; UINT64_MAX: nobody asks */
+    uint64_t next_event; /* the free with which an event is due; UINT64_MAX: nobody asks */
     uint64_t pins;
-    uint64_t looked;   /* pool->looks when it was last looked at */
-    uint32_t mark_gap; /* frees from one mark to the next */
-    uint32_t first_mark, mark_count;
-    struct rbi_mark marks[RBI_STREAM_MARKS];
+    uint64_t looked;    /* pool->looks when it was last looked at */
+    uint32_t event_gap; /* frees from one event to the next */
+    uint32_t first_event, event_count;
+    struct rbi_stream_event events[RBI_STREAM_EVENTS];
 };
 
 /* The stream that a block was allocated for, or was last free on. */
@@ -235,7 +235,7 @@ static inline bool rbi_pool_is_beside_promise(const rebatch_pool *pool)
            rbi_pool_is_other_thread(pool, pool->owner_thread);
 }
 
-/* Takes the lock, for whoever looks at ranges: all blocks are in them. */
+/* Locks, and ends a plan, so that every block is in its range. */
 static inline void rbi_pool_take_lock(rebatch_pool *pool)
 {
     rbi_lock_take(&pool->lock);
@@ -359,7 +359,8 @@ struct rbi_policy {
     bool any_zone;    /* else blocks of other zones before that */
 };
 struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes);
-/* Whether the pool has seen what it will need. */
+/* Whether the pool has seen what it will need: it has made RBI_WARM_TIMES the allocations of the
+ * last rise of live memory, and RBI_WARM_ALLOCATIONS more. */
 bool rbi_pool_knows_needs(const rebatch_pool *pool);
 /* Whether there is room for fresh memory in place of what `bytes` of free memory has in parts of
  * pages, which cannot be moved. */
@@ -423,8 +424,8 @@ struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_s
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
 /* Waits until `stream` has done what it had enqueued before point `until`. */
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
-/* Marks that became due while none were made are made with the next free. */
-void rbi_pool_catch_up_marks(rebatch_pool *pool);
+/* Events that became due while none were recorded are recorded with the next free. */
+void rbi_pool_catch_up_events(rebatch_pool *pool);
 /* Looks how far the streams have come, without waiting, and frees the pending blocks that are
  * ready. */
 rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);
@@ -433,8 +434,8 @@ rebatch_status rbi_pool_poll_streams(rebatch_pool *pool);
 rebatch_status rbi_pool_poll_pending(bool *any, rebatch_pool *pool,
                                      const struct rbi_pool_stream *stream, size_t bytes);
 rebatch_status rbi_pool_poll_rest(rebatch_pool *pool);
-/* A search was not served by what streams had done: what is freed next gets marks early. */
-void rbi_pool_mark_soon(rebatch_pool *pool);
+/* A search was not served by what streams had done: what is freed next gets events early. */
+void rbi_pool_record_soon(rebatch_pool *pool);
 /* The same after waiting for all of them. */
 rebatch_status rbi_pool_await_streams(rebatch_pool *pool);
 /* Has waiting a point? */
@@ -476,10 +477,8 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
 /* Finds a block of exactly request->bytes; it is in no list yet. */
 rebatch_status rbi_pool_search(struct rbi_block **out, rebatch_pool *pool,
                                struct rbi_request *request);
-/* ---- checks of arguments (check.c, options.c) ---- */
+/* ---- checks of arguments (arguments.c) ---- */
 
-/* REBATCH_E_INVALID for limit or headroom that can never work there (options.c). */
-rebatch_status rbi_pool_check_sizes(const rebatch_pool_options *options, rebatch_device *device);
 bool rbi_pool_round_size(size_t *rounded, const rebatch_pool *pool, size_t bytes);
 rebatch_status rbi_pool_check_stream(const rebatch_pool *pool, rebatch_stream stream);
 /* True in a thread that is within a pressure callback of `pool`. */
@@ -509,7 +508,7 @@ void rbi_scope_push_deferred(struct rbi_scope *scope, struct rbi_block *block);
 /* Adds what `from` has seen to `to`, the scope around it. */
 void rbi_scope_fold(struct rbi_scope *to, const struct rbi_scope *from);
 struct rbi_pool_traffic rbi_pool_traffic(const rebatch_pool *pool);
-/* The phase that runs ends, and one with `key` begins at once; 0: none does (mark.c). */
+/* The phase that runs ends, and one with `key` begins at once; 0: none does (phase.c). */
 void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key);
 /* The phase that rebatch_pool_mark() has announced begins. Before an allocation or a reserve. */
 void rbi_pool_begin_marked(rebatch_pool *pool);

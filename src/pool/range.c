@@ -22,6 +22,7 @@ rebatch_status rbi_range_alloc(struct rbi_block **out, rebatch_pool *pool, size_
 
 rebatch_status rbi_range_free(rebatch_pool *pool, struct rbi_range *range)
 {
+    rbi_assert(!range->map);
     for (const struct rbi_block *b = range->first; b; b = b->after) {
         const rebatch_status status = rbi_pool_await(pool, rbi_stream_of(b), b->freed_at);
         if (status != REBATCH_OK)
@@ -57,6 +58,7 @@ static size_t choose_reservation(rebatch_pool *pool, size_t bytes)
 
 rebatch_status rbi_range_reserve(rebatch_pool *pool, size_t bytes, uint8_t zone)
 {
+    rbi_assert(bytes > 0 && bytes % pool->page_bytes == 0 && zone < RBI_POOL_ZONES);
     struct rbi_map *map;
     const size_t wanted = choose_reservation(pool, bytes);
     rebatch_status status = rbi_map_reserve(&map, &pool->vm, wanted);
@@ -92,6 +94,7 @@ size_t rbi_block_own_pages(const rebatch_pool *pool, const struct rbi_block *blo
 /* Cuts a block in no list before `at`, puts the part before it back, and gives the rest. */
 static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, const char *at)
 {
+    rbi_assert(at >= block->address && at < block->address + block->bytes);
     if (at == block->address)
         return block;
     struct rbi_block *rest = rbi_block_split(&pool->heap, block, (size_t)(at - block->address));
@@ -101,6 +104,7 @@ static struct rbi_block *put_part(rebatch_pool *pool, struct rbi_block *block, c
 
 void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block)
 {
+    rbi_assert(block->state == RBI_BLOCK_HELD);
     rbi_block_give(block, &pool->space->lists);
     block->state = RBI_BLOCK_LOST;
 }
@@ -110,6 +114,8 @@ void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block)
 static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
 {
     const char *const end = first + count * pool->page_bytes;
+    rbi_assert(block->state == RBI_BLOCK_FREE && block->freed_at <= rbi_stream_of(block)->done);
+    rbi_assert(first >= block->address && end <= block->address + block->bytes);
     rbi_lists_remove(block);
     block->state = RBI_BLOCK_HELD;
     struct rbi_map *const map = block->range->map;
@@ -212,6 +218,8 @@ void rbi_pool_harvest(rebatch_pool *pool, size_t wanted, const struct rbi_pool_s
 
 void rbi_pool_adopt(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
+    rbi_assert(!pool->pending);
     rbi_pool_flush_lists(pool);
     for (struct rbi_range *r = pool->heap.first_range; r; r = r->next) {
         for (struct rbi_block *b = r->first; b; b = b->after) {
@@ -298,6 +306,7 @@ static rebatch_status trim_pages(rebatch_pool *pool, size_t keep_bytes,
 rebatch_status rbi_pool_trim_cache(rebatch_pool *pool, size_t keep_bytes,
                                    const struct rbi_pool_stream *spared, size_t *released_bytes)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     *released_bytes = 0;
     rbi_pool_flush_lists(pool);
     const rebatch_status status = pool->has_space
@@ -346,6 +355,7 @@ static bool leave_used(const rebatch_pool *pool, struct rbi_range *range)
 /* Quarantined pages are tried once more. Of most ranges most is holes. */
 static void destroy_map(rebatch_pool *pool, struct rbi_range *range)
 {
+    rbi_assert(range->map);
     const bool leave = leave_used(pool, range);
     for (const struct rbi_block *b = range->first; b; b = b->after) {
         if (b->state == RBI_BLOCK_HOLE)

@@ -53,6 +53,7 @@ static rebatch_status look_for_piece(rebatch_pool *pool, struct rbi_request *req
 static rebatch_status reserve_locked(rebatch_pool *pool, size_t bytes, size_t rounded,
                                      rebatch_stream stream)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     struct rbi_request request;
     if (pool->plan.marked != 0)
         rbi_pool_begin_marked(pool);
@@ -122,6 +123,7 @@ static size_t free_of_others(const rebatch_pool *pool, const struct rbi_pool_str
 
 static rebatch_status admit_locked(rebatch_pool *pool, size_t bytes, rebatch_stream stream)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     if (!pool->caching)
         return look_for_room(pool, bytes);
     const struct rbi_pool_stream *known = rbi_pool_find_stream(pool, stream);

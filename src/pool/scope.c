@@ -30,6 +30,7 @@ static rebatch_status refuse_scope(rebatch_scope handle)
 static rebatch_status begin_locked(rebatch_scope *out, rebatch_pool *pool, uint64_t owner_thread,
                                    bool observes)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     if (pool->depth == RBI_POOL_SCOPES)
         return rbi_error(REBATCH_E_UNSUPPORTED, "%d scopes are open: expected no more",
                          RBI_POOL_SCOPES);
@@ -84,6 +85,7 @@ static struct rbi_block *pop_deferred(struct rbi_scope *scope)
 {
     struct rbi_block *block = scope->deferred;
     if (block) {
+        rbi_assert(block->state == RBI_BLOCK_DEFERRED);
         scope->deferred = block->next_deferred;
         block->next_deferred = NULL;
     }
@@ -112,6 +114,7 @@ static void commit_innermost(rebatch_pool *pool)
             rbi_scope_push_deferred(innermost(pool), block);
             continue;
         }
+        rbi_assert(pool->stats.deferred_bytes >= block->bytes);
         pool->stats.deferred_bytes -= block->bytes;
         rbi_pool_drop_block(pool, block, false);
     }
@@ -119,6 +122,7 @@ static void commit_innermost(rebatch_pool *pool)
 
 static rebatch_status commit_locked(rebatch_pool *pool, rebatch_scope scope)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     const struct rbi_scope *open = find_open(pool, scope);
     if (!open)
         return refuse_scope(scope);
@@ -448,6 +452,7 @@ rebatch_status rebatch_scope_get_stats(rebatch_scope_stats *out, rebatch_pool *p
 
 static void end_phase_locked(struct rbi_scope_use *out, rebatch_pool *pool, rebatch_scope scope)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     rebatch_scope_stats stats = {0};
     rbi_plan_end(pool);
     const struct rbi_scope *const open = find_open(pool, scope);

@@ -14,6 +14,7 @@ rebatch_status rbi_pool_prepare(rebatch_pool *pool)
 
 static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_stage stage)
 {
+    rbi_assert((size_t)stage < RBI_POOL_STAGE_COUNT);
     request->stage = stage;
     pool->stages[stage]++;
 }
@@ -21,6 +22,7 @@ static void reach(rebatch_pool *pool, struct rbi_request *request, rebatch_pool_
 static struct rbi_block *take(rebatch_pool *pool, const struct rbi_request *request,
                               struct rbi_block *block)
 {
+    rbi_assert(!block || block->bytes >= request->bytes);
     return block ? rbi_block_take_for(&pool->heap, block, request->bytes, &request->stream->lists)
                  : NULL;
 }
@@ -110,7 +112,7 @@ static rebatch_status take_done(struct rbi_block **out, rebatch_pool *pool,
     if (others && pool->plain && (*out = take_any(pool, request)))
         return REBATCH_OK;
     if (others)
-        rbi_pool_mark_soon(pool);
+        rbi_pool_record_soon(pool);
     return REBATCH_OOM;
 }
 
@@ -154,6 +156,7 @@ static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request 
 {
     if (!block || !at_end || block->bytes == request->bytes)
         return take(pool, request, block);
+    rbi_assert(block->bytes > request->bytes);
     rbi_lists_remove(block);
     struct rbi_block *end = rbi_block_split(&pool->heap, block, block->bytes - request->bytes);
     rbi_lists_add(block);
@@ -165,6 +168,7 @@ static struct rbi_block *take_part(rebatch_pool *pool, const struct rbi_request 
 static rebatch_status take_fenced(struct rbi_block **out, rebatch_pool *pool,
                                   struct rbi_mapping *mapping)
 {
+    rbi_assert(pool->fence && pool->has_space);
     const size_t step = pool->page_bytes;
     size_t whole;
     if (!rbi_round_up(mapping->bytes, step, &whole))
@@ -338,6 +342,7 @@ static rebatch_status run_stages(struct rbi_block **out, rebatch_pool *pool,
  * there is none. Needs a spare node. */
 static struct rbi_block *set_promised_aside(rebatch_pool *pool)
 {
+    rbi_assert(pool->promised_bytes > 0);
     struct rbi_block *best = NULL;
     rbi_pool_flush_lists(pool);
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
@@ -349,7 +354,7 @@ static struct rbi_block *set_promised_aside(rebatch_pool *pool)
     return best ? rbi_block_take(&pool->heap, best, pool->promised_bytes) : NULL;
 }
 
-/* For who was promised nothing: as if the piece that was were not there. Nodes are for both
+/* For threads without the reservation: searches with the reserved piece hidden. Nodes are for both
  * searches, what waits in callbacks keeps its own, and for the rest of the piece. */
 static rebatch_status run_stages_beside(struct rbi_block **out, rebatch_pool *pool,
                                         struct rbi_request *request)
@@ -373,6 +378,8 @@ static rebatch_status run_stages_beside(struct rbi_block **out, rebatch_pool *po
 rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool, size_t bytes,
                                 rebatch_stream stream)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
+    rbi_assert(bytes > 0 && bytes % REBATCH_POOL_UNIT_BYTES == 0);
     const rebatch_status status = rbi_pool_prepare(pool);
     if (status != REBATCH_OK)
         return status;
@@ -387,6 +394,7 @@ rebatch_status rbi_request_open(struct rbi_request *request, rebatch_pool *pool,
 
 void rbi_request_close(struct rbi_request *request)
 {
+    rbi_assert(request->stream->pins > 0);
     request->stream->pins--;
 }
 
@@ -402,6 +410,7 @@ static bool is_in_scope(const rebatch_pool *pool)
  * free. */
 static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_t wanted_bytes)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     const uint64_t freed = pool->stats.freed_total_bytes;
     const bool is_watched = pool->pressure_watch.on_pressure && is_in_scope(pool);
     const struct rbi_pool_pressure_watch watch = pool->pressure_watch;
@@ -419,6 +428,7 @@ static bool press(rebatch_pool *pool, const struct rbi_pressure *pressure, size_
     rbi_pool_callbacks--;
     rbi_pool_pressing = outer;
     rbi_pool_take_lock(pool);
+    rbi_assert(pool->pressing > 0);
     pool->pressing--;
     return given > 0 || pool->stats.freed_total_bytes != freed;
 }

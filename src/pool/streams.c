@@ -21,11 +21,11 @@ static bool is_referred_to(const rebatch_pool *pool, const struct rbi_pool_strea
     return false;
 }
 
-/* The next free gets a mark. */
-static void begin_marks(struct rbi_pool_stream *stream)
+/* The next free gets an event. */
+static void begin_events(struct rbi_pool_stream *stream)
 {
-    stream->next_mark = stream->frees + 1;
-    stream->mark_gap = RBI_MARK_LEAST_GAP;
+    stream->next_event = stream->frees + 1;
+    stream->event_gap = RBI_EVENT_LEAST_GAP;
 }
 
 /* A stream that no block refers to any more can become another one, so that a program which makes
@@ -39,9 +39,9 @@ static struct rbi_pool_stream *reuse_stream(rebatch_pool *pool, rebatch_stream s
             pool->last_stream = pool->space;
         s->stream = stream;
         s->done = s->frees;
-        s->mark_count = 0;
-        if (s->next_mark != UINT64_MAX)
-            begin_marks(s);
+        s->event_count = 0;
+        if (s->next_event != UINT64_MAX)
+            begin_events(s);
         return s;
     }
     return NULL;
@@ -57,58 +57,62 @@ struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream 
         return NULL;
     s->stream = stream;
     s->lists.has_zones = pool->has_space;
-    s->next_mark = UINT64_MAX; /* one stream alone needs no marks at its frees */
+    s->next_event = UINT64_MAX; /* one stream alone needs no events at its frees */
     struct rbi_pool_stream **end = &pool->first_stream;
     while (*end)
         end = &(*end)->next;
     *end = s;
     if (pool->first_stream != s)
         for (struct rbi_pool_stream *any = pool->first_stream; any; any = any->next)
-            if (any->next_mark == UINT64_MAX)
-                begin_marks(any);
+            if (any->next_event == UINT64_MAX)
+                begin_events(any);
     pool->last_stream = s;
     return s;
 }
 
-/* ---- marks ---- */
+/* ---- events ---- */
 
-static struct rbi_mark *mark_at(struct rbi_pool_stream *stream, uint32_t number)
+static struct rbi_stream_event *event_at(struct rbi_pool_stream *stream, uint32_t number)
 {
-    return &stream->marks[(stream->first_mark + number) % RBI_STREAM_MARKS];
+    rbi_assert(number < RBI_STREAM_EVENTS);
+    return &stream->events[(stream->first_event + number) % RBI_STREAM_EVENTS];
 }
 
 static void note_done(struct rbi_pool_stream *stream, uint64_t point)
 {
+    rbi_assert(point <= stream->frees);
     stream->done = point;
-    while (stream->mark_count != 0 && mark_at(stream, 0)->point <= point) {
-        stream->first_mark = (stream->first_mark + 1) % RBI_STREAM_MARKS;
-        stream->mark_count--;
+    while (stream->event_count != 0 && event_at(stream, 0)->point <= point) {
+        stream->first_event = (stream->first_event + 1) % RBI_STREAM_EVENTS;
+        stream->event_count--;
     }
 }
 
-/* The number of the first mark from a point on; mark_count: there is none. */
-static uint32_t first_mark_from(struct rbi_pool_stream *stream, uint64_t point)
+/* The number of the first event from a point on; event_count: there is none. */
+static uint32_t first_event_from(struct rbi_pool_stream *stream, uint64_t point)
 {
     uint32_t number = 0;
-    while (number < stream->mark_count && mark_at(stream, number)->point < point)
+    while (number < stream->event_count && event_at(stream, number)->point < point)
         number++;
     return number;
 }
 
-/* Up to where there are marks. */
-static uint64_t marked_point(struct rbi_pool_stream *stream)
+/* Up to where there are events. */
+static uint64_t recorded_point(struct rbi_pool_stream *stream)
 {
-    return stream->mark_count != 0 ? mark_at(stream, stream->mark_count - 1)->point : stream->done;
+    return stream->event_count != 0 ? event_at(stream, stream->event_count - 1)->point
+                                    : stream->done;
 }
 
-/* Asks whether the oldest mark has been reached, without waiting. */
+/* Asks whether the oldest event has been reached, without waiting. */
 static rebatch_status ask(bool *reached, rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    const struct rbi_mark *mark = mark_at(stream, 0);
-    const rebatch_status status = rbi_event_query(pool->device, mark->event, reached);
+    rbi_assert(stream->event_count != 0);
+    const struct rbi_stream_event *event = event_at(stream, 0);
+    const rebatch_status status = rbi_event_query(pool->device, event->handle, reached);
     *reached = *reached && status == REBATCH_OK;
     if (*reached)
-        note_done(stream, mark->point);
+        note_done(stream, event->point);
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
@@ -116,7 +120,7 @@ static rebatch_status ask_all(rebatch_pool *pool, struct rbi_pool_stream *stream
 {
     bool reached = true;
     rebatch_status status = REBATCH_OK;
-    while (reached && stream->mark_count != 0 && status == REBATCH_OK)
+    while (reached && stream->event_count != 0 && status == REBATCH_OK)
         status = ask(&reached, pool, stream);
     return status;
 }
@@ -124,26 +128,27 @@ static rebatch_status ask_all(rebatch_pool *pool, struct rbi_pool_stream *stream
 /* All at once, so that later calls take nothing of the heap. */
 static void make_events(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    for (size_t i = 0; i < RBI_STREAM_MARKS; i++)
-        if (!stream->marks[i].event &&
-            rbi_event_create(pool->device, &stream->marks[i].event) != REBATCH_OK)
-            stream->marks[i].event = NULL;
+    for (size_t i = 0; i < RBI_STREAM_EVENTS; i++)
+        if (!stream->events[i].handle &&
+            rbi_event_create(pool->device, &stream->events[i].handle) != REBATCH_OK)
+            stream->events[i].handle = NULL;
 }
 
-/* Marks the frees so far. Where that fails they are left to rbi_pool_await(). */
-static void mark(rebatch_pool *pool, struct rbi_pool_stream *stream)
+/* Records an event behind the frees so far. Where that fails they are left to rbi_pool_await(). */
+static void record(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    if (stream->mark_count == RBI_STREAM_MARKS || marked_point(stream) == stream->frees)
+    if (stream->event_count == RBI_STREAM_EVENTS || recorded_point(stream) == stream->frees)
         return;
-    struct rbi_mark *mark = mark_at(stream, stream->mark_count);
-    if (!mark->event)
+    struct rbi_stream_event *event = event_at(stream, stream->event_count);
+    if (!event->handle)
         make_events(pool, stream);
-    if (!mark->event)
+    if (!event->handle)
         return;
-    if (rbi_event_record(pool->device, mark->event, stream->stream) != REBATCH_OK)
+    if (rbi_event_record(pool->device, event->handle, stream->stream) != REBATCH_OK)
         return;
-    mark->point = stream->frees;
-    stream->mark_count++;
+    rbi_assert(stream->event_count < RBI_STREAM_EVENTS);
+    event->point = stream->frees;
+    stream->event_count++;
 }
 
 /* A stream waits for its work when it is destroyed, so one that is gone has none. */
@@ -152,54 +157,54 @@ static bool is_gone(const rebatch_pool *pool, const struct rbi_pool_stream *stre
     return stream->stream && !rbi_device_stream_is_valid(pool->device, stream->stream);
 }
 
-static void mark_stream(rebatch_pool *pool, struct rbi_pool_stream *stream)
+static void record_on(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     bool reached;
     if (is_gone(pool, stream)) {
         note_done(stream, stream->frees);
         return;
     }
-    if (stream->mark_count == RBI_STREAM_MARKS)
+    if (stream->event_count == RBI_STREAM_EVENTS)
         (void)ask(&reached, pool, stream); /* an error comes again where memory is searched */
-    mark(pool, stream);
+    record(pool, stream);
 }
 
 /* Calls of the driver are dear beside what else a free costs. As long as no search misses anything,
- * marks become rare, and whether they have been reached is asked only when there is place for no
+ * events become rare, and whether they have been reached is asked only when there is place for no
  * other. */
-static void mark_when_due(rebatch_pool *pool, struct rbi_pool_stream *stream)
+static void record_when_due(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    stream->next_mark = stream->frees + stream->mark_gap;
-    stream->mark_gap = rbi_min(2 * stream->mark_gap, RBI_MARK_MOST_GAP);
-    mark_stream(pool, stream);
+    stream->next_event = stream->frees + stream->event_gap;
+    stream->event_gap = rbi_min(2 * stream->event_gap, RBI_EVENT_MOST_GAP);
+    record_on(pool, stream);
 }
 
 static uint64_t note_free(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     const uint64_t point = ++stream->frees;
-    if (point >= stream->next_mark)
-        mark_when_due(pool, stream);
+    if (point >= stream->next_event)
+        record_when_due(pool, stream);
     return point;
 }
 
-void rbi_pool_catch_up_marks(rebatch_pool *pool)
+void rbi_pool_catch_up_events(rebatch_pool *pool)
 {
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        s->next_mark = rbi_max(s->next_mark, s->frees + 1);
+        s->next_event = rbi_max(s->next_event, s->frees + 1);
 }
 
 /* The free of a block that the stream uses and another one has. */
 static uint64_t note_free_of_use(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    stream->next_mark -= rbi_min(stream->next_mark - stream->frees, RBI_MARK_FREES_A_USE) - 1;
+    stream->next_event -= rbi_min(stream->next_event - stream->frees, RBI_EVENT_FREES_A_USE) - 1;
     return note_free(pool, stream);
 }
 
-void rbi_pool_mark_soon(rebatch_pool *pool)
+void rbi_pool_record_soon(rebatch_pool *pool)
 {
     for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        if (s->done != s->frees && s->next_mark != UINT64_MAX)
-            begin_marks(s);
+        if (s->done != s->frees && s->next_event != UINT64_MAX)
+            begin_events(s);
 }
 
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until)
@@ -210,10 +215,10 @@ rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream
         note_done(stream, stream->frees);
         return REBATCH_OK;
     }
-    const uint32_t number = first_mark_from(stream, until);
-    if (number < stream->mark_count &&
-        rbi_event_synchronize(pool->device, mark_at(stream, number)->event) == REBATCH_OK) {
-        note_done(stream, mark_at(stream, number)->point);
+    const uint32_t number = first_event_from(stream, until);
+    if (number < stream->event_count &&
+        rbi_event_synchronize(pool->device, event_at(stream, number)->handle) == REBATCH_OK) {
+        note_done(stream, event_at(stream, number)->point);
         return REBATCH_OK;
     }
     const rebatch_status status = rebatch_stream_synchronize(pool->device, stream->stream);
@@ -226,6 +231,7 @@ rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream
 
 static bool is_ready(const struct rbi_block *block)
 {
+    rbi_assert(block->state == RBI_BLOCK_PENDING && block->used);
     for (const struct rbi_block_use *use = block->uses; use; use = use->next)
         if (use->stream->done < use->until)
             return false;
@@ -237,12 +243,14 @@ static void put_away(rebatch_pool *pool, struct rbi_block *block)
 {
     struct rbi_block *const gap = block->after;
     rbi_block_merge(&pool->heap, block);
+    rbi_assert(!pool->fence || gap->state == RBI_BLOCK_FENCE);
     if (pool->fence)
         (void)rbi_block_put(&pool->heap, gap);
 }
 
 void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
 {
+    rbi_assert(block->state == RBI_BLOCK_LIVE || block->state == RBI_BLOCK_DEFERRED);
     block->freed_at = note_free(pool, rbi_stream_of(block));
     block->sequence = pool->sequence;
     if (!block->used) {
@@ -261,6 +269,7 @@ void rbi_pool_retire_slowly(rebatch_pool *pool, struct rbi_block *block)
 
 static void end_pending(rebatch_pool *pool, struct rbi_block *block)
 {
+    rbi_assert(block->state == RBI_BLOCK_PENDING);
     rbi_block_end_uses(pool, block);
     put_away(pool, block);
 }
@@ -309,7 +318,7 @@ uint64_t rbi_pool_largest_free(const rebatch_pool *pool)
 
 /* ---- looking how far streams have come ---- */
 
-/* By the marks that there are. Once in a search, as later it would hardly have come further. */
+/* By the events that there are. Once in a search, as later it would hardly have come further. */
 static rebatch_status look(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     if (stream->done == stream->frees || stream->looked == pool->looks)
@@ -322,20 +331,20 @@ static rebatch_status look(rebatch_pool *pool, struct rbi_pool_stream *stream)
     return ask_all(pool, stream);
 }
 
-/* Where all marks have been reached, what was freed after them may be done as well. */
+/* Where all events have been reached, what was freed after them may be done as well. */
 static rebatch_status look_beyond(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    if (stream->mark_count != 0)
+    if (stream->event_count != 0)
         return REBATCH_OK;
-    mark(pool, stream);
+    record(pool, stream);
     return ask_all(pool, stream);
 }
 
-/* What was freed after the last mark shall be known to be done when it is needed next. */
-static rebatch_status mark_beyond(rebatch_pool *pool, struct rbi_pool_stream *stream)
+/* What was freed after the last event shall be known to be done when it is needed next. */
+static rebatch_status record_beyond(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
-    if (stream->mark_count == 0)
-        mark(pool, stream);
+    if (stream->event_count == 0)
+        record(pool, stream);
     return REBATCH_OK;
 }
 
@@ -373,7 +382,7 @@ rebatch_status rbi_pool_poll_pending(bool *any, rebatch_pool *pool,
         return status;
     *any = finish_pending(pool, stream, bytes);
     if (*any)
-        return step_awaited(pool, stream, bytes, mark_beyond);
+        return step_awaited(pool, stream, bytes, record_beyond);
     status = step_awaited(pool, stream, bytes, look_beyond);
     if (status == REBATCH_OK)
         *any = finish_pending(pool, stream, bytes);
@@ -425,8 +434,8 @@ void rbi_pool_destroy_streams(rebatch_pool *pool)
     while (pool->first_stream) {
         struct rbi_pool_stream *s = pool->first_stream;
         pool->first_stream = s->next;
-        for (size_t i = 0; i < RBI_STREAM_MARKS; i++)
-            rbi_event_destroy(pool->device, s->marks[i].event);
+        for (size_t i = 0; i < RBI_STREAM_EVENTS; i++)
+            rbi_event_destroy(pool->device, s->events[i].handle);
         rbi_heap_free(s);
     }
 }

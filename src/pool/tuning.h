@@ -14,8 +14,8 @@
 /* And this part of what the device could still give. Halved: vit-checkpointed smallest 1.013 ->
  * 1.018; doubled: vit-checkpointed first pass at 1.10 157 -> 222 ms. */
 #define RBI_CHUNK_PARTS_OF_ROOM 128
-/* And so many pages. Halved: short, 64 samples with plenty, 191 -> 228 ms; doubled: churn smallest
- * 1.032 -> 1.045. */
+/* And at most this many pages. Halved: short, 64 samples with plenty, 191 -> 228 ms; doubled: churn
+ * smallest 1.032 -> 1.045. */
 #define RBI_CHUNK_ORDINARY_MOST 16
 /* Where there is plenty, a pool that grows takes this part of what it holds at once. Halved:
  * vit-checkpointed 97.2 -> 96.4 % live / reserved; doubled: gpt2 first pass 69 -> 83 ms. */
@@ -23,8 +23,8 @@
 /* Up to this part of the room. Halved: accumulation smallest 1.020 -> 1.027; doubled: two-streams
  * first pass at 1.02 141 -> 157 ms. */
 #define RBI_CHUNK_PARTS_OF_PLENTY 2048
-/* And so many pages. Halved: churn first pass 513 -> 729 ms; doubled: churn 94.5 -> 93.3 % live /
- * reserved. */
+/* And at most this many pages. Halved: churn first pass 513 -> 729 ms; doubled: churn 94.5 -> 93.3
+ * % live / reserved. */
 #define RBI_CHUNK_GROWTH_MOST 32
 /* A request of 16 GiB and more comes in some hundred chunks all the same. Halved: short, 64
  * samples with plenty, 193 -> 162 ms; doubled: nothing. */
@@ -32,7 +32,8 @@
 /* Memory that will be used as a whole comes in chunks of this part of it. Halved or doubled:
  * short, 1.01 of what 4 samples need, 43 -> 48 ms. */
 #define RBI_CHUNK_PARTS_OF_AHEAD 16
-/* log2 of the pages of the largest chunk of host memory: the driver takes some 6 ms for 32 MiB. */
+/* log2 of the pages of the largest chunk of host memory: the driver takes some 6 ms for 32 MiB, a
+ * bound on what is made too much. */
 #define RBI_OVERFLOW_LARGEST 4
 
 /* ---- when the pool is warm, and what it holds then (limits.c): memory, for driver calls ---- */
@@ -40,10 +41,10 @@
 /* Live memory rises when it is this part above its highest. Halved: events at 50 114 -> 290;
  * doubled: events at 100 109 -> 200. */
 #define RBI_WARM_RISE_PARTS 8
-/* Warm after so many times the allocations at the last rise. Halved: events at 200 177 -> 408;
+/* Warm after this many times the allocations at the last rise. Halved: events at 200 177 -> 408;
  * doubled: events at 100 109 -> 324. */
 #define RBI_WARM_TIMES 8
-/* And so many more. Halved: short, 1.01 of what 2 samples need, 52 -> 13 ms, events at 50 114 ->
+/* And this many more. Halved: short, 1.01 of what 2 samples need, 52 -> 13 ms, events at 50 114 ->
  * 321; doubled: events at 100 109 -> 372. */
 #define RBI_WARM_ALLOCATIONS 16384
 /* A warm pool holds this part more than its peak rather than move pages. Halved: accumulation 97.6
@@ -55,9 +56,10 @@
 /* Of what is free at most this part lies in parts of pages: a plan's memory may be moved where
  * there is room for as much. Halved: short, 16 samples in 1.05, 96 -> 108 ms; doubled: nothing. */
 #define RBI_PARTS_OF_PAGES 32
-/* Beyond this part of the peak, and so many pages, memory is held for nothing, and is planned for.
- * No trace moves when they are halved or doubled. */
+/* Beyond this part of the peak memory is held for nothing, and is planned for. Without that bound
+ * short 500, 1.02 of what 2 samples need, 38 -> 71 ms; halved or doubled: nothing. */
 #define RBI_TOO_MUCH_PARTS 16
+/* And this many pages. A bound: a small pool does not plan for nothing, which takes host memory. */
 #define RBI_TOO_MUCH_PAGES 16
 /* Default of keep_room_permille. Halved: nothing; doubled: short, 16 samples in 1.05, 96 -> 108
  * ms. */
@@ -74,74 +76,82 @@
 /* Blocks below this part of a page are small. Halved: resnet50 98.7 -> 98.3 % live / reserved;
  * doubled: accumulation smallest 1.0200 -> 1.0224, two-streams 98.4 -> 97.6 % live / reserved. */
 #define RBI_ZONE_SMALL_PARTS 64
-/* Blocks of so many pages are large. Halved: gpt2 smallest 1.0114 -> 1.0127; doubled: accumulation
- * smallest 1.0200 -> 1.0228. */
+/* Blocks of this many pages are large. Halved: gpt2 smallest 1.0114 -> 1.0127; doubled:
+ * accumulation smallest 1.0200 -> 1.0228. */
 #define RBI_ZONE_LARGE_PAGES 8
 /* A block between holes is cut all the same from this size on, as a plan's memory leaves it.
  * Without the bound short with memory taken has 88 ms instead of 26. */
 #define RBI_ISOLATED_MOST_BYTES ((size_t)2 << 30)
-/* The most pages that addresses are reserved for at once, 512 GiB on CUDA devices, and how often
- * what could be mapped. The latter halved or doubled: nothing, as no trace runs out of them. */
+/* The most pages that addresses are reserved for at once, 512 GiB on CUDA devices. A bound: no
+ * trace comes near it. */
 #define RBI_RESERVED_MOST ((size_t)1 << 18)
+/* This many times what could be mapped. Halved: nothing; a quarter: churn smallest 1.0326 ->
+ * 1.0341, vit-checkpointed third pass at 1.02 84 -> 99 ms, short, 64 samples with plenty, 95 -> 128
+ * ms. */
 #define RBI_RESERVED_TIMES 4
-/* On a device without pages requests of less than one share a segment of so many. */
+/* On a device without pages requests of less than one share a segment of this many. A bound on such
+ * a device's calls; the traces run on pages. */
 #define RBI_SHARED_PAGES 4
 
 /* ---- quick lists, table and lock (heap, lock.c): time alone ---- */
 
-/* Sizes of 1 to so many units have a quick list each; the larger ones share as many. */
+/* Sizes of 1 to QUICK units have a quick list each; the larger ones share as many. Fixed: the
+ * lists that have blocks are the bits of a word. */
 #define RBI_POOL_QUICK 64
-/* So many bytes of small blocks are kept unmerged by each stream. Halved: events at 50 114 -> 288;
- * doubled: nothing. */
+/* This many bytes of small blocks are kept unmerged by each stream. Halved: events at 50 114 ->
+ * 288; doubled: nothing. */
 #define RBI_POOL_SMALL_MOST ((size_t)4 << 20)
-/* After so many requests that the lists of large sizes did not serve, blocks are merged as they
+/* After this many requests that the lists of large sizes did not serve, blocks are merged as they
  * are freed. Halved: vit-checkpointed smallest 1.013 -> 1.015; doubled: its third pass at 1.02 84
  * -> 92 ms. */
 #define RBI_POOL_MISSES 16
-/* After so many of those the lists have another try. Halved: gpt2 third pass at 1.02 57 -> 81 ms;
+/* After this many of those the lists have another try. Halved: gpt2 third pass at 1.02 57 -> 81 ms;
  * doubled: vit-checkpointed smallest 1.013 -> 1.015. */
 #define RBI_POOL_MERGES 1024
-/* Heads of the table for each block, so that most lists have one block at most. */
+/* Heads of the table for each block: a bound on the length of lists, most of which have one block
+ * at most. */
 #define RBI_TABLE_HEADS_A_BLOCK 2
-/* Tries of the lock before a system call: most holders are done before. */
+/* Tries of the lock before a system call: a bound, most holders are done before. */
 #define RBI_LOCK_SPINS 256
 
 /* ---- events of streams (streams.c): driver calls, for memory that is not known to be free ---- */
 
 /* Frees from one event to the next at first. Halved: events at 50 114 -> 190; doubled: 114 -> 301.
  * */
-#define RBI_MARK_LEAST_GAP 16
+#define RBI_EVENT_LEAST_GAP 16
 /* And at most, each time twice as many. Halved or doubled: two-streams smallest 1.006 -> 1.008. */
-#define RBI_MARK_MOST_GAP 512
-/* The free of a block that other streams use counts as so many. Halved: two-streams smallest 1.006
- * -> 1.007; doubled: events at 50 114 -> 281. */
-#define RBI_MARK_FREES_A_USE 16
+#define RBI_EVENT_MOST_GAP 512
+/* The free of a block that other streams use counts as this many. Halved: two-streams smallest
+ * 1.006 -> 1.007; doubled: events at 50 114 -> 281. */
+#define RBI_EVENT_FREES_A_USE 16
 
-/* ---- plans (plan/, mark.c): memory and time, for moved pages ---- */
+/* ---- plans (plan.c, plan/layout.c): memory and time, for moved pages ---- */
 
-/* Those that say neither a figure nor "not tried" move no trace and no line of short when they are
- * halved or doubled. */
-
-/* After so many plans in a row for which more than half as many pages were moved as in a phase
- * without a plan the key rests for so many phases. The
- * plans halved: short, 16 samples in 1.02, 108 -> 237 ms; doubled: nothing. */
+/* After more than MOVES_MOST plans in a row for which more than half as many pages were moved as in
+ * a phase without a plan the key is served without one for REST_PHASES phases. MOVES_MOST halved:
+ * short, 16 samples in 1.02, 108 -> 237 ms; doubled: nothing. The rest is a bound on how often the
+ * host waits for an arena that is not to be had. */
 #define RBI_PLAN_MOVES_MOST 4
 #define RBI_PLAN_REST_PHASES 64
-/* So many phases in a row with other calls are planned anew; one may be an exception. */
-#define RBI_PLAN_MISSES_MOST 2
-/* A plan has proved itself after so many phases; one that is dropped before lets its key rest,
- * twice as long each time, up to so often. */
+/* A plan has proved itself after SERVED_ENOUGH phases; one that is dropped before lets its key
+ * rest, twice as long each time, up to DOUBLINGS_MOST times. Bounds on what plans for calls that do
+ * not repeat may cost: no trace moves when they are a quarter or four times as large. */
 #define RBI_PLAN_SERVED_ENOUGH 8u
 #define RBI_PLAN_DOUBLINGS_MOST 6
-/* What a proved plan needs, and this part more, stays. */
+/* A plan is made anew after this many phases in a row with other calls: a bound, one may be an
+ * exception. */
+#define RBI_PLAN_MISSES_MOST 2
+/* What a proved plan needs, and this part more, stays. A bound on what is taken again; no trace
+ * moves without it. */
 #define RBI_PLAN_KEPT_BESIDE_PARTS 64
-/* A layout is good enough when it takes less than this part more than the most in use at once. */
+/* A layout is good enough when it takes less than this part more than the most in use at once. A
+ * bound on the time of planning. */
 #define RBI_LAYOUT_LOST_PARTS 256
 /* How often the block that ends highest is placed first: vit-checkpointed takes 1.011 of its peak
  * instead of 1.022 with it, and with 16 no trace gains more. */
 #define RBI_LAYOUT_TRIES_MOST 16
-/* So often of so many blocks; of more less often, as the time of each grows with their square.
- * Not tried. */
+/* As often for this many blocks; for more less often, as the time of each grows with their square:
+ * a bound on the time of planning. */
 #define RBI_LAYOUT_TRIES_OF_BLOCKS 5000
 
 #endif

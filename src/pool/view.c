@@ -69,6 +69,7 @@ struct rbi_view_walk rbi_view_ranges(const rebatch_pool *pool)
 
 void rbi_view_next_range(struct rbi_view_walk *walk)
 {
+    rbi_assert(walk->range);
     enter(walk, walk->range->next);
 }
 
@@ -149,6 +150,7 @@ void rbi_view_each_live(const rebatch_pool *pool, const struct rbi_extent *exten
 
 void rbi_view_get_facts(struct rbi_view_facts *out, const rebatch_pool *pool)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     *out = (struct rbi_view_facts){.is_mapped = pool->has_space,
                                    .rounding_divisions = pool->rounding_divisions,
                                    .spare_bytes = pool->vm.spare_pages * pool->page_bytes,

@@ -279,7 +279,7 @@ rebatch_status rbi_forecast_near(size_t *out, const struct rbi_model *model,
                                  const struct rbi_setting *setting, size_t least, size_t most,
                                  size_t batch, size_t near);
 
-/* ---- the search (search.c) ---- */
+/* ---- the search (size_search.c) ---- */
 
 /* Runs `count` samples as a trial. REBATCH_OOM: it was taken back, and the trace is cut short.
  *  @param trace       empty before

@@ -41,7 +41,7 @@ rebatch_status rbi_memory_admit(rebatch *rb, size_t bytes);
 /* Returns cached memory to the device: how much. */
 size_t rbi_memory_release(rebatch *rb);
 
-/* ---- sizes for a batch (limits.c) ---- */
+/* ---- sizes for a batch (size_limits.c) ---- */
 
 /* The size that the next micro-batch begins with. */
 size_t rbi_micro_size(const rebatch *rb, size_t batch);
@@ -362,7 +362,7 @@ struct rbi_sizes {
 
 void rbi_sizes_init(struct rbi_sizes *sizes, const rebatch_options *options);
 
-/* ---- an update that host memory has served (overflow.c) ---- */
+/* ---- an update that host memory has served (host_use.c) ---- */
 
 /* The update has begun to change parameters: its allocations must not fail from here on. */
 void rbi_overflow_begin(rebatch *rb);
@@ -398,7 +398,7 @@ bool rbi_leak_is_likely(const rebatch *rb);
 /* "each of the last 3 steps left more memory allocated, ..." */
 void rbi_leak_add(struct rbi_text *t, const rebatch *rb);
 
-/* ---- what the program names (watch.c) ---- */
+/* ---- what the program names (named.c) ---- */
 
 void rbi_watched_release(rebatch *rb);
 

@@ -7,7 +7,7 @@
 #include "pool/interface.h"
 #include "rebatch/check.h"
 #include "rebatch/step.h"
-#include "recover/limits.h"
+#include "recover/size_limits.h"
 
 struct rebatch_probe_options;
 struct rbi_launch;
@@ -49,7 +49,7 @@ struct rbi_failure {
 /* Of the last OOM. */
 const struct rbi_failure *rbi_session_failure(const rebatch *rb);
 
-/* ---- sizes (limits.c, cost.c) ---- */
+/* ---- sizes (size_limits.c, cost.c) ---- */
 
 /* The largest micro-batch for a batch: the limits, but not what memory allows. A batch that is
  * smaller than every allowed size is a rest, and stays whole. */
@@ -247,7 +247,7 @@ rebatch_status rbi_drill_run_parts(rebatch *rb, const struct rbi_part *parts, si
 rebatch_status rbi_drill_undo(rebatch *rb);
 void rbi_drill_end(struct rbi_drill *drill, rebatch *rb);
 
-/* ---- what the program names (watch.c) ---- */
+/* ---- what the program names (named.c) ---- */
 
 #define RBI_WATCHED_MOST 64
 

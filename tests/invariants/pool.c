@@ -203,13 +203,13 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
         return false;
     CHECK(found->live_bytes - before == s->lists.free_bytes);
     uint64_t point = s->done;
-    CHECK(s->mark_count <= RBI_STREAM_MARKS);
-    for (uint32_t i = 0; i < s->mark_count; i++) {
-        const struct rbi_mark *mark = &s->marks[(s->first_mark + i) % RBI_STREAM_MARKS];
-        CHECK(mark->event && point < mark->point);
-        point = mark->point;
+    CHECK(s->event_count <= RBI_STREAM_EVENTS);
+    for (uint32_t i = 0; i < s->event_count; i++) {
+        const struct rbi_stream_event *event = &s->events[(s->first_event + i) % RBI_STREAM_EVENTS];
+        CHECK(event->handle && point < event->point);
+        point = event->point;
     }
-    CHECK(point <= s->frees && s->frees < s->next_mark);
+    CHECK(point <= s->frees && s->frees < s->next_event);
     return true;
 }
 

@@ -13,7 +13,7 @@ struct reader {
     struct pickle_value *stack[STACK];
     size_t depth;
     size_t marks[STACK];
-    size_t mark_count;
+    size_t event_count;
     struct pickle_value *memo[MEMO];
 };
 
@@ -66,7 +66,7 @@ static void push(struct reader *r, struct pickle_value *value)
 
 static struct pickle_value *pop(struct reader *r)
 {
-    cr_assert_gt(r->depth, r->mark_count ? r->marks[r->mark_count - 1] : 0);
+    cr_assert_gt(r->depth, r->event_count ? r->marks[r->event_count - 1] : 0);
     return r->stack[--r->depth];
 }
 
@@ -128,8 +128,8 @@ static void add_item(struct pickle_value *to, struct pickle_value *item)
 
 static void set_items(struct reader *r)
 {
-    cr_assert_gt(r->mark_count, 0);
-    const size_t mark = r->marks[--r->mark_count];
+    cr_assert_gt(r->event_count, 0);
+    const size_t mark = r->marks[--r->event_count];
     cr_assert(mark > 0 && (r->depth - mark) % 2 == 0, "a key without a value");
     struct pickle_value *dict = r->stack[mark - 1];
     cr_assert_eq(dict->kind, PICKLE_DICT);
@@ -178,8 +178,8 @@ static bool step(struct reader *r)
     const unsigned opcode = take(r, 1)[0];
     switch (opcode) {
     case '(':
-        cr_assert_lt(r->mark_count, STACK);
-        r->marks[r->mark_count++] = r->depth;
+        cr_assert_lt(r->event_count, STACK);
+        r->marks[r->event_count++] = r->depth;
         break;
     case '}':
     case ']':
@@ -247,7 +247,7 @@ struct pickle_value *pickle_read(const unsigned char *bytes, size_t size)
     while (step(&r))
         continue;
     cr_assert(r.at == r.end, "%zu bytes behind the end", (size_t)(r.end - r.at));
-    cr_assert(r.depth == 1 && r.mark_count == 0, "%zu values", r.depth);
+    cr_assert(r.depth == 1 && r.event_count == 0, "%zu values", r.depth);
     return r.stack[0];
 }
 

@@ -184,7 +184,7 @@ Test(pool_marks, what_was_freed_earlier_is_had_earlier)
 /* More frees are under way than there can be marks. */
 Test(pool_marks, more_frees_than_marks_lose_nothing)
 {
-    enum { BLOCKS = 4 * RBI_STREAM_MARKS };
+    enum { BLOCKS = 4 * RBI_STREAM_EVENTS };
     struct world w = open_world(512);
     void *blocks[BLOCKS];
     for (int i = 0; i < BLOCKS; i++)

@@ -297,13 +297,13 @@ Test(pool_streams, a_stream_in_the_place_of_another_begins_with_early_marks)
     for (int i = 0; i < 2000; i++)
         give(rig.pool, take_on(rig.pool, PAGE, first));
     struct rbi_pool_stream *s = rbi_pool_find_stream(rig.pool, first);
-    cr_assert_gt(s->next_mark, s->frees + 1, "marks have become rare");
+    cr_assert_gt(s->next_event, s->frees + 1, "marks have become rare");
     cr_assert_eq(rebatch_pool_trim(rig.pool, 0, NULL), REBATCH_OK);
     rebatch_stream_destroy(rig.device, first);
     const rebatch_stream second = make_stream(rig.device);
     void *other = take_on(rig.pool, PAGE, second);
     cr_assert_eq(rbi_pool_find_stream(rig.pool, second), s);
-    cr_assert_eq(s->next_mark, s->frees + 1);
+    cr_assert_eq(s->next_event, s->frees + 1);
     give(rig.pool, other);
     give(rig.pool, block);
     rig_close(&rig);

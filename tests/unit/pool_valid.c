@@ -57,8 +57,8 @@ Test(pool_valid, a_broken_equation_is_noticed)
     ASSERT_NOTICED(pool, stream->lists.small_bytes, 512);
     ASSERT_NOTICED(pool, stream->pins, 1);
     ASSERT_NOTICED(pool, stream->done, UINT64_MAX);
-    ASSERT_NOTICED(pool, stream->next_mark, stream->frees);
-    ASSERT_NOTICED(pool, stream->mark_count, RBI_STREAM_MARKS);
+    ASSERT_NOTICED(pool, stream->next_event, stream->frees);
+    ASSERT_NOTICED(pool, stream->event_count, RBI_STREAM_EVENTS);
     ASSERT_NOTICED(pool, pool->heap.table.shift, 63);
     ASSERT_NOTICED(pool, pool->heap.late.used, 1);
     ASSERT_NOTICED(pool, pool->heap.late.count, 1);

@@ -1,6 +1,6 @@
 /* Owns the tests of which micro-batch sizes the limits allow, and how the samples that are left are
  * cut: every function against all sizes tried one by one. Must not know memory. Seeds: none. */
-#include "recover/limits.h"
+#include "recover/size_limits.h"
 
 #include <criterion/criterion.h>
 #include <stdint.h>

@@ -194,6 +194,8 @@ static void coalesce_list(struct rbi_block_heap *heap, struct rbi_block *block)
 {
     while (block) {
         struct rbi_block *next = block->next;
+        rbi_assert(block->state == RBI_BLOCK_QUICK);
+        rbi_assert(block->lists->free_bytes >= block->bytes);
         block->lists->free_bytes -= block->bytes;
         rbi_block_merge(heap, block);
         block = next;
@@ -273,6 +275,7 @@ void rbi_blocks_remove_range(struct rbi_block_heap *heap, struct rbi_range *rang
 {
     for (struct rbi_block *b = range->first; b;) {
         struct rbi_block *next = b->after;
+        rbi_assert(b->state == RBI_BLOCK_FREE);
         rbi_lists_remove(b);
         rbi_block_discard(heap, b);
         b = next;

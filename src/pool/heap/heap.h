@@ -37,10 +37,9 @@ enum rbi_block_state {
     RBI_BLOCK_LOST      /* quarantined: the device did not unmap it */
 };
 
-/* What is left of a page can only be used where it is, so one block keeps up to two pages
- * from where they are needed. Blocks of like sizes lie among themselves: a small one that outlives
- * large neighbours would keep a page for itself, and where large ones are there are only a few
- * ends of blocks to leave parts of pages. */
+/* What is left of a page can only be used where it is, so one block keeps up to two pages from
+ * where they are needed. Each size class has ranges of its own, so that a small long-lived block
+ * does not pin a page among large ones, whose few ends leave few parts of pages. */
 enum rbi_zone { RBI_ZONE_SMALL, RBI_ZONE_MEDIUM, RBI_ZONE_LARGE, RBI_ZONE_ANY };
 #define RBI_POOL_ZONES 3
 #define RBI_ZONE_ISOLATED 4u /* added for a search: also blocks between two holes */
@@ -186,6 +185,7 @@ static inline void rbi_bin_point_back(struct rbi_bins *bins, struct rbi_block *n
 
 static inline void rbi_bin_add_to(struct rbi_block *block, unsigned bin)
 {
+    rbi_assert(bin < RBI_POOL_BINS && block->bytes > 0);
     struct rbi_bins *const bins = block->bins;
     struct rbi_block **const head = &bins->of[bin];
     struct rbi_block *const next = *head;
@@ -247,6 +247,7 @@ static inline void rbi_lists_remove(struct rbi_block *block)
 /* Puts `part` in a block's place in front of it, or behind it. */
 static inline void rbi_block_insert(struct rbi_block *part, struct rbi_block *block, bool behind)
 {
+    rbi_assert(part->range == block->range && part != block);
     struct rbi_block *before = behind ? block : block->before;
     struct rbi_block *after = behind ? block->after : block;
     part->before = before;
@@ -482,6 +483,8 @@ static inline struct rbi_block *rbi_quick_pop_from(struct rbi_lists *lists, unsi
     struct rbi_block *block = quick->newest;
     if (!block || quick->bytes != bytes)
         return NULL;
+    rbi_assert(block->state == RBI_BLOCK_QUICK && block->bytes == bytes && block->lists == lists);
+    rbi_assert(lists->free_bytes >= bytes);
     quick->newest = block->next;
     const uint64_t empty = quick->newest == NULL;
     lists->quick_filled[slot / 64] &= ~(empty << slot % 64);
@@ -512,6 +515,7 @@ static inline void rbi_quick_push(struct rbi_block *block)
     if (slot < RBI_POOL_QUICK) {
         lists->small_bytes += block->bytes;
     }
+    rbi_assert(!quick->newest || quick->bytes == block->bytes);
     block->next = quick->newest;
     quick->newest = block;
     quick->bytes = block->bytes;

@@ -35,6 +35,7 @@ static inline void *rbi_nodes_take_as_is(struct rbi_nodes *nodes)
 }
 static inline void rbi_nodes_put(struct rbi_nodes *nodes, void *node)
 {
+    rbi_assert(node);
     memcpy(node, &nodes->free, sizeof nodes->free);
     nodes->free = node;
     nodes->spare++;

@@ -22,6 +22,7 @@ void rbi_table_destroy(struct rbi_table *table);
 
 static inline struct rbi_block **rbi_table_home(const struct rbi_table *table, const void *address)
 {
+    rbi_assert(table->heads);
     /* Fibonacci hashing: the high bits of the product depend on all bits of the unit's number. */
     const uint64_t unit = (uint64_t)(uintptr_t)address / REBATCH_POOL_ALIGNMENT;
     return &table->heads[(unit * UINT64_C(0x9e3779b97f4a7c15)) >> table->shift];

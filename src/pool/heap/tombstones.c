@@ -115,6 +115,7 @@ static void make_place(struct rbi_late *late)
 
 void rbi_late_add(struct rbi_late *late, const char *address)
 {
+    rbi_assert(late->capacity != 0 && late->rollback != 0);
     if (2 * late->used >= late->capacity)
         make_place(late);
     struct rbi_late_entry *entry = probe(late, address);

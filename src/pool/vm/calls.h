@@ -1,5 +1,5 @@
-/* The driver's calls for virtual memory, counted and timed: chunks.c and map.c make them here.
- * Must not be included elsewhere. */
+/* The driver's calls for virtual memory, counted and timed: chunks.c and addresses.c make them
+ * here. Must not be included elsewhere. */
 #ifndef RBI_POOL_VM_CALLS_H
 #define RBI_POOL_VM_CALLS_H
 

@@ -15,6 +15,7 @@ void rbi_vm_note_taken(struct rbi_vm *vm, size_t bytes)
 
 void rbi_vm_note_given(struct rbi_vm *vm, size_t bytes)
 {
+    rbi_assert(rbi_vm_bytes(vm) >= bytes);
     vm->given_bytes += bytes;
 }
 
@@ -75,6 +76,7 @@ void rbi_spare_put(struct rbi_vm *vm, rbi_physical chunk, unsigned size)
 
 rbi_physical rbi_spare_newest(const struct rbi_vm *vm, unsigned size)
 {
+    rbi_assert(vm->spare[size].count > 0);
     return vm->spare[size].chunks[vm->spare[size].count - 1];
 }
 
@@ -113,6 +115,7 @@ static rebatch_status release(struct rbi_vm *vm, unsigned size)
     if (status != REBATCH_OK)
         return status; /* it stays spare */
     rbi_spare_drop(vm, size);
+    rbi_assert(vm->spare[size].held > vm->spare[size].count);
     vm->spare[size].held--;
     vm->held_pages -= (size_t)1 << size;
     rbi_vm_note_given(vm, bytes);
@@ -163,6 +166,7 @@ void rbi_spare_give_back(struct rbi_vm *vm, unsigned size)
 /* The largest size up to `most` that has no more than `count` pages, of which there are some. */
 static unsigned largest_within(size_t count, unsigned most)
 {
+    rbi_assert(count > 0);
     const unsigned size = 63 - (unsigned)__builtin_clzll(count);
     return size < most ? size : most;
 }

@@ -1,4 +1,4 @@
-/* The spare chunks, between chunks.c, which makes them, and map.c, which maps them.
+/* The spare chunks, between chunks.c, which makes them, and addresses.c, which maps them.
  * Must not be included elsewhere. */
 #ifndef RBI_POOL_VM_SPARE_H
 #define RBI_POOL_VM_SPARE_H
@@ -19,7 +19,7 @@ void rbi_spare_give_back(struct rbi_vm *vm, unsigned size);
 void rbi_vm_note_taken(struct rbi_vm *vm, size_t bytes);
 void rbi_vm_note_given(struct rbi_vm *vm, size_t bytes);
 
-/* ---- chunks of host memory, between overflow.c and map.c ---- */
+/* ---- chunks of host memory, between host_chunks.c and addresses.c ---- */
 
 /* The largest of at most `most` pages that is mapped nowhere; NULL: none. */
 struct rbi_host_chunk *rbi_overflow_next(const struct rbi_vm *vm, size_t most);

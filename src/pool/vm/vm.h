@@ -4,7 +4,7 @@
  * A chunk is a power of two of pages, up to 1 GiB on CUDA devices. It is made, mapped, unmapped and
  * given back as a whole, which takes the device hardly longer than a single page. A chunk that is
  * held is either mapped or spare. Chunks of host memory stand in a list of their own, which is
- * short: overflow.c. All with the pool's lock held. Other layers read the fields of
+ * short: host_chunks.c. All with the pool's lock held. Other layers read the fields of
  * struct rbi_vm, and change them by the calls below only. */
 #ifndef RBI_POOL_VM_H
 #define RBI_POOL_VM_H
@@ -113,7 +113,7 @@ rebatch_status rbi_vm_free(struct rbi_vm *vm, void *address, size_t bytes);
 /* Gives the spare chunks back. */
 void rbi_vm_destroy(struct rbi_vm *vm);
 
-/* ---- memory of the host (overflow.c) ---- */
+/* ---- memory of the host (host_chunks.c) ---- */
 
 /* Makes chunks of host memory for `count` pages, which rbi_map_fill() takes when no chunk of the
  * device is spare. All or none. */
@@ -131,7 +131,7 @@ void rbi_overflow_close(struct rbi_vm *vm);
 rebatch_status rbi_overflow_move(struct rbi_vm *vm, struct rbi_map *map, size_t index,
                                  void *beside);
 
-/* ---- addresses, and what is mapped there (map.c) ---- */
+/* ---- addresses, and what is mapped there (addresses.c) ---- */
 
 /* Reserves addresses, whole pages. */
 rebatch_status rbi_map_reserve(struct rbi_map **out, struct rbi_vm *vm, size_t bytes);

@@ -1,6 +1,6 @@
 /* Owns the end of an arena: its memory becomes blocks of the pool, in use and free.
  * Must not know why. */
-#include "pool/plan/plan.h"
+#include "pool/plan.h"
 #include "pool/pool.h"
 
 /* Lays a block into the gap around it. Needs a spare node. */
@@ -29,11 +29,13 @@ static struct rbi_block *find_gap(const struct rbi_range *range, const char *add
     struct rbi_block *gap = range->first;
     while (address >= gap->address + gap->bytes)
         gap = gap->after;
+    rbi_assert(address >= gap->address);
     return gap;
 }
 
 void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t first_sequence)
 {
+    rbi_assert(arena->state == RBI_BLOCK_HELD && rbi_lock_is_held(&pool->lock));
     struct rbi_range *const range = arena->range;
     struct rbi_pool_stream *const stream = rbi_stream_of(arena);
     char *const end = arena->address + arena->bytes;
@@ -55,5 +57,5 @@ void rbi_arena_cut_up(rebatch_pool *pool, struct rbi_block *arena, uint64_t firs
         }
         b = at < end ? find_gap(range, at) : NULL;
     }
-    rbi_pool_catch_up_marks(pool);
+    rbi_pool_catch_up_events(pool);
 }

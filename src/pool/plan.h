@@ -38,7 +38,7 @@ struct rbi_phase {
     size_t beside_bytes; /* the most in use at once of what the plan does not serve */
     uint32_t moves;      /* plans in a row whose arena moved many pages, or was not to be had */
     uint64_t moved_unplanned; /* pages, in the last phase that no plan served */
-    uint32_t rest;            /* so many phases are not looked at */
+    uint32_t rest;            /* phases of the key that are not looked at */
     uint32_t misses;          /* phases in a row that the plan did not serve to their end */
     bool is_needed;           /* in the last one pages were moved, or the pool held too much */
     uint32_t served;          /* phases that the plan has served to their end */

@@ -30,6 +30,7 @@ static void settle(rebatch_pool *pool, const struct rbi_phase *phase)
 
 void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
     pool->plan.marked = 0;
     rbi_plan_end(pool);
     pool->overflow.is_open = false;

@@ -166,6 +166,7 @@ static rebatch_status copy_to(struct rbi_vm *vm, void *beside, rbi_physical chun
 static rebatch_status exchange(struct rbi_vm *vm, const struct rbi_host_chunk *host,
                                rbi_physical chunk)
 {
+    rbi_assert(host->at);
     const size_t bytes = vm->page_bytes << host->size;
     rebatch_status status = rbi_call_unmap(vm, host->at, bytes);
     if (status != REBATCH_OK)

@@ -11,6 +11,7 @@
 
 static size_t index_of(const struct rbi_map *map, const char *at)
 {
+    rbi_assert(at >= map->address);
     return (size_t)(at - map->address) >> map->page_shift;
 }
 
@@ -112,6 +113,7 @@ static rebatch_status map_at(struct rbi_vm *vm, struct rbi_map *map, char *at, r
     if (status != REBATCH_OK)
         return status;
     rbi_physical *const slot = &map->chunks[index_of(map, at)];
+    rbi_assert(slot[0] == 0 && index_of(map, at) + ((size_t)1 << size) <= map->pages);
     slot[0] = chunk;
     for (size_t i = 1; i < (size_t)1 << size; i++)
         slot[i] = RBI_CHUNK_GOES_ON;
@@ -171,6 +173,7 @@ char *rbi_map_unmap(struct rbi_vm *vm, struct rbi_map *map, char *at, const char
     while (at < to) {
         const size_t index = index_of(map, at);
         const size_t pages = chunk_pages(map, index);
+        rbi_assert(map->chunks[index] != 0 && !goes_on(map, index));
         if (rbi_call_unmap(vm, at, pages * vm->page_bytes) != REBATCH_OK)
             break;
         struct rbi_host_chunk *const host = rbi_overflow_find(vm, at);

@@ -6,7 +6,7 @@
  * then recorded, compared with those of the next phase of the same key, planned when they are the
  * same, and served by number from there on. The first call that differs ends that for this phase;
  * when it does so twice in a row, the calls are recorded anew. */
-#include "pool/plan/plan.h"
+#include "pool/plan.h"
 
 #include "pool/plan/layout.h"
 #include "pool/pool.h"
@@ -52,6 +52,7 @@ static bool grow(struct rbi_phase *phase)
 
 static void record(struct rbi_pool_plan *plan, uint32_t units, uint32_t of)
 {
+    rbi_assert(plan->phase && plan->next <= plan->phase->count);
     struct rbi_phase *const phase = plan->phase;
     if (phase->count == phase->capacity && !grow(phase)) {
         plan->mode = RBI_PLAN_OFF;
@@ -114,6 +115,7 @@ static void give_plan_up(struct rbi_phase *phase, size_t count)
 /* A call is another than the plan has. */
 static void end_serving(rebatch_pool *pool)
 {
+    rbi_assert(pool->plan.phase);
     struct rbi_pool_plan *const plan = &pool->plan;
     rbi_plan_leave(pool);
     if (++plan->phase->misses == RBI_PLAN_MISSES_MOST)
@@ -150,6 +152,7 @@ static void set_stream(struct rbi_pool_plan *plan, rebatch_stream stream)
 
 void rbi_plan_note_alloc(rebatch_pool *pool, struct rbi_block *block)
 {
+    rbi_assert(pool->plan.phase && !block->planned);
     struct rbi_pool_plan *const plan = &pool->plan;
     block->phase = 0;
     set_stream(plan, rbi_stream_of(block)->stream);
@@ -258,6 +261,7 @@ static void find_pieces(struct place *places, const struct rbi_phase *phase)
 static void add_lifetime(struct rbi_lifetime *lifetimes, size_t *count, struct place *places,
                          struct rbi_lifetime lifetime)
 {
+    rbi_assert(lifetime.from < lifetime.to && lifetime.units > 0);
     lifetimes[(*count)++] = lifetime;
     places[lifetime.from].begins_with = lifetime.units;
     places[lifetime.to].ends_with += lifetime.units;
@@ -364,6 +368,7 @@ struct rbi_block *rbi_plan_serve(rebatch_pool *pool, size_t bytes, rebatch_strea
 {
     struct rbi_pool_plan *const plan = &pool->plan;
     const size_t units = bytes / REBATCH_POOL_UNIT_BYTES;
+    rbi_assert(plan->mode == RBI_PLAN_SERVES && plan->arena && plan->phase);
     if (stream != plan->phase->stream || rbi_pool_is_other_thread(pool, pool->owner_thread))
         return NULL;
     if (units > UINT32_MAX || !is_next(plan, (uint32_t)units, 0)) {
@@ -492,6 +497,8 @@ static enum rbi_plan_mode mode_for(struct rbi_phase *phase)
 
 const struct rbi_phase *rbi_plan_begin(rebatch_pool *pool, uint64_t key)
 {
+    rbi_assert(rbi_lock_is_held(&pool->lock));
+    rbi_assert(!pool->plan.phase && !pool->plan.arena);
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = find_phase(plan, key);
     plan->serial++;
@@ -521,6 +528,7 @@ static bool is_to_settle(rebatch_pool *pool, struct rbi_phase *phase)
 
 bool rbi_plan_serve_from(rebatch_pool *pool, struct rbi_block *arena)
 {
+    rbi_assert(pool->plan.phase && (!arena || arena->state == RBI_BLOCK_HELD));
     struct rbi_pool_plan *const plan = &pool->plan;
     struct rbi_phase *const phase = plan->phase;
     const uint64_t moved = moved_pages(pool) - plan->moved;
