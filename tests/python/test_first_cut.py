@@ -280,8 +280,8 @@ def test_a_much_smaller_size_is_compared_again():
         lengths[0].clear()
         return found
 
-    # 64 samples in 8 batches of those without an OOM, then once after 1, 2 and 4 more.
-    assert compared_after(1 + 8 + 1 + 2 + 4) == [2, 2, 2, 2, 8] * 11
+    # In the first batch without an OOM, then after 1, 2 and 4 more.
+    assert compared_after(1 + 1 + 1 + 2 + 4) == [2, 2, 2, 2, 8] * 4
     largest[0] = 4
     assert compared_after(2) == [1, 1, 1, 1, 4]
     assert compared_after(15) == [] and compared_after(1) == [1, 1, 1, 1, 4]
@@ -392,16 +392,16 @@ def test_beside_other_ranks_a_step_of_one_rank_compares_nothing(monkeypatch):
 
 @pytest.mark.parametrize("micro", (2, 4, 8, 16))
 def test_comparisons_run_few_samples_and_none_backward(micro):
-    """From 16 samples on no more than one micro-batch runs forward. 64 samples are compared one
-    batch after the other, and then more seldom."""
+    """From 16 samples on no more than one micro-batch runs forward. Of 64 batches the 1st, 2nd, 4th,
+    8th ... are compared."""
     model, batch, its_loss = make("mlp", samples=32)
     lengths = Unseen([])
     counted = count_without_gradients(its_loss, lengths)
     step = rebatch.Step(model, sgd(model), counted, micro_start=micro, growth=False)
     size = min(micro, 8)
-    assert warned(lambda: [step(batch) for _ in range(64 // size + 63)]) == []
+    assert warned(lambda: [step(batch) for _ in range(64)]) == []
     part = -(-size // 4)
-    assert lengths[0] == ([part] * (size // part) + [size]) * (64 // size + 6)
+    assert lengths[0] == ([part] * (size // part) + [size]) * 7
 
 
 def with_rare(seed, loss_fn, samples=16, share=0.15):

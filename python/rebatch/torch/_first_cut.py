@@ -35,8 +35,6 @@ from rebatch.torch._state import cuda_devices_of
 _MOST_WAITS = 3
 # Fewer samples than these may well be of one class.
 _FEWEST = 8
-# So many samples are compared in the first batches that are cut; later ones are compared seldom.
-_ENOUGH = 64
 # So many comparisons may run out of memory.
 _MOST_OOMS = 8
 
@@ -46,13 +44,12 @@ class CutWarning(UserWarning):
 
 
 class _Due:
-    """When there is a comparison: in each batch that is cut until _ENOUGH samples were compared,
-    then after 1, 2, 4, 8 ... batches, and whenever micro-batches are at most half as large as those
-    that were compared last. The samples of one batch may hide what others show."""
+    """When there is a comparison: in the first batch that is cut, after 1, 2, 4, 8 ... more of them,
+    and whenever micro-batches are at most half as large as those that were compared last. The
+    samples of one batch may hide what others show."""
 
     def __init__(self) -> None:
         self.number = 0  # of comparisons
-        self._samples = 0  # that were compared
         self._size = 0  # of the micro-batches that were compared last; 0: none
         self._wait, self._left = 1, 0  # batches: of the next wait, and that are left of this one
 
@@ -62,17 +59,14 @@ class _Due:
 
     def ask(self, size: int) -> bool:
         """Of a batch that ran in micro-batches of a size."""
-        if 2 * size <= self._size or self._samples < _ENOUGH:
-            return True
         self._left -= 1
-        return self._left <= 0
+        return self._left <= 0 or 2 * size <= self._size
 
-    def note(self, samples: int, size: int) -> None:
-        """So many samples of it were compared, and nothing was found."""
+    def note(self, size: int) -> None:
+        """Micro-batches of this size were compared, and nothing was found."""
         self.number += 1
-        self._samples, self._size = self._samples + samples, size
-        if self._samples >= _ENOUGH:
-            self._left, self._wait = self._wait, 2 * self._wait
+        self._size = size
+        self._left, self._wait = self._wait, 2 * self._wait
 
 
 class FirstCut:
@@ -115,7 +109,7 @@ class FirstCut:
         if self._whole is not None and running.loss is not None:
             is_same = _is_same(self._whole, float(running.loss), running.program.device)
             if is_same:
-                self._due.note(running.samples, ran)
+                self._due.note(ran)
                 return
             if is_same is False:  # not by rounding, but it may be by numbers that are drawn
                 self._run(running, (running.samples, ran), ran)
@@ -133,7 +127,7 @@ class FirstCut:
             self.is_done = self._ooms == _MOST_OOMS
             return
         self._waits, self.is_done = 0, bool(text)
-        self._due.note(pair[0], ran)
+        self._due.note(ran)
         if text:
             self._tell(running, f"rebatch: {text}", ran)
 
