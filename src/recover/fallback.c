@@ -16,7 +16,9 @@ static bool has_given_up(const rebatch *rb)
            rb->run.is_refused_again;
 }
 
-/* Steps in a row that needed "once more": the size is just too large for how memory lies. */
+/* After so many micro-batches of a step, or steps in a row, that needed "once more", the size is
+ * just too large for how memory lies. */
+#define MOST_RETRIES 2
 #define MOST_RETRY_ROW 2
 
 /* "Once more" is worth it when what failed would fit now: something was released since, or the
@@ -29,7 +31,8 @@ static bool can_retry_same(const rebatch *rb, const rebatch_microbatch *mb)
     const bool can_shrink = mb && rbi_round_size(&rb->options, mb->count - 1) > 0;
     if (can_shrink && rbi_learn_approaches(rb))
         return false; /* nothing was in the way */
-    if (can_shrink && (failure->is_injected || rb->sizes.retry_row >= MOST_RETRY_ROW))
+    if (can_shrink && (failure->is_injected || rb->run.retries >= MOST_RETRIES ||
+                       rb->sizes.retry_row >= MOST_RETRY_ROW))
         return false; /* with a full device a smaller micro-batch would be next */
     return failure->need_bytes ? failure->need_bytes <= failure->available_bytes
                                : failure->released_bytes > 0;
@@ -48,18 +51,22 @@ static size_t refit(const rebatch *rb, size_t failed)
     return rb->run.by_cost ? size : rbi_round_size(&rb->options, size);
 }
 
-/* Sizes that ran do not say enough of others; a memory model does. */
-static bool goes_by_prediction(const rebatch *rb)
+/* A memory model says enough of other sizes, and so do those through which learning by a meter came
+ * to a size at which steps have run: they are below it and near. Sizes that merely ran do not.
+ * `held`: the size before the one that failed, which has not held yet. */
+static bool goes_by_prediction(const rebatch *rb, size_t held)
 {
+    const bool was_approached = rbi_is_on(rb->options.learn) && rbi_meter_is_set(rb) && !held;
     return rb->options.on_oom == REBATCH_ON_OOM_FIT ||
-           (rb->options.on_oom == REBATCH_ON_OOM_DEFAULT && rbi_need_has_model(rb, rb->lighten));
+           (rb->options.on_oom == REBATCH_ON_OOM_DEFAULT &&
+            (was_approached || rbi_need_has_model(rb, rb->lighten)));
 }
 
 /* The largest size that is predicted to fit in what there is now; 0 when that is not to be known.
  * Two predictions in a row that did not hold show that they are not to be had here. */
-static size_t predicted_size(rebatch *rb, size_t failed)
+static size_t predicted_size(rebatch *rb, size_t failed, size_t held)
 {
-    if (!goes_by_prediction(rb))
+    if (!goes_by_prediction(rb, held))
         return 0;
     const bool was_predicted = failed == rb->run.fitted;
     if (was_predicted && rb->run.refitted)
@@ -92,8 +99,8 @@ static bool shrink(rebatch *rb, const rebatch_microbatch *mb)
     /* What an update needs is in no prediction of micro-batches. */
     const bool is_sized = mb || rb->run.failure.phase == REBATCH_PHASE_RESIZE;
     const size_t size = rb->run.by_cost ? rb->run.size : count;
-    const size_t predicted = is_sized ? predicted_size(rb, size) : 0;
     const size_t held = rbi_growth_take_held(rb, size);
+    const size_t predicted = is_sized ? predicted_size(rb, size, held) : 0;
     if (rb->run.by_cost) { /* always less than before, also where cost falls with the samples */
         const size_t less = predicted ? predicted : rbi_max(rb->run.size / 2, held);
         rb->sizes.budget = rbi_min(less, rb->sizes.budget - (rb->sizes.budget > 0));
@@ -132,7 +139,8 @@ static rebatch_status choose_stage(rebatch *rb, const rebatch_microbatch *mb,
     if (can_retry_same(rb, mb)) {
         /* What is there may be in pieces: in a cache that is empty it is whole again. */
         (void)rbi_memory_release(rb);
-        rb->run.retried_same = rb->run.retried_in_step = true;
+        rb->run.retried_same = true;
+        rb->run.retries++;
         *kind = REBATCH_EVENT_RETRY;
         return REBATCH_OK;
     }

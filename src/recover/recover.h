@@ -580,8 +580,8 @@ struct rbi_run {
     uint32_t ooms_in_row; /* since something succeeded */
     struct rbi_refusal refusal;
     bool is_refused_again; /* at the same size, with the same memory */
-    bool retried_in_step;
-    bool retried_same; /* the stage "once more" is used up until something succeeds */
+    uint32_t retries;      /* micro-batches of the step that ran once more at their size */
+    bool retried_same;     /* the stage "once more" is used up until something succeeds */
 };
 
 /* The callback that runs, or ran last. Its start sets all of it, in one assignment. */

@@ -425,7 +425,7 @@ static void succeed(rebatch *rb)
 {
     rbi_assert(!rb->run.report.torn && !rb->run.scope);
     rb->sizes.made_count = 0;
-    rb->sizes.retry_row = rb->run.retried_in_step ? rb->sizes.retry_row + 1 : 0;
+    rb->sizes.retry_row = rb->run.retries ? rb->sizes.retry_row + 1 : 0;
     if (rbi_thrashing_step_done(rb))
         rbi_learn_stop(rb); /* what was learned is of memory, not of time */
     else if (!rbi_learn_step_done(rb))

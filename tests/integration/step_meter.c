@@ -23,7 +23,7 @@ struct program {
     size_t sizes[REBATCH_PHASE_COUNT]; /* with which begin() was called last */
     uint64_t update_bytes;             /* that the update takes and gives back */
     uint64_t hole;        /* the largest request that is served, but after release(); 0: any */
-    bool is_whole;        /* release() was called, and nothing was served since */
+    bool is_whole;        /* release() was called, and no micro-batch has run since */
     bool is_blind;        /* read() measures nothing */
     bool tells_request;   /* read() says what failed */
     size_t retries_above; /* larger micro-batches are served after memory is returned; 0: none is */
@@ -34,7 +34,6 @@ struct program {
 static rebatch_status take(struct program *p, uint64_t bytes)
 {
     const bool is_cut = p->hole && bytes > p->hole && !p->is_whole;
-    p->is_whole = false;
     if (is_cut || bytes > p->capacity - p->live) {
         p->asked = bytes;
         return REBATCH_OOM;
@@ -84,6 +83,7 @@ static rebatch_status forward_backward(const rebatch_microbatch *mb, void *user)
         p->most = mb->count > p->most ? mb->count : p->most;
     }
     p->live -= p->base_bytes;
+    p->is_whole &= status != REBATCH_OK;
     return status;
 }
 
@@ -469,6 +469,35 @@ Test(step_meter, a_size_that_needs_once_more_in_each_step_is_given_up)
         report = step(&p, 16);
     cr_expect_eq(report.micro, 8, "%zu", report.micro);
     cr_expect_eq(step(&p, 16).ooms, 0);
+    close_program(&p);
+}
+
+/* Two in a step are enough: the micro-batches that are left run at a size that holds. */
+Test(step_meter, a_size_that_needs_once_more_in_each_micro_batch_is_given_up_within_the_step)
+{
+    struct program p;
+    open_program(&p, MIB(40), false);
+    p.hole = MIB(10);
+    (void)step(&p, 16);
+    const rebatch_step_report report = step(&p, 128);
+    /* Of 128 and 64; of 32 twice once more, and then given up; of 16, too. */
+    cr_expect_eq(report.ooms, 2 + 3 + 1, "%u", report.ooms);
+    cr_expect_eq(report.micro_after, 8, "%zu", report.micro_after);
+    cr_expect_eq(step(&p, 16).ooms, 0);
+    close_program(&p);
+}
+
+/* First the one before it, which ran as well, and then a little less than that. */
+Test(step_meter, a_learned_size_that_fails_later_becomes_a_little_smaller)
+{
+    struct program p;
+    size_t micro;
+    open_program(&p, MIB(21), true);
+    (void)learn_for(&p, 12, &micro);
+    cr_expect_eq(micro, 19, "%zu", micro);
+    p.hole = MIB(15);
+    (void)learn_for(&p, 3, &micro);
+    cr_expect_eq(micro, 15, "%zu", micro);
     close_program(&p);
 }
 
