@@ -392,7 +392,7 @@ def test_beside_other_ranks_a_step_of_one_rank_compares_nothing(monkeypatch):
 
 @pytest.mark.parametrize("micro", (2, 4, 8, 16))
 def test_comparisons_run_few_samples_and_none_backward(micro):
-    """From 16 samples on no more than one micro-batch runs forward. Of 64 batches the 1st, 2nd, 4th,
+    """From 16 samples on no more than one micro-batch runs forward. Of 64 batches 1st, 2nd, 4th,
     8th ... are compared."""
     model, batch, its_loss = make("mlp", samples=32)
     lengths = Unseen([])

@@ -44,7 +44,7 @@ class CutWarning(UserWarning):
 
 
 class _Due:
-    """When there is a comparison: in the first batch that is cut, after 1, 2, 4, 8 ... more of them,
+    """When there is a comparison: in the first batch that is cut, after 1, 2, 4, 8 ... more,
     and whenever micro-batches are at most half as large as those that were compared last. The
     samples of one batch may hide what others show."""
 
