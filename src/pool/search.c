@@ -41,8 +41,6 @@ struct rbi_block *rbi_pool_take_own(rebatch_pool *pool, struct rbi_pool_stream *
     const unsigned zone = rbi_pool_zone(pool, bytes);
     rbi_lists_flush_large(&pool->heap, lists);
     struct rbi_block *block = rbi_lists_find(lists, bytes, UINT64_MAX, zone);
-    while (!block && zone == RBI_ZONE_SMALL && rbi_lists_flush_one_size(&pool->heap, lists, bytes))
-        block = rbi_lists_find(lists, bytes, UINT64_MAX, zone);
     if (!block && lists->small_bytes) {
         rbi_lists_flush(&pool->heap, lists);
         block = rbi_lists_find(lists, bytes, UINT64_MAX, zone);

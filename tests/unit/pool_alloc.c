@@ -252,37 +252,6 @@ Test(pool_alloc, small_blocks_are_kept_unmerged_until_they_are_needed)
     rig_close(&rig);
 }
 
-/* A small request that no free block serves has the small blocks of one size merged, the smallest
- * that is large enough; those of the other sizes stay where the next requests find them. */
-Test(pool_alloc, small_blocks_are_merged_one_size_at_a_time)
-{
-    enum { PAIRS = 512, FREED = RBI_POOL_LOOKS };
-    const size_t page = (size_t)2 << 20; /* large enough to have a zone for small blocks */
-    struct rig rig;
-    cr_assert_eq(rebatch_device_open_dry(&rig.device, 4 * page, page), REBATCH_OK);
-    cr_assert_eq(rebatch_pool_create(&rig.pool, rig.device, NULL), REBATCH_OK);
-    static void *threes[PAIRS], *fives[PAIRS];
-    for (int i = 0; i < PAIRS; i++) {
-        threes[i] = take(rig.pool, 3 * UNIT);
-        fives[i] = take(rig.pool, 5 * UNIT);
-    }
-    const struct rbi_pool_stream *stream = rig.pool->first_stream;
-    cr_assert_eq(stream->lists.free_bytes, 0);
-    for (int i = FREED; i-- > 0;) { /* no two of them are neighbours */
-        give(rig.pool, threes[4 * i]);
-        give(rig.pool, fives[4 * i + 2]);
-    }
-    cr_assert_eq(take(rig.pool, 4 * UNIT), fives[2]);
-    cr_assert_eq(stream->lists.small_bytes, FREED * 3 * UNIT);
-    cr_assert_eq(stream->lists.quick_filled[0], 1 << 2);
-    assert_valid(rig.pool);
-    for (int i = 0; i < FREED; i++)
-        cr_assert_eq(take(rig.pool, 3 * UNIT), threes[4 * i]);
-    cr_assert_eq(stats_of(rig.pool).reserved_bytes, page);
-    rebatch_pool_destroy(rig.pool);
-    rebatch_device_close(rig.device);
-}
-
 /* What is kept so is bounded in bytes; beyond that blocks are merged as they are freed. */
 Test(pool_alloc, small_blocks_that_are_kept_unmerged_are_bounded_in_bytes)
 {

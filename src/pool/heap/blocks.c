@@ -166,22 +166,6 @@ struct rbi_block *rbi_block_take_for(struct rbi_block_heap *heap, struct rbi_blo
     return block;
 }
 
-/* Merges the small quick blocks of one size, the smallest that is large enough: all others stay in
- * their lists, where the next requests find them. False when there is none. */
-bool rbi_lists_flush_one_size(struct rbi_block_heap *heap, struct rbi_lists *lists, size_t bytes)
-{
-    if (!rbi_quick_is_small(bytes))
-        return false;
-    const uint64_t enough = lists->quick_filled[0] & UINT64_MAX << rbi_quick_slot(bytes);
-    if (!enough)
-        return false;
-    const size_t units = (size_t)__builtin_ctzll(enough) + 1;
-    struct rbi_block *block;
-    while ((block = rbi_quick_pop(lists, units * REBATCH_POOL_UNIT_BYTES)) != NULL)
-        rbi_block_merge(heap, block);
-    return true;
-}
-
 struct rbi_block *rbi_block_put(struct rbi_block_heap *heap, struct rbi_block *block)
 {
     return rbi_block_coalesce(heap, block,
@@ -217,8 +201,8 @@ static void flush_lists(struct rbi_block_heap *heap, struct rbi_lists *lists, un
 /* Why the lists of large sizes cost no memory: every request that is not served by a block of just
  * its size has all of them merged first (rbi_lists_flush_large), so it finds what it would find had
  * each been merged when it was freed; and one that is served leaves no rest. Those of small sizes
- * hold a bounded sum; when the bins have no block, those of one size that is large enough are
- * merged, and all of them before anything else is tried. */
+ * hold a bounded sum; when the bins have no block, all of them are merged before anything else is
+ * tried. */
 void rbi_lists_flush_large(struct rbi_block_heap *heap, struct rbi_lists *lists)
 {
     flush_lists(heap, lists, 1);

@@ -586,11 +586,9 @@ struct rbi_block *rbi_lists_find(const struct rbi_lists *lists, size_t bytes, ui
 struct rbi_block *rbi_lists_first(const struct rbi_lists *lists, size_t bytes);
 struct rbi_block *rbi_lists_next(const struct rbi_block *block);
 uint64_t rbi_lists_largest_bytes(const struct rbi_lists *lists);
-/* Merges quick blocks with their neighbours: those of large sizes, all, or those of the smallest
- * size that is small and at least `bytes`, false when there is none. */
+/* Merges quick blocks with their neighbours: those of large sizes, or all. */
 void rbi_lists_flush_large(struct rbi_block_heap *heap, struct rbi_lists *lists);
 void rbi_lists_flush(struct rbi_block_heap *heap, struct rbi_lists *lists);
-bool rbi_lists_flush_one_size(struct rbi_block_heap *heap, struct rbi_lists *lists, size_t bytes);
 
 /* ---- blocks and ranges (blocks.c) ---- */
 
