@@ -107,17 +107,6 @@ static bool is_within_peak(const rebatch_pool *pool, size_t bytes)
     return reserved <= most && bytes <= most - reserved;
 }
 
-bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes)
-{
-    size_t room;
-    if (rbi_pool_room(&room, pool, NULL) != REBATCH_OK)
-        return false;
-    const size_t cached = (size_t)(rbi_vm_bytes(&pool->vm) - pool->stats.live_bytes);
-    const size_t lacking = bytes - rbi_min(bytes, cached);
-    return leaves_room(pool, bytes / RBI_PARTS_OF_PAGES, room) ||
-           (lacking <= room && is_within_peak(pool, lacking));
-}
-
 bool rbi_pool_may_take(const rebatch_pool *pool, size_t bytes, size_t room)
 {
     return leaves_room(pool, bytes, room) && is_within_peak(pool, bytes);

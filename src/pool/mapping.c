@@ -172,8 +172,7 @@ struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes, struct rbi_
                                   .stream = stream,
                                   .zone = rbi_pool_zone(pool, bytes),
                                   .ahead = true,
-                                  .in_line = true,
-                                  .no_fresh = !rbi_pool_may_replace_parts(pool, bytes)};
+                                  .in_line = true};
     struct rbi_window window;
     struct rbi_block *block;
     size_t available;

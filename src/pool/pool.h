@@ -362,9 +362,6 @@ struct rbi_policy rbi_pool_find_policy(rebatch_pool *pool, size_t bytes);
 /* Whether the pool has seen what it will need: it has made RBI_WARM_TIMES the allocations of the
  * last rise of live memory, and RBI_WARM_ALLOCATIONS more. */
 bool rbi_pool_knows_needs(const rebatch_pool *pool);
-/* Whether there is room for fresh memory in place of what `bytes` of free memory has in parts of
- * pages, which cannot be moved. */
-bool rbi_pool_may_replace_parts(rebatch_pool *pool, size_t bytes);
 /* Whether much of what the pool holds was never in use at once: places that are found while the
  * device is behind are fresh ones, as pages that its work may still use cannot be moved. */
 bool rbi_pool_holds_too_much(const rebatch_pool *pool);
@@ -406,9 +403,8 @@ rebatch_status rbi_mapping_fill(struct rbi_block **out, rebatch_pool *pool,
  * fresh memory. */
 rebatch_status rbi_pool_grow(struct rbi_block **out, rebatch_pool *pool, size_t bytes,
                              struct rbi_pool_stream *stream, const struct rbi_pool_stream *spared);
-/* Free pages in a row, for `stream`: moved there, and fresh ones for those that cannot be, where
- * there is plenty. Gives the free block that they are; NULL: there are not enough, and nothing was
- * moved. */
+/* Free pages in a row, for `stream`: moved there, and fresh ones for those that cannot be. Gives
+ * the free block that they are; NULL: there are not enough, and nothing was moved. */
 struct rbi_block *rbi_pool_line_up(rebatch_pool *pool, size_t bytes,
                                    struct rbi_pool_stream *stream);
 

@@ -53,9 +53,6 @@
 /* And this part of what it has moved since, so that a program whose calls never repeat pays with
  * memory in the end. Halved: events at 200 177 -> 49; doubled: 177 -> 840. */
 #define RBI_HELD_FOR_MOVED_PARTS 64
-/* Of what is free at most this part lies in parts of pages: a plan's memory may be moved where
- * there is room for as much. Halved: short, 16 samples in 1.05, 96 -> 108 ms; doubled: nothing. */
-#define RBI_PARTS_OF_PAGES 32
 /* Beyond this part of the peak memory is held for nothing, and is planned for. Without that bound
  * short 500, 1.02 of what 2 samples need, 38 -> 71 ms; halved or doubled: nothing. */
 #define RBI_TOO_MUCH_PARTS 16
