@@ -284,12 +284,14 @@ static size_t collect(struct rbi_lifetime *lifetimes, struct place *places,
             places[piece - 1].at = rbi_max(places[piece - 1].at, i);
         else
             add_lifetime(lifetimes, &count, places,
-                         (struct rbi_lifetime){phase->calls[call->of].units, call->of, i, 0});
+                         (struct rbi_lifetime){
+                             .units = phase->calls[call->of].units, .from = call->of, .to = i});
     }
     for (uint32_t i = 0; i < phase->count; i++)
         if (phase->calls[i].units && is_reserve(phase, i) && places[i].at)
             add_lifetime(lifetimes, &count, places,
-                         (struct rbi_lifetime){phase->calls[i].units, i, places[i].at, 0});
+                         (struct rbi_lifetime){
+                             .units = phase->calls[i].units, .from = i, .to = places[i].at});
     return count;
 }
 

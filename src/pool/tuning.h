@@ -146,9 +146,9 @@
 #define RBI_LAYOUT_LOST_PARTS 256
 /* How often the block that ends highest is placed first: vit-checkpointed takes 1.011 of its peak
  * instead of 1.022 with it, and with 16 no trace gains more. */
-#define RBI_LAYOUT_TRIES_MOST 16
-/* As often for this many blocks; for more less often, as the time of each grows with their square:
- * a bound on the time of planning. */
-#define RBI_LAYOUT_TRIES_OF_BLOCKS 5000
+#define RBI_LAYOUT_RETRIES 16
+/* For at most this many blocks, as the time of each grows with their square: a bound on the time of
+ * planning. */
+#define RBI_LAYOUT_RETRIES_OF_BLOCKS 5000
 
 #endif

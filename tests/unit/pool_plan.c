@@ -17,8 +17,9 @@ Test(pool_plan, a_layout_has_no_two_blocks_at_one_place, .description = "seeds 1
         uint64_t random = seed, in_use = 0;
         for (size_t i = 0; i < LIFETIMES; i++) {
             const uint32_t from = (uint32_t)(2 * i);
-            of[i] = (struct rbi_lifetime){1 + (uint32_t)(draw(&random) % 100), from,
-                                          from + 1 + (uint32_t)(draw(&random) % 80), 0};
+            of[i] = (struct rbi_lifetime){.units = 1 + (uint32_t)(draw(&random) % 100),
+                                          .from = from,
+                                          .to = from + 1 + (uint32_t)(draw(&random) % 80)};
         }
         for (uint32_t at = 0; at < 2 * LIFETIMES; at++) {
             uint64_t units = 0;

@@ -39,14 +39,16 @@ static int by_time_in_use(const void *a, const void *b)
     return longer ? longer : by_size(a, b);
 }
 
-/* Into the lowest gap, or into the smallest. */
-struct order {
+/* Into the lowest gap, or into the smallest; `retries`: the block that ends highest is then placed
+ * first. */
+static const struct order {
     int (*compare)(const void *a, const void *b);
-    bool smallest_gap;
+    bool smallest_gap, retries;
+} orders[] = {
+    {.compare = by_size},
+    {.compare = by_sequence, .smallest_gap = true},
+    {.compare = by_time_in_use, .smallest_gap = true, .retries = true},
 };
-static const struct order largest_first = {by_size, false};
-static const struct order longest_first = {by_time_in_use, true};
-static const struct order latest_first = {by_sequence, true};
 
 static bool meet(const struct rbi_lifetime *a, const struct rbi_lifetime *b)
 {
@@ -62,15 +64,15 @@ static uint32_t find_offset(const struct rbi_lifetime **placed, size_t count,
         const struct rbi_lifetime *const other = placed[i];
         if (!meet(other, lifetime))
             continue;
-        const uint32_t gap = other->offset > end ? other->offset - end : 0;
+        const uint32_t gap = other->tried > end ? other->tried - end : 0;
         if (gap >= lifetime->units && gap < least) {
             best = end;
             least = gap;
             if (!smallest_gap)
                 break;
         }
-        if (end < other->offset + other->units)
-            end = other->offset + other->units;
+        if (end < other->tried + other->units)
+            end = other->tried + other->units;
     }
     return least != UINT32_MAX ? best : end;
 }
@@ -78,7 +80,7 @@ static uint32_t find_offset(const struct rbi_lifetime **placed, size_t count,
 static void insert(const struct rbi_lifetime **placed, size_t count,
                    const struct rbi_lifetime *lifetime)
 {
-    while (count > 0 && placed[count - 1]->offset > lifetime->offset) {
+    while (count > 0 && placed[count - 1]->tried > lifetime->tried) {
         placed[count] = placed[count - 1];
         count--;
     }
@@ -92,9 +94,9 @@ static uint64_t pack(struct rbi_lifetime *lifetimes, const struct rbi_lifetime *
     uint64_t most = 0;
     *highest = 0;
     for (size_t i = 0; i < count; i++) {
-        lifetimes[i].offset = find_offset(placed, i, &lifetimes[i], smallest_gap);
+        lifetimes[i].tried = find_offset(placed, i, &lifetimes[i], smallest_gap);
         insert(placed, i, &lifetimes[i]);
-        const uint64_t end = (uint64_t)lifetimes[i].offset + lifetimes[i].units;
+        const uint64_t end = (uint64_t)lifetimes[i].tried + lifetimes[i].units;
         if (most < end) {
             most = end;
             *highest = i;
@@ -110,51 +112,30 @@ static void place_first(struct rbi_lifetime *lifetimes, size_t at)
     lifetimes[0] = first;
 }
 
-/* An order, and how often the highest block is placed first then. */
-struct attempt {
-    const struct order *order;
-    size_t tries;
-};
-
-/* The layout of an attempt. Where a layout on the way takes less, *best and *least are that one. */
-static uint64_t pack_attempt(struct rbi_lifetime *lifetimes, const struct rbi_lifetime **room,
-                             size_t count, struct attempt attempt, struct attempt *best,
-                             uint64_t *least)
+static void keep(struct rbi_lifetime *lifetimes, size_t count)
 {
-    uint64_t units = 0;
-    size_t highest = 0;
-    qsort(lifetimes, count, sizeof *lifetimes, attempt.order->compare);
-    for (size_t i = 0; i <= attempt.tries; i++) {
-        if (i > 0)
-            place_first(lifetimes, highest);
-        units = pack(lifetimes, room, count, attempt.order->smallest_gap, &highest);
-        if (units >= *least)
-            continue;
-        *least = units;
-        *best = (struct attempt){attempt.order, i};
-    }
-    return units;
-}
-
-static size_t tries_for(size_t count)
-{
-    const uint64_t most =
-        (uint64_t)RBI_LAYOUT_TRIES_OF_BLOCKS * RBI_LAYOUT_TRIES_OF_BLOCKS * RBI_LAYOUT_TRIES_MOST;
-    const uint64_t tries = most / ((uint64_t)count * count + 1);
-    return tries < RBI_LAYOUT_TRIES_MOST ? (size_t)tries : RBI_LAYOUT_TRIES_MOST;
+    for (size_t i = 0; i < count; i++)
+        lifetimes[i].offset = lifetimes[i].tried;
 }
 
 uint64_t rbi_layout_pack(struct rbi_lifetime *lifetimes, const struct rbi_lifetime **room,
                          size_t count, uint64_t in_use)
 {
-    const struct attempt attempts[] = {{&largest_first, 0},
-                                       {&longest_first, 0},
-                                       {&latest_first, 0},
-                                       {&longest_first, tries_for(count)}};
-    const size_t all = sizeof attempts / sizeof *attempts;
-    uint64_t least = UINT64_MAX, units = 0;
-    struct attempt best = attempts[0];
-    for (size_t i = 0; i < all && least > in_use + in_use / RBI_LAYOUT_LOST_PARTS; i++)
-        units = pack_attempt(lifetimes, room, count, attempts[i], &best, &least);
-    return units == least ? least : pack_attempt(lifetimes, room, count, best, &best, &least);
+    const uint64_t enough = in_use + in_use / RBI_LAYOUT_LOST_PARTS;
+    uint64_t least = UINT64_MAX;
+    for (size_t k = 0; k < sizeof orders / sizeof *orders && least > enough; k++) {
+        const bool retries = orders[k].retries && count <= RBI_LAYOUT_RETRIES_OF_BLOCKS;
+        const size_t tries = retries ? 1 + RBI_LAYOUT_RETRIES : 1;
+        size_t highest = 0;
+        qsort(lifetimes, count, sizeof *lifetimes, orders[k].compare);
+        for (size_t i = 0; i < tries && least > enough; i++) {
+            place_first(lifetimes, highest);
+            const uint64_t units = pack(lifetimes, room, count, orders[k].smallest_gap, &highest);
+            if (units >= least)
+                continue;
+            least = units;
+            keep(lifetimes, count);
+        }
+    }
+    return least;
 }

@@ -10,6 +10,7 @@
 struct rbi_lifetime {
     uint32_t units;
     uint32_t from, to;
+    uint32_t tried;  /* the offset in the layout that is tried */
     uint32_t offset; /* out, in units: no two lifetimes that meet overlap */
 };
 
