@@ -19,7 +19,7 @@ static void was_cleared(void *user)
 /* One that works in every callback works for it; what comes and goes beside them does not. */
 static void find_helper(struct rbi_check *c)
 {
-    if (c->stale.helped == 0 || c->stale.helped * 10 < c->plan.succeeded * 9)
+    if (c->stale.helped == 0 || c->stale.helped * 10 < c->injection.succeeded * 9)
         return;
     char which[160];
     struct rbi_text t = {which, sizeof which, 0};
@@ -66,21 +66,21 @@ static void release(struct rbi_check *c)
     rbi_older_close(&c->blocks);
     rbi_parts_release(&c->whole);
     rbi_parts_release(&c->replayed_parts);
-    rbi_parts_release(&c->plan.done);
+    rbi_parts_release(&c->injection.done);
 }
 
 static rebatch_status run_drill(struct rbi_check *c, const rebatch_step_ops *ops, size_t batch,
                                 void *user)
 {
     struct rbi_drill drill;
-    const struct rbi_drill_watch watch = rbi_strike_watch(&c->plan);
+    const struct rbi_drill_watch watch = rbi_injection_watch(&c->injection);
     rebatch_status status = rbi_drill_begin(&drill, c->rb, ops, batch, user, &watch);
     if (status)
         return status;
     const struct rbi_pool_fault before = rbi_pool_set_fault(
-        c->pool, &(struct rbi_pool_fault){.strikes = rbi_strike_asked, .user = &c->plan});
+        c->pool, &(struct rbi_pool_fault){.strikes = rbi_injection_fails, .user = &c->injection});
     rbi_fill_set(c, 0, 0);
-    rbi_stale_begin(&c->stale, &c->plan);
+    rbi_stale_begin(&c->stale, &c->injection);
     status = rbi_older_open(&c->blocks, &c->items);
     if (!status)
         status = run_all(c, batch);
@@ -104,11 +104,11 @@ static rebatch_status check(struct rbi_check *c, const rebatch_step_ops *ops, si
     c->items.rb = c->rb;
     c->items.stale = &c->stale;
     c->blocks.rb = c->rb;
-    c->plan = (struct rbi_strike_plan){.rb = c->rb,
-                                       .attempt_begins = rbi_ooms_save_attempt,
-                                       .was_taken_back = rbi_ooms_was_taken_back,
-                                       .was_cleared = was_cleared,
-                                       .user = c};
+    c->injection = (struct rbi_injection){.rb = c->rb,
+                                          .attempt_begins = rbi_ooms_save_attempt,
+                                          .was_taken_back = rbi_ooms_was_taken_back,
+                                          .was_cleared = was_cleared,
+                                          .user = c};
     rebatch_status status = open_names(c);
     if (!status)
         status = run_drill(c, ops, batch, user);

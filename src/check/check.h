@@ -10,7 +10,7 @@
 #include "rebatch/check.h"
 #include "recover/session.h"
 
-/* ---- requests that fail (strike.c) ---- */
+/* ---- requests that fail (injection.c) ---- */
 
 /* A request of a callback. */
 struct rbi_place {
@@ -33,7 +33,7 @@ bool rbi_parts_equal(const struct rbi_parts *a, const struct rbi_parts *b);
 void rbi_parts_release(struct rbi_parts *parts);
 
 /* The requests of a run, in order, and which of them fails. */
-struct rbi_strike_plan {
+struct rbi_injection {
     rebatch *rb;
     struct rbi_place place; /* the last request; number 0: the callback has made none */
     pthread_t thread;       /* the callback's */
@@ -47,10 +47,10 @@ struct rbi_strike_plan {
     bool has_failed;        /* the last callback */
 
     /* the request that failed on purpose */
-    bool has_struck;
-    struct rbi_place struck;
-    uint64_t struck_bytes;
-    uint64_t ooms_at_strike;
+    bool is_done;
+    struct rbi_place injected;
+    uint64_t injected_bytes;
+    uint64_t ooms_at_injection;
 
     /* the first OOM for which a callback returned REBATCH_OK */
     bool was_swallowed;
@@ -58,18 +58,18 @@ struct rbi_strike_plan {
     uint64_t swallowed_bytes;
 
     /* Told before forward_backward runs, before any callback that follows one that failed, when
-     * that was taken back (plan->place is that one's then), and after zero_grad. */
+     * that was taken back (injection->place is that one's then), and after zero_grad. */
     void (*attempt_begins)(void *user);
     void (*was_taken_back)(void *user);
     void (*was_cleared)(void *user);
     void *user;
 };
 
-struct rbi_drill_watch rbi_strike_watch(struct rbi_strike_plan *plan);
+struct rbi_drill_watch rbi_injection_watch(struct rbi_injection *injection);
 /* Counts from 0 from here on. */
-void rbi_strike_begin(struct rbi_strike_plan *plan, uint64_t fails_at);
+void rbi_injection_begin(struct rbi_injection *injection, uint64_t fails_at);
 /* For the pool: whether a request is to fail. */
-bool rbi_strike_asked(void *user);
+bool rbi_injection_fails(void *user);
 /* "allocation 3 (1.50 MiB) of forward_backward of samples 0-15" */
 void rbi_place_add(struct rbi_text *t, const struct rbi_place *place, uint64_t bytes);
 
@@ -91,7 +91,7 @@ struct rbi_stale_list {
 
 struct rbi_stale {
     bool is_on;
-    const struct rbi_strike_plan *plan;
+    const struct rbi_injection *injection;
     struct rbi_stale_list live;   /* allocated, and neither freed nor taken back */
     struct rbi_stale_list gone;   /* taken back, and not allocated again */
     struct rbi_stale_list beside; /* the same of threads that have not joined, in a callback */
@@ -103,7 +103,7 @@ struct rbi_stale {
 };
 
 /* Records the pool's calls until rbi_stale_end(). */
-void rbi_stale_begin(struct rbi_stale *stale, const struct rbi_strike_plan *plan);
+void rbi_stale_begin(struct rbi_stale *stale, const struct rbi_injection *injection);
 void rbi_stale_end(struct rbi_stale *stale);
 /* What the callback that ran last has allocated was taken back, or what all have; not what resize
  * has. The device is idle. */
@@ -245,7 +245,7 @@ struct rbi_check {
     rebatch_pool *pool;
     rebatch_check_options options;
     rebatch_check_report *report;
-    struct rbi_strike_plan plan;
+    struct rbi_injection injection;
     struct rbi_stale stale;
     struct rbi_old_blocks blocks;
     struct rbi_items items;

@@ -35,7 +35,7 @@ static rebatch_status run_size(struct rbi_check *c, size_t size, struct rbi_part
     add_samples(&t, size);
     rbi_text_add(&t, " instead of %zu", c->base);
     rebatch_status status = rbi_check_run(c, size, 0, &ran);
-    const bool is_copied = rbi_parts_copy(parts, &c->plan.done);
+    const bool is_copied = rbi_parts_copy(parts, &c->injection.done);
     const bool is_there = !status;
     if (is_there)
         c->report->micro_smallest = rbi_min(c->report->micro_smallest, ran);
@@ -183,12 +183,12 @@ static rebatch_status run_swallowing(struct rbi_check *c, struct rbi_parts *part
     if (!c->swallowing || !rbi_check_has_time(c))
         return REBATCH_OK;
     rebatch_status status = rbi_check_run(c, c->swallowing, 0, &ran);
-    const bool is_there = !status && c->plan.was_swallowed;
+    const bool is_there = !status && c->injection.was_swallowed;
     struct rbi_text t = {when, sizeof when, 0};
     rbi_text_add(&t, "where ");
-    rbi_place_add(&t, &c->plan.swallowed, c->plan.swallowed_bytes);
+    rbi_place_add(&t, &c->injection.swallowed, c->injection.swallowed_bytes);
     rbi_text_add(&t, " fails for want of memory and the callback returns REBATCH_OK");
-    const bool is_copied = rbi_parts_copy(parts, &c->plan.done);
+    const bool is_copied = rbi_parts_copy(parts, &c->injection.done);
     const rebatch_status undone = rbi_check_undo(c);
     if (!is_copied)
         return rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");

@@ -15,16 +15,16 @@ static rebatch_status try_size(struct rbi_check *c, size_t *next, bool *is_there
     *next = 0;
     rebatch_status status = rbi_check_run(c, c->base, 0, &ran);
     *is_there = !status && rbi_pool_oom_count(c->pool) == ooms;
-    const bool is_swallowed = !status && c->plan.was_swallowed;
+    const bool is_swallowed = !status && c->injection.was_swallowed;
     if (*is_there)
         status = rbi_older_note(&c->blocks);
-    if (*is_there && !status && !rbi_parts_copy(&c->whole, &c->plan.done))
+    if (*is_there && !status && !rbi_parts_copy(&c->whole, &c->injection.done))
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
     if (*is_there && !status)
         status = rbi_values_read(&c->replayed, &c->items);
     if (*is_there && !status)
         status = rbi_items_add_made(&c->items);
-    c->report->allocations = c->plan.requests;
+    c->report->allocations = c->injection.requests;
     const size_t count = c->items.count;
     c->items.count = c->before.count; /* of the others there are no values yet */
     const rebatch_status undone = rbi_check_undo(c);
@@ -44,7 +44,7 @@ static void say_swallowed(struct rbi_check *c)
 {
     char which[160];
     struct rbi_text t = {which, sizeof which, 0};
-    rbi_place_add(&t, &c->plan.swallowed, c->plan.swallowed_bytes);
+    rbi_place_add(&t, &c->injection.swallowed, c->injection.swallowed_bytes);
     rbi_finding_add(c->report, REBATCH_FINDING_SWALLOWED, "",
                     "%s failed for want of memory, the callback returned REBATCH_OK, and no size "
                     "fitted then; return the status of the allocation",
@@ -56,7 +56,7 @@ static rebatch_status find_base(struct rbi_check *c, size_t batch, bool *is_ther
     c->base = batch;
     for (size_t next;; c->base = next) {
         const rebatch_status status = try_size(c, &next, is_there);
-        if (status == REBATCH_E_EXHAUSTED && c->plan.was_swallowed)
+        if (status == REBATCH_E_EXHAUSTED && c->injection.was_swallowed)
             say_swallowed(c);
         if (status == REBATCH_E_EXHAUSTED)
             return status;

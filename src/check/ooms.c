@@ -9,7 +9,7 @@
 void rbi_ooms_save_attempt(void *user)
 {
     struct rbi_check *c = user;
-    if (c->plan.fails_at)
+    if (c->injection.fails_at)
         (void)rbi_values_read(&c->other, &c->items);
 }
 
@@ -27,7 +27,7 @@ static void compare_attempt(struct rbi_check *c)
     if (rbi_values_read(&c->now, &c->items))
         return;
     rbi_text_add(&t, "when ");
-    rbi_place_add(&t, &c->plan.struck, c->plan.struck_bytes);
+    rbi_place_add(&t, &c->injection.injected, c->injection.injected_bytes);
     rbi_text_add(&t, " failed, before rebatch_mutating()");
     rbi_compare_each(c,
                      &(struct rbi_comparison){REBATCH_FINDING_EARLY, when,
@@ -42,7 +42,8 @@ void rbi_ooms_was_taken_back(void *user)
     const rebatch_phase phase = rbi_session_failure(c->rb)->phase;
     const bool is_clean = phase == REBATCH_PHASE_FORWARD;
     rbi_stale_take_back(&c->stale, phase == REBATCH_PHASE_BACKWARD);
-    if (is_clean && c->plan.has_struck && c->plan.struck.serial == c->plan.place.serial)
+    if (is_clean && c->injection.is_done &&
+        c->injection.injected.serial == c->injection.place.serial)
         compare_attempt(c);
 }
 
@@ -109,16 +110,16 @@ static rebatch_status judge(struct rbi_check *c, const struct rbi_parts *parts, 
     return status;
 }
 
-static void add_when(struct rbi_text *t, const struct rbi_strike_plan *plan)
+static void add_when(struct rbi_text *t, const struct rbi_injection *injection)
 {
-    if (!plan->has_struck) {
+    if (!injection->is_done) {
         rbi_text_add(t, "when nothing was made to fail");
         return;
     }
     rbi_text_add(t, "after ");
-    rbi_place_add(t, &plan->struck, plan->struck_bytes);
+    rbi_place_add(t, &injection->injected, injection->injected_bytes);
     rbi_text_add(t, " failed%s",
-                 plan->was_swallowed ? ", for which the callback returned REBATCH_OK" : "");
+                 injection->was_swallowed ? ", for which the callback returned REBATCH_OK" : "");
 }
 
 static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fails_at,
@@ -128,12 +129,13 @@ static rebatch_status run_with_oom(struct rbi_check *c, size_t size, uint64_t fa
     size_t ran;
     struct rbi_text t = {when, sizeof when, 0};
     rebatch_status status = rbi_check_run(c, size, fails_at, &ran);
-    const bool is_there = !status && c->plan.has_struck, was_swallowed = c->plan.was_swallowed;
-    add_when(&t, &c->plan);
-    c->report->ooms += size == c->base && c->plan.has_struck;
+    const bool is_there = !status && c->injection.is_done,
+               was_swallowed = c->injection.was_swallowed;
+    add_when(&t, &c->injection);
+    c->report->ooms += size == c->base && c->injection.is_done;
     if (is_there)
         c->report->micro_smallest = rbi_min(c->report->micro_smallest, ran);
-    const bool is_copied = rbi_parts_copy(parts, &c->plan.done);
+    const bool is_copied = rbi_parts_copy(parts, &c->injection.done);
     if (status)
         status = rbi_check_fail(c, when, status);
     const rebatch_status undone = rbi_check_undo(c);
@@ -164,7 +166,7 @@ static rebatch_status run_last(struct rbi_check *c, struct rbi_parts *parts)
     if (size == 0 || !rbi_check_has_time(c))
         return REBATCH_OK;
     rebatch_status status = rbi_check_run(c, size, 0, &ran);
-    const uint64_t all = c->plan.requests, last = c->plan.place.number;
+    const uint64_t all = c->injection.requests, last = c->injection.place.number;
     const rebatch_status undone = rbi_check_undo(c);
     if (status || undone) /* it is said already */
         return status == REBATCH_E_DEVICE_LOST || status == REBATCH_E_HOST_OOM ? status : undone;

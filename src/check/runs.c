@@ -4,7 +4,7 @@
 
 static rebatch_status end_run(struct rbi_check *c, rebatch_status status, struct rbi_values *into)
 {
-    if (!status && c->plan.is_short)
+    if (!status && c->injection.is_short)
         status = rbi_error(REBATCH_E_HOST_OOM, "no host memory for a check");
     if (status)
         return status;
@@ -16,7 +16,7 @@ static rebatch_status end_run(struct rbi_check *c, rebatch_status status, struct
 rebatch_status rbi_check_run(struct rbi_check *c, size_t size, uint64_t fails_at, size_t *ran)
 {
     c->report->runs++;
-    rbi_strike_begin(&c->plan, fails_at);
+    rbi_injection_begin(&c->injection, fails_at);
     return end_run(c, rbi_drill_run(c->rb, size, ran), &c->now);
 }
 
@@ -24,7 +24,7 @@ rebatch_status rbi_check_run_parts(struct rbi_check *c, const struct rbi_parts *
                                    struct rbi_values *into)
 {
     c->report->runs++;
-    rbi_strike_begin(&c->plan, 0);
+    rbi_injection_begin(&c->injection, 0);
     return end_run(c, rbi_drill_run_parts(c->rb, parts->list, parts->count, batch), into);
 }
 
@@ -47,8 +47,8 @@ static void find_stale(struct rbi_check *c)
 static void find_leak(struct rbi_check *c)
 {
     struct rbi_stale_block block;
-    const size_t ran = c->plan.done.count;
-    if (ran < 4 || c->plan.has_struck || rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
+    const size_t ran = c->injection.done.count;
+    if (ran < 4 || c->injection.is_done || rbi_finding_has(c->report, REBATCH_FINDING_LEAK))
         return;
     const size_t left = rbi_stale_count_left(&block, &c->stale);
     if (left + 1 < ran)

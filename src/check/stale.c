@@ -43,8 +43,9 @@ static void forget(struct rbi_stale_list *list, const void *address)
  * as is known, and its memory is not taken back. */
 static bool is_beside(const struct rbi_stale *stale)
 {
-    return stale->plan->is_running && !pthread_equal(stale->plan->thread, pthread_self()) &&
-           !rbi_pool_thread_has_joined(rebatch_get_pool(stale->plan->rb));
+    return stale->injection->is_running &&
+           !pthread_equal(stale->injection->thread, pthread_self()) &&
+           !rbi_pool_thread_has_joined(rebatch_get_pool(stale->injection->rb));
 }
 
 /* What it frees before the callback ends was allocated for the callback. */
@@ -54,7 +55,7 @@ static void free_beside(struct rbi_stale *stale, const void *address)
         const struct rbi_stale_block *const block = &stale->beside.blocks[i];
         if (block->address != address)
             continue;
-        if (stale->plan->is_running && block->place.serial == stale->plan->place.serial) {
+        if (stale->injection->is_running && block->place.serial == stale->injection->place.serial) {
             stale->helped += block->place.serial != stale->helpers.place.serial;
             stale->helpers = *block;
         }
@@ -70,14 +71,14 @@ static void on_call(void *user, enum rbi_pool_call call, const void *address, si
     (void)stream;
     if (call == RBI_POOL_ALLOC && bytes) {
         size_t whole = bytes; /* of which all is filled */
-        (void)rbi_pool_check_size(&whole, rebatch_get_pool(stale->plan->rb), bytes + 1);
+        (void)rbi_pool_check_size(&whole, rebatch_get_pool(stale->injection->rb), bytes + 1);
         for (size_t i = stale->gone.count; i-- > 0;)
             if (overlap(&stale->gone.blocks[i], address, whole))
                 remove_at(&stale->gone, i);
         add(is_beside(stale) ? &stale->beside : &stale->live,
             &(struct rbi_stale_block){.address = address,
                                       .bytes = bytes,
-                                      .place = stale->plan->place,
+                                      .place = stale->injection->place,
                                       .is_padded = stale->pads});
     } else if (call == RBI_POOL_FREE) {
         forget(&stale->live, address);
@@ -93,8 +94,8 @@ static bool read_digest(uint64_t *out, const struct rbi_stale *stale,
 {
     unsigned char bytes[LOOKED_AT_BYTES];
     const size_t count = rbi_min(block->bytes, sizeof bytes);
-    rebatch_device *device = rbi_session_device(stale->plan->rb);
-    const rebatch_stream stream = rbi_session_options(stale->plan->rb)->stream;
+    rebatch_device *device = rbi_session_device(stale->injection->rb);
+    const rebatch_stream stream = rbi_session_options(stale->injection->rb)->stream;
     if (rebatch_copy(device, bytes, block->address, count, stream) ||
         rebatch_stream_synchronize(device, stream))
         return false;
@@ -109,7 +110,7 @@ static bool read_digest(uint64_t *out, const struct rbi_stale *stale,
 static bool is_settled(struct rbi_stale *stale)
 {
     rebatch_pool_stats stats;
-    if (rebatch_pool_get_stats(&stats, rebatch_get_pool(stale->plan->rb)))
+    if (rebatch_pool_get_stats(&stats, rebatch_get_pool(stale->injection->rb)))
         return false;
     const uint64_t moves =
         stats.device_allocations + stats.device_frees + stats.trims + stats.remaps;
@@ -124,7 +125,7 @@ static bool is_settled(struct rbi_stale *stale)
 static void find_cached(const struct rbi_stale *stale, struct rbi_stale_list *list, size_t from)
 {
     struct rbi_view_piece piece;
-    rebatch_pool *pool = rebatch_get_pool(stale->plan->rb);
+    rebatch_pool *pool = rebatch_get_pool(stale->injection->rb);
     rbi_view_open(pool);
     struct rbi_view_walk walk = rbi_view_ranges(pool);
     for (; walk.range; rbi_view_next_range(&walk))
@@ -147,7 +148,7 @@ void rbi_stale_take_back(struct rbi_stale *stale, bool is_all)
     const size_t from = stale->gone.count;
     for (size_t i = stale->live.count; i-- > 0;) {
         const struct rbi_stale_block block = stale->live.blocks[i];
-        if ((!is_all && block.place.serial != stale->plan->place.serial) ||
+        if ((!is_all && block.place.serial != stale->injection->place.serial) ||
             block.place.which == RBI_RESIZE)
             continue;
         remove_at(&stale->live, i);
@@ -214,9 +215,9 @@ bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale 
                             uint8_t fill)
 {
     unsigned char beyond[LOOKED_AT_BYTES];
-    rebatch_pool *pool = rebatch_get_pool(stale->plan->rb);
-    rebatch_device *device = rbi_session_device(stale->plan->rb);
-    const rebatch_stream stream = rbi_session_options(stale->plan->rb)->stream;
+    rebatch_pool *pool = rebatch_get_pool(stale->injection->rb);
+    rebatch_device *device = rbi_session_device(stale->injection->rb);
+    const rebatch_stream stream = rbi_session_options(stale->injection->rb)->stream;
     for (size_t i = 0; i < stale->live.count && stale->is_on; i++) {
         const struct rbi_stale_block *const block = &stale->live.blocks[i];
         size_t whole = 0;
@@ -237,11 +238,11 @@ bool rbi_stale_find_overrun(struct rbi_stale_block *out, const struct rbi_stale 
 
 /* ---- beginning and end ---- */
 
-void rbi_stale_begin(struct rbi_stale *stale, const struct rbi_strike_plan *plan)
+void rbi_stale_begin(struct rbi_stale *stale, const struct rbi_injection *injection)
 {
-    rebatch_pool *pool = rebatch_get_pool(plan->rb);
-    *stale = (struct rbi_stale){.plan = plan};
-    stale->is_on = rbi_device_has_contents(rbi_session_device(plan->rb));
+    rebatch_pool *pool = rebatch_get_pool(injection->rb);
+    *stale = (struct rbi_stale){.injection = injection};
+    stale->is_on = rbi_device_has_contents(rbi_session_device(injection->rb));
     if (!stale->is_on)
         return;
     (void)is_settled(stale);
@@ -251,7 +252,7 @@ void rbi_stale_begin(struct rbi_stale *stale, const struct rbi_strike_plan *plan
 void rbi_stale_end(struct rbi_stale *stale)
 {
     if (stale->is_on)
-        rbi_pool_set_recorder(rebatch_get_pool(stale->plan->rb), NULL);
+        rbi_pool_set_recorder(rebatch_get_pool(stale->injection->rb), NULL);
     rbi_heap_free(stale->live.blocks);
     rbi_heap_free(stale->gone.blocks);
     rbi_heap_free(stale->beside.blocks);

@@ -121,7 +121,7 @@ static size_t largest_bytes(const rebatch_pool *pool)
     return pool->page_bytes << size;
 }
 
-static rebatch_status settle(rebatch_pool *pool, size_t keep_bytes)
+static rebatch_status await_all(rebatch_pool *pool, size_t keep_bytes)
 {
     rebatch_status status = rebatch_device_synchronize(pool->device);
     if (status == REBATCH_OK && rbi_pool_has_waiting(pool, NULL))
@@ -149,7 +149,7 @@ rebatch_status rbi_pool_settle_overflow(rebatch_pool *pool, size_t keep_bytes)
     rbi_lock_take(&pool->lock);
     if (pool->vm.overflow.count) {
         rbi_plan_leave(pool); /* or the phase's plan goes on */
-        status = settle(pool, keep_bytes);
+        status = await_all(pool, keep_bytes);
     }
     rbi_pool_give_lock(pool);
     return status;

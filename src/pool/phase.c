@@ -20,7 +20,7 @@ static struct rbi_block *take_arena(rebatch_pool *pool, const struct rbi_phase *
 }
 
 /* Gives back what the pool holds beyond the needs of a plan, which serves now. */
-static void settle(rebatch_pool *pool, const struct rbi_phase *phase)
+static void give_back_unneeded(rebatch_pool *pool, const struct rbi_phase *phase)
 {
     const size_t below_peak = (size_t)(pool->highest_live_bytes - pool->stats.live_bytes);
     const size_t needed = rbi_max(phase->arena_bytes + phase->beside_bytes, below_peak);
@@ -37,7 +37,7 @@ void rbi_pool_begin_phase(rebatch_pool *pool, uint64_t key)
     const struct rbi_phase *const planned =
         key != 0 && pool->plan.is_on ? rbi_plan_begin(pool, key) : NULL;
     if (planned && rbi_plan_serve_from(pool, take_arena(pool, planned)))
-        settle(pool, planned);
+        give_back_unneeded(pool, planned);
 }
 
 void rbi_pool_begin_marked(rebatch_pool *pool)

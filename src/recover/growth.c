@@ -182,7 +182,7 @@ static bool is_cut(const rebatch *rb, size_t batch)
 }
 
 /* The last growth has held for so long that it is no longer on trial. */
-static void settle(rebatch *rb)
+static void end_trial(rebatch *rb)
 {
     struct rbi_growth *growth = &rb->sizes.growth;
     if (growth->is_overruling)
@@ -225,7 +225,7 @@ void rbi_growth_step_done(rebatch *rb, size_t batch)
     if (growth->clean < growth->wait)
         return;
     if (growth->on_trial)
-        settle(rb);
+        end_trial(rb);
     if (rbi_is_on(rb->options.growth))
         grow(rb, batch);
 }

@@ -69,7 +69,7 @@ rebatch_status rbi_update_run(rebatch *rb)
 /* ---- the reduction ---- */
 
 /* The update's memory is there before the ranks vote: after it nobody can go back. */
-static rebatch_status settle(rebatch *rb)
+static rebatch_status secure_memory(rebatch *rb)
 {
     for (;;) {
         const uint64_t began = rbi_now_ns();
@@ -108,7 +108,7 @@ rebatch_status rbi_update_settle(rebatch *rb, rebatch_status own)
         own = rb->run.ops->reduce ? run(rb, RBI_REDUCE) : REBATCH_OK;
         rb->group.has_failed_in_reduce = own && rb->run.has_reduced;
         if (!own)
-            own = settle(rb);
+            own = secure_memory(rb);
     }
     const struct rbi_said said = rbi_said_take(rb, own);
     if (own && !rb->run.has_reduced && rb->run.ops->reduce)

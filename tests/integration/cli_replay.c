@@ -512,8 +512,8 @@ Test(cli_replay, in_a_fiftieth_more_than_the_peak_a_warm_pass_maps_nothing)
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char arguments[200];
         (void)snprintf(arguments, sizeof arguments, "--repeat 1 $B/%s.trace.gz", names[i]);
-        const struct object plenty = run_json(arguments);
-        const double capacity = number(&plenty, "peak_live_bytes") * 1.02;
+        const struct object unlimited = run_json(arguments);
+        const double capacity = number(&unlimited, "peak_live_bytes") * 1.02;
         (void)snprintf(arguments, sizeof arguments, "--repeat 3 --capacity %.0f $B/%s.trace.gz",
                        capacity, names[i]);
         const struct object is_short = run_json(arguments);

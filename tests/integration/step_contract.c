@@ -481,7 +481,7 @@ Test(step_contract, a_sentence_that_the_callback_cleared_is_not_replaced)
 
 /* ---- after EXHAUSTED ---- */
 
-Test(step_contract, exhausted_before_mutating_leaves_the_samples_before_in_the_accumulators)
+Test(step_contract, exhausted_before_mutating_keeps_what_was_accumulated)
 {
     const rebatch_options options = start_at(4);
     struct rig rig;

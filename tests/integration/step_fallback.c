@@ -249,7 +249,7 @@ Test(step_fallback, exhausted_names_what_failed_before_lightening_was_tried_in_v
 
 /* ---- nothing left ---- */
 
-Test(step_fallback, exhausted_says_where_what_was_needed_what_was_there_and_what_would_help)
+Test(step_fallback, exhausted_says_what_was_needed_and_what_would_help)
 {
     const rebatch_options options = without_growth();
     struct rig rig;

@@ -11,7 +11,7 @@
 #define SHORT_STEPS 40 /* with too little memory */
 #define GROW_AFTER 2
 #define GROW_WAIT_MAX 6
-#define PLENTY MIB(512)
+#define ENOUGH_BYTES MIB(512)
 
 /* A training whose samples differ in length, up to forty times. */
 struct training {
@@ -86,7 +86,7 @@ static unsigned most_steps(const struct training *t)
 
 static void check_regrowth(struct training *t, uint64_t seed)
 {
-    rig_set_capacity(&t->rig, PLENTY);
+    rig_set_capacity(&t->rig, ENOUGH_BYTES);
     for (unsigned left = most_steps(t); left > 0; left--) {
         cr_assert_eq(rig_step(&t->rig, t->batch), REBATCH_OK, "%s", rebatch_last_error());
         if (t->rig.report.microbatches == 1 && t->rig.script.level == 0)

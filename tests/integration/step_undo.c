@@ -103,7 +103,7 @@ static void check_cache(const struct rig *rig, const struct program *p, size_t b
 
 /* ---- the batch runs again ---- */
 
-Test(step_undo, a_cache_that_a_successful_microbatch_replaced_is_there_when_the_batch_runs_again)
+Test(step_undo, a_replaced_cache_is_back_when_the_batch_runs_again)
 {
     struct program p = {.in[SCRIPT_FORWARD] = REPLACE};
     struct rig rig;

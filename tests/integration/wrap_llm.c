@@ -39,7 +39,7 @@ static const char *weights(const struct run *r)
 static const char *const arguments_of[] = {"256 3", "256 256 3"};
 
 /* Validation comes first, so the first allocation of a size is a map's. */
-Test(wrap_llm, little_memory_ends_the_program_as_it_was_and_changes_no_bit_of_the_wrapped_one)
+Test(wrap_llm, little_memory_changes_no_bit_of_the_wrapped_program)
 {
     for (size_t i = 0; i < 2; i++) {
         char program[64];

@@ -13,7 +13,7 @@
     X(AGREED)   /* a vote on what comes next is over: the size, or that no samples are left */     \
     X(RUNS)     /* in a micro-batch: its collectives */                                            \
     X(GIVEN_UP) /* failed, and called the collectives of the micro-batch that were left */         \
-    X(SETTLED)  /* the vote on the micro-batch is over: all accumulate it, or none */              \
+    X(DECIDED)  /* the vote on the micro-batch is over: all accumulate it, or none */              \
     X(ENDED)    /* the end vote is over */
 
 /* What happens: calls of the library, of the program's callbacks, and votes that came back. */
@@ -37,17 +37,17 @@
     X(AGREED, VOTE, ENDED)                                                                         \
     X(AGREED, LOWEST, NAMED)                                                                       \
     X(AGREED, BREAK, BROKEN)                                                                       \
-    X(RUNS, TOGETHER, SETTLED)                                                                     \
+    X(RUNS, TOGETHER, DECIDED)                                                                     \
     X(RUNS, GIVE_UP, GIVEN_UP)                                                                     \
     X(RUNS, BREAK, BROKEN)                                                                         \
-    X(GIVEN_UP, TOGETHER, SETTLED)                                                                 \
+    X(GIVEN_UP, TOGETHER, DECIDED)                                                                 \
     X(GIVEN_UP, BREAK, BROKEN)                                                                     \
-    X(SETTLED, SAMPLES, RUNS)                                                                      \
-    X(SETTLED, GIVE_UP, GIVEN_UP) /* it could not accumulate, which the others hear of only now */ \
-    X(SETTLED, ZERO, ZEROED)                                                                       \
-    X(SETTLED, TOGETHER, AGREED)                                                                   \
-    X(SETTLED, LOWEST, NAMED)                                                                      \
-    X(SETTLED, BREAK, BROKEN)                                                                      \
+    X(DECIDED, SAMPLES, RUNS)                                                                      \
+    X(DECIDED, GIVE_UP, GIVEN_UP) /* it could not accumulate, which the others hear of only now */ \
+    X(DECIDED, ZERO, ZEROED)                                                                       \
+    X(DECIDED, TOGETHER, AGREED)                                                                   \
+    X(DECIDED, LOWEST, NAMED)                                                                      \
+    X(DECIDED, BREAK, BROKEN)                                                                      \
     X(ENDED, UPDATE, UPDATES)                                                                      \
     X(ENDED, LOWEST, NAMED)                                                                        \
     X(ENDED, BREAK, BROKEN)

@@ -279,7 +279,7 @@ Test(pool_alloc, ties_between_segments_go_to_the_older_one)
         blocks[i] = take(rig.pool, 2 * PAGE);
     for (int i = 5; i >= 0; i--)
         give(rig.pool, blocks[(i * 5 + 2) % 6]);
-    settle(rig.pool);
+    merge_freed(rig.pool);
     for (int i = 0; i < 6; i++)
         cr_assert_eq(take(rig.pool, 2 * PAGE), blocks[i]);
     rig_close(&rig);
@@ -306,7 +306,7 @@ Test(pool_alloc, free_neighbours_merge_in_every_order)
         give(rig.pool, whole);
         give(rig.pool, wall);
         give(rig.pool, end);
-        settle(rig.pool);
+        merge_freed(rig.pool);
     }
     cr_assert_eq(stats_of(rig.pool).device_allocations, 1);
     rig_close(&rig);
@@ -574,10 +574,10 @@ Test(pool_alloc, the_same_calls_give_the_same_addresses)
 /* Address ranges, physical memory and blocks come and go; what notes them is used again. */
 Test(pool_alloc, host_memory_does_not_grow_with_what_comes_and_goes)
 {
-    enum { SETTLED = 3, ROUNDS = 100, BLOCKS = 8 };
+    enum { WARM_ROUND = 3, ROUNDS = 100, BLOCKS = 8 };
     struct rig rigs[] = {rig_open(256, NULL), rig_open_plain(256, NULL)};
     for (size_t r = 0; r < sizeof rigs / sizeof *rigs; r++) {
-        int64_t settled = 0;
+        int64_t warm = 0;
         for (int round = 0; round < ROUNDS; round++) {
             uint64_t random = 4;
             void *blocks[BLOCKS];
@@ -586,11 +586,11 @@ Test(pool_alloc, host_memory_does_not_grow_with_what_comes_and_goes)
             for (size_t i = 0; i < BLOCKS; i++)
                 give(rigs[r].pool, blocks[i]);
             cr_assert_eq(rebatch_pool_trim(rigs[r].pool, 0, NULL), REBATCH_OK);
-            if (round == SETTLED)
-                settled = rbi_heap_live();
+            if (round == WARM_ROUND)
+                warm = rbi_heap_live();
         }
-        cr_assert_eq(rbi_heap_live(), settled, "%s: %jd and then %jd chunks",
-                     r ? "plain" : "mapped", (intmax_t)settled, (intmax_t)rbi_heap_live());
+        cr_assert_eq(rbi_heap_live(), warm, "%s: %jd and then %jd chunks", r ? "plain" : "mapped",
+                     (intmax_t)warm, (intmax_t)rbi_heap_live());
         rig_close(&rigs[r]);
     }
 }

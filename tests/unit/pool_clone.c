@@ -37,8 +37,8 @@ static void assert_same_place(rebatch_pool *pool, rebatch_pool *copy, struct pai
 
 static void assert_same_layout(rebatch_pool *pool, rebatch_pool *copy)
 {
-    settle(pool);
-    settle(copy);
+    merge_freed(pool);
+    merge_freed(copy);
     const struct rbi_range *theirs = copy->heap.first_range;
     for (const struct rbi_range *r = pool->heap.first_range; r;
          r = r->next, theirs = theirs->next) {

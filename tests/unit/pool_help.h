@@ -80,7 +80,7 @@ static inline void give(rebatch_pool *pool, void *pointer)
 }
 
 /* Merges what was freed and not yet merged, so that the next blocks come by best fit. */
-static inline void settle(rebatch_pool *pool)
+static inline void merge_freed(rebatch_pool *pool)
 {
     rbi_pool_take_lock(pool);
     rbi_pool_flush_lists(pool);

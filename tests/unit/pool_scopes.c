@@ -259,7 +259,7 @@ Test(pool_scopes, a_block_that_a_rollback_took_back_cannot_be_used)
         void *block = take(rig.pool, 3 * KIB);
         cr_assert_eq(rebatch_scope_rollback(rig.pool, scope), REBATCH_OK);
         if (merged)
-            settle(rig.pool);
+            merge_freed(rig.pool);
         assert_refused(rebatch_pool_use_on(rig.pool, block, NULL), REBATCH_E_INVALID,
                        "which a rollback took back: expected a block in use");
         assert_refused(rebatch_pool_block_bytes(&bytes, rig.pool, block), REBATCH_E_INVALID,

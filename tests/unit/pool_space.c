@@ -128,7 +128,7 @@ Test(pool_space, a_block_between_holes_is_not_cut)
     give(rig.pool, blocks[3]);
     void *large = take(rig.pool, 8 * PAGE); /* made of both */
     give(rig.pool, blocks[2]);
-    settle(rig.pool);
+    merge_freed(rig.pool);
     cr_assert_eq(take(rig.pool, PAGE + UNIT), blocks[0] + 3 * PAGE);
     cr_assert_eq(stats_of(rig.pool).reserved_bytes, 18 * PAGE);
     assert_valid(rig.pool);

@@ -126,11 +126,11 @@ Test(pool_streams, a_stream_does_not_wait_for_its_own_blocks, .timeout = 60)
     const uint64_t waits = rig.pool->stages[REBATCH_STAGE_WAIT];
     shut(&gate, rig.device, first);
     give(rig.pool, blocks[1]);
-    settle(rig.pool);
+    merge_freed(rig.pool);
     void *between = take_on(rig.pool, 3 * PAGE, first);
     cr_assert_eq(between, blocks[1]);
     give(rig.pool, large);
-    settle(rig.pool);
+    merge_freed(rig.pool);
     char *const among = take_on(rig.pool, 2 * PAGE, first);
     cr_assert(among >= (char *)large && among < (char *)large + 8 * PAGE);
     cr_assert_eq(rig.pool->stages[REBATCH_STAGE_WAIT], waits);

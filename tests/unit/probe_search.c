@@ -197,7 +197,7 @@ Test(probe_search, where_larger_is_faster_the_largest_is_chosen)
     cr_assert_eq(fastest_of(&t, &rate), 40);
 }
 
-Test(probe_search, where_small_sizes_leave_the_device_idle_the_smallest_that_does_not_is_chosen)
+Test(probe_search, the_smallest_size_that_keeps_the_device_busy_is_chosen)
 {
     double rate;
     struct training t = {.each_bytes = MIB(1), .each_ns = SECOND / 100, .flat = 20};

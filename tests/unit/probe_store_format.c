@@ -111,7 +111,7 @@ Test(probe_store_format, what_cannot_stand_in_a_line_is_written_as_its_number)
 
 /* ---- what is believed ---- */
 
-Test(probe_store_format, members_of_a_later_version_are_skipped_and_missing_ones_are_unknown)
+Test(probe_store_format, later_members_are_skipped_and_missing_ones_unknown)
 {
     assert_read(KEY "size=17 peak_bytes=9 ", (struct rbi_store_result){17, 9, 0, 0});
     assert_read(KEY "size=17 peak_bytes=9 found=2026-11-21T03:21:33Z later=\"size=3 \" more=1",

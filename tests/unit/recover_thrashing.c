@@ -120,7 +120,7 @@ static void close_thrasher(struct thrasher *c)
     rebatch_device_close(c->device);
 }
 
-Test(recover_thrashing, a_step_that_trims_and_refills_in_every_microbatch_shrinks_for_the_next)
+Test(recover_thrashing, trimming_in_every_microbatch_shrinks_the_next_step)
 {
     rebatch_options options = thrashing_options();
     struct thrasher c;
