@@ -2,7 +2,7 @@
  * several streams, and whether a warm one calls the device for anything else. Calls are counted,
  * nothing is timed: the figures are the same on every machine.
  *
- * The device is a dry one, on which an event is done so many calls of the pool after it was
+ * The device is a dry one, on which an event is done `lag` calls of the pool after it was
  * recorded: 0 is an idle GPU, a few tens one that has nothing to do but events, thousands one that
  * the program runs a step ahead of. */
 #include <stdio.h>

@@ -119,7 +119,7 @@ struct bench {
     rebatch *rb;
     struct gpt_data *data;
     struct gpt_trainer *trainer;
-    /* the other user of the card strikes when so many micro-batches have run; 0: never */
+    /* the other user of the card strikes when this many micro-batches have run; 0: never */
     unsigned strikes_after, microbatches;
     FILE *tenant;
     double strike_ms;   /* what it took that one: nobody computes, nor frees memory */

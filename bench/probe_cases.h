@@ -395,7 +395,7 @@ static inline void draw_manners(struct model *model, uint64_t *state)
     }
 }
 
-/* One allocation for every so many samples, as code does that works through a batch in pieces. */
+/* One allocation for every `step` samples, as code does that works through a batch in pieces. */
 static inline void draw_loops(struct model *model, uint64_t *state)
 {
     static const size_t steps[] = {1, 2, 3, 4, 4, 8, 8, 8, 16, 16, 32, 10};

@@ -4,7 +4,7 @@
  * device is a dry one, on which each call has the price that it has on an H100: figures are the
  * same on every machine.
  *
- *   short [LAG]    an event is done so many calls of the pool after it was recorded, as on a GPU
+ *   short [LAG]    an event is done LAG calls of the pool after it was recorded, as on a GPU
  *                  that is behind its host; default 0, an idle one */
 #include <stdbool.h>
 #include <stdio.h>

@@ -419,7 +419,7 @@ static rebatch_status probe(struct run *run, bool is_asked)
     return status;
 }
 
-/* At the end, and after every so many steps before it. */
+/* At the end, and after every `save_every` steps before it. */
 static rebatch_status save_if_due(struct run *run, const struct request *request)
 {
     const size_t done = run->trainer->loss_count;

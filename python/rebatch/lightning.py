@@ -504,5 +504,5 @@ def _joined(values: List[Any], counts: List[int]) -> Any:
 
 
 def _is_of(value: Any, count: int) -> bool:
-    """Whether it has an entry for each of so many samples."""
+    """Whether it has an entry for each of `count` samples."""
     return (not isinstance(value, torch.Tensor) or value.dim() > 0) and len(value) == count

@@ -1,4 +1,4 @@
-/* Owns failures on order: the n-th call of a kind, and so many in a row.
+/* Owns failures on order: the n-th call of a kind, and `times` in a row.
  * Must not know what is called. */
 #include "base/base.h"
 

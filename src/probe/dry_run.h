@@ -33,7 +33,7 @@ rebatch_status rbi_dry_open(struct rbi_dry *dry, const struct rbi_model *model, 
 void rbi_dry_close(struct rbi_dry *dry);
 /* The last micro-batch has kept this. */
 rebatch_status rbi_dry_keep(struct rbi_dry *dry, uint32_t slot, void *address);
-/* Takes of the device what others will hold of it for so many samples. */
+/* Takes of the device what others will hold of it for `count` samples. */
 rebatch_status rbi_dry_hold_outside(const struct rbi_dry *dry, size_t count);
 /* What they will hold more than they do now, beside `pool`. */
 rebatch_status rbi_outside_growth(size_t *out, const struct rbi_model *model, rebatch_pool *pool,

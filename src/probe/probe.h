@@ -98,7 +98,7 @@ size_t rbi_points_unit(const struct rbi_points *points);
 struct rbi_line rbi_line_scale(const struct rbi_point *point);
 struct rbi_line rbi_line_constant(size_t bytes);
 
-/* How often something is done for so many samples: `fixed` times, and once for every `step`. */
+/* How often something is done for a number of samples: `fixed` times, and once for every `step`. */
 struct rbi_turns {
     int64_t fixed;
     size_t step;
@@ -254,7 +254,8 @@ struct rbi_forecast {
     uint64_t failing_bytes;  /* asked for by what does not fit */
     bool is_admitted;        /* fits when its memory is taken beforehand */
     bool needs_trim;         /* fits only when the cache is given back before */
-    /* Fits only when micro-batches of so many samples run before and after the trial; 0: none. */
+    /* Fits only when micro-batches of `before` samples run before the trial, and of `after` samples
+     * after it; 0: none. */
     size_t before, after;
 };
 
@@ -293,8 +294,8 @@ struct rbi_search {
     void *user;
     struct rbi_setting setting;
     size_t least, most, batch; /* sizes; most <= batch; the limits allow least and most */
-    /* A new size is no larger than it must be for so many samples to run in as few micro-batches;
-     * 0: does not matter. */
+    /* A new size is no larger than it must be for the `left` samples to run in as few
+     * micro-batches; 0: does not matter. */
     size_t left;
     /* The largest allowed size of at most `size`, and the smallest of at least that; 0: none. */
     size_t (*round)(void *user, size_t size);

@@ -16,8 +16,8 @@ static bool has_given_up(const rebatch *rb)
            rb->run.is_refused_again;
 }
 
-/* After so many micro-batches of a step, or steps in a row, that needed "once more", the size is
- * just too large for how memory lies. */
+/* After MOST_RETRIES micro-batches of a step, or MOST_RETRY_ROW steps in a row, that needed "once
+ * more", the size is just too large for how memory lies. */
 #define MOST_RETRIES 2
 #define MOST_RETRY_ROW 2
 

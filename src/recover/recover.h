@@ -231,7 +231,7 @@ bool rbi_learn_step_done(rebatch *rb);
 
 /* What resize has allocated. */
 struct rbi_buffers {
-    size_t size; /* for so many samples; 0: there are none */
+    size_t size; /* in samples; 0: there are none */
     uint64_t bytes;
     unsigned lighten; /* the level they were made at */
     rebatch_status (*resize)(size_t micro_batch, void *user);

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, List, Optional, Protocol, Tuple
 
 import torch
 
-# So many tensors of one form in a list are taken for fields, as torch's DataLoader makes them.
+# Up to _FIELDS tensors of one form in a list are fields, as torch's DataLoader makes them.
 _FIELDS = 4
 _ONE_A_SAMPLE = "slice=lambda batch, first, count: batch[first : first + count] and length=len"
 
@@ -86,7 +86,7 @@ def _reads_samples(value: Any, reading: str) -> bool:
 
 
 def _dim_of(tensor: Any, dim: int) -> int:
-    """The dimension of the samples: the last one where there are not so many."""
+    """The dimension of the samples: the last one where there is no dimension `dim`."""
     return min(dim, len(tensor.shape) - 1)
 
 

@@ -53,7 +53,7 @@ class Layout:
         self._has_gaps = self.length > sum(p.numel() for p in mine)
 
     def empty(self, tail: int) -> torch.Tensor:
-        """A tensor for them, and for so many numbers more. Gaps are zeros, since a communication
+        """A tensor for them, and for `tail` numbers more. Gaps are zeros, since a communication
         library may be told to look for NaN."""
         make = torch.zeros if self._has_gaps else torch.empty
         return make(self.length + tail, dtype=self.dtype, device=self.device)
@@ -69,7 +69,7 @@ def _strides(p: torch.Tensor) -> Tuple[int, ...]:
 
 
 class Bucket:
-    """Gradients in one tensor, of any contents at first. With a tail of so many numbers it has the
+    """Gradients in one tensor, of any contents at first. With a tail of `tail` numbers it has the
     loss of the batch, and for each parameter of the model whether there is a gradient. `sent` is
     what goes to the other ranks: `flat`, or a tensor of another dtype."""
 
@@ -85,7 +85,7 @@ class Bucket:
         if sent and dtype in _WIDE and not tail:
             self.sent = torch.empty_like(self.flat, dtype=sent)
         self.indices = layout.indices  # of the parameters
-        self.waiting = 0  # for so many gradients
+        self.waiting = 0  # gradients that are not there yet
         self.work: Any = None
 
 

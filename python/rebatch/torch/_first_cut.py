@@ -31,11 +31,11 @@ from rebatch.torch._sequences import Sequences
 from rebatch.torch._snapshot import AllGenerators, Snapshot, places_outside
 from rebatch.torch._state import cuda_devices_of
 
-# So many batches that were cut may pass by before the comparison, where memory ran out in each.
+# Batches that were cut and may pass by before the comparison, where memory ran out in each.
 _MOST_WAITS = 3
 # Fewer samples than these may well be of one class.
 _FEWEST = 8
-# So many comparisons may run out of memory.
+# Comparisons that may run out of memory.
 _MOST_OOMS = 8
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-# Of smaller tensors the copies cost more than their memory is worth: a copy of so many bytes takes
-# about as long as it takes to ask for it.
+# Of smaller tensors the copies cost more than their memory is worth: a copy of _LEAST_BYTES
+# takes about as long as it takes to ask for it.
 _LEAST_BYTES = 256 << 10
-# Kernels are chosen by the alignment of their operands, up to so many bytes.
+# Kernels are chosen by the alignment of their operands, up to _ALIGNMENT bytes.
 _ALIGNMENT = 256
 
 

@@ -25,10 +25,10 @@ from rebatch.torch._reach import Slots, is_of_the_program
 from rebatch.torch._state import functions_of
 from rebatch.torch._tree import put_back_entries
 
-# Containers of so many entries are looked into, and of so many are put back whole. Of a longer one
-# the length and the ends are noted: a list that has grown is cut.
+# Containers of up to _LOOKED_INTO entries are looked into, and of up to _COPIED put back whole. Of
+# a longer one the length and the ends are noted: a list that has grown is cut.
 _LOOKED_INTO, _COPIED = 64, 1024
-# So many containers, objects and tensors are looked at.
+# Containers, objects and tensors that are looked at.
 _MOST_PARTS = 512
 # Arrays of NumPy up to this size are copied.
 _ARRAY_BYTES = 64 << 10

@@ -235,7 +235,7 @@ class Rehearsal:
     # ---- a run with an OOM on purpose, by a Step's own recovery ----
 
     def count_operations(self, count: int) -> Tuple[int, int]:
-        """Of the first micro-batch of so many samples: those of loss_fn, and of its backward pass
+        """Of the first micro-batch of `count` samples: those of loss_fn, and of its backward pass
         too."""
         self.restore()
         mode = _FailingAt()

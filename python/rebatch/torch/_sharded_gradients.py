@@ -38,7 +38,7 @@ class ShardedAccumulators(Accumulators):
 
     @torch.no_grad()
     def _note_parts(self, parts: List[torch.Tensor], loss: torch.Tensor, replicas: int) -> None:
-        """Of the gradients of this rank, each of which so many ranks have."""
+        """Of the gradients of this rank, each of which `replicas` ranks have."""
         if self.scaler is not None:
             self._unscale(parts)
         if self.has_norm and parts:

@@ -51,7 +51,7 @@ class Window:
         self._reduction: Any = None  # a Reduction, once its memory is there
         self._check()
         self.group = _group_of(self._groups[0].mesh_info.mesh)  # of all its ranks
-        # Each gradient stands on so many ranks, once it is reduced.
+        # The ranks that have each gradient, once it is reduced.
         self.replicas = dist.get_world_size(self.group) // self._groups[0].mesh_info.shard_mesh_size
 
     def _check(self) -> None:

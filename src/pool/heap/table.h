@@ -15,7 +15,7 @@ struct rbi_table {
     unsigned shift;
     size_t blocks; /* how many its lists are short for */
 };
-/* Keeps the lists short for so many blocks, where the heap has memory for that. False when there
+/* Keeps the lists short for `blocks` blocks, where the heap has memory for that. False when there
  * is no table at all. */
 bool rbi_table_prepare(struct rbi_table *table, size_t blocks);
 void rbi_table_destroy(struct rbi_table *table);

@@ -31,7 +31,7 @@ struct rbi_late {
     uint64_t rollback; /* number of the last one, from 1 */
     bool crowded;      /* it wants to be larger, when the heap can be asked */
 };
-/* Makes sure that one rollback can take back so many blocks; grows beyond that for those before it
+/* Makes sure that one rollback can take back `blocks` blocks; grows beyond that for those before it
  * where the heap has memory. */
 bool rbi_late_prepare(struct rbi_late *late, size_t blocks);
 void rbi_late_add(struct rbi_late *late, const char *address);
