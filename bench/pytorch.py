@@ -33,6 +33,7 @@ SCENARIOS = {
     "tensors": ("native", "install"),
     "limits": ("install+Step",),
 }
+EXPANDABLE = "expandable_segments:True"
 GIB = 1 << 30
 
 
@@ -347,6 +348,15 @@ def tensors(way, size):
     return {"ns": round(1e9 * statistics.median(times))}
 
 
+def use_expandable_segments():
+    """PyTorch reads this when it is loaded, so the program begins again where it is not set."""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if EXPANDABLE not in settings:
+        settings = f"{settings},{EXPANDABLE}".lstrip(",")
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("scenario", nargs="?", choices=SCENARIOS)
@@ -361,19 +371,18 @@ def main():
         size = dict(model=(128, 2, 64, 512), batch=32, steps=6, picture=None)
         size.update(cap=GIB // 2, left=GIB // 4)
     if arguments.way:
+        if arguments.way == "expandable":
+            use_expandable_segments()
         result = globals()[arguments.scenario](arguments.way, size)
         print(json.dumps({"scenario": arguments.scenario, "way": arguments.way, **result}))
         return 0
     failed = 0
     for scenario in [arguments.scenario] if arguments.scenario else SCENARIOS:
         for way in SCENARIOS[scenario]:
-            environment = dict(os.environ)
-            if way == "expandable":
-                environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
             command = [sys.executable, __file__, scenario, way]
             command += ["--batch", str(arguments.batch), "--left", str(arguments.left)]
             command += ["--small"] if arguments.small else []
-            failed += subprocess.run(command, env=environment).returncode != 0
+            failed += subprocess.run(command).returncode != 0
     return failed
 
 

@@ -1,6 +1,7 @@
 """The programs in examples/python, on the CPU: with memory enough, and with micro-batches that run
 out of memory."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "python"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "python"
 
 
 def run(name, *arguments):
@@ -143,3 +145,21 @@ def test_evaluate():
     assert len(cut) == 4 and len(said) == 4  # two OOMs each of step.evaluate and rebatch.map
     assert same(losses(plain), losses(cut))
     assert [line.split(";")[0] for line in plain[2:]] == [line.split(";")[0] for line in cut[2:]]
+
+
+def test_the_benchmark_of_expandable_segments_has_them_when_it_runs_alone(monkeypatch):
+    """It begins again with the setting, which PyTorch reads when it is loaded."""
+    program = ROOT / "bench" / "pytorch.py"
+    spec = importlib.util.spec_from_file_location("bench_pytorch", program)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+
+    def begin_again(_program, arguments, environment):
+        assert arguments[1:] == sys.argv
+        raise SystemExit(environment["PYTORCH_CUDA_ALLOC_CONF"])
+
+    monkeypatch.setattr(os, "execve", begin_again)
+    monkeypatch.setattr(sys, "argv", [str(program), "speed", "expandable"])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    with pytest.raises(SystemExit, match="^max_split_size_mb:64,expandable_segments:True$"):
+        bench.main()
