@@ -107,7 +107,9 @@ typedef struct rebatch_pool_options {
     X(driver_ns, "ns", "in these calls; priced on a dry device")                                   \
     X(overflow_bytes, "bytes", "of reserved_bytes that lie in host memory")                        \
     X(overflow_peak_bytes, "bytes", "of host memory, highest value")                               \
-    X(overflow_total_bytes, "bytes", "of host memory taken since the pool was created")
+    X(overflow_total_bytes, "bytes", "of host memory taken since the pool was created")            \
+    X(phases, "phases", "marked (rebatch_pool_mark()) and ended, with replay on")                  \
+    X(planned_phases, "phases", "of these that a plan served to their end")
 
 /** Statistics of a pool. */
 typedef struct rebatch_pool_stats {

@@ -229,6 +229,8 @@ class PoolStats(Struct):
         ("overflow_bytes", c_uint64),
         ("overflow_peak_bytes", c_uint64),
         ("overflow_total_bytes", c_uint64),
+        ("phases", c_uint64),
+        ("planned_phases", c_uint64),
     ]
 
 

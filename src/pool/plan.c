@@ -466,9 +466,11 @@ void rbi_plan_end(rebatch_pool *pool)
     struct rbi_phase *const phase = plan->phase;
     if (!phase)
         return;
+    pool->stats.phases++;
     const uint64_t moved = moved_pages(pool) - plan->moved;
     const bool is_needed = moved != 0 || rbi_pool_holds_too_much(pool);
     if (plan->mode == RBI_PLAN_SERVES) {
+        pool->stats.planned_phases++;
         phase->misses = 0;
         phase->served += phase->served < UINT32_MAX;
         rbi_plan_leave(pool);

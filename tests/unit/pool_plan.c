@@ -311,6 +311,25 @@ Test(pool_plan, a_call_that_differs_ends_it_for_this_phase)
     close_run(&run);
 }
 
+Test(pool_plan, statistics_count_the_phases_that_a_plan_served_to_their_end)
+{
+    struct script script;
+    struct run run = open_served(&script, 1);
+    cr_assert_eq(rebatch_pool_mark(run.rig.pool, 0), REBATCH_OK);
+    const rebatch_pool_stats before = stats_of(run.rig.pool);
+    cr_assert_eq(before.phases, WARM + 8);
+    cr_assert_gt(before.planned_phases, 0);
+    cr_assert_eq(phase(&run, &script, 1), REBATCH_OK);
+    cr_assert_eq(stats_of(run.rig.pool).planned_phases, before.planned_phases, "it has not ended");
+    cr_assert_eq(rebatch_pool_mark(run.rig.pool, 1), REBATCH_OK);
+    give(run.rig.pool, take(run.rig.pool, STRANGE_BYTES)); /* begins the phase, and ends its plan */
+    cr_assert_eq(rebatch_pool_mark(run.rig.pool, 0), REBATCH_OK);
+    const rebatch_pool_stats after = stats_of(run.rig.pool);
+    cr_assert_eq(after.phases, before.phases + 2);
+    cr_assert_eq(after.planned_phases, before.planned_phases + 1);
+    close_run(&run);
+}
+
 Test(pool_plan, its_state_is_valid_after_every_call)
 {
     struct script script;
