@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 import weakref
-from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -33,6 +33,25 @@ def is_own(package: str) -> bool:
 def is_of_the_program(value: Any) -> bool:
     """A function or class."""
     return is_own((getattr(value, "__module__", None) or "builtins").split(".")[0])
+
+
+class _AreObjects(dict[type, bool]):
+    """Whether a type is a class of the program, and neither a module nor a function."""
+
+    def __missing__(self, kind: type) -> bool:
+        skipped = (torch.nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType)
+        self[kind] = not issubclass(kind, (*skipped, list, dict, tuple, set)) and (
+            is_of_the_program(kind)
+        )
+        return self[kind]
+
+
+_are_objects = _AreObjects()
+
+
+def is_object(value: Any) -> bool:
+    """Of a class of the program that is no module and no container."""
+    return _are_objects[type(value)]
 
 
 _names: "weakref.WeakKeyDictionary[types.CodeType, Tuple[Set[str], Set[str]]]" = (
@@ -60,23 +79,26 @@ def _names_in(code: types.CodeType) -> Tuple[Set[str], Set[str]]:
 
 class Slots:
     """The variables outside of some functions: cells, entries of namespaces, and values that
-    nothing can assign, by name."""
+    nothing can assign, by name. `objects` are more of these."""
 
-    def __init__(self, functions: Sequence[Any]):
-        self._functions = list(functions)
+    def __init__(self, functions: Sequence[Any], objects: Sequence[Tuple[str, Any]] = ()):
+        self._functions, self._objects = list(functions), list(objects)
         self._cells: List[Tuple[str, types.CellType]] = []
         self._entries: List[Tuple[str, dict[Any, Any], str]] = []
-        self._values: List[Tuple[str, Any]] = []
+        self._values: List[Tuple[str, Any]] = self._objects.copy()
         self._seen: Set[Any] = set()
         for function in functions:
             self._add_function(function, 0)
         self.names = [str(name) for name, *_ in (*self._cells, *self._entries, *self._values)]
         self._constants = [value for _, value in self._values]
 
-    def are_of(self, functions: Sequence[Any]) -> bool:
+    def are_of(self, functions: Sequence[Any], objects: Sequence[Tuple[str, Any]]) -> bool:
         """Whether these are theirs; a bound method is another object each time."""
-        return len(functions) == len(self._functions) and all(
-            a is b or a == b for a, b in zip(functions, self._functions)
+        return (
+            len(functions) == len(self._functions)
+            and all(a is b or a == b for a, b in zip(functions, self._functions))
+            and len(objects) == len(self._objects)
+            and all(a is b for (_, a), (_, b) in zip(objects, self._objects))
         )
 
     def values(self) -> List[Any]:
@@ -119,15 +141,28 @@ class Slots:
         owner = getattr(function, "__self__", None)
         if owner is not None and not isinstance(owner, types.ModuleType):
             self._values.append(("self", owner))
-        for plain in _functions_in(function):
-            if plain not in self._seen and depth < _DEEPEST and is_of_the_program(plain):
-                self._seen.add(plain)
-                self._add_plain(plain, depth)
-        is_object = not isinstance(function, (types.FunctionType, types.MethodType, type))
-        if is_object and callable(function) and is_of_the_program(type(function)):
+        has_type = not isinstance(function, (types.FunctionType, types.MethodType, type))
+        if has_type and callable(function) and is_of_the_program(type(function)):
             self._values.append((type(function).__name__, function))
+            owner = function
+        for plain in _functions_in(function):
+            self._add_own(plain, depth, None if isinstance(owner, type) else type(owner))
 
-    def _add_plain(self, function: types.FunctionType, depth: int) -> None:
+    def _add_own(self, function: types.FunctionType, depth: int, kind: Optional[type]) -> None:
+        """If it is the program's. `kind` is the class whose method it is."""
+        if function not in self._seen and depth < _DEEPEST and is_of_the_program(function):
+            self._seen.add(function)
+            self._add_plain(function, depth, kind)
+
+    def _add_methods(self, kind: type, names: Set[str], depth: int) -> None:
+        """Of a class, those that a method names."""
+        for name in sorted(names):
+            method = inspect.getattr_static(kind, name, None)
+            method = getattr(method, "__func__", method)
+            if isinstance(method, types.FunctionType):
+                self._add_own(method, depth, kind)
+
+    def _add_plain(self, function: types.FunctionType, depth: int, kind: Optional[type]) -> None:
         code, names = function.__code__, function.__globals__
         own_name = function.__name__
         self._values += [
@@ -147,6 +182,8 @@ class Slots:
         for value in inner:
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                 self._add_function(value, depth + 1)
+        if kind is not None:
+            self._add_methods(kind, attributes, depth + 1)
 
     def _add_global(self, name: str, names: Dict[str, Any], attributes: Set[str]) -> List[Any]:
         """Returns its value. Of a module of the program those of its variables that are named."""

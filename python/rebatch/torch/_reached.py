@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import argparse
 import collections
+import io
+import operator
 import random
 import types
 import warnings
+from collections.abc import Iterator as AnyIterator
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from rebatch import _library as c
 from rebatch._library import GuardPoint
+from rebatch.torch._called import called_by, objects_in
 from rebatch.torch._copies import Copies, copies_on_host
 from rebatch.torch._reach import Slots, is_of_the_program
 from rebatch.torch._state import functions_of
-from rebatch.torch._tree import put_back_entries
+from rebatch.torch._tree import Tree, put_back_entries
 
 # Containers of up to _LOOKED_INTO entries are looked into, and of up to _COPIED put back whole. Of
 # a longer one the length and the ends are noted: a list that has grown is cut.
@@ -34,10 +39,22 @@ _MOST_PARTS = 512
 _ARRAY_BYTES = 64 << 10
 # Tensors of which nothing is known are copied to the host in the first step, up to this size in
 # all. Later those of a variable in which one has changed before, each up to the other size.
-_FIRST_BYTES, _SMALL_BYTES = 64 << 20, 1 << 20
+_FIRST_BYTES, SMALL_BYTES = 64 << 20, 1 << 20
 
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_SKIPPED, _TENSOR, _MODULE, _ENTRIES, _TUPLE, _OBJECT, _CLASS, _ARRAY, _GENERATOR = range(9)
+(
+    _SKIPPED,
+    _TENSOR,
+    _MODULE,
+    _ENTRIES,
+    _TUPLE,
+    _OBJECT,
+    _CLASS,
+    _ARRAY,
+    _GENERATOR,
+    _OPTIMIZER,
+    _ITERATOR,
+) = range(11)
 _MISSING = object()
 
 
@@ -54,7 +71,8 @@ def _kind_of(kind: type) -> int:
         ((list, dict, set, collections.deque), _ENTRIES),
         (tuple, _TUPLE),
         (torch.Generator, _GENERATOR),
-        ((types.SimpleNamespace, argparse.Namespace), _OBJECT),
+        ((types.SimpleNamespace, argparse.Namespace, LRScheduler), _OBJECT),
+        (torch.optim.Optimizer, _OPTIMIZER),
     ):
         if issubclass(kind, base):
             return how
@@ -64,7 +82,10 @@ def _kind_of(kind: type) -> int:
         return _ARRAY
     if issubclass(kind, type):
         return _CLASS
-    return _OBJECT if is_of_the_program(kind) or _is_metric(kind) else _SKIPPED
+    if is_of_the_program(kind) or _is_metric(kind):
+        return _OBJECT
+    is_iterator = issubclass(kind, AnyIterator) and not issubclass(kind, io.IOBase)
+    return _ITERATOR if is_iterator else _SKIPPED
 
 
 def _has_state(kind: type) -> bool:
@@ -97,8 +118,8 @@ def _ends_of(container: Any) -> tuple[Any, ...]:
 class Marks:
     """What some variables held at one time."""
 
-    def __init__(self, slots: Slots, known_modules: Any = ()):
-        self._slots, self._known = slots, known_modules
+    def __init__(self, slots: Slots, known_modules: Any = (), updating: Any = ()):
+        self._slots, self._known, self._updating = slots, known_modules, updating
         self.values = slots.values()
         self._entries: List[tuple[Any, ...]] = []  # (container, its entries)
         self._classes: List[tuple[Any, ...]] = []  # (class, its attributes)
@@ -109,6 +130,7 @@ class Marks:
         self.tensors: List[torch.Tensor] = []
         self.slots: List[int] = []  # in which these are
         self.modules: Dict[torch.nn.Module, int] = {}  # that are none of the model's, and slots
+        self._iterators: List[tuple[Any, ...]] = []  # (iterator, how many entries it has left)
         self._seen: Set[int] = set()
         for i, value in enumerate(self.values):
             if _kinds[type(value)]:
@@ -140,6 +162,8 @@ class Marks:
                     self.modules.setdefault(part, slot)
             elif how == _CLASS:
                 found += self._note_class(part)
+            elif how == _OPTIMIZER:
+                self._note_optimizer(part, slot)
             else:
                 self._note_other(part, how)
 
@@ -163,6 +187,20 @@ class Marks:
             get, put = functions_of(part)
             self.generators.append(part)
             self._states.append((put, get()))
+        elif how == _ITERATOR:
+            self._iterators.append((part, _left_in(part)))
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, slot: int) -> None:
+        """Its learning rates and other numbers, and what it keeps of each parameter, unless that is
+        for the update of the Step to change."""
+        tables: List[dict[Any, Any]] = list(optimizer.param_groups)
+        if not any(optimizer is own for own in self._updating):
+            tables += [optimizer.state, *optimizer.state.values()]
+        self._entries += [(table, dict(table)) for table in tables]
+        for table in tables:
+            tensors = [value for value in table.values() if isinstance(value, torch.Tensor)]
+            self.tensors += tensors
+            self.slots += [slot] * len(tensors)
 
     def _note_class(self, part: type) -> Iterable[Any]:
         """Returns what it holds."""
@@ -200,6 +238,10 @@ class Marks:
         changed otherwise."""
         return [container for container, ends in self._ends if not _cut_back(container, ends)]
 
+    def moved(self) -> List[Any]:
+        """Iterators from which something was taken, or may have been."""
+        return [part for part, left in self._iterators if left < 0 or _left_in(part) != left]
+
     def changed(self, later: Optional["Marks"] = None) -> List[Tuple[torch.Tensor, int]]:
         """The tensors that have changed in place until `later`, or until now, and their slots."""
         if later and self.versions == later.versions and _are_same(self.tensors, later.tensors):
@@ -231,8 +273,18 @@ def _named_parts(name: str, part: Any) -> Iterator[Tuple[str, Any]]:
         yield from ((f"{name}.{k}", v) for k, v in getattr(part, "__dict__", {}).items())
     elif how == _TUPLE or isinstance(part, (list, collections.deque)):
         yield from ((f"{name}[{i}]", v) for i, v in enumerate(list(part)[:_LOOKED_INTO]))
+    elif how == _OPTIMIZER:
+        tables = (*part.param_groups, *part.state.values())
+        yield from ((f"{name}.state", v) for table in tables for v in table.values())
     elif isinstance(part, dict):
         yield from ((f"{name}[{k!r}]", v) for k, v in list(part.items())[:_LOOKED_INTO])
+
+
+def _left_in(iterator: Any) -> int:
+    """How many entries an iterator has left; -1: it does not tell."""
+    if not hasattr(iterator, "__length_hint__"):
+        return -1
+    return operator.length_hint(iterator, -1)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -264,14 +316,18 @@ def _cut_back(container: Any, ends: tuple[Any, ...]) -> bool:
 
 class Reached:
     """Saves and restores, at the points of a session's guards, what some functions reach. Modules
-    that they reach are for the audit to save, and so are the tensors whose ids handled() gives."""
+    that they reach are for the audit to save, and so are the tensors whose ids handled() gives. The
+    state of the optimizers `updating` is not theirs to change. In the first step first_bytes of the
+    tensors are copied, since nothing is known of them."""
 
     def __init__(
         self,
         functions: Callable[[], Sequence[Any]],
         handled: Callable[[], Set[int]] = set,
+        updating: Sequence[Any] = (),
+        first_bytes: int = _FIRST_BYTES,
     ):
-        self._functions, self._handled = functions, handled
+        self._functions, self._handled, self._updating = functions, handled, updating
         self._slots = Slots(())
         self._marks: Dict[int, Marks] = {}
         self._running: Optional[Marks] = None  # what an attempt began with
@@ -279,21 +335,38 @@ class Reached:
         self._changing: Set[int] = set()  # slots in which a tensor was seen to change in place
         self._changing_tensors: Dict[int, torch.Tensor] = {}
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        self._first_bytes = first_bytes
         self._is_first = True  # no attempt has succeeded
         self._told: Set[str] = set()
+        self._called_by_others: List[Any] = []  # functions that modules outside of the model call
         self.generators: List[Any] = []  # that the functions reach
 
-    def begin(self, known_modules: Any = ()) -> Tuple[List[tuple[Any, ...]], List[torch.Tensor]]:
-        """Before a step or an evaluation. Returns the modules that are not known yet, by name, and
-        tensors that get gradients by themselves and are in no module."""
-        functions = list(self._functions())
-        if not self._slots.are_of(functions):
-            self._slots = Slots(functions)
-            self._changing.clear()
-        marks = Marks(self._slots, known_modules)
+    def begin(self, tree: Tree) -> Tuple[List[tuple[Any, ...]], List[torch.Tensor]]:
+        """Before a step or an evaluation of a model, whose modules are the tree's. Returns modules
+        outside of the model that the functions reach, by name, and tensors that get gradients by
+        themselves and are in no module."""
+        known = tree.known_without_reached()
+        functions = [*self._functions(), *called_by(m for m in tree.modules if m in known)]
+        objects = objects_in(tree, known)
+        marks = self._look(functions, objects, known)
+        called = called_by(m for module in marks.modules for m in module.modules())
+        if called != self._called_by_others:
+            self._called_by_others = called
+            marks = self._look(functions, objects, known)
         self.generators = marks.generators
         modules = [(marks.name_of(module), module) for module in marks.modules]
         return modules, [t for t in marks.tensors if t.requires_grad and t.is_leaf]
+
+    def _look(
+        self, functions: Sequence[Any], objects: Sequence[Tuple[str, Any]], known: Set[Any]
+    ) -> Marks:
+        """At the variables of these functions, as they are now."""
+        functions = [*functions, *self._called_by_others]
+        if not self._slots.are_of(functions, objects):
+            changing = {self._slots.names[slot] for slot in self._changing}
+            self._slots = Slots(functions, objects)
+            self._changing = {i for i, name in enumerate(self._slots.names) if name in changing}
+        return Marks(self._slots, known, self._updating)
 
     def end(self) -> None:
         """After it: nothing of the step is held."""
@@ -305,11 +378,11 @@ class Reached:
     def save(self, point: int) -> None:
         if not self._slots.names:
             return
-        marks = Marks(self._slots)
+        marks = Marks(self._slots, (), self._updating)
         if self._running and point == GuardPoint.ATTEMPT:
             self._learn(self._running, marks)
         if point == GuardPoint.STEP and self._is_first:
-            self._first = copies_on_host(marks.tensors, _FIRST_BYTES)
+            self._first = copies_on_host(marks.tensors, self._first_bytes)
         self._marks[point] = marks
         self._running = marks if point == GuardPoint.ATTEMPT else None
         if self._changing:
@@ -329,7 +402,7 @@ class Reached:
             (slot, i): tensor
             for i, (tensor, slot) in enumerate(zip(marks.tensors, marks.slots))
             if slot in self._changing
-            and (tensor.nbytes <= _SMALL_BYTES or id(tensor) in self._changing_tensors)
+            and (tensor.nbytes <= SMALL_BYTES or id(tensor) in self._changing_tensors)
         }
 
     def guard(self, has_error: Callable[[], bool]) -> "_Guard":
@@ -350,6 +423,7 @@ class Reached:
         self.put_back(point)
         marks.put_back_contents()
         self._warn_of_long(marks, marks.cut_back())
+        self._warn_of_iterators(marks)
         if changed:
             self._put_back_tensors(marks, changed, point)
 
@@ -378,6 +452,19 @@ class Reached:
                 "copy of what was there before: give the Step state=[...] with it, or let loss_fn "
                 "return (loss, extras), which has each sample once in step.outputs",
                 c.Status.E_STATE,
+            )
+
+    def _warn_of_iterators(self, marks: Marks) -> None:
+        names = [marks.name_of(iterator) for iterator in marks.moved()]
+        new = [name for name in names if name not in self._told]
+        if new:
+            self._told.update(new)
+            warnings.warn(
+                f"rebatch: what an attempt that failed took from the iterator "
+                f"{', '.join(map(repr, new[:3]))} is not put back: expected a loss_fn that takes "
+                "its values from the batch, or from a generator of random numbers",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     def _warn_of_long(self, marks: Marks, containers: List[Any]) -> None:

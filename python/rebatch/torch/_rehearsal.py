@@ -116,8 +116,11 @@ class _Outside:
     """What loss_fn reaches outside of the model, as it is when this is made."""
 
     def __init__(self, running: Running):
-        self._reached = Reached(running.program.functions_that_run, running.audit.handled)
-        modules, _ = self._reached.begin(running.audit.tree.known_without_reached())
+        program = running.program
+        self._reached = Reached(
+            program.functions_that_run, running.audit.handled, program.update.optimizers
+        )
+        modules, _ = self._reached.begin(running.audit.tree)
         self._audit = Audit(modules)
         self._audit.begin(())
         for part in (self._reached, self._audit):

@@ -8,6 +8,8 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tu
 
 import torch
 
+from rebatch.torch._reach import is_object
+
 _TABLES = (
     "_parameters",
     "_buffers",
@@ -21,7 +23,7 @@ _TABLES = (
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 # Wrappers that keep what they do in attributes.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
-_ATOMS = frozenset(
+ATOMS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 )
 _CONTAINERS = (list, dict, tuple, set, collections.deque)
@@ -83,9 +85,9 @@ def _copy_of(container: Any) -> Any:
 def _parts_of(container: Any) -> Iterable[Any]:
     """The entries that are more than numbers and texts."""
     parts = container.values() if isinstance(container, dict) else container
-    if len(container) > _FEW_ENTRIES and _ATOMS.issuperset(map(type, parts)):
+    if len(container) > _FEW_ENTRIES and ATOMS.issuperset(map(type, parts)):
         return ()
-    return [part for part in parts if type(part) not in _ATOMS]
+    return [part for part in parts if type(part) not in ATOMS]
 
 
 Contents = Dict[int, Tuple[Any, Any]]  # containers and their entries, by id
@@ -155,7 +157,7 @@ class Held:
         self.hidden: List[torch.nn.Module] = []  # modules that no table of modules has
         self._large: List[int] = []  # attributes with more entries than are looked at
         for i, value in enumerate(self._values):
-            if type(value) not in _ATOMS and id(value) not in tree.plain:
+            if type(value) not in ATOMS and id(value) not in tree.plain:
                 self._add(i, value, tree)
 
     def _add(self, i: int, value: Any, tree: "Tree") -> None:
@@ -211,7 +213,7 @@ class Held:
             found = [(Place(prefixes.get(id(self.modules[i]), "") + key, attributes, key), value)]
             while found:
                 place, value = found.pop()
-                if type(value) in _ATOMS or id(value) in seen:
+                if type(value) in ATOMS or id(value) in seen:
                     continue
                 seen.add(id(value))
                 yield place, value
@@ -262,7 +264,8 @@ class Held:
 
 
 def is_data(value: Any) -> bool:
-    return type(value) in _ATOMS or isinstance(value, (torch.Tensor, *_CONTAINERS))
+    is_plain = type(value) in ATOMS or isinstance(value, (torch.Tensor, *_CONTAINERS))
+    return is_plain or is_object(value)
 
 
 def names_of(module: torch.nn.Module) -> List[str]:

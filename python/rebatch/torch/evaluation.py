@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -13,6 +13,7 @@ from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
 from rebatch.torch._join import join_results
 from rebatch.torch._map import run_map
+from rebatch.torch._reached import SMALL_BYTES, Reached
 from rebatch.torch._report import MapReport
 from rebatch.torch._session import Session, session_options
 from rebatch.torch._snapshot import modules_used_by
@@ -20,17 +21,17 @@ from rebatch.torch._state import Generators
 
 
 class _Running:
-    """A guard of what the model holds that runs."""
+    """A guard of what the model that runs holds, and of what it reaches."""
 
-    audit: Optional[Audit] = None
+    parts: Sequence[Any] = ()
 
     def save(self, point: int) -> None:
-        if self.audit:
-            self.audit.save(point)
+        for part in self.parts:
+            part.save(point)
 
     def restore(self, point: int) -> None:
-        if self.audit:
-            self.audit.restore(point)
+        for part in self.parts:
+            part.restore(point)
 
 
 _running = _Running()
@@ -81,8 +82,8 @@ class Map:
     A call is map(model, inputs, batch_dim). `report` says what the last call did, also when it
     failed: a MapReport, whose numbers have the names of Step.report's.
 
-    What a call that runs out of memory has changed in the model is put back: a module's, or that of
-    modules that a function names. What cannot be put back is an Error that names it."""
+    What a call that runs out of memory has changed is put back: what the model holds and what it
+    reaches, as in a Step. What cannot be put back is an Error that names it."""
 
     def __init__(self, model: Callable[[Any], Any], batch_dim: Optional[int] = None):
         if not callable(model):
@@ -90,13 +91,16 @@ class Map:
         self.model = model
         self.report = MapReport()
         self._audit = Audit(modules_used_by(model), copies_first=False)
+        self._reached = Reached(lambda: [model], self._audit.handled, first_bytes=SMALL_BYTES)
         self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 
     def __call__(self, inputs: Any) -> Any:
         samples = self._cut.length(inputs)
         session = _session_of(_device_of(self.model, inputs))
-        before, _running.audit = _running.audit, self._audit
+        before, _running.parts = _running.parts, (self._reached, self._audit)
         try:
+            modules, _ = self._reached.begin(self._audit.tree)
+            self._audit.set_reached(modules)
             self._audit.begin(inputs)
             results, self.report, status = run_map(
                 session, self.model, inputs, samples, _key_of(self.model), self._cut
@@ -104,7 +108,8 @@ class Map:
             session.raise_failure(status)
         finally:
             self._audit.end()
-            _running.audit = before
+            self._reached.end()
+            _running.parts = before
         return join_results(results, self._dim, lambda: self._one(inputs, samples))
 
     def _one(self, inputs: Any, samples: int) -> Tuple[int, Any]:

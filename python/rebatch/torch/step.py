@@ -188,7 +188,9 @@ class Step:
         program = self._program
         named = named_modules(program.model)
         self._audit = Audit(named, named_state(state), weakly(self._changed_by_updates))
-        self._reached = Reached(program.functions_that_run, self._audit.handled)
+        self._reached = Reached(
+            program.functions_that_run, self._audit.handled, program.update.optimizers
+        )
         self._running = Running(program, self._audit, self._reached)
 
     def _make_ranks(self, group: Any, timeout_seconds: float, window: Optional[bool]) -> None:
@@ -548,7 +550,7 @@ class Step:
         except torch.OutOfMemoryError:
             running.loss = None
         running.weigh()
-        modules, tensors = self._reached.begin(self._audit.tree.known_without_reached())
+        modules, tensors = self._reached.begin(self._audit.tree)
         self._audit.set_reached(modules)
         self._audit.begin(batch, is_training)
         known: List[Any] = [*self._audit.tree.parameters(), *tensors]
