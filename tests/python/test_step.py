@@ -1,6 +1,8 @@
 """Step: the update is that of a run that never ran out of memory, whatever happens."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -702,6 +704,15 @@ def test_wrong_options_are_said_when_the_step_is_made():
         ({"scaler": True}, "scaler is of type bool: expected a torch.amp.GradScaler"),
         ({"lr_scheduler": 3}, "lr_scheduler is of type int: expected a scheduler"),
         ({"clip": -1.0}, "clip is -1.0: expected a norm above 0"),
+        ({"clip": "1"}, "clip is '1': expected a norm above 0"),
+        ({"group_timeout": "1", "group": False}, "group_timeout is '1': expected seconds above 0"),
+        ({"cost": 3}, "cost is 3: expected a function"),
+        ({"slice": 3}, "slice is 3: expected a function"),
+        ({"length": 3}, "length is 3: expected a function"),
+        ({"on_event": "log"}, "on_event is 'log': expected a function"),
+        ({"learn": "yes"}, "learn is 'yes': expected True or False"),
+        ({"admission": "off"}, "admission is 'off': expected True or False"),
+        ({"growth": 3}, "growth is 3: expected True or False"),
         ({"loss_fn": None}, "loss_fn is None: expected a function"),
         ({"model": regression_loss}, "model is of type function: expected a torch.nn.Module"),
         ({"optimizer": make("mlp")[0]}, "optimizer is of type Mlp: expected a torch.optim"),
@@ -714,6 +725,14 @@ def test_a_wrong_argument_is_said_when_the_step_is_made(options, sentence):
     with pytest.raises((TypeError, ValueError)) as caught:
         rebatch.Step(**given)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, pickle.dumps))
+def test_a_step_is_not_copied(copied):
+    model, _, loss_fn = make("mlp")
+    step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    with pytest.raises(TypeError, match="cannot be copied or pickled: expected state_dict()"):
+        copied(step)
 
 
 def test_a_rung_of_the_wrong_kind_is_said_at_once():
@@ -807,7 +826,7 @@ def test_backward_that_fails_leaves_the_gradients_as_they_were():
 def test_a_parameter_that_is_unfrozen_later_is_accumulated_once():
     model, batch, loss_fn = make("mlp")
     model.eval()
-    last, fails = model.body[3], [True]
+    last, fails = model.body[3], Unseen(True)
 
     def fail_once(gradient):
         if fails and fails.pop():

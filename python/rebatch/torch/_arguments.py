@@ -18,8 +18,12 @@ def check_arguments(program: Program) -> None:
     for module in listed(program.model):
         check_has("model", module, "named_buffers", "a torch.nn.Module")
     given = [("loss_fn", program.loss_fn), *(("lighten", rung) for rung in program.lighten)]
-    if program.normalizer is not None:
-        given.append(("normalizer", program.normalizer))
+    may_be_none = (
+        ("normalizer", program.normalizer),
+        ("cost", program.cost),
+        ("on_event", program.on_event),
+    )
+    given += [(name, value) for name, value in may_be_none if value is not None]
     for name, value in given:
         if not callable(value):
             raise TypeError(f"rebatch: {name} is {value!r}: expected a function")

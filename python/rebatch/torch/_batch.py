@@ -193,6 +193,9 @@ class Cut:
             raise ValueError(
                 f"rebatch: batch_dim is {dim!r}: expected the number of a dimension, from 0"
             )
+        for name, function in (("slice", slice), ("length", length)):
+            if not (function is None or callable(function)):
+                raise TypeError(f"rebatch: {name} is {function!r}: expected a function")
         self.dim, self._slice, self._length, self._otherwise = dim, slice, length, otherwise
         self._reading = _FIELD  # of the batch whose length was asked for last
         self._has_samples = False  # a batch before had lists with one tensor a sample

@@ -20,6 +20,7 @@ from rebatch.torch._lockstep_gradients import LockstepAccumulators
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._reducer import ReducedAccumulators, backend_of
 from rebatch.torch._session import Exhausted, Lost, PeerFailed
+from rebatch.torch._update import check_above_zero
 from rebatch.torch._votes import Votes
 from rebatch.torch._waits import Work
 from rebatch.torch._weak import weakly
@@ -52,8 +53,7 @@ def ranks_of(
     """None where a Step trains on this rank alone. Without a window, models of fully_shard() are
     trained in lockstep; with None they are where whole parameters do not fit. `options` are those
     that must be the same on all ranks. All ranks call this together."""
-    if not timeout_seconds > 0:
-        raise ValueError(f"rebatch: group_timeout is {timeout_seconds!r}: expected seconds above 0")
+    check_above_zero("group_timeout", timeout_seconds, "seconds")
     wrappers = wrappers_in(modules)
     make = (lambda root: Lockstep(root, timeout_seconds)) if has_window is False else None
     window = window_of(modules, group, make)

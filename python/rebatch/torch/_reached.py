@@ -325,7 +325,7 @@ class Reached:
         functions: Callable[[], Sequence[Any]],
         handled: Callable[[], Set[int]] = set,
         updating: Sequence[Any] = (),
-        first_bytes: int = _FIRST_BYTES,
+        first_bytes: Optional[int] = None,
     ):
         self._functions, self._handled, self._updating = functions, handled, updating
         self._slots = Slots(())
@@ -335,7 +335,7 @@ class Reached:
         self._changing: Set[int] = set()  # slots in which a tensor was seen to change in place
         self._changing_tensors: Dict[int, torch.Tensor] = {}
         self._first: List[Tuple[torch.Tensor, torch.Tensor]] = []
-        self._first_bytes = first_bytes
+        self._first_bytes = _FIRST_BYTES if first_bytes is None else first_bytes
         self._is_first = True  # no attempt has succeeded
         self._told: Set[str] = set()
         self._called_by_others: List[Any] = []  # functions that modules outside of the model call

@@ -87,7 +87,9 @@ def why_of(error: BaseException) -> bytes:
     return (f"{name}: {lines[0]}" if lines else name).encode(errors="replace")
 
 
-def _toggle(value: Optional[bool]) -> int:
+def _toggle(name: str, value: Optional[bool]) -> int:
+    if value is not None and not (isinstance(value, (bool, int)) and value in (0, 1)):
+        raise TypeError(f"rebatch: {name} is {value!r}: expected True or False")
     return c.Toggle.DEFAULT if value is None else c.Toggle.ON if value else c.Toggle.OFF
 
 
@@ -149,10 +151,10 @@ def session_options(
         micro_smallest=_count("micro_smallest", micro_smallest),
         micro_largest=_count("micro_largest", micro_largest),
         micro_multiple_of=_count("micro_multiple_of", micro_multiple_of),
-        learn=_toggle(learn),
+        learn=_toggle("learn", learn),
         on_oom=_named("on_oom", on_oom, _on_oom),
-        admission=_toggle(admission),
-        growth=_toggle(growth),
+        admission=_toggle("admission", admission),
+        growth=_toggle("growth", growth),
         grow_after=_count("grow_after", grow_after, bits=32),
         grow_wait_max=_count("grow_wait_max", grow_wait_max, bits=32),
         max_attempts=_count("max_attempts", max_attempts, bits=32),

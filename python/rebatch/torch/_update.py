@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -161,6 +162,13 @@ def _rehearse_all(parameters: List[torch.Tensor], left: int) -> None:
             left -= size
 
 
+def check_above_zero(name: str, value: Any, what: str) -> None:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"rebatch: {name} is {value!r}: expected {what} above 0")
+    if not float(value) > 0:
+        raise ValueError(f"rebatch: {name} is {value!r}: expected {what} above 0")
+
+
 def check_has(name: str, value: Any, member: str, expected: str) -> None:
     """TypeError for an argument that does not have a member of what is expected."""
     if not hasattr(value, member):
@@ -198,8 +206,8 @@ class Update:
             check_has("lr_scheduler", scheduler, "step", "a scheduler of torch.optim")
         if scaler is not None:
             check_has("scaler", scaler, "scale", "a torch.amp.GradScaler")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"rebatch: clip is {clip!r}: expected a norm above 0")
+        if clip is not None:
+            check_above_zero("clip", clip, "a norm")
         self.scaler, self.clip = scaler, clip
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_

@@ -663,6 +663,12 @@ class Step:
         self._number += 1
         self._update.done()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "rebatch: a Step cannot be copied or pickled: expected state_dict(), which another "
+            "Step loads"
+        )
+
     def __repr__(self) -> str:
         return f"Step(step {self._number}, micro {self.micro or 'not known yet'})"
 
@@ -720,7 +726,8 @@ class Step:
     def _run_as(self, program: Program) -> Tuple[float, int]:
         """Run the batch that runs as a Step of another program does, on this rank alone: the loss,
         and the size of the micro-batches at the end."""
-        step = copy.copy(self)
+        step = object.__new__(type(self))
+        vars(step).update(vars(self))
         step._program, step._running = program, copy.copy(self._running)
         step._running.program, step._running.has_ranks = program, False
         step._ranks, step._accumulators = None, Accumulators()
