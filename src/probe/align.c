@@ -103,6 +103,7 @@ static void share_slots(const struct rbi_form *form, size_t trace_at, size_t i,
                         const struct rbi_form_loop *loop, size_t turns)
 {
     const struct rbi_trace *trace = form->traces[trace_at];
+    rbi_assert(i + turns * loop->period <= trace->event_count);
     for (size_t n = 0; n < turns * loop->period; n++) {
         const struct rbi_trace_event *other = &form->base->events[loop->first + n % loop->period];
         if (trace->events[i + n].kind == RBI_TRACE_ALLOC)
@@ -125,6 +126,7 @@ static void share_base_slots(const struct rbi_form *form)
 static void note_turns(struct place *at, struct rbi_form_loop *loop, size_t turns)
 {
     const struct rbi_form *form = at->form;
+    rbi_assert(turns > 0 && loop->period <= RBI_PERIOD_MOST);
     share_slots(form, at->trace, at->i, loop, turns);
     loop->turns[at->trace] = turns;
     const size_t last = at->i + (turns - 1) * loop->period;
@@ -153,6 +155,7 @@ static bool make_loop(struct rbi_form_loop *out, const struct place *at, enum rb
 {
     const struct rbi_form *form = at->form;
     const bool is_larger = trace_of(at)->count > form->base->count;
+    rbi_assert(period > 0 && period <= RBI_PERIOD_MOST);
     *out = (struct rbi_form_loop){.sort = sort, .first = at->j, .period = period};
     const size_t turns = count_turns(form, form->base_at, at->j, out);
     if (turns < 2 || form->loop_count == RBI_LOOPS_MOST ||
@@ -205,6 +208,7 @@ static void match(struct place *at, const struct rbi_trace_event *own,
                   const struct rbi_trace_event *other)
 {
     struct rbi_form *form = at->form;
+    rbi_assert(at->i < trace_of(at)->event_count && at->j < form->base->event_count);
     if (own->kind == RBI_TRACE_ALLOC && other->kind == RBI_TRACE_ALLOC)
         form->slots[at->trace][own->block] = form->slots[form->base_at][other->block];
     *rbi_form_bytes(form, at->j, at->trace) = own->bytes;
@@ -310,6 +314,7 @@ static bool go_back(struct walk *walk)
             continue;
         }
         form->loop_count++;
+        rbi_assert(form->loop_count <= RBI_LOOPS_MOST);
         share_base_slots(form);
         if (step_loop(&walk->at, loop))
             return true;
@@ -384,6 +389,8 @@ bool rbi_form_align(struct rbi_form *form)
 
 bool rbi_form_open(struct rbi_form *form, const struct rbi_traces *traces)
 {
+    rbi_assert(traces->count > 0 &&
+               traces->count < RBI_POINTS_MOST); /* one that was cut joins them */
     for (size_t t = 0; t < traces->count; t++)
         if ((form->traces[form->trace_count++] = traces->whole[t]) == traces->latest)
             form->latest_at = t;

@@ -5,6 +5,7 @@
 static rebatch_status predict(size_t *out, struct rbi_search *s)
 {
     *out = 0;
+    rbi_assert(s->fits < s->fails);
     rebatch_status status = rbi_search_model(s);
     if (!status)
         status = rbi_forecast_largest(out, &s->model, &s->setting, s->fits + 1,
@@ -57,6 +58,7 @@ static size_t above_tiles(size_t predicted)
 #define LEAST_TELLING 5
 static size_t not_too_far(const struct rbi_search *s, size_t predicted)
 {
+    rbi_assert(s->whole_count > 0);
     const size_t ran = s->whole[s->whole_count - 1].count;
     if (s->whole_count != 2 || !s->model.is_rough || predicted / FAR < ran)
         return predicted;
@@ -70,6 +72,7 @@ static size_t not_too_far(const struct rbi_search *s, size_t predicted)
  * does not hold, and between what ran and what did not the middle is the best guess. */
 static size_t after_oom(const struct rbi_search *s, size_t predicted)
 {
+    rbi_assert(s->fits < s->fails);
     const size_t gap = s->fails - s->fits;
     if (s->whole_count == 1) /* a second size tells more than the first again */
         return rbi_search_allowed_near(s,
@@ -85,6 +88,7 @@ static size_t after_oom(const struct rbi_search *s, size_t predicted)
  * what the one before has left, and steps have several of the size, it must have followed one. */
 static bool is_verified(const struct rbi_search *s)
 {
+    rbi_assert(s->fits > 0);
     const bool follows_own = s->batch / s->fits > 1 || s->batch % s->fits == 0;
     if (s->fits >= s->batch && (s->runs_of_fits > 0 || s->setting.piece_count == 0))
         return true; /* a step has only this one */
@@ -155,6 +159,7 @@ static rebatch_status begin_small(size_t *size, struct rbi_search *s)
 
 static size_t microbatches_of(size_t samples, size_t size)
 {
+    rbi_assert(samples > 0 && size > 0);
     return (samples - 1) / size + 1;
 }
 

@@ -105,6 +105,7 @@ rebatch_status rbi_dry_open(struct rbi_dry *dry, const struct rbi_model *model, 
 
 rebatch_status rbi_dry_keep(struct rbi_dry *dry, uint32_t slot, void *address)
 {
+    rbi_assert(slot < dry->model->slots);
     return push(dry, &dry->kept[slot], address) ? REBATCH_OK : no_memory();
 }
 
@@ -157,6 +158,7 @@ static rebatch_status run_event(struct rbi_dry *dry, const struct rbi_model_even
 {
     void *block;
     rebatch_status status;
+    rbi_assert(event->kind == RBI_TRACE_RESERVE || event->slot < dry->model->slots);
     switch (event->kind) {
     case RBI_TRACE_ALLOC:
         status = rebatch_pool_alloc(&block, dry->pool, bytes, event->stream, 0);

@@ -71,12 +71,14 @@ static void add_event(struct rbi_model *model, const struct rbi_form *form,
                       const struct rbi_form_loop *loop, const struct rbi_turns *turns, size_t j)
 {
     const struct rbi_trace_event *event = &form->base->events[j];
+    rbi_assert(model->event_count <= j); /* one each at the most */
     struct rbi_model_event *added = &model->events[model->event_count++];
     *added = (struct rbi_model_event){.kind = event->kind, .stream = event->stream};
     if (event->kind == RBI_TRACE_ALLOC || event->kind == RBI_TRACE_FREE)
         added->slot = form->slots[form->base_at][event->block];
     const size_t from = event->kind == RBI_TRACE_FREE ? source_of(form, j) : j;
     if (event->kind == RBI_TRACE_FREE && loop && rbi_form_loop_around(form, from) != loop) {
+        rbi_assert(j + loop->period < form->base->event_count); /* it has two turns */
         const uint32_t second = form->base->events[j + loop->period].block;
         added->is_queued = event->block < second;
         added->is_last_first = !added->is_queued;
@@ -173,6 +175,7 @@ static void add_kept(struct rbi_model *model, const struct rbi_form *form)
         if (slot != RBI_NO_BLOCK)
             model->kept[model->kept_count++] = (struct rbi_kept){slot, event->address};
     }
+    rbi_assert(model->kept_count <= latest->blocks);
     const struct rbi_trace *first = form->traces[0];
     for (uint32_t block = 0; block < first->blocks; block++)
         if (!first->is_freed[block] && form->slots[0][block] != RBI_NO_BLOCK)
@@ -195,6 +198,7 @@ static bool is_met(const struct rbi_form *form, size_t event)
 static bool is_too_near(const struct rbi_form *form)
 {
     const size_t first = form->traces[0]->count;
+    rbi_assert(first <= form->base->count);
     return form->trace_count == 2 && form->base->count - first < NEAR;
 }
 
@@ -231,6 +235,7 @@ static bool emit(struct rbi_model *model, struct rbi_form *form)
         if (loop) {
             if (!rbi_form_turns(&turns, form, loop))
                 return false;
+            rbi_assert(model->loop_count < RBI_LOOPS_MOST);
             model->loops[model->loop_count++] = (struct rbi_model_loop){
                 model->event_count, loop->period, turns, is_ragged(form, loop)};
             for (size_t x = 0; x < loop->period; x++)

@@ -14,6 +14,7 @@
 static size_t up_to(size_t count, size_t step)
 {
     size_t rounded;
+    rbi_assert(step > 0);
     return rbi_add(count, step - 1, &rounded) ? rounded - rounded % step : count;
 }
 
@@ -224,6 +225,7 @@ static struct spot middle_of(const struct region *region)
 /* Any spot of it, each as likely as any other: of a triangle that is drawn by its area. */
 static struct spot any_of(const struct region *region, const struct rbi_points *points)
 {
+    rbi_assert(region->count > 0);
     const struct spot *origin = &region->corners[0];
     double area = 0, along = drawn(points, OF_ALONG), across = drawn(points, OF_ACROSS);
     size_t i = 1;
@@ -258,6 +260,7 @@ static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, s
 {
     const struct rbi_point *base = &points->at[points->base];
     const size_t base_count = up_to(base->count, step);
+    rbi_assert(base_count > 0 && unit > 0);
     const double high = (double)base->bytes / (double)base_count;
     struct region region = {
         {{0, 0}, {(double)unit - 0.5, 0}, {(double)unit - 0.5, high}, {0, high}}, 4};
@@ -284,6 +287,7 @@ static bool fit_rounded(struct rbi_line *out, const struct rbi_points *points, s
 /* Through the last two points, and above those that are above it. */
 static struct rbi_line fit_piece(const struct rbi_points *points)
 {
+    rbi_assert(points->count > 1); /* one point is on a line that does not rise */
     const struct rbi_point *high = &points->at[points->count - 1], *low = high - 1;
     rbi_assert(high->count > low->count);
     struct rbi_line line = {.count = points->at[points->base].count,
@@ -379,6 +383,7 @@ static bool draw_unit(struct rbi_line *out, const struct rbi_points *points, siz
 struct rbi_line rbi_line_fit(const struct rbi_points *points)
 {
     struct rbi_line line;
+    rbi_assert(points->base < points->count);
     const size_t common = rbi_points_unit(points);
     const size_t power = rbi_min(common & (~common + 1), LARGEST_UNIT);
     const size_t unit = points->unit > 1 ? points->unit : power >= LEAST_UNIT ? power : 1;

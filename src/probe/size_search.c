@@ -70,6 +70,7 @@ static void fail(struct rbi_search *s, size_t count)
     for (size_t i = 0; i < s->whole_count; i++)
         if (s->whole[i].count < count)
             s->fits = s->whole[i].count;
+    rbi_assert(s->fits < s->fails);
 }
 
 void rbi_search_note(struct rbi_search *s, size_t count, rebatch_status status,
@@ -210,6 +211,7 @@ static size_t choose_timed(struct timed *timed, const struct rbi_search *s)
         if (count == 0 || size < timed[count - 1].count)
             timed[count++] = (struct timed){.count = size};
     }
+    rbi_assert(count > 0); /* what fits is above 0 */
     return count;
 }
 
@@ -235,7 +237,7 @@ static rebatch_status choose_fastest(struct rbi_search *s)
 }
 
 /* The size found may be another than the last that ran: where that left no room for the steps. */
-static void settle_report(struct rbi_search *s)
+static void report_what_fits(struct rbi_search *s)
 {
     rebatch_probe_report *report = &s->report;
     if (report->size != s->fits) {
@@ -299,7 +301,7 @@ rebatch_status rbi_search_run(struct rbi_search *s)
         status = rbi_search_judge(s);
     if (!status)
         status = finish(s);
-    settle_report(s);
+    report_what_fits(s);
     if (!status && s->is_fastest)
         status = choose_fastest(s);
     return status ? status : ready_for_steps(s);

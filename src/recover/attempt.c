@@ -92,13 +92,12 @@ static void (*address_of(const rebatch *rb, enum rbi_callback which))(void)
     case RBI_ZERO_GRAD:
         return (void (*)(void))rb->run.ops->zero_grad;
     case RBI_FORWARD_BACKWARD:
+    case RBI_MAP:
         return (void (*)(void))rb->run.ops->forward_backward;
     case RBI_OPTIMIZER:
         return (void (*)(void))rb->run.ops->optimizer_step;
     case RBI_RESIZE:
         return (void (*)(void))rb->run.ops->resize;
-    case RBI_MAP:
-        return (void (*)(void))rb->run.ops->forward_backward;
     case RBI_REDUCE:
         return (void (*)(void))rb->run.ops->reduce;
     default:
