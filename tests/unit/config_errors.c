@@ -129,6 +129,26 @@ Test(config_errors, wrong_values)
         {"growth = { after = 0; };", "t.cfg:1: growth.after is 0, too small: " UINT32_RANGE},
         {"recovery = { max_attempts = 4294967296; };",
          "t.cfg:1: recovery.max_attempts is 4294967296, too large: " ATTEMPTS},
+        {"device = { kind = \"gpu\"; };",
+         "t.cfg:1: device.kind is \"gpu\": expected text, \"host\", \"cuda\" or \"auto\""},
+        {"memory = { keep_room = \"22GiB\"; };",
+         "t.cfg:1: memory.keep_room is \"22GiB\", not a share: " KEEP_ROOM},
+        {"memory = { keep_room = \"80\"; };",
+         "t.cfg:1: memory.keep_room is \"80\", a number without a unit: " KEEP_ROOM},
+        {"memory = { keep_room = 80; };",
+         "t.cfg:1: memory.keep_room is 80, a whole number: " KEEP_ROOM},
+        {"memory = { rounding = 12; };",
+         "t.cfg:1: memory.rounding is 12, not a power of two: " ROUNDING},
+        {"memory = { rounding = 512; };", "t.cfg:1: memory.rounding is 512, too large: " ROUNDING},
+        {"recovery = { on_oom = \"halv\"; };", "t.cfg:1: recovery.on_oom is \"halv\": expected "
+                                               "text, \"auto\", \"halve\", \"fit\" or \"stop\""},
+    };
+    EXPECT_MISTAKES(list);
+}
+
+Test(config_errors, wrong_sizes)
+{
+    static const struct mistake list[] = {
         {"memory = { limit = 0; };", "t.cfg:1: memory.limit is 0, a size of zero: " LIMIT},
         {"memory = { limit = \"0GiB\"; };",
          "t.cfg:1: memory.limit is \"0GiB\", a size of zero: " LIMIT},
@@ -164,19 +184,6 @@ Test(config_errors, wrong_values)
         {"device = { capacity = 65535; };",
          "t.cfg:1: device.capacity is 65535, too small: " CAPACITY},
         {"device = { capacity = 0; };", "t.cfg:1: device.capacity is 0, a size of zero: " CAPACITY},
-        {"device = { kind = \"gpu\"; };",
-         "t.cfg:1: device.kind is \"gpu\": expected text, \"host\", \"cuda\" or \"auto\""},
-        {"memory = { keep_room = \"22GiB\"; };",
-         "t.cfg:1: memory.keep_room is \"22GiB\", not a share: " KEEP_ROOM},
-        {"memory = { keep_room = \"80\"; };",
-         "t.cfg:1: memory.keep_room is \"80\", a number without a unit: " KEEP_ROOM},
-        {"memory = { keep_room = 80; };",
-         "t.cfg:1: memory.keep_room is 80, a whole number: " KEEP_ROOM},
-        {"memory = { rounding = 12; };",
-         "t.cfg:1: memory.rounding is 12, not a power of two: " ROUNDING},
-        {"memory = { rounding = 512; };", "t.cfg:1: memory.rounding is 512, too large: " ROUNDING},
-        {"recovery = { on_oom = \"halv\"; };", "t.cfg:1: recovery.on_oom is \"halv\": expected "
-                                               "text, \"auto\", \"halve\", \"fit\" or \"stop\""},
     };
     EXPECT_MISTAKES(list);
 }
@@ -267,7 +274,7 @@ Test(config_errors, syntax)
     EXPECT_MISTAKES(list);
 }
 
-Test(config_errors, values_that_do_not_go_together)
+Test(config_errors, values_in_the_wrong_order)
 {
     static const struct mistake list[] = {
         {"batch = { smallest = 8;\n largest = 4; };",
@@ -293,7 +300,11 @@ Test(config_errors, values_that_do_not_go_together)
          "memory.caching to be true with it"},
     };
     EXPECT_MISTAKES(list);
-    static const struct mistake sizes[] = {
+}
+
+Test(config_errors, sizes_that_do_not_go_together)
+{
+    static const struct mistake list[] = {
         {"batch = { multiple_of = 8;\n largest = 7; };",
          "batch.multiple_of is 8 (t.cfg:1) and batch.largest is 7 (t.cfg:2): expected "
          "batch.multiple_of <= batch.largest"},
@@ -320,7 +331,11 @@ Test(config_errors, values_that_do_not_go_together)
          "batch.allowed is [8, 16] (t.cfg:1) and batch.multiple_of is 3 (t.cfg:2): expected a "
          "multiple of it in the list, between batch.smallest and batch.largest"},
     };
-    EXPECT_MISTAKES(sizes);
+    EXPECT_MISTAKES(list);
+}
+
+Test(config_errors, values_of_a_file_and_a_variable_that_do_not_go_together)
+{
     config_write("t.cfg", "batch = { smallest = 8; };");
     setenv("REBATCH_BATCH_LARGEST", "7", 1);
     expect_failure("t.cfg", REBATCH_E_PARSE,
@@ -331,14 +346,17 @@ Test(config_errors, values_that_do_not_go_together)
     rebatch_config *config;
     cr_expect(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "equal is in order");
     rebatch_config_free(config);
-    /* A limit that is a share, or none, is known only with a device. */
+}
+
+/* A limit that is a share, or none, is known only with a device. */
+Test(config_errors, values_that_may_go_together)
+{
     static const char *const fine[] = {"memory = { limit = \"50%\"; headroom = \"2GiB\"; };",
                                        "memory = { limit = \"2GiB\"; headroom = \"2048MiB\"; };",
                                        "memory = { fence = false; caching = false; };"};
     for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) {
+        rebatch_config *config;
         config_write("t.cfg", fine[i]);
-        unsetenv("REBATCH_BATCH_START");
-        unsetenv("REBATCH_BATCH_LARGEST");
         cr_expect(rebatch_config_load(&config, "t.cfg") == REBATCH_OK, "%s", rebatch_last_error());
         rebatch_config_free(config);
     }

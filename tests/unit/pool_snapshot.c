@@ -322,84 +322,95 @@ static const rebatch_pool_options *options_with(uint32_t events)
     return &options;
 }
 
-/* Numbers, texts and references come back as they were. */
-Test(pool_snapshot, a_pickle_reads_back)
+/* What is written into a pickle, and read again. */
+static const uint64_t pickled_numbers[] = {0,
+                                           1,
+                                           255,
+                                           256,
+                                           65535,
+                                           65536,
+                                           INT32_MAX,
+                                           UINT64_C(1) << 31,
+                                           UINT32_MAX,
+                                           INT64_C(1) << 39,
+                                           INT64_C(1) << 47,
+                                           INT64_C(1) << 55,
+                                           INT64_MAX,
+                                           UINT64_C(1) << 63,
+                                           UINT64_MAX};
+static const int64_t pickled_negatives[] = {
+    -1, -128, -32769, INT32_MIN, INT32_MIN - INT64_C(1), INT64_MIN};
+static const struct {
+    const char *text, *read;
+} pickled_texts[] = {
+    {"", ""},
+    {"caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80", "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80"},
+    {"\xff"
+     "a\xc3",
+     "?a?"},                                               /* a byte that is none, one cut off */
+    {"\xc0\xaf\xe0\x80\xaf\xf0\x80\x80\xaf", "?????????"}, /* longer than needed */
+    {"\xed\xa0\x80\xf4\x90\x80\x80", "???????"}};          /* a surrogate, beyond the end */
+
+static void write_values(struct rbi_sink *sink)
 {
-    static const uint64_t numbers[] = {0,
-                                       1,
-                                       255,
-                                       256,
-                                       65535,
-                                       65536,
-                                       INT32_MAX,
-                                       UINT64_C(1) << 31,
-                                       UINT32_MAX,
-                                       INT64_C(1) << 39,
-                                       INT64_C(1) << 47,
-                                       INT64_C(1) << 55,
-                                       INT64_MAX,
-                                       UINT64_C(1) << 63,
-                                       UINT64_MAX};
-    static const int64_t negatives[] = {-1,       -128, -32769, INT32_MIN, INT32_MIN - INT64_C(1),
-                                        INT64_MIN};
-    static const struct {
-        const char *text, *read;
-    } texts[] = {
-        {"", ""},
-        {"caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80", "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80"},
-        {"\xff"
-         "a\xc3",
-         "?a?"}, /* a byte that is none, one cut off */
-        {"\xc0\xaf\xe0\x80\xaf\xf0\x80\x80\xaf", "?????????"}, /* longer than needed */
-        {"\xed\xa0\x80\xf4\x90\x80\x80", "???????"}};          /* a surrogate, beyond the end */
-    struct bytes bytes = {NULL, 0, 0, 0, 0};
-    struct rbi_sink sink = {.write = collect, .user = &bytes};
-    rbi_pickle_begin(&sink);
-    rbi_pickle_begin_dict(&sink);
-    rbi_pickle_text(&sink, "list");
-    rbi_pickle_list(&sink);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        rbi_pickle_unsigned(&sink, numbers[i]);
-        rbi_pickle_append(&sink);
+    rbi_pickle_begin(sink);
+    rbi_pickle_begin_dict(sink);
+    rbi_pickle_text(sink, "list");
+    rbi_pickle_list(sink);
+    for (size_t i = 0; i < sizeof pickled_numbers / sizeof *pickled_numbers; i++) {
+        rbi_pickle_unsigned(sink, pickled_numbers[i]);
+        rbi_pickle_append(sink);
     }
-    for (size_t i = 0; i < sizeof negatives / sizeof *negatives; i++) {
-        rbi_pickle_integer(&sink, negatives[i]);
-        rbi_pickle_append(&sink);
+    for (size_t i = 0; i < sizeof pickled_negatives / sizeof *pickled_negatives; i++) {
+        rbi_pickle_integer(sink, pickled_negatives[i]);
+        rbi_pickle_append(sink);
     }
-    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
-        rbi_pickle_text(&sink, texts[i].text);
-        rbi_pickle_keep(&sink, i % 2 ? 255 + (uint32_t)i : (uint32_t)i);
-        rbi_pickle_append(&sink);
-        rbi_pickle_again(&sink, i % 2 ? 255 + (uint32_t)i : (uint32_t)i);
-        rbi_pickle_append(&sink);
+    for (size_t i = 0; i < sizeof pickled_texts / sizeof *pickled_texts; i++) {
+        rbi_pickle_text(sink, pickled_texts[i].text);
+        rbi_pickle_keep(sink, i % 2 ? 255 + (uint32_t)i : (uint32_t)i);
+        rbi_pickle_append(sink);
+        rbi_pickle_again(sink, i % 2 ? 255 + (uint32_t)i : (uint32_t)i);
+        rbi_pickle_append(sink);
     }
-    rbi_pickle_text(&sink, "pair");
-    rbi_pickle_bool(&sink, true);
-    rbi_pickle_float(&sink, -0.1);
-    rbi_pickle_pair(&sink);
-    rbi_pickle_text(&sink, "empty");
-    rbi_pickle_begin_dict(&sink);
-    rbi_pickle_end_dict(&sink);
-    rbi_pickle_end_dict(&sink);
-    rbi_pickle_end(&sink);
-    cr_assert_eq(collect(sink.buffer, sink.length, &bytes), REBATCH_OK);
-    const struct pickle_value *read = pickle_read(bytes.data, bytes.size);
+    rbi_pickle_text(sink, "pair");
+    rbi_pickle_bool(sink, true);
+    rbi_pickle_float(sink, -0.1);
+    rbi_pickle_pair(sink);
+    rbi_pickle_text(sink, "empty");
+    rbi_pickle_begin_dict(sink);
+    rbi_pickle_end_dict(sink);
+    rbi_pickle_end_dict(sink);
+    rbi_pickle_end(sink);
+}
+
+static void check_values(const struct pickle_value *read)
+{
     const struct pickle_value *const *at =
         (const struct pickle_value *const *)pickle_list(read, "list")->items;
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++, at++) {
-        cr_expect_eq((uint64_t)(*at)->number, numbers[i]);
-        cr_expect_eq((*at)->is_huge, numbers[i] > INT64_MAX);
+    for (size_t i = 0; i < sizeof pickled_numbers / sizeof *pickled_numbers; i++, at++) {
+        cr_expect_eq((uint64_t)(*at)->number, pickled_numbers[i]);
+        cr_expect_eq((*at)->is_huge, pickled_numbers[i] > INT64_MAX);
     }
-    for (size_t i = 0; i < sizeof negatives / sizeof *negatives; i++, at++)
-        cr_expect(!(*at)->is_huge && (*at)->number == negatives[i]);
-    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++, at += 2) {
-        cr_expect_str_eq(at[0]->text, texts[i].read);
+    for (size_t i = 0; i < sizeof pickled_negatives / sizeof *pickled_negatives; i++, at++)
+        cr_expect(!(*at)->is_huge && (*at)->number == pickled_negatives[i]);
+    for (size_t i = 0; i < sizeof pickled_texts / sizeof *pickled_texts; i++, at += 2) {
+        cr_expect_str_eq(at[0]->text, pickled_texts[i].read);
         cr_expect(at[0] == at[1]);
     }
     const struct pickle_value *pair = pickle_list(read, "pair");
     cr_expect(pair->is_tuple && pair->count == 2 && pair->items[0]->number == 1);
     cr_expect(pair->items[1]->real <= -0.1 && pair->items[1]->real >= -0.1);
     cr_expect_eq(pickle_get(read, "empty")->count, 0);
+}
+
+/* Numbers, texts and references come back as they were. */
+Test(pool_snapshot, a_pickle_reads_back)
+{
+    struct bytes bytes = {NULL, 0, 0, 0, 0};
+    struct rbi_sink sink = {.write = collect, .user = &bytes};
+    write_values(&sink);
+    cr_assert_eq(collect(sink.buffer, sink.length, &bytes), REBATCH_OK);
+    check_values(pickle_read(bytes.data, bytes.size));
     pickle_free();
     free(bytes.data);
 }
