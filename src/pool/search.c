@@ -278,6 +278,8 @@ static rebatch_status take_after_wait(struct rbi_block **out, rebatch_pool *pool
         return status;
     if (pool->plain && (*out = take_any(pool, request)))
         return REBATCH_OK;
+    /* Pages that could not be moved before can be now: they are tried once more for a place in the
+     * request's own zone, which take_best() does not keep to. */
     return pool->has_space ? take_new(out, pool, request) : REBATCH_OOM;
 }
 
@@ -319,7 +321,8 @@ static rebatch_status take_best(struct rbi_block **out, rebatch_pool *pool,
 }
 
 /* Every stage below the pressure callbacks, in this order, each once. One gives REBATCH_OOM where
- * it has no memory, or is not for this pool: the next one is tried. */
+ * it has no memory, or is not for this pool: the next one is tried. All are run again after a
+ * plan's end and after a callback that freed memory, as any stage may find what that left. */
 static rebatch_status (*const stages[])(struct rbi_block **out, rebatch_pool *pool,
                                         struct rbi_request *request) = {
     take_cached, take_done, take_new, take_anywhere, take_after_wait, take_after_trim, take_best,
