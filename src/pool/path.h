@@ -17,8 +17,7 @@ static inline struct rbi_block *rbi_pool_take_own_fast(rebatch_pool *pool,
         rbi_lists_flush_large(&pool->heap, &stream->lists);
     if (pool->promised_bytes != 0)
         return NULL; /* what was promised may come from any zone */
-    const unsigned zone =
-        (unsigned)(bytes >= pool->medium_bytes) + (unsigned)(bytes >= pool->large_bytes);
+    const unsigned zone = rbi_pool_zone_of_size(pool, bytes);
     struct rbi_block *block = rbi_bins_best(&stream->lists.bins[zone], bytes);
     if (RBI_UNLIKELY(!block || rbi_block_is_isolated(block)))
         return NULL;

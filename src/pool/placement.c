@@ -80,7 +80,7 @@ bool rbi_window_find(struct rbi_window *window, rebatch_pool *pool, size_t bytes
                      struct rbi_pool_stream *stream, unsigned zone)
 {
     struct look look = {bytes, stream, {NULL, NULL, 0, 0, false}, SIZE_MAX};
-    struct rbi_block *hole = rbi_lists_first(&pool->space->lists, 0);
+    struct rbi_block *hole = rbi_lists_first(&pool->space->lists);
     for (unsigned looks = 0; hole && (looks < RBI_WINDOW_LOOKS || look.spare_bytes == SIZE_MAX);
          hole = rbi_lists_next(hole)) {
         if (zone != RBI_ZONE_ANY && hole->range->zone != zone)

@@ -267,15 +267,17 @@ void rbi_former_destroy(struct rbi_former *former);
 
 /* ---- where free blocks are cut; all with the lock held ---- */
 
+static inline unsigned rbi_pool_zone_of_size(const rebatch_pool *pool, size_t bytes)
+{
+    return (unsigned)(bytes >= pool->medium_bytes) + (unsigned)(bytes >= pool->large_bytes);
+}
+
 /* The zone that a request belongs to; ANY where there are no pages, and while memory is promised
  * by rebatch_pool_reserve(): all of it is for whatever comes. */
 static inline unsigned rbi_pool_zone(const rebatch_pool *pool, size_t bytes)
 {
-    if (!pool->has_space || pool->promised_bytes != 0)
-        return RBI_ZONE_ANY;
-    if (bytes >= RBI_ZONE_LARGE_PAGES * pool->page_bytes)
-        return RBI_ZONE_LARGE;
-    return bytes < pool->page_bytes / RBI_ZONE_SMALL_PARTS ? RBI_ZONE_SMALL : RBI_ZONE_MEDIUM;
+    return pool->has_space && pool->promised_bytes == 0 ? rbi_pool_zone_of_size(pool, bytes)
+                                                        : RBI_ZONE_ANY;
 }
 
 /* ---- ranges (range.c); all with the lock held ---- */

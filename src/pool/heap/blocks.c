@@ -70,9 +70,9 @@ static struct rbi_block *first_from(const struct rbi_lists *lists, unsigned bin)
     return next < RBI_POOL_BINS ? lists->bins[0].of[next] : NULL;
 }
 
-struct rbi_block *rbi_lists_first(const struct rbi_lists *lists, size_t bytes)
+struct rbi_block *rbi_lists_first(const struct rbi_lists *lists)
 {
-    return first_from(lists, rbi_bin_of(bytes));
+    return first_from(lists, 0);
 }
 
 struct rbi_block *rbi_lists_next(const struct rbi_block *block)

@@ -458,11 +458,6 @@ static inline struct rbi_block *rbi_bins_best(const struct rbi_bins *bins, size_
 
 /* ---- quick lists ---- */
 
-static inline size_t rbi_round_to_unit(size_t bytes)
-{
-    return (bytes + REBATCH_POOL_UNIT_BYTES - 1) & ~(size_t)(REBATCH_POOL_UNIT_BYTES - 1);
-}
-
 /* Small sizes, of which there are many, have a list each; the others share as many. */
 static inline bool rbi_quick_is_small(size_t bytes)
 {
@@ -581,9 +576,8 @@ static inline void rbi_block_cache(struct rbi_block_heap *heap, struct rbi_block
  * of enum rbi_zone. */
 struct rbi_block *rbi_lists_find(const struct rbi_lists *lists, size_t bytes, uint64_t ready,
                                  unsigned zone);
-/* The blocks of the first zone's bins from that of `bytes` on, in the order of their classes;
- * NULL at the end. */
-struct rbi_block *rbi_lists_first(const struct rbi_lists *lists, size_t bytes);
+/* The blocks of the first zone's bins, in the order of their classes; NULL at the end. */
+struct rbi_block *rbi_lists_first(const struct rbi_lists *lists);
 struct rbi_block *rbi_lists_next(const struct rbi_block *block);
 uint64_t rbi_lists_largest_bytes(const struct rbi_lists *lists);
 /* Merges quick blocks with their neighbours: those of large sizes, or all. */
