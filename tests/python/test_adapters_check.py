@@ -82,7 +82,9 @@ def fit(loss, limited=True, compares=True, **options):
         enable_model_summary=False,
     )
     if not compares:
-        net.on_train_start = lambda: setattr(callback._step.backward._step._cuts, "is_done", True)
+        net.on_train_start = lambda: setattr(
+            callback._step.backward._training.callbacks.cuts, "is_done", True
+        )
     data = torch.utils.data.TensorDataset(*data_of())
     trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=16))
     return net, trainer

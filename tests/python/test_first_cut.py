@@ -310,7 +310,7 @@ def test_the_training_goes_on_as_if_nothing_had_been_compared():
             return ((model(samples[0]) + torch.rand(()) - samples[1]) ** 2).mean()
 
         step = rebatch.Step(model, sgd(model), loss_fn, micro_start=4, growth=False)
-        step._cuts.is_done = not compares
+        step._training.callbacks.cuts.is_done = not compares
         texts = warned(lambda: [step(batch) for _ in range(3)])
         assert bool(texts) is compares
         return state_of(model), copy.copy(counts), batch[0].clone(), torch.rand(3)

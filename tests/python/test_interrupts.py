@@ -61,7 +61,7 @@ def make_step(**options):
 def outcome(n, **options):
     """A first step that is interrupted at event n: (model's state, whether it was, InterruptAt)."""
     step, batch = make_step(**options)
-    step._open()  # the session of a Step is opened once
+    step._training.open()  # the session of a Step is opened once
     was_interrupted = False
     with InterruptAt(n) as interrupt:
         try:
@@ -95,7 +95,7 @@ def test_the_step_after_an_interrupt_is_right():
         expected(batch)
     for n in range(1, 200, 7):
         step, _ = make_step()
-        step._open()
+        step._training.open()
         before = state_of(step.model)
         with InterruptAt(n), pytest.raises(KeyboardInterrupt):
             step(batch)
@@ -160,7 +160,7 @@ def test_an_interrupt_within_the_update_is_reported():
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    hook = step._update.optimizers[0].register_step_pre_hook(interrupted)
+    hook = step._training.program.update.optimizers[0].register_step_pre_hook(interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(batch)
     assert step.report.torn
@@ -202,14 +202,14 @@ def test_what_is_dropped_elsewhere_is_passed_on():
 def test_samples_that_are_missing_are_no_update():
     """Where the exception that took them was lost all the same."""
     step, batch = make_step(micro_start=2)
-    plain, calls = step._forward_backward, []
+    plain, calls = step._training.callbacks._forward_backward, []
 
     def skipping(first, count, is_trial):
         calls.append(first)
         if len(calls) != 2:
             plain(first, count, is_trial)
 
-    step._forward_backward = skipping
+    step._training.callbacks._forward_backward = skipping
     before = state_of(step.model)
     with pytest.raises(RuntimeError, match="4 of 6 samples are in the gradients: expected all"):
         step(batch)

@@ -114,8 +114,8 @@ def test_a_step_trains_the_model_and_not_its_copy():
         loss_fn,
         lighten=[rebatch.checkpointing(model.body)],
     )
-    step._open()
-    step._set_level(1)
+    step._training.open()
+    step._training.callbacks.set_level(1)
     best = copy.deepcopy(model)
     before, output = state_of(best), best.eval()(batch[0])
     step(batch)

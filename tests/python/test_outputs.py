@@ -66,14 +66,14 @@ def test_each_sample_is_in_the_outputs_once(where, gradients, kind):
 def test_an_oom_after_the_last_micro_batch_starts_them_again():
     """Clipping fails once: the batch runs again from zero_grad."""
     step, batch = make_step(with_extras(lambda p, y: p), micro_start=4)
-    left, finish = [1], step._update.finish_gradients
+    left, finish = [1], step._training.program.update.finish_gradients
 
     def fail_once():
         if left and left.pop():
             out_of_memory(None)
         finish()
 
-    step._update.finish_gradients = fail_once
+    step._training.program.update.finish_gradients = fail_once
     step(batch)
     assert step.report.redone_samples == 16 and step.outputs.shape == (16,)
 

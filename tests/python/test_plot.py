@@ -104,7 +104,7 @@ def test_a_step_draws_what_this_process_did(tmp_path):
     step = train(tmp_path)
     step.plot(tmp_path / "picture.svg")
     assert "10 steps, 2 OOMs, memory not measured" in (tmp_path / "picture.svg").read_text()
-    sizes = panel(figure_of(step._history), "micro-batch")
+    sizes = panel(figure_of(step._training.history), "micro-batch")
     assert marks(sizes, "grew") == [(5, 8), (7, 16)]
     assert marks(sizes, "ran out of memory") == [(2, 16)]
 

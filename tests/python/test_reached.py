@@ -311,7 +311,7 @@ def test_comparisons_and_checks_count_nothing(kept):
             return F.cross_entropy(out, samples[1])
 
         step = step_of(loss_fn, micro_start=4)
-        step._cuts.is_done = not compares
+        step._training.callbacks.cuts.is_done = not compares
         step(batch_of(0))
         if compares:
             step.check(batch_of(0))
@@ -525,7 +525,7 @@ def test_large_data_that_loss_fn_names_is_left():
 
     step = step_of(after_room(loss_fn, 4, "backward"))
     step(batch_of(0))
-    marks = Marks(step._reached._slots)
+    marks = Marks(step._training.running.reached._slots)
     assert [t is table for t in marks.tensors] == [True] and not marks._arrays
     assert step.report.micro == 4 and len(rows) == 5000
 

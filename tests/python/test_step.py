@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import rebatch.torch as rebatch
+from rebatch import _library as c
 from rebatch.torch._backward import Backward
+from rebatch.torch._weak import weakly
 from models import (
     FailAt,
     HalfStep,
@@ -220,7 +222,7 @@ def all_of_a_step(**options):
     step.evaluate(batch)
     step.check(batch)
     assert step.report.ooms > 0
-    return weakref.ref(step), weakref.ref(step._session)
+    return weakref.ref(step), weakref.ref(step._training.session)
 
 
 def test_a_step_that_nobody_has_is_gone_without_a_collection():
@@ -240,11 +242,49 @@ def test_backward_that_nobody_has_is_gone_without_a_collection():
         optimizer = torch.optim.AdamW(model.parameters())
         backward = Backward(model, optimizer, loss_fn, log_level="quiet")
         backward(batch)
-        step = weakref.ref(backward._step)
+        training = weakref.ref(backward._training)
         del backward
-        assert step() is None
+        assert training() is None
     finally:
         gc.enable()
+
+
+def test_callbacks_of_a_step_that_is_gone_fail():
+    model, batch, loss_fn = make("mlp")
+    step = rebatch.Step(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss_fn,
+        lighten=[lambda is_on: None],
+        log_level="quiet",
+    )
+    step(batch)
+    ops, guards = step._training.callbacks.ops, step._training.session._guard_ops
+    del step
+    gc.collect()
+    calls = {
+        "zero_grad": ops.zero_grad(None),
+        "forward_backward": ops.forward_backward(c.Microbatch(count=4), None),
+        "optimizer_step": ops.optimizer_step(None),
+        "lighten": ops.lighten(1, None),
+        "save": guards.save(c.GuardPoint.STEP, None),
+        "restore": guards.restore(c.GuardPoint.STEP, None),
+    }
+    assert calls == dict.fromkeys(calls, c.Status.E_USER)
+
+
+def test_a_weak_method_says_that_its_object_is_gone():
+    class Owner:
+        def double(self, value):
+            return 2 * value
+
+    owner = Owner()
+    for_python, for_c = weakly(owner.double), weakly(owner.double, gone=c.Status.E_USER)
+    assert for_python(3) == for_c(3) == 6
+    del owner
+    assert for_c(3) == c.Status.E_USER
+    with pytest.raises(ReferenceError, match=r"double\(\) was called when its object was gone"):
+        for_python(3)
 
 
 def test_only_the_samples_that_failed_run_again():
@@ -816,7 +856,7 @@ def test_backward_that_fails_leaves_the_gradients_as_they_were():
     backward(batch)
     before = [p.grad for p in model.parameters()]
     copies = [g.clone() for g in before]
-    backward._step.loss_fn = fails_above(loss_fn, 0, "backward")
+    backward._training.program.loss_fn = fails_above(loss_fn, 0, "backward")
     with pytest.raises(rebatch.Exhausted):
         backward(batch)
     assert all(p.grad is g for p, g in zip(model.parameters(), before))

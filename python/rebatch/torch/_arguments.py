@@ -3,7 +3,7 @@ not know a step that runs."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -11,6 +11,9 @@ from rebatch.torch._program import Program, listed
 from rebatch.torch._session import check_names, session_options
 from rebatch.torch._state import Generators
 from rebatch.torch._update import Update, check_has
+
+if TYPE_CHECKING:
+    from rebatch.torch._ranks import Ranks
 
 
 def check_arguments(program: Program) -> None:
@@ -74,16 +77,39 @@ def check_match(modules: torch.nn.Module, update: Update, state: Any) -> None:
 
 
 def ranks_or_none(
-    modules: torch.nn.ModuleList,
+    program: Program,
     group: Any,
     timeout_seconds: float,
     window: Optional[bool],
-    trained: Sequence[torch.nn.Parameter],
-    options: Dict[str, Any],
-) -> Any:
-    """None where there is no other rank."""
+    shared: Dict[str, str],
+) -> Optional[Ranks]:
+    """The other ranks, where there are some. `shared` is what must be the same on all of them,
+    beside what this finds in the program."""
     if group is None and not torch.distributed.is_available():
         return None
     from rebatch.torch._ranks import ranks_of  # needs a PyTorch with torch.distributed
 
-    return ranks_of(modules, group, timeout_seconds, window, trained, options)
+    update = program.update
+    own_sizes = "cost" if program.cost else "learn" if program.options.get("learn") else ""
+    if window is None and own_sizes:
+        window = True  # each rank has its own sizes
+    shared = {
+        "clip": str(update.clip),
+        "scaler": type(update.scaler).__name__,
+        "normalizer": "None" if program.normalizer is None else "given",
+        **shared,
+    }
+    ranks = ranks_of(program.modules, group, timeout_seconds, window, update.parameters, shared)
+    if ranks and ranks.lockstep and own_sizes:
+        raise ValueError(
+            f"rebatch: {own_sizes} is given, and window is False: expected one of them, since "
+            "all ranks have the same micro-batches without a window"
+        )
+    if ranks and ranks.window and not program.is_fresh:
+        raise ValueError(
+            "rebatch: gradients is 'inplace', and the model is one of fully_shard(): expected "
+            "'fresh'"
+        )
+    if ranks:
+        ranks.take_update(update)
+    return ranks

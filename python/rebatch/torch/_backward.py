@@ -9,8 +9,8 @@ import torch
 
 from rebatch.torch._findings import accepted_kinds
 from rebatch.torch._report import Report
+from rebatch.torch._training import training_of
 from rebatch.torch._update import Update
-from rebatch.torch.step import Step
 
 
 class _NoUpdate(Update):
@@ -48,28 +48,6 @@ class _NoUpdate(Update):
         pass
 
 
-class _Passes(Step):
-    """A Step whose update changes nothing."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
-        backward: Optional[Callable[[torch.Tensor], Any]],
-        shared: Dict[str, Any],
-        options: Dict[str, Any],
-    ):
-        self._shared = {name: str(value) for name, value in shared.items()}
-        super().__init__(model, optimizer, loss_fn, **options)
-        if self._window:
-            raise ValueError(
-                "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "
-                "by collectives: expected a loop with a Step, or DistributedDataParallel"
-            )
-        self._program.update = _NoUpdate(model.parameters, optimizer, backward)
-
-
 class Backward:
     """Runs an effective batch forward and backward, in micro-batches that fit, and adds its
     gradients to .grad, as loss.backward() does. Returns the loss of the batch.
@@ -104,10 +82,17 @@ class Backward:
         aside: Optional[Callable[[], ContextManager[Any]]] = None,
         **options: Any,
     ):
-        self._step = _Passes(model, optimizer, loss_fn, backward, shared or {}, options)
+        named = {name: str(value) for name, value in (shared or {}).items()}
+        self._training = training_of(model, optimizer, loss_fn, shared=named, **options)
+        if self._training.running.has_window:
+            raise ValueError(
+                "rebatch: the model is one of fully_shard(), whose gradients a trainer would clip "
+                "by collectives: expected a loop with a Step, or DistributedDataParallel"
+            )
         self._accepted = accepted_kinds(() if isinstance(check, bool) else check)
         self._is_to_check = check is not False
-        program = self._step._program
+        program = self._training.program
+        program.update = _NoUpdate(model.parameters, optimizer, backward)
         program.loss_name, program.owners = loss_name, list(owners)
         program.functions = None if functions is None else list(functions)
         program.aside = aside or program.aside
@@ -115,59 +100,59 @@ class Backward:
     @property
     def model(self) -> Any:
         """Which it was made with."""
-        return self._step.model
+        return self._training.program.model
 
     @property
     def device(self) -> torch.device:
         """That of the first parameter, now."""
-        return self._step.device
+        return self._training.program.device
 
     @property
     def report(self) -> Report:
         """What the last batch needed."""
-        return self._step.report
+        return self._training.report
 
     @property
     def outputs(self) -> Any:
         """What loss_fn returned beside the loss, for the last batch."""
-        return self._step.outputs
+        return self._training.outputs
 
     @property
     def samples(self) -> int:
         """Of the batch that runs."""
-        return self._step._running.samples
+        return self._training.running.samples
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
         """Those with gradients."""
-        return self._step._update.parameters
+        return self._training.program.update.parameters
 
     def kind_of_update(self) -> Tuple[int, int]:
         """Updates of one kind need the same memory."""
         with_gradients = [p for p in self.parameters if p.grad is not None]
-        return self._step._level, sum(p.numel() for p in with_gradients)
+        return self._training.callbacks.rungs.level, sum(p.numel() for p in with_gradients)
 
     def available_bytes(self) -> int:
         """The memory that can be allocated now."""
-        return self._step._open().available_bytes()
+        return self._training.open().available_bytes()
 
     def state_dict(self) -> Dict[str, int]:
         """Of a Step: a resumed training goes on at the size that was found."""
-        return self._step.state_dict()
+        return self._training.state_dict()
 
     def load_state_dict(self, state: Dict[str, int]) -> None:
         """Go on where state_dict() was taken."""
-        self._step.load_state_dict(state)
+        self._training.load_state_dict(state)
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """The passes of one batch. Returns its loss: a detached scalar, on the device."""
         if self._is_to_check:
             self._check_first(batch)
-        return self._step(batch)
+        return self._training.run(batch)
 
     def _check_first(self, batch: Any) -> None:
         self._is_to_check = False
-        found = self._step.check(batch, accept=sorted(self._accepted))
+        found = self._training.check(batch, accept=sorted(self._accepted))
         print(found)
         if not found:
             raise ValueError(

@@ -11,13 +11,17 @@ pass."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import sys
-from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 
 from rebatch.torch._oom import is_oom
+
+if TYPE_CHECKING:
+    from rebatch.torch._waits import Work  # needs a PyTorch with torch.distributed
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -170,6 +174,28 @@ class Accumulators:
 
     def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return _taking(self._parameters[0].device if self._parameters else None)
+
+
+class SharedAccumulators(Accumulators, abc.ABC):
+    """Those of one rank among several, which sum what each has accumulated."""
+
+    @abc.abstractmethod
+    def begin_step(self) -> None:
+        """Nothing is summed over the ranks yet."""
+
+    @abc.abstractmethod
+    def finish(self, loss: torch.Tensor) -> None:
+        """Sum the gradients and the loss over the ranks. After an OOM it may be called again.
+        Raises Lost."""
+
+    @abc.abstractmethod
+    def sums(self) -> Work:
+        """The collectives that finish() has started."""
+
+    @abc.abstractmethod
+    def abandon(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take part in the collectives that are left as a rank that has failed. May run out of
+        memory. Raises Lost."""
 
 
 def _is_like(total: Optional[torch.Tensor], p: torch.nn.Parameter) -> bool:

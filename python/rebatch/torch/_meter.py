@@ -10,7 +10,7 @@ import torch
 from rebatch import _library as c
 from rebatch.torch._weak import weakly
 
-# The peak of a callback is measured so many times at each size, and in so many whole steps. A
+# Times that the peak of a callback is measured at each size, and whole steps in which it is. A
 # measurement resets PyTorch's peak statistics, which programs read, so there are few of them; the
 # first may count what is made once.
 _MEASUREMENTS = 2
@@ -25,7 +25,7 @@ class UnknownMeter:
         self.struct = c.Meter(
             begin=c.MeterBegin(lambda _phase, _size, _user: None),
             read=c.MeterRead(lambda _out, _user: c.Status.E_UNSUPPORTED),
-            available=c.MeterAvailable(weakly(self._available)),
+            available=c.MeterAvailable(weakly(self._available, gone=c.Status.E_USER)),
             release=c.MeterRelease(lambda _user: 0),
         )
 
@@ -60,10 +60,10 @@ class NativeMeter:
         self.live_at_begin = self.ooms_at_begin = 0  # of the callback that runs
         # Kept, because C holds their addresses.
         self.struct = c.Meter(
-            begin=c.MeterBegin(weakly(self._begin)),
-            read=c.MeterRead(weakly(self._read)),
-            available=c.MeterAvailable(weakly(self._available)),
-            release=c.MeterRelease(weakly(self._release)),
+            begin=c.MeterBegin(weakly(self._begin, gone=None)),
+            read=c.MeterRead(weakly(self._read, gone=c.Status.E_USER)),
+            available=c.MeterAvailable(weakly(self._available, gone=c.Status.E_USER)),
+            release=c.MeterRelease(weakly(self._release, gone=0)),
         )
 
     def measure_again(self) -> None:

@@ -7,23 +7,26 @@ import os
 import socket
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rebatch.torch._oom import is_oom
+
+if TYPE_CHECKING:
+    from rebatch.torch._training import Training
 
 _CLEAN, _FAILED, _NOTHING_FITS, _MISTAKES = 0, 1, 3, 4  # as C programs end
 
 
-def check_if_asked(step: Any, batch: Any) -> None:
+def check_if_asked(training: Training, batch: Any) -> None:
     """Where the environment asks for it, check this first batch, say what was found, and end the
     process."""
     if os.environ.get("REBATCH_CHECK", "0") == "0":
         return
-    step._open()  # which says so where the variable is neither 0 nor 1
+    training.open()  # which says so where the variable is neither 0 nor 1
     del os.environ["REBATCH_CHECK"]  # the runs of the check are no first step,
     command = os.environ.pop("REBATCH_REPORT_FD", "")  # and nothing to report
     try:
-        found = step.check(batch)
+        found = training.check(batch)
     except Exception as error:
         traceback.print_exc()
         _end(_NOTHING_FITS if is_oom(error) else _FAILED, f"rebatch: {error}\n", "", command)

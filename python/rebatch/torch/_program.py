@@ -92,7 +92,8 @@ class Running:
         self.samples = 0
         self.weight: Any = None  # what the losses are divided by, with a normalizer
         # The same of all ranks, and their samples.
-        self.divisor, self.total = self.weight, self.samples
+        self.divisor: Any = None
+        self.total = 0
         self.loss: Optional[torch.Tensor] = None  # so far; None: there was no memory for it
 
     def begin(self, batch: Any) -> None:

@@ -15,12 +15,14 @@ from torch.distributed.utils import _sync_module_states
 
 from rebatch import _library as c
 from rebatch.torch import _agreement
+from rebatch.torch._gradients import SharedAccumulators
 from rebatch.torch._lockstep import Lockstep, why_not
 from rebatch.torch._lockstep_gradients import LockstepAccumulators
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._reducer import ReducedAccumulators, backend_of
 from rebatch.torch._session import Exhausted, Lost, PeerFailed
-from rebatch.torch._update import check_above_zero
+from rebatch.torch._sharded_gradients import ShardedAccumulators
+from rebatch.torch._update import Update, check_above_zero
 from rebatch.torch._votes import Votes
 from rebatch.torch._waits import Work
 from rebatch.torch._weak import weakly
@@ -92,7 +94,7 @@ class Ranks:
         # destroy_process_group() is to end its threads
         self._group: Callable[[], Any] = weakref.ref(group)
         self._quiet, self._timeout_seconds = Quiet(wrappers), timeout_seconds
-        self.window: Any = window  # of a model of fully_shard()
+        self.window = window  # of a model of fully_shard()
         self.lockstep: Optional[Lockstep] = None
         if has_window is None and window and why_not(window):
             has_window = True
@@ -103,7 +105,8 @@ class Ranks:
         self._sums: Optional[Work] = None  # that the last update uses
         self._is_torn = False  # they never came
         self._has_compared, self._keys = False, ""  # those of the first batch
-        self.accumulators: Any = (
+        self._update: Optional[Update] = None  # of a model of fully_shard()
+        self.accumulators: SharedAccumulators = (
             WindowAccumulators(window, timeout_seconds)
             if window
             else ReducedAccumulators(
@@ -116,14 +119,27 @@ class Ranks:
     def _begin_lockstep(self, lockstep: Lockstep) -> None:
         self.window = self.lockstep = lockstep
         lockstep.on_lost = weakly(self._note_lost)
-        before = self.accumulators
         self.accumulators = LockstepAccumulators(lockstep, self._timeout_seconds)
-        self.accumulators.has_norm = before.has_norm
-        self.accumulators.scaler = before.scaler
+        self._join_update()
 
     def leave_window(self) -> None:
         """From now on parameters are not whole. All ranks call this together."""
+        assert self.window is not None  # else there is none to leave
         self._begin_lockstep(Lockstep(self.window.root, self._timeout_seconds))
+
+    def take_update(self, update: Update) -> None:
+        """From now on an update of a model of fully_shard() clips by the norm that all ranks have
+        found, and its GradScaler skips what all of them skip. ValueError for one that cannot."""
+        if self.window:
+            self.window.check_match(update, update.scaler)
+            self._update = update
+            self._join_update()
+
+    def _join_update(self) -> None:
+        sums, update = self.accumulators, self._update
+        if update and isinstance(sums, ShardedAccumulators):
+            sums.has_norm, sums.scaler = update.clip is not None, update.scaler
+            update.clip_gradients, update.unscale_gradients = sums.clip, sums.unscale
 
     @staticmethod
     def is_to_leave(error: Exception) -> bool:
@@ -216,10 +232,10 @@ class Ranks:
             return
         self._check_connection()
         if not self.lockstep:
-            why = self._prepare()
+            why = self._prepare(self.window)
             self._vote_to_gather(call, why)
         try:
-            self._gather()
+            self._gather(self.window)
             yield
         finally:
             self.window.close()
@@ -231,12 +247,12 @@ class Ranks:
                 f"rebatch: another rank is missing: {self._votes.lost}", self._votes.missing
             )
 
-    def _prepare(self) -> str:
+    def _prepare(self, window: Window) -> str:
         """Why there is no memory for the whole parameters, or nothing."""
         why = ""
         for _ in range(2):
             try:
-                self.window.prepare()
+                window.prepare()
                 return ""
             except Exception as error:
                 if not is_oom(error):
@@ -269,11 +285,11 @@ class Ranks:
                 "Step on all ranks, since fully_shard() gathers parameters from all of them"
             )
 
-    def _gather(self) -> None:
+    def _gather(self, window: Window) -> None:
         """The memory was there a moment ago."""
         for left in reversed(range(3)):
             try:
-                self.window.open()
+                window.open()
                 return
             except Lost as error:
                 self._votes.note_lost(error)
@@ -329,11 +345,11 @@ class Ranks:
     def begin_update(self, is_on_host: bool) -> None:
         """All have voted for the update, which NCCL's sums may still precede on the stream. An
         update that reads them on the host waits for them first. Raises Lost."""
-        self._sums = self.accumulators.sums()
+        self._sums = sums = self.accumulators.sums()
         if not is_on_host:
             return
         try:
-            self._sums.wait(self._timeout_seconds)
+            sums.wait(self._timeout_seconds)
         except Lost as error:
             self._sums = None  # nothing has used them
             self._note_lost(error)

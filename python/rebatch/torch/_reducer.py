@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from rebatch.torch._buckets import Bucket, Buffers, Layouts, put_flags
-from rebatch.torch._gradients import Accumulators
+from rebatch.torch._gradients import SharedAccumulators
 from rebatch.torch._session import Lost
 from rebatch.torch._waits import Work
 
 
-class ReducedAccumulators(Accumulators):
+class ReducedAccumulators(SharedAccumulators):
     """Sums of gradients over the micro-batches, and then over the ranks. `buffers` gives the tables
     of the buffers that all ranks have from rank 0."""
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from rebatch.torch._gradients import Accumulators
+from rebatch.torch._gradients import SharedAccumulators
 from rebatch.torch._waits import Work
 from rebatch.torch._window_reduction import lost_if_failed
 
 SQUARES, LOSS, INF, USED = range(4)  # of the numbers; from USED on, one for each parameter
 
 
-class ShardedAccumulators(Accumulators):
+class ShardedAccumulators(SharedAccumulators):
     """`model` is a Window or Lockstep."""
 
     def __init__(self, model: Any, timeout_seconds: float):

@@ -59,9 +59,9 @@ class Votes:
         self.table = c.Group(
             rank=self.rank,
             size=self.size,
-            all_reduce=c.AllReduce(weakly(self._all_reduce)),
-            missing=c.Missing(weakly(self._get_missing)),
-            abort=c.Abort(weakly(self._abort)),
+            all_reduce=c.AllReduce(weakly(self._all_reduce, gone=c.Status.E_PEER)),
+            missing=c.Missing(weakly(self._get_missing, gone=self.size)),
+            abort=c.Abort(weakly(self._abort, gone=None)),
         )
 
     @property

@@ -7,14 +7,27 @@ from __future__ import annotations
 import weakref
 from typing import Any, Callable
 
+_RAISES = object()
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a bound method while its object is there, and returns 0, which C takes
-    for success, when it is gone."""
-    found = weakref.WeakMethod(method)
+
+def weakly(method: Callable[..., Any], gone: Any = _RAISES) -> Callable[..., Any]:
+    """A function that calls a bound method while its object is there. Once it is gone, the function
+    raises ReferenceError, or returns `gone`.
+
+    C needs `gone`: no exception passes through it, and the 0 that ctypes makes of one is success
+    for a callback with a status. A call of C that runs callbacks holds their object, so this is met
+    only where somebody has kept a table of callbacks for longer."""
+    found, name = weakref.WeakMethod(method), getattr(method, "__qualname__", repr(method))
 
     def call(*arguments: Any) -> Any:
         bound = found()
-        return 0 if bound is None else bound(*arguments)
+        if bound is not None:
+            return bound(*arguments)
+        if gone is _RAISES:
+            raise ReferenceError(
+                f"rebatch: {name}() was called when its object was gone: expected an owner that "
+                "outlives its callers"
+            )
+        return gone
 
     return call

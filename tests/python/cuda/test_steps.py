@@ -705,7 +705,7 @@ def test_a_first_update_asks_the_device_for_nothing(standin, name, flags, how, w
     model = nn.Sequential(*body, nn.Linear(width, last, bias=False)).cuda()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **flags, **how)
     step = rebatch.Step(model, optimizer, lambda m, x: m(x).mean(), **QUIET)
-    apply = step._update.apply
+    apply = step._training.program.update.apply
 
     def failing():
         standin.standin_fail_from(1)
@@ -714,7 +714,7 @@ def test_a_first_update_asks_the_device_for_nothing(standin, name, flags, how, w
         finally:
             standin.standin_fail_from(0)
 
-    step._update.apply = failing
+    step._training.program.update.apply = failing
     step(torch.randn(64, width).cuda())
     assert not step.report.torn and step.report.ooms == 0
 

@@ -89,7 +89,9 @@ def dies_before_its_sums(is_on_host):
     if dist.get_rank() == 1:
         state["ends"] = True
         if is_on_host:  # its GradScaler would wait for its own GPU
-            step._ranks.begin_update = lambda is_on_host: os.kill(os.getpid(), signal.SIGKILL)
+            step._training.ranks.begin_update = lambda is_on_host: os.kill(
+                os.getpid(), signal.SIGKILL
+            )
     errors, began = [], time.monotonic()
     for _ in range(3):
         try:

@@ -43,12 +43,11 @@ def collectives():
     model = sharded(plain())
     step = make_step(model, **of_size(2), clip=1.0)
     step(own_batch())
-    votes, calls = step._ranks._votes, []
+    votes, calls = step._training.ranks._votes, []
     reduce = votes._all_reduce
     votes._all_reduce = lambda *arguments: (calls.append(1), reduce(*arguments))[1]
     votes.table.all_reduce = type(votes.table.all_reduce)(votes._all_reduce)
-    step._session.close()
-    step._session = None  # a session copies the table
+    step._training.close()  # a session copies the table
     with counting() as counts:
         step(own_batch())
     mine = dict(counts)
@@ -149,9 +148,15 @@ def no_room():
         step = step_of(model, adam(model), loss_fn, window=window, **of_size(4))
         step(own_batch())
         if window is None and dist.get_rank() == RANK_OF_FAILURES:
-            step._window.prepare = out_of_memory_at_once
+            step._training.ranks.window.prepare = out_of_memory_at_once
         if window:
-            step = step_of(model, step._update.optimizers[0], loss_fn, window=False, **of_size(4))
+            step = step_of(
+                model,
+                step._training.program.update.optimizers[0],
+                loss_fn,
+                window=False,
+                **of_size(4),
+            )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):

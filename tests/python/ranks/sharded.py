@@ -324,15 +324,15 @@ def failures():
     step = step_of(model, adam(model), fails, micro_start=4, window=True)
     step(own_batch())
     before, found = failures_of(step, state, own_batch(), whole)
-    plain_prepare = step._window.prepare
+    plain_prepare = step._training.ranks.window.prepare
 
     def prepare():
         if is_failing:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    step._window.prepare = prepare
+    step._training.ranks.window.prepare = prepare
     found["gather"] = error_of(lambda: step(own_batch()))
-    step._window.prepare = plain_prepare
+    step._training.ranks.window.prepare = plain_prepare
     found["mixed"] = error_of(lambda: (step.evaluate if is_failing else step)(own_batch()))
     loss = float(step.evaluate(own_batch()))
     step(own_batch())
@@ -363,8 +363,8 @@ def killed(where, window=None):
     if where == "between":
         end()
     if where == "reduce":
-        plain_next = step._window.reduce_next
-        step._window.reduce_next = lambda sums: (end(), plain_next(sums))[1]
+        plain_next = step._training.ranks.window.reduce_next
+        step._training.ranks.window.reduce_next = lambda sums: (end(), plain_next(sums))[1]
     return [error_of(lambda: step(own_batch())) for _ in range(2)]
 
 

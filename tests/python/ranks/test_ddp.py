@@ -111,7 +111,7 @@ def test_each_rank_compares_its_loss_at_two_cuts():
 
 @pytest.mark.parametrize("kind", ("ddp", "plain"))
 def test_a_step_that_nobody_has_is_gone_without_a_collection(kind):
-    assert run("let_go", kind) == [[True] * 4] * 2
+    assert run("let_go", kind) == [[True] * 5] * 2
 
 
 def test_a_step_does_not_keep_process_groups_that_are_destroyed():

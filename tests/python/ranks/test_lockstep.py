@@ -23,7 +23,7 @@ def test_a_micro_batch_has_pytorchs_collectives_and_one_vote():
 
 
 def test_a_step_that_nobody_has_is_gone_without_a_collection():
-    assert pair.run("sharded", "let_go", False) == [[True] * 4] * 2
+    assert pair.run("sharded", "let_go", False) == [[True] * 5] * 2
 
 
 @pytest.mark.parametrize("is_low", (False, True))

@@ -20,7 +20,7 @@ def test_micro_batches_make_no_collectives():
 
 
 def test_a_step_that_nobody_has_is_gone_without_a_collection():
-    assert run("let_go", None) == [[True] * 4] * 2
+    assert run("let_go", None) == [[True] * 5] * 2
 
 
 @pytest.mark.parametrize("is_low", (False, True))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rebatch.torch as rebatch
+from rebatch import _library as c
 import models
 from models import FailAt, Unseen, fails_above, make, placed, same_bits, state_of
 
@@ -96,11 +97,13 @@ def gone(step, batch):
     gc.disable()
     for _ in range(2):
         step[0](batch)
-    ranks = step[0]._ranks
-    left = [weakref.ref(part) for part in (step[0], step[0]._session, ranks, ranks._votes)]
+    ranks = step[0]._training.ranks
+    left = [weakref.ref(part) for part in (step[0], step[0]._training.session, ranks, ranks._votes)]
+    vote = ranks._votes.table.all_reduce
     del ranks
     step.clear()
-    return [part() is None for part in left]
+    # A vote that nobody is there to cast is no vote that succeeded.
+    return [*(part() is None for part in left), vote(None, 0, 0, 0, None) == c.Status.E_PEER]
 
 
 def let_go(kind):
@@ -237,8 +240,9 @@ def struck_in_backward():
     step = step_of(model, sgd(model), loss_fn)
     dist.all_reduce = counted
     try:
-        plain_reduce = step._reduce
-        step._reduce = lambda: (is_within.__setitem__(0, False), plain_reduce())
+        callbacks = step._training.callbacks
+        plain_reduce = callbacks._reduce
+        callbacks._reduce = lambda ranks: (is_within.__setitem__(0, False), plain_reduce(ranks))
         step(own)
     finally:
         dist.all_reduce = plain
@@ -248,7 +252,7 @@ def struck_in_backward():
         for a, b in zip(model.parameters(), reference.parameters())
     )
     return {
-        "buckets": len(step._accumulators._buckets),
+        "buckets": len(step._training.callbacks.accumulators._buckets),
         "launched": len(launched),
         "within": sum(launched),
         "near": near,
@@ -395,7 +399,7 @@ def exceptions():
     step(batch)
     found["same"] = is_same_everywhere(model)
     found["moved"] = not same_bits(before, state_of(model))
-    found["step"] = step._number
+    found["step"] = step._training.number
     return found
 
 
@@ -432,7 +436,7 @@ def compared():
         if dist.get_rank() == RANK_OF_FAILURES:
             loss_fn = fails_above(loss_fn, 4)
         step = step_of(model, sgd(model, 1e-4), loss_fn, micro_start=8)
-        step._cuts.is_done = not is_compared
+        step._training.callbacks.cuts.is_done = not is_compared
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):
@@ -478,8 +482,8 @@ def killed(where, is_timeout, has_unused=False):
         if where == "between":
             end()
         if where == "reduce":
-            plain = step._ranks.accumulators._launch_rest
-            step._ranks.accumulators._launch_rest = lambda loss: (end(), plain(loss))
+            plain = step._training.ranks.accumulators._launch_rest
+            step._training.ranks.accumulators._launch_rest = lambda loss: (end(), plain(loss))
     began = time.monotonic()
     errors = [error_of(lambda: step(batch)) for _ in range(3)]
     return [error for error in errors if error], time.monotonic() - began
