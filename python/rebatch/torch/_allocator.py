@@ -71,19 +71,24 @@ def install(
         if not torch.cuda.is_available():
             warnings.warn("rebatch: there is no GPU, so install() has no effect", stacklevel=2)
             return
-        front = _front.load()
-        if front.rebatch_torch_install(ctypes.byref(first)) == 2:
-            raise RuntimeError(
-                f"rebatch: PyTorch uses the allocator {torch.cuda.get_allocator_backend()!r}; "
-                "install() needs the native one"
-            )
-        _front_library = front
+        _front_library = _load_front(first)
         _options.update(given)
         _phases.watch_optimizers(pool)
         # What the native allocator has cached is of use to nobody now. A workspace of cuBLAS would
         # keep the whole segment that it lies in.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+
+def _load_front(options: _library.PoolOptions) -> Any:
+    """The front, in the place of PyTorch's native allocator."""
+    front = _front.load()
+    if front.rebatch_torch_install(ctypes.byref(options)) == 2:
+        raise RuntimeError(
+            f"rebatch: PyTorch uses the allocator {torch.cuda.get_allocator_backend()!r}; "
+            "install() needs the native one"
+        )
+    return front
 
 
 def installed() -> bool:

@@ -41,8 +41,12 @@ class UnknownMeter:
     def oom_count(self) -> int:
         return 0
 
+    def available_bytes(self) -> int:
+        """All that C can count to."""
+        return int(C.c_uint64(-1).value)
+
     def _available(self, out: Any, _user: Any) -> int:
-        out[0] = C.c_uint64(-1).value
+        out[0] = self.available_bytes()
         return c.Status.OK
 
 
@@ -114,14 +118,18 @@ class NativeMeter:
         out[0].retries = statistics["num_alloc_retries"] - self._retries_at_begin
         return c.Status.OK
 
-    def _available(self, out: Any, _user: Any) -> int:
+    def available_bytes(self) -> int:
+        """Memory that can be allocated, but for what is promised."""
         statistics = self._statistics()
         allocated = statistics["allocated_bytes"]["all"]["current"]
         reserved = statistics["reserved_bytes"]["all"]["current"]
         free, total = torch.cuda.mem_get_info(self._device)
         limit = int(total * torch._C._cuda_getMemoryFraction(self._device.index))
         there = min(free + reserved - allocated, limit - allocated)
-        out[0] = max(0, there - self.promised_bytes)
+        return int(max(0, there - self.promised_bytes))
+
+    def _available(self, out: Any, _user: Any) -> int:
+        out[0] = self.available_bytes()
         return c.Status.OK
 
     def _release(self, _user: Any) -> int:

@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 import weakref
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Union
 
 import torch
 
@@ -197,7 +197,7 @@ class Session:
         self._lost: Optional[Lost] = None  # in the call of C
         self._said = ""  # by the C library, before the guards ran last
         self._guards, self._on_event = list(guards), on_event
-        self.meter = None
+        self.meter: Optional[Union[NativeMeter, UnknownMeter]] = None
         if not self.is_pooled:
             if self.is_cuda:
                 _allocator.limit_native(device)
@@ -340,9 +340,7 @@ class Session:
     def available_bytes(self) -> int:
         """Memory that can be allocated; all of it on a CPU, where it is not known."""
         if self.meter:
-            out = (C.c_uint64 * 1)()
-            self.meter._available(out, None)
-            return out[0]
+            return self.meter.available_bytes()
         available = C.c_size_t()
         c.check(lib.rebatch_pool_available(C.byref(available), lib.rebatch_get_pool(self.rb)))
         return available.value

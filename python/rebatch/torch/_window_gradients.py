@@ -37,11 +37,7 @@ class WindowAccumulators(ShardedAccumulators):
         Raises Lost."""
         if self._is_done:
             return
-        if self._numbers is None:
-            self._numbers = self._zeros()
-        self._model.begin_reduction()
-        while self._model.reduce_next(self._sums):
-            pass
+        self._reduce_all()
         gradients = self._model.reduced()
         if not self._is_summed:
             self._note(loss, gradients)
@@ -63,13 +59,17 @@ class WindowAccumulators(ShardedAccumulators):
         self.clear()
         if self._is_done:
             return
+        self._reduce_all()
+        if not self._is_summed:
+            self._sum_numbers()
+
+    def _reduce_all(self) -> None:
+        """Sum the gradients over the ranks, group by group."""
         if self._numbers is None:
             self._numbers = self._zeros()
         self._model.begin_reduction()
         while self._model.reduce_next(self._sums):
             pass
-        if not self._is_summed:
-            self._sum_numbers()
 
     def _zeros(self) -> torch.Tensor:
         device = self._parameters[0].device
