@@ -258,7 +258,7 @@ def taken(way, size):
     held = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     left = size["left"] - torch.cuda.memory_reserved()
-    take(cuda_malloc_of_process(), torch.cuda.mem_get_info()[0] - left)
+    take(cuda_of_process(), torch.cuda.mem_get_info()[0] - left)
     struck = training.run(batch)
     redone, ooms = training.redone, training.ooms
     after = [training.run(batch) for _ in range(size["steps"] // 2)]
@@ -275,22 +275,24 @@ def taken(way, size):
     }
 
 
-def cuda_malloc_of_process():
+def cuda_of_process():
     if hasattr(ctypes.CDLL(None), "cudaMalloc"):
-        return ctypes.CDLL(None).cudaMalloc
+        return ctypes.CDLL(None)
     with open("/proc/self/maps") as maps:
         path = next(line.split()[-1] for line in maps if "libcudart" in line)
-    return ctypes.CDLL(path).cudaMalloc
+    return ctypes.CDLL(path)
 
 
 PIECE = 64 << 20
 
 
-def take(cuda_malloc, wanted):
-    """Takes memory outside of every allocator, in pieces."""
+def take(cuda, wanted):
+    """Takes memory outside of every allocator, in pieces. Another process would leave no error in
+    this one when there is no more."""
     pointer = ctypes.c_void_p()
     for _ in range(wanted // PIECE):
-        if cuda_malloc(ctypes.byref(pointer), ctypes.c_size_t(PIECE)):
+        if cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(PIECE)):
+            cuda.cudaGetLastError()
             break
 
 
