@@ -89,21 +89,32 @@ void rbi_need_learn(rebatch *rb, size_t size, uint64_t bytes)
     learn(rb, size, bytes, true);
 }
 
+static uint64_t live_of_zero_grad(const rebatch *rb)
+{
+    return rbi_pool_live_between(rb->pool, rb->run.zeroed_from, rb->run.zeroed_to);
+}
+
 uint64_t rbi_need_held(const rebatch *rb, size_t size)
 {
     const struct rbi_need *known = rbi_need_find(rb, size, rb->lighten);
     if (!known || known->kept_from == known->kept_to)
         return 0;
-    return rbi_min(rbi_pool_live_between(rb->pool, known->kept_from, known->kept_to), known->bytes);
+    const uint64_t left = rbi_pool_live_between(rb->pool, known->kept_from, known->kept_to);
+    const uint64_t zeroed = live_of_zero_grad(rb);
+    const uint64_t made = zeroed - rbi_min(zeroed, known->beside_bytes);
+    const uint64_t found_held = known->bytes - known->added_bytes; /* by the run learned last */
+    return rbi_min(rbi_max(left, rbi_min(made, found_held)), known->bytes);
 }
 
 void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run)
 {
     uint64_t held = 0, from = run->kept_from, to = run->kept_to;
+    uint64_t beside = from == to ? 0 : live_of_zero_grad(rb);
     if (from == to && (held = rbi_need_held(rb, size)) != 0) {
         const struct rbi_need *before = rbi_need_find(rb, size, rb->lighten);
         from = before->kept_from;
         to = before->kept_to;
+        beside = before->beside_bytes;
     }
     const struct rbi_need *last = rbi_need_find(rb, size, rb->lighten);
     const uint64_t reserved = run->reserved_bytes ? run->reserved_bytes
@@ -115,6 +126,7 @@ void rbi_need_learn_run(rebatch *rb, size_t size, const struct rbi_run_need *run
     known->added_bytes = run->peak_bytes;
     known->kept_from = from;
     known->kept_to = to;
+    known->beside_bytes = beside;
     rbi_assert(known->added_bytes <= known->bytes && from <= to);
 }
 

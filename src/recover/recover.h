@@ -558,6 +558,7 @@ struct rbi_run {
     rebatch_scope scope;  /* what it has allocated, and the frees that wait for its end */
     uint64_t live_before; /* in use when it began */
     uint64_t pool_ooms;   /* of the pool, when it began */
+    uint64_t zeroed_from, zeroed_to; /* sequences of the blocks that zero_grad made */
 
     /* where micro-batches are cut */
     size_t size;        /* of the one that runs, or ran last */

@@ -30,8 +30,10 @@ rebatch_status rbi_zero_grad_run(rebatch *rb)
     for (;;) {
         const uint64_t began = rbi_now_ns();
         rebatch_status status = rbi_resize_ready(rb);
+        rb->run.zeroed_from = rbi_pool_allocations(rb->pool);
         if (!status)
             status = rbi_callback_run(rb, RBI_ZERO_GRAD, NULL);
+        rb->run.zeroed_to = rbi_pool_allocations(rb->pool);
         if (status != REBATCH_OOM)
             return status;
         status = rbi_guards_restore(rb, REBATCH_GUARD_STEP);

@@ -135,3 +135,113 @@ Test(step_kept, growth_counts_what_is_held_for_the_larger_size)
     expect_step(&t, 64, " 64", 0);
     close_trainer(&t);
 }
+
+/* ---- a trainer whose sums of gradients are made anew in each step ---- */
+
+#define SUMS (24 * MIB)
+
+struct summing {
+    rebatch *rb;
+    void *sums;       /* guarded */
+    void *others;     /* guarded: what zero_grad makes for itself */
+    bool makes_ahead; /* zero_grad makes the sums; else the first micro-batch does */
+    bool makes_others;
+};
+
+static rebatch_status make(void **out, rebatch_pool *pool)
+{
+    return *out ? REBATCH_OK : rebatch_pool_alloc(out, pool, SUMS, NULL, 0);
+}
+
+static rebatch_status drop(void **block, rebatch_pool *pool)
+{
+    const rebatch_status status = rebatch_pool_free(pool, *block);
+    *block = NULL;
+    return status;
+}
+
+static rebatch_status begin_sums(void *user)
+{
+    struct summing *t = user;
+    rebatch_pool *pool = rebatch_get_pool(t->rb);
+    rebatch_status status = drop(&t->sums, pool);
+    if (!status && t->makes_others)
+        status = drop(&t->others, pool);
+    if (!status && t->makes_others)
+        status = make(&t->others, pool);
+    return status || !t->makes_ahead ? status : make(&t->sums, pool);
+}
+
+/* Needs 1 MiB a sample beside the sums. */
+static rebatch_status add_to_sums(const rebatch_microbatch *mb, void *user)
+{
+    struct summing *t = user;
+    void *activations = NULL;
+    rebatch_status status = make(&t->sums, mb->pool);
+    if (!status)
+        status = rebatch_pool_alloc(&activations, mb->pool, mb->count * MIB, mb->stream, 0);
+    if (status)
+        return status;
+    rebatch_mutating(t->rb);
+    return rebatch_pool_free(mb->pool, activations);
+}
+
+static rebatch_status update_by_sums(void *user)
+{
+    rebatch_mutating(((struct summing *)user)->rb);
+    return REBATCH_OK;
+}
+
+static rebatch_step_report run_summing(struct summing *t)
+{
+    const rebatch_step_ops ops = {.struct_size = sizeof ops,
+                                  .zero_grad = begin_sums,
+                                  .forward_backward = add_to_sums,
+                                  .optimizer_step = update_by_sums,
+                                  .flags = REBATCH_DECLARES_MUTATION};
+    rebatch_step_report report;
+    cr_assert_eq(rebatch_step(t->rb, &ops, 64, t, &report), REBATCH_OK, "%s", rebatch_last_error());
+    return report;
+}
+
+static void open_summing(struct summing *t, rebatch_device **device)
+{
+    rebatch_options options = REBATCH_OPTIONS_INIT;
+    options.micro_start = 32;
+    cr_assert_eq(rebatch_device_open_host(device, 160 * MIB, NULL), REBATCH_OK);
+    cr_assert_eq(rebatch_open(&t->rb, *device, &options), REBATCH_OK);
+    cr_assert_eq(rebatch_guard(t->rb, &t->sums, 2 * sizeof t->sums, REBATCH_GUARD_HOST),
+                 REBATCH_OK);
+}
+
+/* 32 samples fit beside the sums and those of the step before, which are in use until the step has
+ * ended, whoever makes the sums. */
+Test(step_kept, what_zero_grad_makes_in_place_of_a_kept_buffer_is_held_too)
+{
+    struct summing t = {0};
+    rebatch_device *device;
+    open_summing(&t, &device);
+    for (int step = 0; step < 6; step++) {
+        cr_assert_eq(run_summing(&t).ooms, 0, "step %d", step);
+        cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 2 * SUMS + 36 * MIB),
+                     REBATCH_OK);
+        t.makes_ahead = true;
+    }
+    rebatch_close(t.rb);
+    rebatch_device_close(device);
+}
+
+Test(step_kept, what_zero_grad_makes_for_itself_holds_nothing)
+{
+    struct summing t = {.makes_others = true};
+    rebatch_device *device;
+    open_summing(&t, &device);
+    cr_assert_eq(run_summing(&t).ooms, 0);
+    cr_assert_eq(run_summing(&t).ooms, 0);
+    cr_assert_eq(rebatch_pool_set_limit(rebatch_get_pool(t.rb), 4 * SUMS + 28 * MIB), REBATCH_OK);
+    const rebatch_step_report report = run_summing(&t);
+    cr_assert_eq(report.ooms, 1);
+    cr_assert_eq(report.ooms_in[REBATCH_PHASE_ADMISSION], 1, "others, sums and 32 MiB are known");
+    rebatch_close(t.rb);
+    rebatch_device_close(device);
+}

@@ -130,3 +130,25 @@ def test_all_phases_of_a_step_but_one_are_planned_and_move_no_page(samples, phas
     assert (marked, planned) == (10 * phases, 10 * (phases - 1))
     assert (remaps, frees) == (0, 0)
     assert reserved <= peak + peak // 16 + (32 << 20)
+
+
+def test_a_size_that_ran_in_a_step_is_not_refused_in_the_next():
+    """Its first micro-batch made the sums of gradients, which are made before it from then on."""
+    script = (
+        "from torch import nn\n"
+        "from rebatch.torch import Step\n"
+        "rebatch.install()\n"
+        "width = 2048\n"
+        "ends = [(width, 4 * width), (4 * width, width)] * 2\n"
+        "model = nn.Sequential(*(nn.Linear(a, b) for a, b in ends)).cuda()\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "def loss_fn(model, samples): return model(samples[0]).square().mean()\n"
+        "step = Step(model, optimizer, loss_fn, growth=False, log_level='quiet')\n"
+        "batch = (torch.zeros(32, 256, width, device='cuda'),)\n"
+        "for number in range(6):\n"
+        "    if number == 3: rebatch.install(limit='1800MiB')\n"
+        "    step(batch)\n"
+        "    print(step.report.micro, step.report.ooms)\n"
+    )
+    printed = child(script, STANDIN_MEMORY=MEMORY).splitlines()
+    assert printed == ["32 0"] * 3 + ["16 1"] + ["16 0"] * 2
