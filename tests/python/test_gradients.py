@@ -6,7 +6,7 @@ import torch
 
 import rebatch.torch as rebatch
 from rebatch.torch._backward import Backward
-from models import fails_above, make, out_of_memory, same_bits, state_of
+from models import Unseen, fails_above, make, out_of_memory, same_bits, state_of
 
 
 @pytest.mark.parametrize("kind", ("step", "backward"))
@@ -37,7 +37,7 @@ def train_with_a_head_of_its_own(fail=0, **options):
     """The head's optimizer is not the Step's: the loop calls it. `fail` backward passes fail."""
     model, batch, loss_fn = make("mlp")
     model.eval()
-    body, head, left = model.body[0], model.body[3], [fail]
+    body, head, left = model.body[0], model.body[3], Unseen(fail)
 
     def strike(gradient):
         if left[0]:
