@@ -605,9 +605,10 @@ REBATCH_API rebatch_status rebatch_set_lighten(rebatch *rb, unsigned level);
  *  first one and after each that failed; at the end of each micro-batch, on whether it has
  *  succeeded everywhere (rebatch_mutating_together()); and after the last one.
  *
- *  If optimizer_step fails after that vote, other ranks have updated and this one has not, or in
- *  part. The error message says so. The next step ends on all ranks: here with REBATCH_E_STATE, on
- *  the others with REBATCH_E_PEER. Restore a checkpoint on all ranks, and call rebatch_set_step().
+ *  If optimizer_step fails after the vote before the update, other ranks have updated and this one
+ *  has not, or in part. The error message says so. The next step ends on all ranks: here with
+ *  REBATCH_E_STATE, on the others with REBATCH_E_PEER. Restore a checkpoint on all ranks, and call
+ *  rebatch_set_step().
  *
  *  After REBATCH_OK, every sample counted exactly once and the update was applied once. After any
  *  failure, the next call has the same step number, and:
@@ -698,7 +699,7 @@ REBATCH_API_CHECKED rebatch_status rebatch_map(rebatch *rb, const rebatch_map_op
 
 /** Reserve the memory that the rest of a callback needs. After REBATCH_OK the callback can allocate
  *  `bytes` bytes without an OOM, in one block or in several. With caching off, the call only checks
- *  whether the device has the memory now; with guard on, it does nothing. Neither guarantees
+ *  whether the device has the memory now; with fence on, it does nothing. Neither guarantees
  *  anything. Call it from within a callback.
  *  @param rb     the session
  *  @param bytes  sum of the sizes that will be allocated, each rounded up as the pool does: to a
