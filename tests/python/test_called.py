@@ -260,3 +260,28 @@ def test_map_puts_back_what_its_function_counts():
     predict(torch.zeros(4, 3))
     rebatch.map(predict, torch.arange(48.0).view(16, 3))
     assert seen == [4] * 5 and len(kept.rows) == 5
+
+
+def test_a_step_within_a_loss_fn_is_refused_before_it_updates():
+    torch.manual_seed(0)
+    inner, outer = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    batch = (torch.randn(8, 4),)
+
+    def mean(model, samples):
+        return model(samples[0]).mean()
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    first = rebatch.Step(inner, sgd(inner), mean, log_level="quiet")
+
+    def nested(model, samples):
+        first(samples)
+        return mean(model, samples)
+
+    before = inner.weight.clone()
+    with pytest.raises(ValueError, match="called within a loss_fn.*expected a call before or"):
+        rebatch.Step(outer, sgd(outer), nested, log_level="quiet")(batch)
+    assert torch.equal(inner.weight, before)
+    first(batch)  # outside of it, it runs
+    assert not torch.equal(inner.weight, before)

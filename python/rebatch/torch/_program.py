@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
 
 import torch
@@ -25,6 +26,23 @@ def listed(value: Any) -> List[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class _LossFn(threading.local):
+    is_running = False  # in this thread
+
+
+_loss_fn = _LossFn()
+
+
+def refuse_update_in_loss_fn() -> None:
+    """An update within an attempt could not be taken back."""
+    if _loss_fn.is_running:
+        raise ValueError(
+            "rebatch: a Step was called within a loss_fn, where its update would stay if the "
+            "micro-batch fails and runs again: expected a call before or after the Step whose "
+            "loss_fn that is"
+        )
 
 
 @dataclasses.dataclass
@@ -67,8 +85,12 @@ class Program:
 
     def loss_of(self, samples: Any) -> Tuple[Any, Any]:
         """What loss_fn returns of them: the loss, and what is beside it."""
-        with self._autocasting():
-            return split_result(self.loss_fn(self.model, samples))
+        was_running, _loss_fn.is_running = _loss_fn.is_running, True
+        try:
+            with self._autocasting():
+                return split_result(self.loss_fn(self.model, samples))
+        finally:
+            _loss_fn.is_running = was_running
 
     def _autocasting(self) -> ContextManager[Any]:
         if self.autocast is None:

@@ -43,7 +43,7 @@ from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._only_check import check_if_asked
-from rebatch.torch._program import Program, Running, listed
+from rebatch.torch._program import Program, Running, listed, refuse_update_in_loss_fn
 from rebatch.torch._reached import Reached
 from rebatch.torch._report import Report, point_of, report_of
 from rebatch.torch._session import Session, session_options, why_of
@@ -156,6 +156,7 @@ class Training:
 
     def run(self, batch: Any) -> torch.Tensor:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
+        refuse_update_in_loss_fn()
         check_if_asked(self, batch)
         return self._run(batch)
 
