@@ -66,12 +66,25 @@ typedef struct rebatch_pool_options {
                                   default on */
     size_t overflow_bytes;   /**< the most host memory that the pool takes then; it never takes more
                                   than half of what the host has free; 0: that half */
+    rebatch_toggle reuse_after_device; /**< REBATCH_ON: memory leaves the stream of its block - for
+                                            another stream, another address or the device - only
+                                            when all work that the device had by the free is done,
+                                            of every stream of the process. For programs that let
+                                            other streams use a block without
+                                            rebatch_pool_use_on(), and order its own stream behind
+                                            them, as PyTorch allows. Default off */
+    bool (*may_wait)(void *user); /**< with reuse_after_device: asked before the pool waits for the
+                                       device or records an event of all its work, which would
+                                       invalidate the capture of a graph. While it returns false,
+                                       memory stays with its stream. It must not call rebatch; it
+                                       is called from the allocating thread. NULL: always true */
+    void *may_wait_user;          /**< passed to may_wait */
 } rebatch_pool_options;
 /** Default options of a pool. */
 #define REBATCH_POOL_OPTIONS_INIT                                                                  \
     {                                                                                              \
         sizeof(rebatch_pool_options), 0, 0, 0, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, 0, 0,          \
-            REBATCH_DEFAULT, REBATCH_DEFAULT, 0                                                    \
+            REBATCH_DEFAULT, REBATCH_DEFAULT, 0, REBATCH_DEFAULT, NULL, NULL                       \
     }
 
 /** Statistics: X(name, unit, what is counted). */

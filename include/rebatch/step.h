@@ -39,7 +39,9 @@ typedef struct rebatch_microbatch {
     bool probing;          /**< a trial of a probe: its results are discarded */
     rebatch_pool *pool;    /**< allocate from this pool: what the callback's thread allocates, or a
                                 thread that joined (rebatch_join()), is taken back when the attempt
-                                fails. What other threads allocate stays */
+                                fails. What other threads allocate stays. Before it frees a block
+                                that another stream uses, the callback calls rebatch_pool_use_on(),
+                                or lets the block's stream wait for the other one */
     rebatch_stream stream; /**< the session's stream */
     size_t rank_batch;     /**< samples of this rank in the effective batch; without a group the
                                 same as `batch` */

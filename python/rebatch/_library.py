@@ -192,6 +192,9 @@ class PoolOptions(Struct):
         ("replay", c_int),
         ("overflow", c_int),
         ("overflow_bytes", c_size_t),
+        ("reuse_after_device", c_int),
+        ("may_wait", c_void_p),
+        ("may_wait_user", c_void_p),
     ]
 
 

@@ -31,15 +31,19 @@ static void load(void)
         return;
     }
     find_symbol *const find = find_finder(library);
-#define LOAD(member, symbol, arguments)                                                            \
+#define FIND(member, symbol, arguments)                                                            \
     {                                                                                              \
         void *found = find(library, #symbol);                                                      \
         memcpy(&driver.member, &found, sizeof found);                                              \
-        if (!found)                                                                                \
-            no_symbol = #symbol;                                                                   \
     }
-    RBI_CUDA_CALLS(LOAD)
-#undef LOAD
+#define REQUIRE(member, symbol, arguments)                                                         \
+    if (!driver.member)                                                                            \
+        no_symbol = #symbol;
+    RBI_CUDA_CALLS(FIND)
+    RBI_CUDA_CALLS(REQUIRE)
+    RBI_CUDA_OPTIONAL_CALLS(FIND)
+#undef FIND
+#undef REQUIRE
     if (!no_symbol)
         init_code = driver.init(0);
 }

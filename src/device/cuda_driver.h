@@ -83,6 +83,10 @@ struct cu_access {
       (cu_pointer address, size_t bytes, const struct cu_access *access, size_t count))            \
     X(unmap, cuMemUnmap, (cu_pointer address, size_t bytes))
 
+/* What a driver may lack: CUDA 12.5 and later have it. */
+#define RBI_CUDA_OPTIONAL_CALLS(X)                                                                 \
+    X(context_record, cuCtxRecordEvent, (cu_context context, cu_event event))
+
 /* A preloaded librebatch_wrap.so (src/preload) answers this name with a dlsym() that finds the
  * driver's own functions: what a pool takes from the driver does not come from a pool. */
 #define RBI_CUDA_REAL_DLSYM "rebatch_wrap_real_dlsym"
@@ -90,6 +94,7 @@ struct cu_access {
 struct rbi_cuda_driver {
 #define RBI_CUDA_MEMBER_(member, symbol, arguments) int(*member) arguments;
     RBI_CUDA_CALLS(RBI_CUDA_MEMBER_)
+    RBI_CUDA_OPTIONAL_CALLS(RBI_CUDA_MEMBER_) /* or NULL */
 #undef RBI_CUDA_MEMBER_
 };
 

@@ -352,6 +352,12 @@ rebatch_status rbi_event_record(rebatch_device *device, rbi_event event, rebatch
     return device->ops->event_record(device->self, event, stream);
 }
 
+rebatch_status rbi_event_record_all(rebatch_device *device, rbi_event event)
+{
+    return device->ops->event_record_all ? device->ops->event_record_all(device->self, event)
+                                         : REBATCH_E_UNSUPPORTED;
+}
+
 rebatch_status rbi_event_query(rebatch_device *device, rbi_event event, bool *done)
 {
     *done = false;

@@ -49,7 +49,7 @@ static rebatch_status copy_streams(struct copy *copy)
         if (!ours)
             return no_memory();
         ours->stream = s->stream;
-        ours->frees = ours->done = s->frees;
+        ours->frees = ours->done = ours->clear = s->frees;
         ours->next_event = s->next_event;
         ours->event_gap = s->event_gap;
         ours->lists.misses = s->lists.misses;

@@ -45,7 +45,7 @@ static bool is_open(const struct rbi_block *block, const struct rbi_pool_stream 
     return block &&
            (block->state == RBI_BLOCK_HOLE ||
             (block->state == RBI_BLOCK_FREE &&
-             (block->lists == &stream->lists || block->freed_at <= rbi_stream_of(block)->done)));
+             (block->lists == &stream->lists || block->freed_at <= rbi_stream_of(block)->clear)));
 }
 
 /* A hole with what is open before and behind it. The request lies at the end where fewer pages

@@ -26,6 +26,9 @@ static rebatch_status check_options(const rebatch_pool_options *options,
         status = rbi_check_toggle(options->replay, "rebatch_pool_options.replay");
     if (status == REBATCH_OK)
         status = rbi_check_toggle(options->overflow, "rebatch_pool_options.overflow");
+    if (status == REBATCH_OK)
+        status = rbi_check_toggle(options->reuse_after_device,
+                                  "rebatch_pool_options.reuse_after_device");
     if (status == REBATCH_OK && options->fence == REBATCH_ON &&
         (!rbi_device_has_virtual_memory(device) || !rbi_is_on(options->caching)))
         return rbi_error(REBATCH_E_UNSUPPORTED,
@@ -79,6 +82,9 @@ static void set_options(rebatch_pool *pool, const rebatch_pool_options *options)
     pool->medium_bytes = pool->has_space ? pool->page_bytes / RBI_ZONE_SMALL_PARTS : SIZE_MAX;
     pool->large_bytes = pool->has_space ? pool->page_bytes * RBI_ZONE_LARGE_PAGES : SIZE_MAX;
     pool->plan.is_on = pool->has_space && pool->plain && rbi_is_on(options->replay);
+    pool->after_device = options->reuse_after_device == REBATCH_ON;
+    pool->may_wait = options->may_wait;
+    pool->may_wait_user = options->may_wait_user;
     pool->overflow.most_bytes = options->overflow_bytes ? options->overflow_bytes : SIZE_MAX;
     pool->overflow.is_on =
         pool->has_space && rbi_is_on(options->overflow) && rbi_device_has_overflow(pool->device);

@@ -36,16 +36,19 @@ struct rbi_stream_event {
 #define RBI_STREAM_EVENTS 8
 
 /* What one stream has in the pool. `frees` numbers the points in its work at which blocks were
- * freed; whatever was enqueued before point `done` has completed. The events under way are a ring,
- * from first_event on.
+ * freed; whatever was enqueued before point `done` has completed. What was freed up to point
+ * `clear` may leave the stream: for another one, for another address, or for the device. The events
+ * under way are a ring, from first_event on.
  *   done < events[first_event].point < the next one's < ... <= frees
+ *   clear == done; with after_device clear <= done, and clear <= at_device_event <= frees
  *   pins == requests under way for it + uses that name it */
 struct rbi_pool_stream {
     struct rbi_lists lists;       /* first: rbi_stream_of() */
     struct rbi_pool_stream *next; /* in order of first use */
     rebatch_stream stream;
-    uint64_t frees, done;
-    uint64_t next_event; /* the free with which an event is due; UINT64_MAX: nobody asks */
+    uint64_t frees, done, clear;
+    uint64_t at_device_event; /* frees when the pool's device_event was recorded */
+    uint64_t next_event;      /* the free with which an event is due; UINT64_MAX: nobody asks */
     uint64_t pins;
     uint64_t looked;    /* pool->looks when it was last looked at */
     uint32_t event_gap; /* frees from one event to the next */
@@ -169,6 +172,11 @@ struct rebatch_pool {
     struct rbi_pool_stream *first_stream;
     struct rbi_pool_stream *space; /* whose free blocks are the holes */
     uint64_t looks;                /* searches so far that looked how far streams have come */
+    bool after_device;             /* rebatch_pool_options.reuse_after_device */
+    bool is_device_event_recorded; /* and not known to be reached */
+    rbi_event device_event; /* of all work of the device; NULL: none yet, or none to be had */
+    bool (*may_wait)(void *user);
+    void *may_wait_user;
     struct rbi_nodes use_nodes;
     size_t
         pressing; /* requests that are within a pressure callback, each with its nodes kept spare */
@@ -420,7 +428,8 @@ bool rbi_overflow_is_open(const rebatch_pool *pool);
 /* NULL when the pool has not seen the stream, or, of open, when the heap has no memory. */
 struct rbi_pool_stream *rbi_pool_find_stream(const rebatch_pool *pool, rebatch_stream stream);
 struct rbi_pool_stream *rbi_pool_open_stream(rebatch_pool *pool, rebatch_stream stream);
-/* Waits until `stream` has done what it had enqueued before point `until`. */
+/* Waits until what was freed before point `until` of a stream may leave it. REBATCH_OOM: it
+ * cannot be waited for now. */
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until);
 /* Events that became due while none were recorded are recorded with the next free. */
 void rbi_pool_catch_up_events(rebatch_pool *pool);

@@ -114,7 +114,7 @@ void rbi_block_lose(rebatch_pool *pool, struct rbi_block *block)
 static bool unmap_part(rebatch_pool *pool, struct rbi_block *block, char *first, size_t count)
 {
     const char *const end = first + count * pool->page_bytes;
-    rbi_assert(block->state == RBI_BLOCK_FREE && block->freed_at <= rbi_stream_of(block)->done);
+    rbi_assert(block->state == RBI_BLOCK_FREE && block->freed_at <= rbi_stream_of(block)->clear);
     rbi_assert(first >= block->address && end <= block->address + block->bytes);
     rbi_lists_remove(block);
     block->state = RBI_BLOCK_HELD;
@@ -153,7 +153,7 @@ static bool harvest_block(rebatch_pool *pool, struct rbi_block *block, size_t mo
 {
     char *first;
     const size_t whole = rbi_block_own_pages(pool, block, &first);
-    if (whole == 0 || block->freed_at > rbi_stream_of(block)->done)
+    if (whole == 0 || block->freed_at > rbi_stream_of(block)->clear)
         return true;
     if (!rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3))
         return false;
@@ -171,7 +171,7 @@ void rbi_pool_unmap_free(rebatch_pool *pool, struct rbi_range *range, char *at, 
     while (block && block->address + block->bytes <= at)
         block = block->after;
     if (block && block->state == RBI_BLOCK_FREE && block->address <= at &&
-        block->address + block->bytes >= end && block->freed_at <= rbi_stream_of(block)->done &&
+        block->address + block->bytes >= end && block->freed_at <= rbi_stream_of(block)->clear &&
         rbi_blocks_prepare(&pool->heap, rbi_pool_search_nodes(pool) + 3))
         (void)unmap_part(pool, block, at, pages);
 }

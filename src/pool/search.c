@@ -62,7 +62,7 @@ static struct rbi_block *find_other(rebatch_pool *pool, const struct rbi_request
         if (s == request->stream)
             continue;
         rbi_lists_flush(&pool->heap, &s->lists);
-        struct rbi_block *block = rbi_lists_find(&s->lists, request->bytes, s->done, zone);
+        struct rbi_block *block = rbi_lists_find(&s->lists, request->bytes, s->clear, zone);
         if (block && (!best || block->bytes < best->bytes))
             best = block;
     }

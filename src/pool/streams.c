@@ -38,7 +38,7 @@ static struct rbi_pool_stream *reuse_stream(rebatch_pool *pool, rebatch_stream s
         if (pool->last_stream == s)
             pool->last_stream = pool->space;
         s->stream = stream;
-        s->done = s->frees;
+        s->done = s->clear = s->at_device_event = s->frees;
         s->event_count = 0;
         if (s->next_event != UINT64_MAX)
             begin_events(s);
@@ -78,10 +78,12 @@ static struct rbi_stream_event *event_at(struct rbi_pool_stream *stream, uint32_
     return &stream->events[(stream->first_event + number) % RBI_STREAM_EVENTS];
 }
 
-static void note_done(struct rbi_pool_stream *stream, uint64_t point)
+static void note_done(const rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t point)
 {
     rbi_assert(point <= stream->frees);
     stream->done = point;
+    if (!pool->after_device)
+        stream->clear = point;
     while (stream->event_count != 0 && event_at(stream, 0)->point <= point) {
         stream->first_event = (stream->first_event + 1) % RBI_STREAM_EVENTS;
         stream->event_count--;
@@ -112,7 +114,7 @@ static rebatch_status ask(bool *reached, rebatch_pool *pool, struct rbi_pool_str
     const rebatch_status status = rbi_event_query(pool->device, event->handle, reached);
     *reached = *reached && status == REBATCH_OK;
     if (*reached)
-        note_done(stream, event->point);
+        note_done(pool, stream, event->point);
     return status == REBATCH_OOM ? REBATCH_OK : status;
 }
 
@@ -161,7 +163,7 @@ static void record_on(rebatch_pool *pool, struct rbi_pool_stream *stream)
 {
     bool reached;
     if (is_gone(pool, stream)) {
-        note_done(stream, stream->frees);
+        note_done(pool, stream, stream->frees);
         return;
     }
     if (stream->event_count == RBI_STREAM_EVENTS)
@@ -207,23 +209,105 @@ void rbi_pool_record_soon(rebatch_pool *pool)
             begin_events(s);
 }
 
+/* ---- all work of the device ----
+ *
+ * With after_device blocks are used by streams that the pool does not know of, so that only the end
+ * of all work of the device makes sure of one. One event of it is under way at a time; the next is
+ * recorded when memory is searched for. Where the device has no such events, only a wait clears. */
+
+static bool may_wait(const rebatch_pool *pool)
+{
+    return !pool->may_wait || pool->may_wait(pool->may_wait_user);
+}
+
+static bool is_clear(const rebatch_pool *pool)
+{
+    const struct rbi_pool_stream *s = pool->first_stream;
+    while (s && s->clear == s->frees)
+        s = s->next;
+    return !s;
+}
+
+/* All work up to at_device_event is done. */
+static void note_clear(rebatch_pool *pool)
+{
+    pool->is_device_event_recorded = false;
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
+        s->clear = s->at_device_event;
+        if (s->done < s->clear)
+            note_done(pool, s, s->clear);
+    }
+}
+
+static void note_device_event(rebatch_pool *pool)
+{
+    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
+        s->at_device_event = s->frees;
+}
+
+static void record_device(rebatch_pool *pool)
+{
+    if (is_clear(pool) || !may_wait(pool) ||
+        (!pool->device_event &&
+         rbi_event_create(pool->device, &pool->device_event) != REBATCH_OK) ||
+        rbi_event_record_all(pool->device, pool->device_event) != REBATCH_OK)
+        return;
+    pool->is_device_event_recorded = true;
+    note_device_event(pool);
+}
+
+static rebatch_status ask_device(rebatch_pool *pool)
+{
+    bool reached = false;
+    if (!pool->is_device_event_recorded)
+        return REBATCH_OK;
+    const rebatch_status status = rbi_event_query(pool->device, pool->device_event, &reached);
+    if (status == REBATCH_OK && reached)
+        note_clear(pool);
+    return status == REBATCH_OOM ? REBATCH_OK : status;
+}
+
+/* What was freed after an event that has been reached may be done as well. */
+static rebatch_status look_at_device(rebatch_pool *pool)
+{
+    rebatch_status status = ask_device(pool);
+    if (status != REBATCH_OK || pool->is_device_event_recorded)
+        return status;
+    record_device(pool);
+    return ask_device(pool);
+}
+
+static rebatch_status await_device(rebatch_pool *pool)
+{
+    if (!may_wait(pool))
+        return REBATCH_OOM;
+    const rebatch_status status = rebatch_device_synchronize(pool->device);
+    if (status != REBATCH_OK)
+        return status;
+    note_device_event(pool);
+    note_clear(pool);
+    return REBATCH_OK;
+}
+
 rebatch_status rbi_pool_await(rebatch_pool *pool, struct rbi_pool_stream *stream, uint64_t until)
 {
-    if (stream->done >= until)
+    if (stream->clear >= until)
         return REBATCH_OK;
+    if (pool->after_device)
+        return await_device(pool);
     if (is_gone(pool, stream)) {
-        note_done(stream, stream->frees);
+        note_done(pool, stream, stream->frees);
         return REBATCH_OK;
     }
     const uint32_t number = first_event_from(stream, until);
     if (number < stream->event_count &&
         rbi_event_synchronize(pool->device, event_at(stream, number)->handle) == REBATCH_OK) {
-        note_done(stream, event_at(stream, number)->point);
+        note_done(pool, stream, event_at(stream, number)->point);
         return REBATCH_OK;
     }
     const rebatch_status status = rebatch_stream_synchronize(pool->device, stream->stream);
     if (status == REBATCH_OK)
-        note_done(stream, stream->frees);
+        note_done(pool, stream, stream->frees);
     return status;
 }
 
@@ -325,7 +409,7 @@ static rebatch_status look(rebatch_pool *pool, struct rbi_pool_stream *stream)
         return REBATCH_OK;
     stream->looked = pool->looks;
     if (is_gone(pool, stream)) {
-        note_done(stream, stream->frees);
+        note_done(pool, stream, stream->frees);
         return REBATCH_OK;
     }
     return ask_all(pool, stream);
@@ -391,13 +475,15 @@ rebatch_status rbi_pool_poll_pending(bool *any, rebatch_pool *pool,
 
 rebatch_status rbi_pool_poll_rest(rebatch_pool *pool)
 {
-    for (struct rbi_pool_stream *s = pool->first_stream; s; s = s->next) {
-        rebatch_status status = look(pool, s);
+    rebatch_status status = pool->after_device ? look_at_device(pool) : REBATCH_OK;
+    for (struct rbi_pool_stream *s = pool->first_stream;
+         s && status == REBATCH_OK && (!pool->after_device || pool->pending); s = s->next) {
+        status = look(pool, s);
         if (status == REBATCH_OK)
             status = look_beyond(pool, s);
-        if (status != REBATCH_OK)
-            return status;
     }
+    if (status != REBATCH_OK)
+        return status;
     (void)finish_pending(pool, NULL, 0);
     return REBATCH_OK;
 }
@@ -424,13 +510,14 @@ bool rbi_pool_has_waiting(const rebatch_pool *pool, const struct rbi_pool_stream
     if (pool->pending)
         return true;
     for (const struct rbi_pool_stream *s = pool->first_stream; s; s = s->next)
-        if (s != except && s->lists.free_bytes != 0 && s->done < s->frees)
+        if (s != except && s->lists.free_bytes != 0 && s->clear < s->frees)
             return true;
     return false;
 }
 
 void rbi_pool_destroy_streams(rebatch_pool *pool)
 {
+    rbi_event_destroy(pool->device, pool->device_event);
     while (pool->first_stream) {
         struct rbi_pool_stream *s = pool->first_stream;
         pool->first_stream = s->next;

@@ -1,6 +1,7 @@
 /* Owns the likely mistakes of a step: a trainer with one of them at a time, and the name that
  * rebatch_check() gives it. Must not know more of the library than its public headers say. */
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -39,6 +40,7 @@ enum mistake {
     LEAVES_OUT_THE_FIRST,
     ASSIGNS_INSTEAD_OF_ADDING,
     USES_FREED_MEMORY,
+    ANOTHER_STREAM_READS_FREED_MEMORY,
     READS_NEW_MEMORY,
     SWALLOWS_AN_OOM,
     COPES_WITH_AN_OOM,
@@ -67,6 +69,7 @@ struct trainer {
     struct check_run run;
     enum mistake mistake;
     rebatch_device *device;
+    rebatch_stream side;
     float *weights, *gradient;      /* of the pool */
     float own_weights[PARAMETERS];  /* else */
     float own_gradient[PARAMETERS]; /* else, which nobody watches */
@@ -256,6 +259,38 @@ static bool changes_before_the_last_allocation(const struct trainer *t)
     return is(t, ACCUMULATES_BEFORE_IT_SAYS_SO) || is(t, SAYS_SO_IN_THE_FIRST_MICRO_BATCH_ALONE);
 }
 
+/* What another stream adds up, once the block that it reads was freed. */
+struct sum {
+    struct trainer *t;
+    const rebatch_microbatch *mb;
+    const float *hidden, *scale;
+    sem_t freed;
+};
+
+static void sum_late(void *user)
+{
+    struct sum *sum = user;
+    while (sem_wait(&sum->freed) != 0) {
+    }
+    accumulate(sum->t, sum->mb, sum->hidden, sum->scale);
+}
+
+/* The stream of the block does not wait for the other one before the free, and the pool was not
+ * told of it. */
+static rebatch_status sum_on_another_stream(struct trainer *t, const rebatch_microbatch *mb,
+                                            float *memory, float *scale)
+{
+    struct sum sum = {.t = t, .mb = mb, .hidden = memory, .scale = scale};
+    cr_assert_eq(sem_init(&sum.freed, 0, 0), 0);
+    rebatch_status status = rebatch_stream_call(t->device, t->side, sum_late, &sum);
+    if (!status)
+        status = rebatch_pool_free(mb->pool, memory);
+    cr_assert_eq(sem_post(&sum.freed), 0);
+    if (!status)
+        status = rebatch_stream_synchronize(t->device, t->side);
+    return status ? status : rebatch_pool_free(mb->pool, scale);
+}
+
 static rebatch_status run(struct trainer *t, const rebatch_microbatch *mb)
 {
     float *hidden, *scale, *memory;
@@ -281,6 +316,8 @@ static rebatch_status run(struct trainer *t, const rebatch_microbatch *mb)
         return status;
     if (says_so(t, mb))
         rebatch_mutating(t->run.rb);
+    if (is(t, ANOTHER_STREAM_READS_FREED_MEMORY))
+        return sum_on_another_stream(t, mb, memory, scale);
     if (is(t, USES_FREED_MEMORY))
         (void)rebatch_pool_free(mb->pool, memory);
     if (!changes_before_the_last_allocation(t))
@@ -367,6 +404,7 @@ static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_b
     cr_assert_eq(rebatch_device_open_host(&t->device, MIB(64), NULL), REBATCH_OK);
     cr_assert_eq(rebatch_open(&t->run.rb, t->device, &options), REBATCH_OK, "%s",
                  rebatch_last_error());
+    cr_assert_eq(rebatch_stream_create(&t->side, t->device), REBATCH_OK);
     const bool is_host = is(t, WATCHES_NOTHING) || is(t, WATCHES_WEIGHTS);
     t->weights =
         is(t, UPDATES_HOST_WEIGHTS_IN_FORWARD_BACKWARD) ? t->own_weights : make(t, FEATURE_BYTES);
@@ -381,6 +419,7 @@ static void open_trainer(struct trainer *t, enum mistake mistake, size_t limit_b
 static void close_trainer(struct trainer *t)
 {
     rebatch_close(t->run.rb);
+    rebatch_stream_destroy(t->device, t->side);
     rebatch_device_close(t->device);
 }
 
@@ -427,6 +466,8 @@ static const struct {
     {LEAVES_OUT_THE_FIRST, REBATCH_FINDING_CUT, "gradient", "differ"},
     {ASSIGNS_INSTEAD_OF_ADDING, REBATCH_FINDING_CUT, "gradient", "differ"},
     {USES_FREED_MEMORY, REBATCH_FINDING_FREED, "gradient",
+     "a pointer is used after its memory was freed"},
+    {ANOTHER_STREAM_READS_FREED_MEMORY, REBATCH_FINDING_FREED, "gradient",
      "a pointer is used after its memory was freed"},
     {READS_NEW_MEMORY, REBATCH_FINDING_UNINITIALIZED, "gradient",
      "memory is read that was allocated and not written"},

@@ -203,6 +203,7 @@ static bool is_stream_valid(const struct rbi_pool_stream *s, struct tally *found
         return false;
     CHECK(found->live_bytes - before == s->lists.free_bytes);
     uint64_t point = s->done;
+    CHECK(s->clear <= s->done && s->at_device_event <= s->frees);
     CHECK(s->event_count <= RBI_STREAM_EVENTS);
     for (uint32_t i = 0; i < s->event_count; i++) {
         const struct rbi_stream_event *event = &s->events[(s->first_event + i) % RBI_STREAM_EVENTS];

@@ -19,13 +19,13 @@ struct rebatch_stream_object {
 /* Work on a stream: done when the stream has come to its number. */
 struct use {
     uintptr_t from, to;
-    struct rebatch_stream_object *stream;
+    struct rebatch_stream_object *stream, *owner; /* that may use the memory again at once */
     uint64_t number;
 };
 
+/* Reached when each stream has come to its number. */
 struct rbi_event_object {
-    struct rebatch_stream_object *stream; /* NULL: never recorded */
-    uint64_t number;
+    uint64_t numbers[LAZY_STREAMS];
 };
 
 static struct lazy {
@@ -56,13 +56,19 @@ static void come_to(struct rebatch_stream_object *stream, uint64_t number)
             lazy.uses[i] = lazy.uses[--lazy.use_count];
 }
 
-void lazy_use(rebatch_stream stream, const void *memory, size_t bytes)
+void lazy_read(rebatch_stream stream, rebatch_stream owner, const void *memory, size_t bytes)
 {
     struct rebatch_stream_object *s = stream_of(stream);
     if (lazy.use_count == USES)
         come_to(lazy.uses[0].stream, lazy.uses[0].stream->enqueued);
     const uintptr_t from = (uintptr_t)memory;
-    lazy.uses[lazy.use_count++] = (struct use){from, from + bytes, s, ++s->enqueued};
+    lazy.uses[lazy.use_count++] =
+        (struct use){from, from + bytes, s, stream_of(owner), ++s->enqueued};
+}
+
+void lazy_use(rebatch_stream stream, const void *memory, size_t bytes)
+{
+    lazy_read(stream, stream, memory, bytes);
 }
 
 void lazy_go_on(rebatch_stream stream, unsigned share)
@@ -89,7 +95,8 @@ void lazy_check_fresh(rebatch_stream stream, const void *memory, size_t bytes)
     const uintptr_t from = (uintptr_t)memory;
     for (size_t i = 0; i < lazy.use_count; i++) {
         const struct use *use = &lazy.uses[i];
-        cr_assert(use->stream == stream_of(stream) || use->to <= from || from + bytes <= use->from,
+        cr_assert(use->stream == stream_of(stream) || use->owner == stream_of(stream) ||
+                      use->to <= from || from + bytes <= use->from,
                   "memory that another stream still uses is given out");
     }
 }
@@ -171,6 +178,13 @@ static rebatch_status lazy_stream_synchronize(void *self, rebatch_stream stream)
     return REBATCH_OK;
 }
 
+static rebatch_status lazy_synchronize(void *self)
+{
+    for (size_t i = 0; i < LAZY_STREAMS; i++)
+        (void)lazy_stream_synchronize(self, &lazy.streams[i]);
+    return REBATCH_OK;
+}
+
 static rebatch_status lazy_event_create(void *self, rbi_event *out)
 {
     (void)self;
@@ -189,16 +203,32 @@ static rebatch_status lazy_event_record(void *self, rbi_event event, rebatch_str
 {
     (void)self;
     lazy.event_calls++;
-    event->stream = stream_of(stream);
-    event->number = event->stream->enqueued;
+    *event = (struct rbi_event_object){{0}};
+    event->numbers[stream_of(stream) - lazy.streams] = stream_of(stream)->enqueued;
     return REBATCH_OK;
+}
+
+static rebatch_status lazy_event_record_all(void *self, rbi_event event)
+{
+    (void)self;
+    lazy.event_calls++;
+    for (size_t i = 0; i < LAZY_STREAMS; i++)
+        event->numbers[i] = lazy.streams[i].enqueued;
+    return REBATCH_OK;
+}
+
+void lazy_set_device_events(bool are_there)
+{
+    lazy.ops.event_record_all = are_there ? lazy_event_record_all : NULL;
 }
 
 static rebatch_status lazy_event_query(void *self, rbi_event event, bool *done)
 {
     (void)self;
     lazy.event_calls++;
-    *done = !event->stream || event->stream->done >= event->number;
+    *done = true;
+    for (size_t i = 0; i < LAZY_STREAMS; i++)
+        *done = *done && lazy.streams[i].done >= event->numbers[i];
     return REBATCH_OK;
 }
 
@@ -206,8 +236,8 @@ static rebatch_status lazy_event_synchronize(void *self, rbi_event event)
 {
     (void)self;
     lazy.event_calls++;
-    if (event->stream)
-        come_to(event->stream, event->number);
+    for (size_t i = 0; i < LAZY_STREAMS; i++)
+        come_to(&lazy.streams[i], event->numbers[i]);
     return REBATCH_OK;
 }
 
@@ -215,6 +245,11 @@ static rebatch_status lazy_stream_wait(void *self, rebatch_stream stream, rbi_ev
 {
     (void)stream;
     return lazy_event_synchronize(self, event); /* sooner than needed is in order too */
+}
+
+size_t lazy_under_way(void)
+{
+    return lazy.use_count;
 }
 
 uint64_t lazy_event_calls(void)
@@ -247,9 +282,11 @@ rebatch_device *lazy_open(size_t capacity_bytes, size_t page_bytes, bool has_vir
     lazy.ops.event_create = lazy_event_create;
     lazy.ops.event_destroy = lazy_event_destroy;
     lazy.ops.event_record = lazy_event_record;
+    lazy.ops.synchronize = lazy_synchronize;
     lazy.ops.event_query = lazy_event_query;
     lazy.ops.event_synchronize = lazy_event_synchronize;
     lazy.ops.stream_wait = lazy_stream_wait;
+    lazy_set_device_events(true);
     device->ops = &lazy.ops;
     return device;
 }

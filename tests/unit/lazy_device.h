@@ -15,8 +15,15 @@ void lazy_close(rebatch_device *device);
 
 /* Enqueues work on a stream that uses memory. */
 void lazy_use(rebatch_stream stream, const void *memory, size_t bytes);
+/* The same, without the pool's knowledge: `owner`, whose memory it is, waits for it before it uses
+ * the memory for anything else. */
+void lazy_read(rebatch_stream stream, rebatch_stream owner, const void *memory, size_t bytes);
+/* Whether events of all streams can be had; they can at first. */
+void lazy_set_device_events(bool are_there);
 /* Work of a stream is done: a `share` of what is under way, of 8. */
 void lazy_go_on(rebatch_stream stream, unsigned share);
+/* How many of these are not done. */
+size_t lazy_under_way(void);
 /* How often an event was made, recorded, queried or waited for. */
 uint64_t lazy_event_calls(void);
 /* Fails the test when memory is not mapped, or work of another stream may still use it. */

@@ -1,6 +1,8 @@
 /* Holds what is promised of host memory where allocations must not fail: they do not, the limit of
  * the device holds, contents keep their addresses on the way back, and a call that fails loses
  * nothing. Seeds: 1 to 20 in the random test. */
+#include <unistd.h>
+
 #include "unit/pool_help.h"
 
 /* A device of so many pages, and so many of the host beside it. */
@@ -123,6 +125,40 @@ Test(pool_overflow, what_was_freed_goes_back_to_the_host)
     allow(rig.pool, false);
     cr_assert_eq(stats_of(rig.pool).overflow_bytes, 0);
     give(rig.pool, first);
+    rig_close(&rig);
+}
+
+struct reading {
+    const void *from;
+    unsigned char to[11 * PAGE];
+};
+
+static void read_late(void *user)
+{
+    struct reading *reading = user;
+    usleep(20000);
+    memcpy(reading->to, reading->from, sizeof reading->to);
+}
+
+/* By a stream that the pool does not know of. */
+Test(pool_overflow, what_is_read_goes_back_when_it_was_read)
+{
+    static struct reading reading;
+    rebatch_pool_options options = REBATCH_POOL_OPTIONS_INIT;
+    options.reuse_after_device = REBATCH_ON;
+    struct rig rig = open_beside(8, 100, &options);
+    rebatch_stream reader;
+    cr_assert_eq(rebatch_stream_create(&reader, rig.device), REBATCH_OK);
+    allow(rig.pool, true);
+    void *const block = take_filled(rig.pool, sizeof reading.to, 7);
+    reading.from = block;
+    cr_assert_eq(rebatch_stream_call(rig.device, reader, read_late, &reading), REBATCH_OK);
+    give(rig.pool, block);
+    allow(rig.pool, false);
+    cr_assert_eq(stats_of(rig.pool).overflow_bytes, 0);
+    cr_assert_eq(rebatch_stream_synchronize(rig.device, reader), REBATCH_OK);
+    assert_filled(reading.to, sizeof reading.to, 7);
+    rebatch_stream_destroy(rig.device, reader);
     rig_close(&rig);
 }
 

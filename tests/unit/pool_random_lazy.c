@@ -14,6 +14,7 @@ enum { MOST = 256, STREAMS = 4, LATE = 64, PAGES = 100 };
 struct block {
     char *address;
     struct counted is;
+    rebatch_stream stream;
     size_t at; /* its place in `all` */
 };
 
@@ -24,6 +25,7 @@ struct kind {
     bool tight;    /* requests are large for the device, limit and capacity change often */
     bool pressure; /* a pressure callback gives up blocks */
     int threads;   /* more than 0: calls are made as by so many threads */
+    bool no_device_events;
     rebatch_pool_options options;
 };
 
@@ -142,6 +144,9 @@ static void check_oom(struct model *m, const struct block *b)
     rebatch_oom_report report;
     cr_assert_eq(rebatch_pool_last_oom(&report, m->pool), REBATCH_OK);
     cr_assert_eq(report.asked_bytes, b->is.bytes);
+    m->counts.want.ooms++;
+    if (o->may_wait)
+        return; /* it may have been because the pool was not to wait */
     if (o->fence != REBATCH_ON)
         cr_assert_lt(report.would_fit_bytes, b->is.rounded);
     if (!m->kind->plain && o->caching != REBATCH_OFF && o->fence != REBATCH_ON &&
@@ -149,7 +154,6 @@ static void check_oom(struct model *m, const struct block *b)
         cr_assert_lt(count_free_pages(m), (b->is.rounded + PAGE - 1) / PAGE,
                      "%zu bytes are refused, and %zu pages are free", b->is.bytes,
                      count_free_pages(m));
-    m->counts.want.ooms++;
 }
 
 static void do_alloc(struct model *m)
@@ -169,6 +173,7 @@ static void do_alloc(struct model *m)
     }
     cr_assert_eq(status, REBATCH_OK, "%s", rebatch_last_error());
     b.address = pointer;
+    b.stream = stream;
     cr_assert_eq((uintptr_t)pointer % REBATCH_POOL_ALIGNMENT, 0);
     m->hash = (m->hash ^ (uintptr_t)pointer) * UINT64_C(0x100000001b3);
     lazy_check_fresh(stream, pointer, b.is.rounded);
@@ -236,6 +241,10 @@ static void do_use_on(struct model *m)
         return;
     const struct block *b = m->all[below(m, m->count)];
     const rebatch_stream stream = m->streams[below(m, STREAMS)];
+    if (m->kind->options.reuse_after_device == REBATCH_ON && below(m, 2)) {
+        lazy_read(stream, b->stream, b->address, b->is.rounded);
+        return;
+    }
     cr_assert_eq(rebatch_pool_use_on(m->pool, b->address, stream),
                  b->is.deferred_in ? REBATCH_E_INVALID : REBATCH_OK);
     if (!b->is.deferred_in)
@@ -320,6 +329,7 @@ static struct model *open_model(uint64_t seed, const struct kind *kind)
     m->limit = SIZE_MAX;
     m->capacity = PAGES * PAGE;
     m->device = lazy_open(m->capacity, PAGE, !kind->plain);
+    lazy_set_device_events(!kind->no_device_events);
     cr_assert_eq(rebatch_pool_create(&m->pool, m->device, &kind->options), REBATCH_OK, "%s",
                  rebatch_last_error());
     for (size_t i = 0; i < MOST; i++)
@@ -474,6 +484,49 @@ Test(pool_random, many_calls_with_a_guard)
     struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
     kind.options.fence = REBATCH_ON;
     run_kind(109, &kind);
+}
+
+/* Streams read blocks of others without a word to the pool, and the program orders the owner. */
+Test(pool_random, many_calls_with_readers_that_are_not_declared)
+{
+    struct kind kind = {.calls = 600000, .options = REBATCH_POOL_OPTIONS_INIT};
+    kind.options.reuse_after_device = REBATCH_ON;
+    run_kind(116, &kind);
+    kind.plain = true;
+    kind.calls = 200000;
+    run_kind(117, &kind);
+    kind.plain = false;
+    kind.options.fence = REBATCH_ON;
+    run_kind(118, &kind);
+}
+
+Test(pool_random, many_calls_with_such_readers_when_memory_is_short)
+{
+    struct kind kind = {.calls = 300000, .tight = true, .options = REBATCH_POOL_OPTIONS_INIT};
+    kind.options.reuse_after_device = REBATCH_ON;
+    run_kind(119, &kind);
+    kind.no_device_events = true;
+    run_kind(120, &kind);
+    kind.plain = true;
+    run_kind(121, &kind);
+}
+
+/* As while a graph is captured: one call of two must not wait. */
+static bool now_and_then(void *user)
+{
+    uint64_t *calls = user;
+    return ++*calls % 2 == 0;
+}
+
+Test(pool_random, many_calls_with_such_readers_where_the_pool_may_not_always_wait)
+{
+    uint64_t calls = 0;
+    struct kind kind = {.calls = 300000, .tight = true, .options = REBATCH_POOL_OPTIONS_INIT};
+    kind.options.reuse_after_device = REBATCH_ON;
+    kind.options.may_wait = now_and_then;
+    kind.options.may_wait_user = &calls;
+    const struct outcome outcome = run(122, &kind, scaled(kind.calls));
+    cr_assert(outcome.stats.allocations > 0 && outcome.stats.ooms > 0 && calls > 1000);
 }
 
 /* Threads that free each other's blocks. */

@@ -199,7 +199,8 @@ class Front final : public Forward
     {
         {
             std::lock_guard<std::mutex> hold(routes_lock_);
-            routes_.push_back({device, id, filter});
+            routes_.push_back(
+                {device, id, filter, c10::cuda::getCurrentCUDAStream(device).stream()});
             route_count_ = static_cast<int>(routes_.size());
         }
         inner_->beginAllocateToPool(device, id, std::move(filter));
@@ -264,6 +265,16 @@ class Front final : public Forward
         inner_->attachOutOfMemoryObserver(std::move(observer));
     }
 
+    // While a graph is captured, a wait for the GPU would end that.
+    bool may_wait()
+    {
+        if (C10_LIKELY(route_count_.load() == 0))
+            return true;
+        std::lock_guard<std::mutex> hold(routes_lock_);
+        return std::none_of(routes_.begin(), routes_.end(),
+                            [](const Route &route) { return is_capturing(route.stream); });
+    }
+
     // Frees what the native allocator caches on a GPU: returns the bytes.
     size_t release_cache(DeviceIndex device)
     {
@@ -282,6 +293,7 @@ class Front final : public Forward
         DeviceIndex device;
         MempoolId_t id;
         std::function<bool(cudaStream_t)> takes;
+        cudaStream_t stream; // that a graph is captured on, if one is
     };
 
     int64_t cached_bytes(DeviceIndex device)
@@ -399,12 +411,17 @@ class Front final : public Forward
         return -1;
     }
 
+    static bool is_capturing(cudaStream_t stream)
+    {
+        cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+        return cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+               capture != cudaStreamCaptureStatusNone;
+    }
+
     static void use_on(int device, void *pointer, CUDAStream stream)
     {
         // What a graph captures runs later: who made the graph keeps its inputs.
-        cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-        if (cudaStreamIsCapturing(stream.stream(), &capture) == cudaSuccess &&
-            capture != cudaStreamCaptureStatusNone)
+        if (is_capturing(stream.stream()))
             return;
         const rebatch_status status = rebatch_pool_use_on(
             find_pool(device), pointer, reinterpret_cast<rebatch_stream>(stream.stream()));
@@ -435,6 +452,11 @@ try {
     front->raw_delete(pointer);
 } catch (...) {
     refused_frees++;
+}
+
+bool may_wait_for_gpu(void *)
+{
+    return front->may_wait();
 }
 
 // A pressure callback of the pool.

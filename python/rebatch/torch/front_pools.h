@@ -62,6 +62,8 @@ size_t limit_of(const Slot &slot)
 
 // A pressure callback, of front.cpp.
 size_t release_native_cache(size_t wanted_bytes, void *user);
+// Whether the pool may wait for the GPU now, of front.cpp.
+bool may_wait_for_gpu(void *);
 
 void name_tags(Slot &slot, rebatch_pool *pool)
 {
@@ -89,6 +91,10 @@ rebatch_status open_locked(Slot &slot, int device)
         rebatch_pool_options own = options;
         own.limit_bytes = limit_of(slot);
         own.limit_permille = 0;
+        // PyTorch's rule: a program that reads a tensor on a side stream need not record_stream()
+        // it, if the stream of the tensor waits for the side stream before it allocates again.
+        own.reuse_after_device = REBATCH_ON;
+        own.may_wait = may_wait_for_gpu;
         status = rebatch_pool_create(&pool, slot.device, &own);
     }
     if (status == REBATCH_OK)

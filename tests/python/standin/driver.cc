@@ -78,7 +78,7 @@ STANDIN_API CUresult cuDeviceCanAccessPeer(int *can, CUdevice gpu, CUdevice peer
 
 STANDIN_API CUresult cuCtxSynchronize(void)
 {
-    wait_for_gpus();
+    wait_for_all();
     return CUDA_SUCCESS;
 }
 
@@ -294,6 +294,11 @@ STANDIN_API CUresult cuEventDestroy(CUevent event)
 STANDIN_API CUresult cuEventRecord(CUevent event, CUstream stream)
 {
     return RESULT(record_event(event, stream));
+}
+
+STANDIN_API CUresult cuCtxRecordEvent(CUcontext, CUevent event)
+{
+    return RESULT(record_all(event));
 }
 
 STANDIN_API CUresult cuEventQuery(CUevent event)

@@ -361,6 +361,7 @@ code map(uintptr_t address, size_t bytes, size_t offset, unsigned long long hand
 
 code unmap(uintptr_t address, size_t bytes)
 {
+    note_unmap();
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     uintptr_t at = address;

@@ -113,7 +113,7 @@ STANDIN_API cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highe
 
 STANDIN_API cudaError_t cudaDeviceSynchronize(void)
 {
-    wait_for_gpus();
+    wait_for_all();
     return cudaSuccess;
 }
 

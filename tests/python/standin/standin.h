@@ -23,6 +23,7 @@ enum code {
     NOT_FOUND = 500,
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
 };
 static_assert(OUT_OF_MEMORY == (int)cudaErrorMemoryAllocation, "both count alike");
 static_assert(OUT_OF_MEMORY == (int)CUDA_ERROR_OUT_OF_MEMORY, "both count alike");
@@ -100,12 +101,15 @@ int gpu_of_stream(void *stream);
 code create_event(void **out);
 code destroy_event(void *event);
 code record_event(void *event, void *stream);
+code record_all(void *event); /* of all streams; ends captures, as CUDA does */
 code check_event(void *event);
 /* Whether all work before is done; NOT_READY: it is not. */
 code query_event(void *event);
 code query_stream(void *stream);
 /* The host has waited: all work so far is done. */
 void wait_for_gpus(void);
+void wait_for_all(void); /* streams of all GPUs */
+void note_unmap(void);
 code wait_event(void *stream, void *event);
 code elapsed(float *milliseconds, void *start, void *end);
 

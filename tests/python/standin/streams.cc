@@ -26,6 +26,7 @@ struct event {
     bool is_recorded;
     unsigned long long capture; /* in which it was recorded; 0: none */
     unsigned long long waits;   /* how often the host had waited by then */
+    bool is_of_all;             /* it had waited for all streams */
 };
 
 struct state {
@@ -38,6 +39,8 @@ struct state {
     const bool is_late = getenv("STANDIN_LATE") && *getenv("STANDIN_LATE") == '1';
     unsigned long long waits = 1;
     unsigned long long last_recorded = 0; /* `waits` then */
+    unsigned long long waits_for_all = 1, watched = 0;
+    size_t early_unmaps = 0;
 };
 
 /* Never destroyed: libraries use streams while the process ends. */
@@ -133,8 +136,24 @@ code record_event(void *handle, void *stream)
     if (found == s.events.end() || !is_stream(s, stream))
         return BAD_HANDLE;
     const auto capture = s.captures.find(stream);
-    found->second = {clock::now(), true, capture == s.captures.end() ? 0 : capture->second,
-                     s.waits};
+    found->second = {clock::now(), true, capture == s.captures.end() ? 0 : capture->second, s.waits,
+                     false};
+    s.last_recorded = s.waits;
+    return OK;
+}
+
+code record_all(void *handle)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    const auto found = s.events.find(handle);
+    if (found == s.events.end())
+        return BAD_HANDLE;
+    if (!s.captures.empty()) {
+        s.captures.clear();
+        return CAPTURE_UNSUPPORTED;
+    }
+    found->second = {clock::now(), true, 0, s.waits_for_all, true};
     s.last_recorded = s.waits;
     return OK;
 }
@@ -146,7 +165,8 @@ code query_event(void *handle)
     const auto found = s.events.find(handle);
     if (found == s.events.end())
         return BAD_HANDLE;
-    return s.is_late && found->second.waits == s.waits ? NOT_READY : OK;
+    const event &e = found->second;
+    return s.is_late && e.waits == (e.is_of_all ? s.waits_for_all : s.waits) ? NOT_READY : OK;
 }
 
 code query_stream(void *stream)
@@ -163,6 +183,21 @@ void wait_for_gpus(void)
     state &s = the_state();
     const std::lock_guard<std::mutex> guard(s.lock);
     s.waits++;
+}
+
+void wait_for_all(void)
+{
+    wait_for_gpus();
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    s.waits_for_all++;
+}
+
+void note_unmap(void)
+{
+    state &s = the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    s.early_unmaps += s.watched == s.waits_for_all;
 }
 
 /* A stream that waits for what a captured stream did is captured too. */
@@ -229,3 +264,15 @@ code end_capture(void *stream)
 }
 
 } // namespace standin
+
+/* How often memory was unmapped before the host waited for all streams, since `restart`. */
+STANDIN_API size_t standin_early_unmaps(bool restart)
+{
+    auto &s = standin::the_state();
+    const std::lock_guard<std::mutex> guard(s.lock);
+    if (restart) {
+        s.watched = s.waits_for_all;
+        s.early_unmaps = 0;
+    }
+    return s.early_unmaps;
+}
