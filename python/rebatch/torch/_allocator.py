@@ -8,7 +8,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, Union
+from typing import Any, ContextManager, Union
 
 import torch
 
@@ -200,8 +200,10 @@ def pool(device: _Device = None) -> int:
     return handle.value
 
 
-@contextlib.contextmanager
-def tag(name: str) -> Iterator[None]:
+_no_tag: ContextManager[None] = contextlib.nullcontext()
+
+
+def tag(name: str) -> ContextManager[None]:
     """What is allocated within the block is named `name` in reports; its first 31 bytes count.
 
     The tag applies to the thread, and within a block of the main thread also to the threads that
@@ -209,10 +211,11 @@ def tag(name: str) -> Iterator[None]:
     main thread is in no block, they have the tag of the thread that first entered one. There are at
     most 255 names in a process. Before install() the block does nothing.
     """
-    front = _front_library
-    if front is None:
-        yield
-        return
+    return _no_tag if _front_library is None else _tagged(_front_library, name)
+
+
+@contextlib.contextmanager
+def _tagged(front: Any, name: str) -> Iterator[None]:
     number = front.rebatch_torch_tag(name.encode()[:31])
     if number < 0:
         raise RuntimeError(f"rebatch: no tag {name!r}: there are 255 tags already")

@@ -36,7 +36,7 @@ class _NoUpdate(Update):
         return [p for p in self._all_parameters() if p.requires_grad]
 
     def with_gradients(
-        self, parameters: Sequence[torch.nn.Parameter]
+        self, parameters: Sequence[Optional[torch.nn.Parameter]]
     ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
         mine = self.parameters
         return mine, mine

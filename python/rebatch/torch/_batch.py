@@ -14,6 +14,16 @@ _FIELDS = 4
 _ONE_A_SAMPLE = "slice=lambda batch, first, count: batch[first : first + count] and length=len"
 
 
+_PLAIN = frozenset((torch.Tensor,))
+
+
+def _is_plain(batch: Any) -> bool:
+    """Whether it is a tuple of tensors that have samples: what most batches are."""
+    return type(batch) is tuple and _PLAIN.issuperset(map(type, batch)) and all(
+        map(torch.Tensor.dim, batch)
+    ) and len(batch) > 0
+
+
 def _is_array(value: Any) -> bool:
     """A NumPy array, without an import of NumPy."""
     return type(value).__module__ == "numpy" and hasattr(value, "shape")
@@ -207,6 +217,11 @@ class Cut:
         either fields or samples."""
         if self._length:
             return self._length(batch)
+        if _is_plain(batch) and not self.dim:
+            self._reading = _FIELD
+            lengths = {len(tensor) for tensor in batch}
+            if len(lengths) == 1 and 0 not in lengths:
+                return lengths.pop()
         counts = {r: list(_counts(batch, "batch", r, self.dim)) for r in self._readings(batch)}
         if not counts[_FIELD]:
             raise ValueError(
@@ -252,6 +267,8 @@ class Cut:
         are views, NumPy arrays are copies."""
         if self._slice:
             part = self._slice(batch, first, count)
+        elif _is_plain(batch) and not self.dim:
+            return tuple([tensor[first : first + count] for tensor in batch])
         else:
             part = self._part(batch, first, count, length, self._reading)
         return _own_arrays(part) if "numpy" in sys.modules else part

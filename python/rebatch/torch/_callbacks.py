@@ -20,7 +20,6 @@ from rebatch.torch._program import Running
 from rebatch.torch._rungs import Rungs
 from rebatch.torch._session import Ended, Session
 from rebatch.torch._state import Generators, cuda_devices_of
-from rebatch.torch._tree import unique
 from rebatch.torch._update import Update
 from rebatch.torch._weak import weakly
 
@@ -37,7 +36,7 @@ class Callbacks:
 
     def __init__(self, running: Running, ranks: Optional[Ranks], cuts: FirstCut):
         self.cuts = cuts
-        self.rungs = Rungs(running.program.lighten, running.audit)
+        self.rungs = Rungs(running.program.lighten, running.undo)
         self.outputs: Any = None  # what loss_fn returned beside the loss, joined or summed
         self.is_applied = False  # the update of this batch
         self._running, self._ranks = running, ranks
@@ -47,6 +46,7 @@ class Callbacks:
         self._kept: List[torch.nn.Parameter] = []  # of these, in no optimizer of the Step
         self._loss_dtype = torch.float32  # or float64, once loss_fn has returned that
         self._accumulated = 0  # samples
+        self._is_whole = False  # the batch runs as one micro-batch, whose gradients stay in .grad
         self._extras: List[Any] = []  # of the micro-batches that are accumulated
         self.ops = self._make_ops()
 
@@ -81,12 +81,7 @@ class Callbacks:
         running, program = self._running, self._running.program
         tensors = program.update.parameters + list(program.modules.buffers())
         running.generators = Generators(cuda_devices_of(tensors), program.generators)
-        reached = running.reached.guard(weakly(self._has_error))
-        return [reached, running.generators, running.audit]
-
-    def _has_error(self) -> bool:
-        """Whether the program has raised an exception in the call of C that runs."""
-        return self.session.error is not None
+        return [running.told, running.generators, running.undo]
 
     @property
     def accumulators(self) -> Accumulators:
@@ -108,23 +103,11 @@ class Callbacks:
         running = self._running
         running.begin(batch)
         self._accumulated, self.is_applied = 0, False
-        self.cuts.begin()
-        # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
-        # recovered from.
-        try:
-            running.loss = self._zero_loss()
-        except torch.OutOfMemoryError:
-            running.loss = None
+        running.loss = None
         running.weigh()
-        audit = running.audit
-        modules, tensors = running.reached.begin(audit.tree)
-        audit.set_reached(modules)
-        audit.begin(batch, is_training)
-        known: List[Any] = [*audit.tree.parameters(), *tensors]
-        if self._ranks:  # their gradients are this rank's own
-            own = {id(p) for p in (*audit.tree.parameters_of_reached(), *tensors)}
-            known = [p for p in known if id(p) not in own]
-        self._trained, self._kept = self._update.with_gradients(unique(known))
+        undo = running.undo
+        undo.begin(batch, is_training)
+        self._trained, self._kept = self._update.with_gradients(undo.tree.entries())
         if self._ranks and self._ranks.window:
             self._trained, self._kept = self._ranks.window.trained(), []
 
@@ -138,8 +121,7 @@ class Callbacks:
     def end(self) -> None:
         """Nothing of the batch is held."""
         running = self._running
-        running.audit.end()
-        running.reached.end()
+        running.undo.end()
         running.end()
         self._trained = self._kept = []
         self._extras.clear()
@@ -193,12 +175,23 @@ class Callbacks:
             self._ranks.check_batches()
             self._ranks.restart()
         self._update.zero_grad()
-        micro = lib.rebatch_get_micro(self.session.rb, running.samples)
-        is_cut = running.program.is_fresh and micro < running.samples
-        self.accumulators.begin_batch(self._trained, is_cut and self.session.is_pooled)
         self._extras.clear()
-        if running.loss is not None:
-            running.loss.zero_()
+        running.loss, self._is_whole = None, False
+        micro = lib.rebatch_get_micro(self.session.rb, running.samples)
+        if micro >= running.samples and not self._ranks:
+            self._is_whole = self._own_accumulators.begin_whole(self._trained)
+        if not self._is_whole:
+            self._begin_cut(micro < running.samples)
+
+    def _begin_cut(self, is_cut: bool) -> None:
+        """The gradients and losses of this batch are accumulated."""
+        is_apart = is_cut and self._running.program.is_fresh
+        self._is_whole = False
+        self.accumulators.begin_batch(self._trained, is_apart and self.session.is_pooled)
+        # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
+        # recovered from.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._running.loss = self._zero_loss()
 
     def set_level(self, level: int) -> None:
         """Of `lighten`."""
@@ -209,18 +202,25 @@ class Callbacks:
     def _forward_backward(self, first: int, count: int, is_trial: bool) -> None:
         running = self._running
         is_last = first + count == running.samples
-        running.audit.is_cut = count < running.samples
+        running.undo.is_cut = count < running.samples
+        if self._is_whole and count < running.samples:  # the whole batch did not fit
+            self._begin_cut(True)
         # Without other ranks a sum of losses would be one more small block in the last pass.
         is_launching = bool(self._ranks) and is_last and running.program.is_fresh and not is_trial
         self._accumulate(first, count, is_launching)
         if is_last:
             if not self._ranks:
                 self._finish_gradients()
-            # Here, where an OOM is recovered from.
-            self.outputs = joined_where_it_fits(lambda: joined(self._extras), self._extras)
+            self._join_outputs()
         self._accumulated += count
         if self._ranks:
             self._ranks.note_micro(count)
+
+    def _join_outputs(self) -> None:
+        """Within a micro-batch, where an OOM is recovered from."""
+        self.outputs = None
+        if any(extras is not None for extras in self._extras):
+            self.outputs = joined_where_it_fits(lambda: joined(self._extras), self._extras)
 
     def _finish_gradients(self) -> None:
         self.accumulators.expose()
@@ -234,43 +234,52 @@ class Callbacks:
         self._reserve_update()
 
     def _accumulate(self, first: int, count: int, is_launching: bool) -> None:
-        running, is_apart = self._running, self._running.program.is_fresh
+        running, is_whole = self._running, self._is_whole
+        is_apart = running.program.is_fresh and not is_whole
         loss: Optional[torch.Tensor] = None
         if self._lockstep:
             self._lockstep.begin_pass()
         try:
-            if running.loss is None:
+            if running.loss is None and not is_whole:
                 running.loss = self._zero_loss()
             loss, extras = running.weighted_loss(first, count)
-            if loss.dtype == torch.float64 != running.loss.dtype:
+            if running.loss is not None and loss.dtype == torch.float64 != running.loss.dtype:
                 self._loss_dtype, running.loss = loss.dtype, running.loss.double()
-            if not is_apart:
+            if not (is_apart or is_whole):
                 lib.rebatch_mutating(self.session.rb)
                 self.accumulators.expose(is_added_to=True)
             total = running.loss + loss.detach().to(running.loss.device) if is_launching else None
             with _nothing if total is None else self.accumulators.launching(total):
                 self._update.backward(loss)
             detached, extras, loss = loss.detach(), kept(extras), None
-        except BaseException as error:
-            if loss is not None and count == running.samples:
-                self.cuts.note_failed(running, loss)
-                loss = None
+        except BaseException:
+            loss = None
             self._put_back()
-            if is_oom(error):
-                running.reached.put_back(c.GuardPoint.ATTEMPT)
             raise
         self._declare()
+        self.session.succeeded()
+        if is_whole:
+            running.loss = detached.to(self.session.device, self._loss_dtype_of(detached))
+        else:
+            self._take_gradients(is_apart)
+            running.loss.add_(detached.to(running.loss.device))
+        self._extras.append(extras)
+
+    def _take_gradients(self, is_apart: bool) -> None:
         if is_apart:
             self.accumulators.add()
         else:
             self.accumulators.take_exposed()
-        running.loss.add_(detached.to(running.loss.device))
-        self._extras.append(extras)
+
+    def _loss_dtype_of(self, loss: torch.Tensor) -> torch.dtype:
+        if loss.dtype == torch.float64:
+            self._loss_dtype = loss.dtype
+        return self._loss_dtype
 
     def _put_back(self) -> None:
         """The gradients and the modules of a micro-batch that is not accumulated."""
         self.accumulators.clear()
-        self._running.audit.put_back(c.GuardPoint.ATTEMPT)
+        self._running.undo.put_back(c.GuardPoint.ATTEMPT)
 
     def _declare(self) -> None:
         """The accumulators are about to change. In lockstep: if all ranks have run the

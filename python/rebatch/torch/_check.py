@@ -9,7 +9,6 @@ from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from rebatch.torch._audit import NotPutBackError
 from rebatch.torch._findings import Check, Finding, explain
 from rebatch.torch._modules_off import (
     BATCH_NORM,
@@ -22,6 +21,7 @@ from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._program import Running
 from rebatch.torch._rehearsal import Outcome, Rehearsal, RunAs, restored
 from rebatch.torch._rounding import SEEDS, floors, tolerance
+from rebatch.torch._undo import NotPutBackError
 
 # So much may stay in use after a run.
 _LEAK_BYTES = 1 << 20

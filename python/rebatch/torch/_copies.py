@@ -22,8 +22,8 @@ def memory_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, requires_grad=False, device="cpu")
 
 
-def _is_for(memory: Optional[torch.Tensor], tensor: torch.Tensor) -> bool:
-    return memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
+def _is_for(memory: torch.Tensor, tensor: Optional[torch.Tensor]) -> bool:
+    return tensor is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
@@ -41,29 +41,32 @@ class Copies:
 
     def __init__(self) -> None:
         self._memory: Dict[Any, torch.Tensor] = {}
+        self._given: Any = None  # the dict for which these are
         self._of: List[torch.Tensor] = []
         self._copies: List[torch.Tensor] = []
 
-    def prepare(self, tensors: Dict[Any, torch.Tensor]) -> None:
-        """Make memory for these, and give that of others back."""
-        memory = {key: m for key, m in self._memory.items() if _is_for(m, tensors.get(key, m))}
-        self._memory = {key: m for key, m in memory.items() if key in tensors}
-        for key, tensor in tensors.items():
-            if key not in self._memory and _can_be_written(tensor):
-                self._memory[key] = memory_like(tensor)
-
     def save(self, tensors: Dict[Any, torch.Tensor]) -> None:
-        self._of, self._copies = [], []
+        """A dict that was given before has the tensors that it had."""
+        if tensors is not self._given:
+            self._prepare(tensors)
+        try:
+            _copy(self._copies, self._of)
+        except RuntimeError:  # some have another size now
+            self._prepare(tensors)
+            _copy(self._copies, self._of)
+
+    def _prepare(self, tensors: Dict[Any, torch.Tensor]) -> None:
+        """Make memory for these, and give that of others back."""
+        memory = {k: m for k, m in self._memory.items() if _is_for(m, tensors.get(k))}
+        self._memory, self._of, self._copies = memory, [], []
         for key, tensor in tensors.items():
-            memory = self._memory.get(key)
-            if not _is_for(memory, tensor):
+            if key not in memory:
                 if not _can_be_written(tensor):
                     continue
-                memory = self._memory[key] = memory_like(tensor)
-            assert memory is not None
+                memory[key] = memory_like(tensor)
             self._of.append(tensor)
-            self._copies.append(memory)
-        _copy(self._copies, self._of)
+            self._copies.append(memory[key])
+        self._given = tensors
 
     def restore(self) -> None:
         for tensor, saved in zip(self._of, self._copies):
@@ -125,25 +128,35 @@ def _sum_of(tensor: torch.Tensor) -> Optional[torch.Tensor]:
     return total if whole == span else total + flat[whole:].view(_INTEGERS[size]).sum()
 
 
-def sums_of(tensors: Sequence[torch.Tensor], has_trained: bool = False) -> List[Optional[int]]:
-    """What the bits of each tensor add up to, as integers: changes through .data increase no
-    version. None where that cannot be known, and for trained parameters unless has_trained is
-    set."""
-    by_device: Dict[torch.device, Dict[int, torch.Tensor]] = {}
-    found: List[Optional[int]] = [None] * len(tensors)
+def lazy_sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[torch.Tensor]]:
+    """What the bits of each tensor add up to, as integers on its device. None where that cannot be
+    known."""
     try:
-        for i, tensor in enumerate(tensors):
-            is_trained = tensor.requires_grad and tensor.is_leaf
-            if tensor.layout != torch.strided or (is_trained and not has_trained):
-                continue
-            total = _sum_of(tensor)
-            if total is not None:
-                by_device.setdefault(total.device, {})[i] = total
-        for totals in by_device.values():
-            for i, total in zip(totals, torch.stack(list(totals.values())).tolist()):
-                found[i] = total
+        return [_sum_of(t) if t.layout == torch.strided else None for t in tensors]
     except Exception as error:  # of tensors that are none of PyTorch's own, or out of memory
         if not (is_oom(error) or isinstance(error, (RuntimeError, TypeError, KeyError))):
             raise
         return [None] * len(tensors)
+
+
+def read_sums(sums: Sequence[Optional[torch.Tensor]]) -> List[Optional[int]]:
+    """On the host, with one copy for each device."""
+    by_device: Dict[torch.device, Dict[int, torch.Tensor]] = {}
+    for i, total in enumerate(sums):
+        if total is not None:
+            by_device.setdefault(total.device, {})[i] = total
+    found: List[Optional[int]] = [None] * len(sums)
+    try:
+        for totals in by_device.values():
+            for i, number in zip(totals, torch.stack(list(totals.values())).tolist()):
+                found[i] = number
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        return [None] * len(sums)
     return found
+
+
+def sums_of(tensors: Sequence[torch.Tensor]) -> List[Optional[int]]:
+    """Changes through .data increase no version, and change these."""
+    return read_sums(lazy_sums_of(tensors))

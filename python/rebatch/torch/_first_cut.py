@@ -229,7 +229,7 @@ def _most_different(running: Running, large: int, number: int) -> int:
 
 def _modules_of(running: Running) -> torch.nn.ModuleList:
     """Those of the model, and others that loss_fn reaches."""
-    return torch.nn.ModuleList([*running.program.modules, *running.audit.tree.reached])
+    return running.program.modules
 
 
 class _Comparison:
@@ -243,14 +243,12 @@ class _Comparison:
         named = self._root[0] if len(self._root) == 1 else self._root
         self._named = named
         places = places_outside(named, self._program.loss_fn, self._program.owners)
-        generators = [*self._program.generators, *running.reached.generators]
-        self._generators = AllGenerators(cuda_devices_of(tensors), generators)
+        self._generators = AllGenerators(cuda_devices_of(tensors), self._program.generators)
         self._snapshot = Snapshot(places, self._generators)
         end = first + large
         self._whole = [(first, large)]
         self._parts = [(at, min(small, end - at)) for at in range(first, end, small)]
-        running.reached.save(GuardPoint.STEP)
-        running.audit.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
+        running.undo.save(GuardPoint.STEP)  # parameters that loss_fn changes, and `state`
         self._off = training_modules(self._root, DROPOUT) + power_iterations(self._root)
         self._batch_norm = training_modules(self._root, BATCH_NORM)
         self._has_gradients = self._has_run = False
@@ -285,8 +283,7 @@ class _Comparison:
     def _restore(self) -> None:
         if not self._has_run:
             return
-        self._running.reached.restore(GuardPoint.STEP)
-        self._running.audit.restore(GuardPoint.STEP, has_failed=False)
+        self._running.undo.restore(GuardPoint.STEP, has_failed=False)
         self._snapshot.restore()
         self._has_run = False
 

@@ -50,6 +50,7 @@ class Accumulators:
         # In their order. A tensor's own hash is a function in Python, so there is no dict of them.
         self._sums: List[Any] = []  # tensors, and None where there is no gradient yet
         self._has_sum: List[bool] = []  # there is a gradient in this batch
+        self._are_dense = False  # all sums, of which there is one for each parameter
         self._earlier: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._has_earlier = False  # the sums contain the earlier gradients
 
@@ -89,10 +90,21 @@ class Accumulators:
         self._parameters = list(parameters)
         self._sums = [None] * len(self._parameters)  # the program has those of before
         self._has_sum = [False] * len(self._parameters)
+        self._are_dense = False
         self._has_earlier = False
         self.clear()
         if wanted:
             self._make_sums(wanted)
+
+    def begin_whole(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """An effective batch begins that runs as a whole, with no gradients in .grad: those of its
+        only backward pass stay there. False: they have to be taken."""
+        device = parameters[0].device if parameters else None
+        if self._earlier or _taking(device) is torch.clone:
+            return False
+        self._parameters, self._sums, self._has_sum = list(parameters), [], []
+        self._has_earlier = True
+        return True
 
     def _make_sums(self, wanted: set[Any]) -> None:
         """An OOM is for the first micro-batch to meet: its gradients can be the sums too."""
@@ -116,7 +128,8 @@ class Accumulators:
 
     @torch.no_grad()
     def expose(self, is_added_to: bool = False) -> None:
-        """Put the sums into .grad, where an optimizer finds them, or autograd, which adds."""
+        """Put the sums into .grad, where an optimizer finds them, or autograd, which adds. Those of
+        a whole batch are there."""
         if not self._has_earlier:
             self._add_earlier(is_added_to)
         for p, total, has_sum in zip(self._parameters, self._sums, self._has_sum):
@@ -148,6 +161,10 @@ class Accumulators:
     @torch.no_grad()
     def add(self) -> None:
         """Add the gradients in .grad. Allocates nothing where they are dense."""
+        if self._is_even():
+            torch._foreach_add_(self._sums, [p.grad for p in self._parameters])
+            self.clear()
+            return
         sums, has_sum, take = self._sums, self._has_sum, self._taking()
         totals, added, places, copied = [], [], [], []
         for i, p in enumerate(self._parameters):
@@ -171,6 +188,14 @@ class Accumulators:
             torch._foreach_add_(totals, added)
         if copied:
             torch._foreach_copy_(places, copied)
+
+    def _is_even(self) -> bool:
+        """Whether each parameter has a dense sum and a dense gradient: what most micro-batches
+        add. The layouts of the sums are asked once."""
+        if not self._are_dense:
+            self._are_dense = all(self._has_sum) and all(map(_is_dense, self._sums))
+        gradients = [p.grad for p in self._parameters]
+        return self._are_dense and all(g is not None and not g.is_sparse for g in gradients)
 
     def _taking(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return _taking(self._parameters[0].device if self._parameters else None)

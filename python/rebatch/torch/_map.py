@@ -35,6 +35,7 @@ def run_map(
         part = cut.part(batch, first, count, samples)
         with torch.no_grad():
             result = function(part)
+        session.succeeded()
         results.append((count, result))
 
     ops = c.MapOps(run=c.ForwardBackward(run), key=key)

@@ -9,7 +9,7 @@ from typing import Iterator, List, Optional, Set
 
 import torch
 
-from rebatch.torch._reach import is_own
+from rebatch.torch._own import is_own
 
 # Texts of exceptions that are not torch.OutOfMemoryError. Each is the library's own wording, so a
 # user's text that merely speaks of memory is none.

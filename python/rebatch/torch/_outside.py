@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
-from typing import Any, Iterator, MutableMapping, Optional
+from typing import Any, Callable, MutableMapping, Optional
 
 import torch
 
@@ -60,13 +59,12 @@ def _watch_of(optimizer: Any) -> _Watch:
     return watch
 
 
-@contextlib.contextmanager
-def own_step(optimizer: Any) -> Iterator[None]:
-    """Around the step() that a Step calls."""
+def own_step(optimizer: Any, step: Callable[[], Any]) -> None:
+    """Call the step() of an optimizer for a Step."""
     watch = _watch_of(optimizer)
     watch.is_own = True
     try:
-        yield
+        step()
         watch.note_update(optimizer)
     finally:
         watch.is_own = False

@@ -3,10 +3,9 @@ phase begins with the first allocation after an optimizer's step, so that gradie
 `zero_grad()` frees before that are of the phase that made them. Within an optimizer's step, which
 cannot be undone, allocations must not fail."""
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +23,19 @@ _keys: weakref.WeakKeyDictionary[Any, int] = (
 _others = 0  # who mark phases themselves
 
 
-@contextlib.contextmanager
-def marked_by_session() -> Iterator[None]:
-    """Within the block a session marks the phases of its callbacks."""
-    global _others
-    _others += 1
-    try:
-        yield
-    finally:
+class _MarkedBySession:
+    """Within its block a session marks the phases of its callbacks."""
+
+    def __enter__(self) -> None:
+        global _others
+        _others += 1
+
+    def __exit__(self, *_error: Any) -> None:
+        global _others
         _others -= 1
+
+
+marked_by_session = _MarkedBySession()
 
 
 def _is_none_of_ours() -> bool:

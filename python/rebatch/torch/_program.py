@@ -7,17 +7,17 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
 
 import torch
 
-from rebatch._library import Event, GuardPoint
+from rebatch._library import Event
 from rebatch.torch import _allocator
-from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
 from rebatch.torch._outputs import split_result
-from rebatch.torch._reached import Reached
 from rebatch.torch._state import Generators
+from rebatch.torch._told import Told
+from rebatch.torch._undo import Undo
 from rebatch.torch._update import Update
 
 
@@ -83,6 +83,12 @@ class Program:
         """Those of the program that run in a micro-batch."""
         return self.functions or [self.loss_fn]
 
+    def handled(self) -> Set[int]:
+        """The ids of what a Step steps, saves or calls by itself."""
+        update = self.update
+        parts = [*update.optimizers, *update.schedulers, update.scaler, *self.generators]
+        return {id(part) for part in (*parts, *listed(self.model))}
+
     def loss_of(self, samples: Any) -> Tuple[Any, Any]:
         """What loss_fn returns of them: the loss, and what is beside it."""
         was_running, _loss_fn.is_running = _loss_fn.is_running, True
@@ -105,8 +111,8 @@ class Running:
     """The batch that runs: of a training, an evaluation, a probe or a check. One object serves all
     batches of a Step, one after another."""
 
-    def __init__(self, program: Program, audit: Audit, reached: Reached):
-        self.program, self.audit, self.reached = program, audit, reached
+    def __init__(self, program: Program, undo: Undo, told: Told):
+        self.program, self.undo, self.told = program, undo, told
         self.has_ranks = False  # other ranks train the model too
         self.has_window = False  # and it is one of fully_shard()
         self.generators = Generators((), program.generators)  # as they are saved
@@ -147,10 +153,6 @@ class Running:
         sizes = {size for size in listed if smallest <= size <= largest and size % multiple == 0}
         return sorted(sizes, reverse=True) or [samples]
 
-    def has_drawn(self) -> bool:
-        """Whether the attempt that runs, or has failed, has drawn random numbers."""
-        return self.generators.have_moved(GuardPoint.ATTEMPT)
-
     def weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
         """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""
         program = self.program
@@ -158,8 +160,9 @@ class Running:
         with _allocator.tag("forward"):
             loss, extras = program.loss_of(samples)
         self._check(loss)
-        weighted = loss / self.divisor if program.normalizer else loss * (count / self.total)
-        return weighted, extras
+        if program.normalizer:
+            return loss / self.divisor, extras
+        return (loss if count == self.total else loss * (count / self.total)), extras
 
     def _check(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

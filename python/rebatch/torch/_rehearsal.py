@@ -11,8 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rebatch._library import Error, GuardPoint
-from rebatch.torch._audit import Audit
+from rebatch._library import GuardPoint
 from rebatch.torch._draws import FixedDraws
 from rebatch.torch._modules_off import (
     BATCH_NORM,
@@ -22,10 +21,10 @@ from rebatch.torch._modules_off import (
     training_modules,
 )
 from rebatch.torch._program import Program, Running
-from rebatch.torch._reached import Reached
 from rebatch.torch._rounding import in_reverse
-from rebatch.torch._snapshot import AllGenerators, Snapshot, all_places
+from rebatch.torch._snapshot import AllGenerators, Snapshot, all_places, optimizers_used_by
 from rebatch.torch._state import cuda_devices_of
+from rebatch.torch._undo import Undo
 from rebatch.torch._update import Update
 
 Changes = Dict[Tuple[str, str], Any]
@@ -82,7 +81,7 @@ class _NoUpdate(Update):
         return self._own.parameters
 
     def with_gradients(
-        self, parameters: Sequence[torch.nn.Parameter]
+        self, parameters: Sequence[Optional[torch.nn.Parameter]]
     ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
         return self._own.with_gradients(parameters)
 
@@ -112,26 +111,6 @@ def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
     return float(squares**0.5)
 
 
-class _Outside:
-    """What loss_fn reaches outside of the model, as it is when this is made."""
-
-    def __init__(self, running: Running):
-        program = running.program
-        self._reached = Reached(
-            program.functions_that_run, running.audit.handled, program.update.optimizers
-        )
-        modules, _ = self._reached.begin(running.audit.tree)
-        self._audit = Audit(modules)
-        self._audit.begin(())
-        for part in (self._reached, self._audit):
-            part.save(GuardPoint.STEP)
-
-    def restore(self) -> None:
-        for part in (self._reached, self._audit):
-            with contextlib.suppress(Error):  # a large tensor may have no copy
-                part.restore(GuardPoint.STEP)
-
-
 class Rehearsal:
     """The runs of a batch that runs. Each begins with the state that the training had when the
     Rehearsal was made; restore() goes back to it. run_as(program) runs the batch as a Step of
@@ -143,11 +122,12 @@ class Rehearsal:
         self.named = modules[0] if len(modules) == 1 else modules
         self.parameters = self._program.update.parameters
         tensors = [*self.parameters, *modules.buffers()]
-        generators = [*self._program.generators, *running.reached.generators]
-        self._generators = AllGenerators(cuda_devices_of(tensors), generators)
+        self._generators = AllGenerators(cuda_devices_of(tensors), self._program.generators)
         places = all_places(self.named, running.batch, self._program.loss_fn, self._program.owners)
         self._snapshot = Snapshot(places, self._generators)
-        self._outside = _Outside(running)
+        self._state = Undo((), [*running.undo.state, *optimizers_used_by(self._program.loss_fn)])
+        self._state.begin(())
+        self._state.save(GuardPoint.STEP)
         self._off = training_modules(modules, BATCH_NORM + DROPOUT)
         self._off += power_iterations(modules)
         self.runs = self.ooms = 0
@@ -155,7 +135,7 @@ class Rehearsal:
         self.draws = True  # unless the first run has drawn no random number
 
     def restore(self) -> None:
-        self._outside.restore()
+        self._state.restore(GuardPoint.STEP, has_failed=False)
         self._snapshot.restore()
 
     # ---- a run at a cut ----

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Callable, List
 
-from rebatch.torch._audit import Audit
+from rebatch.torch._undo import Undo
 
 
 class Rungs:
     """Functions f(on) that save memory, which are switched on in their order, and off in the
     opposite one. What they change in the model is no change of a micro-batch."""
 
-    def __init__(self, functions: List[Callable[[bool], None]], audit: Audit):
-        self._functions, self._audit = functions, audit
+    def __init__(self, functions: List[Callable[[bool], None]], undo: Undo):
+        self._functions, self._undo = functions, undo
         self.level = 0  # functions that are on
         self.wanted = 0  # with which a session that is opened begins
 
@@ -21,7 +21,7 @@ class Rungs:
 
     def set_level(self, level: int) -> None:
         """Switch the first `level` functions on, and the others off."""
-        with self._audit.accepting():
+        with self._undo.accepting():
             while self.level < level:
                 self._functions[self.level](True)
                 self.level += 1

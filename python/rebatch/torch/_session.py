@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 import weakref
-from typing import Any, Callable, Optional, Sequence, Union
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -202,6 +202,7 @@ class Session:
             if self.is_cuda:
                 _allocator.limit_native(device)
             self.meter = NativeMeter(device) if self.is_cuda else UnknownMeter()
+        self.limit_bytes = _allocator.limit_of(device)
         self._open(options)
         if guards:
             self._guard()
@@ -265,6 +266,11 @@ class Session:
                 status = c.Status.E_USER
         return status
 
+    def succeeded(self) -> None:
+        """An attempt has: the guards learn what it changed."""
+        for guard in self._guards:
+            guard.succeeded()
+
     def keep_error(self, error: BaseException) -> None:
         """Of a callback: it ends the call of C, and comes out of it."""
         self.error = self.error or error
@@ -283,13 +289,10 @@ class Session:
         if self.error is not None:
             return c.Status.E_USER
         self._said = ""
-        if self.meter:
-            live, ooms = self.meter.live_at_begin, self.meter.ooms_at_begin
-        else:
-            live, ooms = self.live_bytes(), self._oom_count()
+        live, ooms = self._figures()
         try:
             try:
-                with _phases.marked_by_session():
+                with _phases.marked_by_session:
                     body(*arguments)
             except BaseException as error:
                 if isinstance(error, Ended):
@@ -309,6 +312,15 @@ class Session:
             self.error = error
             return c.Status.E_USER
         return c.Status.OOM
+
+    def _figures(self) -> Tuple[int, int]:
+        """Memory in use where the callback begins, and the allocations that have failed."""
+        if self.meter:
+            return self.meter.live_at_begin, self.meter.ooms_at_begin
+        if not self.is_pooled:
+            return 0, 0
+        stats = self._pool_stats()
+        return stats.live_bytes, stats.ooms
 
     # ---- after an OOM ----
 

@@ -196,6 +196,12 @@ def modules_used_by(function: Any) -> List[Tuple[str, torch.nn.Module]]:
     return [(name, value) for name, value in own if isinstance(value, torch.nn.Module)]
 
 
+def optimizers_used_by(function: Any) -> List[Tuple[str, torch.optim.Optimizer]]:
+    """Those that a function names."""
+    own = [(place.name, place.get()) for place in _variables_of(function)]
+    return [(name, value) for name, value in own if isinstance(value, torch.optim.Optimizer)]
+
+
 def _attributes_of(name: str, value: Any) -> Iterator[Place]:
     """Of an object of the program's own class, as a meter that averages."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType, torch.Tensor)):

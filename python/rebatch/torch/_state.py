@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import torch
+
+from rebatch._library import GuardPoint
+from rebatch.torch._own import user_stacklevel
+
+Functions = Tuple[Callable[[], Any], Callable[[Any], Any]]  # to get and to set a state
 
 
 def cuda_devices_of(tensors: Sequence[torch.Tensor]) -> List[torch.device]:
@@ -14,7 +20,7 @@ def cuda_devices_of(tensors: Sequence[torch.Tensor]) -> List[torch.device]:
     return list(dict.fromkeys(t.device for t in tensors if t.device.type == "cuda"))
 
 
-def functions_of(generator: Any) -> Tuple[Callable[[], Any], Callable[[Any], Any]]:
+def functions_of(generator: Any) -> Functions:
     """How to get and set the state of a generator of PyTorch, NumPy or Python."""
     if hasattr(generator, "bit_generator"):  # numpy.random.Generator
         bits = generator.bit_generator
@@ -48,40 +54,86 @@ def is_same_state(a: Any, b: Any) -> bool:
     )
 
 
+# Steps in which Python's and NumPy's generators are saved, whether loss_fn draws from them or not.
+_LOOKS = 3
+
+
 class Generators:
-    """The states of the global generators of PyTorch, Python, and NumPy if the program has it, of
-    those of some CUDA devices, and of others."""
+    """The states of the global generators of PyTorch, of those of some CUDA devices, and of others.
+    Those of Python and NumPy are saved where an attempt was seen to draw from them: in the first
+    steps, or in one that runs again after a failure."""
 
     def __init__(self, devices: Sequence[torch.device], others: Sequence[Any] = ()):
         self._devices = list(devices)
-        self._others = [functions_of(generator) for generator in others]
+        self._always = [(torch.get_rng_state, torch.set_rng_state)]
+        self._always += [functions_of(generator) for generator in others]
+        self._has_devices = not self._devices  # their generators are there once CUDA is initialized
+        self._used: Dict[str, Functions] = {}
         self._states: Dict[int, list[Any]] = {}
+        self._steps = 0
+        self._is_suspect = self._is_fresh = False
+        self._maybe_at_begin: Dict[str, Functions] = {}
 
-    def _each(self) -> List[Tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        each: List[Tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-            (torch.get_rng_state, torch.set_rng_state),
-            (random.getstate, random.setstate),
-        ]
+    def _maybe(self) -> Dict[str, Functions]:
+        """Python's and NumPy's, if it is not known whether they are used."""
+        if self._steps >= _LOOKS and not self._is_suspect:
+            return {}
+        found: Dict[str, Functions] = {}
+        if "random" not in self._used:
+            found["random"] = (random.getstate, random.setstate)
         numpy = sys.modules.get("numpy.random")
-        if numpy:
-            each.append((lambda: numpy.get_state(legacy=False), numpy.set_state))
-        return each + self._others
+        if numpy and "numpy.random" not in self._used:
+            found["numpy.random"] = (lambda: numpy.get_state(legacy=False), numpy.set_state)
+        return found
+
+    def _find_devices(self) -> None:
+        self._has_devices = True
+        torch.cuda.init()
+        for device in self._devices:
+            generator = torch.cuda.default_generators[
+                torch.cuda.current_device() if device.index is None else device.index
+            ]
+            self._always.append((generator.get_state, generator.set_state))
 
     def save(self, point: int) -> None:
-        states = [(put, get()) for get, put in self._each()]
-        devices = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
-        self._states[point] = [states, devices]
+        if not self._has_devices:
+            self._find_devices()
+        if point == GuardPoint.STEP:
+            self._steps += 1
+        elif self._is_fresh:  # nothing ran since the step began
+            self._is_fresh = False
+            self._states[point] = self._states[GuardPoint.STEP]
+            return
+        maybe = self._maybe()
+        each = [*self._always, *self._used.values(), *maybe.values()]
+        self._states[point] = [(put, get()) for get, put in each]
+        self._maybe_at_begin = maybe
+        self._is_fresh = point == GuardPoint.STEP
 
-    def have_moved(self, point: int) -> bool:
-        """Whether numbers were drawn since save()."""
-        states, devices = self._states[point]
-        now = [get() for get, _ in self._each()]
-        now += [torch.cuda.get_rng_state(device) for device, _ in devices]
-        return not all(map(is_same_state, now, [s for _, s in states] + [s for _, s in devices]))
+    def succeeded(self) -> None:
+        """An attempt has: what it drew from is saved from now on."""
+        maybe, self._maybe_at_begin = self._maybe_at_begin, {}
+        if not maybe:
+            return
+        states = self._states[GuardPoint.ATTEMPT][-len(maybe) :]
+        for (name, functions), (_, state) in zip(maybe.items(), states):
+            if not is_same_state(functions[0](), state):
+                self._used[name] = functions
+                if self._is_suspect:
+                    self._warn(name)
+        self._is_suspect = False
 
-    def restore(self, point: int) -> None:
-        states, devices = self._states[point]
-        for put, state in states:
+    def restore(self, point: int, has_failed: bool = True) -> None:
+        self._is_suspect = self._is_suspect or (has_failed and self._steps > _LOOKS)
+        for put, state in self._states[point]:
             put(state)
-        for device, state in devices:
-            torch.cuda.set_rng_state(state, device)
+        self._is_fresh = point == GuardPoint.STEP
+
+    def _warn(self, name: str) -> None:
+        warnings.warn(
+            f"rebatch: loss_fn draws from {name} for the first time after {_LOOKS} steps, and an "
+            "attempt that failed has drawn from it too: its numbers are lost, and from now on they "
+            "are drawn again",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )

@@ -36,7 +36,6 @@ from rebatch.torch._arguments import (
     named_state,
     ranks_or_none,
 )
-from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
 from rebatch.torch._callbacks import Callbacks
 from rebatch.torch._check import check_step
@@ -44,9 +43,10 @@ from rebatch.torch._findings import Check, accepted_kinds
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._only_check import check_if_asked
 from rebatch.torch._program import Program, Running, listed, refuse_update_in_loss_fn
-from rebatch.torch._reached import Reached
 from rebatch.torch._report import Report, point_of, report_of
 from rebatch.torch._session import Session, session_options, why_of
+from rebatch.torch._told import Told
+from rebatch.torch._undo import Undo
 from rebatch.torch._update import Update
 
 if TYPE_CHECKING:
@@ -157,7 +157,8 @@ class Training:
     def run(self, batch: Any) -> torch.Tensor:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
         refuse_update_in_loss_fn()
-        check_if_asked(self, batch)
+        if not self.report.samples:  # the first batch
+            check_if_asked(self, batch)
         return self._run(batch)
 
     def _run(self, batch: Any) -> torch.Tensor:
@@ -232,8 +233,7 @@ class Training:
     def _finish(self, session: Session, filled: c.StepReport) -> None:
         self.callbacks.accumulators.drop_earlier()
         self.outputs = self.callbacks.outputs
-        limit = _allocator.limit_of(session.device)
-        self.history.append(point_of(filled, self.running.samples, limit))
+        self.history.append(point_of(filled, self.running.samples, session.limit_bytes))
         self.number += 1
         self.program.update.done()
 
@@ -329,9 +329,9 @@ def training_of(
     def changed_by_updates() -> List[torch.nn.Parameter]:
         return ranks.window.trained() if ranks and ranks.window else program.update.parameters
 
-    audit = Audit(named_modules(model), parts, changed_by_updates)
-    reached = Reached(program.functions_that_run, audit.handled, program.update.optimizers)
-    running = Running(program, audit, reached)
+    undo = Undo(named_modules(model), parts, changed_by_updates)
+    told = Told(program.functions_that_run, lambda: undo.handled() | program.handled())
+    running = Running(program, undo, told)
     running.has_ranks = ranks is not None
     running.has_window = ranks is not None and ranks.window is not None
     return Training(running, ranks)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Mapping
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple, TypeVar
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
 
-from rebatch.torch._reach import is_object
+from rebatch.torch._own import is_object
 
 _TABLES = (
     "_parameters",
@@ -29,7 +30,7 @@ ATOMS = frozenset(
 _CONTAINERS = (list, dict, tuple, set, collections.deque)
 MOST_ENTRIES = 1 << 16  # of an attribute, with those of the containers in it
 _FEW_ENTRIES = 64  # that are looked at one by one, rather than by a set of their types
-_MISSING, _NO_DATA = object(), object()
+MISSING, _NO_DATA = object(), object()
 _T = TypeVar("_T", bound=torch.Tensor)
 
 
@@ -47,13 +48,15 @@ class Place(NamedTuple):
         value: Any = self.table.get(self.key)
         for key in self.path:
             try:
-                value = value[key]
+                value = (vars(value) if is_object(value) else value)[key]
             except (TypeError, LookupError):
                 return None
         return value if isinstance(value, torch.Tensor) else None
 
-    def inner(self, key: Any) -> "Place":
-        return Place(f"{self.name}[{key!r}]", self.table, self.key, (*self.path, key))
+    def inner(self, owner: Any, key: Any) -> "Place":
+        """That of an entry or attribute of the value."""
+        name = f"{self.name}.{key}" if is_object(owner) else f"{self.name}[{key!r}]"
+        return Place(name, self.table, self.key, (*self.path, key))
 
 
 def unique(tensors: Iterable[_T]) -> List[_T]:
@@ -67,11 +70,18 @@ def entries_of(value: Any) -> Iterator[Tuple[Any, Any]]:
 
 
 def _is_same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    return len(a) == len(b) and all(b.get(key, _MISSING) is value for key, value in a.items())
+    return len(a) == len(b) and all(b.get(key, MISSING) is value for key, value in a.items())
 
 
 def _is_same_list(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    """Whether two copies of a container have the same entries."""
+    if isinstance(a, dict):
+        return _is_same(a, b)
+    return bool(a == b) if isinstance(a, set) else _is_same_list(a, b)
 
 
 def _copy_of(container: Any) -> Any:
@@ -90,7 +100,8 @@ def _parts_of(container: Any) -> Iterable[Any]:
     return [part for part in parts if type(part) not in ATOMS]
 
 
-Contents = Dict[int, Tuple[Any, Any]]  # containers and their entries, by id
+# Containers, and objects of the program, with their entries or attributes, by id.
+Contents = Dict[int, Tuple[Any, Any]]
 
 
 def walk(
@@ -107,11 +118,14 @@ def walk(
         part = found.pop()
         if isinstance(part, torch.Tensor):
             tensors.append(part)
-        elif isinstance(part, _CONTAINERS) and id(part) not in contents:
-            most -= len(part)
+        elif id(part) not in contents and (
+            isinstance(part, _CONTAINERS) or (is_object(part) and hasattr(part, "__dict__"))
+        ):
+            container = part if isinstance(part, _CONTAINERS) else vars(part)
+            most -= len(container)
             if most < 0:
                 return False
-            entries = _copy_of(part)
+            entries = _copy_of(container)
             contents[id(part)] = part, entries
             found.extend(_parts_of(entries))
         elif isinstance(part, torch.nn.Module):
@@ -128,6 +142,8 @@ def put_back_contents(contents: Contents) -> None:
 def put_back_entries(container: Any, entries: Any) -> None:
     if isinstance(container, tuple):
         return
+    if not isinstance(container, _CONTAINERS):
+        container = vars(container)
     if isinstance(container, (dict, set)):
         if not (
             _is_same(container, entries) if isinstance(container, dict) else (container == entries)
@@ -178,7 +194,7 @@ class Held:
                 live.clear()
                 live.update(saved)
         for (_, attributes, name), value in zip(self._attributes, self._values):
-            if value is not _NO_DATA and attributes.get(name, _MISSING) is not value:
+            if value is not _NO_DATA and attributes.get(name, MISSING) is not value:
                 attributes[name] = value
         known = {(id(attributes), name) for _, attributes, name in self._attributes}
         for module in self.modules:
@@ -219,7 +235,28 @@ class Held:
                 yield place, value
                 _, entries = self._contents.get(id(value), (None, ()))
                 if _parts_of(entries):
-                    found += [(place.inner(k), part) for k, part in entries_of(entries)]
+                    found += [(place.inner(value, k), part) for k, part in entries_of(entries)]
+
+    def changes(self, later: "Held", prefixes: Dict[int, str]) -> Iterator[Place]:
+        """Entries of tables and attributes that are others later, or hold others."""
+        mine, after = self._dicts(), later._dicts()
+        names = {id(vars(m)): prefixes.get(id(m), "") for m in (*self.modules, *later.modules)}
+        for i, table in enumerate(self._live):
+            names[id(table)] = prefixes.get(id(self.modules[i // len(_TABLES)]), "")
+        for key, (live, held) in mine.items():
+            now = after.get(key, (live, {}))[1]
+            for name in {**held, **now}:
+                if held.get(name, MISSING) is not now.get(name, MISSING):
+                    yield Place(f"{names[key]}{name}", live, name)
+        moved = {
+            key
+            for key, (_, entries) in self._contents.items()
+            if key in later._contents and not _are_same(entries, later._contents[key][1])
+        }
+        if moved:
+            for place, value in self.values(prefixes):
+                if id(value) in moved:
+                    yield Place(place.name, place.table, place.key)
 
     @property
     def has_large(self) -> bool:
@@ -251,7 +288,7 @@ class Held:
             if key not in mine or _is_same(then, saved):
                 continue
             kept = mine[key][1]
-            kept.update((k, v) for k, v in saved.items() if then.get(k, _MISSING) is not v)
+            kept.update((k, v) for k, v in saved.items() if then.get(k, MISSING) is not v)
             for name in set(then) - set(saved):
                 kept.pop(name, None)
         held = [
@@ -285,44 +322,33 @@ class Tree:
 
     def __init__(self, roots: Sequence[Tuple[str, torch.nn.Module]]):
         self._roots = list(roots)
-        self._reached: List[Tuple[str, torch.nn.Module]] = []
         self._hidden: Dict[torch.nn.Module, str] = {}  # roots that no table has, and their names
         self.modules: List[torch.nn.Module] = []
         self.plain: Dict[int, tuple[Any, ...]] = {}  # tuples of numbers and texts, by id
         self._look()
 
-    def refresh(self) -> None:
-        """Look for modules that were added or removed."""
-        children = [c for m in self.modules for c in m._modules.values()]
-        if children != self._children:
-            self._look()
-
-    def set_reached(self, reached: Sequence[Tuple[str, torch.nn.Module]]) -> bool:
-        """More roots, which some functions reach. Returns whether they are others than before."""
-        now, before = [m for _, m in reached], [m for _, m in self._reached]
-        if len(now) == len(before) and all(a is b for a, b in zip(now, before)):
+    def refresh(self) -> bool:
+        """Look for modules that were added or removed. Returns whether there are some."""
+        if self._children_now() == self._children:
             return False
-        self._reached = list(reached)
         self._look()
         return True
 
-    def known_without_reached(self) -> set[Any]:
-        """The modules that these roots did not bring."""
-        if not self._reached:
-            return self.known
-        roots = [root for _, root in self._roots] + list(self._hidden)
-        return {module for root in roots for module in root.modules()}
+    def _children_now(self) -> List[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._module_tables)))
 
     def _named_roots(self) -> List[Tuple[str, torch.nn.Module]]:
         hidden = [(name, module) for module, name in self._hidden.items()]
-        return self._roots + self._reached + hidden
+        return self._roots + hidden
 
     def _look(self) -> None:
         found = dict.fromkeys(m for _, root in self._named_roots() for m in root.modules())
         self.modules, self.known = list(found), set(found)
-        self._children = [c for m in self.modules for c in m._modules.values()]
         self.tables = [_table(m, name) for m in self.modules for name in _TABLES]
         self.buffers = self.tables[_TABLES.index("_buffers") :: len(_TABLES)]
+        self._parameter_tables = self.tables[0 :: len(_TABLES)]
+        self._module_tables = self.tables[_TABLES.index("_modules") :: len(_TABLES)]
+        self._children = self._children_now()
         self._dicts = [vars(m) for m in self.modules]
         self._look_at_attributes()
 
@@ -358,17 +384,13 @@ class Tree:
             names = {id(value): place.name for place, value in held.values(self.prefixes())}
             self._hidden.update((module, names[id(module)]) for module in held.hidden)
 
+    def entries(self) -> List[Optional[torch.nn.Parameter]]:
+        """Of the tables of parameters: some more than once, and None."""
+        return list(itertools.chain.from_iterable(map(dict.values, self._parameter_tables)))
+
     def parameters(self) -> List[torch.nn.Parameter]:
         """All of them, each once."""
-        tables = self.tables[0 :: len(_TABLES)]
-        return unique(p for t in tables for p in t.values() if p is not None)
-
-    @property
-    def reached(self) -> List[torch.nn.Module]:
-        return [root for _, root in self._reached]
-
-    def parameters_of_reached(self) -> List[torch.nn.Parameter]:
-        return [p for root in self.reached for p in root.parameters()]
+        return unique(p for p in self.entries() if p is not None)
 
     def named_modules(self) -> List[Tuple[str, torch.nn.Module]]:
         """(the beginning of the names of what it holds, module), with those that are hidden."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -189,7 +190,7 @@ class Update:
         scaler: Optional[Any],
         clip: Optional[float],
     ):
-        self.optimizers, self._schedulers = list(optimizers), list(schedulers)
+        self.optimizers, self.schedulers = list(optimizers), list(schedulers)
         for optimizer in self.optimizers:
             check_optimizer("optimizer", optimizer)
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -197,7 +198,7 @@ class Update:
                     "rebatch: the optimizer is LBFGS, whose step runs the model again: expected "
                     "one whose step takes no closure"
                 )
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 raise ValueError(
                     "rebatch: lr_scheduler is ReduceLROnPlateau, which needs a metric: call its "
@@ -212,6 +213,8 @@ class Update:
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_
         )
+        self._known: Any = None  # the parameters of which with_gradients() was asked last
+        self._with_gradients: Tuple[List[Any], List[Any]] = ([], [])
         # In place of the GradScaler's own way, which makes collectives of its own for DTensors.
         self.unscale_gradients: Optional[Callable[[Any, Sequence[Any]], Any]] = None
 
@@ -226,13 +229,20 @@ class Update:
         return unique(p for g in groups for p in g["params"] if p.requires_grad)
 
     def with_gradients(
-        self, parameters: Sequence[torch.nn.Parameter]
+        self, parameters: Sequence[Optional[torch.nn.Parameter]]
     ) -> Tuple[List[torch.nn.Parameter], List[torch.nn.Parameter]]:
-        """Of the optimizers' parameters and a model's: all that get gradients, and those of them
-        whose gradients zero_grad() leaves, and to which a batch adds its own."""
-        mine = {id(p): p for p in self.parameters}
-        kept = [p for p in parameters if id(p) not in mine and p.requires_grad]
-        return [*mine.values(), *kept], kept
+        """Of the optimizers' parameters and a model's, which may come twice or be None: all that
+        get gradients, and those of them whose gradients zero_grad() leaves, and to which a batch
+        adds its own."""
+        groups = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        each = [*groups, *parameters]
+        known = list(map(id, each)), [p is not None and p.requires_grad for p in each]
+        if known != self._known:
+            mine = {id(p): p for p in groups if p.requires_grad}
+            others = {id(p): p for p in parameters if p is not None and p.requires_grad}
+            kept = [p for key, p in others.items() if key not in mine]
+            self._known, self._with_gradients = known, ([*mine.values(), *kept], kept)
+        return self._with_gradients
 
     @property
     def device(self) -> torch.device:
@@ -279,15 +289,14 @@ class Update:
     def apply(self) -> None:
         """Change the parameters."""
         for optimizer in self.optimizers:
-            with own_step(optimizer):
-                if self.scaler is None:
-                    optimizer.step()
-                else:
-                    self.scaler.step(optimizer)
+            step = optimizer.step
+            if self.scaler is not None:
+                step = functools.partial(self.scaler.step, optimizer)
+            own_step(optimizer, step)
 
     def done(self) -> None:
         """The update was applied."""
         if self.scaler is not None:
             self.scaler.update()
-        for scheduler in [s for s in self._schedulers if step_scheduler(s)]:
+        for scheduler in [s for s in self.schedulers if step_scheduler(s)]:
             warn_of_scheduler(scheduler)  # here, where all of them have stepped

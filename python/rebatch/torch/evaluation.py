@@ -9,15 +9,15 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 import torch
 
 from rebatch.torch import _allocator
-from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
 from rebatch.torch._join import join_results
 from rebatch.torch._map import run_map
-from rebatch.torch._reached import SMALL_BYTES, Reached
 from rebatch.torch._report import MapReport
 from rebatch.torch._session import Session, session_options
 from rebatch.torch._snapshot import modules_used_by
 from rebatch.torch._state import Generators
+from rebatch.torch._told import Told
+from rebatch.torch._undo import Undo
 
 
 class _Running:
@@ -32,6 +32,10 @@ class _Running:
     def restore(self, point: int) -> None:
         for part in self.parts:
             part.restore(point)
+
+    def succeeded(self) -> None:
+        for part in self.parts:
+            part.succeeded()
 
 
 _running = _Running()
@@ -82,33 +86,30 @@ class Map:
     A call is map(model, inputs, batch_dim). `report` says what the last call did, also when it
     failed: a MapReport, whose numbers have the names of Step.report's.
 
-    What a call that runs out of memory has changed is put back: what the model holds and what it
-    reaches, as in a Step. What cannot be put back is an Error that names it."""
+    What a call that runs out of memory has changed in the model is put back, as in a Step. What
+    cannot be put back is an Error that names it."""
 
     def __init__(self, model: Callable[[Any], Any], batch_dim: Optional[int] = None):
         if not callable(model):
             raise TypeError(f"rebatch: model is {model!r}: expected a function")
         self.model = model
         self.report = MapReport()
-        self._audit = Audit(modules_used_by(model), copies_first=False)
-        self._reached = Reached(lambda: [model], self._audit.handled, first_bytes=SMALL_BYTES)
+        self._undo = Undo(modules_used_by(model), copies_first=False)
+        self._told = Told(lambda: [model], self._undo.handled)
         self._dim, self._cut = batch_dim, Cut(batch_dim or 0, otherwise="")
 
     def __call__(self, inputs: Any) -> Any:
         samples = self._cut.length(inputs)
         session = _session_of(_device_of(self.model, inputs))
-        before, _running.parts = _running.parts, (self._reached, self._audit)
+        before, _running.parts = _running.parts, (self._told, self._undo)
         try:
-            modules, _ = self._reached.begin(self._audit.tree)
-            self._audit.set_reached(modules)
-            self._audit.begin(inputs)
+            self._undo.begin(inputs)
             results, self.report, status = run_map(
                 session, self.model, inputs, samples, _key_of(self.model), self._cut
             )
             session.raise_failure(status)
         finally:
-            self._audit.end()
-            self._reached.end()
+            self._undo.end()
             _running.parts = before
         return join_results(results, self._dim, lambda: self._one(inputs, samples))
 

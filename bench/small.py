@@ -1,0 +1,233 @@
+"""What a Step costs a training that the host bounds, when nothing goes wrong: six trainings, as a
+plain loop and in a Step, in turn in one process. Prints one JSON object a training.
+
+    python3 bench/small.py               # times, on a GPU if there is one
+    python3 bench/small.py --install     # with rebatch's pool
+    python3 bench/small.py --calls       # calls of Python and C functions a step beyond plain
+
+The counts do not depend on the machine. Needs the package rebatch; docs/benchmarks.md has the
+results."""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rebatch.torch as rebatch
+from pytorch import Gpt
+
+ROUNDS, STEPS, SETTLED = 7, 20, 6
+
+
+class Conv(nn.Sequential):
+    def __init__(self, inner, outer, size=3, stride=1):
+        conv = nn.Conv2d(inner, outer, size, stride, size // 2, bias=False)
+        super().__init__(conv, nn.BatchNorm2d(outer))
+
+
+class Residual(nn.Module):
+    def __init__(self, inner, outer, stride):
+        super().__init__()
+        self.first, self.second = Conv(inner, outer, stride=stride), Conv(outer, outer)
+        is_same = inner == outer and stride == 1
+        self.short = nn.Identity() if is_same else Conv(inner, outer, 1, stride)
+
+    def forward(self, x):
+        return F.relu(self.second(F.relu(self.first(x))) + self.short(x))
+
+
+def resnet18():
+    widths = (64, 64, 128, 256, 512)
+    blocks = [Conv(3, 64), nn.ReLU()]
+    for i, (inner, outer) in enumerate(zip(widths, widths[1:])):
+        blocks += [Residual(inner, outer, 1 + (i > 0)), Residual(outer, outer, 1)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+class Bert(nn.Module):
+    def __init__(self, width=768, layers=12):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(30522, width), nn.Embedding(512, width)
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.1, "gelu", 1e-12, True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.head(self.layers(x)[:, 0])
+
+
+class UNet(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        w = width
+        self.down = nn.ModuleList([Conv(3, w), Conv(w, 2 * w), Conv(2 * w, 4 * w)])
+        self.up = nn.ModuleList([Conv(6 * w, 2 * w), Conv(3 * w, w)])
+        self.head = nn.Conv2d(w, 2, 1)
+
+    def forward(self, x):
+        kept = []
+        for i, block in enumerate(self.down):
+            x = F.relu(block(F.max_pool2d(x, 2) if i else x))
+            kept.append(x)
+        for block, beside in zip(self.up, reversed(kept[:-1])):
+            x = F.relu(block(torch.cat((F.interpolate(x, scale_factor=2), beside), 1)))
+        return self.head(x)
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.cell = nn.Embedding(1000, 128), nn.LSTM(128, 256, 2, batch_first=True)
+        self.head = nn.Linear(256, 1000)
+
+    def forward(self, tokens):
+        return self.head(self.cell(self.words(tokens))[0]).flatten(0, 1)
+
+
+def mlp():
+    layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(512, 10))
+
+
+def images(count, size):
+    return torch.randn(count, 3, size, size), torch.randint(0, 2, (count,))
+
+
+def tokens(count, length, words):
+    drawn = torch.randint(0, words, (count, length + 1))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def labelled(count, length, words):
+    return torch.randint(0, words, (count, length)), torch.randint(0, 2, (count,))
+
+
+# name: model, batch of n samples, n, whether in bfloat16
+TRAININGS = {
+    "mlp": (mlp, lambda n: (torch.randn(n, 512), torch.randint(0, 10, (n,))), 256, False),
+    "resnet18": (resnet18, lambda n: images(n, 32), 128, True),
+    "gpt": (lambda: Gpt(384, 6, 256, 8192), lambda n: tokens(n, 256, 8192), 32, True),
+    "bert": (Bert, lambda n: labelled(n, 128, 30522), 16, True),
+    "unet": (
+        UNet,
+        lambda n: (torch.randn(n, 3, 64, 64), torch.randint(0, 2, (n, 64, 64))),
+        32,
+        True,
+    ),
+    "lstm": (Lstm, lambda n: tokens(n, 64, 1000), 64, False),
+}
+
+
+class Training:
+    """One of the six, as a plain loop and in a Step."""
+
+    def __init__(self, name, micros, device, samples=0):
+        make, make_batch, count, is_half = TRAININGS[name]
+        make = functools.partial(Bert, 64) if samples and make is Bert else make  # as many calls
+        torch.manual_seed(0)
+        self.micros, self.device, self.is_half = micros, device, is_half and device == "cuda"
+        self.batch = tuple(t.to(device) for t in make_batch(samples or count))
+        self.model = make().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=device == "cuda")
+        micro = len(self.batch[0]) // micros
+        self.parts = [tuple(t.split(micro)[i] for t in self.batch) for i in range(micros)]
+        self.step = rebatch.Step(
+            self.model, self.optimizer, self.loss, micro_start=micro, growth=False
+        )
+
+    def loss(self, model, samples):
+        x, y = samples
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.is_half):
+            out = model(x)
+            out = out.flatten(0, 1) if out.dim() == 3 else out  # of tokens
+            return F.cross_entropy(out, y.flatten() if out.dim() == 2 else y)
+
+    def run_plain(self):
+        self.optimizer.zero_grad()
+        total = 0
+        for part in self.parts:
+            loss = self.loss(self.model, part) / self.micros
+            loss.backward()
+            total = total + loss.detach()
+        self.optimizer.step()
+        return total
+
+    def run_step(self):
+        return self.step(self.batch)
+
+
+def milliseconds(run, waits, device):
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        loss = run()
+        if waits:
+            loss.item()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / STEPS * 1000
+
+
+def times(training, waits):
+    ways = {"plain": training.run_plain, "step": training.run_step}
+    for run in ways.values():
+        for _ in range(SETTLED):
+            run()
+    found = {way: [] for way in ways}
+    for _ in range(ROUNDS):
+        for way, run in ways.items():
+            found[way].append(milliseconds(run, waits, training.device))
+    return {way: round(statistics.median(each), 3) for way, each in found.items()}
+
+
+def calls_of(run):
+    """Calls of Python and C functions in a settled step."""
+    seen = 0
+
+    def count(_frame, event, _argument):
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    for _ in range(SETTLED):
+        run()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(TRAININGS), help="trainings")
+    parser.add_argument("--micros", type=int, nargs="*", default=[1, 4], help="micro-batches")
+    parser.add_argument("--calls", action="store_true", help="count calls, on the CPU")
+    parser.add_argument("--install", action="store_true", help="with rebatch's pool")
+    given = parser.parse_args()
+    device = "cpu" if given.calls or not torch.cuda.is_available() else "cuda"
+    if given.install:
+        rebatch.install()
+    for name in given.names:
+        for micros in given.micros:
+            training = Training(name, micros, device, samples=8 if given.calls else 0)
+            found = {"training": name, "micros": micros, "device": device}
+            found["tensors"] = sum(1 for p in training.model.state_dict().values())
+            if given.calls:
+                plain, step = calls_of(training.run_plain), calls_of(training.run_step)
+                found |= {"plain_calls": plain, "calls_beyond": step - plain}
+            else:
+                for key, waits in (("behind", False), ("waits", True)):
+                    found[key] = times(training, waits)
+                    found[key]["ratio"] = round(found[key]["step"] / found[key]["plain"], 3)
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What is the program's own, and what of an installed package."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any
+
+import torch
+
+# Packages whose objects know by themselves what they are for.
+_OTHERS = frozenset(
+    (*sys.builtin_module_names, *sys.stdlib_module_names, "torch", "numpy", "rebatch")
+) - {"__main__"}
+
+
+@functools.lru_cache(maxsize=None)
+def is_own(package: str) -> bool:
+    """Whether a package is the program's own, and not one that was installed."""
+    if package in _OTHERS:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return not any(folder in file for folder in ("site-packages", "dist-packages"))
+
+
+class _AreObjects(dict[type, bool]):
+    """Whether a type is a class of the program with attributes, and neither a module nor a
+    function."""
+
+    def __missing__(self, kind: type) -> bool:
+        skipped = (torch.nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType)
+        package = (getattr(kind, "__module__", None) or "builtins").split(".")[0]
+        is_container = issubclass(kind, (list, dict, tuple, set))
+        self[kind] = not issubclass(kind, skipped) and not is_container and is_own(package)
+        return self[kind]
+
+
+_are_objects = _AreObjects()
+
+
+def is_object(value: Any) -> bool:
+    """Of a class of the program that is no module and no container."""
+    return _are_objects[type(value)]
+
+
+# Packages whose frames are none of the user's.
+_CALLERS = ("rebatch", "torch", "lightning", "pytorch_lightning", "transformers", "contextlib")
+
+
+def user_stacklevel() -> int:
+    """The stacklevel, for warn() in the function that calls this, of the first frame outside of
+    this package and of trainers."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__", "")).startswith(_CALLERS):
+        level, frame = level + 1, frame.f_back
+    return level
