@@ -241,7 +241,7 @@ class Callbacks:
         try:
             if running.loss is None:
                 running.loss = self._zero_loss()
-            loss, extras = running.weighted_loss(first, count)
+            loss, extras = running.weighted_loss(first, count, self._looked_at(first))
             if loss.dtype == torch.float64 != running.loss.dtype:
                 self._loss_dtype, running.loss = loss.dtype, running.loss.double()
             if not is_apart:
@@ -266,6 +266,12 @@ class Callbacks:
             self.accumulators.take_exposed()
         running.loss.add_(detached.to(running.loss.device))
         self._extras.append(extras)
+
+    def _looked_at(self, first: int) -> List[torch.nn.Parameter]:
+        """Parameters to which loss_fn must give no gradient: not those in no optimizer of the Step,
+        which may be another's that loss_fn steps. All are looked at once in a batch."""
+        own = self._trained[: len(self._trained) - len(self._kept)] or self._trained
+        return own[:1] if first else own
 
     def _put_back(self) -> None:
         """The gradients and the modules of a micro-batch that is not accumulated."""

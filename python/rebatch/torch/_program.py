@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -15,6 +15,7 @@ from rebatch._library import Event, GuardPoint
 from rebatch.torch import _allocator
 from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
+from rebatch.torch._mistakes import refuse_gradients
 from rebatch.torch._outputs import split_result
 from rebatch.torch._reached import Reached
 from rebatch.torch._state import Generators
@@ -151,12 +152,16 @@ class Running:
         """Whether the attempt that runs, or has failed, has drawn random numbers."""
         return self.generators.have_moved(GuardPoint.ATTEMPT)
 
-    def weighted_loss(self, first: int, count: int) -> Tuple[torch.Tensor, Any]:
-        """The loss, weighted by its part of the batch, and what loss_fn returned beside it."""
+    def weighted_loss(
+        self, first: int, count: int, trained: Sequence[torch.nn.Parameter] = ()
+    ) -> Tuple[torch.Tensor, Any]:
+        """The loss, weighted by its part of the batch, and what loss_fn returned beside it. It
+        gives no gradient to `trained`, which have none."""
         program = self.program
         samples = self.part(first, count)
         with _allocator.tag("forward"):
             loss, extras = program.loss_of(samples)
+        refuse_gradients(program.loss_name, listed(program.model), trained)
         self._check(loss)
         weighted = loss / self.divisor if program.normalizer else loss * (count / self.total)
         return weighted, extras

@@ -1,0 +1,98 @@
+"""What programs leave in loss_fn, or in their loop, when they are converted: said in one sentence,
+before any update, where the program can mend it."""
+
+import pytest
+import torch
+
+import rebatch.torch as rebatch
+from models import make, regression_loss, same_bits, state_of
+
+
+def a_step(loss_fn, **options):
+    model, batch, _ = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = rebatch.Step(model, optimizer, loss_fn, log_level="quiet", growth=False, **options)
+    return step, model, batch
+
+
+# ---- backward() within loss_fn ----
+
+
+def two_backwards(model, samples):
+    regression_loss(model, samples).backward()
+    return regression_loss(model, samples)
+
+
+def backward_of_the_loss(model, samples):
+    loss = regression_loss(model, samples)
+    loss.backward()
+    return loss
+
+
+def detached_after_backward(model, samples):
+    return backward_of_the_loss(model, samples).detach()
+
+
+def gradients_by_hand(model, samples):
+    """As PCGrad does."""
+    head = model.body[3].weight
+    head.grad = torch.autograd.grad(regression_loss(model, samples), head)[0]
+    return regression_loss(model, samples)
+
+
+@pytest.mark.parametrize("gradients", ("fresh", "inplace"))
+@pytest.mark.parametrize("micro", (16, 4))
+@pytest.mark.parametrize(
+    "loss_fn, name",
+    (
+        (two_backwards, "body.0.weight"),
+        (backward_of_the_loss, "body.0.weight"),
+        (detached_after_backward, "body.0.weight"),
+        (gradients_by_hand, "body.3.weight"),
+    ),
+)
+def test_a_gradient_that_loss_fn_makes_is_refused_in_every_step(loss_fn, name, micro, gradients):
+    step, model, batch = a_step(loss_fn, micro_start=micro, gradients=gradients)
+    before = state_of(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"'{name}' got a gradient while loss_fn ran"):
+            step(batch)
+        assert same_bits(before, state_of(model))
+        assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match=f"'{name}' got a gradient while loss_fn ran"):
+        step.check(batch)
+
+
+def test_a_gradient_that_begins_later_is_refused():
+    """GradNorm after a warm-up."""
+
+    def loss_fn(model, samples):
+        if model.is_warm:
+            model.body[0].weight.sum().backward()
+        return regression_loss(model, samples)
+
+    step, model, batch = a_step(loss_fn, micro_start=4)
+    model.is_warm = False
+    for _ in range(5):
+        step(batch)
+    model.is_warm = True
+    with pytest.raises(ValueError, match="'body.0.weight' got a gradient while loss_fn ran"):
+        step(batch)
+
+
+def test_gradients_that_loss_fn_uses_itself_are_its_own():
+    """A gradient penalty, and another network that loss_fn trains by its own optimizer."""
+    critic = torch.nn.Linear(8, 1)
+    own = torch.optim.SGD(critic.parameters(), 0.1)
+
+    def loss_fn(model, samples):
+        x = samples[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        own.zero_grad()
+        critic(samples[0]).mean().backward()
+        own.step()
+        return regression_loss(model, samples) + slope.square().mean()
+
+    step, _, batch = a_step(loss_fn)
+    assert step(batch).isfinite()
+    assert step(batch).isfinite()
