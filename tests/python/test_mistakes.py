@@ -1,6 +1,8 @@
 """What programs leave in loss_fn, or in their loop, when they are converted: said in one sentence,
 before any update, where the program can mend it."""
 
+import functools
+
 import pytest
 import torch
 
@@ -95,4 +97,88 @@ def test_gradients_that_loss_fn_uses_itself_are_its_own():
 
     step, _, batch = a_step(loss_fn)
     assert step(batch).isfinite()
+    assert step(batch).isfinite()
+
+
+# ---- what is no loss_fn ----
+
+
+@pytest.mark.parametrize(
+    "criterion, name",
+    (
+        (torch.nn.MSELoss(), r"MSELoss\(\)"),
+        (torch.nn.functional.cross_entropy, "cross_entropy"),
+        (functools.partial(torch.nn.functional.mse_loss, reduction="sum"), "mse_loss"),
+    ),
+)
+def test_a_criterion_is_no_loss_fn(criterion, name):
+    expected = f"loss_fn is {name}, which does not run the model: expected a function"
+    with pytest.raises(TypeError, match=expected):
+        a_step(criterion)
+    step, _, _ = a_step(regression_loss)
+    with pytest.raises(TypeError, match=expected):
+        step.loss_fn = criterion
+
+
+def test_a_loss_of_the_programs_own_class_may_be_one():
+    class Loss(torch.nn.MSELoss):
+        def forward(self, model, samples):
+            return super().forward(model(samples[0]), samples[1])
+
+    step, _, batch = a_step(Loss())
+    assert step(batch).isfinite()
+
+
+# ---- a GradScaler within loss_fn ----
+
+
+class Trainer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def loss(self, model, samples):
+        return self.scaler.scale(regression_loss(model, samples))
+
+    def half_the_loss(self, model, samples):
+        return self.scaler.scale(regression_loss(model, samples)) / 2
+
+
+GLOBAL = torch.amp.GradScaler("cpu")
+
+
+def scaled_by_a_global(model, samples):
+    return GLOBAL.scale(regression_loss(model, samples))
+
+
+def scaled_by_a_cell():
+    scaler = torch.amp.GradScaler("cpu")
+    return lambda model, samples: scaler.scale(regression_loss(model, samples))
+
+
+@pytest.mark.parametrize(
+    "loss_fn", (Trainer().loss, Trainer().half_the_loss, scaled_by_a_global, scaled_by_a_cell())
+)
+def test_a_loss_that_is_scaled_already_is_refused(loss_fn):
+    step, model, batch = a_step(loss_fn)
+    before = state_of(model)
+    with pytest.raises(ValueError, match="loss_fn returned a loss that a GradScaler has scaled"):
+        step(batch)
+    assert same_bits(before, state_of(model))
+
+
+def test_so_is_one_that_the_steps_own_scaler_has_scaled():
+    trainer = Trainer()
+    step, _, batch = a_step(trainer.loss, scaler=trainer.scaler)
+    with pytest.raises(ValueError, match="loss_fn returned a loss that a GradScaler has scaled"):
+        step(batch)
+
+
+def test_another_factor_is_no_scaler():
+    factor, trainer = torch.tensor(65536.0), Trainer()
+
+    def loss_fn(model, samples):
+        assert trainer.scaler.is_enabled()
+        return regression_loss(model, samples) * factor
+
+    step, _, batch = a_step(loss_fn, scaler=torch.amp.GradScaler("cpu"))
     assert step(batch).isfinite()

@@ -3,9 +3,23 @@ and how gradients are accumulated."""
 
 from __future__ import annotations
 
-from typing import Sequence
+import functools
+import gc
+from typing import Any, Iterator, Sequence
 
 import torch
+
+
+def check_loss_fn(function: Any) -> None:
+    """TypeError for a criterion of PyTorch, which takes what a model returns."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    kind = inner if hasattr(inner, "__qualname__") else type(inner)
+    if kind.__module__ in ("torch.nn.modules.loss", "torch.nn.functional"):
+        raise TypeError(
+            f"rebatch: loss_fn is {getattr(inner, '__name__', inner)}, which does not run the "
+            "model: expected a function of the model and samples, such as "
+            "lambda model, samples: criterion(model(samples[0]), samples[1])"
+        )
 
 
 def refuse_gradients(
@@ -27,3 +41,33 @@ def refuse_gradients(
         f"ran, which counts once in each micro-batch, whatever its size: expected {loss_name} to "
         "return the sum of its losses and to call no backward(), since the Step calls it"
     )
+
+
+def refuse_scaled(loss_name: str, loss: torch.Tensor) -> None:
+    """ValueError for a loss from scale() of a GradScaler. Its weight would be another one once the
+    scale changes, and the update that many times as large."""
+    if any(map(_is_scale, _factors(loss))):
+        raise ValueError(
+            f"rebatch: {loss_name} returned a loss that a GradScaler has scaled: expected the loss "
+            "itself, and the scaler as scaler= of the Step, which calls its scale(), step() and "
+            "update()"
+        )
+
+
+def _factors(loss: torch.Tensor) -> Iterator[Any]:
+    """Those of the last operations of which a loss is the result."""
+    node = loss.grad_fn
+    for _ in range(4):
+        if node is None:
+            return
+        yield getattr(node, "_saved_other", None)
+        node = node.next_functions[0][0] if node.next_functions else None
+
+
+def _is_scale(factor: Any) -> bool:
+    is_like_one = isinstance(factor, torch.Tensor) and factor.dtype == torch.float32
+    if not is_like_one or factor.dim() or not factor.is_leaf or factor.requires_grad:
+        return False
+    holders = gc.get_referrers(factor)
+    holders += gc.get_referrers(*(h for h in holders if isinstance(h, dict)))
+    return any(isinstance(holder, torch.amp.GradScaler) for holder in holders)

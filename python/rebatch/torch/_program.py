@@ -15,7 +15,7 @@ from rebatch._library import Event, GuardPoint
 from rebatch.torch import _allocator
 from rebatch.torch._audit import Audit
 from rebatch.torch._batch import Cut
-from rebatch.torch._mistakes import refuse_gradients
+from rebatch.torch._mistakes import refuse_gradients, refuse_scaled
 from rebatch.torch._outputs import split_result
 from rebatch.torch._reached import Reached
 from rebatch.torch._state import Generators
@@ -117,6 +117,7 @@ class Running:
         # The same of all ranks, and their samples.
         self.divisor: Any = None
         self.total = 0
+        self._is_first_loss = True
         self.loss: Optional[torch.Tensor] = None  # so far; None: there was no memory for it
 
     def begin(self, batch: Any) -> None:
@@ -163,6 +164,9 @@ class Running:
             loss, extras = program.loss_of(samples)
         refuse_gradients(program.loss_name, listed(program.model), trained)
         self._check(loss)
+        if self._is_first_loss:
+            refuse_scaled(program.loss_name, loss)
+            self._is_first_loss = False
         weighted = loss / self.divisor if program.normalizer else loss * (count / self.total)
         return weighted, extras
 

@@ -23,6 +23,7 @@ from rebatch import plot as _plot
 from rebatch.torch._findings import Check
 from rebatch.torch._host import joined_where_it_fits
 from rebatch.torch._map import run_map
+from rebatch.torch._mistakes import check_loss_fn
 from rebatch.torch._outputs import joined, kept
 from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._report import MapReport, Report
@@ -182,6 +183,7 @@ class Step:
 
     @loss_fn.setter
     def loss_fn(self, function: Callable[[Any, Any], Any]) -> None:
+        check_loss_fn(function)
         self._training.program.loss_fn = function
 
     @property
