@@ -2,11 +2,13 @@
 before any update, where the program can mend it."""
 
 import functools
+import inspect
 
 import pytest
 import torch
 
 import rebatch.torch as rebatch
+from rebatch.torch._own import user_stacklevel
 from models import make, regression_loss, same_bits, state_of
 
 
@@ -182,3 +184,36 @@ def test_another_factor_is_no_scaler():
 
     step, _, batch = a_step(loss_fn, scaler=torch.amp.GradScaler("cpu"))
     assert step(batch).isfinite()
+
+
+# ---- where warnings point ----
+
+
+def test_a_warning_points_at_the_programs_line():
+    step, model, batch = a_step(regression_loss)
+    optimizer = step._training.program.update.optimizers[0]
+    step(batch)
+    with pytest.warns(RuntimeWarning, match="update happens twice") as caught:
+        optimizer.step()
+    line = inspect.currentframe().f_lineno - 1
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+def test_so_does_that_of_a_scheduler():
+    model, batch, _ = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    step = rebatch.Step(model, optimizer, regression_loss, lr_scheduler=scheduler)
+    step(batch)
+    scheduler.step()
+    with pytest.warns(RuntimeWarning, match="moves twice") as caught:
+        step(batch)
+    line = inspect.currentframe().f_lineno - 1
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+def test_a_line_of_a_known_package_is_not_the_programs():
+    """One within torch, which calls back into this package."""
+    inside = {"__name__": "torch.optim.of_a_test", "user_stacklevel": user_stacklevel}
+    exec("def level():\n    return user_stacklevel()\n", inside)
+    assert inside["level"]() == 2

@@ -15,6 +15,8 @@ import torch
 from .. import _library
 from . import _front, _phases
 
+from rebatch.torch._own import user_stacklevel
+
 _front_library: Any = None  # once installed
 _Size = Union[int, str, None]
 _Device = Union[torch.device, int, str, None]  # as PyTorch names it
@@ -69,7 +71,9 @@ def install(
             _change(_front_library, given)
             return
         if not torch.cuda.is_available():
-            warnings.warn("rebatch: there is no GPU, so install() has no effect", stacklevel=2)
+            warnings.warn(
+                "rebatch: there is no GPU, so install() has no effect", stacklevel=user_stacklevel()
+            )
             return
         _front_library = _load_front(first)
         _options.update(given)

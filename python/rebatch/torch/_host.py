@@ -10,6 +10,7 @@ import torch
 
 from rebatch.torch._oom import is_oom, let_go
 from rebatch.torch._outputs import Sum
+from rebatch.torch._own import user_stacklevel
 from rebatch.torch._session import Exhausted
 
 _Devices = Dict[tuple[Any, ...], torch.device]  # of the tensors of a part, by their places in it
@@ -66,7 +67,7 @@ def _back(joined: Any, devices: _Devices) -> Any:
             f"rebatch: results of {sum(t.nbytes for t in left) / (1 << 20):.1f} MiB in all do not "
             "fit on their device as a whole, so they are in host memory",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
     return moved
 

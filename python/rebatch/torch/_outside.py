@@ -9,6 +9,8 @@ from typing import Any, Iterator, MutableMapping, Optional
 
 import torch
 
+from rebatch.torch._own import user_stacklevel
+
 
 def _first_gradient(optimizer: Any) -> Optional[torch.Tensor]:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -44,7 +46,7 @@ class _Watch:
                 "has applied already, so this update happens twice: expected step(batch) alone, "
                 "which steps the optimizer",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=user_stacklevel(),
             )
 
 
@@ -101,5 +103,5 @@ def warn_of_scheduler(scheduler: Any) -> None:
         "has it as lr_scheduler, so the learning rate moves twice for one update: expected "
         "step(batch) alone, which steps the scheduler",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )

@@ -43,6 +43,7 @@ from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._only_check import check_if_asked
+from rebatch.torch._own import user_stacklevel
 from rebatch.torch._program import Program, Running, listed, refuse_update_in_loss_fn
 from rebatch.torch._reached import Reached
 from rebatch.torch._report import Report, point_of, report_of
@@ -179,7 +180,7 @@ class Training:
             f"rebatch: {who} has no memory for the whole parameters of fully_shard(): from now "
             "on micro-batches gather them, on all ranks, and have the same sizes on all",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=user_stacklevel(),
         )
 
     def _run_gathered(self, session: Session, batch: Any) -> torch.Tensor:
