@@ -661,6 +661,18 @@ def test_it_grows_again():
 # ---- reports and events ----
 
 
+@pytest.mark.parametrize(
+    "samples, micro, text",
+    ((16, 8, "2 x 8 samples"), (16, 15, "15 + 1 samples"), (16, 7, "3 x up to 7 of 16 samples")),
+)
+def test_the_report_says_how_many_samples_each_micro_batch_has(samples, micro, text):
+    model, batch, loss_fn = make("mlp", samples)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = rebatch.Step(model, optimizer, loss_fn, micro_start=micro)
+    step(batch)
+    assert str(step.report) == f"step 0: {text}"
+
+
 def test_the_report_is_plain_numbers():
     _, _, step = train("mlp", limited=4)
     numbers = step.report.numbers()
