@@ -14,9 +14,10 @@ from rebatch.torch import _allocator
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
 from rebatch.torch._host import joined_where_it_fits
+from rebatch.torch._mistakes import hooked, refuse_stepped
 from rebatch.torch._oom import is_oom
 from rebatch.torch._outputs import joined, kept
-from rebatch.torch._program import Running
+from rebatch.torch._program import Running, listed
 from rebatch.torch._rungs import Rungs
 from rebatch.torch._session import Ended, Session
 from rebatch.torch._state import Generators, cuda_devices_of
@@ -248,8 +249,11 @@ class Callbacks:
                 lib.rebatch_mutating(self.session.rb)
                 self.accumulators.expose(is_added_to=True)
             total = running.loss + loss.detach().to(running.loss.device) if is_launching else None
+            noted = hooked(self._trained) if count < running.samples else []
             with _nothing if total is None else self.accumulators.launching(total):
                 self._update.backward(loss)
+            if noted:
+                refuse_stepped(listed(running.program.model), noted)
             detached, extras, loss = loss.detach(), kept(extras), None
         except BaseException as error:
             if loss is not None and count == running.samples:

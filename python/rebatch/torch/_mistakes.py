@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import Any, Iterator, Sequence
+from typing import Any, Container, Iterator, List, Sequence, Tuple
 
 import torch
+
+from rebatch._library import Status
+from rebatch.torch._audit import NotPutBackError
 
 
 def check_loss_fn(function: Any) -> None:
@@ -30,17 +33,44 @@ def refuse_gradients(
     found = {id(p) for p in trained if p.grad is not None}
     if not found:
         return
-    names = (
+    names = _names_of(models, found) or ["a parameter of the optimizer"]
+    raise ValueError(
+        f"rebatch: {names[0]} got a gradient while {loss_name} ran, which counts once in each "
+        f"micro-batch, whatever its size: expected {loss_name} to return the sum of its losses and "
+        "to call no backward(), since the Step calls it"
+    )
+
+
+def _names_of(models: Sequence[torch.nn.Module], wanted: Container[int]) -> List[str]:
+    """The names of the parameters with these ids."""
+    return [
         f"'model[{i}].{name}'" if len(models) > 1 else repr(name)
         for i, model in enumerate(models)
         for name, p in model.named_parameters()
-        if id(p) in found
-    )
-    raise ValueError(
-        f"rebatch: {next(names, 'a parameter of the optimizer')} got a gradient while {loss_name} "
-        f"ran, which counts once in each micro-batch, whatever its size: expected {loss_name} to "
-        "return the sum of its losses and to call no backward(), since the Step calls it"
-    )
+        if id(p) in wanted
+    ]
+
+
+def hooked(parameters: Sequence[torch.nn.Parameter]) -> List[Tuple[torch.nn.Parameter, int]]:
+    """Those with a hook that may step an optimizer within a backward pass, and their versions."""
+    return [(p, p._version) for p in parameters if p._post_accumulate_grad_hooks]
+
+
+def refuse_stepped(
+    models: Sequence[torch.nn.Module], noted: Sequence[Tuple[torch.nn.Parameter, int]]
+) -> None:
+    """Error where a hook has stepped, in the backward pass of a micro-batch that is no batch."""
+    changed = {id(p) for p, version in noted if p._version != version}
+    if changed:
+        names = _names_of(models, changed)
+        more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+        raise NotPutBackError(
+            f"rebatch: {', '.join(names[:3])}{more} changed within a backward pass, and each has a "
+            "hook of register_post_accumulate_grad_hook(): an optimizer that steps there steps "
+            "once a micro-batch, and its state cannot be put back: expected the optimizer to be "
+            "given to the Step, which steps it once a batch",
+            Status.E_STATE,
+        )
 
 
 def refuse_scaled(loss_name: str, loss: torch.Tensor) -> None:

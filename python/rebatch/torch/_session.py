@@ -260,7 +260,8 @@ class Session:
             try:
                 getattr(guard, action)(point)
             except BaseException as error:
-                if self.error is not None and isinstance(error, c.Error):
+                is_new = self.error is not None and str(error) != str(self.error)
+                if is_new and isinstance(error, c.Error):
                     warnings.warn(str(error), RuntimeWarning, stacklevel=user_stacklevel())
                 self.keep_error(error)
                 status = c.Status.E_USER
