@@ -170,6 +170,32 @@ def test_buffers_and_generators_are_put_back():
     assert draws[0] == draws[1]
 
 
+@pytest.mark.parametrize("largest, groups", ((4, 2), (0, 1)))
+def test_a_group_that_a_failed_attempt_added_to_the_optimizer_is_gone(largest, groups):
+    """A head that forward() makes for a new task."""
+    model, batch, _ = make("mlp")
+    optimizer = torch.optim.Adam(model.body.parameters())
+
+    def loss_fn(model, samples):
+        if not hasattr(model, "head"):
+            model.head = torch.nn.Linear(8, 1)
+            optimizer.add_param_group(dict(params=list(model.head.parameters())))
+        loss = (model(samples[0]) + model.head(samples[0])[:, 0] - samples[1]).square().mean()
+        if len(samples[0]) > largest:
+            out_of_memory(None)
+        return loss
+
+    step = rebatch.Step(model, optimizer, loss_fn, log_level="quiet", growth=False)
+    try:
+        step(batch)
+    except rebatch.Exhausted:
+        assert largest == 0
+    assert len(optimizer.param_groups) == groups
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(model.parameters())
+    )
+
+
 def test_a_failed_step_leaves_parameters_buffers_and_generators_as_they_were():
     model, batch, loss_fn = make("conv")
     step = rebatch.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, log_level="quiet")

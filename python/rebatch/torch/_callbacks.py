@@ -83,7 +83,7 @@ class Callbacks:
         tensors = program.update.parameters + list(program.modules.buffers())
         running.generators = Generators(cuda_devices_of(tensors), program.generators)
         reached = running.reached.guard(weakly(self._has_error))
-        return [reached, running.generators, running.audit]
+        return [reached, running.generators, self._update, running.audit]
 
     def _has_error(self) -> bool:
         """Whether the program has raised an exception in the call of C that runs."""

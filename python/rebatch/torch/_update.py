@@ -209,11 +209,21 @@ class Update:
         if clip is not None:
             check_above_zero("clip", clip, "a norm")
         self.scaler, self.clip = scaler, clip
+        self._group_counts: Dict[int, List[int]] = {}  # of the optimizers, at the points of guards
         self.clip_gradients: Callable[[Sequence[torch.Tensor], float], Any] = (
             torch.nn.utils.clip_grad_norm_
         )
         # In place of the GradScaler's own way, which makes collectives of its own for DTensors.
         self.unscale_gradients: Optional[Callable[[Any, Sequence[Any]], Any]] = None
+
+    def save(self, point: int) -> None:
+        """Before an attempt."""
+        self._group_counts[point] = [len(o.param_groups) for o in self.optimizers]
+
+    def restore(self, point: int) -> None:
+        """After one that failed: groups that it added are gone."""
+        for optimizer, count in zip(self.optimizers, self._group_counts[point]):
+            del optimizer.param_groups[count:]
 
     @property
     def reads_gradients(self) -> bool:
