@@ -409,7 +409,7 @@ def test_with_a_normalizer_the_gradient_does_not_depend_on_the_cut():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
 
 
-def train_scaled(limited, clip=None, fail_at=0):
+def train_scaled(limited, clip=None, fail_at=0, fail_in=1):
     model, batch, loss_fn = make("mlp")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -426,7 +426,7 @@ def train_scaled(limited, clip=None, fail_at=0):
     )
     torch.manual_seed(1)
     for i in range(4):
-        with FailAt(fail_at if i == 1 else 0):
+        with FailAt(fail_at if i == fail_in else 0):
             step(batch)
     return state_of(model), scaler.get_scale()
 
@@ -451,6 +451,13 @@ def test_a_scaler_survives_an_oom_at_every_operation():
         assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(state, expected))
         assert scale == 4096.0
     assert survived > 30
+
+
+def test_a_scaler_survives_an_oom_in_each_operation_of_its_first_micro_batch():
+    """Also in the second of the tensors that its first scale() makes."""
+    for n in range(1, 40):
+        _, scale = train_scaled(None, 0.1, fail_at=n, fail_in=0)
+        assert scale == 4096.0
 
 
 def test_several_optimizers_and_schedulers_step_once_a_batch():

@@ -259,7 +259,13 @@ class Update:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's loss to .grad."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is None:
+            loss.backward()
+            return
+        # The first scale() makes two tensors: after an OOM in the second one it makes both again.
+        if getattr(self.scaler, "_growth_tracker", self) is None:
+            self.scaler._scale = None
+        self.scaler.scale(loss).backward()
 
     def finish_gradients(self) -> None:
         """When the last micro-batch is accumulated: unscale and clip. This changes gradients, so an
