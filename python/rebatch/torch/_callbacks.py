@@ -13,7 +13,7 @@ from rebatch._library import lib
 from rebatch.torch import _allocator
 from rebatch.torch._first_cut import FirstCut
 from rebatch.torch._gradients import Accumulators
-from rebatch.torch._host import joined_where_it_fits
+from rebatch.torch._host import joined_where_it_fits, once_more
 from rebatch.torch._mistakes import hooked, refuse_stepped
 from rebatch.torch._oom import is_oom
 from rebatch.torch._outputs import joined, kept
@@ -107,7 +107,7 @@ class Callbacks:
     def begin(self, batch: Any, is_training: bool = True) -> None:
         """A batch runs from now on: it is checked, and what it may change is looked for."""
         running = self._running
-        running.begin(batch)
+        once_more("length", running.begin, batch)
         self._accumulated, self.is_applied = 0, False
         self.cuts.begin()
         # Made here, so that all micro-batches make the same calls; if that fails, where an OOM is
@@ -116,7 +116,7 @@ class Callbacks:
             running.loss = self._zero_loss()
         except torch.OutOfMemoryError:
             running.loss = None
-        running.weigh()
+        once_more("normalizer", running.weigh)
         audit = running.audit
         modules, tensors = running.reached.begin(audit.tree)
         audit.set_reached(modules)
@@ -180,7 +180,7 @@ class Callbacks:
         cost = self._running.program.cost
         assert cost is not None  # else C has no function to call
         try:
-            return max(0, int(cost(self._running.batch, first, count)))
+            return max(0, int(once_more("cost", cost, self._running.batch, first, count)))
         except BaseException as error:
             self.session.keep_error(error)
             return 0

@@ -77,6 +77,28 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
+def once_more(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), which runs before any micro-batch. Where that runs out of memory,
+    cached memory is given back, and it runs once more.
+
+    Raises Exhausted."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        let_go(error)
+    result: List[Any] = []
+    _release()
+    text = _oom_of(lambda: function(*arguments), result)
+    if text:
+        raise Exhausted(
+            f"out of memory in {name}, and once more after cached memory was given back, where a "
+            f"smaller micro-batch does not help: expected a {name} that needs less memory\n{text}"
+        )
+    return result[0]
+
+
 def joined_where_it_fits(join: Callable[[], Any], parts: List[Any]) -> Any:
     """join(), which joins the parts in a list. Where that runs out of memory, the parts of the list
     go to host memory, are joined there, and the result goes back to the device, where the parts
