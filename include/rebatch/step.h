@@ -202,7 +202,7 @@ typedef struct rebatch_map_ops {
     X(OPTIMIZER, "optimizer_step, before updating")                                                \
     X(UPDATE, "optimizer_step, while updating")                                                    \
     X(RESIZE, "resize")                                                                            \
-    X(MAP, "rebatch_map")                                                                          \
+    X(MAP, "map")                                                                                  \
     X(REDUCE, "reduce")
 
 /** Where an OOM occurs. */

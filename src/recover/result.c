@@ -24,7 +24,7 @@ const char *rbi_callback_name(enum rbi_callback which)
                                                      [RBI_OPTIMIZER] = "optimizer_step",
                                                      [RBI_LIGHTEN] = "lighten",
                                                      [RBI_RESIZE] = "resize",
-                                                     [RBI_MAP] = "rebatch_map",
+                                                     [RBI_MAP] = "map",
                                                      [RBI_REDUCE] = "reduce"};
     rbi_assert(which < RBI_CALLBACKS);
     return names[which];
