@@ -217,3 +217,15 @@ def test_a_line_of_a_known_package_is_not_the_programs():
     inside = {"__name__": "torch.optim.of_a_test", "user_stacklevel": user_stacklevel}
     exec("def level():\n    return user_stacklevel()\n", inside)
     assert inside["level"]() == 2
+
+
+# ---- no GPU ----
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_there_is_no_pool():
+    with pytest.warns(UserWarning, match="there is no GPU, so install"):
+        rebatch.install()
+    for of_the_pool in (rebatch.stats, rebatch.summary, rebatch.snapshot):
+        with pytest.raises(RuntimeError, match="^rebatch: there is no GPU, so there is no pool$"):
+            of_the_pool()

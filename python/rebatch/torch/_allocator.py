@@ -192,10 +192,13 @@ def pool(device: _Device = None) -> int:
     """The handle of the rebatch_pool of a GPU, for the functions of the C library.
 
     The pool is made if need be, and lives as long as the process. device: as PyTorch names it;
-    None: the current one. Raises RuntimeError before install(), and Error when there is no pool.
+    None: the current one. Raises RuntimeError before install() and without a GPU, and Error when
+    there is no pool.
     """
     if _front_library is None:
-        raise RuntimeError("rebatch: call rebatch.torch.install() first")
+        if not torch.cuda.is_available():
+            raise RuntimeError("rebatch: there is no GPU, so there is no pool")
+        raise RuntimeError("rebatch: there is no pool yet: call rebatch.torch.install() first")
     torch.cuda.init()
     handle = ctypes.c_void_p()
     index = torch.cuda._utils._get_device_index(device, optional=True)
