@@ -84,7 +84,9 @@ Test(wrap_llm, a_request_that_fails_changes_no_bit)
             struct run r = run_with("DRIVER_BYTES=67108864", options, models[i], arguments[i]);
             cr_expect_str_eq(weights(&r), weights(&before), "%s %s: %s", models[i], options,
                              r.error);
-            cr_expect_eq(r.code, 0, "%s %s: %s", models[i], options, r.error);
+            const bool is_beyond = strstr(r.error, "ended before a request failed") != NULL;
+            cr_expect_eq(r.code, is_beyond, "%s %s: %s", models[i], options, r.error);
+            cr_expect(nth > 1 || !is_beyond, "%s: no request", models[i]);
             done(&r);
         }
         done(&before);
