@@ -42,7 +42,8 @@ from rebatch.torch._callbacks import Callbacks
 from rebatch.torch._check import check_step
 from rebatch.torch._findings import Check, accepted_kinds
 from rebatch.torch._first_cut import FirstCut
-from rebatch.torch._only_check import check_if_asked
+from rebatch.torch._only_check import check_if_asked, probe_if_asked
+from rebatch.torch._probe import Probe, run_probe
 from rebatch.torch._own import user_stacklevel
 from rebatch.torch._program import Program, Running, listed, refuse_update_in_loss_fn
 from rebatch.torch._reached import Reached
@@ -159,6 +160,7 @@ class Training:
         """One update. Returns the loss of the whole batch: a detached scalar, on the device."""
         refuse_update_in_loss_fn()
         check_if_asked(self, batch)
+        probe_if_asked(self, batch)
         return self._run(batch)
 
     def _run(self, batch: Any) -> torch.Tensor:
@@ -238,7 +240,14 @@ class Training:
         self.number += 1
         self.program.update.done()
 
-    # ---- a check ----
+    # ---- a probe, a check ----
+
+    def probe(self, batch: Any, reserve_bytes: int = 0) -> Probe:
+        """Step.probe(), without the table."""
+        self.open()
+        with self.gathered(PROBES), self.holding(batch) as session, self.quiet():
+            reserve = reserve_bytes + self.program.update.first_bytes()
+            return run_probe(session, self.callbacks.ops, self.running.samples, reserve)
 
     def check(self, batch: Any, accept: Union[str, Sequence[str]] = ()) -> Check:
         """Step.check()."""
